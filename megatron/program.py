@@ -53,7 +53,7 @@ def pretrain(
         print(" starting: importing torch and DeepSpeed", flush=True)
     # Both come before the import of torch, which takes seconds and may start HIP.
     with (
-        Signals(config.training.exit_signal_handler, speaks=launch.rank == 0) as signals,
+        Signals(config.training.exit_signal_handler, prints=launch.rank == 0) as signals,
         job_environment(config) as environment,
     ):
         from megatron.training.run.setup import run_training

@@ -119,7 +119,7 @@ def _load(
     from megatron.parallel.layout import LayoutSizes
     from megatron.parallel.topology import Topology
     from megatron.training.report.trackers import JsonLines
-    from megatron.training.run.checkpoints import say_found
+    from megatron.training.run.checkpoints import report_choice
     from megatron.training.run.host import share_cores
 
     share_cores(device, launch.local_world_size)
@@ -147,7 +147,7 @@ def _load(
     file = JsonLines(args.metrics_file) if launch.rank == 0 and args.metrics_file else None
     publish: Callable[[Event], object] = (lambda event: None) if file is None else file.on_event
     if launch.rank == 0:
-        say_found(model.loaded, say, publish)
+        report_choice(model.loaded, say, publish)
         iteration = model.loaded.iteration
         named = "unknown" if iteration is None else iteration
         say(f" loaded {model.loaded.folder} (iteration {named})")

@@ -58,9 +58,9 @@ class EnergyMeter:
         for name, counters in sources if reads else ():
             # no such file, no permission, no driver: each has an exception of its own
             with suppress(Exception):
-                found = [counter for counter in counters if counter.read_j() >= 0]
-                if found:
-                    self._counters += found
+                readable = [counter for counter in counters if counter.read_j() >= 0]
+                if readable:
+                    self._counters += readable
                     self.source += f"{', ' if self.source else ''}{name}"
             if self.source == "Cray pm_counters":  # the others are parts of it
                 break
@@ -105,10 +105,10 @@ def _amd(load: Callable[[str], Any]) -> Iterator[Counter]:
     library.amdsmi_init()
 
     def read_j(gpu: Any) -> float:
-        found = library.amdsmi_get_energy_count(gpu)
+        reading = library.amdsmi_get_energy_count(gpu)
         # the older name of the count is "power"
-        count = found.get("energy_accumulator", found.get("power"))
-        return float(count * found["counter_resolution"] * 1e-6)
+        count = reading.get("energy_accumulator", reading.get("power"))
+        return float(count * reading["counter_resolution"] * 1e-6)
 
     for gpu in library.amdsmi_get_processor_handles():
         yield Counter(partial(read_j, gpu))

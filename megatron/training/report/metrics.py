@@ -61,7 +61,7 @@ def rates(config: Config, topology: Topology) -> FlopRates:
     parallel = config.parallel
     stages = assign_layers(model.num_layers, parallel.num_stages, parallel.pipeline_layout)
     groups = [n for layers in stages for n in recomputed_groups(len(layers), recompute)]
-    again = formulas.recompute_flops_per_token(model, recompute, groups)
+    recompute_flops = formulas.recompute_flops_per_token(model, recompute, groups)
     flops = formulas.flops_per_token_of(config)
     # of a CPU: unknown
     peak = formulas.peak_tflops(device_name(topology.device), config.precision.dtype_name)
@@ -69,7 +69,7 @@ def rates(config: Config, topology: Topology) -> FlopRates:
         world_size=topology.world.size,
         seq_length=model.seq_length,
         model_flops_per_sample=flops * model.seq_length,
-        hardware_flops_per_sample=(flops + again) * model.seq_length,
+        hardware_flops_per_sample=(flops + recompute_flops) * model.seq_length,
         peak_flops_per_s=None if peak is None else 1e12 * peak,
     )
 
@@ -104,30 +104,32 @@ class Interval:
         One collective call of the world: each rank has separate elements for its bytes, to which
         the sum adds zeros; exact in float64 up to 2**53. Waits for the device.
         """
-        own = [*self.steps, *unfinished]
+        steps = [*self.steps, *unfinished]
         world = self._topology.world
-        parts = 3 * len(own)  # loss, and micro-batches that count, and all
+        loss_elements = 3 * len(steps)  # loss, and micro-batches that count, and all
         total = torch.zeros(
-            parts + 2 * world.size + 1, dtype=torch.float64, device=self._topology.device
+            loss_elements + 2 * world.size + 1, dtype=torch.float64, device=self._topology.device
         )
-        if own and own[0].loss is not None:
-            total[:parts] = torch.cat([part_of_loss(step.loss, step.counted) for step in own])
-        total[parts + world.rank] = memory_bytes
-        total[parts + world.size + world.rank] = reserved_bytes or 0
+        if steps and steps[0].loss is not None:
+            total[:loss_elements] = torch.cat(
+                [part_of_loss(step.loss, step.counted) for step in steps]
+            )
+        total[loss_elements + world.rank] = memory_bytes
+        total[loss_elements + world.size + world.rank] = reserved_bytes or 0
         total[-1] = self.meter.used_j() if self.meter else math.nan
-        *found, energy = collectives.all_reduce(total, world).tolist()
-        held = found[parts : parts + world.size]
-        reserved = int(max(found[parts + world.size :]))
-        rank = max(range(world.size), key=held.__getitem__)
+        *sums, energy = collectives.all_reduce(total, world).tolist()
+        memory = sums[loss_elements : loss_elements + world.size]
+        reserved = int(max(sums[loss_elements + world.size :]))
+        rank = max(range(world.size), key=memory.__getitem__)
         layout = self._topology.layout
         self.used_j += energy
         of_stages = [0.0] * layout.pipeline
-        for other, size in enumerate(held):
+        for other, size in enumerate(memory):
             stage = layout.coordinates(other)[2]
             of_stages[stage] = max(of_stages[stage], size)
-        losses = [mean_of_counted(*found[at : at + 3]) for at in range(0, parts, 3)]
+        losses = [mean_of_counted(*sums[at : at + 3]) for at in range(0, loss_elements, 3)]
         return losses, Peak(
-            int(held[rank]),
+            int(memory[rank]),
             rank,
             reserved or None,
             tuple(map(int, of_stages)),
@@ -160,8 +162,8 @@ class Interval:
         model = samples_per_s * rates.model_flops_per_sample / rates.world_size
         hardware = samples_per_s * rates.hardware_flops_per_sample / rates.world_size
         peak = rates.peak_flops_per_s
-        others = ("loss", "skipped", "counted")
-        of_last_step = {k: v for k, v in vars(last).items() if k not in others}
+        excluded = ("loss", "skipped", "counted")
+        of_last_step = {k: v for k, v in vars(last).items() if k not in excluded}
         return Iteration(
             **of_last_step,
             total_iterations=total_iterations,
@@ -234,10 +236,10 @@ def local_loss(losses: list[Tensor], weights: Tensor | None, topology: Topology)
     """
     if not topology.pipeline.is_last or topology.tensor.rank != 0:
         return None
-    together = torch.stack([loss.detach().float() for loss in losses])
+    stacked = torch.stack([loss.detach().float() for loss in losses])
     if weights is None:
-        return together.mean() / topology.data.size
-    return (together * weights.to(together)).sum()
+        return stacked.mean() / topology.data.size
+    return (stacked * weights.to(stacked)).sum()
 
 
 def counted(
@@ -306,7 +308,7 @@ class Timers:
             self.recording = Recording(self._topology, iteration)
 
     @contextmanager
-    def __call__(self, part: str) -> Iterator[None]:
+    def __call__(self, phase: str) -> Iterator[None]:
         """Measure what happens inside the context as a part of the step."""
         meter = self._topology.flight.meter
         if meter is None or meter.marks is None:
@@ -314,8 +316,8 @@ class Timers:
             return
         begun = meter.mark()
         yield
-        meter.add(part, begun)
-        if part == "optimizer" and self.recording is not None:
+        meter.add(phase, begun)
+        if phase == "optimizer" and self.recording is not None:
             self.recording.end()
 
 
@@ -458,18 +460,18 @@ def summarise(
     """
     stages = [layout.coordinates(rank)[2] for rank in range(len(seconds))]
     of_stage: dict[int, list[float]] = {}
-    for stage, own in zip(stages, seconds, strict=True):
-        of_stage.setdefault(stage, []).append(own)
+    for stage, time_s in zip(stages, seconds, strict=True):
+        of_stage.setdefault(stage, []).append(time_s)
     medians = {stage: statistics.median(times) for stage, times in of_stage.items()}
     slow: list[dict[str, Any]] = [
         {
             "rank": rank,
             "place": places[rank] if rank < len(places) else None,
-            "ms": 1000 * own,
-            "ratio": own / median,
+            "ms": 1000 * time_s,
+            "ratio": time_s / median,
         }
-        for rank, own in enumerate(seconds)
-        if own >= SLOW * (median := medians[stages[rank]]) > 0
+        for rank, time_s in enumerate(seconds)
+        if time_s >= SLOW * (median := medians[stages[rank]]) > 0
     ]
     slow.sort(key=lambda one: -one["ratio"])
     return {

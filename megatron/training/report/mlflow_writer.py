@@ -74,9 +74,9 @@ def write(lines: Iterator[str]) -> None:
             status = message
             continue
         at_ms, points = message
-        found = [metric(n, v, at_ms, int(i)) for i, of in points.items() for n, v in of.items()]
-        for start in range(0, len(found), _MOST_METRICS):
-            client.log_batch(id_, metrics=found[start : start + _MOST_METRICS])
+        entries = [metric(n, v, at_ms, int(i)) for i, of in points.items() for n, v in of.items()]
+        for start in range(0, len(entries), _MOST_METRICS):
+            client.log_batch(id_, metrics=entries[start : start + _MOST_METRICS])
     mlflow.end_run(status)
 
 

@@ -208,8 +208,8 @@ class Console:
     def _fields(self, work: Any) -> list[str]:
         """Return what is known of a work; the first text says what is done."""
         done = f" {work.completed:.0f}/{work.total:.0f}" if work.total else ""
-        place = work.fields["where"]() if self._clock() - self._moved >= _EVERY_S else ""
-        fields = [work.description + done, work.fields["note"], place]
+        location = work.fields["where"]() if self._clock() - self._moved >= _EVERY_S else ""
+        fields = [work.description + done, work.fields["note"], location]
         elapsed = f"{show_duration(work.elapsed)} elapsed"
         if not work.speed:
             return [*filter(None, fields), elapsed]
@@ -309,17 +309,15 @@ class LogLines(Callback):
             )
         if report.times_ms and self._timing_option is not None:
             self._say(format_timers(report.times_ms, self._timing_option))
-        held = report.memory_bytes
-        if held > _GROWTH * self._memory_reported:
-            most = (
-                f" most memory held by a rank: {held / 2**30:.2f} GiB, by rank {report.memory_rank}"
-            )
+        peak_bytes = report.memory_bytes
+        if peak_bytes > _GROWTH * self._memory_reported:
+            most = f" most memory held by a rank: {peak_bytes / 2**30:.2f} GiB, by rank {report.memory_rank}"
             if report.reserved_bytes is not None:
                 most += f"; reserved by an allocator: {report.reserved_bytes / 2**30:.2f} GiB"
             else:
                 most += " (the whole process, with libraries and what malloc keeps)"
             self._say(most)
-            self._memory_reported = held
+            self._memory_reported = peak_bytes
         if report.lm_loss is not None:
             self._console.note(f"loss {report.lm_loss:.3f}")
 

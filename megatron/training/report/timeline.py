@@ -119,7 +119,7 @@ class Recording:
         zero = clock() - self._first.elapsed_time(now) / 1000
         if len(self._marks) == MOST_MARKS:
             return []
-        found = sorted(
+        ordered = sorted(
             (
                 Activity(_named(what), *(zero + self._first.elapsed_time(e) / 1000 for e in events))
                 # what contains the other was added later: it comes first where times are equal
@@ -128,14 +128,14 @@ class Recording:
             key=_in_order,
         )
         current: int | None = None
-        for number, one in enumerate(found):
+        for number, one in enumerate(ordered):
             if isinstance(one.what, Instruction):
                 current = number
             elif current is not None and one.phase == "pipeline-wait":
-                start, end = found[current][1:]
+                start, end = ordered[current][1:]
                 if one.start < end:
-                    found[current] = found[current]._replace(start=max(start, one.end))
-        return sorted(found, key=_in_order)
+                    ordered[current] = ordered[current]._replace(start=max(start, one.end))
+        return sorted(ordered, key=_in_order)
 
 
 def _named(what: object) -> Instruction | PendingCall | str:
@@ -175,7 +175,7 @@ def bubbles(lanes: Sequence[Sequence[Activity]], executor: Executor) -> tuple[fl
     these passes, and messages take no time.
     """
     lengths = [(one.what.op, one.end - one.start) for lane in lanes for one in lane]
-    whole = max(lane[-1].end for lane in lanes) - min(lane[0].start for lane in lanes)
+    span_s = max(lane[-1].end for lane in lanes) - min(lane[0].start for lane in lanes)
     stages = len(lanes) * executor.num_chunks
     times = (
         (fmean([length for op, length in lengths if op in ops] or [0.0]),) * stages
@@ -190,7 +190,7 @@ def bubbles(lanes: Sequence[Sequence[Activity]], executor: Executor) -> tuple[fl
     )
     busy = sum(length for _, length in lengths)
     predicted = None if clock_missing() else run_pipeline(planned).bubble_fraction
-    return 1 - busy / (whole * len(lanes)), predicted
+    return 1 - busy / (span_s * len(lanes)), predicted
 
 
 def clock_ahead(group: Group, peer: int, clock: Callable[[], float]) -> tuple[float, float]:
@@ -262,8 +262,8 @@ class Timeline:
         `save_s` is this rank's time in the phase "save" per step, which is outside of steps.
         """
         activities = recording.activities(self.clock)
-        own = {**phases_s(activities), "save": save_s} if activities else None
-        of_ranks = gather_objects(own, self.topology.world, everywhere=False)
+        spent = {**phases_s(activities), "save": save_s} if activities else None
+        of_ranks = gather_objects(spent, self.topology.world, everywhere=False)
         gathered = self._gather(activities) if self._takes_part else {}
         if not of_ranks or None in of_ranks:
             return {}, None
@@ -295,17 +295,17 @@ class Timeline:
         least_s = 0.0
         if activities:
             least_s = (activities[-1].end - activities[0].start) * group.size / _MOST_EVENTS
-        kept = [
+        sent = [
             one
             for one in activities
             if isinstance(one.what, Instruction) or one.end - one.start >= least_s
         ]
         return {
-            rank: [Activity(what, a - ahead[host], b - ahead[host]) for what, a, b in found]
-            for rank, host, found in zip(
+            rank: [Activity(what, a - ahead[host], b - ahead[host]) for what, a, b in lane]
+            for rank, host, lane in zip(
                 group.ranks,
                 self._hosts,
-                gather_objects(kept, group, everywhere=False),
+                gather_objects(sent, group, everywhere=False),
                 strict=False,
             )
         }
@@ -315,8 +315,8 @@ class Timeline:
         assert self._step is not None
         gathered, iteration = self._step
         events = list[dict[str, object]]()
-        zero = min(found[0].start for found in gathered.values())
-        for rank, found in gathered.items():
+        zero = min(lane[0].start for lane in gathered.values())
+        for rank, lane in gathered.items():
             tensor, replica, stage = self.topology.layout.coordinates(rank)
             row = {"pid": replica, "tid": rank}
             args: dict[str, object] = {
@@ -326,7 +326,7 @@ class Timeline:
                 "iteration": iteration,
             }
             events.append({"ph": "M", "name": "thread_name", "args": args, **row})
-            for what, start, end in found:
+            for what, start, end in lane:
                 name = what if isinstance(what, str) else what[0]
                 if isinstance(what, Instruction):
                     name = f"{what.op.letters}{what.micro_batch} stage {what.stage}"

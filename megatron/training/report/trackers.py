@@ -108,7 +108,7 @@ class Background(Callback):
 
     def __post_init__(self) -> None:
         self._waiting: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._published = self._taken = 0
+        self._published = self._delivered = 0
         self._noted = set[str]()
         self._error: BaseException | None = None
         self._ended = threading.Event()
@@ -119,7 +119,7 @@ class Background(Callback):
         try:
             while (event := self._waiting.get()) is not None:
                 self.callback.on_event(event)
-                self._taken += 1
+                self._delivered += 1
             self.callback.close()
         except BaseException as error:
             self._error = error
@@ -148,9 +148,9 @@ class Background(Callback):
             self.callback.kill()
         if self._error is not None:
             self._note_error()
-        elif not ended or self._taken < self._published:
+        elif not ended or self._delivered < self._published:
             late = "" if ended else " and has not ended in time"
-            self._note(f"has taken {self._taken} of {self._published} events{late}")
+            self._note(f"has taken {self._delivered} of {self._published} events{late}")
 
     def _note_error(self) -> None:
         error = f"{type(self._error).__name__}: {self._error}"
@@ -168,21 +168,21 @@ def trackers(config: Config, say: Say) -> list[Background]:
     Raises ConfigError where a package is missing, and where a folder cannot be created.
     """
     logging = config.logging
-    found = list[tuple[Callback, str, str]]()
+    selected = list[tuple[Callback, str, str]]()
     if logging.tensorboard_dir:
         remedy = f"make room in --tensorboard-dir {logging.tensorboard_dir}, or choose another"
-        found.append((TensorBoard(config), "TensorBoard", remedy))
+        selected.append((TensorBoard(config), "TensorBoard", remedy))
     if logging.wandb_project:
         remedy = "check the connection and the key, or set WANDB_MODE=offline and sync later"
-        found.append((WandB(config), "Weights & Biases", remedy))
+        selected.append((WandB(config), "Weights & Biases", remedy))
     if logging.mlflow_tracking_uri or logging.mlflow_experiment_name:
-        found.append((MLflow(config), "MLflow", "check --mlflow-tracking-uri"))
+        selected.append((MLflow(config), "MLflow", "check --mlflow-tracking-uri"))
     for callback in config.pieces.callbacks:
-        own = type(callback)
-        if getattr(own, "on_event", Callback.on_event) is not Callback.on_event:
-            name = f"on_event of {own.__module__}.{own.__qualname__}"
-            found.append((callback, name, "correct it"))
-    return [Background(*one, say) for one in found]
+        kind = type(callback)
+        if getattr(kind, "on_event", Callback.on_event) is not Callback.on_event:
+            name = f"on_event of {kind.__module__}.{kind.__qualname__}"
+            selected.append((callback, name, "correct it"))
+    return [Background(*one, say) for one in selected]
 
 
 class TensorBoard(Callback):
@@ -203,10 +203,10 @@ class TensorBoard(Callback):
     def on_event(self, event: Event) -> None:
         """Write the scalars of an event, or the configuration."""
         if isinstance(event, Start):
-            again = event.iteration + 1 if event.iteration else None
+            resumed_at = event.iteration + 1 if event.iteration else None
             writer = self._writer = self._board.SummaryWriter(
                 self._folder,
-                purge_step=again,
+                purge_step=resumed_at,
                 max_queue=self._flags.tensorboard_queue_size,
                 flush_secs=_FLUSH_S,
             )

@@ -270,30 +270,30 @@ def checkpoint_to_load(
     directory = settings.load
 
     def look() -> CheckpointChoice:
-        found = find(directory, settings.load_tag)
+        choice = find(directory, settings.load_tag)
         needed = settings.exit_on_missing_checkpoint or settings.use_checkpoint_args
-        if found.rejected or needed:
-            required(directory, found)
-        return found
+        if choice.rejected or needed:
+            required(directory, choice)
+        return choice
 
-    found = decided_by_first(topology, look)
+    choice = decided_by_first(topology, look)
     if reporter is not None:
-        say_found(found, reporter.say, reporter.publish)
-    return found.folder
+        report_choice(choice, reporter.say, reporter.publish)
+    return choice.folder
 
 
-def say_found(
-    found: CheckpointChoice | LoadedState,
+def report_choice(
+    choice: CheckpointChoice | LoadedState,
     say: Callable[[str], object],
     publish: Callable[[Event], object],
 ) -> None:
     """Report why a checkpoint was chosen, and which ones are broken."""
-    for note in found.notes:
+    for note in choice.notes:
         say(f" note: {note}")
-    for one in found.rejected:
-        say(f"WARNING: broken checkpoint {one}\nWARNING: {found.folder} is loaded instead")
+    for one in choice.rejected:
+        say(f"WARNING: broken checkpoint {one}\nWARNING: {choice.folder} is loaded instead")
         folder = str(one.folder)
-        instead = str(found.folder)
+        instead = str(choice.folder)
         publish(CheckpointRejected(folder=folder, reason=one.reason, instead=instead))
 
 
@@ -321,7 +321,7 @@ def load_checkpoint(
 
     loaded = load(settings.load, engine, topology, config, folder, topology.flight.alive)
     assert loaded.folder is not None, "it raises when there is nothing to load"
-    say_found(loaded, reporter.say, reporter.publish)
+    report_choice(loaded, reporter.say, reporter.publish)
     asked = [
         f"--{name.replace('_', '-')}"
         for name in ("no_load_optim", "finetune", "reset_iteration")

@@ -135,19 +135,19 @@ def copy_to_node(prefix: str, folder: Path) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         if sum(size for _, size, _ in files) > shutil.disk_usage(folder).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-        part = temporary_name(copy)
-        part.mkdir()
+        temporary = temporary_name(copy)
+        temporary.mkdir()
         try:
             for path in data_files(prefix):
-                shutil.copyfile(path, part / path.name)
-                with open(part / path.name, "rb+") as file:
+                shutil.copyfile(path, temporary / path.name)
+                with open(temporary / path.name, "rb+") as file:
                     flush_to_disk(file)
             if _identity(prefix) != files:
                 raise OSError(errno.EAGAIN, "changed while it was copied", prefix)
             if not copy.is_dir():  # another job may have been faster
-                part.rename(copy)
+                temporary.rename(copy)
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
     return str(copy / name)
 
 
@@ -176,7 +176,7 @@ def first_builds(
     turns = itertools.count()
     shared = store or job_store(topology)
 
-    def listen(message: str) -> None:
+    def report(message: str) -> None:
         if message.startswith(("building", "waiting")):
             say(f" index files: {message}")
 
@@ -191,7 +191,7 @@ def first_builds(
         try:
             if turn == 0:
                 check()
-            with index_cache.heard(listen):
+            with index_cache.heard(report):
                 datasets = build(train, valid, test)
         except BaseException as error:
             shared.set(key, str(error) or type(error).__name__)

@@ -113,9 +113,9 @@ class DeepSpeedReports(Callback):
             name, kind = _OPERATIONS.get(call.name), KINDS[call.kind]
             if name is not None and (logger.prof_all or name in logger.prof_ops):
                 # of these two DeepSpeed multiplies the size by the number of ranks
-                parts = sizes.get(kind, 1) if name.endswith("_tensor") else 1
+                ranks = sizes.get(kind, 1) if name.endswith("_tensor") else 1
                 label = f"{name} | [{kind}]" if logger.debug else name
-                logger.append(name, label, 1000 * spent_s, call.size_bytes // parts)
+                logger.append(name, label, 1000 * spent_s, call.size_bytes // ranks)
 
     def before_step(self, run: Run) -> None:
         engine = self._deepspeed

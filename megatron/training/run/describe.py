@@ -69,8 +69,8 @@ def describe_setup(
     )
     written = [f"{what} to {where}" for what, where in places_written if where]
     say(f"writes {', '.join(written) or 'nothing, because there is no --save FOLDER'}")
-    found = "--print-config shows all" if path is None else f"all: {path.parent / 'settings.toml'}"
-    say(f"settings that differ from the defaults ({found}):")
+    hint = "--print-config shows all" if path is None else f"all: {path.parent / 'settings.toml'}"
+    say(f"settings that differ from the defaults ({hint}):")
     for line in render_differences(config):
         say(f"  {line}")
 
@@ -118,13 +118,13 @@ def report_data(
 
 def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> None:
     """Print the number of samples of each data set, and notes on padding and missing data."""
-    found = {name: getattr(datasets, name) for name in SPLIT_NAMES}
+    by_name = {name: getattr(datasets, name) for name in SPLIT_NAMES}
     if datasets.corpora:
-        del found["valid"]
-        found |= {f"valid {name}": corpus for name, corpus in datasets.corpora.items()}
+        del by_name["valid"]
+        by_name |= {f"valid {name}": corpus for name, corpus in datasets.corpora.items()}
     listed = ", ".join(
         f"{name} {len(dataset) if dataset is not None else 'none'}"
-        for name, dataset in found.items()
+        for name, dataset in by_name.items()
     )
     reporter.say(f" > samples of {config.model.seq_length} tokens: {listed}")
     if datasets.train is not None and config.data.loss_mask in ("required", "optional"):

@@ -112,17 +112,17 @@ def evaluate_corpora(run: Run, prefix: str) -> bool:
     Returns whether this was not interrupted.
     """
     start = time.perf_counter()
-    found = list[list[float]]()
+    measured = list[list[float]]()
     for name, dataset in run.datasets.corpora.items():
         losses = evaluate(run, "valid", dataset, f"{prefix} on {name}", advance=False, corpus=name)
         if losses is None:
             return False
         if losses:
-            found.append(losses)
-    if not found:
+            measured.append(losses)
+    if not measured:
         return True
     samples = sum(min(run.eval_samples, len(one)) for one in run.datasets.corpora.values())
-    means = [sum(each) / len(found) for each in zip(*found, strict=True)]
+    means = [sum(each) / len(measured) for each in zip(*measured, strict=True)]
     seconds = time.perf_counter() - start
     report_validation(run, prefix, "valid", means, samples, seconds)
     if run.wall_time is not None:
@@ -156,18 +156,18 @@ def evaluate(
     if position + samples > len(dataset):
         position = 0  # a run longer than the data set was made for starts from its beginning
     run.first_time("evaluation")
-    wanted = 1 + run.config.training.eval_ema
-    batches = wanted * -(-samples // run.batches.global_batch_size_at_end)
+    variants = 1 + run.config.training.eval_ema
+    batches = variants * -(-samples // run.batches.global_batch_size_at_end)
     what = f"evaluation on {corpus or name} data: batch"
     with run.aside("evaluation"), run.reporter.console.doing(what, batches):
         if run.config.training.manual_gc:
             gc.collect()
         each = partial(measure, run, dataset, range(position, position + samples), corpus)
         measured = each()
-        if measured and wanted > 1:
+        if measured and variants > 1:
             with run.engine.averaged_weights():
                 measured += each()
-        if len(measured) < wanted:
+        if len(measured) < variants:
             run.reporter.say(f" note: the evaluation at {prefix} was interrupted, {_ASKED}")
             return None
         if advance:
@@ -256,10 +256,10 @@ def batches_of(run: Run, stream: MicroBatchStream, samples: int) -> Iterator[lis
     stop = stream.consumed_samples + samples
     batches = run.batches
     while (left := stop - stream.consumed_samples) > 0:
-        found = stream.take(
+        micro_batches = stream.take(
             -(-min(left, batches.global_batch_size_at_end) // batches.replica_batch_size)
         )
-        for i, batch in enumerate(found):
+        for i, batch in enumerate(micro_batches):
             over = batch.first_sample + len(batch.loss_mask) - stop
             if over > 0:
                 mask = batch.loss_mask.clone()
@@ -268,8 +268,8 @@ def batches_of(run: Run, stream: MicroBatchStream, samples: int) -> Iterator[lis
                 if batch.padding is not None:
                     padding |= batch.padding
                 padding[-over:] = True
-                found[i] = dataclasses.replace(batch, loss_mask=mask, padding=padding)
-        yield found
+                micro_batches[i] = dataclasses.replace(batch, loss_mask=mask, padding=padding)
+        yield micro_batches
 
 
 def mean_loss(

@@ -169,7 +169,7 @@ def generate(
         samples.append(_Sample(number, prompt, seed, stream, ends))
     if not samples:
         return []
-    with _evaluating(model.chunks, whole=cached):
+    with _evaluating(model.chunks, full_sequences=cached):
         decoder = _Decoder(model, ready, cached)
         running = samples
         while running:
@@ -178,9 +178,9 @@ def generate(
                 text = sample.add(token)
                 if on_text is not None and (text or sample.finish):
                     on_text(sample.number, text, bool(sample.finish))
-            kept = [i for i, sample in enumerate(running) if not sample.finish]
-            decoder.go_on(kept, [running[i].ids[-1] for i in kept])
-            running = [running[i] for i in kept]
+            remaining = [i for i, sample in enumerate(running) if not sample.finish]
+            decoder.go_on(remaining, [running[i].ids[-1] for i in remaining])
+            running = [running[i] for i in remaining]
     return [sample.result() for sample in samples]
 
 
@@ -226,7 +226,7 @@ def prepare(
             "that are cut fewer than the context, so that some of the prompt remains"
         )
     assert settings.vocab_size is not None, "the model was built with a vocabulary"
-    found = []
+    ready = []
     for number, prompt in enumerate(prompts, 1):
         if not isinstance(prompt, str):
             ids: Ids = list(prompt)
@@ -248,8 +248,8 @@ def prepare(
                 "--cut-prompts)"
             )
         limit = "max_new_tokens" if room >= max_new_tokens else "context"
-        found.append(Prompt(ids[left:], left, min(room, max_new_tokens), limit))
-    return found
+        ready.append(Prompt(ids[left:], left, min(room, max_new_tokens), limit))
+    return ready
 
 
 @dataclass(eq=False)
@@ -311,18 +311,18 @@ def _draw(scores: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     if sampling.top_p < 1:
         # without those before which the sum suffices
         sums = probabilities.masked_fill(sums - probabilities >= sampling.top_p, 0.0).cumsum(dim=-1)
-    wanted = uniform.unsqueeze(1) * sums[:, -1:]
+    threshold = uniform.unsqueeze(1) * sums[:, -1:]
     # The first entry above: it is never one without probability.
-    place = torch.searchsorted(sums, wanted, right=True).clamp_(max=sums.shape[-1] - 1)
-    return (place if ids is None else ids.gather(1, place)).squeeze(1)
+    index = torch.searchsorted(sums, threshold, right=True).clamp_(max=sums.shape[-1] - 1)
+    return (index if ids is None else ids.gather(1, index)).squeeze(1)
 
 
 @contextmanager
-def _evaluating(chunks: nn.ModuleDict, whole: bool) -> Iterator[None]:
+def _evaluating(chunks: nn.ModuleDict, full_sequences: bool) -> Iterator[None]:
     """Switch dropout off, and with `whole` sequence parallelism: a single token cannot be cut."""
     training = chunks.training
     contexts: dict[nn.Module, Any] = {}
-    for module in chunks.modules() if whole else ():
+    for module in chunks.modules() if full_sequences else ():
         context = getattr(module, "context", None)
         if isinstance(context, LayerContext) and context.sequence_parallel:
             contexts[module] = context
@@ -379,12 +379,14 @@ class _Decoder:
         self._multiple = self._topology.tensor.size if splits else 1
         if cached:
             lengths = [len(text) for text in self._texts]
-            places = max(lengths) + max(prompt.room for prompt in prompts)
-            self._cache = KeyValueCache(lengths, places, self._topology.device)
+            positions = max(lengths) + max(prompt.room for prompt in prompts)
+            self._cache = KeyValueCache(lengths, positions, self._topology.device)
             chunk: Any
             for chunk in model.chunks.values():
                 for rotary in chunk.context.rotaries.values():
-                    rotary.angles(places, None, self._topology.device)  # the table reaches so far
+                    rotary.angles(
+                        positions, None, self._topology.device
+                    )  # the table reaches so far
         self._more = {} if self._cache is None else {"cache": self._cache}
         self._executor = forward_passes(model, self._keep_scores, self._multiple, **self._more)
 
@@ -425,11 +427,11 @@ class _Decoder:
             )
         return tokens
 
-    def go_on(self, kept: Sequence[int], tokens: Sequence[int]) -> None:
+    def go_on(self, remaining: Sequence[int], tokens: Sequence[int]) -> None:
         """Keep these texts alone, and add a token to each."""
-        if self._cache is not None and 0 < len(kept) < len(self._texts):
-            self._cache.keep(kept)
-        self._texts = [self._texts[i] for i in kept]
+        if self._cache is not None and 0 < len(remaining) < len(self._texts):
+            self._cache.keep(remaining)
+        self._texts = [self._texts[i] for i in remaining]
         for text, token in zip(self._texts, tokens, strict=True):
             text.append(token)
 

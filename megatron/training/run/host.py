@@ -72,8 +72,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     # ru_maxrss starts with the pages of the parent process: used only where VmHWM is missing
-    found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text(errors="replace"))
-    return 1024 * (int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    match = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text(errors="replace"))
+    return 1024 * (int(match[1]) if match else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def reserved_memory_bytes(device: torch.device) -> int | None:
@@ -100,30 +100,30 @@ def share_cores(device: torch.device, local_world_size: int) -> str:
             f"threads: {torch.get_num_threads()} per process, for what the CPU does beside the "
             "device"
         )
-    mine = os.sched_getaffinity(0)
+    allowed = os.sched_getaffinity(0)
     # On every rank, used or not: others may have another environment, and the call is collective.
     masks = (
-        masks_on_this_node(mine)
+        masks_on_this_node(allowed)
         if dist.is_initialized() and dist.get_world_size() > 1
-        else [mine] * local_world_size
+        else [allowed] * local_world_size
     )
     # torchrun sets the variable to 1 where the user has not.
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     if os.environ.get("OMP_NUM_THREADS") and not by_torchrun:
         return f"threads: {torch.get_num_threads()} per process, as OMP_NUM_THREADS says"
     # A process bound to separate cores uses all of them; processes with the same cores share them.
-    threads = max(1, len(mine) // masks.count(mine))
+    threads = max(1, len(allowed) // masks.count(allowed))
     torch.set_num_threads(threads)
     return (
-        f"threads: {threads} per process ({len(mine)} core(s) allowed, {local_world_size} "
+        f"threads: {threads} per process ({len(allowed)} core(s) allowed, {local_world_size} "
         "process(es) on the node)"
     )
 
 
-def masks_on_this_node(mine: set[int]) -> list[set[int]]:
+def masks_on_this_node(allowed: set[int]) -> list[set[int]]:
     """Return the cores that each process of this node may use. A collective call of the world."""
     everywhere: list[tuple[str, set[int]]] = [("", set())] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (socket.gethostname(), mine))
+    dist.all_gather_object(everywhere, (socket.gethostname(), allowed))
     return [mask for host, mask in everywhere if host == socket.gethostname()]
 
 
@@ -139,13 +139,13 @@ def tune_allocator() -> str:
     libc, reason = _malloc()
     if reason:
         return f"malloc: {reason}: left as it is"
-    kept = _set_first(libc, _M_MMAP_THRESHOLD, KEEP_BLOCKS_BYTES)
+    threshold = _set_first(libc, _M_MMAP_THRESHOLD, KEEP_BLOCKS_BYTES)
     _set_first(libc, _M_TRIM_THRESHOLD, (_NEVER_TRIM,))
     huge = os.environ.get(_TORCH_HUGE_PAGES) == "1"
     if not huge:
         libc.prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
     return (
-        f"malloc: blocks up to {(kept or 0) >> 20} MiB are kept, the heap does not shrink, "
+        f"malloc: blocks up to {(threshold or 0) >> 20} MiB are kept, the heap does not shrink, "
         f"{f'huge pages as {_TORCH_HUGE_PAGES} says' if huge else 'no huge pages'}"
     )
 
@@ -228,8 +228,8 @@ def check_kernels(config: Config, topology: Topology) -> None:
     """
     device = topology.device
     fusions = choose.choose_fusions(config.kernels, device, config.precision.dtype_name)
-    own = {"fused kernels": library.fingerprint(device.type), **vars(fusions)}
-    if problem := compare({"kernels": own}, topology.world):
+    local = {"fused kernels": library.fingerprint(device.type), **vars(fusions)}
+    if problem := compare({"kernels": local}, topology.world):
         lines = collectives.gather_objects(library.find(device.type).line, topology.world)
         raise ConfigError(
             "the ranks have different fused kernels, and with them different dropout masks: "

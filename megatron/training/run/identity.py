@@ -88,9 +88,9 @@ def code_digests(config: Config, package: Path = _PACKAGE) -> dict[str, str]:
     folders = set(map(os.path.dirname, pieces))
     loaded = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     beside = {path for path in loaded if path and os.path.dirname(path) in folders}
-    others = {*pieces, *beside, *([main] if main else [])}
+    user_files = {*pieces, *beside, *([main] if main else [])}
     ours = {str(path.relative_to(package.parent)): path for path in package.rglob("*.py")}
-    named = {**ours, **{os.path.basename(path): Path(path) for path in sorted(others)}}
+    named = {**ours, **{os.path.basename(path): Path(path) for path in sorted(user_files)}}
     return {name: _file(path, _MOST_BYTES) for name, path in sorted(named.items())}
 
 

@@ -130,7 +130,7 @@ def _config(
             raise ConfigError(f"{folder} has one model: leave --load-tag {tag} out")
         stored = {"model": plain(read_model(source)[1]), "tokenizer": tokenizer_settings(source)}
     data = stored.get("data", {})
-    wanted = {
+    combined = {
         **stored.get("model", {}),
         **stored.get("tokenizer", {}),
         **{name: data[name] for name in _AS_TRAINED if name in data},
@@ -145,4 +145,4 @@ def _config(
         "context_parallel_size": topology.context.size,
         **{name: value for name, value in settings.items() if value is not None},
     }
-    return Config.create(**{name: value for name, value in wanted.items() if value is not None})
+    return Config.create(**{name: value for name, value in combined.items() if value is not None})

@@ -44,20 +44,20 @@ class Signals:
     nohup or in the background of a shell script. Nothing is noted outside of the main thread, where
     Python allows no signal handlers.
 
-    speaks  whether this process says what SIGINT does
+    prints  whether this process says what SIGINT does
     """
 
     def __init__(
         self,
         enabled: bool = True,
         *,
-        speaks: bool = True,
+        prints: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.enabled = enabled
         self.received = 0  # number of the signal, 0 for none
         self.saving: Callable[[], bool] = lambda: False
-        self._speaks = speaks
+        self._prints = prints
         self._clock = clock
         self._presses = 0
         self._pressed_s = float("-inf")
@@ -67,10 +67,12 @@ class Signals:
     def __enter__(self) -> Signals:
         if self.enabled and threading.current_thread() is threading.main_thread():
             # A thread hears SIGINT: Python calls a handler only after a long call has returned.
-            heard, self._wake = os.pipe()
+            read_end, self._wake = os.pipe()
             os.set_blocking(self._wake, False)
             signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-            threading.Thread(target=self._listen, args=(heard,), name="Ctrl-C", daemon=True).start()
+            threading.Thread(
+                target=self._read_signals, args=(read_end,), name="Ctrl-C", daemon=True
+            ).start()
             for number in SIGNALS:
                 ignored = signal.getsignal(number) is signal.SIG_IGN
                 if ignored and number in (signal.SIGHUP, signal.SIGINT):
@@ -91,11 +93,11 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
 
-    def _listen(self, heard: int) -> None:
-        while number := os.read(heard, 1):
+    def _read_signals(self, read_end: int) -> None:
+        while number := os.read(read_end, 1):
             if number[0] == signal.SIGINT:
                 self.press()
-        os.close(heard)
+        os.close(read_end)
 
     def press(self) -> None:
         """Answer a SIGINT."""
@@ -113,7 +115,7 @@ class Signals:
             by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
             last = "torchrun gives it 30 s" if by_torchrun else "at a second Ctrl-C at once"
             text = f"the run finishes its step, saves and ends; {last}"
-        if self._speaks:
+        if self._prints:
             print(f" Ctrl-C: {text}", file=sys.stderr, flush=True)
         if ends:
             leave(EXIT_INTERRUPTED)

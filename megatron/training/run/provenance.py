@@ -59,7 +59,7 @@ class Provenance:
         train_samples: int | None = None,
     ) -> None:
         self._here: dict[str, object] = {}
-        self._found: dict[str, object] = {}
+        self._collected: dict[str, object] = {}
         self._thread: threading.Thread | None = None
         self._wait_s = _WAIT_S
         if not topology.world.is_first:
@@ -71,7 +71,7 @@ class Provenance:
             "device": device_name(topology.device),
             "implementations": choose.implementations(config, topology.device),
             "order": order_record(config, train_samples),
-            "nodes": list(dict.fromkeys(place.partition(":")[0] for place in places))
+            "nodes": list(dict.fromkeys(location.partition(":")[0] for location in places))
             or [platform.node()],
             "environment": environment(os.environ),
             "user": os.environ.get("USER"),
@@ -93,14 +93,14 @@ class Provenance:
             **self._here,
             "git": absent,
             "data": absent,
-            **self._found,
+            **self._collected,
             "iteration": iteration,
             "saved": _now(),
         }
 
     def _look(self, config: Config) -> None:
-        self._found["git"] = git_revision(_PACKAGE)
-        self._found["data"] = [data_identity(prefix) for prefix in data_prefixes(config)]
+        self._collected["git"] = git_revision(_PACKAGE)
+        self._collected["data"] = [data_identity(prefix) for prefix in data_prefixes(config)]
 
 
 def layout_record(config: Config, topology: Topology) -> dict[str, object]:
@@ -130,7 +130,7 @@ def order_record(config: Config, train_samples: int | None) -> dict[str, object]
     if config.data.data_file_list:
         plan = plan_splits(config.data)[0]
         assert plan is not None, "the list holds data for all splits"
-        blend = [[part.weight, part.prefix] for part in plan.blend]
+        blend = [[source.weight, source.prefix] for source in plan.blend]
     return {"samples": train_samples, "blend": blend}
 
 
@@ -172,9 +172,9 @@ def git_revision(folder: Path) -> dict[str, object]:
         changes = git("status", "--porcelain", "--untracked-files=no")
         return {"revision": git("rev-parse", "HEAD"), "dirty": bool(changes)}
     except (OSError, subprocess.SubprocessError) as error:
-        given = os.environ.get("MEGATRON_REVISION", "").split()
-        if given:
-            return {"revision": given[0], "dirty": "dirty" in given[1:]}
+        words = os.environ.get("MEGATRON_REVISION", "").split()
+        if words:
+            return {"revision": words[0], "dirty": "dirty" in words[1:]}
         reason = getattr(error, "stderr", None) or str(error)
         return {"revision": None, "dirty": None, "reason": str(reason).strip().partition("\n")[0]}
 
@@ -186,7 +186,7 @@ def data_identity(prefix: str) -> dict[str, object]:
     and one of samples of the .bin file.
     """
     try:
-        index_size, found = ends_digest(Path(prefix + ".idx"), _INDEX_END)
+        index_size, index_digest = ends_digest(Path(prefix + ".idx"), _INDEX_END)
         size, sampled = sampled_digest(prefix + ".bin", _BIN_SAMPLE)
     except OSError as error:
         return {"prefix": prefix, "reason": str(error)}
@@ -195,7 +195,7 @@ def data_identity(prefix: str) -> dict[str, object]:
         "bin_bytes": size,
         "bin_digest": sampled,
         "idx_bytes": index_size,
-        "idx_digest": found,
+        "idx_digest": index_digest,
         "digest_of": f"xxh3-128 of the .idx file, its first and last {_INDEX_END >> 20} MiB",
     }
 

@@ -86,8 +86,8 @@ def stored_settings(folder: Path, config: Config) -> Stored:
     values: dict[str, object] = {"pieces": stored.get("pieces", {})}
     sections = {}
     for name, section in SECTIONS.items():
-        there = stored.get(name)
-        values |= there if isinstance(there, dict) else {}
+        saved = stored.get(name)
+        values |= saved if isinstance(saved, dict) else {}
         sections[name] = replace(getattr(config, name), **dict(_accepted(section, values, folder)))
     provenance = manifest.read_json(PROVENANCE) if PROVENANCE in manifest.files else {}
     return Stored(folder, values, replace(config, **sections), provenance)
@@ -195,16 +195,16 @@ def describe_implementations(
 
 
 def _other_settings(stored: Stored, config: Config) -> Iterator[str]:
-    ours: dict[str, object] = {"pieces": plain(config.pieces)}
+    current: dict[str, object] = {"pieces": plain(config.pieces)}
     for name, section in SECTIONS.items():
         if name not in ("checkpoint", "logging"):
             options = options_of(section)
-            ours |= {
+            current |= {
                 o.name: plain(config.get(o.name)) for o in options if not (o.inert or o.one_start)
             }
     followed = config.optimizer.schedule_basis
     unused = {name for name in followed if name.startswith(SCHEDULE)} | {"schedule_basis"}
-    for name, value in ours.items():
+    for name, value in current.items():
         if (
             name not in UNCOMPARED | unused
             and name in stored.values
@@ -219,15 +219,15 @@ def other_values(stored: Stored, config: Config, progress: Progress, end: int) -
     It is shown with its values at the first step where they differ.
     """
     with _checked(stored):
-        theirs = _Course(stored.config, progress)
-        ours = _Course(config, progress)
-        steps = sorted({*ours.steps(end), *theirs.steps(end)})
-        pairs = [(step, theirs.at(step), ours.at(step)) for step in steps]
+        before = _Course(stored.config, progress)
+        now = _Course(config, progress)
+        steps = sorted({*now.steps(end), *before.steps(end)})
+        pairs = [(step, before.at(step), now.at(step)) for step in steps]
     for name in pairs[0][2] if pairs else ():
-        for step, there, here in pairs:
-            if not math.isclose(there[name], here[name], rel_tol=1e-9):
+        for step, old, new in pairs:
+            if not math.isclose(old[name], new[name], rel_tol=1e-9):
                 iteration = progress.iteration + step + 1
-                yield f"{name} {here[name]:.6g} at iteration {iteration} (was {there[name]:.6g})"
+                yield f"{name} {new[name]:.6g} at iteration {iteration} (was {old[name]:.6g})"
                 break
 
 
@@ -255,7 +255,7 @@ class _Course:
             ahead = math.ceil((bound - done) / (self._length if unit == "tokens" else 1))
             if unit != "iterations":
                 ahead = self._batches.iterations_until(
-                    p.consumed_samples + max(ahead, 0), p.consumed_samples, whole=False
+                    p.consumed_samples + max(ahead, 0), p.consumed_samples, full_steps=False
                 )
             yield from (step for step in (ahead - 1, ahead, ahead + 1) if 0 <= step < left)
 
@@ -312,22 +312,22 @@ def describe_data(
         unknown = f". Repeated ones are not counted: the order before is unknown ({error})"
     order = sample_order(config.data.dataloader_type, len(dataset), progress.left_out)
     consumed = progress.consumed_samples
-    found = reordered(before, Ordered(dataset, order), consumed, end, former.others)
+    by_source = reordered(before, Ordered(dataset, order), consumed, end, former.changed_sources)
     repeated, skipped = (
-        sum(getattr(r, n) for r in found.values()) for n in ("repeated", "skipped")
+        sum(getattr(r, n) for r in by_source.values()) for n in ("repeated", "skipped")
     )
     if not (repeated or skipped or unknown):
         return
-    about = "" if all(one.exact for one in found.values()) else "about "
+    about = "" if all(one.exact for one in by_source.values()) else "about "
     of_each = [
         f"{name} {one.repeated} repeated, {one.skipped} skipped"
-        for name, one in zip(short_names(found).values(), found.values(), strict=True)
-        if len(found) > 1 and (one.repeated or one.skipped)
+        for name, one in zip(short_names(by_source).values(), by_source.values(), strict=True)
+        if len(by_source) > 1 and (one.repeated or one.skipped)
     ]
-    taken = (f"{record['samples']} of {name}" for name, record in progress.sources.items())
+    listed = (f"{record['samples']} of {name}" for name, record in progress.sources.items())
     say(
         "WARNING: the data have another order than in the checkpoint's run: "
-        f"{', '.join(changes)}. {consumed} samples were taken ({', '.join(taken)}). Of the "
+        f"{', '.join(changes)}. {consumed} samples were taken ({', '.join(listed)}). Of the "
         f"{max(0, end - consumed)} to come {about}{repeated} repeat some of these, and {about}"
         f"{skipped} others are skipped, because the first {consumed} of the new order count as taken"
         + "".join(f"; {text}" for text in of_each)
@@ -346,14 +346,16 @@ class _FormerData:
         self._config = config
         record, listed = (stored.provenance.get(name) for name in ("order", "data"))
         self._record: dict[str, object] = record if isinstance(record, dict) else {}
-        self._own = config.pieces.datasets is not None
+        self._custom = config.pieces.datasets is not None
         now = {prefix: data_identity(prefix) for prefix in data_prefixes(config)}
         then = {
             one["prefix"]: one
             for one in (listed if isinstance(listed, list) else ())
             if isinstance(one, dict) and isinstance(one.get("prefix"), str) and "reason" not in one
         }
-        self.others = {name for name in now.keys() & then if not _same(now[name], then[name])}
+        self.changed_sources = {
+            name for name in now.keys() & then if not _same(now[name], then[name])
+        }
         # the same files under another name
         self._moved = {
             old: new
@@ -361,66 +363,69 @@ class _FormerData:
             for new in now.keys() - then
             if _same(now[new], then[old])
         }
-        theirs = stored.config
-        if config.data.mock_data and (theirs.model.vocab_size, theirs.training.seed) != (
+        former = stored.config
+        if config.data.mock_data and (former.model.vocab_size, former.training.seed) != (
             config.model.vocab_size,
             config.training.seed,
         ):
-            self.others.add(MOCK)
+            self.changed_sources.add(MOCK)
 
     def changes(self, train_samples: int) -> list[str]:
         """Return what may change the order: each setting, the length, the blend and the files."""
         values = self._stored.values
-        found = list[str]()
+        differences = list[str]()
         for name in _ORDER:
-            ours = plain(self._config.get(name))
-            theirs = values.get(name, ours)
-            if name.endswith("data_path") and isinstance(theirs, list):
-                theirs = [self._moved.get(str(word), word) for word in theirs]
-            if theirs != ours:
-                found.append(f"{name} {ours} (was {values[name]})")
+            current = plain(self._config.get(name))
+            former = values.get(name, current)
+            if name.endswith("data_path") and isinstance(former, list):
+                former = [self._moved.get(str(word), word) for word in former]
+            if former != current:
+                differences.append(f"{name} {current} (was {values[name]})")
         before = self._samples()
         if train_samples != before and max(train_samples, before) < sys.maxsize:
-            found.append(f"{train_samples} samples in all (was {before})")
+            differences.append(f"{train_samples} samples in all (was {before})")
         if (blend := self._record.get("blend")) is not None:
-            ours = order_record(self._config, None)["blend"]
-            if ours is not None and ours != blend:
-                found.append(f"blend {ours} (was {blend})")
-        return [*found, *(f"{name} has other content" for name in sorted(self.others))]
+            current = order_record(self._config, None)["blend"]
+            if current is not None and current != blend:
+                differences.append(f"blend {current} (was {blend})")
+        return [
+            *differences,
+            *(f"{name} has other content" for name in sorted(self.changed_sources)),
+        ]
 
     def _samples(self) -> int:
         samples = self._record.get("samples")
         if isinstance(samples, int) and is_count(samples):
             return samples
-        theirs = self._stored.config
+        former = self._stored.config
         with _checked(self._stored):
-            return planned_samples(theirs, BatchSchedule.from_config(theirs))[0]
+            return planned_samples(former, BatchSchedule.from_config(former))[0]
 
     def build(self) -> TokenDataset:
         """Return the data set as it was, as far as its files are there. Raises MegatronError."""
-        if self._own:
+        if self._custom:
             raise DataError("the data set is your own")
-        theirs = self._stored.config
+        former = self._stored.config
         here = self._config.data
-        data = replace(theirs.data, data_cache_path=here.data_cache_path, loss_mask=here.loss_mask)
+        data = replace(former.data, data_cache_path=here.data_cache_path, loss_mask=here.loss_mask)
         blend = self._record.get("blend")
         plan = None
         if isinstance(blend, list) and data.data_file_list:
             with contextlib.suppress(TypeError, ValueError):
-                parts = tuple(BlendPart(float(weight), str(prefix)) for weight, prefix in blend)
-                plan = SplitPlan(parts, data.split)
+                sources = tuple(BlendPart(float(weight), str(prefix)) for weight, prefix in blend)
+                plan = SplitPlan(sources, data.split)
         if plan is None and not data.mock_data:
             plan = plan_splits(data)[0]
         if plan is not None:
             moved = (replace(p, prefix=self._moved.get(p.prefix, p.prefix)) for p in plan.blend)
             plan = replace(plan, blend=tuple(moved))
         with _checked(self._stored):
-            found = build_datasets(
-                replace(theirs, data=data), self._samples(), 0, 0, plans=(plan, None, None)
+            dataset = build_datasets(
+                replace(former, data=data), self._samples(), 0, 0, plans=(plan, None, None)
             ).train
-        if found is None:
+        if dataset is None:
             raise DataError("there was no training data")
-        return found
+        return dataset
 
 
 def _same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:

@@ -85,9 +85,9 @@ class BatchSchedule:
 
     def global_batch_size(self, consumed_samples: int) -> int:
         """Return the samples of the step that starts after `consumed_samples`."""
-        return self.sizes[self._place(consumed_samples)][1]
+        return self.sizes[self._size_index(consumed_samples)][1]
 
-    def _place(self, consumed_samples: int) -> int:
+    def _size_index(self, consumed_samples: int) -> int:
         return bisect.bisect_right(self.sizes, (consumed_samples, sys.maxsize)) - 1
 
     def _stretches(self, consumed_samples: int) -> Iterator[tuple[int, int]]:
@@ -95,8 +95,8 @@ class BatchSchedule:
 
         The last size has no end.
         """
-        place = self._place(consumed_samples)
-        for (_, size), (until, _) in itertools.pairwise(self.sizes[place:]):
+        index = self._size_index(consumed_samples)
+        for (_, size), (until, _) in itertools.pairwise(self.sizes[index:]):
             steps = -(-max(0, until - consumed_samples) // size)
             yield size, steps
             consumed_samples += steps * size
@@ -109,12 +109,12 @@ class BatchSchedule:
     def samples_after(self, iterations: int, consumed_samples: int = 0) -> int:
         """Return the samples consumed after `iterations` more steps."""
         for size, steps in self._stretches(consumed_samples):
-            taken = min(steps, iterations)
-            consumed_samples += taken * size
-            iterations -= taken
+            counted = min(steps, iterations)
+            consumed_samples += counted * size
+            iterations -= counted
         return consumed_samples
 
-    def iterations_until(self, samples: int, consumed_samples: int = 0, *, whole: bool) -> int:
+    def iterations_until(self, samples: int, consumed_samples: int = 0, *, full_steps: bool) -> int:
         """Return the steps from `consumed_samples` until `samples` are consumed.
 
         With `whole`, a last step that would exceed `samples` is not counted, otherwise it is.
@@ -122,9 +122,9 @@ class BatchSchedule:
         iterations = 0
         for size, steps in self._stretches(consumed_samples):
             left = max(0, samples - consumed_samples)
-            taken = min(steps, left // size if whole else -(-left // size))
-            consumed_samples += taken * size
-            iterations += taken
+            counted = min(steps, left // size if full_steps else -(-left // size))
+            consumed_samples += counted * size
+            iterations += counted
         return iterations
 
 
@@ -189,11 +189,14 @@ def total_iterations(
         ends.append(batch.train_iters)
     if batch.train_samples is not None:
         ends.append(
-            iteration + batches.iterations_until(batch.train_samples, consumed_samples, whole=True)
+            iteration
+            + batches.iterations_until(batch.train_samples, consumed_samples, full_steps=True)
         )
     if batch.train_tokens is not None:
         samples = -(-batch.train_tokens // config.model.seq_length)
-        ends.append(iteration + batches.iterations_until(samples, consumed_samples, whole=False))
+        ends.append(
+            iteration + batches.iterations_until(samples, consumed_samples, full_steps=False)
+        )
     if not ends:
         raise ConfigError(
             "the run has no end: give --train-iters, --train-samples or --train-tokens"
@@ -321,8 +324,8 @@ class _Clock:
 
     def length(self, section: OptimizerConfig, prefix: str, what: str) -> float:
         """Return the length of a part of a schedule in this clock's unit; 0 if none is set."""
-        found = _length(section, prefix)
-        return self.convert(*found, what) if found else 0.0
+        amount = _length(section, prefix)
+        return self.convert(*amount, what) if amount else 0.0
 
 
 def _length(
@@ -371,8 +374,8 @@ class Piece:
                 amplitude, exponent = self.power
                 rate = amplitude * math.pow(n, exponent) if n > 0 else math.inf
                 return max(self.last, min(self.first, rate))
-        part = _DECAYS[self.shape]((n - self.begin) / (self.stop - self.begin))
-        return self.last + part * (self.first - self.last)
+        left = _DECAYS[self.shape]((n - self.begin) / (self.stop - self.begin))
+        return self.last + left * (self.first - self.last)
 
 
 @dataclass(frozen=True)
@@ -394,12 +397,12 @@ class PhaseSchedule:
         return self.pieces[0].at(n)
 
     def __str__(self) -> str:
-        parts = []
+        texts = []
         for piece in self.pieces:
             ends = [f"{piece.at(n):.4g}" for n in (piece.begin, piece.stop) if n < math.inf]
             until = "" if math.isinf(piece.stop) else f" until {piece.stop:,.0f}"
-            parts.append(f"{' to '.join(dict.fromkeys(ends))} ({piece.shape}{until})")
-        return f"{', '.join(parts)} {self.unit}"
+            texts.append(f"{' to '.join(dict.fromkeys(ends))} ({piece.shape}{until})")
+        return f"{', '.join(texts)} {self.unit}"
 
 
 def _constant(value: float, begin: float = 0.0) -> Piece:
@@ -460,9 +463,9 @@ def _on_basis(config: Config) -> Config:
     if not (basis := config.optimizer.schedule_basis):
         return config
     sections = {
-        name: replace(part, **{n: basis[n] for n in basis if hasattr(part, n)})
+        name: replace(section, **{n: basis[n] for n in basis if hasattr(section, n)})
         for name in ("model", "batch", "optimizer")
-        for part in [getattr(config, name)]
+        for section in [getattr(config, name)]
     }
     return replace(config, **sections)
 

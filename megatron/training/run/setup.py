@@ -375,7 +375,7 @@ def publish_start(
     reporter: Reporter,
 ) -> RunCosts:
     """Report what the run begins with, and what it costs, which is returned."""
-    nodes = len({place.partition(":")[0] for place in places}) or 1
+    nodes = len({location.partition(":")[0] for location in places}) or 1
     costs = run_costs(config, nodes, progress.iteration, progress.consumed_samples)
     reporter.say(f" the whole run: {costs.size}")
     reporter.publish(
@@ -497,16 +497,16 @@ def build_wall_time(
     Rank 0 watches the clock for all ranks.
     """
     training = config.training
-    given = config.training.walltime
+    requested = config.training.walltime
     began = time.monotonic() if started is None else started
     in_slurm = collectives.broadcast_object("SLURM_JOB_ID" in os.environ, topology.world)
-    watched = given != "none" and (given is not None or (saves is not None and in_slurm))
+    watched = requested != "none" and (requested is not None or (saves is not None and in_slurm))
     if not watched and training.exit_duration_in_mins is None:
         return None
     slurm_end: SlurmEnd | None = None
     end_s: float | None = None
-    if watched and given is not None:
-        seconds = duration_s(given)
+    if watched and requested is not None:
+        seconds = duration_s(requested)
         assert seconds is not None, "the command line was checked"
         end_s = began + seconds
     elif watched and topology.world.is_first:

@@ -53,16 +53,18 @@ class Agreement:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._own: dict[str, tuple[Callable[[], int], Callable[[], bool]]] = {}
+        self._numbers: dict[str, tuple[Callable[[], int], Callable[[], bool]]] = {}
         self._posted: tuple[npt.NDArray[np.int32], list[str], Started] | None = None
 
-    def add(self, name: str, own: Callable[[], int], on: Callable[[], bool] = lambda: True) -> None:
+    def add(
+        self, name: str, number: Callable[[], int], on: Callable[[], bool] = lambda: True
+    ) -> None:
         """Agree on `name` from now on.
 
         `own` returns this rank's number, 0 or more. `on` says whether the number is needed now, and
         must return the same on every rank.
         """
-        self._own[name] = (own, on)
+        self._numbers[name] = (number, on)
 
     def add_first(
         self, name: str, decide: Callable[[], bool], on: Callable[[], bool] = lambda: True
@@ -77,12 +79,12 @@ class Agreement:
     def post(self) -> None:
         """Start the reduction. The previous one must have been read. All ranks call this."""
         assert self._posted is None, "one reduction at a time"
-        if self._topology.world.size > 1 and (own := self._current()):
-            numbers = np.array(list(own.values()), np.int32)  # which no device is asked for
+        if self._topology.world.size > 1 and (current := self._current()):
+            numbers = np.array(list(current.values()), np.int32)  # which no device is asked for
             work = collectives.all_reduce_async(
                 torch.from_numpy(numbers), self._topology.world, dist.ReduceOp.MAX
             )
-            self._posted = numbers, list(own), work
+            self._posted = numbers, list(current), work
 
     def read(self) -> Mapping[str, int]:
         """Return the maximum over all ranks of each number that was on in `post`.
@@ -105,7 +107,7 @@ class Agreement:
         return self.read()
 
     def _current(self) -> dict[str, int]:
-        return {name: own() for name, (own, on) in self._own.items() if on()}
+        return {name: number() for name, (number, on) in self._numbers.items() if on()}
 
 
 @dataclass(frozen=True)

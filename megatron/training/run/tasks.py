@@ -83,8 +83,8 @@ def score(
     ranks = config.parallel.sequence_ranks
     context = topology.context
     multiple = math.lcm(ranks, 2 * context.size) if context.size > 1 else ranks
-    found = torch.zeros(len(requests), 2, dtype=torch.float64, device=topology.device)
-    parts: dict[int, torch.Tensor] = {}  # of each micro-batch on ranks with the last stage
+    totals = torch.zeros(len(requests), 2, dtype=torch.float64, device=topology.device)
+    by_micro_batch: dict[int, torch.Tensor] = {}  # of each micro-batch on ranks with the last stage
 
     def last(chunk: Any, batch: MicroBatch, hidden: torch.Tensor | None) -> torch.Tensor:
         if not hasattr(chunk, "token_losses"):
@@ -93,10 +93,10 @@ def score(
                 "from megatron.GPTChunk"
             )
         losses, greedy = chunk.token_losses(batch, hidden)
-        wanted = batch.loss_mask > 0
-        sums = -torch.where(wanted, losses, 0.0).double().sum(dim=1)
-        right = (greedy | ~wanted).all(dim=1)
-        parts[batch.first_sample] = torch.stack([sums, right.double()], dim=1)
+        scored = batch.loss_mask > 0
+        sums = -torch.where(scored, losses, 0.0).double().sum(dim=1)
+        right = (greedy | ~scored).all(dim=1)
+        by_micro_batch[batch.first_sample] = torch.stack([sums, right.double()], dim=1)
         return sums.sum()
 
     executor = forward_passes(model, last, ranks)
@@ -105,14 +105,14 @@ def score(
     count = topology.pipeline.size
     count = _PER_STAGE * count if count > 1 else 1
     chunk_size = size * topology.layout.replicas
-    own = size * topology.replica
+    offset = size * topology.replica
     for at in range(0, len(order), chunk_size * count):
-        together = order[at : at + chunk_size * count]
+        group = order[at : at + chunk_size * count]
         rows = [
-            together[first + own : first + own + size]
-            for first in range(0, len(together), chunk_size)
+            group[first + offset : first + offset + size]
+            for first in range(0, len(group), chunk_size)
         ]
-        parts.clear()
+        by_micro_batch.clear()
         executor.evaluate(
             [
                 _batch(model, i, [requests[number] for number in row], size, multiple)
@@ -121,10 +121,10 @@ def score(
         )
         # every tensor and context rank has the same
         if topology.tensor.is_first and context.is_first:
-            for i, part in parts.items():
-                found[rows[i]] = part[: len(rows[i])]
-        on_progress(at + len(together))
-    scores = collectives.all_reduce(found, topology.world).tolist()
+            for i, values in by_micro_batch.items():
+                totals[rows[i]] = values[: len(rows[i])]
+        on_progress(at + len(group))
+    scores = collectives.all_reduce(totals, topology.world).tolist()
     return [Score(log_likelihood, greedy == 1.0) for log_likelihood, greedy in scores]
 
 
@@ -168,11 +168,11 @@ def request_of(context: Sequence[int], ending: Sequence[int], longest: int) -> S
 
 def tokens_of(tokenizer: Tokenizer, context: str, ending: str) -> tuple[list[int], list[int]]:
     """Return the token ids of a context and of an ending, see the head of this module."""
-    whole = tokenizer.encode_beginning(context + ending)
+    joined = tokenizer.encode_beginning(context + ending)
     size = len(tokenizer.encode_beginning(context.rstrip() or context))
-    if not context and (not size or whole[:size] != tokenizer.encode_beginning("")):
-        return [tokenizer.eod], whole
-    return whole[:size], whole[size:]
+    if not context and (not size or joined[:size] != tokenizer.encode_beginning("")):
+        return [tokenizer.eod], joined
+    return joined[:size], joined[size:]
 
 
 # --- tasks
@@ -283,7 +283,7 @@ def evaluate_task(
     their tokens).
     """
     scores = score(model, task.requests, micro_batch_size=micro_batch_size, on_progress=on_progress)
-    sums = np.array([found.log_likelihood for found in scores])
+    sums = np.array([result.log_likelihood for result in scores])
     sizes = np.array([len(request.ids) - request.start for request in task.requests])
     figures: dict[str, float | str] = {
         "task": task.name,
@@ -293,7 +293,7 @@ def evaluate_task(
     }
     if task.answers is None:
         return figures | {
-            "accuracy": float(np.mean([found.greedy for found in scores])),
+            "accuracy": float(np.mean([result.greedy for result in scores])),
             "log_likelihood": float(sums.mean()),
             "perplexity": math.exp(min(-sums.sum() / sizes.sum(), 700.0)),
         }

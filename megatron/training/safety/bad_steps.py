@@ -31,7 +31,7 @@ from megatron.parallel import collectives
 from megatron.parallel.sharding import sharding_of
 from megatron.training.report.events import LossSpike, NotFinite, StepRecord
 from megatron.training.report.metrics import mean_of_counted, part_of_loss
-from megatron.training.run.checkpoints import load_checkpoint, say_found
+from megatron.training.run.checkpoints import load_checkpoint, report_choice
 from megatron.training.run.data import open_stream
 from megatron.training.run.schedules import Progress
 from megatron.training.run.state import Run, Skips, StepUnderWay
@@ -127,16 +127,16 @@ def roll_back(run: Run, spike: Spike) -> bool:
     saves = run.saves
     event = LossSpike(iteration=spike.iteration, lm_loss=spike.loss, median=spike.median)
     reporter.say(f"WARNING: {spike}")
-    found: CheckpointChoice | None = None
+    choice: CheckpointChoice | None = None
     if saves is not None:
         saves.settle()  # what is being written is from before the spike
     if saves is not None and saves.saved_iteration is not None:
         directory = run.config.checkpoint.save
         assert directory is not None, "a run that saves has a folder"
         before = min(spike.iteration, saves.saved_iteration + 1)  # later ones are of another run
-        found = decided_by_first(run.topology, lambda: find(directory, before=before))
-        say_found(found, reporter.say, reporter.publish)
-    if found is None or found.folder is None:
+        choice = decided_by_first(run.topology, lambda: find(directory, before=before))
+        report_choice(choice, reporter.say, reporter.publish)
+    if choice is None or choice.folder is None:
         reporter.say(
             "WARNING: there is no checkpoint from before it to go back to: training continues"
         )
@@ -150,7 +150,7 @@ def roll_back(run: Run, spike: Spike) -> bool:
         no_load_optim=False,
         reset_iteration=False,
     )
-    progress = load_checkpoint(config, run.topology, run.engine, found.folder, reporter)
+    progress = load_checkpoint(config, run.topology, run.engine, choice.folder, reporter)
     run.loop.went_back[progress.iteration] += 1
     if run.loop.went_back[progress.iteration] > MOST:
         raise TrainingError(
@@ -218,7 +218,7 @@ class _Tracer:
         self._count = 0
         self._now: tuple[int, int] | None = None  # micro-batch and stage of the forward pass
 
-    def check(self, x: Tensor, phase: int, micro_batch: int, place: int, text: str) -> None:
+    def check(self, x: Tensor, phase: int, micro_batch: int, position: int, text: str) -> None:
         """Record a bad value in `x` if it precedes the one found so far."""
         self._count += 1
         # otherwise the check would be part of the graph, which recomputation does not repeat
@@ -226,7 +226,7 @@ class _Tracer:
         if not x.is_floating_point() or bool(torch.isfinite(x).all()):
             return
         bad = x[~torch.isfinite(x)]
-        key = (phase, micro_batch, place, self._count)
+        key = (phase, micro_batch, position, self._count)
         if self.first is None or key < self.first[0]:
             values = f"{bad.numel()} of {x.numel()} values are not finite, the first is"
             self.first = key, f"{text}: {values} {float(bad[0])}"
@@ -318,9 +318,9 @@ def diagnose(
         tracer.check(squares, tracer.GRADIENT, 0, -stage, text)
     run.engine.clear_gradients()
     where = f"rank {run.topology.rank} ({socket.gethostname()}:{run.topology.device})"
-    own = tracer.first and (tracer.first[0], f"{where}, {tracer.first[1]}")
-    found = [one for one in collectives.gather_objects(own, run.topology.world) if one]
-    return str(min(found, key=lambda one: one[0])[1]) if found else _NOTHING
+    local = tracer.first and (tracer.first[0], f"{where}, {tracer.first[1]}")
+    reports = [one for one in collectives.gather_objects(local, run.topology.world) if one]
+    return str(min(reports, key=lambda one: one[0])[1]) if reports else _NOTHING
 
 
 def named_modules(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -328,8 +328,8 @@ def named_modules(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, child in chunk.named_children():
         if isinstance(child, nn.ModuleList):
             for number, layer in enumerate(child):
-                place = f"{name}.{getattr(layer, 'index', number)}"
-                yield from layer.named_modules(prefix=place)
+                path = f"{name}.{getattr(layer, 'index', number)}"
+                yield from layer.named_modules(prefix=path)
         else:
             yield from child.named_modules(prefix=name)
 
@@ -364,20 +364,20 @@ def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
             bad += ~torch.isfinite(loss)
         if not collectives.all_reduce(bad, run.topology.world, dist.ReduceOp.MAX):
             return
-    again = skips.first
+    repeated = skips.first
     run.reporter.say(
-        f"iteration {again.step.iteration} is run again, to find the first non-finite value"
+        f"iteration {repeated.step.iteration} is run again, to find the first non-finite value"
     )
     run.engine.clear_gradients()  # of the next step, which may have begun
-    found = diagnose(run, again.micro_batches, skips.scale, again.weights)
+    finding = diagnose(run, repeated.micro_batches, skips.scale, repeated.weights)
     first = step - skips.consecutive + 1
     of_scale = f", the first at the loss scale {skips.scale:g}" if scale_falls else ""
     run.reporter.publish(
-        NotFinite(iteration=again.step.iteration, skipped_since=first, first=found)
+        NotFinite(iteration=repeated.step.iteration, skipped_since=first, first=finding)
     )
     raise TrainingError(
         f"loss or gradients were not finite in {skips.consecutive} steps in a row, {first} to "
         f"{step} (--max-consecutive-skips {limit}); no weight moved since. The first bad "
-        f"value of step {again.step.iteration}{of_scale}: {found}. Go back to an earlier checkpoint "
+        f"value of step {repeated.step.iteration}{of_scale}: {finding}. Go back to an earlier checkpoint "
         "with --load-tag, leave the data out, lower --lr, or take the node out of the job"
     )

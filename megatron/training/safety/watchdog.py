@@ -167,14 +167,16 @@ class Watchdog:
         self.rendezvous.judged.clear()
         self._cleared.clear()
         sys.audit("megatron.training.inquiry")
-        own = str(self.topology.rank)
+        claimant = str(self.topology.rank)
         store = self.rendezvous.store if self.topology.world.size > 1 else None
         if store is not None:
             # perhaps the rank with the store hangs
             with suppress(RuntimeError, LaunchError):
                 if (
-                    bounded(lambda: store.compare_set("hang/claim", "", own), _ANSWER_S).decode()
-                    == own
+                    bounded(
+                        lambda: store.compare_set("hang/claim", "", claimant), _ANSWER_S
+                    ).decode()
+                    == claimant
                 ):
                     self._ask_all(store)
                     return
@@ -221,12 +223,12 @@ class Watchdog:
     def _answer(self, number: int) -> None:
         """Answer an inquiry for this rank and for others that cannot; then follow the verdict."""
         store = self.rendezvous.store
-        own = self.topology.rank
+        rank = self.topology.rank
         self.rendezvous.judged.clear()
         self._record_state(number)
         state = FlightState.read(self._recorder.buffer)
         assert state is not None, "the rendezvous has described it"
-        store.set(f"hang/{number}/{own}", state.to_json())
+        store.set(f"hang/{number}/{rank}", state.to_json())
         states, speaks = self._neighbours(number)
         for state in states:
             if speaks and state.inquiry != number:
@@ -266,8 +268,10 @@ class Watchdog:
             state if state.inquiry == number else dataclasses.replace(state, stack="")
             for state in self.rendezvous.flight_file.states()
         ]
-        own = self.topology.rank
-        return states, own == next((state.rank for state in states if state.inquiry == number), own)
+        rank = self.topology.rank
+        return states, rank == next(
+            (state.rank for state in states if state.inquiry == number), rank
+        )
 
     def _all_clear(self) -> None:
         """Withdraw the answer: the job does not hang."""
@@ -462,13 +466,13 @@ def judge(
         # A lost process explains why others are stuck.
         culprits = [r for r in stuck if r not in seen or seen[r].lost] or stuck
         behind = [r for r, of in awaited.items() if of]
-        return HangVerdict(_blame(culprits, behind, seen, places), culprits, awaited)
+        return HangVerdict(_describe(culprits, behind, seen, places), culprits, awaited)
     if candidates or any(of.quiet_s < timeout_s for of in seen.values()):
         return None
     return _without_root(seen, awaited)
 
 
-def _blame(
+def _describe(
     ranks: Sequence[int],
     behind: Sequence[int],
     seen: Mapping[int, FlightState],
@@ -476,7 +480,7 @@ def _blame(
 ) -> str:
     """Return the state of the culprits `ranks`, and which ranks, those `behind`, wait for them."""
     of_trouble = dict[str, list[int]]()
-    parts = list[str]()
+    texts = list[str]()
     for rank in ranks[:_SHOWN]:
         of_trouble.setdefault(_trouble(seen.get(rank)), []).append(rank)
     for trouble, those in of_trouble.items():
@@ -486,18 +490,18 @@ def _blame(
         )
         named = list(dict.fromkeys(where))
         more = ", ..." if len(named) > _NAMED else ""
-        parts.append(f"{_ranks(those)} ({', '.join(named[:_NAMED])}{more}) {trouble}")
+        texts.append(f"{_ranks(those)} ({', '.join(named[:_NAMED])}{more}) {trouble}")
     if behind:
         verb = "waits" if len(behind) == 1 else "wait"
-        parts.append(f"{_ranks(behind)} {verb} for {'it' if len(ranks) == 1 else 'them'}")
-    return "; ".join(parts)
+        texts.append(f"{_ranks(behind)} {verb} for {'it' if len(ranks) == 1 else 'them'}")
+    return "; ".join(texts)
 
 
 def _trouble(of: FlightState | None) -> str:
     if of is None:
         return "gave no sign of life, and no rank of its node did: the node is lost or cut off"
     what = "is in no collective and makes no progress"
-    place = ""
+    location = ""
     if of.process == STOPPED:
         what = "is stopped (SIGSTOP)"
     elif of.lost:
@@ -506,8 +510,8 @@ def _trouble(of: FlightState | None) -> str:
         what = f"does not answer (its process is {of.process}, its Python interpreter is blocked)"
     else:
         main, _, _ = of.stack.partition("\n\n")
-        place = f" at {main.splitlines()[-1]}"
-    return f"{what} since {of.where}, {of.quiet_s:.0f} s ago{place}"
+        location = f" at {main.splitlines()[-1]}"
+    return f"{what} since {of.where}, {of.quiet_s:.0f} s ago{location}"
 
 
 def _without_root(
@@ -579,8 +583,8 @@ def report(verdict: HangVerdict, seen: Mapping[int, FlightState], layout: Layout
         stacks.setdefault(of.stack, []).append(rank)
     if len(seen) > _SHOWN:
         lines.append(f"  and {len(seen) - _SHOWN} more ranks")
-    if unheard := [rank for rank in range(layout.world_size) if rank not in seen]:
-        lines.append(f"  no answer from {_ranks(unheard)}")
+    if unanswered := [rank for rank in range(layout.world_size) if rank not in seen]:
+        lines.append(f"  no answer from {_ranks(unanswered)}")
     for stack, ranks in list(stacks.items())[: _SHOWN // 2]:
         if stack:
             lines.append(f"Python stacks of {_ranks(ranks)}, innermost call last:")

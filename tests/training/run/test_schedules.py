@@ -47,17 +47,17 @@ def test_closed_forms_equal_counting_steps(
     for _ in range(iterations):
         consumed += schedule.global_batch_size(consumed)
     assert schedule.samples_after(iterations, begin) == consumed
-    assert schedule.iterations_until(consumed, begin, whole=True) == iterations
-    assert schedule.iterations_until(consumed, begin, whole=False) == iterations
+    assert schedule.iterations_until(consumed, begin, full_steps=True) == iterations
+    assert schedule.iterations_until(consumed, begin, full_steps=False) == iterations
     if iterations:
-        assert schedule.iterations_until(consumed - 1, begin, whole=True) == iterations - 1
-        assert schedule.iterations_until(consumed + 1, begin, whole=False) == iterations + 1
+        assert schedule.iterations_until(consumed - 1, begin, full_steps=True) == iterations - 1
+        assert schedule.iterations_until(consumed + 1, begin, full_steps=False) == iterations + 1
 
 
 def test_a_ramp_up_of_a_thousand_million_steps_takes_no_time() -> None:
     schedule = ramp_up(4, 2, 2, 10**12)
     assert schedule.samples_after(10**9) == 2 * 10**9
-    assert schedule.iterations_until(10**12, whole=True) == 10**12 // 2
+    assert schedule.iterations_until(10**12, full_steps=True) == 10**12 // 2
 
 
 def test_costs_are_those_of_all_tokens_and_the_time_is_that_of_the_rest() -> None:
@@ -115,4 +115,4 @@ def test_batch_sizes_by_tokens(consumed: int) -> None:
     for _ in range(50):
         samples += schedule.global_batch_size(samples)
     assert schedule.samples_after(50, consumed) == samples
-    assert schedule.iterations_until(samples, consumed, whole=True) == 50
+    assert schedule.iterations_until(samples, consumed, full_steps=True) == 50
