@@ -90,7 +90,7 @@ def build(config: Config, workers: int) -> None:
 
     def prepare(train: int, valid: int, test: int) -> Datasets:
         reading = Reading(verify=True, workers=workers)
-        with index_cache.heard(say):
+        with index_cache.forwarded_messages(say):
             return build_datasets(config, train, valid, test, reading=reading)
 
     datasets = prepare(*planned)

@@ -61,10 +61,10 @@ def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
             listed.append(_token(beside, "added_tokens_decoder", token, special=special_too))
     else:
         raise DataError(f"{beside}: its added_tokens_decoder does not map ids to tokens")
-    held = tokenizer.get_added_tokens_decoder().values()
-    same = set(map(repr, held))
+    existing = tokenizer.get_added_tokens_decoder().values()
+    same = set(map(repr, existing))
     new = [token for token in listed if repr(token) not in same]
-    texts = {token.content for token in [*held, *new]}
+    texts = {token.content for token in [*existing, *new]}
     for token in [*named.values(), *extras]:
         if token.content not in texts:
             new.append(token)

@@ -106,11 +106,11 @@ def split_bounds(split: str, num_sequences: int) -> tuple[tuple[int, int], ...]:
     >>> split_bounds("969, 30, 1", 1000)
     ((0, 969), (969, 999), (999, 1000))
     """
-    parts = [float(part) for part in split.replace("/", ",").split(",")] + [0.0, 0.0]
-    total = sum(parts)
+    shares = [float(share) for share in split.replace("/", ",").split(",")] + [0.0, 0.0]
+    total = sum(shares)
     cuts = [0]
-    for part in parts[:3]:
-        cuts.append(cuts[-1] + round(part / total * float(num_sequences)))
+    for share in shares[:3]:
+        cuts.append(cuts[-1] + round(share / total * float(num_sequences)))
     surplus = cuts[-1] - num_sequences
     ends = [max(0, cut - surplus) for cut in cuts[1:]]
     return tuple(pairwise([0, *ends]))
@@ -203,7 +203,7 @@ def data_prefixes(config: Config) -> list[str]:
     if config.data.mock_data or config.pieces.datasets is not None:
         return []
     plans = [plan for plan in plan_splits(config.data) if plan is not None]
-    return list(dict.fromkeys(part.prefix for plan in plans for part in plan.blend))
+    return list(dict.fromkeys(source.prefix for plan in plans for source in plan.blend))
 
 
 def open_data(prefix: str, data: DataConfig, location: str | None = None) -> IndexedDataset:
@@ -212,8 +212,8 @@ def open_data(prefix: str, data: DataConfig, location: str | None = None) -> Ind
     `location` is the prefix of a copy to read. Raises DataError for files that are missing or
     damaged, and for a mask without --loss-mask.
     """
-    found = IndexedDataset(prefix, mmap=data.mmap_bin_files, location=location)
-    _, _, *mask = data_files(found.location)
+    dataset = IndexedDataset(prefix, mmap=data.mmap_bin_files, location=location)
+    _, _, *mask = data_files(dataset.location)
     if data.loss_mask is None and mask:
         raise DataError(
             f"{mask[0]}: this data set has a loss mask, and the run does not say whether to use "
@@ -221,8 +221,8 @@ def open_data(prefix: str, data: DataConfig, location: str | None = None) -> Ind
             "all tokens"
         )
     if data.loss_mask == "required" or (data.loss_mask == "optional" and mask):
-        found.open_mask()
-    return found
+        dataset.open_mask()
+    return dataset
 
 
 def check_data(
@@ -251,11 +251,11 @@ def check_data(
     plan = plan_splits(config.data)[0]
     if plan is None:
         return {}, notices
-    for part in plan.blend:
-        indexed = opened[part.prefix]
+    for source in plan.blend:
+        indexed = opened[source.prefix]
         if tokens := indexed.tokens_between(*plan.bounds(0, len(indexed))):
-            share = part.weight * samples * config.model.seq_length / tokens
-            epochs[part.prefix] = epochs.get(part.prefix, 0.0) + share
+            share = source.weight * samples * config.model.seq_length / tokens
+            epochs[source.prefix] = epochs.get(source.prefix, 0.0) + share
     return epochs, notices
 
 
@@ -295,7 +295,7 @@ def build_datasets(
     """
     counts = (train_samples, valid_samples, test_samples)
     if config.pieces.datasets is not None:
-        return _own(config, counts)
+        return _user_datasets(config, counts)
     if config.data.mock_data:
         vocabulary = config.model.vocab_size
         if vocabulary is None:
@@ -321,14 +321,14 @@ def build_datasets(
             made.append(None)
             continue
         made.append(None if plan.names else build(index, plan, count))
-        for name, part in zip(plan.names, plan.blend, strict=False):
-            tokens = opened(part.prefix).num_tokens
+        for name, source in zip(plan.names, plan.blend, strict=False):
+            tokens = opened(source.prefix).num_tokens
             if tokens <= config.model.seq_length:
                 raise DataError(
-                    f"--valid-data-path {name}={part.prefix}: {tokens} tokens are less than one "
+                    f"--valid-data-path {name}={source.prefix}: {tokens} tokens are less than one "
                     f"sample of {config.model.seq_length + 1}: leave it out"
                 )
-            corpus = build(index, SplitPlan((part,), plan.split), 1)
+            corpus = build(index, SplitPlan((source,), plan.split), 1)
             assert corpus is not None, "one with tokens"
             corpora[name] = corpus
     if train_samples and made[0] is None:
@@ -339,7 +339,7 @@ def build_datasets(
     return Datasets(*made, corpora=corpora)
 
 
-def _own(config: Config, counts: tuple[int, int, int]) -> Datasets:
+def _user_datasets(config: Config, counts: tuple[int, int, int]) -> Datasets:
     """Return the user's own data sets as a run reads them.
 
     Raises DataError if they have too few samples.
@@ -351,18 +351,18 @@ def _own(config: Config, counts: tuple[int, int, int]) -> Datasets:
             f"your function made {len(made)} data sets: make {len(SPLIT_NAMES)}, None for one "
             "without data"
         )
-    found: list[UserDataset | None] = []
-    for name, count, own in zip(SPLIT_NAMES, counts, made, strict=True):
-        size = 0 if own is None else len(own)
+    datasets: list[UserDataset | None] = []
+    for name, count, dataset in zip(SPLIT_NAMES, counts, made, strict=True):
+        size = 0 if dataset is None else len(dataset)
         needed = count if config.data.dataloader_type == "single" else min(count, 1)
         if name == "train" and size < needed:
             raise DataError(
                 f"your data set has {size} training samples and the run takes {count}: make as "
                 "many, or give --dataloader-type cyclic"
             )
-        used = own is not None and count
-        found.append(UserDataset(own, name, config.model.seq_length) if used else None)
-    return Datasets(*found)
+        used = dataset is not None and count
+        datasets.append(UserDataset(dataset, name, config.model.seq_length) if used else None)
+    return Datasets(*datasets)
 
 
 def _build_split(
@@ -380,23 +380,23 @@ def _build_split(
     """
     data = config.data
     seq_length = config.model.seq_length
-    parts = []
-    for part in plan.blend:
-        indexed = opened(part.prefix)
+    available = []
+    for source in plan.blend:
+        indexed = opened(source.prefix)
         bounds = plan.bounds(index, len(indexed))
         tokens = indexed.tokens_between(*bounds)
         if tokens:
-            parts.append((part.weight, indexed, bounds, tokens))
-    if not parts:
+            available.append((source.weight, indexed, bounds, tokens))
+    if not available:
         return None
     if index == 0 and data.train_data_exact_num_epochs is not None:
         num_samples = _samples_of_exact_epochs(
-            data, [tokens for *_, tokens in parts], seq_length, num_samples
+            data, [tokens for *_, tokens in available], seq_length, num_samples
         )
-    weights = [weight for weight, *_ in parts]
+    weights = [weight for weight, *_ in available]
     total = sum(weights)
     alone = len(plan.blend) == 1
-    wanted = [
+    counts = [
         num_samples if alone else samples_of_part(num_samples, weight / total) for weight in weights
     ]
     make: Callable[..., SourceDataset] = partial(
@@ -407,7 +407,7 @@ def _build_split(
     )
     with ThreadPoolExecutor(reading.workers) as pool:
         futures = []
-        for (_, indexed, bounds, tokens), count in zip(parts, wanted, strict=True):
+        for (_, indexed, bounds, tokens), count in zip(available, counts, strict=True):
             request = IndexRequest(
                 indexed.prefix,
                 SPLIT_NAMES[index],

@@ -274,7 +274,7 @@ class FileDataset(SourceDataset):
     def _cached(
         self,
         description: str,
-        parts: Sequence[str],
+        names: Sequence[str],
         build: Callable[[], Arrays],
         take: Callable[[Arrays], bool],
     ) -> None:
@@ -291,7 +291,7 @@ class FileDataset(SourceDataset):
 
         self.description = description
         load_or_build(
-            description, parts, self._directories, build_checked, fits=take, verify=self._verify
+            description, names, self._directories, build_checked, fits=take, verify=self._verify
         )
 
     def _check_sizes(self) -> None:
@@ -307,11 +307,11 @@ class FileDataset(SourceDataset):
         """Return the pieces of a sample; None if the index is damaged."""
 
     def __getitem__(self, index: int, /) -> Int64Array:
-        pieces = self._pieces(index)
-        filled = int(pieces.lengths.sum())
+        slices = self._slices(index)
+        filled = int(slices.lengths.sum())
         tokens = np.empty(self.seq_length + 1, np.int64)
         tokens[filled:] = self._pad_id
-        self._indexed.gather(pieces, tokens[:filled])
+        self._indexed.gather(slices, tokens[:filled])
         return tokens
 
     @property
@@ -322,21 +322,21 @@ class FileDataset(SourceDataset):
         """Return which tokens the loss mask marks; padding is not marked."""
         if self._indexed.mask is None:
             return None
-        pieces = self._pieces(index)
+        slices = self._slices(index)
         marks = np.zeros(self.seq_length + 1, np.int64)
-        self._indexed.gather_mask(pieces, marks[: int(pieces.lengths.sum())])
+        self._indexed.gather_mask(slices, marks[: int(slices.lengths.sum())])
         return marks
 
     def where(self, index: int, token: int = 0, /) -> str:
         """Return file, document and byte of a token of sample `index`, for messages."""
-        pieces = self._pieces(index)
-        if token >= pieces.lengths.sum():
+        slices = self._slices(index)
+        if token >= slices.lengths.sum():
             return f"{bin_path(self._indexed.location)}, padding of sample {index}"
-        return self._indexed.where(pieces, token)
+        return self._indexed.where(slices, token)
 
-    def _pieces(self, index: int) -> SequenceSlices:
-        found = self._find(index)
-        if found is None:
+    def _slices(self, index: int) -> SequenceSlices:
+        slices = self._find(index)
+        if slices is None:
             self._check_sizes()  # reports the data instead if they are damaged
             raise DataError(
                 f"{self.name}: entry {index} of the cached index does not lead to a sample of "
@@ -344,7 +344,7 @@ class FileDataset(SourceDataset):
                 "delete its folder, index-cache beside the data or --data-cache-path, to have it "
                 "built again"
             )
-        return found
+        return slices
 
 
 class GPTDataset(FileDataset):
@@ -356,7 +356,7 @@ class GPTDataset(FileDataset):
 
     def _take(self, arrays: Arrays) -> bool:
         """Keep arrays; return whether their shapes, and a few samples, belong to this data."""
-        self._documents, self._rows, self._shuffle = (arrays[part] for part in PARTS)
+        self._documents, self._rows, self._shuffle = (arrays[name] for name in PARTS)
         request = self._request
         samples = request.samples_in(request.num_epochs)
         shapes = [
@@ -365,7 +365,7 @@ class GPTDataset(FileDataset):
             (samples,),
         ]
         return (
-            [arrays[part].shape for part in PARTS] == shapes
+            [arrays[name].shape for name in PARTS] == shapes
             and samples > 0
             and all(self._find(i) is not None for i in spread(samples))
         )
@@ -379,9 +379,9 @@ class GPTDataset(FileDataset):
         first, offset = self._rows[rows].astype(np.int64).T
         last, end = self._rows[rows + 1].astype(np.int64).T
         count = last - first + 1
-        places = within(count)
-        sequences = self._documents[np.repeat(first, count) + places].astype(np.int64)
-        begins = np.where(places == 0, np.repeat(offset, count), 0)
+        positions = within(count)
+        sequences = self._documents[np.repeat(first, count) + positions].astype(np.int64)
+        begins = np.where(positions == 0, np.repeat(offset, count), 0)
         ends = self._request.sizes[sequences].astype(np.int64)
         ends[np.cumsum(count) - 1] = end
         return (sequences << 32) + begins, ends - begins
@@ -438,8 +438,8 @@ class BlendedDataset(TokenDataset):
         total = sum(weights)
         shares = [weight / total for weight in weights]
         self._sources = tuple(datasets)
-        parts = zip(shares, datasets, strict=True)
-        named = "".join(f"Weight {share!r}\n{dataset.description}\n" for share, dataset in parts)
+        weighted = zip(shares, datasets, strict=True)
+        named = "".join(f"Weight {share!r}\n{dataset.description}\n" for share, dataset in weighted)
         self.description = f"GPT blend\n\n{named}Size {size}\n"
 
         def build() -> Arrays:
@@ -454,7 +454,7 @@ class BlendedDataset(TokenDataset):
                 ("index", "sample_index"),
                 [Path(data_cache_path)],
                 build,
-                fits=lambda found: len(found["index"]) == len(found["sample_index"]) == size,
+                fits=lambda loaded: len(loaded["index"]) == len(loaded["sample_index"]) == size,
                 verify=verify,
             )
         self._which = arrays["index"]
@@ -566,9 +566,9 @@ class MockDataset(SourceDataset):
             length = int(random.randint(8, 65))
             run = (random.randint(words) + random.randint(1, 8) * np.arange(length)) % words
             run[-1] = words
-            part = run[: len(tokens) - filled]
-            tokens[filled : filled + len(part)] = part
-            filled += len(part)
+            ids = run[: len(tokens) - filled]
+            tokens[filled : filled + len(ids)] = ids
+            filled += len(ids)
         return tokens
 
     def where(self, index: int, token: int = 0, /) -> str:

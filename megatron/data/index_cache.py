@@ -45,7 +45,7 @@ class CacheEntry:
 
     directory: Path
     description: str
-    parts: tuple[str, ...]
+    names: tuple[str, ...]
 
     def __str__(self) -> str:
         """Return the content and the place of the entry, for messages."""
@@ -62,17 +62,17 @@ class CacheEntry:
         """Return the file with the description."""
         return self.directory / f"{self.key}.dsc"
 
-    def part_path(self, part: str) -> Path:
+    def array_path(self, name: str) -> Path:
         """Return the file of an array."""
-        return self.directory / f"{self.key}_{part}.npy"
+        return self.directory / f"{self.key}_{name}.npy"
 
     def load(self) -> Arrays | None:
         """Return the mapped arrays; None if one is missing or damaged."""
-        paths = {part: self.part_path(part) for part in self.parts}
+        paths = {name: self.array_path(name) for name in self.names}
         try:
             if not all(path.is_file() for path in paths.values()):  # opening a pipe would block
                 return None
-            return {part: np.lib.format.open_memmap(path, mode="r") for part, path in paths.items()}
+            return {name: np.lib.format.open_memmap(path, mode="r") for name, path in paths.items()}
         except Exception:  # a damaged header can raise anything
             return None
 
@@ -85,7 +85,7 @@ class CacheEntry:
         told = content.decode(errors="replace").removeprefix(self.description)
         if told and told != _digests(arrays):
             raise DataError(
-                f"{self.part_path(self.parts[0])}: this index does not match the digests in "
+                f"{self.array_path(self.names[0])}: this index does not match the digests in "
                 f"{self.description_path}: it was damaged or changed after it was written; delete "
                 f"{self.directory / self.key}* to have it built again"
             )
@@ -98,11 +98,11 @@ class CacheEntry:
         for left in self.directory.glob(f".{self.key}*.tmp"):  # by a process that was killed here
             left.unlink(missing_ok=True)
         # parts of two builds, of different data, must never be seen together
-        for path in (*map(self.part_path, self.parts), self.description_path):
+        for path in (*map(self.array_path, self.names), self.description_path):
             path.unlink(missing_ok=True)
-        for part in self.parts:
-            with renamed_into(self.part_path(part)) as file:
-                np.save(file, arrays[part])
+        for name in self.names:
+            with renamed_into(self.array_path(name)) as file:
+                np.save(file, arrays[name])
         with renamed_into(self.description_path) as file:
             file.write((self.description + _digests(arrays)).encode())
         flush_directory(self.directory)
@@ -111,15 +111,15 @@ class CacheEntry:
 def _digests(arrays: Arrays) -> str:
     """Return a line for each array: its name, type, shape and 128-bit XXH3."""
     return "".join(
-        f"{part} {array.dtype.str} {array.shape} "
+        f"{name} {array.dtype.str} {array.shape} "
         f"{xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)}\n"
-        for part, array in sorted(arrays.items())
+        for name, array in sorted(arrays.items())
     )
 
 
 def load_or_build(
     description: str,
-    parts: Sequence[str],
+    names: Sequence[str],
     directories: Sequence[StrPath],
     build: Callable[[], Arrays],
     *,
@@ -135,7 +135,7 @@ def load_or_build(
     written, the build fails for lack of memory or on a file, or the wait times out; then the
     message names the lock and its holder.
     """
-    entries = [CacheEntry(Path(directory), description, tuple(parts)) for directory in directories]
+    entries = [CacheEntry(Path(directory), description, tuple(names)) for directory in directories]
     target = entries[-1]
     lock = FileLock(target.directory / f"{target.key}.lock")
 
@@ -179,7 +179,7 @@ def load_or_build(
             arrays = target.load()
             if arrays is None or not fits(arrays):
                 raise DataError(
-                    f"{target.part_path(parts[0])}: just written, but it reads back differently: "
+                    f"{target.array_path(names[0])}: just written, but it reads back differently: "
                     "check the file system or give another directory with --data-cache-path"
                 )
             log.info("built in %.1f s %s", time.perf_counter() - start, target)
@@ -194,18 +194,18 @@ def load_or_build(
 
 
 @contextlib.contextmanager
-def heard(listen: Callable[[str], object]) -> Iterator[None]:
+def forwarded_messages(handle: Callable[[str], object]) -> Iterator[None]:
     """Pass the messages of the block to `listen` only."""
 
-    def hear(record: logging.LogRecord) -> bool:
-        listen(record.getMessage())
+    def forward(record: logging.LogRecord) -> bool:
+        handle(record.getMessage())
         return False  # no other handler gets it
 
     level = log.level
-    log.addFilter(hear)
+    log.addFilter(forward)
     log.setLevel(logging.INFO)
     try:
         yield
     finally:
-        log.removeFilter(hear)
+        log.removeFilter(forward)
         log.setLevel(level)

@@ -256,7 +256,7 @@ class IndexedDataset:
     def __getitem__(self, sequence: int) -> IntArray:
         return self.read(sequence)
 
-    def gather(self, pieces: SequenceSlices, out: Int64Array) -> None:
+    def gather(self, slices: SequenceSlices, out: Int64Array) -> None:
         """Read many pieces, concatenated in this order, into `out`, which has exactly their length.
 
         Raises as `read` does, and DataError for tokens that are not integers.
@@ -265,7 +265,7 @@ class IndexedDataset:
             raise DataError(
                 f"{self._idx_path}: tokens of type {self.dtype}, and a model reads integers"
             )
-        starts, counts = self._byte_starts(pieces)
+        starts, counts = self._byte_starts(slices)
         assert len(out) == int(counts.sum()), f"{int(counts.sum())} tokens for {len(out)} places"
         if self._map is not None:
             code = TYPE_CODES[self.dtype]
@@ -277,14 +277,14 @@ class IndexedDataset:
             out[at : at + count] = self._tokens_at(start, count)
             at += count
 
-    def gather_mask(self, pieces: SequenceSlices, out: Int64Array) -> None:
+    def gather_mask(self, slices: SequenceSlices, out: Int64Array) -> None:
         """Read the mask of pieces as `gather` does; raises also for values other than 0 and 1."""
         assert self.mask is not None, "open_mask has opened it"
-        self.mask.gather(pieces, out)
+        self.mask.gather(slices, out)
         if len(out) and not 0 <= out.min() <= out.max() <= 1:
             bad = int(np.argmax((out < 0) | (out > 1)))
             raise DataError(
-                f"{self.mask.where(pieces, bad)}: {out[bad]} in a loss mask, "
+                f"{self.mask.where(slices, bad)}: {out[bad]} in a loss mask, "
                 "which has 0 and 1: the file is damaged; copy or preprocess it again"
             )
 
@@ -297,9 +297,9 @@ class IndexedDataset:
             last = min(first + _BLOCK, stop)
             self._entries(np.arange(first, last))
 
-    def where(self, pieces: SequenceSlices, token: int) -> str:
+    def where(self, slices: SequenceSlices, token: int) -> str:
         """Return file, document and byte of a token in the pieces of `gather`, for messages."""
-        sequences, offsets, lengths = pieces
+        sequences, offsets, lengths = slices
         ends = np.cumsum(lengths)
         piece = int(np.searchsorted(ends, token, side="right"))
         sequence = int(sequences[piece])
@@ -308,41 +308,41 @@ class IndexedDataset:
         byte = int(self.pointers[sequence]) + offset * self.dtype.itemsize
         return f"{self._bin_path}, document {document}, byte {byte}"
 
-    def _byte_starts(self, pieces: SequenceSlices) -> tuple[Int64Array, Int64Array]:
+    def _byte_starts(self, slices: SequenceSlices) -> tuple[Int64Array, Int64Array]:
         """Return where pieces start in .bin and their lengths; each lies within its sequence."""
-        wanted, first, count = (np.ascontiguousarray(part, np.int64) for part in pieces)
-        if not len(wanted):
-            return wanted, count
-        if not 0 <= wanted.min() <= wanted.max() < len(self):
+        sequences, first, count = (np.ascontiguousarray(array, np.int64) for array in slices)
+        if not len(sequences):
+            return sequences, count
+        if not 0 <= sequences.min() <= sequences.max() < len(self):
             raise IndexError(
-                f"sequences {wanted.min()}..{wanted.max()} of {self.prefix}, which has {len(self)}"
+                f"sequences {sequences.min()}..{sequences.max()} of {self.prefix}, which has {len(self)}"
             )
-        sizes, pointers = self._entries(wanted)
+        sizes, pointers = self._entries(sequences)
         outside = (first < 0) | (count < 0) | (first > sizes - count)
         if outside.any():
             at = int(np.argmax(outside))
             raise IndexError(
-                f"tokens {first[at]}..{first[at] + count[at]} of sequence {wanted[at]} of "
+                f"tokens {first[at]}..{first[at] + count[at]} of sequence {sequences[at]} of "
                 f"{self.prefix}: it has {sizes[at]}"
             )
         return pointers + first * self.dtype.itemsize, count
 
-    def _entries(self, wanted: Int64Array) -> tuple[Int64Array, Int64Array]:
+    def _entries(self, sequences: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return sizes and pointers of sequences.
 
         Raises DataError for the first one that is damaged. Sequences are contiguous, so a size, its
         pointer and the next pointer have to agree: most damage is found where it is read.
         """
         itemsize = self.dtype.itemsize
-        sizes = self.sizes[wanted].astype(np.int64)
-        pointers = self.pointers[wanted]
-        ends = self.pointers[np.minimum(wanted + 1, len(self) - 1)]
-        ends[wanted == len(self) - 1] = self._bin_bytes
+        sizes = self.sizes[sequences].astype(np.int64)
+        pointers = self.pointers[sequences]
+        ends = self.pointers[np.minimum(sequences + 1, len(self) - 1)]
+        ends[sequences == len(self) - 1] = self._bin_bytes
         # The subtraction cannot overflow if both are within the file.
         damaged = (pointers < 0) | (sizes < 0) | (ends > self._bin_bytes) | (ends < 0)
         damaged |= (ends - pointers != sizes * itemsize) | (pointers % itemsize != 0)
         if damaged.any():
-            raise self._damaged(int(wanted[np.argmax(damaged)]))
+            raise self._damaged(int(sequences[np.argmax(damaged)]))
         return sizes, pointers
 
     def _damaged(self, sequence: int) -> DataError:
@@ -362,11 +362,11 @@ class IndexedDataset:
         num_bytes = count * self.dtype.itemsize
         if self._map is not None:
             return self._map[start : start + num_bytes].view(self.dtype)
-        found = b""
-        while len(found) < num_bytes:  # one call reads 2 GiB at most
-            at = start + len(found)
+        data = b""
+        while len(data) < num_bytes:  # one call reads 2 GiB at most
+            at = start + len(data)
             try:
-                more = os.pread(self._descriptor, num_bytes - len(found), at)
+                more = os.pread(self._descriptor, num_bytes - len(data), at)
             except OSError as error:
                 raise DataError(
                     f"{self._bin_path}: byte {at}: cannot be read: {error.strerror}"
@@ -376,8 +376,8 @@ class IndexedDataset:
                     f"{self._bin_path}: ends at byte {at}, it had {self._bin_bytes}: it was "
                     "truncated after it was opened"
                 )
-            found += more
-        return np.frombuffer(found, self.dtype)
+            data += more
+        return np.frombuffer(data, self.dtype)
 
 
 class Index(NamedTuple):

@@ -94,7 +94,7 @@ class IndexedDatasetWriter:
         self._ended = at.sequences
         self._files: dict[str, BinaryIO] = {}
         self._folder = Path(f"{self.prefix}_parts" if directory is None else directory)
-        self._parts = {name: _part(self._folder, self.prefix, name) for name in _PARTS}
+        self._paths = {name: _part_path(self._folder, self.prefix, name) for name in _PARTS}
         self._lock = FileLock(Path(f"{self._folder}.lock")) if directory is None else None
         lengths = {
             "bin": self.num_tokens * self.dtype.itemsize,
@@ -111,9 +111,9 @@ class IndexedDatasetWriter:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 # an index made earlier lacks the new data
                 for name in _PARTS if resume is None else _JOINED_PARTS:
-                    self._parts[name].unlink(missing_ok=True)
+                    self._paths[name].unlink(missing_ok=True)
                 for name, length in lengths.items():
-                    self._files[name] = open_at(self._parts[name], length, buffering=_BUFFER_BYTES)
+                    self._files[name] = open_at(self._paths[name], length, buffering=_BUFFER_BYTES)
         except BaseException:
             self.leave()
             raise
@@ -196,31 +196,31 @@ class IndexedDatasetWriter:
         self._close_files()
         expected = self.num_tokens * self.dtype.itemsize
         with self._explained():
-            actual = self._parts["bin"].stat().st_size
-            with open(self._parts["index"], "wb", buffering=_BUFFER_BYTES) as file:
+            actual = self._paths["bin"].stat().st_size
+            with open(self._paths["index"], "wb", buffering=_BUFFER_BYTES) as file:
                 code = TYPE_CODES[self.dtype]
                 file.write(
                     HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1)
                 )
-                for sizes in _blocks(self._parts["sizes"], "<i4"):
+                for sizes in _blocks(self._paths["sizes"], "<i4"):
                     file.write(sizes.data)
                 described = 0
-                for sizes in _blocks(self._parts["sizes"], "<i4"):
+                for sizes in _blocks(self._paths["sizes"], "<i4"):
                     num_bytes = sizes.astype("<i8") * self.dtype.itemsize
                     ends = described + np.cumsum(num_bytes)
                     file.write((ends - num_bytes).data)
                     described = int(ends[-1])
                 file.write(bytes(8))  # the first document starts at sequence 0
-                for ends in _blocks(self._parts["documents"], "<i8"):
+                for ends in _blocks(self._paths["documents"], "<i8"):
                     file.write(ends.data)
                 flush_to_disk(file)
             if not actual == expected == described:
                 raise DataError(
-                    f"{self._parts['bin']}: {actual} bytes, but {expected} were written and "
+                    f"{self._paths['bin']}: {actual} bytes, but {expected} were written and "
                     f"sequences have {described}: another process writes to it, or the disk is "
                     "failing; start again"
                 )
-            os.replace(self._parts["index"], self._parts["idx"])
+            os.replace(self._paths["index"], self._paths["idx"])
             flush_directory(self._folder)
 
     def close(self) -> None:
@@ -235,7 +235,7 @@ class IndexedDatasetWriter:
 
         Raises DataError if there is nothing to publish or the files cannot be renamed.
         """
-        part_bin, part_idx = (_part(Path(directory), prefix, name) for name in ("bin", "idx"))
+        part_bin, part_idx = (_part_path(Path(directory), prefix, name) for name in ("bin", "idx"))
         target_bin = bin_path(prefix)
         target_idx = idx_path(prefix)
         try:
@@ -254,14 +254,14 @@ class IndexedDatasetWriter:
                     f"{part_idx}: no such file: the data set {prefix} was not completed"
                 )
             for name in _SMALL_PARTS:
-                _part(Path(directory), prefix, name).unlink(missing_ok=True)
+                _part_path(Path(directory), prefix, name).unlink(missing_ok=True)
         except OSError as error:
             raise DataError(f"{prefix}: cannot be written: {error.strerror}") from error
 
     def discard(self) -> None:
         """Give up and remove the part files."""
         self._close_files()
-        for path in self._parts.values():
+        for path in self._paths.values():
             path.unlink(missing_ok=True)
         if self._lock is not None:
             self._folder.rmdir()
@@ -329,7 +329,7 @@ def open_at(path: Path, length: int, buffering: int = -1) -> BinaryIO:
     return file
 
 
-def _part(folder: Path, prefix: StrPath, name: str) -> Path:
+def _part_path(folder: Path, prefix: StrPath, name: str) -> Path:
     return folder / f"{Path(prefix).name}.{name}.part"
 
 

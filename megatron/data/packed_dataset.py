@@ -89,13 +89,13 @@ def _cut(request: IndexRequest) -> tuple[Int32Array, Int32Array]:
     pieces = list[Int32Array]()
     lengths = list[Int32Array]()
     for first in range(request.start, request.stop, BLOCK):
-        part = request.sizes[first : min(first + BLOCK, request.stop)]
-        counts = np.maximum(-((1 - part) // seq_length), 0)
-        sequences = np.repeat(np.arange(len(part), dtype=np.int32), counts)
+        sizes = request.sizes[first : min(first + BLOCK, request.stop)]
+        counts = np.maximum(-((1 - sizes) // seq_length), 0)
+        sequences = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
         starts = np.cumsum(counts, dtype=np.int64) - counts
         offsets = (np.arange(len(sequences)) - starts[sequences]) * request.seq_length
         pieces.append(np.stack([sequences + first, offsets], axis=1).astype(np.int32))
-        filled = np.minimum(part[sequences] - offsets, request.sample_tokens)
+        filled = np.minimum(sizes[sequences] - offsets, request.sample_tokens)
         lengths.append(filled.astype(np.int32))
     return np.concatenate(pieces), np.concatenate(lengths)
 
@@ -134,7 +134,7 @@ class PackedDataset(FileDataset):
 
     def _take(self, arrays: Arrays) -> bool:
         """Keep arrays; return whether shapes, a checksum and a few bins belong to this data."""
-        self._table, self._starts, counts = (arrays[part] for part in BIN_PARTS)
+        self._table, self._starts, counts = (arrays[name] for name in BIN_PARTS)
         starts = self._starts
         if counts.shape != (3,) or self._table.shape[1:] != (2,) or starts.ndim != 1:
             return False
@@ -158,7 +158,7 @@ class PackedDataset(FileDataset):
 
     def segments(self, index: int, /) -> Int64Array:
         """Return the tokens of each piece of sample `index`; the rest of the sample is padding."""
-        return self._pieces(index).lengths
+        return self._slices(index).lengths
 
     def tokens_in(self, indices: Int64Array, /) -> int:
         """Return the number of predictions within documents in these samples."""

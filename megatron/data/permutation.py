@@ -33,7 +33,7 @@ def permute(positions: Int64Array, size: int, key: int) -> Int64Array:
     # An array of one: numpy warns when scalars overflow, which a hash does on purpose.
     number = scramble(np.array([key], np.uint64) + golden)
     keys = scramble(number + golden * np.arange(_ROUNDS, dtype=np.uint64))
-    found = np.empty(len(positions), np.int64)
+    result = np.empty(len(positions), np.int64)
     waiting = np.arange(len(positions))
     values = positions.astype(np.uint64)
     while len(waiting):
@@ -43,8 +43,8 @@ def permute(positions: Int64Array, size: int, key: int) -> Int64Array:
             column = (column + scramble(row + keys[i]) % columns) % columns
             row = (row + scramble(column + keys[i + 1]) % rows) % rows
         values = row * columns + column
-        found[waiting] = values
+        result[waiting] = values
         outside = values >= size
         waiting = waiting[outside]
         values = values[outside]
-    return found
+    return result

@@ -46,7 +46,7 @@ class Reordered:
 
 
 def reordered(
-    before: Ordered | None, after: Ordered, consumed: int, end: int, others: Collection[str] = ()
+    before: Ordered | None, after: Ordered, consumed: int, end: int, changed: Collection[str] = ()
 ) -> dict[str, Reordered]:
     """Return what happens to each source of `after` between `consumed` and `end` samples.
 
@@ -54,23 +54,24 @@ def reordered(
     sources of `before` with other content under the same name.
     """
     share = min(1.0, _MOST / max(1, 2 * consumed + end))
-    old = {} if before is None else _take(before, 0, consumed, share)
-    new = _take(after, 0, consumed, share)
-    rest = _take(after, consumed, end, share)
-    found = {}
+    old = {} if before is None else _collect(before, 0, consumed, share)
+    new = _collect(after, 0, consumed, share)
+    rest = _collect(after, consumed, end, share)
+    result = {}
     for name in dict.fromkeys(source.name for source in after.dataset.sources):
-        taken, counted, coming = (
-            part.get(name, _Taken()) for part in ({} if name in others else old, new, rest)
+        former, counted, coming = (
+            by_source.get(name, _Consumption())
+            for by_source in ({} if name in changed else old, new, rest)
         )
-        again, missing = _compare([taken.joined(), counted.joined(), coming.joined()])
+        repeated, missing = _compare([former.joined(), counted.joined(), coming.joined()])
         compared = counted.compared + coming.compared
         scale = (counted.samples + coming.samples) / max(1, compared)
-        found[name] = Reordered(round(again * scale), round(missing * scale), share == 1)
-    return found
+        result[name] = Reordered(round(repeated * scale), round(missing * scale), share == 1)
+    return result
 
 
 @dataclass
-class _Taken:
+class _Consumption:
     """Samples of a source in a part of an order, and the tokens to compare."""
 
     spans: list[Spans] = field(default_factory=list)
@@ -82,8 +83,8 @@ class _Taken:
         return np.concatenate(starts), np.concatenate(lengths)
 
 
-def _take(data: Ordered, start: int, stop: int, share: float) -> dict[str, _Taken]:
-    found: dict[str, _Taken] = {}
+def _collect(data: Ordered, start: int, stop: int, share: float) -> dict[str, _Consumption]:
+    by_source: dict[str, _Consumption] = {}
     for first in range(start, stop, _BLOCK):
         indices = data.order.indices(np.arange(first, min(first + _BLOCK, stop)))
         for source, samples in data.dataset.by_source(indices):
@@ -93,11 +94,11 @@ def _take(data: Ordered, start: int, stop: int, share: float) -> dict[str, _Take
                 chosen = number >> np.uint64(32) < share * 2**32
                 starts = starts[chosen]
                 lengths = lengths[chosen]
-            taken = found.setdefault(source.name, _Taken())
-            taken.spans.append((starts, lengths))
-            taken.compared += int(lengths.sum())
-            taken.samples += len(samples)
-    return found
+            consumption = by_source.setdefault(source.name, _Consumption())
+            consumption.spans.append((starts, lengths))
+            consumption.compared += int(lengths.sum())
+            consumption.samples += len(samples)
+    return by_source
 
 
 def _compare(spans: list[Spans]) -> tuple[int, int]:
@@ -105,13 +106,13 @@ def _compare(spans: list[Spans]) -> tuple[int, int]:
 
     `spans` are those taken, those that the new order has before this place, and those after it.
     """
-    places = np.concatenate([end for starts, length in spans for end in (starts, starts + length)])
+    bounds = np.concatenate([end for starts, length in spans for end in (starts, starts + length)])
     sizes = [len(starts) for starts, _ in spans]
     kind = np.repeat(np.arange(6), np.repeat(sizes, 2))  # a start and an end of each of the three
-    changes = np.zeros((len(places), 3), np.int64)
-    changes[np.arange(len(places)), kind // 2] = 1 - 2 * (kind % 2)
-    sort = np.argsort(places, kind="stable")
-    taken, counted, coming = np.cumsum(changes[sort], axis=0).T[:, :-1]
-    widths = np.diff(places[sort])
-    again = np.minimum(coming, np.maximum(taken - counted, 0))
-    return int((again * widths).sum()), int((np.maximum(counted - taken, 0) * widths).sum())
+    changes = np.zeros((len(bounds), 3), np.int64)
+    changes[np.arange(len(bounds)), kind // 2] = 1 - 2 * (kind % 2)
+    sort = np.argsort(bounds, kind="stable")
+    former, counted, coming = np.cumsum(changes[sort], axis=0).T[:, :-1]
+    widths = np.diff(bounds[sort])
+    repeated = np.minimum(coming, np.maximum(former - counted, 0))
+    return int((repeated * widths).sum()), int((np.maximum(counted - former, 0) * widths).sum())

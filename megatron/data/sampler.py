@@ -42,15 +42,15 @@ def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
     >>> merged([(8, 12), (0, 2), (10, 14), (14, 15)])
     ((0, 2), (8, 15))
     """
-    found: list[Range] = []
+    result: list[Range] = []
     for start, stop in sorted((int(start), int(stop)) for start, stop in ranges):
         if start >= stop:
             continue
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], stop))
         else:
-            found.append((start, stop))
-    return tuple(found)
+            result.append((start, stop))
+    return tuple(result)
 
 
 def around(positions: Int64Array, ranges: Sequence[Range]) -> Int64Array:
@@ -120,16 +120,16 @@ class SampleOrder:
 
     def indices(self, positions: Int64Array) -> Int64Array:
         """Return the samples at these positions; position n is consumed after n others."""
-        found = around(positions, self.left_out)
+        samples = around(positions, self.left_out)
         if not self.cyclic:
-            while self.left_out and (beyond := found >= self.total).any():
-                found[beyond] = around(found[beyond] - self.total, self.left_out)
-            return found
-        epochs = found // self.total
+            while self.left_out and (beyond := samples >= self.total).any():
+                samples[beyond] = around(samples[beyond] - self.total, self.left_out)
+            return samples
+        epochs = samples // self.total
         for epoch in np.unique(epochs).tolist():
             inside = epochs == epoch
-            found[inside] = permute(found[inside] - epoch * self.total, self.total, epoch)
-        return found
+            samples[inside] = permute(samples[inside] - epoch * self.total, self.total, epoch)
+        return samples
 
 
 def sample_order(
@@ -267,7 +267,7 @@ class MicroBatchStream:
         indices = self._order.indices(np.array(positions)).tolist()
         samples = map(partial(self._sample, self._dataset), positions, indices)
         tokens, segments, marks = zip(*samples, strict=True)
-        packed = {pieces is not None for pieces in segments}
+        packed = {lengths is not None for lengths in segments}
         assert len(packed) == 1, "a data set separates the pieces of all samples or of none"
         batch = make_micro_batch(
             np.stack(tokens),
@@ -290,10 +290,10 @@ class MicroBatchStream:
             segments = dataset.segments(index)
             marked = dataset.loss_tokens(index)
         except (DataError, IndexError, OSError) as error:
-            place = ""
+            location = ""
             with suppress(DataError, IndexError):  # the place may be damaged as well
-                place = f", which starts at {dataset.where(index)}"
-            raise DataError(f"sample {position}{place}: {error}") from error
+                location = f", which starts at {dataset.where(index)}"
+            raise DataError(f"sample {position}{location}: {error}") from error
         limit = self._vocab_size
         if limit is not None and (tokens.min() < 0 or tokens.max() >= limit):
             bad = int(np.argmax((tokens < 0) | (tokens >= limit)))
@@ -395,7 +395,7 @@ def make_micro_batch(
     if segments is None:
         opens[:, 1:] = ends
     else:
-        opens[:, 1:], real = _pieces(segments, tokens.shape, first_sample)
+        opens[:, 1:], real = _piece_starts(segments, tokens.shape, first_sample)
         in_loss &= ~opens[:, 1:] & real[:, 1:]
         padding = ~real[:, :-1]
     for row, marked in enumerate(loss_tokens or ()):
@@ -423,7 +423,7 @@ def make_micro_batch(
     )
 
 
-def _pieces(
+def _piece_starts(
     segments: Sequence[Int64Array], shape: tuple[int, ...], first_sample: int
 ) -> tuple[BoolArray, BoolArray]:
     """Return which of tokens 1 ... s start a piece or the padding, and which are no padding.
@@ -567,14 +567,14 @@ class Ledger:
         """
         epochs_of = {name: record["epochs"] for name, record in self.by_short_name().items()}
         listed = sorted(epochs_of.items(), key=lambda item: -item[1])
-        parts = [f"{name} {epochs:.3f}" for name, epochs in listed[:_SHOWN]]
+        texts = [f"{name} {epochs:.3f}" for name, epochs in listed[:_SHOWN]]
         rest = [epochs for _, epochs in listed[_SHOWN:]]
         if rest:
-            parts.append(f"{len(rest)} more {rest[-1]:.3f} to {rest[0]:.3f}")
+            texts.append(f"{len(rest)} more {rest[-1]:.3f} to {rest[0]:.3f}")
         tokens = sum(count.tokens for count in self.counts.values())
         left_out = sum(count.left_out for count in self.counts.values())
         end = f"; {left_out} samples left out" if left_out else ""
-        return f" data: {tokens} tokens, epochs of each source: {', '.join(parts)}{end}"
+        return f" data: {tokens} tokens, epochs of each source: {', '.join(texts)}{end}"
 
 
 def is_consumed(record: object) -> bool:

@@ -38,12 +38,12 @@ class TextStream:
     def add(self, token: int) -> str:
         """Return the text that can be shown after the next token."""
         self._ids.append(token)
-        whole = self._decode(self._ids)
-        bare = whole.rstrip(_REPLACEMENT)
-        shown = max(len(bare), len(whole) - _MOST_OPEN, self._known)
-        fresh = whole[self._known : shown]
+        decoded = self._decode(self._ids)
+        bare = decoded.rstrip(_REPLACEMENT)
+        shown = max(len(bare), len(decoded) - _MOST_OPEN, self._known)
+        fresh = decoded[self._known : shown]
         self._known = shown
-        if shown == len(whole):
+        if shown == len(decoded):
             self._ids = self._ids[self._ended :]
             self._ended = len(self._ids)
             self._known = len(self._decode(self._ids))
@@ -63,12 +63,12 @@ class TextStream:
     def _passed(self, fresh: str) -> str:
         """Return the waiting text and `fresh`, except for what may begin a stop string."""
         text = self._waiting + fresh
-        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
-            end, self.stopped = min(found)
+        matches = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if matches:
+            end, self.stopped = min(matches)
         else:
             end = len(text) - max((_overlap(text, stop) for stop in self._stop), default=0)
-        self._waiting = "" if found else text[end:]
+        self._waiting = "" if matches else text[end:]
         self.text += text[:end]
         return text[:end]
 

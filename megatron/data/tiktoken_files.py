@@ -192,12 +192,12 @@ def _json_entries(path: Path) -> Entries:
     It is an ordered list of {"rank", "token_bytes" (base64), "token_str"}.
     """
     entries: list[Any] = read_json(path, MOST_BYTES, error=DataError, kind=list)
-    for place, entry in enumerate(entries):
-        where = f"{path}: entry {place}"
-        if not isinstance(entry, dict) or entry.get("rank") != place or "token_bytes" not in entry:
-            expected = f'{{"rank": {place}, "token_bytes": ...}}'
+    for index, entry in enumerate(entries):
+        where = f"{path}: entry {index}"
+        if not isinstance(entry, dict) or entry.get("rank") != index or "token_bytes" not in entry:
+            expected = f'{{"rank": {index}, "token_bytes": ...}}'
             raise DataError(f"{where}: expected {expected}, got {entry!r:.60}; {WHAT_ELSE}")
-        yield where, str(entry["token_bytes"]).encode(), place
+        yield where, str(entry["token_bytes"]).encode(), index
 
 
 def _ranks(entries: Entries) -> dict[bytes, int]:

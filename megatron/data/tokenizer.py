@@ -184,9 +184,9 @@ class LimitedTokenizer(Tokenizer):
 
     def _encode(self, texts: list[str]) -> list[Int64Array]:
         size = sum(len(text.encode()) for text in texts)
-        found = np.frombuffer(self._process.ask(("encode", texts), size), np.int64)
-        sizes = found[: len(texts)]
-        ids = found[len(texts) :]
+        flat = np.frombuffer(self._process.ask(("encode", texts), size), np.int64)
+        sizes = flat[: len(texts)]
+        ids = flat[len(texts) :]
         return np.split(ids, np.cumsum(sizes)[:-1]) if texts else []
 
     def _encode_with_places(self, text: str, special: bool) -> Placed:
@@ -204,14 +204,14 @@ def serve(build: Callable[[], Tokenizer]) -> Callable[[Any], Any]:
     def answer(request: Any) -> Any:
         match request:
             case ("encode", texts):
-                found = tokenizer._encode(texts)
-                sizes = np.fromiter(map(len, found), np.int64, len(found))
+                encoded = tokenizer._encode(texts)
+                sizes = np.fromiter(map(len, encoded), np.int64, len(encoded))
                 return np.concatenate(
-                    [sizes, *(np.array(ids, np.int64) for ids in found)]
+                    [sizes, *(np.array(ids, np.int64) for ids in encoded)]
                 ).tobytes()
             case ("places", text, special):
                 both = tokenizer._encode_with_places(text, special)
-                return [np.asarray(part).tolist() for part in both]
+                return [np.asarray(array).tolist() for array in both]
             case (name, argument):
                 return getattr(tokenizer, name)(argument)
         names = ("vocab_size", "eod", "behind", "bos")

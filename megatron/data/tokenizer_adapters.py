@@ -116,11 +116,11 @@ class Tokenizer(ABC):
         assert self.vocab_size - 1 <= limit, (
             f"ids up to {self.vocab_size - 1} do not fit into {np.dtype(dtype)}"
         )
-        found = self._encode_checked(texts)
-        sizes = np.fromiter(map(len, found), np.int32, len(found))
-        if found and isinstance(found[0], np.ndarray):
-            return np.concatenate(found, dtype=dtype, casting="unsafe"), sizes
-        return np.fromiter(chain.from_iterable(found), dtype, int(sizes.sum())), sizes
+        encoded = self._encode_checked(texts)
+        sizes = np.fromiter(map(len, encoded), np.int32, len(encoded))
+        if encoded and isinstance(encoded[0], np.ndarray):
+            return np.concatenate(encoded, dtype=dtype, casting="unsafe"), sizes
+        return np.fromiter(chain.from_iterable(encoded), dtype, int(sizes.sum())), sizes
 
     def encode_with_places(
         self, text: str, *, special: bool = True
@@ -132,11 +132,11 @@ class Tokenizer(ABC):
         every text.
         """
         ids, places = self._encode_with_places(text, special)
-        found = np.array(places, np.int64).reshape(len(ids), 2)
+        ranges = np.array(places, np.int64).reshape(len(ids), 2)
         # White space that the library leaves out of its ranges belongs to the token after it.
-        before = np.maximum.accumulate(np.concatenate([[0], found[:, 1]]))
-        found[:, 0] = np.minimum(found[:, 0], before[:-1])
-        return list(map(int, ids)), found
+        before = np.maximum.accumulate(np.concatenate([[0], ranges[:, 1]]))
+        ranges[:, 0] = np.minimum(ranges[:, 0], before[:-1])
+        return list(map(int, ids)), ranges
 
     def texts_of(self, count: int) -> list[str]:
         """Return the text of each of the first ids."""
@@ -147,7 +147,7 @@ class Tokenizer(ABC):
 
         Raises DataError for an unknown id.
         """
-        parts = list[str]()
+        texts = list[str]()
         run = list[int]()
         for i in map(int, ids):
             if not 0 <= i < self.vocab_size:
@@ -156,21 +156,21 @@ class Tokenizer(ABC):
                     "tokenizer"
                 )
             if i in self._names:
-                parts += [self._decode(run), self._names[i]]
+                texts += [self._decode(run), self._names[i]]
                 run = []
             else:
                 run.append(i)
-        return "".join([*parts, self._decode(run)])
+        return "".join([*texts, self._decode(run)])
 
     def _encode_checked(self, texts: Sequence[str]) -> Sequence[Ids]:
         try:
             return self._encode(list(texts))
         except (TypeError, UnicodeError):
             for text in texts:
-                if found := _SURROGATE.search(text):
+                if match := _SURROGATE.search(text):
                     raise DataError(
-                        f"the text holds half of a surrogate pair, {found.group()!r} at character "
-                        f"{found.start()}, which is not a character: replace it before tokenizing"
+                        f"the text holds half of a surrogate pair, {match.group()!r} at character "
+                        f"{match.start()}, which is not a character: replace it before tokenizing"
                     ) from None
             raise
 
@@ -183,13 +183,13 @@ class NullTokenizer(Tokenizer):
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         try:
-            found = [[int(word) for word in text.split()] for text in texts]
+            ids = [[int(word) for word in text.split()] for text in texts]
         except ValueError as error:
             raise DataError(f"NullTokenizer reads token ids separated by spaces: {error}") from None
-        for i in chain.from_iterable(found):
+        for i in chain.from_iterable(ids):
             if not 0 <= i < self.vocab_size:
                 raise DataError(f"NullTokenizer: id {i}, but --vocab-size allows 0..{self.eod}")
-        return found
+        return ids
 
     def _encode_with_places(self, text: str, special: bool) -> Placed:
         return self._encode([text])[0], [word.span() for word in re.finditer(r"\S+", text)]
@@ -309,8 +309,8 @@ class GPT2Tokenizer(FastTokenizer):
         ids = [vocabulary[result] for result in results]
         if ids != sorted(set(ids)):
             return None
-        whole = Fast(self._tokenizer.model)  # without the pattern that cuts texts into pieces
-        if [encoding.ids for encoding in whole.encode_batch_fast(results)] != [[i] for i in ids]:
+        unsplit = Fast(self._tokenizer.model)  # without the pattern that cuts texts into pieces
+        if [encoding.ids for encoding in unsplit.encode_batch_fast(results)] != [[i] for i in ids]:
             return None
         letters = byte_letters()
         tokens = {bytes([byte]): vocabulary[letter] for letter, byte in letters.items()}
@@ -328,9 +328,9 @@ def byte_letters() -> dict[str, int]:
     order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
+    remaining = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + i): byte for i, byte in enumerate(others)
+        chr(0x100 + i): byte for i, byte in enumerate(remaining)
     }
 
 
@@ -418,23 +418,23 @@ class SentencePieceTokenizer(Tokenizer):
     def _encode(self, texts: list[str]) -> Sequence[Ids]:
         # older versions return lists
         encode = getattr(self._processor, "encode_as_numpy", self._processor.encode)
-        found: Sequence[Ids] = encode(texts, add_bos=self._add_bos, num_threads=1)
-        return found
+        ids: Sequence[Ids] = encode(texts, add_bos=self._add_bos, num_threads=1)
+        return ids
 
     def _encode_with_places(self, text: str, special: bool) -> Placed:
         if hasattr(self._processor, "encode_as_offset_mapping"):
-            found = self._processor.encode_as_offset_mapping(text)
-            ids = list(found["ids"])
-            places = list(found["offsets"])
+            mapping = self._processor.encode_as_offset_mapping(text)
+            ids = list(mapping["ids"])
+            ranges = list(mapping["offsets"])
         else:  # an older version
             pieces = self._processor.encode(text, out_type="immutable_proto").pieces
             ids = [piece.id for piece in pieces]
-            places = [(piece.begin, piece.end) for piece in pieces]
+            ranges = [(piece.begin, piece.end) for piece in pieces]
         for i in reversed(range(len(ids) - 1)):  # only the last byte of a character has a range
-            if places[i][0] == places[i][1] and self._processor.is_byte(ids[i]):
-                places[i] = places[i + 1]
+            if ranges[i][0] == ranges[i][1] and self._processor.is_byte(ids[i]):
+                ranges[i] = ranges[i + 1]
         bos = [self._processor.bos_id()] if self._add_bos and special else []
-        return bos + ids, [(0, 0)] * len(bos) + places
+        return bos + ids, [(0, 0)] * len(bos) + ranges
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._processor.decode(ids))

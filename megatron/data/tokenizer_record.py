@@ -98,8 +98,8 @@ def largest_id(dataset: IndexedDataset) -> int:
         return 0
     count = size if size * itemsize <= _SCANNED_BYTES else _SCANNED_BYTES // _PLACES // itemsize
     starts = np.linspace(0, size - count, 1 if count == size else _PLACES, dtype=np.int64)
-    parts = (dataset.tokens_at(int(start), count) for start in starts)
-    return max((int(part.max()) for part in parts if len(part)), default=0)
+    blocks = (dataset.tokens_at(int(start), count) for start in starts)
+    return max((int(block.max()) for block in blocks if len(block)), default=0)
 
 
 def check_tokenizer(

@@ -19,7 +19,7 @@ import pytest
 
 from megatron.data import index_cache
 from megatron.data.file_lock import FileLock
-from megatron.data.index_cache import Arrays, heard, load_or_build
+from megatron.data.index_cache import Arrays, forwarded_messages, load_or_build
 from megatron.errors import DataError
 from tests.data.forks import MOMENTS, at_once, context, killed_at_each
 from tests.helpers.killing import forked, signal_at, wait_for
@@ -53,7 +53,7 @@ def same(arrays: Arrays, wanted: Arrays) -> bool:
 
 def waiting(call: Callable[[], object]) -> AbstractContextManager[None]:
     """Run `call` whenever this process reports that it waits for another, inside the block."""
-    return heard(lambda message: call() if message.startswith("waiting") else None)
+    return forwarded_messages(lambda message: call() if message.startswith("waiting") else None)
 
 
 @pytest.mark.slow

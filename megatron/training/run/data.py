@@ -191,7 +191,7 @@ def first_builds(
         try:
             if turn == 0:
                 check()
-            with index_cache.heard(report):
+            with index_cache.forwarded_messages(report):
                 datasets = build(train, valid, test)
         except BaseException as error:
             shared.set(key, str(error) or type(error).__name__)
