@@ -69,10 +69,10 @@ class LimitedProcess:
         with self._lock:
             if self._child is None or self._parent != os.getpid():  # a fork has its own
                 self._parent = os.getpid()
-                self._connection, theirs = Pipe()
-                number = theirs.fileno()
+                self._connection, child_end = Pipe()
+                number = child_end.fileno()
                 start = _START.format(path=sys.path, target=self.target, number=number)
-                with theirs:
+                with child_end:
                     self._child = subprocess.Popen(
                         [sys.executable, "-c", start],
                         stdin=subprocess.DEVNULL,

@@ -155,9 +155,9 @@ def read_beside(path: Path, kinds: Kinds) -> dict[str, Any]:
     """
     if not path.exists():
         return {}
-    found: dict[str, Any] = read_json(path, _MOST_BESIDE, error=DataError)
-    check_kinds(found, kinds, path)
-    return {name: value for name, value in found.items() if value is not None}
+    content: dict[str, Any] = read_json(path, _MOST_BESIDE, error=DataError)
+    check_kinds(content, kinds, path)
+    return {name: value for name, value in content.items() if value is not None}
 
 
 POINT: Kinds = {

@@ -58,8 +58,8 @@ def pretrain(
     ):
         from megatron.training.run.setup import run_training
 
-        own = [*config.pieces.callbacks, *load_callbacks(config.logging.callback or ())]
-        config = config.with_pieces(callbacks=own)
+        all_callbacks = [*config.pieces.callbacks, *load_callbacks(config.logging.callback or ())]
+        config = config.with_pieces(callbacks=all_callbacks)
         ranks = None
         if config.parallel.cluster is not None and launch.world_size > 1:
             from megatron.planner.placement import plan_ranks
@@ -81,15 +81,17 @@ def run(arguments: list[str], **pieces: Any) -> int:
     def body() -> None:
         if problem is not None:
             raise problem
-        own = Pieces(**pieces)
+        user_pieces = Pieces(**pieces)
         if "--dry-run" in arguments and not {"--help", "-h", "--print-config"} & set(arguments):
             from megatron.planner.dryrun.rehearsal import dry_run
 
-            raise SystemExit(dry_run(arguments, launch.world_size, own) if launch.rank == 0 else 0)
+            raise SystemExit(
+                dry_run(arguments, launch.world_size, user_pieces) if launch.rank == 0 else 0
+            )
         # a single process may print the configuration of any world size
         alone = launch.launcher == "none" and "--print-config" in arguments
         size = None if alone else launch.world_size
-        config = parse_args(arguments, size, own, settings_to_take, export_problem)
+        config = parse_args(arguments, size, user_pieces, settings_to_take, export_problem)
         pretrain(config, launch, ranks.append)
 
     return run_guarded(body, lambda: ranks[-1])

@@ -119,12 +119,12 @@ def read_toml(
     """
     text = read_text(path, limit_bytes, error=error)
     try:
-        found = tomllib.loads(text)
-        check_depth(found)
+        tables = tomllib.loads(text)
+        check_depth(tables)
     # a number of thousands of digits raises a plain ValueError
     except (ValueError, RecursionError) as problem:
         raise error(f"{path} is not valid TOML: {problem}") from None
-    return found
+    return tables
 
 
 def parse_json(
@@ -149,20 +149,20 @@ def parse_json(
     """
     try:
         text = text if isinstance(text, str) else text.decode("utf-8-sig")
-        found = json.loads(text, parse_int=partial(_integer, bits), **hooks)
-        check_depth(found)
+        value = json.loads(text, parse_int=partial(_integer, bits), **hooks)
+        check_depth(value)
         if re.search(r"\\u[dD]", text):
             # a lone surrogate can neither be printed nor be part of a file name
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as problem:
         raise error(
             f"{source} is not valid JSON ({problem}): it is damaged, or another file"
         ) from None
-    if not isinstance(found, kind):
+    if not isinstance(value, kind):
         raise error(
-            f"{source} holds a JSON {type(found).__name__} where a {kind.__name__} is expected"
+            f"{source} holds a JSON {type(value).__name__} where a {kind.__name__} is expected"
         )
-    return found
+    return value
 
 
 def is_count(value: Any) -> bool:

@@ -119,7 +119,7 @@ def check_pickle(content: bytes | BinaryIO, source: object, error: type[Megatron
         elif kind == "stop":
             _check_size(stack[-1], _GROWTH * count + _FREE, source, error)
         elif kind != "format":
-            taken = []
+            values = []
             operands = len(before)
             if pickletools.markobject in before:
                 last = len(stack) - 1
@@ -127,25 +127,25 @@ def check_pickle(content: bytes | BinaryIO, source: object, error: type[Megatron
                     last -= 1
                     if last < 0:
                         raise ValueError("it has no mark")
-                taken = stack[last + 1 :]
+                values = stack[last + 1 :]
                 del stack[last:]
                 operands = before.index(pickletools.markobject)
             if len(stack) < operands:
                 raise ValueError("it takes more than there is")
             if operands:
-                taken = stack[-operands:] + taken
+                values = stack[-operands:] + values
                 del stack[-operands:]
             if kind == "pop":
                 continue
             if kind in ("add", "build"):  # the object remains the same
-                made = taken[0]
-                made.inside += taken[1:]
+                made = values[0]
+                made.inside += values[1:]
             else:
                 hashed = kind in ("tuple", "call")
-                made = _Value(taken, 1 + sum(v.hashed for v in taken) if hashed else 1)
+                made = _Value(values, 1 + sum(v.hashed for v in values) if hashed else 1)
             stack.append(made)
             if kind in ("call", "build"):
-                inside = taken[-1].inside
+                inside = values[-1].inside
                 copied += len(inside) + sum(len(v.inside) for v in inside)
             if copied > 4 * count + _FREE:
                 raise error(_refusal(source, "copies of large containers"))

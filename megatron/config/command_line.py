@@ -147,13 +147,13 @@ def scan(argv: Sequence[str]) -> Scanned:
     flags: dict[str, list[str]] = {}
     problems: list[str] = []
     words: list[str] | None = None  # words of the current flag; None: no flag takes them
-    for place, word in enumerate(argv):
+    for index, word in enumerate(argv):
         spelling, equals, value = word.partition("=")
         # Forks, Primus and the attribute names of Megatron-LM have underscores.
         if "_" in spelling and spelling not in flag_table():
             spelling = spelling.replace("_", "-")
         if word == "--":
-            problems += [f"'{shown(stray)}' belongs to no flag" for stray in argv[place + 1 :]]
+            problems += [f"'{shown(stray)}' belongs to no flag" for stray in argv[index + 1 :]]
             break
         if not _FLAG.fullmatch(spelling):
             if words is None:
@@ -301,27 +301,27 @@ def _give_flags(settings: Settings, flags: Flags, checkpoint: ReadCheckpoint | N
 
 def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
     """Give the settings of the checkpoint, and record what contradicts its architecture."""
-    place = ""
+    source = ""
     fixed: Mapping[str, object] = {}
-    others: Mapping[str, object] = {}
+    suggested: Mapping[str, object] = {}
     try:
         if "load" in settings.explicit:
-            place, fixed, others = read(settings.explicit)
+            source, fixed, suggested = read(settings.explicit)
     except CheckpointError as error:
         settings.problems.append(f"--load {settings.explicit['load']}: {error}")
-    if not place:  # their absence is no further problem
+    if not source:  # their absence is no further problem
         settings.bad.update((*REQUIRED, "vocab_size"))
-    for name, value in {**others, **fixed}.items():
+    for name, value in {**suggested, **fixed}.items():
         chosen = settings.explicit.get(name)
         if value is None or name in settings.bad:
             continue
         value = tuple(value) if isinstance(value, list) else value  # JSON has no tuples
         if chosen is None:
-            settings.give(name, value, f"checkpoint {place}")
+            settings.give(name, value, f"checkpoint {source}")
         elif name in fixed and chosen != value:
             settings.problems.append(
                 f"{all_options()[name].written(chosen)} ({settings.origins[name]}) contradicts "
-                f"{name} {value} of {place}, whose model is loaded: remove one of them"
+                f"{name} {value} of {source}, whose model is loaded: remove one of them"
             )
 
 
@@ -455,12 +455,12 @@ def _values(settings: Settings, spelling: str, flag: Flag, words: list[str], ori
     """Return the settings that one flag sets. Invalid words are recorded as problems."""
     option = flag.option
     written = " ".join([spelling, *words])
-    found: Values = {}
+    values: Values = {}
     try:
         if flag.read is not None and not is_off(words):
             for name, value in flag.read(words).items():
-                found[name] = all_options()[name].accept(value)
-            settings.notices.append(meaning(written, found))
+                values[name] = all_options()[name].accept(value)
+            settings.notices.append(meaning(written, values))
         elif option is not None:
             if flag.value is None and not words and option.implied is not None:
                 value = option.implied
@@ -472,14 +472,14 @@ def _values(settings: Settings, spelling: str, flag: Flag, words: list[str], ori
                 value = option.parse(words)  # also of --flag true, --flag=false
             else:
                 raise ValueError(f"takes no value, got {shown(' '.join(words))}")
-            found[option.name] = value
+            values[option.name] = value
             if option.choices is None and len(words) == 1 and words[0] in option.value_names:
                 settings.notices.append(f"{written} means {option.written(value)}: {option.hint}")
     except (ValueError, ConfigError) as error:
         for name in flag.settings:
             settings.mark_bad(name, f"{spelling} {error}", origin)
         return {}
-    return found
+    return values
 
 
 def command_line_of(config: Config) -> list[str]:

@@ -86,9 +86,9 @@ class Config(Sections):
 
         They are a layer, model, datasets, optimizer, schedule or callbacks. Raises ConfigError.
         """
-        own = dataclasses.replace(self.pieces, **pieces)
-        raise_problems(list(own_passes(self.kernels.cuda_graph_impl, own)))
-        return dataclasses.replace(self, pieces=own)
+        merged = dataclasses.replace(self.pieces, **pieces)
+        raise_problems(list(own_passes(self.kernels.cuda_graph_impl, merged)))
+        return dataclasses.replace(self, pieces=merged)
 
     @property
     def schedule(self) -> str | Piece:
@@ -98,8 +98,12 @@ class Config(Sections):
     @property
     def schedule_name(self) -> str:
         """Return the name of the pipeline schedule."""
-        own = self.schedule
-        return own if isinstance(own, str) else getattr(own, "__name__", type(own).__name__)
+        schedule = self.schedule
+        return (
+            schedule
+            if isinstance(schedule, str)
+            else getattr(schedule, "__name__", type(schedule).__name__)
+        )
 
     def origin(self, name: str) -> str:
         """Return the origin of a setting.
@@ -215,14 +219,14 @@ def finish(
 def _located(settings: Settings, problem: str) -> str:
     """Return a problem with the lines of files that chose the settings whose flags it names."""
     flags = {*re.findall(r"--[\w-]+", problem)}
-    places = [
+    locations = [
         settings.origins[name]
         for name in settings.explicit
         if flags.intersection((*all_options()[name].flags, *all_options()[name].off_flags))
         and re.search(r":\d+: ", settings.origins[name])
         and settings.origins[name] not in problem
     ]
-    return f"{problem} ({', '.join(places)})" if places else problem
+    return f"{problem} ({', '.join(locations)})" if locations else problem
 
 
 # --- resolve
@@ -399,20 +403,20 @@ def _parallel(s: Settings) -> None:
     if s.usable(*SIZES):
         tensor, pipeline, context, expert = (v[name] for name in SIZES)
         replica = tensor * pipeline * context
-        line = math.lcm(context, expert)
-        one = "one replica" if line == context else "the ranks of all experts"
-        s.fill("world_size", tensor * pipeline * line, f"derived: {one}")
+        group_size = math.lcm(context, expert)
+        one = "one replica" if group_size == context else "the ranks of all experts"
+        s.fill("world_size", tensor * pipeline * group_size, f"derived: {one}")
         if s.usable("world_size") and v["world_size"] % replica == 0:
             s.derive(
                 "data_parallel_size",
                 v["world_size"] // replica,
                 "derived from world size, tensor, pipeline and context size",
             )
-    own = "expert_tensor_parallel_size"
+    setting = "expert_tensor_parallel_size"
     ranks = v["tensor_model_parallel_size"]
-    if v["num_experts"] is None and v[own] not in (None, ranks) and own not in s.bad:
-        s.notices.append(f"--expert-tensor-parallel-size {v[own]} has no effect: no experts")
-        s.derive(own, ranks, "derived: there are no experts")
+    if v["num_experts"] is None and v[setting] not in (None, ranks) and setting not in s.bad:
+        s.notices.append(f"--expert-tensor-parallel-size {v[setting]} has no effect: no experts")
+        s.derive(setting, ranks, "derived: there are no experts")
     _chunks(s)
     tensor = "tensor_model_parallel_size"
     pipeline = "pipeline_model_parallel_size"

@@ -49,11 +49,11 @@ def merge_deepspeed_json(settings: Settings) -> None:
 
 
 def _object(pairs: list[tuple[str, object]]) -> Values:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f'duplicate key "{max(keys, key=keys.count)}" in one object')
-    return found
+    return entries
 
 
 class _Merge:
@@ -88,45 +88,45 @@ class _Merge:
             if isinstance(rest, dict) and any(name.startswith(f"{key}.") for name in used):
                 has = f"{', '.join(f'{key}.{inner}' for inner in rest)} have"  # others of it do
             self.settings.notices.append(f"{self._at(key)}: {has} no effect: {why}")
-        others = {key: value for key, value in self.content.items() if not _only_empty(value)}
-        if "optimizer" in others:
-            unknown = json.dumps(others.pop("optimizer"))
+        remaining = {key: value for key, value in self.content.items() if not _only_empty(value)}
+        if "optimizer" in remaining:
+            unknown = json.dumps(remaining.pop("optimizer"))
             self._problem(
                 "optimizer", f"optimizer has entries that are not supported: {unknown}: remove them"
             )
         known = {key.split(".")[0] for table in tables.values() for key in table} | {_STEPS}
-        for key, value in others.items():
+        for key, value in remaining.items():
             if key not in tables["passed_on"]:
                 hint = "" if key in known else did_you_mean(key, known)
                 notice = f"{self._at(key)}: {key} is passed on to DeepSpeed{hint}"
                 self.settings.notices.append(notice)
             elif not isinstance(value, dict):
                 self._problem(key, f"{key} must be an object, got {json.dumps(value)}")
-        if others:
-            self.settings.give("extra", others, self.path)
+        if remaining:
+            self.settings.give("extra", remaining, self.path)
 
     def _pop(self, key: str) -> Any:
         """Remove an entry and return its value, or None."""
-        parts = key.split(".")
+        path = key.split(".")
         node: Any = self.content
-        for depth, part in enumerate(parts[:-1], 1):
-            inner = node.get(part)
+        for depth, name in enumerate(path[:-1], 1):
+            inner = node.get(name)
             if inner is None:
                 return None
             if not isinstance(inner, dict):
-                parent = ".".join(parts[:depth])
+                parent = ".".join(path[:depth])
                 self._problem(parent, f"{parent} must be an object, got {json.dumps(inner)}")
-                del node[part]
+                del node[name]
                 return None
             node = inner
-        return node.pop(parts[-1], None)
+        return node.pop(path[-1], None)
 
     def _at(self, key: str) -> str:
         """Return FILE:LINE of a key of the file, which stands after those of the objects it is in."""
         at = 0
-        for part in key.split("."):
-            found = re.compile(rf"{re.escape(json.dumps(part))}\s*:").search(self.text, at)
-            at = at if found is None else found.start() + 1
+        for name in key.split("."):
+            match = re.compile(rf"{re.escape(json.dumps(name))}\s*:").search(self.text, at)
+            at = at if match is None else match.start() + 1
         return f"{self.path}:{1 + self.text.count(chr(10), 0, at)}"
 
     def _problem(self, key: str, text: str) -> None:

@@ -17,22 +17,22 @@ def duration_s(text: str) -> int | None:
     >>> duration_s("1-02:00:30"), duration_s("90:00"), duration_s("120"), duration_s("UNLIMITED")
     (93630, 5400, 7200, None)
     """
-    found = _FORMS.fullmatch(text.strip())
-    if found is None:
+    match = _FORMS.fullmatch(text.strip())
+    if match is None:
         return None
-    parts = [int(part) for part in found["parts"].split(":")]
-    if any(part >= 60 for part in parts[1:]):
+    fields = [int(value) for value in match["parts"].split(":")]
+    if any(value >= 60 for value in fields[1:]):
         return None
-    if found["days"] is not None:
-        if parts[0] >= 24:
+    if match["days"] is not None:
+        if fields[0] >= 24:
             return None
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-        return 86400 * int(found["days"]) + 3600 * hours + 60 * minutes + seconds
-    if len(parts) == 1:
-        return 60 * parts[0]
+        hours, minutes, seconds = (*fields, 0, 0)[:3]
+        return 86400 * int(match["days"]) + 3600 * hours + 60 * minutes + seconds
+    if len(fields) == 1:
+        return 60 * fields[0]
     seconds = 0
-    for part in parts:
-        seconds = 60 * seconds + part
+    for value in fields:
+        seconds = 60 * seconds + value
     return seconds
 
 
@@ -42,11 +42,11 @@ def show_duration(seconds: float) -> str:
     >>> show_duration(93630.4), show_duration(5), show_duration(-5)
     ('1-02:00:30', '0:05', '-0:05')
     """
-    whole = round(abs(seconds))
-    days = whole // 86400
-    hours = whole // 3600 % 24
-    minutes = whole // 60 % 60
-    rest = whole % 60
+    total = round(abs(seconds))
+    days = total // 86400
+    hours = total // 3600 % 24
+    minutes = total // 60 % 60
+    rest = total % 60
     sign = "-" if seconds < 0 else ""
     if days:
         return f"{sign}{days}-{hours:02}:{minutes:02}:{rest:02}"

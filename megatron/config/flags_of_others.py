@@ -87,17 +87,17 @@ def _equal(a: str, b: str) -> bool:
 @functools.cache
 def foreign_flags() -> Mapping[str, Foreign]:
     """Return every such flag by its spelling, in the order of the file."""
-    found: dict[str, Foreign] = {}
+    flags: dict[str, Foreign] = {}
     for table in tomllib.loads(FILE.read_text(encoding="utf-8")).values():
         for entry in table["flags"].split():
             head, equals, harmless = entry.partition("=")
             name, _, values = head.partition(":")
-            assert f"--{name}" not in found, f"{name} stands twice in {FILE.name}"
-            found[f"--{name}"] = Foreign(
+            assert f"--{name}" not in flags, f"{name} stands twice in {FILE.name}"
+            flags[f"--{name}"] = Foreign(
                 table["verdict"] == "refused",
                 table["reason"],
                 table.get("model", False),
                 values or ("1" if equals else "0"),
                 tuple(harmless.split("|")) if equals else (),
             )
-    return found
+    return flags

@@ -78,13 +78,13 @@ def render_help() -> str:
                 lines += _entry(_heading(option), _description(option))
     lines += ["", f"flags of other frameworks (megatron/config/{FILE.name} has the reasons):"]
     refused = sum(flag.refused for flag in foreign_flags().values())
-    for part in (
+    for sentence in (
         f"Translated into settings: {', '.join((*DIRECT, *LATE))}.",
         f"Accepted without effect: {len(foreign_flags()) - refused} flags.",
         f"Refused, with an alternative, unless the value turns the feature off: {refused} flags.",
     ):
         lines += textwrap.wrap(
-            part, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+            sentence, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
         )
     return "\n".join(lines)
 
@@ -134,8 +134,8 @@ def _description(option: Option) -> str:
     meanings = {**option.shortcuts, **option.weak_shortcuts}
     also = [*option.flags[1:], *(f"{flag} (= {value})" for flag, value in meanings.items())]
     if option.kind is bool:
-        own = "--no-" + option.name.replace("_", "-")
-        hidden = (_heading(option), own, option.flags[0])
+        off_flag = "--no-" + option.name.replace("_", "-")
+        hidden = (_heading(option), off_flag, option.flags[0])
         also = [flag for flag in (*option.flags, *option.off_flags) if flag not in hidden]
     if also:
         text += f" Also {', '.join(also)}."

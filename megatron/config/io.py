@@ -30,8 +30,8 @@ def hugging_face_folder(load: str | None) -> Path | None:
     (PosixPath('models/a'), None)
     """
     prefix = "hf:"
-    found = load is not None and load.startswith(prefix)
-    return Path(str(load).removeprefix(prefix)) if found else None
+    has_prefix = load is not None and load.startswith(prefix)
+    return Path(str(load).removeprefix(prefix)) if has_prefix else None
 
 
 @dataclass(frozen=True)

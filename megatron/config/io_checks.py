@@ -12,10 +12,14 @@ from megatron.config.settings import Problems, Sections, all_options, check
 def _split(config: Sections) -> Problems:
     text = config.data.split
     try:
-        parts = [float(part) for part in text.replace("/", ",").split(",")]
+        shares = [float(share) for share in text.replace("/", ",").split(",")]
     except ValueError:
-        parts = []
-    if not 1 <= len(parts) <= 3 or any(not 0 <= p < float("inf") for p in parts) or sum(parts) <= 0:
+        shares = []
+    if (
+        not 1 <= len(shares) <= 3
+        or any(not 0 <= p < float("inf") for p in shares)
+        or sum(shares) <= 0
+    ):
         yield (
             f"--split '{text}' is not one to three parts of at least 0 and not all 0, such as "
             "969,30,1"
@@ -63,9 +67,9 @@ def _data(config: Sections) -> Problems:
 
 
 def _corpora(written: str, words: tuple[str, ...]) -> Problems:
-    found = [named_corpus(word) or ("", word) for word in words]
-    names = [name for name, _ in found]
-    for word, (name, prefix) in zip(words, found, strict=True):
+    corpora = [named_corpus(word) or ("", word) for word in words]
+    names = [name for name, _ in corpora]
+    for word, (name, prefix) in zip(words, corpora, strict=True):
         if not (prefix and re.fullmatch(r"[\w.-]+", name)):
             yield (
                 f"{written}: {word!r} is not NAME=PREFIX, with a NAME of letters, digits and ._-: "

@@ -163,8 +163,8 @@ def _upcycling(config: Sections) -> Problems:
     experts = model.num_experts
     if not model.moe_use_upcycling or experts is None or width is None:
         return
-    parts, rest = divmod(model.ffn_hidden_size, width)
-    if rest or not parts or experts % parts or model.moe_router_topk % parts:
+    slices, rest = divmod(model.ffn_hidden_size, width)
+    if rest or not slices or experts % slices or model.moe_router_topk % slices:
         yield (
             f"--moe-use-upcycling cuts the MLP's --ffn-hidden-size {model.ffn_hidden_size} into "
             f"parts of --moe-ffn-hidden-size {width}: their number must be "

@@ -135,7 +135,7 @@ class Option:
         """
         if self.many:
             if self.kind is int:  # 0,1,6,7 and 0 1 6 7 are the same
-                texts = [part for text in texts for part in _unrolled(text).split(",")]
+                texts = [word for text in texts for word in _unrolled(text).split(",")]
             return self.accept([self._parse_one(text) for text in texts])
         if len(texts) != 1:
             raise ValueError(

@@ -336,10 +336,10 @@ class EngineConfig:
 
 def layout_counts(layout: str) -> list[int] | None:
     """Return the numbers of a pipeline layout such as '3,4,4,3'; None for anything else."""
-    parts = [part.strip() for part in layout.split(",")]
-    if not all(part.isdecimal() and len(part) < 10 and int(part) > 0 for part in parts):
+    words = [word.strip() for word in layout.split(",")]
+    if not all(word.isdecimal() and len(word) < 10 and int(word) > 0 for word in words):
         return None
-    return [int(part) for part in parts]
+    return [int(word) for word in words]
 
 
 def even_counts(number: int, stages: int) -> list[int]:

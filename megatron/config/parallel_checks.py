@@ -112,11 +112,11 @@ def _world(config: Sections) -> Problems:
             f"{nearest_multiples(world, tp * pp * cp)} processes, or change the sizes"
         )
     elif world % (tp * pp * ep):
-        line = math.lcm(cp, ep)
+        group_size = math.lcm(cp, ep)
         yield (
             f"--expert-model-parallel-size {ep} does not divide the {world // (tp * pp)} ranks "
             f"that share each part of the model ({world} processes, tensor {tp} x pipeline {pp}): "
-            f"start {nearest_multiples(world, tp * pp * line)} processes, or change the size"
+            f"start {nearest_multiples(world, tp * pp * group_size)} processes, or change the size"
         )
 
 
@@ -136,10 +136,10 @@ def _expert_parallel(config: Sections) -> Problems:
             f"use {nearest_multiples(experts, size)}"
         )
     tensor = parallel.tensor_model_parallel_size
-    own = parallel.expert_tensor_parallel_size
-    if own not in (None, tensor):
+    expert_tensor = parallel.expert_tensor_parallel_size
+    if expert_tensor not in (None, tensor):
         yield (
-            f"--expert-tensor-parallel-size {own}: experts are divided over all tensor-parallel "
+            f"--expert-tensor-parallel-size {expert_tensor}: experts are divided over all tensor-parallel "
             f"ranks; use {tensor}, or leave it out"
         )
 
@@ -149,7 +149,7 @@ def _zero(config: Sections) -> Problems:
     parallel = config.parallel
     engine = config.engine
     stage = engine.zero_stage
-    line = parallel.data_parallel_size * parallel.context_parallel_size
+    group_size = parallel.data_parallel_size * parallel.context_parallel_size
     if stage == 3 and (pp := parallel.pipeline_model_parallel_size) > 1:
         yield (
             f"--zero-stage 3 gathers weights for one stage, but --pipeline-model-parallel-size is "
@@ -162,7 +162,7 @@ def _zero(config: Sections) -> Problems:
         )
         return
     of = "data-parallel ranks, context-parallel ones included"
-    each = line
+    each = group_size
     for name in ("zero_state_shard_size", "zero_shard_size"):
         if (size := config.get(name)) > 0 and each % size:
             sizes = ", ".join(str(n) for n in range(1, each + 1) if each % n == 0)
@@ -170,7 +170,7 @@ def _zero(config: Sections) -> Problems:
         elif size > 0:
             of = f"--zero-state-shard-size {size}"
             each = size
-    size = max(0, engine.zero_shard_size) or line
+    size = max(0, engine.zero_shard_size) or group_size
     experts = parallel.expert_model_parallel_size
     if size % experts and experts % size:
         yield (
@@ -214,7 +214,7 @@ def _context_parallel(config: Sections) -> Problems:
             yield f"{limit}: use --cp-comm-type a2a{remedy and ', or '}{remedy}"
 
 
-def ring_limits(config: Sections, places: int) -> Iterator[tuple[str, str]]:
+def ring_limits(config: Sections, ring_size: int) -> Iterator[tuple[str, str]]:
     """Yield what ring attention cannot do and --cp-comm-type a2a can, and another remedy."""
     length = config.model.seq_length
     dropout = config.model.attention_dropout
@@ -228,10 +228,10 @@ def ring_limits(config: Sections, places: int) -> Iterator[tuple[str, str]]:
     flag = f"--attention-dropout {dropout}{' (the default)' if dropout == default else ''}"
     if config.data.reset_attention_mask:
         yield f"{flag} with --reset-attention-mask does not work on a ring", "--attention-dropout 0"
-    step = 2 * places * TILE
+    step = 2 * ring_size * TILE
     if length is not None and length % step:
         yield (
-            f"{flag} on a ring of {places} ranks needs a --seq-length that is a multiple of {step}, "
+            f"{flag} on a ring of {ring_size} ranks needs a --seq-length that is a multiple of {step}, "
             f"not {length}",
             f"--attention-dropout 0, or --seq-length {nearest_multiples(length, step)}",
         )

@@ -67,8 +67,8 @@ def number(text: str, most: int = MOST_TOKENS) -> float:
     >>> number("1.5K"), number("250b")
     (1500.0, 250000000000.0)
     """
-    found = _NUMBER.fullmatch(text.upper())
-    value = float(found[1]) * _THOUSANDS[found[2]] if found else -1.0
+    match = _NUMBER.fullmatch(text.upper())
+    value = float(match[1]) * _THOUSANDS[match[2]] if match else -1.0
     if not 0 <= value <= most:
         raise ValueError(f"'{text}' is not a number from 0 to {most:,}, such as 1000 or 250M")
     return value
@@ -80,27 +80,27 @@ def parse_phases(text: str) -> list[Phase]:
     >>> [(p.shape, p.length) for p in parse_phases("warmup 1K, cosine")]
     [('warmup', 1000.0), ('cosine', None)]
     """
-    written = [" ".join(part.split()) for part in re.split("[,\n]", text)]
-    phases = [_parse_phase(part) for part in written if part]
+    written = [" ".join(phase_text.split()) for phase_text in re.split("[,\n]", text)]
+    phases = [_parse_phase(phase_text) for phase_text in written if phase_text]
     if not phases:
         raise ValueError(f"it has no phase, such as warmup 1000: shapes are {', '.join(SHAPES)}")
-    for phase, part in zip(phases[:-1], filter(None, written), strict=False):
+    for phase, phase_text in zip(phases[:-1], filter(None, written), strict=False):
         if phase.length is None:
-            raise ValueError(f"'{part}': only the last phase may take the rest of the run")
+            raise ValueError(f"'{phase_text}': only the last phase may take the rest of the run")
     return phases
 
 
-def _parse_phase(part: str) -> Phase:
-    shape, *words = part.split()
+def _parse_phase(text: str) -> Phase:
+    shape, *words = text.split()
     if shape not in SHAPES:
-        raise ValueError(f"'{part}': '{shape}' is not one of {', '.join(SHAPES)}")
+        raise ValueError(f"'{text}': '{shape}' is not one of {', '.join(SHAPES)}")
     length = None
     percent = False
     try:
         if words and words[0] not in _NAMES:
-            given = words.pop(0)
-            percent = given.endswith("%")
-            length = number(given.removesuffix("%"), 100 if percent else MOST_TOKENS)
+            word = words.pop(0)
+            percent = word.endswith("%")
+            length = number(word.removesuffix("%"), 100 if percent else MOST_TOKENS)
         names = words[::2]
         values = words[1::2]
         unknown = [name for name in names if name not in _NAMES]
@@ -122,7 +122,7 @@ def _parse_phase(part: str) -> Phase:
         if shape == "constant" and "to" in names:
             raise ValueError("it ends where it begins: leave 'to' out, or give another shape")
     except ValueError as error:
-        raise ValueError(f"'{part}': {error}") from None
+        raise ValueError(f"'{text}': {error}") from None
     return Phase(shape, length, percent, numbers)
 
 
@@ -132,18 +132,18 @@ def parse_batch_sizes(text: str) -> list[tuple[int, int]]:
     >>> parse_batch_sizes("0:768 250B:1536")
     [(0, 768), (250000000000, 1536)]
     """
-    found = []
-    for part in text.replace(",", " ").split():
-        threshold, colon, size = part.partition(":")
+    sizes = []
+    for word in text.replace(",", " ").split():
+        threshold, colon, size = word.partition(":")
         if not colon:
-            raise ValueError(f"'{part}' is not TOKENS:SAMPLES, such as 250B:1536")
-        found.append((int(number(threshold)), int(number(size, MOST_BATCH))))
-        if not found[-1][1] or found[-1][1] != number(size):
-            raise ValueError(f"'{part}': '{size}' is not a whole number of samples, at least 1")
-    thresholds = [threshold for threshold, _ in found]
-    if not found or thresholds[0] or sorted(set(thresholds)) != thresholds:
+            raise ValueError(f"'{word}' is not TOKENS:SAMPLES, such as 250B:1536")
+        sizes.append((int(number(threshold)), int(number(size, MOST_BATCH))))
+        if not sizes[-1][1] or sizes[-1][1] != number(size):
+            raise ValueError(f"'{word}': '{size}' is not a whole number of samples, at least 1")
+    thresholds = [threshold for threshold, _ in sizes]
+    if not sizes or thresholds[0] or sorted(set(thresholds)) != thresholds:
         raise ValueError(f"'{text}' does not begin at 0 tokens, or does not ascend")
-    return found
+    return sizes
 
 
 def norm_limits(words: Sequence[str] | None) -> dict[str, float]:

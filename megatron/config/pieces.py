@@ -29,13 +29,13 @@ class Pieces:
     file: str | None = None
 
     def __post_init__(self) -> None:
-        for name, piece in self.own():
+        for name, piece in self.named():
             if name != "callback" and not callable(piece):
                 raise ConfigError(
                     f"{name}={piece!r} is not callable: give a function or a class, not its result"
                 )
 
-    def own(self) -> Iterator[tuple[str, Any]]:
+    def named(self) -> Iterator[tuple[str, Any]]:
         """Return (name, piece) of the user's own pieces."""
         for name, piece in vars(self).items():
             if name == "callbacks":
@@ -50,18 +50,18 @@ class Pieces:
         """
         return {
             name: f"{getattr(p, '__module__', '')}.{getattr(p, '__qualname__', p)}"
-            for name, p in self.own()
+            for name, p in self.named()
         }
 
     def files(self) -> list[str]:
         """Return the files that define the user's own pieces."""
-        found = set()
-        for _, piece in self.own():
+        paths = set()
+        for _, piece in self.named():
             try:
-                found.add(inspect.getfile(piece if hasattr(piece, "__qualname__") else type(piece)))
+                paths.add(inspect.getfile(piece if hasattr(piece, "__qualname__") else type(piece)))
             except (TypeError, OSError):
                 continue  # defined in no file
-        return sorted(found)
+        return sorted(paths)
 
 
 PLAIN = Pieces()
@@ -82,13 +82,13 @@ def load_pieces(file: str) -> Pieces:
     if getattr(sys.modules.get(name), "__file__", None) != str(path):
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    found = getattr(sys.modules[name], "PIECES", None)
-    if not isinstance(found, dict) or not found.keys() <= vars(PLAIN).keys() - {"file"}:
+    pieces = getattr(sys.modules[name], "PIECES", None)
+    if not isinstance(pieces, dict) or not pieces.keys() <= vars(PLAIN).keys() - {"file"}:
         raise ConfigError(
             f"--pieces {file}: PIECES must be a dictionary of layer, model, datasets, optimizer, "
-            f"schedule or callbacks, not {found!r}"
+            f"schedule or callbacks, not {pieces!r}"
         )
-    return Pieces(**found, file=str(path))
+    return Pieces(**pieces, file=str(path))
 
 
 def load_callbacks(names: Sequence[str]) -> list[object]:
@@ -98,9 +98,9 @@ def load_callbacks(names: Sequence[str]) -> list[object]:
     """
     made = []
     for name in names:
-        module, _, own = name.partition(":")
+        module, _, class_name = name.partition(":")
         try:
-            made.append(getattr(importlib.import_module(module), own)())
+            made.append(getattr(importlib.import_module(module), class_name)())
         except Exception as error:
             raise ConfigError(
                 f"--callback {name}: {type(error).__name__}: {error}: give MODULE:CLASS, a module "

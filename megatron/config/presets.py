@@ -17,11 +17,11 @@ from megatron.config.validate import EXCLUSIVE
 def _read() -> dict[str, dict[str, object]]:
     content = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     presets = {}
-    for name, own in content["presets"].items():
+    for name, settings in content["presets"].items():
         values: dict[str, object] = {}
-        for part in own.pop("parts", ()):
-            values |= content["parts"][part]
-        presets[name] = values | own
+        for group in settings.pop("parts", ()):
+            values |= content["parts"][group]
+        presets[name] = values | settings
     return presets
 
 
@@ -64,9 +64,9 @@ def yielding(values: Mapping[str, object], chosen: Mapping[str, object]) -> dict
     pipeline = "pipeline_model_parallel_size"
     winners = {
         other: taker
-        for taker, others in _YIELDS.items()
+        for taker, losers in _YIELDS.items()
         if chosen.get(taker) or (taker == "recompute_granularity" and taker in chosen)  # or none
-        for other in others
+        for other in losers
     }
     for group in _ALTERNATIVES:
         takers = [name for name in group if chosen.get(name)]

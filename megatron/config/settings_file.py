@@ -91,11 +91,11 @@ def render_settings(config: Config) -> str:
                 origin += f": {written(used)}"
             line = f"{name} = {written(value)}  # {origin}"
             chosen = name in config.explicit or origin == "default"
-            again = value in (None, ()) or not option.flags or option.one_start or not chosen
+            commented = value in (None, ()) or not option.flags or option.one_start or not chosen
             if option.one_start and value != option.default and chosen and origin != "launcher":
                 start.append(line)
             else:
-                lines.append(f"{'# ' * again}{line}")
+                lines.append(f"{'# ' * commented}{line}")
     return "\n".join([*lines, *(start if len(start) > 2 else ()), ""])
 
 
@@ -127,10 +127,10 @@ def write_settings(path: Path, text: str, iteration: int) -> None:
         before = {}
         lines = []
 
-    def first(found: re.Match[str]) -> str:
-        earlier = lines[int(found[3]) - 1] if 0 < int(found[3]) <= len(lines) else ""
-        same = os.path.abspath(found[2]) == os.path.abspath(path)
-        return earlier if same and earlier.startswith(found[1]) else found[0]
+    def first(match: re.Match[str]) -> str:
+        earlier = lines[int(match[3]) - 1] if 0 < int(match[3]) <= len(lines) else ""
+        same = os.path.abspath(match[2]) == os.path.abspath(path)
+        return earlier if same and earlier.startswith(match[1]) else match[0]
 
     text = re.sub(r"^(.*  # )(.+):(\d+): .*$", first, text, flags=re.MULTILINE)
     temporary = path.with_suffix(".tmp")

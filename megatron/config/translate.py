@@ -134,10 +134,10 @@ def _blend(setting: str, groups: Sequence[str]) -> Values:
             f"{all_options()[setting].flag} with one blend, or quote the whole text: {_WEIGHTED}"
         )
     pairs: list[str] = []
-    for part in groups[0].partition(":")[2].split(","):
-        fields = part.split()
+    for entry in groups[0].partition(":")[2].split(","):
+        fields = entry.split()
         if len(fields) != 3 or not re.fullmatch(r"[0-9]+(\.[0-9]*)?:[0-9]+(\.[0-9]*)?", fields[1]):
-            raise ValueError(f"has '{part.strip()[:80]}' where {_WEIGHTED} is expected")
+            raise ValueError(f"has '{entry.strip()[:80]}' where {_WEIGHTED} is expected")
         weight, part_of_file, prefix = fields
         start, end = map(float, part_of_file.split(":"))
         if (start, end) != (0, 1):
@@ -162,25 +162,25 @@ def _text(words: list[str]) -> str:
 
 def _splits_of_file(words: list[str]) -> Values:
     content = read_json(_TEXT.parse(words), _MOST_BYTES, error=ConfigError)
-    found: Values = {}
+    values: Values = {}
     for split in ("train", "valid", "test"):
         listed = content.get(split)
         if not isinstance(listed, (list, str, NoneType)):
             raise ValueError(f'{words[0]}: "{split}" is not a list of WEIGHT PREFIX pairs')
         if listed:
-            own = listed.split() if isinstance(listed, str) else [*map(str, listed)]
-            found[f"{split}_data_path"] = own
-    return found
+            pairs = listed.split() if isinstance(listed, str) else [*map(str, listed)]
+            values[f"{split}_data_path"] = pairs
+    return values
 
 
 def _weighted_paths() -> dict[str, Direct]:
-    found = {}
+    flags = {}
     for split in ("train", "valid", "test"):
         setting = f"{split}_data_path"
         flag = f"--{split}-weighted-split-paths"
-        found[flag] = Direct((setting,), functools.partial(_blend, setting))
-        found[f"{flag}-path"] = Direct((setting,), functools.partial(_blend_of_file, setting))
-    return found
+        flags[flag] = Direct((setting,), functools.partial(_blend, setting))
+        flags[f"{flag}-path"] = Direct((setting,), functools.partial(_blend_of_file, setting))
+    return flags
 
 
 _STEPS = Direct(("profile_step_start", "profile_step_end"), _profiled_steps)
@@ -270,13 +270,15 @@ class _Late:
 
     def _give_stages(self) -> None:
         """Set pipeline_layout, or the layers of a chunk."""
-        ways: dict[Callable[[int, int], list[int]], tuple[str, ...]] = {
+        methods: dict[Callable[[int, int], list[int]], tuple[str, ...]] = {
             self._by_partition: (PARTITION,),
             self._by_ends: (FIRST, LAST),
             self._by_text: (LAYOUT,),
             self._by_embedding_and_loss: (EMBEDDING, LOSS),
         }
-        used = [(way, said) for way, flags in ways.items() if (said := self._written(flags))]
+        used = [
+            (method, said) for method, flags in methods.items() if (said := self._written(flags))
+        ]
         if len(used) > 1:
             several = " and ".join(said for _, said in used)
             raise ValueError(
@@ -292,13 +294,13 @@ class _Late:
                 freq = [int(layer % interval == 0) for layer in range(1, self.layers + 1)]
                 self._say(said, {"moe_layer_freq": freq})
         bad = {"num_layers", "pipeline_model_parallel_size"} & self.settings.bad
-        way, said = used[0] if used else (None, self._written(CHUNKS))
+        method, said = used[0] if used else (None, self._written(CHUNKS))
         if self.layers is None or bad or not said:
             return  # reported elsewhere, or nothing to set
         chunks = self._chunks()
         if self.pipeline == 1:
             self.settings.notices.append(f"{said} has no effect: there is one stage")
-        elif way is None:
+        elif method is None:
             each, rest = divmod(self.layers, self.pipeline * chunks)
             if rest or not each:
                 raise ValueError(
@@ -307,7 +309,7 @@ class _Late:
                     "counts"
                 )
             self._say(said, {_PER_CHUNK: each} if chunks > 1 else {})
-        elif counts := way(self.layers, chunks):
+        elif counts := method(self.layers, chunks):
             if min(counts) < 1:
                 raise ValueError(
                     f"{said} leaves stage {counts.index(min(counts))} of {len(counts)} without "

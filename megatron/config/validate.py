@@ -119,16 +119,16 @@ def validate(settings: Settings) -> None:
         rule, *names = line.split()
         needed, equals, word = rule.partition("=")
         option = options[needed]
-        found = values[needed]
+        actual = values[needed]
         if not equals:
             words = option.metavar or "|".join(map(str, option.choices or "N"))
-            is_met = found is not None
+            is_met = actual is not None
             remedy = f"{option.flag} {words}"
         else:
             value = option.parse([word])
-            is_met = found == value
+            is_met = actual == value
             remedy = option.written(value)
-            remedy += f", not {found}" if found else ""
+            remedy += f", not {actual}" if actual else ""
         if is_met or needed in bad:
             continue
         for name in names:
@@ -151,22 +151,22 @@ def run_requirements(settings: Settings) -> None:
         add("--lr is missing: give the maximum learning rate, such as --lr 3e-4")
     if "micro_batch_size" not in known:
         add("--micro-batch-size is missing: give the samples of one forward pass")
-    own = settings.pieces.datasets is not None
-    if not own and known.isdisjoint(DATA) and not explicit.get("mock_data"):
+    user_data = settings.pieces.datasets is not None
+    if not user_data and known.isdisjoint(DATA) and not explicit.get("mock_data"):
         add("no data: give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
     if not known & {"tokenizer_type", "vocab_size"} and not {"vocab_file", "merge_file"} <= known:
         add("the vocabulary is unknown: give --tokenizer-type with its files, or --vocab-size")
     # A requeued job has the same command, with which it must not lose what it saved.
     if explicit.get("requeue") and "save" in explicit:
         names = ("finetune", "reset_iteration", "load_tag", "no_load_optim")
-        others = [
+        conflicts = [
             all_options()[name].written(explicit[name]) for name in names if explicit.get(name)
         ]
         if explicit.get("load") != explicit["save"]:
-            others.insert(0, f"--load {explicit['load']}" if "load" in explicit else "no --load")
-        if others:
+            conflicts.insert(0, f"--load {explicit['load']}" if "load" in explicit else "no --load")
+        if conflicts:
             add(
-                f"--requeue starts the same command again, which with {', '.join(others)} does not "
+                f"--requeue starts the same command again, which with {', '.join(conflicts)} does not "
                 f"continue from --save {explicit['save']}: start once without --requeue (REQUEUE=0 in "
                 f"the job scripts), then with it, with --load {explicit['save']} and without the others"
             )
