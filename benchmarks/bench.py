@@ -104,7 +104,8 @@ def play(
     """
     outcomes: dict[Key, list[Outcome]] = {key: [] for key in keys}
     ceilings: dict[str, list[float]] = {}
-    end, ceiling_s = time.monotonic() + 60 * options.minutes - spent_s, 0.0
+    end = time.monotonic() + 60 * options.minutes - spent_s
+    ceiling_s = 0.0
     rounds = options.rounds or (1 if options.quick else 0)
     for count in range(rounds or MOST_ROUNDS):
         chosen = {case for case, _ in keys}
@@ -159,7 +160,8 @@ def line(count: int, case: Case, side: Side, outcome: Outcome) -> str:
     head = f"round {count + 1}  {case.workload} {case.name:12s} {side.name:28s}"
     if outcome.reason:
         return f"{head} {outcome.reason}"
-    step, memory = statistics.median(outcome.step_s), (outcome.memory_bytes or 0) / results.GIB
+    step = statistics.median(outcome.step_s)
+    memory = (outcome.memory_bytes or 0) / results.GIB
     return (
         f"{head} {1e3 * step:8,.0f} ms/step  {case.tokens / step:8,.0f} tokens/s  {memory:6.2f} GiB"
     )
@@ -246,7 +248,8 @@ def main() -> int:
     if options.markdown:
         print(results.report(json.loads(options.markdown.read_text())), end="")
         return 0
-    began, date = time.monotonic(), datetime.datetime.now().isoformat(timespec="seconds")
+    began = time.monotonic()
+    date = datetime.datetime.now().isoformat(timespec="seconds")
     about = machine.describe(PEERS if PEERS.is_dir() else None)
     threads = options.threads or about["threads"]
     if options.device == "cuda":

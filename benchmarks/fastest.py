@@ -94,7 +94,8 @@ def attention(dtype: torch.dtype) -> Iterator[Case]:
     """
     name = name_of(dtype)
     for shape in SEQUENCES if dtype != torch.float16 else FEW:
-        case, x = f"attention {name} {shape[0]}", projection(shape, dtype)
+        case = f"attention {name} {shape[0]}"
+        x = projection(shape, dtype)
         blocks = {str(n): chosen(case, str(n), passes(by_blocks, x)) for n in BLOCKS}
         yield case, {"torch": passes(by_torch, x), **blocks}
     if dtype == torch.float16:
@@ -105,7 +106,8 @@ def attention(dtype: torch.dtype) -> Iterator[Case]:
         "torch": partial(by_torch, scoring=limited),
     }
     yield f"windowed {case}", {way: passes(run, x) for way, run in ways.items()}
-    case, x = f"keys {name}", projection(SEQUENCES[1], dtype)
+    case = f"keys {name}"
+    x = projection(SEQUENCES[1], dtype)
     yield case, {way: chosen(case, way, passes(by_blocks, x)) for way in ("copied", "in place")}
 
 

@@ -98,14 +98,14 @@ class Check:
         clock: Callable[[], float] = time.monotonic,
         say: Callable[[str], object] = print,
     ) -> None:
-        self.folder, self.device, self.sources = folder, device, sources
-        self._play, self._clock, self._say, self._budget_s, self._end = (
-            play,
-            clock,
-            say,
-            budget_s,
-            clock() + budget_s,
-        )
+        self.folder = folder
+        self.device = device
+        self.sources = sources
+        self._play = play
+        self._clock = clock
+        self._say = say
+        self._budget_s = budget_s
+        self._end = clock() + budget_s
         self.results: dict[str, Result] = {}
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             earlier = json.loads((folder / "report.json").read_text())
@@ -414,7 +414,9 @@ def lacks(*modules: str) -> str:
 
 def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
     """All steps but the first on a machine of which `facts` (benchmarks/machine.py) are known."""
-    gpu, target, arch = facts["device"] == "cuda", facts["target"], facts["arch"]
+    gpu = facts["device"] == "cuda"
+    target = facts["target"]
+    arch = facts["arch"]
 
     def step(
         name: str,
@@ -464,7 +466,8 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
     )
     cases = {"G1": 120, "G2": 150, "G3": 150} if gpu else {"W0": 10}
     fit = {case.workload for case in cuda_cases(facts["memory_bytes"])} if gpu else {"W0"}
-    trains, shows = lacks(*TRAINS), lacks(*TRAINS, "rich")
+    trains = lacks(*TRAINS)
+    shows = lacks(*TRAINS, "rich")
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     extensions = all((ROOT / (name.replace(".", "/") + suffix)).exists() for name in EXTENSIONS)
     two = facts["count"] > 1
@@ -662,7 +665,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     adopt_orphans()
     if line := use_kit(KIT, ROOT):
         print(line)
-    began, facts_file = time.monotonic(), folder / "device.json"
+    began = time.monotonic()
+    facts_file = folder / "device.json"
     first = Step(
         "device",
         "what computes here, and versions",

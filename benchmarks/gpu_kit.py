@@ -56,7 +56,8 @@ def pinned() -> dict[str, str]:
 
 def fetch(site: Path, version: str, machine: str, wheels: Path) -> None:
     """Fetch the packages for a version of Python, and unpack them."""
-    pip, pins = [sys.executable, "-m", "pip", "-q"], pinned()
+    pip = [sys.executable, "-m", "pip", "-q"]
+    pins = pinned()
     minor = ".".join(version.split(".")[:2])
     tags = ["--python-version", minor, "--implementation", "cp", "--only-binary=:all:"]
     tags += [word for name in PLATFORMS for word in ("--platform", f"{name}_{machine}")]

@@ -46,7 +46,8 @@ class HostWaits:
     """
 
     def __init__(self, device: str) -> None:
-        self.device, self.recorded = device, list[str]()
+        self.device = device
+        self.recorded = list[str]()
         self._idle = False
         self._modes = (_Operators(self), _Functions(self))
 
@@ -101,12 +102,11 @@ class _Operators(TorchDispatchMode):
 
     def _copies_and_blocks(self, packet: Any, args: Any, kwargs: Any) -> bool:
         if packet is _aten._to_copy and kwargs.get("device") is not None:
-            blocks, other = not kwargs.get("non_blocking"), torch.device(kwargs["device"]).type
+            blocks = not kwargs.get("non_blocking")
+            other = torch.device(kwargs["device"]).type
         elif packet is _aten.copy_:
-            blocks, other = (
-                not (args[2] if len(args) > 2 else kwargs.get("non_blocking")),
-                args[1].device.type,
-            )
+            blocks = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+            other = args[1].device.type
         else:
             return False
         return (
@@ -137,7 +137,8 @@ def _is_mask(index: Any) -> bool:
 
 def _place() -> str:
     """The innermost line of megatron/ that is being run, and the one that called it."""
-    frame, lines = sys._getframe(1).f_back, list[str]()
+    frame = sys._getframe(1).f_back
+    lines = list[str]()
     while frame is not None and len(lines) < 2:
         path = frame.f_code.co_filename
         if path.startswith(_LIBRARY):

@@ -77,11 +77,15 @@ def fold(events: Iterable[Event]) -> Stream:
 
 def _stream(name: str, work: list[Event], host: Sequence[Event]) -> Stream:
     work = sorted(work, key=lambda event: (event["ts"], -event["dur"]))
-    busy, gaps, last, end = 0.0, [], work[0], work[0]["ts"]
+    busy = 0.0
+    gaps = []
+    last = work[0]
+    end = work[0]["ts"]
     for event in work:
         if event["ts"] > end:
             gaps.append((event["ts"] - end, end, last["name"], event["name"]))
-        begins, ends = max(event["ts"], end), event["ts"] + event["dur"]
+        begins = max(event["ts"], end)
+        ends = event["ts"] + event["dur"]
         if ends > end:
             busy, last, end = busy + ends - begins, event, ends
     gaps.sort(key=lambda gap: -gap[0])

@@ -131,7 +131,8 @@ def _weigh(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     position = (None, 0, shape[2] - shape[1], None, attention.AttentionParameters(1, SCALE))
 
     def way(operator: Way) -> Way:
-        scores, logarithms = drawn.clone(), torch.empty(shape[0], shape[2], device=device)
+        scores = drawn.clone()
+        logarithms = torch.empty(shape[0], shape[2], device=device)
 
         def call() -> tuple[Tensor, Tensor]:
             operator(attention.AttentionBlock(scores, logarithms, *position))
@@ -149,7 +150,8 @@ def _differentiate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Wo
     ones = torch.ones(shape[0], shape[2], device=device)  # logarithms and dots
 
     def way(operator: Way) -> Way:
-        scores, gradients = drawn.clone(), drawn.flip(0).contiguous()
+        scores = drawn.clone()
+        gradients = drawn.flip(0).contiguous()
 
         def call() -> tuple[Tensor, Tensor]:
             operator(attention.GradientBlock(scores, ones, *position, gradients, ones))
@@ -247,7 +249,8 @@ _ACTIVATIONS: dict[str, Way] = {
 def _activation(kind: str) -> Callable[[Shape, torch.device, torch.dtype], Work]:
     def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
         width = shape[-1] * (2 if kind == "swiglu" else 1)
-        x, bias = _leaf((*shape[:-1], width), device, dtype), _leaf((width,), device, dtype)
+        x = _leaf((*shape[:-1], width), device, dtype)
+        bias = _leaf((width,), device, dtype)
 
         def liger() -> Way:
             """Liger's takes gate and value apart, and no bias: it moves less."""
@@ -263,11 +266,9 @@ def _activation(kind: str) -> Callable[[Shape, torch.device, torch.dtype], Work]
 
 def _dropout(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     """Use a mask from a seed, as the model does without a kernel; F.dropout is not repeatable."""
-    x, residual, bias = (
-        _leaf(shape, device, dtype),
-        _leaf(shape, device, dtype),
-        _leaf(shape[-1:], device, dtype),
-    )
+    x = _leaf(shape, device, dtype)
+    residual = _leaf(shape, device, dtype)
+    bias = _leaf(shape[-1:], device, dtype)
     generator = torch.Generator(device)
 
     def keyed(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
@@ -324,7 +325,8 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, first: int, real: int) -> Tensor:
         maximum, total, target = vocabulary.local_pass(logits, labels, first, real)
         ctx.save_for_backward(logits, labels, maximum, total)
-        ctx.first, ctx.real = first, real
+        ctx.first = first
+        ctx.real = real
         return total.log().add_(maximum - target)
 
     @staticmethod
@@ -380,7 +382,8 @@ def token_rows(tokens: int, device: torch.device, frequent: float = 0.3) -> Tens
 
 def _add_rows(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     """Make sums in fp32, which grow from call to call."""
-    rows, values = token_rows(shape[0], device), _random(shape, device, dtype)
+    rows = token_rows(shape[0], device)
+    values = _random(shape, device, dtype)
 
     def way(operator: Way) -> Way:
         table = torch.zeros(shape, device=device)
@@ -410,7 +413,8 @@ def _routed(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _permute(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
-    x, maps = _leaf((shape[0], shape[2]), device, dtype), _routed(shape, device)
+    x = _leaf((shape[0], shape[2]), device, dtype)
+    maps = _routed(shape, device)
     return Work((x, *maps), experts.permute, experts.permute_reference, [x])
 
 

@@ -127,7 +127,9 @@ def read_rules(folder: Path = SOURCES) -> Rules:
 
 def _read_file(file: Path, rules: Rules) -> None:
     lines = file.read_text().splitlines()
-    struct, template, pending = "", "", ""
+    struct = ""
+    template = ""
+    pending = ""
     for number, line in enumerate(lines, 1):
         if head := re.search(r"\bstruct (?:alignas\(.*\) )?(\w+)[^;]*\{", line):
             struct = head[1]
@@ -148,7 +150,8 @@ def _read_file(file: Path, rules: Rules) -> None:
             else:
                 rules.allowed[struct] = said[1]
         if kernel := re.search(r"__global__ .*MK_OCCUPANCY\(\w+, (.+)\) (\w+)\(", line):
-            decides, name = kernel[1], kernel[2]
+            decides = kernel[1]
+            name = kernel[2]
             rules.decides[name] = decides.strip("()")
             rules.parameters[name] = (
                 [p.split()[-1] for p in _split(f"<{template}>")] if template else []
@@ -354,7 +357,8 @@ def compile_kernels(
 
 def parse_ptxas(text: str) -> list[str]:
     """Return lines of `nvcc -Xptxas -v` on spills or stack frames, with their kernel's name."""
-    wrong, name = [], ""
+    wrong = []
+    name = ""
     for line in text.splitlines():
         if start := re.search(
             r"(?:Compiling entry function|Function properties for) '?(\w+)'?", line
@@ -403,7 +407,9 @@ def _run(command: list[str], folder: Path) -> str:
 
 def _split(template: str) -> list[str]:
     """The arguments of `<a, b<c, d>, e>...`, without those inside of others."""
-    arguments, depth, current = [], 0, ""
+    arguments = []
+    depth = 0
+    current = ""
     for letter in template:
         depth += (letter == "<") - (letter == ">")
         if depth == 0:
@@ -448,7 +454,8 @@ def _check_arch(arch: str, only: Sequence[str], jobs: int) -> int | None:
     if built is None:
         print(f"{arch}: not checked, {tool} does not know it; a newer one may be named by $HIPCC")
         return None
-    rules, kernels = read_rules(), compile_kernels(built, only=only, jobs=jobs)
+    rules = read_rules()
+    kernels = compile_kernels(built, only=only, jobs=jobs)
     for kernel in kernels:
         used = f"{kernel.vgprs:4} VGPRs {kernel.sgprs:4} SGPRs {kernel.lds_bytes:6} bytes of LDS"
         used += f" {kernel.spills:2} spilled {kernel.occupancy:2} waves"

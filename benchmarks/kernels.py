@@ -146,7 +146,8 @@ def check_results(name: str, work: Work, dtype: torch.dtype) -> None:
 
 def usable(work: Work, clock: Clock) -> tuple[dict[str, Side], dict[str, str]]:
     """Return the sides of other packages that run once, and why the others do not."""
-    sides, missing = {}, {}
+    sides = {}
+    missing = {}
     for name, make in work.others.items():
         try:
             side = Side(make())
@@ -209,7 +210,8 @@ def run_operator(
     name: str, shape: Shape, dtype: torch.dtype, clock: Clock, budget_s: float, copy: Way
 ) -> tuple[Row, dict[str, str]]:
     """Return the row of an operator, and why other packages are missing."""
-    operator, copied = OPERATORS[name], Side(copy)
+    operator = OPERATORS[name]
+    copied = Side(copy)
     device = torch.device("cuda" if isinstance(clock, GpuClock) else "cpu")
     work = operator.prepare(shape, device, dtype)
     check_results(name, work, dtype)
@@ -352,7 +354,8 @@ def main() -> None:
     now = time.process_time if options.busy else time.perf_counter
     clock: Clock = GpuClock() if gpu else HostClock(now)
     copied_bytes = 2 * (2**30 if gpu else 2**27)
-    copy, rows = copying(device, copied_bytes), list[Row]()
+    copy = copying(device, copied_bytes)
+    rows = list[Row]()
     missing: dict[str, list[str]] = {}
     for name in names:
         operator = OPERATORS[name]

@@ -155,7 +155,8 @@ def accelerator() -> dict[str, Any]:
     from megatron.kernels.library import device_arch
 
     facts: dict[str, Any] = {"device": "cpu", "count": 0, "name": processor()}
-    facts["target"], facts["arch"] = "host", host_archs()[0]
+    facts["target"] = "host"
+    facts["arch"] = host_archs()[0]
     facts["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

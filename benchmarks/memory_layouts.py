@@ -118,9 +118,14 @@ def drawn(seed: int) -> Shape:
 
 
 def _fields(draw: random.Random) -> dict[str, Any]:
-    one_of, chance = draw.choice, draw.random
-    tensor, pipeline, data = one_of((1, 2, 4)), one_of((1, 2, 4)), one_of((1, 2, 4))
-    context, micro_batch, tokens = one_of((1, 1, 2)), one_of((1, 2)), one_of((1024, 1024, 8192))
+    one_of = draw.choice
+    chance = draw.random
+    tensor = one_of((1, 2, 4))
+    pipeline = one_of((1, 2, 4))
+    data = one_of((1, 2, 4))
+    context = one_of((1, 1, 2))
+    micro_batch = one_of((1, 2))
+    tokens = one_of((1024, 1024, 8192))
     fields: dict[str, Any] = {
         **SMALL,
         **(LLAMA if chance() < 0.5 else {}),

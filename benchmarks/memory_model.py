@@ -104,12 +104,14 @@ class Compared:
 def compare_formula(shape: Shape) -> list[Compared]:
     """Compare the planner's memory with the dry run, for every kind of rank."""
     config = shape.config()
-    rehearsal, model = rehearse(config, None, shape.device), memory_of_ranks(config, shape.device)
+    rehearsal = rehearse(config, None, shape.device)
+    model = memory_of_ranks(config, shape.device)
     if rehearsal.findings:
         raise RuntimeError(f"{shape.name} ({shape.device}): {rehearsal.findings[0].text[:300]}")
     rows = []
     for rank in rehearsal.ranks:
-        mine, total = model[rank.pipeline_rank], rank.peak.total
+        mine = model[rank.pipeline_rank]
+        total = rank.peak.total
         both = {c: (getattr(mine, c), getattr(rank.peak, c)) for c in CATEGORIES}
         errors = {
             c: planned / there - 1.0
@@ -162,7 +164,8 @@ def compare_process(run: Run, steps: int = 40) -> Compared:
 
 def compare_device(runs: Sequence[Run]) -> list[Compared]:
     """Compare the dry run's tensors with the peak of torch's allocator on the first GPU."""
-    every, peaks = [{**COMMON, **run.large, **run.fields} for run in runs], []
+    every = [{**COMMON, **run.large, **run.fields} for run in runs]
+    peaks = []
     with tempfile.TemporaryDirectory() as folder:
         for fields in every:  # all before the first rehearsal, which sets up DeepSpeed for the CPU
             records = train(Path(folder, "run.jsonl"), _command(fields))
@@ -208,7 +211,8 @@ def _foreseen(config: Config) -> list[float]:
 
     Each pipeline rank is run, also those that a dry run of the job represents by another one.
     """
-    layout, count = layout_of(config), enough_micro_batches(config)
+    layout = layout_of(config)
+    count = enough_micro_batches(config)
     needed = [0.0] * layout.world_size
     for stage in range(layout.pipeline):
         run = run_rank(config, layout.rank(tensor=0, data=0, pipeline=stage), "cpu", count)

@@ -68,7 +68,9 @@ def synthetic_text(tokens: int = 1 << 18, kinds: int = 16) -> torch.Tensor:
     draw = torch.Generator().manual_seed(0)
     successors = torch.randint(0, kinds, (kinds, 8), generator=draw)
     ranks = (torch.rand(tokens, generator=draw).square() * 8).long().tolist()
-    table, tokens_drawn, last = successors.tolist(), [], 0
+    table = successors.tolist()
+    tokens_drawn = []
+    last = 0
     for rank in ranks:
         last = table[last][rank]
         tokens_drawn.append(last)
@@ -91,7 +93,8 @@ class Training:
         topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
         chunk = build_chunks(config, topology)["0"]
         assert isinstance(chunk, GPTChunk)
-        self.model, self.config = chunk.train(), config
+        self.model = chunk.train()
+        self.config = config
         parameters = unique_parameters(chunk)
         buckets = bucket_rule(config, 1).plan([sharding_of(p) for p in parameters])
         of_groups = ([parameters[number] for number in bucket.members] for bucket in buckets)
@@ -165,7 +168,8 @@ def mean_coordinates(
     configs: Sequence[Config], text: torch.Tensor, steps: int, seeds: int
 ) -> list[dict[str, float]]:
     """Return the coordinates of each configuration, as means over several seeds."""
-    rows, depths = [], len({config.model.num_layers for config in configs})
+    rows = []
+    depths = len({config.model.num_layers for config in configs})
     for config in configs:
         runs = [coordinates(config.replace(seed=1 + seed), text, steps) for seed in range(seeds)]
         names = [n for n in runs[0] if depths == 1 or not n.split(",")[0].endswith(INNER)]

@@ -57,7 +57,8 @@ def optimizer_and_save(case: Case, threads: int, folder: Path) -> Iterator[Recor
 
 def kernels(quick: bool, threads: int, folder: Path) -> Iterator[Record]:
     """Yield the times of cross entropy and AdamW, our kernels and torch's operators."""
-    names, dtypes = ["cross_entropy"], ["bfloat16"]
+    names = ["cross_entropy"]
+    dtypes = ["bfloat16"]
     if not quick:
         names.append("adamw")
         dtypes.append("float32")

@@ -153,7 +153,8 @@ def probe(seconds: float = 0.6, device: str = "cpu") -> float:
     size = 768 if device == "cpu" else 4096
     a, b, out = torch.ones(3, size, size, device=device).unbind()
     float(torch.mm(a, b, out=out)[0, 0])
-    begin, count = time.perf_counter(), 0
+    begin = time.perf_counter()
+    count = 0
     while time.perf_counter() - begin < seconds:
         float(torch.mm(a, b, out=out)[0, 0])  # waits for a GPU
         count += 1

@@ -174,11 +174,13 @@ HEAD = "run; killed on; after step; resumed on; from; losses differ; tensors dif
 
 def prove(case: Case, folder: Path, data: list[str], iterations: int, step: int) -> Iterator[Row]:
     """Train undisturbed, kill after `step`, resume and compare."""
-    undisturbed, killed = folder / "whole", folder / "killed"
+    undisturbed = folder / "whole"
+    killed = folder / "killed"
     common = [*case.arguments, *data, "--train-iters", str(iterations), "--eval-iters", "1"]
     common += ["--min-lr", "1e-3", "--save-interval", str(SAVE_INTERVAL)]
     common += ["--eval-interval", str(EVAL_INTERVAL)]
-    ranks, there = case.killed.ranks, [*common, *case.killed.flags]
+    ranks = case.killed.ranks
+    there = [*common, *case.killed.flags]
     run_well(ranks, [*there, "--save", str(undisturbed)], folder / "logs_whole")
     arms = {rank: [(strike, "megatron.run.step", step, "kill")] for rank in range(ranks)}
     run_job(ranks, [*there, "--save", str(killed)], folder / "logs_killed", arms=arms)
@@ -216,7 +218,8 @@ def compare(
 
     beside  an undisturbed run on the other layout, unless nothing may differ
     """
-    reference, steps = dict(history.steps(undisturbed)), history.steps(resumed)
+    reference = dict(history.steps(undisturbed))
+    steps = history.steps(resumed)
     # The second record of "start" is that of the resumption.
     resumed_from = [record["iteration"] for record in history.records(resumed, "start")][-1]
     faults: list[str] = []
@@ -283,7 +286,8 @@ def main() -> int:
     print(
         f"seed {seed}; {options.iterations} steps, a checkpoint every {SAVE_INTERVAL}", flush=True
     )
-    chance, rows = random.Random(seed), list[Row]()
+    chance = random.Random(seed)
+    rows = list[Row]()
     with tempfile.TemporaryDirectory(prefix="prove_resume_") as temporary:
         folder = options.folder or Path(temporary)
         data = make_corpus(folder / "data")

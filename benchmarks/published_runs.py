@@ -133,7 +133,9 @@ def _xmoe(
     Its scripts send tokens directly to ranks. Its FLOPs are those that its log line counts:
     attention with all pairs, chosen experts of two matrices, logits; three times the forward pass.
     """
-    (layers, h, ffn, heads, s), (number, topk, size), (micro, total) = sizes, experts, batch
+    (layers, h, ffn, heads, s) = sizes
+    (number, topk, size) = experts
+    (micro, total) = batch
     layer = 4 * h * h + 2 * h * s + 2 * topk * ffn * h
     seconds = 6 * total * s * (layers * layer + 50304 * h) / (devices * tflops * 1e12)
     flags = (

@@ -113,7 +113,8 @@ def _layout(model: Published, gcds: int, micro_batch: int, sequences: int) -> st
 
 def _throughput(model: Published) -> Comparison:
     """Return the case of one replica, the only plausible reading (docs/measured/published.md)."""
-    gcds, sequences = model.replica_gcds, model.per_replica
+    gcds = model.replica_gcds
+    sequences = model.per_replica
     flops = paper_flops(sequences, SEQ_LENGTH, model.num_layers, model.hidden_size, VOCABULARY)
     return Comparison(
         f"{model.name.upper()}: throughput",
@@ -183,7 +184,8 @@ def _of_run(run: Run, devices: str, unit: str, rate: float | None = None) -> Com
     """Compare the seconds of a step, or a rate."""
     config = parse_plan(run.argv())
     parallel = config.parallel
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    tensor = parallel.tensor_model_parallel_size
+    pipeline = parallel.pipeline_model_parallel_size
     experts = parallel.expert_model_parallel_size
     of_experts = f", EP {experts}" if experts > 1 else ""
 
@@ -286,8 +288,12 @@ def implied(
     other_sends_s: float = 0.0,
 ) -> Implied:
     """Derive them from the TFLOP/s of `model`, for this many replicas and micro-batch 1."""
-    h, s, tp, p = model.hidden_size, SEQ_LENGTH, model.tensor_size, model.pipeline_size
-    gcds, m = replicas * model.replica_gcds, model.per_replica // replicas
+    h = model.hidden_size
+    s = SEQ_LENGTH
+    tp = model.tensor_size
+    p = model.pipeline_size
+    gcds = replicas * model.replica_gcds
+    m = model.per_replica // replicas
     total = paper_flops(1, s, model.num_layers, h, VOCABULARY)
     step = total * model.per_replica / (gcds * model.tflops * 1e12)
     head = 6.0 * s * h * VOCABULARY
@@ -375,7 +381,8 @@ def micro_batch_table() -> Table:
         if model.strong is None or model.total is None:
             continue
         gcds, efficiency = model.strong
-        p, replicas = model.pipeline_size, gcds // model.replica_gcds
+        p = model.pipeline_size
+        replicas = gcds // model.replica_gcds
         by_bubble = (efficiency_by_bubble(p, model.total, replicas, b) for b in (1, 2, 4, 8))
         wanted = micro_batch_by_bubble(p, model.total, replicas, efficiency)
         lines.append(
@@ -431,7 +438,8 @@ def implied_table(cluster: Cluster) -> Table:
 def _stage_messages(model: Published, cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of the last stage's two messages, and of the slowest stage's four."""
     config, placement = _placed(argv_of(model, model.replica_gcds, model.per_replica), cluster.name)
-    channels, size = Channels(config, cluster, placement), SEQ_LENGTH * model.hidden_size * 2
+    channels = Channels(config, cluster, placement)
+    size = SEQ_LENGTH * model.hidden_size * 2
     edges = [
         sum(channels.boundary(rank + backward, not backward, size)[0] for backward in (0, 1))
         for rank in range(model.pipeline_size - 1)

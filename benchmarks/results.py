@@ -41,7 +41,9 @@ def figure(values: Sequence[float], floor: float = FLOOR) -> Figure:
     >>> figure([1.0, 1.2, 1.4])["spread"] == (1.4 - 1.0) / 2 / 1.2
     True
     """
-    middle, low, high = statistics.median(values), min(values), max(values)
+    middle = statistics.median(values)
+    low = min(values)
+    high = max(values)
     spread = (high - low) / 2 / middle if middle else 0.0
     return {
         "median": middle,
@@ -169,7 +171,8 @@ def compare(new: Record, old: Record) -> list[tuple[str, float, float, float, st
     beyond, "better" or "worse". A machine whose ceiling moved beyond its spread is another machine
     that day: read the rest by that.
     """
-    before, lines = figures_of(old), []
+    before = figures_of(old)
+    lines = []
     for name, (figure_now, less_is_better) in figures_of(new).items():
         if name not in before or not before[name][0]["median"]:
             continue
@@ -209,8 +212,10 @@ def rate_table(rows: Iterable[Record]) -> Table:
         if "step_s" not in row:
             table.append([*head, row["reason"] or "no figures", *[""] * (len(table[0]) - 3)])
             continue
-        step, share = row["step_s"], row.get("share_of_ceiling")
-        memory, start = row.get("memory_bytes"), row.get("start_s")
+        step = row["step_s"]
+        share = row.get("share_of_ceiling")
+        memory = row.get("memory_bytes")
+        start = row.get("start_s")
         table.append(
             [
                 *head,
@@ -259,7 +264,8 @@ def comparison_table(lines: Iterable[tuple[str, float, float, float, str]]) -> T
 
 def heading(record: Record) -> list[str]:
     """Describe the run and its machine in a few lines."""
-    machine, git = record["machine"], record["git"]
+    machine = record["machine"]
+    git = record["git"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     gpu = f", {machine['gpu']}" if machine.get("gpu") else ""
     return [

@@ -48,7 +48,8 @@ def measured(what: str, action: Callable[[], Any], repeat: int = 1) -> tuple[Row
     start = time.perf_counter()
     result = action()
     seconds = time.perf_counter() - start
-    retained, peak = _memory_mb("VmRSS") - before, _memory_mb("VmHWM") - before
+    retained = _memory_mb("VmRSS") - before
+    peak = _memory_mb("VmHWM") - before
     for _ in range(repeat - 1):
         start = time.perf_counter()
         action()
@@ -242,7 +243,8 @@ def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any
     for decays in (True, False):
         group = [p for p in parameters if p[4] == decays]
         each = -(-sum(math.prod(p[2]) for p in group) // data)
-        low, at = data_rank * each, 0
+        low = data_rank * each
+        at = 0
         for name, shape, local, dim, _ in group:
             size = math.prod(local)
             held = boxes(min(max(low - at, 0), size), min(max(low + each - at, 0), size), local)
@@ -297,7 +299,8 @@ def checkpoint(data: int, repeat: int) -> list[Row]:
             repeat,
         )
         rows.append(row)
-        pieces, parts_of_all = world > METADATA_MAX_RANKS, []
+        pieces = world > METADATA_MAX_RANKS
+        parts_of_all = []
         for number, lists in enumerate(_all_written(data)):
             stored = shards.merged(lists)
             named = shards.write_piece(folder, number, stored)

@@ -153,7 +153,9 @@ def run(
         return Outcome(reason=reason)
     ours = side.program == OURS.program
     key = slug(f"{case.workload} {case.name} {side.name}")
-    output, log, checkpoint = folder / f"{key}.jsonl", folder / f"{key}.log", folder / "checkpoint"
+    output = folder / f"{key}.jsonl"
+    log = folder / f"{key}.log"
+    checkpoint = folder / "checkpoint"
     for path in (output, log):
         path.unlink(missing_ok=True)
     count = warm_up + steps
@@ -169,7 +171,8 @@ def run(
     threads = max(1, threads // case.processes)
     compiled = folder.parent / "compiled"
     env = environment(threads, compiled, untouched=side.untouched, peers=not ours)
-    began_at, began = time.time(), time.perf_counter()
+    began_at = time.time()
+    began = time.perf_counter()
     try:
         logs = [log] * case.processes
         command = [sys.executable, *command]
@@ -211,7 +214,8 @@ def read(output: Path, ours: bool, warm_up: int, began_at: float) -> Outcome:
     steps = [r for r in records if (r.get("event") == "iteration" if ours else "step" in r)]
     if len(steps) <= warm_up:
         return Outcome(reason=f"it wrote {len(steps)} steps")
-    seconds, measured = "step_time_s" if ours else "seconds", steps[warm_up:]
+    seconds = "step_time_s" if ours else "seconds"
+    measured = steps[warm_up:]
     outcome = Outcome([step[seconds] for step in measured], start_s=steps[0]["time"] - began_at)
     outcome.first_loss = steps[0]["lm_loss" if ours else "loss"]
     outcome.memory_bytes = steps[-1].get("memory_bytes" if ours else "device_bytes")

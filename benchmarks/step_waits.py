@@ -103,7 +103,9 @@ class StepWaits(HostWaits):
 
     def wait(self, what: str) -> None:
         frame: FrameType | None = sys._getframe(1)
-        line, phase, inner = "", "another thread", ""
+        line = ""
+        phase = "another thread"
+        inner = ""
         while frame is not None:
             code = frame.f_code
             if not line and code.co_filename.startswith(self.program):
@@ -118,7 +120,8 @@ class StepWaits(HostWaits):
 
 def watch(file: str, device: str, arguments: Sequence[str]) -> None:
     """Run a program with its arguments in this process; write the waits of its steps to a file."""
-    waits, steps = StepWaits(device), STEPS[device]
+    waits = StepWaits(device)
+    steps = STEPS[device]
 
     def look(event: str, of: tuple[Any, ...]) -> None:
         if event != "megatron.run.step":
@@ -158,10 +161,8 @@ def trainings(device: str, devices: int) -> list[Training]:
     length = ["--train-iters", str(2 * steps), "--log-interval", str(steps)]
     if device == "cpu":
         length += "--num-layers 1 --global-batch-size 4".split()
-    tiny, zero = (
-        [*TINY, *NO_DROPOUT, *length],
-        ["--bf16", "--zero-stage", "1", "--overlap-param-gather"],
-    )
+    tiny = [*TINY, *NO_DROPOUT, *length]
+    zero = ["--bf16", "--zero-stage", "1", "--overlap-param-gather"]
     two = Training("tiny, 2 ranks, ZeRO-1", [*tiny, *zero], 2, device == "cuda" and devices < 2)
     config = parse_args(tiny, 1)
     experts = Training(
@@ -207,7 +208,8 @@ def main() -> int:
         watch(f"{options.watch[0]}.{os.environ['RANK']}", options.device, options.watch[1:])
         return 0
     options.output.mkdir(parents=True, exist_ok=True)
-    failed, steps = 0, STEPS[options.device]
+    failed = 0
+    steps = STEPS[options.device]
     totals: list[str] = []
     head = ["training", "line", "phase", "waits a step"]
     print(*markdown([head]), sep="\n")

@@ -24,7 +24,8 @@ def make_corpus(folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     blend: list[str] = []
     for weight, (name, pattern) in zip(("0.7", "0.3"), SOURCES.items(), strict=True):
-        prefix, left = folder / name, _KILOBYTES * 1000
+        prefix = folder / name
+        left = _KILOBYTES * 1000
         if not prefix.with_suffix(".idx").exists():
             with IndexedDatasetWriter(prefix, np.uint16) as writer:
                 for file in sorted(ROOT.glob(pattern)):

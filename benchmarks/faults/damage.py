@@ -25,7 +25,8 @@ SAVES, SAVE_INTERVAL, MORE = 3, 4, 3
 def flip(file: Path, chance: random.Random) -> str:
     """Change one bit."""
     content = bytearray(file.read_bytes())
-    at, bit = chance.randrange(len(content)), chance.randrange(8)
+    at = chance.randrange(len(content))
+    bit = chance.randrange(8)
     content[at] ^= 1 << bit
     file.write_bytes(content)
     return f"bit {bit} of byte {at} flipped"
@@ -98,7 +99,8 @@ def hurt(trained: Trained, name: str, kind: str, number: int, seed: int) -> Resu
     """Damage a copy, resume from it, look at what the run took and computed."""
     copy = trained.folder / f"damage_{number}"
     shutil.copytree(trained.folder / "before", copy)
-    newest, last = history.newest(copy), SAVES * SAVE_INTERVAL
+    newest = history.newest(copy)
+    last = SAVES * SAVE_INTERVAL
     file = copy / name if name == TRACKER else newest / name
     what = KINDS[kind](file, random.Random(seed))
     # White space around the number in the tracker is irrelevant: a newline may become a tab.
@@ -109,8 +111,10 @@ def hurt(trained: Trained, name: str, kind: str, number: int, seed: int) -> Resu
     job = run_job(
         trained.ranks, trained.arguments(copy, last + MORE), trained.folder / f"logs_{number}"
     )
-    output, codes = job.outputs(), job.codes
-    faults, resumed = [], None
+    output = job.outputs()
+    codes = job.codes
+    faults = []
+    resumed = None
     if any(codes):
         faults.append(f"ended with exit codes {codes}: {job.tail()}")
     else:

@@ -55,7 +55,8 @@ def stop_one(folder: Path, layout: str, victim: int, step: int) -> Result:
     restarted = run_job(
         ranks, [*arguments, "--exit-interval", str(4 * SAVE_INTERVAL)], folder / "logs_again"
     )
-    steps, undisturbed_run = history.steps(save), folder / "whole"
+    steps = history.steps(save)
+    undisturbed_run = folder / "whole"
     last = steps[-1][0]
     if any(restarted.codes) or last < reached:
         faults.append(f"could not be resumed: {restarted.tail()}")

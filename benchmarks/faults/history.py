@@ -64,7 +64,8 @@ def largest_difference(run: Iterable[tuple[int, Step]], reference: dict[int, Ste
     """Return the largest relative difference of a loss; infinite if one is missing or NaN."""
     worst = 0.0
     for iteration, step in run:
-        ours, expected = step[0], reference[iteration][0] if iteration in reference else math.nan
+        ours = step[0]
+        expected = reference[iteration][0] if iteration in reference else math.nan
         apart = abs(ours - expected) / abs(expected)
         worst = max(worst, apart if apart == apart else math.inf)
     return worst
@@ -93,7 +94,8 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def tensors_that_differ(ours: Path, reference: Path) -> list[str]:
     """Names of the tensors that are not the same to the bit, or are in one checkpoint only."""
-    one, two = tensors(ours), tensors(reference)
+    one = tensors(ours)
+    two = tensors(reference)
     return sorted(
         name
         for name in one.keys() | two.keys()
@@ -108,10 +110,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def tensor_differences(ours: Path, reference: Path) -> dict[str, float]:
     """Norm of each tensor's difference over the norm of that tensor; infinite where one is missing."""
-    one, two = tensors(ours), tensors(reference)
+    one = tensors(ours)
+    two = tensors(reference)
     differences = dict.fromkeys(one.keys() ^ two.keys(), math.inf)
     for name in one.keys() & two.keys():
-        difference, of = one[name].double() - two[name], two[name].double()
+        difference = one[name].double() - two[name]
+        of = two[name].double()
         differences[name] = (difference.norm() / of.norm().clamp(min=1e-30)).item()
     return differences
 

@@ -149,13 +149,17 @@ class _Running:
         chance: random.Random,
         say: Callable[[str], None],
     ) -> None:
-        self.chain, self.folder, self.chance, self.say = chain, folder, chance, say
+        self.chain = chain
+        self.folder = folder
+        self.chance = chance
+        self.say = say
         self.save = folder / "run"
         self.outcome = Outcome(chain)
         self.last = 5 * SAVE_INTERVAL  # of the run that is listed
         moments = self.listed()
         chance.shuffle(moments)
-        self.outcome.moments, self.moments = len(moments), moments[:kills]
+        self.outcome.moments = len(moments)
+        self.moments = moments[:kills]
         # Four intervals for each kill, so that the training is not done before the last one.
         self.last = SAVE_INTERVAL * 4 * (len(self.moments) + 1)
 
@@ -165,11 +169,9 @@ class _Running:
 
     def listed(self) -> list[Moment]:
         """List the kill points of every rank in a run that resumes from a checkpoint."""
-        listed, log, ranks = (
-            self.folder / "listed",
-            self.folder / "moments",
-            range(self.chain.ranks),
-        )
+        listed = self.folder / "listed"
+        log = self.folder / "moments"
+        ranks = range(self.chain.ranks)
         listed.mkdir(parents=True)
         run_well(
             len(ranks),
@@ -218,7 +220,8 @@ class _Running:
 
     def one(self, number: int, moment: Moment) -> None:
         """Start, kill, and record the progress. The loss is known at the next start."""
-        ranks, nth = self.chain.ranks, self.chance.randint(1, min(moment.times, 3))
+        ranks = self.chain.ranks
+        nth = self.chance.randint(1, min(moment.times, 3))
         everybody = ranks == 1 or self.chance.random() < 0.5
         before = len(self.records())
         # A start that does not come to the moment is killed at a later step.

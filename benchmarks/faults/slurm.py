@@ -52,7 +52,9 @@ def lose_a_node(testbed: Testbed, folder: Path) -> Result:
 
     It ends after more steps than it lost.
     """
-    save, log, iterations = folder / "run", folder / "job.log", 1_000_000
+    save = folder / "run"
+    log = folder / "job.log"
+    iterations = 1_000_000
     more = f"--exit-interval {5 * SAVE_INTERVAL}"
     job = submit(
         testbed,
@@ -87,7 +89,8 @@ def judge(
         faults.append("it was not resumed")
     if max(lost, default=0) > SAVE_INTERVAL:
         faults.append(f"lost {lost} steps with a save every {SAVE_INTERVAL}")
-    undisturbed, last = folder / "whole", steps[-1][0]
+    undisturbed = folder / "whole"
+    last = steps[-1][0]
     run_well(
         2,
         [
@@ -112,7 +115,9 @@ def near_the_limit(
 
     Then it is cancelled by SIGTERM: it has to save again, without requeueing itself.
     """
-    save, log, iterations = folder / "run", folder / "job.log", 1_000_000
+    save = folder / "run"
+    log = folder / "job.log"
+    iterations = 1_000_000
     arguments = [
         *training(save, iterations, SAVE_INTERVAL, *CONSTANT),
         "--requeue",

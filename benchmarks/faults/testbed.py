@@ -119,7 +119,9 @@ class Testbed:
         self, log: Path, pattern: str, timeout_s: float = 900.0, job: str = ""
     ) -> None:
         """Wait for a text in the job's output. Raises Overdue, at once if the given job has ended."""
-        end, ended, asked = time.monotonic() + timeout_s, False, 0.0
+        end = time.monotonic() + timeout_s
+        ended = False
+        asked = 0.0
         while not (log.exists() and re.search(pattern, log.read_text(errors="replace"))):
             now = time.monotonic()
             if ended or now > end:
@@ -129,7 +131,8 @@ class Testbed:
             time.sleep(0.05)
             # before the next look at the log, so that no last line is missed
             if job and now > asked + 1:
-                ended, asked = self.state(job) in ENDED, now
+                ended = self.state(job) in ENDED
+                asked = now
 
     def wait_for_state(
         self, job: str, *states: str, timeout_s: float = 900.0, log: Path | None = None
@@ -152,7 +155,8 @@ class Testbed:
 def output_of(testbed: Testbed, folder: Path, script: str, options: Sequence[str] = ()) -> str:
     """Run a batch script to its end; return its output. Raises RuntimeError if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, log = folder / "script.sh", folder / "script.log"
+    path = folder / "script.sh"
+    log = folder / "script.log"
     path.write_text(f"#!/bin/bash\n{script}")
     job = testbed.sbatch("-o", log, *options, path)
     if testbed.wait_for_state(job, *ENDED, log=log) != "COMPLETED":

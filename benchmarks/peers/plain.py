@@ -37,21 +37,19 @@ class Layer(nn.Module):
     back   of the result [b, n, s, d] as [b, s, n, d]
     """
 
-    order, back = (2, 0, 3, 1, 4), (0, 2, 1, 3)
+    order = (2, 0, 3, 1, 4)
+    back = (0, 2, 1, 3)
 
     def __init__(self, task: Task) -> None:
         super().__init__()
         hidden = task.hidden
         self.heads = task.heads
-        self.before_attention, self.before_mlp = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.query_key_value, self.attention_output = (
-            nn.Linear(hidden, 3 * hidden),
-            nn.Linear(hidden, hidden),
-        )
-        self.mlp_input, self.mlp_output = (
-            nn.Linear(hidden, 4 * hidden),
-            nn.Linear(4 * hidden, hidden),
-        )
+        self.before_attention = nn.LayerNorm(hidden)
+        self.before_mlp = nn.LayerNorm(hidden)
+        self.query_key_value = nn.Linear(hidden, 3 * hidden)
+        self.attention_output = nn.Linear(hidden, hidden)
+        self.mlp_input = nn.Linear(hidden, 4 * hidden)
+        self.mlp_output = nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:  # [b, s, h]
         projected = self.query_key_value(self.before_attention(x))

@@ -69,16 +69,15 @@ def test_every_side_takes_the_case_s_tokens_a_step() -> None:
         for side in case.sides:
             if side.program == "pretrain_gpt.py":
                 config = parse_args(sides.our_arguments(case, side, 3), case.processes)
-                samples, sequence = config.batch.global_batch_size, config.model.seq_length
+                samples = config.batch.global_batch_size
+                sequence = config.model.seq_length
                 assert (
                     config.precision.bf16 == (case.dtype == "bf16") and samples == case.global_batch
                 )
             else:
                 task = sides.peer_task(case, side, 3, Path("out"))
-                samples, sequence = (
-                    task["micro_batch"] * task["accumulation"] * case.data,
-                    task["sequence"],
-                )
+                samples = task["micro_batch"] * task["accumulation"] * case.data
+                sequence = task["sequence"]
                 assert task["dtype"] == case.dtype
             assert samples * sequence == case.tokens, (case.workload, side.name)
 
@@ -133,7 +132,8 @@ def outcomes(*rounds: list[float]) -> list[Any]:
 def test_ratios_are_taken_within_a_round() -> None:
     """A machine half as fast in the second round changes both sides and therefore no ratio."""
     case = workloads.cpu_cases()[0]
-    ours, peer = outcomes([1.0, 1.0], [2.0, 2.0]), outcomes([1.5, 1.5], [3.0, 3.0])
+    ours = outcomes([1.0, 1.0], [2.0, 2.0])
+    peer = outcomes([1.5, 1.5], [3.0, 3.0])
     row = results.row_of(case, case.sides[2], peer, ours, 1e12)
     assert row["ratio"] == results.figure([1.5, 1.5])
     assert row["tokens_per_s"] == pytest.approx(case.tokens / 2.25)
@@ -144,11 +144,13 @@ def test_a_round_after_a_failure_repeats_no_figures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     case = workloads.cpu_cases()[4]
-    good, bad = outcomes([1.0])[0], sides.Outcome(reason="killed")
+    good = outcomes([1.0])[0]
+    bad = sides.Outcome(reason="killed")
     answers = iter([good, bad])
     monkeypatch.setattr(bench, "run", lambda *_, **__: next(answers))
     monkeypatch.setattr(bench, "measure_ceilings", lambda *_: {})
-    key, options = (case, case.sides[0]), bench.parse(["--rounds", "3"])
+    key = (case, case.sides[0])
+    options = bench.parse(["--rounds", "3"])
     found, _ = bench.play([key], options, 1, tmp_path)
     assert found[key] == [good, bad, bad]
     row = results.row_of(*key, found[key], found[key], None)
@@ -160,7 +162,8 @@ def test_further_rounds_take_what_fits_and_start_no_variant_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A start of W0 takes 10 s, one of W1 100 s: of 8 minutes, one round takes 310 s."""
-    cases, clock = workloads.cpu_cases(), VirtualClock()
+    cases = workloads.cpu_cases()
+    clock = VirtualClock()
     keys = [(cases[0], side) for side in cases[0].sides[:3]] + [(cases[4], cases[4].sides[0])]
     started: list[str] = []
 

@@ -28,7 +28,8 @@ class Machine:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.clock = folder, VirtualClock()
+        self.folder = folder
+        self.clock = VirtualClock()
         self.codes = dict.fromkeys(TAKES, 0)
         self.says = dict.fromkeys(TAKES, "fine\n")
         self.played: list[tuple[str, float]] = []
@@ -142,12 +143,14 @@ def test_the_report_has_tables_figures_commands_and_the_log_of_a_failure(here: M
     here.says["fast"] = (
         "$ python x\n| a | b |\n|---|--:|\n| 1 | 2.5 |\n\n| no rows |\n|---|\n4 of 5 are good\n"
     )
-    here.says["slow"], here.codes["slow"] = "Traceback\nValueError: 17\n", 1
+    here.says["slow"] = "Traceback\nValueError: 17\n"
+    here.codes["slow"] = 1
     (here.folder / "other").mkdir()
     for name, value in (("1.md", "old"), ("2.md", "new")):
         (here.folder / "other" / name).write_text(f"| value |\n| --- |\n| {value} |\n")
     here.check(1000)
-    steps, text = here.report(), (here.folder / "REPORT.md").read_text().splitlines()
+    steps = here.report()
+    text = (here.folder / "REPORT.md").read_text().splitlines()
     assert (steps["fast"]["tables"], steps["fast"]["figures"]) == (
         [[["a", "b"], ["1", "2.5"]]],
         "4 of 5 are good",
@@ -186,7 +189,8 @@ def test_the_share_of_the_peak_is_in_the_figures() -> None:
     989.4 TFLOP/s.
     """
     case = workloads.cuda_cases(80 * 2**30)[0]
-    keys, seconds = [(case, side) for side in case.sides[:2]], case.flops / 989.4e12 * 2
+    keys = [(case, side) for side in case.sides[:2]]
+    seconds = case.flops / 989.4e12 * 2
     outcomes = {key: [sides.Outcome(step_s=[seconds])] for key in keys}
     for gpu, said in (("NVIDIA H100 80GB HBM3", "tokens/s (MFU 50.0 %)"), ("another", "tokens/s")):
         table = results.rate_table(bench.rows_of(keys, outcomes, {}, 1, gpu))
@@ -370,7 +374,8 @@ def test_a_kit_is_put_in_its_places(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     Not those for another version of Python.
     """
-    kit, root = tmp_path / "kit", tmp_path / "root"
+    kit = tmp_path / "kit"
+    root = tmp_path / "root"
     root.mkdir()
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", "before")

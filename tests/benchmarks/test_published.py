@@ -54,8 +54,11 @@ def test_efficiency_by_the_bubble_is_that_of_the_schedule() -> None:
         schedule = build_schedule("1f1b", 16, 1, micro_batches)
         return simulate(schedule, {Op.FORWARD: 1.0, Op.BACKWARD: 3.0}).makespan / 4
 
-    sequences, replicas, micro_batch = 800, 16, 2
-    base, shared = sequences // micro_batch, sequences // micro_batch // replicas
+    sequences = 800
+    replicas = 16
+    micro_batch = 2
+    base = sequences // micro_batch
+    shared = sequences // micro_batch // replicas
     expected = turns(base) / (replicas * turns(shared))
     assert table.efficiency_by_bubble(16, sequences, replicas, micro_batch) == pytest.approx(
         expected
@@ -70,7 +73,8 @@ def test_what_the_throughput_of_22b_asks_of_its_last_stage() -> None:
     model = MODELS[0]
     config = parse_plan(table.argv_of(model, 8, 640))
     whole = sized_model(config)
-    layer, head = 2048 * formulas.layer_flops(whole), 2 * 51200 * whole.hidden_size
+    layer = 2048 * formulas.layer_flops(whole)
+    head = 2 * 51200 * whole.hidden_size
     last_stage = 6 * 4 * layer + 3 * 2048 * head
     every = 48 * 4 * layer + 3 * 2048 * head
     found = table.implied(model, {})
@@ -225,7 +229,8 @@ def test_the_margins_that_are_told_are_those_of_the_table() -> None:
         return f"{min(factors)} to {max(factors)}"
 
     text = (ROOT / "docs/measured/published.md").read_text()
-    others, authors = rows_of(text, "mi250x"), rows_of(text, "frontier")[: len(MODELS)]
+    others = rows_of(text, "mi250x")
+    authors = rows_of(text, "frontier")[: len(MODELS)]
     new = told(*(row for row in others if "2025" in row[0]))
     old = told(*(row for row in others if "2023" in row[0]), *authors)
     for name in ("README.md", "docs/planning.md", "docs/measured/published.md"):
@@ -234,7 +239,8 @@ def test_the_margins_that_are_told_are_those_of_the_table() -> None:
 
 
 def test_the_page_has_these_tables() -> None:
-    page, cluster = (ROOT / "docs/measured/published.md").read_text(), load_cluster("frontier")
+    page = (ROOT / "docs/measured/published.md").read_text()
+    cluster = load_cluster("frontier")
     for name, made in (
         ("asked", table.implied_table(cluster)),
         ("changes", table.change_table(cluster)),

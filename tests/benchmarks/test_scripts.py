@@ -36,7 +36,8 @@ def forked(
         program = logs[0].with_suffix(".py")
         program.write_text(words[1])
         words[:2] = [str(program)]
-    port, ranks = free_port(), range(len(logs))
+    port = free_port()
+    ranks = range(len(logs))
     codes = [-9] * len(logs)
     with ExitStack() as stack:
         scripts = [
