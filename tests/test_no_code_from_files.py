@@ -236,17 +236,7 @@ def test_whole_programs(tmp_path: Path) -> None:
         )
     armed: Any = {0: (watch, str(log))}
     metrics = tmp_path / "metrics.jsonl"
-    words = [
-        "--load",
-        str(run),
-        "--prompt",
-        "5 17",
-        "--tokens",
-        "2",
-        "--allow-older",
-        "--metrics-file",
-        str(metrics),
-    ]
+    words = f"--load {run} --tokens 2 --allow-older --metrics-file {metrics} --prompt 5".split()
     (text,) = launch(1, words, script="tools/generate_text.py", arm=armed)
     (resumed,) = launch(1, [*flags, "--load", str(run), "--train-iters", "3"], arm=armed)
     for ended in (text, resumed):

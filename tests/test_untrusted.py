@@ -78,17 +78,12 @@ def test_json_that_is_sound(tmp_path: Path, text: str, value: Any) -> None:
     [
         b"",
         b"{",
-        b"[]",
         b"3",
         b"\xff\xfe",
-        b'{"a": "\xff"}',
         b'{"a": ' + b"1" * 5000 + b"}",
-        b'{"a": -' + b"1" * 400 + b"}",
         b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}",
-        b"[" * 100_000,
         b'{"a":' * 100_000,
         b'{"a": "\\ud800"}',
-        b'{"\\udfff": 1}',
     ],
 )
 def test_json_that_is_not(text: bytes) -> None:

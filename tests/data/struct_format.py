@@ -51,3 +51,12 @@ def unpacked(prefix: Path | str) -> tuple[str, Documents, list[int]]:
     ]
     documents = [sequences[a:b] for a, b in itertools.pairwise(starts)]
     return next(name for name, c in CODES.items() if c == code), documents, list(modes)
+
+
+def write(
+    prefix: Path, documents: Documents, dtype: str = "<u2", modes: list[int] | None = None
+) -> str:
+    """Write the pair of files and return their prefix."""
+    for suffix, content in zip((".bin", ".idx"), packed(documents, dtype, modes), strict=True):
+        Path(f"{prefix}{suffix}").write_bytes(content)
+    return str(prefix)

@@ -110,9 +110,8 @@ def test_pieces_against_loop(
     check_documents(batch, [*bounds, len(samples) * length])
 
 
-@pytest.mark.parametrize("samples", [1, 2])
-def test_does_not_share_memory_with_samples(samples: int) -> None:
-    tokens = np.arange(4 * samples, dtype=np.int64).reshape(samples, 4)
+def test_does_not_share_memory_with_samples() -> None:
+    tokens = np.arange(4, dtype=np.int64).reshape(1, 4)
     batch = make_micro_batch(tokens)
     tokens[:] = 0
     assert batch.tokens[0].tolist() == [0, 1, 2] and batch.labels[0].tolist() == [1, 2, 3]

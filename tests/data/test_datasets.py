@@ -43,21 +43,15 @@ def tokens_in(dataset: TokenDataset | None) -> set[int]:
     return {int(token) for i in range(len(dataset)) for token in dataset[i]}
 
 
-@pytest.mark.parametrize("mmap", [True, False])
-def test_split_of_one(tmp_path: Path, mmap: bool) -> None:
+def test_split_of_one(tmp_path: Path) -> None:
     prefix = write(tmp_path, "a", 10)
-    built = build_datasets(config(data_path=(prefix,), mmap_bin_files=mmap), 40, 7, 3)
+    built = build_datasets(config(data_path=(prefix,), mmap_bin_files=False), 40, 7, 3)
     assert (tokens_in(built.train), tokens_in(built.valid), tokens_in(built.test)) == (
         set(range(8)),
         {8},
         {9},
     )
-    assert (
-        built.train is not None
-        and built.valid is not None
-        and len(built.train) >= 40
-        and len(built.valid) >= 7
-    )
+    assert len(built.train or ()) >= 40 and len(built.valid or ()) >= 7
 
 
 def test_none_where_no_data_or_no_samples(tmp_path: Path) -> None:
@@ -103,16 +97,8 @@ def test_paths_of_their_own(tmp_path: Path) -> None:
     built = build_datasets(
         config(train_data_path=(a,), valid_data_path=("1", b, "1", a), split="1,1"), 4, 40, 4
     )
-    assert tokens_in(built.train) == {0, 1, 2, 3} and tokens_in(built.valid) == {
-        0,
-        1,
-        2,
-        3,
-        100,
-        101,
-        102,
-        103,
-    }
+    assert tokens_in(built.train) == {*range(4)}
+    assert tokens_in(built.valid) == {*range(4), *range(100, 104)}
     assert built.test is None
     with pytest.raises(DataError, match="--train-data-path"):
         build_datasets(config(valid_data_path=(b,)), 4, 4, 0)
@@ -133,20 +119,6 @@ def test_corpora_of_their_own(tmp_path: Path) -> None:
         writer.add_document([1] * SEQ_LENGTH)
     with pytest.raises(DataError, match=f"z={short}: {SEQ_LENGTH} "):
         build_datasets(config(valid_data_path=(f"x={a}", f"z={short}")), 0, 1, 0)
-
-
-def test_file_list(tmp_path: Path) -> None:
-    a, b = write(tmp_path, "a", 4), write(tmp_path, "b", 4, 100)
-    (tmp_path / "list").write_text(f"0.5 {a} web\n0.5 {b} books\n")
-    built = build_datasets(config(data_file_list=str(tmp_path / "list"), split="1"), 40, 0, 0)
-    assert tokens_in(built.train) == {0, 1, 2, 3, 100, 101, 102, 103}
-
-
-def test_refuses(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nowhere"):
-        build_datasets(config(data_path=(str(tmp_path / "nowhere"),)), 1, 1, 1)
-    with pytest.raises(ConfigError, match="--data-path"):
-        build_datasets(config(), 1, 1, 1)
 
 
 def test_prefixes_in_the_order_of_use(tmp_path: Path) -> None:
@@ -207,28 +179,12 @@ def test_packing(tmp_path: Path) -> None:
 
     Pieces have 9, 9 and 4 tokens; two pieces and padding fill a sample.
     """
-    prefix = write(tmp_path, "a", 10, first_token=1)
-    built = build_datasets(
-        config(data_path=(prefix,), data_packing="best-fit", split="1"),
-        40,
-        0,
-        0,
-        reading=Reading(pad_id=49),
-    )
-    train = built.train
-    assert train is not None and len(train) >= 40
-    lengths = [
-        tuple(pieces.tolist())
-        for i in range(len(train))
-        if (pieces := train.segments(i)) is not None
-    ]
-    assert (
-        set(lengths) == {(9,), (4, 4)}
-        and len(lengths) == len(train)
-        and 49 in train[lengths.index((4, 4))]
-    )
-    other = write(tmp_path, "b", 10, 20)
-    both = build_datasets(
-        config(data_path=("1", prefix, "1", other), data_packing="best-fit"), 9, 3, 1
-    )
-    assert isinstance(both.train, BlendedDataset) and both.train.segments(0) is not None
+    parts = ("1", write(tmp_path, "a", 10, 1), "1", write(tmp_path, "b", 10, 20))
+    packing = config(data_path=parts, data_packing="best-fit", split="1")
+    train = build_datasets(packing, 40, 0, 0, reading=Reading(pad_id=49)).train
+    assert isinstance(train, BlendedDataset)
+    for tokens, pieces in [(train[i].tolist(), train.segments(i)) for i in range(len(train))]:
+        assert pieces is not None and (pieces.tolist(), 49 in tokens) in (
+            ([9], False),
+            ([4, 4], True),
+        )

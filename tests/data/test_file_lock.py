@@ -1,4 +1,4 @@
-"""Lock ownership, its end with the holder, and its behaviour on file systems without flock."""
+"""Locks and claims of folders: their end with the holder, and file systems without flock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.file_lock import FileLock, renamed_into
+from megatron.data.file_lock import LOCK_NAME, FileLock, FolderClaim, renamed_into
+from megatron.errors import ConfigError
 from tests.data.forks import at_once
 from tests.helpers.killing import forked, wait_for
 
@@ -95,22 +96,7 @@ def test_of_many_processes_one_has_it(tmp_path: Path, kind: str) -> None:
     assert count.read_text() == "6" and names(tmp_path) == ["count"]
 
 
-def test_without_flock_a_holder_elsewhere_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fcntl, "flock", without_flock)
-    path, said = tmp_path / "x.lock", list[str]()
-    path.write_text("17\nelsewhere\n")
-    lock = FileLock(path)
-    assert not lock.acquire_from_the_dead(said.append, wait_s=0.1)
-    assert len(said) == 1 and "17 on elsewhere" in said[0]
-    path.unlink()
-    assert lock.acquire()
-    lock.release()
-    assert names(tmp_path) == []
-
-
-def test_a_holder_here_is_not_waited_for_and_one_elsewhere_is(tmp_path: Path) -> None:
+def test_a_holder_here_is_not_waited_for_and_one_elsewhere_is(tmp_path: Path, kind: str) -> None:
     path, said = tmp_path / "x.lock", list[str]()
     holder, lock = FileLock(path), FileLock(path)
     assert holder.acquire()
@@ -118,7 +104,31 @@ def test_a_holder_here_is_not_waited_for_and_one_elsewhere_is(tmp_path: Path) ->
     path.write_text("17\nelsewhere\n")
     assert not lock.acquire_from_the_dead(said.append, wait_s=0.1)
     assert len(said) == 1 and "17 on elsewhere" in said[0]
-    holder.release()
+
+
+def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
+    """A second run is refused; one of another host is waited for, as its node may have died."""
+    first, second = FolderClaim(tmp_path, "--save x"), FolderClaim(tmp_path, "--save x", wait_s=0.1)
+    said = list[str]()
+    first.take(said.append)
+    with pytest.raises(ConfigError, match=rf"--save x .*\b{os.getpid()}\b"):
+        second.take(said.append)
+    second.release()
+    assert said == []
+    (tmp_path / LOCK_NAME).write_text("17\nanother-node\n")
+    with pytest.raises(ConfigError, match=r"--save x .*\b17 on another-node"):
+        second.take(said.append)
+    assert "17 on another-node" in said.pop()
+    first.release()
+    first.release()
+    second.take(said.append)
+    second.release()
+    assert said == [] and names(tmp_path) == []
+    (tmp_path / "file").touch()
+    unlockable = FolderClaim(tmp_path / "file" / "run", "--save x")
+    unlockable.take(said.append)
+    unlockable.release()
+    assert "--save x" in said.pop()
 
 
 def test_what_a_lock_file_holds_is_never_trusted(tmp_path: Path) -> None:

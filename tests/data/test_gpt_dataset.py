@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 import struct
@@ -103,8 +102,8 @@ def test_samples(
     assert len(built) == len(expected) >= num_samples
     assert [built[i].tolist() for i in range(len(built))] == expected
     assert built[0].dtype == np.int64
-    again = dataset(prefix, num_samples, seq_length, seed=seed)  # from the cache
-    assert again[len(again) - 1].tolist() == expected[-1]
+    cached = dataset(prefix, num_samples, seq_length, seed=seed)
+    assert cached[len(cached) - 1].tolist() == expected[-1]
     with pytest.raises(IndexError):
         built[len(built)]
 
@@ -161,8 +160,7 @@ def test_sizes_that_cannot_be_right_are_found_before_an_index_is_built(
         (PackedDataset if packed_samples else GPTDataset)(indexed, request)
 
 
-@pytest.mark.parametrize("mmap", [True, False])
-def test_where_a_token_stands(tmp_path: Path, mmap: bool) -> None:
+def test_where_a_token_stands(tmp_path: Path) -> None:
     """The byte that `where` names holds the token, and the document holds the byte.
 
     Documents have several sequences.
@@ -170,7 +168,7 @@ def test_where_a_token_stands(tmp_path: Path, mmap: bool) -> None:
     with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
         for first in range(0, 90, 10):
             writer.add_batch(np.arange(first, first + 10), [3, 0, 7], [3])
-    built = dataset(tmp_path / "x", 20, 8, mmap=mmap)
+    built = dataset(tmp_path / "x", 20, 8)
     raw = np.fromfile(tmp_path / "x.bin", np.uint16)
     for index in range(len(built)):
         for position, token in enumerate(built[index].tolist()):
@@ -202,17 +200,7 @@ def test_a_damaged_index_is_named(tmp_path: Path) -> None:
         [built[i] for i in range(5)]
 
 
-def test_damaged_data_are_not_taken_for_a_damaged_index(tmp_path: Path) -> None:
-    write(tmp_path / "x", [30, 30])
-    built = dataset(tmp_path / "x", 5, 10)
-    sizes = np.array([-30, -30], np.int32)
-    built._indexed.sizes = sizes
-    built._request = dataclasses.replace(built._request, sizes=sizes)
-    with pytest.raises(DataError, match=r"x\.idx"):
-        built[0]
-
-
-@pytest.mark.parametrize("sizes", [[50, 10, 40], [40, 60], [50, 50, 20]])
+@pytest.mark.parametrize("sizes", [[40, 60], [50, 50, 20]])
 def test_data_that_changed_under_its_cache(tmp_path: Path, sizes: list[int]) -> None:
     write(tmp_path / "x", [10, 50, 40])
     before = dataset(tmp_path / "x", 9, 10)
@@ -246,21 +234,12 @@ def test_blend(tmp_path: Path) -> None:
 
 
 def test_mock() -> None:
-    data = MockDataset("train", 20, 63, 50, seed=1)
-    samples = np.stack([data[i] for i in range(20)])
-    assert (
-        samples.shape == (20, 64)
-        and samples.dtype == np.int64
-        and samples.min() >= 0
-        and samples.max() == 49
-    )
-    assert (
-        samples == np.stack([MockDataset("train", 99, 63, 50, seed=1)[i] for i in range(20)])
-    ).all()
+    samples = np.stack([MockDataset("train", 20, 63, 50, seed=1)[i] for i in range(20)])
+    assert samples.shape == (20, 64) and samples.dtype == np.int64
+    assert (samples.min(), samples.max()) == (0, 49)
+    longer = MockDataset("train", 99, 63, 50, seed=1)
+    assert (samples == np.stack([longer[i] for i in range(20)])).all()
     others = (MockDataset("train", 20, 63, 50, seed=2), MockDataset("valid", 20, 63, 50, seed=1))
-    assert (
-        len({other[0].tobytes() for other in others} | {sample.tobytes() for sample in samples})
-        == 22
-    )
+    assert len({sample.tobytes() for sample in (*samples, *(other[0] for other in others))}) == 22
     with pytest.raises(DataError, match="--vocab-size"):
         MockDataset("train", 1, 4, 1, 0)

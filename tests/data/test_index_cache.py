@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -86,24 +85,6 @@ def test_one_of_four_builds_and_all_get_what_came_of_it(tmp_path: Path, fails: b
         assert (tmp_path / f"{KEY}.dsc").read_text().startswith(ENTRY)
 
 
-@pytest.mark.slow
-def test_what_a_killed_builder_left_is_no_obstacle(tmp_path: Path) -> None:
-    """Leftovers of a killed builder are no obstacle.
-
-    Its lock ended with it; its unfinished files, and a lock file of an earlier version, are
-    removed.
-    """
-
-    def build() -> Arrays:
-        (tmp_path / f".{KEY}_a.npy.0.tmp").write_bytes(b"half")
-        os.kill(os.getpid(), signal.SIGKILL)
-        return VALUE
-
-    assert wait_for(forked(lambda: load(tmp_path, build))) == -signal.SIGKILL
-    assert f"{KEY}.lock" in names(tmp_path)
-    assert same(load(tmp_path, lambda: VALUE), VALUE) and names(tmp_path) == FILES
-
-
 def test_waiting_ends_with_the_name_of_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,15 +121,12 @@ def test_what_does_not_fit_is_built_again(tmp_path: Path) -> None:
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "missing": Path.unlink,
-    "empty": lambda path: path.write_bytes(b""),
     "cut in the header": lambda path: os.truncate(path, 60),
-    "cut in the data": lambda path: os.truncate(path, path.stat().st_size - 8),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "header of rubbish": lambda path: path.write_bytes(
         path.read_bytes().replace(b"{'descr'", b"{'de\xff(]'")
     ),
     "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
-    "an archive": lambda path: path.write_bytes(b"PK\x03\x04" + path.read_bytes()[4:]),
 }
 
 
@@ -185,10 +163,9 @@ def test_a_cache_that_was_changed_is_found_by_its_digest(tmp_path: Path) -> None
         load(tmp_path, never, verify=True)
 
 
-@pytest.mark.parametrize("shape", [(0,), (3,), (4, 2)])
-def test_files_are_those_of_numpy_save(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_files_are_those_of_numpy_save(tmp_path: Path) -> None:
     """Files equal numpy.save's, so that Megatron-DeepSpeed and this package share their caches."""
-    array = np.arange(np.prod(shape), dtype=np.uint32).reshape(shape)
+    array = np.arange(8, dtype=np.uint32).reshape(4, 2)
     assert same(
         load_or_build(ENTRY, ["a"], [tmp_path / "ours"], lambda: {"a": array}), {"a": array}
     )

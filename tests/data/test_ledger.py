@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -12,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data import sampler
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.packed_dataset import PackedDataset
-from megatron.data.sampler import Consumed, Ledger, SampleOrder, sample_order
+from megatron.data.sampler import Consumed, Ledger, SampleOrder, is_consumed, sample_order
 from tests.data.implementations import request_for
 
 SEQ_LENGTH = 8
@@ -143,10 +142,30 @@ def test_packed_samples_count_what_is_predicted(tmp_path: Path) -> None:
     assert counted.counts[packed.name].epochs == pytest.approx(len(packed) / packed.num_bins)
 
 
-def test_lines(blend: BlendedDataset) -> None:
-    line = Ledger(blend, SampleOrder(60), 30).line()
-    assert (
-        re.findall(r"[0-9.]+", line) == ["240", "0.800", "0.533"]
-        and "a 0.8" in line
-        and "b 0.5" in line
+def test_the_ledger_counts_what_is_left_out_and_keeps_it_over_a_roll_back() -> None:
+    parts = [MockDataset("train", 80, 4, 50, seed=2) for _ in range(2)]
+    for part, name in zip(parts, "ab", strict=True):
+        part.name = name
+    blend = BlendedDataset(parts, [1, 3], 80)
+    whole = Ledger(blend, sample_order("single", 80), 48)
+    assert "left_out" not in next(iter(whole.record().values()))
+
+    def samples_of(positions: range) -> dict[str, int]:
+        located = blend.by_source(np.array(positions, np.int64))
+        return {source.name: len(numbers) for source, numbers in located}
+
+    at_16 = Ledger(blend, sample_order("single", 80), 16).record()
+    ranges = [(40, 48)]
+    back = whole.rolled_back(ranges, 16, at_16, range(40, 48))
+    assert {name: count.left_out for name, count in back.counts.items()} == samples_of(
+        range(40, 48)
     )
+    back.advance(64)
+    taken = {name: samples_of(range(40))[name] + samples_of(range(48, 72))[name] for name in at_16}
+    assert {name: count.samples for name, count in back.counts.items()} == taken
+    rolled = back.rolled_back([*ranges, (60, 64)], 16, at_16, range(52, 56))
+    assert sum(count.left_out for count in rolled.counts.values()) == 12
+    record = rolled.record()
+    assert all(map(is_consumed, record.values())) and not is_consumed({**at_16["a"], "left": 1})
+    carried = Ledger(blend, sample_order("single", 80, [*ranges, (60, 64)]), 16, record)
+    assert carried.counts == {name: Consumed(**fields) for name, fields in record.items()}

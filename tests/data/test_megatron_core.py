@@ -17,17 +17,14 @@ import sys
 import tempfile
 from itertools import accumulate
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron.data import indexed_dataset
 from megatron.data.gpt_dataset import PARTS, IndexRequest, build_index
 from megatron.data.indexed_dataset import IndexedDataset, build_blend_index
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from tests.data.implementations import IMPLEMENTATIONS
 from tests.helpers.launching import ROOT
 from tools.merge_datasets import merge
 
@@ -130,11 +127,7 @@ def test_files_are_megatron_cores(tmp_path: Path) -> None:
         assert [indexed[i].tolist() for i in range(len(indexed))] == sequences
 
 
-@pytest.mark.parametrize("module", IMPLEMENTATIONS)
-def test_orders_and_blends_are_megatron_cores(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(indexed_dataset, "compiled", module)
+def test_orders_and_blends_are_megatron_cores() -> None:
     golden = json.loads(GOLDEN.read_text())
     found = [our_order(case) for case in orders(len(golden["orders"]))]
     assert [order for order, _ in found] == golden["orders"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,66 +108,37 @@ def test_every_prediction_once_per_epoch(
 def test_order(tmp_path: Path) -> None:
     """More epochs only add to the end, each in another order; a seed changes only the order."""
     write(tmp_path / "x", [5] * 20)
-    short, long = dataset(tmp_path / "x", 20, 4), dataset(tmp_path / "x", 75, 4)
+
+    def drawn(samples: int, seed: int = 7) -> list[list[int]]:
+        data = dataset(tmp_path / "x", samples, 4, seed=seed)
+        return [data[i].tolist() for i in range(len(data))]
+
+    short, long, other = drawn(20), drawn(75), drawn(20, seed=8)
     assert (len(short), len(long)) == (20, 80)
-    assert all((short[i] == long[i]).all() for i in range(20))
-    assert any((long[i] != long[20 + i]).any() for i in range(20))
-    other = dataset(tmp_path / "x", 20, 4, seed=8)
-    assert any((short[i] != other[i]).any() for i in range(20))
-    assert sorted(short[i].tolist() for i in range(20)) == sorted(
-        other[i].tolist() for i in range(20)
-    )
+    assert short == long[:20] != long[20:40]
+    assert short != other and sorted(short) == sorted(other)
 
 
-def sizes_of(kind: str, count: int) -> npt.NDArray[np.int32]:
-    random = np.random.RandomState(0)
-    sizes = {
-        "web-like, mean 700, some of 100,000": lambda: np.where(
+@pytest.mark.parametrize("kind", ["web", "messages", "articles"])
+def test_padding_is_under_one_percent(kind: str) -> None:
+    """Web pages, some very long; short messages; long articles with short remainders."""
+    random, count = np.random.RandomState(0), 40_000
+    drawn = {
+        "web": np.where(
             random.rand(count) < 0.02,
             2000 * (1 + random.pareto(1.3, count)),
             random.lognormal(5.8, 1.0, count),
         ),
-        "short messages, mean 40": lambda: random.gamma(2, 20, count),
-        "long articles with short remainders": lambda: random.lognormal(8.5, 0.7, count),
-    }[kind]()
-    return np.clip(sizes, 1, 2_000_000).astype(np.int32)
-
-
-def pack(sizes: npt.NDArray[np.int32], seq_length: int) -> tuple[dict[str, npt.NDArray], float]:
+        "messages": random.gamma(2, 20, count),
+        "articles": random.lognormal(8.5, 0.7, count),
+    }[kind]
+    sizes = np.clip(drawn, 1, 2_000_000).astype(np.int32)
     tokens = int(sizes.sum(dtype=np.int64))
-    arrays = build_packing(
-        IndexRequest("p", "train", "1", 0, len(sizes), tokens, 1, seq_length, 1, sizes)
-    )
-    predictions = int(arrays["counts"][1])
-    assert predictions == tokens - np.count_nonzero(sizes)
-    filled = predictions + len(arrays["pieces"])
-    return arrays, 1 - filled / ((len(arrays["bin_starts"]) - 1) * (seq_length + 1))
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "web-like, mean 700, some of 100,000",
-        "short messages, mean 40",
-        "long articles with short remainders",
-    ],
-)
-def test_padding_is_under_one_percent(kind: str) -> None:
-    arrays, waste = pack(sizes_of(kind, 40_000), 2048)
-    assert 0 <= waste < 0.01
-    # Count the bins again: none is too full, and the padding is the room that they leave.
-    sizes = sizes_of(kind, 40_000).astype(np.int64)
+    arrays = build_packing(IndexRequest("p", "train", "1", 0, count, tokens, 1, 2048, 1, sizes))
+    assert arrays["counts"][1] == tokens - count  # every size is at least 1
     lengths = np.minimum(sizes[arrays["pieces"][:, 0]] - arrays["pieces"][:, 1], 2049)
     filled = np.add.reduceat(lengths, arrays["bin_starts"][:-1])
-    assert filled.max() <= 2049 and 1 - filled.mean() / 2049 == pytest.approx(waste, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("length", "waste"), [(1100, 1 - 1100 / 2049), (900, 1 - 1800 / 2049), (683, 0.0)]
-)
-def test_lengths_that_cannot_be_packed_well(length: int, waste: float) -> None:
-    """Waste of lengths that cannot be packed to within 1%, as the module documents it."""
-    assert pack(np.full(600, length, np.int32), 2048)[1] == pytest.approx(waste, abs=1e-12)
+    assert filled.max() <= 2049 and filled.mean() > 0.99 * 2049
 
 
 def test_part_of_the_sequences_and_giants(tmp_path: Path) -> None:
@@ -187,43 +156,23 @@ def test_nothing_to_pack(tmp_path: Path) -> None:
         dataset(tmp_path / "x", 1, 4)
 
 
-def test_where(tmp_path: Path) -> None:
-    write(tmp_path / "x", [9, 3, 1, 3])
-    # bins of 7: 0..6 and, in some order, [6..8 9..11], [13..15]
-    data = dataset(tmp_path / "x", 1, 6)
-    for i in range(len(data)):
-        for at, token in enumerate(data[i].tolist()):
-            where = data.where(i, at)
-            assert where.startswith(f"{tmp_path}/x.bin")
-            expected = (
-                [i] if token == PAD else [0 if token < 9 else 1 if token < 12 else 3, 4 * token]
-            )
-            assert [
-                int(n) for n in re.findall(r"\d+", where.removeprefix(str(tmp_path)))
-            ] == expected
-
-
 def test_cache(tmp_path: Path) -> None:
     write(tmp_path / "x", [10, 50, 40, 7])
     first = dataset(tmp_path / "x", 9, 10)
     cache = tmp_path / "index-cache"
     files = {path: path.stat().st_mtime_ns for path in cache.glob("*.npy")}
     assert len(files) == 4 and len(list(cache.glob("*.dsc"))) == 2
-    dataset(tmp_path / "x", 9, 10)
     dataset(tmp_path / "x", 9, 10, seed=99)  # another order of the same bins
-    assert files.items() <= {path: path.stat().st_mtime_ns for path in cache.glob("*.npy")}.items()
-    assert len(list(cache.glob("*.npy"))) == 5
+    after = {path: path.stat().st_mtime_ns for path in cache.glob("*.npy")}
+    assert files.items() <= after.items() and len(after) == 5
     elsewhere = dataset(tmp_path / "x", 9, 12, data_cache_path=tmp_path / "cache")
-    assert (
-        len(list((tmp_path / "cache").glob("*.npy"))) == 4
-        and elsewhere.description != first.description
-    )
+    assert len(list((tmp_path / "cache").glob("*.npy"))) == 4
+    assert elsewhere.description != first.description
 
 
 @pytest.mark.parametrize(
     ("before", "sizes"),
     [
-        ([10, 50, 40, 7], [50, 10, 40, 7]),
         ([10, 50, 40, 7], [107]),
         ([10, 50, 40, 7], [50, 50, 20, 7]),
         # Two of 200 documents differ, in bins that no spot check reads. The checksum of the sizes

@@ -1,17 +1,29 @@
+"""Orders of samples and streams of micro-batches, against a count by hand."""
+
 from __future__ import annotations
 
 import threading
+from itertools import count, islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import MockDataset
 from megatron.data.permutation import permute
-from megatron.data.sampler import MicroBatch, MicroBatchStream, Separation, Share, sample_order
+from megatron.data.sampler import (
+    MicroBatch,
+    MicroBatchStream,
+    Separation,
+    Share,
+    are_ranges,
+    around,
+    merged,
+    sample_order,
+)
 from megatron.errors import DataError
 from tests.helpers.examples import examples
 
@@ -40,13 +52,6 @@ class Counting:
         return f"numbers.bin, document {index}, byte {8 * token}"
 
 
-class Packed(Counting):
-    """Data set whose sample i has two pieces, of 1 and 2 tokens."""
-
-    def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
-        return np.array([1, 2], np.int64)
-
-
 def samples(batches: list[MicroBatch]) -> list[int]:
     return [int(token) for batch in batches for token in batch.tokens[:, 0]]
 
@@ -59,20 +64,49 @@ def in_order(taken: list[list[MicroBatch]]) -> list[int]:
     return samples(batches)
 
 
-def expected_order(kind: str, total: int, number: int) -> list[int]:
-    """Return the first samples of the global order, epoch by epoch."""
-    if kind == "single":
-        return list(range(number))
-    epochs = -(-number // total)
-    order = [permute(np.arange(total), total, epoch).tolist() for epoch in range(epochs)]
-    return [sample for epoch in order for sample in epoch][:number]
+RANGES = st.lists(
+    st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda r: (r[0], r[0] + r[1])), max_size=6
+)
+
+
+def left_out(ranges: list[tuple[int, int]]) -> set[int]:
+    return {n for start, stop in ranges for n in range(start, stop)}
+
+
+@given(ranges=RANGES, positions=st.lists(st.integers(0, 80), max_size=10))
+def test_positions_are_counted_around_ranges(
+    ranges: list[tuple[int, int]], positions: list[int]
+) -> None:
+    disjoint = merged(ranges)
+    assert left_out(list(disjoint)) == left_out(ranges) and are_ranges(list(map(list, disjoint)))
+    assert all(a[1] < b[0] for a, b in pairwise(disjoint))
+    others = list(islice((n for n in count() if n not in left_out(ranges)), 81))
+    assert around(np.array(positions, np.int64), disjoint).tolist() == [
+        others[p] for p in positions
+    ]
+
+
+def expected_order(kind: str, total: int, ranges: list[tuple[int, int]], number: int) -> list[int]:
+    """Return the first samples of the order, one by one.
+
+    After a single pass of `total`, the first ones come again.
+    """
+    others = list(islice((n for n in count() if n not in left_out(ranges)), 2 * total))
+
+    def sample(n: int) -> int:
+        if kind == "cyclic":
+            return int(permute(np.array([n % total]), total, n // total)[0])
+        return n if n < total else sample(others[n - total])
+
+    return [sample(n) for n in others[:number]]
 
 
 @pytest.mark.slow
-@examples(15)
+@examples(25)
 @given(
     kind=st.sampled_from(["single", "cyclic"]),
     total=st.integers(1, 80),
+    ranges=st.just([]) | RANGES,
     phases=st.lists(
         st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2), st.integers(0, 4)),
         min_size=1,
@@ -80,26 +114,41 @@ def expected_order(kind: str, total: int, number: int) -> list[int]:
     ),
 )
 def test_resizes_drop_and_repeat_nothing(
-    kind: str, total: int, phases: list[tuple[int, int, int, int]]
+    kind: str,
+    total: int,
+    ranges: list[tuple[int, int]],
+    phases: list[tuple[int, int, int, int]],
 ) -> None:
-    """Resizes drop and repeat no sample.
+    """Resizes drop and repeat no sample, also around samples that are left out.
 
-    The job changes data-parallel size, micro-batch size and workers, after any number of steps.
+    The job changes data-parallel size, micro-batch size and workers, after any number of steps. A
+    single pass keeps its length: the first samples replace those left out.
     """
+    assume(len(left_out(ranges)) < total)
     consumed, read = 0, []
+    order = sample_order(kind, total, ranges)
+    order.check(total)
     for dp, mbs, workers, steps in phases:
-        if kind == "single":
-            steps = min(steps, (total - consumed) // (dp * mbs))
-        options = {"order": sample_order(kind, total), "num_workers": workers}
+        steps = min(steps, (total - consumed) // (dp * mbs))
         streams = [
-            MicroBatchStream(Counting(total), Share(mbs, rank, dp), consumed, **options)
+            MicroBatchStream(
+                Counting(total), Share(mbs, rank, dp), consumed, order=order, num_workers=workers
+            )
             for rank in range(dp)
         ]
         read += in_order([stream.take(steps) for stream in streams])
         for stream in streams:
             stream.close()
         consumed += steps * dp * mbs
-    assert read == expected_order(kind, total, consumed)
+    assert read == expected_order(kind, total, ranges, consumed)
+    assert order.indices(np.arange(consumed)).tolist() == read
+
+
+def test_nothing_left_is_an_error_and_not_an_endless_search() -> None:
+    order = sample_order("single", 10, [(0, 4), (4, 12)])
+    with pytest.raises(DataError, match=r"\b10\b"):
+        order.check(1)
+    assert sample_order("single", 10) == sample_order("single", 10, [(3, 3)])
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
@@ -118,17 +167,6 @@ def test_workers_and_resuming_change_nothing(num_workers: int, kind: str) -> Non
         for name in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens"):
             assert torch.equal(getattr(expected, name), getattr(got, name)), name
     stream.close()
-
-
-def test_pieces_of_packed_samples_are_kept_apart() -> None:
-    (batch,) = MicroBatchStream(Packed(10), Share(2)).take(1)
-    # s = 2 positions of 3 tokens: the first piece is the first position, whose label belongs to the
-    # second piece
-    assert batch.position_ids.tolist() == [[0, 0], [0, 0]] and batch.loss_mask.tolist() == [
-        [0, 1],
-        [0, 1],
-    ]
-    assert batch.cu_seqlens is not None and batch.cu_seqlens.tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -194,8 +232,6 @@ def test_closing_does_not_wait_for_a_read_without_end() -> None:
     assert len(busy) <= 2  # what had not been started was never read
 
 
-def test_orders() -> None:
-    order = sample_order("cyclic", 1)
-    assert samples(MicroBatchStream(Counting(1), Share(2, 1, 2), order=order).take(1)) == [0, 0]
+def test_no_samples() -> None:
     with pytest.raises(DataError, match="--seq-length"):
         MicroBatchStream(Counting(0), Share(1), order=sample_order("cyclic", 0)).take(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,9 +93,3 @@ def test_text_is_shown_as_soon_as_it_is_certain() -> None:
     shown = [stream.add(byte) for byte in "aEé你ENEND".encode()]
     assert shown == ["a", "", "", "Eé", "", "", "你", "", "", "EN", "", ""]
     assert (stream.text, stream.stopped) == ("aEé你EN", "END")
-
-
-@pytest.mark.parametrize("text", ["E", "EN", "aENaEN"])
-def test_the_beginning_of_a_stop_string_alone_belongs_to_the_text(text: str) -> None:
-    shown, stream = streamed(ByteTokenizer(), text.encode(), ["END"])
-    assert "".join(shown) == stream.text == text and stream.stopped is None

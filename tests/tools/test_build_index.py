@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,25 +12,16 @@ from megatron.data.datasets import build_datasets
 from megatron.data.index_cache import CacheEntry
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.training.run.schedules import BatchSchedule, planned_samples
-from tests.helpers.launching import ROOT, launch
+from tests.helpers.launching import TINY, launch
+from tools import build_index
 
-FLAGS = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --lr 1e-3 --micro-batch-size 2 --tokenizer-type NullTokenizer "
-    "--vocab-size 100 --make-vocab-size-divisible-by 8 --log-interval 1 --num-workers 0 "
-    "--eval-iters 2"
-).split()
+LEFT_OUT = ("--global-batch-size", "--train-iters", "--eval-iters")
+FLAGS = [
+    word
+    for name, word in zip(["", *TINY], TINY, strict=False)
+    if word != "--mock-data" and not {name, word} & {*LEFT_OUT}
+] + ["--eval-iters", "2"]
 ITERATIONS = ["--train-iters", "4", "--eval-interval", "2"]
-
-
-def tool() -> Any:
-    specification = importlib.util.spec_from_file_location(
-        "build_index", ROOT / "tools" / "build_index.py"
-    )
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
 
 
 def write(folder: Path, name: str, documents: int) -> str:
@@ -70,38 +58,13 @@ def never(*_: object) -> bool:
     raise AssertionError("something was left to build")
 
 
-CASES: dict[str, Callable[[dict[str, str]], list[str]]] = {
-    "one": lambda p: [*ITERATIONS, "--data-path", p["a"]],
-    "blend": lambda p: [
-        *ITERATIONS,
-        *f"--data-path 0.5 {p['a']} 0.3 {p['b']} 0.2 {p['c']} --split 90,5,5".split(),
-    ],
-    "per split": lambda p: [
-        *ITERATIONS,
-        "--train-data-path",
-        "1",
-        p["a"],
-        "2",
-        p["b"],
-        "--valid-data-path",
-        p["c"],
-    ],
-    "packed": lambda p: [
-        *ITERATIONS,
-        *f"--data-path 1 {p['a']} 1 {p['b']} --data-packing best-fit".split(),
-    ],
-    "ramp": lambda p: [
-        *ITERATIONS,
-        "--data-path",
-        p["a"],
-        "--rampup-batch-size",
-        "4",
-        "4",
-        "8",
-        "--global-batch-size",
-        "12",
-    ],
-    "samples": lambda p: [*f"--data-path 1 {p['a']} 1 {p['b']} --train-samples 3000".split()],
+CASES = {
+    "one": "--data-path {a}",
+    "blend": "--data-path 0.5 {a} 0.3 {b} 0.2 {c} --split 90,5,5",
+    "per split": "--train-data-path 1 {a} 2 {b} --valid-data-path {c}",
+    "packed": "--data-path 1 {a} 1 {b} --data-packing best-fit",
+    "ramp": "--data-path {a} --rampup-batch-size 4 4 8 --global-batch-size 12",
+    "samples": "--data-path 1 {a} 1 {b} --train-samples 3000",
 }
 
 
@@ -120,10 +83,10 @@ def test_the_run_finds_all_and_needs_all(
     case: str,
     workers: str,
 ) -> None:
-    flags = [*FLAGS, *CASES[case](data)]
+    flags = [*FLAGS, *ITERATIONS * (case != "samples"), *CASES[case].format(**data).split()]
     cache, reference = tmp_path / "cache", tmp_path / "reference"
     arguments = [*flags, "--data-cache-path", str(cache), "--world-size", "2", "--workers", workers]
-    assert tool().main(arguments) == 0, capsys.readouterr().err
+    assert build_index.main(arguments) == 0, capsys.readouterr().err
     run_reads([*flags, "--data-cache-path", str(reference)], 2)
     assert files(cache).keys() == files(reference).keys()
     for name in files(cache):
@@ -133,7 +96,7 @@ def test_the_run_finds_all_and_needs_all(
 
     monkeypatch.setattr(CacheEntry, "store", never)
     run_reads([*flags, "--data-cache-path", str(cache)], 2)
-    assert tool().main(arguments) == 0 and files(cache) == built
+    assert build_index.main(arguments) == 0 and files(cache) == built
 
 
 def test_another_number_of_processes_needs_others(tmp_path: Path, data: dict[str, str]) -> None:
@@ -144,9 +107,11 @@ def test_another_number_of_processes_needs_others(tmp_path: Path, data: dict[str
     """
     flags = [*FLAGS, *ITERATIONS, "--data-path", data["a"], "--data-cache-path"]
     for world_size in ("2", "4"):
-        assert tool().main([*flags, str(tmp_path / world_size), "--world-size", world_size]) == 0
+        assert (
+            build_index.main([*flags, str(tmp_path / world_size), "--world-size", world_size]) == 0
+        )
     assert not files(tmp_path / "2").keys() & files(tmp_path / "4").keys()
-    assert tool().main([*flags, str(tmp_path / "8"), "--global-batch-size", "8"]) == 0
+    assert build_index.main([*flags, str(tmp_path / "8"), "--global-batch-size", "8"]) == 0
     # 4 processes with micro-batches of 2.
     assert files(tmp_path / "8").keys() == files(tmp_path / "4").keys()
 
@@ -157,35 +122,24 @@ def test_another_number_of_processes_needs_others(tmp_path: Path, data: dict[str
         (["--data-path", "x"], "--global-batch-size"),
         (["--data-path", "/x/y", "--world-size", "2"], "error: /x/y.idx"),
         (["--world-size", "2"], "--data-path"),
-        (["--nmock-data"], "--nmock-data"),
         (["--mock-data", "--world-size", "2", "--workers", "0"], "--workers"),
         (
             ["--load", "/x", "--load-tag", "7", "--mock-data", "--world-size", "1"],
             "/x/iter_0000007",
         ),
+        (
+            "--data-path {a} --data-cache-path /dev/null/x --world-size 1".split(),
+            "/dev/null/x",
+        ),
     ],
 )
-def test_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
-    assert tool().main([*FLAGS, *ITERATIONS, *arguments]) == 2
+def test_errors(
+    data: dict[str, str], capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    flags = [word.format(**data) for word in arguments]
+    assert build_index.main([*FLAGS, *ITERATIONS, *flags]) == 2
     error = capsys.readouterr().err
     assert words in error and "Traceback" not in error
-
-
-def test_a_cache_that_cannot_be_written(
-    data: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [
-        *FLAGS,
-        *ITERATIONS,
-        "--data-path",
-        data["a"],
-        "--data-cache-path",
-        "/dev/null/x",
-        "--world-size",
-        "1",
-    ]
-    assert tool().main(arguments) == 2
-    assert "/dev/null/x" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -196,27 +150,13 @@ def test_training_and_resuming_find_everything(tmp_path: Path, data: dict[str, s
     6 x 4 of a run from the beginning.
     """
     cache = tmp_path / "cache"
-    flags = [
-        *FLAGS,
-        "--eval-interval",
-        "20",
-        "--data-path",
-        "1",
-        data["a"],
-        "1",
-        data["b"],
-        "--data-cache-path",
-        str(cache),
-        "--save",
-        f"{tmp_path}/run",
-        "--load",
-        f"{tmp_path}/run",
-    ]
+    words = f"--eval-interval 20 --data-path 1 {data['a']} 1 {data['b']} --data-cache-path {cache}"
+    flags = [*FLAGS, *words.split(), "--save", f"{tmp_path}/run", "--load", f"{tmp_path}/run"]
     for more in (
         ["--train-iters", "2", "--global-batch-size", "16"],
         ["--train-iters", "6", "--global-batch-size", "4"],
     ):
-        assert tool().main([*flags, *more, "--world-size", "1"]) == 0
+        assert build_index.main([*flags, *more, "--world-size", "1"]) == 0
         before = files(cache)
         (outcome,) = launch(1, [*flags, *more])
         assert outcome is not None and outcome.code == 0, outcome

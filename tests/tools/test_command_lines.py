@@ -1,14 +1,21 @@
-"""Common behaviour of all tools: mistakes, the form of --help, and models by name."""
+"""Common behaviour of all tools: mistakes, --help, models by name, names of files, numbers."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers.launching import ROOT
+from megatron.config.option import real, whole
+from megatron.errors import ConfigError
+from tests.helpers.launching import ROOT, Script
+from tools import run_experiment
 
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
 # Arguments that each tool with a model needs beside it.
@@ -48,8 +55,9 @@ def test_help_is_readable(tool: str, capsys: pytest.CaptureFixture[str]) -> None
     assert ("  --preset NAME, --model NAME" in out) == (tool in OF_A_MODEL)
 
 
-@pytest.mark.parametrize("flag", ["--preset", "--model"])
-@pytest.mark.parametrize("tool", OF_A_MODEL)
+@pytest.mark.parametrize(
+    ("tool", "flag"), zip(OF_A_MODEL, cycle(["--preset", "--model"]), strict=False)
+)
 def test_a_model_has_a_name(
     tool: str,
     flag: str,
@@ -61,3 +69,54 @@ def test_a_model_has_a_name(
     assert call(tool, [*OF_A_MODEL[tool], flag, "gpt-7t"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and "gpt-7t" in err and not [*tmp_path.iterdir()]
+
+
+@pytest.mark.slow
+def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "module.py").write_text(
+        "x = 1  # long enough to be a document of the corpus, as it is\n" * 2
+    )
+    output = tmp_path / "corpus\udcff.jsonl"
+    words = ["--stdlib", str(tmp_path / "lib"), "--output", str(output)]
+    with Script("tools/build_corpus.py", words, tmp_path / "log") as script:
+        outcome = script.wait()
+    assert outcome.code == 0 and output.exists() and "Traceback" not in outcome.output, outcome
+
+
+EXTREMES = ("0", "-1", "nan", "-inf", "1e308", "5e-324", str(2**64), "9" * 5000)
+
+
+def test_every_number_of_a_tool_has_a_range() -> None:
+    modules = [importlib.import_module(f"tools.{tool}") for tool in TOOLS]
+    parsers = [module.build_parser() for module in modules if hasattr(module, "build_parser")]
+    types = [action.type for parser in parsers for action in parser._actions if action.type]
+    assert len(types) > 50 and int not in types and float not in types
+
+
+@pytest.mark.parametrize(
+    ("make", "accepted"),
+    [
+        (whole(), 1),
+        (whole(0, 64), 0),
+        (real(60), 1e-3),
+        (real(least=0), 0.0),
+        (real(least=5), 5.0),
+    ],
+)
+def test_a_number_is_within_its_range_or_refused(
+    make: Callable[[str], Any], accepted: float
+) -> None:
+    assert make(str(accepted)) == accepted
+    for text in EXTREMES:
+        try:
+            found = make(text)
+        except argparse.ArgumentTypeError:
+            continue
+        assert math.isfinite(found) and 0 <= found <= 10**9, text
+
+
+@pytest.mark.parametrize("text", ["", "1,x", "0"])
+def test_a_list_of_numbers_has_some_and_each_has_a_range(text: str) -> None:
+    with pytest.raises(ConfigError, match="--values"):
+        run_experiment.build_parser().parse_args(["weak", f"--values={text}"])

@@ -187,33 +187,13 @@ def figures(folder: Path, processes: int, flags: str) -> dict[str, dict[str, flo
     return found
 
 
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, dict[str, float]]:
-    return figures(folder, 1, "")
-
-
-def test_figures_are_those_of_the_hf_model(
-    expected: dict[str, Any], alone: dict[str, dict[str, float]]
+def test_figures_of_any_layout_are_those_of_the_hf_model(
+    folder: Path, expected: dict[str, Any]
 ) -> None:
-    for task, found in alone.items():
+    flags = "--pipeline-model-parallel-size 2 --micro-batch-size 5"
+    for task, found in figures(folder, 4, flags).items():
         for metric, value in found.items():
             assert value == pytest.approx(expected[task][metric], rel=1e-5), metric
-
-
-@pytest.mark.parametrize(
-    ("processes", "flags"),
-    [
-        (2, "--pipeline-model-parallel-size 2 --micro-batch-size 5"),
-        (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
-    ],
-)
-def test_figures_of_any_layout_are_those_of_one_process(
-    folder: Path, alone: dict[str, dict[str, float]], processes: int, flags: str
-) -> None:
-    found = figures(folder, processes, flags)
-    assert found.keys() == alone.keys()
-    for task, values in found.items():
-        assert values == pytest.approx(alone[task], rel=1e-5), task
 
 
 def test_an_unknown_task_is_named(folder: Path) -> None:

@@ -65,22 +65,8 @@ def test_tables_and_files(capsys, tmp_path: Path):
         float(r["seconds_per_step"]) for r in rows
     )
     first = rows[0]
-    parts = sum(
-        float(value)
-        for name, value in first.items()
-        if name
-        in {
-            "forward_s",
-            "backward_s",
-            "recompute_s",
-            "layer_messages_s",
-            "bubble_s",
-            "pipeline_messages_s",
-            "data_parallel_s",
-            "optimizer_s",
-            "host_s",
-        }
-    )
+    names = "forward backward recompute layer_messages bubble pipeline_messages data_parallel"
+    parts = sum(float(first[f"{name}_s"]) for name in [*names.split(), "optimizer", "host"])
     assert parts == pytest.approx(float(first["seconds_per_step"]))
     tokens_per_s = 16 * 2048 / float(first["seconds_per_step"])
     assert float(first["tokens_per_day"]) == pytest.approx(86400 * tokens_per_s)
@@ -134,41 +120,15 @@ def test_a_rejected_layout_ends_with_3(capsys, words, named):
     assert code == 3 and named in text
 
 
-@pytest.mark.parametrize(("sums", "code"), [("fp32", 3), ("bf16", 0)])
-def test_sums_in_bf16_make_a_layout_fit(capsys, sums, code):
-    """Gradient sums in bf16 make a layout fit.
-
-    22B over two devices at 6 bytes a parameter are 62.7 of 64 GiB, of which a tenth is kept free; 4
-    bytes are 41.8.
-    """
-    words = [
-        "--preset",
-        "gpt-22b",
-        "--devices",
-        "256",
-        "--global-batch",
-        "2048",
-        "--layout",
-        "tp=2,pp=1,mbs=1,recompute=full,zero=1",
-    ]
-    assert call(capsys, *words, flags=["--bf16", "--main-grads-dtype", sums])[0] == code
-
-
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (["--layout", LAYOUT, "--explain"], 0),
-        (["--layout", "tp=4", "--layout", LAYOUT, "--explain", "2"], 0),
-    ],
-)
-def test_the_arithmetic_of_a_layout(capsys, words, code):
+@pytest.mark.parametrize("words", [["--explain"], ["--layout", "tp=4", "--explain", "1"]], ids=len)
+def test_the_arithmetic_of_a_layout(capsys, words):
     """The arithmetic of a layout is explained: sizes, and a layer's first product.
 
     1024 tokens of width 2048, after a gather over two devices, onto half of three times 2048
     columns.
     """
-    ended, text = call(capsys, *SMALL, *words)
-    assert ended == code and "TP 2 x PP 2 x DP 2" in text and "[2048, 2048] x [2048, 3072]" in text
+    code, text = call(capsys, *SMALL, "--layout", LAYOUT, *words)
+    assert code == 0 and "TP 2 x PP 2 x DP 2" in text and "[2048, 2048] x [2048, 3072]" in text
 
 
 def test_bounds_and_the_formula_of_the_paper_are_options(capsys):
@@ -191,12 +151,9 @@ def test_bounds_and_the_formula_of_the_paper_are_options(capsys):
     plain, full = cells(), cells("--bounds", "--paper-flops")
     assert len(full) == len(plain) + 1 and {*full["TP"]} - {*plain["TP"]} == {"TFLOP/s (paper)"}
     vocabulary, seconds = 50432, float(full["TP"]["s/step"])  # padded to a multiple of 2 x 128
-    flops = (
-        24 * 4 * 16 * 2048 * 4 * 2048**2 * (1 + 2048 / (6 * 2048) + vocabulary / (16 * 4 * 2048))
-    )
-    assert float(full["TP"]["TFLOP/s (paper)"]) == pytest.approx(
-        flops / 8 / seconds / 1e12, rel=5e-3
-    )
+    terms = 1 + 2048 / (6 * 2048) + vocabulary / (16 * 4 * 2048)
+    tflops = 24 * 4 * 16 * 2048 * 4 * 2048**2 * terms / 8 / seconds / 1e12
+    assert float(full["TP"]["TFLOP/s (paper)"]) == pytest.approx(tflops, rel=5e-3)
     bounds = full["s/step"]
     assert bounds["s/step"] == full["TP"]["s/step"]
     order = [float(bounds[name]) for name in ("at the peak", "s/step", "slow ends")]
@@ -219,15 +176,10 @@ def test_nothing_fits(capsys):
     [
         (["--global-batch", "16"], ["--nodes", "--devices"]),
         ([*ONE, "--devices", "8"], ["--nodes", "--devices"]),
-        (["--nodes", "8:4"], ["--nodes 8:4"]),
         (["--nodes", "1", "--cluster", "moon"], ["moon"]),
-        ([*ONE, "--fix", "tq=2"], ["--fix tq=2"]),
         ([*ONE, "--headroom", "70"], ["--headroom 70", "64 GiB"]),
-        ([*ONE, "--preset", "gpt-3"], ["gpt-3"]),
         (["--devices", "12"], ["--devices 12"]),
-        ([*ONE, "--fix", "tp=2", "--explain", "--layout", "nodes=99999"], ["99999"]),
         (["--nodes", "1"], ["--global-batch"]),
-        ([*ONE, "--fix", "gbs=8"], ["--global-batch"]),
         ([*SMALL, "--layout", "tp=8"], ["tp=8", "tp=2, 4"]),
         ([*SMALL, "--explain", "99"], ["--explain 99"]),
         ([*SMALL, "--layout", LAYOUT, "--explain", "2"], ["--explain 2"]),
@@ -262,20 +214,26 @@ def test_the_plan_allows_what_the_dry_run_allows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cluster", ["frontier", "lumi"])
+@pytest.mark.parametrize("cluster", ["lumi", "dgx-h100"])
 def test_a_part_of_a_node_gets_a_command_that_runs(capsys, tmp_path: Path, cluster, monkeypatch):
-    """For 1 to 7 devices of a node the command has the planned layout; progress is shown."""
+    """The command for some devices of a node has the planned layout; progress is shown."""
     monkeypatch.setattr(progress, "LINE_S", 0.0)
     words = ["--cluster", cluster, "--processes", "1", "--fix", "mbs=1", "recompute=none"]
-    for devices in range(1, 8):
+    for devices in (1, 3, 6):
         batch = ["--devices", str(devices), "--global-batch", str(4 * devices)]
-        code = plan.main([*words, *batch, "--output", str(tmp_path), "--", *MODEL])
+        model = ["--output", str(tmp_path), "--", *MODEL, "--train-iters", "10"]
+        code = plan.main([*words, *batch, *model])
         captured = capsys.readouterr()
         assert code == 0, captured.err
         assert len({line.split(":")[0] for line in captured.err.splitlines()}) == 3
-        line = (tmp_path / "command.sh").read_text().splitlines()[-1]
-        flags = shlex.split(line.partition(" pretrain_gpt.py ")[2].removesuffix(' "$@"'))
-        config = parse_plan([*flags, "--world-size", str(devices), "--cluster", cluster])
+        assert subprocess.run(["bash", "-n", str(tmp_path / "command.sh")]).returncode == 0
+        launcher, _, flags = (
+            (tmp_path / "command.sh").read_text().splitlines()[-1].partition(" pretrain_gpt.py ")
+        )
+        assert cluster == "lumi" or launcher == f"torchrun --nproc-per-node={devices}"
+        assert "--train-iters=10" in flags and flags.endswith(' "$@"')
+        words_of_flags = shlex.split(flags.removesuffix(' "$@"'))
+        config = parse_plan([*words_of_flags, "--world-size", str(devices), "--cluster", cluster])
         planned = json.loads((tmp_path / "table.json").read_text())["best"][0]
         assert candidate_of(config).tp == int(planned["tp"])
         assert candidate_of(config).rank_order == planned["order"]
@@ -322,13 +280,6 @@ def test_mistakes_are_found_before_the_search(capsys, tmp_path: Path, monkeypatc
                 (0, 1, 6, 7, 2, 3, 4, 5),
             ),
         ),
-        (
-            "gpt-175b",
-            [],
-            CandidateLayout(
-                1024, 640, 8, 8, 1, "1f1b", 1, True, False, 1, "selective:mlp_act+layernorm"
-            ),
-        ),
         ("tiny", [], CandidateLayout(8, 8, 1, 4, 1, "1f1b", 1, False, False, 1, "full:uniform:1")),
         (None, MODEL, CandidateLayout(8, 16, 2, 2, 1, "1f1b", 1, True, False, 1, "none")),
     ],
@@ -339,46 +290,6 @@ def test_the_flags_give_the_layout(preset, flags, layout):
         base, "a model", FRONTIER, (layout.world,), {"gbs": (layout.batch,)}
     ).config(layout)
     assert parse_plan(command_line_of(config)) == config
-
-
-@pytest.mark.slow
-def test_the_script_passes_the_preflight_check(capsys, tmp_path: Path):
-    """The script passes the preflight check, except for this disk and environment."""
-    words = [
-        "--preset",
-        "gpt-22b",
-        "--nodes",
-        "16",
-        "--fix",
-        "tp=2",
-        "pp=4",
-        "mbs=1",
-        "recompute=none",
-        "zero=1",
-        "sp=on",
-        "--processes",
-        "1",
-        "--output",
-        str(tmp_path / "plan"),
-        "--tokens",
-        "300e9",
-    ]
-    assert plan.main(words) == 0
-    capsys.readouterr()
-    script = tmp_path / "plan" / "job.sbatch"
-    assert accepted(script, tmp_path).tasks == 128
-
-
-@pytest.mark.slow
-def test_another_machine_gets_a_command(capsys, tmp_path: Path):
-    """Another machine gets a command, which gives the length once."""
-    words = ["--cluster", "dgx-h100", *SMALL, "--tokens", "1e9", "--output", str(tmp_path)]
-    code, text = call(capsys, *words, flags=[*MODEL, "--train-iters", "10"])
-    assert code == 0, text
-    line = (tmp_path / "command.sh").read_text().splitlines()[-1]
-    assert line.startswith("torchrun --nproc-per-node=8 pretrain_gpt.py") and '"$@"' in line
-    assert "--train-iters=10" in line and "--train-tokens" not in line
-    assert subprocess.run(["bash", "-n", str(tmp_path / "command.sh")]).returncode == 0
 
 
 def interrupt_its_group(flag: str) -> None:
@@ -398,7 +309,7 @@ def interrupt_its_group(flag: str) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_all_of_it(tmp_path: Path):
-    words = ["--preset", "gpt-175b", "--nodes", "128", "--global-batch", "640", "--processes", "2"]
+    words = [*ONE, "--processes", "2", "--", *MODEL]
     arm = (interrupt_its_group, str(tmp_path / "flag"))
     with Script("tools/plan.py", words, tmp_path / "log", arm=arm) as script:
         code, text = script.wait()

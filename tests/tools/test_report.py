@@ -156,18 +156,10 @@ def test_examples_of_names_and_values() -> None:
 def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     found = told(written(tmp_path / "run", a_run()))
     (summary,) = rows(found["At a glance"])
-    assert {name: summary[name] for name in ("ended", "iteration", "tokens", "step_s")} == {
-        "ended": "completed",
-        "iteration": 12,
-        "tokens": 12 * 640 * 2048,
-        "step_s": 425.0,
-    }
-    assert (summary["lm_loss"], summary["valid_loss"], summary["valid loss of wiki"]) == (
-        7.8,
-        7.7,
-        8.1,
-    )
-    assert summary["tokens_per_s"] == 640 * 2048 / 425
+    expected = dict(ended="completed", iteration=12, tokens=12 * 640 * 2048, step_s=425.0)
+    expected |= dict(lm_loss=7.8, valid_loss=7.7, tokens_per_s=640 * 2048 / 425)
+    expected |= {"valid loss of wiki": 8.1, "memory_bytes": 52 << 30}
+    assert expected.items() <= summary.items()
     assert summary["energy_kwh"] == pytest.approx(14 * 0.5)  # of lost steps too
     training, blend, wiki, events = traces(found["Loss"])
     assert training["axes"]["iteration"] == [*range(1, 13)]
@@ -183,13 +175,8 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
         8,
         12,
     ]  # roll-back, failed save, resume, slow rank
-    assert {row["event"] for row in rows(found["Events"])} == {
-        "resume",
-        "loss spike",
-        "checkpoint failed",
-        "rejected checkpoint",
-        "stragglers",
-    }
+    named = "resume/loss spike/checkpoint failed/rejected checkpoint/stragglers".split("/")
+    assert {row["event"] for row in rows(found["Events"])} == {*named}
     (phase,) = rows(found["Phases of a step"])
     assert (phase["least"], phase["middle"], phase["most"]) == (90.0, 100.0, 120.0)
     assert rows(found["Pipeline"])[0]["bubble"] == 0.21
@@ -204,7 +191,6 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
         ("stage 0", 55.0),
         ("stage 1", 30.0),
     ]
-    assert summary["memory_bytes"] == 52 << 30
     assert rows(found["Data"])[0]["epochs"] == 1.5
     assert rows(found["Checkpoints"])[0]["size_bytes"] == 3 << 30
     assert {"setting": "num_layers", "value": 48} in rows(found["Settings"])
@@ -215,12 +201,8 @@ def test_what_an_older_run_lacks_is_left_out_with_a_line(tmp_path: Path) -> None
     """An older run logged iterations only; every part that it lacks is named."""
     found = told(write(tmp_path / "run", records(settings("22b", 1, 8, 1, 640), [420.0] * 4)))
     left_out = {line.partition(":")[0] for line in found["Not in this report"]}
-    assert left_out == {"Learning rate and batch", "Phases of a step", "Pipeline", "Energy"} | {
-        "Memory",
-        "Data",
-        "Checkpoints",
-        "Events",
-    }
+    sections = "Learning rate and batch/Phases of a step/Pipeline/Energy/Memory/Data/Checkpoints"
+    assert left_out == {*sections.split("/"), "Events"}
     assert not left_out & set(found)
 
 
@@ -230,11 +212,11 @@ def test_a_resumed_run_and_a_roll_back_replace_what_is_done_again() -> None:
 
     start = {"event": "start", "iteration": 0}
     spike = {"event": "loss_spike", "iteration": 40, "back_to_iteration": 20}
-    again = {"event": "start", "iteration": 20}
+    resumed = {"event": "start", "iteration": 20}
     first = [start, step(10, 3.0), step(20, 2.0), step(30, 9.0), step(40, 9.0)]
-    for back in (spike, again):
-        kept = [r for r in holding([*first, back, step(30, 1.5)]) if r["event"] == "iteration"]
-        assert [(r["iteration"], r["lm_loss"]) for r in kept] == [(10, 3.0), (20, 2.0), (30, 1.5)]
+    for back in (spike, resumed):
+        steps = [r for r in holding([*first, back, step(30, 1.5)]) if r["event"] == "iteration"]
+        assert [(r["iteration"], r["lm_loss"]) for r in steps] == [(10, 3.0), (20, 2.0), (30, 1.5)]
 
 
 def test_runs_are_compared(tmp_path: Path) -> None:
@@ -277,22 +259,20 @@ def test_an_experiment_is_one_folder(tmp_path: Path) -> None:
     assert found["tp-1"]["remarks"] == "OutOfMemory" and found["tp-1"]["tokens_per_s"] is None
 
 
+WHOLE = json.dumps(TIMELINE)
+
+
 @pytest.mark.parametrize(
-    "text", ["{", "{}", '{"traceEvents": [3]}', '{"traceEvents": [{"ph": "X"}]}']
+    "text",
+    ["{", "{}", '{"traceEvents": [3]}', '{"traceEvents": [{"ph": "X"}]}']
+    # which JSON has not, and which would leave the page without any plot
+    + [WHOLE.replace("900.0", value) for value in ("NaN", "Infinity", "1e200")],
+    ids=range(7),
 )
 def test_a_damaged_timeline_ends_no_report(tmp_path: Path, text: str) -> None:
     run = written(tmp_path / "run", a_run())
     (run / "timeline.json").write_text(text)
     assert "timeline.json" in told(run)["Pipeline"][-1]
-
-
-def test_times_that_are_no_numbers_are_not_drawn(tmp_path: Path) -> None:
-    """NaN and infinity, which JSON has not, would leave the page without any plot."""
-    run = written(tmp_path / "run", a_run())
-    whole = (run / "timeline.json").read_text()
-    for value in ("NaN", "Infinity", "1e200"):
-        (run / "timeline.json").write_text(whole.replace("900.0", value))
-        assert "timeline.json" in told(run)["Pipeline"][-1]
 
 
 def test_every_field_of_an_event_has_a_check() -> None:
@@ -314,13 +294,10 @@ def test_every_field_of_an_event_has_a_check() -> None:
     ("event", "field", "value"),
     [
         ("iteration", "seq_length", [1]),
-        ("iteration", "seq_length", "long"),
         ("iteration", "experts", {"a": 1}),
         ("not_finite", "first", [{}, 1]),
-        ("loss_spike", "samples", [{}, 1]),
         ("loss_spike", "left_out", [[1], {}]),
         ("checkpoint", "background", [{}]),
-        ("timeline", "file", [{}, 1]),
         ("start", "places", [{}]),
     ],
 )
@@ -360,31 +337,19 @@ def test_where_it_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = write(tmp_path / "run", a_run())
-    assert report.main([str(run / "metrics.jsonl"), "--format", "md"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "plotly.offline", None)
+        assert report.main([str(run)]) == 2 and "pip install plotly" in capsys.readouterr().err
+        words = [str(run / "metrics.jsonl"), "--format", "md", "--picture", "new/loss.png"]
+        assert report.main(words) == 0
     assert (run / "report.md").read_text().startswith("# run\n")
+    assert Path("new/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in run.glob("report.*")] == ["report.md"]
     assert report.main([str(run), str(run), "--format", "json", "--title", "twice"]) == 0
     assert json.loads((tmp_path / "report.json").read_text())["title"] == "twice"
     capsys.readouterr()
     assert report.main([str(run), "--format", "md", "--output", "-"]) == 0
     assert capsys.readouterr().out == (run / "report.md").read_text()
-
-
-def test_without_the_plotting_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    run = write(tmp_path / "run", a_run())
-    assert report.main([str(run)]) == 2 and "pip install plotly" in capsys.readouterr().err
-    assert report.main([str(run), "--format", "md"]) == 0
-    assert [path.name for path in run.glob("report.*")] == ["report.md"]
-
-
-def test_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    run = write(tmp_path / "run", a_run())
-    picture = tmp_path / "loss.png"
-    assert report.main([str(run), "--format", "json", "--picture", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 RUN = records(settings("22b", 1, 8, 1, 640), [420.0] * 4)
@@ -408,13 +373,9 @@ def test_errors(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(text)
-    given = [word.format(tmp=tmp_path) for word in words]
-    assert report.main([*given, "--format", "md"]) == 2 and given[-1] in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flags", [["--warm-up", "-1"], ["--peak-tflops", "nan"]])
-def test_bad_flags(flags: list[str]) -> None:
-    assert report.main(["x", *flags]) == 2
+    arguments = [word.format(tmp=tmp_path) for word in words]
+    assert report.main([*arguments, "--format", "md"]) == 2
+    assert arguments[-1] in capsys.readouterr().err
 
 
 def test_a_run_without_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -498,36 +459,28 @@ def dom(page: Path) -> tuple[str, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no chromium")
-@pytest.mark.parametrize("several", [False, True])
-def test_a_browser_draws_it(tmp_path: Path, several: bool) -> None:
-    """Every plot is drawn; the page's policy, which forbids every request, is not violated."""
-    runs = [written(tmp_path / "run", hostile(a_run()))]
+def test_a_browser_draws_it(tmp_path: Path) -> None:
+    """Every plot of two runs is drawn, and the page's policy, which forbids every request, holds.
+
+    The console says so if a page asks the network for something, or runs another script.
+    """
+    runs = [written(tmp_path / "run", hostile(a_run())), written(tmp_path / "other", a_run())]
     (runs[0] / "timeline.json").write_text(
         json.dumps({"traceEvents": hostile([*TIMELINE["traceEvents"]])})
     )
-    runs += [written(tmp_path / "other", a_run())] if several else []
     page = tmp_path / "page.html"
     assert report.main([*map(str, runs), "--output", str(page)]) == 0
     assert "default-src 'none'" in page.read_text()[:1000]
-    found, console = dom(page)
+    drawn, console = dom(page)
     assert not console, console
-    found = re.sub(r"<script.*?</script>", "", found, flags=re.DOTALL)
-    figures = found.split("<figure>")[1:]
+    drawn = re.sub(r"<script.*?</script>", "", drawn, flags=re.DOTALL)
+    figures = drawn.split("<figure>")[1:]
     assert len(figures) >= 7 and all('class="main-svg"' in figure for figure in figures)
     (loss,) = (figure for figure in figures if "Loss (nats per token)" in figure)
     assert loss.count('class="js-line"') >= len(runs)
     # texts of files are shown as they are, in the plot's legend too
-    assert "<b>" not in found and "<img" not in found and "&lt;img src=x" in loss
-    assert "&lt;b&gt;bold" in loss and 'href="http' not in found and "font-weight: bold" not in loss
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no chromium")
-def test_a_browser_reports_what_the_policy_forbids(tmp_path: Path) -> None:
-    """The console does say so if a page asks the network for something, or runs another script."""
-    run = write(tmp_path / "run", a_run())
-    assert report.main([str(run)]) == 0
-    page = run / "report.html"
-    for spoilt in ('<img src="http://127.0.0.1:9/x.png">', "<script>document.title = 1</script>"):
-        page.write_text(page.read_text().replace("</main>", f"{spoilt}</main>"))
-        assert "Content Security Policy" in " ".join(dom(page)[1])
+    assert "<b>" not in drawn and "<img" not in drawn and "&lt;img src=x" in loss
+    assert "&lt;b&gt;bold" in loss and 'href="http' not in drawn and "font-weight: bold" not in loss
+    spoilt = '<img src="http://127.0.0.1:9/x.png"><script>document.title = 1</script>'
+    page.write_text(page.read_text().replace("</main>", f"{spoilt}</main>"))
+    assert sum("Content Security Policy" in line for line in dom(page)[1]) >= 2

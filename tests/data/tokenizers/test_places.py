@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers, processors
 
@@ -43,11 +42,6 @@ def test_tiktoken(tmp_path: Path) -> None:
     ranks = {word: i for i, word in enumerate([*(bytes([b]) for b in range(256)), *words])}
     path = write_ranks(tmp_path / "a.tiktoken", ranks)
     check(build_tokenizer("TikTokenizer", tokenizer_model=path, tiktoken_pattern="gpt2"))
-
-
-@pytest.mark.slow
-def test_gpt2(gpt2: Tokenizer) -> None:
-    check(gpt2)
 
 
 def test_sentence_piece(model: Path) -> None:

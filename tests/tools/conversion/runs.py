@@ -263,23 +263,7 @@ def one_after(topology: Topology, directory: str) -> dict[str, Any]:
     from tests.helpers.training import pieces
 
     stored = open_checkpoint(find_folder(directory)).config["model"]
-    names = (
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "seq_length",
-        "vocab_size",
-        "normalization",
-        "swiglu",
-        "add_bias_linear",
-        "untie_embeddings_and_output_weights",
-        "position_embedding_type",
-        "max_position_embeddings",
-    )
-    config = Config.create(
-        **{name: stored[name] for name in names},
+    training = dict(
         micro_batch_size=2,
         global_batch_size=4,
         lr=theirs.RATES["lr"],
@@ -292,6 +276,7 @@ def one_after(topology: Topology, directory: str) -> dict[str, Any]:
         world_size=1,
         make_vocab_size_divisible_by=8,
     )
+    config = Config.create(**{**stored, **training})
     context = layer_context(config, topology)
     chunks = build_chunks(config, topology, context)
     engine = Engine(config, topology, chunks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,14 +45,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_there_and_back(llama: Path, tmp_path: Path, processes: int) -> None:
+def test_there_and_back(llama: Path, tmp_path: Path) -> None:
     native, back = tmp_path / "native", tmp_path / "back"
     for words in (
         ["--from", "hf", "--to", "megatron", str(llama), str(native)],
         ["--from", "megatron", "--to", "hf", str(native), str(back)],
     ):
-        outcomes = launch(processes, words, script="tools/convert_checkpoint.py")
+        outcomes = launch(2, words, script="tools/convert_checkpoint.py")
         assert all(o is not None and o.code == 0 for o in outcomes), outcomes[0]
     identical(llama, back)
     assert {path.name for path in native.iterdir()} == {
@@ -192,11 +190,6 @@ def truncate(folder: Path) -> None:
     os.truncate(path, path.stat().st_size - 8)
 
 
-def claim_a_huge_header(folder: Path) -> None:
-    data = first_file(folder).read_bytes()
-    first_file(folder).write_bytes(struct.pack("<Q", 1 << 62) + data[8:])
-
-
 def change_header(old: bytes, new: bytes) -> Callable[[Path], None]:
     assert len(old) == len(new)
 
@@ -206,11 +199,6 @@ def change_header(old: bytes, new: bytes) -> Callable[[Path], None]:
         first_file(folder).write_bytes(data.replace(old, new, 1))
 
     return change
-
-
-def put_a_fifo(folder: Path) -> None:
-    first_file(folder).unlink()
-    os.mkfifo(folder / "model-00001-of-00004.safetensors")
 
 
 def point_outside(folder: Path) -> None:
@@ -235,28 +223,16 @@ def only_a_pickle(folder: Path) -> None:
 
 BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "architecture": (change_config(model_type="t5"), ("config.json", "t5")),
-    "class": (change_config(architectures=["MistralModel"]), ("MistralModel",)),
-    "activation": (change_config(hidden_act="relu"), ("hidden_act", "relu")),
     "quantized": (change_config(quantization_config={"bits": 4}), ("quantized",)),
-    "type": (change_config(hidden_size=[32]), ("config.json", "[32]")),
     "width": (change_config(intermediate_size=48), ("mlp.", "48")),
     "vocabulary": (change_config(vocab_size=60), ("embed_tokens", "60")),
-    "layers": (change_config(num_hidden_layers=3), ("layers.2",)),
-    "fewer layers": (change_config(num_hidden_layers=1), ("layers.1",)),
-    "no JSON": (lambda f: (f / "config.json").write_text("{"), ("config.json",)),
     "no config": (lambda f: (f / "config.json").unlink(), ("config.json",)),
-    "missing shard": (lambda f: first_file(f).unlink(), ("model-00001",)),
     "truncated": (truncate, ("model-00001",)),
-    "huge header": (claim_a_huge_header, ("model-00001",)),
     "dtype": (change_header(b'"BF16"', b'"I16" '), ("I16",)),
-    "unknown dtype": (change_header(b'"BF16"', b'"XF16"'), ("model-00001",)),
-    "fifo": (put_a_fifo, ("model-00001",)),
     "outside": (point_outside, ("index.json",)),
     "pickle": (only_a_pickle, ("pytorch_model.bin", "safetensors")),
     "adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), ("adapter_config.json",)),
     "not finite": (not_finite, ("model.norm.weight", "2 of 32")),
-    "no size": (change_config(vocab_size=None), ("config.json", "vocab_size")),
-    "unknown field": (change_config(logit_scale=0.5), ("config.json", "logit_scale")),
 }
 
 

@@ -249,34 +249,24 @@ def itself(content: dict[str, Any]) -> None:
 
 FORGED: dict[str, Any] = {
     "sizes": lambda c: vars(c["args"]).update(tensor_model_parallel_size=10**15),
-    "no number": lambda c: vars(c["args"]).update(pipeline_model_parallel_size="two"),
-    "layers": lambda c: vars(c["args"]).update(num_layers=10**8),
     "digits": lambda c: c.update(iteration=10**5000),
-    "negative": lambda c: c.update(iteration=-5),
-    "version": lambda c: c.update(checkpoint_version=10**400),
-    "kind": lambda c: c.update(checkpoint_version=[]),
     "without an end": itself,
     "names": lambda c: c["model"].update({3: torch.ones(2)}),
-    "groups": lambda c: c["optimizer"]["optimizer"].update(param_groups=[3]),
-    "infinite": lambda c: vars(c["args"]).update(consumed_train_samples=float("inf")),
-    "tensor": lambda c: vars(c["args"]).update(num_experts=torch.ones(2)),
 }
 
 
-@pytest.mark.parametrize("how", [*FORGED, "a tracker without an end", "a tracker of no number"])
+@pytest.mark.parametrize("how", [*FORGED, "tracker"])
 def test_what_no_run_writes_is_no_checkpoint(tmp_path: Path, how: str) -> None:
     """Folders that no run writes end in an error, soon, and without a traceback."""
     write(tmp_path / "old", "gpt", 1, 1, 1, 3.0, True)
-    path, tracker = (
-        tmp_path / "old/iter_0000005/mp_rank_00/model_optim_rng.pt",
-        tmp_path / "old" / TRACKER,
-    )
+    path = tmp_path / "old/iter_0000005/mp_rank_00/model_optim_rng.pt"
+    tracker = tmp_path / "old" / TRACKER
     if how in FORGED:
         content = torch.load(path, weights_only=False)
         FORGED[how](content)
         torch.save(content, path)
     else:
-        tracker.write_text("9" * 10_000 if "end" in how else "\u00b2")
+        tracker.write_text("9" * 10_000)
     with pytest.raises(MegatronError):
         convert(plan_conversion(read_source(find_source(tmp_path / "old")), {}), tmp_path / "new")
     assert not (tmp_path / "new").exists() or not list((tmp_path / "new").iterdir())
@@ -308,10 +298,7 @@ def test_errors(tmp_path: Path) -> None:
         {"multi_latent_attention": True},
         {"position_embedding_type": "relative"},
         {"qk_l2_norm": True},
-        {"activation_func_clamp_value": 7.0},
-        {"glu_linear_offset": 1.0},
         {"final_logit_softcapping": 30.0},
-        {"num_unique_layers": 2},
         {"attn_sliding_window": 128},
     ],
 )

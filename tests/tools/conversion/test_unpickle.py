@@ -6,7 +6,6 @@ import argparse
 import collections
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,10 @@ class Runs:
         return self.call
 
 
-@pytest.mark.parametrize("function", [os.system, subprocess.getoutput, eval, exec])
+@pytest.mark.parametrize("function", [os.system, eval])
 def test_calls_are_refused_and_not_made(tmp_path: Path, function: Any) -> None:
     trace = tmp_path / "trace"
-    text = (
-        f"touch {trace}"
-        if function in (os.system, subprocess.getoutput)
-        else f"open({str(trace)!r}, 'w')"
-    )
+    text = f"touch {trace}" if function is os.system else f"open({str(trace)!r}, 'w')"
     torch.save({"module": {}, "args": Runs(function, text)}, tmp_path / "file.pt")
     with pytest.raises(CheckpointError, match=r"file\.pt") as caught:
         load_file(tmp_path / "file.pt")
@@ -82,13 +77,3 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     torch.save([1], tmp_path / "list.pt")
     with pytest.raises(CheckpointError, match=r"list\.pt.* list\b"):
         load_file(tmp_path / "list.pt")
-
-
-def test_files_from_before_torch_1_6(tmp_path: Path) -> None:
-    content = {"args": argparse.Namespace(num_layers=2), "w": torch.arange(4.0)}
-    torch.save(content, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    found = load_file(tmp_path / "old.pt")
-    assert attributes(found["args"]) == {"num_layers": 2} and torch.equal(found["w"], content["w"])
-    torch.save({"args": Runs(eval, "1")}, tmp_path / "bad.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match=r"bad\.pt.*eval"):
-        load_file(tmp_path / "bad.pt")

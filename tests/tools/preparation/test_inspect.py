@@ -21,18 +21,11 @@ from megatron.data.tokenizer_adapters import byte_letters
 from megatron.errors import DataError
 from megatron_inspection import dataset as library
 from megatron_inspection.dataset import count_lengths, decode_leniently, inspect
-from tests.data.struct_format import Documents, packed
+from tests.data.struct_format import Documents, packed, write
 from tools import inspect_dataset
 
 Damage = Callable[[bytes, bytes], tuple[bytes | None, bytes | None]]
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "50"]
-
-
-def write(prefix: Path, documents: Documents, dtype: str = "<u2") -> str:
-    data, index = packed(documents, dtype)
-    Path(f"{prefix}.bin").write_bytes(data)
-    Path(f"{prefix}.idx").write_bytes(index)
-    return str(prefix)
 
 
 def texts(prefix: str, **options) -> list[str]:
@@ -140,10 +133,8 @@ def index_with(at: int, kind: str, value: int) -> Damage:
     [
         (lambda d, i: (None, i), ["a.bin: "]),
         (lambda d, i: (d, None), ["a.idx: "]),
-        (lambda d, i: (d, b""), ["a.idx: .*b''"]),
         (lambda d, i: (d, i[:60]), ["a.idx: 60 .* 94"]),
         (lambda d, i: (d[:-3], i), ["a.bin: .* 9\\b.* 12 .* 2 "]),
-        (lambda d, i: (d + b"1234567", i), ["a.bin: .* 12\\b.* 7\\b"]),
         (
             index_with(SIZES + 4, "i", -5),
             ["a.idx: .* 38\\b.* 1 .*-5", "a.idx: .* 62\\b.* 2 .* 8 .*-4"],
@@ -153,7 +144,6 @@ def index_with(at: int, kind: str, value: int) -> Damage:
             ["a.idx: .* 54\\b.* 1 .* 5 .* 6$", "a.idx: .* 62\\b.* 2 .* 8 .* 7$"],
         ),
         (index_with(BOUNDARIES + 8, "q", 5), ["a.idx: .* 86\\b.* 2 .* 3\\b.* 5"]),
-        (index_with(BOUNDARIES, "q", 1), ["a.idx: .* 70\\b.* 1\\b.* 0"]),
         (index_with(BOUNDARIES + 16, "q", 2), ["a.idx: .* 86\\b.* 2\\b.* 3"]),
         (
             index_with(17, "B", 4),
@@ -248,10 +238,8 @@ def test_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     prefix = write(tmp_path / "a", [[[1]]])
     empty = write(tmp_path / "empty", [[[]]])
     for arguments, message in (
-        ([str(tmp_path / "none")], "none.bin"),
         ([prefix, "--documents", "1"], "--documents 1"),
         ([prefix, "--merge-file", "x"], "--merge-file.*--tokenizer-type"),
-        ([prefix, "--tokenizer-type", "Nothing"], "Nothing"),
         ([prefix, "--plot", str(tmp_path / "a.pdfx")], "a.pdfx.*--plot"),
         ([empty, "--plot", str(tmp_path / "a.png")], ""),
     ):

@@ -402,7 +402,7 @@ def test_two_runs_at_once(job: Job) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limit", [60, 500, 1000])
+@pytest.mark.parametrize("limit", [60, 1000])
 def test_a_full_disk(job: Job, limit: int) -> None:
     """Run on a full disk.
 
@@ -427,18 +427,9 @@ def test_signals_stop_the_tool_and_it_goes_on(
 ) -> None:
     path = write_input(tmp_path / "c.jsonl", TEXTS)
 
-    def run(name: str) -> tuple[int, str, str]:
-        arguments = [
-            "--input",
-            str(path),
-            "--output-prefix",
-            str(tmp_path / name),
-            *NULL_FLAGS,
-            "--workers",
-            "1",
-        ]
-        code = preprocess_data.main(arguments)
-        return (code, *capsys.readouterr())
+    def run(name: str) -> tuple[int, str]:
+        words = f"--input {path} --output-prefix {tmp_path / name} --workers 1".split()
+        return preprocess_data.main([*words, *NULL_FLAGS]), capsys.readouterr().err
 
     handlers = [signal.getsignal(s) for s in preprocess_data.StopSignal.SIGNALS]
     assert run("whole")[0] == 0
@@ -451,12 +442,12 @@ def test_signals_stop_the_tool_and_it_goes_on(
 
         with monkeypatch.context() as patch:
             patch.setattr(preprocess_data.Progress, "update", kill)
-            code, _, said = run(f"o{number}{times}")
+            code, said = run(f"o{number}{times}")
         assert code == 128 + number and handlers == [
             signal.getsignal(s) for s in preprocess_data.StopSignal.SIGNALS
         ]
         assert times == 2 or (number.name in said and f"o{number}1_partial" in said)
-        code, _, said = run(f"o{number}{times}")
+        code, said = run(f"o{number}{times}")
         assert code == 0 and ("resuming" in said) == (times == 1)
         assert pair_bytes(tmp_path / f"o{number}{times}_text_document") == pair_bytes(
             tmp_path / "whole_text_document"
@@ -476,14 +467,7 @@ def test_a_signal_that_was_ignored_before_stays_so(
     )
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        words = [
-            "--input",
-            str(tmp_path / "c.jsonl"),
-            "--output-prefix",
-            str(tmp_path / "o"),
-            "--workers",
-            "1",
-        ]
+        words = f"--input {tmp_path}/c.jsonl --output-prefix {tmp_path}/o --workers 1".split()
         assert preprocess_data.main([*words, *NULL_FLAGS]) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
