@@ -112,14 +112,6 @@ def test_the_blend_changes_in_between(blend: BlendedDataset, tmp_path: Path) -> 
     assert after.counts[a].epochs == pytest.approx(before[a]["epochs"] + 80 / 100)
 
 
-def test_a_source_that_is_listed_twice_is_one(tmp_path: Path) -> None:
-    part = source(tmp_path, "x", 100, 1, 12)
-    twice = BlendedDataset([part, part], [1, 3], 10)
-    assert Ledger(twice, SampleOrder(10), 10).counts == {
-        part.name: Consumed(10, 80, pytest.approx(0.8))
-    }
-
-
 def test_packed_samples_count_what_is_predicted(tmp_path: Path) -> None:
     """Every token but the first of a piece is predicted once, and padding never.
 

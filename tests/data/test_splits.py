@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from megatron.data.datasets import (
     BlendPart,
-    parse_data_path,
     read_data_file_list,
     split_bounds,
 )
@@ -47,14 +46,6 @@ def test_split_covers_everything_once(shares: list[float], size: int) -> None:
         assert 0 <= start <= stop
         # rounding of each of three parts, and of their sum
         assert abs((stop - start) - share / total * size) <= 2
-
-
-def test_data_path() -> None:
-    assert parse_data_path(["p"]) == (BlendPart(1.0, "p"),)
-    assert parse_data_path(["3", "p", "0", "q", "1", "r"]) == (
-        BlendPart(0.75, "p"),
-        BlendPart(0.25, "r"),
-    )
 
 
 def test_data_file_list(tmp_path: Path) -> None:

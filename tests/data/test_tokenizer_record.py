@@ -82,7 +82,9 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     assert check(prefix, bytes_)[1] == 1  # another end of a document
     with pytest.raises(DataError, match=r"a_text_document.*\b101\b.*\b50\b") as beyond:
         check(prefix, {**NULL, "vocab_size": 50})
-    assert "51" not in str(beyond.value)  # the flag, not its number of ids
+    assert "51" not in str(beyond.value).replace(
+        str(tmp_path), ""
+    )  # the flag, not its number of ids
     (tmp_path / "tokenizer_config.json").unlink()
     Path(f"{prefix}.tokenizer.json").write_text(json.dumps({**record, "vocab_size": 10**15}))
     assert check(prefix, bytes_)[1] == 0  # the ids that both have mean the same

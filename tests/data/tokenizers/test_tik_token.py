@@ -15,7 +15,6 @@ from megatron.data.tiktoken_files import PUBLISHED
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.data.tokenizer_adapters import PATTERNS, RankTokenizer, byte_letters
 from megatron.errors import ConfigError, DataError
-from tests.helpers.examples import examples
 
 BYTES = [bytes([byte]) for byte in range(256)]
 WORDS = [b"he", b"ll", b"hell", b"hello", b" w", b"or", b" wor", b" world"]
@@ -220,9 +219,13 @@ def test_special_tokens_of_a_rank_file(small: str) -> None:
     assert max(tokenizer.encode("<s>hello</s>")) < 264
 
 
-@examples(10)
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return build(write_json(tmp_path_factory.mktemp("json") / "vocab.json", [*BYTES, *WORDS]))
+
+
 @given(text=TEXTS)
-def test_json_vocabulary_is_numbered_as_megatron_lm_does(tmp_path_factory, text: str) -> None:
+def test_json_vocabulary_is_numbered_as_megatron_lm_does(numbered: Tokenizer, text: str) -> None:
     """JSON vocabularies are numbered like Megatron-LM's.
 
     Rank r has id N + r, and below N are special tokens; tiktoken itself with these ids gives the
@@ -230,19 +233,17 @@ def test_json_vocabulary_is_numbered_as_megatron_lm_does(tmp_path_factory, text:
     """
     import tiktoken
 
-    path = write_json(tmp_path_factory.mktemp("json") / "vocab.json", [*BYTES, *WORDS])
-    tokenizer = build(path)
-    assert (tokenizer.vocab_size, tokenizer.eod) == (1264, 2)
+    assert (numbered.vocab_size, numbered.eod) == (1264, 2)
     reference = tiktoken.Encoding(
         "reference",
         pat_str=PATTERNS["v2"],
         special_tokens={},
         mergeable_ranks={token: 1000 + i for i, token in enumerate([*BYTES, *WORDS])},
     )
-    ids = tokenizer.encode(text)
-    assert ids == reference.encode_ordinary(text) and tokenizer.decode(ids) == text
+    ids = numbered.encode(text)
+    assert ids == reference.encode_ordinary(text) and numbered.decode(ids) == text
     names = "<unk><s></s><mask><pad><cls><sep><SPECIAL_7>"
-    assert tokenizer.decode([*range(8), *ids, 999]) == f"{names}{text}<SPECIAL_999>"
+    assert numbered.decode([*range(8), *ids, 999]) == f"{names}{text}<SPECIAL_999>"
 
 
 def test_json_vocabulary_is_cut(tmp_path: Path) -> None:
