@@ -13,10 +13,14 @@ import pytest
 from megatron.data.file_lock import FolderClaim
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.metrics_file import read_records
-from tests.helpers.launching import ROOT, TINY, launch
+from tests.helpers.launching import ROOT, TINY, Outcome, launch
 from tests.helpers.processes import free_port, rank_environment
 
 pytestmark = pytest.mark.slow
+
+
+def refused(outcome: Outcome | None) -> None:
+    assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, outcome
 
 
 def test_a_run_at_its_end_and_a_damaged_checkpoint(tmp_path: Path) -> None:
@@ -30,9 +34,7 @@ def test_a_run_at_its_end_and_a_damaged_checkpoint(tmp_path: Path) -> None:
     assert file.stat().st_size > 1000
     os.truncate(file, 1000)
     for outcome in launch(2, [*TINY, "--load", str(tmp_path), "--train-iters", "5"]):
-        assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, (
-            outcome
-        )
+        refused(outcome)
         assert f"{file} has 1000 bytes" in outcome.output
 
 
@@ -40,9 +42,7 @@ def test_a_folder_that_another_run_saves_to_is_refused_on_every_rank(tmp_path: P
     other = FolderClaim(tmp_path, f"--save {tmp_path}")
     other.take(print)
     for outcome in launch(2, [*TINY, "--save", str(tmp_path)]):
-        assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, (
-            outcome
-        )
+        refused(outcome)
         assert f"--save {tmp_path}" in outcome.output and f"process {os.getpid()}" in outcome.output
     other.release()
     (outcome,) = launch(1, [*TINY, "--save", str(tmp_path), "--train-iters", "1"])
@@ -65,9 +65,7 @@ def test_a_vanished_validation_part_is_said_and_a_changed_index_refused(tmp_path
     (order,) = (tmp_path / "index-cache").glob("*_shuffle_idx.npy")
     np.save(order, np.load(order)[::-1])
     for outcome in launch(2, arguments):
-        assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, (
-            outcome
-        )
+        refused(outcome)
         assert order.name.partition("_")[0] in outcome.output
 
 
@@ -175,4 +173,4 @@ def test_a_fatal_signal_says_where_it_struck() -> None:
 )
 def test_a_variable_that_names_nothing_can_be_told(name: str, value: str) -> None:
     (outcome,) = launch(1, [*TINY, "--train-iters", "1"], env={name: value})
-    assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, outcome
+    refused(outcome)

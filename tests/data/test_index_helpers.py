@@ -147,14 +147,11 @@ def check_blend(shares: np.ndarray, size: int) -> None:
     [
         ((16, 1), True),
         ((17, 1), False),
-        ((20, 0), True),
         ((21, 0), False),
         ((-1, 0), False),
-        ((0, 6), False),
         ((0, 5), True),
         ((0, -1), False),
         ((2**62, 2**62), False),
-        ((4, 2**62), False),
         ((-(2**63), 1), False),
     ],
 )

@@ -122,7 +122,6 @@ def test_difference(tmp_path: Path, run: Run) -> None:
     ("arguments", "words"),
     [
         ((), "PATH"),
-        (("--diff", ".", ".", "."), "PATH"),
         (("--diff", ".", "/does/not/exist"), "/does/not/exist"),
         (("--diff", ".", ".", "--verify"), "--diff"),
     ],

@@ -37,8 +37,6 @@ def test_a_vocabulary_that_the_tokenizer_has_is_assumed(capsys):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--preset gpt-22b --world-size 12", "12"),
-        ("--preset gpt-22c", "gpt-22c"),
         ("--all --seed 3", "--all"),
         ("--world-size 8", "--num-layers"),
     ],

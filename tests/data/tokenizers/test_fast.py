@@ -267,7 +267,7 @@ def test_a_tokenizer_that_doubles_a_text_again_and_again_is_ended(
     fast.normalizer = normalizers.Sequence([normalizers.Replace("x", "xx")] * 40)
     fast.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    monkeypatch.setattr(limited, "_TIME_S", 1.0)
+    monkeypatch.setattr(limited, "_TIME_S", 0.5)
     monkeypatch.setattr(limited, "_MEMORY_BYTES", 1 << 28)
     tokenizer = build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
     with pytest.raises(limited.LimitError, match="tokenizer.json"):

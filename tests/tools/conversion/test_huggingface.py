@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,14 +78,20 @@ def test_there_and_back(llama: Path, tmp_path: Path) -> None:
     assert not list(back.glob("*.py"))
 
 
+def there_and_back(source: Path, folder: Path) -> Path:
+    """Convert a model to a checkpoint of ours and back; return the new model."""
+    native, back = folder / "native", folder / "back"
+    assert main([str(source), str(native)]) == 0
+    assert main(["--to", "hf", str(native), str(back)]) == 0
+    return back
+
+
 def test_large_models_are_cut_into_files(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_save, "FILE_BYTES", 6000)
     monkeypatch.setattr(write, "SHARD_BYTES", 700)  # rows of two of their tensors in one shard
-    assert main([str(llama), str(tmp_path / "native")]) == 0
-    assert main(["--to", "hf", str(tmp_path / "native"), str(tmp_path / "back")]) == 0
-    back = tmp_path / "back"
+    back = there_and_back(llama, tmp_path)
     identical(llama, back)
     index = json.loads((back / "model.safetensors.index.json").read_text())
     files = {path.name for path in back.glob("*.safetensors")}
@@ -97,16 +104,15 @@ def test_experts_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """The tensors of single experts are parts of ours; files end within a layer."""
     monkeypatch.setattr(write, "SHARD_BYTES", 9000)
     source = make("qwen3_moe", tmp_path / "source", torch.bfloat16, max_shard_size="30KB")
-    assert main([str(source), str(tmp_path / "native")]) == 0
+    back = there_and_back(source, tmp_path)
     masters = whole_tensors(find_folder(tmp_path / "native"))
     theirs = tensors(source)
     for expert, ours in enumerate(masters["master.layers.2.mlp.experts.dense_h_to_4h.weight"]):
         for matrix, name in zip(ours, ("gate", "up"), strict=True):
             of = theirs[f"model.layers.2.mlp.experts.{expert}.{name}_proj.weight"]
             assert torch.equal(matrix, of.float())
-    assert main(["--to", "hf", str(tmp_path / "native"), str(tmp_path / "back")]) == 0
-    identical(source, tmp_path / "back")
-    fields = json.loads((tmp_path / "back" / "config.json").read_text())
+    identical(source, back)
+    fields = json.loads((back / "config.json").read_text())
     assert fields["mlp_only_layers"] == [1] and fields["num_experts"] == 6
 
 
@@ -121,9 +127,7 @@ def test_files_as_they_were_published(tmp_path: Path, monkeypatch: pytest.Monkey
     published["h.0.attn.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.uint8)
     published["lm_head.weight"] = values["transformer.wte.weight"].clone()
     save_file(published, old / "model.safetensors", {"format": "pt"})
-    assert main([str(old), str(tmp_path / "native")]) == 0
-    assert main(["--to", "hf", str(tmp_path / "native"), str(tmp_path / "back")]) == 0
-    identical(source, tmp_path / "back")
+    identical(source, there_and_back(old, tmp_path))
 
 
 def test_a_whole_file_comes_before_the_index_of_an_earlier_model(
@@ -134,10 +138,8 @@ def test_a_whole_file_comes_before_the_index_of_an_earlier_model(
     shutil.copytree(llama, folder)
     values = {name: value * 2 for name, value in tensors(llama).items()}
     save_file(values, folder / "model.safetensors", {"format": "pt"})
-    assert main([str(folder), str(tmp_path / "native")]) == 0
-    assert main(["--to", "hf", str(tmp_path / "native"), str(tmp_path / "back")]) == 0
-    found = tensors(tmp_path / "back")
-    assert all(torch.equal(found[name], value) for name, value in values.items())
+    written = tensors(there_and_back(folder, tmp_path))
+    assert all(torch.equal(written[name], value) for name, value in values.items())
 
 
 @pytest.mark.parametrize("value", ["another", "nan"])
@@ -271,45 +273,44 @@ def full(*_: object) -> Exception:
     raise OSError(28, "No space left on device")
 
 
-def test_models_without_a_family(tmp_path: Path) -> None:
-    config = Config.create(
-        num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50
-    )
-    assert huggingface_save.family_of(config.model) == "gpt2"
-    for changed in (
-        {"squared_relu": True},
-        {"swiglu": True},
-        {"apply_layernorm_1p": True},
-    ):
-        with pytest.raises(ConfigError, match=next(iter(changed))):
-            huggingface_save.family_of(config.replace(**changed).model)
+DENSE = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50)
+EXPERTS = DENSE | dict(
+    normalization="rmsnorm",
+    swiglu=True,
+    add_bias_linear=False,
+    position_embedding_type="rope",
+    untie_embeddings_and_output_weights=True,
+    num_experts=4,
+    moe_ffn_hidden_size=24,  # beside which the width of an MLP has no effect
+)
 
 
-def test_models_of_experts_without_a_family() -> None:
-    config = Config.create(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        seq_length=16,
-        vocab_size=50,
-        normalization="rmsnorm",
-        swiglu=True,
-        add_bias_linear=False,
-        position_embedding_type="rope",
-        untie_embeddings_and_output_weights=True,
-        num_experts=4,
-        moe_ffn_hidden_size=24,  # beside which the width of an MLP has no effect
-    )
-    assert huggingface_save.family_of(config.model) == "mixtral"
-    assert huggingface_save.family_of(config.replace(qk_layernorm=True).model) == "qwen3_moe"
-    for changed in (
-        {"moe_router_score_function": "sigmoid"},
-        {"moe_shared_expert_intermediate_size": 16},
-    ):
-        with pytest.raises(ConfigError, match=next(iter(changed))):
-            huggingface_save.family_of(config.replace(**changed).model)
+@pytest.mark.parametrize(
+    ("fields", "family", "unknown"),
+    [
+        (DENSE, "gpt2", dict(squared_relu=True, swiglu=True, apply_layernorm_1p=True)),
+        (
+            EXPERTS,
+            "mixtral",
+            dict(moe_router_score_function="sigmoid", moe_shared_expert_intermediate_size=16),
+        ),
+        (EXPERTS | dict(qk_layernorm=True), "qwen3_moe", {}),
+    ],
+    ids=["dense", "experts", "normalized"],
+)
+def test_models_with_and_without_a_family(
+    fields: dict[str, Any], family: str, unknown: dict[str, Any]
+) -> None:
+    config = Config.create(**fields)
+    assert huggingface_save.family_of(config.model) == family
+    for name, value in unknown.items():
+        with pytest.raises(ConfigError, match=name):
+            huggingface_save.family_of(config.replace(**{name: value}).model)
+
+
+def test_capacities_of_experts_are_named_in_a_note() -> None:
     factors = dict(moe_expert_capacity_factor=1.25, moe_eval_capacity_factor=1.75)
-    note = huggingface_save.companions_of(config.replace(**factors)).note
+    note = huggingface_save.companions_of(Config.create(**EXPERTS, **factors)).note
     assert "1.25" in note and "1.75" in note
 
 

@@ -150,18 +150,9 @@ def scores(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return to_all(_Gather, F.linear(to_all(_Copy, x), weight))
 
 
-class RMSNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(HIDDEN))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.float()
-        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * self.weight
-
-
 def norm(a: argparse.Namespace) -> nn.Module:
-    return RMSNorm() if a.normalization == "rmsnorm" else nn.LayerNorm(HIDDEN, eps=1e-5)
+    kind = nn.RMSNorm if a.normalization == "rmsnorm" else nn.LayerNorm
+    return kind(HIDDEN, eps=1e-5)
 
 
 def turned(x: torch.Tensor) -> torch.Tensor:

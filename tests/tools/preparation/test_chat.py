@@ -349,15 +349,15 @@ def test_a_template_that_is_missing_or_broken_is_named(tmp_path: Path, more: lis
 def test_contradicting_flags_and_inputs_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = [{"prompt": "1", "completion": "2"}]
-    assert run(tmp_path, tmp_path / "o", line, *NULL_FLAGS, "--json-keys", "a") == 2
-    assert "--json-keys" in capsys.readouterr().err
     (tmp_path / "a.txt").write_text("1 2")
-    words = ["--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "o")]
-    assert preprocess_data.main([*words, *NULL_FLAGS, "--chat"]) == 2
-    assert "a.txt" in capsys.readouterr().err
-    assert preprocess_data.main([*words, *NULL_FLAGS, "--max-tokens", "9"]) == 2
-    assert "--max-tokens" in capsys.readouterr().err
+    words = f"--input {tmp_path}/a.txt --output-prefix {tmp_path}/o".split()
+    for flags, named in (
+        (["--chat", "--json-keys", "a"], "--json-keys"),
+        (["--chat"], "a.txt"),
+        (["--max-tokens", "9"], "--max-tokens"),
+    ):
+        assert preprocess_data.main([*words, *NULL_FLAGS, *flags]) == 2
+        assert named in capsys.readouterr().err
 
 
 def test_a_resumed_run_and_several_workers_write_the_same_files(

@@ -56,13 +56,6 @@ def test_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_several_files_and_keys(tmp_path: Path) -> None:
-    one, two = write_input(tmp_path / "1.jsonl", ["1"]), write_input(tmp_path / "2.jsonl.gz", ["2"])
-    assert run(tmp_path, "--json-keys", "text", "title", inputs=f"{one} {two}") == 0
-    assert documents(tmp_path / "o_text_document") == [[1], [2]]
-    assert documents(tmp_path / "o_title_document") == [[7, 8], [7, 8]]
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("model")

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.file_lock import FileLock
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 from megatron_preparation import sources
@@ -387,18 +386,6 @@ def test_damage_in_the_partial_folder(job: Job) -> None:
             job.run()
         totals = job.run(restart=True)
         assert totals.earlier_documents == 0 and job.written() == job.expected
-
-
-# Two runs of one output
-
-
-def test_two_runs_at_once(job: Job) -> None:
-    lock = FileLock(job.folder / "o_partial.lock")
-    assert lock.acquire()
-    with pytest.raises(DataError, match=f"{job.folder}/o: .* {os.getpid()} "):
-        job.run()
-    lock.release()
-    job.finish()
 
 
 @pytest.mark.slow
