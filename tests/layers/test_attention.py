@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels.choose import ALL, NONE
 from megatron.kernels.cost import Product
@@ -22,6 +21,7 @@ from megatron.layers.attention_unfused import PLAIN, Scoring, unfused_attention
 from megatron.layers.positions import Alibi, Documents, alibi_slopes
 from megatron.parallel.keyed_random import seeded
 from tests.helpers.fusions import Operators
+from tests.helpers.operators import Watch
 
 D = 8
 PATHS = ("torch", "unfused", "unfused, fused", "blocked", "blocked, fused")
@@ -327,23 +327,19 @@ def test_parts_of_the_heads_change_nothing(monkeypatch, path, lengths, dtype, bo
 # -- memory ----------------------------------------------------------------------------------------
 
 
-class Watched(TorchDispatchMode):
-    """The largest size of a tensor that an operation returns, and the FLOPs of batched products."""
+def watched(run, tensors):
+    """Return the largest size of a tensor that an operator returns, and FLOPs of batched products."""
+    elements, flops = [0], [0.0]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-        self.flops = 0.0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.numel())
-        if func.overloadpacket.__name__ in ("bmm", "baddbmm"):
+    def look(name, args, returned):
+        elements.extend(x.numel() for x in returned)
+        if name in ("bmm", "baddbmm"):
             a, b = args[-2:]
-            self.flops += Product(a.shape[1], b.shape[2], a.shape[2], a.shape[0]).flops
-        return result
+            flops.append(Product(a.shape[1], b.shape[2], a.shape[2], a.shape[0]).flops)
+
+    with Watch(look):
+        output_and_gradients(run, tensors)
+    return max(elements), sum(flops)
 
 
 @pytest.mark.parametrize(("alibi", "dropout"), [(False, 0.0), (True, 0.1)])
@@ -353,10 +349,9 @@ def test_documents_by_torch_take_no_memory_of_the_sample_squared(alibi, dropout)
     tensors = inputs(s, 2, heads, heads, torch.float32)
     slopes = alibi_slopes(heads) if alibi else None
     run = attend("torch", Scoring(dropout=dropout), slopes, documents_of(lengths))
-    with Watched() as seen:
-        output_and_gradients(run, tensors)
+    largest, _ = watched(run, tensors)
     # Padded scores of documents, for dropout: b * s * 1.25 * 32 for each head.
-    assert seen.elements <= 2 * s * 1.25 * 32 * heads < s * s / 4
+    assert largest <= 2 * s * 1.25 * 32 * heads < s * s / 4
 
 
 @pytest.mark.slow
@@ -371,16 +366,15 @@ def test_blocks_and_windows_take_no_memory_of_the_sample_squared(path):
     blocks = path.startswith("blocked")
     for alibi in (None, alibi_slopes(heads)):
         tensors = inputs(s, 1, heads, 1, torch.float32)
-        with Watched() as seen:
-            output_and_gradients(attend(path, Scoring(window=window), alibi), tensors)
+        largest, flops = watched(attend(path, Scoring(window=window), alibi), tensors)
         block = 128 if blocks else 128 + 16
         # twice in the backward pass
-        assert seen.elements <= max(2 * heads * block * (window + block + 32), tensors[0].numel())
-        assert not blocks or seen.flops <= 7 * 2 * heads * s * (window + block + 32) * D
+        assert largest <= max(2 * heads * block * (window + block + 32), tensors[0].numel())
+        assert not blocks or flops <= 7 * 2 * heads * s * (window + block + 32) * D
     if blocks:
         s = 1280
         tensors = inputs(s, 1, 2, 2, torch.float32, 4)
-        with Watched() as seen:
-            output_and_gradients(attend(path, Scoring(dropout=0.1, seed=3), mixed=True), tensors)
+        run = attend(path, Scoring(dropout=0.1, seed=3), mixed=True)
+        largest, _ = watched(run, tensors)
         # The scores of a block, twice in the backward pass, for both heads.
-        assert seen.elements <= 2 * 2 * block_length(s, torch.float32) * s < s * s
+        assert largest <= 2 * 2 * block_length(s, torch.float32) * s < s * s

@@ -12,7 +12,6 @@ import types
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import Config
 from megatron.kernels.choose import ALL, NONE, Fusions
@@ -29,6 +28,7 @@ from megatron.parallel.topology import Topology
 from megatron.planner.dryrun.rank import member
 from megatron.planner.tensors import OperatorRecorder, without_data
 from tests.helpers.fusions import context
+from tests.helpers.operators import Watch
 from tests.layers.test_attention import (
     TWO_SAMPLES,
     D,
@@ -179,27 +179,25 @@ def test_cudnn_gets_fixed_shapes_alone(monkeypatch):
         allowed.clear()
 
 
-class Copies(TorchDispatchMode):
+def copies(elements, run):
     """Count the operators that only copy `elements` or more elements into another layout.
 
     Before its backward pass each of torch's kernels copies an output and a gradient that are not
     contiguous as [samples, s, heads, d]
     (aten/src/ATen/native/transformers/cuda/attention_backward.cu): they are counted too.
     """
+    copied = []
 
-    def __init__(self, elements: int) -> None:
-        super().__init__()
-        self.elements, self.count = elements, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name in ("clone", "copy_", "contiguous") and args[0].numel() >= self.elements:
-            self.count += 1
+    def look(name, args, _):
+        if name in ("clone", "copy_", "contiguous") and args[0].numel() >= elements:
+            copied.append(name)
         if name.startswith("_scaled_dot_product") and name.endswith("backward"):
-            gradient, out = args[0], args[4]
-            self.count += sum(not x.transpose(1, 2).is_contiguous() for x in (gradient, out))
-        return result
+            both = args[0], args[4]  # gradient and output
+            copied.extend(name for x in both if not x.transpose(1, 2).is_contiguous())
+
+    with Watch(look):
+        run()
+    return len(copied)
 
 
 @pytest.mark.parametrize(
@@ -246,21 +244,22 @@ def test_nothing_is_copied_into_another_layout(device, tp, kernels, groups, rope
         x = torch.randn(s // tp, b, heads * D, device=device, dtype=dtype).requires_grad_()
         gradient = torch.empty_like(x)
         layer(x, CallContext())  # builds the tables of the rotation
-        with Copies(s * b * groups * D // tp) as seen:
+
+        def both_passes():
             out, _ = layer(x, CallContext())
-            torch.autograd.grad(
-                out, [x, layer.query_key_value.weight, layer.dense.weight], gradient
-            )
-    assert seen.count == (1 if groups < heads and not rope else 0)
+            leaves = [x, layer.query_key_value.weight, layer.dense.weight]
+            torch.autograd.grad(out, leaves, gradient)
+
+        count = copies(s * b * groups * D // tp, both_passes)
+    assert count == (1 if groups < heads and not rope else 0)
 
 
 def test_grouped_keys_and_values_are_not_copied_for_an_explicit_softmax():
     mixed = torch.randn(20, 2, 2, 3 + 2, D)
     q = mixed[:, :, :, :-2].reshape(20, 2, 6, D)
     scoring = Scoring(fusions=Fusions(masked_softmax=True))
-    with Copies(1) as seen:
-        unfused_attention(q, mixed[:, :, :, -2], mixed[:, :, :, -1], scoring)
-    assert seen.count == 1  # the queries, as rows of their groups
+    run = lambda: unfused_attention(q, mixed[:, :, :, -2], mixed[:, :, :, -1], scoring)  # noqa: E731
+    assert copies(1, run) == 1  # the queries, as rows of their groups
 
 
 def test_all_layers_of_a_rank_share_one_bias_of_alibi():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels.choose import ALL, NONE
 from megatron.layers.context import LayerContext, ParameterFactory
@@ -18,6 +17,7 @@ from megatron.parallel.gradient_accumulator import GradientAccumulator
 from megatron.parallel.sharding import shard
 from tests.helpers.fusions import context as fused_context
 from tests.helpers.groups import join
+from tests.helpers.operators import Watch
 from tests.helpers.processes import run_processes
 
 S, B, H, V, PADDED = 8, 3, 16, 50, 64
@@ -162,25 +162,6 @@ def test_the_graph_goes_with_the_loss():
     assert kept() is None
 
 
-class Products(TorchDispatchMode):
-    """Record each product's shape, the logits' memory, and the largest returned tensor in bytes."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes, self.largest, self.places = [], 0, set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
-            self.shapes.append(tuple(result.shape))
-            if result.shape[1] == 1024:
-                self.places.add(result.data_ptr())
-        for t in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(t, torch.Tensor):
-                self.largest = max(self.largest, t.numel() * t.element_size())
-        return result
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("late", [True, False])
 def test_only_one_chunk_of_logits_exists_and_is_computed_once(fused, late):
@@ -194,15 +175,23 @@ def test_only_one_chunk_of_logits_exists_and_is_computed_once(fused, late):
     hang_sink(weight)
     x = torch.randn(S, B, 2).bfloat16().requires_grad_()
     labels, v = torch.randint(0, 1024, (S, B)), Vocabulary(weight, context, 0, 1024, 7)
-    with Products() as seen, torch.set_grad_enabled(late):
+    shapes, sizes, places = list[tuple[int, ...]](), list[int](), set[int]()
+
+    def look(name, _, returned):
+        sizes.extend(x.nbytes for x in returned)
+        if name == "mm":
+            shapes.append(tuple(returned[0].shape))
+            places.update(x.data_ptr() for x in returned if x.shape[1] == 1024)
+
+    with Watch(look), torch.set_grad_enabled(late):
         loss = vocabulary_loss(x, labels, torch.ones(S, B), v, late=True)
         if late:
             loss.backward()
     # torch's operators take a few rows in fp32 at a time; here a chunk is smaller.
-    assert seen.largest == 7 * 1024 * (2 if fused else 4)
-    assert [shape for shape in seen.shapes if shape[1] == 1024] == [(7, 1024)] * 3 + [(3, 1024)]
-    assert len(seen.shapes) == (12 if late else 4)
-    assert len(seen.places) == 1, "a chunk takes the memory of the one before"
+    assert max(sizes) == 7 * 1024 * (2 if fused else 4)
+    assert [shape for shape in shapes if shape[1] == 1024] == [(7, 1024)] * 3 + [(3, 1024)]
+    assert len(shapes) == (12 if late else 4)
+    assert len(places) == 1, "a chunk takes the memory of the one before"
 
 
 def test_fp16_needs_the_loss_scale_before_rounding():

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels.ops.elementwise import bias_activation, bias_dropout_add
 from megatron.kernels.ops.norm import norm
 from megatron.parallel import gradient_accumulator as module
 from megatron.parallel.gradient_accumulator import GradientAccumulator, accumulator_of, deliver
+from tests.helpers.operators import Watch
 
 TOKENS = 48
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -71,20 +71,6 @@ def test_the_first_contribution_overwrites_and_parts_are_one():
     assert bool((accumulator.complete() == 0).all())
 
 
-class Products(TorchDispatchMode):
-    """Record the shapes of the products."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket is torch.ops.aten.mm:
-            self.shapes.append(tuple(result.shape))
-        return result
-
-
 @pytest.mark.parametrize(
     ("device", "shape", "rows"),
     [
@@ -101,9 +87,14 @@ def test_products_through_a_buffer(device, shape, rows, monkeypatch):
     monkeypatch.setattr(module, "_adds_in_fp32", lambda *_: False)
     _, accumulator = make(shape, device)
     dy, x = (torch.zeros(1, n, dtype=torch.bfloat16, device=device) for n in shape)
-    with Products() as seen:
+    shapes = []
+
+    def look(name, args, returned):
+        shapes.extend(tuple(x.shape) for x in returned if name == "mm")
+
+    with Watch(look):
         accumulator.add_product(dy, x)
-    assert seen.shapes == [(n, shape[1]) for n in rows]
+    assert shapes == [(n, shape[1]) for n in rows]
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -314,7 +314,7 @@ TOGETHER = [
     experts(2, dp=2, recompute=MOE, **EXPERTS, **MUON),
     layout(pp=2, dp=2, zero=2, schedule="zb-h1", overlap_grad_reduce=False),
     experts(4, dp=4, recompute=MOE_ACT, **TWO_NODES, **BIASED),
-    layout(tp=4, sp=True, recompute=FULL, **MUON, **QK_CLIP, **{**LLAMA, **MULTI_QUERY}),
+    layout(tp=2, dp=2, sp=True, recompute=FULL, **MUON, **QK_CLIP, **{**LLAMA, **MULTI_QUERY}),
     layout(pp=4, schedule="zb-h1", num_layers=6, pipeline_layout="2,1,2,1", global_batch_size=3),
     layout(cp=2, recompute=SELECTIVE, packed=True, micro_batch_size=2, **DOCUMENTS, **LLAMA),
     layout(cp=4, **BOTH, **FAMILIES["qwen3"], reset_attention_mask=True),

@@ -54,17 +54,17 @@ CAPTURED = dict(cuda_graph_impl="local", cuda_graph_warmup_steps=WARM_UP)
 IN_BLOCKS: dict[str, Any] = dict(fused=True, **BLOCKED, **DROPOUT)
 
 CASES = [
-    layout(bf16=True),
     layout(micro_batch_size=2, recompute=CHEAP, **IN_BLOCKS),
-    layout(**LLAMA),
-    layout(recompute=CHEAP, fp16=True, initial_loss_scale=2.0**10),
     layout(tp=2, sp=True, bf16=True, fused=True, **UNFUSED, **DROPOUT),
-    layout(dp=2, recompute=FULL, fused=True, **LLAMA),
     layout(pp=2),
-    layout(pp=2, schedule="interleaved", **LLAMA),
     layout(pp=2, schedule="zb-h1", **IN_BLOCKS),
 ]
 CAMPAIGN = [
+    layout(bf16=True),
+    layout(**LLAMA),
+    layout(recompute=CHEAP, fp16=True, initial_loss_scale=2.0**10),
+    layout(dp=2, recompute=FULL, fused=True, **LLAMA),
+    layout(pp=2, schedule="interleaved", **LLAMA),
     layout(zero=0),
     layout(recompute=FULL),
     layout(recompute=SELECTIVE),

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.kernel_cases import whole_cross_entropy as cross_entropy
 from megatron.kernels import library, operators
 from megatron.kernels.ops import vocabulary as module
 from megatron.kernels.ops.vocabulary import gradient_, local_pass
+from tests.helpers.operators import Watch
 from tests.kernels.numerics.reference import (
     EXAMPLES,
     ROWS,
@@ -331,23 +332,19 @@ def test_who_reads_the_logits_later_is_told(device: str) -> None:
             late.sum().backward()
 
 
-class NoSecondArray(TorchDispatchMode):
-    """Fail on an operator that returns an array as large as the logits in memory of its own."""
+def large_arrays(logits: torch.Tensor, run: Callable[[], Any]) -> Any:
+    """Run; check that no operator returns an array as large as the logits in memory of its own."""
+    here, seen = logits.untyped_storage(), list[str]()
 
-    def __init__(self, logits: torch.Tensor) -> None:
-        super().__init__()
-        self.logits, self.seen = logits, 0
+    def look(name: str, _: Any, returned: list[torch.Tensor]) -> None:
+        for where in (x.untyped_storage() for x in returned):
+            seen.append(name)
+            assert where.data_ptr() == here.data_ptr() or where.nbytes() < here.nbytes() // 8, name
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self.seen += 1
-                where, here = tensor.untyped_storage(), self.logits.untyped_storage()
-                assert where.data_ptr() == here.data_ptr() or where.nbytes() < here.nbytes() // 8, (
-                    func
-                )
-        return out
+    with Watch(look):
+        result = run()
+    assert len(seen) >= 3
+    return result
 
 
 @devices
@@ -365,15 +362,18 @@ def test_no_second_array_of_the_logits_size(
     _, _, labels = problem(device, 64, 512)
     logits = random((64, 512), torch.float32, device, 0).requires_grad_() * 1.0
     upstream = torch.ones(64, device=device)
-    with NoSecondArray(logits) as watch:
-        losses = cross_entropy(logits, labels)
-        (gradient,) = torch.autograd.grad(losses, logits, upstream)
-    assert watch.seen >= 3 and gradient.data_ptr() == logits.data_ptr()
+
+    def both_passes() -> torch.Tensor:
+        return torch.autograd.grad(cross_entropy(logits, labels), logits, upstream)[0]
+
+    gradient = large_arrays(logits, both_passes)
+    assert gradient.data_ptr() == logits.data_ptr()
     want = exact(random((64, 512), torch.float32, device, 0))
     torch.nn.functional.cross_entropy(want, labels.cpu(), reduction="sum").backward()
     assert_close(gradient, want.grad, torch.float32, RELATIVE)
     inner = random((64, 512), torch.float32, device, 0)
-    with NoSecondArray(inner) as watch:
+
+    def inside() -> None:
         if kernel:
             maximum, total, target = module._three(inner, labels)
             module._local((maximum, total, target), inner, labels, 0, 512)
@@ -381,7 +381,9 @@ def test_no_second_array_of_the_logits_size(
             maximum, total, _ = module.local_reference(inner, labels, 0, 512)
         differentiate = module._gradient if kernel else module.gradient_reference
         differentiate(inner, labels, maximum, total, upstream, 0, 512)
-    assert watch.seen >= 3 and torch.equal(inner, gradient)
+
+    large_arrays(inner, inside)
+    assert torch.equal(inner, gradient)
 
 
 def test_inference_mode() -> None:
