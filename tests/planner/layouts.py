@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.command_line import parse_plan
+from megatron.parallel.layout import Layout
 
 
 def made(tensor: int, pipeline: int, data: int, chunks: int = 1, **fields: Any) -> Config:
@@ -47,3 +48,15 @@ def table(rows: str) -> dict[str, str]:
     """Return {name: flags} of lines "name | flags"."""
     pairs = (line.split(" | ") for line in rows.strip().splitlines())
     return {name.strip(): flags for name, flags in pairs}
+
+
+def all_groups(layout: Layout, devices: int, name: str) -> set[frozenset[tuple[int, ...]]]:
+    """Return the members of each group on each node, by the layout's own lists of ranks."""
+    lines = {layout.ranks(name, rank) for rank in range(layout.world_size)}
+    nodes: dict[int, set[tuple[int, ...]]] = {}
+    for ranks in lines:
+        for node in {r // devices for r in ranks}:
+            nodes.setdefault(node, set()).add(
+                tuple(r % devices for r in ranks if r // devices == node)
+            )
+    return {frozenset(groups) for groups in nodes.values()}

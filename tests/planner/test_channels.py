@@ -16,24 +16,12 @@ from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure
 from megatron.planner.node_links import node_links, ways
 from megatron.planner.placement import choose_placement, naive_placement, place_with
-from tests.planner.layouts import made
+from tests.planner.layouts import all_groups, made
 
 FRONTIER = load_cluster("frontier")
 DGX = load_cluster("dgx-h100")
 
 # -- groups and messages on nodes, against all ranks of all nodes ----------------------------------
-
-
-def all_groups(layout: Layout, devices: int, name: str) -> set[frozenset[tuple[int, ...]]]:
-    """Return the members of each group on each node, by the layout's own lists of ranks."""
-    lines = {layout.ranks(name, rank) for rank in range(layout.world_size)}
-    nodes: dict[int, set[tuple[int, ...]]] = {}
-    for ranks in lines:
-        for node in {r // devices for r in ranks}:
-            nodes.setdefault(node, set()).add(
-                tuple(r % devices for r in ranks if r // devices == node)
-            )
-    return {frozenset(groups) for groups in nodes.values()}
 
 
 SIZES = st.integers(1, 17)

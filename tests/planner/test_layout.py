@@ -4,89 +4,57 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.planner.layout import CandidateLayout, candidate_of, matches, narrowed, parse_layout
+from tests.planner.layouts import planned
+
+WHOLE = CandidateLayout(
+    *(1024, 640, 8, 8, 6, "interleaved", 2, True, False, 1, "selective:mlp_act+layernorm"),
+    *("tp-pp-dp", (0, 1, 6, 7, 2, 3, 4, 5)),
+)
 
 
 def test_what_is_written_is_read():
-    layout = CandidateLayout(
-        1024,
-        640,
-        8,
-        8,
-        6,
-        "interleaved",
-        2,
-        True,
-        False,
-        1,
-        "selective:mlp_act+layernorm",
-        "tp-pp-dp",
-        (0, 1, 6, 7, 2, 3, 4, 5),
-    )
-    text = layout.write(8)
-    assert parse_layout(text, "--layout") == {
-        "nodes": (128,),
-        "gbs": (640,),
-        "tp": (8,),
-        "pp": (8,),
-        "chunks": (6,),
-        "schedule": ("interleaved",),
-        "mbs": (2,),
-        "sp": (True,),
-        "overlap": (False,),
-        "zero": (1,),
-        "recompute": ("selective:mlp_act+layernorm",),
-        "order": ("tp-pp-dp",),
-        "devices": ((0, 1, 6, 7, 2, 3, 4, 5),),
+    found = parse_layout(WHOLE.write(8), "--layout")
+    assert found.pop("nodes") == (128,)
+    fields = WHOLE._asdict()
+    names = dict(gbs="batch", mbs="micro", order="rank_order", devices="device_order")
+    assert found == {name: (fields[names.get(name, name)],) for name in found}
+    assert {*found} == {*"gbs tp pp chunks schedule mbs sp overlap zero recompute".split()} | {
+        "order",
+        "devices",
     }
 
 
 def test_the_short_form():
     found = parse_layout("tp=4,pp=16,chunks=2,mbs=1,recompute=selective", "--layout")
-    assert found == {
-        "tp": (4,),
-        "pp": (16,),
-        "chunks": (2,),
-        "mbs": (1,),
-        "recompute": ("selective",),
-    }
-    assert parse_layout("tp=4,8,pp=2,recompute=full:block:3,none,chunks=1", "--fix") == {
-        "tp": (4, 8),
-        "pp": (2,),
-        "recompute": ("full:block:3", "none"),
-        "chunks": (1,),
-    }
-    assert matches("selective:mlp_act", "selective") and not matches(
-        "selective:mlp_act", "selective:layernorm"
-    )
+    assert found == dict(tp=(4,), pp=(16,), chunks=(2,), mbs=(1,), recompute=("selective",))
+    found = parse_layout("tp=4,8,pp=2,recompute=full:block:3,none,chunks=1", "--fix")
+    assert found == dict(tp=(4, 8), pp=(2,), recompute=("full:block:3", "none"), chunks=(1,))
+    assert matches("selective:mlp_act", "selective")
+    assert not matches("selective:mlp_act", "selective:layernorm")
     assert parse_layout("recompute=selective:layernorm+mlp_act", "x")["recompute"] == (
         "selective:mlp_act+layernorm",
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("tq=4", ["--layout tq=4", "'tq'", "tp"]),
-        ("4", ["'4'", "NAME=VALUE"]),
-        ("", ["--layout"]),
-        ("tp=4,tp=8", ["tp"]),
-        ("tp=0", ["tp", "'0'"]),
-        ("schedule=gpipe", ["zb-h1", "'gpipe'"]),
-        ("recompute=half", ["selective", "'half'"]),
-        ("recompute=full:block:0", ["'full:block:0'"]),
-        ("recompute=selective:attention", ["core_attn", "mlp_act"]),
-        ("zero=4", ["zero"]),
-        ("sp=maybe", ["sp"]),
-    ],
-)
-def test_mistakes_in_a_layout(text, parts):
-    with pytest.raises(ConfigError) as error:
-        parse_layout(text, "--layout")
-    for part in parts:
-        assert part in str(error.value)
+def test_mistakes_in_a_layout():
+    for text, words in {
+        "tq=4": "--layout tq=4 'tq' tp",
+        "4": "'4' NAME=VALUE",
+        "": "--layout",
+        "tp=4,tp=8": "tp",
+        "tp=0": "tp '0'",
+        "schedule=gpipe": "zb-h1 'gpipe'",
+        "recompute=half": "selective 'half'",
+        "recompute=full:block:0": "'full:block:0'",
+        "recompute=selective:attention": "core_attn mlp_act",
+        "zero=4": "zero",
+        "sp=maybe": "sp",
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            parse_layout(text, "--layout")
+        assert all(word in str(error.value) for word in words.split()), text
 
 
 def test_narrowing():
@@ -107,31 +75,10 @@ def test_narrowing():
     [
         CandidateLayout(64, 32, 4, 4, 1, "zb-h1", 1, True, False, 0, "full:block:2"),
         CandidateLayout(8, 8),
-        CandidateLayout(
-            64,
-            32,
-            2,
-            4,
-            3,
-            "interleaved",
-            1,
-            True,
-            True,
-            1,
-            "selective:mlp_act+layernorm",
-            "pp-tp-dp",
-            (1, 0),
-        ),
+        WHOLE._replace(world=64, batch=32, tp=2, pp=4, chunks=3, device_order=(1, 0)),
     ],
 )
 def test_a_configuration_has_the_layout_that_it_was_given(layout):
-    model = dict(
-        num_layers=24,
-        hidden_size=256,
-        num_attention_heads=8,
-        seq_length=128,
-        vocab_size=512,
-        bf16=True,
-    )
-    plain = Config.create(**model)
+    sizes = "--num-layers 24 --hidden-size 256 --num-attention-heads 8 --seq-length 128"
+    plain = planned(sizes, "--vocab-size 512 --bf16")
     assert candidate_of(plain.replace(**layout.settings(24))) == layout

@@ -28,7 +28,7 @@ from megatron.planner.search.space import LayoutSpace, Rejections
 from megatron.planner.tensors import rows_to_ranks
 from megatron.planner.timing import estimate
 from megatron.planner.trace import trace
-from tests.planner.layouts import planned
+from tests.planner.layouts import all_groups, planned
 
 FRONTIER = load_cluster("frontier")
 FIELDS = (
@@ -60,14 +60,7 @@ def test_groups_of_a_data_line_are_where_the_layout_says() -> None:
         ("expert_within", stride, 2),
         ("expert_between", 2 * stride, 2),
     ):
-        groups = {tuple(layout.ranks(name, rank)) for rank in range(layout.world_size)}
-        nodes: dict[int, set[tuple[int, ...]]] = {}
-        for group in groups:
-            for node in {rank // 8 for rank in group}:
-                here = tuple(rank % 8 for rank in group if rank // 8 == node)
-                nodes.setdefault(node, set()).add(here)
-        found = groups_on_nodes(layout.world_size, 8, step, size)
-        assert found == set(map(frozenset, nodes.values()))
+        assert groups_on_nodes(layout.world_size, 8, step, size) == all_groups(layout, 8, name)
 
 
 def test_all_to_alls_by_hand() -> None:
