@@ -41,6 +41,12 @@ vocab_size = 100
 """
 
 
+SHORT: dict[str, Any] = dict(
+    micro_batch_size=1, train_iters=3, lr=1e-3, vocab_size=9, mock_data=True
+)
+TINY = "--preset tiny --data-path a --vocab-size 9 --micro-batch-size 1 --train-iters 3 --lr 1e-3"
+
+
 def stored(folder: Path, text: str) -> str:
     path = folder / "run.toml"
     path.write_text(text, encoding="utf-8")
@@ -77,29 +83,31 @@ def test_a_file_overrides_the_preset_that_it_names(tmp_path: Path) -> None:
     assert any("--bf16" in n and f"{path}:3: fp16" in n for n in other.notices)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("num_layer = 4", ["--num-layers", ":1: num_layer"]),
-        ("[modle]\nnum_layers = 4", ["--modle", "run.toml: modle"]),
-        ("[model]\nworld = 4", ["--world-size", ":2: world"]),
-        ('num_layers = "x"', ["--num-layers", "'x'", ":1: num_layers"]),
-        ("num_layers = [1, 2]", ["--num-layers", "1 2", ":1: num_layers"]),
-        ("swiglu = 3", ["--swiglu", "3", ":1: swiglu"]),
-        ("num_layers = 2\n[model]\nnum-layers = 3", ["--num-layers", ":3: num-layers"]),
-        ("use_tutel = true", ["--use_tutel"]),
-        ('model.num-layers = "x"', ["--num-layers", ":1: num-layers"]),
-        ('config = "x"', ["--config", ":1: config"]),
-        ('"" = 3', ["run.toml"]),
-        ("data_parallel_size = 2", ["data_parallel_size"]),
-        ("preset = 3", ["--preset '3'"]),
-        ("num_layers = = 2", ["run.toml", "line 1"]),
-        ("swiglu = true\nsquared_relu = true", ["--swiglu", "--squared-relu"]),
-    ],
-)
-def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, words: list[str]) -> None:
-    found = problems(stored(tmp_path, text))
-    assert all(word in found for word in words), found
+# Lines, with ; between them => words of the message.
+WRONG = """
+num_layer = 4 => --num-layers | :1: num_layer
+[modle];num_layers = 4 => --modle | run.toml: modle
+[model];world = 4 => --world-size | :2: world
+num_layers = "x" => --num-layers | 'x' | :1: num_layers
+num_layers = [1, 2] => --num-layers | 1 2 | :1: num_layers
+swiglu = 3 => --swiglu | 3 | :1: swiglu
+num_layers = 2;[model];num-layers = 3 => --num-layers | :3: num-layers
+use_tutel = true => --use_tutel
+model.num-layers = "x" => --num-layers | :1: num-layers
+config = "x" => --config | :1: config
+"" = 3 => run.toml
+data_parallel_size = 2 => data_parallel_size
+preset = 3 => --preset '3'
+num_layers = = 2 => run.toml | line 1
+swiglu = true;squared_relu = true => --swiglu | --squared-relu
+"""
+
+
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path) -> None:
+    for case in WRONG.strip().splitlines():
+        lines, words = case.split(" => ")
+        found = problems(stored(tmp_path, lines.replace(";", "\n")))
+        assert all(word in found for word in words.split(" | ")), found
 
 
 def test_what_is_long_is_not_shown_in_full(tmp_path: Path) -> None:
@@ -189,8 +197,7 @@ def test_each_setting_is_of_the_run_or_of_one_start(tmp_path: Path) -> None:
 
 def test_a_default_of_a_run_is_no_choice_against_a_flag(tmp_path: Path) -> None:
     """A setting that a run wrote as a default follows from flags as without the file."""
-    run = [*"--preset tiny --data-path a --vocab-size 9 --micro-batch-size 1".split()]
-    run += ["--train-iters", "3", "--lr", "1e-3"]
+    run = TINY.split()
     text = render_settings(parse_args(run))
     path, flags = stored(tmp_path, text), ["--data-packing", "best-fit", "--loss-mask", "required"]
     again = parse_args(["--config", path, *flags])
@@ -209,37 +216,39 @@ def test_a_default_of_a_run_is_no_choice_against_a_flag(tmp_path: Path) -> None:
     assert f"{path}:{place}: reset_position_ids" in said and "--no-calculate-per-token-loss" in said
 
 
-ALTERNATIVES = [
-    ("train_iters = 60", "--train-samples 400"),
-    ("train_samples = 400", "--train-iters 60"),
-    ("lr_decay_iters = 50", "--lr-decay-samples 300"),
-    ("lr_decay_tokens = 999", "--lr-decay-iters 50"),
-    ("lr_warmup_iters = 5", "--lr-warmup-fraction 0.1"),
-    ("lr_warmup_samples = 5", "--lr-warmup-iters 3"),
-    ("lr_wsd_decay_iters = 5", "--lr-wsd-decay-samples 9"),
-    ('lr_schedule = "1e-3"', "--lr-warmup-iters 3"),
-    ('lr_schedule = "1e-3"', "--lr-decay-style linear"),
-    ("lr_warmup_fraction = 0.1", "--lr-schedule 1e-3"),
-    ('weight_decay_incr_style = "linear"', "--weight-decay-schedule 0.1"),
-    ('weight_decay_schedule = "0.1"', "--weight-decay-incr-style linear"),
-    ("rampup_batch_size = [2, 2, 8]", "--step-batch-size-schedule 0:2,9:4"),
-    ("global_batch_size = 8", "--step-batch-size-schedule 0:2,9:4"),
-    ("geglu = true", "--squared-relu"),
-    ("mock_data = true", "--data-path a"),
-    ('data_path = ["a"]', "--mock-data"),
-    ('data_path = ["a"]', "--train-data-path b"),
-    ('valid_data_path = ["a"]', "--data-path b"),
-    ('pipeline_layout = "t,t|t,t"', "--num-layers-per-virtual-pipeline-stage 1"),
-]
+# A line of a file, and the flags that replace it.
+ALTERNATIVES = """
+train_iters = 60 => --train-samples 400
+train_samples = 400 => --train-iters 60
+lr_decay_iters = 50 => --lr-decay-samples 300
+lr_decay_tokens = 999 => --lr-decay-iters 50
+lr_warmup_iters = 5 => --lr-warmup-fraction 0.1
+lr_warmup_samples = 5 => --lr-warmup-iters 3
+lr_wsd_decay_iters = 5 => --lr-wsd-decay-samples 9
+lr_schedule = "1e-3" => --lr-warmup-iters 3
+lr_schedule = "1e-3" => --lr-decay-style linear
+lr_warmup_fraction = 0.1 => --lr-schedule 1e-3
+weight_decay_incr_style = "linear" => --weight-decay-schedule 0.1
+weight_decay_schedule = "0.1" => --weight-decay-incr-style linear
+rampup_batch_size = [2, 2, 8] => --step-batch-size-schedule 0:2,9:4
+global_batch_size = 8 => --step-batch-size-schedule 0:2,9:4
+geglu = true => --squared-relu
+mock_data = true => --data-path a
+data_path = ["a"] => --mock-data
+data_path = ["a"] => --train-data-path b
+valid_data_path = ["a"] => --data-path b
+pipeline_layout = "t,t|t,t" => --num-layers-per-virtual-pipeline-stage 1
+"""
 
 
-@pytest.mark.parametrize(("line", "flags"), ALTERNATIVES)
-def test_a_flag_replaces_its_alternative_in_a_file(tmp_path: Path, line: str, flags: str) -> None:
-    path, name = stored(tmp_path, line), line.split()[0]
-    settings = read_settings(["--config", path, *flags.split()])
-    assert not settings.problems and name not in settings.explicit
-    (notice,) = settings.notices
-    assert all(word in notice for word in (flags, f"{path}:1: {name}"))
+def test_a_flag_replaces_its_alternative_in_a_file(tmp_path: Path) -> None:
+    for case in ALTERNATIVES.strip().splitlines():
+        line, flags = case.split(" => ")
+        path, name = stored(tmp_path, line), line.split()[0]
+        settings = read_settings(["--config", path, *flags.split()])
+        assert not settings.problems and name not in settings.explicit
+        (notice,) = settings.notices
+        assert all(word in notice for word in (flags, f"{path}:1: {name}"))
 
 
 def test_what_is_no_alternative_stays_a_contradiction(tmp_path: Path) -> None:
@@ -255,8 +264,7 @@ def test_another_folder_has_its_own_outputs(tmp_path: Path) -> None:
     """Another run's metrics, trackers and model do not go to those of the run whose file it takes."""
     outputs = {"metrics_file": "a/m.jsonl", "tensorboard_dir": "a/tb", "save_hf": "a/hf"}
     outputs |= {"wandb_exp_name": "a", "mlflow_run_name": "a", "trace_dir": "a/traces"}
-    run = dict(micro_batch_size=1, train_iters=3, lr=1e-3, vocab_size=9, mock_data=True)
-    first = Config.create(**SIZES, **run, **outputs, save="a")
+    first = Config.create(**SIZES, **SHORT, **outputs, save="a")
     path = stored(tmp_path, render_settings(first))
     same = read_settings(["--config", path, "--save", "./a/"]).explicit
     assert outputs.items() <= same.items()
@@ -270,8 +278,7 @@ def test_another_folder_has_its_own_outputs(tmp_path: Path) -> None:
 
 def test_a_resolved_file_on_other_processes(tmp_path: Path) -> None:
     """Values that followed from the number of processes follow from the new number."""
-    run = dict(micro_batch_size=1, train_iters=3, lr=1e-3, vocab_size=9, mock_data=True)
-    path = stored(tmp_path, render_settings(Config.create(**SIZES, **run, world_size=4)))
+    path = stored(tmp_path, render_settings(Config.create(**SIZES, **SHORT, world_size=4)))
     again = parse_args(["--config", path, "--hidden-size", "128"], 8)
     assert (again.batch.global_batch_size, again.parallel.data_parallel_size) == (8, 8)
     assert again.model.ffn_hidden_size == 512
@@ -326,8 +333,7 @@ def test_a_value_is_written_as_toml_reads_it(tmp_path_factory: Any, value: Any) 
 
 def test_a_resumed_run_names_what_was_chosen_and_where(tmp_path: Path) -> None:
     """Defaults are not listed, each setting once, and its first origin stays in the file."""
-    run = [*"--preset tiny --data-path a --vocab-size 9 --micro-batch-size 1".split()]
-    run += ["--train-iters", "3", "--lr", "1e-3", "--recompute-granularity", "selective"]
+    run = f"{TINY} --recompute-granularity selective".split()
     path = tmp_path / "settings.toml"
     write_settings(path, render_settings(parse_args(run)), 0)
     first = path.read_text().splitlines()
