@@ -234,11 +234,11 @@ def test_a_job_with_time_left_goes_on_and_is_not_put_back_when_it_is_done(tmp_pa
     assert asked_back(tmp_path) == []
 
 
-def do_not_linger() -> None:
-    """Let rank 0, which serves the store, not wait for ranks that still read it."""
+def wait_for_nobody() -> None:
+    """Ask the others once what became of them: the only one is dead, and no answer can come."""
     from megatron.parallel import rendezvous
 
-    rendezvous._LINGER_S = 0.0
+    rendezvous.ANSWER_S = rendezvous._LINGER_S = 0.2
 
 
 @pytest.mark.parametrize(("died_at", "victim", "put_back"), [(3, 1, True), (1, 0, False)])
@@ -248,7 +248,7 @@ def test_a_lost_rank_is_named_and_the_job_goes_back_once_it_has_saved(
     """A lost rank is named and the job is requeued once it has saved. Rank 0 serves the store."""
     folder = tmp_path / "run"
     flags = f"--train-iters 5 --save {folder} --load {folder} --save-interval 2 --requeue"
-    arm = {victim: (strike, "megatron.run.step", died_at, "kill"), 1 - victim: (do_not_linger,)}
+    arm = {victim: (strike, "megatron.run.step", died_at, "kill"), 1 - victim: (wait_for_nobody,)}
     outcomes = launch(2, [*TINY, *flags.split()], env=slurm(tmp_path, "2:00:00"), arm=arm)
     other = outcomes[1 - victim]
     assert other is not None and other.code == 75, other
