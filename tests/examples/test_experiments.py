@@ -336,28 +336,6 @@ def test_a_point_that_another_experiment_measures_is_left_to_it(
     assert not list(tmp_path.glob("*/.in_use*"))
 
 
-@pytest.mark.parametrize("side_by_side", [True, False])
-def test_points_share_an_allocation_on_nodes_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side_by_side: bool
-) -> None:
-    hosts, runs = ["n1", "n2", "n3", "n4"], Runs(monkeypatch)
-    place = LaunchTarget("slurm", tuple(hosts), len(hosts) if side_by_side else 1)
-    outcome = runs.run(tmp_path, tiny(1, 2, 3, 5), place)
-    assert sorted(outcome.finished) == ["p1", "p2", "p3"] and not outcome.resumable
-    assert set(outcome.waiting) == {"p5"}
-    for name, _, _, step in runs.steps:
-        assert len(set(step.hosts)) == int(name[1:]) and set(step.hosts) <= set(hosts)
-        result = json.loads((tmp_path / name / "result.json").read_text())
-        assert result["hosts"] == list(step.hosts)
-    both = [
-        (a, b)
-        for (_, begun, ended, a), (_, start, end, b) in itertools.combinations(runs.steps, 2)
-        if begun < end and start < ended
-    ]
-    assert not any({*a.hosts, a.turn, a.name} & {*b.hosts, b.turn, b.name} for a, b in both)
-    assert bool(both) is side_by_side
-
-
 def test_what_does_not_fit_into_the_time_left_is_not_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,10 @@ TINY = (
 ).split()
 CUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel".split()
 TEXT = ["--data-path", str(ROOT / "docs/frontier.md")]
+# Four micro-batches: more than a stage would hold of them in the usual order.
+DRY = (
+    "--num-layers 2 --pipeline-model-parallel-size 2 --global-batch-size 4 --world-size 2 --dry-run"
+).split()
 PLAN = (
     "--cluster frontier --nodes 1 --layout tp=2,pp=2,chunks=1,mbs=1 --explain --global-batch 16 --processes 1 -- "
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
@@ -121,8 +125,8 @@ def shown(rank: int) -> dict[str, tuple[str, str]]:
 
     found = {}
     for name in ("", *FILES):
-        run = [*(words(name) if name else [*TINY, "--mock-data"]), *CUT]
-        dry = printed(program.run, [*run, "--world-size", "8", "--dry-run"])
+        run = words(name) if name else [*TINY, "--mock-data"]
+        dry = printed(program.run, [*run, *DRY])
         pieces = ["--pieces", FILES[name]] if name else []
         found[name] = dry.split("MiB on each device")[1], printed(plan.main, [*PLAN, *pieces])
     return found

@@ -237,27 +237,6 @@ def test_a_tracker_that_hangs_delays_nothing_and_says_how_much_it_lost(
     ends.set()
 
 
-@pytest.mark.parametrize("noted_by", ["event", "close"])
-def test_a_tracker_that_throws_is_off_after_one_note(noted_by: str) -> None:
-    said: list[str] = []
-
-    def throw(event: Any) -> None:
-        raise SystemExit("why")
-
-    tracker = Tracker(throw)
-    behind = Background(tracker, "It", "DO", said.append, wait=threading.Event.wait)
-    behind.on_event(event(0))
-    behind._ended.wait()
-    if noted_by == "event":
-        behind.on_event(event(1))
-        behind.on_event(event(2))
-        assert len(said) == 1
-    behind.finish()
-    behind.close()
-    assert tracker.seen == [0] and tracker.closed.is_set()
-    assert len(said) == 1 and all(part in said[0] for part in ("It", "SystemExit", "why", "DO"))
-
-
 def on_a_full_disk(file: Any) -> Any:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
