@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from megatron.config import parse_args
-from megatron.config.command_line import parse_plan
 from megatron.jobs.candidate_layouts import Candidate, Enumeration, Machine, enumerate_candidates
 from megatron.jobs.space import Value, load_space
-from megatron.planner.cluster import GIB, Cluster, load_cluster
-from tools.show_recipe import RECIPES
+from megatron.planner.cluster import Cluster, load_cluster
 
 ANYWHERE = Machine(None, 8, 16)
 WHOLE = pytest.mark.campaign("search")
@@ -91,30 +89,3 @@ def test_table_five_has_its_combinations(sizes_of_batch: Sequence[int]) -> None:
             and run["recompute_granularity"] == "full"
         )
         assert run["num_layers"] == 96 and run["hidden_size"] == 12288 and run["seq_length"] == 2048
-
-
-@pytest.mark.parametrize(
-    "only", [{"tp": (4,), "pp": (16,), "mbs": (1, 2)}, pytest.param({}, marks=WHOLE)]
-)
-def test_the_wide_space_has_the_paper_s_best_recipe(
-    frontier: Cluster, only: dict[str, Sequence[Value]]
-) -> None:
-    """The wide space contains the paper's best recipe.
-
-    It has TP 4, PP 16, micro-batch 1, 640 samples, ZeRO-1, every layer recomputed, in fp16, on 16
-    nodes.
-    """
-    (recipe,) = (r for r in RECIPES if (r.model, r.kind, r.note) == ("175B", "paper", ""))
-    wide = listed("paper-175b-wide", Machine(frontier, 8, 32, 0.9 * 64 * GIB), **only)
-    wanted = parse_plan(
-        [*recipe.flags.split(), "--initial-loss-scale", "4096", "--world-size", "128"]
-    ).to_dict()
-    matching = [
-        candidate
-        for candidate in wide.candidates
-        if all(wanted[name] == value for name, value in settings(candidate).items())
-    ]
-    assert [{n: c.values[n] for n in ("tp", "pp", "mbs", "recompute")} for c in matching] == [
-        {"tp": 4, "pp": 16, "mbs": 1, "recompute": "full:uniform:1"}
-    ]
-    assert matching[0].processes == 128 and matching[0].tokens == 640 * 2048

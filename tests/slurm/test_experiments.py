@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import pytest
-
 from benchmarks.faults.testbed import Testbed
-from megatron.jobs.run_processes import SlurmStep, slurm_command, start_step
 from tests.helpers.launching import ROOT
-from tests.slurm.site import CAMPAIGN, FRONTIER, Submitted, settings_of_site, submit
+from tests.slurm.site import CAMPAIGN, Submitted, submit
 
 pytestmark = CAMPAIGN
 
@@ -93,59 +87,3 @@ def test_a_signal_ends_it_and_the_next_job_goes_on(testbed: Testbed, tmp_path: P
         again.text().count("done already") == 1
         and "2 point(s) done, 0 failed, 0 not run" in again.text()
     )
-
-
-def test_a_step_that_is_to_end_while_its_tasks_start_ends_without_force(
-    testbed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step asked to end while its tasks start ends without force.
-
-    srun asks Slurm once to end such a step; a slow node daemon may get that before the tasks.
-    """
-    script = tmp_path / "hold.sh"
-    script.write_text("#!/bin/bash\nsleep 3600\n")
-    job = testbed.sbatch("-N", "2", "-D", tmp_path, script)
-    testbed.wait_for_state(job, "RUNNING")
-    (tmp_path / "pretrain_gpt.py").write_text("import time; time.sleep(3600)")
-    nodes = testbed.show(job)["NodeList"]
-    for name, value in {
-        **settings_of_site(tmp_path),
-        "SLURM_CONF": testbed.env["SLURM_CONF"],
-        "SLURM_JOB_ID": job,
-        "SLURM_JOB_NODELIST": nodes,
-        "SLURM_JOB_NUM_NODES": "2",
-        "SLURMD_NODENAME": "node02",
-        "SITE_FILE": str(FRONTIER / "site.env"),
-        "POINT_PYTHON": sys.executable,
-        "POINT_CODE": str(tmp_path),
-        "DEVICE": "cpu",
-        "CPUS_PER_TASK": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    slurmd = int(
-        testbed.ask("bash", "-c", 'pgrep -P "$(<"$TESTBED_DIR/run/node02.pid")"').split()[0]
-    )
-    for number in range(6):
-        os.kill(slurmd, signal.SIGSTOP)
-        try:
-            step, log = (
-                SlurmStep(f"told-{number}", ["node02"], 1, number, 3600.0),
-                tmp_path / f"told-{number}/train.log",
-            )
-            log.parent.mkdir()
-            run = start_step(slurm_command([]), step, log.parent)
-            while "+ srun" not in log.read_text():
-                time.sleep(0.05)
-            time.sleep(0.5)  # it asks the node for its task
-            run.stop()
-            time.sleep(0.2 * number)
-        finally:
-            os.kill(slurmd, signal.SIGCONT)
-        begun = time.monotonic()
-        while not run.poll():
-            assert time.monotonic() - begun < 60, log.read_text()
-            time.sleep(0.05)
-        print(f"ended after {time.monotonic() - begun:.1f} s, with {run.exit_codes}")
-    left = testbed.ask("squeue", "-h", "-s", "-j", job, "-o", "%j").split()
-    testbed.ask("scancel", job)
-    assert not [name for name in left if name.startswith("told")]

@@ -74,11 +74,6 @@ def test_scratch_folders_and_addresses_may_differ(tmp_path: Path) -> None:
     assert meet(ranks) == [None, None]
 
 
-def test_of_a_random_value_on_every_rank_some_are_named() -> None:
-    text = str(meet([{"settings": {"--seed": 1000 + rank}} for rank in range(12)])[5])
-    assert "1000 on rank 0" in text and len(text) < 1000
-
-
 def test_another_file_of_the_same_size_on_one_node_ends_all(tmp_path: Path) -> None:
     """Another file of the same name and size on one node ends all ranks.
 

@@ -98,17 +98,6 @@ def test_units_agree(iteration: int) -> None:
     assert values == pytest.approx([values[0]] * len(values), abs=1e-12)
 
 
-@given(st.sampled_from(["linear", "cosine", "inverse-square-root", "WSD"]), st.integers(1, 300))
-def test_stays_within_bounds_and_falls_after_warmup(style: str, iteration: int) -> None:
-    schedule = learning_rate(
-        config(lr_decay_style=style, lr_decay_iters=200, lr_warmup_iters=20, lr_wsd_decay_iters=50)
-    )
-    here, following = lr(schedule, iteration), lr(schedule, iteration + 1)
-    assert 0 <= here <= 1.0
-    if iteration >= 20:
-        assert 0.1 <= following <= here
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -69,17 +68,6 @@ def test_it_needs_some_losses_but_sees_at_once_what_is_not_finite() -> None:
     assert [note(found, i, 1.0 if i < 10 else 1e6) for i in range(1, 11)] == [None] * 10
     assert note(found, 11, 1e6) is not None  # ten losses: one median
     assert note(rule(Progress()), 1, math.inf) is not None
-
-
-def test_a_resumed_rule_decides_as_one_that_went_on() -> None:
-    losses = [float(x) for x in np.random.RandomState(3).gamma(1.0, size=60)]
-    whole, parts, spikes = rule(Progress(), 7), Progress(), [list[bool](), list[bool]()]
-    for i, loss in enumerate(losses, 1):
-        spikes[0].append(note(whole, i, loss) is not None)
-        stored = json.loads(json.dumps(parts.recent_losses))
-        parts = Progress(recent_losses=stored)
-        spikes[1].append(note(rule(parts, 7), i, loss) is not None)
-    assert spikes[0] == spikes[1] and 0 < sum(spikes[0]) < 60
 
 
 # -- whole runs ------------------------------------------------------------------------------------
