@@ -246,6 +246,7 @@ def test_a_folder_of_another_search_or_of_none_is_refused(tmp_path: Path) -> Non
     for name, text in (
         ("result.json", '{"status": "failed", "reason": 3}'),
         ("point.json", "[]"),
+        ("point.json", '{"key": ["mbs=1,seed=0"], "by": "x"}'),
         ("result.json", "{"),
     ):
         kept = (tmp_path / "out/trials/0001" / name).read_text()
