@@ -235,24 +235,6 @@ def test_a_layout_is_named_by_what_varies(read: Read) -> None:
     assert only.key == "nodes=1,sp=on"
 
 
-def test_presets_vary_too(read: Read) -> None:
-    text = """
-    [parameters]
-    zero = [1, 0]
-    preset = ["tiny", "gpt2-124m"]
-    [constraints]
-    "one" = "zero == 1 or preset == 'tiny'"
-    "preset" = "hidden_size == (64 if preset == 'tiny' else 768) and num_layers in (4, 12)"
-    """
-    space = read(text, "--micro-batch-size 2 --global-batch-size 8")
-    found = found_of(space)
-    assert [
-        (c.values["zero"], c.values["preset"], config_of(c).model.hidden_size)
-        for c in found.candidates
-    ] == [(0, "tiny", 64), (1, "tiny", 64), (1, "gpt2-124m", 768)]
-    assert list(reasons(found).values()) == [1] and complete(found, space)
-
-
 # -- with a described machine ----------------------------------------------------------------------
 
 SMALL = "--preset gpt-1.4b --global-batch-size 64"

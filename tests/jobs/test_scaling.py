@@ -54,27 +54,6 @@ def test_figures_are_those_of_the_steady_steps(tmp_path: Path) -> None:
     assert found.hfu == pytest.approx(expected / 191.5, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "batch", "tflops", "percent"),
-    [
-        ("22b", (1, 8), 640, 73.5, 38.38),
-        ("175b", (4, 16), 640, 69.2, 36.14),
-        ("1t", (8, 64), 1600, 61.2, 31.96),
-    ],
-)
-def test_published_throughput_gives_published_percentage(
-    tmp_path: Path, model: str, layout: tuple[int, int], batch: int, tflops: float, percent: float
-) -> None:
-    """Published throughput gives published percentages of 191.5.
-
-    These are rounded to two decimals, the TFLOP/s to one.
-    """
-    step_s = paper_flops(model, batch) / (layout[0] * layout[1] * tflops * 1e12)
-    found = measure(tmp_path / "run", records(settings(model, *layout, 1, batch), [step_s] * 4))
-    assert found.hardware_tflops == pytest.approx(tflops, rel=1e-9)
-    assert found.hfu is not None and abs(100 * found.hfu - percent) < 100 * 0.05 / 191.5 + 0.005
-
-
 def test_warm_up_and_smaller_batches_do_not_count(tmp_path: Path) -> None:
     config = settings("22b", 1, 8, 1, 640, rampup_batch_size=[32, 608, 64])
     written = records(

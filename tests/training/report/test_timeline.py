@@ -27,7 +27,6 @@ from megatron.training.report.timeline import (
     Activity,
     Recording,
     Timeline,
-    clock_ahead,
     phases_s,
 )
 from tests.helpers.clock import VirtualClock
@@ -327,19 +326,6 @@ def test_a_bubble_by_the_real_clock_is_that_of_the_schedule(tmp_path: Path) -> N
     first, *_ = run_processes(RANKS, run_pipeline, str(tmp_path), True)
     for _, record in first:
         assert record.bubble == pytest.approx(record.predicted_bubble, rel=0.1)
-
-
-def ahead(rank: int, offset_s: float) -> tuple[float, float]:
-    """Compare two clocks, the second of which is ahead and both of which run while they wait."""
-    topology = join()
-    clock = flight_module._clock if rank == 0 else lambda: flight_module._clock() + offset_s
-    return clock_ahead(topology.world, 1, clock)
-
-
-@pytest.mark.slow
-def test_clocks_of_two_nodes_are_compared() -> None:
-    error, found = run_processes(2, ahead, 12345.0)[0]
-    assert abs(found - 12345.0) <= error
 
 
 @pytest.mark.slow
