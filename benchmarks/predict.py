@@ -89,7 +89,7 @@ def predict(layout: Layout, cluster: Path) -> tuple[float, dict[str, float]]:
     """Seconds of a step and their parts."""
     config = parse_plan([*layout.arguments, "--world-size", str(layout.processes)])
     estimated = estimate(config, load_cluster(cluster))
-    return estimated.seconds, dict(estimated.parts)
+    return estimated.seconds, dict(estimated.breakdown)
 
 
 def steps_of(metrics: Path) -> list[float]:

@@ -28,7 +28,7 @@ from megatron.config.command_line import add_preset, split_at_dashes
 from megatron.config.option import MOST_PROCESSES, MOST_TOKENS, Parser, real, whole
 from megatron.errors import ConfigError
 from megatron.planner.cluster import GIB, Cluster, known_clusters, load_cluster
-from megatron.planner.layout import Wanted, narrowed, parse_layout, write_value
+from megatron.planner.layout import Restrictions, narrowed, parse_layout, write_value
 from megatron.planner.memory import HEADROOM
 from megatron.planner.search import output
 from megatron.planner.search.find import (
@@ -204,7 +204,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         if args.explain > len(chosen):
             raise ConfigError(f"--explain {args.explain}: there are only {len(chosen)} layouts")
         print(given.space.write(best[args.explain - 1]))
-        _show(args, explain(chosen[args.explain - 1].found))
+        _show(args, explain(chosen[args.explain - 1].estimate))
         return 0
     if chosen:
         _show(args, _tables(chosen, args))
@@ -213,7 +213,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         _show_winner(given, chosen[0])
     _show(args, rejected)
     if rejected:
-        if not any("offload" in of for of in (given.space.wanted, given.space.more)):
+        if not any("offload" in of for of in (given.space.restrictions, given.space.more)):
             print("\nNot tried: --fix offload=off,on, the optimizer's state in host memory.")
         return EXIT_NOTHING_FITS
     if args.output is not None:
@@ -280,10 +280,10 @@ def _form(given: LayoutSearch, text: str) -> LayoutSearch:
             "full:uniform:1" if v == "full" else v for v in wanted["recompute"]
         )
     _check_host(wanted, cluster=space.cluster)
-    both = narrowed(space.wanted, wanted)
+    both = narrowed(space.restrictions, wanted)
     for name in (name for name, values in both.items() if not values):
         allowed, own = (
-            ", ".join(map(write_value, values[name])) for values in (space.wanted, wanted)
+            ", ".join(map(write_value, values[name])) for values in (space.restrictions, wanted)
         )
         raise ConfigError(
             f"--layout {text}: {name}={own} is not among the allowed values {name}={allowed}"
@@ -291,10 +291,12 @@ def _form(given: LayoutSearch, text: str) -> LayoutSearch:
     worlds = space.worlds
     if "nodes" in wanted:
         worlds = _whole_nodes(cast("tuple[int, ...]", wanted["nodes"]), space.cluster)
-    return LayoutSearch(dataclasses.replace(space, wanted=both, worlds=worlds), given.capacity)
+    return LayoutSearch(
+        dataclasses.replace(space, restrictions=both, worlds=worlds), given.capacity
+    )
 
 
-def _check_host(*wanted: Wanted, cluster: Cluster) -> None:
+def _check_host(*wanted: Restrictions, cluster: Cluster) -> None:
     """Raise ConfigError for offload=on if the file of a machine with GPUs lacks facts of its hosts."""
     if cluster.device_type != "cpu" and any(True in of.get("offload", ()) for of in wanted):
         _ = cluster.host
@@ -358,7 +360,7 @@ def _show(args: argparse.Namespace, shown: Sequence[Table]) -> None:
 def _headline(given: LayoutSearch) -> str:
     space, cluster = given.space, given.space.cluster
     nodes = ", ".join(f"{-(-world // cluster.devices_per_node):,}" for world in space.worlds)
-    batches = ", ".join(f"{batch:,}" for batch in space.wanted["gbs"])
+    batches = ", ".join(f"{batch:,}" for batch in space.restrictions["gbs"])
     return (
         f"{space.name} in {space.base.precision.dtype_name} on {nodes} node(s) of "
         f"{cluster.name}, batch {batches}, up to {given.capacity / GIB:.1f} of "
@@ -389,7 +391,7 @@ def _tables_of_search(given: LayoutSearch, found: SearchResult) -> list[Table]:
 
 
 def _show_winner(given: LayoutSearch, first: ChosenLayout) -> None:
-    cluster, confidence = given.space.cluster, first.found.confidence
+    cluster, confidence = given.space.cluster, first.estimate.confidence
     print(f"\nNumber 1: {given.space.write(first.layout)}")
     print(
         "Days and node-hours exclude start-up, evaluation, saving, failures and batch size ramp-up."

@@ -64,7 +64,7 @@ def rank_rows(config: Config, placement: Placement) -> Iterator[RankRow]:
         for stage in range(len(layers))
     ]
     for rank in range(parallel.world_size):
-        node, device = placement.place(rank)
+        node, device = placement.location(rank)
         layout = placement.layout
         tp, dp, pp = layout.coordinates(rank)
         nic = cluster.nics[cluster.nic_of_device[device]]

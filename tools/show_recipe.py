@@ -146,7 +146,7 @@ def outlook_tables(configs: Mapping[str, Config], cluster: Cluster) -> list[Tabl
         optimizer = full.master + full.moments
         parts = (full.weights, full.gradients, optimizer, full.activations, rest, full.total)
         memory.append((name, str(full.rank), *(f"{part / GIB:.1f}" for part in parts)))
-        shares = (f"{100 * found.parts[part] / found.seconds:.1f} %" for part in _PARTS)
+        shares = (f"{100 * found.breakdown[part] / found.seconds:.1f} %" for part in _PARTS)
         naive = estimate(config, cluster, naive_placement(config, cluster)).seconds
         times.append(
             (

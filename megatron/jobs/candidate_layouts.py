@@ -140,7 +140,7 @@ def enumerate_candidates(
             f"{space.path}: {space.combinations:,} combinations are more than {_MOST:,}: remove "
             "parameters or values"
         )
-    found = Enumeration()
+    enumeration = Enumeration()
     seen = dict[str, str]()
     common = _common_flags(space, flags)
     names = [p.name for p in space.parameters]
@@ -152,11 +152,11 @@ def enumerate_candidates(
             candidate, same = _checked(_Names(space, common, machine, values, key), predict)
             if (first := seen.setdefault(same, key)) != key:
                 raise InvalidLayout("equivalent to another one", f"as {first}")
-            found.candidates.append(replace(candidate, index=len(found.candidates)))
+            enumeration.candidates.append(replace(candidate, index=len(enumeration.candidates)))
         except InvalidLayout as rejected:
             reason, case = rejected.args
-            found.rejections.add(reason, f"{key}: {case}")
-    return found
+            enumeration.rejections.add(reason, f"{key}: {case}")
+    return enumeration
 
 
 def _common_flags(space: SearchSpace, flags: Sequence[str]) -> tuple[str, ...]:
@@ -187,11 +187,11 @@ def trial_flags(flags: Sequence[str], steps: int, evaluation: str = "--eval-iter
     """Return a trial's flags, without the metrics file's. Raises ConfigError for invalid flags."""
     explicit = read_settings(flags).explicit
     more = f"--train-iters {steps} {evaluation} --log-interval 1"
-    kept = [*flags, *more.split()]
-    kept += [] if DATA & explicit.keys() else ["--mock-data"]
+    words = [*flags, *more.split()]
+    words += [] if DATA & explicit.keys() else ["--mock-data"]
     if explicit.get("fp16") and not {"loss_scale", "initial_loss_scale"} & explicit.keys():
-        kept += ["--initial-loss-scale", str(_FIRST_LOSS_SCALE)]
-    return kept
+        words += ["--initial-loss-scale", str(_FIRST_LOSS_SCALE)]
+    return words
 
 
 # -- one combination -------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def _settings(flags: tuple[str, ...]) -> dict[str, object]:
     unknown = {} if settings.explicit.get("global_batch_size") else {"gbs": None}
     resolve(settings)
     return settings.values | {
-        name: settings.values[own] for name, own in SETTING.items() if name not in unknown
+        name: settings.values[setting] for name, setting in SETTING.items() if name not in unknown
     }
 
 
@@ -223,8 +223,8 @@ class _Names(dict[str, Any]):
         key: str,
     ) -> None:
         # the model's sizes may depend on it
-        others = values.keys() - space.variables - DECIDES.keys()
-        words = [word for name in sorted(others) for word in flags_of(name, values[name])]
+        model_names = values.keys() - space.variables - DECIDES.keys()
+        words = [word for name in sorted(model_names) for word in flags_of(name, values[name])]
         super().__init__({**_settings((*flags, *words)), **values})
         self.space = space
         self.common = flags
@@ -243,18 +243,18 @@ class _Names(dict[str, Any]):
             )
         self._under_way.append(name)
         try:
-            found = self[name] = self._worked_out(name)
+            value = self[name] = self._worked_out(name)
         finally:
             self._under_way.pop()
-        return found
+        return value
 
     def _worked_out(self, name: str) -> object:
         each = self.machine.processes_per_node
         if name in self.space.derived:
-            found = self.evaluate(f"[derived] {name}", self.space.derived[name])
-            found = int(found) if isinstance(found, float) and found.is_integer() else found
+            value = self.evaluate(f"[derived] {name}", self.space.derived[name])
+            value = int(value) if isinstance(value, float) and value.is_integer() else value
             try:
-                return read_value(name, found) if name in DECIDES or found is not None else None
+                return read_value(name, value) if name in DECIDES or value is not None else None
             except ConfigError as error:
                 raise InvalidLayout(f"refused: {name}", str(error)) from None
         if name == "processes":
@@ -288,14 +288,14 @@ class _Names(dict[str, Any]):
             value = self[name]
             if name == "chunks":
                 layers = self["num_layers"] or 0
-                parts = self["pp"] * value
-                if layers % parts:
+                stages = self["pp"] * value
+                if layers % stages:
                     raise InvalidLayout(
                         "layers do not divide into this many chunks",
-                        f"{layers} layers, {parts} chunks",
+                        f"{layers} layers, {stages} chunks",
                     )
                 name = CHUNK
-                value = layers // parts if value > 1 else None
+                value = layers // stages if value > 1 else None
             words += flags_of(name, value)
         return (*self.common, *words)
 
@@ -346,7 +346,7 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
     except ConfigError as error:
         raise InvalidLayout("the planner refuses it", " ".join(str(error).split())) from None
     tokens = layout.batch * config.model.seq_length
-    found = Candidate(
+    candidate = Candidate(
         0,
         names.key,
         names.varied,
@@ -360,7 +360,7 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
     )
     if not layout.has_choice("zero"):
         settings["zero_stage"] = None
-    return found, json.dumps([settings, placed], sort_keys=True, default=str)
+    return candidate, json.dumps([settings, placed], sort_keys=True, default=str)
 
 
 def _fit(
@@ -386,14 +386,18 @@ def _fit(
     # Placement matters if a node's devices are not all alike, and all of them are used.
     ordered = len(cluster.device_orders) > 1 and layout.world % cluster.devices_per_node == 0
     if predict:
-        wanted = {
-            name: (own,)
-            for name, own in (("order", layout.rank_order), ("devices", layout.device_order))
-            if own
+        restrictions = {
+            name: (explicit,)
+            for name, explicit in (("order", layout.rank_order), ("devices", layout.device_order))
+            if explicit
         }
         step_s, order, devices = min(
-            (estimate(config, cluster, place).seconds, place.layout.order, place.device_order)
-            for place in worthwhile_placements(config, cluster, wanted)
+            (
+                estimate(config, cluster, placement).seconds,
+                placement.layout.order,
+                placement.device_order,
+            )
+            for placement in worthwhile_placements(config, cluster, restrictions)
         )
         words += ["--rank-order", order] if not layout.rank_order and layout.world > 1 else []
         words += flags_of("devices", devices) if not layout.device_order and ordered else []

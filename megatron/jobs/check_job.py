@@ -196,7 +196,7 @@ def parse_options(words: Sequence[str], where: str = "command line") -> tuple[Op
     >>> parse_options(["-N2", "--time", "1:00", "--requeue", "job.sh", "-x"])[1]
     4
     """
-    found: Options = {}
+    options: Options = {}
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] != "-":
         word = words[at]
@@ -209,8 +209,8 @@ def parse_options(words: Sequence[str], where: str = "command line") -> tuple[Op
         if name not in _NO_VALUE and not equals and not value and at < len(words):
             value = words[at]
             at += 1
-        found[_LETTERS.get(name, name)] = OptionValue(value, where)
-    return found, at
+        options[_LETTERS.get(name, name)] = OptionValue(value, where)
+    return options, at
 
 
 def directives(text: str) -> tuple[Options, list[str]]:
@@ -218,7 +218,7 @@ def directives(text: str) -> tuple[Options, list[str]]:
 
     Later lines override earlier ones. Slurm reads none after the first command.
     """
-    found = Options()
+    merged = Options()
     problems = list[str]()
     commands = False
     for number, line in enumerate(text.splitlines(), 1):
@@ -235,10 +235,10 @@ def directives(text: str) -> tuple[Options, list[str]]:
                 problems.append(f"line {number}: {error}")
                 continue
             options, at = parse_options(words, f"line {number}")
-            found |= options
+            merged |= options
             if at < len(words):
                 problems.append(f"line {number}: '{words[at]}' does not belong to an option")
-    return found, problems
+    return merged, problems
 
 
 def winning(line: Options, environ: Mapping[str, str], script: Options) -> Options:
@@ -542,10 +542,10 @@ def check_memory(job: CheckedJob, config: Config) -> None:
             "--recompute-granularity full",
         )
     ranks = range(config.parallel.pipeline_model_parallel_size)
-    held = max(host_bytes(config, rank, cluster.device_type) for rank in ranks)
-    held_gib = held * min(config.parallel.world_size, cluster.devices_per_node) / 2**30
-    if cluster.host_memory_gib is not None and held_gib > cluster.host_memory_gib:
-        text = f"{held_gib:.1f} GiB on a node, which has {cluster.host_memory_gib:g}"
+    on_host = max(host_bytes(config, rank, cluster.device_type) for rank in ranks)
+    on_host_gib = on_host * min(config.parallel.world_size, cluster.devices_per_node) / 2**30
+    if cluster.host_memory_gib is not None and on_host_gib > cluster.host_memory_gib:
+        text = f"{on_host_gib:.1f} GiB on a node, which has {cluster.host_memory_gib:g}"
         job.error("host memory", f"--cpu-offload keeps {text}: use more nodes")
 
 
@@ -562,9 +562,9 @@ def check_cost(job: CheckedJob, config: Config) -> None:
     settings = config.checkpoint
     start = 0
     consumed = 0  # samples
-    there = find(settings.load, settings.load_tag) if settings.load else CheckpointChoice(None)
-    if there.folder or there.rejected or (settings.load and settings.exit_on_missing_checkpoint):
-        checkpoint = open_checkpoint(required(settings.load or "", there))
+    choice = find(settings.load, settings.load_tag) if settings.load else CheckpointChoice(None)
+    if choice.folder or choice.rejected or (settings.load and settings.exit_on_missing_checkpoint):
+        checkpoint = open_checkpoint(required(settings.load or "", choice))
         check_architecture(checkpoint.config, config, str(checkpoint.folder))
         if not settings.finetune and not settings.reset_iteration:
             start = checkpoint.iteration

@@ -66,11 +66,11 @@ class Process:
         self.figures = dict[str, float]()
         self.errors = dict[str, str]()
 
-    def multiply(self, backend: str | None, placing: RankMapping | None) -> None:
+    def multiply(self, backend: str | None, mapping: RankMapping | None) -> None:
         """Measure TFLOP/s of a square product of ones on this device, and check the result."""
 
         def work() -> float:
-            self._device = select_device(self.launch, backend, placing)
+            self._device = select_device(self.launch, backend, mapping)
             size, dtype = (
                 (8192, torch.float16) if self._device.type == "cuda" else (384, torch.float32)
             )
@@ -100,10 +100,10 @@ class Process:
             self._step(WITHIN, partial(self._bandwidth, f"within/{node}", local, each), deadline)
         for number in range(0 if self.errors else 2 + len(nodes) % 2):
             deadline += self._seconds
-            pair, place = divmod((nodes.index(node) - number) % len(nodes), 2)
+            pair, member = divmod((nodes.index(node) - number) % len(nodes), 2)
             if 2 * pair + 1 < len(nodes):
                 name = f"between/{number}/{pair}/{local}"
-                self._step(BETWEEN, partial(self._bandwidth, name, place, 2), deadline)
+                self._step(BETWEEN, partial(self._bandwidth, name, member, 2), deadline)
         if BETWEEN in self.figures:
             self.errors.pop(BETWEEN, None)
 
@@ -118,10 +118,10 @@ class Process:
         nodes = json.loads(store.get("device"))
         if self.launch.rank // self.launch.local_world_size in nodes:
             self.meet(nodes)
-        found = self.share("network", came, limit)
+        results = self.share("network", came, limit)
         with contextlib.suppress(RuntimeError):  # rank 0 has all results, and may have exited
             store.wait(["network"], limit)  # a group ends with its first member
-        return found
+        return results
 
     def share(self, phase: str, ranks: Iterable[int], limit: timedelta) -> Results:
         """Send this process's results to rank 0, which returns those in time and the good nodes."""
@@ -139,13 +139,13 @@ class Process:
         keys = {rank: f"{phase}/{rank}" for rank in ranks}
         with without_dns():  # the store looks up the name of each process that connects
             self._connection.poll([*keys.values()], time.monotonic() + limit.total_seconds())
-        found = {
+        results = {
             rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])
         }
         each = launch.local_world_size
-        good = Counter(rank // each for rank, told in found.items() if not told["errors"])
+        good = Counter(rank // each for rank, told in results.items() if not told["errors"])
         store.set(phase, json.dumps([node for node in sorted(good) if good[node] == each]))
-        return found
+        return results
 
     def _step(self, name: str, work: Callable[[], float], deadline: float) -> None:
         """Record the best result of a measurement, or its error."""
@@ -160,7 +160,7 @@ class Process:
                 if self._device.type == "cuda":
                     bounded(self._groups[-1].abort, _MARGIN_S)
 
-    def _bandwidth(self, name: str, place: int, size: int) -> float:
+    def _bandwidth(self, name: str, member: int, size: int) -> float:
         """Return the GB/s of an all-reduce in a new group.
 
         In a ring each rank sends and receives 2 (n - 1) / n of its bytes. Raises RuntimeError for a
@@ -174,11 +174,11 @@ class Process:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(minutes=30)  # a watchdog would kill the process
             length = 2**28
-            group = dist.ProcessGroupNCCL(store, place, size, options)
+            group = dist.ProcessGroupNCCL(store, member, size, options)
         else:
-            group = dist.ProcessGroupGloo(store, place, size, timedelta(seconds=self._seconds))
+            group = dist.ProcessGroupGloo(store, member, size, timedelta(seconds=self._seconds))
         self._groups.append(group)
-        tensor = torch.full((length // 4,), place + 1.0, device=self._device)
+        tensor = torch.full((length // 4,), member + 1.0, device=self._device)
         group.allreduce([tensor]).wait()
         if (tensor != size * (size + 1) / 2).any():
             raise RuntimeError(
@@ -209,7 +209,7 @@ class NodeVerdict(NamedTuple):
     lines: list[str]
 
 
-def judge(found: Results, hosts: Sequence[str], bands: Mapping[str, float]) -> NodeVerdict:
+def judge(results: Results, hosts: Sequence[str], bands: Mapping[str, float]) -> NodeVerdict:
     """Judge the results of each rank; `hosts` has its host, in the order of the allocation.
 
     A rank is slow if it is far below the median, or below the machine's band while most ranks are
@@ -217,15 +217,15 @@ def judge(found: Results, hosts: Sequence[str], bands: Mapping[str, float]) -> N
     """
     faults = defaultdict[str, list[str]](list)
     lines = list[str]()
-    reached = any(BETWEEN in told["figures"] for told in found.values())
+    reached = any(BETWEEN in told["figures"] for told in results.values())
     for rank, host in enumerate(hosts):
-        told = found.get(rank, {"errors": {"process": "it did not start, died or hangs"}})
+        told = results.get(rank, {"errors": {"process": "it did not start, died or hangs"}})
         for step, text in told["errors"].items():
             if step != BETWEEN or reached:
                 faults[host].append(f"rank {rank}: {step}: {text}")
     for name, (unit, share, band) in FIGURES.items():
         values = {
-            rank: told["figures"][name] for rank, told in found.items() if name in told["figures"]
+            rank: told["figures"][name] for rank, told in results.items() if name in told["figures"]
         }
         if not values:
             continue
@@ -236,13 +236,13 @@ def judge(found: Results, hosts: Sequence[str], bands: Mapping[str, float]) -> N
         span = f"{values[slowest]:.3g} to {max(values.values()):.3g}, median {median:.3g}"
         lines.append(f"{name}, {unit}: {span}; lowest on {hosts[slowest]}, rank {slowest}")
         for rank, value in values.items():
-            if value < least and found[rank]["device"] != "cpu":
+            if value < least and results[rank]["device"] != "cpu":
                 text = f"{value:.3g} {unit}, expected at least {least:.3g} (median {median:.3g})"
                 faults[hosts[rank]].append(f"rank {rank}: {name}: {text}")
     lines += (f"FAULT {host} {text}" for host, texts in faults.items() for text in texts)
     every = dict.fromkeys(hosts)
     good = [host for host in every if host not in faults]
-    alone = [told["errors"][BETWEEN] for told in found.values() if BETWEEN in told["errors"]]
+    alone = [told["errors"][BETWEEN] for told in results.values() if BETWEEN in told["errors"]]
     if alone and not faults:
         good = []
         lines.append(f"FAULT no node can reach another node: {alone[0]}")
@@ -252,11 +252,11 @@ def judge(found: Results, hosts: Sequence[str], bands: Mapping[str, float]) -> N
     return NodeVerdict(good, list(faults), lines)
 
 
-def rank_hosts(launch: Launch, found: Results) -> list[str]:
+def rank_hosts(launch: Launch, results: Results) -> list[str]:
     """Return the host of each rank: as reported by a process there, or from Slurm's node list."""
     each = launch.local_world_size
     names = dict(enumerate(_slurm_hosts()))
-    names |= {rank // each: told["host"] for rank, told in found.items()}
+    names |= {rank // each: told["host"] for rank, told in results.items()}
     return [names.get(rank // each, f"node {rank // each}") for rank in range(launch.world_size)]
 
 
@@ -290,7 +290,7 @@ def run(args: argparse.Namespace) -> int:
         return process.exchange()
 
     try:
-        found = bounded(work, 20 * args.seconds, "the test timed out")
+        results = bounded(work, 20 * args.seconds, "the test timed out")
     except (RuntimeError, LaunchError) as error:
         if launch.rank == 0:
             raise
@@ -299,7 +299,7 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     if launch.rank:
         return 0
-    verdict = judge(found, rank_hosts(launch, found), cluster.bands if cluster else {})
+    verdict = judge(results, rank_hosts(launch, results), cluster.bands if cluster else {})
     print(*verdict.lines, sep="\n")
     _write_hosts(args.out, verdict.bad, verdict.good)
     return 0 if verdict.good and not verdict.bad else EXIT_BAD_NODES

@@ -175,9 +175,9 @@ def plan(request: ExperimentRequest) -> list[Point]:
     if known is not None and kind.varies == "dp" and not request.values:
         # The paper's number of GCDs, whatever the size of a replica in the recipe.
         replicas = _REPLICAS_OF_1T if request.model == "1t" else values
-        mine = _replica_gcds(base)
+        replica_gcds = _replica_gcds(base)
         gcds = [known.replica_gcds * count for count in replicas]
-        values = tuple(n // mine for n in gcds if n % mine == 0) or (1,)
+        values = tuple(n // replica_gcds for n in gcds if n % replica_gcds == 0) or (1,)
     return [_point(request, base, value) for value in values]
 
 
@@ -191,7 +191,7 @@ def _paper(base: Config) -> Published | None:
 
 def _point(request: ExperimentRequest, base: Config, value: int) -> Point:
     kind = KINDS[request.kind]
-    own = base.batch.global_batch_size
+    recipe_batch = base.batch.global_batch_size
     known = _paper(base)
     sizes = {
         "tp": base.parallel.tensor_model_parallel_size,
@@ -199,16 +199,16 @@ def _point(request: ExperimentRequest, base: Config, value: int) -> Point:
         "mbs": base.batch.micro_batch_size,
         "dp": kind.replicas if request.of_the_paper else 1,
     }
-    batch = request.batch or (kind.batch if request.of_the_paper else own)
+    batch = request.batch or (kind.batch if request.of_the_paper else recipe_batch)
     if request.kind == "weak":
-        each = request.batch or own
+        each = request.batch or recipe_batch
         if known is not None and request.batch is None:
             # The published number of sequences per GCD, even if a replica of the recipe has a
             # different size.
             each = -(-known.per_replica * _replica_gcds(base) // known.replica_gcds)
         batch = each * value
     elif request.kind == "strong":
-        batch = request.batch or (known.total if known else None) or own
+        batch = request.batch or (known.total if known else None) or recipe_batch
     elif request.kind == "pp-bubble":
         batch = (request.batch or kind.batch) * value * sizes["mbs"]
     sizes |= {"batch": batch, kind.varies: value}
@@ -366,7 +366,7 @@ class Experiment(JobSource):
             left = runner.left_s()
             if not runner.ever(point.nodes):
                 self._postpone(
-                    point, f"needs {point.nodes} of {len(runner.place.hosts)} available nodes"
+                    point, f"needs {point.nodes} of {len(runner.target.hosts)} available nodes"
                 )
             elif not runner.room(point.nodes):
                 continue
@@ -436,17 +436,17 @@ def state_of(folder: Path, point: Point) -> tuple[str, str]:
     """
     if point.problem:
         return REFUSED, point.problem
-    there = read_beside(folder / POINT, metrics_file.POINT)
-    mine = point.description()
-    for name in mine if there else ():
-        if name != "settings" and there.get(name) != mine[name]:
+    saved = read_beside(folder / POINT, metrics_file.POINT)
+    description = point.description()
+    for name in description if saved else ():
+        if name != "settings" and saved.get(name) != description[name]:
             raise ConfigError(
-                f"{folder} holds a point with another '{name}' ({there.get(name)}, now "
-                f"{mine[name]}): remove it, or give another --out"
+                f"{folder} holds a point with another '{name}' ({saved.get(name)}, now "
+                f"{description[name]}): remove it, or give another --out"
             )
     if (before := earlier(folder, point.steps)).status:
         return before.status, before.reason or ""
-    return "interrupted" if (folder / METRICS).exists() or there else "", ""
+    return "interrupted" if (folder / METRICS).exists() or saved else "", ""
 
 
 # -- before a job ----------------------------------------------------------------------------------

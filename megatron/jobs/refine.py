@@ -95,10 +95,10 @@ def read_run(path: Path) -> RefinementRun:
 
     Raises DataError.
     """
-    found = figures(read_measured(path), WARM_UP)
-    run = found.run
-    if not found.valid or found.step_s is None or found.steady < LEAST_STEPS:
-        why = run.failure or "; ".join(found.problems) or f"{found.steady} steady step(s)"
+    measured = figures(read_measured(path), WARM_UP)
+    run = measured.run
+    if not measured.valid or measured.step_s is None or measured.steady < LEAST_STEPS:
+        why = run.failure or "; ".join(measured.problems) or f"{measured.steady} steady step(s)"
         raise DataError(
             f"{path}: {why}: at least {LEAST_STEPS} steps with the full batch are needed after the "
             f"first {WARM_UP}: run about 20 steps with --log-interval 1"
@@ -109,7 +109,7 @@ def read_run(path: Path) -> RefinementRun:
         return RefinementRun(
             f"{run.path.parent.name}/{run.path.name}",
             Config.from_dict(settings),
-            found.step_s,
+            measured.step_s,
             run.remark,
         )
     except ConfigError as error:
@@ -118,10 +118,11 @@ def read_run(path: Path) -> RefinementRun:
         ) from error
 
 
-def messages_s(found: Estimate) -> float:
+def messages_s(estimate: Estimate) -> float:
     """Return the seconds that a step spends on messages."""
     return sum(
-        found.parts[name] for name in ("layer messages", "pipeline messages", "data-parallel")
+        estimate.breakdown[name]
+        for name in ("layer messages", "pipeline messages", "data-parallel")
     )
 
 
@@ -131,8 +132,8 @@ def fit(runs: Sequence[RefinementRun], estimates: Sequence[Estimate]) -> Factors
     Raises DataError for implausible factors.
     """
     seconds = np.array([run.seconds for run in runs])
-    sent = np.array([messages_s(found) for found in estimates])
-    computed = np.array([found.seconds for found in estimates]) - sent
+    sent = np.array([messages_s(factors) for factors in estimates])
+    computed = np.array([factors.seconds for factors in estimates]) - sent
 
     def tried(ratio: float) -> tuple[float, Factors]:
         """Return the median error at a ratio of the message to the compute factor, and both."""
@@ -140,16 +141,16 @@ def fit(runs: Sequence[RefinementRun], estimates: Sequence[Estimate]) -> Factors
         factor = float(np.median(slower))
         return float(np.median(abs(slower / factor - 1))), (factor, ratio * factor)
 
-    error, found = tried(1.0)
+    error, factors = tried(1.0)
     if len(runs) >= _LEAST_RUNS:
         least, two = min(map(tried, _RATIOS.tolist()))
-        found = two if least < _BETTER * error else found
-    if not _LEAST <= min(found) <= max(found) <= _MOST:
+        factors = two if least < _BETTER * error else factors
+    if not _LEAST <= min(factors) <= max(factors) <= _MOST:
         raise DataError(
             "the runs take {:.3g} times the estimated seconds for computations and {:.3g} times "
-            "for messages: they are not from this machine".format(*found)
+            "for messages: they are not from this machine".format(*factors)
         )
-    return found
+    return factors
 
 
 def correct(cluster: Cluster, factors: Factors, dtypes: set[str]) -> Cluster:

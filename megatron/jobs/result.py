@@ -83,7 +83,7 @@ def ending(exit_codes: Iterable[int] | None, logs: Sequence[Path]) -> Ending:
                 launcher (srun) may be in any of them
     """
     tails = [_tail(path) for path in logs]
-    lines = [found.group().strip()[:_SHOWN] for tail in tails for found in _ERROR.finditer(tail)]
+    lines = [match.group().strip()[:_SHOWN] for tail in tails for match in _ERROR.finditer(tail)]
     lines = [line for line in lines if not line.startswith("srun: ")]
     # preferably not one about another rank's loss
     line = min(lines, key=lambda line: bool(_FOLLOWS.search(line)), default="")
@@ -93,8 +93,8 @@ def ending(exit_codes: Iterable[int] | None, logs: Sequence[Path]) -> Ending:
         (LOST_RANK, "a node was lost: ", _NODE),
     ):
         pattern = re.compile(rf"^.*(?:{words}).*$", re.IGNORECASE | re.MULTILINE)
-        for found in filter(None, map(pattern.search, tails)):
-            return Ending(kind, how + found.group().strip()[:_SHOWN])
+        for match in filter(None, map(pattern.search, tails)):
+            return Ending(kind, how + match.group().strip()[:_SHOWN])
     code = None
     if exit_codes is not None:
         # srun's log has each task's code, its exit code the largest
@@ -205,9 +205,9 @@ def all_done(records: Iterable[Mapping[str, object]], steps: int) -> bool:
 
 def earlier(folder: Path, steps: int) -> Result:
     """Return the outcome of an earlier start, without figures. Raises DataError."""
-    there = read_beside(folder / RESULT, metrics_file.RESULT)
-    if there.get("status") == FAILED:
-        return Result(FAILED, there.get("kind"), there.get("reason"))
+    saved = read_beside(folder / RESULT, metrics_file.RESULT)
+    if saved.get("status") == FAILED:
+        return Result(FAILED, saved.get("kind"), saved.get("reason"))
     return Result(DONE) if is_complete(folder, steps) else RUNNING
 
 
@@ -226,42 +226,42 @@ def read_result(metrics: Path, asked: Config, warm_up: int) -> Result:
     It is INVALID, with a reason, if it contradicts itself or the requested settings.
     """
     try:
-        found = figures(read_run(metrics), warm_up)
+        measured = figures(read_run(metrics), warm_up)
         starts = sum(record["event"] == "start" for record in read_records(metrics))
     except DataError as error:
         return Result(INVALID, None, str(error))
-    problems = [*found.problems, *_contradictions(found, asked)]
+    problems = [*measured.problems, *_contradictions(measured, asked)]
     if starts != 1:
         problems.append(f"{starts} runs wrote to the metrics file")
-    if problems or not found.step_s:
+    if problems or not measured.step_s:
         return Result(INVALID, None, "; ".join(problems) or "no steady step")
     return Result(
         DONE,
         None,
         None,
-        found.step_s,
-        found.spread,
-        found.steady,
-        found.tokens_per_s,
-        found.memory_bytes,
-        "; ".join(found.notes),
+        measured.step_s,
+        measured.spread,
+        measured.steady,
+        measured.tokens_per_s,
+        measured.memory_bytes,
+        "; ".join(measured.notes),
     )
 
 
-def _contradictions(found: Figures, asked: Config) -> Iterator[str]:
+def _contradictions(measured: Figures, asked: Config) -> Iterator[str]:
     """Yield differences between a run and its request (self-contradictions: scaling.py)."""
-    run = found.run
+    run = measured.run
     layout = candidate_of(asked)
     # Without paths, and settings that a run changes, as a tokenizer changes the vocabulary size.
     names = layout.settings(1).keys() - {"rank_order", "device_order"}
     for name in sorted(names | {"seq_length", "num_layers", "hidden_size", "fp16", "bf16"}):
         ran = run.get(name)
-        wanted = json.loads(json.dumps(asked.get(name)))
-        if ran != wanted:
-            yield f"ran with {name} {ran}, requested {wanted}"
+        requested = json.loads(json.dumps(asked.get(name)))
+        if ran != requested:
+            yield f"ran with {name} {ran}, requested {requested}"
     if run.start_iteration or [line.iteration for line in run.lines] != list(
         range(1, len(run.lines) + 1)
     ):
         yield "not every step is recorded exactly once"
-    if found.batch not in (None, layout.batch):
-        yield f"a step used {found.batch} sequences, but {layout.batch} were requested"
+    if measured.batch not in (None, layout.batch):
+        yield f"a step used {measured.batch} sequences, but {layout.batch} were requested"

@@ -88,7 +88,7 @@ class RunProcesses:
     """Processes of a run: all ranks, or one launcher.
 
     step        name of its step under Slurm
-    held        resources closed when the run ends: the reserved port, and the pipe by which the
+    resources   closed when the run ends: the reserved port, and the pipe by which the
                 launcher monitors its starter
     exit_codes  None until the run has ended; then those of the processes that ended before others
                 were killed
@@ -100,9 +100,9 @@ class RunProcesses:
         self.processes = list[subprocess.Popen[bytes]]()
         self._step = step
         self._clock = clock
-        self.held = contextlib.ExitStack()
+        self.resources = contextlib.ExitStack()
         self.exit_codes: list[int] | None = None
-        self._own: list[int] = []
+        self._first_codes: list[int] = []
         self._failed_at: float | None = None
         self._stopped_at: float | None = None
         self._asked_at: float | None = None
@@ -114,9 +114,9 @@ class RunProcesses:
         now = self._clock()
         ended = [code for code in codes if code is not None]
         if self.exit_codes is None and None not in codes:
-            self.exit_codes = self._own or ended
+            self.exit_codes = self._first_codes or ended
             self._signal(signal.SIGKILL)  # their child processes
-            self.held.close()
+            self.resources.close()
         if self.exit_codes is not None:
             return True
         if self._failed_at is None and any(ended):
@@ -126,7 +126,7 @@ class RunProcesses:
             and self._failed_at is not None
             and now > self._failed_at + _PEERS_S
         ):
-            self._own = ended
+            self._first_codes = ended
             self._stopped_at = now - 2 * GRACE_S
             self._press(now)
         elif self._asked_at is not None and now > self._asked_at + _ASK_AGAIN_S:
@@ -148,7 +148,7 @@ class RunProcesses:
                 # stuck in the kernel: it cannot be killed
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(10.0)
-            self.held.close()
+            self.resources.close()
 
     def _press(self, now: float) -> None:
         """Send SIGTERM, and SIGKILL after the grace period.
@@ -197,7 +197,7 @@ def start_here(
     calling thread ends, so call this from the main thread.
     """
     run = RunProcesses(clock=clock)
-    port = run.held.enter_context(reserve_port()).getsockname()[1]
+    port = run.resources.enter_context(reserve_port()).getsockname()[1]
     parent_watch = [sys.executable, "-I", "-S", str(_PARENT_WATCH), str(os.getpid())]
     if count > 1:
         (folder / TASKS).mkdir(exist_ok=True)
@@ -221,13 +221,13 @@ def start_step(
     """Start a job step on its hosts; output goes to LOG in the folder, errors to TASKS/task_N.err."""
     run = RunProcesses(step.name, clock)
     listening, alive = os.pipe()
-    run.held.callback(os.close, alive)
+    run.resources.callback(os.close, alive)
     told = {"ALIVE": str(listening), "TELL_STEP": _TELL_STEP, **_names(step.name)}
     try:
         env = {**step_environment(os.environ, step, folder / TASKS), **told}
         run.processes.append(_spawn(command, env, folder / LOG, (listening,)))
     except BaseException:
-        run.held.close()
+        run.resources.close()
         raise
     finally:
         os.close(listening)
@@ -245,12 +245,12 @@ def step_environment(environ: Mapping[str, str], step: SlurmStep, tasks: Path) -
             f"{root} has no examples/frontier/job.sh, which starts runs under Slurm: set "
             "MEGATRON_ROOT to a clone of the repository"
         )
-    kept = {name: value for name, value in environ.items() if name != "MASTER_ADDR"}
+    inherited = {name: value for name, value in environ.items() if name != "MASTER_ADDR"}
     minutes = -(-int(step.limit_s + GRACE_S) // 60)
-    first = int(kept.get("MASTER_PORT") or _FIRST_PORT) - _PORTS.start
-    return kept | {
+    first = int(inherited.get("MASTER_PORT") or _FIRST_PORT) - _PORTS.start
+    return inherited | {
         "SRUN_WAIT": str(_WAIT_S),
-        "SRUN_FLAGS": f"{kept.get('SRUN_FLAGS', '')} --time={minutes} "
+        "SRUN_FLAGS": f"{inherited.get('SRUN_FLAGS', '')} --time={minutes} "
         f"--job-name={step.name}".strip(),
         "MEGATRON_ROOT": str(root),
         "NODES": str(len(step.hosts)),

@@ -192,19 +192,19 @@ class Runner:
 
     def __init__(
         self,
-        place: LaunchTarget,
+        target: LaunchTarget,
         say: Say = print,
         *,
         left_s: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.place = place
+        self.target = target
         self.left_s = left_s
         self._clock = clock
         self._sleep = sleep
-        self._local = place.launcher == "local"
-        self._nodes = Nodes(place.hosts, say)
+        self._local = target.launcher == "local"
+        self._nodes = Nodes(target.hosts, say)
         self._running: list[Attempt] = []
         self._lost = Counter[Path]()
         self._turn = 0
@@ -215,7 +215,7 @@ class Runner:
         """Return whether this many nodes are free now."""
         if self._local:
             return not self._running
-        return len(self._running) < self.place.parallel and nodes <= len(self._nodes.free)
+        return len(self._running) < self.target.parallel and nodes <= len(self._nodes.free)
 
     def ever(self, nodes: int) -> bool:
         """Return whether this many nodes are usable, free or in use."""
@@ -239,8 +239,8 @@ class Runner:
             for each in list(self._running):
                 if each.run.poll():
                     self._settle(each, source)
-                elif each.stopped is None and (found := each.watch.look(self._clock())) is not None:
-                    each.stopped = found
+                elif each.stopped is None and (limit := each.watch.look(self._clock())) is not None:
+                    each.stopped = limit
                     each.run.stop()
             while not self.signal and not self._over and (job := source.next(self)) is not None:
                 if self.signal:  # received while the source was busy
@@ -507,9 +507,9 @@ class Nodes:
 
     def take(self, count: int) -> tuple[str, ...]:
         """Take the first free nodes, which are neighbours if the list is in network order."""
-        taken = tuple(self.free[:count])
+        hosts = tuple(self.free[:count])
         self.free = self.free[count:]
-        return taken
+        return hosts
 
     def give_back(self, hosts: Iterable[str]) -> None:
         """Free nodes again, in the order of the list, except those that are left out."""
@@ -573,11 +573,11 @@ class Inquiry:
             )
             for host in hosts
         ]
-        found = set[str]()
+        answered = set[str]()
         deadline = time.monotonic() + _ANSWER_S
         for probe in probes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 said = probe.communicate(timeout=max(0.1, deadline - time.monotonic()))[0]
-                found.update(re.findall(r"^answers (\S+)$", said, re.MULTILINE))
+                answered.update(re.findall(r"^answers (\S+)$", said, re.MULTILINE))
             probe.kill()
-        return found
+        return answered

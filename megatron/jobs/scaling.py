@@ -219,7 +219,7 @@ def figures(
     peak_tflops  of a device; None: the known value
     """
     memory = max((line.memory_bytes for line in run.lines), default=0) or None
-    found = Figures(
+    result = Figures(
         run,
         sum(line.skipped for line in run.lines),
         sum(line.nan for line in run.lines),
@@ -227,16 +227,16 @@ def figures(
         notes=(run.remark,) if run.remark else (),
     )
     if not run.lines:
-        return found
+        return result
     full = max(line.global_batch_size for line in run.lines)
     steady = _steady(run, run.point.get("warm_up", 1) if warm_up is None else warm_up, full)
     if not steady:
         why = (
-            f"no steady step: of {sum(line.steps for line in run.lines)} steps {found.skipped} "
-            f"were skipped, {found.nan} had a non-finite loss, and none of the others has the full "
+            f"no steady step: of {sum(line.steps for line in run.lines)} steps {result.skipped} "
+            f"were skipped, {result.nan} had a non-finite loss, and none of the others has the full "
             "batch after the warm-up"
         )
-        return replace(found, problems=() if run.failure else (why,))
+        return replace(result, problems=() if run.failure else (why,))
     times = [line.step_time_s for line in steady]
     several = len(times) > 1
     step_s = statistics.median(times)
@@ -264,13 +264,13 @@ def figures(
             f"best matrix product on such a device, or {_PLAUSIBLE_PART_OF_PEAK:g} of its peak"
         )
     notes = {
-        f"{found.skipped} step(s) skipped, left out of the figures": found.skipped,
-        f"{found.nan} step(s) with a non-finite loss, left out": found.nan,
+        f"{result.skipped} step(s) skipped, left out of the figures": result.skipped,
+        f"{result.nan} step(s) with a non-finite loss, left out": result.nan,
         "the run did not reach its end": not run.finished and run.failure is None,
         "only one steady step: no spread, so differences cannot be judged": not several,
     }
     return replace(
-        found,
+        result,
         steady=sum(line.steps for line in steady),
         step_s=step_s,
         batch=full,
@@ -284,7 +284,7 @@ def figures(
         mfu=model / peak if model and peak else None,
         hfu=hardware / peak if hardware and peak else None,
         problems=tuple(problems),
-        notes=(*found.notes, *(text for text, holds in notes.items() if holds)),
+        notes=(*result.notes, *(text for text, holds in notes.items() if holds)),
     )
 
 
@@ -396,10 +396,10 @@ class Series:
         that they are on different sides of 1 where the intervals overlap.
         """
         base = self.base and throughput(self.base)
-        mine = throughput(member)
-        if not base or not mine:
+        rates = throughput(member)
+        if not base or not rates:
             return None
-        return mine[0] / base[2], mine[1] / base[1], mine[2] / base[0] if base[0] else math.inf
+        return rates[0] / base[2], rates[1] / base[1], rates[2] / base[0] if base[0] else math.inf
 
     def best(self) -> list[Figures]:
         """Return the valid runs with the highest throughput per device, within the noise."""
@@ -444,15 +444,15 @@ def compare(measured: Sequence[Figures]) -> list[Series]:
     for each in measured:
         key = each.run.point.get("experiment") or [each.run.get(name) for name in _ALIKE]
         groups.setdefault(str(key), []).append(each)
-    found = [_series(groups[key]) for key in sorted(groups)]
-    loose = [s for s in found if s.kind == OTHER and not s.members[0].run.point]
+    series_list = [_series(groups[key]) for key in sorted(groups)]
+    loose = [s for s in series_list if s.kind == OTHER and not s.members[0].run.point]
     if len(loose) > 1:
-        kept = {id(member) for series in loose for member in series.members}
-        members = tuple(m for m in measured if id(m) in kept)
+        loose_members = {id(member) for series in loose for member in series.members}
+        members = tuple(m for m in measured if id(m) in loose_members)
         base = next((m for m in members if m.valid), None)
-        found = [s for s in found if s not in loose]
-        found.append(Series("runs", OTHER, "devices", members, base, None))
-    return found
+        series_list = [s for s in series_list if s not in loose]
+        series_list.append(Series("runs", OTHER, "devices", members, base, None))
+    return series_list
 
 
 def _series(members: list[Figures]) -> Series:

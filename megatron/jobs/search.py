@@ -51,7 +51,7 @@ class History:
     pending: frozenset[int] = frozenset()
     prior: Sequence[float] | None = None
 
-    def places(self, index: int) -> tuple[int, ...]:
+    def value_indices(self, index: int) -> tuple[int, ...]:
         """Return the indices of a candidate's values in the value list of each parameter."""
         values = self.candidates[index].values
         return tuple(p.values.index(values[p.name]) for p in self.parameters)
@@ -145,7 +145,7 @@ def propose(search: str, seed: int, history: History, count: int) -> tuple[int, 
     """
     prior = history.prior
     chance = random.Random(f"{seed} {count}")
-    failed = [history.places(index) for index, cost in history.seen.items() if cost is None]
+    failed = [history.value_indices(index) for index, cost in history.seen.items() if cost is None]
     if len(history.seen.keys() | history.pending) >= _FIRST and len(failed) < len(history.seen):
         return (_deephyper if search == "deephyper" else _optuna)(history, chance), search
     if prior is None:
@@ -154,7 +154,9 @@ def propose(search: str, seed: int, history: History, count: int) -> tuple[int, 
     def belief(index: int) -> float:
         """Return the planner's log(cost), plus a quarter for each failure that differs in one value."""
         near = [
-            other for other in failed if sum(map(operator.ne, history.places(index), other)) < 2
+            other
+            for other in failed
+            if sum(map(operator.ne, history.value_indices(index), other)) < 2
         ]
         return prior[index] + len(near) * _NEAR
 
@@ -180,14 +182,14 @@ def _optuna(history: History, chance: random.Random) -> int:
         )
         study = optuna.create_study(sampler=sampler)
         for index, cost in history.told().items():
-            params = dict(zip(distributions, history.places(index), strict=True))
+            params = dict(zip(distributions, history.value_indices(index), strict=True))
             study.add_trial(
                 optuna.trial.create_trial(params=params, distributions=distributions, value=cost)
             )
         asked = study.ask(distributions).params
 
     def far(index: int) -> float:
-        apart = zip(history.parameters, asked.values(), history.places(index), strict=True)
+        apart = zip(history.parameters, asked.values(), history.value_indices(index), strict=True)
         return math.fsum(
             abs(a - b) / max(1, len(p.values) - 1) if p.ordered else a != b for p, a, b in apart
         )
@@ -217,8 +219,8 @@ def _deephyper(history: History, chance: random.Random) -> int:
 
         def predict(self, X: Floats, return_std: bool = False) -> object:
             rows, predicted = self._on(X, 0.0)
-            found = super().predict(rows, return_std)
-            return (found[0] - predicted, found[1]) if return_std else found - predicted
+            forecast = super().predict(rows, return_std)
+            return (forecast[0] - predicted, forecast[1]) if return_std else forecast - predicted
 
         @staticmethod
         def _on(X: Floats, y: Floats | float) -> tuple[Floats, Floats]:

@@ -36,7 +36,7 @@ class Setup:
     space: SearchSpace
     flags: tuple[str, ...]
     machine: Machine
-    place: LaunchTarget
+    target: LaunchTarget
     search: str
     prior: bool
     out: Path
@@ -45,8 +45,8 @@ class Setup:
         """Return the number of steps of a trial: with [trial] tokens, as many in each part."""
         if not self.space.tokens:
             return self.space.warm_up + self.space.iterations
-        parts = self.space.evaluations
-        return parts * -(-self.space.tokens // (candidate.tokens * parts))
+        evaluations = self.space.evaluations
+        return evaluations * -(-self.space.tokens // (candidate.tokens * evaluations))
 
     def trial(self, candidate: Candidate) -> list[str]:
         """Return the flags of a trial."""
@@ -84,7 +84,7 @@ class Setup:
             "seed": self.args.seed,
             "prior": self.prior,
             "cluster": cluster.name if cluster else None,
-            "launcher": self.place.launcher,
+            "launcher": self.target.launcher,
             "processes of a node": self.machine.processes_per_node,
             "bytes for a layout": self.machine.capacity_bytes,
         }
@@ -99,8 +99,10 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
             "--space FILE|NAME is required: name the space to search; --list-spaces shows those of "
             "this package"
         )
-    own = {name: getattr(args, name) for name in ("tokens", "iterations", "warm_up")}
-    space = replace(load_space(args.space), **{n: v for n, v in own.items() if v is not None})
+    trial_settings = {name: getattr(args, name) for name in ("tokens", "iterations", "warm_up")}
+    space = replace(
+        load_space(args.space), **{n: v for n, v in trial_settings.items() if v is not None}
+    )
     in_job = args.hosts_file is not None or args.nodes is not None or os.environ.get("SLURM_JOB_ID")
     launcher = args.launcher or ("slurm" if in_job else "local")
     usual = os.environ.get("MEGATRON_CLUSTER") or (space.cluster if launcher == "slurm" else "")
@@ -135,7 +137,7 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
     if launcher == "local":
         each = _processes(args, space, cluster)
         nodes = 1
-        place = LaunchTarget(launcher)
+        target = LaunchTarget(launcher)
     elif args.processes is not None:
         raise ConfigError(
             "--processes is for --launcher local; use --tasks-per-node for the processes of a node"
@@ -144,7 +146,7 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
         hosts = _hosts(args, shows)
         each = args.tasks_per_node or (cluster.devices_per_node if cluster else 8)
         nodes = len(hosts) or args.nodes or _most(space, "nodes")
-        place = LaunchTarget(launcher, hosts, args.parallel or nodes)
+        target = LaunchTarget(launcher, hosts, args.parallel or nodes)
         if not nodes:
             raise ConfigError("without --hosts-file: give --nodes N, the size of the allocation")
     if args.walltime is not None and not duration_s(args.walltime):
@@ -156,7 +158,7 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
         space,
         tuple(flags),
         Machine(cluster, each, nodes, capacity),
-        place,
+        target,
         search,
         prior,
         args.out or Path("runs", f"tune-{space.name}").absolute(),

@@ -104,12 +104,12 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
                 raise TypeError(f"{sides[0]!r} and {sides[1]!r}: arithmetic needs numbers")
             return _OPERATORS[type(node.op)](*sides)
         case ast.BoolOp():
-            found = None
-            for part in node.values:
-                found = _value(part, values)
-                if bool(found) is isinstance(node.op, ast.Or):
+            result = None
+            for operand in node.values:
+                result = _value(operand, values)
+                if bool(result) is isinstance(node.op, ast.Or):
                     break
-            return found
+            return result
         case ast.IfExp():
             return _value(node.body if _value(node.test, values) else node.orelse, values)
         case ast.Compare() if _OPERATORS.keys() >= set(map(type, node.ops)):
@@ -269,9 +269,9 @@ def read_value(name: str, explicit: object) -> Value:
         if text.lower() == "none" and not (option and "none" in (option.choices or ()))
         else explicit
     )
-    found = read_settings(flags_of(name, value))
-    raise_problems(found.problems)
-    return value if option is None or option.many else found.explicit.get(name, value)
+    settings = read_settings(flags_of(name, value))
+    raise_problems(settings.problems)
+    return value if option is None or option.many else settings.explicit.get(name, value)
 
 
 def flags_of(name: str, value: Any) -> list[str]:
@@ -282,12 +282,18 @@ def flags_of(name: str, value: Any) -> list[str]:
     if name in ("nodes", "processes"):
         settings = {}
     elif name == "recompute":
-        chosen = {name: own for name, own in recompute_settings(value).items() if own is not None}
+        chosen = {
+            name: setting_value
+            for name, setting_value in recompute_settings(value).items()
+            if setting_value is not None
+        }
         settings = chosen or {"recompute_granularity": None}
     elif name == "schedule":
         settings = {"enable_zbh1_pipeline": value == "zb-h1"}
     return [
-        word for setting, own in settings.items() for word in _words(all_options()[setting], own)
+        word
+        for setting, setting_value in settings.items()
+        for word in _words(all_options()[setting], setting_value)
     ]
 
 
@@ -306,16 +312,18 @@ def settings_of_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
     Raises ConfigError that lists all flags that are not allowed.
     """
-    found = dict[str, str]()
+    flags_of_settings = dict[str, str]()
     problems = list[str]()
     for spelling, words in flags.items():
         written = " ".join([spelling, *words])
         names = flag_table()[spelling].settings
         if _REFUSED & set(names) or (spelling in OWN_FLAGS and spelling != "--preset"):
             problems.append(f"{written} {_NO_PLACE}")
-        found |= dict.fromkeys(("preset",) if spelling == "--preset" else names, written)
+        flags_of_settings |= dict.fromkeys(
+            ("preset",) if spelling == "--preset" else names, written
+        )
     raise_problems(problems)
-    return found
+    return flags_of_settings
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -361,9 +369,9 @@ def load_space(name_or_path: str) -> SearchSpace:
             setting: f"flags has {written}"
             for setting, written in settings_of_flags(scanned.flags).items()
         }
-    found: dict[str, dict[str, Any]] = {}
+    tables: dict[str, dict[str, Any]] = {}
     for table in _TABLES:
-        entries = found[table] = {}
+        entries = tables[table] = {}
         for key, explicit in file[table].items():
             with _at(path, f"[{table}] {key}"):
                 name = _named(key, said) if table in ("parameters", "derived") else key
@@ -371,7 +379,7 @@ def load_space(name_or_path: str) -> SearchSpace:
                     entries[name] = _parameter(name, explicit, table == "parameters")
                 else:
                     entries[name] = _expression(explicit, file["variables"])
-    if not found["parameters"]:
+    if not tables["parameters"]:
         raise ConfigError(
             f"{path}: [parameters]: nothing varies: give at least one, such as tp = [1, 2, 4]"
         )
@@ -381,10 +389,10 @@ def load_space(name_or_path: str) -> SearchSpace:
         str(path),
         file["cluster"],
         flags,
-        (*found["parameters"].values(), *found["variables"].values()),
-        frozenset(found["variables"]),
-        found["derived"],
-        found["constraints"],
+        (*tables["parameters"].values(), *tables["variables"].values()),
+        frozenset(tables["variables"]),
+        tables["derived"],
+        tables["constraints"],
         **trial,
     )
 
@@ -398,8 +406,8 @@ def _at(path: Path, where: str) -> Iterator[None]:
         raise ConfigError(f"{path}: {where}: {error}") from None
 
 
-def _check_keys(found: Mapping[str, object], kinds: Mapping[str, type]) -> None:
-    for key, value in found.items():
+def _check_keys(table: Mapping[str, object], kinds: Mapping[str, type]) -> None:
+    for key, value in table.items():
         if key not in kinds:
             raise ConfigError(
                 f"{key} is unknown{did_you_mean(key, kinds)}; known: {', '.join(kinds)}"
@@ -434,8 +442,10 @@ def _parameter(name: str, explicit: object, is_flag: bool) -> Parameter:
 
 def _expression(explicit: object, variables: Collection[str]) -> Expression:
     """Parse an expression, using short names. Raises ConfigError and ValueError."""
-    found = parse_expression(str(explicit).lower() if isinstance(explicit, bool) else str(explicit))
-    for node in ast.walk(found.tree):
+    expression = parse_expression(
+        str(explicit).lower() if isinstance(explicit, bool) else str(explicit)
+    )
+    for node in ast.walk(expression.tree):
         if isinstance(node, ast.Name) and node.id not in {*variables, *_KNOWN, *_FUNCTIONS}:
             node.id = meaning(node.id)
-    return found
+    return expression

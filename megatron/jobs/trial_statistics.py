@@ -95,17 +95,25 @@ def measured(trials: Iterable[Trial], objective: str) -> list[MeasuredCandidate]
     for trial in sorted(trials, key=lambda trial: trial.number):
         if trial.result.status:
             by_key.setdefault(trial.candidate.key, []).append(trial)
-    found = list[MeasuredCandidate]()
-    for own in by_key.values():
-        steps = tuple(trial.result.figure for trial in own if trial.result.figure)
+    candidates = list[MeasuredCandidate]()
+    for layout_trials in by_key.values():
+        steps = tuple(trial.result.figure for trial in layout_trials if trial.result.figure)
         bad = tuple(
-            trial for trial in own if not trial.result.figure and trial.result.kind != LOST_RANK
+            trial
+            for trial in layout_trials
+            if not trial.result.figure and trial.result.kind != LOST_RANK
         )
         full = any(trial.result.kind == OUT_OF_MEMORY for trial in bad)
         good = len(steps) > len(bad) and not full
-        cost = own[0].candidate.cost(statistics.median(steps), objective) if good else math.inf
-        found.append(MeasuredCandidate(own[0].candidate, tuple(own), steps, bad, cost))
-    return found
+        cost = (
+            layout_trials[0].candidate.cost(statistics.median(steps), objective)
+            if good
+            else math.inf
+        )
+        candidates.append(
+            MeasuredCandidate(layout_trials[0].candidate, tuple(layout_trials), steps, bad, cost)
+        )
+    return candidates
 
 
 def ranked(layouts: Iterable[MeasuredCandidate]) -> list[MeasuredCandidate]:

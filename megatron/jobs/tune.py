@@ -87,22 +87,22 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     setup = make_setup(args, flags)
     if args.report_only and not any((setup.out / "trials").glob("*")):
         raise ConfigError(f"--report-only: {setup.out} has no trials to report on")
-    found = enumerate_candidates(
+    enumeration = enumerate_candidates(
         setup.space, setup.flags, setup.machine, predict=setup.machine.cluster is not None
     )
     if args.dry_run:
-        _dry_run(setup, found)
+        _dry_run(setup, enumeration)
         return 0
     if args.report_only:
-        return 0 if _report(TuningSearch(setup, found)) else 1
-    if not found.candidates:
+        return 0 if _report(TuningSearch(setup, enumeration)) else 1
+    if not enumeration.candidates:
         raise ConfigError(
             "no layout of the space is valid and fits on this machine (--dry-run lists the reasons)"
         )
     claim = FolderClaim(setup.out, f"--out {setup.out}")
     claim.take(lambda text: _say(text.strip()))
     try:
-        return _search(setup, found)
+        return _search(setup, enumeration)
     finally:
         claim.release()
 
@@ -111,15 +111,15 @@ def _say(text: str) -> None:
     print(f" tune: {text}", flush=True)
 
 
-def _search(setup: Setup, found: Enumeration) -> int:
+def _search(setup: Setup, enumeration: Enumeration) -> int:
     _say(
-        f"{len(found.candidates):,} layouts of {setup.space.combinations:,} combinations, searched "
+        f"{len(enumeration.candidates):,} layouts of {setup.space.combinations:,} combinations, searched "
         f"by {setup.searched_by}; {setup.out}"
     )
-    search = TuningSearch(setup, found, _say)
+    search = TuningSearch(setup, enumeration, _say)
     walltime_s = duration_s(setup.args.walltime or "")
     left_s = time_left(walltime_s, slurm_time_left_s, _RESERVE_S)
-    runner = Runner(setup.place, _say, left_s=left_s)
+    runner = Runner(setup.target, _say, left_s=left_s)
     why = runner.run(search) or search.why
     goes_on = why not in (EXHAUSTED, BUDGET)
     _say(
@@ -154,12 +154,14 @@ class TuningSearch(JobSource):
     Raises ConfigError if the folder has trials of another search.
     """
 
-    def __init__(self, setup: Setup, found: Enumeration, say: Say = lambda text: None) -> None:
+    def __init__(
+        self, setup: Setup, enumeration: Enumeration, say: Say = lambda text: None
+    ) -> None:
         super().__init__(say)
         self.setup = setup
-        self.found = found
+        self.enumeration = enumeration
         self._took_s = list[float]()
-        self._held: Trial | None = None
+        self._queued: Trial | None = None
         self._trials = list[Trial]()
         self.why = EXHAUSTED
         space = setup.space
@@ -173,15 +175,15 @@ class TuningSearch(JobSource):
             if not path.exists():
                 setup.out.mkdir(parents=True, exist_ok=True)
                 write_json(path, now)
-            there = read_json(path, _MOST_BYTES, error=ConfigError)
+            saved = read_json(path, _MOST_BYTES, error=ConfigError)
             for name, value in now.items():
-                if there.get(name) != value:
+                if saved.get(name) != value:
                     raise ConfigError(
-                        f"{path} belongs to another search: {name} was {there.get(name)}, now it "
+                        f"{path} belongs to another search: {name} was {saved.get(name)}, now it "
                         f"is {value}. Give the old value to resume it, or another --out to start "
                         "a new one"
                     )
-        by_key = {candidate.key: candidate for candidate in found.candidates}
+        by_key = {candidate.key: candidate for candidate in enumeration.candidates}
         for folder in folders:
             self._read(folder, by_key)
         if self.trials:
@@ -228,19 +230,19 @@ class TuningSearch(JobSource):
         trial = Trial(int(folder.name), candidate, point.get("by", ""))
         if before.status == DONE:
             before = self.figures(self._job(trial))
-        again = self.setup.args.retry_failed and before.status != DONE and before.kind != STOPPED
+        repeated = self.setup.args.retry_failed and before.status != DONE and before.kind != STOPPED
         self._trials.append(trial)
-        self.results[trial.name] = RUNNING if again else before
+        self.results[trial.name] = RUNNING if repeated else before
 
     # -- what is next ------------------------------------------------------------------------------
 
     def next(self, runner: Runner) -> Job | None:
-        if not runner.room(min(c.nodes for c in self.found.candidates)):
+        if not runner.room(min(c.nodes for c in self.enumeration.candidates)):
             return None
         # nodes died meanwhile
-        if self._held is None or not runner.ever(self._held.candidate.nodes):
-            self._held = self._choose(runner)
-        trial = self._held
+        if self._queued is None or not runner.ever(self._queued.candidate.nodes):
+            self._queued = self._choose(runner)
+        trial = self._queued
         left_s = runner.left_s()
         if trial is None:
             return None
@@ -250,7 +252,7 @@ class TuningSearch(JobSource):
         # Smaller trials must not overtake the first in the queue: it could wait forever.
         if not runner.room(trial.candidate.nodes):
             return None
-        self._held = None
+        self._queued = None
         if trial.number not in self.trials:
             self._trials.append(trial)
         self._waiting = [other for other in self._waiting if other.number != trial.number]
@@ -281,7 +283,9 @@ class TuningSearch(JobSource):
         if not over:
             history = self._history()
             able = [
-                index for index in history.open if runner.ever(self.found.candidates[index].nodes)
+                index
+                for index in history.open
+                if runner.ever(self.enumeration.candidates[index].nodes)
             ]
             lacking = len(able) < len(history.open)
             if able:
@@ -289,7 +293,7 @@ class TuningSearch(JobSource):
                 index, by = propose(
                     self.setup.search, args.seed, dataclasses.replace(history, open=able), count
                 )
-                return Trial(number, self.found.candidates[index], by)
+                return Trial(number, self.enumeration.candidates[index], by)
         last = max((t.number for t in searched), default=0)
         confirmed = sum(trial.by == CONFIRM and trial.number > last for trial in trials)
         runs = any(not t.result.status for t in searched)
@@ -306,7 +310,7 @@ class TuningSearch(JobSource):
 
     def _history(self) -> History:
         """Collect the state that the next proposal depends on."""
-        candidates = self.found.candidates
+        candidates = self.enumeration.candidates
         trials = list(self.trials.values())
         # A lost rank says nothing about the layout.
         seen = {
@@ -400,17 +404,17 @@ class TuningSearch(JobSource):
 # -- before it -------------------------------------------------------------------------------------
 
 
-def _dry_run(setup: Setup, found: Enumeration) -> None:
+def _dry_run(setup: Setup, enumeration: Enumeration) -> None:
     """Print the layouts with their predictions, and the cost of the search."""
     space = setup.space
     args = setup.args
-    candidates = found.candidates
+    candidates = enumeration.candidates
     print(
         f"{space.name}: {space.title}\n{space.combinations:,} combinations: {len(candidates):,} "
         f"valid layouts on {setup.machine.max_nodes} node(s) of "
         f"{setup.machine.processes_per_node} process(es)"
     )
-    print_table(rejection_table(found.rejections, "Rejected combinations"))
+    print_table(rejection_table(enumeration.rejections, "Rejected combinations"))
     if not candidates:
         print("No layout is left to try: the table above lists the reasons.")
         return
@@ -441,13 +445,13 @@ def _dry_run(setup: Setup, found: Enumeration) -> None:
     if space.tokens:
         trial = f"{space.tokens:,} tokens with {space.evaluations} evaluations"
     count = min(args.max_trials or len(first), len(first))
-    again = args.confirm if count > 1 else 0  # a single layout needs no confirmation
+    confirmations = args.confirm if count > 1 else 0  # a single layout needs no confirmation
     dearest = sorted((c.nodes * setup.limit_s(c) / 3600 for c in first), reverse=True)[:count]
     print(
-        f"at most {count:,} trials of {trial}, and {again} to "
+        f"at most {count:,} trials of {trial}, and {confirmations} to "
         "measure the leading layouts again, each at most "
         f"{show_duration(max(map(setup.limit_s, first)))}: at most "
-        f"{sum(dearest) + again * dearest[0]:,.1f} node-hours"
+        f"{sum(dearest) + confirmations * dearest[0]:,.1f} node-hours"
     )
 
 
@@ -462,7 +466,7 @@ def summary(search: TuningSearch) -> list[str]:
     layouts = search.layouts
     best = search.ranked
     kinds = Counter(t.result.said for t in trials if t.result.status and not t.result.figure)
-    again = sum(trial.by == CONFIRM for trial in trials)
+    confirmations = sum(trial.by == CONFIRM for trial in trials)
     lines = list[str]()
     if best:
         noise = noise_of(layouts)
@@ -476,8 +480,8 @@ def summary(search: TuningSearch) -> list[str]:
         ]
     return [
         *lines,
-        f"{len(layouts)} of {len(search.found.candidates):,} layouts were tried, searched by "
-        f"{search.setup.searched_by}; {again} trial(s) repeated leading ones. Without valid "
+        f"{len(layouts)} of {len(search.enumeration.candidates):,} layouts were tried, searched by "
+        f"{search.setup.searched_by}; {confirmations} trial(s) repeated leading ones. Without valid "
         f"figures: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common()) or 'none'}.",
     ]
 
@@ -489,8 +493,8 @@ def write_report(search: TuningSearch) -> list[Path]:
     plot. Raises ConfigError if the folder is not writable.
     """
     folder = search.setup.out / FOLDER
-    parts = [f"# {search.setup.space.title}"]
-    parts.append("\n".join(f"- {line}" for line in summary(search)))
+    sections = [f"# {search.setup.space.title}"]
+    sections.append("\n".join(f"- {line}" for line in summary(search)))
     files = list[Path]()
     for name in ("best.txt", "trajectory.png"):
         with contextlib.suppress(OSError):  # writing tells what is wrong
@@ -498,13 +502,13 @@ def write_report(search: TuningSearch) -> list[Path]:
     if search.ranked:
         line = command(search)
         files.append(write_text(folder / "best.txt", line + "\n", choose="another --out folder"))
-        parts.append(f"The best layout for a real run:\n\n```\n{line}\n```")
+        sections.append(f"The best layout for a real run:\n\n```\n{line}\n```")
         try:
             files.append(_picture(search, folder / "trajectory.png"))
-            parts.append("![trajectory](trajectory.png)")
+            sections.append("![trajectory](trajectory.png)")
         except ConfigError as error:
-            parts.append(f"No plot: {error}")
-    text = "\n\n".join([*parts, _table(search).markdown()]) + "\n"
+            sections.append(f"No plot: {error}")
+    text = "\n\n".join([*sections, _table(search).markdown()]) + "\n"
     return [write_text(folder / "trials.md", text, choose="another --out folder"), *files]
 
 
@@ -558,7 +562,7 @@ def command(search: TuningSearch) -> str:
     candidate = search.ranked[0].candidate
     cluster = search.setup.machine.cluster
     program = ["pretrain_gpt.py", *candidate.flags]
-    if search.setup.place.launcher != "slurm":
+    if search.setup.target.launcher != "slurm":
         return f"torchrun --nproc-per-node={candidate.processes} {shlex.join(program)}"
     each = candidate.processes // candidate.nodes
     step = f"srun -N {candidate.nodes} -n {candidate.processes} --ntasks-per-node={each}"

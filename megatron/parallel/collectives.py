@@ -91,15 +91,15 @@ def gather_first_async(x: Tensor, group: Group) -> tuple[Tensor, Started]:
     """
     if group.size == 1:
         return x, DONE
-    whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
-    return whole, start(b"all_gather", group, whole.nbytes, _all_gather, whole, x.contiguous())
+    full = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
+    return full, start(b"all_gather", group, full.nbytes, _all_gather, full, x.contiguous())
 
 
 def gather_first(x: Tensor, group: Group) -> Tensor:
     """Concatenate the shards [n, ...] of all ranks along dimension 0: [n * size, ...]."""
-    whole, work = gather_first_async(x, group)
+    full, work = gather_first_async(x, group)
     work.wait()
-    return whole
+    return full
 
 
 def reduce_scatter_first_async(x: Tensor, group: Group) -> tuple[Tensor, Started]:
@@ -109,23 +109,23 @@ def reduce_scatter_first_async(x: Tensor, group: Group) -> tuple[Tensor, Started
     """
     if group.size == 1:
         return x, DONE
-    part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    return part, reduce_scatter_into_async(part, x, group)
+    shard = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    return shard, reduce_scatter_into_async(shard, x, group)
 
 
-def reduce_scatter_into_async(part: Tensor, x: Tensor, group: Group) -> Started:
+def reduce_scatter_into_async(shard: Tensor, x: Tensor, group: Group) -> Started:
     """Sum `x` [n, ...] over the ranks into `part` [n / size, ...], this rank's part of dimension 0.
 
     For a group of more than one; `part` is contiguous. Returns the work handle.
     """
-    return start(b"reduce_scatter", group, x.nbytes, _reduce_scatter, part, x.contiguous())
+    return start(b"reduce_scatter", group, x.nbytes, _reduce_scatter, shard, x.contiguous())
 
 
 def reduce_scatter_first(x: Tensor, group: Group) -> Tensor:
     """Sum [n, ...] over the ranks and keep this rank's part of dimension 0: [n / size, ...]."""
-    part, work = reduce_scatter_first_async(x, group)
+    shard, work = reduce_scatter_first_async(x, group)
     work.wait()
-    return part
+    return shard
 
 
 def all_to_all_async(
@@ -137,18 +137,18 @@ def all_to_all_async(
     """
     if group.size == 1:
         return x, DONE
-    found = x.new_empty((sum(received), *x.shape[1:]))
+    result = x.new_empty((sum(received), *x.shape[1:]))
     size = (len(x) - sent[group.rank]) * x[:1].nbytes
     counts = list(received), list(sent)
     send = dist.all_to_all_single
-    return found, start(b"all_to_all", group, size, send, found, x.contiguous(), *counts)
+    return result, start(b"all_to_all", group, size, send, result, x.contiguous(), *counts)
 
 
 def all_to_all(x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     """Send rows of x to each rank of the group and return theirs, see all_to_all_async."""
-    found, work = all_to_all_async(x, group, sent, received)
+    result, work = all_to_all_async(x, group, sent, received)
     work.wait()
-    return found
+    return result
 
 
 def split_first(x: Tensor, group: Group) -> Tensor:
@@ -166,14 +166,14 @@ def gather_objects(value: T, group: Group, *, everywhere: bool = True) -> list[T
     """
     if group.size == 1:
         return [value]
-    found: list[Any] = [None] * group.size if everywhere or group.is_first else []
+    values: list[Any] = [None] * group.size if everywhere or group.is_first else []
     group.flight.enter(b"all_gather_obj" if everywhere else b"gather_object", group.kind, 0, True)
     if everywhere:
-        dist.all_gather_object(found, value, group=group.handle)
+        dist.all_gather_object(values, value, group=group.handle)
     else:
-        dist.gather_object(value, found or None, dst=group.ranks[0], group=group.handle)
+        dist.gather_object(value, values or None, dst=group.ranks[0], group=group.handle)
     group.flight.leave()
-    return found
+    return values
 
 
 def broadcast_object(value: T, group: Group, source: int = 0) -> T:
@@ -278,10 +278,10 @@ def _use(
     read = [int(number.item()) for number in x]
     group.flight.leave()
     if read != list(right):
-        place = f"over its {group.kind} group, ranks {compress_ranks(group.ranks)}"
+        ranks = f"over its {group.kind} group, ranks {compress_ranks(group.ranks)}"
         raise LaunchError(
             f"the first {name.decode()} of rank {group.ranks[group.rank]} "
-            f"{place if peer < 0 else f'with rank {peer} of {place}'} gave {read} instead of "
+            f"{ranks if peer < 0 else f'with rank {peer} of {ranks}'} gave {read} instead of "
             f"{list(right)}: NCCL, RCCL or its network plugin moves wrong data between these "
             "ranks; try other nodes, or other versions of them"
         )

@@ -65,14 +65,14 @@ def weight_gradients(weights: tuple[Tensor, ...], dy: Tensor, x: Tensor) -> list
     """
     x = x.flatten(0, -2)
     rows = [weight.numel() // weight.shape[-1] for weight in weights]
-    parts = dy.flatten(0, -2).split(rows, dim=1)
+    slices = dy.flatten(0, -2).split(rows, dim=1)
     gradients = list[Tensor | None]()
-    for weight, part in zip(weights, parts, strict=True):
+    for weight, dy_slice in zip(weights, slices, strict=True):
         accumulator = accumulator_of(weight)
         if accumulator is None:
-            gradients.append((part.t() @ x).view(weight.shape))
+            gradients.append((dy_slice.t() @ x).view(weight.shape))
         else:
-            accumulator.add_product(part, x)
+            accumulator.add_product(dy_slice, x)
             gradients.append(None)
     return gradients
 

@@ -37,7 +37,7 @@ class Setting(NamedTuple):
     name: str
     value: Callable[[Config], str | None]
     reason: str
-    others: tuple[str, ...] = ()
+    other_names: tuple[str, ...] = ()
     builds: tuple[str, ...] = ("cuda", "rocm")
 
 
@@ -49,8 +49,8 @@ def _trace_prefix(config: Config) -> str | None:
 
 def _overlaps_products(config: Config) -> str | None:
     parallel = config.parallel
-    wanted = parallel.sequence_parallel or parallel.tp_comm_overlap
-    return "1" if wanted and parallel.tensor_model_parallel_size > 1 else None
+    overlaps = parallel.sequence_parallel or parallel.tp_comm_overlap
+    return "1" if overlaps and parallel.tensor_model_parallel_size > 1 else None
 
 
 # Sources: torch's ProcessGroupNCCL.hpp and .cpp, FlightRecorder.hpp, CUDAAllocatorConfig.h; ROCm's
@@ -182,14 +182,14 @@ def job_environment(
         if build not in setting.builds or config.parallel.distributed_backend == "gloo":
             continue
         value = setting.value(config)
-        given = variables.first((setting.name, *setting.others))
+        variable = variables.first((setting.name, *setting.other_names))
         if value is None:
             continue
-        if given is None:
+        if variable is None:
             chosen[setting.name] = value
-        elif (own := variables.text(given)) != value:
+        elif (user_value := variables.text(variable)) != value:
             notes.append(
-                f"note: {given}={own} stays as it is set; {value} is recommended: {setting.reason}"
+                f"note: {variable}={user_value} stays as it is set; {value} is recommended: {setting.reason}"
             )
     if chosen and "torch" in sys.modules:
         notes.append(
@@ -216,7 +216,7 @@ class Variables:
         if default is not None and not self.has(name):
             return default
         text = self.text(name)
-        number = whole(text)
+        number = natural_number(text)
         if number is None:
             raise LaunchError(
                 f"{name}={text[:40]!r} is not a whole number from 0 of at most 18 digits"
@@ -252,10 +252,10 @@ def ask_slurm(*command: str, timeout_s: float = 60.0) -> subprocess.CompletedPro
     )
 
 
-def whole(text: str) -> int | None:
+def natural_number(text: str) -> int | None:
     """Return a text as a whole number from 0; None for other text and for more than 18 digits.
 
-    >>> whole("12"), whole("-1"), whole("²")
+    >>> natural_number("12"), natural_number("-1"), natural_number("²")
     (12, None, None)
     """
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None

@@ -107,13 +107,13 @@ class FlightRecorder:
         """Release the memory: what is written from now on is lost."""
         self._attach(_Record.from_buffer_copy(self._record))
 
-    def describe(self, rank: int, pid: int, place: str, process_start: int = 0) -> None:
+    def describe(self, rank: int, pid: int, location: str, process_start: int = 0) -> None:
         """Write the rank and process of this record."""
         record = self._record
         record.rank = rank
         record.pid = pid
         record.process_start = process_start
-        record.place = place.encode(errors="backslashreplace")[:96]
+        record.place = location.encode(errors="backslashreplace")[:96]
         record.phase = record.phase or b"set-up"
         record.magic = _MAGIC
         self.alive()
@@ -293,7 +293,7 @@ class FlightState:
     rank: int
     pid: int
     process_start: int
-    place: str
+    location: str
     step: int
     phase: str
     instruction: str
@@ -307,7 +307,7 @@ class FlightState:
     @property
     def where(self) -> str:
         """The rank's activity in a few words."""
-        inside = [f", in {part}" for part in (self.instruction, self.call) if part]
+        inside = [f", in {activity}" for activity in (self.instruction, self.call) if activity]
         return f"step {self.step + 1}{''.join(inside)} ({self.phase})"
 
     @property
@@ -332,8 +332,8 @@ class FlightState:
         current = record.call if record.in_call else record.device_call
         instruction = ""
         if record.operation:
-            place = f"of stage {record.stage}, micro-batch {record.micro_batch}"
-            instruction = f"{text('operation')} {place}"
+            position = f"of stage {record.stage}, micro-batch {record.micro_batch}"
+            instruction = f"{text('operation')} {position}"
         return cls(
             record.rank,
             record.pid,
@@ -409,14 +409,14 @@ class FlightFile:
 
     def states(self) -> list[FlightState]:
         """Return the records of all ranks of this node, by local rank."""
-        found = []
+        live = []
         for start in range(0, os.fstat(self._fd).st_size, _PAGE):
             page = os.pread(self._fd, RECORD_BYTES, start)
             state = FlightState.read(page) if len(page) == RECORD_BYTES else None
             if state is not None:
                 process = process_state(state.pid, state.process_start)
-                found.append(replace(state, process=process))
-        return found
+                live.append(replace(state, process=process))
+        return live
 
     def close(self) -> None:
         """Erase this rank's record and close the file. Harmless when called twice."""

@@ -160,12 +160,12 @@ class GradientAccumulator:
         """Add through a buffer, in blocks of rows of the weight."""
         rows = rows_at_once(dy.device.type, len(total), total.shape[1], dy.element_size())
         product = dy.new_empty(rows, total.shape[1])
-        for part, of_part in zip(total.split(rows), dy.split(rows, dim=1), strict=True):
-            values = torch.mm(of_part.t(), x, out=product[: len(part)])
+        for block, dy_block in zip(total.split(rows), dy.split(rows, dim=1), strict=True):
+            values = torch.mm(dy_block.t(), x, out=product[: len(block)])
             if self.fresh:
-                part.copy_(values)
+                block.copy_(values)
             else:
-                part.add_(values)
+                block.add_(values)
 
     def done(self) -> None:
         """Complete a contribution.
@@ -177,7 +177,7 @@ class GradientAccumulator:
             self.added(self.parameter)
 
 
-def _any_sink(parameter: Tensor) -> GradientAccumulator | None:
+def _any_accumulator(parameter: Tensor) -> GradientAccumulator | None:
     return getattr(parameter, "gradient_accumulator", None)
 
 
@@ -186,8 +186,12 @@ def accumulator_of(parameter: Tensor) -> GradientAccumulator | None:
 
     A parameter that was frozen after it got a accumulator has none: autograd drops its gradient.
     """
-    found = _any_sink(parameter)
-    return found if found is not None and found.direct and parameter.requires_grad else None
+    accumulator = _any_accumulator(parameter)
+    return (
+        accumulator
+        if accumulator is not None and accumulator.direct and parameter.requires_grad
+        else None
+    )
 
 
 def gradient_output(parameter: Tensor | None) -> tuple[Tensor | None, bool]:
@@ -240,8 +244,8 @@ def wide(parameter: Tensor) -> Tensor:
     """
     if parameter.dtype != torch.float16:
         return parameter
-    found = _any_sink(parameter)
-    return parameter if found is None else _Wide.apply(parameter, found)
+    accumulator = _any_accumulator(parameter)
+    return parameter if accumulator is None else _Wide.apply(parameter, accumulator)
 
 
 @torch.no_grad()
@@ -252,9 +256,9 @@ def deliver(parameter: Tensor, gradient: Tensor) -> None:
     """
     if not parameter.requires_grad:
         return
-    found = _any_sink(parameter)
-    if found is not None:
-        found.add(gradient)
+    accumulator = _any_accumulator(parameter)
+    if accumulator is not None:
+        accumulator.add(gradient)
     elif parameter.grad is None:
         parameter.grad = gradient
     else:

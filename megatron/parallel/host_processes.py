@@ -88,13 +88,13 @@ def python_stacks(limit: int) -> str:
     text = "\n".join(reversed([shown(frame, line) for frame, line in stack]))
     if len(text) > limit:
         return f"(outer frames)...{text[-limit:]}"
-    others = []
+    other_threads = []
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
         if thread is not main and thread.name not in _OWN_THREADS and frame is not None:
-            others.append(f"thread {thread.name}: {shown(frame, frame.f_lineno)}")
-    complete = "\n".join([text, "", *others])
-    return complete if others and len(complete) <= limit else text
+            other_threads.append(f"thread {thread.name}: {shown(frame, frame.f_lineno)}")
+    complete = "\n".join([text, "", *other_threads])
+    return complete if other_threads and len(complete) <= limit else text
 
 
 # -- memory of this process ----------------------------------------------------------------------

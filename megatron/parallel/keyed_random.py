@@ -123,7 +123,7 @@ class DropoutKey:
 
 
 def dropout_mask(
-    like: Tensor, probability: float, seed: int, place: RowLayout = ALL_ROWS
+    like: Tensor, probability: float, seed: int, layout: RowLayout = ALL_ROWS
 ) -> Tensor:
     """Return a boolean mask of `like`'s shape, True with 1 - probability.
 
@@ -131,17 +131,20 @@ def dropout_mask(
     """
     keep = torch.empty(like.shape, dtype=torch.bool, device=like.device)
     return _draw(
-        keep, seed, place, lambda x, generator: x.bernoulli_(1.0 - probability, generator=generator)
+        keep,
+        seed,
+        layout,
+        lambda x, generator: x.bernoulli_(1.0 - probability, generator=generator),
     )
 
 
-def placed_noise(like: Tensor, most: float, seed: int, place: RowLayout) -> Tensor:
+def placed_noise(like: Tensor, most: float, seed: int, layout: RowLayout) -> Tensor:
     """Return numbers of U(1 - most, 1 + most) in `like`'s shape and type, a part of each sample's."""
     noise = torch.empty_like(like, memory_format=torch.contiguous_format)
     return _draw(
         noise,
         seed,
-        place,
+        layout,
         lambda x, generator: x.uniform_(1.0 - most, 1.0 + most, generator=generator),
     )
 
@@ -149,29 +152,29 @@ def placed_noise(like: Tensor, most: float, seed: int, place: RowLayout) -> Tens
 def _draw(
     out: Tensor,
     seed: int,
-    place: RowLayout,
+    layout: RowLayout,
     fill: Callable[[Tensor, torch.Generator], object],
 ) -> Tensor:
     """Fill `out` by a generator for each head of each sample, and return it."""
     if out.is_meta:  # without data nothing is drawn
         return out
     generator = torch.Generator(device=out.device)
-    if not place.positions:
+    if not layout.positions:
         fill(out, generator.manual_seed(seed))
         return out
-    _, period, outer, inner, positions, *_ = place
-    start = place.first()
+    _, period, outer, inner, positions, *_ = layout
+    start = layout.first()
     rows = out.view(-1, out.shape[-1])
     # The rows of a head are adjacent or, where samples are, `period` apart.
     heads = (
         rows.split(positions) if inner == 1 else [rows[sample::period] for sample in range(period)]
     )
-    whole = rows.new_empty(positions, out.shape[-1])
-    for i, part in enumerate(heads):
+    full = rows.new_empty(positions, out.shape[-1])
+    for i, head_rows in enumerate(heads):
         row = i * positions if inner == 1 else i
         head, first = divmod(start + row // period * outer + row % period * inner, positions)
-        fill(whole, generator.manual_seed(mix(seed, head)))
-        part.copy_(whole[first : first + len(part)])
+        fill(full, generator.manual_seed(mix(seed, head)))
+        head_rows.copy_(full[first : first + len(head_rows)])
     return out
 
 

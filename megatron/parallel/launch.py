@@ -161,42 +161,42 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
     other.
     """
     env = Variables(os.environ if environ is None else environ)
-    found = _find(env)
-    if env.has("WORLD_SIZE") and env.number("WORLD_SIZE") != found.world_size:
+    launch = _find(env)
+    if env.has("WORLD_SIZE") and env.number("WORLD_SIZE") != launch.world_size:
         raise LaunchError(
             f"WORLD_SIZE={env.text('WORLD_SIZE')} is set without RANK, but the launcher "
-            f"({found.launcher}) gives {found.world_size} process(es): unset WORLD_SIZE, or set "
+            f"({launch.launcher}) gives {launch.world_size} process(es): unset WORLD_SIZE, or set "
             "RANK and LOCAL_RANK in every process"
         )
-    source = f"({found.launcher} variables)"
-    if not 1 <= found.world_size <= _MOST:
+    source = f"({launch.launcher} variables)"
+    if not 1 <= launch.world_size <= _MOST:
         raise LaunchError(
-            f"world size {found.world_size} {source}: use from 1 to {_MOST} processes"
+            f"world size {launch.world_size} {source}: use from 1 to {_MOST} processes"
         )
-    if found.rank >= found.world_size:
+    if launch.rank >= launch.world_size:
         raise LaunchError(
-            f"rank {found.rank} of world size {found.world_size} {source}: ranks go from 0 to "
-            f"{found.world_size - 1}"
+            f"rank {launch.rank} of world size {launch.world_size} {source}: ranks go from 0 to "
+            f"{launch.world_size - 1}"
         )
     # LOCAL_RANK of a process without a launcher is the number of its device.
-    ranks = min(_MOST, _MOST if found.launcher == "none" else found.local_world_size)
-    if found.local_rank >= ranks:
+    ranks = min(_MOST, _MOST if launch.launcher == "none" else launch.local_world_size)
+    if launch.local_rank >= ranks:
         raise LaunchError(
-            f"local rank {found.local_rank} of {found.local_world_size} processes on node "
-            f"{found.node} {source}: local ranks go from 0 to {ranks - 1}"
+            f"local rank {launch.local_rank} of {launch.local_world_size} processes on node "
+            f"{launch.node} {source}: local ranks go from 0 to {ranks - 1}"
         )
-    if found.master_port > 65535:
+    if launch.master_port > 65535:
         raise LaunchError(
-            f"MASTER_PORT={found.master_port} is not a port: use one from 1024 to 65535"
+            f"MASTER_PORT={launch.master_port} is not a port: use one from 1024 to 65535"
         )
     try:
-        found.master_addr.encode("idna")  # as every look-up of a name does
+        launch.master_addr.encode("idna")  # as every look-up of a name does
     except UnicodeError as error:
         raise LaunchError(
-            f"MASTER_ADDR={found.master_addr} is not a host name ({error}): set it to the host of "
+            f"MASTER_ADDR={launch.master_addr} is not a host name ({error}): set it to the host of "
             "rank 0"
         ) from error
-    return found
+    return launch
 
 
 def _find(env: Variables) -> Launch:
@@ -285,7 +285,7 @@ def _master(
     `local_world_size` is None where it is not known.
     """
     # `hostname -i` prints an address for each of a host's interfaces
-    given = env.text("MASTER_ADDR").split()
+    addresses = env.text("MASTER_ADDR").split()
     nodes = env.first(_NODE_VARIABLES)
     by_slurm = nodes is not None and _is_srun_task(env) and not env.has("TORCHELASTIC_RUN_ID")
     several = world_size not in (1, local_world_size)
@@ -294,18 +294,18 @@ def _master(
     if by_slurm and several:
         assert nodes is not None, "the launch is Slurm's"
         arbitrary = "arbitrary" in env.text("SLURM_DISTRIBUTION")
-        first = _first_of_layout(env, bool(given)) if arbitrary else first_host(env.text(nodes))
-    if by_slurm and given and given[0] == env.text("SLURM_SUBMIT_HOST"):
+        first = _first_of_layout(env, bool(addresses)) if arbitrary else first_host(env.text(nodes))
+    if by_slurm and addresses and addresses[0] == env.text("SLURM_SUBMIT_HOST"):
         # Older scripts export MASTER_ADDR=$SLURM_SUBMIT_HOST: the login node.
         wrong = "the host that submitted the job"
-    elif first and given:
+    elif first and addresses:
         # Scripts export the first node of the job, but rank 0 may be on another one of its nodes.
         usual = {first_host(env.text(name)) for name in _NODE_VARIABLES if env.has(name)} - {first}
-        if any(_same_host(given[0], host) for host in usual):
+        if any(_same_host(addresses[0], host) for host in usual):
             wrong = "not the node of rank 0"
-    if given and not wrong:
-        many = f"MASTER_ADDR={' '.join(given)} has several addresses: the first is used"
-        return given[0], (many,) if len(given) > 1 else ()
+    if addresses and not wrong:
+        many = f"MASTER_ADDR={' '.join(addresses)} has several addresses: the first is used"
+        return addresses[0], (many,) if len(addresses) > 1 else ()
     if not several:
         first = "127.0.0.1"
     elif not first and nodes is not None:
@@ -314,9 +314,9 @@ def _master(
         raise LaunchError(
             f"MASTER_ADDR is not set for {world_size} processes: set it to the host of rank 0"
         )
-    if given in ([], [first]):
+    if addresses in ([], [first]):
         return first, ()
-    return first, (f"MASTER_ADDR={given[0]} is {wrong}: {first} is used",)
+    return first, (f"MASTER_ADDR={addresses[0]} is {wrong}: {first} is used",)
 
 
 def _first_of_layout(env: Variables, optional: bool) -> str:
@@ -331,8 +331,8 @@ def _first_of_layout(env: Variables, optional: bool) -> str:
         said = answer.stdout + answer.stderr
     except (OSError, subprocess.SubprocessError) as error:
         said = str(error)
-    if found := re.search(r"\((\S+)\), \d+ task\(s\): 0\b", said):
-        return found[1]
+    if match := re.search(r"\((\S+)\), \d+ task\(s\): 0\b", said):
+        return match[1]
     if optional:
         return ""
     raise LaunchError(
@@ -387,7 +387,7 @@ def _slurm_local_size(env: Variables, world: int) -> int:
 def select_device(
     launch: Launch,
     backend: str | None = None,
-    placing: RankMapping | None = None,
+    mapping: RankMapping | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> torch.device:
     """Return the device on which this process computes.
@@ -430,5 +430,5 @@ def select_device(
             f"rank {launch.rank} on node {launch.node} has local rank {launch.local_rank}, but "
             f"{count} devices are visible: start at most {count} processes on a node"
         )
-    near = near_index(placing, launch.local_rank, count, shown)
+    near = near_index(mapping, launch.local_rank, count, shown)
     return torch.device("cuda", launch.local_rank if near is None else near)

@@ -233,13 +233,13 @@ class Layout:
         for name, divisor in (("data", 1), ("expert_data", self.expert)):
             words, stride, size = lines[name]
             inner, states = (max(1, ranks // divisor) for ranks in self.shard_sizes)
-            for part, what, apart, count in (
+            for dimension, what, apart, count in (
                 ("inner", "within a shard", 1, inner),
                 ("outer", "shards of states", inner, states // inner),
                 ("states", "one copy of states", 1, states),
                 ("copies", "copies", states, size // states),
             ):
-                lines[f"{name}.{part}"] = RankGroup(f"{words}, {what}", stride * apart, count)
+                lines[f"{name}.{dimension}"] = RankGroup(f"{words}, {what}", stride * apart, count)
         return lines
 
     def ranks(self, kind: str, rank: int) -> Sequence[int]:

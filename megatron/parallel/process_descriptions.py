@@ -37,8 +37,10 @@ def bus_address(device: torch.device) -> tuple[int, ...]:
     if device.type == "cpu":
         return ()
     properties = torch.cuda.get_device_properties(device)
-    address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    return tuple(int(part or 0) for part in address) if address[1] is not None else ()
+    address = [
+        getattr(properties, f"pci_{field}_id", None) for field in ("domain", "bus", "device")
+    ]
+    return tuple(int(field or 0) for field in address) if address[1] is not None else ()
 
 
 def device_identity(device: torch.device) -> str:
@@ -55,7 +57,7 @@ def device_identity(device: torch.device) -> str:
 
 
 def describe_process(
-    launch: Launch, device: torch.device, backend: str, placing: RankMapping
+    launch: Launch, device: torch.device, backend: str, mapping: RankMapping
 ) -> LaunchedProcess:
     """Return this process's description for the others, without what must be alike."""
     on_device = device.type == "cuda"
@@ -63,9 +65,9 @@ def describe_process(
     visible, index = (torch.cuda.device_count(), device.index) if on_device else (0, None)
     return LaunchedProcess(
         node=launch.node,
-        number=device_number(placing, launch.local_rank, index, visible, shown),
+        number=device_number(mapping, launch.local_rank, index, visible, shown),
         address=bus_address(device),
-        near=near_devices(placing, os.sched_getaffinity(0)) if on_device else (),
+        near=near_devices(mapping, os.sched_getaffinity(0)) if on_device else (),
         pid=os.getpid(),
         backend=backend,
         device=str(device),
@@ -77,18 +79,18 @@ def conflict(tasks: Sequence[LaunchedProcess]) -> str:
     """Return why these processes, by the launcher's numbers, cannot work together, or ""."""
     first = tasks[0]
     users = dict[tuple[str, str], int]()
-    for rank, own in enumerate(tasks):
-        if own.backend != first.backend:
+    for rank, process in enumerate(tasks):
+        if process.backend != first.backend:
             return (
-                f"rank 0 ({first.place}) uses {first.backend} but rank {rank} "
-                f"({own.place}) uses {own.backend}: all ranks need devices of one kind, or "
+                f"rank 0 ({first.location}) uses {first.backend} but rank {rank} "
+                f"({process.location}) uses {process.backend}: all ranks need devices of one kind, or "
                 "--distributed-backend gloo"
             )
-        other = users.setdefault((own.node, own.identity or f"rank {rank}"), rank)
+        other = users.setdefault((process.node, process.identity or f"rank {rank}"), rank)
         if other != rank:
             return (
-                f"ranks {other} and {rank} both have device {own.device} of node "
-                f"{own.node}: start as many processes as there are devices"
+                f"ranks {other} and {rank} both have device {process.device} of node "
+                f"{process.node}: start as many processes as there are devices"
             )
     return ""
 
@@ -110,8 +112,8 @@ def compare(alike: Alike, world: Group) -> str:
     if ends[0] == -ends[1]:
         return ""
     everywhere = gather_objects(here, world)
-    texts = dict(pair for there in everywhere for pair in there.values())
-    of_ranks = [{kind: pair[0] for kind, pair in there.items()} for there in everywhere]
+    texts = dict(pair for pairs in everywhere for pair in pairs.values())
+    of_ranks = [{kind: pair[0] for kind, pair in pairs.items()} for pairs in everywhere]
     return difference(of_ranks, texts.__getitem__)
 
 
@@ -121,20 +123,22 @@ def difference(of_ranks: Sequence[Mapping[str, str]], text_of: Callable[[str], s
     of_ranks  digests of each rank, by kind
     text_of   returns the text of a digest; called for those of the largest groups only
     """
-    found: list[str] = []
-    for kind in dict.fromkeys(kind for own in of_ranks for kind in own):
+    differences: list[str] = []
+    for kind in dict.fromkeys(kind for rank_digests in of_ranks for kind in rank_digests):
         groups = defaultdict[str, list[int]](list)
-        for rank, own in enumerate(of_ranks):
-            if digest := own.get(kind):
+        for rank, rank_digests in enumerate(of_ranks):
+            if digest := rank_digests.get(kind):
                 groups[digest].append(rank)
         if len(groups) > 1:
             largest = sorted(groups.items(), key=lambda group: -len(group[1]))[:_SHOWN]
-            found += _differing([(json.loads(text_of(digest)), ranks) for digest, ranks in largest])
-    if not found:
+            differences += _differing(
+                [(json.loads(text_of(digest)), ranks) for digest, ranks in largest]
+            )
+    if not differences:
         return ""
-    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    more = [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
     return (
-        f"all ranks must have the same, but {'; '.join(found[:_SHOWN] + more)}. Give every "
+        f"all ranks must have the same, but {'; '.join(differences[:_SHOWN] + more)}. Give every "
         "process the same command line ($RANDOM or $(date) in it differs between processes), code "
         "and files"
     )

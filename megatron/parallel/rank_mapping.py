@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.errors import LaunchError
-from megatron.parallel.environment import whole
+from megatron.parallel.environment import natural_number
 
 # The variables of ROCm, HIP, and CUDA; HIP reads CUDA's where its own is not set.
 VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
@@ -63,7 +63,7 @@ class RankPlan:
     describe  returns the cost of the placement, in lines for the log; takes a moment
     """
 
-    placing: RankMapping
+    mapping: RankMapping
     describe: Callable[[], list[str]] = list
 
 
@@ -88,7 +88,7 @@ class LaunchedProcess(NamedTuple):
     alike: Mapping[str, str] = {}
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Return "node:device".
 
         The device's number is that on the node if the process counts it differently.
@@ -140,19 +140,21 @@ def visible_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
 def _numbers(text: str) -> tuple[int, ...] | None:
     """Return '4' or '0,1,2' as numbers; None for anything else."""
     words = text.split(",")
-    numbers = tuple(number for word in words if (number := whole(word.strip())) is not None)
+    numbers = tuple(
+        number for word in words if (number := natural_number(word.strip())) is not None
+    )
     return numbers if len(set(numbers)) == len(words) else None
 
 
 def near_index(
-    placing: RankMapping | None, local_rank: int, visible: int, shown: tuple[int, ...] | None
+    mapping: RankMapping | None, local_rank: int, visible: int, shown: tuple[int, ...] | None
 ) -> int | None:
     """Return which of `visible` devices is next to this local rank's cores.
 
     None where the machine is not known, or shows this process only a part of its devices. `shown`
     are their numbers, see visible_devices.
     """
-    order = () if placing is None else placing.local_order
+    order = () if mapping is None else mapping.local_order
     if len(order) != visible or local_rank >= visible:
         return None
     number = order[local_rank]
@@ -160,7 +162,7 @@ def near_index(
 
 
 def device_number(
-    placing: RankMapping,
+    mapping: RankMapping,
     local_rank: int,
     index: int | None,
     visible: int,
@@ -175,16 +177,16 @@ def device_number(
     if shown is not None and len(shown) == 1:
         return shown[0]
     if index is None:
-        order = placing.local_order or tuple(range(len(placing.device_order)))
+        order = mapping.local_order or tuple(range(len(mapping.device_order)))
         return order[local_rank] if local_rank < len(order) else None
     if shown is not None:
         return shown[index] if len(shown) == visible else None
     return index if visible > 1 else None
 
 
-def near_devices(placing: RankMapping, cores: Collection[int]) -> tuple[int, ...]:
+def near_devices(mapping: RankMapping, cores: Collection[int]) -> tuple[int, ...]:
     """Return the devices next to these cores of a process; empty where the machine is not known."""
-    spans = placing.cores_of_device
+    spans = mapping.cores_of_device
     # The second hardware threads of the cores are numbered after all first ones.
     total = 1 + max((last for _, last in spans), default=0)
     near = {core % total for core in cores}
@@ -200,9 +202,9 @@ def assign(tasks: Sequence[LaunchedProcess], device_order: Sequence[int]) -> Ass
     numbers, on different devices; otherwise they stay, as they do without a device order.
     """
     ranks = list(range(len(tasks)))
-    found = [task.number for task in tasks]
+    device_of_task = [task.number for task in tasks]
     nodes = defaultdict[str, list[int]](list)
-    kept = defaultdict[str, list[str]](list)
+    unmapped = defaultdict[str, list[str]](list)
     for number, task in enumerate(tasks):
         nodes[task.node].append(number)
     for node, members in nodes.items() if device_order else ():
@@ -210,16 +212,16 @@ def assign(tasks: Sequence[LaunchedProcess], device_order: Sequence[int]) -> Ass
         if not isinstance(devices, str):
             for member, device in zip(members, devices, strict=True):
                 ranks[member] = members[0] + device_order.index(device)
-                found[member] = device
+                device_of_task[member] = device
             continue
-        kept[devices].append(node)
-        known = [found[member] for member in members if found[member] is not None]
+        unmapped[devices].append(node)
+        known = [device_of_task[member] for member in members if device_of_task[member] is not None]
         # a launcher that counts each task's devices from 0 provides no information
         if len(set(known)) < len(known):
             for member in members:
-                found[member] = None
+                device_of_task[member] = None
     notices = []
-    for why, names in kept.items():
+    for why, names in unmapped.items():
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         notices.append(
             f"ranks of {len(names)} of {len(nodes)} node(s) ({', '.join(names[:_SHOWN])}{more}) "
@@ -227,17 +229,17 @@ def assign(tasks: Sequence[LaunchedProcess], device_order: Sequence[int]) -> Ass
         )
     far = [
         number
-        for number, (task, device) in enumerate(zip(tasks, found, strict=True))
+        for number, (task, device) in enumerate(zip(tasks, device_of_task, strict=True))
         if task.near and device is not None and device not in task.near
     ]
     if far:
         first = tasks[far[0]]
         notices.append(
             f"{len(far)} of {len(tasks)} processes run on cores that are not next to their device, "
-            f"such as task {far[0]} on node {first.node}, which has device {found[far[0]]} and the "
+            f"such as task {far[0]} on node {first.node}, which has device {device_of_task[far[0]]} and the "
             f"cores of device {_listed(first.near)}: see --cpu-bind and --gpu-bind of srun"
         )
-    return Assignment(ranks, found, notices)
+    return Assignment(ranks, device_of_task, notices)
 
 
 def ranks_per_node(nodes: Sequence[str]) -> int:
@@ -272,12 +274,12 @@ def _devices(
     return f"their devices are {_listed(known)}, not each of 0 to {count - 1} once"
 
 
-def check_devices(placing: RankMapping) -> RankMapping:
+def check_devices(mapping: RankMapping) -> RankMapping:
     """Return `placing` if its device order names each device once. Raises LaunchError."""
-    order = placing.device_order
-    devices = len(placing.local_order) or len(order)
+    order = mapping.device_order
+    devices = len(mapping.local_order) or len(order)
     if order and sorted(order) != list(range(devices)):
         raise LaunchError(
             f"device order {_listed(order)} does not name each of a node's {devices} devices once"
         )
-    return placing
+    return mapping

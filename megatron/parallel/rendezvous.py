@@ -114,14 +114,14 @@ class Rendezvous(StoreConnection):
         launch: Launch,
         device: torch.device,
         timeout: timedelta,
-        placing: RankMapping = AS_LAUNCHED,
+        mapping: RankMapping = AS_LAUNCHED,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
         alike: Alike | None = None,
     ) -> None:
         super().__init__(launch, timeout, clock, sleep)
         self.device = device
-        self.placing = placing
+        self.mapping = mapping
         self.alike = alike or {}
         self.backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         self.notices: list[str] = []
@@ -210,21 +210,23 @@ class Rendezvous(StoreConnection):
         """
         store = self.store
         task = self.launch.task
-        own = describe_process(self.launch, self.device, self.backend, self.placing)
+        description = describe_process(self.launch, self.device, self.backend, self.mapping)
         alike = digests(self.alike)
         for digest, text in alike.values():
             # among thousands of processes with the same digest, only the first writes its text
             if not store.check([f"alike/{digest}"]):
                 store.set(f"alike/{digest}", text)
-        own = own._replace(alike={kind: digest for kind, (digest, _) in alike.items()})
-        told = json.dumps(own._asdict())
+        description = description._replace(
+            alike={kind: digest for kind, (digest, _) in alike.items()}
+        )
+        told = json.dumps(description._asdict())
         verdict: dict[str, Any] = {}
         if problem := self._interface_problem():
             verdict = {"error": problem}
         elif store.compare_set(f"participant/{task}", "", told).decode() != told:
             verdict = {
                 "error": f"two processes have rank {task}: {self._participant(task)}, and "
-                f"{own.place}, process {own.pid}: every process needs a rank of its own"
+                f"{description.location}, process {description.pid}: every process needs a rank of its own"
             }
         elif task == 0:
             verdict = self._judge(deadline)
@@ -259,7 +261,7 @@ class Rendezvous(StoreConnection):
     def _participant(self, task: int) -> str:
         """Return the place of a process that has described itself."""
         described = LaunchedProcess(**json.loads(self.store.get(f"participant/{task}")))
-        return f"{described.place}, process {described.pid}"
+        return f"{described.location}, process {described.pid}"
 
     def _absent(self) -> str:
         """Return the error that names the missing ranks."""
@@ -297,13 +299,15 @@ class Rendezvous(StoreConnection):
         )
         if error:
             return {"error": error}
-        found = assign(tasks, self.placing.device_order)
-        ranks = found.ranks
-        notices = [*self.launch.notices, *found.notices]
+        assignment = assign(tasks, self.mapping.device_order)
+        ranks = assignment.ranks
+        notices = [*self.launch.notices, *assignment.notices]
         if not self.launch.token and (self.launch.store_served or not self.launch.on_one_node):
             notices.append(_OPEN)
         of_rank = sorted(range(len(ranks)), key=ranks.__getitem__)  # the task of each rank
-        self.places = [tasks[task]._replace(number=found.devices[task]).place for task in of_rank]
+        self.places = [
+            tasks[task]._replace(number=assignment.devices[task]).location for task in of_rank
+        ]
         self.store.set("places", json.dumps(self.places))
         self.store.set("tasks", json.dumps(of_rank))
         for some in batches(range(len(ranks))):
@@ -317,18 +321,18 @@ class Rendezvous(StoreConnection):
         """Start torch.distributed."""
         launch = self.launch
         on_device = self.device.type == "cuda"
-        wanted = dict[str, str]()
+        variables = dict[str, str]()
         if launch.on_one_node and not host_name_is_local():
-            wanted["GLOO_SOCKET_IFNAME"] = "lo"
+            variables["GLOO_SOCKET_IFNAME"] = "lo"
         raise_file_limit()  # gloo connects each rank with all others of a group
         if on_device and launch.world_size > _FULL_MESH:
             # With NCCL, gloo only carries Python objects, to and from rank 0. (torch >= 2.8 reads
             # the variable.)
-            wanted["TORCH_GLOO_LAZY_INIT"] = "1"
+            variables["TORCH_GLOO_LAZY_INIT"] = "1"
             # torch's monitor of NCCL also queries the store, every second on every rank.
-            wanted["TORCH_NCCL_COORD_CHECK_MILSEC"] = str(int(1000 * max(1.0, self.pause_s)))
-        given = {name: os.environ.get(name, value) for name, value in wanted.items()}
-        self._variables.enter_context(changed(os.environ, {**launch.environment(), **given}))
+            variables["TORCH_NCCL_COORD_CHECK_MILSEC"] = str(int(1000 * max(1.0, self.pause_s)))
+        chosen = {name: os.environ.get(name, value) for name, value in variables.items()}
+        self._variables.enter_context(changed(os.environ, {**launch.environment(), **chosen}))
         if on_device:
             torch.cuda.set_device(self.device)
 
@@ -409,8 +413,8 @@ class Rendezvous(StoreConnection):
             return "no other rank takes part"
         if not self.store.check(["findings"]) and self.store.add("explainers", 1) == 1:
             self.speaks = True
-            found = json.dumps([_NOBODY, self._call_roll(seen)])
-            self.store.compare_set("findings", "", found)
+            findings = json.dumps([_NOBODY, self._call_roll(seen)])
+            self.store.compare_set("findings", "", findings)
         if not self.comes("findings", 2 * self._answer_s):
             return "no rank has found out why"
         return self._findings()
@@ -439,11 +443,11 @@ class Rendezvous(StoreConnection):
         at = defaultdict[str, list[int]](list)
         for rank, answer in enumerate(self.values([f"answer/{rank}" for rank in ranks])):
             at[answer.decode()].append(rank)
-        found = [f"rank {compress_ranks(of)} {where}" for where, of in list(at.items())[:_SHOWN]]
+        activities = [
+            f"rank {compress_ranks(of)} {where}" for where, of in list(at.items())[:_SHOWN]
+        ]
         # The others may only have stopped because this rank called.
-        return (
-            f"no rank died; {', '.join(found)}; rank {self.launch.rank} was the first to see {seen}"
-        )
+        return f"no rank died; {', '.join(activities)}; rank {self.launch.rank} was the first to see {seen}"
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -492,9 +496,9 @@ class Rendezvous(StoreConnection):
 
         Every rank answers the calls in order.
         """
-        own = f"{call}/{self.launch.rank}"
+        signed = f"{call}/{self.launch.rank}"
         number = self._call
-        while self.store.compare_set(f"call/{number}", "", own).decode() != own:
+        while self.store.compare_set(f"call/{number}", "", signed).decode() != signed:
             number += 1
         return number
 
@@ -557,10 +561,11 @@ class Rendezvous(StoreConnection):
             gone = self.store.add("left", 0)
 
 
-def _list_places(ranks: Sequence[int], places: Sequence[str]) -> str:
+def _list_places(ranks: Sequence[int], locations: Sequence[str]) -> str:
     """Return the first sixteen ranks with their places."""
     shown = "; ".join(
-        f"rank {rank} on {place}" for rank, place in zip(ranks[:16], places[:16], strict=True)
+        f"rank {rank} on {location}"
+        for rank, location in zip(ranks[:16], locations[:16], strict=True)
     )
     return shown + (f"; {len(ranks) - 16} more" if len(ranks) > 16 else "")
 
@@ -569,7 +574,7 @@ def connect(
     launch: Launch,
     timeout: timedelta = timedelta(minutes=10),
     backend: str | None = None,
-    placing: RankMapping = AS_LAUNCHED,
+    mapping: RankMapping = AS_LAUNCHED,
     alike: Alike | None = None,
 ) -> Rendezvous:
     """Bring all processes together and initialise torch.distributed.
@@ -580,5 +585,5 @@ def connect(
     the rendezvous's `launch` is valid. `alike` is what must be the same on all ranks. Raises
     LaunchError that names the ranks that are missing, or those that differ and in what.
     """
-    device = select_device(launch, backend, check_devices(placing))
-    return Rendezvous(launch, device, timeout, placing, alike=alike).join()
+    device = select_device(launch, backend, check_devices(mapping))
+    return Rendezvous(launch, device, timeout, mapping, alike=alike).join()

@@ -159,8 +159,8 @@ def attach(
 
 def sharding_of(parameter: torch.Tensor) -> Sharding:
     """Return the Sharding of a parameter."""
-    found: Sharding | None = getattr(parameter, "sharding", None)
-    assert found is not None, (
+    sharding: Sharding | None = getattr(parameter, "sharding", None)
+    assert sharding is not None, (
         "parameter without sharding: create it through megatron.layers.context"
     )
-    return found
+    return sharding

@@ -187,18 +187,18 @@ class StoreConnection:
 
         Ranges are halved, so that few missing keys cost few requests.
         """
-        found: list[int] = []
+        missing: list[int] = []
         ranges = list(batches(range(self.launch.world_size)))[::-1]
-        while ranges and len(found) < most:
+        while ranges and len(missing) < most:
             ranks = ranges.pop()
             if self.store.check([f"{kind}/{rank}" for rank in ranks]):
                 continue
             if len(ranks) == 1:
-                found += ranks
+                missing += ranks
             else:
                 middle = len(ranks) // 2
                 ranges += [ranks[middle:], ranks[:middle]]
-        return found
+        return missing
 
 
 def batches(keys: Sequence[T]) -> Iterator[list[T]]:

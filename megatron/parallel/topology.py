@@ -154,8 +154,8 @@ class _Groups:
     def shards(self, line: Group) -> ShardGroups:
         """Divide a line; parts that are the same ranks are one group."""
         known = [line]
-        for part in fields(ShardGroups):
-            known.append(self.make(f"{line.kind}.{part.name}", *known))
+        for dimension in fields(ShardGroups):
+            known.append(self.make(f"{line.kind}.{dimension.name}", *known))
         return ShardGroups(*known[1:])
 
 
@@ -199,10 +199,10 @@ class Topology:
         groups: dict[int, Group] = {}
         for each in fields(self):
             value = getattr(self, each.name)
-            parts = vars(value).values() if isinstance(value, ShardGroups) else (value,)
-            for part in parts:
-                if isinstance(part, Group) and part.handle is not None:
-                    groups.setdefault(id(part.handle), part)
+            members = vars(value).values() if isinstance(value, ShardGroups) else (value,)
+            for group in members:
+                if isinstance(group, Group) and group.handle is not None:
+                    groups.setdefault(id(group.handle), group)
         return list(groups.values())
 
     @property
@@ -321,14 +321,14 @@ class Topology:
             **made,
         )
 
-    def describe(self, places: Sequence[str] = ()) -> str:
+    def describe(self, locations: Sequence[str] = ()) -> str:
         """Return the layout in a few lines; `places` are node and device of each rank.
 
         One rank alone has no groups to show.
         """
 
         def show(ranks: Sequence[int]) -> str:
-            named = [f"{r} ({places[r]})" if r < len(places) else str(r) for r in ranks[:16]]
+            named = [f"{r} ({locations[r]})" if r < len(locations) else str(r) for r in ranks[:16]]
             return ", ".join(named) + (f", ... {len(ranks) - 16} more" if len(ranks) > 16 else "")
 
         layout = self.layout

@@ -71,10 +71,10 @@ class Placement:
     @property
     def chosen_devices(self) -> tuple[int, ...]:
         """Device order; empty on a part of a node, which has no devices to choose from."""
-        whole = len(self.device_order) == self.cluster.devices_per_node
-        return self.device_order if whole else ()
+        full_node = len(self.device_order) == self.cluster.devices_per_node
+        return self.device_order if full_node else ()
 
-    def place(self, rank: int) -> tuple[int, int]:
+    def location(self, rank: int) -> tuple[int, int]:
         """Return the node and the device of a rank."""
         node, position = divmod(rank, len(self.device_order))
         return node, self.device_order[position]
@@ -229,8 +229,8 @@ def lines_of(layout: Layout, heads: int) -> dict[str, RankGroup]:
     heads  neighbouring context-parallel ranks that exchange heads; the others of their line make
            rings
     """
-    others = "world", "pipeline", "data.states", "expert_data.states"
-    lines = {name: line for name, line in layout.lines.items() if name not in others}
+    excluded = "world", "pipeline", "data.states", "expert_data.states"
+    lines = {name: line for name, line in layout.lines.items() if name not in excluded}
     _, stride, size = lines["context"]
     lines["context"] = RankGroup("context-parallel ring", stride * heads, size // heads)
     lines["heads"] = RankGroup("context-parallel heads", stride, heads)
@@ -323,7 +323,9 @@ def groups_on_nodes(
     # the first position of the same group
     first = (group[:, :, None] == group[:, None, :]).argmax(axis=2)
     return {
-        frozenset(tuple(place for place, of in enumerate(node) if of == head) for head in node)
+        frozenset(
+            tuple(position for position, of in enumerate(node) if of == head) for head in node
+        )
         for node in set(map(tuple, first.tolist()))
     }
 
@@ -345,14 +347,14 @@ def _messages_on_nodes(
     stage = ranks // stride % size
     node = ranks // devices
 
-    def places(step: int, end: int) -> npt.NDArray[np.int64]:
+    def locate(step: int, end: int) -> npt.NDArray[np.int64]:
         """Locate the neighbours one `step` further; the `end` of the pipeline wraps around."""
-        found = ranks + np.where(stage == end, -step * (size - 1), step)
-        place = np.where(found // devices == node, found % devices, _AWAY)
-        return np.where((stage == end) & (not wraps), _NOWHERE, place)
+        neighbours = ranks + np.where(stage == end, -step * (size - 1), step)
+        positions = np.where(neighbours // devices == node, neighbours % devices, _AWAY)
+        return np.where((stage == end) & (not wraps), _NOWHERE, positions)
 
-    targets = places(stride, size - 1)
-    sources = places(-stride, 0)
+    targets = locate(stride, size - 1)
+    sources = locate(-stride, 0)
     nodes = np.hstack([targets.reshape(-1, devices), sources.reshape(-1, devices)])
     messages = np.stack(
         [stage, np.where(targets == _AWAY, _AWAY, ranks % devices), targets], axis=1

@@ -89,7 +89,7 @@ class Facts:
             return TypeAdapter(kind).validate_python(value)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            where = "".join(f"[{place}]" for place in first["loc"])
+            where = "".join(f"[{index}]" for index in first["loc"])
             raise self.error(
                 key, f"{where} {first['msg']}, got {reprlib.repr(first['input'])}".strip()
             ) from None
@@ -409,8 +409,8 @@ def _figures(facts: Facts, sources: Mapping[str, str]) -> dict[str, Figure]:
 
 def source_of(sources: Mapping[str, str], figure: str) -> str:
     """Return the text of [sources] under the longest prefix of a figure's name; "" for none."""
-    parts = f"compute.{figure}".replace(".", "_").split("_")
-    names = ("_".join(parts[:count]) for count in range(len(parts), 0, -1))
+    words = f"compute.{figure}".replace(".", "_").split("_")
+    names = ("_".join(words[:count]) for count in range(len(words), 0, -1))
     return next((sources[known] for known in names if known in sources), "")
 
 

@@ -166,7 +166,7 @@ class Confidence:
 
     def describe(self) -> str:
         """Return one line: the number of figures by basis, and the names of the assumed ones."""
-        counts = [f"{len(found)} {basis}" for basis, found in self.by_basis.items() if found]
+        counts = [f"{len(names)} {basis}" for basis, names in self.by_basis.items() if names]
         assumed = self.by_basis[ASSUMED]
         return f"inputs: {', '.join(counts) or 'none'}" + (
             f" ({', '.join(assumed)})" if assumed else ""

@@ -74,7 +74,7 @@ class Sum(NamedTuple):
     complete  whether a contribution is complete; otherwise one is about to be added
     """
 
-    place: int
+    parameter: int
     complete: bool
 
 
@@ -140,8 +140,10 @@ class TracedModule:
 
     def padding(self, ranks: int) -> float:
         """Return the share of padding in the matrices that this many tensor ranks divide."""
-        whole = sum(prod(p.global_shape) for p in self.parameters if p.dim is not None)
-        return 1.0 - whole / (ranks * sum(p.elements for p in self.parameters if p.dim is not None))
+        unpadded = sum(prod(p.global_shape) for p in self.parameters if p.dim is not None)
+        return 1.0 - unpadded / (
+            ranks * sum(p.elements for p in self.parameters if p.dim is not None)
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,25 +46,25 @@ class Traffic:
         self._plan = plan
         self._chunks = chunks
         self._sums = Reductions(plan)
-        self._there = set[int]()
+        self._allocated = set[int]()
         self._added: dict[int, int] = {}  # contributions since the last pass of a bucket's stage
 
     @property
     def bytes(self) -> int:
         """Return the memory of gradients now."""
-        elements = sum(self._plan.buckets[number].elements for number in self._there)
+        elements = sum(self._plan.buckets[number].elements for number in self._allocated)
         return self._plan.zero.gradient_bytes * elements
 
     @property
     def state(self) -> object:
         """Return what the changes of further passes depend on."""
-        return self._sums.state, frozenset(self._there), tuple(sorted(self._added.items()))
+        return self._sums.state, frozenset(self._allocated), tuple(sorted(self._added.items()))
 
     def copy(self) -> Traffic:
         """Return an independent copy."""
         made = Traffic(self._plan, self._chunks)
         made._sums = self._sums.copy()
-        made._there = self._there.copy()
+        made._allocated = self._allocated.copy()
         made._added = self._added.copy()
         return made
 
@@ -73,9 +73,9 @@ class Traffic:
         chunk = self._chunks[number]
         of_parts = list[tuple[tuple[int, int], ...]]()
         changes = list[tuple[int, int]]()
-        for part in chunk.uses[half]:
+        for uses in chunk.uses[half]:
             changes = []
-            for row, bucket, complete in part:
+            for row, bucket, complete in uses:
                 changes += self._carry_out(row, self._sums.use(bucket))
                 if not complete:
                     continue
@@ -98,9 +98,9 @@ class Traffic:
         before = self.bytes
         for op, number, _ in instructions:
             if op is BucketOp.ALLOCATE:
-                self._there.add(number)
+                self._allocated.add(number)
             elif op is BucketOp.ACCUMULATE:
-                self._there.discard(number)
+                self._allocated.discard(number)
             if (now := self.bytes) != before:
                 changes.append((row, now - before))
                 before = now

@@ -15,7 +15,7 @@ MODULES = ("core_attn", "mlp_act", "layernorm")
 _SIZES = "world batch tp pp chunks schedule micro cp ep".split()
 
 Value = str | int | tuple[int, ...]
-Wanted = Mapping[str, tuple[Any, ...]]
+Restrictions = Mapping[str, tuple[Any, ...]]
 """Values that are allowed, by dimension; what is not named may be anything."""
 
 
@@ -112,13 +112,13 @@ class CandidateLayout(NamedTuple):
 def candidate_of(config: Config) -> CandidateLayout:
     """Return the layout of a configuration."""
     parallel = config.parallel
-    again = config.recompute
-    kind = again.recompute_granularity
+    settings = config.recompute
+    kind = settings.recompute_granularity
     recompute = "none"
     if kind == "selective":
-        recompute = f"selective:{_in_order(again.recompute_modules)}"
+        recompute = f"selective:{_in_order(settings.recompute_modules)}"
     elif kind == "full":
-        recompute = f"full:{again.recompute_method}:{again.recompute_num_layers}"
+        recompute = f"full:{settings.recompute_method}:{settings.recompute_num_layers}"
     plain = {d.field: config.get(d.setting) for d in DIMENSIONS if d.setting}
     return CandidateLayout(**plain)._replace(
         rank_order=parallel.rank_order or "",
@@ -245,7 +245,7 @@ def parse_layout(text: str, flag: str) -> dict[str, tuple[Value, ...]]:
     A word without = is another value of the preceding name. Raises ConfigError, beginning with
     `flag`, for an unknown name, an unreadable value or a repeated name.
     """
-    found: dict[str, tuple[Value, ...]] = {}
+    values: dict[str, tuple[Value, ...]] = {}
     name = ""
     items = [item.strip() for item in text.split(",") if item.strip()]
     try:
@@ -258,19 +258,19 @@ def parse_layout(text: str, flag: str) -> dict[str, tuple[Value, ...]]:
                         f"'{name}' is unknown{did_you_mean(name, _BY_NAME)}; known: "
                         f"{', '.join(_BY_NAME)}"
                     )
-                if name in found:
+                if name in values:
                     raise ValueError(f"{name} is given twice: several values are {name}=A,B")
             elif not name:
                 raise ValueError(
                     f"'{item}' is not NAME=VALUE, such as tp=4,pp=16,mbs=1,recompute=none"
                 )
-            found[name] = (*found.get(name, ()), _BY_NAME[name].read(word.strip().lower()))
+            values[name] = (*values.get(name, ()), _BY_NAME[name].read(word.strip().lower()))
     except ValueError as error:
         raise ConfigError(f"{flag} {text}: {error}") from None
-    return found
+    return values
 
 
-def narrowed(first: Wanted, second: Wanted) -> dict[str, tuple[Value, ...]]:
+def narrowed(first: Restrictions, second: Restrictions) -> dict[str, tuple[Value, ...]]:
     """Return what both restrictions allow. recompute=full stands for every value that begins with
     it.
     """
@@ -294,8 +294,10 @@ def matches(value: Value, pattern: Value) -> bool:
     )
 
 
-def allowed(value: Value, name: str, wanted: Wanted) -> bool:
-    return name not in wanted or any(matches(value, pattern) for pattern in wanted[name])
+def allowed(value: Value, name: str, restrictions: Restrictions) -> bool:
+    return name not in restrictions or any(
+        matches(value, pattern) for pattern in restrictions[name]
+    )
 
 
 def write_value(value: object) -> str:

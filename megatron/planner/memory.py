@@ -127,14 +127,14 @@ def changes(steps: Iterable[Event], block: int, made: dict[int, Alloc]) -> Bytes
     rows = []
     for step in steps:
         if isinstance(step, Alloc):
-            made[step.id] = taken = step
+            made[step.id] = tensor = step
         elif isinstance(step, Free) and step.id in made:
-            taken = made.pop(step.id)
+            tensor = made.pop(step.id)
         else:
             continue
         row = [0.0] * len(CATEGORIES)
-        size = -(-taken.bytes // block) * block
-        row[CATEGORIES.index(taken.category)] = size if taken is step else -size
+        size = -(-tensor.bytes // block) * block
+        row[CATEGORIES.index(tensor.category)] = size if tensor is step else -size
         rows.append(row)
     return np.array(rows).reshape(len(rows), len(CATEGORIES))
 
@@ -154,9 +154,9 @@ class _PassRows(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 12)
-def _passes(part: TracedModule, block: int) -> dict[str, _PassRows]:
+def _passes(module: TracedModule, block: int) -> dict[str, _PassRows]:
     """Return the rows of a part's passes, by name."""
-    kept: dict[int, Alloc] = {}
+    live: dict[int, Alloc] = {}
 
     def rows_of(of: Pass, made: dict[int, Alloc]) -> _PassRows:
         rows = [NOTHING]
@@ -170,9 +170,9 @@ def _passes(part: TracedModule, block: int) -> dict[str, _PassRows]:
         rows.append(changes(of.steps[at:], block, made))
         return _PassRows(np.concatenate(rows), tuple(sums))
 
-    forward = rows_of(part.forward, kept)
-    backward = rows_of(part.backward, dict(kept))
-    inputs, weights = (rows_of(half, kept) for half in (part.inputs, part.weights))
+    forward = rows_of(module.forward, live)
+    backward = rows_of(module.backward, dict(live))
+    inputs, weights = (rows_of(half, live) for half in (module.inputs, module.weights))
     return {"forward": forward, "backward": backward, "inputs": inputs, "weights": weights}
 
 
@@ -182,14 +182,14 @@ def _passes(part: TracedModule, block: int) -> dict[str, _PassRows]:
 class ChunkMemory(NamedTuple):
     """Bytes that one micro-batch adds in one chunk, without gradients.
 
-    kept      after the forward pass
+    retained  after the forward pass
     forward   at the peak of the forward pass
     backward  at the peak of the backward pass, or of its first half, including what was kept
     waiting   after that half, if weight gradients are deferred
     weights   at the peak of the second half
     """
 
-    kept: Bytes
+    retained: Bytes
     forward: Bytes
     backward: Bytes
     waiting: Bytes
@@ -207,13 +207,13 @@ def chunk_memory(
     """
     chunk = _chunk(traced, stage, block, shared)
     forward = chunk.forward()
-    kept = forward.sum(axis=0)
+    retained = forward.sum(axis=0)
     first, *second = map(chunk.backward, halves_of(stage))
-    waiting = kept + first.sum(axis=0)
+    waiting = retained + first.sum(axis=0)
     return ChunkMemory(
-        kept,
+        retained,
         find_peak(forward)[0],
-        kept + find_peak(first)[0],
+        retained + find_peak(first)[0],
         waiting,
         waiting + find_peak(second[0])[0] if second else NOTHING[0],
     )
@@ -241,17 +241,17 @@ class _Chunk:
         """Return the rows of a forward pass."""
         rows = [NOTHING]
         here = set[int]()
-        again = {call for group in self._groups.values() for call in group}
+        recomputed = {call for group in self._groups.values() for call in group}
         for step in self._plan.forward(0):
-            part, _ = computed(self._traced, self._stage, self._plan, step, "")
+            module, _ = computed(self._traced, self._stage, self._plan, step, "")
             of_step = NOTHING
-            if step.call in again:
+            if step.call in recomputed:
                 kind = self._stage.layer_kinds[step.call - first_layer(self._stage, self._plan)]
                 of_step = _passes(self._traced.layer_of(kind)[1], self._block)["forward"].rows
                 if step.call in self._inside:  # nothing of its own is kept
                     of_step = np.concatenate([of_step, -of_step.sum(axis=0, keepdims=True)])
-            elif part is not None:
-                of_step = _passes(part, self._block)["forward"].rows
+            elif module is not None:
+                of_step = _passes(module, self._block)["forward"].rows
             rows += self._around(step, of_step, here)
         return np.concatenate(rows)
 
@@ -263,15 +263,15 @@ class _Chunk:
         for step in self._plan.forward(0):
             here = (here | _gathered(step)) - _freed(step)
         for step in self._plan.backward(0):
-            part, name = computed(self._traced, self._stage, self._plan, step, half)
+            module, name = computed(self._traced, self._stage, self._plan, step, half)
             of_step = NOTHING
-            if part is not None:
-                of_step = _passes(part, self._block)[name].rows
+            if module is not None:
+                of_step = _passes(module, self._block)[name].rows
                 if step.call in self._made_again:
                     of_step = of_step.copy()
                     of_step[:, _TEMPORARY] += of_step[:, _ACTIVATIONS]
                     of_step[:, _ACTIVATIONS] = 0.0
-            if step.kind == BACKWARD and part is not None and (of_part := next(changes, ())):
+            if step.kind == BACKWARD and module is not None and (of_part := next(changes, ())):
                 bytes_of = [_row(gradients=change)[0] for _, change in of_part]
                 of_step = np.insert(of_step, [row for row, _ in of_part], bytes_of, axis=0)
             rows += self._around(step, of_step, here)
@@ -303,18 +303,20 @@ class _Chunk:
         """
         chunk = Chunk(number, {}, {}, Counter())
         parameters = (n for call in plan.calls[number] for n in call.parameters)
-        parts = parts_of(self._traced, self._stage)
+        modules = parts_of(self._traced, self._stage)
         buckets = [
-            [plan.bucket_of[n] for n in itertools.islice(parameters, len(part.parameters))]
-            for part in parts
+            [plan.bucket_of[n] for n in itertools.islice(parameters, len(module.parameters))]
+            for module in modules
         ]
         for half in halves_of(self._stage):
             steps = (step for step in self._plan.backward(0) if step.kind == BACKWARD)
             passes = (computed(self._traced, self._stage, self._plan, step, half) for step in steps)
-            each = [_passes(part, self._block)[name] for part, name in passes if part is not None]
+            each = [
+                _passes(module, self._block)[name] for module, name in passes if module is not None
+            ]
             chunk.rows[half] = len(each[-1].rows)
             chunk.uses[half] = [
-                [(row, of_part[step.place], step.complete) for row, step in of_pass.sums]
+                [(row, of_part[step.parameter], step.complete) for row, step in of_pass.sums]
                 for of_pass, of_part in zip(each, reversed(buckets), strict=True)
             ]
             for _, bucket, complete in itertools.chain(*chunk.uses[half]):
@@ -364,8 +366,8 @@ def peak_rank(config: Config, device: str, capacity: float) -> RankMemory:
     first = _memory(config, 0, device)  # holds the most micro-batches
     if first.total > capacity:
         return first
-    others = range(1, config.parallel.pipeline_model_parallel_size)
-    ranks = (first, *(_memory(config, rank, device) for rank in others))
+    later_ranks = range(1, config.parallel.pipeline_model_parallel_size)
+    ranks = (first, *(_memory(config, rank, device) for rank in later_ranks))
     return max(ranks, key=lambda rank: rank.total)
 
 
@@ -377,14 +379,14 @@ def state_bytes(config: Config, buckets: Iterable[BucketPlan]) -> dict[str, floa
     precision = config.precision
     state = optimizer_state(config)
     zero = zero_of(config)
-    found = dict.fromkeys(("weights", "master", "moments", "gradients"), 0.0)
+    states = dict.fromkeys(("weights", "master", "moments", "gradients"), 0.0)
     for bucket in buckets:
         owned = zero.owned(bucket)
-        found["weights"] += zero.weights_held(bucket)
-        found["master"] += 0.0 if precision.dtype_name == "float32" else 4.0 * owned
-        found["moments"] += state.of(bucket.kind.whole).bytes * owned
-        found["gradients"] += zero.gradients_held(bucket)
-    return found
+        states["weights"] += zero.weights_held(bucket)
+        states["master"] += 0.0 if precision.dtype_name == "float32" else 4.0 * owned
+        states["moments"] += state.of(bucket.kind.whole).bytes * owned
+        states["gradients"] += zero.gradients_held(bucket)
+    return states
 
 
 def sized_model(config: Config) -> ModelConfig:
@@ -426,11 +428,11 @@ def _memory(config: Config, rank: int, device: str) -> RankMemory:
         for bucket in plan.buckets:
             for name, n_bytes in {**state.of(bucket.kind.whole).tensors, **master}.items():
                 most[name] = max(most.get(name, 0.0), n_bytes * plan.zero.owned(bucket))
-        kept = float(device == "cpu")  # whose memory is the host's
-        states["master"] = kept * states["master"] + 2 * most.pop("master", 0.0)
-        states["moments"] = kept * states["moments"] + 2 * sum(most.values())
-    held = _peak_bytes(config, rank, device) + [states.get(name, 0.0) for name in CATEGORIES]
-    return RankMemory(rank, *map(float, held))
+        on_host = float(device == "cpu")  # whose memory is the host's
+        states["master"] = on_host * states["master"] + 2 * most.pop("master", 0.0)
+        states["moments"] = on_host * states["moments"] + 2 * sum(most.values())
+    peak = _peak_bytes(config, rank, device) + [states.get(name, 0.0) for name in CATEGORIES]
+    return RankMemory(rank, *map(float, peak))
 
 
 def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
@@ -443,11 +445,13 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     zero = zero_of(config)
     shared = (zero, bucket_rule(config, zero.line)) if zero.divides_gradients else None
     stages = stages_of(config)[rank::p]
-    mine = [chunk_memory(traced, stage, block, shared) for stage in stages]
-    op, chunk, held, waiting, messages = moments_of_rank(
+    of_stages = [chunk_memory(traced, stage, block, shared) for stage in stages]
+    op, chunk, in_flight, waiting, messages = moments_of_rank(
         config.schedule, p, parallel.num_chunks, m, rank
     )
-    by_op = np.array([[c.forward, c.backward, c.backward, c.weights] for c in mine])  # as in Op
+    by_op = np.array(
+        [[c.forward, c.backward, c.backward, c.weights] for c in of_stages]
+    )  # as in Op
     now = by_op[chunk, op]
     if shared is not None:
         chunks = [_chunk(traced, stage, block, shared) for stage in stages]
@@ -473,7 +477,11 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
             row, traffic = after[key]
             gradients.append(row)
         now = now + np.array(gradients)
-    now = now + held @ np.array([c.kept for c in mine]) + waiting[:, None] * mine[0].waiting
+    now = (
+        now
+        + in_flight @ np.array([c.retained for c in of_stages])
+        + waiting[:, None] * of_stages[0].waiting
+    )
     now[:, _BUFFERS] += messages * traced.layer.hands_on
     most: Bytes = now[np.argmax(now.sum(axis=1))]
     most[_ACTIVATIONS] += max(layer.tables for layer, _ in traced.kinds)

@@ -63,25 +63,25 @@ class Rate(NamedTuple):
 
 
 @functools.cache
-def ways(cluster: Cluster, a: int, b: int) -> tuple[tuple[Step, ...], ...]:
+def shortest_routes(cluster: Cluster, a: int, b: int) -> tuple[tuple[Step, ...], ...]:
     """List the shortest paths from device a to b that have the widest bottleneck link.
 
     If there are several, it is not known which one the hardware takes.
     """
     paths: list[tuple[int, ...]] = [(a,)]
-    while not (found := [tuple(itertools.pairwise(path)) for path in paths if path[-1] == b]):
+    while not (shortest := [tuple(itertools.pairwise(path)) for path in paths if path[-1] == b]):
         paths = [
             (*path, device)
             for path in paths
             for device in range(cluster.devices_per_node)
             if device not in path and cluster.link_gb_per_s(path[-1], device)
         ]
-    widest = max(_width(cluster, way) for way in found)
-    return tuple(way for way in found if _width(cluster, way) == widest)
+    widest = max(_width(cluster, route) for route in shortest)
+    return tuple(route for route in shortest if _width(cluster, route) == widest)
 
 
-def _width(cluster: Cluster, way: tuple[Step, ...]) -> float:
-    return min(itertools.starmap(cluster.link_gb_per_s, way), default=float("inf"))
+def _width(cluster: Cluster, route: tuple[Step, ...]) -> float:
+    return min(itertools.starmap(cluster.link_gb_per_s, route), default=float("inf"))
 
 
 class NodeLinks:
@@ -110,8 +110,8 @@ class NodeLinks:
             self._published[family] = rate
             widths = {cluster.link_gb_per_s(*group) for group in family if size == 2}
             if 0.0 in widths:  # the slowest pairs are those without a link
-                pairs = (ways(cluster, *sorted(pair))[0] for pair in family)
-                detours.append(rate / min(_width(cluster, way) for way in pairs))
+                pairs = (shortest_routes(cluster, *sorted(pair))[0] for pair in family)
+                detours.append(rate / min(_width(cluster, route) for route in pairs))
             elif len(widths) == 1:
                 self._by_width[widths.pop()] = rate
             elif not widths and all(map(cluster.reached, family)):
@@ -140,16 +140,16 @@ class NodeLinks:
 
     def narrowest_cut(self, group: Iterable[int]) -> float:
         """Return the GB/s across the split of the group into two parts that has the least."""
-        first, *others = sorted(group)
+        first, *rest = sorted(group)
         return min(
             sum(
                 self.cluster.link_gb_per_s(a, b)
                 for a in (first, *chosen)
-                for b in others
+                for b in rest
                 if b not in chosen
             )
-            for count in range(len(others))
-            for chosen in itertools.combinations(others, count)
+            for count in range(len(rest))
+            for chosen in itertools.combinations(rest, count)
         )
 
     def collective(self, family: Iterable[Iterable[int]]) -> Mapping[frozenset[int], Rate]:
@@ -200,10 +200,10 @@ class NodeLinks:
         loads = Counter[Step]()  # of one byte from each rank to all others
         for group in groups:
             for a, b in itertools.permutations(group, 2):
-                found = ways(self.cluster, a, b)
-                part = (1 / self.detour if len(found[0]) > 1 else 1.0) / len(found)
-                for way in found:
-                    loads.update(dict.fromkeys(way, part))
+                routes = shortest_routes(self.cluster, a, b)
+                share = (1 / self.detour if len(routes[0]) > 1 else 1.0) / len(routes)
+                for route in routes:
+                    loads.update(dict.fromkeys(route, share))
             for device in group if len(group) < size else ():
                 for ends in ((device, None), (None, device)):
                     loads.update(dict.fromkeys(path_of(self, *ends)[0], size - len(group)))
@@ -247,6 +247,6 @@ def path_of(
         card = cluster.nic_of_device[source]
         cards = [(_OUT, card)]
         target = cluster.nic_on_device[card]
-    found = ways(cluster, source, target)
-    weight = 1 / links.detour if len(found[0]) > 1 and not cards else 1.0
-    return frozenset(cards).union(*found), weight
+    routes = shortest_routes(cluster, source, target)
+    weight = 1 / links.detour if len(routes[0]) > 1 and not cards else 1.0
+    return frozenset(cards).union(*routes), weight

@@ -115,14 +115,14 @@ class MessageCost(NamedTuple):
 class PlacementCost:
     """Seconds of a step's messages on a placement, without any overlap."""
 
-    parts: tuple[MessageCost, ...]
+    messages: tuple[MessageCost, ...]
 
     @property
     def seconds(self) -> float:
-        return sum(part.seconds for part in self.parts)
+        return sum(message.seconds for message in self.messages)
 
     def seconds_of(self, direction: str) -> float:
-        return sum(part.seconds for part in self.parts if part.direction == direction)
+        return sum(message.seconds for message in self.messages if message.direction == direction)
 
     @property
     def order(self) -> tuple[float, float]:
@@ -143,7 +143,7 @@ def placement_cost(config: Config, placement: Placement) -> PlacementCost:
 
 def _cost(config: Config, placement: Placement, sent: StepMessages) -> PlacementCost:
     channels = Channels(config, placement.cluster, placement)
-    parts = list[MessageCost]()
+    costs = list[MessageCost]()
     for name in (*OF_PASSES, *(name for name in channels.lanes if name not in OF_PASSES)):
         group = channels.lanes[name]
         if group.rate is None:
@@ -158,17 +158,19 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
             rate = group.exchange if kind == "all_to_all" else group.rate
             assert rate is not None, "groups that exchange have a rate"
             what = kind.replace("_", "-")
-            parts.append(MessageCost(name, what, n_bytes, seconds, rate.basis, rate.limit))
+            costs.append(MessageCost(name, what, n_bytes, seconds, rate.basis, rate.limit))
     if sent.messages:
         last = placement.layout.pipeline - 1
         chunks = config.parallel.num_chunks
-        ways = [
+        boundary_times = [
             channels.boundary(rank, True, sent.message_bytes)
             for rank in range(len(channels.boundaries))
         ]
-        once = 2 * sum((chunks - (rank == last)) * sum(way) for rank, way in enumerate(ways))
+        once = 2 * sum(
+            (chunks - (rank == last)) * sum(times) for rank, times in enumerate(boundary_times)
+        )
         n_bytes = 2.0 * sent.message_bytes
-        every = 2 * sent.messages * max(occupied for occupied, _ in ways)
+        every = 2 * sent.messages * max(occupied for occupied, _ in boundary_times)
         stages = chunks * (last + 1) - 1
         tied = channels.seconds("all_reduce", sent.tied_bytes, "ends")
         for name, size, seconds, limit in (
@@ -177,8 +179,8 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
             ("tied embedding", sent.tied_bytes, tied, "first, last stage"),
         ):
             if size:
-                parts.append(MessageCost("pipeline", name, size, seconds, ESTIMATED, limit))
-    return PlacementCost(tuple(parts))
+                costs.append(MessageCost("pipeline", name, size, seconds, ESTIMATED, limit))
+    return PlacementCost(tuple(costs))
 
 
 # -- which placement -------------------------------------------------------------------------------
@@ -193,27 +195,29 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
     nodes than the machine has, and for a device order that is not a permutation of a node's
     devices.
     """
-    given = config.parallel
+    parallel = config.parallel
     devices = _devices_used(config, cluster)
     device_orders = cluster.device_orders
     if devices < cluster.devices_per_node:
         device_orders = (cluster.local_order[:devices],)
-    elif given.device_order is not None:
-        check_device_order(given.device_order, cluster)
-        device_orders = (given.device_order,)
-    rank_orders = [given.rank_order] if given.rank_order else RANK_ORDERS
-    places = (
-        place_with(config, cluster, order, own) for order in rank_orders for own in device_orders
+    elif parallel.device_order is not None:
+        check_device_order(parallel.device_order, cluster)
+        device_orders = (parallel.device_order,)
+    rank_orders = [parallel.rank_order] if parallel.rank_order else RANK_ORDERS
+    placements = (
+        place_with(config, cluster, order, device_order)
+        for order in rank_orders
+        for device_order in device_orders
     )
     sent: dict[int, StepMessages] = {}  # by the experts' ranks on a node, which the order decides
 
-    def cost(place: Placement) -> tuple[float, float]:
-        each = place.layout.expert_node
+    def cost(placement: Placement) -> tuple[float, float]:
+        each = placement.layout.expert_node
         if each not in sent:
-            sent[each] = step_messages(over_nodes(config, place.layout), cluster.device_type)
-        return _cost(config, place, sent[each]).order
+            sent[each] = step_messages(over_nodes(config, placement.layout), cluster.device_type)
+        return _cost(config, placement, sent[each]).order
 
-    return min(places, key=cost)
+    return min(placements, key=cost)
 
 
 def naive_placement(config: Config, cluster: Cluster) -> Placement:
@@ -252,14 +256,14 @@ def layout_of(config: Config, order: str | None = None, devices: int = 1) -> Lay
     return Layout.for_world(config.parallel.world_size, LayoutSizes.of(config, order, devices))
 
 
-def check_device_order(order: tuple[int, ...], cluster: Cluster, given: str = "") -> None:
+def check_device_order(order: tuple[int, ...], cluster: Cluster, subject: str = "") -> None:
     """Raise ConfigError for an order that is not a permutation of a node's devices.
 
     The message begins with `given`.
     """
     if sorted(order) != list(range(cluster.devices_per_node)):
         raise ConfigError(
-            f"{given or f'--device-order {plain(order)}'} does not name each device of a node of "
+            f"{subject or f'--device-order {plain(order)}'} does not name each device of a node of "
             f"{cluster.name} exactly once: expected 0 to {cluster.devices_per_node - 1}, as in "
             f"{plain(cluster.local_order)}"
         )
@@ -307,8 +311,8 @@ def plan_ranks(config: Config, launch: Launch) -> RankPlan:
         )
         return RankPlan(RankMapping(parallel.device_order or (), *known, order), lambda: [notice])
     chosen = choose_placement(config, cluster)
-    placing = RankMapping(chosen.chosen_devices, *known, chosen.layout.order)
-    return RankPlan(placing, lambda: render_placement(config, chosen).splitlines())
+    mapping = RankMapping(chosen.chosen_devices, *known, chosen.layout.order)
+    return RankPlan(mapping, lambda: render_placement(config, chosen).splitlines())
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -320,18 +324,18 @@ def render_placement(config: Config, placement: Placement, width: int = 100) -> 
     naive = naive_placement(config, placement.cluster)
     cost = placement_cost(config, placement)
     other = placement_cost(config, naive)
-    there = {part[:2]: f"{part.seconds:.3g}" for part in other.parts}
+    naive_seconds = {message[:2]: f"{message.seconds:.3g}" for message in other.messages}
     rows = [
         (
-            part.direction.replace("_", " "),
-            part.name,
-            f"{part.bytes / 1e9:.3g}",
-            f"{'' if part.basis == PUBLISHED else '~'}{part.bytes / part.seconds / 1e9:.3g}",
-            f"{part.seconds:.3g}",
-            there.get(part[:2], ""),  # experts' hops may differ
-            part.limit,
+            message.direction.replace("_", " "),
+            message.name,
+            f"{message.bytes / 1e9:.3g}",
+            f"{'' if message.basis == PUBLISHED else '~'}{message.bytes / message.seconds / 1e9:.3g}",
+            f"{message.seconds:.3g}",
+            naive_seconds.get(message[:2], ""),  # experts' hops may differ
+            message.limit,
         )
-        for part in cost.parts
+        for message in cost.messages
     ]
     rows.append(
         ("all", "nothing hidden", "", "", f"{cost.seconds:.3g}", f"{other.seconds:.3g}", "")

@@ -195,7 +195,10 @@ class _Recorder(OperatorRecorder):
             return
         self._sent += 1
         work.number = self._sent
-        kind = next((ours for theirs, ours in _MESSAGES.items() if theirs in name), name)
+        kind = next(
+            (planner_name for torch_name, planner_name in _MESSAGES.items() if torch_name in name),
+            name,
+        )
         size = max((t.nbytes for t in tensors), default=0)
         self._look()
         group = group_of(args).kind
@@ -231,14 +234,14 @@ def _rule(func: Operator) -> _Rule:
     if name in _PRODUCTS:
         return _product
     if "scaled_dot_product" in name:
-        place = int("backward" in name)  # of the queries
+        queries_at = int("backward" in name)  # of the queries
 
         def attention(args: Arguments, kwargs: Keywords, out: object) -> Computation:
-            batch, heads, queries, head_dim = args[place].shape
-            keys = args[place + 1].shape[2]
+            batch, heads, queries, head_dim = args[queries_at].shape
+            keys = args[queries_at + 1].shape[2]
             # The queries of a block see as many keys before their own as come before the block.
             seen = None if keys == queries else keys - queries + 1
-            return Attention(batch, heads, queries, head_dim, bool(place), seen)
+            return Attention(batch, heads, queries, head_dim, bool(queries_at), seen)
 
         return attention
     if name in _ROWS_OUT:
@@ -319,14 +322,14 @@ class _Piece:
         self.hands_on = 0
         self.terms = Terms([self.chunk], context.sequence_parallel)
         sums = torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32
-        for place, p in enumerate(unique_parameters(self.chunk)):
+        for index, p in enumerate(unique_parameters(self.chunk)):
             if not p.requires_grad:
                 continue
             total = torch.empty(p.shape, dtype=sums, device=topology.device)
             direct = config.kernels.gradient_accumulation_fusion
-            added = functools.partial(recorder.note, Sum(place, True))
+            added = functools.partial(recorder.note, Sum(index, True))
             accumulator = GradientAccumulator(p, total, added, direct)
-            accumulator.before_use = functools.partial(recorder.note, Sum(place, False))
+            accumulator.before_use = functools.partial(recorder.note, Sum(index, False))
             accumulator.fresh = False  # most micro-batches are not the first of their step
             p.gradient_accumulator = accumulator  # type: ignore[attr-defined]
             p.register_post_accumulate_grad_hook(to_sink)
@@ -385,13 +388,13 @@ class _Piece:
 
         A forward pass must have found out which gradients are partial.
         """
-        found = []
+        records = []
         for p in unique_parameters(self.chunk):
             s = sharding_of(p)
             partial = self.config.parallel.tensor_model_parallel_size > 1 and s.dim is None
             partial = s.copies > 1 or (partial and self.terms.partial(p, p.requires_grad))
-            found.append(replace(s, partial_gradient=partial))
-        return tuple(found)
+            records.append(replace(s, partial_gradient=partial))
+        return tuple(records)
 
 
 def _topology(config: Config, device: str) -> Topology:
@@ -469,9 +472,9 @@ def _followed(config: Config, device: str, kind: str) -> Iterator[_Piece]:
 def record(config: Config, device: str, kind: str) -> TracedModule:
     """Run one part of the model, "embedding", "layer" or "head"."""
     with _followed(config, device, kind) as piece:
-        before = piece.recorder.held()
+        before = piece.recorder.live_bytes()
         piece.backward(piece.forward()[1])  # builds tables and runs one-time device queries
-        tables = piece.recorder.held() - before
+        tables = piece.recorder.live_bytes() - before
         forward, root = piece.forward()
         backward = piece.backward(root)
         inputs, weights = piece.split(piece.forward()[1])
@@ -488,10 +491,10 @@ def record_update(
     Also return the bytes of an element that it gets.
     """
     recorder = _Recorder()
-    found = dict[str, Pass]()
+    passes = dict[str, Pass]()
     sizes = list[int]()
 
-    def whole(
+    def with_full_parameters(
         flats: object,
         change: Callable[[str, Tensor], object],
         dtype: torch.dtype = torch.float32,
@@ -501,19 +504,19 @@ def record_update(
             x = torch.empty(shape, dtype=dtype, device="meta")
             with recorder.recorded("temporary"):
                 change(name, x)
-            found[name] = recorder.last
+            passes[name] = recorder.last
 
     with without_data("meta", recorder):
         weights = torch.nn.Parameter(torch.zeros(8))
         weights.grad = torch.zeros(8)
-        groups = [{"params": [weights], "weight_decay": 0.0, "whole": whole}]
+        groups = [{"params": [weights], "weight_decay": 0.0, "whole": with_full_parameters}]
         build_optimizer(groups, config, weights.device).step()
-    return found, sizes[0]
+    return passes, sizes[0]
 
 
 def calls(config: Config, device: str, kind: str) -> list[Calls]:
     """List one part's computations in order, forward and backward, as operators without data."""
     with _followed(config, device, kind) as piece:
-        piece.recorder.calls = found = list[Calls]()
+        piece.recorder.calls = recorded = list[Calls]()
         piece.backward(piece.forward()[1])
-        return found
+        return recorded

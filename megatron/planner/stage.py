@@ -69,14 +69,14 @@ def stages_of(config: Config) -> tuple[StageWork, ...]:
     split = size > 1 and splits_backward(
         config.schedule, size, parallel.num_chunks, config.num_micro_batches()
     )
-    found, kinds = kinds_of_layers(config.model)
+    distinct, kinds = kinds_of_layers(config.model)
     return _stages(
         config.model.num_layers,
         parallel.num_stages,
         parallel.pipeline_layout,
         config.recompute,
         split,
-        kinds if len(found) > 1 else (),
+        kinds if len(distinct) > 1 else (),
     )
 
 
@@ -89,17 +89,17 @@ def _stages(
     split: bool,
     kinds: tuple[int, ...],
 ) -> tuple[StageWork, ...]:
-    parts = assign_layers(layers, stages, layout)
+    layer_ranges = assign_layers(layers, stages, layout)
     return tuple(
         StageWork(
-            len(part),
+            len(layer_range),
             i == 0,
             i == stages - 1,
-            tuple(recomputed_groups(len(part), recompute)),
+            tuple(recomputed_groups(len(layer_range), recompute)),
             split,
-            kinds[part.start : part.stop],
+            kinds[layer_range.start : layer_range.stop],
         )
-        for i, part in enumerate(parts)
+        for i, layer_range in enumerate(layer_ranges)
     )
 
 
@@ -237,10 +237,10 @@ def elements_of_rank(config: Config, traced: Trace, rank: int) -> tuple[BucketPl
     """Return the parameters of a pipeline rank, in as few buckets as tell experts, vectors and whole
     parameters apart: enough for what depends on their elements alone."""
     size = config.parallel.pipeline_model_parallel_size
-    whole = bucket_rule(config, 1).whole
+    takes_full = bucket_rule(config, 1).whole
     key = config.optimizer, config.pieces
     stages = tuple(stages_of(config)[rank::size])
-    return _elements(_weights_of(traced), stages, BucketRule(whole=whole, settings=key))
+    return _elements(_weights_of(traced), stages, BucketRule(whole=takes_full, settings=key))
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -272,7 +272,7 @@ def stage_passes(trace: Trace, stage: StageWork) -> dict[str, list[RepeatedPass]
     first = int(stage.first)
     last = int(stage.last)
     kinds = list(_kinds(trace, stage))
-    found = {
+    passes = {
         "forward": [
             RepeatedPass(first, trace.embedding.forward),
             *(RepeatedPass(count, layer.forward) for layer, _, count, _, _ in kinds),
@@ -280,17 +280,17 @@ def stage_passes(trace: Trace, stage: StageWork) -> dict[str, list[RepeatedPass]
         ]
     }
     for name, half in _halves(stage).items():
-        found[name] = [RepeatedPass(last, getattr(trace.head, half))]
+        passes[name] = [RepeatedPass(last, getattr(trace.head, half))]
         for layer, recompute, count, recomputed, alone in kinds:
             inside = recomputed - alone if name == "backward" else 0
-            found[name] += [
+            passes[name] += [
                 RepeatedPass(inside, layer.forward, recompute=True),
                 RepeatedPass(alone, getattr(recompute, half)),
                 RepeatedPass(count - alone, getattr(layer, half)),
             ]
-        found[name].append(RepeatedPass(first, getattr(trace.embedding, half)))
+        passes[name].append(RepeatedPass(first, getattr(trace.embedding, half)))
     return {
-        name: [run for run in found.get(name, []) if run.times]
+        name: [run for run in passes.get(name, []) if run.times]
         for name in ("forward", "backward", "weight")
     }
 
@@ -412,16 +412,16 @@ def zero_steps(trace: Trace, stage: StageWork, plan: ZeroPlan) -> tuple[ZeroStep
     sums = Reductions(plan)
     plan.reducing(0, False, sums)  # of the micro-batch before, whose sums are still under way
     passes[list(halves)[-1]] = plan.reducing(0, False, sums)
-    found = []
+    result = []
     for name, steps in passes.items():
         for step in steps:
-            part, of_part = computed(trace, stage, plan, step, halves.get(name, ""))
-            of = None if part is None else getattr(part, of_part)
-            parameters = () if part is trace.embedding else plan.calls[0][step.call].parameters
+            module, of_part = computed(trace, stage, plan, step, halves.get(name, ""))
+            of = None if module is None else getattr(module, of_part)
+            parameters = () if module is trace.embedding else plan.calls[0][step.call].parameters
             buckets = tuple(plan.bucket_of[number] for number in parameters)
             around = (step.before, step.beside, step.after)
-            found.append(ZeroStep(name, of, buckets, *map(sends, around)))
-    return tuple(found)
+            result.append(ZeroStep(name, of, buckets, *map(sends, around)))
+    return tuple(result)
 
 
 def messages_in_passes(

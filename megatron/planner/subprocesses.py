@@ -46,10 +46,10 @@ def reserve_port() -> socket.socket:
     any port and from outgoing connections; a server that sets SO_REUSEADDR too, as torch's store
     does, can still listen there.
     """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("", 0))
-    return held
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", 0))
+    return reserved
 
 
 def environment(environ: Mapping[str, str], rank: int, count: int, port: int) -> dict[str, str]:

@@ -120,7 +120,7 @@ class OperatorRecorder(TorchDispatchMode):
         """Return the number of a tensor's storage; None if it is not recorded."""
         return self._seen.get(tensor.untyped_storage()._cdata, (None,))[0]
 
-    def held(self) -> int:
+    def live_bytes(self) -> int:
         """Count the bytes of all storages that are alive."""
         return sum(
             storage.nbytes() for _, ref in self._seen.values() if (storage := ref()) is not None
@@ -216,10 +216,10 @@ def _fused_attention(
     if attn_mask is not None:
         attn_mask = attn_mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     keep = torch.is_grad_enabled()
-    found: Tensor = _aten._scaled_dot_product_efficient_attention(
+    attended: Tensor = _aten._scaled_dot_product_efficient_attention(
         q, k, v, attn_mask, keep, dropout_p, is_causal, scale=scale
     )[0]
-    return found
+    return attended
 
 
 def _add_in_fp32(total: Tensor, dy: Tensor, x: Tensor, _: float) -> None:
@@ -251,8 +251,8 @@ def _one_by_one(operations: Iterable[dist.P2POp]) -> list[dist.Work | None]:
     return [each.op(each.tensor, each.peer, each.group) for each in operations]
 
 
-def _even(total: int, parts: int) -> list[int]:
-    return [total // parts + (i < total % parts) for i in range(parts)]
+def _even(total: int, count: int) -> list[int]:
+    return [total // count + (i < total % count) for i in range(count)]
 
 
 def rows_to_ranks(tokens: int, topk: int, ranks: int, each: int) -> int:
@@ -270,7 +270,7 @@ def rows_to_ranks(tokens: int, topk: int, ranks: int, each: int) -> int:
 
 def _as_list(x: Tensor) -> object:
     """Replace torch.Tensor.tolist, which looks at memory."""
-    return [_as_list(part) for part in x.unbind()] if x.dim() else x.item()
+    return [_as_list(row) for row in x.unbind()] if x.dim() else x.item()
 
 
 def _even_numbers(

@@ -91,5 +91,5 @@ def draw_timeline(
 def _windows(lanes: ScheduleTimeline) -> Sequence[tuple[float, float]]:
     """Return the whole step, or its beginning and its end."""
     end = lanes.makespan
-    part = end * _PASSES_AT_ONCE / 2 / max(map(len, lanes.ranks))
-    return [(0.0, end)] if part >= end / 2 else [(0.0, part), (end - part, end)]
+    window = end * _PASSES_AT_ONCE / 2 / max(map(len, lanes.ranks))
+    return [(0.0, end)] if window >= end / 2 else [(0.0, window), (end - window, end)]

@@ -76,18 +76,18 @@ def trace(config: Config, device: str) -> Trace:
     machine.
     """
     device = "cpu" if device == "cpu" else "cuda"
-    own = config.pieces.layer, config.pieces.model
-    key = device, own, _counted()(config)
-    found = _traces.get(key)
-    if found is None:
+    pieces = config.pieces.layer, config.pieces.model
+    key = device, pieces, _counted()(config)
+    traced = _traces.get(key)
+    if traced is None:
         plain = dataclasses.replace(config, recompute=RecomputeConfig())
         kinds, _ = kinds_of_layers(config.model)
-        found = _traces[key] = Trace(
-            _part(plain, "embedding", device),
+        traced = _traces[key] = Trace(
+            _traced_module(plain, "embedding", device),
             tuple(_layers(config, device, kind) for kind in kinds),
-            _part(plain, "head", device),
+            _traced_module(plain, "head", device),
         )
-    return found
+    return traced
 
 
 class LayerKind(NamedTuple):
@@ -101,9 +101,9 @@ class LayerKind(NamedTuple):
 def kinds_of_layers(model: ModelConfig) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
     """Return the kinds of a model's layers, and the number of each layer's kind."""
     layers = range(model.num_layers)
-    found = [LayerKind(model.window(i) is None, model.has_experts(i)) for i in layers]
-    kinds = sorted(set(found))
-    return tuple(kinds), tuple(map(kinds.index, found))
+    kind_of_layer = [LayerKind(model.window(i) is None, model.has_experts(i)) for i in layers]
+    kinds = sorted(set(kind_of_layer))
+    return tuple(kinds), tuple(map(kinds.index, kind_of_layer))
 
 
 def _layers(
@@ -119,9 +119,9 @@ def _layers(
     )
     config = dataclasses.replace(config, model=model)
     if config.recompute.recompute_granularity != "full":
-        return _part(config, "layer", device), None
+        return _traced_module(config, "layer", device), None
     plain = dataclasses.replace(config, recompute=RecomputeConfig())
-    return _part(plain, "layer", device), _part(config, "layer", device)
+    return _traced_module(plain, "layer", device), _traced_module(config, "layer", device)
 
 
 _traces: dict[tuple[Any, ...], Trace] = {}
@@ -182,33 +182,33 @@ class NeedsTorch(ConfigError, ImportError):
     """torch is not installed, as on a login node."""
 
 
-_parts: dict[tuple[str, Pieces], TracedModule] = {}
+_modules: dict[tuple[str, Pieces], TracedModule] = {}
 
 
-def _part(config: Config, kind: str, device: str) -> TracedModule:
+def _traced_module(config: Config, kind: str, device: str) -> TracedModule:
     config = that_counts(config, kind)
     key = repr((kind, device, _counted()(config)))
-    found = _parts.get((key, config.pieces))
-    if found is None:
+    module = _modules.get((key, config.pieces))
+    if module is None:
         # The sources of user-supplied pieces are unknown: keep their traces in memory only.
         folder = _folder(device) if config.pieces == PLAIN else None
         path = folder and folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
         # missing or truncated
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             if path is not None:
-                found = _made(json.loads(path.read_text()))
-        if not isinstance(found, TracedModule):
+                module = _made(json.loads(path.read_text()))
+        if not isinstance(module, TracedModule):
             from megatron.planner.recorder import record
 
-            found = record(config, device, kind)
+            module = record(config, device, kind)
             # a full or read-only home costs time, not the answer
             with contextlib.suppress(OSError):
                 if path is not None:
                     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-                        json.dump(_plain(found), file, separators=(",", ":"))
+                        json.dump(_plain(module), file, separators=(",", ":"))
                     os.replace(file.name, path)
-        _parts[key, config.pieces] = found
-    return found
+        _modules[key, config.pieces] = module
+    return module
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -217,11 +217,11 @@ def _part(config: Config, kind: str, device: str) -> TracedModule:
 @functools.cache
 def _folder(device: str) -> Path | None:
     """Return the folder for traces of these sources; None without a cache."""
-    wanted = os.environ.get(FOLDER)
-    if wanted == "none":
+    chosen = os.environ.get(FOLDER)
+    if chosen == "none":
         return None
     base = Path(
-        wanted or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron"
+        chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron"
     )
     try:
         depends = importlib.metadata.version("torch")

@@ -11,7 +11,7 @@ from megatron.planner.events import GroupMessage
 
 def messages_of(plan: ZeroPlan, instructions: Iterable[BucketInstruction]) -> list[GroupMessage]:
     """List the collectives of instructions, padding included."""
-    zero, found = plan.zero, list[GroupMessage]()
+    zero, messages = plan.zero, list[GroupMessage]()
     for op, number, _ in instructions:
         bucket = plan.buckets[number]
         sizes = zero.sizes_of(bucket.kind.experts)
@@ -27,8 +27,8 @@ def messages_of(plan: ZeroPlan, instructions: Iterable[BucketInstruction]) -> li
             size = each * bucket.padded(sizes.states) / hop.divided
             # a group of all ranks of the line is the line's
             group = line if ranks[hop.ranks] == sizes.line else f"{line}.{hop.ranks}"
-            found.append(GroupMessage(hop.kind, size, group))
-    return found
+            messages.append(GroupMessage(hop.kind, size, group))
+    return messages
 
 
 @functools.lru_cache(maxsize=1 << 10)

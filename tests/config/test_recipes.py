@@ -192,7 +192,7 @@ def test_recipes_of_other_pages(page: str, preset: str, capsys: pytest.CaptureFi
 
 def test_the_published_layout_of_experts_is_slower_as_the_page_says() -> None:
     found = estimate(plan("moe-55b", 32), load_cluster("frontier"))
-    messages = 100 * found.parts["layer messages"] / found.seconds
+    messages = 100 * found.breakdown["layer messages"] / found.seconds
     direct = estimate(plan("moe-55b", 32, "--expert-ranks-per-node", "1"), load_cluster("frontier"))
     text = (ROOT / "docs/experts.md").read_text()
     assert f"takes {found.seconds:.2f} s, {messages:.0f} % of it all-to-alls" in text

@@ -393,10 +393,10 @@ def test_hosts_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
         assert code == 2 and str(hosts) in text and said in text
     hosts.write_text("\n".join(f"n{i}" for i in range(12)))
     found = make_setup(tune.build_parser().parse_args(words), [])
-    assert found.place.hosts == tuple(f"n{i}" for i in range(12)) and found.machine.max_nodes == 12
+    assert found.target.hosts == tuple(f"n{i}" for i in range(12)) and found.machine.max_nodes == 12
     assert (
-        found.place.launcher == "slurm"
-        and found.place.parallel == 12
+        found.target.launcher == "slurm"
+        and found.target.parallel == 12
         and found.machine.processes_per_node == 8
     )
     assert found.machine.cluster and found.machine.cluster.name == "frontier" and found.prior

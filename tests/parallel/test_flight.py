@@ -58,7 +58,7 @@ def test_a_record_says_what_its_rank_does() -> None:
     flight.step(16)
     with flight.phase("saving"):
         inside = read(flight)
-    assert (inside.rank, inside.pid, inside.place, inside.process_start) == (
+    assert (inside.rank, inside.pid, inside.location, inside.process_start) == (
         5,
         4711,
         "n1:cuda:3",

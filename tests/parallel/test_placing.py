@@ -299,5 +299,5 @@ def test_the_description_of_a_process_on_a_device(monkeypatch: pytest.MonkeyPatc
     launch = Launch(rank=4, local_rank=4, local_world_size=8, world_size=8, node="n1")
     told = describe_process(launch, torch.device("cuda", 6), "nccl", FRONTIER)
     assert (told.number, told.address, told.device) == (6, (0, BUSES[6], 0), "cuda:6")
-    assert told.near == (4,) and told.place == "n1:cuda:6"
-    assert told._replace(device="cuda:0").place == "n1:cuda:0 (device 6)"
+    assert told.near == (4,) and told.location == "n1:cuda:6"
+    assert told._replace(device="cuda:0").location == "n1:cuda:0 (device 6)"

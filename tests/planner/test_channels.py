@@ -14,7 +14,7 @@ from megatron.parallel.layout import Layout
 from megatron.planner.channels import Channels, groups_on_nodes
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure
-from megatron.planner.node_links import node_links, ways
+from megatron.planner.node_links import node_links, shortest_routes
 from megatron.planner.placement import choose_placement, naive_placement, place_with
 from tests.planner.layouts import all_groups, made
 
@@ -56,18 +56,20 @@ def seconds_of_all(
                     (r // devices, order[r % devices]) for r in (a, b)
                 )
                 if node == other:
-                    found = ways(FRONTIER, source, target)
+                    found = shortest_routes(FRONTIER, source, target)
                     taken = {(node, *step) for way in found for step in way}
                     weight = 1 / 0.72 if len(found[0]) > 1 else 1.0
                 else:
                     out, into = FRONTIER.nic_of_device[source], FRONTIER.nic_of_device[target]
                     taken, weight = {(node, -1, out), (other, -2, into)}, 1.0
                     taken |= {
-                        (node, *step) for way in ways(FRONTIER, source, 2 * out + 1) for step in way
+                        (node, *step)
+                        for way in shortest_routes(FRONTIER, source, 2 * out + 1)
+                        for step in way
                     }
                     taken |= {
                         (other, *step)
-                        for way in ways(FRONTIER, 2 * into + 1, target)
+                        for way in shortest_routes(FRONTIER, 2 * into + 1, target)
                         for step in way
                     }
                 paths.append((i, node == other, taken))

@@ -63,7 +63,7 @@ def chunk(stage: int, flags: str = "") -> ChunkMemory:
 
 def test_recomputation_keeps_inputs():
     def kept_bytes(flags: str = "") -> float:
-        return float(chunk(1, flags).kept.sum())
+        return float(chunk(1, flags).retained.sum())
 
     inputs = 512 * 64 * 2  # [s, b, h] in bf16
     plain, full = kept_bytes(), "--recompute-granularity full"
@@ -102,7 +102,7 @@ def test_a_chunk_is_as_full_as_its_passes_one_by_one(stage, halves):
     found = chunk(stage, flags)
     places = list(enumerate(parts))
     assert fullest([(i, part.forward) for i, part in places]) == found.forward.sum()
-    assert sum(alive.values()) == found.kept.sum()
+    assert sum(alive.values()) == found.retained.sum()
     for half, most in zip(halves, (found.backward, found.weights), strict=False):
         assert half != "weights" or sum(alive.values()) == found.waiting.sum()
         assert fullest([(i, getattr(part, half)) for i, part in places[::-1]]) == most.sum()

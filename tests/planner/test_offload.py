@@ -66,13 +66,13 @@ def test_the_slowest_of_update_link_and_host_memory_counts():
 
     def optimizer_s(**facts: float) -> float:
         cluster = dataclasses.replace(FRONTIER, **facts)
-        return estimate(config, cluster).parts["optimizer"]
+        return estimate(config, cluster).breakdown["optimizer"]
 
     assert optimizer_s() == pytest.approx(2 * n * 8 / 205e9)
     assert optimizer_s(host_memory_gb_per_s=1e6) == pytest.approx(n / 36e9)
     without = estimate(run(ON_EIGHT), FRONTIER)
     assert optimizer_s(host_memory_gb_per_s=1e6, host_link_gb_per_s=1e6) == pytest.approx(
-        without.parts["optimizer"]
+        without.breakdown["optimizer"]
     )
     sources = {used.figure: used.basis for used in estimate(config, FRONTIER).confidence.used}
     assert sources["host.memory_gb_per_s"] == "published"
@@ -82,7 +82,7 @@ def test_on_a_cpu_the_state_is_copied_in_and_out():
     """Each of 12 bytes of an element is read and written twice, at the rate of the update."""
     cpu = dataclasses.replace(BARE, device_type="cpu")
     streamed, plain = (
-        estimate(config, cpu).parts["optimizer"] for config in (on_host(), run(ON_EIGHT))
+        estimate(config, cpu).breakdown["optimizer"] for config in (on_host(), run(ON_EIGHT))
     )
     owned = parameters_of_rank(on_host(), 0, "cpu") / 8
     assert streamed - plain == pytest.approx(48 * owned / 1000e9)

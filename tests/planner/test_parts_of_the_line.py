@@ -101,7 +101,7 @@ def test_experts_of_a_node_stay_on_it() -> None:
         chosen = choose_placement(config, FRONTIER)
         ranks = range(chosen.layout.world_size)
         lines = (chosen.layout.ranks("expert", rank) for rank in ranks)
-        groups = [{chosen.place(r)[0] for r in line} for line in lines]
+        groups = [{chosen.location(r)[0] for r in line} for line in lines]
         assert set(map(len, groups)) == nodes
 
 

@@ -31,7 +31,7 @@ def groups(placement: Placement, direction: str) -> list[list[tuple[int, int]]]:
     """Return (node, device) of the members of a direction's groups, by the layout's own lists."""
     layout = placement.layout
     lines = dict.fromkeys(layout.ranks(direction, rank) for rank in range(layout.world_size))
-    return [[placement.place(rank) for rank in ranks] for ranks in lines]
+    return [[placement.location(rank) for rank in ranks] for ranks in lines]
 
 
 def devices_of_tensor_groups(placement: Placement) -> set[frozenset[int]]:
@@ -203,7 +203,7 @@ def test_costs_by_hand() -> None:
     # 0 and 4, 2 and 6 have two ways of two links; 0-6 and 2-4 of 100 GB/s are on a way of both. 16
     # messages go in each direction, and one goes through the pipeline and back.
     message = 2 * tensor / 0.72 / ((50 + 79 / 3) * 1e9)
-    seconds = {part.name: part.seconds for part in cost.parts}
+    seconds = {part.name: part.seconds for part in cost.messages}
     assert seconds["stage to stage"] == pytest.approx(2 * 16 * message)
     assert seconds["first in, last out"] == pytest.approx(2 * (message + 10e-6))
     assert cost.seconds_of("data") == 0
@@ -212,7 +212,7 @@ def test_costs_by_hand() -> None:
 def test_collectives_of_zero_share_cards() -> None:
     """Eight rings on each node, 5 GB/s each, as published."""
     config = made(8, 1, 4)
-    scatter, gather = placement_cost(config, naive_placement(config, FRONTIER)).parts[-2:]
+    scatter, gather = placement_cost(config, naive_placement(config, FRONTIER)).messages[-2:]
     assert (scatter.basis, gather.basis) == ("published", "published")
     assert scatter.bytes / scatter.seconds == pytest.approx(5e9, rel=1e-3)
 
@@ -221,7 +221,7 @@ def test_given_orders_are_kept() -> None:
     config = made(2, 4, 2, rank_order="pp-tp-dp", device_order=(7, 6, 5, 4, 3, 2, 1, 0))
     chosen = choose_placement(config, FRONTIER)
     assert chosen.layout.order == "pp-tp-dp" and chosen.device_order == (7, 6, 5, 4, 3, 2, 1, 0)
-    assert chosen.place(9) == (1, 6)
+    assert chosen.location(9) == (1, 6)
     naive = naive_placement(config, FRONTIER)
     assert naive.layout.order == "tp-dp-pp" and naive.device_order == tuple(range(8))
 

@@ -37,12 +37,12 @@ def test_a_cluster_chooses_and_says_what_it_costs() -> None:
     frontier = load_cluster("frontier")
     chosen = choose_placement(config(16), frontier)
     plan = plan_ranks(config(16, cluster="frontier"), launched(16))
-    assert plan.placing == RankMapping(
+    assert plan.mapping == RankMapping(
         chosen.device_order, frontier.local_order, frontier.cores_of_device, chosen.layout.order
     )
-    assert plan.placing.local_order == (4, 5, 2, 3, 6, 7, 0, 1)
+    assert plan.mapping.local_order == (4, 5, 2, 3, 6, 7, 0, 1)
     # Four tensor-parallel ranks are kept on links of 200 and 100 GB/s.
-    assert {frozenset(plan.placing.device_order[i : i + 4]) for i in (0, 4)} == {
+    assert {frozenset(plan.mapping.device_order[i : i + 4]) for i in (0, 4)} == {
         frozenset((0, 1, 6, 7)),
         frozenset((2, 3, 4, 5)),
     }
@@ -53,7 +53,7 @@ def test_a_cluster_chooses_and_says_what_it_costs() -> None:
 def test_what_is_given_is_kept_on_a_cluster_too() -> None:
     order = (7, 6, 5, 4, 3, 2, 1, 0)
     given = config(16, cluster="frontier", rank_order="dp-pp-tp", device_order=order)
-    placing = plan_ranks(given, launched(16)).placing
+    placing = plan_ranks(given, launched(16)).mapping
     assert (placing.device_order, placing.rank_order) == (order, "dp-pp-tp")
     with pytest.raises(ConfigError, match="--device-order 1,0"):
         plan_ranks(config(16, cluster="frontier", device_order=(1, 0)), launched(16))
@@ -62,14 +62,14 @@ def test_what_is_given_is_kept_on_a_cluster_too() -> None:
 def test_a_part_of_a_node_keeps_its_ranks_and_finds_its_devices() -> None:
     placing = plan_ranks(
         config(4, cluster="frontier", pipeline_model_parallel_size=1), launched(4)
-    ).placing
+    ).mapping
     assert placing.device_order == () and len(placing.local_order) == 8
 
 
 def test_processes_that_fill_no_whole_nodes_run_as_they_were_launched() -> None:
     given = {"tensor_model_parallel_size": 2, "global_batch_size": 48, "cluster": "frontier"}
     plan = plan_ranks(config(12, **given), launched(12))
-    assert (plan.placing.device_order, plan.placing.rank_order) == ((), "tp-dp-pp")
+    assert (plan.mapping.device_order, plan.mapping.rank_order) == ((), "tp-dp-pp")
     # A process that sees all devices still takes its own.
-    assert plan.placing.local_order == (4, 5, 2, 3, 6, 7, 0, 1)
+    assert plan.mapping.local_order == (4, 5, 2, 3, 6, 7, 0, 1)
     assert "12 processes" in plan.describe()[0]

@@ -278,7 +278,7 @@ def test_a_file_has_the_whole_trace_and_a_broken_one_none(tmp_path, monkeypatch)
 
     def fresh() -> TracedModule:
         traces._folder.cache_clear()
-        monkeypatch.setattr(traces, "_parts", {})
+        monkeypatch.setattr(traces, "_modules", {})
         monkeypatch.setattr(traces, "_traces", {})
         found = trace(config, "cuda").recompute
         assert found is not None

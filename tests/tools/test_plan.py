@@ -237,7 +237,7 @@ def test_a_part_of_a_node_gets_a_command_that_runs(capsys, tmp_path: Path, clust
         planned = json.loads((tmp_path / "table.json").read_text())["best"][0]
         assert candidate_of(config).tp == int(planned["tp"])
         assert candidate_of(config).rank_order == planned["order"]
-        assert plan_ranks(config, Launch(world_size=devices)).placing.device_order == ()
+        assert plan_ranks(config, Launch(world_size=devices)).mapping.device_order == ()
 
 
 def test_mistakes_are_found_before_the_search(capsys, tmp_path: Path, monkeypatch):

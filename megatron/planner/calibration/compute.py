@@ -50,16 +50,16 @@ def compute_tasks(
 
     Attention is also measured for other sequence lengths.
     """
-    found: dict[tuple[str, tuple[float, ...]], FigureTask] = {}
+    tasks: dict[tuple[str, tuple[float, ...]], FigureTask] = {}
     s = config.model.seq_length
     for tensor_size, micro_batch in itertools.product(tensor_sizes, MICRO_BATCHES):
         for task in _tasks(config, device, _calls(config, device, tensor_size, micro_batch, s)):
-            found.setdefault((task.figure, task.place), task)
+            tasks.setdefault((task.figure, task.arguments), task)
     for seq in (max(64, s // 4), max(64, s // 2), 2 * s):
         for task in _tasks(config, device, _calls(config, device, 1, 1, seq, ("layer",))):
             if task.figure.startswith("attention."):
-                found.setdefault((task.figure, task.place), task)
-    return [*found.values(), _update(config, device)]
+                tasks.setdefault((task.figure, task.arguments), task)
+    return [*tasks.values(), _update(config, device)]
 
 
 def _calls(
@@ -68,7 +68,7 @@ def _calls(
     tensor_size: int,
     micro_batch: int,
     seq: int,
-    parts: tuple[str, ...] = ("embedding", "layer", "head"),
+    kinds: tuple[str, ...] = ("embedding", "layer", "head"),
 ) -> list[Calls]:
     """List a model's computations per micro-batch on one tensor rank, without recomputation."""
     longest = max(seq, config.model.max_position_embeddings)
@@ -84,7 +84,7 @@ def _calls(
         ),
         recompute=RecomputeConfig(),
     )
-    return [each for part in parts for each in calls(that_counts(one, part), device.type, part)]
+    return [each for kind in kinds for each in calls(that_counts(one, kind), device.type, kind)]
 
 
 # -- work out of operators without data ------------------------------------------------------------
@@ -117,9 +117,9 @@ def _with_data(operators: Sequence[Call], device: torch.device) -> list[Call]:
             for a in args
             if isinstance(a, Tensor) and a.dim() > 1 and a.is_floating_point()
         ]
-        there = tree_map_only(torch.device, lambda _: device, kwargs)
+        kwargs_on_device = tree_map_only(torch.device, lambda _: device, kwargs)
         filled = partial(made, min(sides, default=1))
-        calls_with_data.append((operator, *tree_map_only(Tensor, filled, (args, there))))
+        calls_with_data.append((operator, *tree_map_only(Tensor, filled, (args, kwargs_on_device))))
     return calls_with_data
 
 
@@ -170,9 +170,9 @@ def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Ite
             )
         elif isinstance(work, Memory):
             kinds.setdefault(work.kind, {})[work, operators[0][0]] = operators[0]
-    for kind, found in kinds.items():
-        least = _LEAST_SHARE * max(work.bytes for work, _ in found)
-        large = {work: call for work, call in found.items() if work[0].bytes >= least}
+    for kind, calls_by_work in kinds.items():
+        least = _LEAST_SHARE * max(work.bytes for work, _ in calls_by_work)
+        large = {work: call for work, call in calls_by_work.items() if work[0].bytes >= least}
         size = sum(work.bytes for work, _ in large)
         count = sum(work.kernels for work, _ in large)
         yield FigureTask(
@@ -199,8 +199,8 @@ def _update(config: Config, device: torch.device) -> FigureTask:
         if fused and dtype_name != "float32":
             copy = torch.zeros(elements, device=device, dtype=getattr(torch, dtype_name))
             adam.copies = {weights: copy}  # type: ignore[attr-defined]
-        own = kernels.optimizer_implementation != "torch" and available(device)
-        squares = scale_and_norm_ if own else sum_of_squares
+        has_kernel = kernels.optimizer_implementation != "torch" and available(device)
+        squares = scale_and_norm_ if has_kernel else sum_of_squares
 
         def run() -> None:
             assert weights.grad is not None

@@ -90,7 +90,7 @@ def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
         first_sample=0,
     )
     passed = list[torch.Tensor]()
-    pieces: tuple[Callable[[], object], ...] = (
+    operations: tuple[Callable[[], object], ...] = (
         lambda: passed.append(chunk(batch, None, late_loss=True)),
         lambda: passed.pop().backward(),
         engine.clear_gradients,
@@ -98,13 +98,13 @@ def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
         lambda: engine.step(1e-4),
     )
     begin = time.perf_counter()
-    found = [list[float]() for _ in pieces]
-    while time.perf_counter() - begin < seconds or len(found[0]) < 5:
-        for piece, took in zip(pieces, found, strict=True):
+    times = [list[float]() for _ in operations]
+    while time.perf_counter() - begin < seconds or len(times[0]) < 5:
+        for operation, took in zip(operations, times, strict=True):
             start = time.perf_counter()
-            piece()
+            operation()
             took.append(time.perf_counter() - start)
-    return [statistics.median(took[1:]) for took in found]  # the first is a warm-up
+    return [statistics.median(took[1:]) for took in times]  # the first is a warm-up
 
 
 _HOST_SHARE = 0.1
@@ -143,19 +143,19 @@ def run(config: Config, launch: Launch, seconds: float) -> MachineMeasurements |
 
     A collective call. Raises MegatronError.
     """
-    together = (1 - _HOST_SHARE) * seconds
+    measuring_s = (1 - _HOST_SHARE) * seconds
     with connect(launch, _TIMEOUT, config.parallel.distributed_backend) as rendezvous:
         launch = rendezvous.launch
         device = rendezvous.device
         set_up_host(config, device, launch)
-        points = _points(config, launch, device, together)
+        points = _points(config, launch, device, measuring_s)
     if launch.rank:
         return None
     # As a job of one process, after the job of all processes has ended. On a GPU these are the
     # times until the host can continue, without those of the device.
     os.environ.update(environment({}, 0, 1, 0))
     few, many = (
-        _times(tiny(config, layers), device, (seconds - together) / 2) for layers in (FEW, MANY)
+        _times(tiny(config, layers), device, (seconds - measuring_s) / 2) for layers in (FEW, MANY)
     )
     forward, backward = (max(0.0, many[i] - few[i]) / (MANY - FEW) for i in (0, 1))
     host = HostSeconds(forward, backward, max(0.0, few[3] - FEW * (forward + backward)), few[4])
@@ -197,11 +197,11 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
     # More processes than cores would wait for each other: one per core measures.
     active = not on_cpu or launch.local_rank < cores
     compute_s = seconds * (_COMPUTE_SHARE if world.size > 1 else 1.0)
-    own = measure(tasks, device, compute_s) if active else None
+    local = measure(tasks, device, compute_s) if active else None
 
     def largest(value: float) -> float:
-        found = torch.tensor([value], dtype=torch.float64, device=device)
-        return float(collectives.all_reduce(found, world, op=dist.ReduceOp.MAX).item())
+        tensor = torch.tensor([value], dtype=torch.float64, device=device)
+        return float(collectives.all_reduce(tensor, world, op=dist.ReduceOp.MAX).item())
 
     opened = open_groups(kinds_of_groups(world.size, per_node), world.size, launch.rank)
     messages = list(message_tasks(opened, device))
@@ -209,55 +209,59 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
     # Processes that share cores also share them for copies and sums, but the clock of a step
     # expects the seconds of a dedicated core.
     share = max(1.0, per_node / cores) if on_cpu else 1.0
-    every = collectives.gather_objects((own, sent), world, everywhere=False)
+    every = collectives.gather_objects((local, sent), world, everywhere=False)
     seconds_of = [
-        *map(statistics.mean, zip(*(own for own, _ in every if own is not None), strict=True)),
+        *map(
+            statistics.mean, zip(*(local for local, _ in every if local is not None), strict=True)
+        ),
         *(max(values) / share for values in zip(*(sent for _, sent in every), strict=True)),
     ]
     points: Points = {}
     for task, value in zip([*tasks, *messages] if every else [], seconds_of, strict=True):
-        points.setdefault(task.figure, []).append([*task.place, float(f"{task.value(value):.5g}")])
+        points.setdefault(task.figure, []).append(
+            [*task.arguments, float(f"{task.value(value):.5g}")]
+        )
     return points
 
 
 # -- the description -------------------------------------------------------------------------------
 
 
-def machine(found: MachineMeasurements, name: str, argv: Sequence[str]) -> Cluster:
+def machine(measurements: MachineMeasurements, name: str, argv: Sequence[str]) -> Cluster:
     """Describe the machine by measurements over the shapes of a model with the flags `argv`."""
     text = (
         f"measured on {platform.node()} on {datetime.date.today().isoformat()} by "
-        f"tools/calibrate.py, {found.nodes * found.per_node} process(es) of {found.threads} "
+        f"tools/calibrate.py, {measurements.nodes * measurements.per_node} process(es) of {measurements.threads} "
         f"thread(s), torch {torch.__version__}, over the shapes of: {' '.join(argv)}"
     )
-    on_cpu = found.device_type == "cpu"
-    devices = range(found.per_node)
-    points = found.points | {
-        name: [[float(f"{value:.4g}")]] for name, value in _overheads(found).items()
+    on_cpu = measurements.device_type == "cpu"
+    devices = range(measurements.per_node)
+    points = measurements.points | {
+        name: [[float(f"{value:.4g}")]] for name, value in _overheads(measurements).items()
     }
     figures = [
         Figure(name, tuple(tuple(map(float, row)) for row in rows), MEASURED, text)
         for name, rows in points.items()
     ]
     figures.append(
-        Figure("kernel_s", ((_KERNEL_S[found.device_type],),), ASSUMED, _KERNEL, 0.5, 3.0)
+        Figure("kernel_s", ((_KERNEL_S[measurements.device_type],),), ASSUMED, _KERNEL, 0.5, 3.0)
     )
-    link = _gb_per_s(found, 1)
-    core = max(1, found.cores // found.per_node)
+    link = _gb_per_s(measurements, 1)
+    core = max(1, measurements.cores // measurements.per_node)
     return Cluster(
         name=name,
-        title=f"{platform.node()}: {found.nodes} node(s) of {found.per_node} x {found.device}",
-        nodes=found.nodes,
-        device=found.device,
-        devices_per_node=found.per_node,
-        memory_gib=round(found.memory_gib / (found.per_node if on_cpu else 1), 2),
-        peak_tflops=_peaks(found),
+        title=f"{platform.node()}: {measurements.nodes} node(s) of {measurements.per_node} x {measurements.device}",
+        nodes=measurements.nodes,
+        device=measurements.device,
+        devices_per_node=measurements.per_node,
+        memory_gib=round(measurements.memory_gib / (measurements.per_node if on_cpu else 1), 2),
+        peak_tflops=_peaks(measurements),
         links={(a, b): link for a in devices for b in devices if a < b},
         nics=("network",),
-        nic_gb_per_s=_gb_per_s(found, 2),
+        nic_gb_per_s=_gb_per_s(measurements, 2),
         nic_on_device=(0,),
-        nic_of_device=(0,) * found.per_node,
-        cores_of_device=tuple((min(i * core, found.cores - 1),) * 2 for i in devices),
+        nic_of_device=(0,) * measurements.per_node,
+        cores_of_device=tuple((min(i * core, measurements.cores - 1),) * 2 for i in devices),
         cpus_per_task=core,
         local_order=tuple(devices),
         device_orders=(tuple(devices),),
@@ -269,18 +273,18 @@ def machine(found: MachineMeasurements, name: str, argv: Sequence[str]) -> Clust
         },
         device_type="cpu" if on_cpu else "cuda",
         compute={f.name: f for f in figures},
-        shared_cores=found.cores if on_cpu else None,
+        shared_cores=measurements.cores if on_cpu else None,
     )
 
 
-def _overheads(found: MachineMeasurements) -> dict[str, float]:
+def _overheads(measurements: MachineMeasurements) -> dict[str, float]:
     """Return the host's overheads; with a GPU only that of a step.
 
     The host runs ahead of a GPU, which hides the rest.
     """
-    host = found.host
+    host = measurements.host
     overheads = {"step_overhead_s": host.step}
-    if found.device_type == "cpu":
+    if measurements.device_type == "cpu":
         overheads |= {
             "layer_overhead_s": host.forward,
             "layer_forward_overhead_s": host.forward,
@@ -290,17 +294,17 @@ def _overheads(found: MachineMeasurements) -> dict[str, float]:
     return overheads
 
 
-def _peaks(found: MachineMeasurements) -> dict[str, float]:
+def _peaks(measurements: MachineMeasurements) -> dict[str, float]:
     """Return peaks by dtype: published ones of a known GPU, otherwise the fastest product."""
-    rows = {dtype: found.points.get(f"products.{dtype}") for dtype in DTYPES}
+    rows = {dtype: measurements.points.get(f"products.{dtype}") for dtype in DTYPES}
     return {
-        dtype: peak_tflops(found.device, dtype) or max(row[-1] for row in points)
+        dtype: peak_tflops(measurements.device, dtype) or max(row[-1] for row in points)
         for dtype, points in rows.items()
         if points
     }
 
 
-def _gb_per_s(found: MachineMeasurements, nodes: int) -> float:
+def _gb_per_s(measurements: MachineMeasurements, nodes: int) -> float:
     """Return the bandwidth of the largest messages within (1) or between (2) nodes; 1 if none."""
-    rows = [row for row in found.points.get("messages", ()) if row[0] == nodes]
+    rows = [row for row in measurements.points.get("messages", ()) if row[0] == nodes]
     return float(f"{rows[-1][1] / rows[-1][2] / 1e9:.4g}") if rows else 1.0

@@ -45,7 +45,7 @@ class FigureTask(NamedTuple):
     """
 
     figure: str
-    place: tuple[float, ...]
+    arguments: tuple[float, ...]
     make: Make
     amount: float | None = None
     calls: int = 1
@@ -62,7 +62,7 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _elapsed(work: Work, calls: int, device: torch.device, together: bool) -> float:
+def _elapsed(work: Work, calls: int, device: torch.device, synchronized: bool) -> float:
     """Time this many calls: on a GPU by events on its stream, on a CPU by the clock.
 
     CPU times exclude waits of this thread for a core, unless processes wait for each other.
@@ -83,7 +83,7 @@ def _elapsed(work: Work, calls: int, device: torch.device, together: bool) -> fl
         work()
     elapsed = time.perf_counter() - begin
     ran = time.thread_time() - ran
-    if together:
+    if synchronized:
         return elapsed
     # A wait is counted in full when it ends, even if it began earlier: never return less than the
     # CPU time.
@@ -123,20 +123,20 @@ def measure(
     each = seconds / (max(1, len(tasks)) * PASSES)
     begin = clock()
     for number in range(PASSES):
-        for task, found in zip(tasks, rounds, strict=True):
+        for task, task_seconds in zip(tasks, rounds, strict=True):
             work = task.make()
             took = clock() - begin
             # All processes agree on the end.
             if number and (took if largest is None else largest(took)) > seconds:
-                return [statistics.median(found) for found in rounds]
+                return [statistics.median(task_seconds) for task_seconds in rounds]
             alone = 0.0
             if task.before is not None:
                 first = task.before()
                 alone = statistics.median(seconds_per_call(first, device, each / 2, largest))
                 work = partial(_both, first, work)
             values = seconds_per_call(work, device, each, largest)
-            found += [max(value - alone, 1e-7) / task.calls for value in values]
-    return [statistics.median(found) for found in rounds]
+            task_seconds += [max(value - alone, 1e-7) / task.calls for value in values]
+    return [statistics.median(task_seconds) for task_seconds in rounds]
 
 
 def _both(first: Work, second: Work) -> tuple[object, object]:
@@ -186,13 +186,13 @@ def members(kind: GroupShape, rank: int) -> range:
 
 def open_groups(kinds: list[GroupShape], world: int, rank: int) -> dict[GroupShape, Group]:
     """Create this rank's group of each kind; a collective call of the world."""
-    found = {}
+    opened = {}
     for kind in kinds:
         for group in sorted({tuple(members(kind, r)) for r in range(world)}):
             handle = dist.new_group(list(group))
             if rank in group:
-                found[kind] = Group(group, group.index(rank), handle)
-    return found
+                opened[kind] = Group(group, group.index(rank), handle)
+    return opened
 
 
 def message_tasks(groups: dict[GroupShape, Group], device: torch.device) -> Iterator[FigureTask]:

@@ -104,11 +104,11 @@ def check_messages(
     enough to compare each rank with its list.
     """
     expected = [RankMessage(i, shape, dtype) for i in plan if i.op in SENDS | RECEIVES]
-    for n, (here, there) in enumerate(itertools.zip_longest(posted, expected), 1):
-        if here != there:
+    for n, (actual, planned) in enumerate(itertools.zip_longest(posted, expected), 1):
+        if actual != planned:
             text = (
-                f"its message {n} is {here or 'missing'}, but the other rank expects "
-                f"{there or 'none'}"
+                f"its message {n} is {actual or 'missing'}, but the other rank expects "
+                f"{planned or 'none'}"
             )
             return [RankProblem("messages", rank, text)]
     return []
@@ -236,11 +236,11 @@ class RankRecorder(tensors.OperatorRecorder):
             )
 
     def gather_objects(
-        self, found: list[object], mine: object, group: dist.ProcessGroup | None = None
+        self, results: list[object], value: object, group: dist.ProcessGroup | None = None
     ) -> None:
         """Replace dist.all_gather_object: all members give this rank's value; compared later."""
-        self._of(group or dist.group.WORLD).append(Collective("all_gather_object", (), repr(mine)))
-        found[:] = [mine] * len(found)
+        self._of(group or dist.group.WORLD).append(Collective("all_gather_object", (), repr(value)))
+        results[:] = [value] * len(results)
 
     def _of(self, group: dist.ProcessGroup | None) -> list[Collective]:
         assert group is not None, "the world has a group"
@@ -405,7 +405,9 @@ def run_rank(
         block = CPU_BLOCK if device == "cpu" else GPU_BLOCK
         made: dict[int, Alloc] = {}
         at_setup = changes(follower.steps[:setup], block, made)
-        held = at_setup.sum(axis=0) + changes(follower.steps[setup:last], block, made).sum(axis=0)
+        at_start = at_setup.sum(axis=0) + changes(follower.steps[setup:last], block, made).sum(
+            axis=0
+        )
         most, until = find_peak(changes(follower.steps[last:], block, dict(made)))
         changes(follower.steps[last : last + until], block, made)
         largest = sorted(made.values(), key=lambda step: -step.bytes)[:_LARGEST]
@@ -416,11 +418,11 @@ def run_rank(
             copy_bytes = snapshot_bytes(
                 tensors_to_save(engine, topology, not config.checkpoint.no_save_optim)
             )
-        found = RankRun(
+        result = RankRun(
             rank,
             topology.pipeline.rank,
             sum(p.numel() for p in chunks.parameters()),
-            RankMemory(topology.pipeline.rank, *map(float, held + most)),
+            RankMemory(topology.pipeline.rank, *map(float, at_start + most)),
             float(find_peak(at_setup)[0].sum()),
             copy_bytes,
             tuple((step.bytes, step.category, follower.shapes[step.id]) for step in largest),
@@ -429,7 +431,7 @@ def run_rank(
         )
     del chunks, engine, executor, batches
     gc.collect()
-    return found
+    return result
 
 
 def _sort(follower: RankRecorder, engine: Engine, chunks: torch.nn.ModuleDict) -> None:

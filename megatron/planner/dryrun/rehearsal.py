@@ -95,8 +95,8 @@ def members_of(config: Config) -> list[Member]:
     size = layout.pipeline
     kinds: dict[object, list[int]] = {}
     for p in range(size):
-        own = p if config.pieces.schedule is not None else None  # nothing is known about it
-        kinds.setdefault((stages[p::size], own), []).append(p)
+        distinct = p if config.pieces.schedule is not None else None  # nothing is known about it
+        kinds.setdefault((stages[p::size], distinct), []).append(p)
     alike: dict[int, tuple[int, ...]] = {}
     for ranks in kinds.values():
         if config.parallel.schedule == "zb-h1" and len(ranks) > 1:
@@ -192,8 +192,8 @@ def rehearse(
         if capacity is None or run.needed_bytes <= capacity:
             continue
         # its largest tensors, and flags that reduce them
-        held = sorted(((getattr(run.peak, name), name) for name in CATEGORIES), reverse=True)
-        large = (name for size, name in held if size >= run.peak.total / 10)
+        by_size = sorted(((getattr(run.peak, name), name) for name in CATEGORIES), reverse=True)
+        large = (name for size, name in by_size if size >= run.peak.total / 10)
         helps = dict.fromkeys(flag for name in large for flag in _HELPS[name].split("; "))
         largest = ", ".join(
             f"{gib(size)} GiB {category} {what}" for size, category, what in run.largest
@@ -337,15 +337,15 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
     notes = [f"{unknown}: {assumed} is assumed"] if unknown else []
     config = settled(config, cluster)
     print(_heading(config, cluster), flush=True)
-    found = rehearse(config, cluster)
-    print(render(found))
+    rehearsal = rehearse(config, cluster)
+    print(render(rehearsal))
     lengths = {"train_iters", "train_samples", "train_tokens"}
-    if not found.findings and lengths & config.explicit.keys():
+    if not rehearsal.findings and lengths & config.explicit.keys():
         print(_costs(config, cluster))
         print(f"schedule: {Schedules.from_config(config)}")
     for note in (*notes, *config.notices):
         print(f"note: {note}")
-    return EXIT_DOES_NOT_RUN if found.findings else 0
+    return EXIT_DOES_NOT_RUN if rehearsal.findings else 0
 
 
 def _costs(config: Config, cluster: Cluster | None) -> str:
@@ -354,11 +354,11 @@ def _costs(config: Config, cluster: Cluster | None) -> str:
         return f"the whole run: {run_costs(config).size}"
     if missing := clock_missing():
         return f"the whole run: {run_costs(config).size}; its time is not predicted: {missing}"
-    found = estimate(config, cluster)
+    predicted = estimate(config, cluster)
     nodes = -(-config.parallel.world_size // cluster.devices_per_node)
-    costs = run_costs(config, nodes).at(found.tokens_per_s)
+    costs = run_costs(config, nodes).at(predicted.tokens_per_s)
     return (
-        f"the whole run: {costs.size}; {costs.time} with steps of {found.seconds:.3g} s "
+        f"the whole run: {costs.size}; {costs.time} with steps of {predicted.seconds:.3g} s "
         "(predicted), without starts, evaluations and saves"
     )
 
@@ -381,22 +381,22 @@ def _heading(config: Config, cluster: Cluster | None) -> str:
     )
 
 
-def render(found: Rehearsal) -> str:
+def render(rehearsal: Rehearsal) -> str:
     """Render the memory of each kind of rank, assumptions, checks and problems."""
     tables = [
-        _table(found, found.ranks[first : first + _ACROSS]).text(_WIDTH)
-        for first in range(0, len(found.ranks), _ACROSS)
+        _table(rehearsal, rehearsal.ranks[first : first + _ACROSS]).text(_WIDTH)
+        for first in range(0, len(rehearsal.ranks), _ACROSS)
     ]
     lines = [
         textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-        for line in _foot(found)
+        for line in _foot(rehearsal)
     ]
     return "\n".join([*tables, *lines])
 
 
-def _table(found: Rehearsal, ranks: Sequence[RankRun]) -> Table:
+def _table(rehearsal: Rehearsal, ranks: Sequence[RankRun]) -> Table:
     """Tabulate memory: a row for each category, a column for each kind of rank."""
-    small = max(run.needed_bytes for run in found.ranks) < GIB / 10
+    small = max(run.needed_bytes for run in rehearsal.ranks) < GIB / 10
     unit, size = ("MiB", 2.0**20) if small else ("GiB", GIB)
 
     def amounts(name: str, values: Iterable[float]) -> tuple[str, ...]:
@@ -410,20 +410,20 @@ def _table(found: Rehearsal, ranks: Sequence[RankRun]) -> Table:
         amounts("in all, at the peak", (run.peak.total for run in ranks)),
         amounts("before the first step", (run.setup_bytes for run in ranks)),
     ]
-    if (capacity := found.capacity_bytes) is not None:
+    if (capacity := rehearsal.capacity_bytes) is not None:
         rows.append(amounts("left", (capacity - run.needed_bytes for run in ranks)))
     return Table(
         "", (f"{unit} on each device", *(f"pp rank {run.pipeline_rank}" for run in ranks)), rows
     )
 
 
-def _foot(found: Rehearsal) -> Iterator[str]:
-    config = found.config
-    on_gpu = found.device == "gpu"
-    if found.capacity_bytes is not None:
-        memory = process_bytes(found.capacity_bytes, found.device) / (1.0 - HEADROOM)
+def _foot(rehearsal: Rehearsal) -> Iterator[str]:
+    config = rehearsal.config
+    on_gpu = rehearsal.device == "gpu"
+    if rehearsal.capacity_bytes is not None:
+        memory = process_bytes(rehearsal.capacity_bytes, rehearsal.device) / (1.0 - HEADROOM)
         yield (
-            f"Tensors of a rank may use {gib(found.capacity_bytes)} of {gib(memory)} GiB: "
+            f"Tensors of a rank may use {gib(rehearsal.capacity_bytes)} of {gib(memory)} GiB: "
             f"{HEADROOM:.0%} are left for "
             + (
                 "runtime, communication library and fragmentation (assumed)."
@@ -433,9 +433,9 @@ def _foot(found: Rehearsal) -> Iterator[str]:
             )
         )
     if not on_gpu:
-        needed = max(run.needed_bytes for run in found.ranks)
+        needed = max(run.needed_bytes for run in rehearsal.ranks)
         least, median, most = (
-            gib(process_bytes(needed, found.device, share)) for share in PROCESS_SHARES
+            gib(process_bytes(needed, rehearsal.device, share)) for share in PROCESS_SHARES
         )
         yield (
             f"A process holds about {median} GiB, which a job's memory limit counts: tensors, gaps "
@@ -443,11 +443,11 @@ def _foot(found: Rehearsal) -> Iterator[str]:
             f"all), and {gib(PROCESS_BYTES)} GiB of program and libraries. Too much is what does "
             "not fit with the smallest gaps."
         )
-    if copy := max((run.copy_bytes for run in found.ranks), default=0):
+    if copy := max((run.copy_bytes for run in rehearsal.ranks), default=0):
         yield (f"--async-save keeps a copy of up to {gib(copy)} GiB per rank in host memory.")
-    if found.micro_batches < config.num_micro_batches():
+    if rehearsal.micro_batches < config.num_micro_batches():
         yield (
-            f"Each rank ran {found.micro_batches} of the {config.num_micro_batches()} "
+            f"Each rank ran {rehearsal.micro_batches} of the {config.num_micro_batches()} "
             "micro-batches: after its warm-up it alternates between forward and backward passes, "
             "and its memory repeats."
         )
@@ -458,18 +458,20 @@ def _foot(found: Rehearsal) -> Iterator[str]:
         )
     if config.data.reset_attention_mask or config.data.data_packing == "best-fit":
         yield "assumed: every sample is one document."
-    for finding in found.findings:
+    for finding in rehearsal.findings:
         yield f"{_TITLES[finding.kind]}: rank {finding.rank}: {finding.text}."
-    if not found.findings:
-        messages = sum(len(run.messages) for run in found.ranks)
-        collectives = sum(len(calls) for run in found.ranks for calls in run.collectives.values())
+    if not rehearsal.findings:
+        messages = sum(len(run.messages) for run in rehearsal.ranks)
+        collectives = sum(
+            len(calls) for run in rehearsal.ranks for calls in run.collectives.values()
+        )
         yield (
             f"checked: set-up and two steps run; {messages} messages match their other side; "
             f"{collectives} collectives are the same on all compared members."
         )
         yield (
             "It runs, and it fits."
-            if found.capacity_bytes is not None
+            if rehearsal.capacity_bytes is not None
             else ("It runs. To learn whether it fits, name the machine with --cluster.")
         )
 

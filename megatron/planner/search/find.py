@@ -21,8 +21,8 @@ from megatron.planner.cluster import GIB, Cluster
 from megatron.planner.layout import (
     DIMENSIONS,
     CandidateLayout,
+    Restrictions,
     Value,
-    Wanted,
     kind_of_recompute,
     recompute_settings,
     write_value,
@@ -92,10 +92,10 @@ class SearchResult:
     @property
     def best(self) -> list[Ranked]:
         """Return the best layout of each size."""
-        found: dict[CandidateLayout, Ranked] = {}
+        by_sizes: dict[CandidateLayout, Ranked] = {}
         for one in self.estimated:
-            found.setdefault(one.layout.sizes, one)
-        return list(found.values())
+            by_sizes.setdefault(one.layout.sizes, one)
+        return list(by_sizes.values())
 
     def by_value(self, per_node: int) -> dict[Choice, Ranked]:
         """Return the best layout with each (dimension, value), ignoring recomputed layer counts."""
@@ -150,16 +150,16 @@ class LayoutSearch:
             try:
                 config = self.space.config(size)
                 for layout in {_without_counts(v): v for v in layouts}.values():
-                    own = _with(config, layout)
-                    states, held, rank = self._states(own)
+                    variant = _with(config, layout)
+                    states, on_host, rank = self._states(variant)
                     if states > self.capacity:
                         rejected.append(self._misfit(layout, states, rank))
-                    elif held and held > self._room_on_host:
+                    elif on_host and on_host > self._room_on_host:
                         reason = f"needs more than {self._room_on_host / GIB:.1f} GiB on the host"
-                        example = f"{held / GIB:.1f} GiB: {self.space.write(layout)}"
-                        rejected.append(RejectedLayout(reason, example, held))
+                        example = f"{on_host / GIB:.1f} GiB: {self.space.write(layout)}"
+                        rejected.append(RejectedLayout(reason, example, on_host))
                     else:
-                        ranked.append(Ranked(self._folded(layout, own), layout))
+                        ranked.append(Ranked(self._folded(layout, variant), layout))
             except ConfigError as error:
                 rejected.append(_refused(error))
         return ranked, rejected
@@ -170,14 +170,14 @@ class LayoutSearch:
         options = (layout._replace(recompute=v) for v in self.space.recomputations(layout))
         misfits = list[RejectedLayout]()
         try:
-            for own in options:
-                if _without_counts(own) != _without_counts(layout):
+            for option in options:
+                if _without_counts(option) != _without_counts(layout):
                     continue
-                config = self.space.config(own)
+                config = self.space.config(option)
                 full = peak_rank(config, self.space.cluster.device_type, self.capacity)
                 if full.total <= self.capacity:
-                    return Ranked(self._folded(own, config), own, full.total)
-                misfits.append(self._misfit(own, full.total, full.rank))
+                    return Ranked(self._folded(option, config), option, full.total)
+                misfits.append(self._misfit(option, full.total, full.rank))
         except ConfigError as error:
             return _refused(error)
         return min(misfits, key=lambda rejected: rejected.miss)
@@ -196,16 +196,18 @@ class LayoutSearch:
                 for channels in self._channels(config)
             ]
             least = min(cost for cost, _ in costs)
-            close = {cost: place for cost, place in reversed(costs) if cost <= _CLOSE * least}
-            found = min(
-                (estimate(config, cluster, place) for place in close.values()),
+            close = {
+                cost: placement for cost, placement in reversed(costs) if cost <= _CLOSE * least
+            }
+            fastest = min(
+                (estimate(config, cluster, placement) for placement in close.values()),
                 key=lambda estimated: estimated.seconds,
             )
-            place = found.placement
+            placement = fastest.placement
             placed = layout._replace(
-                rank_order=place.layout.order, device_order=place.chosen_devices
+                rank_order=placement.layout.order, device_order=placement.chosen_devices
             )
-            judged.append(Ranked(found.seconds / layout.batch, placed, memory))
+            judged.append(Ranked(fastest.seconds / layout.batch, placed, memory))
         return judged
 
     # -- one layout --------------------------------------------------------------------------------
@@ -215,7 +217,7 @@ class LayoutSearch:
         least: dict[int, CandidateLayout] = {}  # by pipeline size
         for size in sizes:
             least[size.pp] = min(least.get(size.pp, size), size, key=lambda s: (s.chunks, s.batch))
-        found = list[RejectedLayout]()
+        misfits = list[RejectedLayout]()
         for size in least.values():
             variants = list(self.space.variants(size))
             switches = max(map(_thrift, variants))
@@ -234,8 +236,8 @@ class LayoutSearch:
                         rank = full.rank
                 except ConfigError:
                     return None
-                found.append(self._misfit(layout, memory, rank))
-        return min(found, key=lambda rejected: rejected.miss)
+                misfits.append(self._misfit(layout, memory, rank))
+        return min(misfits, key=lambda rejected: rejected.miss)
 
     def _misfit(self, layout: CandidateLayout, memory: float, rank: int) -> RejectedLayout:
         words = f"tp={layout.tp},pp={layout.pp},mbs={layout.micro},recompute={layout.recompute}"
@@ -272,7 +274,7 @@ class LayoutSearch:
         if key not in self._known:
             self._known[key] = [
                 Channels(config, cluster, placement)
-                for placement in worthwhile_placements(config, cluster, self.space.wanted)
+                for placement in worthwhile_placements(config, cluster, self.space.restrictions)
             ]
         known: list[Channels] = self._known[key]
         return known
@@ -296,12 +298,12 @@ class LayoutSearch:
             self._known[key] = elements_of_rank(plain, trace(plain, device), -rank), -rank
         elements, rank = self._known[key]
         states = state_bytes(config, elements)
-        held = 0.0
+        on_host = 0.0
         cluster = self.space.cluster
         if config.engine.cpu_offload and cluster.device_type != "cpu":
             devices = min(parallel.world_size, cluster.devices_per_node)
-            held = devices * (states.pop("master") + states.pop("moments"))
-        return sum(states.values()), held, rank
+            on_host = devices * (states.pop("master") + states.pop("moments"))
+        return sum(states.values()), on_host, rank
 
 
 def _thrift(layout: CandidateLayout) -> tuple[float, ...]:
@@ -317,7 +319,7 @@ def _refused(error: ConfigError) -> RejectedLayout:
 
 def _with(config: Config, layout: CandidateLayout) -> Config:
     """Return a configuration of the same sizes with other switches, unvalidated: for ranking."""
-    again = recompute_settings(layout.recompute)
+    settings = recompute_settings(layout.recompute)
     return replace(
         config,
         parallel=replace(
@@ -331,7 +333,7 @@ def _with(config: Config, layout: CandidateLayout) -> Config:
             cpu_offload=layout.offload,
         ),
         recompute=RecomputeConfig(
-            **again | {"recompute_modules": again["recompute_modules"] or ("core_attn",)}
+            **settings | {"recompute_modules": settings["recompute_modules"] or ("core_attn",)}
         ),
     )
 
@@ -344,7 +346,7 @@ Progress = Callable[[str, str, int, int], None]
 
 
 def search(
-    given: LayoutSearch,
+    layout_search: LayoutSearch,
     top: int = 10,
     processes: int = 1,
     progress: Progress = lambda *_: None,
@@ -354,16 +356,16 @@ def search(
     Raises MegatronError without the extension that simulates schedules.
     """
     check_clock()
-    found = SearchResult()
+    result = SearchResult()
     start = time.monotonic()
-    each = given.space.cluster.devices_per_node
-    every = list(given.space.sizes(found.rejections))
-    found.sizes = len(every)
+    each = layout_search.space.cluster.devices_per_node
+    every = list(layout_search.space.sizes(result.rejections))
+    result.sizes = len(every)
     ranked = list[Ranked]()
     fit = list[Ranked]()
     enough = Counter[Choice]()
     pruned = done = 0
-    with _workers(given, processes) as run:
+    with _workers(layout_search, processes) as run:
         # no larger micro-batch fits, and tracing it would take longest
         full = set[tuple[int, ...]]()
         for micro in sorted({size.micro for size in every}):
@@ -375,14 +377,14 @@ def search(
             done += sum(len(tasks.pop(shared, ())) for shared in full)
             left = sorted(tasks.items(), key=lambda task: (-len(task[1]), task[0]))
             answers = run("rank", [sizes for _, sizes in left])
-            for (shared, sizes), (own, rejected) in zip(left, answers, strict=True):
-                ranked += own
+            for (shared, sizes), (accepted, rejected) in zip(left, answers, strict=True):
+                ranked += accepted
                 for refusal in rejected:
-                    found.rejections.add(*refusal)
-                if not own:
+                    result.rejections.add(*refusal)
+                if not accepted:
                     full.add(shared)
                 done += len(sizes)
-                progress("ranking layouts", "sizes", done, found.sizes)
+                progress("ranking layouts", "sizes", done, result.sizes)
         heapq.heapify(ranked)
         most = len(ranked)
         while ranked:
@@ -403,7 +405,7 @@ def search(
                 if isinstance(answer, Ranked):
                     heapq.heappush(ranked, answer)
                 else:
-                    found.rejections.add(*answer)
+                    result.rejections.add(*answer)
                 progress("checking memory", "layouts", most - len(ranked), most)
         alike: dict[object, list[Ranked]] = {}
         for one in fit:
@@ -411,15 +413,15 @@ def search(
             micro_batches = of.batch // (of.replicas * of.micro)
             alike.setdefault((of.pp, of.chunks, of.schedule, micro_batches), []).append(one)
         for judged in run("judge", sorted(alike.values(), key=len, reverse=True)):
-            found.estimated += judged
-            progress("simulating schedules", "layouts", len(found.estimated), len(fit))
-        found.estimated.sort()
+            result.estimated += judged
+            progress("simulating schedules", "layouts", len(result.estimated), len(fit))
+        result.estimated.sort()
     if pruned:
-        found.rejections.add(
+        result.rejections.add(
             "slower by the formula than those that were estimated", "", times=pruned
         )
-    found.seconds = time.monotonic() - start
-    return found
+    result.seconds = time.monotonic() - start
+    return result
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -434,14 +436,14 @@ def _in_process(task: tuple[str, Any]) -> Any:
 
 @contextmanager
 def _workers(
-    given: LayoutSearch, processes: int
+    layout_search: LayoutSearch, processes: int
 ) -> Iterator[Callable[[str, Sequence[Any]], Iterator[Any]]]:
     """Yield a function that maps tasks to results, in order."""
     if processes < 2:
-        yield lambda kind, tasks: (getattr(given, kind)(task) for task in tasks)
+        yield lambda kind, tasks: (getattr(layout_search, kind)(task) for task in tasks)
         return
     global _search_of_process
-    _search_of_process = given  # which forked processes inherit
+    _search_of_process = layout_search  # which forked processes inherit
     killed = (
         "a process of the search was killed, possibly for lack of memory: use fewer --processes, "
         "or narrow the search with --fix"
@@ -456,28 +458,30 @@ def _workers(
 _SIZES = (1.0, 2.0**24, 2.0**32)
 
 
-def check_device_orders(wanted: Wanted, cluster: Cluster) -> None:
+def check_device_orders(restrictions: Restrictions, cluster: Cluster) -> None:
     """Raise ConfigError for a device order that is not a permutation of a node's devices."""
-    for device_order in wanted.get("devices", ()):
+    for device_order in restrictions.get("devices", ()):
         check_device_order(device_order, cluster, f"devices={write_value(device_order)}")
 
 
-def worthwhile_placements(config: Config, cluster: Cluster, wanted: Wanted) -> list[Placement]:
+def worthwhile_placements(
+    config: Config, cluster: Cluster, restrictions: Restrictions
+) -> list[Placement]:
     """List the placements with the wanted rank orders ("order") and device orders ("devices").
 
     The default is all of them. A placement is left out if another one is at least as fast in every
     collective and over the boundaries of stages. Costs are not computed. Raises ConfigError as
     check_device_orders does.
     """
-    check_device_orders(wanted, cluster)
+    check_device_orders(restrictions, cluster)
     devices = min(config.parallel.world_size, cluster.devices_per_node)
     layout = layout_of(config, devices=devices)
     sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.data}
     different: dict[tuple[str, ...], str] = {}  # orders that number the ranks alike, once each
     for order in RANK_ORDERS:
-        if order in wanted.get("order", RANK_ORDERS):
+        if order in restrictions.get("order", RANK_ORDERS):
             different.setdefault(tuple(d for d in order.split("-") if sizes[d] > 1), order)
-    device_orders = wanted.get("devices") or cluster.device_orders
+    device_orders = restrictions.get("devices") or cluster.device_orders
     if devices < cluster.devices_per_node:
         device_orders = (cluster.local_order[:devices],)
     times: dict[tuple[float, ...], Placement] = {}
@@ -486,9 +490,10 @@ def worthwhile_placements(config: Config, cluster: Cluster, wanted: Wanted) -> l
         times.setdefault(_times(config, cluster, placement), placement)
     return [
         placement
-        for own, placement in times.items()
+        for seconds, placement in times.items()
         if not any(
-            other != own and all(a <= b for a, b in zip(other, own, strict=True)) for other in times
+            other != seconds and all(a <= b for a, b in zip(other, seconds, strict=True))
+            for other in times
         )
     ]
 

@@ -43,33 +43,33 @@ class ChosenLayout(NamedTuple):
     """
 
     layout: CandidateLayout
-    found: Estimate
+    estimate: Estimate
     record: dict[str, Any]
 
 
 def chosen_layout(
-    explicit: LayoutSearch, layout: CandidateLayout, tokens: float | None
+    layout_search: LayoutSearch, layout: CandidateLayout, tokens: float | None
 ) -> ChosenLayout:
     """Estimate a layout on its placement."""
-    cluster = explicit.space.cluster
-    found = estimate(explicit.space.config(layout), cluster)
+    cluster = layout_search.space.cluster
+    predicted = estimate(layout_search.space.config(layout), cluster)
     each = cluster.devices_per_node
-    most = max(rank.total for rank in found.memory)
-    days = (tokens or 1e9) / found.tokens_per_s / _DAY
+    most = max(rank.total for rank in predicted.memory)
+    days = (tokens or 1e9) / predicted.tokens_per_s / _DAY
     record = {
         **{dimension.name: write_value(dimension.value(layout, each)) for dimension in DIMENSIONS},
         "dp": layout.replicas,
-        "seconds_per_step": found.seconds,
-        "mfu": found.mfu,
-        "hfu": found.hfu,
-        "tokens_per_day": _DAY * found.tokens_per_s,
+        "seconds_per_step": predicted.seconds,
+        "mfu": predicted.mfu,
+        "hfu": predicted.hfu,
+        "tokens_per_day": _DAY * predicted.tokens_per_s,
         "days": days,
         "node_hours": 24 * days * -(-layout.world // each),
         "memory_gib": most / GIB,
-        "left_gib": (explicit.capacity - most) / GIB,
-        **{f"{re.sub('[ -]', '_', part)}_s": found.parts[part] for part in PARTS},
+        "left_gib": (layout_search.capacity - most) / GIB,
+        **{f"{re.sub('[ -]', '_', name)}_s": predicted.breakdown[name] for name in PARTS},
     }
-    return ChosenLayout(layout, found, record)
+    return ChosenLayout(layout, predicted, record)
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -96,20 +96,20 @@ def layout_table(chosen: Sequence[ChosenLayout], tokens: float | None, *, papers
     `papers` adds the TFLOP/s of a device by the formula of Dash et al.
     """
     rows = []
-    parts = [name for name in ("cp", "ep") if any(getattr(c.layout, name) > 1 for c in chosen)]
-    for layout, found, record in chosen:
+    divisions = [name for name in ("cp", "ep") if any(getattr(c.layout, name) > 1 for c in chosen)]
+    for layout, predicted, record in chosen:
         over = f" over {write_value(layout.shard)}" if layout.shard else ""
         zero = f"ZeRO {layout.zero}{over}" if layout.zero > 1 else "ZeRO"
         names = {"sp": layout.sp, "overlap": layout.overlap, zero: layout.zero}
         names["offload"] = layout.offload
         row = {
-            **{name.upper(): str(record[name]) for name in ("tp", "pp", *parts, "dp")},
+            **{name.upper(): str(record[name]) for name in ("tp", "pp", *divisions, "dp")},
             **{name: record[name] for name in ("nodes", "gbs", "chunks", "schedule", "mbs")},
             "recompute": layout.recompute.removeprefix("selective:"),
             "also on": ", ".join(name for name, on in names.items() if on) or "-",
-            "s/step": _number(found.seconds),
-            "MFU": _percent(found.mfu),
-            "HFU": _percent(found.hfu),
+            "s/step": _number(predicted.seconds),
+            "MFU": _percent(predicted.mfu),
+            "HFU": _percent(predicted.hfu),
             "Gtok/day": _number(record["tokens_per_day"] / 1e9),
             "days": _number(record["days"]),
             "node-hours": _number(record["node_hours"]),
@@ -117,14 +117,14 @@ def layout_table(chosen: Sequence[ChosenLayout], tokens: float | None, *, papers
             "left": f"{record['left_gib']:.1f}",
         }
         if papers:
-            row["TFLOP/s (paper)"] = _paper_tflops(found)
+            row["TFLOP/s (paper)"] = _paper_tflops(predicted)
         rows.append(row)
     return _numbered(f"layouts, with days and node-hours of {_number(tokens or 1e9)} tokens", rows)
 
 
-def _paper_tflops(found: Estimate) -> str:
+def _paper_tflops(predicted: Estimate) -> str:
     """Return a device's TFLOP/s by `formulas.paper_flops`, which assumes a GPT with f = 4 h."""
-    config = found.config
+    config = predicted.config
     model = sized_model(config)
     flops = formulas.paper_flops(
         config.batch.global_batch_size,
@@ -134,26 +134,28 @@ def _paper_tflops(found: Estimate) -> str:
         model.padded_vocab_size(config.parallel.tensor_model_parallel_size),
         checkpointing=config.recompute.recompute_granularity == "full",
     )
-    return f"{formulas.achieved_tflops(flops, found.seconds, found.devices):.1f}"
+    return f"{formulas.achieved_tflops(flops, predicted.seconds, predicted.devices):.1f}"
 
 
 def parts_table(chosen: Sequence[ChosenLayout]) -> Table:
     """Tabulate the parts of a step on the busiest pipeline rank."""
-    used = [part for part in PARTS if any(one.found.parts[part] for one in chosen)]
-    rows = [{part: _number(one.found.parts[part]) for part in used} for one in chosen]
+    used = [name for name in PARTS if any(one.estimate.breakdown[name] for one in chosen)]
+    rows = [{name: _number(one.estimate.breakdown[name]) for name in used} for one in chosen]
     return _numbered("seconds of a step, on the busiest pipeline rank", rows)
 
 
 def bounds_table(chosen: Sequence[ChosenLayout]) -> Table:
     """Tabulate the uncertainty of a step's seconds, and the seconds at the device's peak."""
     rows = []
-    for _, found, _ in chosen:
+    for _, predicted, _ in chosen:
 
-        def seconds(cluster: Cluster, found: Estimate = found) -> float:
-            return estimate(found.config, cluster, found.placement).seconds
+        def seconds(cluster: Cluster, predicted: Estimate = predicted) -> float:
+            return estimate(predicted.config, cluster, predicted.placement).seconds
 
-        spread = error_bars.spread(seconds, found.cluster, found.config.precision.dtype_name)
-        peak = "-" if found.hfu is None else _number(found.hfu * found.seconds)
+        spread = error_bars.spread(
+            seconds, predicted.cluster, predicted.config.precision.dtype_name
+        )
+        peak = "-" if predicted.hfu is None else _number(predicted.hfu * predicted.seconds)
         rows.append(
             {
                 "s/step": _number(spread.value),
@@ -170,17 +172,17 @@ def bounds_table(chosen: Sequence[ChosenLayout]) -> Table:
     )
 
 
-def values_table(explicit: LayoutSearch, found: SearchResult, name: str) -> Table:
+def values_table(layout_search: LayoutSearch, result: SearchResult, name: str) -> Table:
     """Tabulate the best layout with each value of one dimension."""
-    seq = explicit.space.base.model.seq_length
-    best_of = found.by_value(explicit.space.cluster.devices_per_node)
+    seq = layout_search.space.base.model.seq_length
+    best_of = result.by_value(layout_search.space.cluster.devices_per_node)
     rows = [
         (
             f"{value:,}",
             _number(best.seconds),
             _number(_DAY * seq / best.score / 1e9),
             f"{best.memory / GIB:.1f}",
-            explicit.space.write(best.layout),
+            layout_search.space.write(best.layout),
         )
         for (choice, value), best in sorted(best_of.items(), key=operator.itemgetter(0))
         if choice == name
@@ -190,15 +192,15 @@ def values_table(explicit: LayoutSearch, found: SearchResult, name: str) -> Tabl
     )
 
 
-def losses(explicit: LayoutSearch, found: SearchResult) -> dict[str, dict[str, float]]:
+def losses(layout_search: LayoutSearch, result: SearchResult) -> dict[str, dict[str, float]]:
     """Return the share of throughput lost by fixing each value, the other dimensions optimized.
 
     The dimension that matters most comes first.
     """
     values: dict[str, dict[str, float]] = {}
-    best_of = found.by_value(explicit.space.cluster.devices_per_node)
+    best_of = result.by_value(layout_search.space.cluster.devices_per_node)
     for (name, value), one in sorted(best_of.items(), key=operator.itemgetter(1)):
-        values.setdefault(name, {})[write_value(value)] = 1 - found.estimated[0].score / one.score
+        values.setdefault(name, {})[write_value(value)] = 1 - result.estimated[0].score / one.score
     several = {name: of for name, of in values.items() if len(of) > 1}
     return dict(sorted(several.items(), key=lambda item: -statistics.fmean(item[1].values())))
 
@@ -253,8 +255,8 @@ def make_folder(folder: Path) -> None:
 
 def write_files(
     folder: Path,
-    explicit: LayoutSearch,
-    found: SearchResult,
+    layout_search: LayoutSearch,
+    result: SearchResult,
     chosen: Sequence[ChosenLayout],
     preset: str | None,
     tokens: float | None,
@@ -263,7 +265,7 @@ def write_files(
 
     Raises ConfigError.
     """
-    space = explicit.space
+    space = layout_search.space
     (layout, winner, record) = chosen[0]
     rows = io.StringIO()
     writer = csv.DictWriter(rows, list(record))
@@ -273,10 +275,10 @@ def write_files(
         "model": space.name,
         "cluster": space.cluster.name,
         "best": [one.record for one in chosen],
-        "losses": losses(explicit, found),
+        "losses": losses(layout_search, result),
         "rejected": [
-            {"cases": count, "why": why, "example": found.rejections.nearest[why][1]}
-            for why, count in found.rejections.counts.items()
+            {"cases": count, "why": why, "example": result.rejections.nearest[why][1]}
+            for why, count in result.rejections.counts.items()
         ],
         "figures": [used._asdict() for used in winner.confidence.used],
     }

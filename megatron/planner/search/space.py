@@ -16,7 +16,7 @@ from megatron.config.settings import all_options
 from megatron.errors import ConfigError
 from megatron.model.stages import assign_layers
 from megatron.planner.cluster import GIB, Cluster
-from megatron.planner.layout import MODULES, CandidateLayout, Wanted, allowed
+from megatron.planner.layout import MODULES, CandidateLayout, Restrictions, allowed
 from megatron.planner.memory import room_bytes
 
 LONG = 32768
@@ -52,15 +52,15 @@ def usable_bytes(headroom: str, cluster: Cluster) -> float:
     total = cluster.memory_gib * GIB
     unit = total / 100 if headroom.endswith("%") else GIB
     try:
-        kept = float(headroom.removesuffix("%")) * unit
+        reserved = float(headroom.removesuffix("%")) * unit
     except ValueError:
-        kept = -1.0
-    if not 0 <= kept < total:
+        reserved = -1.0
+    if not 0 <= reserved < total:
         raise ConfigError(
             f"--headroom {headroom}: give GiB or a share such as 10%, less than the "
             f"{cluster.memory_gib:g} GiB of a {cluster.device}"
         )
-    return room_bytes(total - kept, cluster.device_type)
+    return room_bytes(total - reserved, cluster.device_type)
 
 
 @dataclass
@@ -82,7 +82,7 @@ class LayoutSpace:
 
     base     configuration without a layout; name: of its model
     worlds   numbers of devices
-    wanted   allowed values by dimension, including global batches
+    restrictions   allowed values by dimension, including global batches
     more     values to try in addition to the default ones
     """
 
@@ -90,8 +90,8 @@ class LayoutSpace:
     name: str
     cluster: Cluster
     worlds: tuple[int, ...]
-    wanted: Wanted
-    more: Wanted = field(default_factory=dict)
+    restrictions: Restrictions
+    more: Restrictions = field(default_factory=dict)
 
     def write(self, layout: CandidateLayout) -> str:
         """Format a layout for --layout."""
@@ -107,7 +107,7 @@ class LayoutSpace:
         )
 
     def _values(self, name: str, default: Iterable[Any]) -> list[Any]:
-        return sorted({*self.wanted.get(name, default), *self.more.get(name, ())})
+        return sorted({*self.restrictions.get(name, default), *self.more.get(name, ())})
 
     # -- sizes -------------------------------------------------------------------------------------
 
@@ -129,12 +129,12 @@ class LayoutSpace:
                             f"tp={tp},pp={pp}: {tp * pp} into {world}, {layers} layers",
                         )
                         continue
-                    for cp, ep in self._parts(world // (tp * pp)):
+                    for cp, ep in self._context_and_expert_sizes(world // (tp * pp)):
                         yield from self._sizes(
                             CandidateLayout(world, 0, tp, pp, cp=cp, ep=ep), rejections
                         )
 
-    def _parts(self, line: int) -> list[tuple[int, int]]:
+    def _context_and_expert_sizes(self, line: int) -> list[tuple[int, int]]:
         """List the context- and expert-parallel sizes to try, of so many ranks.
 
         By default sequences are divided where they are long, into powers of two, and the experts in
@@ -145,15 +145,15 @@ class LayoutSpace:
         experts = model.num_experts or 1
         powers = [1 << k for k in range(line.bit_length())] if long else [1]
         divisors = [ep for ep in range(1, min(line, experts) + 1) if experts % ep == 0]
-        found = itertools.product(self._values("cp", powers), self._values("ep", divisors))
-        return [(cp, ep) for cp, ep in found if line % cp == line % ep == 0]
+        pairs = itertools.product(self._values("cp", powers), self._values("ep", divisors))
+        return [(cp, ep) for cp, ep in pairs if line % cp == line % ep == 0]
 
     def _sizes(self, shape: CandidateLayout, rejections: Rejections) -> Iterator[CandidateLayout]:
         """Yield batches, micro-batches (powers of two by default), chunks and schedules."""
         chunks = self._chunks(shape.pp)
         if not chunks:
             rejections.add("layers do not divide into these chunks", self.write(shape))
-        for batch in self.wanted["gbs"]:
+        for batch in self.restrictions["gbs"]:
             each, rest = divmod(batch, shape.replicas)
             powers = [1 << k for k in range(each.bit_length())]
             micros = [m for m in self._values("mbs", powers) if each % m == 0]
@@ -168,7 +168,7 @@ class LayoutSpace:
                 schedules = ("interleaved",) if count > 1 else ("1f1b", "zb-h1")[: shape.pp]
                 for schedule in schedules:
                     size = shape._replace(batch=batch, micro=micro, chunks=count, schedule=schedule)
-                    if shape.pp > 1 and not allowed(schedule, "schedule", self.wanted):
+                    if shape.pp > 1 and not allowed(schedule, "schedule", self.restrictions):
                         continue
                     if any(True for _ in self.variants(size)):
                         yield size
@@ -188,13 +188,13 @@ class LayoutSpace:
     def _chunks(self, pp: int) -> list[int]:
         layers = self.base.model.num_layers
         layout = self.base.parallel.pipeline_layout
-        found = [1]
+        counts = [1]
         if layout is not None:
             stages = layout.count(",") + 1
-            found = [stages // pp] if stages % pp == 0 else []
+            counts = [stages // pp] if stages % pp == 0 else []
         elif pp > 1 and layers % pp == 0:
-            found = [v for v in range(1, layers // pp + 1) if layers // pp % v == 0]
-        return [chunks for chunks in found if chunks in self._values("chunks", found)]
+            counts = [v for v in range(1, layers // pp + 1) if layers // pp % v == 0]
+        return [chunks for chunks in counts if chunks in self._values("chunks", counts)]
 
     # -- variants ----------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class LayoutSpace:
         """
         # If the sizes leave no choice, --fix is ignored.
         switches = [
-            [value for value in (True, False) if allowed(value, name, self.wanted)]
+            [value for value in (True, False) if allowed(value, name, self.restrictions)]
             if size.has_choice(name)
             else [getattr(size, name)]
             for name in ("sp", "overlap")
@@ -237,19 +237,24 @@ class LayoutSpace:
         # neighbours of the line on a node, where tensor-parallel ranks are, too
         node = self.cluster.devices_per_node // size.tp
         names = "zero", "shard", "states"
-        found = [(stage, 0, 0) for stage in stages]
-        found += [(stage, node, 0) for stage in stages if stage > 1 and 1 < node < line]
-        asked = [(0, *self.wanted.get(name, ()), *self.more.get(name, ())) for name in names[1:]]
-        found += [(stage, *pair) for stage in stages if stage for pair in itertools.product(*asked)]
+        triples = [(stage, 0, 0) for stage in stages]
+        triples += [(stage, node, 0) for stage in stages if stage > 1 and 1 < node < line]
+        asked = [
+            (0, *self.restrictions.get(name, ()), *self.more.get(name, ())) for name in names[1:]
+        ]
+        triples += [
+            (stage, *pair) for stage in stages if stage for pair in itertools.product(*asked)
+        ]
 
         def fits(zero: tuple[int, int, int]) -> bool:
             _, shard, states = (n or line for n in zero)
             rest = min(shard % size.ep, size.ep % shard)
             return line % states == states % shard == rest == 0 and all(
-                allowed(value, name, self.wanted) for name, value in zip(names, zero, strict=True)
+                allowed(value, name, self.restrictions)
+                for name, value in zip(names, zero, strict=True)
             )
 
-        return list(filter(fits, dict.fromkeys(found)))
+        return list(filter(fits, dict.fromkeys(triples)))
 
     def recomputations(self, size: CandidateLayout) -> Iterator[str]:
         """Yield recomputations: none, selective by module sets, groups of layers, first layers."""
@@ -259,13 +264,13 @@ class LayoutSpace:
         most = max(map(len, stages))
         keeps_scores = self.base.kernels.attention_backend in _KEEPS_SCORES
         modules = MODULES if keeps_scores else MODULES[1:]
-        found = ["none"]
+        choices = ["none"]
         for count in range(1, len(modules) + 1):
             sets = itertools.combinations(modules, count)
-            found += [f"selective:{'+'.join(chosen)}" for chosen in sets]
-        found += [f"full:uniform:{n}" for n in range(1, most + 1) if most % n == 0]
-        found += [f"full:block:{n}" for n in range(1, most)]
+            choices += [f"selective:{'+'.join(chosen)}" for chosen in sets]
+        choices += [f"full:uniform:{n}" for n in range(1, most + 1) if most % n == 0]
+        choices += [f"full:block:{n}" for n in range(1, most)]
         # A full name may select one that the search leaves out.
-        asked = (*self.wanted.get("recompute", ()), *self.more.get("recompute", ()))
-        found += [p for p in asked if p.count(":") == (2 if p.startswith("full") else 1)]
-        yield from dict.fromkeys(t for t in found if allowed(t, "recompute", self.wanted))
+        asked = (*self.restrictions.get("recompute", ()), *self.more.get("recompute", ()))
+        choices += [p for p in asked if p.count(":") == (2 if p.startswith("full") else 1)]
+        yield from dict.fromkeys(t for t in choices if allowed(t, "recompute", self.restrictions))

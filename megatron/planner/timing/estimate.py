@@ -77,7 +77,7 @@ host                 overhead of the host for each layer's pass and for a step""
 class Estimate:
     """Estimate of one step with the full global batch, in the steady state of a run.
 
-    parts          seconds by name, on the busiest pipeline rank
+    breakdown      seconds by name, on the busiest pipeline rank
     channels       the links, with the figures that were used
     run            the schedule on its clock
     stage_seconds  by global stage
@@ -86,7 +86,7 @@ class Estimate:
     config: Config
     cluster: Cluster
     placement: Placement
-    parts: Mapping[str, float]
+    breakdown: Mapping[str, float]
     channels: Channels
     run: PipelineRun
     stage_seconds: tuple[StageSeconds, ...]
@@ -94,7 +94,7 @@ class Estimate:
     @property
     def seconds(self) -> float:
         """Seconds of the step, the sum of the parts."""
-        return sum(self.parts.values())
+        return sum(self.breakdown.values())
 
     @property
     def devices(self) -> int:
@@ -193,15 +193,21 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     seconds = tuple(each[stage] for stage in stages)
     run = _run(config, cluster, channels, seconds, traced)
     reduced, gathered = exchange(config, traced, channels, run, seconds, hides=hides)
-    parts = _parts_of_passes(config, seconds, run)
-    parts["data-parallel"] += crowd * (reduced + gathered)
+    breakdown = _parts_of_passes(config, seconds, run)
+    breakdown["data-parallel"] += crowd * (reduced + gathered)
     if tied := tied_elements(config, traced):
-        parts["data-parallel"] += channels.seconds("all_reduce", 4 * tied, "ends")
+        breakdown["data-parallel"] += channels.seconds("all_reduce", 4 * tied, "ends")
     update = optimizer_seconds(config, cluster, rates)
-    parts["optimizer"] = crowd * (update + whole_seconds(config, cluster, channels))
-    parts["host"] += rates.step_overhead_s
+    breakdown["optimizer"] = crowd * (update + full_matrix_seconds(config, cluster, channels))
+    breakdown["host"] += rates.step_overhead_s
     return Estimate(
-        config, cluster, placement, {name: parts[name] for name in PARTS}, channels, run, seconds
+        config,
+        cluster,
+        placement,
+        {name: breakdown[name] for name in PARTS},
+        channels,
+        run,
+        seconds,
     )
 
 
@@ -226,7 +232,7 @@ def _run(
     size = parallel.pipeline_model_parallel_size
     chunks = parallel.num_chunks
     if size > 1:
-        there, back = (
+        forward_times, backward_times = (
             tuple(
                 channels.boundary(rank, forward, traced.layer.hands_on)
                 if chunks > 1 or rank != end
@@ -237,7 +243,7 @@ def _run(
         )
         # On a GPU a pair of ranks has one communicator, which serializes messages in both
         # directions.
-        boundaries = Boundaries(there, back, duplex=cluster.device_type == "cpu")
+        boundaries = Boundaries(forward_times, backward_times, duplex=cluster.device_type == "cpu")
     times = StageTimes(
         tuple(s.forward_s for s in seconds),
         tuple(s.backward_s for s in seconds),
@@ -262,14 +268,18 @@ def _parts_of_passes(
     config: Config, stages: tuple[StageSeconds, ...], run: PipelineRun
 ) -> dict[str, float]:
     rank = busiest_rank(run)
-    own = stages[rank :: config.parallel.pipeline_model_parallel_size]
+    stages_of_rank = stages[rank :: config.parallel.pipeline_model_parallel_size]
     passes = {
-        "forward": sum(s.forward.compute for s in own),
-        "backward": sum(s.backward.compute + s.weight.compute for s in own),
-        "recompute": sum(s.backward.recompute for s in own),
-        "layer messages": sum(s.forward.waited + s.backward.waited + s.weight.waited for s in own),
-        "data-parallel": sum(s.forward.shared + s.backward.shared + s.weight.shared for s in own),
-        "host": sum(sum(s.overhead) for s in own),
+        "forward": sum(s.forward.compute for s in stages_of_rank),
+        "backward": sum(s.backward.compute + s.weight.compute for s in stages_of_rank),
+        "recompute": sum(s.backward.recompute for s in stages_of_rank),
+        "layer messages": sum(
+            s.forward.waited + s.backward.waited + s.weight.waited for s in stages_of_rank
+        ),
+        "data-parallel": sum(
+            s.forward.shared + s.backward.shared + s.weight.shared for s in stages_of_rank
+        ),
+        "host": sum(sum(s.overhead) for s in stages_of_rank),
     }
     # If ranks share cores, passes take longer on the clock than by themselves.
     stretched = run.busy[rank] / sum(passes.values())
@@ -369,14 +379,14 @@ def _moments(
 
     Layers are spread evenly over a pass, with embedding and head at its ends.
     """
-    found = []
+    moments = []
     for number, call in plan.places:
         before = sum(one.layer for one in plan.calls[number][:call])
         share = before / max(1, stages[number].layers)
         begin, end = run.last_backward_start[number], run.last_backward_end[number]
         needed = run.first_forward_start[number] + share * run.pipeline.times.forward[number]
-        found.append((needed, end - share * (end - begin)))
-    return found
+        moments.append((needed, end - share * (end - begin)))
+    return moments
 
 
 def seconds_of_all(channels: Channels, messages: Iterable[GroupMessage]) -> float:
@@ -391,7 +401,7 @@ _WHOLE_BYTES = 40.0
 into and out of a message, and into the next place, four times in bf16."""
 
 
-def bytes_per_element(config: Config, device: str, whole: bool = False) -> float:
+def bytes_per_element(config: Config, device: str, full: bool = False) -> float:
     """Count bytes read and written per element of the master weights
     (engine/update.py).
 
@@ -407,22 +417,22 @@ def bytes_per_element(config: Config, device: str, whole: bool = False) -> float
         else assumed_fusions(kernels, device, dtype_name)
     )
     kernel = fusions.optimizer and has_kernel(config)
-    state, settings = optimizer_state(config).of(whole), config.optimizer
+    state, settings = optimizer_state(config).of(full), config.optimizer
     update = state.traffic_bytes(gradient, kernel, 1.0 / settings.ema_interval)
     if kernel and settings.qk_clip and settings.ema_decay is not None:
         update += 4.0 / settings.ema_interval  # the average reads the clipped weights again
-    update += _WHOLE_BYTES * whole
+    update += _WHOLE_BYTES * full
     if on_cpu and config.engine.cpu_offload:  # copied in and out, each read and written
-        update += 4.0 * streamed_bytes(config, whole)
+        update += 4.0 * streamed_bytes(config, full)
     if dtype_name == "float32":
         return norm + update
     return norm + update + (2.0 if kernel and config.precision.bf16 else 6.0)
 
 
-def streamed_bytes(config: Config, whole: bool = False) -> float:
+def streamed_bytes(config: Config, full: bool = False) -> float:
     """Count bytes of state per owned element that --cpu-offload keeps on the host."""
     master = 0.0 if config.precision.dtype_name == "float32" else 4.0
-    return master + optimizer_state(config).of(whole).bytes
+    return master + optimizer_state(config).of(full).bytes
 
 
 def optimizer_seconds(config: Config, cluster: Cluster, rates: DeviceRates) -> float:
@@ -436,8 +446,8 @@ def optimizer_seconds(config: Config, cluster: Cluster, rates: DeviceRates) -> f
     update = update_seconds(config, cluster.device_type, rates)
     if not config.engine.cpu_offload or cluster.device_type == "cpu":
         return update
-    others, whole = updated_elements(config, cluster.device_type)
-    n_bytes = streamed_bytes(config) * others + streamed_bytes(config, whole=True) * whole
+    regular, full = updated_elements(config, cluster.device_type)
+    n_bytes = streamed_bytes(config) * regular + streamed_bytes(config, full=True) * full
     devices = min(config.parallel.world_size, cluster.devices_per_node)
     _, memory, link = cluster.host
     return max(update, n_bytes / (1e9 * link), 2 * n_bytes * devices / (1e9 * memory))
@@ -445,11 +455,11 @@ def optimizer_seconds(config: Config, cluster: Cluster, rates: DeviceRates) -> f
 
 def update_seconds(config: Config, device: str, rates: DeviceRates) -> float:
     """Time the update on the device with the most elements, which all others wait for."""
-    elements, whole = updated_elements(config, device)
-    others = rates.update_s(elements, bytes_per_element(config, device))
-    if not whole:
-        return others
-    return others + rates.update_s(whole, bytes_per_element(config, device, whole=True))
+    elements, full = updated_elements(config, device)
+    regular = rates.update_s(elements, bytes_per_element(config, device))
+    if not full:
+        return regular
+    return regular + rates.update_s(full, bytes_per_element(config, device, full=True))
 
 
 def updated_elements(config: Config, device: str) -> tuple[float, float]:
@@ -466,7 +476,7 @@ def updated_elements(config: Config, device: str) -> tuple[float, float]:
     return owned[False], owned[True]
 
 
-def whole_seconds(config: Config, cluster: Cluster, channels: Channels) -> float:
+def full_matrix_seconds(config: Config, cluster: Cluster, channels: Channels) -> float:
     """Time the work on parameters that the optimizer takes whole, and its messages.
 
     The ranks of a stage share the parameters (engine/full_matrices.py). On a GPU the messages of a round
@@ -477,10 +487,10 @@ def whole_seconds(config: Config, cluster: Cluster, channels: Channels) -> float
     traced, parameters, sent = trace(config, device), list[Sharding](), 0.0
     for rank in range(config.parallel.pipeline_model_parallel_size):
         plan, records = plan_of_rank(config, traced, rank)
-        whole = [bucket for bucket in plan.buckets if bucket.kind.whole]
-        if (owned := sum(map(zero.owned, whole))) > sent:
+        full = [bucket for bucket in plan.buckets if bucket.kind.whole]
+        if (owned := sum(map(zero.owned, full))) > sent:
             sent = owned
-            parameters = [records[number] for bucket in whole for number in bucket.members]
+            parameters = [records[number] for bucket in full for number in bucket.members]
     if not parameters:
         return 0.0
     shapes = {p.name: p.global_shape[p.experts :] for p in parameters}  # of one expert
@@ -553,7 +563,7 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
     after = _exchanged(config, traced, channels, seconds, hides)
     after += max(each[stage][1] for stage in stages[:size])
     after += optimizer_seconds(config, cluster, rates)
-    after += whole_seconds(config, cluster, channels)
+    after += full_matrix_seconds(config, cluster, channels)
     return passes + crowd * after + rates.step_overhead_s
 
 
@@ -579,9 +589,9 @@ def _seconds(
     lanes = tuple(channels.lanes[name] for name in (*OF_PASSES, *sorted(groups)))
     key = traced, stage, rates, lanes, hides, plan
     if key not in _known:
-        found = stage_seconds(traced, stage, rates, channels.seconds, hides=hides, plan=plan)
-        seconds = found.forward_s, found.backward_s, found.weight_s
-        _known[key] = seconds, found.first + found.last
+        timed = stage_seconds(traced, stage, rates, channels.seconds, hides=hides, plan=plan)
+        seconds = timed.forward_s, timed.backward_s, timed.weight_s
+        _known[key] = seconds, timed.first + timed.last
     return _known[key]
 
 
@@ -625,14 +635,14 @@ def _exchanged(
     chunks = config.parallel.num_chunks
     if zero.line == 1:
         return 0.0
-    own = stages_of(config)[::size]
-    layers = max(1, sum(stage.layers for stage in own))
+    stages_of_rank = stages_of(config)[::size]
+    layers = max(1, sum(stage.layers for stage in stages_of_rank))
 
-    def left(whole: float, beside: float, overlaps: bool) -> float:
+    def left(total: float, beside: float, overlaps: bool) -> float:
         if not (overlaps and hides):
-            return whole
+            return total
         return max(
-            whole / chunks - beside, whole - (1 + (chunks - 1) * size) * beside, whole / layers
+            total / chunks - beside, total - (1 + (chunks - 1) * size) * beside, total / layers
         )
 
     sums, returns = messages_at_end(plan_of_rank(config, traced, 0).plan)

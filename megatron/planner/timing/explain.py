@@ -41,49 +41,49 @@ _Row = tuple[str, str, str, str]
 _MESSAGE_COLUMNS = ("message", "formula", "time", "overlaps with")
 
 
-def explain(found: Estimate) -> list[Table]:
+def explain(predicted: Estimate) -> list[Table]:
     """Explain an estimate in tables, beginning with a layer and the other parts of the busiest rank."""
-    traced = trace(found.config, found.cluster.device_type)
-    rank = busiest_rank(found.run)
-    stages = stages_of(found.config)
-    own = stages[rank :: found.config.parallel.pipeline_model_parallel_size]
-    parts = dict[str, TracedModule]()
-    for kind, of_kind in zip(kinds_of_layers(found.config.model)[0], traced.kinds, strict=True):
-        for name, part in zip(("", "recomputed "), of_kind, strict=True):
-            if part is not None:
-                parts[f"one {name}layer{_kind(kind, len(traced.kinds))}"] = part
-    if own[0].first:
-        parts["the embedding"] = traced.embedding
-    if own[-1].last:
-        parts["the output layer"] = traced.head
-    device = device_unit(found.cluster.device)
+    traced = trace(predicted.config, predicted.cluster.device_type)
+    rank = busiest_rank(predicted.run)
+    stages = stages_of(predicted.config)
+    rank_stages = stages[rank :: predicted.config.parallel.pipeline_model_parallel_size]
+    modules = dict[str, TracedModule]()
+    for kind, of_kind in zip(kinds_of_layers(predicted.config.model)[0], traced.kinds, strict=True):
+        for name, module in zip(("", "recomputed "), of_kind, strict=True):
+            if module is not None:
+                modules[f"one {name}layer{_kind(kind, len(traced.kinds))}"] = module
+    if rank_stages[0].first:
+        modules["the embedding"] = traced.embedding
+    if rank_stages[-1].last:
+        modules["the output layer"] = traced.head
+    device = device_unit(predicted.cluster.device)
     tables = list[Table]()
-    for title, part in parts.items():
-        for half, of in _passes(part, stages[0].split):
+    for title, module in modules.items():
+        for half, of in _passes(module, stages[0].split):
             if of.steps:
-                tables.append(_pass(found, f"{title}, {half}, on one {device}", of))
-    tables += _stages(found, rank), _step(found, rank)
-    if (plan := plan_in_passes(found.config, traced, own[0])) is not None:
-        tables += _zero_steps(plan), *_zero_messages(found, traced, own, rank)
-    if zero_of(found.config).line > 1:
-        tables.append(_end_of_step(found, rank))
-    return [*tables, _memory(found), _figures(found)]
+                tables.append(_pass(predicted, f"{title}, {half}, on one {device}", of))
+    tables += _stages(predicted, rank), _step(predicted, rank)
+    if (plan := plan_in_passes(predicted.config, traced, rank_stages[0])) is not None:
+        tables += _zero_steps(plan), *_zero_messages(predicted, traced, rank_stages, rank)
+    if zero_of(predicted.config).line > 1:
+        tables.append(_end_of_step(predicted, rank))
+    return [*tables, _memory(predicted), _figures(predicted)]
 
 
 def _kind(kind: LayerKind, kinds: int) -> str:
     """Describe a kind of layers, if there are several."""
     if kinds == 1:
         return ""
-    parts = (" without window" * kind.unlimited, " with experts" * kind.experts)
-    return "".join(parts) or " without experts"
+    properties = (" without window" * kind.unlimited, " with experts" * kind.experts)
+    return "".join(properties) or " without experts"
 
 
-def _passes(part: TracedModule, split: bool) -> list[tuple[str, Pass]]:
+def _passes(module: TracedModule, split: bool) -> list[tuple[str, Pass]]:
     """Return the title of each pass with it."""
-    passes = [("forward", part.forward)]
+    passes = [("forward", module.forward)]
     if not split:
-        return [*passes, ("backward", part.backward)]
-    return [*passes, ("backward, inputs", part.inputs), ("backward, weights", part.weights)]
+        return [*passes, ("backward", module.backward)]
+    return [*passes, ("backward, inputs", module.inputs), ("backward, weights", module.weights)]
 
 
 def _time(seconds: float) -> str:
@@ -93,9 +93,9 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.4g} us"
 
 
-def _pass(found: Estimate, title: str, of: Pass) -> Table:
+def _pass(predicted: Estimate, title: str, of: Pass) -> Table:
     """Tabulate each distinct operation of each module, and each distinct message."""
-    rates = rates_of(found.cluster, found.config.precision.dtype_name)
+    rates = rates_of(predicted.cluster, predicted.config.precision.dtype_name)
     rows = list[_Row]()
     total = sum(seconds_of(operation, rates) for operation in of.computations())
     rest = 0.0
@@ -110,15 +110,15 @@ def _pass(found: Estimate, title: str, of: Pass) -> Table:
                 rest += seconds
     rows.append(("others", f"of at most {100 * _SMALL:g} % of the pass each", _time(rest), ""))
     rows.append(("computations", "sum of the above", _time(total), ""))
-    rows += _messages(found, of.messages(), "hidden if it overlaps with a product")
+    rows += _messages(predicted, of.messages(), "hidden if it overlaps with a product")
     return Table(title, ("operation", "formula", "time", "module"), rows)
 
 
-def _messages(found: Estimate, messages: Iterable[GroupMessage], overlap: str) -> list[_Row]:
+def _messages(predicted: Estimate, messages: Iterable[GroupMessage], overlap: str) -> list[_Row]:
     """Return a row for each distinct message."""
     rows = list[_Row]()
     for message, count in Counter(messages).items():
-        each = found.channels.seconds(*message)
+        each = predicted.channels.seconds(*message)
         formula = f"{count} x {message.bytes / 1e6:.4g} MB, {_time(each)} each"
         name = f"message: {message.group}, {message.kind}"
         rows.append((name, formula, _time(count * each), overlap))
@@ -150,12 +150,12 @@ def _described(operation: Computation, count: int, seconds: float) -> tuple[str,
     )
 
 
-def _stages(found: Estimate, rank: int) -> Table:
+def _stages(predicted: Estimate, rank: int) -> Table:
     """Tabulate each pass of each stage of a rank."""
     rows = []
-    stages = stages_of(found.config)
-    for number in range(rank, len(stages), found.config.parallel.pipeline_model_parallel_size):
-        seconds = found.stage_seconds[number]
+    stages = stages_of(predicted.config)
+    for number in range(rank, len(stages), predicted.config.parallel.pipeline_model_parallel_size):
+        seconds = predicted.stage_seconds[number]
         name = f"stage {number}, {stages[number].layers} layer(s)"
         for title, of, host in zip(
             ("forward", "backward", "weight gradients"),
@@ -178,11 +178,11 @@ def _stages(found: Estimate, rank: int) -> Table:
     return Table(f"one micro-batch on pipeline rank {rank}, the busiest one", columns, rows)
 
 
-def _step(found: Estimate, rank: int) -> Table:
-    config = found.config
+def _step(predicted: Estimate, rank: int) -> Table:
+    config = predicted.config
     zero = zero_of(config)
-    run = found.run
-    layout = found.placement.layout
+    run = predicted.run
+    layout = predicted.placement.layout
     m = config.num_micro_batches()
     batch = config.batch
     samples = (
@@ -192,24 +192,24 @@ def _step(found: Estimate, rank: int) -> Table:
         (
             "devices",
             f"TP {layout.tensor} x PP {layout.pipeline} x DP {layout.data}",
-            f"{found.devices}",
+            f"{predicted.devices}",
         ),
         *_zero(zero),
         ("micro-batches", samples, f"{m}"),
         ("passes", f"{m} x {_time(run.busy[rank] / m)} on rank {rank}", _time(run.busy[rank])),
         *(
-            (name, f"{100 * seconds / found.seconds:.1f} % of the step", _time(seconds))
-            for name, seconds in found.parts.items()
+            (name, f"{100 * seconds / predicted.seconds:.1f} % of the step", _time(seconds))
+            for name, seconds in predicted.breakdown.items()
             if seconds
         ),
-        ("step", "sum of the parts", _time(found.seconds)),
+        ("step", "sum of the parts", _time(predicted.seconds)),
     ]
     for name, flops, share in (
-        ("MFU", found.model_flops, found.mfu),
-        ("HFU, with recomputation", found.hardware_flops, found.hfu),
+        ("MFU", predicted.model_flops, predicted.mfu),
+        ("HFU, with recomputation", predicted.hardware_flops, predicted.hfu),
     ):
-        each = f"{flops:.5g} FLOPs / ({_time(found.seconds)} x {found.devices} devices)"
-        each += f" = {flops / found.seconds / found.devices / 1e12:.1f} TFLOP/s"
+        each = f"{flops:.5g} FLOPs / ({_time(predicted.seconds)} x {predicted.devices} devices)"
+        each += f" = {flops / predicted.seconds / predicted.devices / 1e12:.1f} TFLOP/s"
         rows.append((name, each, "" if share is None else f"{100 * share:.1f} %"))
     return Table("one step", ("part", "formula", "value"), rows)
 
@@ -264,7 +264,7 @@ def _instructions(
 ) -> str:
     """Describe the instructions around a step, by the place of their parameters."""
 
-    def place(bucket: int) -> str:
+    def position(bucket: int) -> str:
         ends = [plan.places[member][1] for member in plan.buckets[bucket].members]
         first = min(ends)
         last = max(ends)
@@ -272,53 +272,57 @@ def _instructions(
             return _AWAY.get(first - step.call, _call(plan, first))
         return " to ".join(dict.fromkeys((_call(plan, first), _call(plan, last))))
 
-    counts = Counter(f"{one.op.value} {place(one.bucket)}" for one in instructions)
+    counts = Counter(f"{one.op.value} {position(one.bucket)}" for one in instructions)
     return ", ".join(f"{words} ({n} buckets)" if n > 1 else words for words, n in counts.items())
 
 
 def _zero_messages(
-    found: Estimate, traced: Trace, stages: Sequence[StageWork], rank: int
+    predicted: Estimate, traced: Trace, stages: Sequence[StageWork], rank: int
 ) -> Iterator[Table]:
     """Tabulate the messages of ZeRO in the passes of one micro-batch."""
-    engine = found.config.engine
+    engine = predicted.config.engine
     for name in ("forward", "backward", "weight"):
         overlaps = engine.overlap_param_gather if name == "forward" else engine.overlap_grad_reduce
-        hides = overlaps and found.cluster.device_type != "cpu"
+        hides = overlaps and predicted.cluster.device_type != "cpu"
         beside = "steps of the pass" if hides else ""
         messages = list[GroupMessage]()
         for stage in stages:
-            if (plan := plan_in_passes(found.config, traced, stage)) is not None:
+            if (plan := plan_in_passes(predicted.config, traced, stage)) is not None:
                 messages += messages_in_passes(traced, stage, plan, name)
         if messages:
             title = f"messages of ZeRO in one {name} pass, pipeline rank {rank}"
-            yield Table(title, _MESSAGE_COLUMNS, _messages(found, messages, beside))
+            yield Table(title, _MESSAGE_COLUMNS, _messages(predicted, messages, beside))
 
 
-def _end_of_step(found: Estimate, rank: int) -> Table:
+def _end_of_step(predicted: Estimate, rank: int) -> Table:
     """Tabulate the messages that sum gradients and gather new weights."""
-    engine = found.config.engine
-    hides = found.cluster.device_type != "cpu"
-    traced = trace(found.config, found.cluster.device_type)
-    sums, news = messages_at_end(plan_of_rank(found.config, traced, rank).plan)
-    rows = _messages(found, sums, "last backward pass" * (engine.overlap_grad_reduce and hides))
-    rows += _messages(found, news, "first forward pass" * (engine.overlap_param_gather and hides))
+    engine = predicted.config.engine
+    hides = predicted.cluster.device_type != "cpu"
+    traced = trace(predicted.config, predicted.cluster.device_type)
+    sums, news = messages_at_end(plan_of_rank(predicted.config, traced, rank).plan)
+    rows = _messages(predicted, sums, "last backward pass" * (engine.overlap_grad_reduce and hides))
+    rows += _messages(
+        predicted, news, "first forward pass" * (engine.overlap_param_gather and hides)
+    )
     return Table(f"messages at the end of a step, pipeline rank {rank}", _MESSAGE_COLUMNS, rows)
 
 
-def _memory(found: Estimate) -> Table:
-    peak = max(found.memory, key=lambda rank: rank.total)
-    parts = {
+def _memory(predicted: Estimate) -> Table:
+    peak = max(predicted.memory, key=lambda rank: rank.total)
+    tensors = {
         name: value for name, value in vars(peak).items() if isinstance(value, float) and value
     }
-    parts["all"] = peak.total
-    if on_host := host_bytes(found.config, peak.rank, found.cluster.device_type):
-        parts["on the host, for each device"] = on_host
-    rows = [(name, f"{value / GIB:.2f}") for name, value in parts.items()]
+    tensors["all"] = peak.total
+    if on_host := host_bytes(predicted.config, peak.rank, predicted.cluster.device_type):
+        tensors["on the host, for each device"] = on_host
+    rows = [(name, f"{value / GIB:.2f}") for name, value in tensors.items()]
     return Table(f"memory, rank {peak.rank}", ("tensors", "GiB"), rows)
 
 
-def _figures(found: Estimate) -> Table:
-    rows = [(used.figure, used.value, used.basis, used.source) for used in found.confidence.used]
+def _figures(predicted: Estimate) -> Table:
+    rows = [
+        (used.figure, used.value, used.basis, used.source) for used in predicted.confidence.used
+    ]
     return Table(
         "figures of the machine that were used", ("figure", "value", "basis", "source"), rows
     )

@@ -77,7 +77,7 @@ class _Timed(NamedTuple):
 
     steps     messages, and the seconds between them
     compute   seconds of computations, without recomputation
-    again     seconds of recomputation
+    recompute seconds of recomputation
     complete  after which share of these seconds gradients are complete, by the place of the
               parameter
     """
@@ -99,13 +99,13 @@ def _timed(of: Pass, rates: DeviceRates) -> _Timed:
             steps += [since, step]
             since = 0.0
         elif isinstance(step, Sum):
-            complete += [(step.place, sum(sums.values()))] * step.complete
+            complete += [(step.parameter, sum(sums.values()))] * step.complete
         elif not isinstance(step, Alloc | Free):
             seconds = seconds_of(step.operation if isinstance(step, Recomputed) else step, rates)
             sums[isinstance(step, Recomputed)] += seconds
             since += seconds
     total = sum(sums.values())
-    shares = ((place, at / total if total else 1.0) for place, at in complete)
+    shares = ((parameter, at / total if total else 1.0) for parameter, at in complete)
     return _Timed((*steps, since), sums[False], sums[True], tuple(shares))
 
 
@@ -129,13 +129,13 @@ def pass_seconds(
             continue
         if isinstance(step, Post):
             group = step.message.group
-            there = max(clock, free.get(group, 0.0)) + message_s(*step.message)
-            free[group] = arrives[step.number] = there
+            arrival = max(clock, free.get(group, 0.0)) + message_s(*step.message)
+            free[group] = arrives[step.number] = arrival
             if hides:
                 continue
-        there = max(clock, arrives.get(step.number, 0.0))
-        waited = waited + there - clock
-        clock = there
+        arrival = max(clock, arrives.get(step.number, 0.0))
+        waited = waited + arrival - clock
+        clock = arrival
     return PassSeconds(compute, recompute, waited)
 
 
@@ -180,31 +180,33 @@ def stage_seconds(
 
     plan  of ZeRO, for the stage as number 0, where passes send its messages
     """
-    found, of_pass = {}, dict[Pass, TimedPass]()
+    passes, of_pass = {}, dict[Pass, TimedPass]()
     for name, runs in stage_passes(trace, stage).items():
-        parts = [(run, pass_seconds(run.of, rates, message_s, hides=hides)) for run in runs]
+        timed_runs = [(run, pass_seconds(run.of, rates, message_s, hides=hides)) for run in runs]
         of_pass |= {
-            run.of: TimedPass(one.total, _timed(run.of, rates).complete) for run, one in parts
+            run.of: TimedPass(one.total, _timed(run.of, rates).complete) for run, one in timed_runs
         }
-        compute = sum(run.times * one.compute for run, one in parts if not run.recompute)
+        compute = sum(run.times * one.compute for run, one in timed_runs if not run.recompute)
         recompute = sum(
-            run.times * (one.recompute + one.compute * run.recompute) for run, one in parts
+            run.times * (one.recompute + one.compute * run.recompute) for run, one in timed_runs
         )
-        waited = sum(run.times * one.waited for run, one in parts)
-        found[name] = PassSeconds(compute, recompute, waited)
+        waited = sum(run.times * one.waited for run, one in timed_runs)
+        passes[name] = PassSeconds(compute, recompute, waited)
     first = last = 0.0
     if plan is not None and message_s is not None:
         steps = zero_steps(trace, stage, plan)
         by_pass, first, last = zero_waits(steps, of_pass, message_s, hides)
         for name, shared in by_pass.items():
-            found[name] = found[name]._replace(shared=shared)
+            passes[name] = passes[name]._replace(shared=shared)
     recomputed = sum(stage.recomputed)
     each = rates.instruction_overhead_s
     ahead = rates.layer_forward_overhead_s
     back = rates.layer_backward_overhead_s
     backward = each + back * stage.layers + ahead * recomputed
     overhead = each + ahead * stage.layers, backward, each if stage.split else 0.0
-    return StageSeconds(found["forward"], found["backward"], found["weight"], overhead, first, last)
+    return StageSeconds(
+        passes["forward"], passes["backward"], passes["weight"], overhead, first, last
+    )
 
 
 class ZeroWaits(NamedTuple):
@@ -295,7 +297,9 @@ def zero_waits(
 
 def _sums(step: ZeroStep, timed: TimedPass) -> Iterator[tuple[float, Sends]]:
     """Yield what follows the completion of buckets, and after which share of a step."""
-    complete = {step.buckets[place]: share for place, share in timed.complete if step.buckets}
+    complete = {
+        step.buckets[parameter]: share for parameter, share in timed.complete if step.buckets
+    }
     sends, share = list[tuple[BucketInstruction, tuple[GroupMessage, ...]]](), 0.0
     for instruction, messages in step.after:
         sends.append((instruction, messages))

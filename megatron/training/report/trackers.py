@@ -22,7 +22,7 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.errors import ConfigError
-from megatron.parallel.environment import whole
+from megatron.parallel.environment import natural_number
 from megatron.protocols import Callback
 from megatron.training.report import mlflow_writer
 from megatron.training.report.events import End, Event, Start, scalars
@@ -260,7 +260,7 @@ class WandB(Callback):
                 ),
             )
             before = _known(self._step_file, event) if known else None
-            self._step = max(run.starting_step, whole(before or "") or 0)
+            self._step = max(run.starting_step, natural_number(before or "") or 0)
             # Steps of Weights & Biases only grow; iterations begin again after a roll-back.
             self._wandb.define_metric("*", step_metric="iteration")
             _remember(self._id, id_)

@@ -115,11 +115,11 @@ def run_training(
     if ranks is None:
         order = config.parallel.rank_order or DEFAULT_ORDER
         ranks = RankPlan(RankMapping(config.parallel.device_order or (), rank_order=order))
-    alike = identity(config, ranks.placing.agreed) if launch.world_size > 1 else None
+    alike = identity(config, ranks.mapping.agreed) if launch.world_size > 1 else None
     shown = Console(launch.rank == 0).doing(f"connecting {launch.world_size} process(es)")
     with shown:
         backend = config.parallel.distributed_backend
-        rendezvous = connect(launch, timeout, backend, ranks.placing, alike)
+        rendezvous = connect(launch, timeout, backend, ranks.mapping, alike)
     launch = rendezvous.launch
     if renumbered is not None:
         renumbered(launch.rank)
@@ -135,7 +135,7 @@ def run_training(
                 *environment,
                 *host,
             ]
-        topology = connect_groups(config, rendezvous, timeout, ranks.placing.rank_order)
+        topology = connect_groups(config, rendezvous, timeout, ranks.mapping.rank_order)
         if claim is not None:
             decided_by_first(topology, partial(claim.take, partial(print, flush=True)))
         watchdog = build_watchdog(config, topology, rendezvous)

@@ -24,7 +24,7 @@ from megatron.config import Config
 from megatron.config.duration import duration_s, show_duration
 from megatron.parallel import collectives
 from megatron.parallel.collectives import Started
-from megatron.parallel.environment import ask_slurm, job_name, whole
+from megatron.parallel.environment import ask_slurm, job_name, natural_number
 from megatron.parallel.topology import Topology
 from megatron.training.run.process import Signals
 
@@ -219,7 +219,7 @@ class SlurmEnd:
         self._end: float | None = None
         self._warned = False
         self._closed = threading.Event()
-        promised = whole(self.environ.get("SLURM_JOB_END_TIME", ""))
+        promised = natural_number(self.environ.get("SLURM_JOB_END_TIME", ""))
         self._promised = None if promised is None else self.clock() + promised - time.time()
         self.thread = threading.Thread(target=self._keep_asking, name="wall time", daemon=True)
         self.thread.start()

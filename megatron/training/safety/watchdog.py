@@ -485,7 +485,7 @@ def _describe(
         of_trouble.setdefault(_trouble(seen.get(rank)), []).append(rank)
     for trouble, those in of_trouble.items():
         where = (
-            seen[r].place if r in seen else places[r] if r < len(places) else "an unknown node"
+            seen[r].location if r in seen else places[r] if r < len(places) else "an unknown node"
             for r in those
         )
         named = list(dict.fromkeys(where))

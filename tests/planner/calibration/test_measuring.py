@@ -153,7 +153,7 @@ def test_every_task_runs(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     for task in found:
         made = task.make()()
         if task.figure == f"products.{dtype}":
-            assert made[0].shape == task.place[:2] and bool(made[0].any())
+            assert made[0].shape == task.arguments[:2] and bool(made[0].any())
     listed = {
         (work.m, work.n, work.k)
         for t in (1, 2)
@@ -167,7 +167,7 @@ def test_every_task_runs(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatc
         for work in half.computations()
         if isinstance(work, Product) and work.batch == 1
     }
-    assert {task.place for task in found if task.figure == f"products.{dtype}"} == listed
+    assert {task.arguments for task in found if task.figure == f"products.{dtype}"} == listed
     wanted = {
         f"products.{dtype}",
         "update_gb_per_s",
@@ -176,7 +176,7 @@ def test_every_task_runs(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     if "attention_backend" not in changes:
         wanted |= {f"attention.{dtype}.forward", f"attention.{dtype}.backward"}
     assert wanted <= {task.figure for task in found}
-    places = [(task.figure, task.place) for task in found]
+    places = [(task.figure, task.arguments) for task in found]
     assert len(set(places)) == len(places), "no point is measured twice"
 
 

@@ -68,15 +68,17 @@ def test_parts_add_up(config, factor):
     """
     for name, machine in MACHINES.items():
         found = estimate(config, machine)
-        assert tuple(found.parts) == PARTS
-        assert all(seconds >= 0 for seconds in found.parts.values())
-        after = sum(found.parts[part] for part in ("data-parallel", "optimizer"))
+        assert tuple(found.breakdown) == PARTS
+        assert all(seconds >= 0 for seconds in found.breakdown.values())
+        after = sum(found.breakdown[part] for part in ("data-parallel", "optimizer"))
         overhead_s = rates_of(machine, config.precision.dtype_name).step_overhead_s
         if name == "busy host":
             rank = busiest_rank(found.run)
             own = found.stage_seconds[rank :: config.parallel.pipeline_model_parallel_size]
             of_passes = config.num_micro_batches() * sum(sum(stage.overhead) for stage in own)
-            assert found.parts["host"] == pytest.approx(of_passes + overhead_s) and of_passes > 0
+            assert (
+                found.breakdown["host"] == pytest.approx(of_passes + overhead_s) and of_passes > 0
+            )
         assert found.run.makespan + after + overhead_s == pytest.approx(found.seconds)
         assert 0 < found.mfu <= found.hfu < 1
         tokens = config.batch.global_batch_size * config.model.seq_length
@@ -135,10 +137,10 @@ def test_equal_stages_have_the_bubble_of_the_closed_form(p, v, m):
     fast = dataclasses.replace(free, links=links, collective_gb_per_s={}, nic_gb_per_s=1e9)
     found = estimate(config, fast)
     busy = found.run.busy[busiest_rank(found.run)]
-    assert found.parts["bubble"] + found.parts["pipeline messages"] == pytest.approx(
+    assert found.breakdown["bubble"] + found.breakdown["pipeline messages"] == pytest.approx(
         (p - 1) / (v * m) * busy, rel=0.02
     )
-    assert found.parts["pipeline messages"] < 1e-3 * found.seconds
+    assert found.breakdown["pipeline messages"] < 1e-3 * found.seconds
 
 
 def test_memory_bandwidth_and_rates_go_into_their_parts():
@@ -148,8 +150,8 @@ def test_memory_bandwidth_and_rates_go_into_their_parts():
     found = estimate(config, FRONTIER)
     twice = FRONTIER.with_figures([FRONTIER.compute["update_gb_per_s"].scaled(0.5)])
     changed = estimate(config, twice)
-    assert changed.parts["optimizer"] == pytest.approx(2 * found.parts["optimizer"])
-    assert changed.seconds - found.seconds == pytest.approx(found.parts["optimizer"])
+    assert changed.breakdown["optimizer"] == pytest.approx(2 * found.breakdown["optimizer"])
+    assert changed.seconds - found.seconds == pytest.approx(found.breakdown["optimizer"])
 
 
 def test_bf16_moments_and_an_average_count_in_the_update():
@@ -160,7 +162,7 @@ def test_bf16_moments_and_an_average_count_in_the_update():
     """
 
     def update_s(flags: str = "") -> float:
-        return estimate(run(flags), FRONTIER).parts["optimizer"]
+        return estimate(run(flags), FRONTIER).breakdown["optimizer"]
 
     plain, narrow = update_s(), "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
     for fields, n_bytes in (
@@ -178,7 +180,7 @@ def test_bf16_moments_and_an_average_count_in_the_update():
 def test_the_update_is_divided_over_replicas_by_zero_alone():
     def update_s(replicas: int, stage: int) -> float:
         config = run(f"--world-size {replicas} --global-batch-size {replicas} --zero-stage {stage}")
-        return estimate(config, FRONTIER).parts["optimizer"]
+        return estimate(config, FRONTIER).breakdown["optimizer"]
 
     assert update_s(8, 0) == update_s(2, 0)
     assert update_s(8, 1) == pytest.approx(update_s(2, 1) / 4, rel=0.02)
@@ -229,10 +231,10 @@ def test_ranks_that_share_cores_take_turns():
     shared = dataclasses.replace(alone, shared_cores=2)
     one, two = estimate(config, alone), estimate(config, shared)
     assert two.run.makespan == pytest.approx(2 * one.run.makespan)
-    assert two.parts["forward"] == pytest.approx(2 * one.parts["forward"])
-    assert two.parts["optimizer"] == pytest.approx(2 * one.parts["optimizer"])
-    assert two.parts["host"] == pytest.approx(one.parts["host"])
-    assert two.parts["bubble"] == pytest.approx(0, abs=1e-9)
+    assert two.breakdown["forward"] == pytest.approx(2 * one.breakdown["forward"])
+    assert two.breakdown["optimizer"] == pytest.approx(2 * one.breakdown["optimizer"])
+    assert two.breakdown["host"] == pytest.approx(one.breakdown["host"])
+    assert two.breakdown["bubble"] == pytest.approx(0, abs=1e-9)
     one_s, two_s = (
         folded_seconds(config, cluster, Channels(config, cluster, found.placement))
         for cluster, found in ((alone, one), (shared, two))
@@ -274,7 +276,7 @@ def test_the_explanation_adds_up(more: str):
     parts = {part: _seconds(step[part]) for part in PARTS if part in step}
     assert sum(parts.values()) == pytest.approx(_seconds(step["step"]), rel=2e-3)
     assert parts == pytest.approx(
-        {part: value for part, value in found.parts.items() if value}, rel=2e-3
+        {part: value for part, value in found.breakdown.items() if value}, rel=2e-3
     )
     assert step["MFU"] == f"{100 * found.mfu:.1f} %"
 
@@ -293,7 +295,7 @@ def test_listed_messages_of_zero_are_all_that_a_step_waits_for(stage: int):
     passes = sum(s for title, s in listed.items() if title.startswith("messages of ZeRO in one"))
     ends = listed["messages at the end of a step, pipeline rank 0"]
     assert (passes > 0) == (stage > 1) and ends > 0
-    assert found.parts["data-parallel"] == pytest.approx(2 * passes + ends, rel=1e-3)
+    assert found.breakdown["data-parallel"] == pytest.approx(2 * passes + ends, rel=1e-3)
     row = next(row for row in tables["one step"] if row[0] == "ZeRO")
     divided = {1: "", 2: "gradients over 4 ranks, ", 3: "weights and gradients over 4 ranks, "}
     assert row[1:] == (f"{divided[stage]}states over 16", f"stage {stage}")

@@ -82,7 +82,7 @@ def test_experts_are_worked_on_one_by_one_by_all_ranks() -> None:
             expert_model_parallel_size=expert,
             zero_stage=zero,
         )
-        return estimate(config, cluster).parts["optimizer"]
+        return estimate(config, cluster).breakdown["optimizer"]
 
     few, many = optimizer_s(8, 1, 0), optimizer_s(16, 2, 0)
     assert many == pytest.approx(few, rel=0.05) and optimizer_s(16, 1, 0) > 1.7 * few
@@ -103,7 +103,7 @@ def test_more_ranks_share_the_work() -> None:
             tensor_model_parallel_size=tensor,
             zero_stage=zero,
         )
-        return estimate(config, cluster).parts["optimizer"]
+        return estimate(config, cluster).breakdown["optimizer"]
 
     alone = optimizer_s(1, 1)
     # not less than products of these sizes at the peak of the machine
