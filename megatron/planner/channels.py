@@ -8,15 +8,15 @@ RCCL do when they choose an algorithm (src/graph/tuning.cc of both):
     tree  2 (ranks of a node - 1) steps within nodes and 2 log2(nodes) between them, for an
           all-reduce
 
-The faster algorithm counts. In an all-to-all every rank sends a part to each other rank, directly.
-Its bytes are counted on the links between the devices of a node, of which equally short ways carry
-equal parts, and on the cards of a node for ranks on other nodes. The most loaded one decides. Its
-messages begin eight at a time, as in NCCL (NCCL_MAX_DEV_WORK_P2P_PER_BATCH), each with the latency
-of a step. In a ring message every rank sends to the next member and receives from the one before:
-one step of a ring. A message between stages occupies its link in proportion to its bytes,
-on the busiest link or card while all boundaries send in the same direction, and arrives one latency
-later. If a machine's file has measured seconds (`compute.collectives`, `compute.messages`), these
-are interpolated linearly between sizes instead.
+The faster algorithm counts. In an all-to-all every rank sends one slice directly to each other
+rank. The bytes are counted on the links between the devices of a node, split evenly over equally
+short paths, and on the cards of a node for ranks on other nodes. The most loaded link or card sets
+the time. Messages begin eight at a time, as in NCCL (NCCL_MAX_DEV_WORK_P2P_PER_BATCH), each with
+the latency of a step. In a ring message every rank sends to the next member and receives from the
+previous one: one step of a ring. A message between stages occupies its link in proportion to its
+bytes, on the busiest link or card while all boundaries send in the same direction, and arrives one
+latency later. If a machine's file has measured seconds (`compute.collectives`,
+`compute.messages`), these are interpolated linearly between sizes instead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure, FigureReader, Used
 from megatron.planner.node_links import ESTIMATED, NodeLinks, Rate, Step, node_links, path_of
 
-_AT_ONCE = 8  # messages of an all-to-all
+_AT_ONCE = 8  # messages of an all-to-all in flight
 _NOWHERE = -1
 _AWAY = -2
 """Ends of a message other than a position on the same node: no message, or another node."""
@@ -70,7 +70,7 @@ class Placement:
 
     @property
     def chosen_devices(self) -> tuple[int, ...]:
-        """Device order; empty on a part of a node, which has no devices to choose from."""
+        """Device order; empty on part of a node, which leaves no choice of devices."""
         full_node = len(self.device_order) == self.cluster.devices_per_node
         return self.device_order if full_node else ()
 
@@ -83,8 +83,8 @@ class Placement:
 class Channels(FigureReader):
     """Seconds of messages on a placement, by their bytes.
 
-    lanes       the groups of each line of ranks, by name (Layout.lines, lines_of), and of the
-                stages of a tied embedding, "ends"
+    lanes       groups of each mesh dimension, by name (Layout.lines, lines_of), and "ends", the
+                stages with a tied embedding
     boundaries  for each pipeline rank's boundary to the next: whether both ends are on one node ->
                 seconds per byte on the link, in the slowest such replica
     """
@@ -104,10 +104,10 @@ class Channels(FigureReader):
         self._seconds: dict[tuple[str, str, float], float] = {}
 
     def seconds(self, kind: str, n_bytes: float, group: str = "tensor") -> float:
-        """Time a collective (events.Message) of all groups of one direction.
+        """Time a collective (events.GroupMessage) in all groups of one mesh dimension.
 
-        `kind` "reduce" goes to one member, along a chain of all. The engine sums gradients in this
-        way on a CPU, for one owner after another.
+        `kind` "reduce" runs along a chain of all members to one of them. On a CPU the engine sums
+        gradients in this way, for one owner after another.
         """
         if kind == "reduce_scatter" and self._reduces and group not in OF_PASSES:
             ranks = self.lanes[group].ranks
@@ -189,8 +189,8 @@ class Channels(FigureReader):
 def _measured(figure: Figure, group: GroupLink) -> list[tuple[float, ...]]:
     """List the measured bytes and seconds of groups like this one.
 
-    Such a group has as many ranks and, like this one, is on one node or on several. If several were
-    measured, the one with the nearest number of nodes counts, then the nearest stride.
+    Such a group has the same number of ranks and, like this one, is on one node or on several. If
+    several were measured, the one with the nearest number of nodes counts, then the nearest stride.
     """
     like = [p for p in figure.points if p[1] == group.ranks and (p[2] > 1) == (group.nodes > 1)]
 
@@ -224,10 +224,10 @@ OF_PASSES = "tensor", "context", *EXCHANGES
 
 
 def lines_of(layout: Layout, heads: int) -> dict[str, RankGroup]:
-    """Return the lines of ranks that run collectives.
+    """Return the mesh dimensions in which collectives run.
 
-    heads  neighbouring context-parallel ranks that exchange heads; the others of their line make
-           rings
+    heads  number of neighbouring context-parallel ranks that exchange heads; rings connect such
+           neighbourhoods
     """
     excluded = "world", "pipeline", "data.states", "expert_data.states"
     lines = {name: line for name, line in layout.lines.items() if name not in excluded}
@@ -262,8 +262,8 @@ def _lanes(
     else:
         slowest_card = min(links.card_shares([(device,) for device in order]))
         ends = GroupLink(2, 2, stride * (size - 1), tied, slowest_card)
-    # each boundary's most seconds per byte on a link or card, within and between nodes, while all
-    # boundaries send forward
+    # largest seconds per byte of each boundary on a link or card, within and between nodes, while
+    # all boundaries send forward
     nodes, messages = _messages_on_nodes(layout, devices, wraps)
     most: dict[tuple[int, int], float] = {}  # positions that send and receive, or _AWAY both
     for node in nodes:
@@ -293,7 +293,7 @@ def _lanes(
 def _group(
     links: NodeLinks, world: int, order: tuple[int, ...], line: RankGroup, exchange: bool
 ) -> GroupLink:
-    """Describe the groups of a line by the slowest one; exchange: also its all-to-alls."""
+    """Describe the groups of a mesh dimension by the slowest; exchange: include all-to-alls."""
     words, stride, size = line
     if size == 1:
         return GroupLink(1, 1, stride, words)

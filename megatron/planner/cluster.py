@@ -1,7 +1,7 @@
 """Description of a machine: a node's devices and links, network, queues, published figures.
 
 Each known machine has a TOML file in `clusters/`; a file of the same form describes another one.
-This module does not need torch, so that it works on a login node.
+This module does not need torch, so it works on a login node.
 
 >>> load_cluster("frontier").link_gb_per_s(0, 1)
 200.0
@@ -119,7 +119,7 @@ class WallLimit(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """Partition or quality of service; None where the machine's own limit holds."""
+    """Partition or quality of service; None where the machine's limit applies."""
 
     name: str
     max_nodes: Count | None = None
@@ -140,14 +140,14 @@ class Cluster:
 
     links                (a, b) with a < b -> GB/s, for devices of a node with a direct link
     nics, nic_gb_per_s   names of a node's network cards, and the bandwidth of each
-    nic_of_device        the card, by its place in `nics`, that each device uses; nic_on_device: the
-                         devices with a card
+    nic_of_device        index in `nics` of the card that each device uses; nic_on_device: the
+                         device at each card
     cores_of_device      first and last core next to each device
     local_order          device that is closest to the cores of local rank i of a full node
     device_orders        orders of a node's devices that are worth trying
-    collective_gb_per_s  (devices of faster directions inside, size of the group) -> published GB/s
-                         of one group's collectives while all groups of a node run them, devices in
-                         order; size 0: on several nodes
+    collective_gb_per_s  (stride of the group in devices, size of the group) -> published GB/s of
+                         one group's collectives while all groups of a node run them, devices in
+                         order; size 0: groups over several nodes
     bands                lower bounds of the figures that a healthy node measures
     wall_limits          longest jobs by number of nodes; partitions[0] and qos[0] are the defaults
     host_memory_gib      host memory of a node; host_memory_gb_per_s: its bandwidth, reads and writes
@@ -235,7 +235,7 @@ class Cluster:
     ) -> bool:
         """Return whether links of `least` GB/s or more connect a group of devices.
 
-        Paths lead over its members and over `through`.
+        Paths may pass through its members and through the devices in `through`.
         """
         reached = {min(group)}
         before = 0

@@ -128,7 +128,7 @@ class Used(NamedTuple):
 
 
 class FigureReader:
-    """Reader of a machine's figures, which remembers those that it used."""
+    """Reader of a machine's figures, which records those that are used."""
 
     def __init__(self, figures: Mapping[str, Figure]) -> None:
         self.figures = figures

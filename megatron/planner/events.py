@@ -2,8 +2,8 @@
 
 Computations run one after the other on the device, messages one after the other on the links of
 their group, and a `Wait` blocks the device until its message has arrived. The computations between
-a `Post` and its `Wait` therefore overlap with the message. A `Alloc` allocates a tensor's memory, a
-`Free` releases it once no reference is left. A `Sum` says when a gradient is added to its sum.
+a `Post` and its `Wait` therefore overlap with the message. An `Alloc` allocates a tensor's memory, a
+`Free` releases it once no reference is left. A `Sum` marks the addition of a gradient to its sum.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Free(NamedTuple):
 class Sum(NamedTuple):
     """Use of a gradient sum.
 
-    place     of its parameter among those of the part
-    complete  whether a contribution is complete; otherwise one is about to be added
+    parameter  index of its parameter among those of the module
+    complete   whether a contribution is complete; otherwise one is about to be added
     """
 
     parameter: int
@@ -89,7 +89,7 @@ class Pass:
     labels: tuple[str, ...]
 
     def computations(self, *, recompute: bool | None = None) -> Iterator[Computation]:
-        """Yield computations in order; `again` selects only (True) or no (False) recomputation."""
+        """Yield computations in order: `recompute` True only repeated ones, False no repeated ones."""
         return (operation for _, operation in self.labelled(recompute=recompute))
 
     def labelled(self, *, recompute: bool | None = None) -> Iterator[tuple[str, Computation]]:
@@ -114,14 +114,14 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class TracedModule:
-    """Part of the model with its passes.
+    """Module of the model with its passes.
 
-    backward is the whole backward pass; inputs and weights are its two halves if it is split.
-    Numbers of tensors and messages are shared by all four: what `forward` takes and does not give
-    is kept for `backward`, or for `inputs`, which keeps the rest for `weights`.
+    backward is the whole backward pass; inputs and weights are its two halves if it is split. All
+    four share the numbers of tensors and messages: what `forward` allocates and does not free is
+    kept for `backward`, or for `inputs`, which keeps the rest for `weights`.
 
     parameters  records in the order of their use, with partial_gradient as a forward pass shows it
-    hands_on    bytes of the output, which the next part keeps
+    hands_on    bytes of the output, which the next module keeps
     tables      bytes that the first pass of a run allocates and all later ones use
     """
 
@@ -148,12 +148,12 @@ class TracedModule:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Parts of a model's stages, for one micro-batch size.
+    """Modules of a model's stages, for one micro-batch size.
 
     embedding  on the first stage
-    kinds      of each kind of layers (trace.kinds_of_layers) one, with selective recomputation if
-               configured, and one that keeps only its input and repeats its forward pass in the
-               backward pass; None unless recomputation is "full"
+    kinds      for each kind of layer (trace.kinds_of_layers): a layer, with selective recomputation
+               if configured; and one that keeps only its input and repeats its forward pass in the
+               backward pass, None unless recomputation is "full"
     head       last norm, output layer and loss, on the last stage
     """
 
@@ -168,7 +168,7 @@ class Trace:
 
     @property
     def recompute(self) -> TracedModule | None:
-        """The same with full recomputation."""
+        """A layer of the first kind with full recomputation, if configured."""
         return self.kinds[0][1]
 
     def layer_of(self, kind: int) -> tuple[TracedModule, TracedModule]:

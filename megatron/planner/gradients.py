@@ -1,7 +1,7 @@
 """Gradients of ZeRO stages 2 and 3 during a step: which buckets have memory in which pass.
 
-The plan (engine/zero_plan.py) says what follows the use of a gradient sum; where a pass uses them is
-in the trace (events.Sum).
+The plan (engine/zero_plan.py) says what follows the use of a gradient sum; the trace shows where a
+pass uses one (events.Sum).
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from megatron.engine.zero_plan import BucketInstruction, BucketOp, Reductions, Z
 from megatron.planner.events import Sum
 
 Gradients = tuple[tuple[tuple[int, int], ...], ...]
-"""Changes of the gradients that have memory in a backward pass, or a half of it: for each part from
-the last one on, before which of its rows they get or lose how many bytes."""
+"""Changes of the memory of gradients in a backward pass, or in a half of it: for each module, the
+last one first, (row that the change precedes, bytes allocated or, if negative, freed)."""
 
 Sums = Sequence[tuple[int, Sum]]
-"""Uses of gradient sums in a pass, each with the number of the row before which it is."""
+"""Uses of gradient sums in a pass, each with the number of the row that it precedes."""
 
 
 class Chunk(NamedTuple):
     """Uses of gradient sums in the backward passes of a stage.
 
-    uses  by half, of each part from the last one on: before which of its rows, of which bucket, and
-          whether that completes a contribution
-    rows  of each half's last part
-    due   contributions to each bucket in a backward pass
+    uses  by half, for each module, the last one first: (row that the use precedes, bucket, whether
+          the use completes a contribution)
+    rows  number of rows of each half's last module
+    due   number of contributions to each bucket in a backward pass
     """
 
     stage: int
@@ -51,13 +51,13 @@ class Traffic:
 
     @property
     def bytes(self) -> int:
-        """Return the memory of gradients now."""
+        """Return the current memory of gradients."""
         elements = sum(self._plan.buckets[number].elements for number in self._allocated)
         return self._plan.zero.gradient_bytes * elements
 
     @property
     def state(self) -> object:
-        """Return what the changes of further passes depend on."""
+        """Return the state that the changes of later passes depend on."""
         return self._sums.state, frozenset(self._allocated), tuple(sorted(self._added.items()))
 
     def copy(self) -> Traffic:

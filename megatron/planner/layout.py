@@ -16,7 +16,7 @@ _SIZES = "world batch tp pp chunks schedule micro cp ep".split()
 
 Value = str | int | tuple[int, ...]
 Restrictions = Mapping[str, tuple[Any, ...]]
-"""Values that are allowed, by dimension; what is not named may be anything."""
+"""Allowed values by dimension; a dimension that is not named may have any value."""
 
 
 class CandidateLayout(NamedTuple):
@@ -57,7 +57,7 @@ class CandidateLayout(NamedTuple):
 
     @property
     def gradient_ranks(self) -> int:
-        """Number of devices with the same part of the model, but for experts."""
+        """Number of devices with the same shard of the model, except for experts."""
         return self.world // (self.tp * self.pp)
 
     @property
@@ -71,7 +71,7 @@ class CandidateLayout(NamedTuple):
         chunked = self.chunks > 1 and stages is None
         return {
             **{d.setting: getattr(self, d.field) for d in DIMENSIONS if d.setting},
-            # Not whole: the configuration says what is wrong with it.
+            # If the layers do not divide evenly, the configuration reports it.
             "num_layers_per_virtual_pipeline_stage": max(1, layers // (self.pp * self.chunks))
             if chunked
             else None,
@@ -156,9 +156,9 @@ def kind_of_recompute(text: str) -> str:
 
 
 class Dimension(NamedTuple):
-    """One dimension of the search space: its name, field of a layout, the setting with the same
-    value ("" for none), and the meaning of words. `words` describes accepted words beyond the fixed
-    ones; `pattern` matches them.
+    """One dimension of the search space: its name, its field in a layout, the setting with the same
+    value ("" for none), and the values of fixed words. `words` describes the other accepted words;
+    `pattern` matches them.
     """
 
     name: str

@@ -1,8 +1,8 @@
 """Device memory of a training step: the tensors of a trace, summed over those that are alive.
 
 States follow from the parameters of each pipeline rank. With --cpu-offload a GPU has two sets of
-working tensors in place of the optimizer's state, and a CPU both. Not counted: the runtime and the
-communication library, which take a gigabyte or more on a GPU before training begins, workspaces
+working tensors in place of the optimizer's state; a CPU has both. Not counted are the runtime and
+the communication library, which take a gigabyte or more on a GPU before training begins, workspaces
 inside kernels, and fragmentation. Needs torch if a trace is not cached.
 """
 
@@ -48,7 +48,7 @@ CPU_BLOCK = 64
 CUDACachingAllocator), and of torch's allocator of host memory."""
 
 HEADROOM = 0.1
-"""Share of a device's memory that a job leaves free, for what is not counted: an assumption."""
+"""Share of a device's memory that a job leaves free for uncounted memory: an assumption."""
 
 PROCESS_BYTES = 0.29 * 2**30
 """Interpreter, libraries and connections of a process on a CPU."""
@@ -64,12 +64,12 @@ class RankMemory:
     """Bytes on each device of one pipeline rank, at the peak of a step.
 
     weights      in the training dtype, including embedding and output layer; under ZeRO-3 this
-                 rank's part, and those of the layers that are gathered
-    master       fp32 weights of the optimizer, under ZeRO this rank's part; none in fp32
-    moments      of the optimizer, partitioned likewise; with --cpu-offload, both are what the device
-                 has of them
-    gradients    sums in fp32 or bf16; under ZeRO-2 and 3 this rank's part, and those of the buckets
-                 that are filled or under way
+                 rank's shard, and the full weights of gathered layers
+    master       fp32 weights of the optimizer, under ZeRO this rank's shard; none in fp32
+    moments      of the optimizer, sharded likewise; with --cpu-offload, master and moments count
+                 only what is on the device
+    gradients    sums in fp32 or bf16; under ZeRO-2 and 3 this rank's shard, and the buckets that are
+                 being filled or reduced
     activations  made by forward passes and kept for backward passes
     logits       of a chunk of tokens, and their gradient
     buffers      messages to and from neighbouring stages, and the micro-batches
@@ -100,9 +100,9 @@ _WEIGHTS, _GRADIENTS = map(CATEGORIES.index, ("weights", "gradients"))
 
 
 def process_bytes(tensors: float, device: str, share: float = PROCESS_SHARES[0]) -> float:
-    """Return what a limit of memory counts for `tensors` bytes: on a CPU, that of the process.
+    """Return the bytes that a memory limit counts for `tensors` bytes: on a CPU, the process's.
 
-    share  of PROCESS_SHARES; by default that without which no run got by
+    share  one of PROCESS_SHARES; by default the least, which every run needed
     """
     return PROCESS_BYTES + share * tensors if device == "cpu" else tensors
 
@@ -113,7 +113,7 @@ def room_bytes(memory: float, device: str) -> float:
 
 
 Shared = tuple[Zero, BucketRule]
-"""Sizes of what ZeRO stages 2 and 3 divide, and the rule of their buckets."""
+"""Sizes of ZeRO stages 2 and 3, and the rule of their buckets."""
 
 
 # -- passes ----------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def find_peak(rows: Bytes) -> tuple[Bytes, int]:
 
 
 class _PassRows(NamedTuple):
-    """Rows of a pass, and before which of them it uses which gradient sums."""
+    """Rows of a pass, and its uses of gradient sums with the rows that they precede."""
 
     rows: Bytes
     sums: Sums
@@ -155,7 +155,7 @@ class _PassRows(NamedTuple):
 
 @lru_cache(maxsize=1 << 12)
 def _passes(module: TracedModule, block: int) -> dict[str, _PassRows]:
-    """Return the rows of a part's passes, by name."""
+    """Return the rows of a module's passes, by name."""
     live: dict[int, Alloc] = {}
 
     def rows_of(of: Pass, made: dict[int, Alloc]) -> _PassRows:
@@ -184,7 +184,7 @@ class ChunkMemory(NamedTuple):
 
     retained  after the forward pass
     forward   at the peak of the forward pass
-    backward  at the peak of the backward pass, or of its first half, including what was kept
+    backward  at the peak of the backward pass, or of its first half, including `retained`
     waiting   after that half, if weight gradients are deferred
     weights   at the peak of the second half
     """
@@ -203,7 +203,7 @@ def chunk_memory(
     """Simulate the memory of a stage.
 
     block   granularity to which a tensor's size is rounded up
-    shared  what ZeRO stages 2 and 3 divide
+    shared  sizes and buckets of ZeRO stages 2 and 3; None under other stages
     """
     chunk = _chunk(traced, stage, block, shared)
     forward = chunk.forward()
@@ -220,10 +220,10 @@ def chunk_memory(
 
 
 class _Chunk:
-    """Rows of a stage's passes, with those of weights that ZeRO gathers and frees between its parts.
+    """Rows of a stage's passes, with the weights that ZeRO gathers and frees between its modules.
 
-    A part's output is freed at the end of its forward pass, and counts as the input of the next
-    part; on another stage it arrives as a message.
+    A module's output is freed at the end of its forward pass, and counts as the input of the next
+    module; on another stage it arrives as a message.
     """
 
     def __init__(self, traced: Trace, stage: StageWork, block: int, shared: Shared | None) -> None:
@@ -248,7 +248,7 @@ class _Chunk:
             if step.call in recomputed:
                 kind = self._stage.layer_kinds[step.call - first_layer(self._stage, self._plan)]
                 of_step = _passes(self._traced.layer_of(kind)[1], self._block)["forward"].rows
-                if step.call in self._inside:  # nothing of its own is kept
+                if step.call in self._inside:  # none of its tensors are kept
                     of_step = np.concatenate([of_step, -of_step.sum(axis=0, keepdims=True)])
             elif module is not None:
                 of_step = _passes(module, self._block)["forward"].rows
@@ -278,7 +278,7 @@ class _Chunk:
         return np.concatenate(rows)
 
     def _around(self, step: ModulePass, rows: Bytes, here: set[int]) -> list[Bytes]:
-        """Return a step's rows with those of weights before and after it.
+        """Return a step's rows, with the weights gathered before and freed after it.
 
         here  buckets whose weights have memory, updated in place
         """
@@ -297,9 +297,9 @@ class _Chunk:
         return self._plan.zero.bytes_of_weight(of) * of.elements
 
     def sums(self, plan: ZeroPlan, number: int, ahead: int) -> Chunk:
-        """Return the uses of gradient sums of the stage, which is `number` in the plan of a rank.
+        """Return the stage's uses of gradient sums; it has `number` in the plan of its rank.
 
-        ahead  first halves of backward passes that come before the first second half, that included
+        ahead  number of first halves of backward passes that run before the first second half
         """
         chunk = Chunk(number, {}, {}, Counter())
         parameters = (n for call in plan.calls[number] for n in call.parameters)
@@ -355,7 +355,7 @@ def _row(weights: float = 0.0, gradients: float = 0.0) -> Bytes:
 def memory_of_ranks(config: Config, device: str = "cuda") -> tuple[RankMemory, ...]:
     """Return the memory of all pipeline ranks in a step of the full global batch.
 
-    device   "cpu" or a GPU's: they differ in operators and in the rounding of memory
+    device   "cpu", or any other for a GPU: operators and the rounding of memory differ
     """
     ranks = range(config.parallel.pipeline_model_parallel_size)
     return tuple(_memory(config, rank, device) for rank in ranks)
@@ -374,7 +374,7 @@ def peak_rank(config: Config, device: str, capacity: float) -> RankMemory:
 def state_bytes(config: Config, buckets: Iterable[BucketPlan]) -> dict[str, float]:
     """Return the bytes of weights, gradients and optimizer for a rank's parameters.
 
-    buckets  of these, however large (stage.elements_of_rank)
+    buckets  the rank's parameters, in buckets of any size (stage.elements_of_rank)
     """
     precision = config.precision
     state = optimizer_state(config)
@@ -419,8 +419,8 @@ def _states(config: Config, rank: int, device: str) -> dict[str, float]:
 def _memory(config: Config, rank: int, device: str) -> RankMemory:
     states = _states(config, rank, device)
     if config.engine.cpu_offload:
-        # The state streams through two sets of tensors, each as large as the largest of this rank's
-        # parts of the buckets that have it.
+        # The state streams through two sets of tensors, each as large as this rank's largest shard
+        # of a bucket that has such state.
         state = optimizer_state(config)
         master = {} if config.precision.dtype_name == "float32" else {"master": 4}
         plan = plan_of_rank(config, trace(config, device), rank).plan
@@ -428,7 +428,7 @@ def _memory(config: Config, rank: int, device: str) -> RankMemory:
         for bucket in plan.buckets:
             for name, n_bytes in {**state.of(bucket.kind.whole).tensors, **master}.items():
                 most[name] = max(most.get(name, 0.0), n_bytes * plan.zero.owned(bucket))
-        on_host = float(device == "cpu")  # whose memory is the host's
+        on_host = float(device == "cpu")  # whose memory is host memory
         states["master"] = on_host * states["master"] + 2 * most.pop("master", 0.0)
         states["moments"] = on_host * states["moments"] + 2 * sum(most.values())
     peak = _peak_bytes(config, rank, device) + [states.get(name, 0.0) for name in CATEGORIES]
@@ -460,8 +460,8 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
         ahead = max(1, int((op[:first_end] == PipelineOp.BACKWARD_INPUT).sum()))
         uses = [of.sums(plan, stage, ahead) for of, stage in zip(chunks, plan.calls, strict=True)]
         traffic = Traffic(plan, uses)
-        after: dict[object, tuple[Bytes, Traffic]] = {}  # of a state and a pass
-        gradients = []  # what they add to each pass
+        after: dict[object, tuple[Bytes, Traffic]] = {}  # by state and pass
+        gradients = []  # bytes that gradients add to each pass
         for what, number in zip(op.tolist(), chunk.tolist(), strict=True):
             live = _row(gradients=traffic.bytes)[0]
             if what == PipelineOp.FORWARD:
@@ -496,4 +496,4 @@ _HALVES = {
     PipelineOp.BACKWARD_INPUT: "inputs",
     PipelineOp.BACKWARD_WEIGHT: "weights",
 }
-"""Names of backward passes and their halves in events.Part, by instruction."""
+"""Names of backward passes and their halves in events.TracedModule, by instruction."""

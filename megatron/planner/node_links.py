@@ -195,7 +195,7 @@ class NodeLinks:
     def exchange(self, groups: Iterable[Sequence[int]], size: int) -> Rate:
         """Return the rate of all-to-alls of these groups of a node, all running at once.
 
-        size  members of each group, of which `groups` has those on this node
+        size  number of members of each group; `groups` has those on this node
         """
         loads = Counter[Step]()  # of one byte from each rank to all others
         for group in groups:

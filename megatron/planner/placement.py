@@ -1,8 +1,8 @@
 """Placement of ranks on devices, and the cost of a step's messages there.
 
 A node's ranks are numbered along `device_order`; the layout's order says which parallel dimension
-varies fastest over the ranks. Together they give every rank its node, device and place in the
-model. They are chosen by the seconds of a step's messages without any overlap (channels.py), an
+varies fastest over the ranks. Together they give every rank its node, device and position in the
+layout. They are chosen by the seconds of a step's messages without any overlap (channels.py), an
 upper bound. Candidates are the six orders of dimensions, and the device orders in the machine's
 description. Frontier's are the best of all 40,320 for the layouts in tests/planner.
 """
@@ -47,7 +47,7 @@ class StepMessages(NamedTuple):
 
     Bytes are those of the whole tensor of one collective, or of one message.
 
-    collectives    of its groups -> their number
+    collectives    of its groups, with their numbers
     message_bytes  of a message between stages; messages: number over a boundary in each direction
     tied_bytes     of the all-reduce of a tied embedding's gradients; 0 for none
     """
@@ -79,7 +79,7 @@ def step_messages(config: Config, device: str) -> StepMessages:
 def _sent(config: Config, traced: Trace, rank: int) -> Counter[GroupMessage]:
     """Count the collectives of a pipeline rank in a step.
 
-    Those of ZeRO outside of the passes count as one for each kind and group.
+    ZeRO's collectives outside the passes count as one for each kind and group.
     """
     sent = Counter[GroupMessage]()
     for stage in stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]:
@@ -251,7 +251,7 @@ def over_nodes(config: Config, layout: Layout) -> Config:
 def layout_of(config: Config, order: str | None = None, devices: int = 1) -> Layout:
     """Return the job's parallel sizes, with this rank order or the job's own.
 
-    devices  used ones of each node
+    devices  number of devices used on each node
     """
     return Layout.for_world(config.parallel.world_size, LayoutSizes.of(config, order, devices))
 
@@ -259,7 +259,7 @@ def layout_of(config: Config, order: str | None = None, devices: int = 1) -> Lay
 def check_device_order(order: tuple[int, ...], cluster: Cluster, subject: str = "") -> None:
     """Raise ConfigError for an order that is not a permutation of a node's devices.
 
-    The message begins with `given`.
+    The message begins with `subject`.
     """
     if sorted(order) != list(range(cluster.devices_per_node)):
         raise ConfigError(

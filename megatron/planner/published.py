@@ -10,7 +10,7 @@ VOCABULARY = 51200
 
 @dataclass(frozen=True)
 class Published:
-    """Results of one of their models.
+    """Published results of one model.
 
     percent      of 191.5 TFLOP/s, the peak of an MI250X GCD in fp16
     tflops       hardware TFLOP/s of a GCD by `formulas.paper_flops`, recomputation counted

@@ -4,7 +4,7 @@ The modules that train run forward and backward on tensors without data (tensors
 one layer, and the last norm with the output layer and the loss. A dispatch mode records every
 operator that does work, the post and the wait of every message, and the allocation and release of
 every storage. This module has no knowledge of a layer's structure. Seconds, FLOPs, traffic and
-memory are folds over the record.
+memory are computed from the record.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class _Recorder(OperatorRecorder):
         self._steps: list[PassEvent] | None = None
         self._labels: list[str] = []
         self._label = ""
-        self._modules = [""]  # those that run, in the module outside of all
-        # The numbers that torch gives to the nodes of a graph, at which another module's began.
+        self._modules = [""]  # stack of running modules; "" outside of all
+        # Sequence numbers of graph nodes in torch at which the nodes of another module begin.
         self._begins: list[int] = [0]
         self._owners: list[str] = [""]
         self._counted = self._recomputed = self._sent = 0
@@ -141,7 +141,7 @@ class _Recorder(OperatorRecorder):
         self._owners.append(self._modules[-1])
 
     def _look(self) -> None:
-        """Find the operator's module: the running one, or in a backward pass that of the node."""
+        """Find the operator's module: the running one, or in a backward pass the node's."""
         if len(self._modules) > 1 or self.category == "activations":
             self._label = self._modules[-1]
         elif (node := torch._C._current_autograd_node()) is not None:
@@ -386,7 +386,7 @@ class _Piece:
     def parameters(self) -> tuple[Sharding, ...]:
         """List the records of the parameters in the order of their use.
 
-        A forward pass must have found out which gradients are partial.
+        Call it after a forward pass, which determines which gradients are partial.
         """
         records = []
         for p in unique_parameters(self.chunk):
@@ -430,10 +430,10 @@ def _topology(config: Config, device: str) -> Topology:
 
 
 class _Handle(torch.distributed.ProcessGroup):
-    """Process group of a kind (events.Message), without messages."""
+    """Process group of a kind (events.GroupMessage), without messages."""
 
     def __init__(self, kind: str, size: int) -> None:
-        # without a store, which its stubs want
+        # without a store, which the type stubs require
         super().__init__(0, size)  # type: ignore[call-arg]
         self.kind = kind
 
@@ -486,9 +486,9 @@ def record(config: Config, device: str, kind: str) -> TracedModule:
 def record_update(
     config: Config, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, Pass], int]:
-    """Record what the optimizer does with parameters that it takes whole, by name.
+    """Record the optimizer's work on parameters that it takes whole, by name.
 
-    Also return the bytes of an element that it gets.
+    Also return the bytes per element of the tensors that it gets.
     """
     recorder = _Recorder()
     passes = dict[str, Pass]()

@@ -45,9 +45,10 @@ from megatron.planner.zero import messages_of
 class StageWork(NamedTuple):
     """Work of a global stage.
 
-    recomputed layers of each group that is recomputed whole (model.stages.recomputed_groups)
+    recomputed number of layers of each group that is fully recomputed
+               (model.stages.recomputed_groups)
     split      whether the backward pass runs in two halves
-    kinds      of each layer (trace.kinds_of_layers), if the model has layers of several
+    kinds      kind of each layer (trace.kinds_of_layers), if the model has several kinds
     """
 
     layers: int
@@ -104,7 +105,7 @@ def _stages(
 
 
 def parts_of(traced: Trace, stage: StageWork) -> list[TracedModule]:
-    """List a stage's parts in the order of a forward pass."""
+    """List a stage's modules in the order of a forward pass."""
     layers = (traced.kinds[kind][0] for kind in stage.layer_kinds)
     return [*[traced.embedding] * stage.first, *layers, *[traced.head] * stage.last]
 
@@ -123,7 +124,7 @@ ALONE = Zero(
 
 
 class PlannedRank(NamedTuple):
-    """Plan of ZeRO on a rank, and the parameters that its numbers are of."""
+    """ZeRO's plan on a rank, and the parameters that its numbers refer to."""
 
     plan: ZeroPlan
     records: tuple[Sharding, ...]
@@ -167,7 +168,7 @@ def _planned(
 
 @dataclass(frozen=True, eq=False)
 class _Weights:
-    """Parameters of a trace's parts; one object for all traces with the same."""
+    """Parameters of a trace's modules; one object for all traces with equal parameters."""
 
     embedding: tuple[Sharding, ...]
     kinds: tuple[tuple[Sharding, ...], ...]
@@ -226,7 +227,7 @@ def _called(
 
 
 def plan_in_passes(config: Config, traced: Trace, stage: StageWork) -> ZeroPlan | None:
-    """Return what ZeRO does in the passes of a stage, as number 0; None where that is nothing."""
+    """Return ZeRO's plan for the passes of a stage, as number 0; None if it does nothing there."""
     zero = zero_of(config)
     if not zero.divides_gradients:
         return None
@@ -234,8 +235,8 @@ def plan_in_passes(config: Config, traced: Trace, stage: StageWork) -> ZeroPlan 
 
 
 def elements_of_rank(config: Config, traced: Trace, rank: int) -> tuple[BucketPlan, ...]:
-    """Return the parameters of a pipeline rank, in as few buckets as tell experts, vectors and whole
-    parameters apart: enough for what depends on their elements alone."""
+    """Return the parameters of a pipeline rank in the fewest buckets that separate experts, vectors
+    and parameters taken whole: enough for results that depend only on numbers of elements."""
     size = config.parallel.pipeline_model_parallel_size
     takes_full = bucket_rule(config, 1).whole
     key = config.optimizer, config.pieces
@@ -253,7 +254,7 @@ def _elements(
 
 
 class RepeatedPass(NamedTuple):
-    """Pass that a stage runs `times` times in a row; `again`: all of it is recomputation."""
+    """Pass that a stage runs `times` times in a row; recompute: all of it is recomputation."""
 
     times: int
     of: Pass
@@ -296,12 +297,12 @@ def stage_passes(trace: Trace, stage: StageWork) -> dict[str, list[RepeatedPass]
 
 
 def halves_of(stage: StageWork) -> tuple[str, ...]:
-    """Return the names of a backward pass, or of its two halves, in events.Part."""
+    """Return the names of a backward pass, or of its two halves, in events.TracedModule."""
     return tuple(_halves(stage).values())
 
 
 def _halves(stage: StageWork) -> dict[str, str]:
-    """Return the names of a backward pass, or of its halves, and of their passes in events.Part."""
+    """Map a backward pass, or its halves, to the names of their passes in events.TracedModule."""
     return {"backward": "inputs", "weight": "weights"} if stage.split else {"backward": "backward"}
 
 
@@ -327,7 +328,7 @@ def _kinds(
 def stage_flops(
     trace: Trace, stage: StageWork, *, recompute: bool | None = None
 ) -> dict[str, float]:
-    """Count the FLOPs of one tensor rank for one micro-batch, by pass; `again` as in Pass.flops."""
+    """Count one tensor rank's FLOPs for a micro-batch, by pass; `recompute` as in Pass.flops."""
     return {
         name: sum(
             run.times * run.of.flops(recompute=None if run.recompute else recompute)
@@ -358,13 +359,14 @@ def first_layer(stage: StageWork, plan: ZeroPlan) -> int:
 def computed(
     trace: Trace, stage: StageWork, plan: ZeroPlan, step: ModulePass, half: str
 ) -> tuple[TracedModule | None, str]:
-    """Return what a step of the plan computes: a part, and the name of its pass (events.Part).
+    """Return what a step of the plan computes: a module, and the name of its pass (TracedModule).
 
     plan  has the stage as number 0
     half  of a backward pass, or "backward"
 
-    The embedding's pass is that of the last of its tables. The last layer of a recomputed group
-    repeats its forward pass within its backward pass. The second half of a split one repeats none.
+    The embedding's pass belongs to the last of its tables. The last layer of a recomputed group
+    repeats its forward pass within its backward pass; the second half of a split backward pass
+    repeats nothing.
     """
     layer = step.call - first_layer(stage, plan)
     name = half if step.kind == BACKWARD else "forward"
@@ -384,12 +386,12 @@ Sends = tuple[tuple[BucketInstruction, tuple[GroupMessage, ...]], ...]
 
 
 class ZeroStep(NamedTuple):
-    """A module's part of a pass with the messages of ZeRO around it (engine.zero_plan.Step).
+    """A module's pass with the messages of ZeRO around it (engine.zero_plan.ModulePass).
 
     name     of the pass, as in stage_passes
     of       what is computed; None: nothing
-    buckets  of the parameters of the part that is computed; (): of an embedding, whose tables have
-             calls of their own
+    buckets  of the computed module's parameters; () for an embedding, whose tables have separate
+             calls
     """
 
     name: str
@@ -410,7 +412,7 @@ def zero_steps(trace: Trace, stage: StageWork, plan: ZeroPlan) -> tuple[ZeroStep
     halves = _halves(stage)
     passes = {"forward": plan.forward(0), **dict.fromkeys(halves, plan.backward(0))}
     sums = Reductions(plan)
-    plan.reducing(0, False, sums)  # of the micro-batch before, whose sums are still under way
+    plan.reducing(0, False, sums)  # of the previous micro-batch, whose sums are being reduced
     passes[list(halves)[-1]] = plan.reducing(0, False, sums)
     result = []
     for name, steps in passes.items():

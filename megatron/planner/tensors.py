@@ -47,7 +47,7 @@ class OperatorRecorder(TorchDispatchMode):
                 `vocabulary` numbers are "logits"
     vocabulary  length of those rows; -1 for none
 
-    Subclasses extend `taken`, `given`, `sent` and `arrived`.
+    Subclasses extend `allocated`, `freed`, `sent` and `arrived`.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class OperatorRecorder(TorchDispatchMode):
         """Handle a storage's release; storages that do not count have numbers, too."""
 
     def resized(self, number: int, has_memory: bool) -> None:
-        """Handle a storage whose memory has been given up, or is there again."""
+        """Handle a storage whose memory was freed, or allocated again."""
 
     def resize(self, storage: torch.UntypedStorage, n_bytes: int) -> object:
         """Replace UntypedStorage.resize_."""
@@ -225,8 +225,8 @@ def _fused_attention(
 def _add_in_fp32(total: Tensor, dy: Tensor, x: Tensor, _: float) -> None:
     """Replace gradient_accumulator.add_in_fp32, which not every torch has for tensors without data.
 
-    A forecast is about a GPU whose torch has it, whatever the torch here. The kernel also reads the
-    sum, and writes it in fp32.
+    A prediction assumes a GPU whose torch has it, whatever the local torch. The kernel also reads
+    the sum, and writes it in fp32.
     """
     tokens, rows = dy.shape
     columns = x.shape[1]
@@ -247,7 +247,7 @@ def _first_block(self: ring.Ring, step: int, q: Tensor) -> Iterator[ring.RingBlo
 
 
 def _one_by_one(operations: Iterable[dist.P2POp]) -> list[dist.Work | None]:
-    """Replace dist.batch_isend_irecv, which wants the backend of a tensor's device."""
+    """Replace dist.batch_isend_irecv, which needs the backend of a tensor's device."""
     return [each.op(each.tensor, each.peer, each.group) for each in operations]
 
 
@@ -259,7 +259,7 @@ def rows_to_ranks(tokens: int, topk: int, ranks: int, each: int) -> int:
     """Return the expected number of (token, rank) pairs, if tokens choose their experts at random.
 
     A token goes once to each of `ranks` ranks with `each` experts that has at least one of its
-    `topk` choices. The same holds of nodes and their experts.
+    `topk` choices. The same holds for nodes and their experts.
 
     >>> rows_to_ranks(1000, 8, 4, 64)
     3614
@@ -269,14 +269,14 @@ def rows_to_ranks(tokens: int, topk: int, ranks: int, each: int) -> int:
 
 
 def _as_list(x: Tensor) -> object:
-    """Replace torch.Tensor.tolist, which looks at memory."""
+    """Replace torch.Tensor.tolist, which reads memory."""
     return [_as_list(row) for row in x.unbind()] if x.dim() else x.item()
 
 
 def _even_numbers(
     copy: HostCopy, choices: Sequence[int], hops: Sequence[Group], each: int
 ) -> list[int]:
-    """Let experts get equally many rows, whose tokens choose at random."""
+    """Return equal numbers of rows for all experts, as if tokens chose at random."""
     copy.read()
     tokens, topk = choices
     result = list[int]()

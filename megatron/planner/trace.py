@@ -1,4 +1,4 @@
-"""Traces of a model's parts, recorded from the code (recorder.py) and cached by their inputs.
+"""Traces of a model's modules, recorded from the code (recorder.py) and cached by their inputs.
 
 They are cached in memory, and in files in $XDG_CACHE_HOME/megatron/traces (default ~/.cache), under
 a digest of the sources, so that traces of other code are never read. MEGATRON_TRACE_CACHE names
@@ -32,7 +32,7 @@ from megatron.planner.events import GroupMessage, Pass, PassEvent, Trace, Traced
 
 FOLDER = "MEGATRON_TRACE_CACHE"
 
-# Settings that a trace does not depend on. All others of these sections count, a new one too.
+# Settings that a trace does not depend on. All others of these sections count, including new ones.
 _DOES_NOT_COUNT = {
     "model": (
         "num_layers layernorm_epsilon rotary_base init_method_std init_method_xavier_uniform"
@@ -70,7 +70,7 @@ GPT2_VOCABULARY = 50257
 
 
 def trace(config: Config, device: str) -> Trace:
-    """Trace the model's parts for one micro-batch on one "cuda" (any GPU) or "cpu" device.
+    """Trace the model's modules for one micro-batch on one "cuda" (any GPU) or "cpu" device.
 
     For a GPU, which this machine need not have, all kernels count as built; for a CPU, those of this
     machine.

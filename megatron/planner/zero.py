@@ -25,7 +25,7 @@ def messages_of(plan: ZeroPlan, instructions: Iterable[BucketInstruction]) -> li
             of_weights = hop.kind == "all_gather"
             each = zero.bytes_of_weight(bucket) if of_weights else zero.gradient_bytes
             size = each * bucket.padded(sizes.states) / hop.divided
-            # a group of all ranks of the line is the line's
+            # a group of all data-parallel ranks is the data-parallel group
             group = line if ranks[hop.ranks] == sizes.line else f"{line}.{hop.ranks}"
             messages.append(GroupMessage(hop.kind, size, group))
     return messages

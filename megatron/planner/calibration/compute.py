@@ -38,7 +38,7 @@ MICRO_BATCHES = 1, 4
 _CACHE = 1 << 26
 _MOST_SETS = 32
 """Bytes of the tensors that calls cycle through, and the largest number of sets of them."""
-# of the largest kernel of its kind: smaller ones take the shortest time of a kernel
+# share of the largest kernel of its kind: smaller kernels take the shortest time of a kernel
 _LEAST_SHARE = 1 / 16
 _VALUES = 99_991  # distinct values in a tensor: a GPU's clock depends on its operands
 

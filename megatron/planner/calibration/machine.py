@@ -71,9 +71,9 @@ def tiny(config: Config, layers: int) -> Config:
 
 
 def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
-    """Measure median seconds of the host's parts of a step.
+    """Measure the median host seconds of each part of a step.
 
-    These are: forward, backward, dropping gradients, a micro-batch in the executor, optimizer step.
+    In order: forward, backward, clearing gradients, a micro-batch in the executor, optimizer step.
     """
     topology = Topology.from_layout(Layout(1, 1, 1), 0, device=device)
     chunks = build_chunks(config, topology)
@@ -121,10 +121,10 @@ Points = dict[str, list[list[float]]]
 class MachineMeasurements:
     """Measurements of all processes.
 
-    points      by figure; the other fields describe the hardware
-    threads     of each process
-    cores       of a node that the processes may use
-    memory_gib  of a device, or of a CPU node
+    points      measured points of each figure; the other fields describe the hardware
+    threads     number of threads of each process
+    cores       number of cores of a node that the processes may use
+    memory_gib  memory of a device, or of a CPU node
     """
 
     points: Points
@@ -152,7 +152,7 @@ def run(config: Config, launch: Launch, seconds: float) -> MachineMeasurements |
     if launch.rank:
         return None
     # As a job of one process, after the job of all processes has ended. On a GPU these are the
-    # times until the host can continue, without those of the device.
+    # times until the host can continue, not the times of the device.
     os.environ.update(environment({}, 0, 1, 0))
     few, many = (
         _times(tiny(config, layers), device, (seconds - measuring_s) / 2) for layers in (FEW, MANY)
@@ -181,7 +181,7 @@ def run(config: Config, launch: Launch, seconds: float) -> MachineMeasurements |
 def _points(config: Config, launch: Launch, device: torch.device, seconds: float) -> Points:
     """Measure; return the points of all figures on the first rank.
 
-    Compute is the mean over processes, messages are those of the slowest process.
+    Compute times are means over the processes, message times are those of the slowest process.
     """
     world = Group(tuple(range(launch.world_size)), launch.rank, dist.group.WORLD)
     per_node = launch.local_world_size
@@ -278,7 +278,7 @@ def machine(measurements: MachineMeasurements, name: str, argv: Sequence[str]) -
 
 
 def _overheads(measurements: MachineMeasurements) -> dict[str, float]:
-    """Return the host's overheads; with a GPU only that of a step.
+    """Return the host's overheads; with a GPU, only the overhead of a step.
 
     The host runs ahead of a GPU, which hides the rest.
     """

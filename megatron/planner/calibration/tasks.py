@@ -36,12 +36,12 @@ _ROUNDS = 3
 class FigureTask(NamedTuple):
     """One point of a figure (planner/compute.py).
 
-    figure, place  the figure's name, and the point's columns before its last
-    make           allocates memory and returns the work
-    amount         amount of one call, if the value is an amount per second; None: the value is
-                   seconds
-    calls          pieces in one call of the work
-    before         returns untimed work that precedes each call, as before a message in a step
+    figure     name of the figure
+    arguments  columns of the point, except the last
+    make       allocates memory and returns the work
+    amount     amount of one call, if the value is an amount per second; None: the value is seconds
+    calls      timed operations in one call of the work
+    before     returns untimed work that precedes each call, as it precedes a message in a step
     """
 
     figure: str
@@ -52,7 +52,7 @@ class FigureTask(NamedTuple):
     before: Make | None = None
 
     def value(self, seconds: float) -> float:
-        """Return the point's last column from the seconds of one piece."""
+        """Return the point's last column from the seconds of one operation."""
         return seconds if self.amount is None else self.amount / seconds
 
 
@@ -114,7 +114,7 @@ def measure(
     largest: Largest | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Time one piece of each task, as the median of its rounds.
+    """Time one operation of each task, as the median of its rounds.
 
     All tasks take about `seconds`, or one pass if that is longer. largest: synchronizes the
     processes that measure the same tasks together.

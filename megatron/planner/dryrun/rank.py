@@ -145,7 +145,7 @@ class RankRecorder(tensors.OperatorRecorder):
     steps        in order; a storage that changes its category is released and allocated again
     shapes       of storages, by number
     alive        storages by number
-    messages, collectives   what was posted, collectives by group
+    messages, collectives   posted ones, in order; collectives by group
     """
 
     def __init__(self, device: str) -> None:
@@ -167,7 +167,7 @@ class RankRecorder(tensors.OperatorRecorder):
 
     def run(self, func: Operator, args: Arguments, kwargs: Keywords) -> object:
         out = func(*args, **kwargs)
-        # what is made like a tensor in host memory does not count either
+        # a tensor created like one in host memory does not count either
         like_there = func is _aten.zeros_like.default and self.number_of(args[0]) not in self.alive
         self.see(out, counts=not like_there)
         return out
@@ -238,7 +238,7 @@ class RankRecorder(tensors.OperatorRecorder):
     def gather_objects(
         self, results: list[object], value: object, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Replace dist.all_gather_object: all members give this rank's value; compared later."""
+        """Replace dist.all_gather_object by this rank's value for all members; compared later."""
         self._of(group or dist.group.WORLD).append(Collective("all_gather_object", (), repr(value)))
         results[:] = [value] * len(results)
 
@@ -295,7 +295,7 @@ class RankRun:
     largest      tensors at the peak: bytes, category and description
     messages     of the last step
     collectives  of set-up and steps
-    stands_for   number of ranks of this kind, which need as much memory or less
+    stands_for   number of ranks of this kind, which need at most as much memory
     """
 
     rank: int
@@ -371,7 +371,7 @@ def run_rank(
 
     device  "cpu", or "meta" for a GPU
 
-    Exceptions of the run's code are passed on.
+    Exceptions of the run's code propagate.
     """
     import_deepspeed(device)
     optimizer_state(config)  # a user's optimizer is measured by a step with data
@@ -411,7 +411,7 @@ def run_rank(
         most, until = find_peak(changes(follower.steps[last:], block, dict(made)))
         changes(follower.steps[last : last + until], block, made)
         largest = sorted(made.values(), key=lambda step: -step.bytes)[:_LARGEST]
-        # Its messages are compared, but with ZeRO stage 3 it gathers all weights, as no step does.
+        # Its messages are compared, but under ZeRO stage 3 it gathers all weights, unlike any step.
         engine.wait_for_weights()
         copy_bytes = 0
         if config.checkpoint.async_save:

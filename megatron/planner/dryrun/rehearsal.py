@@ -85,17 +85,17 @@ def members_of(config: Config) -> list[Member]:
     agree on having an embedding and a head. The first one of a kind is run, because it has the most
     micro-batches in flight; under zb-h1 also the last, because later ranks keep more tensors for
     deferred weight gradients. Tensor-parallel ranks hold tensors of the same shape, padding
-    included, and data-parallel ranks equal parts of each bucket. Therefore only the last tensor
-    rank of the first and of the last stage, and of the first stage the last data rank and the
-    last one of the first context and expert groups and of ZeRO's, are compared. Experts get equally
-    many rows (planner/tensors.py).
+    included, and data-parallel ranks equal shards of each bucket. Therefore few ranks are only
+    compared: the last tensor rank of the first and of the last stage and, on the first stage, the
+    last data rank and the last rank of the first context group, expert group and ZeRO group. Experts
+    get equally many rows (planner/tensors.py).
     """
     layout = layout_of(config)
     stages = stages_of(config)
     size = layout.pipeline
     kinds: dict[object, list[int]] = {}
     for p in range(size):
-        distinct = p if config.pieces.schedule is not None else None  # nothing is known about it
+        distinct = p if config.pieces.schedule is not None else None  # a user's schedule
         kinds.setdefault((stages[p::size], distinct), []).append(p)
     alike: dict[int, tuple[int, ...]] = {}
     for ranks in kinds.values():
@@ -165,7 +165,7 @@ def rehearse(
     """Run training steps of every kind of rank of the job, without data.
 
     cluster  machine that the ranks run on; None: this machine
-    device   "gpu" or "cpu"; None: that of the cluster, or of this machine without one
+    device   "gpu" or "cpu"; None: the cluster's, or this machine's without a cluster
 
     A model without a vocabulary gets GPT-2's. Raises ConfigError for a job without a valid layout,
     and if this process already belongs to a job. Exceptions of the ranks' code become findings.
@@ -178,7 +178,7 @@ def rehearse(
     for m in members_of(config):
         try:
             runs[m] = run_rank(config, m.rank, "cpu" if device == "cpu" else "meta", count)
-        except Exception as error:  # the run would fail with it, too
+        except Exception as error:  # the run would fail in the same way
             failed.append(RankProblem("error", m.rank, _describe(error)))
     layout = layout_of(config)
     capacity = capacity_of(config, cluster, device)
@@ -243,13 +243,13 @@ def capacity_of(config: Config, cluster: Cluster | None, device: str) -> float |
 
 
 _CGROUPS = {"": ("", "memory.max"), "memory": ("memory", "memory.limit_in_bytes")}
-"""Folder and file of a limit by the name of its controller: version 2 has one for all."""
+"""Folder and file of the limit, by the name of its controller; "" for version 2."""
 
 
 def memory_limit_bytes(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Return the memory of this machine, or what a job or container allows of it (cgroups(7))."""
+    """Return this machine's memory, or the limit of the job or container (cgroups(7))."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -320,7 +320,7 @@ _ACROSS = 8  # kinds of ranks in one table
 def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN) -> int:
     """Print the memory that a job with these flags needs, and return the exit code.
 
-    This is the first of `launched` processes, the default of --world-size. Raises ConfigError.
+    The caller is the first of `launched` processes, the default of --world-size. Raises ConfigError.
     """
     words = list(arguments)
     if launched > 1 and not any(word.split("=")[0] == "--world-size" for word in words):

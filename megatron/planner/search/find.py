@@ -342,7 +342,7 @@ def _with(config: Config, layout: CandidateLayout) -> Config:
 
 
 Progress = Callable[[str, str, int, int], None]
-"""Called with what is done, in which unit, how many of them are done, and how many there are."""
+"""Called with the activity, the unit of work, the number of units done, and their total."""
 
 
 def search(
@@ -467,7 +467,7 @@ def check_device_orders(restrictions: Restrictions, cluster: Cluster) -> None:
 def worthwhile_placements(
     config: Config, cluster: Cluster, restrictions: Restrictions
 ) -> list[Placement]:
-    """List the placements with the wanted rank orders ("order") and device orders ("devices").
+    """List the placements with the allowed rank orders ("order") and device orders ("devices").
 
     The default is all of them. A placement is left out if another one is at least as fast in every
     collective and over the boundaries of stages. Costs are not computed. Raises ConfigError as

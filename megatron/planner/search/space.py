@@ -20,7 +20,7 @@ from megatron.planner.layout import MODULES, CandidateLayout, Restrictions, allo
 from megatron.planner.memory import room_bytes
 
 LONG = 32768
-"""Sequence length from which on a search also divides sequences."""
+"""Sequence length from which a search also divides sequences."""
 
 # Only plain attention keeps scores, so that recomputing them saves memory only there.
 _KEEPS_SCORES = ("unfused", "local")
@@ -80,10 +80,10 @@ class Rejections:
 class LayoutSpace:
     """All layouts of a search.
 
-    base     configuration without a layout; name: of its model
-    worlds   numbers of devices
-    restrictions   allowed values by dimension, including global batches
-    more     values to try in addition to the default ones
+    base          configuration without a layout; name: of its model
+    worlds        numbers of devices
+    restrictions  allowed values by dimension, including global batches
+    more          values to try in addition to the default ones
     """
 
     base: Config
@@ -135,7 +135,7 @@ class LayoutSpace:
                         )
 
     def _context_and_expert_sizes(self, line: int) -> list[tuple[int, int]]:
-        """List the context- and expert-parallel sizes to try, of so many ranks.
+        """List the context- and expert-parallel sizes to try on `line` data-parallel ranks.
 
         By default sequences are divided where they are long, into powers of two, and the experts in
         every way.
@@ -201,7 +201,7 @@ class LayoutSpace:
     def variants(self, size: CandidateLayout) -> Iterator[CandidateLayout]:
         """Yield layouts of these sizes, over SP, overlap, ZeRO stage and recomputation.
 
-        The optimizer's state is on the host only where that is asked for.
+        The optimizer's state is on the host only if requested.
         """
         # If the sizes leave no choice, --fix is ignored.
         switches = [

@@ -375,7 +375,7 @@ def _late(
 def _moments(
     plan: ZeroPlan, stages: Sequence[StageWork], run: PipelineRun
 ) -> list[tuple[float, float]]:
-    """Return when a rank needs each parameter first, and when the gradient of a step is computed.
+    """Return when a rank first needs each parameter, and when its gradient of a step is computed.
 
     Layers are spread evenly over a pass, with embedding and head at its ends.
     """
@@ -397,15 +397,15 @@ def seconds_of_all(channels: Channels, messages: Iterable[GroupMessage]) -> floa
 # -- the optimizer ---------------------------------------------------------------------------------
 
 _WHOLE_BYTES = 40.0
-"""More for each element that is taken whole: its update, in fp32, in and out; out of its place,
-into and out of a message, and into the next place, four times in bf16."""
+"""Additional bytes for each element that is taken whole: its fp32 update, read and written; and
+four copies in bf16, from its bucket into and out of a message and into the next tensor."""
 
 
 def bytes_per_element(config: Config, device: str, full: bool = False) -> float:
     """Count bytes read and written per element of the master weights
     (engine/update.py).
 
-    whole  of parameters that the optimizer takes whole
+    full  for parameters that the optimizer takes whole
     """
     norm = gradient = float(config.precision.gradient_bytes)
     kernels = config.kernels
@@ -439,9 +439,9 @@ def optimizer_seconds(config: Config, cluster: Cluster, rates: DeviceRates) -> f
     """Time the update, or the stream of state from and to host memory beside it (--cpu-offload).
 
     The stream is as fast as a device's link in one direction, while the other one carries as much,
-    or its share of the memory's bandwidth for both together. It rests on published peaks, on all
-    devices of a node streaming at once, and on buckets that are many: the first that arrives before
-    the step and the last that leaves after its update are counted like all others.
+    or as the device's share of the memory's bandwidth for both directions together. It assumes
+    published peaks, all devices of a node streaming at once, and many buckets: the first, which
+    arrives before the step, and the last, which leaves after its update, count like all others.
     """
     update = update_seconds(config, cluster.device_type, rates)
     if not config.engine.cpu_offload or cluster.device_type == "cpu":
@@ -463,7 +463,7 @@ def update_seconds(config: Config, device: str, rates: DeviceRates) -> float:
 
 
 def updated_elements(config: Config, device: str) -> tuple[float, float]:
-    """Return the most elements that a device owns: others, and those that are taken whole."""
+    """Return the most elements that a device owns: regular ones, and those taken whole."""
     traced, zero = trace(config, device), zero_of(config)
     ranks = range(config.parallel.pipeline_model_parallel_size)
     most = max(
@@ -480,8 +480,8 @@ def full_matrix_seconds(config: Config, cluster: Cluster, channels: Channels) ->
     """Time the work on parameters that the optimizer takes whole, and its messages.
 
     The ranks of a stage share the parameters (engine/full_matrices.py). On a GPU the messages of a round
-    overlap with the work of another; those of one round are left. An all-to-all takes as long as an
-    all-gather in which a rank sends as much.
+    overlap with the work of another; the messages of one round remain. An all-to-all takes as long as
+    an all-gather in which a rank sends as much.
     """
     device, zero = cluster.device_type, zero_of(config)
     traced, parameters, sent = trace(config, device), list[Sharding](), 0.0
@@ -501,7 +501,7 @@ def full_matrix_seconds(config: Config, cluster: Cluster, channels: Channels) ->
         _updates[key] = record_update(config, shapes)
     update, value_bytes = _updates[key]
     rates = rates_of(cluster, config.precision.dtype_name)
-    with contextlib.suppress(ConfigError):  # no rates of the type of the products
+    with contextlib.suppress(ConfigError):  # no rates for the dtype of the products
         rates = rates_of(cluster, "bfloat16" if value_bytes == 2 else "float32")
     seconds = [
         sum(seconds_of(each, rates) for each in update[p.name].computations()) for p in parameters
@@ -627,8 +627,8 @@ def _exchanged(
 ) -> float:
     """Return the seconds of gradients and weights that the first rank's passes do not hide.
 
-    Gradients overlap with its last backward passes, weights with its first forward passes. Those of
-    a chunk are sent while each earlier chunk runs one micro-batch per rank.
+    Gradients overlap with its last backward passes, weights with its first forward passes. A chunk's
+    messages are sent while each earlier chunk runs one micro-batch per rank.
     """
     engine, zero = config.engine, zero_of(config)
     size = config.parallel.pipeline_model_parallel_size

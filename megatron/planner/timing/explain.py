@@ -79,7 +79,7 @@ def _kind(kind: LayerKind, kinds: int) -> str:
 
 
 def _passes(module: TracedModule, split: bool) -> list[tuple[str, Pass]]:
-    """Return the title of each pass with it."""
+    """Return each pass with its title."""
     passes = [("forward", module.forward)]
     if not split:
         return [*passes, ("backward", module.backward)]
@@ -227,7 +227,7 @@ def _zero(zero: Zero) -> list[tuple[str, str, str]]:
 
 
 def _zero_steps(plan: ZeroPlan) -> Table:
-    """Draw what ZeRO does around and beside the steps of a stage's passes; equal rows are one."""
+    """Tabulate what ZeRO does around and beside the steps of a stage's passes; merge equal rows."""
     steps = (*plan.forward(0), *plan.reducing(0, True, Reductions(plan)))
     rows = list[tuple[str, int, tuple[str, ...]]]()
     begun = set[BucketInstruction]()
@@ -262,7 +262,7 @@ _AWAY = {-1: "the layer before", 0: "this layer", 1: "the next layer"}
 def _instructions(
     plan: ZeroPlan, step: ModulePass, instructions: Iterable[BucketInstruction]
 ) -> str:
-    """Describe the instructions around a step, by the place of their parameters."""
+    """Describe the instructions around a step, by the position of their parameters."""
 
     def position(bucket: int) -> str:
         ends = [plan.places[member][1] for member in plan.buckets[bucket].members]

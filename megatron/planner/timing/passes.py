@@ -78,8 +78,7 @@ class _Timed(NamedTuple):
     steps     messages, and the seconds between them
     compute   seconds of computations, without recomputation
     recompute seconds of recomputation
-    complete  after which share of these seconds gradients are complete, by the place of the
-              parameter
+    complete  (index of a parameter, share of these seconds after which its gradient is complete)
     """
 
     steps: tuple[float | Post | Wait, ...]
@@ -213,8 +212,8 @@ class ZeroWaits(NamedTuple):
     """Seconds for which the passes of a micro-batch wait for messages of ZeRO.
 
     by_pass  in the middle of a step, by the name of the pass
-    first    more in the first forward pass of a step: its weights were not gathered beside the
-             backward pass before it
+    first    additional ones in the first forward pass of a step, whose weights were not gathered
+             beside the previous backward pass
     last     from the end of the last backward pass of a step until its sums have arrived
     """
 
@@ -226,7 +225,7 @@ class ZeroWaits(NamedTuple):
 class TimedPass(NamedTuple):
     """Pass without messages of ZeRO.
 
-    complete  after which share of it gradients are complete, by the place of the parameter
+    complete  (index of a parameter, share of the pass after which its gradient is complete)
     """
 
     seconds: float
@@ -242,7 +241,7 @@ def zero_waits(
     message_s: MessageSeconds,
     hides: bool,
 ) -> ZeroWaits:
-    """Simulate the messages of ZeRO in two micro-batches, of which the second is like most others.
+    """Simulate the messages of ZeRO in two micro-batches; the second represents most others.
 
     hides  messages overlap with computation; otherwise each is waited for
 
@@ -296,7 +295,7 @@ def zero_waits(
 
 
 def _sums(step: ZeroStep, timed: TimedPass) -> Iterator[tuple[float, Sends]]:
-    """Yield what follows the completion of buckets, and after which share of a step."""
+    """Yield (share of a step, instructions that follow the buckets completed by then)."""
     complete = {
         step.buckets[parameter]: share for parameter, share in timed.complete if step.buckets
     }
