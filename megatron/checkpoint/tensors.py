@@ -2,7 +2,7 @@
 
 master.NAME       fp32 weights
 exp_avg.NAME, exp_avg_sq.NAME or momentum_buffer.NAME      state of the optimizer, of what trains
-kept.NAME         tensors beside the weights (kept_tensors); may be missing
+kept.NAME         tensors beside the weights (persistent_tensors); may be missing
 ema.NAME          the average of the weights, with the optimizer's state
 """
 
@@ -22,7 +22,7 @@ from megatron.engine.optimizer import (
     Fragment,
     Index,
     is_copy,
-    kept_tensors,
+    persistent_tensors,
     unique_parameters,
 )
 from megatron.engine.optimizer_state import AVERAGE
@@ -71,7 +71,7 @@ def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> Tens
         for kind, flat in _flats(f, optimizer).items():
             _add(out, kind, f.sharding, fragment.real(flat.narrow(0, start, stop - start)))
     if topology.data.is_first and topology.tensor.is_first:
-        out |= _beside_weights(engine.kept)
+        out |= _beside_weights(engine.persistent_tensors)
     return out
 
 
@@ -104,7 +104,7 @@ def tensors_to_load(engine: Engine, optimizer: bool, averaged: bool) -> Tensors:
         for kind, flat in _flats(f, optimizer and f.parameter.requires_grad).items():
             if averaged or kind != AVERAGE:
                 _add(out, kind, f.sharding, f.real(flat))
-    return out | _beside_weights(engine.kept)
+    return out | _beside_weights(engine.persistent_tensors)
 
 
 def clear_padding(engine: Engine, optimizer: bool) -> None:
@@ -120,7 +120,7 @@ def weights_to_load(model: torch.nn.Module, kind: str = MASTER) -> Tensors:
 
     It is for a model that has no engine.
     """
-    out = _beside_weights(kept_tensors(model))
+    out = _beside_weights(persistent_tensors(model))
     for p in unique_parameters(model):
         s = sharding_of(p)
         _add(out, kind, s, [(s.offset, p.detach()[tuple(slice(0, n) for n in s.extent)])])

@@ -47,18 +47,18 @@ def digest(tensor: Tensor) -> Tensor:
     """
     flat = tensor.reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    places = (
+    positions = (
         torch.arange(1, min(_WORDS, flat.nbytes // 8 + 1) + 1, device=flat.device)
         * 0x1E3779B97F4A7C15
     )
-    for part in flat.split(_WORDS * 8 // flat.element_size()):
-        if part.nbytes % 8 or part.storage_offset() * part.element_size() % 8:
-            fill = -len(part) % (8 // part.element_size())
-            part = torch.cat([part, part.new_zeros(fill)])
-        words = part.view(torch.int64)
+    for chunk in flat.split(_WORDS * 8 // flat.element_size()):
+        if chunk.nbytes % 8 or chunk.storage_offset() * chunk.element_size() % 8:
+            fill = -len(chunk) % (8 // chunk.element_size())
+            chunk = torch.cat([chunk, chunk.new_zeros(fill)])
+        words = chunk.view(torch.int64)
         # The steps of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) that let every bit reach all
         # higher ones.
-        mixed = words ^ places[: len(words)]
+        mixed = words ^ positions[: len(words)]
         mixed ^= mixed >> 32
         mixed *= 0x3F58476D1CE4E5B9
         mixed ^= mixed >> 29
@@ -81,7 +81,7 @@ def check_copies(
     assumed kind. `when` is part of the message.
     """
     errors = [] if first is None else _wrong_gradients(first, topology.tensor)
-    found = torch.stack([digest(p) for p in arrived])
+    digests = torch.stack([digest(p) for p in arrived])
     shardings = [sharding_of(p) for p in parameters]
     numbered = list(enumerate(shardings))
     for group, copies, cause, which in (
@@ -96,16 +96,18 @@ def check_copies(
     ):
         if group is None or group.size == 1 or not which:
             continue
-        if differing := _differing(found[which], group, copies):
+        if differing := _differing(digests[which], group, copies):
             at = which[differing[0]]
-            places = _places(gather_objects(int(found[at]), group), group)
+            holders = _holders(gather_objects(int(digests[at]), group), group)
             names = _listed([shardings[which[i]].name for i in differing])
-            errors.append(TrainingError(f"the copies of {names} differ {when}: {places}. {cause}"))
+            errors.append(TrainingError(f"the copies of {names} differ {when}: {holders}. {cause}"))
     # The error of the first rank that has one, those of gradients before those of weights.
     world = topology.world
     none = 2 * world.size
-    mine = topology.rank + world.size * isinstance(errors[0], TrainingError) if errors else none
-    key = int(all_reduce(torch.tensor(mine), world, dist.ReduceOp.MIN))
+    local_key = (
+        topology.rank + world.size * isinstance(errors[0], TrainingError) if errors else none
+    )
+    key = int(all_reduce(torch.tensor(local_key), world, dist.ReduceOp.MIN))
     if key < none:
         text = broadcast_object(str(errors[0]) if errors else "", world, key % world.size)
         raise TrainingError(text) if key >= world.size else ConfigError(text)
@@ -127,15 +129,15 @@ _DATA = (
 )
 
 
-def _differing(found: Tensor, group: Group, copies: int | None = None) -> list[int]:
+def _differing(digests: Tensor, group: Group, copies: int | None = None) -> list[int]:
     """Return the indices of the digests [n] that differ between ranks of the group.
 
     With `copies`, between any `copies` neighbouring ranks. One message is sent.
     """
     copies = copies or group.size
-    sets, n = group.size // copies, len(found)
-    extremes = found.new_full((sets, 2 * n), torch.iinfo(found.dtype).min)
-    extremes[group.rank // copies] = torch.cat([found, ~found])
+    sets, n = group.size // copies, len(digests)
+    extremes = digests.new_full((sets, 2 * n), torch.iinfo(digests.dtype).min)
+    extremes[group.rank // copies] = torch.cat([digests, ~digests])
     all_reduce(extremes, group, dist.ReduceOp.MAX)
     return (extremes[:, :n] != ~extremes[:, n:]).any(0).nonzero().flatten().tolist()
 
@@ -147,20 +149,20 @@ def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]
     differ. If all tokens of a batch are the same, the terms of all ranks may be equal too, but
     never those of some parameters only.
     """
-    differing, given = set(_differing(first.digests, group)), first.digests.tolist()
+    differing, digests = set(_differing(first.digests, group)), first.digests.tolist()
     terms = {i for i, partial in enumerate(first.partial.values()) if partial}
     shardings = [sharding_of(p) for p in first.partial]
-    whole = [s.name for i, s in enumerate(shardings) if i in differing - terms]
-    same = [
+    unequal = [s.name for i, s in enumerate(shardings) if i in differing - terms]
+    equal = [
         s.name
         for i, s in enumerate(shardings)
-        if i in terms - differing and given[i] and (s.partial_gradient or terms & differing)
+        if i in terms - differing and digests[i] and (s.partial_gradient or terms & differing)
     ]
     ranks, errors = compress_ranks(group.ranks), list[MegatronError]()
-    if whole:
+    if unequal:
         errors.append(
             ConfigError(
-                f"{_listed(whole)}: the gradient is taken to be whole on each tensor-parallel "
+                f"{_listed(unequal)}: the gradient is taken to be whole on each tensor-parallel "
                 f"rank, but in the first step it differs between ranks {ranks}, and so would the "
                 "copies. Likely causes: the parameter works on heads, features or tokens of each "
                 "rank, behind messages that autograd does not show (declare it with "
@@ -168,10 +170,10 @@ def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]
                 "give all ranks the same bits"
             )
         )
-    if same:
+    if equal:
         errors.append(
             ConfigError(
-                f"{_listed(same)}: the gradient is taken to be a sum of terms of the "
+                f"{_listed(equal)}: the gradient is taken to be a sum of terms of the "
                 f"tensor-parallel ranks, but in the first step it is the same on ranks {ranks}, "
                 f"and would count {group.size} times. Likely cause: the parameter works on values "
                 "that are the same on all ranks (declare it with partial_gradient=False, or not at "
@@ -185,7 +187,7 @@ def _listed(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _places(values: Sequence[int], group: Group) -> str:
+def _holders(values: Sequence[int], group: Group) -> str:
     """Return which ranks hold which digest, as text."""
     ranks: dict[int, list[int]] = {}
     for rank, value in zip(group.ranks, values, strict=True):

@@ -219,8 +219,8 @@ def start_engine(
         # sees one device.
         args = SimpleNamespace(device_rank=index)
         if dist.get_backend() == "fake":  # of a dry run, which writes nothing
-            kept = {name: x for name, x in arguments["config"].items() if name not in _MONITORS}
-            arguments["config"] = kept
+            settings = {name: x for name, x in arguments["config"].items() if name not in _MONITORS}
+            arguments["config"] = settings
         try:
             engine, *_ = deepspeed.initialize(args=args, **arguments)
         except importlib.import_module("pydantic").ValidationError as error:

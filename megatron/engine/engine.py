@@ -37,8 +37,8 @@ from megatron.engine.optimizer import (
     freeze_copies,
     get_step,
     is_copy,
-    kept_tensors,
     parameter_groups,
+    persistent_tensors,
     set_step,
     unique_parameters,
 )
@@ -164,7 +164,7 @@ class Engine:
     copies                the data-parallel ranks that hold the same fragments as this one, and
                           those for fragments of experts: groups of one where ZeRO partitions them
     routers               those of layers with experts
-    kept                  fp32 tensors beside the parameters, by global name (kept_tensors)
+    persistent_tensors    fp32 tensors beside the parameters, by global name
     host_state            optimizer state in host memory; None where the device has it
 
     Raises ConfigError for a missing DeepSpeed, for ranks without parameters.
@@ -177,7 +177,7 @@ class Engine:
         self._dtype = getattr(torch, config.precision.dtype_name)
         self._shards = _shards_of(config, topology)
         self.copies = self._shards[0].copies, self._shards[1].copies
-        self.kept = kept_tensors(chunks)
+        self.persistent_tensors = persistent_tensors(chunks)
         self._logging = config.logging
         self.routers: Sequence[Router] = ()
         self._find_experts()
@@ -188,10 +188,10 @@ class Engine:
 
         self.plan = plan = _plan_of(config, topology, chunks, parameters)
         divided = self._divide(config, parameters)
-        trained = [part for part in divided if not part[0].frozen]
-        exact = [part for _, part in trained]
+        trained = [pair for pair in divided if not pair[0].frozen]
+        exact = [shard for _, shard in trained]
         # parameters of the optimizer, which get their values when the update is made
-        empty = [[nn.Parameter(part.new_zeros(ALIGNMENT))] for part in exact]
+        empty = [[nn.Parameter(shard.new_zeros(ALIGNMENT))] for shard in exact]
         groups = parameter_groups(empty, config.optimizer.weight_decay, plan.buckets)
         self._basic = build_optimizer(groups, config, topology.device)
         self.deepspeed = start_engine(
@@ -218,8 +218,8 @@ class Engine:
         self._take_whole()
         # frozen parameters, with this rank's exact part of them
         self._frozen = [
-            (bucket, bucket.own_weights if bucket.own_weights.dtype == torch.float32 else part)
-            for bucket, part in divided[len(trained) :]
+            (bucket, bucket.own_weights if bucket.own_weights.dtype == torch.float32 else shard)
+            for bucket, shard in divided[len(trained) :]
         ]
         del exact, trained, divided
         self._connect(config)
@@ -260,7 +260,7 @@ class Engine:
         sums = torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32
         divided = []
         for bucket in self.plan.buckets:
-            made, part = divide(
+            flat, shard = divide(
                 [parameters[number] for number in bucket.members],
                 bucket,
                 self.plan.zero,
@@ -269,34 +269,36 @@ class Engine:
                 sums,
                 self.topology.device,
             )
-            offloaded = config.engine.cpu_offload and not made.frozen
-            divided.append((made, part.cpu() if offloaded else part))
+            offloaded = config.engine.cpu_offload and not flat.frozen
+            divided.append((flat, shard.cpu() if offloaded else shard))
         return divided
 
     def _take_whole(self) -> None:
         """Give the optimizer's groups of whole parameters the function that gathers them."""
         groups = self._basic.param_groups
-        wanted = [bool(group.get("whole")) for group in groups]
-        buckets = [b for b, whole in zip(self._update.buckets, wanted, strict=True) if whole]
-        wholes = FullMatrices(buckets, self.topology) if buckets else None
-        for group, whole in zip(groups, wanted, strict=True):
-            group["whole"] = wholes if whole else None
+        takes_full = [bool(group.get("whole")) for group in groups]
+        buckets = [
+            b for b, is_full in zip(self._update.buckets, takes_full, strict=True) if is_full
+        ]
+        matrices = FullMatrices(buckets, self.topology) if buckets else None
+        for group, is_full in zip(groups, takes_full, strict=True):
+            group["whole"] = matrices if is_full else None
 
     def _hold_state(self, config: Config, averaged: bool) -> None:
         """Find this rank's parts of the optimizer's state, for checkpoints, average and QK-clip."""
-        held = [self._update.state_of(master) for master in self._update.masters]
+        states = [self._update.state_of(master) for master in self._update.masters]
         owned = [
-            (p, first, place, bucket, tensors)
-            for bucket, tensors in zip(self._update.buckets, held, strict=True)
-            for p, first, place in bucket.owned()
+            (p, first, span, bucket, tensors)
+            for bucket, tensors in zip(self._update.buckets, states, strict=True)
+            for p, first, span in bucket.owned()
         ]
-        self._own_gradients = {p: b.own_gradients[place] for p, _, place, b, _ in owned}
-        self._fragments = [Fragment.of(p, first, place, each) for p, first, place, _, each in owned]
+        self._own_gradients = {p: b.own_gradients[span] for p, _, span, b, _ in owned}
+        self._fragments = [Fragment.of(p, first, span, each) for p, first, span, _, each in owned]
         for bucket, exact in self._frozen:
             tensors = {MASTER: exact, **({AVERAGE: exact} if averaged else {})}
             self._fragments += [Fragment.of(*one, tensors) for one in bucket.owned()]
-        self._masters = [tensors[MASTER] for tensors in held]
-        self._averages = [tensors[AVERAGE] for tensors in held if AVERAGE in tensors]
+        self._masters = [tensors[MASTER] for tensors in states]
+        self._averages = [tensors[AVERAGE] for tensors in states if AVERAGE in tensors]
         self.start_average()
         # The optimizer that updates the average, too. None with QK-clip, which changes the weights
         # after the update.
@@ -312,11 +314,11 @@ class Engine:
                 "--qk-clip scales the weights of the built-in layer: remove it, or train without "
                 "a layer of your own"
             )
-        parts = [
-            ParameterSlice(p, first, tensors[MASTER][place], bucket.own_weights[place])
-            for p, first, place, bucket, tensors in owned
+        slices = [
+            ParameterSlice(p, first, tensors[MASTER][span], bucket.own_weights[span])
+            for p, first, span, bucket, tensors in owned
         ]
-        self._qk_clip = QKClip(config.optimizer, self.topology, self.chunks, parts)
+        self._qk_clip = QKClip(config.optimizer, self.topology, self.chunks, slices)
 
     def _connect(self, config: Config) -> None:
         """Connect the parameters with their gradients' and weights' messages."""
@@ -472,7 +474,7 @@ class Engine:
         if self._under_way is None:
             return
         (scale, new, figures), self._under_way = self._under_way, None
-        norm, *others = figures.read()
+        norm, *optional = figures.read()
         skipped = not math.isfinite(norm)
         if skipped or norm == 0:
             self._update.not_taken()
@@ -484,13 +486,13 @@ class Engine:
                     average.lerp_(master.to(average.device), new)
         self._scale.update(skipped)
         self.skipped_steps += skipped
-        zeros = others.pop(0) if self._logging.log_num_zeros_in_grad else None
+        zeros = optional.pop(0) if self._logging.log_num_zeros_in_grad else None
         self._result = StepResult(
             grad_norm=None if skipped else norm,
             skipped=skipped,
             loss_scale=scale,
             num_zeros=None if skipped else zeros,
-            params_norm=math.sqrt(others[0]) if others else None,
+            params_norm=math.sqrt(optional[0]) if optional else None,
         )
 
     def _state_rests(self) -> None:
@@ -572,10 +574,10 @@ class Engine:
         self._state_rests()
         self._weights.settle()
         weights = [bucket.own_weights for bucket in self._update.buckets]
-        kept = [part.clone() for part in weights]
+        saved = [shard.clone() for shard in weights]
         self._use(weights, self._averages)
         yield
-        self._use(weights, kept)
+        self._use(weights, saved)
 
     @torch.no_grad()
     def _use(self, weights: list[Tensor], values: list[Tensor]) -> None:
@@ -598,8 +600,8 @@ class Engine:
             value = all_reduce(total([t for _, t in terms]), states)
         else:
             value = all_reduce(total([t for f, t in terms if not f.sharding.experts]), states)
-            others = total([t for f, t in terms if f.sharding.experts])
-            value += all_reduce(others, experts)
+            of_experts = total([t for f, t in terms if f.sharding.experts])
+            value += all_reduce(of_experts, experts)
         return all_reduce(value, self.topology.model)
 
     @torch.no_grad()
@@ -662,8 +664,8 @@ class Engine:
         self._weights.settle()
         self._update.update_working_weights()
         with torch.no_grad():
-            for bucket, part in self._frozen:
-                bucket.own_weights.copy_(part)
+            for bucket, shard in self._frozen:
+                bucket.own_weights.copy_(shard)
         self._weights.start(frozen=True)
 
 

@@ -68,7 +68,7 @@ class _LocalMatrix(NamedTuple):
     elements: slice
     number: int
 
-    def part(self, rank: int, size: int) -> slice:
+    def slice_of(self, rank: int, size: int) -> slice:
         """Return the elements of part `rank`, of parts of `size`."""
         low = max(self.elements.start, rank * size)
         return slice(low, max(low, min(self.elements.stop, (rank + 1) * size)))
@@ -82,7 +82,7 @@ class _Matrix(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    places: list[_LocalMatrix]
+    shards: list[_LocalMatrix]
     owner: tuple[int, int]
 
 
@@ -105,7 +105,7 @@ class FullMatrices:
 
     def __init__(self, buckets: Sequence[Bucket], topology: Topology) -> None:
         self._buckets, self._tensor = buckets, topology.tensor
-        found, places = list[Sharding](), dict[str, list[_LocalMatrix]]()
+        shardings, shards = list[Sharding](), dict[str, list[_LocalMatrix]]()
         groups: dict[tuple[int, ...], tuple[ShardGroups, dict[str, tuple[int, ...]]]] = {}
         for b, bucket in enumerate(buckets):
             shared = bucket.shards
@@ -113,20 +113,20 @@ class FullMatrices:
             for p, first in bucket.starts.items():
                 for at, s in _matrices(p):
                     elements = slice(first + at, first + at + s.elements)
-                    places.setdefault(s.name, []).append(_LocalMatrix(b, elements, len(found)))
+                    shards.setdefault(s.name, []).append(_LocalMatrix(b, elements, len(shardings)))
                     shapes[s.name] = s.global_shape
-                    found.append(s)
-        self.group_of = {name: some[0].bucket for name, some in places.items()}
-        mine = _Shards(tuple(found))
-        self._shards = [shards.of for shards in gather_objects(mine, self._tensor)]
+                    shardings.append(s)
+        self.group_of = {name: some[0].bucket for name, some in shards.items()}
+        local_shards = _Shards(tuple(shardings))
+        self._shards = [each.of for each in gather_objects(local_shards, self._tensor)]
         self._rounds = [
             (shared, some)
             for shared, shapes in groups.values()
-            for some in self._in_rounds(places, shapes, shared.states)
+            for some in self._in_rounds(shards, shapes, shared.states)
         ]
 
     def _in_rounds(
-        self, places: dict[str, list[_LocalMatrix]], shapes: dict[str, tuple[int, ...]], data: Group
+        self, shards: dict[str, list[_LocalMatrix]], shapes: dict[str, tuple[int, ...]], data: Group
     ) -> Iterator[list[_Matrix]]:
         """Give each matrix, the largest first, to the rank with the least work so far.
 
@@ -137,7 +137,7 @@ class FullMatrices:
         for name in sorted(shapes, key=lambda name: -work_of(shapes[name])):
             owner = min(work, key=work.__getitem__)
             work[owner] += work_of(shapes[name])
-            owned[owner].append(_Matrix(name, shapes[name], places[name], owner))
+            owned[owner].append(_Matrix(name, shapes[name], shards[name], owner))
         most, some = 0, list[_Matrix]()
         for number in range(max(map(len, owned.values()))):
             some += (following := [of[number] for of in owned.values() if number < len(of)])
@@ -181,63 +181,63 @@ class FullMatrices:
         none = torch.empty(0, dtype=dtype, device=flats[0].device)
         values = flats[0].shape[1:]
         shards = {
-            place.number: none.new_empty(self._shards[t][place.number].elements, *values)
+            local.number: none.new_empty(self._shards[t][local.number].elements, *values)
             for m in column
-            for place in m.places
+            for local in m.shards
         }
-        wholes = {m.name: none.new_empty(*m.shape, *values) for m in row[t]}
+        full_matrices = {m.name: none.new_empty(*m.shape, *values) for m in row[t]}
 
-        def in_flats(place: _LocalMatrix) -> Tensor:
-            own, each = shared.part, size[place.bucket]
-            part, first = place.part(own, each), own * each
-            return flats[place.bucket][part.start - first : part.stop - first]
+        def in_flats(local: _LocalMatrix) -> Tensor:
+            index, each = shared.part, size[local.bucket]
+            span, first = local.slice_of(index, each), index * each
+            return flats[local.bucket][span.start - first : span.stop - first]
 
-        def in_shard(place: _LocalMatrix, rank: int) -> Tensor:
-            part = place.part(shared.part_of(rank), size[place.bucket])
-            first = place.elements.start
-            return shards[place.number][part.start - first : part.stop - first]
+        def in_shard(local: _LocalMatrix, rank: int) -> Tensor:
+            span = local.slice_of(shared.part_of(rank), size[local.bucket])
+            first = local.elements.start
+            return shards[local.number][span.start - first : span.stop - first]
 
-        def real(place: _LocalMatrix) -> Tensor:
-            s = self._shards[t][place.number]
-            return shards[place.number].view(*s.shape, *values)[tuple(slice(n) for n in s.extent)]
+        def real(local: _LocalMatrix) -> Tensor:
+            s = self._shards[t][local.number]
+            return shards[local.number].view(*s.shape, *values)[tuple(slice(n) for n in s.extent)]
 
-        def in_whole(m: _Matrix, place: _LocalMatrix, rank: int) -> Tensor:
-            s = self._shards[rank][place.number]
+        def in_full(m: _Matrix, local: _LocalMatrix, rank: int) -> Tensor:
+            s = self._shards[rank][local.number]
             ends = zip(s.offset, s.extent, strict=True)
-            return wholes[m.name][tuple(slice(first, first + n) for first, n in ends)]
+            return full_matrices[m.name][tuple(slice(first, first + n) for first, n in ends)]
 
-        parts: Views = [[] for _ in range(data.size)]
+        of_flats: Views = [[] for _ in range(data.size)]
         for m in matrices:
-            parts[m.owner[1]] += map(in_flats, m.places)
+            of_flats[m.owner[1]] += map(in_flats, m.shards)
         of_shards = [
-            [in_shard(place, rank) for m in column for place in m.places]
+            [in_shard(local, rank) for m in column for local in m.shards]
             for rank in range(data.size)
         ]
-        yield from exchange(parts, of_shards, data, none)
-        ours = [[real(place) for m in some for place in m.places] for some in row]
-        of_wholes = [
-            [in_whole(m, place, rank) for m in row[t] for place in m.places]
+        yield from exchange(of_flats, of_shards, data, none)
+        extents = [[real(local) for m in some for local in m.shards] for some in row]
+        of_full = [
+            [in_full(m, local, rank) for m in row[t] for local in m.shards]
             for rank in range(self._tensor.size)
         ]
-        yield from exchange(ours, of_wholes, self._tensor, none)
-        for name, whole in wholes.items():
-            changed = change(name, whole)
-            if changed.shape != whole.shape:
+        yield from exchange(extents, of_full, self._tensor, none)
+        for name, full in full_matrices.items():
+            changed = change(name, full)
+            if changed.shape != full.shape:
                 raise ValueError(
-                    f"{name}: {list(whole.shape)} was changed into {list(changed.shape)}"
+                    f"{name}: {list(full.shape)} was changed into {list(changed.shape)}"
                 )
-            whole.copy_(changed)
-        yield from exchange(of_wholes, ours, self._tensor, none)
-        yield from exchange(of_shards, parts, data, none)
+            full.copy_(changed)
+        yield from exchange(of_full, extents, self._tensor, none)
+        yield from exchange(of_shards, of_flats, data, none)
 
 
-def exchange(there: Views, here: Views, group: Group, none: Tensor) -> Iterator[None]:
-    """Send the tensors `there` to the ranks of a group, and fill those `here` with what they send.
+def exchange(remote: Views, local: Views, group: Group, none: Tensor) -> Iterator[None]:
+    """Send the tensors `remote` to the ranks of a group, and fill those `local` with what they send.
 
     The generator yields after the start of the message, an all-to-all in the dtype and on the
     device of `none`, which is empty.
     """
-    targets, sources = [x for some in here for x in some], [x for some in there for x in some]
+    targets, sources = [x for some in local for x in some], [x for some in remote for x in some]
     if group.size == 1:
         for target, x in zip(targets, sources, strict=True):
             target.copy_(x)
@@ -245,7 +245,7 @@ def exchange(there: Views, here: Views, group: Group, none: Tensor) -> Iterator[
     outgoing = torch.cat([none, *(x.reshape(-1).to(none.dtype) for x in sources)])
     sizes = [x.numel() for x in targets]
     incoming = none.new_empty(sum(sizes))
-    counts = ([sum(x.numel() for x in some) for some in views] for views in (here, there))
+    counts = ([sum(x.numel() for x in some) for some in views] for views in (local, remote))
     send = dist.all_to_all_single
     work = start(b"all_to_all", group, outgoing.nbytes, send, incoming, outgoing, *counts)
     yield

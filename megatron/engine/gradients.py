@@ -87,7 +87,7 @@ class Gradients:
             for p in bucket.parameters:
                 accumulator = GradientAccumulator(p, bucket.gradient(p), added, direct)
                 p.gradient_accumulator = accumulator  # type: ignore[attr-defined]
-                p.register_post_accumulate_grad_hook(to_sink)
+                p.register_post_accumulate_grad_hook(to_accumulator)
                 self._accumulators[p], self._bucket_of[p] = accumulator, number
         # owned parts of gradients that are terms; the first step shows which they are
         self._partial: list[torch.Tensor] = []
@@ -134,7 +134,7 @@ class Gradients:
         """Collect gradients that were put into `.grad` without autograd, so that no hook ran."""
         for p in self._accumulators:
             if p.grad is not None:
-                to_sink(p)
+                to_accumulator(p)
 
     def _added(self, p: torch.nn.Parameter) -> None:
         self._seen[p] += 1
@@ -222,15 +222,17 @@ class Gradients:
         embedding = topology.embedding
         # The neighbour at the other end of the pipeline may still compute: start early, wait late.
         works = (
-            [] if embedding is None else [all_reduce_async(part, embedding) for part in self._tied]
+            []
+            if embedding is None
+            else [all_reduce_async(shard, embedding) for shard in self._tied]
         )
         if self._partial:
             joined = torch.cat(self._partial)  # one message
             all_reduce(joined, topology.tensor)
             torch._foreach_copy_(self._partial, joined.split([len(t) for t in self._partial]))
-        for copies, parts in self._shared.items():
-            if parts:
-                _sum_among_neighbours(parts, copies, topology.tensor)
+        for copies, shards in self._shared.items():
+            if shards:
+                _sum_among_neighbours(shards, copies, topology.tensor)
         for work in works:
             work.wait()
 
@@ -290,17 +292,17 @@ def too_many(p: torch.nn.Parameter, due: int, micro_batches: int) -> ConfigError
     )
 
 
-def _sum_among_neighbours(parts: list[torch.Tensor], copies: int, group: Group) -> None:
+def _sum_among_neighbours(shards: list[torch.Tensor], copies: int, group: Group) -> None:
     """Sum flat tensors over each `copies` neighbouring ranks of a group, in place.
 
     One message of the whole group, with a row for each set of neighbours: they need no group of
     their own.
     """
-    rows = parts[0].new_zeros(group.size // copies, sum(map(len, parts)))
+    rows = shards[0].new_zeros(group.size // copies, sum(map(len, shards)))
     row = rows[group.rank // copies]
-    torch.cat(parts, out=row)
+    torch.cat(shards, out=row)
     all_reduce(rows, group)
-    torch._foreach_copy_(parts, row.split([len(part) for part in parts]))
+    torch._foreach_copy_(shards, row.split([len(shard) for shard in shards]))
 
 
 _NEVER = 1 << 62
@@ -315,7 +317,7 @@ def _for_each(contributions: int, micro_batches: int) -> int:
     return count if count and not rest else _NEVER
 
 
-def to_sink(p: torch.Tensor) -> None:
+def to_accumulator(p: torch.Tensor) -> None:
     """Move the gradient of autograd to the accumulator; a hook of its backward pass, which records nothing.
 
     There is none where a layer added its own.
@@ -356,18 +358,18 @@ class Terms:
 
     def _follow(self, root: Any, partial: bool) -> None:
         """Follow all paths from the root of a graph to parameters."""
-        seen, ways = set[tuple[Any, bool]](), [(root, partial)]
-        while ways:
-            way = ways.pop()
-            if way in seen:
+        seen, paths = set[tuple[Any, bool]](), [(root, partial)]
+        while paths:
+            path = paths.pop()
+            if path in seen:
                 continue
-            seen.add(way)
-            node, partial = way
+            seen.add(path)
+            node, partial = path
             # The chunk's input is a leaf as well, and must not be kept.
             if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
                 self._seen.setdefault(node.variable, set()).add(partial)
             partial = getattr(node, "partial_gradient", _OF_NODES.get(node.name(), partial))
-            ways += [(after, partial) for after, _ in node.next_functions if after is not None]
+            paths += [(after, partial) for after, _ in node.next_functions if after is not None]
 
     def partial(self, p: torch.Tensor, used: bool) -> bool:
         """Return whether the gradients of `p` on the tensor ranks are terms of a sum.
@@ -421,7 +423,7 @@ class Bucket:
     shards     the ranks that share the bucket
     sums       where `gradients` are those of a micro-batch, without memory between its backward
                pass and the next: the sums over micro-batches that this rank keeps  # [n / inner]
-    held       where `weights` have no memory outside of the passes that need them: those that this
+    weight_shard  where `weights` have no memory outside of the passes that need them: those that this
                rank keeps  # [n / inner]
     frozen     whether the parameters do not train: only loading changes them
     own_...    the parts that this rank owns  # [n / states]
@@ -432,7 +434,7 @@ class Bucket:
     weights: torch.Tensor
     shards: ShardGroups
     sums: torch.Tensor | None = None
-    held: torch.Tensor | None = None
+    weight_shard: torch.Tensor | None = None
     frozen: bool = False
     starts: dict[torch.nn.Parameter, int] = field(init=False)
     own_gradients: torch.Tensor = field(init=False)
@@ -446,12 +448,12 @@ class Bucket:
         assert len(self.weights) % self.ranks == 0, "ranks own equal parts"
         size = len(self.weights) // self.ranks
 
-        def own(whole: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-            part = self.inner_part(whole) if kept is None else kept
-            return part.narrow(0, self.shards.outer.rank * size, size)
+        def owned_range(full: torch.Tensor, shard: torch.Tensor | None) -> torch.Tensor:
+            inner = self.inner_shard(full) if shard is None else shard
+            return inner.narrow(0, self.shards.outer.rank * size, size)
 
-        self.own_gradients = own(self.gradients, self.sums)
-        self.own_weights = own(self.weights, self.held)
+        self.own_gradients = owned_range(self.gradients, self.sums)
+        self.own_weights = owned_range(self.weights, self.weight_shard)
         self.starts, self._gradients, at = {}, {}, 0
         for p in self.parameters:
             self.starts[p] = at
@@ -473,12 +475,12 @@ class Bucket:
         """Return the collectives of an instruction on this bucket."""
         shards = self.shards
         sizes = ShardSizes(shards.inner.size, self.ranks, self.ranks * shards.copies.size)
-        return sizes.hops(op, self.held is not None)
+        return sizes.hops(op, self.weight_shard is not None)
 
-    def inner_part(self, whole: torch.Tensor) -> torch.Tensor:
+    def inner_shard(self, full: torch.Tensor) -> torch.Tensor:
         """Return the part of a tensor [n] that this rank has among the inner ranks."""
-        size = len(whole) // self.shards.inner.size
-        return whole.narrow(0, self.shards.inner.rank * size, size)
+        size = len(full) // self.shards.inner.size
+        return full.narrow(0, self.shards.inner.rank * size, size)
 
     def gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
         """Return the whole gradient sum of a parameter, in its shape."""
@@ -525,24 +527,24 @@ def divide(
         exact[at : at + p.numel()] = values.reshape(-1)
         at += p.numel()
     weights = exact.to(torch.float32 if plan.kind.fp32 else dtype, copy=True)
-    part = exact.chunk(shards.states.size)[shards.part].clone()
+    shard = exact.chunk(shards.states.size)[shards.part].clone()
     at = 0
     for p in parameters:
         p.data = weights[at : at + p.numel()].view(p.shape)
         at += p.numel()
     del exact
-    own_sums = held = None
+    own_sums = weight_shard = None
     if zero.divides_gradients and not frozen:
         own_sums = torch.zeros(n // inner.size, dtype=sums, device=device)
     if zero.divides_weights(plan):
-        held = weights.chunk(inner.size)[inner.rank].clone()
+        weight_shard = weights.chunk(inner.size)[inner.rank].clone()
     gradients = torch.zeros(n, dtype=sums, device="meta" if frozen else device)
-    bucket = Bucket(parameters, gradients, weights, shards, own_sums, held, frozen)
+    bucket = Bucket(parameters, gradients, weights, shards, own_sums, weight_shard, frozen)
     if own_sums is not None:
         free(gradients)
-    if held is not None:
+    if weight_shard is not None:
         free(weights)
-    return bucket, part
+    return bucket, shard
 
 
 def free(flat: torch.Tensor) -> None:
@@ -554,7 +556,7 @@ def free(flat: torch.Tensor) -> None:
         flat.untyped_storage().resize_(0)
 
 
-def take(flat: torch.Tensor) -> None:
+def allocate(flat: torch.Tensor) -> None:
     """Give a flat tensor memory again, with any values."""
     if not flat.untyped_storage().size():
         flat.untyped_storage().resize_(flat.nbytes)
@@ -567,17 +569,17 @@ def owned_gradients(
 
     Adjacent ones are one flat tensor.
     """
-    found, wanted = list[torch.Tensor](), set(parameters)
+    gradients, selected = list[torch.Tensor](), set(parameters)
     for bucket in buckets:
         runs = list[slice]()
-        for p, _, place in bucket.owned():
-            if p not in wanted:
+        for p, _, span in bucket.owned():
+            if p not in selected:
                 continue
-            if runs and runs[-1].stop == place.start:
-                place = slice(runs.pop().start, place.stop)
-            runs.append(place)
-        found += [bucket.own_gradients[run] for run in runs]
-    return found
+            if runs and runs[-1].stop == span.start:
+                span = slice(runs.pop().start, span.stop)
+            runs.append(span)
+        gradients += [bucket.own_gradients[run] for run in runs]
+    return gradients
 
 
 def transfer(bucket: Bucket, op: BucketOp) -> Messages:
@@ -586,39 +588,39 @@ def transfer(bucket: Bucket, op: BucketOp) -> Messages:
     Summed gradients are on their owners alone; the rest of the tensor is undefined afterwards.
     """
     of_weights = op in (BucketOp.GATHER, BucketOp.RETURN)
-    flat, kept, own = bucket.gradients, bucket.sums, bucket.own_gradients
+    flat, shard, owned = bucket.gradients, bucket.sums, bucket.own_gradients
     if of_weights:
-        flat, kept, own = bucket.weights, bucket.held, bucket.own_weights
-    share = bucket.inner_part(flat) if kept is None else kept
+        flat, shard, owned = bucket.weights, bucket.weight_shard, bucket.own_weights
+    share = bucket.inner_shard(flat) if shard is None else shard
     for hop in bucket.hops(op):
         group: Group = getattr(bucket.shards, hop.ranks)
         if hop.kind == "all_reduce":
-            yield [all_reduce_async(own, group)]
+            yield [all_reduce_async(owned, group)]
         elif hop.kind == "reduce_scatter":
             outward = hop.ranks == "outer"
-            ends = (share, own) if outward else (flat, bucket.inner_part(flat))
+            ends = (share, owned) if outward else (flat, bucket.inner_shard(flat))
             yield _reduce_scatter(*ends, group)
         else:
-            ends = (share, own) if hop.ranks == "outer" else (flat, share)
+            ends = (share, owned) if hop.ranks == "outer" else (flat, share)
             yield [gather_into(*ends, group)]
 
 
-def _reduce_scatter(flat: torch.Tensor, own: torch.Tensor, group: Group) -> list[Any]:
+def _reduce_scatter(flat: torch.Tensor, out: torch.Tensor, group: Group) -> list[Any]:
     if flat.device.type == "cpu":
         # gloo copies the input of a reduce-scatter and sums all of it on all ranks, but reduces to
         # one rank in place. Measured for 40 MB on two ranks: 52 ms against 12.5 ms.
-        parts = zip(flat.chunk(group.size), group.ranks, strict=True)
+        chunks = zip(flat.chunk(group.size), group.ranks, strict=True)
         return [
-            start(b"reduce", group, part.nbytes, dist.reduce, part, dst=rank)
-            for part, rank in parts
+            start(b"reduce", group, chunk.nbytes, dist.reduce, chunk, dst=rank)
+            for chunk, rank in chunks
         ]
-    return [reduce_scatter_into_async(own, flat, group)]
+    return [reduce_scatter_into_async(out, flat, group)]
 
 
-def gather_into(whole: torch.Tensor, own: torch.Tensor, group: Group) -> Any:
+def gather_into(full: torch.Tensor, shard: torch.Tensor, group: Group) -> Any:
     """Start to gather the parts of all ranks of a group; return the work handle."""
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return start(b"all_gather", group, whole.nbytes, gather, whole, own)
+    return start(b"all_gather", group, full.nbytes, gather, full, shard)
 
 
 _BLOCK = 1 << 16
@@ -632,11 +634,11 @@ def sum_of_squares(tensors: list[torch.Tensor]) -> torch.Tensor:
     """
     norms = []
     for t in tensors:
-        whole = len(t) // _BLOCK * _BLOCK
+        aligned = len(t) // _BLOCK * _BLOCK
         norms.append(
-            torch.linalg.vector_norm(t[:whole].view(-1, _BLOCK), dim=1, dtype=torch.float32)
+            torch.linalg.vector_norm(t[:aligned].view(-1, _BLOCK), dim=1, dtype=torch.float32)
         )
-        norms.append(torch.linalg.vector_norm(t[whole:], dtype=torch.float32).view(1))
+        norms.append(torch.linalg.vector_norm(t[aligned:], dtype=torch.float32).view(1))
     return torch.cat(norms).double().square().sum().float()
 
 

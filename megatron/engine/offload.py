@@ -35,7 +35,7 @@ class HostState:
     updated    called with a parameter after its update, while it has its values
     uses       what a step is expected to use (ZeroPlan.updates): numbers of groups, and names
 
-    kept       state of each parameter by name, MASTER included, in host memory; valid after
+    on_host    state of each parameter by name, MASTER included, in host memory; valid after
                `settle` until the next `prefetch`
     working    the two sets of tensors on the device, by name and dtype
 
@@ -54,8 +54,8 @@ class HostState:
     ) -> None:
         self._optimizer, self._updated = optimizer, updated
         self._step: Callable[[], Any] = optimizer.step
-        whole = [group for group in optimizer.param_groups if group.get("whole")]
-        if whole and not hasattr(optimizer, "near"):
+        full = [group for group in optimizer.param_groups if group.get("whole")]
+        if full and not hasattr(optimizer, "near"):
             raise ConfigError(
                 f"--cpu-offload: {type(optimizer).__name__} takes parameters whole, and has no "
                 "attribute `near` by which it would get their state: see megatron/engine/offload.py"
@@ -75,10 +75,10 @@ class HostState:
             for _ in range(2)
         ]
         self._absent = {key: torch.zeros((), dtype=key[1], device=device) for key in most}
-        self.kept: dict[Tensor, dict[str, Tensor]] = {}
+        self.on_host: dict[Tensor, dict[str, Tensor]] = {}
         for p in parameters:  # of which each gives up its former memory
-            own = tensors(p).items()
-            self.kept[p] = {n: self._locked(x) if device.type == "cuda" else x for n, x in own}
+            state = tensors(p).items()
+            self.on_host[p] = {n: self._locked(x) if device.type == "cuda" else x for n, x in state}
             self._show(p, None)
         self._in: Any = None
         self._out: Any = None
@@ -93,13 +93,13 @@ class HostState:
         self._fetched: deque[Use] = deque()
         self._arrived: dict[int, Any] = {}
         optimizer.step = self._by_group  # type: ignore[assignment, method-assign]
-        if whole:
+        if full:
             optimizer.near = self.near  # type: ignore[attr-defined]
 
     def _use(self, number: int, names: Sequence[str]) -> Use:
         """Return a use with the names of the tensors that move."""
-        kept = self.kept[self._parameters[number]]
-        return number, tuple(name for name in kept if not names or name in names)
+        stored = self.on_host[self._parameters[number]]
+        return number, tuple(name for name in stored if not names or name in names)
 
     def prefetch(self) -> None:
         """Begin a step: fetch the state that its update uses first."""
@@ -118,13 +118,13 @@ class HostState:
     def _by_group(self) -> None:
         """Take a step of the optimizer, group by group."""
         optimizer, every = self._optimizer, self._optimizer.param_groups
-        whole = [group for group in every if group.get("whole")]
+        full = [group for group in every if group.get("whole")]
         try:
             for group in self.near([group for group in every if not group.get("whole")]):
                 optimizer.param_groups = [group]
                 self._step()
-            if whole:
-                optimizer.param_groups = whole
+            if full:
+                optimizer.param_groups = full
                 self._step()
         finally:
             optimizer.param_groups = every
@@ -151,7 +151,7 @@ class HostState:
             with self._on(self._out):
                 for name in use[1]:
                     used = self._in_set(p, name, number % 2)
-                    self.kept[p][name].copy_(used, non_blocking=True)
+                    self.on_host[p][name].copy_(used, non_blocking=True)
             self._show(p, None)
             self._fetch()
 
@@ -163,31 +163,31 @@ class HostState:
             elif op is BucketOp.UPDATE:
                 return
 
-    def _copy_in(self, use: Use, place: int) -> None:
+    def _copy_in(self, use: Use, position: int) -> None:
         """Fetch state into a set of working tensors: that of the use's place in the step."""
         p = self._parameters[use[0]]
         with self._on(self._in):
             if self._in is not None:  # the set's last state, and this one's last values
                 self._in.wait_stream(self._out)
             for name in use[1]:
-                kept = self.kept[p][name]
-                self._in_set(p, name, place % 2).copy_(kept, non_blocking=True)
+                stored = self.on_host[p][name]
+                self._in_set(p, name, position % 2).copy_(stored, non_blocking=True)
             if self._in is not None:
-                self._arrived[place % 2] = self._in.record_event()
+                self._arrived[position % 2] = self._in.record_event()
         self._fetched.append(use)
 
     def _in_set(self, p: Tensor, name: str, number: int) -> Tensor:
-        kept = self.kept[p][name]
-        return self.working[number][name, kept.dtype][: kept.numel()].view(kept.shape)
+        stored = self.on_host[p][name]
+        return self.working[number][name, stored.dtype][: stored.numel()].view(stored.shape)
 
     def _show(self, p: Tensor, number: int | None, names: Iterable[str] | None = None) -> None:
         """Let a parameter and its state be those of a set; without one, of their shapes only."""
         if number is not None and number in self._arrived:
             torch.cuda.current_stream().wait_event(self._arrived[number])
-        for name in self.kept[p] if names is None else names:
-            kept = self.kept[p][name]
+        for name in self.on_host[p] if names is None else names:
+            stored = self.on_host[p][name]
             if number is None:
-                x = self._absent[name, kept.dtype].expand(kept.shape)
+                x = self._absent[name, stored.dtype].expand(stored.shape)
             else:
                 x = self._in_set(p, name, number)
             if name == MASTER:

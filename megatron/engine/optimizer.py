@@ -52,15 +52,15 @@ def freeze_copies(parameters: Sequence[nn.Parameter], topology: Topology) -> Non
     All ranks call it. Raises ConfigError, on every rank, where one has no parameters.
     """
     frozen = {sharding_of(p).name for p in parameters if not p.requires_grad}
-    found = gather_objects(_Trained(bool(parameters), frozen), topology.model)
+    gathered = gather_objects(_Trained(bool(parameters), frozen), topology.model)
     ranks = topology.model.ranks
-    without = [rank for rank, has in zip(ranks, found, strict=True) if not has.some]
+    without = [rank for rank, has in zip(ranks, gathered, strict=True) if not has.some]
     if without:
         raise ConfigError(
             f"ranks {without} have no parameters: use fewer pipeline stages or another "
             "--pipeline-layout, so that no stage is without layers"
         )
-    every = set[str]().union(*(has.frozen for has in found))
+    every = set[str]().union(*(has.frozen for has in gathered))
     for p in parameters:
         if sharding_of(p).name in every:
             p.requires_grad_(False)
@@ -106,8 +106,8 @@ def build_optimizer(
     settings = config.optimizer
     kernels = config.kernels
     if config.pieces.optimizer is not None:
-        own: torch.optim.Optimizer = config.pieces.optimizer(groups, settings)
-        return own
+        custom: torch.optim.Optimizer = config.pieces.optimizer(groups, settings)
+        return custom
     for group in groups:
         group["eps"] = settings.adam_eps * group.get("eps_scale", 1.0)
     if settings.optimizer == "sgd":
@@ -186,14 +186,14 @@ def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
                 optimizer.state[p]["step"] = step
 
 
-def kept_tensors(model: nn.Module) -> dict[str, Tensor]:
+def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the fp32 tensors of a model beside its parameters, by global name.
 
     They are whole, the same on all ranks of a stage, and saved in checkpoints: biases of experts,
-    which move with their load, for example. A module's `kept` has them.
+    which move with their load, for example. A module's `persistent_tensors` returns them.
     """
-    kept = (getattr(module, "kept", None) for module in model.modules())
-    return {name: tensor for some in kept if some for name, tensor in some().items()}
+    methods = (getattr(module, "persistent_tensors", None) for module in model.modules())
+    return {name: tensor for some in methods if some for name, tensor in some().items()}
 
 
 # -- parts of parameters ---------------------------------------------------------------------------
@@ -214,16 +214,16 @@ def boxes(start: int, stop: int, shape: Sequence[int]) -> list[tuple[Index, Inde
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
     """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    found = []
+    rectangles = []
     while start < stop:
         offset = tuple(start // stride % n for stride, n in zip(strides, shape, strict=True))
         dim = 0  # the outermost dimension of which a whole slice begins here
         while start % strides[dim] or start + strides[dim] > stop:
             dim += 1
         count = min((stop - start) // strides[dim], shape[dim] - offset[dim])
-        found.append((offset, (*(1,) * dim, count, *shape[dim + 1 :])))
+        rectangles.append((offset, (*(1,) * dim, count, *shape[dim + 1 :])))
         start += count * strides[dim]
-    return found
+    return rectangles
 
 
 @dataclass(frozen=True)
@@ -249,12 +249,12 @@ class Fragment:
         cls,
         parameter: nn.Parameter,
         start: int,
-        place: slice,
+        span: slice,
         tensors: Mapping[str, Tensor],
     ) -> Fragment:
-        """Return the fragment from element `start` on, which is at `place` of the flat tensors."""
-        views = {name: flat[place] for name, flat in tensors.items()}
-        master, numel = views.pop(MASTER), place.stop - place.start
+        """Return the fragment from element `start` on, which is at `span` of the flat tensors."""
+        views = {name: flat[span] for name, flat in tensors.items()}
+        master, numel = views.pop(MASTER), span.stop - span.start
         return cls(parameter, sharding_of(parameter), start, numel, master, views)
 
     def real(self, flat: Tensor) -> Iterator[tuple[Index, Tensor]]:
@@ -270,8 +270,8 @@ class Fragment:
             within = zip(offset, self.sharding.extent, strict=True)
             view = box[tuple(slice(0, max(0, extent - o)) for o, extent in within)]
             if view.numel():
-                place = zip(offset, self.sharding.offset, strict=True)
-                yield tuple(o + s for o, s in place), view
+                pairs = zip(offset, self.sharding.offset, strict=True)
+                yield tuple(o + s for o, s in pairs), view
 
 
 def is_copy(parameter: nn.Parameter, topology: Topology) -> bool:

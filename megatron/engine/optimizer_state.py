@@ -106,11 +106,11 @@ def optimizer_state(config: Config) -> OptimizerState:
 
     Raises ConfigError for state that ZeRO and checkpoints cannot hold.
     """
-    own, settings = config.pieces.optimizer, config.optimizer
+    custom, settings = config.pieces.optimizer, config.optimizer
     state = OPTIMIZERS[settings.optimizer]
-    if own is not None:
-        state = _state_of(own, settings, config.engine.cpu_offload)
-    if own is None and has_16_bit_moments(config):
+    if custom is not None:
+        state = _state_of(custom, settings, config.engine.cpu_offload)
+    if custom is None and has_16_bit_moments(config):
         dtypes = {"exp_avg": settings.exp_avg_dtype, "exp_avg_sq": settings.exp_avg_sq_dtype}
         state = OptimizerState({name: 4 if d == "fp32" else 2 for name, d in dtypes.items()})
     return state if settings.ema_decay is None else _averaged(state)
@@ -120,8 +120,8 @@ def _averaged(state: OptimizerState) -> OptimizerState:
     """Return a state with the average of the weights."""
     if AVERAGE in state.tensors:
         raise ConfigError(f"--ema-decay: the optimizer has a state of its own named {AVERAGE!r}")
-    whole = None if state.whole is None else _averaged(state.whole)
-    return state._replace(tensors={**state.tensors, AVERAGE: 4}, whole=whole)
+    full = None if state.whole is None else _averaged(state.whole)
+    return state._replace(tensors={**state.tensors, AVERAGE: 4}, whole=full)
 
 
 def has_16_bit_moments(config: Config) -> bool:
@@ -163,20 +163,20 @@ def _state_of(make: Optimizer, settings: OptimizerConfig, on_host: bool) -> Opti
     device = "cuda" if torch.cuda.is_available() and not on_host else "cpu"
     weights = torch.arange(1.0, 7.0, device=device)
     optimizer = _after_a_step(make, settings, [weights])
-    others = _kept_by(optimizer)
+    state = _state_tensors(optimizer)
     if hasattr(make, "whole"):
         optimizer = _after_a_step(make, settings, [weights], lambda *flats_and_change: None)
-        return others._replace(whole=_kept_by(optimizer))
-    together, apart = (
+        return state._replace(whole=_state_tensors(optimizer))
+    joint, separate = (
         torch.cat([p.detach() for group in each.param_groups for p in group["params"]]) - weights
         for each in (optimizer, _after_a_step(make, settings, list(weights.split(3))))
     )
-    if not torch.allclose(together, apart, rtol=1e-3, atol=1e-6):
+    if not torch.allclose(joint, separate, rtol=1e-3, atol=1e-6):
         raise ConfigError(
             f"{type(optimizer).__name__} updates a weight by the others of its tensor, of which ZeRO "
             "gives it parts: give it whole parameters, as examples/extend/lamb.py does for FusedLamb"
         )
-    return others
+    return state
 
 
 def _after_a_step(
@@ -201,7 +201,7 @@ def _after_a_step(
     return optimizer
 
 
-def _kept_by(optimizer: torch.optim.Optimizer) -> OptimizerState:
+def _state_tensors(optimizer: torch.optim.Optimizer) -> OptimizerState:
     """Return the state of an optimizer of one tensor after a step."""
     import torch
 

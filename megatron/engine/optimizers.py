@@ -59,14 +59,14 @@ class SkipsOnDevice:
             p.grad.div_(self.grad_scale).masked_fill_(self.found_inf > 0, 0.0)
         return p.grad
 
-    def taken(self, p: Tensor) -> Tensor:
+    def step_counts(self, p: Tensor) -> Tensor:
         """Return 1, or 0 in a step that is skipped: a factor of what moves weights and state."""
         none = torch.zeros((), device=p.device)
         return 1.0 - (none if self.found_inf is None else self.found_inf)
 
     def move(self, p: Tensor, update: Tensor, group: dict[str, Any]) -> None:
         """Subtract the weight decay and the update, both times the learning rate."""
-        lr = group["lr"] * self.taken(p).double()  # rounded last, as a number of the host is
+        lr = group["lr"] * self.step_counts(p).double()  # rounded last, as a number of the host is
         p.mul_(1.0 - lr * group["weight_decay"]).addcmul_(update, lr.float(), value=-1.0)
 
 
@@ -87,7 +87,7 @@ class Lion(Untraced, SkipsOnDevice, torch.optim.Optimizer):
                 momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
                 gradient = self.gradient(p)
                 self.move(p, torch.lerp(gradient, momentum, beta1).sign_(), group)
-                momentum.lerp_(gradient, (1.0 - beta2) * self.taken(p))
+                momentum.lerp_(gradient, (1.0 - beta2) * self.step_counts(p))
 
 
 # -- Muon ------------------------------------------------------------------------------------------
@@ -173,15 +173,15 @@ class Muon(SkipsOnDevice, AdamW):
         for group in self.near(matrices, "momentum_buffer"):
             (p,) = group["params"]  # this rank's part of a bucket
             momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-            gradient, taken = self.gradient(p), self.taken(p)
-            momentum.lerp_(gradient, (1.0 - beta) * taken)
+            gradient, counts = self.gradient(p), self.step_counts(p)
+            momentum.lerp_(gradient, (1.0 - beta) * counts)
             updates.append(
                 gradient.lerp_(momentum, beta)
                 if self._settings.muon_nesterov
                 else gradient.copy_(momentum)
             )
             if "step" in self.state[p]:
-                self.state[p]["step"] += taken
+                self.state[p]["step"] += counts
         if matrices:
             matrices[0]["whole"](updates, self.orthogonalized, self._dtype)
         for group, update in zip(self.near(matrices, MASTER), updates, strict=True):
@@ -196,8 +196,8 @@ class Muon(SkipsOnDevice, AdamW):
         if self._settings.muon_split_qkv and name.endswith("query_key_value.weight"):
             groups, d = self._model.num_key_value_heads, self._model.kv_channels
             grouped = x.view(groups, -1, x.shape[-1])
-            parts = grouped.split((grouped.shape[1] - 2 * d, d, d), dim=1)
-            updates = [self._update(part.flatten(0, 1)).view_as(part) for part in parts]
+            matrices = grouped.split((grouped.shape[1] - 2 * d, d, d), dim=1)
+            updates = [self._update(matrix.flatten(0, 1)).view_as(matrix) for matrix in matrices]
             return torch.cat(updates, dim=1).view_as(x)
         if x.dim() == 2:
             return self._update(x)

@@ -37,7 +37,7 @@ class ParameterSlice(NamedTuple):
 class QKClip:
     """QK-clip of the attention layers in `chunks`, all of which have `core.largest`.
 
-    parts  of all parameters
+    slices  of all parameters
     """
 
     def __init__(
@@ -45,28 +45,28 @@ class QKClip:
         settings: OptimizerConfig,
         topology: Topology,
         chunks: nn.Module,
-        parts: Iterable[ParameterSlice],
+        slices: Iterable[ParameterSlice],
     ) -> None:
         self._settings, self._topology = settings, topology
         layers = [m for m in chunks.modules() if isinstance(m, SelfAttention)]
         self._layers = [(m, x) for m in layers if (x := m.core.largest) is not None]
-        self._parts: dict[nn.Parameter, list[ParameterSlice]] = {}
-        for part in parts:
-            self._parts.setdefault(part.parameter, []).append(part)
+        self._slices: dict[nn.Parameter, list[ParameterSlice]] = {}
+        for owned in slices:
+            self._slices.setdefault(owned.parameter, []).append(owned)
 
     @torch.no_grad()
-    def apply(self, taken: Tensor) -> None:
-        """Clip by the logits of a step, on all ranks; `taken`: whether it counts, a scalar.
+    def apply(self, counts: Tensor) -> None:
+        """Clip by the logits of a step, on all ranks; `counts`: whether it counts, a scalar.
 
         The master weights are scaled, and rounded to this rank's part of the weights of forward and
         backward.
         """
         if not self._layers:
             return
-        largest = torch.stack([own for _, own in self._layers])  # [layers, heads/tp]
+        largest = torch.stack([logits for _, logits in self._layers])  # [layers, heads/tp]
         all_reduce(largest, self._topology.data, dist.ReduceOp.MAX)
         eta = (self._settings.qk_clip_threshold / largest).clamp(max=1.0)
-        eta = torch.where(taken & eta.isfinite() & (eta > 0.0), eta, 1.0)
+        eta = torch.where(counts & eta.isfinite() & (eta > 0.0), eta, 1.0)
         first, _ = self._layers[0]
         groups = first.groups
         smallest = eta.unflatten(1, (groups, -1)).amin(2)  # [layers, groups/tp]
@@ -83,22 +83,22 @@ class QKClip:
         for (layer, own_largest), q, k in zip(self._layers, of_queries, of_keys, strict=True):
             projection, ones = layer.query_key_value, torch.ones_like(k).unsqueeze(1)
             both = [k.unsqueeze(1), ones]  # keys and values
-            own = [q] if shared is not None else [q, *both]
+            fused = [q] if shared is not None else [q, *both]
             for p in (projection.weight, projection.bias):
-                self._scale(p, torch.cat(own, dim=1), layer.head_dim)
+                self._scale(p, torch.cat(fused, dim=1), layer.head_dim)
             for p in (projection.weight_shared, projection.bias_shared):
                 self._scale(p, torch.cat(both, dim=1), layer.head_dim)
             own_largest.zero_()
 
     def _scale(self, p: nn.Parameter | None, heads: Tensor, head_dim: int) -> None:
         """Multiply the rows of each head of a parameter by its factor."""
-        for part in self._parts.get(p, ()) if p is not None else ():
-            factors = heads.flatten().to(part.master.device).repeat_interleave(head_dim)  # of rows
-            columns = part.parameter.numel() // len(factors)
-            end = part.first + len(part.master)
-            rows = slice(part.first // columns, -(-end // columns))
-            start = part.first - rows.start * columns
+        for owned in self._slices.get(p, ()) if p is not None else ():
+            factors = heads.flatten().to(owned.master.device).repeat_interleave(head_dim)  # of rows
+            columns = owned.parameter.numel() // len(factors)
+            end = owned.first + len(owned.master)
+            rows = slice(owned.first // columns, -(-end // columns))
+            start = owned.first - rows.start * columns
             of_all = factors[rows].repeat_interleave(columns)
-            part.master.mul_(of_all[start : start + len(part.master)])
-            if part.weights.dtype != part.master.dtype:
-                part.weights.copy_(part.master)
+            owned.master.mul_(of_all[start : start + len(owned.master)])
+            if owned.weights.dtype != owned.master.dtype:
+                owned.weights.copy_(owned.master)

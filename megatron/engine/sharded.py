@@ -18,8 +18,8 @@ from megatron.engine.gradients import (
     Gradients,
     Terms,
     WeightGather,
+    allocate,
     free,
-    take,
     too_many,
     transfer,
     weight_users,
@@ -115,7 +115,7 @@ class ShardedGradients(Gradients):
         for op, number, _ in instructions:
             bucket = self._numbered[number]
             if op is BucketOp.ALLOCATE:
-                take(bucket.gradients)
+                allocate(bucket.gradients)
             elif op is BucketOp.ACCUMULATE:
                 self._accumulate(number, bucket)
             else:
@@ -131,11 +131,11 @@ class ShardedGradients(Gradients):
 
     def _accumulate(self, number: int, bucket: Bucket) -> None:
         self._arrive(number)
-        part = bucket.inner_part(bucket.gradients)
+        shard = bucket.inner_shard(bucket.gradients)
         if number in self._empty:
-            bucket.shard_sums.copy_(part)
+            bucket.shard_sums.copy_(shard)
         else:
-            bucket.shard_sums.add_(part)
+            bucket.shard_sums.add_(shard)
         self._empty.discard(number)
         free(bucket.gradients)
 
@@ -166,10 +166,13 @@ class ShardedGradients(Gradients):
 
     def _digests(self, parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
         """Return digests of this rank's parts: the same elements on all tensor ranks."""
-        parts = {p: b.own_gradients[place] for b in self.buckets for p, _, place in b.owned()}
+        gradients = {p: b.own_gradients[span] for b in self.buckets for p, _, span in b.owned()}
         none = torch.zeros((), dtype=torch.int64, device=self._topology.device)
-        found = [digest(parts[p]) * parts[p].any() if p in parts else none for p in parameters]
-        return torch.stack(found)
+        digests = [
+            digest(gradients[p]) * gradients[p].any() if p in gradients else none
+            for p in parameters
+        ]
+        return torch.stack(digests)
 
     def _was_used(self, p: torch.nn.Parameter) -> bool:
         return p in self._used
@@ -339,7 +342,7 @@ class ShardedWeights(WeightGather):
             if number in self._works or number in self._here:
                 continue
             self._wait([bucket])  # for the new weights that this rank holds
-            take(bucket.weights)
+            allocate(bucket.weights)
             self._works[number] = next(transfer(bucket, BucketOp.GATHER))
 
     def _arrive_at(self, numbers: Iterable[int]) -> None:
@@ -376,7 +379,7 @@ class ShardedWeights(WeightGather):
         super().start(frozen)
 
     def _divided(self) -> list[int]:
-        return [n for n in self._plan.return_order if self._numbered[n].held is not None]
+        return [n for n in self._plan.return_order if self._numbered[n].weight_shard is not None]
 
     def wait(self) -> None:
         """Gather all weights. They keep their memory until the next step."""

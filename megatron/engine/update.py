@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.engine.offload import HostState
 
-Parts = list[tuple[list[Tensor], list[Tensor]]]
+NormGradients = list[tuple[list[Tensor], list[Tensor]]]
 """Gradients that count in the norm, and copies of others', for each kind with a limit of its own."""
 
 
@@ -99,27 +99,27 @@ class Update:
 
         # This rank's gradients, first those of kinds without a limit: those that count in the norm,
         # and those that another rank counts.
-        def lists(parameters: Iterable[torch.nn.Parameter]) -> Parts:
-            found = []
+        def lists(parameters: Iterable[torch.nn.Parameter]) -> NormGradients:
+            pairs = []
             for kind in (None, *limits):
                 some = [p for p in parameters if limited.get(p) == kind]
                 copies = {p for p in some if is_copy(p, topology)}
                 counted = [p for p in some if p not in copies]
-                found.append(
+                pairs.append(
                     (owned_gradients(self.buckets, counted), owned_gradients(self.buckets, copies))
                 )
-            return found
+            return pairs
 
-        self._parts = lists(parameters)
+        self._norm_gradients = lists(parameters)
         # with the ranks over which their squares are summed
-        self._summed: list[tuple[Parts, Group]]
+        self._summed: list[tuple[NormGradients, Group]]
         experts_ranks = topology.expert
         if shards.have_all(experts_ranks):
-            self._summed = [(self._parts, shards.states)]
+            self._summed = [(self._norm_gradients, shards.states)]
         else:
             of_experts = [p for p in parameters if sharding_of(p).experts]
-            others = [p for p in parameters if not sharding_of(p).experts]
-            self._summed = [(lists(others), shards.states), (lists(of_experts), experts_ranks)]
+            dense = [p for p in parameters if not sharding_of(p).experts]
+            self._summed = [(lists(dense), shards.states), (lists(of_experts), experts_ranks)]
         self._limits: Tensor | None = None
         if limits:
             ends = [math.inf, *limits.values()]
@@ -137,13 +137,15 @@ class Update:
             self._values.clear()  # so that memory that is copied can be given up
         uses = [(number, names) for op, number, names in updates if op is BucketOp.UPDATE]
         self._host = HostState(self._inner, self._topology.device, not in_fp32, self._round, uses)
-        self._values = self._values or [self._host.kept[m][MASTER] for m in self.masters]
+        self._values = self._values or [self._host.on_host[m][MASTER] for m in self.masters]
         return self._host
 
     def state_of(self, master: Tensor) -> dict[str, Tensor]:
         """Return the tensors of a master weight by name, where they are between steps: MASTER too."""
-        kept = tensors_of(self._inner, master) if self._host is None else self._host.kept[master]
-        return {MASTER: master.detach(), **kept}
+        state = (
+            tensors_of(self._inner, master) if self._host is None else self._host.on_host[master]
+        )
+        return {MASTER: master.detach(), **state}
 
     def _round(self, master: Tensor) -> None:
         """Write the working weights of a master weight, unless the optimizer has done so."""
@@ -165,10 +167,12 @@ class Update:
         clipped = norm
         if self._limits is not None:
             norm = squares.sum().sqrt()
-            # the gradients of each of `_parts` are clipped by their own norm
+            # the gradients of each of `_norm_gradients` are clipped by their own norm
             norms = squares.double().sqrt()
             factors = (self._limits / (norms / loss_scale + 1e-6)).clamp(max=1.0)
-            for each, (counted, copies) in zip(factors[1:].float(), self._parts[1:], strict=True):
+            for each, (counted, copies) in zip(
+                factors[1:].float(), self._norm_gradients[1:], strict=True
+            ):
                 if counted or copies:
                     torch._foreach_mul_([*counted, *copies], each)
             clipped = (norms * factors).square().sum().sqrt().float()
@@ -203,16 +207,16 @@ class Update:
                 bucket.own_weights.copy_(values)
 
     def _sum_of_squares(self) -> Tensor:
-        """Return the sum of squares of this replica group's gradients, for each of `_parts`.
+        """Return the sum of squares of this replica group's gradients, for each of `_norm_gradients`.
 
         A parameter that several model-parallel ranks hold counts on one of them. A bad value in
         another's copy must not go unnoticed, or the copies would differ from then on: 0 times their
         squares is 0, or NaN where anything is not finite.
         """
         zero, sums = torch.zeros((), device=self._topology.device), list[Tensor]()
-        for parts, group in self._summed:
+        for gradients, group in self._summed:
             totals = []
-            for counted, copies in parts:
+            for counted, copies in gradients:
                 total = self._squares(counted) if counted else zero
                 if copies:
                     total = total + 0.0 * self._squares(copies)

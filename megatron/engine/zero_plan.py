@@ -92,12 +92,12 @@ class ShardSizes(NamedTuple):
 
     inner   over which gradients of stages 2 and 3, and weights of stage 3, are divided
     states  over which the optimizer's state is divided
-    line    that sum its gradients
+    gradient_ranks  that sum its gradients
     """
 
     inner: int
     states: int
-    line: int
+    gradient_ranks: int
 
     @functools.lru_cache(maxsize=1 << 12)  # noqa: B019 (sizes are values)
     def hops(self, op: BucketOp, divided_weights: bool = False) -> tuple[Hop, ...]:
@@ -106,9 +106,9 @@ class ShardSizes(NamedTuple):
         divided_weights  whether the weights are gathered by passes, so that new ones go no further
                          than to the inner ranks
         """
-        inner, states, line = self
+        inner, states, gradient_ranks = self
         outward = Hop("reduce_scatter", "outer", inner), states > inner
-        summed = Hop("all_reduce", "copies", states), line > states
+        summed = Hop("all_reduce", "copies", states), gradient_ranks > states
         from_outer = Hop("all_gather", "outer", inner), states > inner
         from_inner = Hop("all_gather", "inner", 1), inner > 1
         of_op: dict[BucketOp, list[tuple[Hop, bool]]] = {
@@ -141,8 +141,8 @@ class Zero(NamedTuple):
     gradient_bytes: int
 
     @property
-    def line(self) -> int:
-        return self.sizes.line
+    def gradient_ranks(self) -> int:
+        return self.sizes.gradient_ranks
 
     def sizes_of(self, experts: bool) -> ShardSizes:
         """Return the sizes of experts, or of other parameters."""
@@ -196,16 +196,19 @@ def zero_of(config: Config, layout: Layout | None = None) -> Zero:
     """
     engine, precision = config.engine, config.precision
     if layout is not None:
-        line, experts = layout.data, layout.expert
+        gradient_ranks, experts = layout.data, layout.expert
         inner, states = layout.shard_sizes
     else:
-        line, experts = config.parallel.gradient_ranks, config.parallel.expert_model_parallel_size
-        inner = max(0, engine.zero_shard_size) or line
-        states = max(0, engine.zero_state_shard_size) or line
+        gradient_ranks, experts = (
+            config.parallel.gradient_ranks,
+            config.parallel.expert_model_parallel_size,
+        )
+        inner = max(0, engine.zero_shard_size) or gradient_ranks
+        states = max(0, engine.zero_state_shard_size) or gradient_ranks
     stage = stage_in_effect(engine.zero_stage, inner)
     return Zero(
         stage,
-        ShardSizes(inner, states, line) if stage else ShardSizes(1, 1, line),
+        ShardSizes(inner, states, gradient_ranks) if stage else ShardSizes(1, 1, gradient_ranks),
         experts,
         engine.overlap_param_gather,
         engine.overlap_grad_reduce,
@@ -284,8 +287,8 @@ class Reductions:
     @property
     def state(self) -> object:
         """Return what the instructions of further events depend on."""
-        parts = self._sent.items(), self._complete, self._final
-        return tuple(self.flying), *(tuple(sorted(part)) for part in parts)
+        fields = self._sent.items(), self._complete, self._final
+        return tuple(self.flying), *(tuple(sorted(one)) for one in fields)
 
     def copy(self) -> Reductions:
         """Return an independent copy."""
@@ -374,7 +377,7 @@ class ZeroPlan:
     """Everything that ZeRO does on a rank.
 
     buckets     in the order of the optimizer's groups; frozen ones come last
-    places      stage and call in which each parameter is used first
+    first_uses  stage and call in which each parameter is used first
     calls       of each stage, in the order of a forward pass
     recomputed  of each stage: layers of each group that the backward pass recomputes, from its
                 first layer on
@@ -384,7 +387,7 @@ class ZeroPlan:
 
     zero: Zero
     buckets: tuple[BucketPlan, ...]
-    places: tuple[tuple[int, int], ...]
+    first_uses: tuple[tuple[int, int], ...]
     calls: Mapping[int, tuple[ModuleCall, ...]]
     recomputed: Mapping[int, tuple[int, ...]]
     sweeps: tuple[tuple[str, ...], ...] = ((),)
@@ -413,7 +416,7 @@ class ZeroPlan:
     def _stages(self) -> tuple[int, ...]:
         some = min(self.calls, default=0)  # of a bucket without parameters
         firsts = (bucket.members[:1] for bucket in self.buckets)
-        return tuple(self.places[first[0]][0] if first else some for first in firsts)
+        return tuple(self.first_uses[first[0]][0] if first else some for first in firsts)
 
     @functools.cached_property
     def _orders(self) -> Mapping[int, tuple[int, ...]]:
@@ -495,9 +498,9 @@ class ZeroPlan:
     def updates(self) -> Iterator[BucketInstruction]:
         """Yield the optimizer's update, bucket by bucket."""
         trained = [n for n, bucket in enumerate(self.buckets) if not bucket.kind.frozen]
-        whole = [n for n in trained if self.buckets[n].kind.whole]
-        uses: list[Use] = [(n, ()) for n in trained if n not in whole]
-        uses += [(n, names) for names in self.sweeps for n in whole]
+        full = [n for n in trained if self.buckets[n].kind.whole]
+        uses: list[Use] = [(n, ()) for n in trained if n not in full]
+        uses += [(n, names) for names in self.sweeps for n in full]
         if self.zero.offload:
             return streamed(uses)
         return (BucketInstruction(BucketOp.UPDATE, *use) for use in uses)
@@ -509,24 +512,24 @@ class ZeroPlan:
         for stage, calls in self.calls.items():
             forward = [(FORWARD, call) for call in range(len(calls))]
             backward = list(self._backward_order(stage))
-            there, end = len(forward), len(forward) + len(backward)
+            split, end = len(forward), len(forward) + len(backward)
             alone = self._with_weights(stage, forward)
             last = self._with_weights(stage, forward + backward)
             steady = last
             if self._divided:
                 steady = self._with_weights(stage, forward + backward + forward)
-            passes[stage] = last[:there], alone, steady[there:end], last[there:]
+            passes[stage] = last[:split], alone, steady[split:end], last[split:]
         return passes
 
     @functools.cached_property
     def groups(self) -> Mapping[int, Mapping[int, tuple[int, ...]]]:
         """Calls that are recomputed together, by stage and by the last of them."""
-        found = {}
+        by_last = {}
         for stage, calls in self.calls.items():
             layers = iter([n for n, call in enumerate(calls) if call.layer])
             groups = [tuple(itertools.islice(layers, n)) for n in self.recomputed.get(stage, ())]
-            found[stage] = {group[-1]: group for group in groups if group}
-        return found
+            by_last[stage] = {group[-1]: group for group in groups if group}
+        return by_last
 
     def _backward_order(self, stage: int) -> Iterator[tuple[str, int]]:
         """Yield kinds and calls of a backward pass in order.
@@ -576,15 +579,15 @@ class ZeroPlan:
     @functools.cached_property
     def _completed_by(self) -> Mapping[int, Mapping[int, list[int]]]:
         """Buckets that have all gradients once a call's backward pass has ended, by stage and call."""
-        found: dict[int, dict[int, list[int]]] = {stage: {} for stage in self.calls}
+        completed: dict[int, dict[int, list[int]]] = {stage: {} for stage in self.calls}
         for stage, calls in self.calls.items():
             first = dict[int, int]()
             for number, call in reversed(list(enumerate(calls))):
                 first |= dict.fromkeys((self.bucket_of[p] for p in call.parameters), number)
             for bucket in self.order:
                 if bucket in first and self._stages[bucket] == stage:
-                    found[stage].setdefault(first[bucket], []).append(bucket)
-        return found
+                    completed[stage].setdefault(first[bucket], []).append(bucket)
+        return completed
 
 
 Use = tuple[int, tuple[str, ...]]
@@ -603,10 +606,10 @@ def streamed(uses: Sequence[Use]) -> Iterator[BucketInstruction]:
             following = uses[ahead : ahead + 1]
             if ahead < fetched or not following:
                 continue
-            ((other, others),) = following
-            shares = not names or not others or not set(names).isdisjoint(others)
+            ((other, next_names),) = following
+            shares = not names or not next_names or not set(names).isdisjoint(next_names)
             if ahead == now or other != bucket or not shares:
-                yield BucketInstruction(BucketOp.FETCH, other, others)
+                yield BucketInstruction(BucketOp.FETCH, other, next_names)
                 fetched = ahead + 1
         yield BucketInstruction(BucketOp.UPDATE, bucket, names)
         yield BucketInstruction(BucketOp.STORE, bucket, names)
@@ -633,14 +636,14 @@ def zero_plan(
             for parameter in call.parameters:
                 first.setdefault(parameter, (stage, number))
     some = min(calls, default=0), 0
-    places = [first.get(n, some) for n in range(len(records))]
+    first_uses = [first.get(n, some) for n in range(len(records))]
     units = [
-        _unit(record, zero.stage, *place) for record, place in zip(records, places, strict=True)
+        _unit(record, zero.stage, *use) for record, use in zip(records, first_uses, strict=True)
     ]
     return ZeroPlan(
         zero,
         tuple(rule.plan(records, units, frozen)),
-        tuple(places),
+        tuple(first_uses),
         {stage: tuple(of_stage) for stage, of_stage in calls.items()},
         {stage: tuple(groups) for stage, groups in recomputed.items()},
         tuple(sweeps),

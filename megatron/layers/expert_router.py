@@ -143,7 +143,7 @@ class Router(torch.nn.Module):
         self.expert_bias = zeros.clone() if config.moe_router_enable_expert_bias else None
         self.measured = False
 
-    def kept(self) -> dict[str, Tensor]:
+    def persistent_tensors(self) -> dict[str, Tensor]:
         """Return what is saved beside the weights, by global name."""
         names = ("expert_bias", "last_load")
         found = {f"{self.name}.{name}": getattr(self, name) for name in names}

@@ -443,7 +443,7 @@ def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
     p = parallel.pipeline_model_parallel_size
     block = CPU_BLOCK if device == "cpu" else GPU_BLOCK
     zero = zero_of(config)
-    shared = (zero, bucket_rule(config, zero.line)) if zero.divides_gradients else None
+    shared = (zero, bucket_rule(config, zero.gradient_ranks)) if zero.divides_gradients else None
     stages = stages_of(config)[rank::p]
     of_stages = [chunk_memory(traced, stage, block, shared) for stage in stages]
     op, chunk, in_flight, waiting, messages = moments_of_rank(

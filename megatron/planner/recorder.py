@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.data.sampler import MicroBatch
-from megatron.engine.gradients import Terms, to_sink
+from megatron.engine.gradients import Terms, to_accumulator
 from megatron.engine.optimizer import build_optimizer, unique_parameters
 from megatron.kernels.cost import Attention, Computation, Memory, Product, Scope, followed
 from megatron.kernels.operators import WORK
@@ -332,7 +332,7 @@ class _Piece:
             accumulator.before_use = functools.partial(recorder.note, Sum(index, False))
             accumulator.fresh = False  # most micro-batches are not the first of their step
             p.gradient_accumulator = accumulator  # type: ignore[attr-defined]
-            p.register_post_accumulate_grad_hook(to_sink)
+            p.register_post_accumulate_grad_hook(to_accumulator)
         recorder.names = {module: name for name, module in self.chunk.named_modules()}
         if last:
             recorder.vocabulary = self.chunk.output_weight.shape[0]

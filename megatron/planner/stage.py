@@ -136,7 +136,7 @@ def plan_of_rank(config: Config, traced: Trace, rank: int) -> PlannedRank:
     zero = zero_of(config)
     of_rank = tuple(enumerate(stages_of(config)))[rank::size]
     sweeps = optimizer_state(config).sweeps
-    return planned(traced, of_rank, zero, bucket_rule(config, zero.line), sweeps)
+    return planned(traced, of_rank, zero, bucket_rule(config, zero.gradient_ranks), sweeps)
 
 
 def planned(
@@ -231,7 +231,7 @@ def plan_in_passes(config: Config, traced: Trace, stage: StageWork) -> ZeroPlan 
     zero = zero_of(config)
     if not zero.divides_gradients:
         return None
-    return planned(traced, ((0, stage),), zero, bucket_rule(config, zero.line)).plan
+    return planned(traced, ((0, stage),), zero, bucket_rule(config, zero.gradient_ranks)).plan
 
 
 def elements_of_rank(config: Config, traced: Trace, rank: int) -> tuple[BucketPlan, ...]:

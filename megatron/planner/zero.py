@@ -19,14 +19,14 @@ def messages_of(plan: ZeroPlan, instructions: Iterable[BucketInstruction]) -> li
         ranks = {
             "inner": sizes.inner,
             "outer": sizes.states // sizes.inner,
-            "copies": sizes.line // sizes.states,
+            "copies": sizes.gradient_ranks // sizes.states,
         }
         for hop in zero.hops(op, bucket):
             of_weights = hop.kind == "all_gather"
             each = zero.bytes_of_weight(bucket) if of_weights else zero.gradient_bytes
             size = each * bucket.padded(sizes.states) / hop.divided
             # a group of all data-parallel ranks is the data-parallel group
-            group = line if ranks[hop.ranks] == sizes.line else f"{line}.{hop.ranks}"
+            group = line if ranks[hop.ranks] == sizes.gradient_ranks else f"{line}.{hop.ranks}"
             messages.append(GroupMessage(hop.kind, size, group))
     return messages
 

@@ -54,7 +54,7 @@ def spoil(engine: Engine) -> Engine:
     for f in engine.fragments():
         for flat in (f.master, *f.moments.values()):
             flat.fill_(77.0)
-    for tensor in engine.kept.values():
+    for tensor in engine.persistent_tensors.values():
         tensor.fill_(77.0)
     return engine
 

@@ -180,7 +180,7 @@ def next_loss(job: Job) -> float:
 
 
 def state_of(job: Job) -> dict[str, Any]:
-    kept = job.engine.kept.items()
+    kept = job.engine.persistent_tensors.items()
     shapes = global_shapes(job.config) | {name: tuple(t.shape) for name, t in kept}
     state = toy.state_pieces(job.engine)
     state |= {f"kept.{name}": [((0,) * t.dim(), t.numpy().copy())] for name, t in kept}

@@ -136,8 +136,8 @@ def assert_offloading_changes_nothing(device: torch.device, elements: int) -> No
             states = [{"master": p.detach(), **tensors_of(optimizer, p)} for p in parameters]
         else:
             host.settle()
-            states = [host.kept[p] for p in parameters]
-            assert all(torch.equal(copy_of[p].cpu(), host.kept[p]["master"]) for p in parameters)
+            states = [host.on_host[p] for p in parameters]
+            assert all(torch.equal(copy_of[p].cpu(), host.on_host[p]["master"]) for p in parameters)
         found.append([{name: x.cpu() for name, x in state.items()} for state in states])
     for here, there in zip(*found, strict=True):
         assert here.keys() == there.keys() == {"master", "exp_avg", "exp_avg_sq"}
@@ -176,7 +176,7 @@ def test_state_that_is_used_twice_in_a_row() -> None:
             if host is not None:
                 host.prefetch()
             optimizer.step()
-        found.append(p.detach() if host is None else host.kept[p]["master"])
+        found.append(p.detach() if host is None else host.on_host[p]["master"])
     assert torch.equal(*found)
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.config import Config
 from megatron.data.sampler import make_micro_batch
 from megatron.engine.engine import build_executor
-from megatron.engine.gradients import to_sink
+from megatron.engine.gradients import to_accumulator
 from megatron.errors import ConfigError
 from megatron.kernels import choose
 from megatron.layers.transformer import TransformerLayer
@@ -232,7 +232,7 @@ def peak_of_a_step(layers: int, records: bool) -> int:
     chunks = build_chunks(config, topology).to(torch.bfloat16).train()
     for p in chunks.parameters():
         p.gradient_accumulator = GradientAccumulator(p, torch.zeros(p.shape))  # type: ignore[attr-defined]
-        p.register_post_accumulate_grad_hook(to_sink)
+        p.register_post_accumulate_grad_hook(to_accumulator)
     engine = types.SimpleNamespace(begin=None, pass_ends=None, wait_for_weights=lambda: None)
     run = build_executor(config, topology, chunks, engine)  # type: ignore[arg-type]
     batches = [make_micro_batch(torch.randint(256, (2, 65)).numpy())]

@@ -444,7 +444,9 @@ def _sort(follower: RankRecorder, engine: Engine, chunks: torch.nn.ModuleDict) -
             follower.move([x], "master" if name == MASTER else "moments")
     buckets = engine.buckets
     follower.move((t for b in buckets for t in (b.gradients, b.sums) if t is not None), "gradients")
-    follower.move((t for b in buckets for t in (b.weights, b.held) if t is not None), "weights")
+    follower.move(
+        (t for b in buckets for t in (b.weights, b.weight_shard) if t is not None), "weights"
+    )
     follower.move(chunks.parameters(), "weights")
 
 

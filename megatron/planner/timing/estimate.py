@@ -319,7 +319,7 @@ def exchange(
     stages  seconds of all stages, which include what ZeRO stages 2 and 3 send in each pass
     hides   whether messages overlap with computation
     """
-    if zero_of(config).line == 1:
+    if zero_of(config).gradient_ranks == 1:
         return DataParallelSeconds(0.0, 0.0)
     reduced, gathered = run.makespan, 0.0
     for rank in range(config.parallel.pipeline_model_parallel_size):
@@ -380,7 +380,7 @@ def _moments(
     Layers are spread evenly over a pass, with embedding and head at its ends.
     """
     moments = []
-    for number, call in plan.places:
+    for number, call in plan.first_uses:
         before = sum(one.layer for one in plan.calls[number][:call])
         share = before / max(1, stages[number].layers)
         begin, end = run.last_backward_start[number], run.last_backward_end[number]
@@ -633,7 +633,7 @@ def _exchanged(
     engine, zero = config.engine, zero_of(config)
     size = config.parallel.pipeline_model_parallel_size
     chunks = config.parallel.num_chunks
-    if zero.line == 1:
+    if zero.gradient_ranks == 1:
         return 0.0
     stages_of_rank = stages_of(config)[::size]
     layers = max(1, sum(stage.layers for stage in stages_of_rank))

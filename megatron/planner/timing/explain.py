@@ -65,7 +65,7 @@ def explain(predicted: Estimate) -> list[Table]:
     tables += _stages(predicted, rank), _step(predicted, rank)
     if (plan := plan_in_passes(predicted.config, traced, rank_stages[0])) is not None:
         tables += _zero_steps(plan), *_zero_messages(predicted, traced, rank_stages, rank)
-    if zero_of(predicted.config).line > 1:
+    if zero_of(predicted.config).gradient_ranks > 1:
         tables.append(_end_of_step(predicted, rank))
     return [*tables, _memory(predicted), _figures(predicted)]
 
@@ -216,7 +216,7 @@ def _step(predicted: Estimate, rank: int) -> Table:
 
 def _zero(zero: Zero) -> list[tuple[str, str, str]]:
     """Return the row of ZeRO's stage and sizes; none without data-parallel ranks."""
-    if zero.line == 1:
+    if zero.gradient_ranks == 1:
         return []
     sizes = f"states over {zero.sizes.states}"
     if zero.stage > 1:
@@ -265,7 +265,7 @@ def _instructions(
     """Describe the instructions around a step, by the position of their parameters."""
 
     def position(bucket: int) -> str:
-        ends = [plan.places[member][1] for member in plan.buckets[bucket].members]
+        ends = [plan.first_uses[member][1] for member in plan.buckets[bucket].members]
         first = min(ends)
         last = max(ends)
         if first == last and plan.calls[0][first].layer and plan.calls[0][step.call].layer:
