@@ -47,7 +47,7 @@ class CoreAttention:
         self.recompute = recompute
         self.dropout = config.attention_dropout
         self.context_parallel = context.context_parallel
-        self.part = context.heads_part
+        self.heads_part = context.heads_part
         self.attention = attention
         window = config.window(layer)
         self.scoring = Scoring(
@@ -78,9 +78,11 @@ class CoreAttention:
         scoring = self.scoring._replace(documents=call.documents)
         if call.dropout is None:
             return scoring
-        place = call.dropout.weights(positions, self.heads // self.part[1], *self.part)
+        row_layout = call.dropout.weights(
+            positions, self.heads // self.heads_part[1], *self.heads_part
+        )
         seed = call.dropout.at(self.layer, Site.ATTENTION)
-        return scoring._replace(dropout=self.dropout, seed=seed, place=place)
+        return scoring._replace(dropout=self.dropout, seed=seed, row_layout=row_layout)
 
     def within(self, call: CallContext, heads: slice | None, *tensors: Tensor) -> Tensor:
         """Return attention within the rows of the tensors, which are whole sequences.
@@ -110,8 +112,8 @@ class CoreAttention:
             return core(q, k, v, scoring)
         # These number the samples and heads of each call from 0, so that masks are those of one
         # micro-batch and rank.
-        assert scoring.place is not None, "dropout has a place"
-        with seeded(q.device, mix(scoring.seed, scoring.place.first())):
+        assert scoring.row_layout is not None, "dropout has a place"
+        with seeded(q.device, mix(scoring.seed, scoring.row_layout.first())):
             return core(q, k, v, scoring)
 
 
@@ -156,8 +158,8 @@ class SelfAttention(torch.nn.Module):
         if tp > groups:
             of_group = heads // groups * d
             start = rank // share * (of_group + 2 * d)
-            own = Rows(start + rank % share * self.queries * d, self.queries * d)
-            rows = own, Rows(start + of_group, 2 * d, share)
+            query_rows = Rows(start + rank % share * self.queries * d, self.queries * d)
+            rows = query_rows, Rows(start + of_group, 2 * d, share)
         self.query_key_value = ColumnParallelLinear(
             context,
             f"{name}.query_key_value",
@@ -205,8 +207,8 @@ class SelfAttention(torch.nn.Module):
         s, b = mixed.shape[:2]
         plain = self.rotary is None and self.q_layernorm is None and call.cache is None
         if plain and self.core.attention == "blocked" and self.core.context_parallel is None:
-            whole = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
-            out = self.core(call, whole)
+            projection = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
+            out = self.core(call, projection)
         else:
             out = self.core(call, *self._apart(mixed, call))
         result: tuple[Tensor, Tensor | None] = self.dense(out.reshape(s, b, -1))

@@ -82,10 +82,10 @@ def cut_heads(count: int, scores: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def put_rows(place: Tensor, rows: Tensor) -> Tensor:
+def put_rows(out: Tensor, rows: Tensor) -> Tensor:
     """Copy rows [b groups, s share, d] to their place [s, b, groups, share, d]."""
-    s, b, groups, share, d = place.shape
-    return place.copy_(rows.view(b, groups, s, share, d).permute(2, 0, 1, 3, 4))
+    s, b, groups, share, d = out.shape
+    return out.copy_(rows.view(b, groups, s, share, d).permute(2, 0, 1, 3, 4))
 
 
 class _RowView:
@@ -94,17 +94,17 @@ class _RowView:
     In place if its strides allow, otherwise in a copy.
     """
 
-    def __init__(self, place: Tensor) -> None:
-        s, b, groups, share, d = place.shape
-        merge = share == 1 and (1 in (b, groups) or place.stride(1) == groups * place.stride(2))
-        self.place = place
+    def __init__(self, target: Tensor) -> None:
+        s, b, groups, share, d = target.shape
+        merge = share == 1 and (1 in (b, groups) or target.stride(1) == groups * target.stride(2))
+        self.target = target
         self.apart = not merge
-        self.rows = query_rows(place) if merge else place.new_empty(b * groups, s * share, d)
+        self.rows = query_rows(target) if merge else target.new_empty(b * groups, s * share, d)
 
     def put(self) -> None:
         """Copy the rows to their place in the tensor."""
         if self.apart:
-            put_rows(self.place, self.rows)
+            put_rows(self.target, self.rows)
 
 
 def _put_product(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -168,22 +168,22 @@ class _Attention(Node):
             )
             block = block_length(s, q.dtype)
             most = _most_scores(block, s, share, params.window)
-            parts = cut_heads(b * groups, most)
-            buffer = q.new_empty(parts[0].stop * most)
-            for part in parts:
+            batches = cut_heads(b * groups, most)
+            buffer = q.new_empty(batches[0].stop * most)
+            for batch in batches:
                 for first in range(0, s, block):
                     last = min(first + block, s)
                     key = kernel.first_key(first, params.window)
                     rows = slice(first * share, last * share)
-                    shape = part.stop - part.start, (last - first) * share, last - key
+                    shape = batch.stop - batch.start, (last - first) * share, last - key
                     scores = buffer[: math.prod(shape)].view(shape)
-                    torch.bmm(queries[part, rows], transposed(keys[part, key:last]), out=scores)
+                    torch.bmm(queries[batch, rows], transposed(keys[batch, key:last]), out=scores)
                     operators.weights(
                         kernel.AttentionBlock(
-                            scores, logarithms, slopes, part.start, first, None, params
+                            scores, logarithms, slopes, batch.start, first, None, params
                         )
                     )
-                    _put_product(result.rows[part, rows], scores, values[part, key:last])
+                    _put_product(result.rows[batch, rows], scores, values[batch, key:last])
             result.put()
         ctx.save_for_backward(out, logarithms, *tensors)
         ctx.weigher = weigher
@@ -210,22 +210,24 @@ class _Attention(Node):
             )
             block = block_length(s, q.dtype)
             most = _most_scores(block, s, share, params.window)
-            parts = cut_heads(b * groups, most)
-            buffers = q.new_empty(2, parts[0].stop * most)
+            batches = cut_heads(b * groups, most)
+            buffers = q.new_empty(2, batches[0].stop * most)
             narrow = q.dtype in (torch.float16, torch.bfloat16)
-            sums = q.new_empty(parts[0].stop, s * share, d, dtype=torch.float32) if narrow else None
+            sums = (
+                q.new_empty(batches[0].stop, s * share, d, dtype=torch.float32) if narrow else None
+            )
             # Each block is in two products, and oneDNN's copies what is not contiguous for each.
             packs = narrow and q.device.type == "cpu"
-            for part in parts:
-                n = part.stop - part.start
-                total = to_queries.rows[part] if sums is None else sums[:n]
+            for batch in batches:
+                n = batch.stop - batch.start
+                total = to_queries.rows[batch] if sums is None else sums[:n]
                 written = 0  # rows of `total`
                 for first in range(0, s, block):
                     last = min(first + block, s)
                     row = first * share
                     end = min(last + params.window, s) * share
-                    keys_here = (part, slice(first, last))
-                    rows = (part, slice(row, end))
+                    keys_here = (batch, slice(first, last))
+                    rows = (batch, slice(row, end))
                     shape = n, end - row, last - first
                     scores, dscores = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
                     block_of = queries[rows], douts[rows], keys[keys_here]
@@ -234,8 +236,8 @@ class _Attention(Node):
                     )
                     torch.bmm(some_queries, transposed(some_keys), out=scores)
                     torch.bmm(some_douts, transposed(values[keys_here]), out=dscores)
-                    place = logarithms, slopes, part.start, first, first
-                    operators.gradient(kernel.GradientBlock(scores, *place, params, dscores, dots))
+                    fields = logarithms, slopes, batch.start, first, first
+                    operators.gradient(kernel.GradientBlock(scores, *fields, params, dscores, dots))
                     _put_product(to_values.rows[keys_here], scores.transpose(1, 2), some_douts)
                     _put_product(to_keys.rows[keys_here], dscores.transpose(1, 2), some_queries)
                     for at, stop, fresh in ((row, written, False), (max(row, written), end, True)):
@@ -244,7 +246,7 @@ class _Attention(Node):
                             add_product(total[:, at:stop], some, some_keys, fresh)
                     written = end
                 if sums is not None:
-                    to_queries.rows[part] = total
+                    to_queries.rows[batch] = total
             for result in (to_queries, to_keys, to_values):
                 result.put()
         return None, *gradients
@@ -295,7 +297,7 @@ def update_largest(
     queries = query_rows(q)
     keys = key_rows(k)
     window = scoring.window
-    place = torch.arange(s, device=q.device)
+    positions = torch.arange(s, device=q.device)
     document = None
     if (documents := scoring.documents) is not None:
         rows = torch.arange(s * b, device=q.device)
@@ -304,26 +306,26 @@ def update_largest(
     if padding is not None:
         padding = padding.repeat_interleave(groups, dim=0)
     block = queries_at_once(q)
-    found = largest.new_empty(b * groups, share).fill_(float("-inf"))
-    for part in cut_heads(b * groups, _most_scores(block, s, share, window)):
+    maxima = largest.new_empty(b * groups, share).fill_(float("-inf"))
+    for batch in cut_heads(b * groups, _most_scores(block, s, share, window)):
         for first in range(0, s, block):
             last = min(first + block, s)
             key = kernel.first_key(first, window)
             products = torch.bmm(
-                queries[part, first * share : last * share], transposed(keys[part, key:last])
+                queries[batch, first * share : last * share], transposed(keys[batch, key:last])
             ).unflatten(1, (last - first, share))
             # Keys before the block are all seen, unless there are a window or documents.
             start = first if document is None and window >= s else key
-            behind = place[first:last].unsqueeze(1) - place[start:last]
+            behind = positions[first:last].unsqueeze(1) - positions[start:last]
             hidden = ((behind < 0) | (behind > window)).unsqueeze(0)
             if document is not None:
-                queried = document[part, first:last]
-                seen = document[part, start:last]
+                queried = document[batch, first:last]
+                seen = document[batch, start:last]
                 hidden = hidden | (queried.unsqueeze(2) != seen.unsqueeze(1))
             products[..., start - key :].masked_fill_(hidden.unsqueeze(2), float("-inf"))
             if padding is not None:
-                rows = padding[part, first:last, None, None]
+                rows = padding[batch, first:last, None, None]
                 products.masked_fill_(rows, float("-inf"))
-            torch.maximum(found[part], products.amax(dim=(1, 3)).float(), out=found[part])
-    of_heads = found.view(b, groups * share).amax(0) * scoring.factor(q.shape[-1])
+            torch.maximum(maxima[batch], products.amax(dim=(1, 3)).float(), out=maxima[batch])
+    of_heads = maxima.view(b, groups * share).amax(0) * scoring.factor(q.shape[-1])
     torch.maximum(largest, of_heads, out=largest)

@@ -56,13 +56,13 @@ class _Ranges(Node):
     def forward(ctx: Context, x: Tensor, ranges: list[slice]) -> tuple[Tensor, ...]:
         ctx.ranges = ranges
         ctx.shape = x.shape
-        return tuple(x[:, part] for part in ranges)
+        return tuple(x[:, span] for span in ranges)
 
     @staticmethod
     def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
         total = gradients[0].new_zeros(ctx.shape)
-        for part, gradient in zip(ctx.ranges, gradients, strict=True):
-            total[:, part] += gradient
+        for span, gradient in zip(ctx.ranges, gradients, strict=True):
+            total[:, span] += gradient
         return total, None
 
 
@@ -81,19 +81,19 @@ def _in_window(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scoring: Sc
     start = window + 1
     queries = [slice(at, min(at + block, length)) for at in range(start, length, block)]
     keys = [slice(block.start - window, block.stop) for block in queries]
-    place = torch.arange(width, device=q.device)
-    distance = place - window - place[:block].unsqueeze(1)  # [block, width]
+    positions = torch.arange(width, device=q.device)
+    distance = positions - window - positions[:block].unsqueeze(1)  # [block, width]
     mask = (distance <= 0) & (distance >= -window)
     if (alibi := scoring.alibi) is not None:
         behind = distance.to(q.dtype).masked_fill_(~mask, float("-inf"))
         mask = (alibi.slopes.to(q.dtype).view(-1, 1, 1) * behind).unsqueeze(0)
-    parts = zip(
+    blocks = zip(
         q.split([start, *(block.stop - block.start for block in queries)], dim=1),
         *(_Ranges.apply(x, [slice(start), *keys]) for x in (k, v)),
         [bias, *(mask[..., : b.stop - b.start, : window + b.stop - b.start] for b in queries)],
         strict=True,
     )
-    return torch.cat([_causal(q, k, v, own, scoring) for q, k, v, own in parts], dim=1)
+    return torch.cat([_causal(q, k, v, seen, scoring) for q, k, v, seen in blocks], dim=1)
 
 
 def _one_sample(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

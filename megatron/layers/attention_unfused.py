@@ -31,7 +31,7 @@ class Scoring(NamedTuple):
     fusions    operators that go through kernels, whose dropout masks are their own
     documents  whose tokens see each other; None: those of a sample do
     dropout    of the weights, with masks by `seed` (megatron.parallel.keyed_random)
-    place      of the weights among those of the whole job (DropoutKey.weights); None: all of them
+    row_layout  of the weights among those of the whole job (DropoutKey.weights); None: all of them
     """
 
     scale: float | None = None
@@ -42,7 +42,7 @@ class Scoring(NamedTuple):
     documents: Documents | None = None
     dropout: float = 0.0
     seed: int = 0
-    place: RowLayout | None = None
+    row_layout: RowLayout | None = None
 
     def factor(self, head_dim: int) -> float:
         """Return the factor of the products for heads of this size."""
@@ -50,7 +50,7 @@ class Scoring(NamedTuple):
 
     def at(self, positions: int, heads: int) -> RowLayout:
         """Return the place of the weights of all positions and these heads."""
-        return self.place or DropoutKey(0, 0).weights(positions, heads)
+        return self.row_layout or DropoutKey(0, 0).weights(positions, heads)
 
     def params(self, q: Tensor, starts: Tensor, positions: int) -> AttentionParameters:
         """Return the rule for blocks of queries q [.., b, groups, share, d].
@@ -62,8 +62,8 @@ class Scoring(NamedTuple):
         params = AttentionParameters(share, self.factor(d), cap=self.cap, window=self.window)
         if not self.dropout:
             return params
-        place = self.at(positions, groups * share)
-        origins = place.after(starts % samples * place.outer + starts // samples)
+        row_layout = self.at(positions, groups * share)
+        origins = row_layout.after(starts % samples * row_layout.outer + starts // samples)
         return params._replace(
             probability=self.dropout, seed=self.seed, origins=origins, positions=positions
         )

@@ -19,19 +19,19 @@ class KeyValueCache:
     used      places in use before the current pass; whoever runs the passes adds to it
     """
 
-    def __init__(self, lengths: Sequence[int], places: int, device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], capacity: int, device: torch.device) -> None:
         longest = max(lengths)
         self.used = 0
-        self._places = places
+        self._capacity = capacity
         self._starts = torch.tensor([longest - n for n in lengths], device=device)
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._hidden = self._sources = None
         if min(lengths) < longest:
-            place = torch.arange(places, device=device)
-            hidden = torch.zeros(len(lengths), places, device=device)
-            self._hidden = hidden.masked_fill_(place < self._starts.unsqueeze(1), float("-inf"))
+            position = torch.arange(capacity, device=device)
+            hidden = torch.zeros(len(lengths), capacity, device=device)
+            self._hidden = hidden.masked_fill_(position < self._starts.unsqueeze(1), float("-inf"))
             # Before a sample its first token is repeated: those values are finite and weigh 0.
-            self._sources = (place[:longest].unsqueeze(1) - self._starts).clamp_(min=0)
+            self._sources = (position[:longest].unsqueeze(1) - self._starts).clamp_(min=0)
 
     @property
     def position_ids(self) -> Tensor:
@@ -53,7 +53,7 @@ class KeyValueCache:
         end = self.used + s
         assert not first or s == 1, "one token at a time after the first pass"
         if not first:
-            shape = b, groups, self._places, d
+            shape = b, groups, self._capacity, d
             self._layers[layer] = k.new_empty(shape), v.new_empty(shape)
             if self._sources is not None:
                 samples = torch.arange(b, device=k.device)

@@ -114,7 +114,7 @@ def draw(sharding: Sharding, fill: Fill, seed: int, device: torch.device | None 
             )
         return piece if shrink == 1.0 else piece.mul_(shrink)
 
-    def pieces() -> Iterator[tuple[Tensor, int]]:
+    def buffers() -> Iterator[tuple[Tensor, int]]:
         """Yield host memory and the first row of each piece.
 
         The memory is pinned, and torch keeps it until it is copied.
@@ -134,7 +134,7 @@ def draw(sharding: Sharding, fill: Fill, seed: int, device: torch.device | None 
     threads = max(1, min(torch.get_num_threads(), -(-extent // rows)))
     with ThreadPoolExecutor(threads) as pool:
         waiting: deque[tuple[Future[Tensor], int]] = deque()
-        todo = pieces()
+        todo = buffers()
         while True:
             waiting.extend(
                 (pool.submit(values, piece, first), first)
@@ -268,8 +268,8 @@ class LayerContext:
 
     def alibi(self, heads: int) -> Alibi:
         """Return ALiBi for this rank's part of `heads` heads: one object for all layers."""
-        part, context_parallel = self.heads_part
-        slopes = alibi_slopes(heads).chunk(context_parallel)[part]
+        index, count = self.heads_part
+        slopes = alibi_slopes(heads).chunk(count)[index]
         return self.alibis.setdefault(heads, Alibi(slopes.to(self.parameters.device)))
 
     def rotary(
@@ -351,9 +351,9 @@ class CallContext:
         """
         if self.dropout is None:
             return None, ALL_ROWS
-        part = (context.tensor.rank, context.tensor.size) if context.sequence_parallel else (0, 1)
+        shard = (context.tensor.rank, context.tensor.size) if context.sequence_parallel else (0, 1)
         seed = self.dropout.at(layer, site)
         if context.context_parallel is not None:
-            places = context.context_parallel.hidden_places(self.dropout, x, *part)
-            return seed, places[0] if len(places) == 1 else places
-        return seed, self.dropout.hidden(x, *part)
+            layouts = context.context_parallel.hidden_layouts(self.dropout, x, *shard)
+            return seed, layouts[0] if len(layouts) == 1 else layouts
+        return seed, self.dropout.hidden(x, *shard)

@@ -44,12 +44,12 @@ class ContextParallel:
         return self.group.size
 
     @property
-    def places(self) -> int:
+    def ring_size(self) -> int:
         """Return the number of places of the ring (r above)."""
         return self.group.size // self.heads
 
     @property
-    def place(self) -> int:
+    def ring_rank(self) -> int:
         """Return this rank's place in the ring."""
         return self.group.rank // self.heads
 
@@ -58,32 +58,32 @@ class ContextParallel:
         """Return this rank's number among those that exchange rows for heads."""
         return self.group.rank % self.heads
 
-    def starts(self, length: int, part: int = 0, parts: int = 1) -> list[int]:
+    def starts(self, length: int, shard: int = 0, shards: int = 1) -> list[int]:
         """Return the first position of this rank's rows in a sequence of `length` tokens.
 
-        If they come from both chunks of the ring's place, of both halves of the rows. `part`: only
-        that of `parts` equal parts of the rows, in order.
+        If they come from both chunks of this ring rank, of both halves of the rows. `shard`: only
+        that of `shards` equal shards of the rows, in order.
 
         >>> ContextParallel(Group(range(4), 1)).starts(16)
         [2, 12]
         >>> ContextParallel(Group(range(4), 3), heads=2).starts(16)
         [8]
         """
-        half = length // (2 * self.places)
-        rows = 2 * half // (self.heads * parts)
-        first = (self.head_rank * parts + part) * rows
-        second = length - (self.place + 1) * half  # the start of the later chunk
+        half = length // (2 * self.ring_size)
+        rows = 2 * half // (self.heads * shards)
+        first = (self.head_rank * shards + shard) * rows
+        second = length - (self.ring_rank + 1) * half  # the start of the later chunk
         if first >= half:
             return [second + first - half]
-        start = self.place * half + first
+        start = self.ring_rank * half + first
         return [start] if first + rows <= half else [start, second]
 
     def cut(self, x: Tensor) -> Tensor:
         """Return this rank's part [b, s/c] of x [b, s]."""
         starts = self.starts(x.shape[1])
         rows = x.shape[1] // self.size // len(starts)
-        parts = [x[:, start : start + rows] for start in starts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        slices = [x[:, start : start + rows] for start in starts]
+        return slices[0] if len(slices) == 1 else torch.cat(slices, dim=1)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Return the positions of this rank's rows in sequences of `length` tokens, int64 [s/c].
@@ -102,17 +102,19 @@ class ContextParallel:
         length = x.shape[1] * self.size
         every = collectives.gather_first(x.t().contiguous(), self.group)  # by rank, [s, b]
         order = collectives.gather_first(self.positions(length, x.device), self.group)
-        whole = torch.empty_like(every)
-        whole[order] = every
-        return whole.t()
+        full = torch.empty_like(every)
+        full[order] = every
+        return full.t()
 
-    def hidden_places(self, key: DropoutKey, x: Tensor, part: int, parts: int) -> list[RowLayout]:
+    def hidden_layouts(
+        self, key: DropoutKey, x: Tensor, shard: int, shards: int
+    ) -> list[RowLayout]:
         """Return the places of x [s/c(/tp), b, h], part of this rank's rows, as one head."""
         rows, samples = x.shape[:2]
-        length = rows * parts * self.size
+        length = rows * shards * self.size
         return [
             RowLayout(key.sample * length + start, samples, 1, length, length, length, key.samples)
-            for start in self.starts(length, part, parts)
+            for start in self.starts(length, shard, shards)
         ]
 
     def rows_for_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
@@ -124,8 +126,8 @@ class ContextParallel:
         if (copies := n // math.gcd(n, k.shape[2])) > 1:
             k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
         # [h, s/c, b, q, k and v heads/h, d], in one copy
-        together = torch.cat([x.unflatten(2, (n, -1)).movedim(2, 0) for x in (q, k, v)], dim=3)
-        received = self._exchanged(together).flatten(0, 1)
+        fused = torch.cat([x.unflatten(2, (n, -1)).movedim(2, 0) for x in (q, k, v)], dim=3)
+        received = self._exchanged(fused).flatten(0, 1)
         return tuple(received.split([q.shape[2] // n, k.shape[2] // n, v.shape[2] // n], dim=2))
 
     def heads_for_rows(self, out: Tensor) -> Tensor:
@@ -141,22 +143,24 @@ class _AllToAll(Node):
     """An exchange in which rank i's x[j] becomes rank j's x[i]: its gradient is the same exchange."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, parts: ContextParallel) -> Tensor:
-        ctx.parts = parts
-        return _all_to_all(x, parts)
+    def forward(ctx: Context, x: Tensor, context_parallel: ContextParallel) -> Tensor:
+        ctx.context_parallel = context_parallel
+        return _all_to_all(x, context_parallel)
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(gradient, ctx.parts), None
+        return _all_to_all(gradient, ctx.context_parallel), None
 
 
-def _all_to_all(x: Tensor, parts: ContextParallel) -> Tensor:
-    group = parts.group
+def _all_to_all(x: Tensor, context_parallel: ContextParallel) -> Tensor:
+    group = context_parallel.group
     x = x.contiguous()
     received = torch.empty_like(x)
     # Other ranks of the context group send and get nothing: no group of these ranks is needed.
-    own = [rank // parts.heads == parts.place for rank in range(group.size)]
-    counts = [] if all(own) else [[int(is_own) for is_own in own]] * 2
+    partners = [
+        rank // context_parallel.heads == context_parallel.ring_rank for rank in range(group.size)
+    ]
+    counts = [] if all(partners) else [[int(is_own) for is_own in partners]] * 2
     send = dist.all_to_all_single
     collectives.start(b"all_to_all", group, x.nbytes, send, received, x, *counts).wait()
     return received

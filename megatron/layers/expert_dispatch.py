@@ -52,10 +52,10 @@ def sorted_choices(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
     by_row, by_expert = flat.masked_fill(none, count).sort(stable=True)
     every = torch.arange(max(len(flat), count), device=flat.device)
     ends = torch.searchsorted(by_row, every[:count], right=True, out_int32=True)
-    places = torch.empty_like(flat)
-    places[by_expert] = every[: len(flat)]
-    places = places.masked_fill(none, -1).view_as(experts)
-    return by_expert // experts.shape[1], places, ends
+    positions = torch.empty_like(flat)
+    positions[by_expert] = every[: len(flat)]
+    positions = positions.masked_fill(none, -1).view_as(experts)
+    return by_expert // experts.shape[1], positions, ends
 
 
 def count_choices(experts: Tensor, none: Tensor) -> Tensor:
@@ -98,15 +98,15 @@ def exchange_numbers(experts: Tensor, hops: Sequence[Group], each: int) -> Tenso
         members *= hop.size
         levels.append(members_chosen(experts, count // members, members).sum(0))
     levels.append(count_choices(experts, torch.zeros(count, device=experts.device)).long())
-    found = list[Tensor]()
+    counts = list[Tensor]()
     for hop in hops:
-        mine = torch.cat([level.view(hop.size, -1) for level in levels], dim=1)
+        sent = torch.cat([level.view(hop.size, -1) for level in levels], dim=1)
         even = [1] * hop.size
-        theirs = all_to_all(mine, hop, even, even)
-        found += [mine[:, 0], theirs[:, 0]]
+        received = all_to_all(sent, hop, even, even)
+        counts += [sent[:, 0], received[:, 0]]
         widths = [len(level) // hop.size for level in levels]
-        levels = list(theirs.sum(0).split(widths)[1:])
-    return torch.cat([*found, *levels])
+        levels = list(received.sum(0).split(widths)[1:])
+    return torch.cat([*counts, *levels])
 
 
 def read_numbers(
@@ -148,7 +148,9 @@ class Dispatch:
         flat = chosen.flatten()
         where = flat.cumsum(0) - 1  # by rank, then by token
         absent = flat.logical_not()
-        self.places = where.masked_fill(absent, -1).view_as(chosen).t().contiguous()  # [t, ranks]
+        self.positions = (
+            where.masked_fill(absent, -1).view_as(chosen).t().contiguous()
+        )  # [t, ranks]
         pairs = where.new_empty(len(flat) + 1)  # the last one takes those that were not chosen
         every = torch.arange(len(flat), device=flat.device)
         pairs.scatter_(0, where.masked_fill(absent, len(flat)), every)
@@ -161,7 +163,7 @@ class Dispatch:
     def send(self, tokens: Tensor) -> tuple[Tensor, Arrival]:
         """Start to send tokens [t, h]; the rows of other ranks may be read after their arrival."""
         arrival = Arrival(self.group, self.received, self.sent)
-        rows = self.operators.permute(tokens, self.order, self.places)
+        rows = self.operators.permute(tokens, self.order, self.positions)
         return _Send.apply(rows, arrival), arrival
 
     def send_choices(self, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,31 +203,35 @@ class Arrival:
 
 class _Send(Node):
     @staticmethod
-    def forward(ctx: Context, rows: Tensor, way: Arrival) -> Tensor:
-        ctx.way = way
-        found, way.work = all_to_all_async(rows, way.group, way.sent, way.received)
-        return found
+    def forward(ctx: Context, rows: Tensor, arrival: Arrival) -> Tensor:
+        ctx.arrival = arrival
+        received, arrival.work = all_to_all_async(
+            rows, arrival.group, arrival.sent, arrival.received
+        )
+        return received
 
     @staticmethod
     def backward(ctx: Context, _: Tensor) -> tuple[Tensor | None, None]:
-        gradient = ctx.way.gradient
-        ctx.way.gradient = None
-        ctx.way.work.wait()
+        gradient = ctx.arrival.gradient
+        ctx.arrival.gradient = None
+        ctx.arrival.work.wait()
         return gradient, None
 
 
 class _Arrive(Node):
     @staticmethod
-    def forward(ctx: Context, rows: Tensor, way: Arrival) -> Tensor:
-        ctx.way = way
-        way.work.wait()
+    def forward(ctx: Context, rows: Tensor, arrival: Arrival) -> Tensor:
+        ctx.arrival = arrival
+        arrival.work.wait()
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
-        way = ctx.way
-        found = all_to_all_async(gradient.contiguous(), way.group, way.received, way.sent)
-        way.gradient, way.work = found
+        arrival = ctx.arrival
+        started = all_to_all_async(
+            gradient.contiguous(), arrival.group, arrival.received, arrival.sent
+        )
+        arrival.gradient, arrival.work = started
         return gradient, None  # of the shape that autograd expects; _Send has the other one
 
 
@@ -235,13 +241,13 @@ class _Sum(Node):
     @staticmethod
     def forward(ctx: Context, rows: Tensor, dispatch: Dispatch) -> Tensor:
         ctx.dispatch = dispatch
-        ones = torch.ones(dispatch.places.shape, dtype=torch.float32, device=rows.device)
-        return dispatch.operators.unpermute(rows, dispatch.places, ones)
+        ones = torch.ones(dispatch.positions.shape, dtype=torch.float32, device=rows.device)
+        return dispatch.operators.unpermute(rows, dispatch.positions, ones)
 
     @staticmethod
     def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None]:
         dispatch = ctx.dispatch
-        return dispatch.operators.permute(gradient, dispatch.order, dispatch.places), None
+        return dispatch.operators.permute(gradient, dispatch.order, dispatch.positions), None
 
 
 class _SendChoices(Node):
@@ -253,8 +259,8 @@ class _SendChoices(Node):
     ) -> tuple[Tensor, Tensor]:
         ctx.dispatch = dispatch
         both = torch.cat([weights.float().view(torch.int32), experts.int()], dim=1)
-        found = all_to_all(both, dispatch.group, dispatch.sent, dispatch.received)
-        weights, experts = found.chunk(2, dim=1)
+        received = all_to_all(both, dispatch.group, dispatch.sent, dispatch.received)
+        weights, experts = received.chunk(2, dim=1)
         experts = experts.long()
         ctx.mark_non_differentiable(experts)
         return weights.contiguous().view(torch.float32), experts

@@ -21,14 +21,14 @@ def routers(model: torch.nn.Module) -> list[Router]:
 
 
 @torch.no_grad()
-def move_biases(found: Sequence[Router], data: Group, counts: Tensor) -> None:
+def move_biases(routers: Sequence[Router], data: Group, counts: Tensor) -> None:
     """Sum the load of a step over all tokens, and move the experts' biases by it.
 
     data    the ranks with other tokens and the same routers, which all call this
     counts  whether the step counts, a scalar on the device; otherwise nothing moves
     """
-    loads = all_reduce(torch.stack([router.load for router in found]), data)
-    for router, load in zip(found, loads, strict=True):
+    loads = all_reduce(torch.stack([router.load for router in routers]), data)
+    for router, load in zip(routers, loads, strict=True):
         if router.expert_bias is not None:
             step = (load.mean() - load).sign() * router.config.moe_router_bias_update_rate
             router.expert_bias += torch.where(counts, step, 0.0)
@@ -46,7 +46,9 @@ LOSS_NAMES = {
 
 
 @torch.no_grad()
-def take_figures(found: Sequence[Router], model: ModelConfig, topology: Topology) -> dict[str, Any]:
+def take_figures(
+    routers: Sequence[Router], model: ModelConfig, topology: Topology
+) -> dict[str, Any]:
     """Return the figures of routers since the last call, as an Iteration event has them.
 
     All ranks call it, with their routers. One message.
@@ -58,7 +60,7 @@ def take_figures(found: Sequence[Router], model: ModelConfig, topology: Topology
     table = torch.zeros(
         layers, experts + len(names) + 3, dtype=torch.float64, device=topology.device
     )
-    for router in found:
+    for router in routers:
         values = router.losses, router.dropped.view(1), router.entropy.view(1)
         if topology.tensor.is_first:  # the others have the same tokens
             row = torch.cat([router.interval, *values]).double()

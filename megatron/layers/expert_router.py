@@ -146,19 +146,19 @@ class Router(torch.nn.Module):
     def persistent_tensors(self) -> dict[str, Tensor]:
         """Return what is saved beside the weights, by global name."""
         names = ("expert_bias", "last_load")
-        found = {f"{self.name}.{name}": getattr(self, name) for name in names}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        tensors = {f"{self.name}.{name}": getattr(self, name) for name in names}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def forward(self, x: Tensor, call: CallContext) -> tuple[Tensor, Tensor]:
         config = self.config
         context = self.context
         if config.moe_input_jitter_eps and call.dropout is not None:
-            seed, place = call.hidden_mask(x, self.layer, Site.ROUTER, context)
+            seed, row_layout = call.hidden_mask(x, self.layer, Site.ROUTER, context)
             assert seed is not None, "in training, masks have a key"
-            places = place if isinstance(place, list) else [place]
-            both = zip(x.chunk(len(places)), places, strict=True)
+            layouts = row_layout if isinstance(row_layout, list) else [row_layout]
+            both = zip(x.chunk(len(layouts)), layouts, strict=True)
             eps = config.moe_input_jitter_eps
-            x = x * torch.cat([placed_noise(part, eps, seed, at) for part, at in both])
+            x = x * torch.cat([placed_noise(chunk, eps, seed, at) for chunk, at in both])
         logits = _Scores.apply(x, self.weight)
         if config.use_mup:
             logits = logits * config.router_scale
@@ -173,7 +173,7 @@ class Router(torch.nn.Module):
         if torch.is_grad_enabled() and self.training:
             real = None if padding is None else padding.logical_not().float().view(-1, x.shape[1])
             weights = self._with_losses(logits, weights, experts, real, counts)
-        kept = self._kept(weights, experts, x.shape[1])
+        within = self._within_capacity(weights, experts, x.shape[1])
         if counts and self.training:
             self.passes += 1
             with torch.no_grad():
@@ -183,10 +183,10 @@ class Router(torch.nn.Module):
                     chosen = experts >= 0
                     entropies = torch.xlogy(p := self.shares(logits), p).sum(-1).flatten()
                     self.entropy -= (entropies * chosen[:, 0]).sum()
-                    self.dropped += 0 if kept is None else (chosen & ~kept).sum()
-        if kept is not None:
-            weights = weights.masked_fill(~kept, 0.0)
-            experts = experts.masked_fill(~kept, -1)
+                    self.dropped += 0 if within is None else (chosen & ~within).sum()
+        if within is not None:
+            weights = weights.masked_fill(~within, 0.0)
+            experts = experts.masked_fill(~within, -1)
         return weights, experts
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,10 +199,10 @@ class Router(torch.nn.Module):
         else:
             scores = logits.softmax(-1) if config.moe_router_pre_softmax else logits
         with torch.no_grad():
-            wanted = scores if self.expert_bias is None else scores + self.expert_bias
+            biased = scores if self.expert_bias is None else scores + self.expert_bias
             if config.moe_router_num_groups is not None:
-                wanted = self._within_groups(wanted)
-            experts = wanted.topk(k, dim=-1).indices
+                biased = self._within_groups(biased)
+            experts = biased.topk(k, dim=-1).indices
         weights = scores.gather(-1, experts)
         if softmax and not config.moe_router_pre_softmax:
             weights = weights.softmax(-1)
@@ -289,14 +289,14 @@ class Router(torch.nn.Module):
             losses.append(mean_over(logits.logsumexp(-1).square().flatten(), of_all))
         if not losses:
             return weights
-        found = torch.stack(losses)
+        values = torch.stack(losses)
         if counts:
             with torch.no_grad():
-                self.losses[: len(found)] += found
-        return _WithLoss.apply(weights, found @ self.factors, shared_by(self.context))
+                self.losses[: len(values)] += values
+        return _WithLoss.apply(weights, values @ self.factors, shared_by(self.context))
 
     @torch.no_grad()
-    def _kept(self, weights: Tensor, experts: Tensor, samples: int) -> Tensor | None:
+    def _within_capacity(self, weights: Tensor, experts: Tensor, samples: int) -> Tensor | None:
         """Return which choices [t, k] are within their expert's capacity; None: all."""
         tokens, k = experts.shape
         context_parallel = self.context.context_parallel

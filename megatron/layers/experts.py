@@ -104,8 +104,8 @@ class _ExpertWeights(nn.Module):
         # of a matrix that is cut along its input: on all tensor ranks, each of which adds a part
         self.divided = dim == len(shape) - 1
         if bias:
-            whole = None if self.divided else dim
-            self.bias = self._make(f"{name}.bias", experts, shape[:-1], whole, constant(0.0))
+            bias_dim = None if self.divided else dim
+            self.bias = self._make(f"{name}.bias", experts, shape[:-1], bias_dim, constant(0.0))
 
     def _make(
         self, name: str, experts: int, shape: tuple[int, ...], dim: int | None, fill: Fill
@@ -300,26 +300,26 @@ class ExpertMLP(nn.Module):
 
         dropless  whether each choice is of one of these experts, so that the host need not wait
         """
-        order, places, ends = sorted_choices(experts, self.dense_h_to_4h.weight.shape[0])
+        order, positions, ends = sorted_choices(experts, self.dense_h_to_4h.weight.shape[0])
         counts = RowCounts(ends, sizes)
         if not dropless:
             order = order[: sum(sizes())]
-        rows = self.operators.permute(tokens, order, places)  # [n, h]
+        rows = self.operators.permute(tokens, order, positions)  # [n, h]
         up = self.dense_h_to_4h(rows, counts)
         activated = activation(up, None, self.activation, self.fused)
         with self._recomputed(activated, up.detach()):
             y = self.dense_4h_to_h(activated, counts)
-        return self.operators.unpermute(y, places, weights)
+        return self.operators.unpermute(y, positions, weights)
 
     def _recomputed(self, activated: Tensor, up: Tensor) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which operators keep `up` for `activated`, if configured."""
         if not self.recompute_activation or not torch.is_grad_enabled():
             return contextlib.nullcontext()
-        place = activated.data_ptr()
-        kept = activated.shape
+        address = activated.data_ptr()
+        shape = activated.shape
 
         def pack(x: Tensor) -> Tensor | None:
-            return None if x.data_ptr() == place and x.shape == kept else x
+            return None if x.data_ptr() == address and x.shape == shape else x
 
         def unpack(x: Tensor | None) -> Tensor:
             if x is not None:

@@ -94,22 +94,22 @@ def gathered_product(
         return product(x, matrix, bias), x
     bounds = _bounds(context, len(x), size * x[..., 0].numel())
     if len(bounds) == 1:
-        whole = collectives.gather_first(x, group)
-        return product(whole, matrix, bias), whole
+        full = collectives.gather_first(x, group)
+        return product(full, matrix, bias), full
     y = x.new_empty(size, *x.shape[:-1], matrix.shape[1])  # [tp, s/tp, b, out]
-    kept = x.new_empty(size, *x.shape) if keep else None  # [tp, s/tp, b, in]
+    gathered = x.new_empty(size, *x.shape) if keep else None  # [tp, s/tp, b, in]
     following = collectives.gather_first_async(x[slice(*bounds[0])], group)
     for i, (first, end) in enumerate(bounds):
-        part, arrived = following
+        chunk, arrived = following
         if i + 1 < len(bounds):
             following = collectives.gather_first_async(x[slice(*bounds[i + 1])], group)
         arrived.wait()
         # One product over the rows of all ranks, then a copy to their places: a product for each
         # rank would have fewer rows, and a batched one is slower on a CPU.
-        y[:, first:end] = product(part, matrix, bias).view(size, end - first, *y.shape[2:])
-        if kept is not None:
-            kept[:, first:end] = part.view(size, end - first, *x.shape[1:])
-    return y.flatten(0, 1), None if kept is None else kept.flatten(0, 1)
+        y[:, first:end] = product(chunk, matrix, bias).view(size, end - first, *y.shape[2:])
+        if gathered is not None:
+            gathered[:, first:end] = chunk.view(size, end - first, *x.shape[1:])
+    return y.flatten(0, 1), None if gathered is None else gathered.flatten(0, 1)
 
 
 def summed_product(
@@ -123,8 +123,8 @@ def summed_product(
     scatters = context.sequence_parallel
     if group.size == 1:
         return product(x, matrix), []
-    parts = group.size if scatters else 1
-    rows = len(x) // parts
+    ranks = group.size if scatters else 1
+    rows = len(x) // ranks
     bounds = _bounds(context, rows, x[..., 0].numel())
     if len(bounds) == 1:
         y = product(x, matrix)
@@ -132,17 +132,17 @@ def summed_product(
             return y, [collectives.all_reduce_async(y, group)]
         scattered, work = collectives.reduce_scatter_first_async(y, group)
         return scattered, [work]
-    cut = x.unflatten(0, (parts, rows))  # [tp, s/tp, b, in]
+    cut = x.unflatten(0, (ranks, rows))  # [tp, s/tp, b, in]
     y = x.new_empty(rows, *x.shape[1:-1], matrix.shape[1])
     works = []
     for first, end in bounds:
-        part = y[first:end].view(-1, matrix.shape[1])
+        chunk = y[first:end].view(-1, matrix.shape[1])
         rows_of_all = cut[:, first:end].flatten(0, -2)
         if scatters:
-            works.append(collectives.reduce_scatter_into_async(part, rows_of_all @ matrix, group))
+            works.append(collectives.reduce_scatter_into_async(chunk, rows_of_all @ matrix, group))
         else:
-            torch.mm(rows_of_all, matrix, out=part)
-            works.append(collectives.all_reduce_async(part, group))
+            torch.mm(rows_of_all, matrix, out=chunk)
+            works.append(collectives.all_reduce_async(chunk, group))
     return y, works
 
 
@@ -302,8 +302,8 @@ class _Linear(torch.autograd.Function):
         dw = list[Tensor | None]()
         gathered = collectives.DONE
         if needs_x:
-            dx, whole = gathered_product(dy, _matrix(ctx.weights), context, needs_weight)
-            dy = dy if whole is None else whole
+            dx, full = gathered_product(dy, _matrix(ctx.weights), context, needs_weight)
+            dy = dy if full is None else full
         elif needs_weight:
             dy, gathered = _gather_async(dy, context)
         if needs_weight and queue.deferring:
@@ -353,17 +353,17 @@ def linear(
     nodes = nodes_for(x)
     usual = recompute_input is None and len(weights) == 1 and not one_token(x)
     if nodes is not None and usual and context.region is not NotImplemented:
-        parts = 0
+        partial_sums = 0
         gathers = column and context.sequence_parallel
         if bias is not None and context.fusions.bias_dropout:
             rows = x.numel() // x.shape[-1]  # of this rank; the gradient has those of all
-            parts = bias_parts(rows * context.tensor.size if gathers else rows, bias)
+            partial_sums = bias_parts(rows * context.tensor.size if gathers else rows, bias)
         made: Tensor = nodes.linear(
             x,
             weights[0],
             bias,
             context.weight_gradients,
-            parts,
+            partial_sums,
             context.region,
             column,
             _partial_gradient(column, context),
@@ -403,15 +403,15 @@ class ColumnParallelLinear(nn.Module):
         make = context.parameters.create
         dim = len(shape) - 2
         zero = constant(0.0)
-        own, shared = rows or (None, None)
-        self.weight = make(f"{name}.weight", shape, dim, fill, rows=own)
+        local, shared = rows or (None, None)
+        self.weight = make(f"{name}.weight", shape, dim, fill, rows=local)
         self.weight_shared: nn.Parameter | None = None
         self.bias: nn.Parameter | None = None
         self.bias_shared: nn.Parameter | None = None
         if shared is not None:
             self.weight_shared = make(f"{name}.weight", shape, dim, fill, rows=shared)
         if bias:
-            self.bias = make(f"{name}.bias", shape[:-1], dim, zero, rows=own, decay=False)
+            self.bias = make(f"{name}.bias", shape[:-1], dim, zero, rows=local, decay=False)
             if shared is not None:
                 self.bias_shared = make(
                     f"{name}.bias", shape[:-1], dim, zero, rows=shared, decay=False

@@ -37,12 +37,12 @@ class Norm(nn.Module):
         kind: str,
         epsilon: float,
         one_plus: bool = False,
-        part: Rows | None = None,
+        shard: Rows | None = None,
     ) -> None:
         super().__init__()
         make = context.parameters.create
-        dim = None if part is None else 0
-        self.group = context.tensor if part is not None and context.tensor.size > 1 else None
+        dim = None if shard is None else 0
+        self.group = context.tensor if shard is not None and context.tensor.size > 1 else None
         self.epsilon = epsilon
         self.one_plus = one_plus
         self.rms = kind == "rmsnorm"
@@ -51,11 +51,11 @@ class Norm(nn.Module):
         if context.fusions.apex_norm:
             self.apex = importlib.import_module("apex.normalization.fused_layer_norm")
         start = constant(0.0 if one_plus else 1.0)
-        self.weight = make(f"{name}.weight", (hidden,), dim, start, rows=part, decay=False)
+        self.weight = make(f"{name}.weight", (hidden,), dim, start, rows=shard, decay=False)
         self.bias: nn.Parameter | None = None
         if not self.rms:
             zero = constant(0.0)
-            self.bias = make(f"{name}.bias", (hidden,), dim, zero, rows=part, decay=False)
+            self.bias = make(f"{name}.bias", (hidden,), dim, zero, rows=shard, decay=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group is not None:
@@ -114,12 +114,12 @@ class Norm(nn.Module):
 
 
 def norm_of(
-    context: LayerContext, model: ModelConfig, name: str, width: int, part: Rows | None = None
+    context: LayerContext, model: ModelConfig, name: str, width: int, shard: Rows | None = None
 ) -> Norm:
     """Make a norm of the model's kind."""
     kind = model.normalization
     epsilon = model.layernorm_epsilon
-    return Norm(context, name, width, kind, epsilon, model.apply_layernorm_1p, part)
+    return Norm(context, name, width, kind, epsilon, model.apply_layernorm_1p, shard)
 
 
 class _NormOverRanks(Node):
@@ -135,14 +135,14 @@ class _NormOverRanks(Node):
         plus: float,
         group: Group,
     ) -> Tensor:
-        whole = x.shape[-1] * group.size
+        width = x.shape[-1] * group.size
         centred = wider(x)
         mean = None
         if bias is not None:
-            mean = all_reduce(centred.sum(-1, keepdim=True), group) / whole
+            mean = all_reduce(centred.sum(-1, keepdim=True), group) / width
             centred = centred - mean
         squares = all_reduce(centred.square().sum(-1, keepdim=True), group)
-        rstd = (squares / whole + epsilon).rsqrt()
+        rstd = (squares / width + epsilon).rsqrt()
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.plus = plus
         ctx.group = group

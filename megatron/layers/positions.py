@@ -142,19 +142,23 @@ class RotaryEmbedding:
         self._tables: dict[bool, tuple[int, Angles]] = {}  # whole, and of this rank's part
 
     def _all_angles(
-        self, length: int, device: torch.device, parts: ContextParallel | None
+        self, length: int, device: torch.device, context_parallel: ContextParallel | None
     ) -> Angles:
         """Return the angles of all positions, at least `length`, or of this rank's part of them."""
-        known, angles = self._tables.get(parts is None, (0, None))
-        enough = known >= length if parts is None else known == length
+        known, angles = self._tables.get(context_parallel is None, (0, None))
+        enough = known >= length if context_parallel is None else known == length
         if angles is None or not enough or angles[0].device != device:
             cpu = torch.device("cpu")
-            positions = torch.arange(length) if parts is None else parts.positions(length, cpu)
+            positions = (
+                torch.arange(length)
+                if context_parallel is None
+                else context_parallel.positions(length, cpu)
+            )
             frequencies = rotary_frequencies(self.dimension, self.base, self.model)
             turned = torch.outer(positions.double(), frequencies)
             cos, sin = ((self.factor * x).float().to(device) for x in (turned.cos(), turned.sin()))
             angles = cos, sin
-            self._tables[parts is None] = length, angles
+            self._tables[context_parallel is None] = length, angles
         return angles
 
     def angles(
@@ -162,14 +166,16 @@ class RotaryEmbedding:
         length: int,
         position_ids: Tensor | None,
         device: torch.device,
-        parts: ContextParallel | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> Angles:
         """Return (cos, sin), fp32 [s, 1 or b, 1, dimension/2], s being `length`.
 
         If there are no ids [b, s], the positions are 0 ... length-1, or those of this rank's part.
         """
-        whole = length if parts is None else length * parts.size
-        cos, sin = self._all_angles(whole, device, parts if position_ids is None else None)
+        whole = length if context_parallel is None else length * context_parallel.size
+        cos, sin = self._all_angles(
+            whole, device, context_parallel if position_ids is None else None
+        )
         if position_ids is None:
             return cos[:length, None, None, :], sin[:length, None, None, :]
         ids = position_ids.t()
@@ -244,7 +250,7 @@ def group_documents(lengths: npt.NDArray[np.int64], samples: int) -> Groups:
     shapes = []
     sources = []
     scatter = np.empty(total, np.int64)
-    first = places = 0
+    first = filled = 0
     while first < len(order):
         longest = int(falling[first])
         shortest = longest / _FILL if longest > _TINY else 1
@@ -253,11 +259,11 @@ def group_documents(lengths: npt.NDArray[np.int64], samples: int) -> Groups:
         steps = np.arange(longest)
         source = starts[documents, None] + steps  # [documents, longest]
         real = steps < lengths[documents, None]
-        scatter[source[real]] = places + np.flatnonzero(real)
+        scatter[source[real]] = filled + np.flatnonzero(real)
         sources.append(np.minimum(source, total - 1).ravel())
         shapes.append((len(documents), longest))
         first = end
-        places = places + source.size
+        filled = filled + source.size
     sample, step = np.divmod(np.concatenate(sources), total // samples)
     return Groups(
         tuple(shapes),
@@ -318,9 +324,9 @@ class Documents:
     def starts(self) -> list[Tensor]:
         """Return the rows of [s, b] at which documents start, for each batch of similar length."""
         shapes = self.groups.shapes
-        parts = self.groups.split(self.groups.gather)
+        batches = self.groups.split(self.groups.gather)
         return [
-            part[::length].contiguous() for part, (_, length) in zip(parts, shapes, strict=True)
+            batch[::length].contiguous() for batch, (_, length) in zip(batches, shapes, strict=True)
         ]
 
     def batches(self, x: Tensor) -> list[Tensor]:
@@ -329,5 +335,5 @@ class Documents:
         rows = x.flatten(0, 1).index_select(0, self.groups.gather)
         # The gradient of split is one concatenation; that of a slice would be as large as the
         # whole, for each batch.
-        parts = self.groups.split(rows)
-        return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
+        padded = self.groups.split(rows)
+        return [batch.unflatten(0, shape) for batch, shape in zip(padded, shapes, strict=True)]

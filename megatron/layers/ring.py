@@ -80,21 +80,21 @@ class Rectangle(NamedTuple):
 class Ring:
     """One attention over the ring.
 
-    group, places, stride   the context-parallel ranks, and which are neighbours of the ring
+    group, ring_size, stride  the context-parallel ranks, and which are neighbours of the ring
     weigher                 of the scores, for all rectangles
     flash                   kernels that compute a rectangle; None: it is computed in blocks
     documents               whose positions see each other; None: a sequence is one
     """
 
     group: Group
-    places: int
+    ring_size: int
     stride: int
     weigher: Weigher
     documents: Documents | None
     flash: Flash | None = None
 
     @property
-    def place(self) -> int:
+    def ring_rank(self) -> int:
         return self.group.rank // self.stride
 
     @property
@@ -103,15 +103,15 @@ class Ring:
 
     def source(self, step: int) -> int:
         """Return the place whose keys are here at a step."""
-        return (self.place - step) % self.places
+        return (self.ring_rank - step) % self.ring_size
 
     def rectangles(self, step: int, rows: int, samples: int) -> list[Rectangle]:
         """Return what is computed at a step with `rows` local queries."""
         half = rows // 2
-        last = 2 * self.places - 1
+        last = 2 * self.ring_size - 1
         pairs = (
             (at, chunk, k_at, k_chunk)
-            for at, chunk in ((0, self.place), (half, last - self.place))
+            for at, chunk in ((0, self.ring_rank), (half, last - self.ring_rank))
             for k_at, k_chunk in ((0, self.source(step)), (half, last - self.source(step)))
             if k_chunk <= chunk
         )
@@ -139,14 +139,14 @@ class Ring:
 
     def _documents(self, first: int, stop: int) -> list[tuple[slice, int, int]]:
         """Return sample, start and end of each document that has positions in [first, stop)."""
-        found = []
+        intervals = []
         for sample, ends in enumerate(self._ends):
             begin, final = np.searchsorted(ends, (first, stop - 1), side="right").tolist()
             start = int(ends[begin - 1]) if begin else 0
             for end in ends[begin : final + 1].tolist():
-                found.append((slice(sample, sample + 1), start, end))
+                intervals.append((slice(sample, sample + 1), start, end))
                 start = end
-        return found
+        return intervals
 
     @cached_property
     def _ends(self) -> list[npt.NDArray[np.int64]]:
@@ -173,21 +173,21 @@ class Ring:
                     at = of.keys.start + key - of.key
                     keys = slice(at, at + min(_KEYS, high - key))
                     scores = (rows.stop - rows.start) * share * (keys.stop - keys.start)
-                    for part in cut_heads((of.samples.stop - of.samples.start) * groups, scores):
+                    for heads in cut_heads((of.samples.stop - of.samples.start) * groups, scores):
                         skipped = of.samples.start * groups
-                        which = slice(skipped + part.start, skipped + part.stop)
+                        which = slice(skipped + heads.start, skipped + heads.stop)
                         of_rows = slice(rows.start * share, rows.stop * share)
                         yield RingBlock(
                             which, of_rows, keys, *self._numbers(rows.start, query, key)
                         )
 
     def products(self, step: int, q: Tensor) -> Iterator[tuple[slice, slice, slice, Mask]]:
-        """Yield a step's rectangles: part, rows and keys as Block has them, and the mask."""
+        """Yield a step's rectangles: batch, rows and keys as RingBlock has them, and the mask."""
         n, samples, groups, share, _ = q.shape
         for of in self.rectangles(step, n, samples):
-            part = slice(of.samples.start * groups, of.samples.stop * groups)
+            batch = slice(of.samples.start * groups, of.samples.stop * groups)
             rows = slice(of.rows.start * share, of.rows.stop * share)
-            yield part, rows, of.keys, of.mask(self.params.window)
+            yield batch, rows, of.keys, of.mask(self.params.window)
 
     def _numbers(self, row: int, query: int, key: int) -> tuple[int, int]:
         """Return the positions that the kernels get of a block's first query and key.
@@ -201,15 +201,15 @@ class Ring:
         """Return x [b groups, local rows * share] with its rows at the numbers of their queries."""
         if not self.params.probability:
             return x
-        whole = x.new_zeros(len(x), x.shape[1] * self.places)
-        for i, part in enumerate(x.chunk(2, dim=1)):
-            chunk = self.place if i == 0 else 2 * self.places - 1 - self.place
-            whole[:, chunk * part.shape[1] :][:, : part.shape[1]] = part
-        return whole
+        numbered = x.new_zeros(len(x), x.shape[1] * self.ring_size)
+        for i, half in enumerate(x.chunk(2, dim=1)):
+            chunk = self.ring_rank if i == 0 else 2 * self.ring_size - 1 - self.ring_rank
+            numbered[:, chunk * half.shape[1] :][:, : half.shape[1]] = half
+        return numbered
 
     def keys_of_step(self, rows: int) -> int:
         """Return how many keys each of `rows` local queries sees at a step, on average."""
-        return min(rows, -(-(self.params.window + 1) // self.places))
+        return min(rows, -(-(self.params.window + 1) // self.ring_size))
 
     def rotate(self, x: Tensor) -> Rotation:
         """Start to send x to the next place and to receive that of the place before."""
@@ -223,12 +223,12 @@ class Ring:
 class RingBlock(NamedTuple):
     """One product of queries and keys.
 
-    part         which samples and groups
+    batch        which samples and groups
     rows, keys   of the queries [.., rows * share, d] and of the keys [.., n, d]
     first, key   positions of its first query and key, as the kernels get them
     """
 
-    part: slice
+    batch: slice
     rows: slice
     keys: slice
     first: int
@@ -236,7 +236,7 @@ class RingBlock(NamedTuple):
 
     def of_rows(self, share: int) -> tuple[slice, slice]:
         """Return where its rows are in a tensor by number."""
-        return self.part, slice(
+        return self.batch, slice(
             self.first * share, self.first * share + self.rows.stop - self.rows.start
         )
 
@@ -287,25 +287,27 @@ class _Ring(Node):
         sums = total.new_full(queries.shape[:2], -math.inf)
         new = ring.by_number(torch.zeros_like(sums))
         work = Attention(b, groups * share, n, d, keys=ring.keys_of_step(n))
-        for step in range(ring.places):
-            coming = ring.rotate(pairs) if step + 1 < ring.places else None
+        for step in range(ring.ring_size):
+            coming = ring.rotate(pairs) if step + 1 < ring.ring_size else None
             with counts_as(work):
                 if flash is not None:
-                    for part, rows, keys, mask in ring.products(step, q):
-                        some = queries[part, rows], pairs[:, part, keys]
+                    for batch, rows, keys, mask in ring.products(step, q):
+                        some = queries[batch, rows], pairs[:, batch, keys]
                         out, logarithms, ctx.state = flash.forward(*some, mask)
-                        _merge(total[part, rows], sums[part, rows], out, logarithms)
+                        _merge(total[batch, rows], sums[batch, rows], out, logarithms)
                 else:
                     for block in ring.blocks(step, q):
-                        part, rows, keys, first, key = block
-                        scores = torch.bmm(queries[part, rows], transposed(pairs[0, part, keys]))
+                        batch, rows, keys, first, key = block
+                        scores = torch.bmm(queries[batch, rows], transposed(pairs[0, batch, keys]))
                         operators.weights(
                             kernel.AttentionBlock(
-                                scores, new, slopes, part.start, first, key, params
+                                scores, new, slopes, batch.start, first, key, params
                             )
                         )
-                        out = torch.bmm(scores, pairs[1, part, keys])
-                        _merge(total[part, rows], sums[part, rows], out, new[block.of_rows(share)])
+                        out = torch.bmm(scores, pairs[1, batch, keys])
+                        _merge(
+                            total[batch, rows], sums[batch, rows], out, new[block.of_rows(share)]
+                        )
             if coming is not None:
                 pairs = coming.wait()
         out = _of_rows(total, q)
@@ -332,43 +334,43 @@ class _Ring(Node):
             sums = ring.by_number(sums)
         to_queries = torch.zeros_like(queries, dtype=sums.dtype)
         work = Attention(b, groups * share, n, d, True, ring.keys_of_step(n))
-        own = following = sums  # gradients of this rank's pairs, and of those of the step before
-        for step in range(ring.places):
-            coming = ring.rotate(pairs) if step + 1 < ring.places else None
+        local = following = sums  # gradients of this rank's pairs, and of those of the step before
+        for step in range(ring.ring_size):
+            coming = ring.rotate(pairs) if step + 1 < ring.ring_size else None
             behind = ring.rotate(following) if step > 1 else None
             gradients = torch.zeros_like(pairs, dtype=sums.dtype)
             with counts_as(work):
                 if flash is not None:
-                    for part, rows, keys, mask in ring.products(step, q):
-                        some = douts[part, rows], queries[part, rows], pairs[:, part, keys]
-                        of_all = outs[part, rows], sums[part, rows]
+                    for batch, rows, keys, mask in ring.products(step, q):
+                        some = douts[batch, rows], queries[batch, rows], pairs[:, batch, keys]
+                        of_all = outs[batch, rows], sums[batch, rows]
                         dq, dk, dv = flash.backward(*some, *of_all, mask, ctx.state)
-                        gradients[0, part, keys].add_(dk)
-                        gradients[1, part, keys].add_(dv)
-                        to_queries[part, rows].add_(dq)
+                        gradients[0, batch, keys].add_(dk)
+                        gradients[1, batch, keys].add_(dv)
+                        to_queries[batch, rows].add_(dq)
                 else:
-                    for part, rows, keys, first, key in ring.blocks(step, q):
-                        scores = torch.bmm(queries[part, rows], transposed(pairs[0, part, keys]))
-                        dscores = torch.bmm(douts[part, rows], transposed(pairs[1, part, keys]))
-                        place = sums, slopes, part.start, first, key
+                    for batch, rows, keys, first, key in ring.blocks(step, q):
+                        scores = torch.bmm(queries[batch, rows], transposed(pairs[0, batch, keys]))
+                        dscores = torch.bmm(douts[batch, rows], transposed(pairs[1, batch, keys]))
+                        fields = sums, slopes, batch.start, first, key
                         operators.gradient(
-                            kernel.GradientBlock(scores, *place, params, dscores, dots)
+                            kernel.GradientBlock(scores, *fields, params, dscores, dots)
                         )
                         turned = dscores.transpose(1, 2)
                         weights = scores.transpose(1, 2)
-                        add_product(gradients[0, part, keys], turned, queries[part, rows], False)
-                        add_product(gradients[1, part, keys], weights, douts[part, rows], False)
-                        add_product(to_queries[part, rows], dscores, pairs[0, part, keys], False)
+                        add_product(gradients[0, batch, keys], turned, queries[batch, rows], False)
+                        add_product(gradients[1, batch, keys], weights, douts[batch, rows], False)
+                        add_product(to_queries[batch, rows], dscores, pairs[0, batch, keys], False)
             if behind is not None:
                 gradients += behind.wait()
             if step:
                 following = gradients
             else:
-                own = gradients
+                local = gradients
             if coming is not None:
                 pairs = coming.wait()
-        own += ring.rotate(following).wait()
-        to_keys, to_values = (_of_rows(x, k.unsqueeze(3)).squeeze(3) for x in own.unbind())
+        local += ring.rotate(following).wait()
+        to_keys, to_values = (_of_rows(x, k.unsqueeze(3)).squeeze(3) for x in local.unbind())
         return None, _of_rows(to_queries, q), to_keys, to_values
 
 
@@ -404,10 +406,10 @@ def attend(
     """
     if context_parallel.heads > 1:
         q, k, v = context_parallel.rows_for_heads(q, k, v)
-    if context_parallel.places == 1:
-        own = q.shape[2]
+    if context_parallel.ring_size == 1:
+        count = q.shape[2]
         first = context_parallel.head_rank * q.shape[2]
-        out = core.within(call, slice(first, first + own), q, k, v)
+        out = core.within(call, slice(first, first + count), q, k, v)
     else:
         out = _rotating(context_parallel, core, call, q, k, v)
     return out if context_parallel.heads == 1 else context_parallel.heads_for_rows(out)
@@ -423,12 +425,12 @@ def _rotating(
 ) -> Tensor:
     """Return attention of tensors that are the two chunks of this place."""
     q = q.unflatten(2, (k.shape[2], -1))
-    length = len(q) * context_parallel.places
+    length = len(q) * context_parallel.ring_size
     scoring = core.scoring_of(call, length)
     weighs = weigher(scoring, q, torch.arange(q.shape[1], device=q.device), length)
     ring = Ring(
         context_parallel.group,
-        context_parallel.places,
+        context_parallel.ring_size,
         context_parallel.heads,
         weighs,
         call.documents,

@@ -47,7 +47,7 @@ class Flash(NamedTuple):
             from flash_attn.flash_attn_interface import _flash_attn_forward
 
             out, logarithms, _, *state = _flash_attn_forward(
-                *tensors, return_softmax=False, **self._law(*mask)
+                *tensors, return_softmax=False, **self._arguments(*mask)
             )
         else:
             tensors = [x.transpose(1, 2) for x in tensors]
@@ -77,14 +77,14 @@ class Flash(NamedTuple):
         if self.backend == "flash":
             from flash_attn.flash_attn_interface import _flash_attn_backward
 
-            found = [torch.empty_like(x) for x in tensors[1:4]]
+            gradients = [torch.empty_like(x) for x in tensors[1:4]]
             _flash_attn_backward(
                 *tensors,
                 sums,
-                *found,
+                *gradients,
                 deterministic=torch.are_deterministic_algorithms_enabled(),
                 rng_state=state[0],
-                **self._law(*mask),
+                **self._arguments(*mask),
             )
         else:
             tensors = [*(x.transpose(1, 2) for x in tensors), sums]
@@ -94,15 +94,17 @@ class Flash(NamedTuple):
             else:
                 differentiate = _aten._scaled_dot_product_flash_attention_backward
                 more = [None, None, q.shape[1], pairs.shape[2], *more, *state]
-            found = [x.transpose(1, 2) for x in differentiate(*tensors, *more, scale=self.scale)]
-        return [x.flatten(1, 2) for x in found]
+            gradients = [
+                x.transpose(1, 2) for x in differentiate(*tensors, *more, scale=self.scale)
+            ]
+        return [x.flatten(1, 2) for x in gradients]
 
     def _by_head(self, x: Tensor) -> Tensor:
         """View [n, rows * share, ..] as [n, rows, share, ..]."""
         rows: Tensor = x.unflatten(1, (-1, self.share))
         return rows
 
-    def _law(self, causal: bool, window: int) -> dict[str, Any]:
+    def _arguments(self, causal: bool, window: int) -> dict[str, Any]:
         """Return the arguments that both passes of flash-attn take."""
         return dict(
             dropout_p=0.0,

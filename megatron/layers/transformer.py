@@ -31,30 +31,30 @@ def bias_dropout_add(
     probability: float,
     seed: int | None,
     fused: bool = False,
-    place: RowLayout | list[RowLayout] = ALL_ROWS,
+    row_layout: RowLayout | list[RowLayout] = ALL_ROWS,
 ) -> Tensor:
     """Return residual + dropout(x + bias), in the residual's dtype.
 
-    Without the kernel if x has another dtype. `place`: of the mask, see keyed_dropout.
+    Without the kernel if x has another dtype. `row_layout`: of the mask, see keyed_dropout.
     """
     if seed is None:
         probability = 0.0
     if probability == 0.0:
-        place = ALL_ROWS
+        row_layout = ALL_ROWS
     if bias is not None:
         bias = wide(bias)
     fused = fused and x.dtype == residual.dtype
     if (
         fused
-        and not isinstance(place, list)
+        and not isinstance(row_layout, list)
         and probability < 1.0
         and (bias is not None or probability > 0.0)
     ):
-        return elementwise.bias_dropout_add(x, bias, residual, probability, seed or 0, place)
+        return elementwise.bias_dropout_add(x, bias, residual, probability, seed or 0, row_layout)
     if bias is not None:
         x = x + bias
-    with_kernel = fused and isinstance(place, list)  # whose masks are not torch's
-    return (residual + elementwise.keyed_dropout(x, probability, seed, with_kernel, place)).to(
+    with_kernel = fused and isinstance(row_layout, list)  # whose masks are not torch's
+    return (residual + elementwise.keyed_dropout(x, probability, seed, with_kernel, row_layout)).to(
         residual.dtype
     )
 
@@ -74,9 +74,11 @@ class TransformerLayer(nn.Module):
         recompute = config.recompute.recompute_modules if selective else ()
         summed = model.parallel_residual is None
 
-        def norm_if_any(part: str) -> Norm | None:
-            has = part in model.layer_norms
-            return norm_of(context, model, f"{name}.{part}", model.hidden_size) if has else None
+        def norm_if_any(norm_name: str) -> Norm | None:
+            has = norm_name in model.layer_norms
+            return (
+                norm_of(context, model, f"{name}.{norm_name}", model.hidden_size) if has else None
+            )
 
         self.index = index
         self.dropout = model.hidden_dropout
@@ -86,7 +88,7 @@ class TransformerLayer(nn.Module):
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.parallel = not summed
         # The residual stream would keep the norm's output anyway.
-        self.norms_again = "layernorm" in recompute and not self.residual_after_norm
+        self.recomputes_norms = "layernorm" in recompute and not self.residual_after_norm
         self.input_layernorm = norm_if_any("input_layernorm")
         attention = choose_attention(
             config.kernels,
@@ -135,7 +137,7 @@ class TransformerLayer(nn.Module):
         residual = normed if self.residual_after_norm else x
         out, bias = self._after(
             self.post_self_attn_layernorm,
-            *self.self_attention(normed, call, self._again(self.input_layernorm, x)),
+            *self.self_attention(normed, call, self._recompute_norm(self.input_layernorm, x)),
         )
         drops = call.dropout is not None and self.dropout > 0.0
         norm = self.post_attention_layernorm
@@ -154,7 +156,7 @@ class TransformerLayer(nn.Module):
         first = self.input_layernorm
         second = self.post_attention_layernorm
         normed = self._before(first, x)
-        attention, bias = self.self_attention(normed, call, self._again(first, x))
+        attention, bias = self.self_attention(normed, call, self._recompute_norm(first, x))
         if second is None:
             second = first
         else:
@@ -173,7 +175,7 @@ class TransformerLayer(nn.Module):
         """Return output and bias of the MLP, or of the experts, of `normed`, which is norm(x)."""
         if self.experts:
             return self.mlp(normed, call), None
-        result: tuple[Tensor, Tensor | None] = self.mlp(normed, self._again(norm, x))
+        result: tuple[Tensor, Tensor | None] = self.mlp(normed, self._recompute_norm(norm, x))
         return result
 
     def _before(self, norm: Norm | None, x: Tensor) -> Tensor:
@@ -194,17 +196,17 @@ class TransformerLayer(nn.Module):
             return x, bias
         return x * self.scale, None if bias is None else wide(bias) * self.scale
 
-    def _again(self, norm: Norm | None, x: Tensor) -> RecomputeInput:
+    def _recompute_norm(self, norm: Norm | None, x: Tensor) -> RecomputeInput:
         """Return how to recompute norm(x), if configured; the norm's gradient keeps x anyway."""
-        return partial(norm, x.detach()) if self.norms_again and norm is not None else None
+        return partial(norm, x.detach()) if self.recomputes_norms and norm is not None else None
 
     def _add(
         self, x: Tensor, bias: Tensor | None, residual: Tensor, call: CallContext, site: Site
     ) -> Tensor:
         """Return residual + dropout(x + bias)."""
         seed: int | None = None
-        place: RowLayout | list[RowLayout] = ALL_ROWS
+        row_layout: RowLayout | list[RowLayout] = ALL_ROWS
         if self.dropout > 0.0:
-            seed, place = call.hidden_mask(x, self.index, site, self.context)
+            seed, row_layout = call.hidden_mask(x, self.index, site, self.context)
         fused = self.fused_dropout and not one_token(x)
-        return bias_dropout_add(x, bias, residual, self.dropout, seed, fused, place)
+        return bias_dropout_add(x, bias, residual, self.dropout, seed, fused, row_layout)

@@ -45,16 +45,16 @@ tokens bytes per FLOP of that product, a few percent of its time at these sizes,
 memory rates of such devices."""
 
 
-def _combine(own: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+def _combine(local: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses, maxima and sums of exponentials over the vocabulary of all ranks, [n] each.
 
     The sums are relative to the maxima. One message; all ranks add in the order of the ranks, so
     they get the same bits.
     """
     if group.size == 1:
-        maximum, total, target = own
+        maximum, total, target = local
     else:
-        every = collectives.gather_first(own.unsqueeze(0), group)  # [tp, 3, n]
+        every = collectives.gather_first(local.unsqueeze(0), group)  # [tp, 3, n]
         maxima, sums, targets = every.unbind(dim=1)
         maximum = maxima.amax(dim=0)
         # A rank without entries has a maximum of -infinity and a sum of 0.
@@ -102,12 +102,12 @@ class Vocabulary:
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather x [s(/tp), b, h] of all ranks: [s * b, h]."""
-        whole = (
+        full = (
             collectives.gather_first(x, self.context.tensor)
             if self.context.sequence_parallel
             else x
         )
-        return whole.reshape(-1, x.shape[-1])
+        return full.reshape(-1, x.shape[-1])
 
 
 def vocabulary_loss(
@@ -145,20 +145,20 @@ def scores(x: Tensor, v: Vocabulary, positions: Tensor | None = None) -> Tensor:
     gradients.
     """
     if positions is None:
-        found = linear(x, True, v.context, None, (v.weight,)).float()
+        logits = linear(x, True, v.context, None, (v.weight,)).float()
     else:
         with torch.no_grad():
-            whole = v.gather(x).view(-1, *x.shape[1:])
+            full = v.gather(x).view(-1, *x.shape[1:])
             samples = torch.arange(len(positions), device=x.device)
-            found = product(whole[positions, samples].unsqueeze(0), v.weight.t()).float()
+            logits = product(full[positions, samples].unsqueeze(0), v.weight.t()).float()
     if v.cap:
-        found = soft_cap(found, v.cap)
-    found[..., v.real :] = float("-inf")
-    return found
+        logits = soft_cap(logits, v.cap)
+    logits[..., v.real :] = float("-inf")
+    return logits
 
 
-def _count(mask: Tensor, given: Tensor | None) -> Tensor:
-    return mask.sum().clamp(min=1.0) if given is None else given
+def _count(mask: Tensor, count: Tensor | None) -> Tensor:
+    return mask.sum().clamp(min=1.0) if count is None else count
 
 
 def _mean(losses: Tensor, mask: Tensor, count: Tensor | None) -> Tensor:
@@ -171,9 +171,9 @@ def token_losses(x: Tensor, labels: Tensor, v: Vocabulary) -> tuple[Tensor, Tens
 
     x [s(/tp), b, h], labels int64 [s, b]; without gradients.
     """
-    own = _statistics(x, labels.reshape(-1), v)
-    losses, maximum, _ = _combine(own, v.context.tensor)
-    target = own[2]  # 0 on ranks that do not hold the label's logit
+    local = _statistics(x, labels.reshape(-1), v)
+    losses, maximum, _ = _combine(local, v.context.tensor)
+    target = local[2]  # 0 on ranks that do not hold the label's logit
     if v.context.tensor.size > 1:
         target = collectives.gather_first(target.unsqueeze(0), v.context.tensor).sum(dim=0)
     return losses.view_as(labels), (target >= maximum).view_as(labels)
@@ -181,21 +181,21 @@ def token_losses(x: Tensor, labels: Tensor, v: Vocabulary) -> tuple[Tensor, Tens
 
 def _statistics(x: Tensor, labels: Tensor, v: Vocabulary) -> Tensor:
     """Return the statistics of all tokens on this rank, fp32 [3, s * b]."""
-    whole = v.gather(x)
-    found = [
-        v.statistics(logits, labels[part])
-        for part, logits in _logits(whole, v, v.chunks(len(whole)))
+    full = v.gather(x)
+    statistics = [
+        v.statistics(logits, labels[chunk])
+        for chunk, logits in _logits(full, v, v.chunks(len(full)))
     ]
-    return torch.cat(found, dim=1)
+    return torch.cat(statistics, dim=1)
 
 
 def _logits(x: Tensor, v: Vocabulary, chunks: list[slice]) -> Iterator[tuple[slice, Tensor]]:
     """Yield the logits [n, vocab/tp] of each chunk of x [tokens, h], all in the same memory."""
     memory = x.new_empty(
-        max((part.stop - part.start for part in chunks), default=0), v.weight.shape[0]
+        max((chunk.stop - chunk.start for chunk in chunks), default=0), v.weight.shape[0]
     )
-    for part in chunks:
-        yield part, torch.mm(x[part], v.weight.t(), out=memory[: part.stop - part.start])
+    for chunk in chunks:
+        yield chunk, torch.mm(x[chunk], v.weight.t(), out=memory[: chunk.stop - chunk.start])
 
 
 class _Loss(Node):
@@ -228,29 +228,29 @@ class _Loss(Node):
         v: Vocabulary = ctx.vocabulary
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         token_gradients = mask * (gradient / _count(mask, count))
-        whole = v.gather(x)
-        dx = torch.empty_like(whole) if needs_x else None
+        full = v.gather(x)
+        dx = torch.empty_like(full) if needs_x else None
         dw = None
         accumulator = accumulator_of(v.weight)
         queue = v.context.weight_gradients
         deferred = needs_weight and queue.deferring
         # A deferred weight gradient needs the logits' gradient of all tokens.
-        chunks = [slice(0, len(whole))] if deferred else v.chunks(len(whole))
+        chunks = [slice(0, len(full))] if deferred else v.chunks(len(full))
         losses = torch.empty_like(token_gradients)
         sent = collectives.DONE
-        for part, logits in _logits(whole, v, chunks):
-            last = part.stop == len(whole)
-            losses[part] = _to_gradient(logits, labels[part], token_gradients[part], v)
+        for chunk, logits in _logits(full, v, chunks):
+            last = chunk.stop == len(full)
+            losses[chunk] = _to_gradient(logits, labels[chunk], token_gradients[chunk], v)
             if dx is not None:
-                torch.mm(logits, v.weight, out=dx[part])
+                torch.mm(logits, v.weight, out=dx[chunk])
                 if last:
                     dx, sent = _summed(dx, v.context)
             if deferred:
-                queue.add_product(v.weight, logits, whole)
+                queue.add_product(v.weight, logits, full)
             elif needs_weight and accumulator is not None:
-                accumulator.add_product(logits, whole[part], last=last)
+                accumulator.add_product(logits, full[chunk], last=last)
             elif needs_weight:
-                product = logits.t() @ whole[part]
+                product = logits.t() @ full[chunk]
                 if dw is not None:
                     dw.add_(product)
                 elif last:
@@ -353,10 +353,10 @@ class VocabParallelEmbedding(nn.Module):
         first = self.context.tensor.rank * self.weight.shape[0]
         local = tokens - first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        found = look_up(self.weight, local.masked_fill(elsewhere, 0))
+        rows = look_up(self.weight, local.masked_fill(elsewhere, 0))
         # [s, b, h], zero where another rank has the row
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return reduce_from_tensor_region(found, self.context.tensor, self.context.sequence_parallel)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return reduce_from_tensor_region(rows, self.context.tensor, self.context.sequence_parallel)
 
 
 class PositionEmbedding(nn.Module):

@@ -72,7 +72,7 @@ def test_the_planner_has_the_plan_of_the_engine(case: str) -> None:
             parameters = unique_parameters(engine.chunks)
         assert list(map(described, map(sharding_of, parameters))) == list(map(described, records))
         assert [vars(b) for b in engine.plan.buckets] == [vars(b) for b in plan.buckets]
-        for name in ("zero", "places", "calls", "recomputed", "sweeps"):
+        for name in ("zero", "first_uses", "calls", "recomputed", "sweeps"):
             assert getattr(engine.plan, name) == getattr(plan, name), name
         assert len(plan.buckets) > 1
         for bucket, of_plan in zip(engine.buckets, engine.plan.buckets, strict=True):
