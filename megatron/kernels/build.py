@@ -94,8 +94,8 @@ def host_archs() -> list[str]:
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return [platform.machine()]
-    found = _processor_flags()
-    return [name for name, needed in _LEVELS if needed <= found] + ["x86-64"]
+    flags = _processor_flags()
+    return [name for name, needed in _LEVELS if needed <= flags] + ["x86-64"]
 
 
 def library_name(target: str, arch: str) -> str:
@@ -111,9 +111,9 @@ def compiler(target: str) -> str | None:
     variable, names, _ = _COMPILERS[target]
     named = os.environ.get(variable)
     for name in [named] if named else names:
-        found = shutil.which(os.path.expandvars(name))
-        if found and (target not in ("host", "simulator") or _knows_half(found)):
-            return found
+        path = shutil.which(os.path.expandvars(name))
+        if path and (target not in ("host", "simulator") or _knows_half(path)):
+            return path
     return None
 
 
@@ -292,7 +292,7 @@ def _link(target: str, tool: str, flags: Sequence[str]) -> list[str]:
     if target != "hip":
         return [tool, *flags, "-shared"]
     names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
-    linkers = [found for name in names if (found := shutil.which(name))]
+    linkers = [linker for name in names if (linker := shutil.which(name))]
     if not linkers:
         raise BuildError(
             "--target hip needs a C++ compiler of the host to link: $CXX, c++, g++ or clang++"
@@ -396,18 +396,18 @@ def plan(targets: Sequence[str], archs: Sequence[str]) -> list[tuple[str, list[s
     of_target: dict[str, list[str]] = {}
     for arch in archs:
         of_target.setdefault(_target_of(arch), []).append(arch)
-    for target, given in of_target.items():
+    for target, requested in of_target.items():
         if targets and target not in targets:
             raise BuildError(
-                f"--arch {given[0]} is one of --target {target}, which was not requested"
+                f"--arch {requested[0]} is one of --target {target}, which was not requested"
             )
     chosen = list(dict.fromkeys(targets)) or list(of_target) or [t for t in TARGETS if compiler(t)]
     if not chosen:
         raise BuildError("\n".join(no_compiler(target) for target in TARGETS))
     libraries = []
     for target in chosen:
-        wanted = of_target.get(target) or default_archs(target)
-        libraries += [(target, [a]) for a in wanted] if target == "host" else [(target, wanted)]
+        selected = of_target.get(target) or default_archs(target)
+        libraries += [(target, [a]) for a in selected] if target == "host" else [(target, selected)]
     return libraries
 
 
@@ -465,9 +465,9 @@ def install(folder: Path, *, alone: bool, say: Callable[[str], None] = print) ->
     """
     if not source_hash():
         return
-    wanted = os.environ.get(CHOICE, "").replace(",", " ").split()
+    choices = os.environ.get(CHOICE, "").replace(",", " ").split()
     made: list[Path] = []
-    for target in [] if wanted == ["none"] else wanted or ["host"]:
+    for target in [] if choices == ["none"] else choices or ["host"]:
         try:
             made += make([target], folder=folder, say=say)
         except (BuildError, OSError) as error:

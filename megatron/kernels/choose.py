@@ -296,7 +296,7 @@ def fused_norm(device_type: str) -> OptionalPackage:
 
 
 def _apex(
-    part: str, extension: str, module: str, name: str, flag: str, device_type: str
+    feature: str, extension: str, module: str, name: str, flag: str, device_type: str
 ) -> OptionalPackage:
     """Check whether `module` has `name` and the compiled `extension` that it calls.
 
@@ -312,7 +312,7 @@ def _apex(
     else:
         reason = _import_problem(module, name)
     fallback = f"what --{flag}-implementation auto takes"
-    return OptionalPackage(f"apex {part}", version, not reason, reason, fallback)
+    return OptionalPackage(f"apex {feature}", version, not reason, reason, fallback)
 
 
 def _version(module: str, distribution: str) -> str | None:
@@ -331,11 +331,11 @@ def _import_problem(module: str, name: str) -> str:
     A wheel built for another torch fails here.
     """
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except Exception as error:  # whatever a third-party package raises at import, it cannot be used
         first_line = (str(error).splitlines() or [""])[0]
         return f"cannot be imported ({type(error).__name__}: {first_line})"
-    if hasattr(found, name):
+    if hasattr(imported, name):
         return ""
     return f"has no {name}: another project of that name, or too old"
 
@@ -464,17 +464,17 @@ def report(config: Config, device: torch.device) -> list[str]:
     """
     from megatron.kernels import library
 
-    found = library.find(device.type)
+    kernels = library.find(device.type)
     dtype_name = config.precision.dtype_name
     attention, features = _attention(config, device)
-    lines = [found.line]
-    if found.handle is not None:
+    lines = [kernels.line]
+    if kernels.handle is not None:
         names: dict[str, list[str]] = {"": []}  # by the reason
         for name in OPERATORS:
             names.setdefault(_reason(name, config, device.type, attention), []).append(name)
         used = ", ".join(names.pop("")) or "none"
-        others = "; ".join(f"{', '.join(left)} ({reason})" for reason, left in names.items())
-        lines.append(f"through fused kernels: {used}; others: {others or 'none'}")
+        unused = "; ".join(f"{', '.join(left)} ({reason})" for reason, left in names.items())
+        lines.append(f"through fused kernels: {used}; others: {unused or 'none'}")
         if device.type == "cpu":
             name = implementations(config, device)["attention"]
             lines.append(f"{measured_times.find().line}; attention by {name}")

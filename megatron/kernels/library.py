@@ -145,9 +145,9 @@ def fingerprint(device_type: str) -> str:
     Ranks with the same kernels get the same. The levels of x86-64 count as one: they differ in
     speed.
     """
-    found = find(device_type)
-    family = "x86-64" if found.arch.startswith("x86-64") else found.arch
-    return f"{found.target} {family} {found.sources}"
+    library = find(device_type)
+    family = "x86-64" if library.arch.startswith("x86-64") else library.arch
+    return f"{library.target} {family} {library.sources}"
 
 
 def device_arch(index: int | None = None) -> tuple[str, str]:
@@ -168,10 +168,10 @@ def _named(path: Path) -> KernelLibrary:
             "megatron/kernels/lib"
         )
     else:
-        found = _load(path, None)
-        if found.handle is not None:
-            return found
-        reason = found.reason
+        library = _load(path, None)
+        if library.handle is not None:
+            return library
+        reason = library.reason
     raise KernelError(
         f"{OVERRIDE} is {path}: {reason}. Unset it, or set it to none to run without kernels"
     )
@@ -184,10 +184,10 @@ def _first(target: str, archs: list[str]) -> KernelLibrary:
     for arch in archs:
         for path in sorted(LIBRARIES.glob(f"{prefix}*.so")):
             if arch in path.stem.removeprefix(prefix).split("+"):
-                found = _load(path, target)
-                if found.handle is not None:
-                    return found
-                reason = reason or found.reason
+                library = _load(path, target)
+                if library.handle is not None:
+                    return library
+                reason = reason or library.reason
     arch = archs[0]
     how = f"python setup.py build_kernels --target {target}"
     if target != "host":
@@ -395,11 +395,11 @@ class Function:
         The element type is that of `type_of` (or of `like`). Tensors are passed as their addresses.
         Raises KernelError if the launch fails.
         """
-        found = library_of(like)
+        library = library_of(like)
         try:
-            function = found.functions[self.name]
+            function = library.functions[self.name]
         except KeyError:
-            function = self._load(found)
+            function = self._load(library)
         first = self._first
         end = self._end
         values = (
@@ -416,19 +416,19 @@ class Function:
             with torch.cuda.device(index):
                 code = function(*values, torch._C._cuda_getCurrentRawStream(index))
         if code:
-            message = found.handle.mk_error(code).decode()
+            message = library.handle.mk_error(code).decode()
             raise KernelError(f"{self.name} on {like.device}: {message} (code {code})")
 
-    def _load(self, found: KernelLibrary) -> Any:
+    def _load(self, library: KernelLibrary) -> Any:
         """Return the function of a library, and keep it for the next call."""
-        if found.handle is None:
-            raise KernelError(f"{self.name}: {found.line}")
-        function = getattr(found.handle, self.name, None)
+        if library.handle is None:
+            raise KernelError(f"{self.name}: {library.line}")
+        function = getattr(library.handle, self.name, None)
         if function is None:
             raise KernelError(
-                f"{self.name} is not in {found.path}: it was built from other sources"
+                f"{self.name} is not in {library.path}: it was built from other sources"
             )
         letters = (_C_TYPES[letter] for letter in self.arguments)
         function.argtypes = [ctypes.c_int, *letters, ctypes.c_void_p]
-        found.functions[self.name] = function
+        library.functions[self.name] = function
         return function

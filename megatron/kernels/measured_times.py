@@ -71,7 +71,11 @@ class MeasuredTimes:
 
         The default, too, if the case was not measured.
         """
-        times = {way: s for way, s in self.seconds.get(case, {}).items() if way != without}
+        times = {
+            implementation: s
+            for implementation, s in self.seconds.get(case, {}).items()
+            if implementation != without
+        }
         if not times:
             return default
         best = min(times, key=times.__getitem__)
@@ -80,12 +84,12 @@ class MeasuredTimes:
     @functools.cached_property
     def _lengths(self) -> dict[str, list[int]]:
         """Return the lengths that were measured, by prefix."""
-        found: dict[str, list[int]] = {}
+        by_prefix: dict[str, list[int]] = {}
         for case in self.seconds:
             prefix, _, length = case.rpartition(" ")
             if re.fullmatch("[1-9][0-9]{0,8}", length):
-                found.setdefault(f"{prefix} ", []).append(int(length))
-        return found
+                by_prefix.setdefault(f"{prefix} ", []).append(int(length))
+        return by_prefix
 
     def nearest(self, prefix: str, length: int) -> str:
         """Return the case of the length nearest to `length`, as a ratio, of those with a prefix.
@@ -105,13 +109,13 @@ def cpu() -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor() or platform.machine()
-    parts = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
-    lines = {name.strip(): value.strip() for name, _, value in parts}
+    fields = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    lines = {name.strip(): value.strip() for name, _, value in fields}
     names = ("model name", "cpu family", "model", "CPU implementer", "CPU part")
     flags = sorted(
         flag
         for flag in lines.get("flags", lines.get("Features", "")).split()
-        if any(part in flag for part in _FLAGS)
+        if any(word in flag for word in _FLAGS)
     )
     return ", ".join([*(lines[name] for name in names if lines.get(name)), " ".join(flags)])
 
@@ -129,7 +133,7 @@ _agreed: list[MeasuredTimes] = []
 
 def find() -> MeasuredTimes:
     """Return the measurement from which this process chooses: see `agree`, otherwise the file's."""
-    return _agreed[0] if _agreed else _found()
+    return _agreed[0] if _agreed else _from_file()
 
 
 def agree(one: MeasuredTimes) -> None:
@@ -140,11 +144,11 @@ def agree(one: MeasuredTimes) -> None:
 def forget() -> None:
     """Read the file again on next use."""
     _agreed.clear()
-    _found.cache_clear()
+    _from_file.cache_clear()
 
 
 @functools.cache
-def _found() -> MeasuredTimes:
+def _from_file() -> MeasuredTimes:
     """Return the measurement whose number of threads is nearest to this process's."""
     import torch
 
@@ -190,18 +194,22 @@ def _checked(entry: object, file: Path) -> MeasuredTimes:
     if not all(isinstance(text, str) and re.fullmatch(r"[\w.+-]{0,64}", text) for text in texts):
         raise problem
     for case, times in seconds.items():
-        if not isinstance(times, dict) or not all(_is_way(case, way) for way in times):
+        if not isinstance(times, dict) or not all(
+            _is_implementation(case, implementation) for implementation in times
+        ):
             raise problem
         if not all(type(s) is float and 0.0 < s < math.inf for s in times.values()):
             raise problem
     return MeasuredTimes(seconds, threads, *map(str, texts))
 
 
-def _is_way(case: str, way: str) -> bool:
+def _is_implementation(case: str, implementation: str) -> bool:
     """Return whether an implementation may be one of a case: of attention by name or block length."""
     if "attention " not in case:
-        return way in ("fused", "torch", "copied", "in place")
-    return way == "torch" or (bool(re.fullmatch("[1-9][0-9]{1,3}", way)) and int(way) % TILE == 0)
+        return implementation in ("fused", "torch", "copied", "in place")
+    return implementation == "torch" or (
+        bool(re.fullmatch("[1-9][0-9]{1,3}", implementation)) and int(implementation) % TILE == 0
+    )
 
 
 def write(file: Path, one: MeasuredTimes) -> None:
@@ -211,13 +219,13 @@ def write(file: Path, one: MeasuredTimes) -> None:
     dropped, and a damaged file is replaced. Raises KernelError.
     """
     try:
-        others = read(file)
+        earlier = read(file)
     except KernelError:
-        others = []
+        earlier = []
     same = one.torch, one.kernels
     current = [
         other
-        for other in others
+        for other in earlier
         if (other.torch, other.kernels) == same and other.threads != one.threads
     ]
     entries = [dataclasses.asdict(each) for each in (*current, one)]

@@ -314,24 +314,26 @@ _BLOCKS = 2048
 HOST_PARTS = 64  # more than threads
 
 
-def partial_sums(like: Tensor, wanted: bool, sums: int = 1) -> tuple[int, Tensor | None]:
+def partial_sums(like: Tensor, needed: bool, sums: int = 1) -> tuple[int, Tensor | None]:
     """Return how many parts the rows of `like` are divided into, and memory for their sums.
 
     The memory is fp32 [parts, sums, n]. Each part's sums are added up afterwards, as for the
     gradient of a bias.
 
     sums    how many sums each column has
-    wanted  if false, there is nothing to sum: (0, None)
+    needed  if false, there is nothing to sum: (0, None)
     """
-    if not wanted:
+    if not needed:
         return 0, None
     columns = like.shape[-1]
-    parts = count_parts(like.numel(), columns, like.element_size(), like.is_cpu)
-    return parts, torch.empty(parts, sums, columns, dtype=torch.float32, device=like.device)
+    row_blocks = count_row_blocks(like.numel(), columns, like.element_size(), like.is_cpu)
+    return row_blocks, torch.empty(
+        row_blocks, sums, columns, dtype=torch.float32, device=like.device
+    )
 
 
 @functools.lru_cache(1024)
-def count_parts(count: int, columns: int, element_size: int, on_cpu: bool) -> int:
+def count_row_blocks(count: int, columns: int, element_size: int, on_cpu: bool) -> int:
     """Return how many parts the rows of `count` elements are divided into for their sums.
 
     It depends on the shape and the kind of device alone, not on threads or compute units, so that

@@ -172,9 +172,9 @@ class RotaryEmbedding:
 
         If there are no ids [b, s], the positions are 0 ... length-1, or those of this rank's part.
         """
-        whole = length if context_parallel is None else length * context_parallel.size
+        full_length = length if context_parallel is None else length * context_parallel.size
         cos, sin = self._all_angles(
-            whole, device, context_parallel if position_ids is None else None
+            full_length, device, context_parallel if position_ids is None else None
         )
         if position_ids is None:
             return cos[:length, None, None, :], sin[:length, None, None, :]

@@ -180,14 +180,14 @@ def recompute_flops_per_token(
     Of selective recomputation the attention cores and experts are counted; activation functions and
     norms are not counted anywhere.
     """
-    again = math.fsum(groups) * _mean_over_layers(model, layer_flops)
-    again -= len(groups) * _mean_over_layers(model, _last_product_flops)
+    added = math.fsum(groups) * _mean_over_layers(model, layer_flops)
+    added -= len(groups) * _mean_over_layers(model, _last_product_flops)
     modules = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
     if "core_attn" in modules:
-        again += model.num_layers * _mean_over_layers(model, attention_score_flops)
+        added += model.num_layers * _mean_over_layers(model, attention_score_flops)
     for layer in filter(model.has_experts, range(model.num_layers)) if "moe" in modules else ():
-        again += 2.0 * model.hidden_size * _mlp_rows(model, layer, active=True)
-    return again
+        added += 2.0 * model.hidden_size * _mlp_rows(model, layer, active=True)
+    return added
 
 
 def paper_flops(

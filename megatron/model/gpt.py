@@ -152,13 +152,13 @@ class GPTChunk(nn.Module):
             getattr(self, name, None)
             for name in ("word_embeddings", "embedding_layernorm", "position_embeddings")
         )
-        found = [(m, list(m.parameters())) for m in (*embeddings, *self.layers) if m is not None]
+        calls = [(m, list(m.parameters())) for m in (*embeddings, *self.layers) if m is not None]
         # the norm is called right before the product with the output weight, which no module holds
         if self.is_last:
-            found.append(
+            calls.append(
                 (self.final_layernorm, [*self.final_layernorm.parameters(), self.output_weight])
             )
-        return found
+        return calls
 
     def logits(
         self,
@@ -200,8 +200,8 @@ class GPTChunk(nn.Module):
             documents = Documents(bounds, lengths, len(batch.tokens))
         # Positions that cannot restart are those that the layers count themselves.
         restart = documents is not None or self.config.data.reset_position_ids
-        given = restart if cache is None else cache.used > 0
-        ids = self.context.cut(batch.position_ids) if given else None
+        explicit = restart if cache is None else cache.used > 0
+        ids = self.context.cut(batch.position_ids) if explicit else None
         call = CallContext(ids, documents, dropout, cache, batch.padding)
         if self.is_first:
             hidden = self._embed(batch, call)
@@ -226,9 +226,9 @@ class GPTChunk(nn.Module):
             hidden = hidden * model.mup_embedding_mult
         if model.fp32_residual_connection:
             hidden = hidden.float()
-        seed, place = call.hidden_mask(hidden, EMBEDDING_LAYER, Site.EMBEDDING, self.context)
+        seed, row_layout = call.hidden_mask(hidden, EMBEDDING_LAYER, Site.EMBEDDING, self.context)
         return keyed_dropout(
-            hidden, model.hidden_dropout, seed, self.context.fusions.bias_dropout, place
+            hidden, model.hidden_dropout, seed, self.context.fusions.bias_dropout, row_layout
         )
 
     def _run_layers(self, hidden: Tensor, call: CallContext) -> Tensor:
@@ -250,11 +250,11 @@ class GPTChunk(nn.Module):
         return run(hidden, layers)
 
     def _vocabulary(self) -> Vocabulary:
-        own = sharding_of(self.output_weight)
+        sharding = sharding_of(self.output_weight)
         model = self.config.model
         tokens = self.config.kernels.cross_entropy_chunk_tokens
-        part = self.output_weight, self.context, own.offset[0], own.extent[0]
-        return Vocabulary(*part, tokens, model.final_logit_softcapping or 0.0, model.logit_z_loss)
+        shard = self.output_weight, self.context, sharding.offset[0], sharding.extent[0]
+        return Vocabulary(*shard, tokens, model.final_logit_softcapping or 0.0, model.logit_z_loss)
 
 
 def layer_context(

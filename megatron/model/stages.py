@@ -45,7 +45,7 @@ def assign_layers(num_layers: int, num_stages: int, layout: str | None = None) -
 def _parse(layout: str, num_layers: int, num_stages: int) -> list[int]:
     where = f"pipeline layout {layout!r}"
     try:
-        counts = [int(part) for part in layout.split(",")]
+        counts = [int(number) for number in layout.split(",")]
     except ValueError:
         raise ConfigError(
             f'{where} must be whole numbers separated by commas, such as "3,4,4,3"'

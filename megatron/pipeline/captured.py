@@ -123,7 +123,7 @@ class _Rules(TorchDispatchMode):
         if not func.is_view:  # an operator that writes to an input may return others as well
             self._made.update({*map(_storage, results)} - {*map(_storage, used)})
         if self._calls is not None and not func.is_view and func.overloadpacket not in _EMPTY:
-            self._calls.append(_again(func, args, kwargs, results))
+            self._calls.append(_repeated(func, args, kwargs, results))
         return out
 
     def _check(
@@ -147,11 +147,11 @@ class _Rules(TorchDispatchMode):
                 problem = "copies between host and device"
         if problem:
             raise ConfigError(
-                f"--cuda-graph-impl local cannot capture {self._what}: {func} in {self._place()} "
+                f"--cuda-graph-impl local cannot capture {self._what}: {func} in {self._location()} "
                 f"{problem}. Leave the flag out, or compute this outside of the passes"
             )
 
-    def _place(self) -> str:
+    def _location(self) -> str:
         """Return the innermost module of the chunk whose code is running, else the code itself."""
         frame = sys._getframe(1).f_back
         code = ""
@@ -165,7 +165,7 @@ class _Rules(TorchDispatchMode):
         return code or "the backward pass"
 
 
-def _again(
+def _repeated(
     func: OpOverload[..., object], args: Any, kwargs: Any, results: list[Tensor]
 ) -> Callable[[], object]:
     """Return a function that computes an operator again, into the memory of its results."""
@@ -183,12 +183,12 @@ def _again(
                     work.wait()
 
         return send
-    places = [bare(x) for x in results]
+    outputs = [bare(x) for x in results]
 
     def compute() -> None:
-        for place, x in zip(places, _tensors_of(func(*args, **kwargs)), strict=True):
-            if _storage(place) != _storage(x):  # else it was written in place
-                place.copy_(x)
+        for output, x in zip(outputs, _tensors_of(func(*args, **kwargs)), strict=True):
+            if _storage(output) != _storage(x):  # else it was written in place
+                output.copy_(x)
 
     return compute
 
@@ -306,11 +306,11 @@ class Slot:
         inputs = [(x, getattr(batch, name)) for name, x in _tensors(self._batch).items()]
         if self._hidden is not None:
             inputs.append((self._hidden, hidden))
-        for place, x in inputs:  # autograd is not to see that what it keeps has changed
+        for buffer, x in inputs:  # autograd is not to see that what it keeps has changed
             if isinstance(x, Tensor):
-                place.data.copy_(x)
+                buffer.data.copy_(x)
             else:  # an argument of a kernel: the host copies nothing
-                place.data.fill_(x)
+                buffer.data.fill_(x)
         self._run("forward pass", self._forward)
         output = self._stage.output if self.loss is None else self.loss
         assert output is not None, "a stage that is not the last has an output"

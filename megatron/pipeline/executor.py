@@ -386,7 +386,7 @@ class StageMessages:
         """Release tensors that have left, and wait for the oldest until at most `keep` remain."""
         while self._sent:
             oldest = self._sent[0]
-            with self._blame(oldest.instruction):
+            with self._named_neighbour(oldest.instruction):
                 left = oldest.work.is_completed()
             if not left:
                 if len(self._sent) <= keep:
@@ -408,19 +408,19 @@ class StageMessages:
         call = b"send" if instruction.op in SENDS else b"receive"
         peer = self._peer(instruction)
         flight.enter(call, self._pipeline.kind, tensor.nbytes, peer=peer)
-        with self._blame(instruction):
+        with self._named_neighbour(instruction):
             yield
         flight.leave()
 
     @contextmanager
-    def _blame(self, instruction: Instruction) -> Iterator[None]:
+    def _named_neighbour(self, instruction: Instruction) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            own = self._pipeline.ranks[self._pipeline.rank]
+            rank = self._pipeline.ranks[self._pipeline.rank]
             peer = self._peer(instruction)
             raise LaunchError(
-                f"rank {own} lost its pipeline neighbour, rank {peer}, during {instruction}: "
+                f"rank {rank} lost its pipeline neighbour, rank {peer}, during {instruction}: "
                 f"{error}. Rank {peer} has died, hangs, or lost another neighbour: look for the "
                 "first error in its log"
             ) from error

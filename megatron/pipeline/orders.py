@@ -229,13 +229,13 @@ def passes_of_rank(
             f"{what}: {tuple(rows[wrong][0].tolist())} is not an (op, stage, micro-batch) of this "
             "rank"
         )
-    place = np.full((4, chunks, micro_batches), -1)
-    place[op, chunk, micro_batch] = np.arange(len(rows))
-    forward, whole, inputs, weights = place
+    positions = np.full((4, chunks, micro_batches), -1)
+    positions[op, chunk, micro_batch] = np.arange(len(rows))
+    forward, backward, inputs, weights = positions
     split = inputs >= 0
-    right = (forward >= 0) & (np.maximum(whole, inputs) > forward) & ((whole >= 0) != split)
+    right = (forward >= 0) & (np.maximum(backward, inputs) > forward) & ((backward >= 0) != split)
     right &= np.where(split, weights > inputs, weights < 0)
-    if not right.all() or (place >= 0).sum() < len(rows):
+    if not right.all() or (positions >= 0).sum() < len(rows):
         raise ConfigError(
             f"{what}: each micro-batch needs one FORWARD pass in each chunk, and after it one "
             "BACKWARD pass, or BACKWARD_INPUT and after that BACKWARD_WEIGHT"

@@ -202,8 +202,8 @@ class Lists:
 
 
 def _first_rows(rows: Rows, *ops: Op) -> Numbers:
-    found = np.flatnonzero(np.isin(rows[:, 0], ops))
-    return found[np.unique(rows[found, 1], return_index=True)[1]]
+    indices = np.flatnonzero(np.isin(rows[:, 0], ops))
+    return indices[np.unique(rows[indices, 1], return_index=True)[1]]
 
 
 # -- a run on a clock ------------------------------------------------------------------------------
@@ -347,11 +347,11 @@ def with_messages(passes: Lists) -> Lists:
     # after all messages.
     time = (2 * size + 1) * ends
     key = time + np.where(leaves, 2 * rank, 2 * size)
-    there, again = (np.flatnonzero(leaves & of) for of in (~back, back))
+    forward_sends, backward_sends = (np.flatnonzero(leaves & of) for of in (~back, back))
     sends = np.flatnonzero(leaves)
     # runs that are almost in order
-    source = np.concatenate([np.arange(len(op)), sends, there, again])
-    at = np.cumsum([0, len(op), len(sends), len(there), len(again)])
+    source = np.concatenate([np.arange(len(op)), sends, forward_sends, backward_sends])
+    at = np.cumsum([0, len(op), len(sends), len(forward_sends), len(backward_sends)])
     key = key[source]
     ranks = rank[source]
     key[at[1] : at[2]] += 1
@@ -360,13 +360,13 @@ def with_messages(passes: Lists) -> Lists:
     rows = passes.rows[source[order]]
     placed = np.empty(len(order), np.intp)
     placed[order] = np.arange(len(order))
-    for part, (forward, backward), steps in (
+    for span, (forward, backward), steps in (
         (slice(at[1], at[2]), (Op.SEND_FORWARD, Op.SEND_BACKWARD), (0, 0)),
         (slice(at[2], at[4]), (Op.RECV_FORWARD, Op.RECV_BACKWARD), (1, -1)),
     ):
-        behind = back[source[part]]
-        rows[placed[part], 0] = np.where(behind, backward, forward)
-        rows[placed[part], 1] += np.where(behind, *steps[::-1]).astype(np.int32)
+        behind = back[source[span]]
+        rows[placed[span], 0] = np.where(behind, backward, forward)
+        rows[placed[span], 1] += np.where(behind, *steps[::-1]).astype(np.int32)
     offsets = np.concatenate([[0], np.cumsum(np.bincount(ranks, minlength=size))])
     return Lists(rows, offsets, passes.owner, passes.micro_batches)
 
@@ -379,7 +379,7 @@ class Moments(NamedTuple):
 
     op        of the pass
     chunk     of this rank, from 0
-    held      micro-batches of each chunk between their forward and their backward pass (where it is
+    in_flight  micro-batches of each chunk between their forward and their backward pass (where it is
               split, its first half), without that of the pass itself  # [moments, chunks]
     waiting   micro-batches whose weight gradients are deferred, in all chunks, without that of the
               pass itself
@@ -389,7 +389,7 @@ class Moments(NamedTuple):
 
     op: Numbers
     chunk: Numbers
-    held: Numbers
+    in_flight: Numbers
     waiting: Numbers
     messages: Numbers
 
@@ -416,9 +416,9 @@ def moments_of_rank(
     op, stage, _ = lists[rank].T
     chunk = stage // pipeline_size
     begins = (op == Op.BACKWARD) | (op == Op.BACKWARD_INPUT)
-    own = chunk[:, None] == np.arange(chunks)
-    forward = own & (op == Op.FORWARD)[:, None]
-    held = np.cumsum(forward, axis=0) - forward - np.cumsum(own & begins[:, None], axis=0)
+    of_chunk = chunk[:, None] == np.arange(chunks)
+    forward = of_chunk & (op == Op.FORWARD)[:, None]
+    in_flight = np.cumsum(forward, axis=0) - forward - np.cumsum(of_chunk & begins[:, None], axis=0)
     later = op == Op.BACKWARD_WEIGHT
     split = op == Op.BACKWARD_INPUT
     waiting = np.cumsum(split) - split - np.cumsum(later)
@@ -429,4 +429,4 @@ def moments_of_rank(
     used = np.cumsum(((op == Op.FORWARD) & ~first) | (begins & ~last)) * (pipeline_size > 1)
     messages = np.minimum(sends, SENDS_IN_FLIGHT) + posted - used
     rows = np.flatnonzero(op <= Op.BACKWARD_WEIGHT)
-    return Moments(*(x[rows] for x in (op, chunk, held, waiting, messages)))
+    return Moments(*(x[rows] for x in (op, chunk, in_flight, waiting, messages)))

@@ -249,7 +249,7 @@ def test_a_recorded_pass_keeps_what_an_eager_one_keeps(monkeypatch: pytest.Monke
 
     Recorded as for a graph, where memory is free when its tensor is: a rehearsal keeps all.
     """
-    monkeypatch.setattr(captured, "_again", lambda *_: None)
+    monkeypatch.setattr(captured, "_repeated", lambda *_: None)
     (eager, recorded), (eager_of_4, recorded_of_4) = (
         [peak_of_a_step(layers, records) for records in (False, True)] for layers in (2, 4)
     )

@@ -58,10 +58,10 @@ def test_what_ranks_hold_and_send(chunks: int) -> None:
     assert peak_activations(schedule) == (5 * chunks,) * 4
     for rank in range(4):
         moments = moments_of_rank(gpipe, 4, chunks, 5, rank)
-        assert (moments.held.sum(axis=1) + moments.waiting).max() + 1 == 5 * chunks
+        assert (moments.in_flight.sum(axis=1) + moments.waiting).max() + 1 == 5 * chunks
         assert build_rank_schedule(gpipe, 4, chunks, 5, rank) == schedule[rank]
     waiting = moments_of_rank(split_late, 4, 1, 5, 2)
-    assert waiting.held.max() == 0 and waiting.waiting.max() == 4
+    assert waiting.in_flight.max() == 0 and waiting.waiting.max() == 4
 
 
 @pytest.mark.parametrize("forward_only", [False, True])

@@ -41,7 +41,7 @@ def test_as_many_micro_batches_as_the_schedule_holds(schedule, chunks, m):
     counted = peak_activations(build_schedule(schedule, 4, chunks, m))
     for rank in range(4):
         moments = moments_of_rank(schedule, 4, chunks, m, rank)
-        assert (moments.held.sum(axis=1) + moments.waiting).max() + 1 == counted[rank]
+        assert (moments.in_flight.sum(axis=1) + moments.waiting).max() + 1 == counted[rank]
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 8), (4, 4, 16), (8, 2, 16)])
@@ -52,7 +52,7 @@ def test_the_first_rank_in_closed_form(p, v, m):
     """
     in_flight = p if v == 1 else 2 * (p - 1) + (v - 1) * p + 1
     moments = moments_of_rank("1f1b" if v == 1 else "interleaved", p, v, m, 0)
-    assert moments.held.sum(axis=1).max() + 1 == in_flight
+    assert moments.in_flight.sum(axis=1).max() + 1 == in_flight
 
 
 def chunk(stage: int, flags: str = "") -> ChunkMemory:

@@ -131,8 +131,8 @@ def _block(
 
 def _gradient_block(scores: Tensor, gradients: Tensor, *rest: Any) -> GradientBlock:
     logarithms, dots, slopes, sample, first, key, *params = rest
-    place = logarithms, slopes, sample, first, key
-    return GradientBlock(scores, *place, AttentionParameters(*params), gradients, dots)
+    fields = logarithms, slopes, sample, first, key
+    return GradientBlock(scores, *fields, AttentionParameters(*params), gradients, dots)
 
 
 def _check(name: str, block: AttentionBlock, **rows: Tensor) -> None:
@@ -153,8 +153,12 @@ def _check(name: str, block: AttentionBlock, **rows: Tensor) -> None:
         scores.dim() == 3,
         f"scores have {scores.dim()} dimension(s); [samples, rows, keys] is needed",
     )
-    count, own = scores.shape[:2]
-    check(name, share > 0 and own % share == 0, f"{own} rows are not for {share} queries each")
+    count, row_count = scores.shape[:2]
+    check(
+        name,
+        share > 0 and row_count % share == 0,
+        f"{row_count} rows are not for {share} queries each",
+    )
     for what, start in (("first", block.first), ("key", block.key or 0)):
         check(
             name,
@@ -163,12 +167,12 @@ def _check(name: str, block: AttentionBlock, **rows: Tensor) -> None:
         )
     row = block.first * share
     for what, x in rows.items():
-        fits = x.dim() == 2 and x.shape[1] % share == 0 and x.shape[1] >= row + own
+        fits = x.dim() == 2 and x.shape[1] % share == 0 and x.shape[1] >= row + row_count
         check(
             name,
             fits and 0 <= block.sample <= x.shape[0] - count,
             f"{what} has shape {list(x.shape)}; the block has {count} samples from {block.sample} on and "
-            f"{own} rows from {row} on",
+            f"{row_count} rows from {row} on",
         )
     if slopes is not None:
         fits = slopes.dim() == 1 and len(slopes) > 0 and len(slopes) % share == 0

@@ -34,7 +34,7 @@ from megatron.kernels.operators import (
     check_all,
     check_beside,
     check_shape,
-    count_parts,
+    count_row_blocks,
     empty_like_first,
     fits,
     narrow,
@@ -129,9 +129,9 @@ def _backward(
     adds: bool = False,
 ) -> None:
     n = gradient.shape[-1]
-    parts, partial = partial_sums(gradient, bias is not None, _inputs(kind))
+    row_blocks, partial = partial_sums(gradient, bias is not None, _inputs(kind))
     rows = gradient.numel() // n
-    _BACKWARD(x, KINDS[kind], dx, dbias, partial, gradient, x, bias, rows, n, parts, int(adds))
+    _BACKWARD(x, KINDS[kind], dx, dbias, partial, gradient, x, bias, rows, n, row_blocks, int(adds))
 
 
 def _reference_backward(
@@ -237,8 +237,8 @@ def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
         columns = x.shape[-1]
         if columns and columns % inputs == 0:
             rows = x.numel() // inputs, columns // inputs
-            parts = count_parts(*rows, x.element_size(), x.is_cpu)
-            made: Tensor = nodes.bias_activation(x, bias, KINDS[kind], inputs, parts)
+            row_blocks = count_row_blocks(*rows, x.element_size(), x.is_cpu)
+            made: Tensor = nodes.bias_activation(x, bias, KINDS[kind], inputs, row_blocks)
             if made is not NotImplemented:
                 return made
     bias = None if bias is None else bias.contiguous()
@@ -285,12 +285,12 @@ def _check_sum(
 
 
 def _drop(
-    wide: Tensor, probability: float, seed: int, place: Sequence[Any], samples: Tensor | None
+    wide: Tensor, probability: float, seed: int, row_layout: Sequence[Any], samples: Tensor | None
 ) -> Tensor:
     """Drop entries without a kernel: the mask has the same distribution, from torch's generator."""
     if probability == 0.0:
         return wide
-    mask = dropout_mask(wide, probability, seed, RowLayout(*place)._replace(samples=samples))
+    mask = dropout_mask(wide, probability, seed, RowLayout(*row_layout)._replace(samples=samples))
     return wide * (mask * (1.0 / (1.0 - probability)))
 
 
@@ -304,16 +304,16 @@ def _reference_sum(
     return wide.to(x.dtype, copy=True)  # never x itself
 
 
-def _in_c(probability: float, seed: int, place: Sequence[Any]) -> tuple[float, ...]:
+def _in_c(probability: float, seed: int, row_layout: Sequence[Any]) -> tuple[float, ...]:
     """Return the arguments that determine a mask as the nodes take them."""
-    return seed, *threshold(probability), int(probability > 0.0), *place[:4]
+    return seed, *threshold(probability), int(probability > 0.0), *row_layout[:4]
 
 
 def _in_kernel(
-    probability: float, seed: int, place: Sequence[int], samples: Tensor | None
+    probability: float, seed: int, row_layout: Sequence[int], samples: Tensor | None
 ) -> tuple[object, ...]:
     """Return the arguments that determine a mask as the kernels take them."""
-    return *_in_c(probability, seed, place), samples, place[5]
+    return *_in_c(probability, seed, row_layout), samples, row_layout[5]
 
 
 def _sum(
@@ -329,28 +329,28 @@ def _sum_backward(
     gradient: Tensor,
     probability: float,
     seed: int,
-    place: Sequence[int],
+    row_layout: Sequence[int],
     samples: Tensor | None,
     dbias: Tensor | None = None,
     adds: bool = False,
 ) -> None:
     n = gradient.shape[-1]
-    parts, partial = partial_sums(gradient, dbias is not None)
+    row_blocks, partial = partial_sums(gradient, dbias is not None)
     rows = gradient.numel() // n
-    mask = _in_kernel(probability, seed, place, samples)
-    _SUM_BACKWARD(gradient, dx, dbias, partial, gradient, rows, n, parts, int(adds), *mask)
+    mask = _in_kernel(probability, seed, row_layout, samples)
+    _SUM_BACKWARD(gradient, dx, dbias, partial, gradient, rows, n, row_blocks, int(adds), *mask)
 
 
 def _reference_sum_backward(
     gradient: Tensor,
     probability: float,
     seed: int,
-    place: Sequence[int],
+    row_layout: Sequence[int],
     samples: Tensor | None,
     dbias: Tensor | None = None,
     adds: bool = False,
 ) -> Tensor:
-    wide = _drop(gradient.float(), probability, seed, place, samples)
+    wide = _drop(gradient.float(), probability, seed, row_layout, samples)
     if dbias is not None:
         _put(dbias, wide.sum_to_size(dbias.shape), adds)
     return wide.to(gradient.dtype, copy=True)
@@ -396,7 +396,7 @@ _column_sums_ = operator(
 def bias_parts(rows: int, bias: Tensor) -> int:
     """Return how many parts the rows of a gradient are divided into for a bias."""
     columns = bias.shape[0]
-    return count_parts(rows * columns, columns, bias.element_size(), bias.is_cpu)
+    return count_row_blocks(rows * columns, columns, bias.element_size(), bias.is_cpu)
 
 
 def bias_gradient(bias: Tensor, gradient: Tensor, fused: bool = True) -> Tensor | None:
@@ -445,7 +445,7 @@ def bias_dropout_add(
     residual: Tensor | None,
     probability: float,
     seed: int,
-    place: RowLayout = ALL_ROWS,
+    row_layout: RowLayout = ALL_ROWS,
 ) -> Tensor:
     """Return residual + dropout(x + bias), computed in fp32 and rounded once.
 
@@ -457,16 +457,16 @@ def bias_dropout_add(
     gives NaN. Raises KernelError for other probabilities, seeds and shapes, and for types other
     than fp32, fp16 and bf16.
     """
-    if x.numel() and place.samples is None and (nodes := nodes_for(x)) is not None:
+    if x.numel() and row_layout.samples is None and (nodes := nodes_for(x)) is not None:
         check_key("bias_dropout_add", probability, seed)
-        parts = count_parts(x.numel(), x.shape[-1], x.element_size(), x.is_cpu)
-        mask = _in_c(probability, seed, place)
-        made: Tensor = nodes.bias_dropout_add(x, bias, residual, *mask, parts)
+        row_blocks = count_row_blocks(x.numel(), x.shape[-1], x.element_size(), x.is_cpu)
+        mask = _in_c(probability, seed, row_layout)
+        made: Tensor = nodes.bias_dropout_add(x, bias, residual, *mask, row_blocks)
         if made is not NotImplemented:
             return made
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
-    dropout_args = probability, seed, list(place[:-1]), place.samples
+    dropout_args = probability, seed, list(row_layout[:-1]), row_layout.samples
     return _bias_dropout_add(x.contiguous(), bias, residual, *dropout_args)
 
 
@@ -475,30 +475,34 @@ def keyed_dropout(
     probability: float,
     seed: int | None,
     fused: bool = False,
-    place: RowLayout | list[RowLayout] = ALL_ROWS,
+    row_layout: RowLayout | list[RowLayout] = ALL_ROWS,
 ) -> Tensor:
     """Zero entries of x with `probability` and scale the others by 1 / (1 - probability).
 
-    Without a seed, x itself. `place`: of the mask; a list has those of equal parts of x.
+    Without a seed, x itself. `row_layout`: of the mask; a list has those of equal parts of x.
     """
     if probability == 0.0 or seed is None:
         return x
-    if isinstance(place, list):
-        parts = zip(x.chunk(len(place)), place, strict=True)
-        return torch.cat([keyed_dropout(part, probability, seed, fused, at) for part, at in parts])
+    if isinstance(row_layout, list):
+        chunks = zip(x.chunk(len(row_layout)), row_layout, strict=True)
+        return torch.cat(
+            [keyed_dropout(chunk, probability, seed, fused, at) for chunk, at in chunks]
+        )
     if probability >= 1.0:
         return x * 0.0
     if fused:
-        return bias_dropout_add(x, None, None, probability, seed, place)
-    return _Dropout.apply(x, probability, seed, place)
+        return bias_dropout_add(x, None, None, probability, seed, row_layout)
+    return _Dropout.apply(x, probability, seed, row_layout)
 
 
 class _Dropout(Node):
     """Dropout by torch's operators. Its backward pass makes the mask again: none is kept."""
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, probability: float, seed: int, place: RowLayout) -> Tensor:
-        ctx.dropout_args = probability, seed, place
+    def forward(
+        ctx: Context, x: Tensor, probability: float, seed: int, row_layout: RowLayout
+    ) -> Tensor:
+        ctx.dropout_args = probability, seed, row_layout
         return x * dropout_mask(x, *ctx.dropout_args) * (1.0 / (1.0 - probability))
 
     @staticmethod

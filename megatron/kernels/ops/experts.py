@@ -1,7 +1,7 @@
 """Operators of a layer with experts: tokens to their experts' rows and back, and grouped products.
 
 Each token has k choices. The rows of an expert follow each other, those of expert 0 first. `order`
-names the token of each row, `places` the row of each choice; they are inverse to each other.
+names the token of each row, `positions` the row of each choice; they are inverse to each other.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def _check_map(name: str, x: Tensor, rows: int, **maps: Tensor) -> None:
     check_all(name, x=x)
     check(name, x.dim() == 2, f"x has {x.dim()} dimension(s); [rows, h] is needed")
     check_beside(name, x, [torch.int64], **maps)
-    for what, found in maps.items():
-        if found.device.type == "cpu" and found.numel():
-            least, most = (int(end) for end in found.aminmax())
+    for what, row_map in maps.items():
+        if row_map.device.type == "cpu" and row_map.numel():
+            least, most = (int(end) for end in row_map.aminmax())
             check(
                 name,
                 least >= -1 and most < rows,
@@ -51,23 +51,25 @@ def _check_map(name: str, x: Tensor, rows: int, **maps: Tensor) -> None:
             )
 
 
-def _check_permute(name: str, x: Tensor, order: Tensor, places: Tensor) -> None:
+def _check_permute(name: str, x: Tensor, order: Tensor, positions: Tensor) -> None:
     _check_map(name, x, x.shape[0], order=order)
-    _check_map(name, x, order.shape[0], places=places)
+    _check_map(name, x, order.shape[0], positions=positions)
     check_shape(name, (order.numel(),), order=order)
-    check_shape(name, (x.shape[0], places.shape[-1]), places=places)
+    check_shape(name, (x.shape[0], positions.shape[-1]), positions=positions)
 
 
 def _check_unpermute(
-    name: str, y: Tensor, places: Tensor, weights: Tensor | None, padded: bool
+    name: str, y: Tensor, positions: Tensor, weights: Tensor | None, padded: bool
 ) -> None:
-    if weights is None:  # the gradient of `permute`, which has checked the places
+    if weights is None:  # the gradient of `permute`, which has checked the positions
         return
-    _check_map(name, y, y.shape[0], places=places)
-    check(name, places.dim() == 2, f"places have {places.dim()} dimension(s); 2 are needed")
-    check_beside(name, y, [torch.float32], places.shape, weights=weights)
+    _check_map(name, y, y.shape[0], positions=positions)
+    check(
+        name, positions.dim() == 2, f"positions have {positions.dim()} dimension(s); 2 are needed"
+    )
+    check_beside(name, y, [torch.float32], positions.shape, weights=weights)
     if not padded and y.device.type == "cpu":  # its gradient would not be written
-        unused = y.shape[0] - int((places >= 0).sum())
+        unused = y.shape[0] - int((positions >= 0).sum())
         check(name, not unused, f"{unused} rows are no choice's: they are `padded`")
 
 
@@ -76,53 +78,53 @@ def _rows(x: Tensor, at: Tensor) -> Tensor:
     return torch.cat((x, x.new_zeros(1, x.shape[-1])))[at]
 
 
-def permute_reference(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+def permute_reference(x: Tensor, order: Tensor, positions: Tensor) -> Tensor:
     """Compute `permute` with torch's operators."""
     return _rows(x, order)
 
 
 def unpermute_reference(
-    y: Tensor, places: Tensor, weights: Tensor | None, padded: bool = False
+    y: Tensor, positions: Tensor, weights: Tensor | None, padded: bool = False
 ) -> Tensor:
     """Compute `unpermute` with torch's operators; without weights they are 1."""
-    rows = wider(_rows(y, places))  # [t, k, h]
+    rows = wider(_rows(y, positions))  # [t, k, h]
     return (rows if weights is None else rows * weights.unsqueeze(-1)).sum(1).to(y.dtype)
 
 
 def _reference_backward(
-    gradient: Tensor, y: Tensor, places: Tensor, weights: Tensor, padded: bool
+    gradient: Tensor, y: Tensor, positions: Tensor, weights: Tensor, padded: bool
 ) -> tuple[Tensor, Tensor]:
     wide = gradient.float().unsqueeze(1)  # [t, 1, h]
     dy = y.new_zeros(len(y) + 1, y.shape[-1])  # the last row takes those of dropped choices
-    dy[places] = (wide * weights.unsqueeze(-1)).to(y.dtype)
-    return dy[:-1], (wide * _rows(y, places)).sum(-1)
+    dy[positions] = (wide * weights.unsqueeze(-1)).to(y.dtype)
+    return dy[:-1], (wide * _rows(y, positions)).sum(-1)
 
 
-def _permute(out: Tensor, x: Tensor, order: Tensor, places: Tensor) -> None:
+def _permute(out: Tensor, x: Tensor, order: Tensor, positions: Tensor) -> None:
     _PERMUTE(x, out, x, order, *out.shape[:1], *x.shape)
 
 
 def _unpermute(
-    out: Tensor, y: Tensor, places: Tensor, weights: Tensor | None, padded: bool
+    out: Tensor, y: Tensor, positions: Tensor, weights: Tensor | None, padded: bool
 ) -> None:
-    sizes = out.shape[0], y.shape[0], places.shape[-1], y.shape[-1]
-    _UNPERMUTE(y, out, y, places, weights, *sizes)
+    sizes = out.shape[0], y.shape[0], positions.shape[-1], y.shape[-1]
+    _UNPERMUTE(y, out, y, positions, weights, *sizes)
 
 
 def _backward(
     results: tuple[Tensor, Tensor],
     gradient: Tensor,
     y: Tensor,
-    places: Tensor,
+    positions: Tensor,
     weights: Tensor,
     padded: bool,
 ) -> None:
-    sizes = gradient.shape[0], y.shape[0], places.shape[-1], y.shape[-1]
-    _UNPERMUTE_BACKWARD(y, *results, gradient, y, places, weights, *sizes)
+    sizes = gradient.shape[0], y.shape[0], positions.shape[-1], y.shape[-1]
+    _UNPERMUTE_BACKWARD(y, *results, gradient, y, positions, weights, *sizes)
 
 
 def _like_gradients(
-    gradient: Tensor, y: Tensor, places: Tensor, weights: Tensor, padded: bool
+    gradient: Tensor, y: Tensor, positions: Tensor, weights: Tensor, padded: bool
 ) -> tuple[Tensor, Tensor]:
     dy = torch.zeros_like(y) if padded else torch.empty_like(y)
     return dy, torch.empty_like(weights)
@@ -147,50 +149,50 @@ def _unpermute_gradients(ctx: Context, gradient: Tensor) -> tuple[Tensor | None,
 
 
 _unpermute_backward = operator(
-    "unpermute_backward(Tensor gradient, Tensor y, Tensor places, Tensor weights, bool padded) -> "
+    "unpermute_backward(Tensor gradient, Tensor y, Tensor positions, Tensor weights, bool padded) -> "
     "(Tensor, Tensor)",
     _backward,
     _reference_backward,
     _like_gradients,
 )
 _unpermuted = operator(
-    "unpermute(Tensor y, Tensor places, Tensor? weights, bool padded) -> Tensor",
+    "unpermute(Tensor y, Tensor positions, Tensor? weights, bool padded) -> Tensor",
     _unpermute,
     unpermute_reference,
-    lambda y, places, weights, padded: y.new_empty(places.shape[0], y.shape[-1]),
+    lambda y, positions, weights, padded: y.new_empty(positions.shape[0], y.shape[-1]),
     check=_check_unpermute,
     gradient=Gradient(_save_unpermute, _unpermute_gradients),
 )
 _permuted = operator(
-    "permute(Tensor x, Tensor order, Tensor places) -> Tensor",
+    "permute(Tensor x, Tensor order, Tensor positions) -> Tensor",
     _permute,
     permute_reference,
-    lambda x, order, places: x.new_empty(order.shape[0], x.shape[-1]),
+    lambda x, order, positions: x.new_empty(order.shape[0], x.shape[-1]),
     check=_check_permute,
     gradient=Gradient(_save_permute, _permute_gradients),
     # a token is read for each of its rows
-    work=lambda x, order, places: Memory(2 * len(order) * x[:1].nbytes),
+    work=lambda x, order, positions: Memory(2 * len(order) * x[:1].nbytes),
 )
 
 
-def permute(x: Tensor, order: Tensor, places: Tensor) -> Tensor:
+def permute(x: Tensor, order: Tensor, positions: Tensor) -> Tensor:
     """Return the rows of tokens x [t, h] in the order of their experts, [n, h].
 
     order   the token of each row; -1: a row of zeros  # [n], int64
-    places  the row of each choice, -1: it has none  # [t, k], int64
+    positions  the row of each choice, -1: it has none  # [t, k], int64
 
     The gradient of a token is the sum over its rows, in fp32 and in the order of its choices.
     Bytes moved for rows of N elements of e bytes: forward 2 N e, backward (1 + 1 / k) N e. Raises
     KernelError for other types and shapes, and on a CPU for rows and tokens that are not there; on
     a GPU these count as -1.
     """
-    return _permuted(x.contiguous(), order, places)
+    return _permuted(x.contiguous(), order, positions)
 
 
-def unpermute(y: Tensor, places: Tensor, weights: Tensor, padded: bool = False) -> Tensor:
+def unpermute(y: Tensor, positions: Tensor, weights: Tensor, padded: bool = False) -> Tensor:
     """Return the sum over each token's choices of weight times row of y [n, h], [t, h].
 
-    places   the row of each choice, -1: it adds nothing  # [t, k], int64
+    positions  the row of each choice, -1: it adds nothing  # [t, k], int64
     weights  fp32  # [t, k]
     padded   whether y has rows that are no choice's; they get a gradient of zero
 
@@ -198,7 +200,7 @@ def unpermute(y: Tensor, places: Tensor, weights: Tensor, padded: bool = False) 
     in the pass that makes that of y. Bytes moved for rows of N elements of e bytes: forward
     (1 + 1 / k) N e, backward (2 + 1 / k) N e. Raises KernelError as `permute` does.
     """
-    return _unpermuted(y.contiguous(), places, weights.contiguous(), padded)
+    return _unpermuted(y.contiguous(), positions, weights.contiguous(), padded)
 
 
 # -- grouped products ------------------------------------------------------------------------------
@@ -274,10 +276,10 @@ def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int]
     if accumulator is not None:
         accumulator.add_product(dy, x, counts=sizes)
         return None
-    found = torch.empty_like(weight)
-    for a, b, out in zip(dy.split(sizes), x.split(sizes), found, strict=True):
+    gradient = torch.empty_like(weight)
+    for a, b, out in zip(dy.split(sizes), x.split(sizes), gradient, strict=True):
         torch.mm(a.t(), b, out=out.view(a.shape[-1], b.shape[-1]))
-    return found
+    return gradient
 
 
 def _deferred(weight: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int]) -> None:

@@ -54,9 +54,9 @@ class _Inputs(NamedTuple):
     rms: bool
 
 
-def _plain(x: Tensor, *others: Any) -> _Inputs:
+def _plain(x: Tensor, *rest: Any) -> _Inputs:
     """Return the inputs of norm."""
-    return _Inputs(x, None, None, *others)
+    return _Inputs(x, None, None, *rest)
 
 
 def _check(name: str, norm: _Inputs) -> None:
@@ -133,15 +133,15 @@ def _compute_units(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def _parts(x: Tensor, rows: int, sums: int) -> int:
-    """Return how many parts the rows of x are divided into; see _count_parts."""
-    return _count_parts(
+def _row_blocks(x: Tensor, rows: int, sums: int) -> int:
+    """Return how many parts the rows of x are divided into; see _count_row_blocks."""
+    return _count_row_blocks(
         rows, x.shape[-1] * x.element_size(), x.element_size(), x.get_device(), sums
     )
 
 
 @functools.lru_cache(1024)
-def _count_parts(rows: int, row_bytes: int, element_size: int, device: int, sums: int) -> int:
+def _count_row_blocks(rows: int, row_bytes: int, element_size: int, device: int, sums: int) -> int:
     """Return how many parts the rows are divided into, one for each block of a GPU.
 
     Each part has separate sums. The number depends on the shape and the device alone, so that
@@ -153,14 +153,16 @@ def _count_parts(rows: int, row_bytes: int, element_size: int, device: int, sums
         return min(HOST_PARTS, -(-rows // PART_ROWS))
     units = _compute_units(device)
     if torch.version.hip is None:
-        held = 8 if row_bytes <= 2048 else 4 if row_bytes <= 4096 else 2 if row_bytes <= 8192 else 1
+        per_unit = (
+            8 if row_bytes <= 2048 else 4 if row_bytes <= 4096 else 2 if row_bytes <= 8192 else 1
+        )
         share = 8
     else:
-        held = 4 if row_bytes <= 8192 else 2 if row_bytes <= 32768 else 1
+        per_unit = 4 if row_bytes <= 8192 else 2 if row_bytes <= 32768 else 1
         share = 32
     # 8 bytes of sums, out and in, to 3 elements of each row
     cheap = rows * element_size // (share * sums * units)
-    return min(units * max(1, min(held, cheap)), -(-rows // 4))
+    return min(units * max(1, min(per_unit, cheap)), -(-rows // 4))
 
 
 class _Gradient(NamedTuple):
@@ -185,8 +187,8 @@ def _backward(dx: Tensor, of: _Gradient) -> None:
     rows = of.statistics.shape[1]
     n = x.shape[-1]
     sums = (1 if of.rms else 2) + (of.dshift is not None)
-    parts = _parts(x, rows, sums)
-    partial = x.new_empty((parts, sums, n), dtype=torch.float32)
+    row_blocks = _row_blocks(x, rows, sums)
+    partial = x.new_empty((row_blocks, sums, n), dtype=torch.float32)
     # An RMS norm has no bias. A LayerNorm without one has its gradient's place in the workspace.
     if dbias is None and not of.rms:
         dbias = x.new_empty((n,), dtype=torch.float32)
@@ -204,7 +206,7 @@ def _backward(dx: Tensor, of: _Gradient) -> None:
         of.statistics,
         rows,
         n,
-        parts,
+        row_blocks,
         float(of.one_plus),
         int(of.rms),
         of.adds,
@@ -344,8 +346,8 @@ def norm(
     fp32, fp16 and bf16, or other shapes.
     """
     if (nodes := nodes_for(x)) is not None:
-        parts = _node_parts(x, rms, False)
-        made: Tensor = nodes.norm(x, None, None, weight, bias, eps, one_plus, rms, parts)
+        row_blocks = _node_row_blocks(x, rms, False)
+        made: Tensor = nodes.norm(x, None, None, weight, bias, eps, one_plus, rms, row_blocks)
         if made is not NotImplemented:
             return made
     y: Tensor = _norm(x.contiguous(), weight, bias, eps, one_plus, rms)  # type: ignore[assignment]
@@ -368,9 +370,9 @@ def add_norm(
     gradients of x and residual are one tensor, and that of shift comes from the same pass.
     """
     if (nodes := nodes_for(x)) is not None:
-        parts = _node_parts(x, rms, shift is not None)
+        row_blocks = _node_row_blocks(x, rms, shift is not None)
         both: tuple[Tensor, Tensor] = nodes.norm(
-            x, shift, residual, weight, bias, eps, one_plus, rms, parts
+            x, shift, residual, weight, bias, eps, one_plus, rms, row_blocks
         )
         if both is not NotImplemented:
             return both
@@ -380,7 +382,7 @@ def add_norm(
     return y, total
 
 
-def _node_parts(x: Tensor, rms: bool, shifts: bool) -> int:
+def _node_row_blocks(x: Tensor, rms: bool, shifts: bool) -> int:
     """Return the parts of a backward pass of x."""
     columns = x.shape[-1]
-    return _parts(x, x.numel() // columns if columns else 0, (1 if rms else 2) + shifts)
+    return _row_blocks(x, x.numel() // columns if columns else 0, (1 if rms else 2) + shifts)

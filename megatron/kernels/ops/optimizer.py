@@ -263,8 +263,8 @@ def _scale_and_norm_reference(tensors: Tensors, factor: float) -> Tensor:
 def _run_scale_and_norm(out: Tensor, tensors: Tensors, factor: float) -> None:
     sizes = [t.numel() for t in tensors]
     chunk = _chunk(sizes, _MOST_SUMS)
-    parts = sum(-(-size // chunk) for size in sizes)
-    partial = out.new_empty(parts, dtype=torch.float64)
+    chunks = sum(-(-size // chunk) for size in sizes)
+    partial = out.new_empty(chunks, dtype=torch.float64)
     pointers = _array([t.data_ptr() for t in tensors])
     _SCALE_AND_NORM(tensors[0], out, partial, pointers, _array(sizes), len(sizes), chunk, factor)
 

@@ -50,9 +50,9 @@ def _check(name: str, logits: Tensor, labels: Tensor, *rest: Any) -> None:
 
     `rest`: the numbers of each token that `gradient_` takes, first, real, and the cap if given.
     """
-    found = [x for x in rest if isinstance(x, Tensor)]
-    numbers = dict(zip(("maximum", "total", "gradient"), found, strict=False))
-    first, real, *caps = rest[len(found) :]
+    tensors = [x for x in rest if isinstance(x, Tensor)]
+    numbers = dict(zip(("maximum", "total", "gradient"), tensors, strict=False))
+    first, real, *caps = rest[len(tensors) :]
     check_all(name, logits=logits)
     check_type(name, [torch.int64], labels=labels)
     check_device(name, logits, labels=labels, **numbers)
@@ -70,7 +70,7 @@ def _columns(labels: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
     return (labels - first).masked_fill(~here, 0), here
 
 
-def _pieces(logits: Tensor) -> Iterator[slice]:
+def _row_chunks(logits: Tensor) -> Iterator[slice]:
     """Yield the rows of logits [n, v] that are processed at a time."""
     step = max(1, _AT_A_TIME // max(1, logits.shape[-1]))
     for start in range(0, logits.shape[0], step):
@@ -97,7 +97,7 @@ def local_reference(
     """Compute `local_pass` with torch's operators on a few rows at a time; fp64 for fp64 logits."""
     out = _three(logits, labels)
     rows = labels.numel()
-    maxima, totals, targets = (whole.view(rows) for whole in out)
+    maxima, totals, targets = (x.view(rows) for x in out)
     flat = logits.view(rows, logits.shape[-1])
     labels = labels.reshape(rows)
     if real == 0:
@@ -105,18 +105,18 @@ def local_reference(
         totals.zero_()
         targets.zero_()
         return out
-    for part in _pieces(flat):
-        wide = flat[part, :real].to(maxima.dtype)
+    for chunk in _row_chunks(flat):
+        wide = flat[chunk, :real].to(maxima.dtype)
         if cap:
             wide = soft_cap(wide, cap)
-        columns, here = _columns(labels[part], first, real)
+        columns, here = _columns(labels[chunk], first, real)
         # For amax a NaN is the largest; the kernel leaves it to the sum.
         maximum = wide.nan_to_num(float("-inf"), float("inf"), float("-inf")).amax(-1)
         shift = maximum.masked_fill(maximum == float("-inf"), 0.0)
         target = wide.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
-        maxima[part] = maximum
-        targets[part] = target
-        totals[part] = (wide - shift.unsqueeze(-1)).exp_().sum(-1)
+        maxima[chunk] = maximum
+        targets[chunk] = target
+        totals[chunk] = (wide - shift.unsqueeze(-1)).exp_().sum(-1)
     return out
 
 
@@ -151,22 +151,22 @@ def gradient_reference(
     flat = logits.view(rows, logits.shape[-1])
     labels, maximum, total, gradient = (x.reshape(rows) for x in (labels, maximum, total, gradient))
     scaled = gradient / total
-    for part in _pieces(flat):
-        columns, here = _columns(labels[part], first, real)
-        wide = flat[part, :real].to(gradient.dtype)
+    for chunk in _row_chunks(flat):
+        columns, here = _columns(labels[chunk], first, real)
+        wide = flat[chunk, :real].to(gradient.dtype)
         slope = None
         if cap:
             wide = soft_cap(wide, cap)
             slope = 1.0 - (wide / cap).square()
-        wide = wide - maximum[part].unsqueeze(-1)
-        out = wide.exp_().mul_(scaled[part].unsqueeze(-1))
+        wide = wide - maximum[chunk].unsqueeze(-1)
+        out = wide.exp_().mul_(scaled[chunk].unsqueeze(-1))
         if real:
-            at_label = gradient[part].masked_fill(~here, 0.0)
+            at_label = gradient[chunk].masked_fill(~here, 0.0)
             out.scatter_add_(-1, columns.unsqueeze(-1), -at_label.unsqueeze(-1))
         if slope is not None:
             out.mul_(slope)
-        flat[part, :real] = out.to(logits.dtype)
-        flat[part, real:] = 0.0
+        flat[chunk, :real] = out.to(logits.dtype)
+        flat[chunk, real:] = 0.0
     _overwritten(logits)
 
 
@@ -230,18 +230,18 @@ def reference_(table: Tensor, rows: Tensor, values: Tensor, partial: Tensor | No
     (torch.use_deterministic_algorithms).
     """
     total = table
-    place = rows
+    position = rows
     # a row is summed at the position of its first value
     if table.dtype != torch.float32:
         ordered = rows.sort().values
         total = table[ordered].float()
-        place = torch.searchsorted(ordered, rows)
+        position = torch.searchsorted(ordered, rows)
     if table.device.type == "cpu":
-        total.index_add_(0, place, values.float())
+        total.index_add_(0, position, values.float())
     else:
-        total.index_put_((place,), values.float(), accumulate=True)
+        total.index_put_((position,), values.float(), accumulate=True)
     if total is not table:
-        table[rows] = total[place].to(table.dtype)
+        table[rows] = total[position].to(table.dtype)
 
 
 def _check_rows(
@@ -303,8 +303,8 @@ def add_rows_(table: Tensor, rows: Tensor, values: Tensor) -> None:
     the device, so a GPU ignores rows outside of the table; on a CPU they are an error. Raises
     KernelError.
     """
-    found = find(table.device.type)
+    library = find(table.device.type)
     partial = None
-    if found.handle is not None and found.target != "host":
+    if library.handle is not None and library.target != "host":
         partial = values.new_empty(-(-len(rows) // CHUNK), 2, values.shape[-1], dtype=torch.float32)
     _add_rows_(table, rows.contiguous(), values.contiguous(), partial)
