@@ -231,13 +231,13 @@ class FullMatrices:
         yield from exchange(of_shards, of_flats, data, none)
 
 
-def exchange(remote: Views, local: Views, group: Group, none: Tensor) -> Iterator[None]:
-    """Send the tensors `remote` to the ranks of a group, and fill those `local` with what they send.
+def exchange(sent: Views, received: Views, group: Group, none: Tensor) -> Iterator[None]:
+    """Send the tensors `sent` to the ranks of a group, and fill the tensors `received` with theirs.
 
     The generator yields after the start of the message, an all-to-all in the dtype and on the
     device of `none`, which is empty.
     """
-    targets, sources = [x for some in local for x in some], [x for some in remote for x in some]
+    targets, sources = [x for some in received for x in some], [x for some in sent for x in some]
     if group.size == 1:
         for target, x in zip(targets, sources, strict=True):
             target.copy_(x)
@@ -245,7 +245,7 @@ def exchange(remote: Views, local: Views, group: Group, none: Tensor) -> Iterato
     outgoing = torch.cat([none, *(x.reshape(-1).to(none.dtype) for x in sources)])
     sizes = [x.numel() for x in targets]
     incoming = none.new_empty(sum(sizes))
-    counts = ([sum(x.numel() for x in some) for some in views] for views in (local, remote))
+    counts = ([sum(x.numel() for x in some) for some in views] for views in (received, sent))
     send = dist.all_to_all_single
     work = start(b"all_to_all", group, outgoing.nbytes, send, incoming, outgoing, *counts)
     yield
