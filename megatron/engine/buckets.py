@@ -1,4 +1,4 @@
-"""Rule by which parameters become buckets, the optimizer's groups; pure functions of their records."""
+"""Division of parameters into buckets, the optimizer's groups: functions of their shardings."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _PER_RANK = 1_000_000
 
 ALIGNMENT = 8
 """A rank's share of a bucket is a multiple of this number of elements, so that each share begins on
-a multiple of 16 bytes, in 16 and in 32 bit. On smaller multiples kernels load single elements, and
-NCCL leaves its wide path."""
+a multiple of 16 bytes, in 16 and in 32 bit. With smaller multiples kernels load single elements,
+and NCCL leaves its wide path."""
 
 Scales = Callable[[Sharding], tuple[float, float]]
 """Function from a parameter to the factors of its learning rate and of its epsilon."""
 
 
 class BucketKind(NamedTuple):
-    """Properties that the parameters of a bucket share. An optimizer's groups are in its order.
+    """Properties that the parameters of a bucket share. An optimizer's groups are sorted by it.
 
     frozen     whether the parameters do not train; such buckets are no groups of the optimizer
-    spared     from weight decay
-    whole      whether the optimizer takes each parameter whole
+    spared     whether weight decay spares them
+    whole      whether the optimizer needs full parameters
     lr_scale   factor of the learning rate
     eps_scale  factor of AdamW's epsilon
-    fp32       whether passes use the weights in fp32, also beside 16-bit weights
-    unit       number of what the bucket may not go beyond (zero_plan._unit)
+    fp32       whether passes use fp32 weights, even beside 16-bit ones
+    unit       number of the unit within which the bucket stays (zero_plan._unit)
     """
 
     frozen: bool = False
@@ -53,7 +53,7 @@ class BucketPlan:
     """Parameters whose gradients are summed, and whose weights are sent, as one flat tensor.
 
     members   numbers of its parameters, from the last one that a forward pass uses to the first
-    elements  of all of them on this rank
+    elements  number of their elements on this rank
     vectors   whether all of them are norms and biases
     """
 
@@ -70,12 +70,12 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class BucketRule:
-    """Settings of a run that decide about buckets.
+    """Settings of a run that determine its buckets.
 
     limit     elements at which a bucket is closed
-    whole     whether the optimizer takes a parameter whole
+    whole     whether the optimizer needs a full parameter
     scales    muP's factors
-    settings  that decide about `whole` and `scales`: rules of equal ones are equal
+    settings  what determines `whole` and `scales`: rules with equal settings are equal
     """
 
     limit: float = math.inf
@@ -91,9 +91,10 @@ class BucketRule:
     ) -> list[BucketPlan]:
         """Divide parameters into buckets, in the order of the optimizer's groups.
 
-        records  of a rank's parameters, in the order in which forward passes use them first
-        units    of each, what its bucket may not go beyond; by default one unit
-        frozen   of each, whether it does not train; by default none
+        records  shardings of a rank's parameters, in the order in which forward passes first use
+                 them
+        units    unit of each, within which its bucket stays; by default one for all
+        frozen   whether each is frozen; by default none is
 
         Buckets of a kind are filled in the reverse of that order, which is about the order in which
         a backward pass produces gradients. A bucket exceeds the limit only with a single parameter.
@@ -143,7 +144,7 @@ class BucketRule:
 
 
 def bucket_limit(config: Config, ranks: int) -> float:
-    """Return the elements at which buckets are closed that `ranks` data-parallel ranks share.
+    """Return the number of elements at which a bucket of `ranks` data-parallel ranks is closed.
 
     A single rank needs buckets only where 16-bit moments are widened, or offloaded state arrives,
     one bucket after another.
@@ -167,9 +168,9 @@ def bucket_rule(config: Config, ranks: int) -> BucketRule:
 def bucket_elements(most: int, ranks: int) -> int:
     """Return the elements at which a bucket over `ranks` data-parallel ranks is closed.
 
-    At most `most` unless 0. A million for each rank, so that each gets a message worth its latency
-    (4 MB in fp32) and a checkpoint has few pieces; at least 4 million, where the ranks are few and
-    many buckets can be in flight during a backward pass.
+    It is at most `most`, unless that is 0. A million for each rank, so that each gets a message
+    worth its latency (4 MB in fp32) and a checkpoint has few shards; at least 4 million, where the
+    ranks are few and many buckets can be in flight during a backward pass.
     """
     size = max(_SMALLEST, ranks * _PER_RANK)
     return min(most, size) if most else size
@@ -183,9 +184,10 @@ def mup_scales(config: Config) -> Scales:
     proportional to it, because gradients in the layers have the factor of the residual branches.
     Norms through which the residual stream passes have rates in proportion to 1 / depth: all of
     them change it, and none has that factor.
-    Muon's updates are to have the norm sqrt(outputs / inputs) (Yang et al., arXiv 2310.17813,
-    section 3); they have that of --muon-scale-mode. All other optimizers, also the user's own, are
-    taken to be like Adam: the size of an update does not depend on that of the gradient.
+    Muon's updates should have the norm sqrt(outputs / inputs) (Yang et al., arXiv 2310.17813,
+    section 3); they have the norm that --muon-scale-mode gives. All other optimizers, including the
+    user's own, are assumed to be like Adam: the size of an update does not depend on that of the
+    gradient.
     """
     model = config.model
     if not model.use_mup:

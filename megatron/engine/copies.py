@@ -21,14 +21,14 @@ from megatron.parallel.topology import Group, Topology, compress_ranks
 
 # digested at a time: 8 MiB of weights, with three temporary tensors of that size
 _WORDS = 1 << 20
-_SHOWN = 4  # digests of a parameter in a message, those of most ranks first
+_SHOWN = 4  # digests of a parameter in a message, the most frequent first
 
 
 @dataclass(frozen=True)
 class FirstGradients:
     """Gradients of this rank's first step, before any reduction.
 
-    They are those of the parameters that all tensor ranks hold.
+    Only those of parameters that all tensor ranks hold.
 
     partial  whether the gradient of each is treated as a term of a sum
     digests  int64 [parameters], 0 where a gradient is zero
@@ -101,7 +101,8 @@ def check_copies(
             holders = _holders(gather_objects(int(digests[at]), group), group)
             names = _listed([shardings[which[i]].name for i in differing])
             errors.append(TrainingError(f"the copies of {names} differ {when}: {holders}. {cause}"))
-    # The error of the first rank that has one, those of gradients before those of weights.
+    # All raise the error of the first rank that has one; errors of gradients precede those of
+    # weights.
     world = topology.world
     none = 2 * world.size
     local_key = (
@@ -132,7 +133,7 @@ _DATA = (
 def _differing(digests: Tensor, group: Group, copies: int | None = None) -> list[int]:
     """Return the indices of the digests [n] that differ between ranks of the group.
 
-    With `copies`, between any `copies` neighbouring ranks. One message is sent.
+    With `copies`, between the ranks of any set of `copies` neighbours. One message is sent.
     """
     copies = copies or group.size
     sets, n = group.size // copies, len(digests)

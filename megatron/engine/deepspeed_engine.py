@@ -1,8 +1,8 @@
-"""DeepSpeed by what it documents: its import, its configuration, and the start of its engine.
+"""DeepSpeed through its documented interface: import, configuration, and start of its engine.
 
-The engine gets our optimizer as the client's, without ZeRO and without a precision of its own: for
-DeepSpeed the run is one rank's fp32 training. Its `step` calls that optimizer; reduction, clipping
-and the return of weights are ours. Of private names one is replaced (_COMMUNICATION).
+It gets our optimizer as the client's, without ZeRO or mixed precision: to DeepSpeed the run is fp32
+training on one rank. Its `step` calls that optimizer; reduction, clipping and the gathering of
+weights are ours. One private name is replaced (_COMMUNICATION).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ OLDEST_TESTED, NEWEST_TESTED = "0.15.0", "0.19.8"
 OLDEST_PYDANTIC = "2.3"  # earlier ones refuse sys.maxsize, a default of DeepSpeed's
 
 _COMMUNICATION = "deepspeed.comm.torch"
-"""Module whose `build_shm_op` does nothing on a CPU: it would compile an extension, which is not used,
-for two minutes."""
+"""Module whose `build_shm_op` is disabled on a CPU: for two minutes it would compile an extension
+that is not used."""
 _MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 """Imported without torch.compile where there is one: otherwise every start costs 2 to 4 s more."""
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
@@ -47,7 +47,7 @@ _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 class ChunksModule(torch.nn.Module):
     """Module of DeepSpeed's engine: this rank's `chunks`, by global stage number.
 
-    To DeepSpeed it has no parameters, which it would move, cast and broadcast.
+    It hides its parameters from DeepSpeed, which would move, cast and broadcast them.
     """
 
     def __init__(self, chunks: torch.nn.Module) -> None:
@@ -58,11 +58,11 @@ class ChunksModule(torch.nn.Module):
 class ModelParallelUnit:
     """DeepSpeed's `mpu`: it describes the model parallelism of a Topology to DeepSpeed.
 
-    "Model parallel" is tensor times pipeline. DeepSpeed is to partition nothing, since its
-    parameters are this rank's parts already: its data group is this rank alone.
+    "Model parallel" is tensor times pipeline. The data group is this rank alone, so that DeepSpeed
+    partitions nothing: its parameters are this rank's shards already.
 
-    There are no methods with DeepSpeed's names of sequence parallelism (get_sequence_parallel_...,
-    initialize_sequence_parallel): they mean another technique, and change its groups.
+    It lacks DeepSpeed's methods for sequence parallelism (get_sequence_parallel_...,
+    initialize_sequence_parallel): they mean another technique, and would change the groups.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -96,7 +96,7 @@ def ensure_process_group(device: Any = "cpu") -> None:
     """Initialise torch.distributed where it is not initialised.
 
     A single process gets a world of one, without any port. Raises ConfigError in a process that a
-    launcher started as one of several: it must have joined the others before.
+    launcher started as one of several and that has not joined the others.
     """
     if dist.is_initialized():
         return
@@ -141,7 +141,7 @@ def import_deepspeed(device: Any = "cpu") -> Any:
                 communication = importlib.import_module(_COMMUNICATION)
     except ConfigError:
         raise
-    except Exception as error:  # whatever an unsuited package raises while it is imported
+    except Exception as error:  # an unsuitable package may raise anything
         raise ConfigError(
             f"deepspeed cannot be imported ({type(error).__name__}: {error}), with "
             f"{_installed()}: {_USE_A_TESTED_ONE}"
@@ -167,9 +167,9 @@ def import_deepspeed(device: Any = "cpu") -> Any:
 def deepspeed_json(config: Config) -> dict[str, Any]:
     """Return the configuration for DeepSpeed.
 
-    Settings of the Engine override entries that the user passes through. Precision and ZeRO's stage
-    are placeholders: the Engine has its own. So has the flops profiler, whose engine sees no forward
-    pass (training/run/deepspeed_reports.py).
+    Settings of the Engine override entries that the user passes through. Precision and ZeRO stage
+    are placeholders: the Engine has its own. So is the flops profiler, since DeepSpeed's engine
+    sees no forward pass (training/run/deepspeed_reports.py).
     """
     extra: Mapping[str, Any] = config.engine.extra or {}
     batch = config.batch
@@ -203,8 +203,8 @@ def start_engine(
     index = device.index
     if index is None:
         index = torch.cuda.current_device() if device.type == "cuda" else 0
-    # Without these variables DeepSpeed looks for mpi4py. It compares mpirun's with them, although
-    # another launcher may be the one that counts: it is hidden.
+    # Without these variables DeepSpeed looks for mpi4py. It compares mpirun's variable with them,
+    # although another launcher may have set them: that one is hidden.
     values = {
         "RANK": topology.rank,
         "WORLD_SIZE": topology.world.size,

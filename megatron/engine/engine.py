@@ -142,14 +142,14 @@ class Engine:
 
     chunks    this rank's model, with fp32 parameters that carry a Sharding each; they become fp16
               or bf16 here. Those without requires_grad are frozen: they have no gradient and no
-              optimizer state, and are divided, gathered and saved like the others
+              optimizer state, and are divided, gathered and saved like the rest
 
     Stage 1 divides the optimizer's state over the data-parallel ranks; stages 2 and 3 are in
-    megatron/engine/sharded.py. Stage 0 is the same with parts of one rank, and all ranks get the
-    sum of the gradients.
+    megatron/engine/sharded.py. Stage 0 is the same with a single shard, and all ranks get the sum
+    of the gradients.
 
     With `config.engine.overlap_param_gather` weights arrive while the next forward passes run.
-    Modules wait for theirs (WeightGather), and so does `state_dict()`. Code that reads
+    Modules wait for their weights (WeightGather), and so does `state_dict()`. Code that reads
     `chunks.parameters()` in another way after `step()`, or after a checkpoint was loaded, calls
     `wait_for_weights()` before.
 
@@ -163,11 +163,11 @@ class Engine:
 
     copies                the data-parallel ranks that hold the same fragments as this one, and
                           those for fragments of experts: groups of one where ZeRO partitions them
-    routers               those of layers with experts
+    routers               routers of the layers with experts
     persistent_tensors    fp32 tensors beside the parameters, by global name
     host_state            optimizer state in host memory; None where the device has it
 
-    Raises ConfigError for a missing DeepSpeed, for ranks without parameters.
+    Raises ConfigError for a missing DeepSpeed and for ranks without parameters.
     """
 
     def __init__(self, config: Config, topology: Topology, chunks: nn.Module) -> None:
@@ -190,7 +190,7 @@ class Engine:
         divided = self._divide(config, parameters)
         trained = [pair for pair in divided if not pair[0].frozen]
         exact = [shard for _, shard in trained]
-        # parameters of the optimizer, which get their values when the update is made
+        # parameters of the optimizer, which get their values from Update
         empty = [[nn.Parameter(shard.new_zeros(ALIGNMENT))] for shard in exact]
         groups = parameter_groups(empty, config.optimizer.weight_decay, plan.buckets)
         self._basic = build_optimizer(groups, config, topology.device)
@@ -216,7 +216,7 @@ class Engine:
         if config.engine.cpu_offload:  # in fp32 the masters are on the device
             models.update(zip(self._update.masters, exact, strict=True))
         self._take_whole()
-        # frozen parameters, with this rank's exact part of them
+        # frozen parameters, with this rank's exact fp32 shards
         self._frozen = [
             (bucket, bucket.own_weights if bucket.own_weights.dtype == torch.float32 else shard)
             for bucket, shard in divided[len(trained) :]
@@ -243,7 +243,7 @@ class Engine:
         self._experts = next((c.experts for c in contexts if c is not None), None)
         if self._experts is None:
             return
-        from megatron.layers.expert_load import move_biases, routers  # no part of other models
+        from megatron.layers.expert_load import move_biases, routers  # other models do not need it
 
         self.routers, self._move_biases = routers(self.chunks), move_biases
         for router in self.routers:
@@ -274,7 +274,7 @@ class Engine:
         return divided
 
     def _take_whole(self) -> None:
-        """Give the optimizer's groups of whole parameters the function that gathers them."""
+        """Give the optimizer's groups of full parameters the function that gathers them."""
         groups = self._basic.param_groups
         takes_full = [bool(group.get("whole")) for group in groups]
         buckets = [
@@ -285,7 +285,7 @@ class Engine:
             group["whole"] = matrices if is_full else None
 
     def _hold_state(self, config: Config, averaged: bool) -> None:
-        """Find this rank's parts of the optimizer's state, for checkpoints, average and QK-clip."""
+        """Collect this rank's shards of optimizer state, for checkpoints, average and QK-clip."""
         states = [self._update.state_of(master) for master in self._update.masters]
         owned = [
             (p, first, span, bucket, tensors)
@@ -502,7 +502,7 @@ class Engine:
 
     @contextlib.contextmanager
     def local_gradients(self) -> Iterator[None]:
-        """Let the gradients of the passes within stay on this rank, whole, until they are cleared.
+        """Keep the full gradients of the passes within on this rank until they are cleared.
 
         With ZeRO stages 2 and 3 that takes more memory than training.
         """
@@ -530,9 +530,9 @@ class Engine:
         self._weights.wait()
 
     def arriving(self, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
-        """Yield parameters whose weights are there, until the next is asked for.
+        """Yield parameters; the weights of each are available until the next one is requested.
 
-        With ZeRO stage 3 all data-parallel ranks ask for the same ones, in the same order. It takes
+        With ZeRO stage 3 all data-parallel ranks request the same ones in the same order. It takes
         less memory than `wait_for_weights`.
         """
         return self._weights.each(parameters)
@@ -557,7 +557,7 @@ class Engine:
     # -- the average of the weights ----------------------------------------------------------------
 
     def start_average(self) -> None:
-        """Let the average of the weights, if there is one, begin with the weights as they are."""
+        """Set the average of the weights, if there is one, to the current weights."""
         self._state_rests()
         for average, master in zip(self._averages, self._masters, strict=False):
             average.copy_(master)
@@ -566,9 +566,9 @@ class Engine:
     def averaged_weights(self) -> Iterator[None]:
         """Let forward passes use the average of the weights.
 
-        Afterwards the weights are what they were, to the bit: a rank keeps a copy of its part. All
-        data-parallel ranks enter and leave it together. It is not left by an exception, after which
-        the weights are undefined: to restore them takes messages of all ranks.
+        Afterwards the weights are what they were, to the bit: a rank keeps a copy of its shard. All
+        data-parallel ranks enter and leave it together. After an exception within it the weights
+        are undefined: restoring them takes messages of all ranks.
         """
         self._settle()
         self._state_rests()
@@ -581,7 +581,7 @@ class Engine:
 
     @torch.no_grad()
     def _use(self, weights: list[Tensor], values: list[Tensor]) -> None:
-        """Put values into this rank's part of the weights, and send it to the other ranks."""
+        """Put values into this rank's shard of the weights, and send it to the other ranks."""
         self._weights.settle()
         torch._foreach_copy_(weights, values)
         self._weights.start()
@@ -658,7 +658,7 @@ class Engine:
     def update_working_weights(self) -> None:
         """Round the master weights to the weights of forward and backward.
 
-        This happens on all data-parallel ranks.
+        All data-parallel ranks call it.
         """
         self._state_rests()
         self._weights.settle()

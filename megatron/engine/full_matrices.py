@@ -1,9 +1,9 @@
-"""Whole parameters for an optimizer whose update of a matrix needs all of it, such as Muon.
+"""Full parameters for an optimizer whose update of a matrix needs all of it, such as Muon.
 
-ZeRO gives each data-parallel rank a part of every bucket, and tensor parallelism gives each rank a
+ZeRO gives each data-parallel rank a range of every bucket, and tensor parallelism gives each rank a
 shard of a matrix. Here every matrix has one owner among the data- and tensor-parallel ranks of its
 pipeline stage that hold it; each expert has matrices of its own. Two all-to-alls carry it to its
-owner: one over the data-parallel group for the parts of a shard, one over the tensor group for the
+owner: one over the data-parallel group for the ranges of a shard, one over the tensor group for the
 shards. Two carry the result back. In each, a rank sends about as many elements as it owns of the
 buckets: 1/(data-parallel size) of what it sends to reduce the gradients.
 """
@@ -38,7 +38,8 @@ def work_of(shape: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class _Shards:
-    """Shardings of a tensor rank's parameters; in a dry run all ranks show the same."""
+    """Shardings of a tensor rank's parameters; a dry run compares their text, which is the same on
+    all."""
 
     of: tuple[Sharding, ...] = field(repr=False)
 
@@ -69,7 +70,7 @@ class _LocalMatrix(NamedTuple):
     number: int
 
     def slice_of(self, rank: int, size: int) -> slice:
-        """Return the elements of part `rank`, of parts of `size`."""
+        """Return the elements within range `rank` of ranges of `size` elements."""
         low = max(self.elements.start, rank * size)
         return slice(low, max(low, min(self.elements.stop, (rank + 1) * size)))
 
@@ -87,16 +88,16 @@ class _Matrix(NamedTuple):
 
 
 class FullMatrices:
-    """Key "whole" of the parameter groups that an optimizer takes whole: one object for all.
+    """Value of the key "whole" of an optimizer's groups of full parameters: one object for all.
 
     Every rank calls it once in a step, as whole(flats, change). `flats` are the flat tensors [n] of
     these groups, in their order, with the layout of this rank's weights; or [n, k] with k values
     of each weight. change(name, tensor) gets each parameter in its global shape (and k), on one
-    rank, and returns a tensor of this shape; of experts each by itself, without their dimension,
-    with its number after the name. Each rank's part of it replaces the values in `flats`. Values
-    are sent, and given to `change`, in `dtype`.
+    rank, and returns a tensor of this shape; it gets experts one by one, without their dimension,
+    with the number after the name. Each rank's range of the result replaces the values in `flats`.
+    Values are sent and passed to `change` in `dtype`.
 
-    group_of  the number of a parameter's group among those of whole parameters, by the name that
+    group_of  number of a parameter's group among those of full parameters, by the name that
               `change` gets
 
     Owners have about the same work (work_of). The messages of a round are under way while another

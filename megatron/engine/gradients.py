@@ -2,10 +2,10 @@
 
 They are summed in flat buckets and reduced over ranks.
 
-Every parameter carries a accumulator into its bucket (megatron.parallel.gradient_accumulator). A bucket that is
-complete is sent to its owners while the backward pass continues. Several ranks of a model-parallel
-group may hold terms of one sum; those are added up after the data-parallel reduction, on the owners
-alone, each of which has 1/(data-parallel size) of the elements.
+Every parameter has an accumulator in its bucket (megatron.parallel.gradient_accumulator). A bucket
+that is complete is sent to its owners while the backward pass continues. Several ranks of a
+model-parallel group may hold terms of one sum; those are added up after the data-parallel
+reduction, on the owners alone, each of which has 1/(data-parallel size) of the elements.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class Gradients:
     direct    layers may add weight gradients to the sums themselves
 
     A bucket is complete once each of its parameters has received all contributions of a step.
-    The first step counts the contributions per micro-batch. So that step overlaps nothing, nor do
-    steps before the first that is not skipped (`counts`). Schedules that split the backward pass,
-    shared weights and layers that pass their gradient to autograd need no further care. Buckets are
-    sent in their order, so that all ranks post the same messages, even if a parameter gets no
-    gradient: its bucket and the later ones wait for `reduce`.
+    The first step counts the contributions per micro-batch. Therefore that step overlaps nothing,
+    nor do steps before the first that is not skipped (`counts`). Schedules that split the backward
+    pass, shared weights and layers that pass their gradient to autograd need no further care.
+    Buckets are sent in their order, so that all ranks post the same messages, even if a parameter
+    gets no gradient: its bucket and the later ones wait for `reduce`.
 
     buckets  those that train, in the order in which they are sent
     local    see Engine.local_gradients
     counted  whether a step has counted
-    first    of the first step that counted; None without tensor parallelism
+    first    gradients of the first step that counted; None without tensor parallelism
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class Gradients:
                 p.gradient_accumulator = accumulator  # type: ignore[attr-defined]
                 p.register_post_accumulate_grad_hook(to_accumulator)
                 self._accumulators[p], self._bucket_of[p] = accumulator, number
-        # owned parts of gradients that are terms; the first step shows which they are
+        # owned ranges of gradients that are terms; the first step shows which they are
         self._partial: list[torch.Tensor] = []
-        # the same of parameters that some neighbouring tensor ranks hold, by how many
+        # the same for parameters that several neighbouring tensor ranks hold, by their number
         shared: dict[int, list[torch.nn.Parameter]] = {}
         for p in self._accumulators:
             if (copies := sharding_of(p).copies) > 1:
@@ -201,7 +201,7 @@ class Gradients:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum the terms of all ranks; each rank then has the sum of the parts that it owns."""
+        """Sum the terms of all ranks; each rank then has the sums of the ranges that it owns."""
         if self._micro_batches and not self._per_micro_batch:
             self._per_micro_batch = {
                 p: _for_each(n, self._micro_batches) for p, n in self._seen.items()
@@ -217,7 +217,7 @@ class Gradients:
         self._drain()
 
     def _over_model(self) -> None:
-        """Sum the owned parts of gradients that several ranks of the model have terms of."""
+        """Sum the owned ranges of gradients of which several ranks of the model have terms."""
         topology = self._topology
         embedding = topology.embedding
         # The neighbour at the other end of the pipeline may still compute: start early, wait late.
@@ -284,7 +284,7 @@ _OF_NODES = {
 
 
 def too_many(p: torch.nn.Parameter, due: int, micro_batches: int) -> ConfigError:
-    """Return the error for a gradient after the sum of all that were due was sent."""
+    """Return the error for a gradient that comes after the sum of all that were due was sent."""
     return ConfigError(
         f"{sharding_of(p).name} got a gradient more than the {due} that {micro_batches} "
         "micro-batch(es) gave it in the first step, after their sum was sent: turn the overlap off "
@@ -311,16 +311,16 @@ _NEVER = 1 << 62
 def _for_each(contributions: int, micro_batches: int) -> int:
     """Return the contributions of each micro-batch.
 
-    A number that is never reached, where they differ or there were none.
+    It is a number that is never reached if they differ or there were none.
     """
     count, rest = divmod(contributions, micro_batches)
     return count if count and not rest else _NEVER
 
 
 def to_accumulator(p: torch.Tensor) -> None:
-    """Move the gradient of autograd to the accumulator; a hook of its backward pass, which records nothing.
+    """Move autograd's gradient to the accumulator; a hook of a backward pass without a graph.
 
-    There is none where a layer added its own.
+    There is no such gradient where a layer has added its own to the accumulator.
     """
     if p.grad is not None:
         p.gradient_accumulator.add(p.grad)  # type: ignore[attr-defined]
@@ -403,10 +403,10 @@ class Terms:
 # --- buckets
 #
 # A bucket is a parameter group of the optimizer: its parameters, one after another, of which each
-# data-parallel rank owns an equal part, so that messages load all ranks alike, and neither the sum
-# of a bucket nor its new weights wait for another bucket. DeepSpeed gets each rank's part as a
-# parameter. With ShardGroups of two levels there are as many parts as inner ranks, each of which is cut
-# again into as many as outer ranks.
+# data-parallel rank owns an equal range, so that messages load all ranks alike, and neither the sum
+# of a bucket nor its new weights wait for another bucket. DeepSpeed gets each rank's range as a
+# parameter. With ShardGroups of two levels there are as many shards as inner ranks, each of which
+# is cut into as many ranges as there are outer ranks.
 
 Messages = Iterator[list[Any]]
 """Hops of a transfer, as work handles: the next one begins once these have been waited for."""
@@ -421,12 +421,12 @@ class Bucket:
     gradients  sums, in fp32 or bf16; without memory where the parameters are frozen  # [n]
     weights    the weights of forward and backward, which the parameters are views of  # [n]
     shards     the ranks that share the bucket
-    sums       where `gradients` are those of a micro-batch, without memory between its backward
-               pass and the next: the sums over micro-batches that this rank keeps  # [n / inner]
-    weight_shard  where `weights` have no memory outside of the passes that need them: those that this
-               rank keeps  # [n / inner]
+    sums       sums over micro-batches that this rank keeps, where `gradients` are those of one
+               micro-batch, without memory between its backward pass and the next  # [n / inner]
+    weight_shard  the weights that this rank keeps, where `weights` have no memory outside of the
+               passes that need them  # [n / inner]
     frozen     whether the parameters do not train: only loading changes them
-    own_...    the parts that this rank owns  # [n / states]
+    own_...    the ranges that this rank owns  # [n / states]
     """
 
     parameters: Sequence[torch.nn.Parameter]
@@ -468,7 +468,7 @@ class Bucket:
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks that own parts."""
+        """Return the number of ranks that own ranges."""
         return self.shards.states.size
 
     def hops(self, op: BucketOp) -> tuple[Hop, ...]:
@@ -478,18 +478,18 @@ class Bucket:
         return sizes.hops(op, self.weight_shard is not None)
 
     def inner_shard(self, full: torch.Tensor) -> torch.Tensor:
-        """Return the part of a tensor [n] that this rank has among the inner ranks."""
+        """Return this rank's shard of a tensor [n] among the inner ranks."""
         size = len(full) // self.shards.inner.size
         return full.narrow(0, self.shards.inner.rank * size, size)
 
     def gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """Return the whole gradient sum of a parameter, in its shape."""
+        """Return the full gradient sum of a parameter, in its shape."""
         return self._gradients[p]
 
     def owned(self) -> Iterator[tuple[torch.nn.Parameter, int, slice]]:
         """Yield each parameter of which this rank owns elements.
 
-        With it come the first of these elements and their slice in the rank's part.
+        With it come the first of these elements and their slice in the rank's range.
         """
         size = len(self.own_weights)
         for p in self.parameters:
@@ -511,10 +511,10 @@ def divide(
 ) -> tuple[Bucket, torch.Tensor]:
     """Put the parameters of a plan's bucket into flat tensors.
 
-    Return also this rank's share, exact, in fp32. Values that are not there yet
-    (ParameterFactory.late) are drawn. Without parameters all of it is padding.
+    Also return this rank's exact fp32 shard. Values that do not exist yet (ParameterFactory.late)
+    are drawn. Without parameters everything is padding.
 
-    dtype, sums  of weights and of gradient sums
+    dtype, sums  formats of the weights and of the gradient sums
     """
     frozen = plan.kind.frozen
     inner = shards.inner
@@ -548,16 +548,16 @@ def divide(
 
 
 def free(flat: torch.Tensor) -> None:
-    """Give up the memory of a flat tensor; its views stay what they are.
+    """Free the memory of a flat tensor; its views remain.
 
-    Memory of which there has been a NumPy view cannot be given up.
+    Memory that has had a NumPy view cannot be freed.
     """
     if flat.untyped_storage().resizable():
         flat.untyped_storage().resize_(0)
 
 
 def allocate(flat: torch.Tensor) -> None:
-    """Give a flat tensor memory again, with any values."""
+    """Allocate the memory of a flat tensor again; its values are undefined."""
     if not flat.untyped_storage().size():
         flat.untyped_storage().resize_(flat.nbytes)
 
@@ -565,9 +565,9 @@ def allocate(flat: torch.Tensor) -> None:
 def owned_gradients(
     buckets: Iterable[Bucket], parameters: Collection[torch.nn.Parameter]
 ) -> list[torch.Tensor]:
-    """Return this rank's part of the gradients of some parameters.
+    """Return this rank's ranges of the gradients of some parameters.
 
-    Adjacent ones are one flat tensor.
+    Adjacent ones form one flat tensor.
     """
     gradients, selected = list[torch.Tensor](), set(parameters)
     for bucket in buckets:
@@ -618,7 +618,7 @@ def _reduce_scatter(flat: torch.Tensor, out: torch.Tensor, group: Group) -> list
 
 
 def gather_into(full: torch.Tensor, shard: torch.Tensor, group: Group) -> Any:
-    """Start to gather the parts of all ranks of a group; return the work handle."""
+    """Start to gather the shards of all ranks of a group; return the work handle."""
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return start(b"all_gather", group, full.nbytes, gather, full, shard)
 
@@ -703,7 +703,7 @@ class WeightGather:
 
     @torch.no_grad()
     def start(self, frozen: bool = False) -> None:
-        """Gather the weights: all ranks of the group call it, after their part has changed.
+        """Gather the weights: all ranks of the group call it after their shards have changed.
 
         `frozen`: those of frozen parameters, too.
         """
@@ -722,7 +722,7 @@ class WeightGather:
             self.settle()
 
     def begin(self, micro_batches: int) -> None:
-        """Note that forward and backward passes of so many micro-batches follow."""
+        """Note that forward and backward passes of this many micro-batches follow."""
 
     def pass_ends(self) -> None:
         """Note that a backward pass has ended."""

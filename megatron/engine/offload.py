@@ -1,9 +1,9 @@
 """Optimizer state in host memory (--cpu-offload), streamed through the device in each step.
 
-Of the groups of parameters, one after another, the state of the next one arrives, and that of the
-last one leaves, while one is updated. The device has two sets of working tensors, each as large as
-the largest group. All moves over a link of which both directions are used, and nothing is computed
-on the host: the update is that of other runs, to the bit.
+Groups of parameters are updated one after another: meanwhile the state of the next group arrives,
+and that of the previous one leaves. The device has two sets of working tensors, each as large as
+the largest group. Transfers use both directions of the link, and nothing is computed on the host:
+the update is bitwise that of other runs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Group = dict[str, Any]
 class HostState:
     """Master weights and state of an optimizer, in host memory outside of its steps.
 
-    optimizer  has one parameter in each group. Its parameters and their state are on the host now;
-               from now on they show no values there, but on `device` while their group is updated
+    optimizer  has one parameter in each group. Its parameters and their state are on the host at
+               first; afterwards they have values only while their group is updated, on `device`
     masters    whether the parameters move; in fp32 they are the weights themselves
     updated    called with a parameter after its update, while it has its values
     uses       what a step is expected to use (ZeroPlan.updates): numbers of groups, and names
@@ -39,9 +39,9 @@ class HostState:
                `settle` until the next `prefetch`
     working    the two sets of tensors on the device, by name and dtype
 
-    An optimizer that takes groups whole asks for their state by its attribute `near`: near(groups,
+    An optimizer of full parameters requests their state through its attribute `near`: near(groups,
     *names) yields the groups one after another, each with its state of these names (MASTER: the
-    parameter) on the device until the next one is asked for.
+    parameter) on the device until the next one is requested.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class HostState:
         ]
         self._absent = {key: torch.zeros((), dtype=key[1], device=device) for key in most}
         self.on_host: dict[Tensor, dict[str, Tensor]] = {}
-        for p in parameters:  # of which each gives up its former memory
+        for p in parameters:  # each frees its former memory
             state = tensors(p).items()
             self.on_host[p] = {n: self._locked(x) if device.type == "cuda" else x for n, x in state}
             self._show(p, None)
@@ -86,7 +86,7 @@ class HostState:
             self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._number = {p: number for number, p in enumerate(parameters)}
         self._parameters = parameters
-        # uses as they are expected, those of this step, and what is to be done for them
+        # expected uses, those of this step so far, and the instructions that remain
         self._expected = [self._use(number, names) for number, names in uses]
         self._uses = list[Use]()
         self._instructions: Iterator[BucketInstruction] = iter(())
@@ -130,7 +130,7 @@ class HostState:
             optimizer.param_groups = every
 
     def near(self, groups: Iterable[Group], *names: str) -> Iterator[Group]:
-        """Yield groups, each with its state of these names on the device; all of it without any."""
+        """Yield groups, each with its state of these names (by default all) on the device."""
         for group in groups:
             (p,) = group["params"]
             use = self._use(self._number[p], names)
@@ -164,7 +164,7 @@ class HostState:
                 return
 
     def _copy_in(self, use: Use, position: int) -> None:
-        """Fetch state into a set of working tensors: that of the use's place in the step."""
+        """Fetch state into the set of working tensors for the use's position in the step."""
         p = self._parameters[use[0]]
         with self._on(self._in):
             if self._in is not None:  # the set's last state, and this one's last values
@@ -181,7 +181,7 @@ class HostState:
         return self.working[number][name, stored.dtype][: stored.numel()].view(stored.shape)
 
     def _show(self, p: Tensor, number: int | None, names: Iterable[str] | None = None) -> None:
-        """Let a parameter and its state be those of a set; without one, of their shapes only."""
+        """Point a parameter and its state at a set; without one, at placeholders."""
         if number is not None and number in self._arrived:
             torch.cuda.current_stream().wait_event(self._arrived[number])
         for name in self.on_host[p] if names is None else names:
@@ -198,7 +198,7 @@ class HostState:
     def _locked(self, x: Tensor) -> Tensor:
         """Return a copy in page-locked memory, so that the host need not wait for its transfers.
 
-        torch takes such memory in powers of two, and this in pages.
+        torch allocates such memory in powers of two, this function in pages.
         """
         pages = torch.frombuffer(mmap.mmap(-1, x.nbytes), dtype=x.dtype)
         runtime: Any = torch.cuda.cudart()

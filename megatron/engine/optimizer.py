@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def unique_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters, frozen ones included; a weight that two layers share appears once.
 
-    They are in the order of their first use, as far as chunks tell by `weight_users`, so that
+    They are in the order of their first use, as far as chunks list them in `weight_users`, so that
     backward passes complete buckets in about the reverse order.
     """
     users = (getattr(chunk, "weight_users", None) for chunk in (module, *module.children()))
@@ -101,7 +101,7 @@ def build_optimizer(
 
     AdamW is apex's where --optimizer-implementation asks for it and it runs on this device; our
     kernel where megatron.kernels.choose says so; otherwise torch's fused one. With bf16 moments the
-    two last are one class.
+    last two are one class.
     """
     settings = config.optimizer
     kernels = config.kernels
@@ -140,7 +140,7 @@ def create_state(
 ) -> None:
     """Create the optimizer's state as zeros: tensors beside the weights, steps on `device`.
 
-    models  tensors beside which the state of a parameter is to be instead
+    models  tensors on whose device the state of a parameter is created instead
 
     torch creates it at the first step. A fresh engine needs it earlier to load a checkpoint, and it
     is better to run out of memory at the start.
@@ -189,8 +189,9 @@ def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
 def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the fp32 tensors of a model beside its parameters, by global name.
 
-    They are whole, the same on all ranks of a stage, and saved in checkpoints: biases of experts,
-    which move with their load, for example. A module's `persistent_tensors` returns them.
+    They are not sharded, are the same on all ranks of a stage, and are saved in checkpoints: for
+    example, biases of experts, which move with their load. A module's `persistent_tensors` returns
+    them.
     """
     methods = (getattr(module, "persistent_tensors", None) for module in model.modules())
     return {name: tensor for some in methods if some for name, tensor in some().items()}
@@ -199,14 +200,14 @@ def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
 # -- parts of parameters ---------------------------------------------------------------------------
 #
 # ZeRO concatenates the parameters of a group and gives each data-parallel rank one range of the
-# result. A range of a row-major tensor consists of a few rectangular parts; each has a place in the
+# result. A range of a row-major tensor consists of a few rectangles; each has a position in the
 # global tensor, whatever the layout.
 
 Index = tuple[int, ...]
 
 
 def boxes(start: int, stop: int, shape: Sequence[int]) -> list[tuple[Index, Index]]:
-    """Return elements [start, stop) of a row-major array as rectangular parts (offsets, sizes).
+    """Return elements [start, stop) of a row-major array as rectangles (offsets, sizes).
 
     They are in order, and at most 2 * dimensions - 1.
 
@@ -278,7 +279,7 @@ def is_copy(parameter: nn.Parameter, topology: Topology) -> bool:
     """Return whether another rank of the model group holds the same values and counts them.
 
     True for the last stage's tied embedding, and on all but the first of the tensor ranks that hold
-    the same.
+    the same values.
     """
     sharding = sharding_of(parameter)
     if sharding.tied and topology.embedding is not None and topology.pipeline.is_last:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 MASTER = "master"
 """Name of the fp32 weights among the tensors that an optimizer has for each weight."""
 AVERAGE = "ema"
-"""Name of the average of the weights (--ema-decay) among the tensors of an optimizer's state: so
-its memory, its part on each rank and its place in checkpoints are those of any other.
+"""Name of the average of the weights (--ema-decay) among the tensors of an optimizer's state: its
+memory, its shards and its storage in checkpoints are those of any other tensor.
 """
 
 
@@ -48,8 +48,9 @@ class OptimizerState(NamedTuple):
     tensors  its tensors, which have one element for each weight: bytes of an element by name, 4 in
              fp32 and 2 in bf16
     step     type of the "step" that each tensor of weights has, a tensor or a number; None without
-    whole    state of the parameters that it takes whole; None: the same
-    sweeps   over those parameters that an update makes: names of the tensors that each uses; (): all
+    whole    state of full parameters (full_matrices.py); None: the same
+    sweeps   passes over the full parameters in an update: names of the tensors that each uses; ():
+             all
     """
 
     tensors: Mapping[str, int]
@@ -58,7 +59,7 @@ class OptimizerState(NamedTuple):
     sweeps: tuple[tuple[str, ...], ...] = ((),)
 
     def of(self, whole: bool) -> OptimizerState:
-        """Return the state of parameters that are taken whole, or of others."""
+        """Return the state of full parameters, or of others."""
         return self.whole if whole and self.whole is not None else self
 
     @property
@@ -73,7 +74,7 @@ class OptimizerState(NamedTuple):
         our kernel, torch's operators scale gradients, widen bf16 tensors and round them where there
         are some (adamw_reference_), and an average reads the new weights again.
 
-        average_share  of the updates, after which the average is updated too
+        average_share  share of the updates that also update the average
         """
         narrow = sum(n_bytes == 2 for n_bytes in self.tensors.values())
         average = 8.0 * (AVERAGE in self.tensors)
@@ -134,7 +135,7 @@ WantsWhole = Callable[[str, tuple[int, ...]], bool]
 
 
 def wants_whole(config: Config) -> WantsWhole | None:
-    """Return which parameters the optimizer takes whole, by global name and shape; None for none."""
+    """Return the test, by global name and shape, for full parameters; None: none are needed."""
     if config.pieces.optimizer is not None:
         return getattr(config.pieces.optimizer, "whole", None)
     if config.optimizer.optimizer != "muon":
@@ -145,7 +146,7 @@ def wants_whole(config: Config) -> WantsWhole | None:
 
 
 def has_kernel(config: Config) -> bool:
-    """Return whether the update may be our kernel.
+    """Return whether our kernel may make the update.
 
     The kernel also writes the weights of forward and backward.
     """
@@ -156,7 +157,7 @@ def has_kernel(config: Config) -> bool:
 def _state_of(make: Optimizer, settings: OptimizerConfig, on_host: bool) -> OptimizerState:
     """Return the state of `make` after a step on a few weights.
 
-    Where it asks for whole parameters, these are tried as well.
+    If it needs full parameters, these are tried as well.
     """
     import torch
 
@@ -224,5 +225,5 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> OptimizerState:
 
 
 ROUND = 1 << 22
-"""Elements of an owner's whole parameters at which a round of messages is closed (full_matrices.py): 8 MiB in
-bf16, worth their latency, and at most one matrix more in memory."""
+"""Elements of an owner's full parameters at which a round of messages is closed (full_matrices.py):
+8 MiB in bf16, worth their latency, and at most one matrix more in memory."""

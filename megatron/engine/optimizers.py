@@ -40,12 +40,12 @@ class AdamW(Untraced, torch.optim.AdamW):
 
 
 class SkipsOnDevice:
-    """Step that is skipped by numbers on the device, so that the host need not wait for them.
+    """Optimizer whose step tensors on the device can skip, so that the host need not wait.
 
     The engine sets the attributes, as torch.amp.GradScaler does for torch's fused optimizers.
 
     grad_scale  divides all gradients
-    found_inf   1 where the step is to change nothing, or else 0; fp32 like grad_scale
+    found_inf   1 if the step is to change nothing, else 0; fp32 like grad_scale
     """
 
     _step_supports_amp_scaling = True
@@ -60,13 +60,13 @@ class SkipsOnDevice:
         return p.grad
 
     def step_counts(self, p: Tensor) -> Tensor:
-        """Return 1, or 0 in a step that is skipped: a factor of what moves weights and state."""
+        """Return 1, or 0 in a step that is skipped: a factor of changes of weights and state."""
         none = torch.zeros((), device=p.device)
         return 1.0 - (none if self.found_inf is None else self.found_inf)
 
     def move(self, p: Tensor, update: Tensor, group: dict[str, Any]) -> None:
         """Subtract the weight decay and the update, both times the learning rate."""
-        lr = group["lr"] * self.step_counts(p).double()  # rounded last, as a number of the host is
+        lr = group["lr"] * self.step_counts(p).double()  # rounded last, as a number on the host is
         p.mul_(1.0 - lr * group["weight_decay"]).addcmul_(update, lr.float(), value=-1.0)
 
 
@@ -127,7 +127,7 @@ def coefficients(kind: str, steps: int) -> list[Coefficients]:
 
 
 def newton_schulz(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
-    """Return about U V^T of x = U S V^T [rows, columns], computed in the dtype of x.
+    """Return an approximation of U V^T of x = U S V^T [rows, columns], computed in the dtype of x.
 
     Each step maps the singular values s, at first at most 1, to a s + b s^3 + c s^5.
     """
@@ -142,9 +142,9 @@ def newton_schulz(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
 
 
 class Muon(SkipsOnDevice, AdamW):
-    """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for groups of whole matrices.
+    """Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) for groups of full matrices.
 
-    Other groups have torch's fused AdamW.
+    Other groups use torch's fused AdamW.
 
     near  see HostState
     """
@@ -171,7 +171,7 @@ class Muon(SkipsOnDevice, AdamW):
             self.param_groups = every
         beta, updates = self._settings.muon_momentum, list[Tensor]()
         for group in self.near(matrices, "momentum_buffer"):
-            (p,) = group["params"]  # this rank's part of a bucket
+            (p,) = group["params"]  # this rank's shard of a bucket
             momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
             gradient, counts = self.gradient(p), self.step_counts(p)
             momentum.lerp_(gradient, (1.0 - beta) * counts)
@@ -190,8 +190,8 @@ class Muon(SkipsOnDevice, AdamW):
     def orthogonalized(self, name: str, x: Tensor) -> Tensor:
         """Return the update of a parameter [.., rows, columns], which may be several matrices.
 
-        Those of queries, keys and values are fused as [groups (queries, key, value) d, columns]. A
-        gated unit has gate and value as [2, rows, columns].
+        The matrices of queries, keys and values are fused as [groups (queries, key, value) d,
+        columns]. A gated unit has gate and value as [2, rows, columns].
         """
         if self._settings.muon_split_qkv and name.endswith("query_key_value.weight"):
             groups, d = self._model.num_key_value_heads, self._model.kv_channels

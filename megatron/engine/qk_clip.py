@@ -3,7 +3,7 @@
 Kimi Team, arXiv 2507.20534, section 2.1. A head with largest logit S above the threshold t gets
 eta = t / S: its queries are multiplied by eta^alpha, its keys by eta^(1 - alpha), so that the same
 logits would be t. Where several heads share a key, that key gets the smallest of their factors, and
-each query what remains to its own eta. So the logits of a head never change because of another's.
+each query the rest of its own eta. So the logits of a head never change because of another's.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class QKClip:
 
     @torch.no_grad()
     def apply(self, counts: Tensor) -> None:
-        """Clip by the logits of a step, on all ranks; `counts`: whether it counts, a scalar.
+        """Clip by the logits of a step, on all ranks; `counts`: whether the step counts, a scalar.
 
-        The master weights are scaled, and rounded to this rank's part of the weights of forward and
-        backward.
+        The master weights are scaled, and rounded to this rank's shard of the weights of forward
+        and backward.
         """
         if not self._layers:
             return

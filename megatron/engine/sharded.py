@@ -1,6 +1,6 @@
 """ZeRO stages 2 and 3 on tensors: gradients, and with stage 3 weights, that passes allocate and free.
 
-When, and beside what, is in engine/zero_plan.py.
+The order of these operations is in engine/zero_plan.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron.parallel.topology import Topology
 
 
 class ShardedGradients(Gradients):
-    """Gradient sums of which this rank keeps a part.
+    """Gradient sums of which this rank keeps a shard.
 
     A bucket is complete once its parameters have all contributions of a pass. The first pass shows
     how many a parameter gets; it assumes one. Sums over all ranks begin in the last pass once a
@@ -88,12 +88,12 @@ class ShardedGradients(Gradients):
             self._run(self._sums.complete(number, self._is_last(self._plan.stage_of(number))))
 
     def _is_last(self, stage: int) -> bool:
-        """Return whether a stage's pass is the last of the step, so that its sums go beyond."""
+        """Return whether a stage's pass is the step's last, whose sums go beyond the inner ranks."""
         last = self.counted and self._ended[stage] == self._micro_batches - 1
         return last and self._plan.zero.early
 
     def pass_ends(self, stage: int) -> None:
-        """Send what a backward pass of a pipeline stage has left."""
+        """Send the buckets that a backward pass of a pipeline stage has not sent."""
         order = self._plan.order_of(stage)
         if not order or self.local:
             return
@@ -154,8 +154,8 @@ class ShardedGradients(Gradients):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum the terms of all ranks; each rank then has the sum of the parts that it owns."""
-        for number in self._plan.order:  # gradients that were put there by hand
+        """Sum the terms of all ranks; each rank then has the sums of the ranges that it owns."""
+        for number in self._plan.order:  # gradients that were set by hand
             if any(self._new[p] for p in self._numbered[number].parameters):
                 self._run(self._sums.send(number, final=False))
         self._run(self._sums.step_ends())
@@ -165,7 +165,7 @@ class ShardedGradients(Gradients):
         self._over_model()
 
     def _digests(self, parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-        """Return digests of this rank's parts: the same elements on all tensor ranks."""
+        """Return digests of this rank's ranges: the same elements on all tensor ranks."""
         gradients = {p: b.own_gradients[span] for b in self.buckets for p, _, span in b.owned()}
         none = torch.zeros((), dtype=torch.int64, device=self._topology.device)
         digests = [
@@ -236,7 +236,7 @@ class ShardedWeights(WeightGather):
     def _indices(self, steps: Sequence[ModulePass]) -> dict[tuple[str, int], int]:
         """Return the step that an event begins: a call, or the arrival of its output's gradient.
 
-        Of the last layer of a recomputed group the gradient arrives first, and then it is called.
+        For the last layer of a recomputed group the gradient arrives before the layer is called.
         """
         indices = {(step.kind, step.call): n for n, step in enumerate(steps)}
         for last in self._plan.groups[self._stage]:
@@ -275,7 +275,7 @@ class ShardedWeights(WeightGather):
         module.register_forward_hook(after)
 
     def _next(self, kind: str, numbers: Sequence[int]) -> int:
-        """Return the first of a module's calls that the pass has not come to."""
+        """Return the first of a module's calls that the pass has not reached."""
         backward = kind != FORWARD
         at = self._at if backward == self._backward else 0
         indices = self._index[backward]
@@ -318,7 +318,7 @@ class ShardedWeights(WeightGather):
         self._gather(following)
 
     def _warn(self, call: int) -> None:
-        """Name a call that does not follow the plan, once."""
+        """Warn, once, of a call that does not follow the plan."""
         if not self._warned and torch.is_grad_enabled():
             self._warned = True
             warnings.warn(
@@ -353,7 +353,7 @@ class ShardedWeights(WeightGather):
                 self._here.add(number)
 
     def _free(self, numbers: Iterable[int]) -> None:
-        """Give up weights, other than those under way."""
+        """Free gathered weights, other than those under way."""
         for number in numbers:
             if number in self._here:
                 self._here.discard(number)
@@ -363,7 +363,7 @@ class ShardedWeights(WeightGather):
         self._passes += micro_batches
 
     def pass_ends(self) -> None:
-        """Free the weights of calls whose end no gradient has shown."""
+        """Free the weights of calls whose end no gradient has signalled."""
         self._passes -= 1
         self._leave(len(self._steps))
         if not self._keeps:
@@ -371,7 +371,7 @@ class ShardedWeights(WeightGather):
 
     @torch.no_grad()
     def start(self, frozen: bool = False) -> None:
-        """Gather the new weights, of those that are held only what each rank holds."""
+        """Gather the new weights; of sharded ones, only the shard that each rank keeps."""
         self._keeps, self._passes = False, 0
         self._steps, self._at = (), 0
         self._arrive_at(list(self._works))

@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from megatron.engine.offload import HostState
 
 NormGradients = list[tuple[list[Tensor], list[Tensor]]]
-"""Gradients that count in the norm, and copies of others', for each kind with a limit of its own."""
+"""For each kind: gradients that count in the norm, and copies that another rank counts."""
 
 
 class Update:
     """One optimizer step on reduced gradients, run by DeepSpeed's engine.
 
-    Norm, factor of clipping and the decision whether the step counts stay on the device, where
-    optimizers read them that can; with others the host waits for the norm.
+    Norm, clipping factor and the decision whether the step counts stay on the device for optimizers
+    that can read them there; with others the host waits for the norm.
 
     engine     DeepSpeed's, whose step calls `inner`
-    inner      the optimizer; its parameters, one in each group, get this rank's part of a bucket
+    inner      the optimizer; its parameters, one in each group, get this rank's range of a bucket
     buckets    one for each parameter group, in their order
-    exact      this rank's part of the fp32 weights of each bucket  # [n / ranks]
+    exact      this rank's range of the fp32 weights of each bucket  # [n / ranks]
     shards     the ranks that share parameters other than those of experts
 
     masters    the parameters of `inner`: `exact`, or the weights themselves in fp32
@@ -76,7 +76,7 @@ class Update:
         self.masters: list[Tensor] = [p for g in inner.param_groups for p in g["params"]]
         for master, values in zip(self.masters, self._values, strict=True):
             master.data = values
-        # whose working weights the optimizer does not write
+        # masters whose working weights the optimizer does not write
         self._rounded: dict[Tensor, Bucket] = {}
         if not in_fp32:
             self._rounded.update(zip(self.masters, self.buckets, strict=True))
@@ -126,22 +126,22 @@ class Update:
             self._limits = torch.tensor(ends, device=topology.device).double()
 
     def offload(self, updates: Iterable[BucketInstruction]) -> HostState:
-        """Keep the optimizer's state, which is in host memory now, there from now on.
+        """Keep the optimizer's state in host memory, where it is now.
 
-        updates  of the plan of ZeRO
+        updates  those of ZeRO's plan
         """
-        from megatron.engine.offload import HostState  # no part of other runs
+        from megatron.engine.offload import HostState  # other runs do not need it
 
         in_fp32 = self._values[0] is self.buckets[0].own_weights
         if not in_fp32:
-            self._values.clear()  # so that memory that is copied can be given up
+            self._values.clear()  # so that memory that is copied can be freed
         uses = [(number, names) for op, number, names in updates if op is BucketOp.UPDATE]
         self._host = HostState(self._inner, self._topology.device, not in_fp32, self._round, uses)
         self._values = self._values or [self._host.on_host[m][MASTER] for m in self.masters]
         return self._host
 
     def state_of(self, master: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of a master weight by name, where they are between steps: MASTER too."""
+        """Return a master weight's tensors by name, MASTER included, where they are between steps."""
         state = (
             tensors_of(self._inner, master) if self._host is None else self._host.on_host[master]
         )
@@ -178,8 +178,8 @@ class Update:
             clipped = (norms * factors).square().sum().sqrt().float()
         if not self._on_device and not moves(norm):
             return norm
-        # That of torch.nn.utils.clip_grad_norm_, divided by the loss scale, in fp64; NaN where the
-        # step does not count.
+        # The factor of torch.nn.utils.clip_grad_norm_, divided by the loss scale, in fp64; NaN if
+        # the step does not count.
         unscaled = (clipped / loss_scale).double()
         factor = (self._clip / (unscaled + 1e-6)).clamp(max=1.0)
         factor = torch.where(moves(unscaled), factor / loss_scale, torch.nan)
@@ -201,7 +201,7 @@ class Update:
             self._inner.uncount()
 
     def update_working_weights(self) -> None:
-        """Copy the master weights to this rank's part of the weights of forward and backward."""
+        """Copy the master weights to this rank's shard of the weights of forward and backward."""
         with torch.no_grad():
             for bucket, values in zip(self.buckets, self._values, strict=True):
                 bucket.own_weights.copy_(values)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron.parallel.layout import Layout
 
 IN_FLIGHT = 2
-"""Most buckets whose gradients ZeRO stages 2 and 3 have under way."""
+"""Most buckets whose gradients ZeRO stages 2 and 3 reduce at a time."""
 
 REDUCED_ALREADY = (
     "the gradients of the micro-batches before are being reduced already: call Engine.step() after "
@@ -39,12 +39,12 @@ class BucketOp(Enum):
     """Instruction on a bucket. Messages run beside what follows, until their result is needed.
 
     GATHER         allocate the weights and gather them from the inner ranks (stage 3)
-    FREE           give up the memory of gathered weights
-    ALLOCATE       give gradients memory (stages 2 and 3)
-    REDUCE         sum gradients over the inner ranks, each of which gets its part
-    ACCUMULATE     add that part to the sums of the micro-batches before, and give up the memory of
-                   the gradients (stages 2 and 3)
-    REDUCE_BEYOND  sum the part over all other ranks: each rank gets what its optimizer owns
+    FREE           free gathered weights
+    ALLOCATE       allocate gradients (stages 2 and 3)
+    REDUCE         sum gradients over the inner ranks, each of which gets its shard
+    ACCUMULATE     add that shard to the sums of earlier micro-batches, and free the gradients
+                   (stages 2 and 3)
+    REDUCE_BEYOND  sum the shard over all other ranks: each rank gets what its optimizer owns
     FETCH, STORE   optimizer state from and to host memory (--cpu-offload)
     UPDATE         run the optimizer on what this rank owns
     RETURN         gather new weights from their owners
@@ -65,7 +65,7 @@ class BucketOp(Enum):
 class BucketInstruction(NamedTuple):
     """Operation on a bucket.
 
-    bucket  number among the plan's
+    bucket  its number in the plan
     names   tensors of the state that a FETCH, UPDATE or STORE is about; (): all
     """
 
@@ -79,7 +79,7 @@ class Hop(NamedTuple):
 
     kind     "reduce_scatter", "all_reduce" or "all_gather"
     ranks    which of ShardGroups: "inner", "outer" or "copies"
-    divided  by how much the collective's whole tensor is smaller than the bucket
+    divided  factor by which the collective's full tensor is smaller than the bucket
     """
 
     kind: str
@@ -88,11 +88,11 @@ class Hop(NamedTuple):
 
 
 class ShardSizes(NamedTuple):
-    """Ranks that share a parameter.
+    """Numbers of ranks that share a parameter.
 
-    inner   over which gradients of stages 2 and 3, and weights of stage 3, are divided
-    states  over which the optimizer's state is divided
-    gradient_ranks  that sum its gradients
+    inner           ranks that divide gradients of stages 2 and 3, and weights of stage 3
+    states          ranks that divide the optimizer's state
+    gradient_ranks  ranks that sum its gradients
     """
 
     inner: int
@@ -153,7 +153,7 @@ class Zero(NamedTuple):
     def divides_weights(self, bucket: BucketPlan) -> bool:
         """Return whether a bucket's weights are divided outside of the passes that use them.
 
-        Those of vectors are few, and messages for each layer would be small.
+        Vectors have few weights, and messages for each layer would be small.
         """
         inner = self.sizes_of(bucket.kind.experts).inner
         return self.stage == 3 and not bucket.vectors and inner > 1
@@ -219,10 +219,9 @@ def zero_of(config: Config, layout: Layout | None = None) -> Zero:
 
 
 def stage_in_effect(stage: int, ranks: int) -> int:
-    """Return what ZeRO does where `ranks` ranks divide gradients.
+    """Return the stage that ZeRO follows where `ranks` ranks divide gradients.
 
-    Alone, a rank would hold those of a pass beside its sums, all of them: stages 2 and 3 then do
-    what stage 1 does.
+    A single rank would hold all gradients of a pass beside its sums: stages 2 and 3 then do what stage 1 does.
     """
     return stage if ranks > 1 else min(stage, 1)
 
@@ -246,12 +245,13 @@ class ModuleCall(NamedTuple):
 
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "again", "backward"
-"""Kinds of steps; RECOMPUTE is the forward pass that a backward pass repeats. That of the last layer of
-a group comes first, since autograd reaches it first, and computes nothing: its backward pass does."""
+"""Kinds of steps; RECOMPUTE is a forward pass that the backward pass repeats. For the last layer of
+a group it comes first, since autograd reaches that layer first, and computes nothing: the layer's
+BACKWARD does."""
 
 
 class ModulePass(NamedTuple):
-    """A module's part of a pass, with the instructions around it.
+    """Step of a pass: one module, with the instructions around it.
 
     kind    FORWARD, RECOMPUTE or BACKWARD
     call    number among the calls of the stage
@@ -272,7 +272,7 @@ class Reductions:
 
     Buckets are sent in their order, so that all ranks post the same messages; with stages 2 and 3
     those of a pipeline stage once after each of its backward passes, otherwise once in a step. With
-    overlap a bucket goes as soon as it and all before it are complete.
+    overlap a bucket is sent as soon as it and all before it are complete.
 
     flying  buckets whose REDUCE is under way
     """
@@ -319,7 +319,7 @@ class Reductions:
         return bucket in self._plan.order_of(stage)[: self._sent.get(stage, 0)]
 
     def pass_ends(self, stage: int, final: bool = False) -> Iterator[BucketInstruction]:
-        """Send what a backward pass has left."""
+        """Send the buckets that a backward pass has not sent."""
         while (following := self._following(stage)) is not None:
             if self._plan.zero.divides_gradients:
                 yield from self.use(following)
@@ -350,7 +350,7 @@ class Reductions:
             yield from self._arrived(bucket)
 
     def step_ends(self) -> Iterator[BucketInstruction]:
-        """Let all sums reach their owners."""
+        """Finish all sums on their owners."""
         while self.flying:
             yield from self._arrive()
         for bucket in self._plan.order:
@@ -379,10 +379,10 @@ class ZeroPlan:
     buckets     in the order of the optimizer's groups; frozen ones come last
     first_uses  stage and call in which each parameter is used first
     calls       of each stage, in the order of a forward pass
-    recomputed  of each stage: layers of each group that the backward pass recomputes, from its
-                first layer on
-    sweeps      over buckets of whole parameters that the optimizer's update makes: names of the
-                state that each needs; (): all
+    recomputed  of each stage: sizes of the groups of layers that the backward pass recomputes, from
+                its first layer on
+    sweeps      passes of the optimizer's update over buckets of full parameters: names of the state
+                that each needs; (): all
     """
 
     zero: Zero
@@ -394,12 +394,12 @@ class ZeroPlan:
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
-        """Buckets that train, as backward passes complete them: that of the first call is last."""
+        """Buckets that train, in the order in which backward passes complete them."""
         return tuple(n for n in self.return_order[::-1] if not self.buckets[n].kind.frozen)
 
     @functools.cached_property
     def return_order(self) -> tuple[int, ...]:
-        """All buckets, as forward passes need them."""
+        """All buckets, in the order in which forward passes need them."""
         firsts = [min(bucket.members, default=0) for bucket in self.buckets]
         return tuple(sorted(range(len(firsts)), key=lambda n: (firsts[n], -n)))
 
@@ -461,14 +461,14 @@ class ZeroPlan:
     def backward(self, stage: int, final: bool = False) -> tuple[ModulePass, ...]:
         """Return the steps of a backward pass; `final`: no forward pass follows in this step.
 
-        Without what sums gradients: see `reducing`.
+        Without the reduction of gradients: see `reducing`.
         """
         return self._passes[stage][3 if final else 2]
 
     def reducing(self, stage: int, final: bool, sums: Reductions) -> tuple[ModulePass, ...]:
-        """Return the steps of a backward pass with what sums gradients.
+        """Return the steps of a backward pass with the reduction of gradients.
 
-        sums  of the passes before in this step
+        sums  state after the earlier passes of this step
         """
         steps = list(self.backward(stage, final))
         if not (self.zero.divides_gradients or (final and self.zero.early)):
@@ -507,7 +507,7 @@ class ZeroPlan:
 
     @functools.cached_property
     def _passes(self) -> Mapping[int, tuple[tuple[ModulePass, ...], ...]]:
-        """Passes of each stage: forward before a backward pass, forward alone, backward, the last."""
+        """Passes of each stage: forward in training, forward alone, backward, last backward."""
         passes = {}
         for stage, calls in self.calls.items():
             forward = [(FORWARD, call) for call in range(len(calls))]
@@ -549,11 +549,11 @@ class ZeroPlan:
             yield BACKWARD, call
 
     def _with_weights(self, stage: int, runs: Sequence[tuple[str, int]]) -> tuple[ModulePass, ...]:
-        """Return the steps of passes that follow one another, with what gathers and frees weights.
+        """Return the steps of consecutive passes, with what gathers and frees weights.
 
-        A call's weights are gathered for its forward pass and again for its backward pass, which
-        begins before those of a recomputed group are there: they stay. With overlap, those of the
-        next call that has to gather some are gathered beside a call that has.
+        A call's weights are gathered for its forward pass and again for its backward pass; a
+        recomputed call keeps them until then. With overlap, the weights of a call are gathered
+        beside the previous call that gathers any.
         """
         here, steps, gathers = set[int](), list[ModulePass](), list[int]()
         for n, (kind, number) in enumerate(runs):
@@ -597,8 +597,8 @@ Use = tuple[int, tuple[str, ...]]
 def streamed(uses: Sequence[Use]) -> Iterator[BucketInstruction]:
     """Yield the updates of offloaded state.
 
-    The state of the next use arrives, and that of the last one leaves, beside an UPDATE: two sets of
-    tensors. It does not arrive before a use that changes it has ended.
+    The state of the next use arrives, and that of the previous one leaves, beside an UPDATE: two
+    sets of tensors. It does not arrive before a use that changes it has ended.
     """
     fetched = 0
     for now, (bucket, names) in enumerate(uses):
@@ -626,7 +626,7 @@ def zero_plan(
 ) -> ZeroPlan:
     """Return the plan of a rank.
 
-    records  of its parameters, in the order in which forward passes use them first
+    records  shardings of its parameters, in the order in which forward passes first use them
     calls    by stage; a parameter without a call counts as one of the first stage
     frozen   see BucketRule.plan
     """
@@ -651,11 +651,11 @@ def zero_plan(
 
 
 def _unit(record: Sharding, zero_stage: int, stage: int, call: int) -> Hashable:
-    """Return what a parameter's bucket may not go beyond.
+    """Return the unit within which a parameter's bucket stays.
 
-    With ZeRO stage 2 a bucket is of one pipeline stage, so that it is complete after a backward
-    pass. With stage 3 a matrix is in a bucket with others of its call, whose weights are gathered
-    together.
+    With ZeRO stage 2 it is a pipeline stage, so that a bucket is complete after a backward pass.
+    With stage 3 a matrix shares a bucket with others of its call, whose weights are gathered at
+    once.
     """
     if zero_stage < 2:
         return ()
