@@ -1,6 +1,6 @@
 """Causal self-attention with heads cut over the tensor-parallel group.
 
-What computes it is in attention_fused.py, attention_blocked.py and attention_unfused.py.
+Its implementations are in attention_fused.py, attention_blocked.py and attention_unfused.py.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megatron.parallel.sharding import Rows
 class CoreAttention:
     """Causal attention of one layer, as configured: Scoring, ALiBi, dropout, recomputation.
 
-    attention  names what computes it (choose_attention)
+    attention  name of its implementation (choose_attention)
 
     largest    the largest products q k^T of each head, scaled, of training passes so far, for
-               QK-clip: fp32 [heads/tp]; None: not wanted
+               QK-clip: fp32 [heads/tp]; None: not recorded
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class CoreAttention:
     def within(self, call: CallContext, heads: slice | None, *tensors: Tensor) -> Tensor:
         """Return attention within the rows of the tensors, which are whole sequences.
 
-        heads  theirs of the tensor rank's; None: all of them
+        heads  which of the tensor rank's heads these are; None: all of them
         """
         scoring = self.scoring_of(call, tensors[0].shape[0])
         if self.largest is not None and torch.is_grad_enabled():
@@ -110,8 +110,8 @@ class CoreAttention:
         core = flash_attention if self.attention == "flash" else torch_attention
         if not scoring.dropout:
             return core(q, k, v, scoring)
-        # These number the samples and heads of each call from 0, so that masks are those of one
-        # micro-batch and rank.
+        # These kernels number samples and heads from 0 in each call, so the seed has to distinguish
+        # micro-batches and ranks.
         assert scoring.row_layout is not None, "dropout has a place"
         with seeded(q.device, mix(scoring.seed, scoring.row_layout.first())):
             return core(q, k, v, scoring)
@@ -125,7 +125,7 @@ class SelfAttention(torch.nn.Module):
     The rows of the fused weight are ordered [key-value group][queries ..., key, value][head
     dimension], so a cut along them gives every rank whole groups (the order of Megatron checkpoints
     from version 2.0 on). With fewer groups than ranks, neighbouring ranks divide the queries of a
-    group, and each has its key and value.
+    group and all hold its key and value.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class SelfAttention(torch.nn.Module):
         self.norms_heads = config.qk_layernorm_over == "head"
         if config.qk_layernorm:
             of_q = of_k = None
-            each = heads, groups  # in the width of a norm, or this rank's part of it
+            each = heads, groups  # in the width of a norm, or in this rank's shard of it
             if self.norms_heads:
                 each = 1, 1
             else:
@@ -202,7 +202,7 @@ class SelfAttention(torch.nn.Module):
     def forward(
         self, x: Tensor, call: CallContext, recompute_input: RecomputeInput = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute attention within x; `again` recomputes x."""
+        """Compute attention within x; `recompute_input` recomputes x."""
         mixed = self.query_key_value(x, recompute_input)  # [s, b, groups/tp * (queries + 2) * d]
         s, b = mixed.shape[:2]
         plain = self.rotary is None and self.q_layernorm is None and call.cache is None
@@ -215,7 +215,7 @@ class SelfAttention(torch.nn.Module):
         return result
 
     def _apart(self, mixed: Tensor, call: CallContext) -> tuple[Tensor, ...]:
-        """Return q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] of the projection.
+        """Split the projection into q [s, b, heads/tp, d], k and v [s, b, groups/tp, d].
 
         Queries and keys are normalized and rotated; their positions determine the angles.
         """
@@ -228,7 +228,7 @@ class SelfAttention(torch.nn.Module):
         nodes = nodes_for(mixed)
         fused = self.rotary is None or self.rotary.fused
         if nodes is not None and fused and self.q_layernorm is None:
-            # One node, whose gradient is written where it belongs in that of the projection.
+            # One node, whose gradient is written directly into that of the projection.
             sizes = self.groups, self.queries, self.head_dim
             heads: tuple[Tensor, ...] = nodes.split_heads(mixed, *sizes, *(angles or (None, None)))
             if heads is not NotImplemented:

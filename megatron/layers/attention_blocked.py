@@ -21,7 +21,7 @@ _FEWER_KERNELS = 512
 
 
 class Weigher(NamedTuple):
-    """The operators that make weights of a block's scores, and their arguments.
+    """Operators that turn a block's scores into weights, and their arguments.
 
     slopes  of ALiBi, fp32 [heads], or None
     """
@@ -32,7 +32,7 @@ class Weigher(NamedTuple):
 
 
 def weigher(scoring: Scoring, q: Tensor, starts: Tensor, positions: int) -> Weigher:
-    """Return what weighs queries q [.., b, groups, share, d]; see Scoring.law."""
+    """Return the weigher of queries q [.., b, groups, share, d]; see Scoring.params."""
     fused = scoring.fusions.attention_block and q.dtype != torch.float64
     slopes = None if scoring.alibi is None else scoring.alibi.slopes
     operators = kernel.KERNELS if fused else kernel.REFERENCES
@@ -77,13 +77,13 @@ def _most_scores(block: int, length: int, share: int, window: int) -> int:
 
 
 def cut_heads(count: int, scores: int) -> list[slice]:
-    """Divide samples and groups into parts of about _SCORES scores, enough for every thread."""
+    """Divide samples times groups into batches of about _SCORES scores, enough for every thread."""
     size = min(count, max(_SCORES // scores, torch.get_num_threads()))
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def put_rows(out: Tensor, rows: Tensor) -> Tensor:
-    """Copy rows [b groups, s share, d] to their place [s, b, groups, share, d]."""
+    """Copy rows [b groups, s share, d] into out [s, b, groups, share, d]."""
     s, b, groups, share, d = out.shape
     return out.copy_(rows.view(b, groups, s, share, d).permute(2, 0, 1, 3, 4))
 
@@ -102,7 +102,7 @@ class _RowView:
         self.rows = query_rows(target) if merge else target.new_empty(b * groups, s * share, d)
 
     def put(self) -> None:
-        """Copy the rows to their place in the tensor."""
+        """Copy the rows into the tensor."""
         if self.apart:
             put_rows(self.target, self.rows)
 
@@ -122,7 +122,7 @@ def _put_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 def add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
     """Compute total (+)= a b.
 
-    In 16 bits total is fp32 and a product is rounded before it is added.
+    With 16-bit factors, total is fp32 and a product is rounded before it is added.
     """
     if total.dtype == a.dtype and total.device.type != "cpu":
         torch.baddbmm(total, a, b, beta=0.0 if fresh else 1.0, out=total)
@@ -289,8 +289,8 @@ def update_largest(
     tensors  as in blocked_attention
     padding  queries that do not count  # [b, s]
 
-    Before soft cap and ALiBi. It works on blocks, so that no scores [s, s] are stored, beside any
-    implementation of attention. Its product is half of the work of a forward pass.
+    Products are taken before soft cap and ALiBi, block by block, so that no scores [s, s] are
+    stored, whatever computes attention. They are half of the work of a forward pass.
     """
     q, k, _ = _split(tensors)
     s, b, groups, share, _ = q.shape

@@ -43,8 +43,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scoring: Scori
     return out.transpose(1, 2)
 
 
-# Queries of a block of attention in a window, by torch: more of them see more keys that are hidden
-# from some, fewer make smaller products.
+# Queries of a block of attention in a window, by torch: larger blocks see more keys that are hidden
+# from some queries, smaller ones make smaller products.
 _LEAST_QUERIES = 128
 _MOST_QUERIES = 512
 
@@ -69,8 +69,8 @@ class _Ranges(Node):
 def _in_window(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scoring: Scoring) -> Tensor:
     """Return causal attention in a window shorter than l; see _causal.
 
-    The first window + 1 queries see all keys before them; `bias` is theirs. The others are computed
-    in blocks, each with the keys that its queries see: its first `window` keys are those before the
+    The first window + 1 queries see all keys before them; `bias` is for these. The others are
+    computed in blocks, each with the keys that its queries see: its first `window` keys precede the
     block. One mask serves all blocks.
     """
     length = q.shape[1]
@@ -210,7 +210,7 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Return the same from the flash-attn package, with the cumulative lengths of documents."""
+    """Return softmax(q k^T / sqrt(d)) v by the flash-attn package, which takes bounds of documents."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     slopes = None if scoring.alibi is None else scoring.alibi.slopes

@@ -22,16 +22,17 @@ from megatron.parallel.keyed_random import DropoutKey, RowLayout
 
 
 class Scoring(NamedTuple):
-    """Rule by which products q k^T become weights, of a layer and in a call.
+    """Attention parameters of a layer and a call: how products q k^T become weights.
 
     scale      factor of the products; None: 1 / sqrt(d)
-    cap        scores x become cap tanh(x / cap); 0: they do not
-    window     keys before its own that a query sees
+    cap        scores x become cap tanh(x / cap); 0: no cap
+    window     number of keys before its own position that a query sees
     alibi      the bias of the scores
-    fusions    operators that go through kernels, whose dropout masks are their own
-    documents  whose tokens see each other; None: those of a sample do
-    dropout    of the weights, with masks by `seed` (megatron.parallel.keyed_random)
-    row_layout  of the weights among those of the whole job (DropoutKey.weights); None: all of them
+    fusions    operators that go through kernels, which make their own dropout masks
+    documents  within which tokens see each other; None: within a sample
+    dropout    probability for the weights, with masks by `seed` (megatron.parallel.keyed_random)
+    row_layout  position of the weights among those of the job (DropoutKey.weights); None: these are
+                all
     """
 
     scale: float | None = None
@@ -49,11 +50,11 @@ class Scoring(NamedTuple):
         return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
 
     def at(self, positions: int, heads: int) -> RowLayout:
-        """Return the place of the weights of all positions and these heads."""
+        """Return the row layout of the weights of all positions and these heads."""
         return self.row_layout or DropoutKey(0, 0).weights(positions, heads)
 
     def params(self, q: Tensor, starts: Tensor, positions: int) -> AttentionParameters:
-        """Return the rule for blocks of queries q [.., b, groups, share, d].
+        """Return the kernels' parameters for blocks of queries q [.., b, groups, share, d].
 
         starts     the rows of [s, b] at which samples or documents start
         positions  of a sequence

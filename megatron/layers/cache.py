@@ -11,12 +11,12 @@ from torch import Tensor
 class KeyValueCache:
     """Keys, after rotation, and values of all tokens so far, of this rank's layers and heads.
 
-    All samples end at the same place, and shorter ones start later. So the next token has one place
-    in all samples, and the same distance from each place.
+    All samples end at the same slot, and shorter ones start later. So the next token has one slot
+    in all samples, and the same distance from each slot.
 
     lengths   tokens of each sample in the first pass, whose samples are padded at the end
-    places    room for the longest sample
-    used      places in use before the current pass; whoever runs the passes adds to it
+    capacity  slots for the longest sample
+    used      slots in use before the current pass; the caller of the passes increases it
     """
 
     def __init__(self, lengths: Sequence[int], capacity: int, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class KeyValueCache:
 
     @property
     def padding(self) -> Tensor | None:
-        """Return the mask of the places up to the next token, see cached_attention."""
+        """Return the mask of the slots up to the next token, see cached_attention."""
         return None if self._hidden is None else self._hidden[:, : self.used + 1]
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:

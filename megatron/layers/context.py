@@ -87,8 +87,8 @@ def draw(sharding: Sharding, fill: Fill, seed: int, device: torch.device | None 
     In muP a hidden matrix has the variance of its base model's, divided by the growth of its inputs
     (Yang et al., arXiv 2203.03466, table 8).
 
-    In addition each thread needs at most two pieces of _PIECE elements, or of a block if that is
-    more, on the host and on the device.
+    Each thread also needs at most two pieces of _PIECE elements, or of a block if that is larger,
+    on the host and on the device.
     """
     dim = 0 if sharding.dim is None else sharding.dim
     device = device or torch.device("cpu")
@@ -152,7 +152,7 @@ class ParameterFactory:
 
     `perform_initialization=False` leaves zeros, for a model that is loaded from a checkpoint
     immediately. `late` leaves parameters without memory: their attribute `late` returns the values,
-    which the engine asks for one bucket after another. `base_shapes` are the global shapes of muP's
+    which the engine requests one bucket after another. `base_shapes` are the global shapes of muP's
     base model.
     """
 
@@ -177,7 +177,7 @@ class ParameterFactory:
     ) -> nn.Parameter:
         """Create a parameter; `dim`, padded to `padded` entries, is cut over the tensor ranks.
 
-        `rows` are this rank's entries of dimension 0 where they are not an even part.
+        `rows` are this rank's entries of dimension 0 where the shards are uneven.
         """
         if rows is not None:
             offset = rows.first, *[0] * (len(global_shape) - 1)
@@ -209,7 +209,7 @@ class Experts:
     """State that the layers of experts of one rank share.
 
     group       the ranks over which the experts of a layer are distributed
-    hops        the groups in which a token goes there, one after the other; by default that one
+    hops        the groups over which a token is sent, one after the other; by default `group`
     loss_scale  the factor of a micro-batch's balancing losses in the total loss; set before its
                 backward pass (Engine.begin)
     """
@@ -224,12 +224,12 @@ class LayerContext:
     """The distribution of a layer.
 
     tensor             the tensor-parallel group
-    parts              this rank's part of each sequence, with context parallelism
+    context_parallel   this rank's slice of each sequence, with context parallelism
     parameters         makes this rank's shard of each parameter
-    overlap            the input gradient of a column-parallel layer is reduced while its weight
-                       gradient is computed
-    chunks             pieces of a product, so that the message of one overlaps with the next; 1:
-                       uncut
+    overlap            whether the input gradient of a column-parallel layer is reduced while its
+                       weight gradient is computed
+    chunks             number of chunks of a product, so that the message of one overlaps with the
+                       next
     weight_gradients   the queue that zero-bubble schedules use
     fusions            which operators use the fused kernels; none by default
     experts            what layers of experts share; None without experts
@@ -252,7 +252,8 @@ class LayerContext:
 
     @property
     def heads_part(self) -> tuple[int, int]:
-        """Return which part of the heads this rank computes attention of, and of how many."""
+        """Return the index of this rank's shard of the heads in attention, and the number of
+        shards."""
         rank = self.tensor.rank
         size = self.tensor.size
         if self.context_parallel is None:
@@ -263,11 +264,11 @@ class LayerContext:
         )
 
     def cut(self, x: Tensor) -> Tensor:
-        """Return this rank's part [b, s/c] of x [b, s]."""
+        """Return this rank's slice [b, s/c] of x [b, s]."""
         return x if self.context_parallel is None else self.context_parallel.cut(x)
 
     def alibi(self, heads: int) -> Alibi:
-        """Return ALiBi for this rank's part of `heads` heads: one object for all layers."""
+        """Return ALiBi for this rank's shard of `heads` heads: one object for all layers."""
         index, count = self.heads_part
         slopes = alibi_slopes(heads).chunk(count)[index]
         return self.alibis.setdefault(heads, Alibi(slopes.to(self.parameters.device)))
@@ -305,7 +306,7 @@ class LayerContext:
         )
 
     def alone(self) -> LayerContext:
-        """Return a context for products without messages, whose parameters are those of this."""
+        """Return a context for products without messages, with the same parameter factory."""
         return replace(self, tensor=Group((0,), 0), sequence_parallel=False)
 
     @classmethod
@@ -323,7 +324,7 @@ def _defer_gathered(
 
 @dataclass(frozen=True)
 class CallContext:
-    """Inputs of a forward pass over a micro-batch besides the hidden states.
+    """Inputs of a forward pass over a micro-batch beside the hidden states.
 
     position_ids   [b, s] when positions restart inside a sequence, else None (0 ... s-1)
     documents      when attention must not cross documents, else None
@@ -332,7 +333,7 @@ class CallContext:
                    None in training
     padding        bool [b, s]: tokens of whole sequences that fill up a sample; None: there are none
 
-    numbers        of rows of each layer with experts, for its recomputation
+    numbers        numbers of rows of each layer with experts, for its recomputation
     """
 
     position_ids: Tensor | None = None

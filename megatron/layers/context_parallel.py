@@ -1,11 +1,11 @@
-"""Context parallelism: each rank holds a part of every sequence, and attention sees the whole.
+"""Context parallelism: each rank holds a slice of every sequence, and attention sees all of it.
 
-The c ranks of a context group are r rings of h neighbours, c = r h. A ring's place i holds chunks i
-and 2 r - 1 - i of the 2 r equal chunks of a sequence, so that causal attention is the same work
+The c ranks of a context group are r rings of h neighbours, c = r h. Ring rank i holds chunks i and
+2 r - 1 - i of the 2 r equal chunks of a sequence, so that causal attention is the same work
 everywhere; its h ranks divide these rows once more, in order. For attention the h ranks exchange
 rows for heads (all-to-all; Jacobs et al., arXiv 2309.14509, section 3), then the keys and values
-rotate over the r places (ring.py). With h = 1 there is only the ring ("p2p"), with h = c only the
-all-to-all ("a2a").
+rotate over the r ring ranks (ring.py). With h = 1 there is only the ring ("p2p"), with h = c only
+the all-to-all ("a2a").
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from megatron.parallel.topology import Group
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """This rank's part of each sequence.
+    """This rank's slice of each sequence.
 
     group   the context-parallel ranks
-    heads   how many neighbours of it exchange rows for heads (h above); they divide its size
+    heads   number of neighbours that exchange rows for heads (h above); it divides the group's size
     attend  attention within whole sequences, which CoreAttention calls: ring.attend
     """
 
@@ -45,12 +45,12 @@ class ContextParallel:
 
     @property
     def ring_size(self) -> int:
-        """Return the number of places of the ring (r above)."""
+        """Return the number of ranks of the ring (r above)."""
         return self.group.size // self.heads
 
     @property
     def ring_rank(self) -> int:
-        """Return this rank's place in the ring."""
+        """Return this rank's number in the ring."""
         return self.group.rank // self.heads
 
     @property
@@ -79,7 +79,7 @@ class ContextParallel:
         return [start] if first + rows <= half else [start, second]
 
     def cut(self, x: Tensor) -> Tensor:
-        """Return this rank's part [b, s/c] of x [b, s]."""
+        """Return this rank's slice [b, s/c] of x [b, s]."""
         starts = self.starts(x.shape[1])
         rows = x.shape[1] // self.size // len(starts)
         slices = [x[:, start : start + rows] for start in starts]
@@ -98,7 +98,7 @@ class ContextParallel:
         return self._cached[key]
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return x [b, s] of its parts [b, s/c] on all ranks; without gradients."""
+        """Gather x [b, s] from the slices [b, s/c] of all ranks; without gradients."""
         length = x.shape[1] * self.size
         every = collectives.gather_first(x.t().contiguous(), self.group)  # by rank, [s, b]
         order = collectives.gather_first(self.positions(length, x.device), self.group)
@@ -109,7 +109,7 @@ class ContextParallel:
     def hidden_layouts(
         self, key: DropoutKey, x: Tensor, shard: int, shards: int
     ) -> list[RowLayout]:
-        """Return the places of x [s/c(/tp), b, h], part of this rank's rows, as one head."""
+        """Return the row layouts of x [s/c(/tp), b, h], a shard of this rank's rows, as one head."""
         rows, samples = x.shape[:2]
         length = rows * shards * self.size
         return [
@@ -118,7 +118,7 @@ class ContextParallel:
         ]
 
     def rows_for_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Return all rows [h s/c, b, heads/h, d] of this rank's part of the heads.
+        """Return all rows [h s/c, b, heads/h, d] of this rank's shard of the heads.
 
         If there are fewer keys and values, each is on as many ranks as need it.
         """
@@ -140,7 +140,7 @@ class ContextParallel:
 
 
 class _AllToAll(Node):
-    """An exchange in which rank i's x[j] becomes rank j's x[i]: its gradient is the same exchange."""
+    """All-to-all in which rank i's x[j] becomes rank j's x[i]: its gradient is the same all-to-all."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, context_parallel: ContextParallel) -> Tensor:
@@ -156,7 +156,7 @@ def _all_to_all(x: Tensor, context_parallel: ContextParallel) -> Tensor:
     group = context_parallel.group
     x = x.contiguous()
     received = torch.empty_like(x)
-    # Other ranks of the context group send and get nothing: no group of these ranks is needed.
+    # The other ranks of the context group send and get nothing, so that no further group is needed.
     partners = [
         rank // context_parallel.heads == context_parallel.ring_rank for rank in range(group.size)
     ]

@@ -1,10 +1,10 @@
-"""Rows of experts: their order by expert, and the messages that bring tokens to other ranks' experts.
+"""Dispatch of tokens to experts: rows ordered by expert, and messages to the ranks of the experts.
 
-A token is sent once to each rank with experts of its choice, multiplied there by all of these, and
-the sum of their weighted outputs returns: messages have as many rows as there are such pairs, and
-two small ones before them have their numbers and choices. Over several nodes, it is sent once to
-each node, and there to the ranks; results are summed on the node (X-MoE, arXiv 2508.13337). The
-host waits for the device once in a layer's forward pass, for the numbers of rows.
+A token is sent once to each rank with experts of its choice, passes through all of these, and the
+sum of their weighted outputs is sent back: messages have a row for each pair of token and rank, and
+are preceded by two small ones with numbers of rows and choices. Over several nodes, it is sent once
+to each node, and there to the ranks; results are summed on the node (X-MoE, arXiv
+2508.13337). The host waits for the device once in a layer's forward pass, for the numbers of rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.parallel.topology import Group
 
 
 class DispatchOperators(NamedTuple):
-    """The operators that move rows: kernels or torch's."""
+    """Operators that move rows: kernels or torch's."""
 
     permute: Callable[[Tensor, Tensor, Tensor], Tensor]
     unpermute: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -42,8 +42,8 @@ REFERENCES = DispatchOperators(permute_reference, unpermute_reference)
 def sorted_choices(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the token of each row, the row of each choice, and the last row of each expert.
 
-    Rows are sorted by expert, those of one by token. After them come choices without a row. The last
-    row is excluded, [count], int32.
+    Rows are sorted by expert, then by token; choices without a row come last. The ends of the
+    experts are exclusive, [count], int32.
 
     experts  the expert of each choice, of `count`; -1: none  # [t, k], int64
     """
@@ -74,7 +74,8 @@ Numbers = Callable[[], list[int]]
 
 
 def members_chosen(experts: Tensor, each: int, members: int) -> Tensor:
-    """Return of each token which members have experts of its choice, `each` a member; [t, members].
+    """Return which members have experts of each token's choice, `each` experts a member: [t,
+    members].
 
     experts  -1: none  # [t, k]
     """
@@ -120,15 +121,16 @@ def read_numbers(
 
 
 class Dispatch:
-    """The way of tokens to the members of a group with their experts, and of the results back.
+    """Dispatch of tokens to the members of a group with their experts, and combination of the
+    results.
 
-    Over several nodes, one trip brings tokens to nodes, and the next to ranks: the group of the
-    first has the rank with the same place on each node.
+    Over several nodes, one dispatch brings tokens to nodes and the next to ranks: the group of the
+    first has the rank with the same local rank on each node.
 
     experts    of this rank's tokens, -1: none  # [t, k]
-    each       experts of each member, the others of its node included
+    each       experts of each member, including those of other ranks of its node
     operators  move the rows
-    numbers    has from the place `at` on the rows sent to each member, and those received
+    numbers    from index `at` on, the numbers of rows sent to each member, then those received
     """
 
     def __init__(
@@ -161,7 +163,8 @@ class Dispatch:
         self.order = pairs % len(experts)
 
     def send(self, tokens: Tensor) -> tuple[Tensor, Arrival]:
-        """Start to send tokens [t, h]; the rows of other ranks may be read after their arrival."""
+        """Start to send tokens [t, h]; the rows that other ranks send may be read after their
+        arrival."""
         arrival = Arrival(self.group, self.received, self.sent)
         rows = self.operators.permute(tokens, self.order, self.positions)
         return _Send.apply(rows, arrival), arrival
@@ -185,8 +188,8 @@ class Dispatch:
 class Arrival:
     """A message under way in one direction, and its gradient in the other.
 
-    The two ends are different nodes of the graph, and what stands between them in the forward pass
-    is computed while the message is under way, in both passes.
+    Its two ends are different nodes of the graph: what is computed between them overlaps with the
+    message, in both passes.
     """
 
     def __init__(self, group: Group, received: list[int], sent: list[int]) -> None:
@@ -197,7 +200,7 @@ class Arrival:
         self.gradient: Tensor | None = None
 
     def wait(self, rows: Tensor) -> Tensor:
-        """Return the rows, which have arrived."""
+        """Wait for the rows and return them."""
         return _Arrive.apply(rows, self)
 
 
@@ -236,7 +239,7 @@ class _Arrive(Node):
 
 
 class _Sum(Node):
-    """The sum of each token's rows. Its gradient needs no rows, as that of a weighted sum does."""
+    """Sum of each token's rows. Unlike that of a weighted sum, its gradient needs no rows."""
 
     @staticmethod
     def forward(ctx: Context, rows: Tensor, dispatch: Dispatch) -> Tensor:
@@ -251,7 +254,8 @@ class _Sum(Node):
 
 
 class _SendChoices(Node):
-    """Weights and experts [n, k] of the rows that are sent: those of the rows received."""
+    """Weights and experts [n, k] of the rows that are sent, exchanged for those of the rows
+    received."""
 
     @staticmethod
     def forward(

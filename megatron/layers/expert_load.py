@@ -1,4 +1,4 @@
-"""The load of experts: what moves the routers' biases after a step, and the figures of a log line."""
+"""Load of experts: updates of the routers' biases after a step, and figures of a log line."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def routers(model: torch.nn.Module) -> list[Router]:
 
 @torch.no_grad()
 def move_biases(routers: Sequence[Router], data: Group, counts: Tensor) -> None:
-    """Sum the load of a step over all tokens, and move the experts' biases by it.
+    """Sum the load of a step over all tokens, and adjust the experts' biases.
 
     data    the ranks with other tokens and the same routers, which all call this
-    counts  whether the step counts, a scalar on the device; otherwise nothing moves
+    counts  whether the step counts, a scalar on the device; otherwise nothing changes
     """
     loads = all_reduce(torch.stack([router.load for router in routers]), data)
     for router, load in zip(routers, loads, strict=True):

@@ -1,7 +1,7 @@
 """Routers of layers of experts: the choice of experts for each token, and the losses that balance it.
 
 Routers compute in fp32, and with sequence parallelism each tensor rank scores its own tokens and
-gets the scores of all, so that losses and capacities are of the whole micro-batch.
+gathers the scores of all, so that losses and capacities are those of the full micro-batch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from megatron.parallel.topology import Group
 
 
 def shared_by(context: LayerContext) -> Experts:
-    """Return what layers of experts share; of one process where nothing was given."""
+    """Return what layers of experts share; by default that of one process."""
     return context.experts or Experts()
 
 
 class _Gather(Node):
-    """Scores [s/n, b, E] of all ranks: [s, b, E]. Each rank has the gradients of all.
+    """Gathered scores: [s/n, b, E] -> [s, b, E]. Each rank has the gradients of all.
 
-    tensor  whether these are the tensor ranks, for engine/gradients.py
+    tensor  whether the group is that of the tensor ranks, for engine/gradients.py
     """
 
     @staticmethod
@@ -81,7 +81,8 @@ def balancing_loss(scores: Tensor, load: Tensor, real: Tensor | None = None) -> 
     Fedus et al., arXiv 2101.03961, eq. 4 to 6.
 
     scores  normalised scores of tokens; P is their mean  # [.., E]
-    load    choices of each expert; f is its share in all. No gradient flows through it.  # [E]
+    load    number of choices of each expert; f is its share of all. No gradient flows through it. #
+            [E]
     real    which tokens are no padding, 0 or 1; None: all  # [tokens]
     """
     share = load / load.sum().clamp(min=1)
@@ -96,17 +97,17 @@ def mean_over(values: Tensor, real: Tensor | None) -> Tensor:
 class Router(torch.nn.Module):
     """The choice of experts: x [s(/tp), b, h] -> weights and experts [s b, k], of all tokens.
 
-    Weights are fp32, experts int64; a choice that is dropped has the weight 0 and the expert -1. So
-    have the choices of padding, which enters no load, loss, capacity or figure.
+    Weights are fp32, experts int64; a dropped choice has weight 0 and expert -1. So do the choices
+    of padding, which counts in no load, loss, capacity or figure.
 
-    load         choices of each expert since the last step, before drops  # [E], fp32
+    load         number of choices of each expert since the last step, before drops  # [E], fp32
 
     Sums since the last log line (take_figures): `passes`, the number of micro-batches; `losses`,
     each balancing loss without its coefficient, then the z-loss; and only if `measured`:
     `interval`, as `load`; `dropped`, the choices that were dropped; and `entropy` of each token's
     normalised scores.
 
-    expert_bias  a term of the scores for the choice alone; moves after each step with the load
+    expert_bias  a term of the scores for the choice alone; adjusted to the load after each step
                  (Wang et al., arXiv 2408.15664)  # [E], fp32; None without
     last_load    load of the last step, for the balancing loss of the global batch  # [E]
     """
@@ -123,7 +124,7 @@ class Router(torch.nn.Module):
         self.experts = config.num_experts
         shape = self.experts, config.hidden_size
         self.weight = context.parameters.create(f"{name}.weight", shape, None, fill, fp32=True)
-        if config.moe_use_upcycling:  # the parts of one MLP begin with the same scores
+        if config.moe_use_upcycling:  # the experts made of one MLP begin with the same scores
             groups = self.weight.detach().unflatten(0, (-1, config.upcycling_granularity))
             groups[:, 1:] = groups[:, :1]
         kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True)
@@ -144,7 +145,7 @@ class Router(torch.nn.Module):
         self.measured = False
 
     def persistent_tensors(self) -> dict[str, Tensor]:
-        """Return what is saved beside the weights, by global name."""
+        """Return the tensors that are saved beside the weights, by global name."""
         names = ("expert_bias", "last_load")
         tensors = {f"{self.name}.{name}": getattr(self, name) for name in names}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}

@@ -51,7 +51,7 @@ from megatron.parallel.topology import Group
 
 
 class _Enter(Node):
-    """Tokens that each tensor rank's part of all experts gets; their gradients are summed."""
+    """Tokens for each tensor rank's shard of all experts; their gradients are summed."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, context: LayerContext) -> Tensor:
@@ -68,7 +68,7 @@ class _Enter(Node):
 
 
 class _SummedWeights(Node):
-    """Weights of choices, whose gradients are sums over the tensor ranks' parts of the experts."""
+    """Weights of choices, whose gradients are sums over the tensor ranks' shards of the experts."""
 
     @staticmethod
     def forward(ctx: Context, weights: Tensor, group: Group) -> Tensor:
@@ -101,7 +101,7 @@ class _ExpertWeights(nn.Module):
         self.context = context
         self.weight = self._make(f"{name}.weight", experts, shape, dim, fill)
         self.bias: nn.Parameter | None = None
-        # of a matrix that is cut along its input: on all tensor ranks, each of which adds a part
+        # of a matrix that is cut along its input: on all tensor ranks, each of which adds a share
         self.divided = dim == len(shape) - 1
         if bias:
             bias_dim = None if self.divided else dim
@@ -164,7 +164,7 @@ class _ExpertWeights(nn.Module):
 
 
 class _BiasShare(Node):
-    """The part of a bias that each of `size` tensor ranks adds. Its gradient is whole on each."""
+    """Share of a bias that each of `size` tensor ranks adds. Each rank gets its full gradient."""
 
     @staticmethod
     def forward(ctx: Context, bias: Tensor, size: int) -> Tensor:
@@ -179,9 +179,9 @@ class _BiasShare(Node):
 class ExpertMLP(nn.Module):
     """Router, experts and shared expert: [s(/tp), b, h] -> [s(/tp), b, h].
 
-    activation_again  recompute the output of the activation function in the backward pass
-    again             recompute the whole layer, messages included
-    summed            see RowParallelLinear
+    recompute_activation  recompute the output of the activation function in the backward pass
+    recompute             recompute the whole layer, messages included
+    summed                see RowParallelLinear
     """
 
     def __init__(
@@ -261,8 +261,8 @@ class ExpertMLP(nn.Module):
         for dispatch in trips:
             tokens, arrival = dispatch.send(tokens)
             if self.overlap and dispatch is trips[0]:
-                # Its place in the graph decides: in the backward pass, it is computed while the
-                # gradients of the tokens return.
+                # Its position in the graph matters: in the backward pass it is computed while the
+                # gradients of the tokens are sent back.
                 shared = self._shared(x)
             tokens = arrival.wait(tokens)
         dropless = self.dropless and call.padding is None
@@ -286,7 +286,7 @@ class ExpertMLP(nn.Module):
         return out * (F.linear(x, self.gate) * self.router.config.router_scale).sigmoid()
 
     def _numbers(self, experts: Tensor, call: CallContext) -> Numbers:
-        """Return what reads the numbers of rows; a recomputation has those of the first pass."""
+        """Return a reader of the numbers of rows; a recomputation uses those of the first pass."""
         layer = self.router.layer
         each = self.dense_h_to_4h.weight.shape[0]
         if not within_backward() or layer not in call.numbers:
@@ -298,7 +298,7 @@ class ExpertMLP(nn.Module):
     ) -> Tensor:
         """Return the sum over the choices [t, k] of weight times expert's output of tokens [t, h].
 
-        dropless  whether each choice is of one of these experts, so that the host need not wait
+        dropless  whether each choice is one of these experts, so that the host need not wait
         """
         order, positions, ends = sorted_choices(experts, self.dense_h_to_4h.weight.shape[0])
         counts = RowCounts(ends, sizes)

@@ -1,10 +1,10 @@
 """Linear layers whose weight is cut over the tensor-parallel group.
 
-Column parallel: the weight [out, in] is cut along `out`; every rank sees the whole input and
-computes its part of the output. Row parallel: the weight is cut along `in`; every rank sees its
-part of the input and computes a term of the output's sum.
+Column parallel: the weight [out, in] is cut along `out`; every rank sees the full input and
+computes its shard of the output. Row parallel: the weight is cut along `in`; every rank sees its
+shard of the input and computes a term of the output's sum.
 
-In one piece, a product that needs its input gathered, or its output summed, waits for the message.
+A product that is not cut, and needs its input gathered or its output summed, waits for the message.
 In chunks of tokens, the message of one chunk is sent while the next is multiplied (the idea of Wang
 et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
 Models", ASPLOS 2023). Every element is the same sum over the same terms for any number of chunks.
@@ -14,8 +14,8 @@ How many chunks: of a message of M seconds M/n stays visible, and each further c
 tokens of 4096 in 16 bits) take about 0.3 ms at the 50 GB/s between two GCDs of an MI250X, and o is
 some tens of microseconds: 4, the default.
 
-With sequence parallelism a rank has the tokens [s/tp, b, ..] of its part of the sequence. Chunk i
-consists of the i-th rows of every rank's part, so that all ranks send alike and each gets its own
+With sequence parallelism a rank has the tokens [s/tp, b, ..] of its slice of the sequence. Chunk i
+consists of the i-th rows of every rank's slice, so that all ranks send alike and each gets its own
 rows back.
 """
 
@@ -49,7 +49,7 @@ def _bounds(context: LayerContext, rows: int, tokens: int) -> list[tuple[int, in
 
 
 def _gather_async(x: Tensor, context: LayerContext) -> tuple[Tensor, Started]:
-    """Return the whole input [s, b, ..] and a handle to wait for before it is read."""
+    """Return the full input [s, b, ..] and a handle to wait for before reading it."""
     if context.sequence_parallel:
         return collectives.gather_first_async(x, context.tensor)
     return x, collectives.DONE
@@ -86,7 +86,7 @@ def gathered_product(
 ) -> tuple[Tensor, Tensor | None]:
     """Return x [s(/tp), b, in] of all ranks times matrix [in, out], plus bias [out]: [s, b, out].
 
-    With `keep` also the whole x [s, b, in].
+    With `keep`, also the full x [s, b, in].
     """
     group = context.tensor
     size = context.tensor.size
@@ -104,7 +104,7 @@ def gathered_product(
         if i + 1 < len(bounds):
             following = collectives.gather_first_async(x[slice(*bounds[i + 1])], group)
         arrived.wait()
-        # One product over the rows of all ranks, then a copy to their places: a product for each
+        # One product over the rows of all ranks, then a copy into their order: a product for each
         # rank would have fewer rows, and a batched one is slower on a CPU.
         y[:, first:end] = product(chunk, matrix, bias).view(size, end - first, *y.shape[2:])
         if gathered is not None:
@@ -147,13 +147,13 @@ def summed_product(
 
 
 Weights = tuple[Tensor, ...]
-"""Weights whose rows, one below the other, are the matrix of one product; mostly a single one."""
+"""Weights whose concatenated rows are the matrix of one product; mostly a single one."""
 
 
 def _matrix(weights: Weights) -> Tensor:
     """Return the matrix [out, in] of the weights.
 
-    It is a view if they follow each other in memory, as in an engine's flat weights.
+    It is a view if they are adjacent in memory, as in an engine's flat weights.
     """
     first = weights[0]
     width = weights[0].shape[-1]
@@ -244,7 +244,8 @@ class _Linear(torch.autograd.Function):
             )
         saved = ctx.saved_tensors  # an error if the graph has been freed
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        # The graph stays until its pass ends; if these did too, so would what x is computed from.
+        # The graph lives until its pass ends; these are dropped earlier, with what x is computed
+        # from.
         if ctx.hooks is not None:
             x = ctx.hooks[1](ctx.packed)
             if not keeps_graph:
@@ -385,8 +386,8 @@ class ColumnParallelLinear(nn.Module):
     `shape` is the global shape of the weight, [out, in] or [n, out, in] for n matrices side by side
     (a gated unit), which are cut alike and give [s, b, n * out/tp].
 
-    rows  this rank's rows where they are not an even part: its own, and below them those that it
-          shares with others (weight_shared, bias_shared); the rows of the result are in this order
+    rows  this rank's rows where shards are uneven: its own, then those that it shares with others
+          (weight_shared, bias_shared); the rows of the result are in this order
     """
 
     def __init__(
@@ -447,8 +448,8 @@ class RowParallelLinear(nn.Module):
     The bias, which every rank holds, is returned beside the product so that the caller adds it
     together with dropout and the residual.
 
-    summed  False: return this rank's term of the sum, [s, b, out], for a caller that adds terms of
-            several layers up before their message
+    summed  False: return this rank's term of the sum, [s, b, out], for a caller that adds up terms
+            of several layers before their message
     """
 
     def __init__(

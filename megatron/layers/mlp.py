@@ -21,9 +21,8 @@ from megatron.layers.linear import (
 class MLP(torch.nn.Module):
     """MLP, h -> ffn -> h: [s(/tp), b, h] -> ([s(/tp), b, h], bias or None).
 
-    activation_again  recompute the output of the activation function in the backward pass instead
-                      of keeping it
-    summed            see RowParallelLinear
+    recompute_activation  recompute the output of the activation function in the backward pass
+    summed                see RowParallelLinear
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class MLP(torch.nn.Module):
     def forward(
         self, x: Tensor, recompute_input: RecomputeInput = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the MLP of x; `again` recomputes x."""
+        """Compute the MLP of x; `recompute_input` recomputes x."""
         fused = self.fused and not one_token(x)
         up, bias = (
             self.dense_h_to_4h.apart(x, recompute_input)

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm of a layer, also over rows that tensor ranks share."""
+"""LayerNorm and RMSNorm of a layer, also over rows that are sharded over the tensor ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Norm(nn.Module):
 
     Ba et al., arXiv 1607.06450; Zhang and Sennrich, arXiv 1910.07467. The result has the dtype of
     the weight; statistics are in fp32. With `one_plus` the stored weight is the gain minus one.
-    With a `part`, this rank's of h, the tensor ranks have one each, and statistics are of the whole.
+    With a `shard`, this rank's range of h, statistics are those of the full rows.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ def norm_of(
 
 
 class _NormOverRanks(Node):
-    """The norm of x [.., h/tp], a part of each row, in x's dtype; without bias an RMS norm."""
+    """Norm of x [.., h/tp], a shard of each row, in x's dtype; without bias an RMS norm."""
 
     @staticmethod
     def forward(

@@ -19,8 +19,8 @@ from megatron.layers.context_parallel import ContextParallel
 def alibi_slopes(heads: int) -> Tensor:
     """Return the slope of each head, fp32 [heads] (Press et al., arXiv 2108.12409, section 3).
 
-    A power of two gives 2^(-8/heads), 2^(-16/heads), ...; another count takes those of the power
-    below and fills up with every second one of the power above, as the authors' code does.
+    A power of two gives 2^(-8/heads), 2^(-16/heads), ...; another count takes the slopes of the
+    power below, then every second one of the power above, as the authors' code does.
     """
 
     def geometric(n: int) -> list[float]:
@@ -51,8 +51,8 @@ def alibi_bias(slopes: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 class Alibi:
     """The slopes of this rank's heads, fp32 [heads], and the bias that all its layers share.
 
-    No module and no buffer, like RotaryEmbedding: no checkpoint has it and no cast of the model
-    touches it.
+    It is neither a module nor a buffer, like RotaryEmbedding: no checkpoint contains it and no cast
+    of the model changes it.
     """
 
     def __init__(self, slopes: Tensor) -> None:
@@ -61,7 +61,7 @@ class Alibi:
         self._scale = 1.0
 
     def bias(self, length: int, longest: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        """Return alibi_bias(slopes / scale, length, dtype), not to be written to.
+        """Return alibi_bias(slopes / scale, length, dtype), which must not be written to.
 
         It is a corner of a table, which is rebuilt when a longer one, or another kind, is needed:
         for powers of two up to `longest`, the positions of a sequence. A row of the table is a
@@ -121,9 +121,9 @@ def rotary_frequencies(dimension: int, base: float, model: ModelConfig | None) -
 class RotaryEmbedding:
     """Angles for the first `dimension` entries of each head; shared by the layers of a rank.
 
-    No module and no buffer: a cast of the model to bf16 must not touch the angles. `model` has the
-    scaling of the frequencies, and whether neighbours are pairs, for which there is no kernel;
-    None: no scaling, and pairs of the two halves.
+    It is neither a module nor a buffer: a cast of the model to bf16 must not change the angles.
+    `model` has the scaling of the frequencies, and whether neighbours are pairs, for which there is
+    no kernel; None: no scaling, and pairs of the two halves.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class RotaryEmbedding:
         if model is not None and model.rope_scaling == "yarn":
             factor = model.yarn_attention_factor
             self.factor = factor or 0.1 * math.log(model.rope_scaling_factor) + 1.0
-        self._tables: dict[bool, tuple[int, Angles]] = {}  # whole, and of this rank's part
+        self._tables: dict[bool, tuple[int, Angles]] = {}  # of all positions, and of this rank's
 
     def _all_angles(
         self, length: int, device: torch.device, context_parallel: ContextParallel | None
     ) -> Angles:
-        """Return the angles of all positions, at least `length`, or of this rank's part of them."""
+        """Return the angles of all positions, at least `length`, or of this rank's positions."""
         known, angles = self._tables.get(context_parallel is None, (0, None))
         enough = known >= length if context_parallel is None else known == length
         if angles is None or not enough or angles[0].device != device:
@@ -170,7 +170,7 @@ class RotaryEmbedding:
     ) -> Angles:
         """Return (cos, sin), fp32 [s, 1 or b, 1, dimension/2], s being `length`.
 
-        If there are no ids [b, s], the positions are 0 ... length-1, or those of this rank's part.
+        If there are no ids [b, s], the positions are 0 ... length-1, or this rank's.
         """
         full_length = length if context_parallel is None else length * context_parallel.size
         cos, sin = self._all_angles(
@@ -184,8 +184,8 @@ class RotaryEmbedding:
     def rotate(self, x: Tensor, angles: Angles) -> Tensor:
         """Rotate x [s, b, heads, d]; entries from `dimension` on are unchanged.
 
-        Arithmetic in fp32; contiguous result. x may be a slice of the fused projection: the kernel
-        needs no copy.
+        Arithmetic is in fp32; the result is contiguous. x may be a slice of the fused projection:
+        the kernel needs no copy.
         """
         if self.fused:
             return kernel.rotate(x, *angles)
@@ -224,9 +224,9 @@ class Groups:
     """Documents in batches, for a kernel that needs equal lengths.
 
     shapes    (documents, length of the longest) of each batch; the longest documents come first
-    gather    int64 [sum of documents * length]: the row of [s, b] that each place of the batches is
-              read from. A place past the end of its document has the row that follows
-    scatter   int64 [s * b]: the place in the batches of each row of [s, b]
+    gather    int64 [sum of documents * length]: the row of [s, b] from which each slot of the
+              batches is read. A slot past the end of its document has the row that follows
+    scatter   int64 [s * b]: the slot in the batches of each row of [s, b]
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -234,7 +234,7 @@ class Groups:
     scatter: Tensor
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Divide the places of all batches."""
+        """Divide the slots of all batches."""
         return tuple(rows.split([documents * length for documents, length in self.shapes]))
 
 
@@ -333,7 +333,7 @@ class Documents:
         """Return x [s, b, ...] as [documents, length, ...] for each batch of similar length."""
         shapes = self.groups.shapes
         rows = x.flatten(0, 1).index_select(0, self.groups.gather)
-        # The gradient of split is one concatenation; that of a slice would be as large as the
-        # whole, for each batch.
+        # The gradient of split is one concatenation; that of a slice would be as large as the full
+        # tensor, for each batch.
         padded = self.groups.split(rows)
         return [batch.unflatten(0, shape) for batch, shape in zip(padded, shapes, strict=True)]

@@ -1,17 +1,17 @@
-"""Attention in which keys and values rotate over the places of a ring (context_parallel.py).
+"""Attention in which keys and values rotate over the ranks of a ring (context_parallel.py).
 
 Ring attention (Liu et al., arXiv 2310.01889) in the zig-zag order of chunks: at each step a rank
-sends the keys and values that it has to the next place, and computes with them while those of the
-place before arrive. The parts of the softmax are merged in fp32 by the logarithms of their sums of
+sends the keys and values that it has to the next rank, and computes with them while those of the
+previous rank arrive. Partial softmaxes are merged in fp32 by the logarithms of their sums of
 exponentials. In the backward pass keys and values rotate once more, and the gradients of each, in
-fp32, follow them one step behind and end at their owner.
+fp32, follow them one step behind and end at their owners.
 
-A step is a few rectangles of queries and keys, without those that nothing sees: later chunks, what
-is outside of a window, other documents. A flash kernel computes a rectangle (ring_flash.py); where
-none can, it is computed in blocks.
+A step is a few rectangles of queries and keys, without keys that no query sees: those of later
+chunks, outside of a window, of other documents. A flash kernel computes a rectangle
+(ring_flash.py); where none can, it is computed in blocks.
 
 Bytes that a rank sends for n local rows of b samples, g key-value heads of d entries of e bytes, on
-a ring of r places: (r - 1) 2 n b g d e in the forward pass, and (r - 1) 2 n b g d (e + 4) in the
+a ring of r ranks: (r - 1) 2 n b g d e in the forward pass, and (r - 1) 2 n b g d (e + 4) in the
 backward pass.
 """
 
@@ -55,11 +55,11 @@ _KEYS = 2048
 
 
 class Rectangle(NamedTuple):
-    """Queries and keys that see each other, but for causality and the window.
+    """Queries and keys that see each other, except for causality and the window.
 
-    samples          which of the micro-batch
-    rows, keys       among the local queries, and among the keys of the step
-    query, key       positions in the sequence of the first of each
+    samples          range of the micro-batch's samples
+    rows, keys       ranges of the local queries, and of the keys of the step
+    query, key       position in the sequence of the first query and key
     """
 
     samples: slice
@@ -69,7 +69,7 @@ class Rectangle(NamedTuple):
     key: int
 
     def mask(self, window: int) -> Mask:
-        """Return what hides keys from queries that see `window` keys before their own."""
+        """Return the mask of queries that see `window` keys before their own position."""
         stop = self.query + self.rows.stop - self.rows.start
         high = self.key + self.keys.stop - self.keys.start
         cut = stop - 1 - self.key > window
@@ -80,10 +80,11 @@ class Rectangle(NamedTuple):
 class Ring:
     """One attention over the ring.
 
-    group, ring_size, stride  the context-parallel ranks, and which are neighbours of the ring
-    weigher                 of the scores, for all rectangles
+    group, ring_size, stride  the context-parallel ranks, the ring's size, and the distance of its
+                              neighbours
+    weigher                 makes weights of the scores of all rectangles
     flash                   kernels that compute a rectangle; None: it is computed in blocks
-    documents               whose positions see each other; None: a sequence is one
+    documents               within which positions see each other; None: a sequence is one
     """
 
     group: Group
@@ -102,11 +103,11 @@ class Ring:
         return self.weigher.params
 
     def source(self, step: int) -> int:
-        """Return the place whose keys are here at a step."""
+        """Return the ring rank whose keys this rank has at a step."""
         return (self.ring_rank - step) % self.ring_size
 
     def rectangles(self, step: int, rows: int, samples: int) -> list[Rectangle]:
-        """Return what is computed at a step with `rows` local queries."""
+        """Return the rectangles of a step with `rows` local queries."""
         half = rows // 2
         last = 2 * self.ring_size - 1
         pairs = (
@@ -190,7 +191,7 @@ class Ring:
             yield batch, rows, of.keys, of.mask(self.params.window)
 
     def _numbers(self, row: int, query: int, key: int) -> tuple[int, int]:
-        """Return the positions that the kernels get of a block's first query and key.
+        """Return the positions of a block's first query and key for the kernels.
 
         Only their difference counts, so that queries are numbered by local rows, of which there are
         fewer; but masks of dropout depend on the positions.
@@ -198,7 +199,7 @@ class Ring:
         return (query, key) if self.params.probability else (row, key - (query - row))
 
     def by_number(self, x: Tensor) -> Tensor:
-        """Return x [b groups, local rows * share] with its rows at the numbers of their queries."""
+        """Return x [b groups, local rows * share] with its rows at the positions of their queries."""
         if not self.params.probability:
             return x
         numbered = x.new_zeros(len(x), x.shape[1] * self.ring_size)
@@ -212,7 +213,7 @@ class Ring:
         return min(rows, -(-(self.params.window + 1) // self.ring_size))
 
     def rotate(self, x: Tensor) -> Rotation:
-        """Start to send x to the next place and to receive that of the place before."""
+        """Start to send x to the next ring rank and to receive that of the previous one."""
         ranks = self.group.ranks
         size = self.group.size
         stride = self.stride
@@ -223,7 +224,7 @@ class Ring:
 class RingBlock(NamedTuple):
     """One product of queries and keys.
 
-    batch        which samples and groups
+    batch        range of samples times groups
     rows, keys   of the queries [.., rows * share, d] and of the keys [.., n, d]
     first, key   positions of its first query and key, as the kernels get them
     """
@@ -235,14 +236,14 @@ class RingBlock(NamedTuple):
     key: int
 
     def of_rows(self, share: int) -> tuple[slice, slice]:
-        """Return where its rows are in a tensor by number."""
+        """Return the range of its rows in a tensor from `by_number`."""
         return self.batch, slice(
             self.first * share, self.first * share + self.rows.stop - self.rows.start
         )
 
 
 class Rotation:
-    """A message to the next place, and one from the place before, in progress."""
+    """Messages in progress: one to the next ring rank, and one from the previous rank."""
 
     def __init__(self, group: Group, x: Tensor, to: int, source: int) -> None:
         self._group = group
@@ -264,7 +265,7 @@ class Rotation:
         group.flight.enter(b"exchange", group.kind, x.nbytes, x.is_cpu, peer=self._source)
 
     def wait(self) -> Tensor:
-        """Return what the place before sent."""
+        """Return what the previous rank sent."""
         self._enter()
         for work in self._works:
             work.wait()
@@ -380,7 +381,7 @@ def _of_rows(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def _merge(total: Tensor, sums: Tensor, out: Tensor, new: Tensor) -> None:
-    """Add to the average `total` [.., d] and the logarithms `sums` [..] those of more keys.
+    """Merge average and logarithms of more keys into `total` [.., d] and `sums` [..].
 
     A row that sees none of them has an infinite logarithm.
     """
@@ -400,7 +401,7 @@ def attend(
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
-    """Return attention within whole sequences, of which each rank has its rows.
+    """Return attention within full sequences, of which each rank has its rows.
 
     q [s/c, b, heads, d], k and v [s/c, b, kv heads, d] -> [s/c, b, heads, d].
     """
@@ -423,7 +424,7 @@ def _rotating(
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
-    """Return attention of tensors that are the two chunks of this place."""
+    """Return attention of tensors that are the two chunks of this ring rank."""
     q = q.unflatten(2, (k.shape[2], -1))
     length = len(q) * context_parallel.ring_size
     scoring = core.scoring_of(call, length)

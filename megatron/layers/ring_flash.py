@@ -1,8 +1,9 @@
-"""Attention of some queries to some keys by kernels that return the logarithms of its sums.
+"""Attention of some queries to some keys, by kernels that return logarithms of sums of
+exponentials.
 
 These are flash-attn's (Dao, arXiv 2307.08691; from version 2.7 on), and those beneath torch's
-scaled_dot_product_attention. With logarithms the parts of a softmax can be merged. A backward pass
-gets output and logarithms of the whole softmax, and returns the gradients of this part.
+scaled_dot_product_attention. With these, partial softmaxes can be merged. A backward pass gets
+output and logarithms of the full softmax, and returns the gradients of these queries and keys.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ from torch import Tensor
 _aten = torch.ops.aten
 
 Mask = tuple[bool, int]
-"""Causality and the reach of a window, which hide keys from queries; -1: there is no window.
+"""Causality and the reach of a window, which hide keys from queries; -1: no window.
 
-If causal, query and key i are the same position; otherwise all keys are before the queries. A
-window reaches from the last query to this number of keys before the last key, and from each query
-before to one more.
+If causal, query and key i have the same position; otherwise all keys precede the queries. The last
+query sees this many keys before the last key, each earlier query one more.
 """
 
 
@@ -29,7 +29,7 @@ class Flash(NamedTuple):
     backend            "flash" or "torch" (choose_attention)
     share, scale, cap  as in AttentionParameters
 
-    Torch's kernels know no window.
+    Torch's kernels have no window.
     """
 
     backend: str
@@ -40,7 +40,7 @@ class Flash(NamedTuple):
     def forward(self, q: Tensor, pairs: Tensor, mask: Mask) -> tuple[Tensor, Tensor, list[Any]]:
         """Return out [n, rows * share, d], its logarithms [n, rows * share], and a kernel's state.
 
-        The state is that of dropout, which is off: any backward pass can take any of them.
+        The state is that of dropout, which is off: any backward pass can use any of them.
         """
         tensors = [self._by_head(q), *pairs.unsqueeze(3)]
         if self.backend == "flash":

@@ -35,7 +35,7 @@ def bias_dropout_add(
 ) -> Tensor:
     """Return residual + dropout(x + bias), in the residual's dtype.
 
-    Without the kernel if x has another dtype. `row_layout`: of the mask, see keyed_dropout.
+    The kernel is not used if x has another dtype. `row_layout`: of the mask, see keyed_dropout.
     """
     if seed is None:
         probability = 0.0
@@ -62,8 +62,8 @@ def bias_dropout_add(
 class TransformerLayer(nn.Module):
     """A transformer layer: [s(/tp), b, h] -> [s(/tp), b, h]; `index` counts from 0 over the model.
 
-    With selective recomputation those of core_attn, mlp_act and layernorm that the configuration
-    names are recomputed in the backward pass instead of being kept.
+    With selective recomputation, the backward pass recomputes those of core_attn, mlp_act and
+    layernorm that the configuration names.
     """
 
     def __init__(self, context: LayerContext, config: Config, index: int) -> None:
@@ -197,7 +197,8 @@ class TransformerLayer(nn.Module):
         return x * self.scale, None if bias is None else wide(bias) * self.scale
 
     def _recompute_norm(self, norm: Norm | None, x: Tensor) -> RecomputeInput:
-        """Return how to recompute norm(x), if configured; the norm's gradient keeps x anyway."""
+        """Return a function that recomputes norm(x), if configured; the norm's gradient keeps x
+        anyway."""
         return partial(norm, x.detach()) if self.recomputes_norms and norm is not None else None
 
     def _add(

@@ -1,16 +1,17 @@
 """Output layer and cross entropy over a vocabulary cut over the tensor-parallel group.
 
-For each token a rank has three numbers of its logits: the maximum, the sum of exponentials relative
-to it, and the label's logit. One message gives every rank those of all, from which the loss and the
-gradient of its own logits follow (Shoeybi et al., arXiv 1909.08053, section 3).
+For each token a rank computes three numbers from its logits: the maximum, the sum of exponentials
+relative to it, and the label's logit. One message gives every rank the numbers of all, from which
+the loss and the gradient of its own logits follow (Shoeybi et al., arXiv
+1909.08053, section 3).
 
 Both layers work on chunks of tokens, so that only one chunk's logits exist at a time: they are
-turned into their gradient in place, and that into its part of the input's and the weight's
-gradient, before the next chunk uses their memory. All of this happens in the backward pass, because
-only there the gradient of the loss is known: a loss scale must be applied before 16-bit rounding,
-the weight gradient is added directly to its fp32 sum, and a schedule may defer it. With `late` the
-logits are computed once. The price: the loss has its value only after the backward pass, which is
-sufficient for a pipeline's executor.
+overwritten by their gradient, which is added to the gradients of input and weight before the next
+chunk uses their memory. All of this happens in the backward pass, because only there the gradient
+of the loss is known: a loss scale must be applied before 16-bit rounding, the weight gradient is
+added directly to its fp32 sum, and a schedule may defer it. With `late` the logits are computed
+once. The price: the loss has its value only after the backward pass, which is early enough for a
+pipeline's executor.
 
 The alternatives were to compute gradients in the forward pass for a loss gradient of 1 and to scale
 them afterwards (Liger, Hsu et al., arXiv 2410.10989, section 3.2: an fp32 [vocabulary/tp, h] tensor
@@ -65,12 +66,12 @@ def _combine(local: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The output layer's part on this rank.
+    """This rank's shard of the output layer.
 
     weight   [vocab/tp, h], rows `first`, `first` + 1, ... of the vocabulary, of which the first
              `real` exist
     context  the tensor-parallel group, the queue of deferred weight gradients, fusions
-    tokens   of a chunk; 0: all at once; None: what suits the device
+    tokens   number in a chunk; 0: all at once; None: the device's default
     cap      limit of the logits x, which become cap tanh(x / cap); 0: none
     z_loss   coefficient z of the z-loss: z times the mean of log(sum exp(logits))^2 over the
              unmasked tokens is added to the loss in the gradient alone (Chowdhery et al., arXiv
@@ -126,8 +127,8 @@ def vocabulary_loss(
     where all is masked. `count`: what the sum is divided by, if not the number of unmasked tokens.
 
     The logits are computed chunk by chunk: in the backward pass, and, without `late`, also in the
-    forward pass. With `late` the result is NaN until its backward pass fills in the value; where
-    nothing wants a gradient there is none, and `late` has no effect.
+    forward pass. With `late` the result is NaN until its backward pass fills in the value; where no
+    gradient is needed there is none, and `late` has no effect.
     """
     labels = labels.reshape(-1)
     mask = mask.reshape(-1).float()
@@ -282,7 +283,7 @@ def _to_gradient(logits: Tensor, labels: Tensor, token_gradients: Tensor, v: Voc
 
 
 def _summed(dx: Tensor, context: LayerContext) -> tuple[Tensor, collectives.Started]:
-    """Return the sum of dx over the ranks, this rank's part of it, and a handle to wait for.
+    """Return the sum of dx over the ranks, or this rank's shard of it, and a handle to wait for.
 
     The message is sent while the last chunk's weight gradient is computed.
     """
@@ -304,7 +305,7 @@ POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 
 
 class _LookUp(Node):
-    """Look-up in a table whose gradient has a accumulator: only the rows in use are added to it."""
+    """Look-up in a table whose gradient has an accumulator: only the rows in use are added to it."""
 
     @staticmethod
     def forward(ctx: Context, weight: Tensor, rows: Tensor) -> Tensor:
@@ -338,7 +339,7 @@ def look_up(weight: nn.Parameter, rows: Tensor) -> Tensor:
 class VocabParallelEmbedding(nn.Module):
     """Token embedding: [b, s] -> [s(/tp), b, h].
 
-    Each rank looks up the tokens whose rows it holds; the sum over the ranks has all of them.
+    Each rank looks up the tokens whose rows it holds; the sum over the ranks is complete.
     """
 
     def __init__(self, context: LayerContext, weight: nn.Parameter) -> None:
