@@ -31,11 +31,12 @@ TARGETS = ("host", "hip", "cuda")
 DEFAULT_ARCHS = {"hip": ("gfx90a", "gfx942", "gfx950"), "cuda": ("sm_90",)}
 
 CHOICE = "MEGATRON_KERNELS_TARGETS"
-"""Environment variable: the targets that an installation builds, e.g. "host,hip", or "none"; unset:
-host.
+"""Environment variable: the targets that an installation builds, such as "host,hip", or "none";
+default: host.
 """
 
-# Per target: the variable that names a compiler, what is looked for without it, and how to get one.
+# Per target: the variable that names a compiler, the commands to search for without it, and how to
+# get one.
 _COMPILERS = {
     "hip": (
         "HIPCC",
@@ -90,7 +91,7 @@ def source_hash(folder: Path = SOURCES) -> str:
 def host_archs() -> list[str]:
     """Return the host architectures that this processor can run, best first.
 
-    Levels of x86-64, or the name of another processor.
+    They are levels of x86-64, or the name of another architecture.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return [platform.machine()]
@@ -118,7 +119,7 @@ def compiler(target: str) -> str | None:
 
 
 def no_compiler(target: str) -> str:
-    """Return what was looked for in vain, and what to do."""
+    """Return which compilers were not found, and what to do."""
     variable, names, advice = _COMPILERS[target]
     tried = os.environ.get(variable) or ", ".join(names)
     return f"no compiler for --target {target}: {tried} cannot be used; ${variable} names one ({advice})"
@@ -156,7 +157,7 @@ def without_kernels(arch: str) -> str:
 
 
 def known_archs(tool: str, archs: Sequence[str]) -> list[str]:
-    """Return those of AMD's architectures that a compiler can build for."""
+    """Return the AMD architectures of `archs` that a compiler can build for."""
     command = [tool, "-x", "hip", "-fsyntax-only", "-nogpuinc", "-nogpulib", "--cuda-device-only"]
 
     def knows(arch: str) -> bool:
@@ -202,7 +203,7 @@ def description(
 ) -> str:
     """Return what mk_describe() will report: target, architecture and hashes.
 
-    The hashes are those of the sources and of the command.
+    The hashes are of the sources and of the command.
     """
     command = hashlib.sha256("\0".join([os.path.realpath(tool), *flags]).encode()).hexdigest()[:8]
     return f"{target} {'+'.join(archs)} {source_hash(sources)}-{command}"
@@ -220,7 +221,7 @@ def build(
 ) -> Path:
     """Compile the kernels for `target` and return the library's path. Raises BuildError.
 
-    `only` names the .cpp files (without suffix) to take, all by default; library.cpp is always
+    `only` names the .cpp files to compile, without suffix, by default all; library.cpp is always
     included. `extra` flags are added to every command. The library gets its name only when it is
     complete.
     """
@@ -307,14 +308,15 @@ def is_current(path: Path, target: str, archs: Sequence[str]) -> bool:
 
 
 def _is_whole_with(path: Path, text: str) -> bool:
-    """Return whether a library is there, is not cut off, and contains a string."""
+    """Return whether a library exists, is not truncated, and contains a string."""
     return (
         path.is_file() and missing_bytes(path) <= 0 and text.encode() + b"\0" in path.read_bytes()
     )
 
 
 def missing_bytes(path: Path) -> int:
-    """Return how many bytes a 64-bit ELF file lacks: loading a truncated one would end the process.
+    """Return how many bytes a 64-bit ELF file lacks: loading a truncated one would kill the
+    process.
 
     A truncated file is a bus error once it is mapped. Linkers write the table of sections last
     (System V ABI, chapter 4: e_shoff, e_shentsize, e_shnum).
@@ -364,7 +366,7 @@ def build_nodes(folder: Path = LIBRARIES, *, force: bool = False) -> tuple[Path,
     defined = [f'-DMK_NODES="{digest}"', f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
     # torch's own headers are C++20 since 2.14.
     flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-shared", "-Wall", "-Wextra"]
-    # Found by their names, since torch has loaded them before.
+    # These are found by name, since torch has already loaded them.
     linked = [f"-L{libraries}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
     with written_whole(path) as partial:
         command = [tool, *flags, *defined, *searched, "nodes.cpp", *linked, "-o", str(partial)]
@@ -443,7 +445,7 @@ def make(
 def make_nodes(
     folder: Path = LIBRARIES, *, force: bool = False, say: Callable[[str], None] = print
 ) -> list[Path]:
-    """Build the nodes, or report why not: the same is then done in Python, which takes longer."""
+    """Build the nodes, or report why not: Python then does the same, but takes longer."""
     start = time.monotonic()
     try:
         path, made = build_nodes(folder, force=force)

@@ -1,7 +1,7 @@
 """Choose, once per run, how attention is computed and which operators use fused kernels.
 
-Others use torch's operators or other packages. Optional accelerated packages are imported only when
-something asks for them; this module needs no torch when imported.
+The others use torch's operators or other packages. Optional packages are imported only when they
+are requested; this module needs no torch when imported.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class OptionalPackage:
 
 @dataclass(frozen=True)
 class AttentionFeatures:
-    """Features that a layer asks of its attention.
+    """Features that a layer needs of its attention.
 
     drops     attention weights are dropped
     windowed  there is a sliding window
     capped    scores have a soft cap, which torch lacks
     ring      keys and values rotate over context-parallel ranks, so that a kernel must return the
-              logarithms by which the parts of a softmax are merged
-    biased    there is ALiBi, or a size of heads that flash kernels lack; only for a ring
+              logarithms with which partial softmaxes are merged
+    biased    there is ALiBi, or a head size that flash kernels lack; matters only for a ring
     """
 
     drops: bool = False
@@ -81,7 +81,7 @@ class AttentionFeatures:
 
     @classmethod
     def of_layer(cls, config: Config, layer: int) -> AttentionFeatures:
-        """Return what a layer, counted from 0, asks."""
+        """Return the features of a layer, counted from 0."""
         model = config.model
         return cls(
             ring=config.parallel.ring_places > 1,
@@ -100,7 +100,7 @@ PLAIN = AttentionFeatures()
 def flash_attention(
     device_type: str, dtype_name: str, features: AttentionFeatures = PLAIN
 ) -> OptionalPackage:
-    """Check for flash-attn, and whether it runs on `device_type` in `dtype_name`.
+    """Check whether flash-attn is installed and runs on `device_type` in `dtype_name`.
 
     `device_type` is "cuda" for CUDA and ROCm, or "cpu".
     """
@@ -147,8 +147,8 @@ def _older(version: str, than: tuple[int, int]) -> bool:
 def _why_no_softcap(version: str, drops: bool) -> str:
     """Return why flash-attn cannot limit scores; "" if it can.
 
-    It refuses dropout beside it (csrc/flash_attn/flash_api.cpp), and its kernels for ROCm ignore
-    it.
+    It refuses a cap with dropout (csrc/flash_attn/flash_api.cpp), and its kernels for ROCm ignore
+    the cap.
     """
     import torch
 
@@ -169,9 +169,9 @@ def choose_attention(
     """Choose the attention: "flash", "torch", "blocked" or "unfused".
 
     "flash" is flash-attn, "torch" torch's attention. `device` None means the CPU, `sequence` 0 a
-    short one. If flash-attn cannot be used, this is not an error, because torch's attention
-    computes the same; the log names what runs (see report). If attention weights are dropped, torch
-    has no kernel on a CPU and would store all scores.
+    short one. It is no error if flash-attn cannot be used, since torch's attention computes the
+    same; the log names the choice (see report). With dropout of attention weights torch has no
+    kernel on a CPU and would store all scores.
     """
     backend = kernels.attention_backend
     device_type = device.type if device is not None else "cpu"
@@ -185,7 +185,7 @@ def choose_attention(
         return "blocked"
     if features.ring:
         # On a CPU torch's kernel takes 0.6 to 0.9 of the time of blocks, in all types: a rectangle
-        # has no part to leave out, and is merged once instead of once for each block.
+        # has no hidden corner to skip, and is merged once instead of once for each block.
         lacks = features.windowed or features.drops or features.biased
         returns = not lacks and _returns_logarithms(device_type, dtype_name)
         return "torch" if returns else "blocked"
@@ -197,7 +197,7 @@ def choose_attention(
 def fastest_attention(dtype_name: str, sequence: int, windowed: bool = False) -> str:
     """Return "torch" or, for blocks, their length in positions.
 
-    As measured on this CPU, otherwise as on others: in bf16 blocks are 1.3 to 2.8 times as fast as
+    As measured on this CPU, otherwise on others: in bf16 blocks are 1.3 to 2.8 times as fast as
     torch at sequences of 512 to 2048; in fp32 1.2 times at 512 and in a window, but 0.9 to 0.96 from
     1024 on, where torch's own blocks fill its products. In fp16 torch's batched products have no
     fast path on most processors.
@@ -210,7 +210,7 @@ def fastest_attention(dtype_name: str, sequence: int, windowed: bool = False) ->
 
 
 def block_length(dtype_name: str, length: int) -> int:
-    """Return the positions of a block of attention: the fastest on this CPU, or the usual ones."""
+    """Return the positions of a block of attention: the fastest on this CPU, or the usual number."""
     times = measured_times.find()
     default = str(usual_block(dtype_name, length))
     case = times.nearest(_case(dtype_name, windowed=False), length)
@@ -230,8 +230,7 @@ def usual_block(dtype_name: str, length: int) -> int:
 def copies_keys(dtype_name: str) -> bool:
     """Return whether attention copies a block of keys for a product with its transpose.
 
-    In 16 bits most processors are at full speed only with a transposed matrix that is the whole of
-    a tensor.
+    In 16 bits most processors reach full speed only if the transposed matrix is a full tensor.
     """
     default = "in place" if dtype_name in ("float32", "float64") else "copied"
     return measured_times.find().fastest(f"keys {dtype_name}", default) == "copied"
@@ -245,9 +244,9 @@ def _case(dtype_name: str, windowed: bool) -> str:
 def _returns_logarithms(device_type: str, dtype_name: str) -> bool:
     """Return whether torch's flash attention runs, and returns the logarithms that a ring needs.
 
-    On ROCm they were of base 2 before torch 2.8 (ROCm/aotriton, pull request 108); on a CPU a key
-    was for one query head before 2.9. Tensors without data ("meta") stand for a GPU of which this
-    machine, with its torch, knows nothing: there it does.
+    On ROCm they were of base 2 before torch 2.8 (ROCm/aotriton, pull request 108); on a CPU it had
+    no grouped keys before 2.9. Tensors without data ("meta") stand for a GPU of which this machine,
+    with its torch, knows nothing: it is assumed to run there.
     """
     import torch
 
@@ -276,7 +275,7 @@ def grouped_product(device: torch.device, dtype_name: str) -> OptionalPackage:
 
 
 def _loaded(device_type: str) -> bool:
-    """Return whether there is a library of kernels for a kind of device."""
+    """Return whether a library of kernels is loaded for a kind of device."""
     from megatron.kernels import library
 
     return library.find(device_type).handle is not None
@@ -332,7 +331,7 @@ def _import_problem(module: str, name: str) -> str:
     """
     try:
         imported = importlib.import_module(module)
-    except Exception as error:  # whatever a third-party package raises at import, it cannot be used
+    except Exception as error:  # a third-party package may raise anything at import
         first_line = (str(error).splitlines() or [""])[0]
         return f"cannot be imported ({type(error).__name__}: {first_line})"
     if hasattr(imported, name):
@@ -410,11 +409,11 @@ HOST_FASTER = {
     # two passes and no copy of the logits, where torch needs a copy and six passes
     "cross_entropy": EVERY_TYPE,
     "permute": EVERY_TYPE,  # one pass each, where torch's gradient adds row by row
-    # norm, clipping, update and 16-bit weights in two passes; else it is torch's one pass
+    # norm, clipping, update and 16-bit weights in two passes; otherwise torch's one pass
     "optimizer": ("bfloat16",),
 }
-"""The types in which an operator's kernel is faster than torch on CPUs that were not measured
-(measured_times.py). On a GPU all of them are.
+"""Types in which an operator's kernel is faster than torch's on CPUs that were not measured
+(measured_times.py). On a GPU all kernels are faster.
 """
 
 _APEX = "apex has it"
@@ -428,7 +427,7 @@ _SETTINGS = {
     "cross_entropy": "cross_entropy_loss_fusion",
     "permute": "moe_permute_fusion",
 }
-"""The setting that allows an operator's kernel; its flag is --no- and the name."""
+"""The setting that allows an operator's kernel; the flag --no-... turns it off."""
 
 
 def choose_fusions(kernels: KernelConfig, device: torch.device | None, dtype_name: str) -> Fusions:
@@ -459,8 +458,8 @@ def assumed_fusions(
 def report(config: Config, device: torch.device) -> list[str]:
     """Return lines for the log on kernels and optional packages.
 
-    They name the library or why there is none, the operators that use it, those that do not and
-    why, and each optional package that the configuration requests.
+    They name the library, or why there is none; the operators that use it, and why others do not;
+    and each optional package that the configuration requests.
     """
     from megatron.kernels import library
 
@@ -501,9 +500,9 @@ def implementations(config: Config, device: torch.device) -> dict[str, str]:
 
 
 def _attention(config: Config, device: torch.device) -> tuple[str, AttentionFeatures]:
-    """Return how a run computes attention, and what it asks of it."""
+    """Return how a run computes attention, and the features that it needs."""
     model = config.model
-    # a windowed layer, where there is one: it asks for more
+    # a windowed layer, where there is one: it needs more
     some = (layer for layer in range(model.num_layers) if model.window(layer) is not None)
     features = AttentionFeatures.of_layer(config, next(some, 0))
     dtype_name = config.precision.dtype_name

@@ -1,9 +1,9 @@
-"""The work of operators in numbers, and marks for code whose work its operators do not show.
+"""Costs of operators, and marks for code whose cost its operators do not show.
 
-An operator of ours declares its work where it is defined (operators.operator). Code that consists
+An operator of ours declares its cost where it is defined (operators.operator). Code that consists
 of many operators but is one computation is marked with `counts_as`, code that recomputes a value
-with `recomputed`. A recorder of operators (planner/trace.py) reads the marks, and in a run the
-recording of a step (training/report/timeline.py).
+with `recomputed`. The planner's recorder (planner/trace.py) reads the marks, and so does the
+recording of a training step (training/report/timeline.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Attention(NamedTuple):
     """Causal attention that stores no scores: flash-attn's, torch's or in blocks.
 
     heads  query heads on this device
-    keys   keys that a query sees at most; None: all of the sequence
+    keys   most keys that a query sees; None: all of the sequence
     """
 
     batch: int
@@ -68,7 +68,7 @@ Computation = Product | Attention | Memory
 
 
 class CostRecorder(Protocol):
-    """A recorder of operators, called where a piece of work begins and ends."""
+    """Recorder of operators, called where a scope begins and ends."""
 
     def enter(self, scope: Scope) -> None: ...
 

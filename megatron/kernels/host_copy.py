@@ -22,7 +22,7 @@ class HostCopy:
             self._arrived.record()
 
     def read(self) -> list[Any]:
-        """Return the numbers; wait for them the first time."""
+        """Return the numbers; the first call waits for them."""
         if self._numbers is None:
             if self._arrived is not None:
                 self._arrived.synchronize()

@@ -2,8 +2,8 @@
 
 There is one library for each kind of device, loaded on first use. A C function is declared once,
 with the types of its arguments (`Function`), and called with the tensor whose device and stream it
-runs on. What a layer calls for each micro-batch are nodes of autograd's graph in C++ (csrc/nodes)
-where these are built for this torch: see `nodes_for`.
+runs on. For each micro-batch, layers call nodes of autograd's graph in C++ (csrc/nodes) if these
+are built for this torch: see `nodes_for`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron.kernels.build import (
 from megatron.kernels.cost import Scope
 
 OVERRIDE = "MEGATRON_KERNELS_LIBRARY"
-"""Environment variable: a library to load for CPU tensors instead of the host's, e.g. the
+"""Environment variable: a library to load for CPU tensors instead of the host's, such as the
 simulator; "none": no library on any device."""
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -64,7 +64,8 @@ class KernelLibrary:
     handle        the loaded library; None if there is none
     sources       hash of the sources it was built from
     functions     its functions that were called, by name
-    no_nodes      why Python calls its functions; "" if nodes of autograd's graph (csrc/nodes) do
+    no_nodes      why Python calls its functions; "" if nodes of autograd's graph (csrc/nodes) call
+                  them
     """
 
     path: Path | None = None
@@ -78,7 +79,7 @@ class KernelLibrary:
 
     @property
     def build(self) -> str:
-        """Return what tells libraries of different speed or results apart."""
+        """Return a text that differs between libraries of different speed or results."""
         return f"{self.target}-{self.arch}-{self.sources}"
 
     @property
@@ -94,8 +95,8 @@ class KernelLibrary:
 def find(device_type: str) -> KernelLibrary:
     """Return the library for "cuda" (CUDA and ROCm) or "cpu" tensors, or the reason for none.
 
-    The search is made once. For "meta", whose tensors have no data, there is one: an operator
-    applies its shape function, and nothing is launched. Raises KernelError only if
+    The search is made once. For "meta", whose tensors have no data, it is a placeholder: operators
+    apply their shape functions, and nothing is launched. Raises KernelError only if
     MEGATRON_KERNELS_LIBRARY names a file that cannot be used. The search for "cpu" does not touch
     GPUs.
     """
@@ -142,8 +143,8 @@ def forget() -> None:
 def fingerprint(device_type: str) -> str:
     """Return a text that identifies the kernels for this kind of device.
 
-    Ranks with the same kernels get the same. The levels of x86-64 count as one: they differ in
-    speed.
+    Ranks with the same kernels get the same text. The levels of x86-64 count as one: they differ
+    only in speed.
     """
     library = find(device_type)
     family = "x86-64" if library.arch.startswith("x86-64") else library.arch
@@ -270,7 +271,7 @@ def _bind_nodes(device_type: str, handle: Any, sources: str) -> str:
     nodes, reason = _load_nodes()
     if nodes is None:
         return reason
-    # A library may be of some kernels alone.
+    # A library may contain only some kernels.
     functions = [(name, f) for name in _CALLED_BY_NODES if (f := getattr(handle, name, None))]
     if nodes.sources.partition("-")[0] != sources or len(functions) < len(_CALLED_BY_NODES):
         nodes.bind(device_type, {})
@@ -315,13 +316,13 @@ def _once_and_again() -> tuple[contextlib.nullcontext[None], Scope]:
     """Return the contexts of a forward pass and of its recomputation for torch.utils.checkpoint.
 
     Both call kernels in the same way, or they would save different tensors: a profiler, or a mode
-    that sees operators, may run during one of them only.
+    that records operators, may run during one of them only.
     """
     return contextlib.nullcontext(), _Recomputation(_nodes is None or _nodes.watched())
 
 
 def recompute_later(function: Callable[..., Tensor], *inputs: object) -> Tensor:
-    """Return function(*inputs), which the backward pass computes again instead of keeping more.
+    """Return function(*inputs), which the backward pass recomputes instead of keeping activations.
 
     Masks are functions of keys: there is no generator state to restore.
     """
@@ -385,7 +386,7 @@ class Function:
     def __init__(self, name: str, arguments: str) -> None:
         self.name = name
         self.arguments = arguments
-        # All pointers are among these; the others need no look.
+        # All pointers are among these; the other arguments need no check.
         self._first = arguments.index("p")
         self._end = arguments.rindex("p") + 1
 

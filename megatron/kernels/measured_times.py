@@ -1,10 +1,10 @@
 """Times of implementations on this kind of CPU, from which the fastest are chosen.
 
-`tools/check_kernels.py --measure` takes them once and keeps them beside the kernels' library, in a
-file for each kind of CPU, so that nodes of several kinds can share a folder. A file has one
-measurement for each number of threads; one of another torch or other kernels does not count. Without
-a measurement the choices are the defaults of choose.py. Nothing is measured during a run: with the
-same file a run always chooses alike.
+`tools/check_kernels.py --measure` measures them once and stores them beside the kernels' library,
+in a file for each kind of CPU, so that different nodes can share a folder. A file has one
+measurement for each number of threads; measurements of another torch or other kernels do not count.
+Without a measurement the choices are the defaults of choose.py. Nothing is measured during a run:
+with the same file every run makes the same choices.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMMAND = "python tools/check_kernels.py --measure"
 """The command that takes a measurement."""
 
 _LIMIT_BYTES = 1 << 20
-_NOISE = 1.03  # times of a default that is no slower than this are not worth a change
+_NOISE = 1.03  # a default that takes at most this many times the fastest is kept
 _FLAGS = "amx asimd avx bf16 f16c fma i8mm sve".split()
 
 
@@ -42,7 +42,7 @@ class MeasuredTimes:
     """A measurement, or its absence.
 
     seconds  time by case and implementation; empty: not measured
-    threads  that were used
+    threads  number of threads in use
     date     YYYY-MM-DD
     torch    its version
     kernels  the library's target, architecture and sources
@@ -92,7 +92,7 @@ class MeasuredTimes:
         return by_prefix
 
     def nearest(self, prefix: str, length: int) -> str:
-        """Return the case of the length nearest to `length`, as a ratio, of those with a prefix.
+        """Return the case with this prefix whose length is nearest to `length`, as a ratio.
 
         A case is named by prefix and length; "" if none was measured.
         """
@@ -104,7 +104,8 @@ class MeasuredTimes:
 
 
 def cpu() -> str:
-    """Return the kind of this CPU: its name, model, and the instructions that decide its speed."""
+    """Return the kind of this CPU: its name, model, and the instruction sets that determine its
+    speed."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -132,12 +133,12 @@ _agreed: list[MeasuredTimes] = []
 
 
 def find() -> MeasuredTimes:
-    """Return the measurement from which this process chooses: see `agree`, otherwise the file's."""
+    """Return the measurement that this process uses: that of `agree`, otherwise the file's."""
     return _agreed[0] if _agreed else _from_file()
 
 
 def agree(one: MeasuredTimes) -> None:
-    """Choose from a measurement of another process from now on: all ranks of a job choose alike."""
+    """Use another process's measurement from now on, so that all ranks of a job choose alike."""
     _agreed[:] = [one]
 
 
@@ -182,7 +183,7 @@ def read(file: Path) -> list[MeasuredTimes]:
 
 
 def _checked(entry: object, file: Path) -> MeasuredTimes:
-    """Return a measurement of a file, each field of which has its type."""
+    """Return a measurement of a file after checking the type of each field."""
     problem = KernelError(f"{file} has a damaged measurement")
     if not isinstance(entry, dict):
         raise problem
@@ -204,7 +205,7 @@ def _checked(entry: object, file: Path) -> MeasuredTimes:
 
 
 def _is_implementation(case: str, implementation: str) -> bool:
-    """Return whether an implementation may be one of a case: of attention by name or block length."""
+    """Return whether a case may have this implementation: of attention, a name or a block length."""
     if "attention " not in case:
         return implementation in ("fused", "torch", "copied", "in place")
     return implementation == "torch" or (
@@ -213,9 +214,9 @@ def _is_implementation(case: str, implementation: str) -> bool:
 
 
 def write(file: Path, one: MeasuredTimes) -> None:
-    """Put a measurement into a file, which is replaced at once.
+    """Write a measurement to a file, which is replaced atomically.
 
-    It takes the place of one with as many threads; those of another torch or other kernels are
+    It replaces one with the same number of threads; those of another torch or other kernels are
     dropped, and a damaged file is replaced. Raises KernelError.
     """
     try:

@@ -4,7 +4,7 @@ Each has an implementation for CPU and CUDA (ROCm) tensors, a rule for the shape
 that torch.compile can trace it, and, where it has a gradient, an autograd rule. The implementation
 calls the compiled kernel if there is one, and torch's own operators otherwise. Only tracers and
 profilers need torch's dispatcher, which costs the host more than the kernel's launch, so ordinary
-calls go past it.
+calls bypass it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 _LIBRARY = torch.library.Library("megatron", "DEF")
 
 WORK: dict[str, str | Callable[..., Computation]] = {}
-"""The declared work of each operator, by name."""
+"""The declared cost of each operator, by name."""
 
 
 class Gradient(NamedTuple):
@@ -36,8 +36,8 @@ class Gradient(NamedTuple):
     save      (ctx, inputs or their record, output): keeps what the backward pass needs
     backward  (ctx, *gradients): one gradient or None for each input; a second derivative is an
               error, since torch would treat the gradients as constants
-    hidden    how many of the results, the last ones, are for the backward pass alone: a call does
-              not return them
+    hidden    number of results, the last ones, that only the backward pass needs: a call does not
+              return them
     """
 
     save: Callable[..., None]
@@ -69,11 +69,11 @@ def operator(
     reference  computes it with torch's operators
     shapes     makes empty results of the right shape, dtype and device; None for an operator
                without results
-    record     makes a record of the inputs, which all these functions get instead
+    record     makes a record of the inputs, which all these functions get instead of them
     check      (name, *inputs): raises KernelError if an input does not fit; None for the backward
                passes, which get what autograd and the forward pass have checked
     work       the kind of a memory-bound kernel that reads its inputs and writes its results once
-               (work.Memory), or (inputs) -> its work if that is not enough
+               (cost.Memory), or a function of the inputs that returns its cost
     """
     name = schema.partition("(")[0]
 
@@ -129,7 +129,8 @@ def _differentiable(
     gradient: Gradient,
     record: Callable[..., object] | None,
 ) -> Any:
-    """Register how an operator is differentiated, and return a function that does it by itself."""
+    """Register how an operator is differentiated, and return a function that bypasses the
+    dispatcher."""
     hidden = gradient.hidden
 
     def once(ctx: Context, *gradients: object) -> object:
@@ -168,7 +169,7 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, st
 
 
 def _ordinary(x: Any, *rest: object) -> bool:
-    """Return whether nothing but the operator's kernel has to see a call.
+    """Return whether only the operator's kernel needs to see a call.
 
     There is no tracer, profiler, transform, derivative in forward mode or subclass of a tensor.
     """
@@ -218,7 +219,7 @@ def check(operator: str, condition: bool, message: str) -> None:
 
 
 def fits(x: Tensor, *columns: Tensor | None, residual: Tensor | None = None) -> bool:
-    """Return whether a call is as usual, so that the checks below would find nothing.
+    """Return whether a call is an ordinary one, which the checks below would accept.
 
     All tensors are contiguous, of one floating type, on one device; `columns` have the length of
     the last dimension of x, the residual has its shape.
@@ -307,7 +308,8 @@ def check_beside(
 
 # -- sums over rows --------------------------------------------------------------------------------
 
-# The minimum rows of a part: its sums, 8 bytes a column, stay below 6 % of what it reads and writes
+# The minimum rows of a block: its sums, 8 bytes a column, stay below 6 % of what it reads and
+# writes
 PART_ROWS = 32
 # of 256 threads: more than two for each place that 110 (MI250X) or 132 (H100) compute units have
 _BLOCKS = 2048
@@ -334,7 +336,7 @@ def partial_sums(like: Tensor, needed: bool, sums: int = 1) -> tuple[int, Tensor
 
 @functools.lru_cache(1024)
 def count_row_blocks(count: int, columns: int, element_size: int, on_cpu: bool) -> int:
-    """Return how many parts the rows of `count` elements are divided into for their sums.
+    """Return the number of blocks of rows, of `count` elements in all, that are summed separately.
 
     It depends on the shape and the kind of device alone, not on threads or compute units, so that
     results are reproducible.

@@ -2,9 +2,9 @@
 
 The built-in model needs no torch for this.
 
-Counts of operations are those of matrix products, a multiplication and an addition for each
-element: 2 m n k for [m, k] x [k, n]. Norms, activations, softmax and dropout are left out, as in
-the papers whose figures are compared with.
+Operations are counted for matrix products only, a multiplication and an addition for each element:
+2 m n k for [m, k] x [k, n]. Norms, activations, softmax and dropout are left out, as in the papers
+whose figures are compared with.
 
 Letters: h hidden size, f MLP size, n heads, g key and value heads, d head size, s sequence length,
 V vocabulary, L layers, B global batch size.
@@ -21,9 +21,9 @@ from megatron.config.parallel import RecomputeConfig
 
 _TERA = 1e12
 
-# Dense peak of matrix units in fp32, fp16 and bf16, TFLOP/s, from the makers' data sheets, by part
-# of the name. The first match counts. A device is what torch calls one: of an MI250X or MI250, one
-# of its two dies.
+# Dense peak of matrix units in fp32, fp16 and bf16, TFLOP/s, from the vendors' data sheets, by a
+# part of the name. The first match counts. A device is what torch calls one: for an MI250X or
+# MI250, one of its two dies.
 _PEAKS = (
     ("MI355X", 157.3, 2516.6, 2516.6),
     ("MI350X", 144.2, 2306.9, 2306.9),
@@ -46,7 +46,7 @@ _PEAKS = (
 def layer_matrices(model: ModelConfig, layer: int = 0, active: bool = False) -> int:
     """Return the entries of one layer's weight matrices; a gate doubles the input of the MLP.
 
-    `active`: of the experts only those that a token passes through.
+    `active`: count only the experts that a token passes through.
     """
     # queries and output; keys and values
     heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
@@ -75,7 +75,7 @@ def _mlp_rows(model: ModelConfig, layer: int, active: bool) -> int:
 def total_parameters(model: ModelConfig, active: bool = False) -> int:
     """Return all parameters of the model, a tied embedding counted once.
 
-    `active`: of the experts only those that a token passes through.
+    `active`: count only the experts that a token passes through.
     """
     h = model.hidden_size
     bias = int(model.add_bias_linear)
@@ -133,8 +133,8 @@ def _vocab(model: ModelConfig) -> int:
 def attention_score_flops(model: ModelConfig, layer: int = 0) -> float:
     """Return the forward FLOPs per token of a layer's scores and weighted values: 4 s n d.
 
-    All pairs are counted, also those that a causal mask hides. A layer with a sliding window counts
-    the keys of a full one: 4 (LEFT + 1) n d.
+    All pairs are counted, including those that a causal mask hides. A layer with a sliding window
+    counts the keys of a full one: 4 (LEFT + 1) n d.
     """
     window = model.window(layer)
     keys = model.seq_length if window is None else min(window + 1, model.seq_length)
@@ -174,11 +174,11 @@ def recompute_flops_per_token(
 ) -> float:
     """Return the FLOPs per token that recomputation adds.
 
-    groups   sizes in layers of the groups of the model's layers that are recomputed whole. A group
-             ends without its last product, whose result no gradient needs
+    groups   sizes of the groups of layers that are fully recomputed. The last product of a group is
+             not repeated, since no gradient needs its result
 
-    Of selective recomputation the attention cores and experts are counted; activation functions and
-    norms are not counted anywhere.
+    With selective recomputation, attention cores and experts are counted; activation functions and
+    norms are never counted.
     """
     added = math.fsum(groups) * _mean_over_layers(model, layer_flops)
     added -= len(groups) * _mean_over_layers(model, _last_product_flops)
@@ -206,7 +206,7 @@ def paper_flops(
         24 k B s L h^2 (1 + s / (6 h) + V / (16 L h)),  k = 4 with activation checkpointing and 3
         without.
 
-    The vocabulary's term is that of k = 4 for logits that are not recomputed (Narayanan et al.,
+    The vocabulary's term is right for k = 4 and logits that are not recomputed (Narayanan et al.,
     arXiv 2104.04473, section 5.1); with k = 3 it is a quarter too small.
     """
     k = 4 if checkpointing else 3

@@ -56,7 +56,7 @@ class GPTChunk(nn.Module):
     With a `cache`, which each pass extends, the tokens of the batch follow those of earlier passes.
 
     With late_loss=True, for an executor that needs the loss only after its backward pass, it is NaN
-    until then, and the logits never exist as a whole (megatron.layers.vocabulary).
+    until then, and the full logits never exist at once (megatron.layers.vocabulary).
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class GPTChunk(nn.Module):
         mask = batch.loss_mask
         count = None
         if (context_parallel := self.context.context_parallel) is not None:
-            # So that the mean over the ranks is that over the tokens of the whole sequences.
+            # So that the mean over the ranks is the mean over the tokens of the full sequences.
             count = mask.sum().clamp(min=1.0) / context_parallel.size
         labels, mask = (self.context.cut(y).t() for y in (batch.labels, mask))
         return vocabulary_loss(x, labels, mask, self._vocabulary(), late_loss, count)
@@ -196,7 +196,7 @@ class GPTChunk(nn.Module):
         bounds = batch.cu_seqlens
         lengths = batch.document_lengths
         if bounds is not None and lengths is not None and len(lengths) > len(batch.tokens):
-            # otherwise each sample is one document
+            # otherwise each sample is a single document
             documents = Documents(bounds, lengths, len(batch.tokens))
         # Positions that cannot restart are those that the layers count themselves.
         restart = documents is not None or self.config.data.reset_position_ids
@@ -338,7 +338,8 @@ def stages_of(
 
 
 def hidden_state(config: Config) -> tuple[tuple[int, int, int], torch.dtype]:
-    """Return shape and dtype of the messages between stages: [s(/tp), b, h], s being a rank's part."""
+    """Return shape and dtype of the messages between stages: [s(/tp), b, h], s being a rank's
+    slice."""
     parallel = config.parallel
     model = config.model
     shape = (

@@ -14,7 +14,7 @@ def assign_layers(num_layers: int, num_stages: int, layout: str | None = None) -
     Without a layout every stage gets num_layers // num_stages layers, and the remaining k go one
     each to the k stages before the last. So the last stage, which also computes the output
     projection and the loss, never gets one, and the first, which also holds the embedding and the
-    most activations under 1F1B, gets one only if all stages between do.
+    most activations under 1F1B, gets one only if all stages between them do.
 
     `layout` is the number of layers of each stage, as "3,4,4,3".
 
@@ -69,7 +69,7 @@ def _parse(layout: str, num_layers: int, num_stages: int) -> list[int]:
 
 
 def recomputed_groups(layers: int, recompute: RecomputeConfig) -> list[int]:
-    """List how many of a stage's layers each group has that is recomputed whole, in their order.
+    """List the sizes, in order, of the groups of a stage's layers that are fully recomputed.
 
     uniform: every n layers keep only their input (Chen et al., arXiv 1604.06174). block: the first
     n layers of the stage do, one by one; the others keep everything.

@@ -1,17 +1,18 @@
 """Captured passes: the passes of a chunk over a micro-batch, recorded once and replayed.
 
 After some eager steps each pass is recorded as a CUDA or HIP graph, which the host launches in
-one call. What the host decides stays outside: messages between stages, buckets of gradients, the
-factor of a loss. A chunk has as many slots as its schedule has micro-batches under way: a slot has
-static inputs, and the memory of what its forward pass keeps for its backward pass. Whole numbers of
-a micro-batch are inputs on the device as well: dropout masks depend on that of its first sample.
+one call. Decisions of the host stay outside: messages between stages, buckets of gradients, the
+factor of a loss. A chunk has as many slots as its schedule has micro-batches in flight: a slot has
+static inputs, and the memory of the activations that its forward pass keeps for its backward pass.
+Integers of a micro-batch are inputs on the device as well: dropout masks depend on the number of
+its first sample.
 
 The forward pass is recorded with autograd and the backward pass through its graph, in one memory
-pool, as torch.cuda.make_graphed_callables does. Its graph is retained, so that a backward pass can
-also run eagerly: that of the last micro-batch, where gradients are sent while it runs.
+pool, as torch.cuda.make_graphed_callables does. Its graph is retained, so that the backward pass of
+the last micro-batch, during which gradients are sent, can run eagerly.
 
 On a CPU there are no such graphs. A rehearsal records the operators instead, and calls them again
-on the same memory. It keeps the rules of a capture, so that tests show what would break one.
+on the same memory. It enforces the rules of a capture, so that tests show what would break one.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ DATA_DEPENDENT = _operators(
 )
 """Operators that compute an answer for the host, or a tensor whose size depends on values."""
 INDEXED = _operators("index index_put index_put_ _index_put_impl_")
-"""Operators that do so where an index is a mask."""
+"""Operators that do so if an index is a mask."""
 _MOVES = _operators("set_ resize_ resize_as_")
 _EMPTY = _operators("empty empty_like new_empty empty_strided new_empty_strided")
 
-MicroBatch = Any  # whatever chunks take: their inputs are attributes of a dataclass
+MicroBatch = Any  # any dataclass whose attributes are the inputs of chunks
 Chunk = Callable[[MicroBatch, Tensor | None], Tensor]
 
 
@@ -73,11 +74,12 @@ class Root(torch.autograd.Function):
 
 
 class _Rules(TorchDispatchMode):
-    """The rules of a capture, for every operator that runs in it.
+    """Rules of a capture, checked for every operator that runs in it.
 
-    what   names the pass in errors
-    names  of the chunk's modules, by id
-    calls  to which a rehearsal adds each operator's repetition; None: a device's graph has them
+    what   name of the pass in errors
+    names  names of the chunk's modules, by id
+    calls  list to which a rehearsal appends each operator's repetition; None: a device's graph has
+           them
 
     Tensors from outside, such as tables of angles, are kept: a replay reads their memory.
     """
@@ -168,14 +170,15 @@ class _Rules(TorchDispatchMode):
 def _repeated(
     func: OpOverload[..., object], args: Any, kwargs: Any, results: list[Tensor]
 ) -> Callable[[], object]:
-    """Return a function that computes an operator again, into the memory of its results."""
+    """Return a function that repeats an operator, writing to the memory of its results."""
 
     def bare(x: Tensor) -> Tensor:
-        # Without autograd, and with a version of its own: those that autograd has noted stay.
+        # Without autograd, and with a separate version counter: those that autograd has recorded
+        # stay.
         return x.data
 
     args, kwargs = tree_map_only(Tensor, bare, (args, kwargs))
-    if func.namespace == "c10d":  # a message, which a replay waits for at once
+    if func.namespace == "c10d":  # a message, for which a replay waits immediately
 
         def send() -> None:
             for work in tree_leaves(func(*args, **kwargs)):
@@ -196,7 +199,7 @@ def _repeated(
 class Recorded:
     """One recorded pass; `device` decides whether as a graph or as a rehearsal.
 
-    Making it also runs `function` once, as `replay` does.
+    The constructor also runs `function` once, as `replay` does.
 
     added  parameters that got a contribution to their gradient, in order
     """
@@ -222,8 +225,9 @@ class Recorded:
                     function()
             else:
                 self._graph = torch.cuda.CUDAGraph()
-                # Threads that copy or wait for messages go on (capture_error_mode). The stream is
-                # one for all: libraries make a handle for each (pytorch pull request 187745).
+                # Threads that copy or wait for messages continue (capture_error_mode). All passes
+                # share one stream: libraries create a handle for each stream (pytorch pull request
+                # 187745).
                 with (
                     torch.cuda.graph(
                         self._graph,
@@ -242,7 +246,7 @@ class Recorded:
         self._tell()
 
     def replay(self) -> None:
-        """Compute the pass again, on what is in its inputs now."""
+        """Repeat the pass on the current contents of its inputs."""
         if self._graph is None:
             for call in self._calls:
                 call()
@@ -280,14 +284,14 @@ class Pool:
 
 
 class Slot:
-    """The place of one micro-batch under way in a stage: its static inputs and recorded passes.
+    """Slot of one micro-batch in flight in a stage: its static inputs and recorded passes.
 
     loss  that of the last stage, once the backward pass has been replayed
     """
 
     def __init__(self, stage: CapturedStage, batch: MicroBatch, hidden: Tensor | None) -> None:
         self._stage = stage
-        # tensors of its own, int64 [1] for whole numbers
+        # separate tensors, int64 [1] for integers
         inputs = {name: x.clone() for name, x in _tensors(batch).items()}
         for name, x in vars(batch).items():
             if isinstance(x, int):
@@ -302,11 +306,11 @@ class Slot:
         self.loss: Tensor | None = None
 
     def forward(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
-        """Return the output of the stage, which is the caller's; of the last stage its loss."""
+        """Return the output of the stage, a copy for the caller; on the last stage the loss."""
         inputs = [(x, getattr(batch, name)) for name, x in _tensors(self._batch).items()]
         if self._hidden is not None:
             inputs.append((self._hidden, hidden))
-        for buffer, x in inputs:  # autograd is not to see that what it keeps has changed
+        for buffer, x in inputs:  # autograd must not see that saved tensors have changed
             if isinstance(x, Tensor):
                 buffer.data.copy_(x)
             else:  # an argument of a kernel: the host copies nothing
@@ -352,9 +356,9 @@ class Slot:
             self._hidden.grad = None
 
     def later(self, deferred: list[Callable[[], None]]) -> list[Callable[[], None]]:
-        """Return what computes the weight gradients that the backward pass left, and releases this.
+        """Return functions that compute the deferred weight gradients and release this slot.
 
-        deferred  what it has left in the queue: nothing if it was replayed
+        deferred  what the backward pass left in the queue: nothing if it was replayed
         """
         if self._eager:
             return [*deferred, self.release]
@@ -425,7 +429,7 @@ class Captures:
     """Recorded passes of this rank's stages, for an executor.
 
     stages   functions that the executor runs, and the modules they use, by global stage
-    warmup   training steps that run eagerly first: they measure what later ones take for granted
+    warmup   training steps that run eagerly first: they measure what later steps rely on
     before   called before the first pass of a step whose passes are replayed
     """
 
@@ -465,7 +469,7 @@ class Captures:
             accumulator for stage in self._captured.values() for accumulator in stage.accumulators()
         ]
         new = dict.fromkeys(accumulator for accumulator in accumulators if accumulator.fresh)
-        if new:  # passes add to sums, also the first one
+        if new:  # all passes add to the sums, even the first
             with torch.no_grad():
                 torch._foreach_zero_([accumulator.total for accumulator in new])
             for accumulator in new:
@@ -474,7 +478,8 @@ class Captures:
         return True
 
     def _check(self, batch: MicroBatch) -> None:
-        """Check that the tensors of a micro-batch are like those of all before, and all it has."""
+        """Check that a micro-batch has the same tensors as all before, and nothing else that
+        varies."""
         for name, value in vars(batch).items():
             if isinstance(value, np.ndarray):
                 raise ConfigError(

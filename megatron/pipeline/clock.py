@@ -1,9 +1,9 @@
 """Times of the passes of a training step, from seconds per stage and per boundary.
 
-The instruction lists of the executor run on a clock. Each rank executes its own list of a schedule
-as the executor does: receives are posted ahead, sends are in flight, and messages follow each other
-on their links (schedule.py, executor.py). There is no formula for a bubble. Times are counted in
-whole ticks, a power of two of the caller's unit, so that sums are exact in any order.
+The executor's instruction lists run on a clock. Each rank executes its list of a schedule as the
+executor does: receives are posted ahead, sends are in flight, and messages follow each other on
+their links (schedule.py, executor.py). There is no formula for a bubble. Times are counted in whole
+ticks, a power of two of the caller's unit, so that sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StageTimes:
     """Seconds of one micro-batch in each global stage (chunk * pipeline size + pipeline rank).
 
     forward   a forward pass
-    backward  a whole backward pass; for 'zb-h1' its first half, the gradient of the input (and
+    backward  a full backward pass; for 'zb-h1' its first half, the gradient of the input (and
               recomputation)
     weight    for 'zb-h1' the second half, the gradients of the weights; other schedules ignore it
     first     extra time of the stage's first forward pass, for instance to wait for gathered
@@ -82,7 +82,7 @@ class StageTimes:
 class Boundaries:
     """Cost of messages, by the pipeline rank that sends: (seconds on the link, seconds of latency).
 
-    forward   to the next rank, from the last one to the first (only where there are several chunks)
+    forward   to the next rank, from the last one to the first (only with several chunks)
     backward  to the previous rank, from the first one to the last
     duplex    whether the two directions of a pair of ranks are independent. Otherwise a pair's
               messages follow each other in the order in which they are posted, as in the single
@@ -127,10 +127,10 @@ class PipelineRun:
     By pipeline rank:
 
     busy           time spent computing
-    waited         time spent waiting until the rank is done
-    message_wait   the part of `waited` after the awaited result had been computed: the cost of
+    waited         time spent waiting before the rank is done
+    message_wait   the share of `waited` after the awaited result had been computed: the cost of
                    messages, and of receives that are posted late because stages differ
-    ends           when the rank is done: its last pass, and all that it has sent
+    ends           when the rank is done with its last pass and all its sends
 
     By global stage, for work that overlaps with passes (gathering weights, reducing gradients):
 
@@ -231,7 +231,7 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
     m = pipeline.micro_batches
     times = pipeline.times
     stages = p * v
-    # Few large lists are kept: they take 12 bytes for each instruction.
+    # Few large lists are cached: they take 12 bytes for each instruction.
     lists = (_small_lists if stages * m <= _SMALL else _large_lists)(pipeline.schedule, p, v, m)
     assert len(times.forward) == len(times.backward) == stages, (
         f"expected the times of {stages} stages"
@@ -241,7 +241,7 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
         [times.forward, times.backward, times.backward, times.weight or none, times.first or none]
     )
     if not isinstance(pipeline.schedule, str) or ORDERS[pipeline.schedule].splits:
-        # a whole pass, as on a pipeline of one rank, or where an order splits only some
+        # a full pass, as on a pipeline of one rank, or where an order splits only some
         passes[Op.BACKWARD] += passes[Op.BACKWARD_WEIGHT]
     messages = np.zeros((4, stages))
     boundaries = pipeline.boundaries

@@ -43,8 +43,8 @@ class Executor:
                       returns the scalar loss of the micro-batch, the others a tensor like
                       `message`. In training the value of the loss is read after its backward pass,
                       which may be where it is computed.
-    schedule          '1f1b', 'interleaved', 'zb-h1' or an order itself (orders.py), with as many
-                      chunks on every rank.
+    schedule          '1f1b', 'interleaved', 'zb-h1' or an order itself (orders.py), with the same
+                      number of chunks on every rank.
     message           shape and dtype of the hidden state between stages; the shape may be a
                       function of the micro-batch.
     weight_gradients  the queue in which linear layers leave their weight gradients; needed by
@@ -55,9 +55,9 @@ class Executor:
                       gradients for later.
     captures          records and replays the passes of training steps; None: all run eagerly.
 
-    Every rank of the pipeline must call `train` and `evaluate` in the same order with as many
-    micro-batches. Gradients are added to the parameters' `.grad`; nothing is reduced and no
-    parameter is changed.
+    Every rank of the pipeline must call `train` and `evaluate` in the same order with the same
+    number of micro-batches. Gradients are added to the parameters' `.grad`; nothing is reduced and
+    no parameter is changed.
     """
 
     def __init__(
@@ -354,7 +354,7 @@ class StageMessages:
         self._received: dict[Instruction, _Message] = {}
 
     def send(self, instruction: Instruction, tensor: Tensor) -> None:
-        """Start to send `tensor`, which is kept alive, and must not change, until it has left."""
+        """Start to send `tensor`, which is kept alive, and must not change, until it has been sent."""
         tensor = tensor.contiguous()
         self._release(SENDS_IN_FLIGHT - 1)
         with self._recorded(instruction, tensor):
@@ -383,7 +383,7 @@ class StageMessages:
         self._release(0)
 
     def _release(self, keep: int) -> None:
-        """Release tensors that have left, and wait for the oldest until at most `keep` remain."""
+        """Release tensors that have been sent, and wait for the oldest until at most `keep` remain."""
         while self._sent:
             oldest = self._sent[0]
             with self._named_neighbour(oldest.instruction):

@@ -5,8 +5,8 @@ The orders are 1F1B, interleaved 1F1B and zero-bubble ZB-H1. They are defined on
 An order is a function of (pipeline size, chunks, micro-batches, rank) that returns the rank's
 passes: instructions, or an array with their (op, stage, micro-batch) in rows, where stage = chunk *
 pipeline size + rank. Messages, the activations that a rank holds (schedule.py) and the time of a
-step (clock.py) follow from the passes of all ranks. A new order is one function, in ORDERS or given
-instead of a name.
+step (clock.py) follow from the passes of all ranks. A new order is one function, in ORDERS or
+passed instead of a name.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron.errors import ConfigError
 class Op(IntEnum):
     """Kind of an instruction.
 
-    BACKWARD is the whole backward pass; zero-bubble schedules split it in two. Numbered as
-    csrc/schedule_clock.cpp does.
+    BACKWARD is the full backward pass; zero-bubble schedules split it in two. The numbers are those
+    of csrc/schedule_clock.cpp.
     """
 
     FORWARD = 0
@@ -50,8 +50,8 @@ RECEIVES = frozenset((Op.RECV_FORWARD, Op.RECV_BACKWARD))
 
 SENDS_IN_FLIGHT = 4
 """Maximum number of sends that a rank has in flight. Their tensors are kept until they have been
-sent, which some backends (gloo) report only to a wait, so the oldest is waited for. Waiting cannot
-deadlock: the schedules run even where every send blocks."""
+sent, which some backends (gloo) report only to a wait, so a rank waits for the oldest. Waiting
+cannot deadlock: the schedules run even where every send blocks."""
 
 
 class Instruction(NamedTuple):
@@ -110,9 +110,9 @@ def group_sizes(pipeline_size: int, micro_batches: int) -> list[int]:
     """Return the sizes of the groups of micro-batches, larger ones first.
 
     A group passes through one chunk before the next chunk starts. Groups have pipeline_size
-    micro-batches where that divides their number. Otherwise the remainder is spread over the
-    groups, so that none is smaller than the pipeline (a rank would wait for its own output to come
-    round) and few are much larger.
+    micro-batches if that divides their number. Otherwise the remainder is spread over the groups,
+    so that none is smaller than the pipeline (a rank would wait for its own output to come round)
+    and few are much larger.
 
     >>> group_sizes(4, 8), group_sizes(4, 11), group_sizes(4, 3)
     ([4, 4], [6, 5], [3])
@@ -180,7 +180,7 @@ def _alternate(forward: Rows, backward: Rows, warm_up: int) -> Rows:
 class NamedOrder(NamedTuple):
     """A named order.
 
-    interleaves  takes several chunks per rank, not one, where there are several ranks
+    interleaves  needs several chunks per rank, not one, if there are several ranks
     splits       whether it splits backward passes in two
     """
 
@@ -207,7 +207,7 @@ def passes_of_rank(
     """Return the passes of one rank in order.
 
     A pipeline of one rank computes micro-batch by micro-batch under any name. Raises ConfigError
-    unless they are all passes of the rank, each once, and forward before backward.
+    unless each pass of the rank occurs once, and forward before backward.
     """
     if isinstance(schedule, str):
         order = one_rank if pipeline_size == 1 else ORDERS[schedule].passes

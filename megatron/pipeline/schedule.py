@@ -1,6 +1,6 @@
 """Pipeline schedules: which rank computes, sends and receives what, in which order.
 
-Also the run of a schedule on a clock, and the activations that a rank holds. Pure data; needs no
+Also runs a schedule on a clock, and counts the activations that a rank holds. Pure data; needs no
 torch.
 
 >>> for instructions in build_schedule("1f1b", pipeline_size=2, chunks=1, micro_batches=2):
@@ -10,10 +10,10 @@ RF0 RF1 F0 B0 SB0 F1 B1 SB1
 
 The passes of each rank come from orders.py. The messages between them are placed here by one rule.
 They carry no tags: the n-th message that one rank sends to another is the n-th that the other
-receives. They must not deadlock either if a send blocks its rank until the receive is posted, as on
-a NCCL or RCCL communicator. Therefore all messages of a step form one sequence, and every rank
-posts its sends and receives in that sequence: a cycle of ranks that wait for each other would need
-a message that precedes itself.
+receives. Nor may they deadlock if a send blocks its rank until the receive is posted, as on a NCCL
+or RCCL communicator. Therefore all messages of a step form one sequence, and every rank posts its
+sends and receives in that sequence: a cycle of ranks that wait for each other would need a message
+that precedes itself.
 
 The sequence is the order in which messages are produced in a step with nominal times. So no message
 waits behind one that is produced later, as long as computations take about their nominal times.
@@ -160,8 +160,8 @@ def splits_backward(
 class Lists:
     """Instructions of all ranks of a pipeline as arrays, rank after rank.
 
-    rows     of all ranks  # [instructions, 3]: op, stage, micro-batch
-    offsets  of each rank's first row, and the number of rows  # [ranks + 1]
+    rows     instructions of all ranks  # [instructions, 3]: op, stage, micro-batch
+    offsets  index of each rank's first row, and the number of rows  # [ranks + 1]
     owner    the rank of each stage  # [stages]
     """
 
@@ -237,7 +237,7 @@ class Times:
 
 
 def check_clock() -> None:
-    """Raise MegatronError where `run` cannot run here: at the start of what needs it in the end."""
+    """Raise MegatronError if `run` cannot run here, for callers that need it only at their end."""
     if missing := clock_missing():
         raise MegatronError(missing)
 
@@ -267,7 +267,8 @@ def run(
     posted   the lists post the messages; otherwise results travel by themselves as soon as they are
              computed
     duplex   the two directions of a pair of ranks are separate links
-    at_once  ranks that can compute at full speed at a time; more of them share the speed equally
+    at_once  number of ranks that can compute at full speed at a time; more of them share the speed
+             equally
 
     Raises ValueError for a deadlock and MegatronError without the extension.
     """
@@ -293,8 +294,8 @@ def run(
 # -- messages --------------------------------------------------------------------------------------
 
 
-# A backward pass multiplies twice as many matrices as a forward pass: half for its input, half for
-# its weights.
+# A backward pass multiplies twice as many matrices as a forward pass: half for the gradient of its
+# input, half for those of its weights.
 NOMINAL_DURATIONS: Mapping[Op, float] = {
     Op.FORWARD: 1.0,
     Op.BACKWARD: 2.0,
@@ -321,9 +322,9 @@ def with_messages(passes: Lists) -> Lists:
     what they produce or carry. So a receive is posted before the pass that its rank computes while
     the message is produced, and the message travels during that pass; later only where a send of
     this rank precedes it in the sequence. It is never posted earlier, which bounds the buffers to
-    messages that are produced and not yet used, and those in production: 2 per rank with one chunk;
-    with more at most 3 plus the largest group of micro-batches (orders.py), usually a third of
-    that.
+    messages that are produced but not yet used, and those being produced: 2 per rank with one
+    chunk; with more at most 3 plus the largest group of micro-batches (orders.py), usually a third
+    of that.
     """
     size = len(passes)
     stages = len(passes.owner)
@@ -383,8 +384,8 @@ class Moments(NamedTuple):
               split, its first half), without that of the pass itself  # [moments, chunks]
     waiting   micro-batches whose weight gradients are deferred, in all chunks, without that of the
               pass itself
-    messages  sent ones that are kept, and those for which a receive has been posted, without that
-              which the pass uses
+    messages  sent ones that are kept, and those for which a receive has been posted, without the
+              one that the pass uses
     """
 
     op: Numbers
@@ -395,8 +396,8 @@ class Moments(NamedTuple):
 
 
 _GROUPS = 3
-"""Number of groups of micro-batches of one size after which what a rank holds repeats, in any order
-of ORDERS: the warm-up is shorter than two groups, and from then on each group holds what the one
+"""Number of equal groups of micro-batches after which a rank's memory use repeats, in any order of
+ORDERS: the warm-up is shorter than two groups, and from then on each group holds what the one
 before it held."""
 
 _lists = lru_cache(maxsize=16)(build_lists)
@@ -406,7 +407,7 @@ _lists = lru_cache(maxsize=16)(build_lists)
 def moments_of_rank(
     schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, rank: int
 ) -> Moments:
-    """Return the passes of `rank` in a step of `micro_batches`, or of fewer that hold as much."""
+    """Return the passes of `rank` in a step of `micro_batches`, or of fewer with the same peak."""
     if isinstance(schedule, str):
         sizes = group_sizes(pipeline_size, micro_batches)
         larger = sizes.count(sizes[0])

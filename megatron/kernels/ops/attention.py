@@ -9,13 +9,13 @@ made of full, aligned packs of 16 bytes are processed element by element and rea
 The same holds, by packs, for rows of more than 65,536 elements (fp32: 32,768; in the backward pass
 half of that on CUDA), which do not fit into registers.
 
-Of causal attention in blocks, the forward pass keeps for each row the logarithm of the sum of
+For causal attention in blocks, the forward pass keeps for each row the logarithm of the sum of
 exponentials, as in Dao et al., arXiv 2205.14135, and the backward pass recomputes the weights from
 it.
 
 Rows are [sample and group][position][query of the group]: the queries of a group share their keys
-and are rows of one matrix. Dropout masks come from Philox (see elementwise.py), by seed and by sample,
-head, query and key among those of the whole job, so that they do not depend on the division into
+and are rows of one matrix. Dropout masks come from Philox (see elementwise.py), by seed and by
+sample, head, query and key within the whole job, so that they do not depend on the division into
 ranks, micro-batches and blocks.
 
 Bytes moved for N scores of a block that are not masked: attention_weights_ 2 N e,
@@ -61,13 +61,13 @@ NO_WINDOW = 1 << 30
 
 
 class AttentionParameters(NamedTuple):
-    """The rule by which scores become weights, the same for all blocks.
+    """Attention parameters: how scores become weights, in all blocks alike.
 
     share    how many queries of a group see the same keys
     scale    factor of the scores
     probability, seed, origins, positions  dropout, see attention_weights_
-    cap      scores x become cap tanh(x / cap); 0: they do not
-    window   keys before its own that a query sees
+    cap      scores x become cap tanh(x / cap); 0: no cap
+    window   number of keys before its own position that a query sees
     """
 
     share: int
@@ -81,7 +81,7 @@ class AttentionParameters(NamedTuple):
 
 
 def first_key(first: int, window: int) -> int:
-    """Return where the keys begin that queries from position `first` on see: a multiple of TILE."""
+    """Return the first key that queries from position `first` on see: a multiple of TILE."""
     return max(0, (first - window) // TILE * TILE)
 
 
@@ -136,7 +136,7 @@ def _gradient_block(scores: Tensor, gradients: Tensor, *rest: Any) -> GradientBl
 
 
 def _check(name: str, block: AttentionBlock, **rows: Tensor) -> None:
-    """Check what both operators take; `rows`: the tensors [all samples, all rows] by name."""
+    """Check the arguments of both operators; `rows`: the tensors [all samples, all rows] by name."""
     scores = block.scores
     slopes = block.slopes
     params = block.params

@@ -6,15 +6,15 @@ squared ReLU; bias-dropout-add is residual + dropout(x + bias).
 Activations: bytes moved for results of N elements of e bytes, with a bias of n elements: forward N
 e in (gated 2 N e) and N e out; backward 2 N e in and N e out (gated 3 and 2). The bias is read
 once per row, from a cache; its gradient is summed in the pass that makes dx, which adds 8 bytes a
-column for each part of the rows, below 6 % (operators.partial_sums).
+column for each block of rows, below 6 % (operators.partial_sums).
 
 Dropout: the mask is computed from a seed wherever it is needed and never stored. Element i is kept
 where word i % 4 of Philox4x32-10 (Salmon et al., SC 2011), with key `seed` and counter i // 4, is
 below floor((1 - p) 2^32): p is exact to 2^-32. i counts the elements of the whole job, of which the
-tensor holds some rows (a Place). So the mask depends on seed, place and p alone, not on the layout,
-the device, its wave size, the type, or the number of threads. Bytes moved for N elements of e
-bytes: forward N e in for each of x and residual, N e out; backward N e in, N e out (the residual's
-gradient is dy itself), and the bias as above.
+tensor holds some rows (RowLayout). So the mask depends on seed, position and p alone, not on the
+layout, the device, its wave size, the type, or the number of threads. Bytes moved for N elements of
+e bytes: forward N e in for each of x and residual, N e out; backward N e in, N e out (the
+residual's gradient is dy itself), and the bias as above.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ KINDS = {
     "geglu": 4,
     "exact_geglu": 5,
 }
-"""The kinds of activation, and their numbers in the C interface."""
+"""Kinds of activation, and their numbers in the C interface."""
 
 _FORWARD = Function("mk_bias_activation", "ipppll")
 _BACKWARD = Function("mk_bias_activation_backward", "ippppppllli")
 
 
 def wider(x: Tensor) -> Tensor:
-    """Return x in fp32; fp64 stays."""
+    """Return x in fp32; fp64 is unchanged."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -71,7 +71,7 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 def _inputs(kind: str) -> int:
-    """Return how many columns of the input make one of the result."""
+    """Return how many columns of the input make one column of the result."""
     return 2 if kind.endswith("glu") else 1
 
 
@@ -181,7 +181,7 @@ def _like_x(gradient: Tensor, x: Tensor, *_: object) -> Tensor:
 def _save(ctx: Context, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, bias, ctx.kind = inputs
     ctx.save_for_backward(x, bias)
-    ctx.bias = bias  # itself: a saved tensor may be a copy, without a accumulator
+    ctx.bias = bias  # not saved by autograd: a saved tensor may be a copy, without an accumulator
 
 
 def _gradients(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -394,7 +394,7 @@ _column_sums_ = operator(
 
 
 def bias_parts(rows: int, bias: Tensor) -> int:
-    """Return how many parts the rows of a gradient are divided into for a bias."""
+    """Return how many blocks the rows of a gradient are divided into for a bias."""
     columns = bias.shape[0]
     return count_row_blocks(rows * columns, columns, bias.element_size(), bias.is_cpu)
 
@@ -410,7 +410,8 @@ def bias_gradient(bias: Tensor, gradient: Tensor, fused: bool = True) -> Tensor 
     return gradient_written(bias, out)
 
 
-# Seed and place (its numbers) are SymInts, so that torch.compile does not compile once for each.
+# Seed and row layout (its numbers) are SymInts, so that torch.compile does not compile once for
+# each.
 _bias_dropout_add_backward = operator(
     "bias_dropout_add_backward(Tensor gradient, float probability, SymInt seed, SymInt[] place, "
     "Tensor? samples, Tensor(a!) dbias, bool adds) -> Tensor",
@@ -451,7 +452,7 @@ def bias_dropout_add(
 
     x [.., n], copied unless contiguous; bias [n] or None; residual like x or None; -> [.., n]. Each
     entry is zeroed with `probability` (0 <= p < 1) and scaled by 1 / (1 - p) otherwise, as a
-    function of seed (0 <= seed < 2^63) and place in the whole, so that the backward pass and
+    function of seed (0 <= seed < 2^63) and global position, so that the backward pass and
     recomputation get the same mask. The gradient of the bias is summed in fp32, and not rounded if
     the bias is in fp32 and x in 16 bits. Dropping does not hide an element that is not finite: it
     gives NaN. Raises KernelError for other probabilities, seeds and shapes, and for types other
@@ -479,7 +480,8 @@ def keyed_dropout(
 ) -> Tensor:
     """Zero entries of x with `probability` and scale the others by 1 / (1 - probability).
 
-    Without a seed, x itself. `row_layout`: of the mask; a list has those of equal parts of x.
+    Without a seed, return x itself. `row_layout`: of the mask; a list has those of equal chunks of
+    x.
     """
     if probability == 0.0 or seed is None:
         return x
@@ -496,7 +498,7 @@ def keyed_dropout(
 
 
 class _Dropout(Node):
-    """Dropout by torch's operators. Its backward pass makes the mask again: none is kept."""
+    """Dropout by torch's operators. Its backward pass recomputes the mask."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Operators of a layer with experts: tokens to their experts' rows and back, and grouped products.
+"""Operators of a layer with experts: permutation of tokens to experts' rows, and grouped products.
 
 Each token has k choices. The rows of an expert follow each other, those of expert 0 first. `order`
 names the token of each row, `positions` the row of each choice; they are inverse to each other.
@@ -183,8 +183,8 @@ def permute(x: Tensor, order: Tensor, positions: Tensor) -> Tensor:
 
     The gradient of a token is the sum over its rows, in fp32 and in the order of its choices.
     Bytes moved for rows of N elements of e bytes: forward 2 N e, backward (1 + 1 / k) N e. Raises
-    KernelError for other types and shapes, and on a CPU for rows and tokens that are not there; on
-    a GPU these count as -1.
+    KernelError for other types and shapes, and on a CPU for rows and tokens that do not exist; on a
+    GPU these count as -1.
     """
     return _permuted(x.contiguous(), order, positions)
 
@@ -194,11 +194,11 @@ def unpermute(y: Tensor, positions: Tensor, weights: Tensor, padded: bool = Fals
 
     positions  the row of each choice, -1: it adds nothing  # [t, k], int64
     weights  fp32  # [t, k]
-    padded   whether y has rows that are no choice's; they get a gradient of zero
+    padded   whether y has rows without a choice; they get a gradient of zero
 
-    The sum is in fp32 and in the order of the choices; so is the weights' gradient, which is made
-    in the pass that makes that of y. Bytes moved for rows of N elements of e bytes: forward
-    (1 + 1 / k) N e, backward (2 + 1 / k) N e. Raises KernelError as `permute` does.
+    The sum is in fp32 and in the order of the choices; so is the weights' gradient, which the same
+    pass computes as that of y. Bytes moved for rows of N elements of e bytes: forward (1 + 1 / k) N
+    e, backward (2 + 1 / k) N e. Raises KernelError as `permute` does.
     """
     return _unpermuted(y.contiguous(), positions, weights.contiguous(), padded)
 
@@ -211,8 +211,8 @@ _torchs_own = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", No
 class RowCounts(NamedTuple):
     """Rows of each expert.
 
-    ends  the last row of each, excluded, on the device  # [E], int32
-    read  returns how many rows each has; the host may wait for them
+    ends  the end of each expert's rows, exclusive, on the device  # [E], int32
+    read  returns the number of rows of each on the host, which may wait for them
     """
 
     ends: Tensor
@@ -271,7 +271,7 @@ def _products(x: Tensor, matrices: Tensor, counts: RowCounts) -> Tensor:
 
 @torch.no_grad()
 def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor, sizes: Sequence[int]) -> Tensor | None:
-    """Return each expert's dy^T x in the weight's shape; None where a accumulator took it."""
+    """Return each expert's dy^T x in the weight's shape; None if it was added to an accumulator."""
     accumulator = accumulator_of(weight)
     if accumulator is not None:
         accumulator.add_product(dy, x, counts=sizes)
@@ -332,7 +332,7 @@ def grouped_product(
 
     weight  a matrix for each expert  # [E, out, in], or [E, m, out/m, in] for m side by side
     counts  rows of each expert, in all n; may be 0
-    queue   where the weight's gradient waits while a schedule defers it
+    queue   the queue for the weight's gradient if a schedule defers it
 
     The host reads the counts for the weight's gradient; for products only where torch has no kernel
     for them. The weight's gradient is added to its accumulator, without a second tensor of its size.

@@ -134,7 +134,7 @@ def _compute_units(index: int) -> int:
 
 
 def _row_blocks(x: Tensor, rows: int, sums: int) -> int:
-    """Return how many parts the rows of x are divided into; see _count_row_blocks."""
+    """Return how many blocks the rows of x are divided into; see _count_row_blocks."""
     return _count_row_blocks(
         rows, x.shape[-1] * x.element_size(), x.element_size(), x.get_device(), sums
     )
@@ -142,12 +142,12 @@ def _row_blocks(x: Tensor, rows: int, sums: int) -> int:
 
 @functools.lru_cache(1024)
 def _count_row_blocks(rows: int, row_bytes: int, element_size: int, device: int, sums: int) -> int:
-    """Return how many parts the rows are divided into, one for each block of a GPU.
+    """Return how many blocks the rows are divided into, one for each thread block of a GPU.
 
-    Each part has separate sums. The number depends on the shape and the device alone, so that
-    results are reproducible. There are as many blocks as the compute units hold at once, but fewer
-    if their sums were more than a twelfth of the bytes moved, down to one for each unit. On CUDA
-    they are those that were fastest on an H200, with up to a third.
+    Each has separate sums. The number depends on the shape and the device alone, so that results
+    are reproducible. There are as many as the compute units hold at once, but fewer if their sums
+    were more than a twelfth of the bytes moved, down to one for each unit. On CUDA they are those
+    that were fastest on an H200, with up to a third.
     """
     if device < 0:  # a CPU
         return min(HOST_PARTS, -(-rows // PART_ROWS))
@@ -383,6 +383,6 @@ def add_norm(
 
 
 def _node_row_blocks(x: Tensor, rms: bool, shifts: bool) -> int:
-    """Return the parts of a backward pass of x."""
+    """Return the number of blocks of rows in a backward pass of x."""
     columns = x.shape[-1]
     return _row_blocks(x, x.numel() // columns if columns else 0, (1 if rms else 2) + shifts)

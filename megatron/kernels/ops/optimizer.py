@@ -66,7 +66,7 @@ def _check_list(
 
 
 class AdamWInputs(NamedTuple):
-    """Lists of tensors, and how to update them by AdamW: the inputs of adamw_.
+    """Lists of tensors and the settings of their AdamW update: the inputs of adamw_.
 
     parameters       fp32
     gradients        fp32, fp16 or bf16, all of one type; multiplied by `gradient_scale` before use
@@ -82,8 +82,8 @@ class AdamWInputs(NamedTuple):
     gradient_scale   a number, or one fp32 number on the device; where it is not finite the step is
                      skipped: nothing is written
 
-    Tensors at one place of the lists have one shape; all are contiguous and on one device. Empty
-    lists and tensors are allowed.
+    Tensors at the same index of the lists have the same shape; all are contiguous and on one
+    device. Empty lists and tensors are allowed.
     """
 
     parameters: Tensors
@@ -132,11 +132,13 @@ _ODDS = 0x61C88647, 0x2545F491, 0x2C1B3C6D  # multipliers of the hash, less than
 
 
 def round_(target: Tensor, x: Tensor, step: int) -> None:
-    """Round fp32 numbers to one of the two nearest in bf16: up with the share of the way there.
+    """Round fp32 numbers to one of the two nearest in bf16: up with a probability in proportion to
+    the distance.
 
     The random 16 bits that decide are a hash of the number and the step. So all ranks that hold the
-    same number round it alike, on any layout and after a resume, and no generator is kept. Numbers
-    that bf16 has stay. The kernel has the same hash (`stochastic` in csrc/kernels/adamw.cpp).
+    same number round it alike, on any layout and after a resume, and no generator is needed.
+    Numbers that bf16 represents are unchanged. The kernel uses the same hash (`stochastic` in
+    csrc/kernels/adamw.cpp).
     """
     bits = x.view(torch.int32)
     random = (bits * _ODDS[0]).add_((step * _ODDS[1] + 2**31) % 2**32 - 2**31)
@@ -375,6 +377,6 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
                 adamw_(adamw, self._kernel)
 
     def uncount(self) -> None:
-        """Take the last step, which changed nothing, out of the bias correction."""
+        """Remove the last step, which changed nothing, from the bias correction."""
         for group in self.param_groups:
             group["step"] -= 1

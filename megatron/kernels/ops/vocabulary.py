@@ -1,4 +1,4 @@
-"""Kernels over a vocabulary: a rank's part of the cross entropy, and gradients of embeddings.
+"""Kernels over a vocabulary: a rank's share of the cross entropy, and gradients of embeddings.
 
 Cross entropy: `local_pass` and `gradient_` are the two halves between which a group exchanges three
 numbers per token (megatron/layers/vocabulary.py). Bytes moved for logits of N elements of e bytes:
@@ -71,7 +71,7 @@ def _columns(labels: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
 
 
 def _row_chunks(logits: Tensor) -> Iterator[slice]:
-    """Yield the rows of logits [n, v] that are processed at a time."""
+    """Yield the ranges of rows of logits [n, v] that are processed at a time."""
     step = max(1, _AT_A_TIME // max(1, logits.shape[-1]))
     for start in range(0, logits.shape[0], step):
         yield slice(start, start + step)
@@ -216,7 +216,7 @@ backward pass that saved them fails.
 
 
 CHUNK = 16
-"""Values that one lane adds up on a GPU: enough to outweigh what it leaves, few enough to use all
+"""Values that one lane adds up on a GPU: enough to outweigh its result, few enough to use all
 lanes.
 """
 
