@@ -1,4 +1,4 @@
-"""Family of Hugging Face that describes a model. Needs no torch."""
+"""Choice of the Hugging Face family that describes a model. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron.errors import CheckpointError, ConfigError
 
 
 def export_problem(model: ModelConfig, pieces: Pieces) -> str:
-    """Return why --save-hf could not write a model; "" if nothing is against it."""
+    """Return why --save-hf could not write a model; "" if it could."""
     for name in ("layer", "model"):
         if getattr(pieces, name) is not None:
             return f"it writes no model with a {name} of your own: its parts have no names there"
     try:
-        # The size of a vocabulary, which a tokenizer may give later, is in every family.
+        # Every family has a vocabulary size; a tokenizer may supply it later.
         family_of(dataclasses.replace(model, vocab_size=model.vocab_size or 1))
     except ConfigError as error:
         return str(error)
@@ -30,8 +30,8 @@ def export_problem(model: ModelConfig, pieces: Pieces) -> str:
 def family_of(model: ModelConfig, preferred: str | None = None) -> str:
     """Return the model_type that describes a model: the preferred one, or the first that can.
 
-    A family can if its config.json, read back, gives the same model. Raises ConfigError that names
-    the settings in which the nearest family differs.
+    A family describes a model if its config.json, read back, gives the same model. Raises
+    ConfigError naming the settings in which the nearest family differs.
     """
     model = without_mup(model)
     sparse = model.num_experts is not None
@@ -81,7 +81,8 @@ def _effective(model: ModelConfig) -> Values:
     settings["embedding_scale"] = model.embedding_scale or 1.0
     if model.position_embedding_type == "learned_absolute":
         settings["max_position_embeddings"] = model.max_position_embeddings
-    # Settings of what a model does not have keep their defaults (NEEDED in validate.py), but these.
+    # Settings of features that a model lacks keep their defaults (NEEDED in validate.py); these do
+    # not.
     names = ["window_attn_skip_freq", *(["ffn_hidden_size"] if all(sparse) else [])]
     if model.position_embedding_type != "rope":
         names += ["rotary_base", "rotary_percent"]
@@ -91,7 +92,7 @@ def _effective(model: ModelConfig) -> Values:
 
 
 def without_mup(model: ModelConfig) -> ModelConfig:
-    """Return the same function without muP, for parameters that `take_up` has changed."""
+    """Return the settings of the same function without muP, for parameters changed by `take_up`."""
     if not model.use_mup:
         return model
     unset: Values = dict.fromkeys(n for n in ARCHITECTURE if n.startswith("mup_"))

@@ -1,7 +1,7 @@
-"""Model families of Hugging Face, each one table that is read in both directions.
+"""Hugging Face model families, each a table that is read in both directions.
 
-A table says which fields of config.json are which settings here, and which of their tensors make up
-each of our parameters. A new family is one more entry of FAMILIES. Needs no torch.
+A table maps fields of config.json to our settings, and our parameters to Hugging Face tensors. A
+new family is one more entry of FAMILIES. Needs no torch.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ ONLY: Fields = {
     "rope_interleaved": False,
     "use_mrope": False,
 }
-"""Fields that would change a model of any family, and their only value that is supported."""
+"""Fields that would change a model of any family, each with its only supported value."""
 
 
 @dataclass(frozen=True)
 class HFModules:
-    """Modules of theirs that hold the rows of one of our matrices, one after the other.
+    """Hugging Face modules that hold the rows of one of our matrices, one after the other.
 
-    by_head      their rows are all queries, all keys, all values; ours are [group][queries, key,
-                 value] (SelfAttention)
+    by_head      their rows are all queries, then all keys, then all values; ours are
+                 [group][queries, key, value] (SelfAttention)
     transposed   their weights are [in, out]
-    by_expert    each expert has these modules, with its number in the second place
+    by_expert    each expert has these modules; its number fills the second {}
     """
 
     modules: tuple[str, ...]
@@ -46,16 +46,16 @@ class HFModules:
 class Family:
     """A family of models.
 
-    architecture   its class in transformers, the only one that is supported
-    settings       what all its models have in common, by our names
-    fields         our settings, and their fields of the same value
-    modules        our modules, and theirs; {} is the number of the layer. Each has a weight, a
-                   bias, or both
+    architecture   its class in transformers, the only supported one
+    settings       settings that all its models share, by our names
+    fields         our settings, and the fields of config.json with the same value
+    modules        our modules, and those of Hugging Face; {} is the layer number. Each has a
+                   weight, a bias, or both
     rules          see Rule
-    absent         values of fields that config.json may leave out
-    only           fields that would change the model, and their only value that is supported here
-    older          names of fields, and others that some published files have in their place
-    prefix         beginning of their names, which some published files leave out
+    absent         values of fields that config.json may omit
+    only           fields that would change the model, each with its only supported value
+    older          names of fields, and the names that some published files use instead
+    prefix         prefix of tensor names, which some published files omit
 
     A field that is neither here nor one without effect (huggingface_config.py) is refused.
     """
@@ -76,9 +76,9 @@ class Family:
         return any(entry.by_expert for entry in self.modules.values())
 
     def hf_tensors(self, parameter: str, experts: int = 1) -> tuple[HFModules, tuple[str, ...]]:
-        """Return where one of our parameters is, and the names of those tensors.
+        """Return the Hugging Face modules and tensor names that hold one of our parameters.
 
-        experts   how many it has, where it is one of experts
+        experts   number of experts, for a parameter of experts
 
         Raises CheckpointError where this family has no such parameter.
         """
@@ -100,9 +100,9 @@ class Family:
 
 
 def _modules(layer: str, table: str) -> dict[str, HFModules]:
-    """Return what a table says: in each line our module, theirs, and what holds for these.
+    """Parse a table: each line has our module, the Hugging Face modules and their properties.
 
-    Names that begin with a dot are in a layer, `layer` among theirs.
+    Names that begin with a dot are within a layer, which Hugging Face calls `layer`.
     """
 
     def full_name(name: str, before: str) -> str:
@@ -192,7 +192,7 @@ _SHARED_EXPERTS = _modules(
     .mlp.shared_experts.gate           .mlp.shared_expert_gate
     """,
 )
-# GPT-NeoX and BLOOM keep these names of Megatron's.
+# GPT-NeoX and BLOOM keep these names from Megatron.
 _MEGATRONS = """
     .input_layernorm           .input_layernorm
     .post_attention_layernorm  .post_attention_layernorm
@@ -215,7 +215,7 @@ def _llama(
     only: Fields = _SILU,
     older: Mapping[str, str] = MappingProxyType({}),
 ) -> Family:
-    """Return a family that differs from Llama's in these entries, and in the rest of the rules."""
+    """Return a family that differs from Llama in these entries; `rest` are its further rules."""
     return Family(
         architecture,
         {**_GATED, **settings},
@@ -327,7 +327,7 @@ FAMILIES: Mapping[str, Family] = {
             """,
         ),
         _EXPERTS_ALONE,
-        # it also scales what the experts get, which no setting here does
+        # it also scales the experts' inputs, which no setting here does
         {**_SILU, "router_jitter_noise": 0.0},
         {"num_local_experts": "num_experts"},
     ),
@@ -473,4 +473,4 @@ FAMILIES: Mapping[str, Family] = {
         prefix="transformer.",
     ),
 }
-"""Families by model_type. Of several that are the same function, the first is written."""
+"""Families by model_type. Where several compute the same function, the first is written."""

@@ -1,7 +1,7 @@
-"""Rules by which fields of a config.json of Hugging Face and our settings are each other.
+"""Rules that convert between fields of a Hugging Face config.json and our settings.
 
-They are for what is not a single field of the same value. The tables of megatron.checkpoint.families
-name them. Needs no torch.
+They cover settings that are not a single field with the same value. The tables of
+megatron.checkpoint.families name them. Needs no torch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Values = dict[str, Any]
 
 
 class Rule(NamedTuple):
-    """Settings that are not single fields with the same value.
+    """Conversion of settings that are not single fields with the same value.
 
-    `read` returns settings from fields and `write` fields of a model. `read` raises LookupError,
-    TypeError or ValueError for what is not supported here.
+    `read` returns settings from fields, `write` the fields of a model. `read` raises LookupError,
+    TypeError or ValueError for unsupported values.
     """
 
     read: Callable[[Fields], Values]
@@ -46,7 +46,7 @@ def unsupported(name: str, value: object) -> ValueError:
 
 
 def _number(fields: Fields, name: str, kind: type = float) -> Any:
-    """Return a field that has to be a number; of kind int: of something."""
+    """Return a field that must be a number; with `kind` int, a count."""
     value = fields[name]
     kinds = int if kind is int else (int, float)
     most = MOST_POSITIONS if kind is int else 1e30
@@ -56,14 +56,14 @@ def _number(fields: Fields, name: str, kind: type = float) -> Any:
 
 
 def _positive(fields: Fields, name: str, kind: type = float) -> Any:
-    """Return a field that has to be a number other than 0."""
+    """Return a field that must be a number other than 0."""
     if not (value := _number(fields, name, kind)):
         raise unsupported(name, value)
     return value
 
 
 def _layers(fields: Fields, name: str = "num_hidden_layers") -> range:
-    """Return the layers, before anything is done for each."""
+    """Return the range of layers, checked before any work per layer."""
     layers: int = _number(fields, name, int)
     if not 1 <= layers <= _MOST_LAYERS:
         raise ValueError(f"{name} is {layers}, expected a number from 1 to {_MOST_LAYERS}")
@@ -126,12 +126,12 @@ _ROPE_SCALING: Mapping[str, Mapping[str, str]] = {
 def rope(base: str = "rope_theta", share: str = "") -> Rule:
     """Return the rule of the rotary embedding.
 
-    base, share   fields of the base and of the rotated part of a head; no share: heads are rotated
-                  as a whole
+    base, share   names of the fields for the base and for the rotated fraction of a head; without
+                  `share`, whole heads are rotated
 
-    transformers 5 writes rope_parameters, which has all of it; older versions, which 5 reads too,
-    write single fields and rope_scaling. Of several places for a value, the one that counts is that
-    of transformers 5.23.
+    transformers 5 writes rope_parameters, which has all values; older versions, whose files it
+    still reads, write single fields and rope_scaling. Where a value is in several fields, the
+    precedence is that of transformers 5.23.
     """
 
     def read(fields: Fields) -> Values:
@@ -211,7 +211,7 @@ def _window(size: object, windowed: list[bool]) -> Values:
 
 
 def _layer_types(fields: Fields, usual: Callable[[int], bool]) -> list[bool]:
-    """Return which layers have a window: by layer_types, or where config.json leaves it out."""
+    """Return which layers have a window, by layer_types or, without it, by `usual`."""
     layers = _layers(fields)
     types = fields["layer_types"]
     if types is None:
@@ -282,9 +282,9 @@ def experts(count: str, normalised: str | None = "norm_topk_prob") -> Rule:
     """Return the rule of experts and their router.
 
     count        field of their number
-    normalised   field that says whether the weights of the chosen experts add up to one; None:
-                 they do. A softmax over all experts, divided by its sum over some of them, is a
-                 softmax over these
+    normalised   field that says whether the weights of the chosen experts add up to one; None: they
+                 do. A softmax over all experts, divided by its sum over some of them, is a softmax
+                 over those
     """
 
     def read(fields: Fields) -> Values:
@@ -336,7 +336,7 @@ def _scales(fields: Fields) -> Values:
     return {"softmax_scale": 1.0 / math.sqrt(scalar), "embedding_scale": math.sqrt(width)}
 
 
-SCALES = Rule(  # Gemma's: of the scores by a number of its own, of the embeddings by the width
+SCALES = Rule(  # Gemma scales scores by a separate number, and embeddings by the hidden size
     _scales,
     lambda m: {
         "query_pre_attn_scalar": m.kv_channels
@@ -344,7 +344,7 @@ SCALES = Rule(  # Gemma's: of the scores by a number of its own, of the embeddin
         else round(m.softmax_scale**-2)
     },
 )
-LENGTH = Rule(  # without positions to learn or to scale; old files have it for information
+LENGTH = Rule(  # no positions are learned or scaled; old files have it for information
     lambda f: {"seq_length": _number(f, "seq_length", int)},
     lambda m: {"seq_length": m.seq_length},
 )

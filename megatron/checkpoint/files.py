@@ -65,7 +65,7 @@ def digest(data: Any) -> str:
 
 
 def file_digest(path: StrPath) -> Written:
-    """Return size and digest of a file, read in parts. Raises OSError."""
+    """Return size and digest of a file, read in blocks. Raises OSError."""
     with open(path, "rb", buffering=0) as f:
         value = hashlib.file_digest(f, xxhash.xxh3_128).hexdigest()
         return f.tell(), value
@@ -74,7 +74,8 @@ def file_digest(path: StrPath) -> Written:
 def sampled_digest(path: StrPath, most_bytes: int) -> Written:
     """Return the size of a file, and the digest of at most `most_bytes` of it. Raises OSError.
 
-    Of a longer file these are a quarter at each end, and evenly spaced blocks between.
+    For a longer file these are a quarter of `most_bytes` at each end, and evenly spaced blocks
+    between.
     """
     with open(path, "rb", buffering=0) as f:
         size = os.fstat(f.fileno()).st_size

@@ -172,7 +172,7 @@ def generations(numbered: Iterable[Path]) -> dict[Path, int]:
 
 
 def next_generation(*directories: StrPath) -> int:
-    """Return the generation of a save that follows all those in some directories.
+    """Return a generation that is later than those of all checkpoints in some directories.
 
     Raises CheckpointError.
     """
@@ -281,7 +281,7 @@ def find(
 
 
 def required(directory: StrPath, choice: CheckpointChoice) -> Path:
-    """Return the folder that was found.
+    """Return the folder of a search's result.
 
     Raises CheckpointError, naming the broken checkpoints, where there is none.
     """
@@ -318,13 +318,13 @@ def _names(root: Path) -> list[str]:
 
 
 def _skipped(candidates: list[Path], tracker: Tracker) -> list[Path]:
-    """Return the checkpoints that are not considered.
+    """Return the checkpoints to ignore.
 
-    They are those that the run rolled back past, and those that are later than the tracker's
-    iteration. The latter are of another run, or from before a user went back by writing the
-    tracker. Where the save was killed just before the tracker was renamed, the temporary tracker
-    file is still there and the checkpoint counts. A tracker that names a missing folder says
-    nothing about others: it may be damaged, e.g. cut to fewer digits.
+    These are checkpoints that the run rolled back past, and checkpoints later than the tracker's
+    iteration. The latter belong to another run, or are older than a user's edit of the tracker.
+    Where the save was killed just before the tracker was renamed, the temporary tracker file still
+    exists and the checkpoint counts. A tracker that names a missing folder says nothing about
+    others: it may be damaged, e.g. cut to fewer digits.
     """
     newest = tracker.iteration
     known = generations(candidates)

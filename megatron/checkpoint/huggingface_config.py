@@ -1,4 +1,4 @@
-"""Files of a Hugging Face model that are not its weights: config.json in both directions, tokenizer.
+"""Files of a Hugging Face model besides weights: config.json in both directions, and the tokenizer.
 
 Needs no torch.
 """
@@ -29,7 +29,7 @@ _WITHOUT_EFFECT = frozenset(
     sep_token_id decoder_start_token_id prefix is_llama_config transformers.js_config
     unsloth_fixed unsloth_version
     """
-    # how a model is computed or trained there, or what it returns
+    # how transformers computes or trains a model, or what the model returns
     """
     _attn_implementation _attn_implementation_autoset attn_implementation attention_probs_dropout_prob
     attention_softmax_in_fp32 bias_dropout_fusion cache_implementation chunk_size_feed_forward
@@ -78,7 +78,7 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
             f"{where} is of {classes!r:.100}; of {kind} only {family.architecture} is supported"
         )
     if fields.get("quantization_config") is not None:
-        raise CheckpointError(f"{where} is of a quantized model: take the one it was made from")
+        raise CheckpointError(f"{where} describes a quantized model: use the one it was made from")
     renamed = {new: fields[old] for new, old in family.older.items() if old in fields}
     known = {**ONLY, **family.only, **family.absent, **renamed, **fields}
     settings: Values = dict(family.settings)
@@ -148,7 +148,7 @@ def write_fields(kind: str, model: ModelConfig) -> Values:
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Return whether a folder has a config.json that is not of a checkpoint of ours."""
+    """Return whether a folder has a config.json and is not one of our checkpoints."""
     return (folder / CONFIG).is_file() and not (folder / "manifest.json").exists()
 
 
@@ -181,9 +181,9 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
 
 
 def tokenizer_settings(folder: Path, at: Path | None = None) -> Values:
-    """Return our settings of the tokenizer in a folder of Hugging Face; empty without one.
+    """Return our settings of the tokenizer in a Hugging Face folder; empty without one.
 
-    at   where its files will be; by default where they are
+    at   folder in which its files will be; by default the same one
 
     Raises CheckpointError for a damaged file.
     """

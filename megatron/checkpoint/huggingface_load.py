@@ -1,4 +1,4 @@
-"""Loading of models in the format of Hugging Face: config.json and safetensors files.
+"""Loading of models in Hugging Face's format: config.json and safetensors files.
 
 Each rank reads the rows and columns that it needs of each tensor, from one memory-mapped file after
 the other. Nothing in the folder is executed.
@@ -62,13 +62,13 @@ def rows_by_head(heads: int, groups: int, width: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One of our parameters, whose rows are those of some of their tensors in another order.
+    """One of our parameters, whose rows are those of Hugging Face tensors in another order.
 
-    shape        ours
-    counts       rows of each of their tensors, by name
+    shape        of our parameter
+    counts       rows of each Hugging Face tensor, by name
     columns      None for a vector
-    order        their row of each of ours; None: the same
-    transposed   their tensors are [columns, rows]
+    order        Hugging Face row for each of our rows; None: the same
+    transposed   the Hugging Face tensors are [columns, rows]
     """
 
     shape: Index
@@ -79,7 +79,7 @@ class Matrix:
 
     @property
     def their_shapes(self) -> dict[str, Index]:
-        """Return the shape of each of their tensors."""
+        """Return the shape of each Hugging Face tensor."""
         columns = () if self.columns is None else (self.columns,)
         return {
             name: (*columns, rows) if self.transposed else (rows, *columns)
@@ -87,7 +87,7 @@ class Matrix:
         }
 
     def rows(self, offset: Index, sizes: Index) -> torch.Tensor:
-        """Return which of their rows make up a part of our parameter, in our order."""
+        """Return the Hugging Face rows that make up a shard of our parameter, in our order."""
         leading = slice(None) if self.columns is None else slice(-1)
         index = torch.zeros(1, dtype=torch.int64)
         for start, size, extent in zip(
@@ -97,7 +97,7 @@ class Matrix:
         return index if self.order is None else self.order[index]
 
     def cut(self, full: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield their tensors of the whole of our parameter, one after the other."""
+        """Yield the Hugging Face tensors of our full parameter, one after the other."""
         flat = full.reshape(-1) if self.columns is None else full.reshape(-1, self.columns)
         if self.order is not None:
             flat = flat.index_select(0, self.order.argsort())
@@ -106,7 +106,7 @@ class Matrix:
 
 
 def matrix_of(family: Family, model: ModelConfig, name: str, shape: Index) -> Matrix:
-    """Return where a parameter of ours is in a model of this family. Raises CheckpointError."""
+    """Return how a model of this family stores one of our parameters. Raises CheckpointError."""
     hf_modules, names = family.hf_tensors(name, shape[0])
     vector = len(shape) == 1 or name.endswith(".bias")
     columns = None if vector else shape[-1]
@@ -124,7 +124,7 @@ def matrix_of(family: Family, model: ModelConfig, name: str, shape: Index) -> Ma
 
 
 def tensors_of(family: Family, model: ModelConfig, shapes: Shapes) -> Shapes:
-    """Return the shapes of their tensors, by name, for parameters of these global shapes."""
+    """Return the shapes of Hugging Face tensors, by name, for parameters of these global shapes."""
     hf_shapes: dict[str, Index] = {}
     for name, shape in shapes.items():
         hf_shapes |= matrix_of(family, model, name, shape).their_shapes
@@ -134,7 +134,7 @@ def tensors_of(family: Family, model: ModelConfig, shapes: Shapes) -> Shapes:
 # ---- files
 
 TensorLocations = Mapping[str, tuple[str, str]]
-"""File of each tensor, and its name there, by its name in transformers."""
+"""File of each tensor and its name in that file, by its name in transformers."""
 
 
 def open_tensors(path: Path) -> Any:
@@ -149,7 +149,7 @@ def open_tensors(path: Path) -> Any:
 
 
 def find_tensors(folder: Path, family: Family, shapes: Shapes) -> TensorLocations:
-    """Return where the tensors of a model are, by the headers of all files.
+    """Return the location of each tensor of a model, from the headers of all files.
 
     shapes   of the model's tensors
 
@@ -231,7 +231,7 @@ def _files(folder: Path) -> list[str]:
 
 
 class SafetensorsReader:
-    """Tensors of a folder by their names in transformers, as views of the file that is mapped."""
+    """Tensors of a folder by their names in transformers, as views of the mapped file."""
 
     def __init__(self, folder: Path, locations: TensorLocations) -> None:
         self._folder = folder
@@ -254,7 +254,7 @@ class SafetensorsReader:
         return tensor
 
     def fill(self, target: torch.Tensor, offset: Index, matrix: Matrix) -> None:
-        """Set a part of one of our parameters, which begins at `offset`."""
+        """Fill the shard of one of our parameters that begins at `offset`."""
         index = matrix.rows(offset, tuple(target.shape))
         start = 0
         out = None
@@ -273,7 +273,7 @@ class SafetensorsReader:
                 if here.all():
                     target.copy_(picked.reshape(target.shape))
                     break
-                if out is None:  # in place where it can be: experts are large
+                if out is None:  # in place if possible: experts are large
                     of_rows = len(index), *picked.shape[1:]
                     in_place = target.is_contiguous() and target.is_cpu
                     out = (
@@ -300,7 +300,7 @@ def check_finite(values: torch.Tensor, what: str) -> None:
         )
 
 
-# ---- a whole model
+# ---- a full model
 
 
 def fill_shards(
@@ -310,7 +310,7 @@ def fill_shards(
     config: Config,
     alive: Alive = nothing,
 ) -> None:
-    """Fill the pieces of `tensors` (megatron.checkpoint.tensors), by name, from a folder.
+    """Fill the views of `tensors` (megatron.checkpoint.tensors), by name, from a folder.
 
     All ranks call it. Raises CheckpointError on every rank; what was filled before stays.
     """
@@ -337,9 +337,9 @@ def fill_shards(
 def load_engine(
     folder: Path, engine: Engine, topology: Topology, config: Config, alive: Alive = nothing
 ) -> None:
-    """Load the weights of a folder of Hugging Face into an engine of any layout and precision.
+    """Load the weights of a Hugging Face folder into an engine of any layout and precision.
 
-    The optimizer stays as it is. All ranks call it; errors are those of `fill_shards`.
+    The optimizer is unchanged. All ranks call it; errors are those of `fill_shards`.
     """
     clear_padding(engine, False)
     tensors = tensors_to_load(engine, False, False)

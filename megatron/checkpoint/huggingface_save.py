@@ -1,9 +1,9 @@
-"""Writing of models in the format of Hugging Face.
+"""Writing of models in Hugging Face's format.
 
     FOLDER/config.json, generation_config.json     the model
-           model.safetensors                       its tensors; of a large model
+           model.safetensors                       its tensors; for a large model
            model-00001-of-00007.safetensors ...    several files, and
-           model.safetensors.index.json            which tensor is in which
+           model.safetensors.index.json            the file of each tensor
            tokenizer.json ...                      files of the tokenizer
 
 Each file is written by one rank, tensor by tensor, several files at once. The folder has a temporary
@@ -80,12 +80,12 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def take_up(model: ModelConfig, name: str, values: torch.Tensor) -> torch.Tensor:
-    """Return a whole parameter of a muP model that takes up the model's factors.
+    """Return a full parameter of a muP model with the model's factors folded in.
 
-    The factor of the embeddings goes into their tables, or into the norm of the word embeddings;
-    that of the scores into the final norm, which a tied table does not change; that of a residual
-    branch into its last matrix or norm; that of attention into the queries or their norm; those of
-    routers and gates into their weights.
+    The embedding factor goes into the embedding tables, or into the norm of the word embeddings;
+    the factor of output scores into the final norm, which a tied table does not change; the factor
+    of a residual branch into its last matrix or norm; the attention factor into the queries or
+    their norm; factors of routers and gates into their weights.
     """
     embed = model.mup_embedding_mult
     scores = model.mup_output_mult
@@ -127,7 +127,7 @@ class Companions:
 
     files   of the tokenizer, and generation_config.json, by name
     ids     fields of config.json that name special tokens
-    kind    model_type of the folder that they are from
+    kind    model_type of the folder they come from
     note    what the folder will lack; "" if nothing
     """
 
@@ -144,7 +144,7 @@ _OF_TRAINING = (
 
 
 def lacking(model: ModelConfig) -> list[str]:
-    """Return sentences on the settings of a model for which config.json has no place."""
+    """Return sentences about settings of a model that config.json cannot represent."""
     notes = list[str]()
     flags = [
         option.written(value)
@@ -197,7 +197,7 @@ def companions_of(config: Config) -> Companions:
 
 
 def _of_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> tuple[dict[str, bytes], Values]:
-    """Return files for transformers, and special ids as far as they are known without more."""
+    """Return files for transformers, and the special ids that are known without further work."""
     kind = tokenizer.tokenizer_type
     model = Path(tokenizer.tokenizer_model or "")
     if kind == "HFTokenizer":
@@ -239,12 +239,12 @@ def _read(path: str | Path) -> bytes:
 
 
 def read_files(folder: Path, names: Iterable[str] = TOKENIZER_FILES) -> dict[str, bytes]:
-    """Return the content of those of some files that a folder has. Raises CheckpointError."""
+    """Return the contents of the files `names` that a folder has. Raises CheckpointError."""
     return {name: _read(folder / name) for name in names if (folder / name).is_file()}
 
 
 def config_fields(config: Config, companions: Companions, dtype: torch.dtype) -> Values:
-    """Return the content of config.json. Raises ConfigError where no family has the model."""
+    """Return the content of config.json. Raises ConfigError if no family describes the model."""
     kind = family_of(config.model, companions.kind)
     fields = write_fields(kind, without_mup(config.model))
     ids = dict.fromkeys(_TOKEN_IDS) | dict(companions.ids)
@@ -259,11 +259,10 @@ class Parameters:
     """Parameters of this rank's pipeline stages.
 
     shapes   their global shapes, by name
-    whole    returns a whole parameter on the first of the ranks that hold it together, over which
-             tensors and experts are divided, None on the others; all of these call it, for the same
-             names in the same order
-    passes   called in place of `whole` for the parameters that other data-parallel ranks write,
-             where it takes all of them to have one
+    full     returns a full parameter on the first rank of its tensor- and expert-parallel groups, None
+             on the others; all of these ranks call it, for the same names in the same order
+    passes   called in place of `full` for parameters that other data-parallel ranks write, where
+             gathering one needs all of them
     """
 
     shapes: Shapes
@@ -322,7 +321,7 @@ def _write_file(
     values: Iterator[torch.Tensor | None],
     dtype: torch.dtype,
 ) -> Exception | None:
-    """Write a file, or take part in it where `path` is None; return what went wrong.
+    """Write a file, or only join its collectives where `path` is None; return the error, if any.
 
     values   the parameters of the file, in order; None on ranks that do not write
     """
@@ -332,7 +331,7 @@ def _write_file(
             with contextlib.closing(SyncedFile(path)) as file:
                 file.write(output.header)
                 for matrix, tensor in zip(output.parameters.values(), values, strict=True):
-                    assert tensor is not None, "the first rank has the whole of each parameter"
+                    assert tensor is not None, "the first rank has each full parameter"
                     tensor = tensor.to(dtype)
                     named = ", ".join(list(matrix.counts)[:2])
                     check_finite(tensor, f"{named}, written in {dtype}")
@@ -343,7 +342,7 @@ def _write_file(
     except (OSError, CheckpointError) as error:
         failure = error
     for _ in values:
-        pass  # after an error, too, the other ranks wait for this one's parts
+        pass  # even after an error, the other ranks wait for this rank's shards
     return failure
 
 
@@ -356,13 +355,13 @@ def write_model(
     companions: Companions | None = None,
     alive: Alive = nothing,
 ) -> int:
-    """Write a model in the format of Hugging Face; return the bytes of its tensors.
+    """Write a model in Hugging Face's format; return the bytes of its tensors.
 
     dtype        of the tensors in the files
     companions   by default those of `config`
     alive        called after every parameter
 
-    All ranks call it. Raises CheckpointError on every rank; then the folder is as before.
+    All ranks call it. Raises CheckpointError on every rank; the folder is then unchanged.
     """
 
     def prepare() -> tuple[Companions, Values]:
@@ -410,7 +409,7 @@ def write_model(
         )
     finally:
         if topology.world.is_first:
-            shutil.rmtree(temporary, ignore_errors=True)  # where it has not got its name
+            shutil.rmtree(temporary, ignore_errors=True)  # unless it has its final name
 
 
 def _file_name(number: int, total: int) -> str:
@@ -466,10 +465,10 @@ def export(
     arriving: Callable[[Iterable[torch.nn.Parameter]], Iterator[torch.nn.Parameter]] = iter,
     on_all: bool = False,
 ) -> int:
-    """Write the model of a run, in the precision of its training; return the bytes of its tensors.
+    """Write the model of a run, in its training precision; return the bytes of its tensors.
 
-    `arriving` yields parameters when their values are there (Engine.arriving); `on_all`: all
-    data-parallel ranks have to call it for the same ones.
+    `arriving` yields parameters when their values are available (Engine.arriving); with `on_all`
+    all data-parallel ranks must call it for the same parameters.
 
     All ranks call it. In addition to the model, a rank needs memory for a parameter that it gathers
     from its tensor-parallel and its expert-parallel group. Errors are those of `write_model`.
@@ -494,9 +493,10 @@ def export(
 
 
 def _gathered(parameters: Iterable[torch.Tensor], topology: Topology) -> torch.Tensor | None:
-    """Return a whole parameter in host memory on the first of the ranks that hold it together.
+    """Return a full parameter in host memory, on the first rank of its groups.
 
-    None on the others. A rank may hold several parts of it.
+    These are its tensor- and expert-parallel groups; None on their other ranks. A rank may hold
+    several shards of it.
     """
     tensor = topology.tensor
     expert = topology.expert

@@ -5,7 +5,7 @@ the previous checkpoint is loaded, and the result reports it. A good checkpoint 
 the model is an error: an older one of the same run would not fit either.
 
 Every shard is compared with its digest before it is used. It is stored in the format of torch.save,
-from which torch.load(weights_only=True) takes nothing but tensors.
+from which torch.load(weights_only=True) loads nothing but tensors.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _newest_that_loads(
     attempt   loads a checkpoint; raises _Damage, the same on all ranks
 
     All ranks call it and get the same result. Raises CheckpointError where none is left, and for
-    the first damaged one where `tag` names it or not `allow_older`.
+    the first damaged one if `tag` names it or `allow_older` is False.
     """
     choice = CheckpointChoice(folder)
     if folder is None:
@@ -257,7 +257,7 @@ def _newest_that_loads(
                     manifest = read_manifest(at)
                 if manifest != opened.manifest:
                     raise CheckpointError(
-                        "another checkpoint than that of rank 0 has this name: give every node the "
+                        "rank 0 has another checkpoint of this name: give every node the "
                         "same --load folder"
                     )
             attempt(opened)
@@ -283,7 +283,7 @@ def _read(
 ) -> list[str]:
     """Fill `tensors`, by name, on all ranks; each rank reads only the shards it needs.
 
-    Return, on rank 0, the frozen parameters of which the checkpoint has optimizer state.
+    Return, on rank 0, the frozen parameters for which the checkpoint has optimizer state.
 
     source   returns the name of a parameter in the checkpoint; None where it has none
 
@@ -325,7 +325,7 @@ def _read(
         if problems:
             raise CheckpointError(
                 f"{folder} does not fit this model: {named(problems)}. A checkpoint of another "
-                "architecture is not loaded in parts: see --use-checkpoint-args"
+                "architecture is not loaded in part: see --use-checkpoint-args"
             )
     with errors_on_all_ranks(topology, f"reading {folder}", _Damage):
         _fill(tensors, folder, stored, alive)
@@ -340,7 +340,7 @@ def _fill(
     stored: Entries,
     alive: Alive,
 ) -> None:
-    """Fill the pieces of `tensors` in place from the shards that overlap with them.
+    """Fill the views of `tensors` in place from the shards that overlap with them.
 
     Values are converted to their dtypes. There is no communication. Raises CheckpointError naming
     the file that is damaged; what was filled before stays.
@@ -407,7 +407,7 @@ def read_tensor(
     row: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return a whole tensor, or only row `row` of its first dimension, by default as it is stored.
+    """Return a full tensor, or only row `row` of its first dimension, by default in its own dtype.
 
     Raises CheckpointError naming the file that is damaged.
     """

@@ -323,8 +323,8 @@ class Saver:
 
 
 _GroupShards = tuple[tuple[str, Written], Totals, int, Entries]
-"""What rank 0 gets from a data-parallel group: its piece, how much of each tensor it has, bytes of
-data, and shards where .metadata is written.
+"""Entry of a data-parallel group for rank 0: its piece, its totals of each tensor, bytes of data,
+and its shards where .metadata is written.
 """
 
 
@@ -370,8 +370,8 @@ def write_small_files(
 
     Return the bytes of the checkpoint.
 
-    texts   the files from `small_files`
-    whole   whether to write .metadata
+    texts           the files from `small_files`
+    with_metadata   whether to write .metadata
     """
     check_complete(group[1] for group in groups)
     known = dict(

@@ -38,9 +38,9 @@ _OF_TRAINING = frozenset(
     """.split()
 )
 ARCHITECTURE = [o.name for o in options_of(ModelConfig) if o.name not in _OF_TRAINING]
-"""Settings of the model that determine which weights exist or what they mean: all but these."""
+"""Settings of the model that determine which weights exist or what they mean."""
 EXPERTS = [name for name in ARCHITECTURE if name.startswith(("num_experts", "moe_"))]
-"""Those that a model without experts does not have."""
+"""Settings of the architecture that a model without experts does not have."""
 
 
 # Megatron-LM's --use-checkpoint-args takes these as well.
@@ -54,8 +54,8 @@ def settings_to_take(
 
     It is also what --load hf:FOLDER takes from that folder.
 
-    These are the file, the settings that must be those of the checkpoint, and those that are taken
-    unless `given` has others. Every rank reads the file for itself, and only this one, if the
+    These are the file, the settings that must equal the checkpoint's, and settings that apply
+    unless `explicit` has others. Every rank reads the file for itself, and no other file if the
     tracker names a good checkpoint. Loading compares the architecture of the checkpoint that rank 0
     chooses later. Raises CheckpointError.
     """
@@ -140,7 +140,7 @@ def check_architecture(stored: dict[str, Any], config: Config, where: str) -> No
 
 
 def check_optimizer(stored: dict[str, Any], config: Config, where: str) -> None:
-    """Raise CheckpointError where the checkpoint is another optimizer's, of those of --optimizer."""
+    """Raise CheckpointError if another optimizer, of those of --optimizer, wrote the checkpoint."""
     saved = stored.get("optimizer", {}).get("optimizer")
     current = config.optimizer.optimizer
     custom = config.pieces.optimizer is not None or stored.get("pieces", {}).get("optimizer")

@@ -86,7 +86,7 @@ def stored_bytes(stored: Entries) -> int:
 
 
 def check_complete(groups: Iterable[Totals]) -> None:
-    """Raise CheckpointError unless the parts together have all elements of every tensor.
+    """Raise CheckpointError unless the groups together have all elements of every tensor.
 
     Only the numbers of elements are compared.
     """
@@ -167,7 +167,7 @@ def _write(folder: Path, name: str, content: Mapping[str, object]) -> tuple[str,
 
 
 def write_index(folder: Path, groups: list[Totals]) -> tuple[str, Written]:
-    """Write which pieces list each tensor; `parts` has the totals of each piece, in order."""
+    """Write which pieces list each tensor; `groups` has the totals of each piece, in order."""
     pieces: dict[str, list[int]] = {}
     for number, group in enumerate(groups):
         for name in group:
@@ -177,7 +177,7 @@ def write_index(folder: Path, groups: list[Totals]) -> tuple[str, Written]:
 
 def write_metadata(folder: Path, stored: Entries) -> None:
     """Write .metadata, the list of all shards in torch's form, with torch's own writer."""
-    # Half a second, which reading does not need.
+    # These imports take half a second, which reading avoids.
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
@@ -212,7 +212,7 @@ def read_index(manifest: Manifest) -> dict[str, list[int]]:
 
 
 def read_stored(manifest: Manifest, names: Iterable[str] | None = None) -> Entries:
-    """Return the entries of those of the tensors `names` (None: all) that the checkpoint has.
+    """Return the entries of the tensors `names` (None: all) that the checkpoint has.
 
     Raises CheckpointError.
     """

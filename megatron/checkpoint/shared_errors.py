@@ -33,8 +33,7 @@ def errors_on_all_ranks(
 
     The error names ranks and reasons.
 
-    damage   type of the error where nothing but CheckpointErrors occurred; otherwise it is
-             CheckpointError
+    damage   type of the error if only CheckpointErrors occurred; otherwise it is CheckpointError
 
     Every rank must enter. The body may make collective calls only where those share their errors
     themselves.
@@ -74,8 +73,8 @@ def decided_by_first(
 ) -> T:
     """Return on all ranks the result of `decide` on rank 0.
 
-    Its errors are raised on all, as by `errors_on_all_ranks`. File systems do not show every node the same at
-    the same moment: one rank looks, so that all load the same.
+    Its errors are raised on all, as by `errors_on_all_ranks`. Nodes may see a file system
+    differently for a moment: one rank looks, so that all load the same.
     """
     result: Any = None
     failure: CheckpointError | None = None

@@ -1,7 +1,7 @@
 """Tensors of a checkpoint, the shards that a rank holds, and a copy of these in host memory.
 
 master.NAME       fp32 weights
-exp_avg.NAME, exp_avg_sq.NAME or momentum_buffer.NAME      state of the optimizer, of what trains
+exp_avg.NAME, exp_avg_sq.NAME or momentum_buffer.NAME      optimizer state of trained parameters
 kept.NAME         tensors beside the weights (persistent_tensors); may be missing
 ema.NAME          the average of the weights, with the optimizer's state
 """
@@ -31,7 +31,7 @@ from megatron.parallel.topology import Topology
 
 MASTER = "master"
 KEPT = "kept"
-# bytes: every tensor of a snapshot begins on a cache line, at an address good for any dtype
+# bytes: every tensor of a snapshot begins on a cache line, at an address suitable for any dtype
 _ALIGNED = 64
 
 
@@ -88,7 +88,7 @@ def _add(
     sharding: Sharding,
     views: Iterable[tuple[Index, torch.Tensor]],
 ) -> None:
-    """Add pieces to a tensor's: a rank may hold several parameters of one."""
+    """Add views to those of a tensor: a rank may hold several parameters of one."""
     name = f"{kind}.{sharding.name}"
     known = out[name].views if name in out else {}
     out[name] = LocalShards(sharding.global_shape, {**known, **dict(views)})
@@ -134,8 +134,8 @@ class Snapshot:
     it up to a power of two. Where the state is on a GPU, the driver of CUDA or HIP pins the memory
     once, in `reserve`: copies run at the speed of the bus while the GPU computes.
 
-    cudart   has cudaHostRegister and cudaHostUnregister; by default torch's, where tensors are on a
-             GPU
+    cudart   object with cudaHostRegister and cudaHostUnregister; by default torch's, if tensors are
+             on a GPU
     note     why the memory could not be pinned; "" where it was or need not be
     """
 

@@ -1,9 +1,9 @@
 """Experts from the MLPs of a dense checkpoint (--moe-use-upcycling).
 
-He et al., arXiv 2410.07524: each expert begins with its layer's MLP or, of experts that are G times
-narrower, with one of its G parts; G such experts in a row share the row of the router with which
-they begin (Router), so that a token chooses all parts. Where the weights of the chosen experts add
-up to one, the model then computes what the dense one did.
+He et al., arXiv 2410.07524: each expert begins as its layer's MLP or, if experts are G times
+narrower, as one of its G slices. G such experts in a row begin with the same row of the router
+(Router), so that a token chooses all slices. Where the weights of the chosen experts add up to one,
+the model then computes what the dense one did.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
 
 Pairs = list[tuple[str, LocalShards]]
-"""Names in a checkpoint, and what is filled from them; a name may occur several times."""
+"""Names in a checkpoint, and the shards filled from them; a name may occur several times."""
 
 
 def dense(config: Config) -> Config:
@@ -45,7 +45,7 @@ def from_dense(tensors: Tensors, model: ModelConfig) -> Pairs:
             pairs.append((name, shards))
         if source == name or source is None:
             continue
-        # each expert's pieces, at their place in the dense MLP
+        # each expert's views, at their offset in the dense MLP
         shape = list(shards.shape[1:])
         up = "dense_h_to_4h" in name
         bias = name.endswith(".bias")
@@ -62,10 +62,10 @@ def from_dense(tensors: Tensors, model: ModelConfig) -> Pairs:
 
 
 def scale_outputs(tensors: Tensors, model: ModelConfig) -> None:
-    """Multiply the experts' output matrices and biases, so that the sum over those of a token is whole.
+    """Scale the experts' output matrices and biases, so that a token's experts add up to the MLP.
 
-    The weights of its experts add up to one, before their factor; those of a softmax over all
-    experts nearly to the share of the chosen ones.
+    Before their factor, the weights of a token's experts add up to one; those of a softmax over all
+    experts, to nearly the share of the chosen ones.
     """
     assert model.num_experts is not None, "the model has experts"
     total = model.moe_router_topk_scaling_factor or 1.0
