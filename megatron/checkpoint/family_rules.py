@@ -250,7 +250,7 @@ WINDOW_OF_ALL = Rule(lambda f: _window(f["sliding_window"], [True]), _window_siz
 
 
 def _window_by_layer(windowed: Callable[[int, int], bool]) -> Rule:
-    """Return the rule of a window; `windowed`: (layer, max_window_layers) -> without layer_types."""
+    """Return the rule of a window; `windowed(layer, max_window_layers)` replaces layer_types."""
 
     def write(model: ModelConfig) -> Values:
         without = [size is None for size in windows_of(model)]

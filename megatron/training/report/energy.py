@@ -1,17 +1,17 @@
-"""Energy of this node, where the system tells it.
+"""Energy used by this node, where the system reports it.
 
 - Cray's pm_counters, /sys/cray/pm_counters/energy: the whole node. The file has one line,
   "123 J 456 us": the energy since the node started, and the time of the reading (docs.cscs.ch,
   "Energy and power consumption"; Slurm's plugin acct_gather_energy/pm_counters). Nothing else is
   read where it exists.
 - RAPL, /sys/class/powercap/intel-rapl:*/energy_uj, of Intel's and AMD's processors and their
-  memory, where users may read it: microjoules, which begin again from 0 behind
-  max_energy_range_uj (Linux, Documentation/power/powercap/powercap.rst).
+  memory, where users may read it: microjoules, which wrap to 0 after max_energy_range_uj
+  (Linux, Documentation/power/powercap/powercap.rst).
 - GPUs by AMD's amdsmi (amdsmi_get_energy_count: a count and its unit in microjoules) or NVIDIA's
   pynvml (nvmlDeviceGetTotalEnergyConsumption: millijoules), if the Python package is installed.
 
-Other jobs on the node are counted too. A counter that begins again twice between two log lines,
-which takes RAPL about half an hour, shows too little.
+Other jobs on the node are counted too. A counter that wraps twice between two log lines, which
+takes RAPL about half an hour, reports too little.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 
 class Counter(NamedTuple):
-    """A counter of energy: its joules, and from where on it begins again at 0."""
+    """An energy counter: its joules, and the value at which it wraps to 0."""
 
     read_j: Callable[[], float]
     range_j: float = math.inf
@@ -35,10 +35,10 @@ class Counter(NamedTuple):
 class EnergyMeter:
     """Reads the counters of this node.
 
-    reads   False on all ranks of the node but one: they give 0
+    reads   False on all ranks of the node but one: they report 0
     root    where the system's files are
     load    imports a module
-    source  what is read; "" where there is nothing
+    source  names of the counters; "" without any
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class EnergyMeter:
             ("NVML", _nvidia(load)),
         )
         for name, counters in sources if reads else ():
-            # no such file, no permission, no driver: each has an exception of its own
+            # no such file, no permission, no driver: each raises another exception
             with suppress(Exception):
                 readable = [counter for counter in counters if counter.read_j() >= 0]
                 if readable:
                     self._counters += readable
                     self.source += f"{', ' if self.source else ''}{name}"
-            if self.source == "Cray pm_counters":  # the others are parts of it
+            if self.source == "Cray pm_counters":  # it includes the others
                 break
         self._before = self._read()
 

@@ -1,4 +1,4 @@
-"""Events of a run: what the log, the metrics file, trackers and callbacks are told, on rank 0.
+"""Events of a run, passed on rank 0 to the log, the metrics file, trackers and callbacks.
 
 Each class lists the fields of one kind of record of metrics.jsonl.
 """
@@ -25,11 +25,11 @@ Record = Mapping[str, Any]
 class StepRecord:
     """One training step, as known to every rank without communication.
 
-    `loss` is this rank's part of the mean loss of the global batch, a scalar still on the device;
-    None on ranks without a part (see local_loss). Counts include this step.
+    `loss` is this rank's term of the mean loss of the global batch, a scalar still on the device;
+    None on ranks without a term (see local_loss). Counts include this step.
 
-    counted  how many micro-batches of this rank have a token in the loss, and how many there are,
-             on the device; None: all have, or the rank has no part  # [2], fp64
+    counted  numbers of this rank's micro-batches with a token in the loss, and of all its
+             micro-batches, on the device; None: all have one, or the rank has no term  # [2], fp64
     """
 
     iteration: int
@@ -80,7 +80,7 @@ class Event:
     def as_record(self) -> dict[str, Any]:
         """Return the record for metrics.jsonl, unrounded.
 
-        It has every field without a default, and the others where they have another value.
+        It has every field without a default, and the other fields that differ from their defaults.
         """
         fields = [f for f in dataclasses.fields(self) if f.metadata.get("recorded", True)]
         values = [(f, getattr(self, f.name)) for f in fields]
@@ -88,7 +88,7 @@ class Event:
 
 
 class Start(Event):
-    """A run begins, or goes on from `iteration`.
+    """A run begins, or continues from `iteration`.
 
     costs    parameters, tokens, FLOPs and node-hours of the whole run
     differs  settings that differ from their defaults
@@ -114,7 +114,7 @@ class Start(Event):
 class Iteration(Event):
     """The figures of one log line.
 
-    Times and rates are means over the interval; losses leave out skipped steps, and micro-batches
+    Times and rates are means over the interval; losses exclude skipped steps, and micro-batches
     without a token in the loss.
 
     lm_loss is None when every step of the interval was skipped or had no token in the loss; `empty`
@@ -124,17 +124,17 @@ class Iteration(Event):
     the allocator of any rank has reserved, None on a CPU.
 
     phases_ms           {phase: {"min", "mean", "max"}} over the ranks, for the recorded step; None
-                        where none was
+                        without one
     stage_memory_bytes  most memory held by a rank of each pipeline stage
-    energy_j            energy of all nodes in the interval, joules_per_token of it, and energy_kwh
-                        since this job began; None where unknown
-    times_ms            {phase: its time on each rank}, of which phases_ms is the summary
+    energy_j            energy of all nodes in the interval, also per token (joules_per_token) and,
+                        since this job began, in kWh (energy_kwh); None where unknown
+    times_ms            {phase: its time on each rank}, summarized by phases_ms
     balancing           {Megatron-LM's name of a loss of routers: its mean over layers and tokens,
                         without its coefficient}
     experts             {layer: its balance} with --moe-per-layer-logging: `imbalance`, the largest
-                        load over the mean; `entropy` of the routing, as a share of the most;
+                        load over the mean; `entropy` of the routing, as a fraction of its maximum;
                         `dropped`, the share of choices that were dropped; `tokens` of each expert
-    sources             {data source: its tokens and epochs until now}
+    sources             {data source: its tokens and epochs so far}
     steps               the steps of the interval, and step_losses, their losses over all ranks
     """
 
@@ -235,7 +235,7 @@ class Validation(Event):
 
 
 class TaskEvaluated(Event):
-    """Figures of a task, see evaluate_task: of multiple choice, or of cloze.
+    """Figures of a multiple-choice or cloze task; see evaluate_task.
 
     checkpoint   the folder, from tools/evaluate.py
     """
@@ -280,7 +280,7 @@ class HarnessEvaluated(Event):
 
 
 class DataTaken(Event):
-    """{samples, tokens, epochs} of each data source until now, see Ledger.record."""
+    """{samples, tokens, epochs} of each data source so far; see Ledger.record."""
 
     event = "data"
     iteration: int
@@ -289,7 +289,7 @@ class DataTaken(Event):
 
 
 class ComputeTimes(Event):
-    """Computing time of a step over the ranks, and the slow ones, see summarise."""
+    """Computing times of a step over the ranks, and the slow ranks; see summarise."""
 
     event = "stragglers"
     shown: ClassVar[Mapping[str, str]] = {
@@ -362,7 +362,7 @@ class LossSpike(Event):
 
 
 class TimelineRecorded(Event):
-    """Measured share of the pipeline's time without computation in a step, and the predicted one.
+    """Bubble of a step, the share of the pipeline's time without computation, and its prediction.
 
     predicted_bubble   None where the extension that computes it is not built
     file               Perfetto trace of the step, beside the metrics file; None without one
@@ -408,7 +408,7 @@ class Evaluated(Event):
 
 
 class End(Event):
-    """A run ends for this reason, "done" after the last iteration. A run that fails has none.
+    """A run ends for this reason, "done" after the last iteration. A failed run has no such event.
 
     energy_j   of all nodes in this job; NaN where unknown
     """
@@ -424,9 +424,9 @@ class End(Event):
 def scalars(event: Event, every: int = 1) -> dict[int, dict[str, float]]:
     """Return the scalars of an event for trackers: {iteration: {name: value}}.
 
-    Each fact is one scalar. Of an interval's steps each `every`-th has a point; a skipped step has
-    no loss. Values that are unknown or not finite are left out. Mappings and lists have a scalar
-    for each value, "data/web/tokens".
+    Each fact is one scalar. Each `every`-th step of an interval has a point; a skipped step has no
+    loss. Values that are unknown or not finite are omitted. Mappings and lists have a scalar for
+    each value, "data/web/tokens".
     """
     points: dict[int, dict[str, float]] = defaultdict(dict)
     if isinstance(event, Iteration):

@@ -63,7 +63,7 @@ def rates(config: Config, topology: Topology) -> FlopRates:
     groups = [n for layers in stages for n in recomputed_groups(len(layers), recompute)]
     recompute_flops = formulas.recompute_flops_per_token(model, recompute, groups)
     flops = formulas.flops_per_token_of(config)
-    # of a CPU: unknown
+    # unknown for a CPU
     peak = formulas.peak_tflops(device_name(topology.device), config.precision.dtype_name)
     return FlopRates(
         world_size=topology.world.size,
@@ -79,7 +79,7 @@ class Interval:
 
     No rank communicates or waits for its device before `reduce`.
 
-    meter   of the energy of this node; None: unknown
+    meter   energy meter of this node; None: unknown
     used_j  energy of all nodes until the last log line; NaN where unknown
     """
 
@@ -98,15 +98,15 @@ class Interval:
     ) -> tuple[list[float | None], Peak]:
         """Return the loss over all ranks of each step of the interval, and memory and energy.
 
-        The losses of the `unfinished` steps come last; see mean_of_counted. This rank has held
-        `memory_bytes`, and its allocator has reserved `reserved_bytes`.
+        The losses of the `unfinished` steps come last; see mean_of_counted. `memory_bytes` is the
+        peak memory held by this rank, `reserved_bytes` that reserved by its allocator.
 
         One collective call of the world: each rank has separate elements for its bytes, to which
         the sum adds zeros; exact in float64 up to 2**53. Waits for the device.
         """
         steps = [*self.steps, *unfinished]
         world = self._topology.world
-        loss_elements = 3 * len(steps)  # loss, and micro-batches that count, and all
+        loss_elements = 3 * len(steps)  # loss, counted micro-batches, all micro-batches
         total = torch.zeros(
             loss_elements + 2 * world.size + 1, dtype=torch.float64, device=self._topology.device
         )
@@ -147,8 +147,8 @@ class Interval:
     ) -> Iteration:
         """Return the figures of the interval of `elapsed_s` seconds, and begin a new one.
 
-        `phases` has the milliseconds of each phase of a step on each rank; `measured` are further
-        fields, from elsewhere.
+        `phases` has the milliseconds of each phase of a step on each rank; `measured` has further
+        fields.
         """
         steps = tuple(self.steps)
         self.steps = []
@@ -247,7 +247,7 @@ def counted(
 ) -> Tensor | None:
     """Return StepRecord.counted of a step, on the ranks that have its loss.
 
-    With weights of tokens, micro-batches without one have no weight: all count, or none.
+    With token weights, micro-batches without tokens have weight 0: all count, or none does.
     """
     if not topology.pipeline.is_last or topology.tensor.rank != 0:
         return None
@@ -258,14 +258,14 @@ def counted(
 
 
 def part_of_loss(loss: Tensor | None, counted: Tensor | None) -> Tensor:
-    """Return a rank's part of mean_of_counted's arguments, for a sum over the world; fp64 [3]."""
+    """Return a rank's terms of mean_of_counted's arguments, for a sum over the world; fp64 [3]."""
     assert loss is not None, "the rank has a part"
     none = torch.zeros(2, dtype=torch.float64, device=loss.device)
     return torch.cat([loss.double().view(1), none if counted is None else counted])
 
 
 def mean_of_counted(loss: float, counted: float, every: float) -> float | None:
-    """Return the mean loss over the `counted` of `every` micro-batch, from that over all.
+    """Return the mean loss over the `counted` micro-batches, from the mean over all `every` of them.
 
     The loss of the others, which have no token in the loss, is 0. None where none is counted.
     """
@@ -277,19 +277,19 @@ def mean_of_counted(loss: float, counted: float, every: float) -> float | None:
 # --- timers
 
 
-SLOW = 1.05  # times the median of its stage: a rank from here on is slow
-_SPARSE = 10  # iterations from one recorded step to the next, at least, unless they are given
+SLOW = 1.05  # a rank is slow from this multiple of its stage's median on
+_SPARSE = 10  # fewest iterations between recorded steps, unless a flag gives them
 _MEMORY_EVENTS = 100_000  # newest allocations and frees in a memory snapshot
 
 
 class Timers:
-    """Measures the parts of some steps on this rank (timeline.Recording).
+    """Measures the phases of some steps on this rank (timeline.Recording).
 
-    These are every --timeline-interval'th step and the last one; with --timing-log-level and
-    --straggler-report one for each log line. Other steps cost nothing.
+    These steps are every --timeline-interval'th and the last one; with --timing-log-level or
+    --straggler-report, one for each log line. Other steps cost nothing.
 
     last       the last iteration of the run
-    recording  the newest recorded step, until the user of it removes it
+    recording  the newest recorded step, until its consumer removes it
     """
 
     def __init__(self, topology: Topology, logging: LoggingConfig, last: int) -> None:
@@ -303,13 +303,13 @@ class Timers:
             self._interval = max(_SPARSE, logging.log_interval)
 
     def begin(self, iteration: int) -> None:
-        """Begin an iteration, the first of which is 1. Its part "optimizer" is the last."""
+        """Begin an iteration, counted from 1. Its last phase is "optimizer"."""
         if self._interval and (iteration % self._interval == 0 or iteration == self._last):
             self.recording = Recording(self._topology, iteration)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Measure what happens inside the context as a part of the step."""
+        """Measure the time inside the context as a phase of the step."""
         meter = self._topology.flight.meter
         if meter is None or meter.marks is None:
             yield
@@ -322,9 +322,9 @@ class Timers:
 
 
 class Stopwatch:
-    """Time spent training: laps leave out what happens inside `paused`.
+    """Time spent training: laps exclude the time inside `paused`.
 
-    paused_s  seconds of the pauses of each name, until the user of them removes them
+    paused_s  seconds of the pauses of each name, until their consumer removes them
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -334,7 +334,7 @@ class Stopwatch:
 
     @contextmanager
     def paused(self, name: str = "") -> Iterator[None]:
-        """Leave the time inside the context out of the lap."""
+        """Exclude the time inside the context from the lap."""
         start = self._clock()
         yield
         pause = self._clock() - start
@@ -435,7 +435,7 @@ class Profiler:
         )
 
     def close(self) -> None:
-        """Write what is not written yet, or say that no step was caught."""
+        """Write what is not written yet, or report that no step was profiled."""
         self.finish()
         if self._missing:
             self._say(f" warning: --profile catches no step: {self._missing}")

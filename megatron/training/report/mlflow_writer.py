@@ -1,11 +1,11 @@
-"""Writes a run's scalars to MLflow: a program of its own, which trackers.MLflow starts and feeds.
+"""Program that writes a run's scalars to MLflow; trackers.MLflow starts it and sends it events.
 
-In a thread of the training, MLflow's work in Python, a third of a millisecond for each scalar,
-would keep the training waiting for Python's lock.
+In a thread of the training process, MLflow's Python code would hold the interpreter's lock for a
+third of a millisecond per scalar.
 
 Reads JSON lines from its standard input: the settings (Begin), then [milliseconds since 1970,
-{iteration: {name: value}}] for each event, and at last the status of the run; without that the run
-has failed. An error ends it with code 1, and is on its standard output.
+{iteration: {name: value}}] for each event, and finally the status of the run; without a status the
+run has failed. After an error it prints the error to standard output and exits with code 1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Begin(TypedDict):
     """The run to write to; None where it is left to MLflow.
 
     id_file  has the id of the tracker's run, from the start on
-    resumes  the run of that id goes on
+    resumes  continue the run with that id
     params   settings of the training
     """
 
@@ -59,7 +59,7 @@ def begin(mlflow: Any, run: Begin) -> str:
 
 
 def write(lines: Iterator[str]) -> None:
-    """Write what the lines say."""
+    """Write the events of these lines."""
     first = next(lines, None)
     if first is None:
         return

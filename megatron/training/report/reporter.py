@@ -30,9 +30,9 @@ from megatron.training.report.events import (
 from megatron.training.report.trackers import Background, JsonLines, trackers
 
 _SHOWN = 8  # slow ranks in the log: as many as one node has
-_EVERY_S = 30.0  # the longest silence
+_EVERY_S = 30.0  # longest time without a line
 _BAR = 40  # columns
-_GROWTH = 1.05  # of memory since the last report, from which on it is reported again
+_GROWTH = 1.05  # of memory since the last report, after which it is reported again
 # no training run comes near it; a higher figure is an error in time or peak
 _PLAUSIBLE_UTILISATION = 0.9
 
@@ -107,12 +107,12 @@ def format_timers(times_ms: Mapping[str, Sequence[float]], option: str = "minmax
 
 
 class Console:
-    """Prints on the rank that reports; silent on the others.
+    """Prints on the rank that reports; does nothing on the others.
 
-    On a terminal a line about the work under way stays below the printed lines. Elsewhere such a
-    line is printed after the second step and whenever nothing else was for 30 s. The first unit of
-    a work is left out of its rates: it may compile or connect. Lines are never cut or coloured, so
-    that they can be parsed.
+    On a terminal a line about the current work stays below the printed lines. Elsewhere such a line
+    is printed after the second step and whenever nothing was printed for 30 s. The first unit of
+    work is excluded from rates: it may compile or connect. Lines are never cut or coloured, so that
+    they can be parsed.
     """
 
     def __init__(
@@ -140,7 +140,9 @@ class Console:
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._enabled:
-            print(f"{text}\n", end="", file=self._stream, flush=True)  # whole: threads print too
+            print(
+                f"{text}\n", end="", file=self._stream, flush=True
+            )  # in one write: threads print, too
 
     def say_wrapped(self, text: str) -> None:
         """Print a text in as many lines as the width needs."""
@@ -155,7 +157,7 @@ class Console:
 
         what         the work, with the name of its units if they are counted: "evaluation: batch"
         total, done  units; total 0: none are counted
-        where        returns the place inside a unit, shown when a unit takes long
+        where        returns the position within a unit, shown when a unit takes long
         """
         if not self._enabled:
             yield
@@ -198,7 +200,7 @@ class Console:
             work.fields["note"] = text
 
     def tell(self, silent_s: float = 0.0) -> None:
-        """Draw that line on a terminal; elsewhere print it if nothing was for `silent_s`."""
+        """Draw the progress line on a terminal; elsewhere print it after `silent_s` of silence."""
         if self._live is not None:
             self._live.refresh()
         elif self._clock() - self._said >= silent_s:
@@ -206,7 +208,7 @@ class Console:
                 self.say(f" {' | '.join(self._fields(work))}")
 
     def _fields(self, work: Any) -> list[str]:
-        """Return what is known of a work; the first text says what is done."""
+        """Return the fields of the progress line; the first one names the work."""
         done = f" {work.completed:.0f}/{work.total:.0f}" if work.total else ""
         location = work.fields["where"]() if self._clock() - self._moved >= _EVERY_S else ""
         fields = [work.description + done, work.fields["note"], location]
@@ -326,7 +328,7 @@ class Reporter:
     """Reports a run to people and tools. Every rank may call it; rank 0 writes.
 
     Log and metrics file have an event when `publish` returns; trackers and the user's on_event may
-    be behind.
+    lag behind.
     """
 
     def __init__(self, config: Config, rank: int) -> None:

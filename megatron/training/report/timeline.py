@@ -1,4 +1,4 @@
-"""Timeline of a recorded step: what each rank did when, and the phases that its time went to.
+"""Timeline of a recorded step: when each rank did what, and its time by phase.
 
 A rank's `Recording` keeps the events that its device passed in the step. At the next log line
 `Timeline` gathers the times of these events on the first rank, by its clock, and writes
@@ -58,7 +58,7 @@ _EVERY_S = 60.0  # between two writings of the file, each of which may take half
 
 
 class Activity(NamedTuple):
-    """A pass without the waits for its message, a call or another part of a step, in seconds."""
+    """A pass without waiting for its message, a call or another phase of a step, in seconds."""
 
     what: Any  # an Instruction, a Call or the name of a part
     start: float
@@ -66,7 +66,7 @@ class Activity(NamedTuple):
 
     @property
     def phase(self) -> str | None:
-        """The phase that its time belongs to; None for that of the activity around it."""
+        """Return the phase of its time; None for the phase of the enclosing activity."""
         if isinstance(self.what, Instruction):
             return "forward" if self.what.op is Op.FORWARD else "backward"
         if isinstance(self.what, PendingCall):
@@ -93,7 +93,7 @@ class Recording:
         self._follows.__enter__()
 
     def enter(self, scope: Scope) -> None:
-        """Begin a scope; of interest are those that recompute a value."""
+        """Begin a scope; only those that recompute a value are recorded."""
         self._begun.append(self._meter.mark())
 
     def leave(self, scope: Scope) -> None:
@@ -110,7 +110,7 @@ class Recording:
     def activities(self, clock: Callable[[], float]) -> list[Activity]:
         """Return what this rank did, in order, by its clock. Waits for the device.
 
-        Nothing where the step had more calls than are kept.
+        Empty if the step had more calls than can be recorded.
         """
         self._meter.marks = []  # for an event with a time
         now = self._meter.mark()
@@ -122,7 +122,7 @@ class Recording:
         ordered = sorted(
             (
                 Activity(_named(what), *(zero + self._first.elapsed_time(e) / 1000 for e in events))
-                # what contains the other was added later: it comes first where times are equal
+                # an enclosing activity was added later: it comes first where times are equal
                 for what, *events in reversed(self._marks)
             ),
             key=_in_order,
@@ -167,12 +167,12 @@ def phases_s(activities: Sequence[Activity]) -> dict[str, float]:
 
 
 def bubbles(lanes: Sequence[Sequence[Activity]], executor: Executor) -> tuple[float, float | None]:
-    """Return the share of the ranks' time without passes, measured and by the schedule's clock.
+    """Return the share of the ranks' time without passes, measured and by the schedule clock.
 
     The second is None without that clock's extension (csrc/schedule_clock.cpp).
 
-    `lanes` are the passes of each rank of one pipeline. On the clock all stages take the means of
-    these passes, and messages take no time.
+    `lanes` are the passes of each rank of one pipeline. By the clock all stages take the mean times
+    of these passes, and messages take no time.
     """
     lengths = [(one.what.op, one.end - one.start) for lane in lanes for one in lane]
     span_s = max(lane[-1].end for lane in lanes) - min(lane[0].start for lane in lanes)
@@ -194,11 +194,10 @@ def bubbles(lanes: Sequence[Sequence[Activity]], executor: Executor) -> tuple[fl
 
 
 def clock_ahead(group: Group, peer: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """Return the largest error of the second result: by how much the clock of rank `peer` is ahead.
+    """Return how far the clock of rank `peer` is ahead of the first rank's, after the largest error.
 
-    It is ahead of the first rank's. Both ranks call this; only the first gets the answer. The
-    shortest of some round trips counts, in the middle of which the other clock is taken to be read
-    (RFC 5905, section 8).
+    Both ranks call this; only the first gets the result. The shortest of some round trips counts;
+    the other clock is taken to be read in its middle (RFC 5905, section 8).
     """
     word = torch.zeros(1, dtype=torch.float64)
     best = (math.inf, 0.0)
@@ -222,12 +221,12 @@ def clock_ahead(group: Group, peer: int, clock: Callable[[], float]) -> tuple[fl
 class Timeline:
     """Gathers recorded steps on the first rank, which writes them.
 
-    Of a job of up to 64 ranks it has all, of a larger one those of the first pipeline (data- and
-    tensor-parallel rank 0). All ranks create one.
+    It covers all ranks of a job of up to 64, and the first pipeline (data- and tensor-parallel rank
+    0) of a larger one. All ranks create one.
 
     path    of the trace; None for none
     places  "node:device" of every rank, on the first one
-    host    what only ranks with the same clock have in common: the boot of their kernel
+    host    identifies ranks with the same clock: the boot id of their kernel
     """
 
     topology: Topology
@@ -258,7 +257,7 @@ class Timeline:
     ) -> tuple[dict[str, list[float]], TimelineRecorded | None]:
         """Return the milliseconds of each phase on each rank, and the event of the step.
 
-        {} and None on other ranks than the first, and if the step has more calls than are kept.
+        {} and None on all ranks but the first, and if the step had more calls than can be recorded.
         `save_s` is this rank's time in the phase "save" per step, which is outside of steps.
         """
         activities = recording.activities(self.clock)
@@ -284,14 +283,14 @@ class Timeline:
         )
 
     def _gather(self, activities: list[Activity]) -> dict[int, list[Activity]]:
-        """Return the activities of each rank by the first one's clock, on the first one."""
+        """Return, on the first rank, the activities of each rank by the first rank's clock."""
         group = self._group
         ahead = dict[str, float]()
         for peer, host in enumerate(self._hosts):
             if host not in ahead:
                 other = peer and group.rank in (0, peer)
                 ahead[host] = clock_ahead(group, peer, self.clock)[1] if other else 0.0
-        # what is shorter is left out, so that the file does not grow with the model
+        # shorter activities are omitted, so that the file does not grow with the model
         least_s = 0.0
         if activities:
             least_s = (activities[-1].end - activities[0].start) * group.size / _MOST_EVENTS
@@ -344,7 +343,7 @@ class Timeline:
         return events
 
     def write(self) -> None:
-        """Write the newest step, if it is not written yet. A full disk ends nothing."""
+        """Write the newest step, if it is not written yet. A full disk does not end the run."""
         if self.path is None or self._step is None:
             return
         new = self.path.with_suffix(".new")

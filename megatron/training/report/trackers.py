@@ -91,7 +91,7 @@ class JsonLines(Callback):
 
 @dataclass(eq=False)
 class Background(Callback):
-    """Gives the events to another callback in a thread, so that it cannot stop or slow the run.
+    """Passes events to another callback in a thread, so that it cannot stop or slow the run.
 
     At most `size` events wait; more are lost. An exception turns the callback off. Each is noted
     once through `say`, with the `name` of the callback and its `remedy`, by the thread that
@@ -226,8 +226,8 @@ class TensorBoard(Callback):
 class WandB(Callback):
     """Logs to --wandb-project. A resumed run continues the run whose id is beside metrics.jsonl.
 
-    Its steps go on as well: offline, where nobody else knows the last one, they would begin again, and
-    a later upload would replace what was logged before.
+    Its steps continue, too: offline, where no server knows the last one, they would begin again,
+    and a later upload would replace what was logged before.
     """
 
     def __init__(self, config: Config) -> None:
@@ -292,7 +292,8 @@ class MLflow(Callback):
     def on_event(self, event: Event) -> None:
         """Log the scalars of an event, over iterations; begin with the configuration."""
         if isinstance(event, Start):
-            # A session of its own: Ctrl-C is for the training, which then says how it ended.
+            # A separate session: Ctrl-C is for the training process, which then reports how it
+            # ended.
             self._writer = subprocess.Popen(
                 [sys.executable, "-P", mlflow_writer.__file__],
                 stdin=subprocess.PIPE,

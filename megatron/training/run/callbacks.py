@@ -20,7 +20,7 @@ from megatron.training.run.tasks import EvaluationTask
 
 @dataclass(eq=False)
 class Recorder(Callback):
-    """Records what --profile asks for and, for the timeline, the parts of some steps."""
+    """Records what --profile asks for and, for the timeline, the phases of some steps."""
 
     profiler: Profiler
     timeline: Timeline
@@ -54,7 +54,7 @@ class Routers(Callback):
     """Adds the balance of the experts to a log line."""
 
     def figures(self, run: Run) -> Mapping[str, object]:
-        from megatron.layers.expert_load import take_figures  # no part of other models
+        from megatron.layers.expert_load import take_figures  # other models do not need it
 
         return take_figures(run.engine.routers, run.config.model, run.topology)
 
@@ -62,8 +62,9 @@ class Routers(Callback):
 class SameCopies(Callback):
     """Compares the copies of weights on several ranks.
 
-    After the first step that moved the weights, at the flag's interval, and before a save, which
-    keeps one of the copies. Where they differ, raises TrainingError or ConfigError on every rank.
+    It does so after the first step that moved the weights, at the flag's interval, and before a
+    save, which writes one of the copies. Where they differ, raises TrainingError or ConfigError on
+    every rank.
     """
 
     def __init__(self) -> None:

@@ -56,8 +56,8 @@ def open_stream(
 ) -> MicroBatchStream:
     """Return this rank's micro-batches of `dataset` after the first `consumed_samples`.
 
-    Positions in `left_out` are skipped. `cyclic`: as with --dataloader-type cyclic. They are without
-    content where this rank reads no data. Close the stream when done.
+    Positions in `left_out` are skipped. `cyclic`: as with --dataloader-type cyclic. Micro-batches
+    have no content where this rank reads no data. Close the stream when done.
     """
     data = config.data
     if not reads_data(config, topology):

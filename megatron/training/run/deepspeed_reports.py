@@ -25,7 +25,7 @@ _OPERATIONS = {
     b"reduce_scatter": "reduce_scatter_tensor",
     b"all_to_all": "all_to_all_single",
 }
-"""DeepSpeed's names of our collectives; its logger ends the process for names that it does not know."""
+"""DeepSpeed's names of our collectives; its logger ends the process for unknown names."""
 
 
 class LoggedCalls(DeviceCalls):
@@ -59,14 +59,14 @@ class LoggedCalls(DeviceCalls):
             torch.cuda.current_stream().synchronize()
 
     def next_step(self) -> list[tuple[CallRecord, float]]:
-        """Return the collectives of the step before, each with its seconds: none is under way."""
+        """Return the collectives of the previous step, each with its seconds; none is under way."""
         complete = list(self._before.values())
         self._before, self._spent = self._spent, {}
         return complete
 
 
 class _Operators(TorchDispatchMode):
-    """A mode that changes nothing: while there is one, our nodes call torch's functions."""
+    """A mode without effect: while one is active, our autograd nodes call torch's functions."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -77,7 +77,7 @@ class _Operators(TorchDispatchMode):
 
 
 class DeepSpeedReports(Callback):
-    """Gives DeepSpeed's reports what they show of a run, which DeepSpeed's engine does not see.
+    """Passes data of a run to DeepSpeed's reports, which DeepSpeed's engine does not have.
 
     DeepSpeed's own step writes the learning rate to its monitors.
     """
@@ -101,7 +101,7 @@ class DeepSpeedReports(Callback):
                 "added: remove it from --deepspeed_config, and read the phases of --metrics-file"
             )
         on_host = run.topology.device.type == "cpu"
-        # with times, for the timeline, which takes the meter that there is
+        # with times, for the timeline, which uses this meter, too
         new_event = HostEvent if on_host else partial(torch.cuda.Event, enable_timing=True)
         self._calls = LoggedCalls(new_event, on_host)
         run.topology.flight.meter = self._calls
@@ -112,7 +112,7 @@ class DeepSpeedReports(Callback):
         for call, spent_s in calls.next_step():
             name, kind = _OPERATIONS.get(call.name), KINDS[call.kind]
             if name is not None and (logger.prof_all or name in logger.prof_ops):
-                # of these two DeepSpeed multiplies the size by the number of ranks
+                # DeepSpeed multiplies the size of these two by the number of ranks
                 ranks = sizes.get(kind, 1) if name.endswith("_tensor") else 1
                 label = f"{name} | [{kind}]" if logger.debug else name
                 logger.append(name, label, 1000 * spent_s, call.size_bytes // ranks)
@@ -150,7 +150,7 @@ class DeepSpeedReports(Callback):
         self._stop_profile = stop
 
     def after_step(self, run: Run) -> None:
-        if self._stop_profile is not None:  # no pass of the chunk called it, but a recorded graph
+        if self._stop_profile is not None:  # a recorded graph replaced the pass with the hook
             self._stop_profile()
         if self._calls is not None:
             self._log_calls(run, self._calls)

@@ -160,10 +160,10 @@ def check_loss_masks(
     tokenizer: Tokenizer | None,
     reporter: Reporter,
 ) -> None:
-    """Print how many samples have no token in the loss, where masks may leave some without.
+    """Print how many samples have no token in the loss, where masks may exclude all.
 
-    The run reads the first `samples` of its three data sets. If these are many, rank 0 looks at
-    some at equal distances. Raises DataError on all ranks where those for training have none.
+    The run reads the first `samples` of its three data sets. If there are many, rank 0 checks some,
+    evenly spaced. Raises DataError on all ranks if no training sample has one.
     """
     length = config.model.seq_length
     sets = {name: getattr(datasets, name) for name in SPLIT_NAMES} | dict(datasets.corpora)

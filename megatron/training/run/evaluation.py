@@ -31,7 +31,7 @@ _ASKED = "because a signal, or the end of the job or of --exit-duration-in-mins,
 class Tasks(Callback):
     """Evaluates the tasks of --eval-tasks, until a signal asks to end.
 
-    At the end of the run not again after the iteration of the last evaluation.
+    At the end of the run they are not evaluated again at the iteration of the last evaluation.
     """
 
     def __init__(self, tasks: Sequence[EvaluationTask]) -> None:
@@ -74,9 +74,8 @@ class Losses(Callback):
     """Measures the losses on validation data and, at the end of the run, on test data.
 
     The evaluation before the first step and the next one use the same samples, so a run needs as
-    many samples as in Megatron. What was evaluated after the last step is not evaluated again at
-    the end, and nothing is if a signal or the end of the time asks to end: everything is saved by
-    then.
+    many samples as in Megatron. Losses measured after the last step are not measured again at the
+    end, and none are if a signal or the time limit ends the run: everything is saved by then.
     """
 
     def __init__(self) -> None:
@@ -142,8 +141,8 @@ def evaluate(
     """Measure and report the loss on the next eval_iters global batches of 'valid' or 'test'.
 
     For a named `corpus` these are the same every time, at most its samples, each once, and the loss
-    is the mean over tokens. Returns the loss, and with --eval-ema that of the averaged weights;
-    nothing where no token is in the loss, None if a signal interrupted.
+    is the mean over tokens. Returns the loss, and with --eval-ema that of the averaged weights; an
+    empty list if no token is in the loss, None if a signal interrupted.
     """
     progress = run.progress
     start = time.perf_counter()
@@ -151,7 +150,7 @@ def evaluate(
     position = progress.consumed_valid_samples if name == "valid" and corpus is None else 0
     interval = run.config.training.eval_interval
     if not advance and progress.iteration and progress.iteration % interval == 0:
-        # A job before this one has evaluated these weights already: on the same samples.
+        # An earlier job has evaluated these weights already: use the same samples.
         position = max(0, position - samples)
     if position + samples > len(dataset):
         position = 0  # a run longer than the data set was made for starts from its beginning
@@ -189,7 +188,7 @@ def evaluate(
 def measure(
     run: Run, dataset: TokenDataset, samples: range, corpus: str | None
 ) -> list[tuple[float, float]]:
-    """Return the loss on these samples and its weight; nothing if a signal interrupted."""
+    """Return the loss on these samples and its weight; an empty list if a signal interrupted."""
 
     def forward(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         losses = run.executor.evaluate(micro_batches)
@@ -282,12 +281,12 @@ def mean_loss(
 ) -> tuple[float, float] | None:
     """Return the mean loss over `batches`, micro-batches of this data rank, and their weight.
 
-    All ranks have as many. `forward` maps micro-batches to their losses on the last pipeline stage
-    and to an empty list elsewhere. Micro-batches with an unmasked token have equal weight; with
-    `per_token` each is weighted by these tokens, so that the result is the mean over tokens. Without
-    any, the weight is 0 and the loss NaN. `interrupted` is
-    called on all ranks before each item of `batches` except the first; once it returns True the
-    result is None. A collective call of the world; every rank gets the result.
+    All ranks have equally many. `forward` maps micro-batches to their losses on the last pipeline
+    stage and to an empty list elsewhere. Micro-batches with an unmasked token have equal weight;
+    with `per_token` each is weighted by these tokens, so that the result is the mean over tokens.
+    Without any, the weight is 0 and the loss NaN. `interrupted` is called on all ranks before each
+    item of `batches` except the first; once it returns True the result is None. A collective call
+    of the world; every rank gets the result.
     """
     total = torch.zeros(2, dtype=torch.float64, device=topology.device)
     for number, micro_batches in enumerate(batches):
@@ -300,7 +299,7 @@ def mean_loss(
         weights = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).to(values)
         if not per_token:
             weights = (weights > 0).to(values)
-        weights /= topology.context.size  # the ranks have parts of the same sequences
+        weights /= topology.context.size  # context-parallel ranks share sequences
         total += torch.stack([(values * weights).sum(), weights.sum()])
     sum_, weight = collectives.all_reduce(total, topology.world).tolist()
     return sum_ / weight if weight else math.nan, weight

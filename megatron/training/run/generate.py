@@ -34,7 +34,7 @@ OnText = Callable[[int, str, bool], object]
 
 
 class GenerativeModel(Protocol):
-    """A model that generates: a TrainedModel of load_model, or the Run of a training."""
+    """A model that generates: a Trained model of load_model, or the Run of a training."""
 
     @property
     def config(self) -> Config: ...
@@ -54,7 +54,7 @@ class Sampling:
     top_k         only the k most probable tokens; 0 all
     top_p         only the smallest set of tokens that together have this probability (Holtzman et
                   al., arXiv 1904.09751); 1 all. With top_k: of the probabilities among those k
-    seed          of the first prompt; those of the others follow it
+    seed          of the first prompt; the others get the numbers that follow it
     """
 
     temperature: float = 1.0
@@ -76,11 +76,11 @@ class Limits:
     """Limits of a prompt and its text.
 
     stop       a text ends at one of these strings
-    end_token  one that ends a text; by default see ends_of
+    end_token  token that ends a text; by default see ends_of
     context    most tokens of prompt and text; by default max_position_embeddings. More is for models
                without learned positions
-    cut        cut prompts that leave less than max_new_tokens of the context from their left.
-               Otherwise a prompt that leaves none is an error
+    cut        cut prompts from their left if they leave less than max_new_tokens of the context.
+               Without it, a prompt that leaves none is an error
     """
 
     stop: Sequence[str] = ()
@@ -112,7 +112,7 @@ class Prompt:
 
     cut     how many tokens were cut from its left
     room    most new tokens after it
-    limit   why no more: "max_new_tokens" or "context"
+    limit   reason for `room`: "max_new_tokens" or "context"
     """
 
     ids: Ids
@@ -139,8 +139,8 @@ def generate(
     prompts          texts, or token ids
     max_new_tokens   after which a text ends, if no end token comes first
     seeds            one for each prompt, instead of sampling.seed, sampling.seed + 1, ... A text
-                     depends on its prompt and seed, not on the others of the batch (but for the
-                     rounding of products of other sizes)
+                     depends on its prompt and seed, not on the rest of the batch (except for
+                     rounding in products of other sizes)
     on_text          called with each piece of text as soon as it is certain, in whole characters
     cached           keep keys and values of all layers. Otherwise, and with layers or models of
                      your own, each token costs a pass over the whole text
@@ -187,8 +187,8 @@ def generate(
 def ends_of(model: GenerativeModel) -> frozenset[int]:
     """Return the tokens at which a text of a model ends.
 
-    Those of generation_config.json in its folder of Hugging Face; of a trained model the
-    tokenizer's end of a document, and those that are beside the tokenizer. Raises CheckpointError.
+    For a Hugging Face folder they are those of its generation_config.json; for a trained model the
+    tokenizer's end of a document, and those in files beside the tokenizer. Raises CheckpointError.
     """
     tokenizer = model.tokenizer
     files = model.config.tokenizer.tokenizer_model
@@ -203,7 +203,7 @@ def ends_of(model: GenerativeModel) -> frozenset[int]:
 def prepare(
     model: GenerativeModel, prompts: Sequence[str | Ids], max_new_tokens: int, limits: Limits
 ) -> list[Prompt]:
-    """Return the token ids of prompts, cut if wished; see generate. Raises ConfigError."""
+    """Return the token ids of prompts, cut if requested; see generate. Raises ConfigError."""
     if (ranks := model.topology.context.size) > 1:
         raise ConfigError(
             f"text is not generated with --context-parallel-size {ranks}: use 1, on any other "
@@ -286,7 +286,7 @@ class _Sample:
 
 
 def choose(scores: Tensor, sampling: Sampling, uniform: Tensor | None = None) -> Tensor:
-    """Return one id for each row of scores [n, vocab]: int64 [n]; -1 if one is not a number.
+    """Return one id for each row of scores [n, vocab]: int64 [n]; -1 if the largest is not finite.
 
     uniform   fp64 [n], from 0 to below 1: the same number chooses the same token
     """
@@ -309,17 +309,17 @@ def _draw(scores: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     probabilities = scores.softmax(dim=-1).double()
     sums = probabilities.cumsum(dim=-1)
     if sampling.top_p < 1:
-        # without those before which the sum suffices
+        # drop the tokens before which the sum suffices
         sums = probabilities.masked_fill(sums - probabilities >= sampling.top_p, 0.0).cumsum(dim=-1)
     threshold = uniform.unsqueeze(1) * sums[:, -1:]
-    # The first entry above: it is never one without probability.
+    # The first sum above the threshold: its token has a positive probability.
     index = torch.searchsorted(sums, threshold, right=True).clamp_(max=sums.shape[-1] - 1)
     return (index if ids is None else ids.gather(1, index)).squeeze(1)
 
 
 @contextmanager
 def _evaluating(chunks: nn.ModuleDict, full_sequences: bool) -> Iterator[None]:
-    """Switch dropout off, and with `whole` sequence parallelism: a single token cannot be cut."""
+    """Switch off dropout and, with `full_sequences`, sequence parallelism, for single tokens."""
     training = chunks.training
     contexts: dict[nn.Module, Any] = {}
     for module in chunks.modules() if full_sequences else ():
@@ -363,7 +363,7 @@ def forward_passes(
 
 
 class _Decoder:
-    """The whole model, seen from one rank: a pass runs through all pipeline stages."""
+    """The full model, seen from one rank: a pass runs through all pipeline stages."""
 
     def __init__(self, model: GenerativeModel, prompts: Sequence[Prompt], cached: bool) -> None:
         self._config = model.config
@@ -384,9 +384,7 @@ class _Decoder:
             chunk: Any
             for chunk in model.chunks.values():
                 for rotary in chunk.context.rotaries.values():
-                    rotary.angles(
-                        positions, None, self._topology.device
-                    )  # the table reaches so far
+                    rotary.angles(positions, None, self._topology.device)  # extends the table
         self._more = {} if self._cache is None else {"cache": self._cache}
         self._executor = forward_passes(model, self._keep_scores, self._multiple, **self._more)
 
@@ -428,7 +426,7 @@ class _Decoder:
         return tokens
 
     def go_on(self, remaining: Sequence[int], tokens: Sequence[int]) -> None:
-        """Keep these texts alone, and add a token to each."""
+        """Keep only these texts, and append a token to each."""
         if self._cache is not None and 0 < len(remaining) < len(self._texts):
             self._cache.keep(remaining)
         self._texts = [self._texts[i] for i in remaining]
@@ -441,9 +439,9 @@ class _Decoder:
         return torch.zeros(())
 
     def _batch(self) -> tuple[MicroBatch, Tensor]:
-        """Return the tokens of the next pass, and the place of each text's last one, int64 [b].
+        """Return the tokens of the next pass, and the position of each text's last one, int64 [b].
 
-        Texts are side by side, padded at the end, where no real token attends to the padding.
+        Texts are padded at the end, where no real token attends to the padding.
         """
         device = self._topology.device
         cache = self._cache

@@ -5,8 +5,8 @@ blocks to the system as soon as they are free, and the next tensor of that size 
 of which the kernel clears when it is first touched. A training step frees and allocates the same
 sizes over and over, so on a CPU this costs between a few per cent and half of its time.
 
-Huge pages are turned off: in a heap that keeps its blocks, the smallest one in a gap would hold
-2 MiB, and a process went on growing, to three to five times its tensors.
+Huge pages are turned off: in a heap that keeps its blocks, the smallest block in a gap would hold 2
+MiB, and processes kept growing, to three to five times their tensors.
 
 The settings are made in the running process by mallopt(3) and prctl(2). What the user has set takes
 precedence: with a variable for malloc, or a preloaded library, malloc is unchanged.
@@ -233,7 +233,7 @@ def check_kernels(config: Config, topology: Topology) -> None:
         lines = collectives.gather_objects(library.find(device.type).line, topology.world)
         raise ConfigError(
             "the ranks have different fused kernels, and with them different dropout masks: "
-            f"{problem}. The ranks say: {'; '.join(dict.fromkeys(lines))}. Build the library once, "
+            f"{problem}. The ranks report: {'; '.join(dict.fromkeys(lines))}. Build the library once, "
             "on a file system that all nodes share (python setup.py build_kernels), or set "
             f"{library.OVERRIDE}=none for all ranks"
         )

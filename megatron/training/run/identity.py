@@ -1,9 +1,9 @@
 """Comparison of what all ranks of a run must share: settings, code, and files that they read.
 
-Each rank announces digests of them when the ranks meet, before torch connects anything, and rank 0
+Each rank publishes digests of them at the rendezvous, before torch connects anything, and rank 0
 compares them. A difference ends the run on every rank: with another seed, learning rate, model or
-index file on one of them, the ranks would silently train something else. What is only known later,
-the samples of the data sets, is compared when it is known.
+index file on one of them, the ranks would silently train something else. The samples of the data
+sets, which are known only later, are compared then.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ _SAMPLES = 16  # of each data set
 def identity(config: Config, placement: str = "") -> Alike:
     """Return the settings of this process, and digests of code and files.
 
-    `placement` describes how ranks are placed on devices (RankMapping.agreed). Every process reads its
-    files, not one of each node: a relative path or a mount can lead each to another file. It is a
-    small part of what it is about to read anyway.
+    `placement` describes how ranks are placed on devices (RankMapping.agreed). Every process reads
+    its files, not only one on each node: a relative path or a mount can lead each to another file.
+    It is a small part of what it is about to read anyway.
     """
     values = config.to_dict()
     pieces = {f"{name} of your own": where for name, where in config.pieces.describe().items()}
@@ -139,8 +139,8 @@ def file_digests(paths: Sequence[Path]) -> dict[str, str]:
 def sample_digests(datasets: Datasets) -> dict[str, str]:
     """Return a digest of some samples of each data set, by its name.
 
-    They show another index, another copy of the data, and data sets of the user's own that are not
-    the same on all ranks.
+    They reveal another index, another copy of the data, and user data sets that differ between
+    ranks.
     """
     splits = zip(SPLIT_NAMES, (datasets.train, datasets.valid, datasets.test), strict=True)
     named = {f"{name} data": dataset for name, dataset in splits if dataset is not None}

@@ -60,13 +60,13 @@ def load_model(
                  default this process alone, on its GPU if it has one. The layout may differ from
                  that of the training
     tag          an iteration, or the name of a checkpoint's folder
-    allow_older  if the newest is damaged, load the one before; .loaded.rejected tells
+    allow_older  if the newest is damaged, load the one before; .loaded.rejected lists it
     ema          load the average of the weights (--ema-decay) in their place
-    settings     other than the checkpoint's, by their names in the configuration, such as bf16=True
-                 (fp32 by default) or tokenizer_model="moved.model"; None changes nothing
+    settings     that override the checkpoint's, by their names in the configuration, such as
+                 bf16=True (fp32 by default) or tokenizer_model="moved.model"; None changes nothing
 
     Raises CheckpointError, ConfigError or DataError for settings and tokenizer files, and
-    LaunchError where ranks read other files than others.
+    LaunchError if ranks read different files.
     """
     import torch
 

@@ -239,10 +239,10 @@ def saving_what_is_under_way(run: Run) -> Iterator[None]:
 
 @contextmanager
 def garbage_collection(automatic: bool) -> Iterator[None]:
-    """Keep Python's garbage collections away from what was made before the block.
+    """Exclude objects made before the block from Python's garbage collections.
 
-    They are off inside the block unless `automatic`. One of all objects of torch and DeepSpeed
-    takes up to half a second, at another time on each rank.
+    Collections are off inside the block unless `automatic`. One over all objects of torch and
+    DeepSpeed takes up to half a second, at another time on each rank.
     """
     before = gc.isenabled()
     gc.collect()

@@ -44,7 +44,7 @@ class Signals:
     nohup or in the background of a shell script. Nothing is noted outside of the main thread, where
     Python allows no signal handlers.
 
-    prints  whether this process says what SIGINT does
+    prints  whether this process prints what SIGINT does
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if self.enabled and threading.current_thread() is threading.main_thread():
-            # A thread hears SIGINT: Python calls a handler only after a long call has returned.
+            # A thread waits for SIGINT: Python calls a handler only after a long call has returned.
             read_end, self._wake = os.pipe()
             os.set_blocking(self._wake, False)
             signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
@@ -124,7 +124,7 @@ class Signals:
 class _Output(io.FileIO):
     """Standard output or standard error whose writes never fail.
 
-    What cannot be written is lost, with one note on the other of the two streams.
+    Output that cannot be written is lost, with one note on the other of the two streams.
     """
 
     lost = False
@@ -152,7 +152,7 @@ class _Output(io.FileIO):
 
 
 def _check_terminal_size() -> None:
-    """Remove variables of the terminal's size that hold none: libraries that print would fail."""
+    """Remove invalid variables of the terminal's size: libraries that print would fail."""
     for name in ("COLUMNS", "LINES"):
         value = os.environ.get(name, "")
         if not (value.isascii() and value.isdecimal() and len(value) < 6):
@@ -189,7 +189,7 @@ def _output_lost() -> bool:
 
 @contextlib.contextmanager
 def results_apart() -> Iterator[None]:
-    """Leave standard output to what Python prints, for programs whose results it holds.
+    """Reserve standard output for what Python prints, in programs that print results there.
 
     What libraries write to its descriptor goes to standard error: Gloo of torch 2.10 writes a line
     for each group, RCCL its version.
@@ -259,7 +259,7 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
 
 
 def _tell_torchrun(text: str) -> None:
-    """Write why this process fails to the file of which torchrun shows the text last.
+    """Write why this process fails to the file whose text torchrun shows last.
 
     The format is that of torch.distributed.elastic.multiprocessing.errors.
     """

@@ -1,6 +1,6 @@
 """Differences between a resumed run and the run of its checkpoint.
 
-Compared are settings, the values that schedules give over the rest of the run, and the order of the
+It compares settings, the values that schedules give over the rest of the run, and the order of the
 data.
 """
 
@@ -64,8 +64,9 @@ _LOOKED_AT = 2000  # steps of the rest of the run whose values are compared
 class Stored:
     """The settings in a checkpoint.
 
-    values      as they stand there, by name
-    config      the same as a configuration; a setting that the checkpoint lacks is that of this run
+    values      as stored, by name
+    config      the same as a configuration; settings that the checkpoint lacks are those of this
+                run
     provenance  empty for a checkpoint without one
     """
 
@@ -113,7 +114,7 @@ def _accepted(
 
 
 def with_checkpoint_settings(config: Config, stored: Stored | None, reporter: Reporter) -> Config:
-    """Return `config`, with --use-checkpoint-opt_param-scheduler with the checkpoint's schedules."""
+    """Return `config`; --use-checkpoint-opt_param-scheduler gives it the checkpoint's schedules."""
     if stored is None or not config.checkpoint.use_checkpoint_opt_param_scheduler:
         return config
     basis = schedule_basis(stored.config)
@@ -139,10 +140,10 @@ def describe_resume(
     device: torch.device,
     reporter: Reporter,
 ) -> None:
-    """Report what the rest of the run does otherwise than that of the checkpoint.
+    """Report where the rest of the run differs from the checkpoint's run.
 
-    It goes from `progress` to iteration `end`; `dataset` was made for `train_samples` samples.
-    Raises CheckpointError.
+    The rest goes from `progress` to iteration `end`; `dataset` was made for `train_samples`
+    samples. Raises CheckpointError.
     """
     batches = BatchSchedule.from_config(config)
     say = reporter.console.say_wrapped
@@ -178,7 +179,7 @@ def describe_changes(
 def describe_implementations(
     stored: Stored, config: Config, device: torch.device, say: Say
 ) -> None:
-    """Report what computes otherwise than in the run of the checkpoint, e.g. on another CPU."""
+    """Report implementations that differ from the checkpoint's run, e.g. on another CPU."""
     before = stored.provenance.get("implementations")
     if not isinstance(before, dict):
         return
@@ -214,7 +215,7 @@ def _other_settings(stored: Stored, config: Config) -> Iterator[str]:
 
 
 def other_values(stored: Stored, config: Config, progress: Progress, end: int) -> Iterator[str]:
-    """Yield each quantity with a schedule that takes other values over the rest of the run.
+    """Yield each scheduled quantity that takes other values over the rest of the run.
 
     It is shown with its values at the first step where they differ.
     """
@@ -242,7 +243,7 @@ class _Course:
         self._progress = progress
 
     def steps(self, end: int) -> Iterator[int]:
-        """Yield the steps to look at: some at equal distances, and those beside bounds of phases."""
+        """Yield the steps to compare: evenly spaced ones, and those beside the bounds of phases."""
         p = self._progress
         left = end - self._progress.iteration
         yield from range(0, left, max(1, left // _LOOKED_AT))
@@ -260,7 +261,7 @@ class _Course:
             yield from (step for step in (ahead - 1, ahead, ahead + 1) if 0 <= step < left)
 
     def at(self, step: int) -> dict[str, float]:
-        """Return the values of the step after `step` more ones, none of which is skipped."""
+        """Return the values of the step that follows `step` more steps, none of them skipped."""
         p = self._progress
         consumed = self._batches.samples_after(step, p.consumed_samples)
         samples = consumed - p.consumed_samples
@@ -293,7 +294,7 @@ def describe_data(
     end: int,
     say: Say,
 ) -> None:
-    """Report the samples that are repeated or skipped because the data have another order.
+    """Report the samples that are repeated or skipped because the order of the data has changed.
 
     `dataset` was made for `train_samples`; the run takes its samples from `progress` to `end`.
     Raises CheckpointError where the checkpoint's settings give no length of its run.
@@ -338,7 +339,7 @@ def describe_data(
 class _FormerData:
     """The training data of a checkpoint's run.
 
-    others   sources whose content is another one now
+    changed_sources   sources whose content has changed
     """
 
     def __init__(self, stored: Stored, config: Config) -> None:
@@ -402,7 +403,7 @@ class _FormerData:
             return planned_samples(former, BatchSchedule.from_config(former))[0]
 
     def build(self) -> TokenDataset:
-        """Return the data set as it was, as far as its files are there. Raises MegatronError."""
+        """Return the former data set, as far as its files exist. Raises MegatronError."""
         if self._custom:
             raise DataError("the data set is your own")
         former = self._stored.config
@@ -436,7 +437,7 @@ def _same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
 
 @contextlib.contextmanager
 def _checked(stored: Stored) -> Iterator[None]:
-    """Turn what settings of a checkpoint can raise into CheckpointError."""
+    """Convert the errors that a checkpoint's settings can raise to CheckpointError."""
     try:
         yield
     except (ConfigError, ValueError, ArithmeticError) as error:

@@ -2,17 +2,17 @@
 
 Pure arithmetic, no torch. The schedules take what was consumed before a step (iterations, samples,
 tokens) and return the value for that step. With warm-up the very first step therefore has learning
-rate 0, as in Megatron. The unit is that of the decay: tokens before samples before iterations; that
-of phases is the unit of the run. A warm-up given in another unit is converted with the full global
+rate 0, as in Megatron. The unit is that of the decay: tokens before samples before iterations;
+phases use the unit of the run. A warm-up given in another unit is converted with the full global
 batch and the sequence length.
 
-Every schedule is a list of pieces, whatever flags describe it. With q the part of a piece that was
-consumed, and n all that was consumed, the value between its first and its last one is
+Every schedule is a list of pieces, whatever flags describe it. With q the consumed fraction of a
+piece, and n everything consumed, the value between its first and its last one is
 
     constant             first
     warmup               first + (last - first) * q
-    inverse-square-root  max(last, first * sqrt(max(w, 1) / n)), w where the piece begins (Vaswani et
-                         al., arXiv 1706.03762, section 5.3)
+    inverse-square-root  max(last, first * sqrt(max(w, 1) / n)), w the beginning of the piece
+                         (Vaswani et al., arXiv 1706.03762, section 5.3)
     power                max(last, min(first, a B t^b)), B the full global batch size in samples, t
                          the tokens consumed, a = 4, b = -0.51 (Shen et al., arXiv 2408.13359)
     others               last + (first - last) * f(q), f(q) = 1 - q (linear), (1 + cos(pi q)) / 2
@@ -117,7 +117,7 @@ class BatchSchedule:
     def iterations_until(self, samples: int, consumed_samples: int = 0, *, full_steps: bool) -> int:
         """Return the steps from `consumed_samples` until `samples` are consumed.
 
-        With `whole`, a last step that would exceed `samples` is not counted, otherwise it is.
+        With `full_steps`, a last step that would exceed `samples` is not counted, otherwise it is.
         """
         iterations = 0
         for size, steps in self._stretches(consumed_samples):
@@ -180,8 +180,8 @@ def total_iterations(
 ) -> int:
     """Return the iteration at which a run at `iteration` with `consumed_samples` will be done.
 
-    --train-samples is never exceeded; --train-tokens ends with the step that reaches it; the first
-    end given holds.
+    --train-samples is never exceeded; --train-tokens ends with the step that reaches it; of several
+    ends the earliest counts.
     """
     batch = config.batch
     ends = list[int]()
@@ -206,10 +206,10 @@ def total_iterations(
 
 @dataclass(frozen=True)
 class RunCosts:
-    """Size of a run on a number of nodes, and the time of what is left of it.
+    """Size of a run on a number of nodes, and its remaining time.
 
-    flops is that of products and attention, without recomputation. seconds and node_hours are None
-    where the speed is unknown.
+    `flops` counts matrix products and attention, without recomputation. seconds and node_hours are
+    None where the speed is unknown.
     """
 
     nodes: int
@@ -235,7 +235,7 @@ class RunCosts:
 
     @property
     def time(self) -> str:
-        """Return the time and the node-hours of what is left as text."""
+        """Return the remaining time and node-hours as text."""
         assert self.seconds is not None and self.node_hours is not None, "the speed is known"
         days = self.seconds / 86400
         length = f"{days:,.1f} days" if days >= 1 else show_duration(self.seconds)
@@ -245,7 +245,7 @@ class RunCosts:
 def run_costs(
     config: Config, nodes: int = 1, iteration: int = 0, consumed_samples: int = 0
 ) -> RunCosts:
-    """Return the costs of a run that has done this much, without a time."""
+    """Return the costs of a run with this progress, without a time."""
     batches = BatchSchedule.from_config(config)
     left = total_iterations(config, batches, iteration, consumed_samples) - iteration
     tokens = batches.samples_after(max(left, 0), consumed_samples) * config.model.seq_length
@@ -281,7 +281,7 @@ _DECAYS: dict[str, Callable[[float], float]] = {
     "exponential": lambda q: 2.0 * 0.5**q - 1.0,
     "minus_sqrt": lambda q: 1.0 - math.sqrt(q),
 }
-"""Part of a change that is left, from 1 to 0, after the part q of a phase; by shape."""
+"""Remaining fraction of a change, from 1 to 0, after the fraction q of a phase; by shape."""
 
 _ENDLESS = ("constant", "inverse-square-root", "power")  # forms that need no length
 _POWER = {"amplitude": 4.0, "exponent": -0.51}  # Shen et al., section 4
@@ -323,7 +323,7 @@ class _Clock:
         return amount * per_iteration[self.unit] / per_iteration[unit]
 
     def length(self, section: OptimizerConfig, prefix: str, what: str) -> float:
-        """Return the length of a part of a schedule in this clock's unit; 0 if none is set."""
+        """Return the length of a section of a schedule in this clock's unit; 0 if none is set."""
         amount = _length(section, prefix)
         return self.convert(*amount, what) if amount else 0.0
 
@@ -331,7 +331,7 @@ class _Clock:
 def _length(
     section: BatchConfig | OptimizerConfig, prefix: str, order: Sequence[str] = tuple(_UNITS)
 ) -> tuple[float, str] | None:
-    """Return the first given of PREFIX_tokens, PREFIX_samples and PREFIX_iters, with its unit."""
+    """Return the first of PREFIX_tokens, PREFIX_samples and PREFIX_iters that is set, with unit."""
     for suffix in order:
         if amount := getattr(section, f"{prefix}_{suffix}", None):
             return amount, _UNITS[suffix]
@@ -348,7 +348,7 @@ class Piece:
     """A phase of a schedule from `begin` to `stop`, with its values there, in the clock's unit.
 
     power  amplitude and exponent of the shape power, for n in the clock's unit
-    jumps  whether its first value holds at `begin`, not yet the last one of the piece before
+    jumps  whether its first value, not the last one of the piece before, holds at `begin`
     """
 
     shape: str

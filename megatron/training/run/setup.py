@@ -126,7 +126,8 @@ def run_training(
     run: Run | None = None
     try:
         host = set_up_host(config, rendezvous.device, launch)
-        # Only rank 0 prints the places: the list read by thousands of ranks would burden the store.
+        # Only rank 0 prints the places: thousands of ranks reading the list would overload the
+        # store.
         places = rendezvous.places if launch.rank == 0 else ()
         if launch.rank == 0:
             host = [
@@ -186,9 +187,9 @@ def requeue_lost(run: Run) -> None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether `error` is how a rank sees the failure of another one.
+    """Return whether `error` is the sign of another rank's failure.
 
-    That is a broken connection or the timeout of a collective.
+    Signs are a broken connection or the timeout of a collective.
     """
     if isinstance(error, LaunchError | dist.DistError):
         return True
@@ -212,7 +213,7 @@ def connect_groups(
         flight=rendezvous.flight,
     )
     with topology.flight.phase("groups"):
-        # Before torch gives up, whose message says less, or RCCL, which does not give up.
+        # Sooner than torch, whose message says less, and RCCL, which never gives up.
         rendezvous.unless_failed(
             partial(use_groups, topology, config.parallel.num_chunks > 1),
             _FIRST_SHARE * timeout.total_seconds(),
@@ -263,7 +264,7 @@ def assemble(
     compare_samples(datasets, topology)
     costs = publish_start(config, topology, places, progress, reporter)
     if isinstance(tokenizer, LimitedTokenizer):
-        tokenizer.rest()  # of the steps, only evaluations use it
+        tokenizer.rest()  # from now on only evaluations use it
     describe_length(config, batches, datasets, progress, end, reporter)
     agreement = Agreement(topology)
     saves = build_saves(config, engine, agreement, reporter, places, train_samples)
@@ -327,7 +328,7 @@ def build_data(
     batches: BatchSchedule,
     reporter: Reporter,
 ) -> tuple[Datasets, tuple[int, int, int], Callable[[int, int, int], Datasets]]:
-    """Return the data sets, their numbers of samples and what builds others; see first_builds."""
+    """Return the data sets, their numbers of samples, and a function that builds others."""
     samples = planned_samples(config, batches)
     with reporter.console.doing("copying data to the node"):
         staged = staged_locations(config, topology, reporter.say)
@@ -374,7 +375,7 @@ def publish_start(
     progress: Progress,
     reporter: Reporter,
 ) -> RunCosts:
-    """Report what the run begins with, and what it costs, which is returned."""
+    """Report the start of the run and its costs; return the costs."""
     nodes = len({location.partition(":")[0] for location in places}) or 1
     costs = run_costs(config, nodes, progress.iteration, progress.consumed_samples)
     reporter.say(f" the whole run: {costs.size}")
@@ -434,7 +435,7 @@ def check_export(config: Config) -> str:
 def record_settings(config: Config, topology: Topology, reporter: Reporter, iteration: int) -> None:
     """Write the settings of a run from `iteration` on into its folder, for --config.
 
-    `config` has not yet the vocabulary size, which the tokenizer will give again.
+    `config` does not have the vocabulary size yet, which the tokenizer will supply again.
     """
     metrics = config.metrics_path
     # /dev/null has no folder of a run beside it
@@ -490,11 +491,10 @@ def build_wall_time(
     batches: BatchSchedule,
     datasets: Datasets,
 ) -> WallTime | None:
-    """Return the end of the job by --walltime or, if the run saves, by Slurm, and its duration.
+    """Return the limits on the run's time: the end of the job, and --exit-duration-in-mins.
 
-    None without any.
-
-    Rank 0 watches the clock for all ranks.
+    The job ends by --walltime or, if the run saves, by Slurm. None without any limit. Rank 0
+    watches the clock for all ranks.
     """
     training = config.training
     requested = config.training.walltime

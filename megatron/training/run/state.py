@@ -117,7 +117,7 @@ class Run:
 
     @contextmanager
     def aside(self, phase: str) -> Iterator[None]:
-        """Name work between steps, whose time is no part of theirs, in the flight record."""
+        """Name work between steps, which does not count as their time, in the flight record."""
         with self.watch.paused(phase), self.topology.flight.phase(phase):
             yield
 

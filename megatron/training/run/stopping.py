@@ -1,6 +1,6 @@
 """End of a run before its last iteration.
 
-The agreement of the ranks, the time left of the job, and requeueing.
+The agreement of the ranks, the time left in the job, and requeueing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Agreement:
     A number may be a signal that one rank received, or a decision of rank 0. Each user adds its
     numbers once, in the same order on every rank. They are reduced from host memory, independently
     of the device, and no step waits for them: `post` starts the reduction after one step, `read`
-    returns the result after the next, the same on every rank. `own` is called when the reduction
+    returns the result after the next, the same on every rank. `number` is called when the reduction
     starts, so its value must still be valid one step later. Nothing is communicated while all
     numbers are off. A single rank gets its own numbers at once.
     """
@@ -61,8 +61,8 @@ class Agreement:
     ) -> None:
         """Agree on `name` from now on.
 
-        `own` returns this rank's number, 0 or more. `on` says whether the number is needed now, and
-        must return the same on every rank.
+        `number` returns this rank's number, 0 or more. `on` says whether the number is needed now,
+        and must return the same on every rank.
         """
         self._numbers[name] = (number, on)
 
@@ -80,7 +80,7 @@ class Agreement:
         """Start the reduction. The previous one must have been read. All ranks call this."""
         assert self._posted is None, "one reduction at a time"
         if self._topology.world.size > 1 and (current := self._current()):
-            numbers = np.array(list(current.values()), np.int32)  # which no device is asked for
+            numbers = np.array(list(current.values()), np.int32)  # in host memory
             work = collectives.all_reduce_async(
                 torch.from_numpy(numbers), self._topology.world, dist.ReduceOp.MAX
             )
@@ -253,7 +253,7 @@ class SlurmEnd:
         elif word == "UNLIMITED":
             self._end = None
         else:  # INVALID: past its limit, or longer than a year; NOT_SET: no limit yet
-            self._failed(f"squeue says {word}")
+            self._failed(f"squeue reports {word}")
 
     def _failed(self, reason: str) -> None:
         if self._end is None:

@@ -10,10 +10,10 @@ log-likelihoods of its tokens, by this sum divided by the choice's bytes, and di
 In the second, cloze, the ending counts as right if each of its tokens is the most likely one after
 those before it.
 
-The tokens of an ending are those of context and ending together, without as many as the context
-alone has; white space at the end of the context belongs to the ending. An empty context is what the
-tokenizer puts before every text, or else the end-of-document token. A text that is longer than the
-model's context is cut from its left.
+The tokens of an ending are those of context and ending encoded together, without as many as the
+context alone has; white space at the end of the context belongs to the ending. An empty context is
+what the tokenizer puts before every text, or else the end-of-document token. A text that is longer
+than the model's context is cut from its left.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def score(
     micro_batch_size: int,
     on_progress: Callable[[int], object] = lambda done: None,
 ) -> list[Score]:
-    """Return the scores of requests of any length, at most the model's context and one token.
+    """Return the scores of requests of any length up to the model's context and one token.
 
     All ranks call this with the same requests, and every rank gets all scores. The model's dropout
     is off. `on_progress` gets the number of requests that are done. Raises ConfigError for a model
@@ -153,7 +153,7 @@ def _batch(
 
 
 def request_of(context: Sequence[int], ending: Sequence[int], longest: int) -> ScoreRequest:
-    """Return the request of token ids, cut from the left to `longest` and one.
+    """Return the request of token ids, cut from the left to `longest` + 1 tokens.
 
     Raises DataError for a context or an ending without tokens, and for an ending that does not fit.
     """
@@ -202,8 +202,8 @@ def read_tasks(
 ) -> list[EvaluationTask]:
     """Read tasks, named after their files; `longest` is the context of the model in tokens.
 
-    Raises DataError, with file and line, for a file that is none and for endings that do not fit,
-    and ConfigError for two of the same name, or without a tokenizer.
+    Raises DataError, with file and line, for a file that is not a task and for endings that do not
+    fit, and ConfigError for two of the same name, or without a tokenizer.
     """
     if paths and tokenizer is None:
         raise ConfigError(f"{paths[0]}: tasks are texts, and the model has no tokenizer")

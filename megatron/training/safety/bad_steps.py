@@ -205,8 +205,8 @@ class _Tracer:
     """Checks weights, forward passes (the inputs and outputs of every module), and gradients.
 
     `first` is the first bad value on this rank, with its key. The rank with the smallest key has
-    the cause: keys are (phase, micro-batch, place in the direction of the pass, number of the check
-    within the stage), with the phases in the order of causes.
+    the cause: keys are (phase, micro-batch, position in the direction of the pass, number of the
+    check within the stage), with the phases in the order of causes.
     """
 
     WEIGHT, FORWARD, GRADIENT = range(3)
@@ -339,7 +339,7 @@ def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
 
     A non-finite loss makes its gradients non-finite (layers/vocabulary.py), so that the engine's
     decision, which is the same on all ranks, covers losses as well. After --max-consecutive-skips
-    in a row, raises TrainingError on every rank, which names the first bad value; in fp16 not while
+    in a row, raises TrainingError on every rank, naming the first bad value; but in fp16 not while
     the scale can still fall and the losses are finite: then only the scale was wrong.
     """
     skips = run.loop.skips

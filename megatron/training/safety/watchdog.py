@@ -73,8 +73,8 @@ class Watchdog:
                     ends
     broken     returns what NCCL reports, "" for nothing; default on a GPU: nccl_error
     trace      returns the contents of torch's flight recorder; None without one
-    patient    whether the ranks do something for the first time, which compiles and connects and so
-               may take long
+    patient    whether the ranks do something for the first time, which may compile and connect, and
+               so take long
     before_leaving  called on the rank that reports, before any rank ends
 
     Start it on all ranks when they begin to work together, with `patient` set. Progress is whatever
@@ -355,7 +355,7 @@ class Watchdog:
             signal_silent(_DUMP_SIGNAL)  # not before the verdict: it may crash a process that runs
             self._write_trace()
             if number is None:
-                self.sleep(_NODE_S)  # for the others to see that this rank has reported
+                self.sleep(_NODE_S)  # lets the others see that this rank has reported
             else:
                 with suppress(RuntimeError, LaunchError):
                     bounded(await_others, _ANSWER_S + self.rendezvous.pause_s)
@@ -499,7 +499,7 @@ def _describe(
 
 def _trouble(of: FlightState | None) -> str:
     if of is None:
-        return "gave no sign of life, and no rank of its node did: the node is lost or cut off"
+        return "does not answer, nor does any rank of its node: the node is lost or cut off"
     what = "is in no collective and makes no progress"
     location = ""
     if of.process == STOPPED:
