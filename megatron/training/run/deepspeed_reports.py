@@ -48,7 +48,8 @@ class LoggedCalls(DeviceCalls):
     def leave(self) -> None:
         if self._entered is not None:
             self._finish()
-            call, key = self._entered[0], (self._entered[0].kind, self._entered[0].sequence)
+            call = self._entered[0]
+            key = (call.kind, call.sequence)
             calls = self._before if key in self._before else self._spent  # its start, then the wait
             _, spent_s = calls.get(key, (call, 0.0))
             calls[key] = call, spent_s + time.perf_counter() - self._entered_s
@@ -61,7 +62,8 @@ class LoggedCalls(DeviceCalls):
     def next_step(self) -> list[tuple[CallRecord, float]]:
         """Return the collectives of the previous step, each with its seconds; none is under way."""
         complete = list(self._before.values())
-        self._before, self._spent = self._spent, {}
+        self._before = self._spent
+        self._spent = {}
         return complete
 
 
@@ -110,7 +112,8 @@ class DeepSpeedReports(Callback):
         logger = self._communication.comms_logger
         sizes = {group.kind: group.size for group in run.topology.groups}
         for call, spent_s in calls.next_step():
-            name, kind = _OPERATIONS.get(call.name), KINDS[call.kind]
+            name = _OPERATIONS.get(call.name)
+            kind = KINDS[call.kind]
             if name is not None and (logger.prof_all or name in logger.prof_ops):
                 # DeepSpeed multiplies the size of these two by the number of ranks
                 ranks = sizes.get(kind, 1) if name.endswith("_tensor") else 1
