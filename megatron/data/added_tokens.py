@@ -36,7 +36,7 @@ def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
     config, added, extra, named = _read(file)
     beside = next(iter(files_beside(file)), file)
     decoder = config.get("added_tokens_decoder")
-    if isinstance(extra, dict):  # the list is the older name's
+    if isinstance(extra, dict):  # a list goes with the older name
         extra = config.get("additional_special_tokens") or []
     extras = [
         _token(

@@ -67,7 +67,7 @@ Blend = tuple[BlendPart, ...]
 class SplitPlan:
     """The data sets of one split and the part of each that it takes: a --split text, or WHOLE.
 
-    names   of the data sets, if each is one of its own instead of a part of a blend
+    names   of the data sets, if they are separate instead of a blend
     """
 
     blend: Blend
@@ -85,8 +85,8 @@ class Reading:
 
     locations  {prefix: the copy to read} (--stage-data-to)
     pad_id     fills packed samples
-    verify     read all of an index that is found and compare it with its digests; one rank of a job
-               does this for all
+    verify     read all of an existing index and compare it with its digests; one rank of a job does
+               this for all
     workers    indices of a blend that are built at the same time
     """
 

@@ -1,10 +1,10 @@
 """Locks between processes that share a file system, and files that appear complete or not at all.
 
 The lock is the kernel's `flock`, through the package `filelock`: it ends with the process that
-holds it, however that ends. NFS carries it between nodes, Lustre if mounted with `-o flock` (with
-`-o localflock` only within a node). On a file system without flock, `filelock` takes the existence
-of the file as the lock: it is removed if its holder has ended on this host; after the end of a
-holder on another host, the user removes it.
+holds it, however that ends. It works between nodes on NFS, and on Lustre if mounted with `-o flock`
+(with `-o localflock` only within a node). On a file system without flock, `filelock` takes the
+existence of the file as the lock: the file is removed if its holder has ended on this host; if the
+holder was on another host, the user removes it.
 """
 
 from __future__ import annotations

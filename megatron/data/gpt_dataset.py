@@ -36,7 +36,7 @@ from megatron.errors import DataError
 if TYPE_CHECKING:
     from megatron.protocols import Dataset
 
-# Place of the first token and number of tokens: the place of token n of sequence s is s * 2^32 + n.
+# Position of the first token and number of tokens; token n of sequence s has position s * 2^32 + n.
 Spans = tuple[Int64Array, Int64Array]
 BySource = Iterator[tuple["SourceDataset", Int64Array]]
 MOCK = "mock data"
@@ -56,7 +56,7 @@ class TokenDataset(ABC):
 
     @abstractmethod
     def by_source(self, indices: Int64Array) -> BySource:
-        """Yield each source of those of these samples that exist, and their numbers within it.
+        """Yield each source of the samples that exist, and their numbers within it.
 
         A checkpoint without a record may have consumed more than the data set of a run with nothing
         left to do.
@@ -74,7 +74,7 @@ class TokenDataset(ABC):
         """Return the lengths of the pieces of sample `index`, from its first token on.
 
         The rest is padding. None if pieces are not separated: as in Megatron, a sample is one text,
-        and the id that ends a document tells where documents end.
+        and the end-of-document id marks where documents end.
         """
         return None
 
@@ -120,9 +120,9 @@ class SourceDataset(TokenDataset):
         return len(indices) * self.seq_length
 
     def spans(self, indices: Int64Array, /) -> Spans:
-        """Return the tokens that these samples train on, each once, by their places in the data.
+        """Return the tokens that these samples train on, each once, by their positions in the data.
 
-        Without places each sample has a span, as if it was a sequence of its own.
+        Without positions each sample is a span, as if it were a separate sequence.
         """
         return indices << 32, np.full(len(indices), self.seq_length)
 
@@ -228,7 +228,7 @@ def build_index(request: IndexRequest) -> Arrays:
     if request.separate_last_epoch:
         first_documents -= request.stop - request.start
         first_samples = request.samples_in(epochs - 1)
-    # an empty part draws nothing
+    # an empty slice draws no random numbers
     shuffle(documents[:first_documents], random)
     shuffle(documents[first_documents:], random)
     shuffle(order[:first_samples], random)
@@ -278,7 +278,7 @@ class FileDataset(SourceDataset):
         build: Callable[[], Arrays],
         take: Callable[[Arrays], bool],
     ) -> None:
-        """Let `take` have arrays from the cache, or build them from checked sizes.
+        """Pass arrays from the cache to `take`, or build them from checked sizes.
 
         `take` keeps arrays for reading and returns whether they belong to this data. The description
         does not cover the content of the data files, so a cache may outlive data that were
@@ -412,7 +412,7 @@ def within(counts: Int64Array) -> Int64Array:
 
 
 def spread(count: int) -> list[int]:
-    """Return some of the indices 0..count-1 at equal distances, for checks."""
+    """Return some evenly spaced indices of 0..count-1, for checks."""
     some: list[int] = np.linspace(0, count - 1, _SPOT_CHECKS).astype(np.int64).tolist()
     return some
 
@@ -495,11 +495,11 @@ class BlendedDataset(TokenDataset):
 
 
 class UserDataset(SourceDataset):
-    """A user's data set, completed by the other members of Source.
+    """A user's data set, completed by the other members of SourceDataset.
 
-    It has a length and samples by number. Members of Source that it defines are used; without them
-    a sample is one text, and all samples are an epoch. Raises DataError for a sample of another
-    form.
+    It has a length and samples by number. Members of SourceDataset that it defines are used;
+    without them a sample is one text, and all samples are an epoch. Raises DataError for a sample
+    of another form.
     """
 
     def __init__(self, dataset: Dataset, name: str, seq_length: int) -> None:

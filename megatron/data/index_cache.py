@@ -2,7 +2,7 @@
 
 One process builds them while the others wait for its lock.
 
-An entry is `{md5}.dsc`, the hashed text and digests of the arrays, and one `{md5}_{part}.npy` per
+An entry is `{md5}.dsc`, the hashed text and digests of the arrays, and one `{md5}_{name}.npy` per
 array: the names that Megatron-DeepSpeed uses, so that its caches are found. Files are renamed into
 place after they are synced, so a reader sees a whole file or none. The lock `{md5}.lock`
 (file_lock.py) only saves work: two processes that built the same entry would rename the same bytes
@@ -48,7 +48,7 @@ class CacheEntry:
     names: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return the content and the place of the entry, for messages."""
+        """Return the content and the path of the entry, for messages."""
         lines = [line for line in self.description.split("\n")[:4] if line]
         return f"{', '.join(lines)}: {self.description_path}"
 
@@ -97,7 +97,7 @@ class CacheEntry:
         """
         for left in self.directory.glob(f".{self.key}*.tmp"):  # by a process that was killed here
             left.unlink(missing_ok=True)
-        # parts of two builds, of different data, must never be seen together
+        # arrays of two builds, of different data, must never be seen together
         for path in (*map(self.array_path, self.names), self.description_path):
             path.unlink(missing_ok=True)
         for name in self.names:
@@ -195,7 +195,7 @@ def load_or_build(
 
 @contextlib.contextmanager
 def forwarded_messages(handle: Callable[[str], object]) -> Iterator[None]:
-    """Pass the messages of the block to `listen` only."""
+    """Pass the log messages of the block to `handle` only."""
 
     def forward(record: logging.LogRecord) -> bool:
         handle(record.getMessage())

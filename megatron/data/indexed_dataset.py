@@ -100,7 +100,7 @@ def token_dtype(vocab_size: int) -> DType:
 
 
 class SequenceSlices(NamedTuple):
-    """Pieces of sequences: piece i is lengths[i] tokens of sequence sequences[i] from offsets[i] on."""
+    """Slices of sequences: slice i is lengths[i] tokens of sequences[i], from offsets[i] on."""
 
     sequences: IntArray
     offsets: Int64Array
@@ -182,8 +182,8 @@ class IndexedDataset:
     def open_mask(self) -> None:
         """Open the loss mask beside the data.
 
-        Raises DataError if a file of it is missing or damaged, or if it belongs to other data; the
-        lengths of some sequences are compared.
+        Raises DataError if one of its files is missing or damaged, or if it belongs to other data;
+        the lengths of some sequences are compared.
         """
         location = mask_prefix(self.location)
         for path in (idx_path(location), bin_path(location)):
@@ -257,7 +257,7 @@ class IndexedDataset:
         return self.read(sequence)
 
     def gather(self, slices: SequenceSlices, out: Int64Array) -> None:
-        """Read many pieces, concatenated in this order, into `out`, which has exactly their length.
+        """Read many slices, concatenated in this order, into `out`, which has exactly their length.
 
         Raises as `read` does, and DataError for tokens that are not integers.
         """
@@ -270,7 +270,7 @@ class IndexedDataset:
         if self._map is not None:
             code = TYPE_CODES[self.dtype]
             outside = _loops().gather_tokens(self._map, code, starts, counts, out)
-            assert outside < 0, "pieces lie within their sequences, and those within the file"
+            assert outside < 0, "slices lie within their sequences, and those within the file"
             return
         at = 0
         for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
@@ -278,7 +278,7 @@ class IndexedDataset:
             at += count
 
     def gather_mask(self, slices: SequenceSlices, out: Int64Array) -> None:
-        """Read the mask of pieces as `gather` does; raises also for values other than 0 and 1."""
+        """Read the mask of slices as `gather` does; raises also for values other than 0 and 1."""
         assert self.mask is not None, "open_mask has opened it"
         self.mask.gather(slices, out)
         if len(out) and not 0 <= out.min() <= out.max() <= 1:
@@ -289,7 +289,7 @@ class IndexedDataset:
             )
 
     def check(self, start: int, stop: int) -> None:
-        """Raise DataError for the first damaged one of the sequences start..stop-1.
+        """Raise DataError for the first damaged sequence of start..stop-1.
 
         The error is that of `read`. Reads 12 bytes of each.
         """
@@ -298,7 +298,7 @@ class IndexedDataset:
             self._entries(np.arange(first, last))
 
     def where(self, slices: SequenceSlices, token: int) -> str:
-        """Return file, document and byte of a token in the pieces of `gather`, for messages."""
+        """Return file, document and byte of a token in the slices of `gather`, for messages."""
         sequences, offsets, lengths = slices
         ends = np.cumsum(lengths)
         piece = int(np.searchsorted(ends, token, side="right"))
@@ -309,7 +309,7 @@ class IndexedDataset:
         return f"{self._bin_path}, document {document}, byte {byte}"
 
     def _byte_starts(self, slices: SequenceSlices) -> tuple[Int64Array, Int64Array]:
-        """Return where pieces start in .bin and their lengths; each lies within its sequence."""
+        """Return where slices start in .bin and their lengths; each lies within its sequence."""
         sequences, first, count = (np.ascontiguousarray(array, np.int64) for array in slices)
         if not len(sequences):
             return sequences, count
@@ -391,7 +391,7 @@ class Index(NamedTuple):
 
 
 def map_index(path: Path) -> Index:
-    """Map the parts of an .idx file.
+    """Map the arrays of an .idx file.
 
     Raises DataError if the header is wrong; nothing else is checked.
     """

@@ -1,13 +1,12 @@
 """Samples that are packed from whole documents.
 
-A bin is a sample of seq_length + 1 tokens. A
-document that fits is one piece; a longer one is cut into pieces of seq_length + 1 tokens that
-overlap by one, so that each of its predictions (of a token from those before it) is in exactly one
-piece. Pieces are assigned to bins by best fit, the longest first (indexed_dataset.best_fit_pack);
-unused room is padding. Every epoch reads every bin once, in a different order, so every prediction
-within a document counts exactly once per epoch. The batch excludes predictions across pieces, by
-the lengths that `segments` returns. A document of one token is dropped, because it has no
-prediction.
+A bin is a sample of seq_length + 1 tokens. A document that fits is one piece; a longer one is cut
+into pieces of seq_length + 1 tokens that overlap by one, so that each of its predictions (of a
+token from those before it) is in exactly one piece. Pieces are assigned to bins by best fit, the
+longest first (indexed_dataset.best_fit_pack); unused room is padding. Every epoch reads every bin
+once, in a different order, so every prediction within a document counts exactly once per epoch. The
+batch excludes predictions across pieces, by the lengths that `segments` returns. A document of one
+token is dropped, because it has no prediction.
 
 The share of padding depends on the lengths. With enough documents to fill the last bins, most of
 them much shorter than a sample (web text, mean 300 to 700 tokens, sequence length 2048), it is
@@ -35,10 +34,10 @@ _PROBES = 256
 def build_packing(request: IndexRequest) -> Arrays:
     """Return the three arrays of `BIN_PARTS`.
 
-    pieces int32 [pieces, 2], (sequence, first token) of each piece, those of a bin together; its
-    length follows from the sequence's. bin_starts int64 [bins + 1], where the pieces of each bin
-    start. counts int64 [3]: tokens of the split, predictions (which an epoch trains on), and a
-    checksum of some sizes.
+    pieces int32 [pieces, 2], (sequence, first token) of each piece, grouped by bin; its length
+    follows from the sequence's. bin_starts int64 [bins + 1], where the pieces of each bin start.
+    counts int64 [3]: tokens of the split, predictions (which an epoch trains on), and a checksum of
+    some sizes.
 
     Uses 24 bytes per piece and 8 per bin, of which 8 each are the arrays, and some 40 MB. Raises
     DataError if no sequence has two tokens.

@@ -1,4 +1,4 @@
-"""Permutations of any length, of which each value is computed by itself."""
+"""Permutations of any length, each of whose values is computed independently."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Samples that are repeated or skipped where a run goes on in another order of its data.
+"""Samples that are repeated or skipped when a run continues with another order of its data.
 
-A run counts the samples that it has consumed and goes on behind them. In another order (of more
-samples, by another seed, from another blend) the samples before that place are not those that were
-consumed: some of these come again, and others never.
+A run counts the samples that it has consumed and continues after them. In another order (of more
+samples, by another seed, from another blend) the samples before that position are not those that
+were consumed: some of the consumed ones come again, and others never come.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megatron.data.sampler import SampleOrder
 from megatron.parallel.keyed_random import GOLDEN
 
 _BLOCK = 1 << 20  # samples looked up at once
-_MOST = 1 << 24  # samples compared; of longer runs those that begin in a part of the text
-_PART_BITS = 20  # such parts are chosen by a hash
+_MOST = 1 << 24  # samples compared; of longer runs those that begin in some blocks of the text
+_PART_BITS = 20  # size of these blocks, which a hash chooses
 _NOTHING = np.zeros(0, np.int64)
 
 
@@ -50,7 +50,7 @@ def reordered(
 ) -> dict[str, Reordered]:
     """Return what happens to each source of `after` between `consumed` and `end` samples.
 
-    `consumed` samples were taken in the order `before`; None where it is unknown. `others` are
+    `consumed` samples were taken in the order `before`; None where it is unknown. `changed` are
     sources of `before` with other content under the same name.
     """
     share = min(1.0, _MOST / max(1, 2 * consumed + end))
@@ -72,7 +72,7 @@ def reordered(
 
 @dataclass
 class _Consumption:
-    """Samples of a source in a part of an order, and the tokens to compare."""
+    """Samples of a source in a range of an order, and the tokens to compare."""
 
     spans: list[Spans] = field(default_factory=list)
     compared: int = 0
@@ -104,7 +104,8 @@ def _collect(data: Ordered, start: int, stop: int, share: float) -> dict[str, _C
 def _compare(spans: list[Spans]) -> tuple[int, int]:
     """Return the tokens that are repeated and those that are skipped.
 
-    `spans` are those taken, those that the new order has before this place, and those after it.
+    `spans` are those consumed, those that the new order has before this position, and those after
+    it.
     """
     bounds = np.concatenate([end for starts, length in spans for end in (starts, starts + length)])
     sizes = [len(starts) for starts, _ in spans]

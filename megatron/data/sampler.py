@@ -151,10 +151,10 @@ _NOTHING = torch.empty(0)
 class Separation:
     """Separation of documents in samples that are not packed. A document ends with `eod`.
 
-    eod_mask_loss         leave positions out of the loss whose input is eod: their label begins
+    eod_mask_loss         exclude positions whose input is eod from the loss: their label begins
                           another document
     reset_position_ids    positions start at 0 after eod
-    reset_attention_mask  another document for attention begins after eod
+    reset_attention_mask  attention treats the tokens after eod as another document
     """
 
     eod: int | None = None
@@ -171,7 +171,7 @@ class Separation:
 
 @dataclass(frozen=True)
 class Share:
-    """Positions r*mbs .. (r+1)*mbs of each mbs * `size`: the micro-batches of rank r."""
+    """Positions r*mbs .. (r+1)*mbs of each block of mbs * `size`: the micro-batches of rank r."""
 
     micro_batch_size: int
     rank: int = 0
@@ -190,7 +190,7 @@ class MicroBatchStream:
     order             by default the samples as they are, once
     consumed_samples  counts the samples that all ranks together have taken, without those that the
                       order leaves out
-    documents         applies where the data set does not separate pieces itself
+    separation        applies where the data set does not separate pieces itself
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class MicroBatchStream:
     ) -> tuple[Int64Array, Int64Array | None, Int64Array | None]:
         """Return the tokens and pieces of a sample, and which tokens are in the loss.
 
-        Raises DataError with the sample, the fault and its place.
+        Raises DataError with the sample, the fault and its location.
         """
         try:
             tokens = dataset[index]
@@ -291,7 +291,7 @@ class MicroBatchStream:
             marked = dataset.loss_tokens(index)
         except (DataError, IndexError, OSError) as error:
             location = ""
-            with suppress(DataError, IndexError):  # the place may be damaged as well
+            with suppress(DataError, IndexError):  # the location may be damaged as well
                 location = f", which starts at {dataset.where(index)}"
             raise DataError(f"sample {position}{location}: {error}") from error
         limit = self._vocab_size
@@ -324,7 +324,7 @@ class MicroBatch:
         keys dropout. Recorded passes (pipeline/captured.py) get it as int64 [1].
     document_lengths: int64 [documents], the differences of cu_seqlens; None together with it.
         Attention needs them on the host, and reading them from a device would synchronise with it.
-    padding: bool [b, s], which positions are no text but fill up a sample, and count nowhere; None:
+    padding: bool [b, s], positions that only fill up a sample, and count nowhere; None: there are
         none.
     """
 
@@ -533,7 +533,7 @@ class Ledger:
         """Return the ledger of a run that rolled back to the checkpoint at `consumed_samples`.
 
         The checkpoint has the record `carried`. The run leaves out all `ranges` from now on; those
-        at `positions` of its order until now are new.
+        at `positions` of its previous order are new.
         """
         order = dataclasses.replace(self._order, left_out=merged(ranges))
         back = Ledger(self._dataset, order, consumed_samples, carried)

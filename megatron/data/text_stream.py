@@ -30,7 +30,8 @@ class TextStream:
         self._waiting = ""
         self.stopped: str | None = None
         # The text of a few tokens depends on where they start. So each text is decoded from the
-        # last but one place at which it ended with a whole character, and what is known is cut off.
+        # last but one position at which it ended with a whole character, and the known text is cut
+        # off.
         self._ids = list(before)
         self._ended = len(before)
         self._known = len(self._decode(self._ids))
@@ -50,7 +51,7 @@ class TextStream:
         return self._passed(fresh)
 
     def end(self) -> str:
-        """Return the rest: nothing follows."""
+        """Return the rest of the text, which nothing follows."""
         if self.stopped is not None:
             return ""
         shown = self._passed(self._decode(self._ids)[self._known :])

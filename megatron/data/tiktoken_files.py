@@ -51,7 +51,7 @@ WHAT_ELSE = (
 
 
 Entries = Iterator[tuple[str, bytes, int]]
-"""Place, token in base64 and rank of each entry of a file."""
+"""Location, token in base64 and rank of each entry of a file."""
 _END = "<|endoftext|>"
 # Number of ranks -> the pattern and the special tokens that the publisher of the file states.
 PUBLISHED: Mapping[int, tuple[str, Mapping[str, int]]] = {
@@ -95,7 +95,7 @@ def tik_token(path: Path, settings: TokenizerConfig, *, vocab_size: int | None) 
 def _special_tokens(
     settings: TokenizerConfig, names: Sequence[str], count: int | None
 ) -> tuple[list[str], int]:
-    """Return the special tokens and the place of the one that ends a document.
+    """Return the special tokens and the index of the one that ends a document.
 
     `names` and `count` replace absent flags; a `count` of None is the number of names. Tokens
     without a name get Megatron-LM's. Raises ConfigError for flags that contradict each other.
@@ -172,7 +172,7 @@ def _from_ranks(path: Path, settings: TokenizerConfig) -> RankTokenizer:
 
 
 def _lines(path: Path) -> Entries:
-    """Yield the place, token in base64 and rank of each line of a .tiktoken file."""
+    """Yield the location, token in base64 and rank of each line of a .tiktoken file."""
     for number, line in enumerate(read_bytes(path, MOST_BYTES, error=DataError).split(b"\n"), 1):
         words = line.split()
         if not words:
@@ -187,7 +187,7 @@ def _lines(path: Path) -> Entries:
 
 
 def _json_entries(path: Path) -> Entries:
-    """Yield the place, token in base64 and rank of each entry of Megatron-LM's JSON vocabulary.
+    """Yield location, token in base64 and rank of each entry of Megatron-LM's JSON vocabulary.
 
     It is an ordered list of {"rank", "token_bytes" (base64), "token_str"}.
     """
@@ -203,7 +203,7 @@ def _json_entries(path: Path) -> Entries:
 def _ranks(entries: Entries) -> dict[bytes, int]:
     """Return the rank of each token.
 
-    Raises DataError, with the place, for one that is not base64 or that repeats another.
+    Raises DataError, with its location, for one that is not base64 or that repeats another.
     """
     ranks: dict[bytes, int] = {}
     for where, word, rank in entries:

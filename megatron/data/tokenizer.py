@@ -104,7 +104,7 @@ def build_tokenizer(
         raise ConfigError(
             f"--vocab-size {vocab_size}, but {path} makes a vocabulary of "
             f"{tokenizer.vocab_size} for {kind}: leave --vocab-size out, or give the right file; "
-            "to make the model's larger, use --make-vocab-size-divisible-by"
+            "for a larger one in the model, use --make-vocab-size-divisible-by"
         )
     return tokenizer
 
@@ -112,7 +112,7 @@ def build_tokenizer(
 def adapter_of(
     settings: TokenizerConfig, vocab_size: int | None = None
 ) -> tuple[Callable[[], Tokenizer], list[Path]]:
-    """Return what makes the tokenizer of a type in this process, and the files that it reads.
+    """Return a function that makes the tokenizer in this process, and the files that it reads.
 
     Raises ConfigError for a missing flag, DataError for a missing file.
     """
@@ -198,7 +198,7 @@ class LimitedTokenizer(Tokenizer):
 
 
 def serve(build: Callable[[], Tokenizer]) -> Callable[[Any], Any]:
-    """Return what the child does with a request of LimitedTokenizer."""
+    """Return the function with which the child process answers LimitedTokenizer's requests."""
     tokenizer = build()
 
     def answer(request: Any) -> Any:

@@ -56,8 +56,8 @@ class Tokenizer(ABC):
     `vocab_size` is one more than the highest id; `eod` ends a document. The adapter of a library
     implements `_encode` and `_decode`. `names` are the texts of ids unknown to the library.
 
-    behind    how many tokens the tokenizer puts behind every text
-    bos       what its files name as the beginning of a text
+    behind    number of tokens that the tokenizer puts after every text
+    bos       token that its files name as the beginning of a text
     special   ids that stand for no text
     """
 
@@ -90,7 +90,7 @@ class Tokenizer(ABC):
         return self.encode_batch([text])[0]
 
     def encode_beginning(self, text: str) -> list[int]:
-        """Return the ids of a text that goes on, without those that are put behind every text."""
+        """Return the ids of a text that continues, without those that are put after every text."""
         ids = self.encode(text)
         return ids[: len(ids) - self.behind]
 
@@ -466,7 +466,7 @@ def sentence_piece(tokenizer_type: str, path: Path, vocab_extra_ids: int) -> Tok
 
 
 def sentence_piece_facts(path: Path) -> Callable[[Any], dict[str, Any]]:
-    """Return what answers with the names, special ids and prefix of a SentencePiece model."""
+    """Return a function that returns names, special ids and prefix of a SentencePiece model."""
     processor = _processor(path)
     facts = {
         "names": _names(processor),
@@ -497,7 +497,7 @@ def _megatrons_names(processor: Any, vocab_extra_ids: int) -> list[str]:
     ends = {"<PAD>": processor.pad_id(), "<BOS>": processor.bos_id(), "<EOS>": processor.eos_id()}
     names += [processor.id_to_piece(i) if i >= 0 else name for name, i in ends.items()]
     names += [f"<extra_id_{i}>" for i in range(vocab_extra_ids)]
-    return list(dict.fromkeys(names))  # each once, at its first place
+    return list(dict.fromkeys(names))  # each once, at its first position
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
 """The tokenizer that wrote a data set, in `<prefix>.tokenizer.json` beside its .bin and .idx.
 
 It has the tokenizer's type, vocabulary size, end-of-document id and digest, the largest id of the
-data, and a digest of the job that wrote them ("" if it is not known). The tokenizer's digest is of
-what ids mean: those of a sample of text, and the texts of the ids. So another file with the same
-tokenizer, or one to which tokens were added, is the same.
+data, and a digest of the job that wrote them ("" if it is not known). The tokenizer's digest covers
+what ids mean: the ids of a sample of text, and the texts of the ids. So another file with the same
+tokenizer, or one with added tokens, has the same digest.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from megatron.errors import DataError
 from megatron.untrusted import is_count, read_json
 
 _MOST_BYTES = 1 << 16
-_SCANNED_BYTES = (
-    1 << 24
-)  # of a .bin without a record: all of a shorter one, else places all over it
+# of a .bin: all of a shorter one, else blocks all over it
+_SCANNED_BYTES = 1 << 24
 _PLACES = 16
 # Several scripts, numbers, code, spaces: no two tokenizers in use cut it alike.
 _SAMPLE = (
@@ -91,7 +90,7 @@ def read_record(prefix: StrPath) -> TokenizerRecord | None:
 
 
 def largest_id(dataset: IndexedDataset) -> int:
-    """Return the largest id in a .bin; of a long file, in places all over it."""
+    """Return the largest id in a .bin; of a long file, in blocks all over it."""
     size = dataset.num_tokens
     itemsize = dataset.dtype.itemsize
     if dataset.dtype.kind == "f":  # refused where samples are read
