@@ -1,4 +1,4 @@
-"""A process for what others wrote: chat templates and tokenizers, with limits of time and memory.
+"""Child process for untrusted chat templates and tokenizers, with limits of time and memory.
 
 Both are programs in all but name: a few lines of either can run for years or fill the memory, in
 code that no signal handler interrupts. So they run in a child, whose limits of CPU time and address
@@ -45,7 +45,7 @@ class LimitError(DataError):
 class LimitedProcess:
     """A child that calls `target`, "module:function", with `argument`, and then its result.
 
-    The result is called with each request, and returns bytes or what JSON holds. `what` names it in
+    The result is called with each request, and returns bytes or a JSON value. `what` names it in
     messages. The child starts when it is needed, and ends with this object or this process.
     """
 
@@ -67,7 +67,7 @@ class LimitedProcess:
         LimitError.
         """
         with self._lock:
-            if self._child is None or self._parent != os.getpid():  # a fork has its own
+            if self._child is None or self._parent != os.getpid():  # a fork needs its own
                 self._parent = os.getpid()
                 self._connection, child_end = Pipe()
                 number = child_end.fileno()
@@ -140,7 +140,7 @@ def _end(child: subprocess.Popen[bytes], connection: Connection) -> None:
 def serve(target: str, number: int) -> None:
     """Answer requests over a connection until it ends: the program of the child.
 
-    number  of the connection's descriptor
+    number  descriptor of the connection
     """
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)  # the parent decides

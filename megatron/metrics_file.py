@@ -109,7 +109,7 @@ def check_kinds(values: Mapping[str, Any], kinds: Kinds, where: object) -> None:
 
 
 class Records(list[dict[str, Any]]):
-    """Records of a metrics file in order; `left_out` counts its lines that are none."""
+    """Records of a metrics file in order; `left_out` counts its lines that are not records."""
 
     left_out = 0
 

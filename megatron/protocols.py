@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:  # of the rooms above, for the signatures
+if TYPE_CHECKING:  # modules of higher layers, for the signatures
     import numpy as np
     import numpy.typing as npt
     import torch
@@ -82,7 +82,7 @@ class Optimizer(Protocol):
 
     `lr` is set at each step. `settings` is config.optimizer.
 
-    ZeRO gives it flat parts of the weights. Its state consists of fp32 tensors as large as the
+    ZeRO gives it flat shards of the weights. Its state consists of fp32 tensors as large as the
     weights, which start as zeros and are saved, and of numbers named "step".
 
     An optimizer that needs parameters in their global shape, as Muon does for matrices, also has a

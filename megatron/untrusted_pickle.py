@@ -1,10 +1,10 @@
-"""Bounds of pickles from others, checked before any of their values is made.
+"""Bounds on untrusted pickles, checked before any of their values is created.
 
 A pickle can share a value: sixty nested pairs of one and the same pair are a file of 300 bytes and
 2^60 steps of hashing, printing or copying. Readers that execute nothing still take them. Here the
-instructions are followed without values, only sizes: what is refused is a tuple or number that is
-too large to hash, a structure that is far larger than its file, nested too deeply or holds itself,
-and copies of large containers again and again.
+instructions are followed without values, only with sizes. A pickle is refused for a tuple or number
+that is too large to hash, for a structure that is far larger than its file, nested too deeply or
+holds itself, and for repeated copies of large containers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.errors import MegatronError
 
 _LARGEST_TUPLE = 4096  # values in it, those of inner tuples included
 _GROWTH = 64  # values for each instruction of the pickle
-_FREE = 1 << 20  # and beyond
+_FREE = 1 << 20  # and this many in addition
 _DEPTH = 200
 _LEGACY_PICKLES = 5  # in a file from before torch 1.6; the bytes of its tensors follow
 _ZIP = b"PK\x03\x04"
@@ -43,7 +43,7 @@ _KINDS = {
 
 @dataclass(eq=False, slots=True)
 class _Value:
-    """A value without content: what is in it, and its size as a part of a key."""
+    """A value without content: the values inside, and its size as a part of a key."""
 
     inside: list[_Value]
     hashed: int = 1
@@ -89,10 +89,10 @@ def _is_pickle(name: str) -> bool:
 
 
 def check_pickle(content: bytes | BinaryIO, source: object, error: type[MegatronError]) -> None:
-    """Follow a pickle, of a file the one at its position, which is behind the pickle afterwards.
+    """Check a pickle: bytes, or the one at a file's position, which moves to the end of it.
 
-    Raises `error`, naming `source`, for one that would take a time or memory out of proportion to
-    its size, and LookupError or ValueError where it is damaged.
+    Raises `error`, naming `source`, for one that would take time or memory out of proportion to its
+    size, and LookupError or ValueError where it is damaged.
     """
     stack: list[_Value] = []
     memo: dict[int, _Value] = {}
@@ -112,7 +112,7 @@ def check_pickle(content: bytes | BinaryIO, source: object, error: type[Megatron
         elif kind == "empty":
             stack.append(_Value([]))
         elif kind == "number":
-            # Its hash is not kept: that of a large one takes time again and again.
+            # Its hash is not cached: for a large number it takes time on every use.
             stack.append(_Value([], 1 + argument.bit_length() // 64))
         elif kind == "dup":
             stack.append(stack[-1])
@@ -155,7 +155,7 @@ def check_pickle(content: bytes | BinaryIO, source: object, error: type[Megatron
 
 
 def _check_size(top: _Value, most: int, source: object, error: type[MegatronError]) -> None:
-    """Raise `error` where a value with all in it is too large, too deep, or holds itself."""
+    """Raise `error` where a value with its content is too large, too deep, or holds itself."""
     sizes = {id(_PLAIN): (1, 1)}  # values with those inside, and levels
     started: set[int] = set()
     pending = [top]

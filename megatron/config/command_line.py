@@ -27,8 +27,8 @@ from megatron.config.translate import DIRECT, LATE, Flags, is_off, meaning, tran
 from megatron.config.validate import DATA, REQUIRED
 from megatron.errors import CheckpointError, ConfigError
 
-# Returns where a checkpoint's settings are, those that must hold, and those that are taken where
-# none is given. Its argument are the settings given so far, among them `load`. Raises
+# Returns the file of a checkpoint's settings, the settings that must hold, and those that apply
+# where none is given. Its argument has the settings given so far, among them `load`. Raises
 # CheckpointError.
 ReadCheckpoint = Callable[
     [Mapping[str, object]], tuple[str, Mapping[str, object], Mapping[str, object]]
@@ -37,7 +37,7 @@ ReadCheckpoint = Callable[
 OWN_SWITCHES = frozenset("--help -h --print-config --complete --dry-run --trust-config".split())
 OWN_FLAGS = OWN_SWITCHES | {"--rank", "--preset", "--pieces", "--config"}
 _FLAG = re.compile(r"-(?!\.?[0-9])\S+")  # neither a negative number nor text with spaces
-GROUPED = "--group-query-attention"  # without which --num-query-groups does not count
+GROUPED = "--group-query-attention"  # without which --num-query-groups has no effect
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Flag:
     """Meaning of one spelling.
 
     settings: the names of the settings that it may set, to `value` unless words are given, or by
-    `read`. weak: only unless another flag sets them.
+    `read`. weak: it yields to any other flag that sets them.
     """
 
     settings: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Flag:
 
 
 class ChosenValue(NamedTuple):
-    """A chosen value, the flag as written, and where that is."""
+    """A chosen value, its flag as written, and where it was written."""
 
     written: str
     value: object
@@ -182,9 +182,9 @@ def parse_args(
     """Return the configuration of a training command line.
 
     world_size: number of processes that the launcher started; None without a launcher. checkpoint:
-    reads what --use-checkpoint-args takes; without it nothing is taken. export: see finish. --help and --print-config
-    print and raise SystemExit(0); with --complete the latter requires what a run does. Raises
-    ConfigError with all problems as a numbered list.
+    reads what --use-checkpoint-args takes; without it nothing is taken. export: see finish. --help
+    and --print-config print and raise SystemExit(0); with --complete the latter requires the
+    settings of a run. Raises ConfigError with all problems as a numbered list.
     """
     scanned = scan(argv)
     if "--help" in scanned.flags or "-h" in scanned.flags:
@@ -328,13 +328,14 @@ def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
 def _flags_of_file(
     settings: Settings, explicit: Flags, chosen: Mapping[str, Any]
 ) -> tuple[dict[str, list[str]], dict[str, str], set[str]]:
-    """Return the flags of the file that --config names, with their words, their origins, and the
-    origins of values that were a run's defaults: while they still are, nobody chose them.
+    """Return the flags of the file that --config names, with their words, and their origins.
 
-    `given` are the flags of the command line, `chosen` its settings. Settings of one start are left
-    out where a run wrote the file, also an older version, and with another --save also the places
-    of that run's outputs; a notice lists them, except those that are chosen again. Flags that name
-    code are a problem, unless overridden or with --trust-config: such files are passed on.
+    Also return the origins of values that were a run's defaults: while they still are, nobody chose
+    them. `explicit` are the flags of the command line, `chosen` its settings. If a run wrote the
+    file, also with an older version, settings of one start are omitted and, with another --save,
+    the locations of that run's outputs; a notice lists them, except those that are chosen again.
+    Flags that name code are a problem, unless overridden or with --trust-config: such files are
+    passed on.
     """
     from megatron.config.settings_file import read_settings_file, words_of
 
@@ -382,8 +383,8 @@ def _flags_of_file(
         settings.problems += [f"{problem} ({origin})" for problem in problems]
     if left_out:
         settings.notices.append(
-            f"not repeated, as of the start or the folder of the run that wrote {words[0]}: "
-            f"{', '.join(left_out)}. Give on the command line what this start is to do, too"
+            f"not repeated, because they are for the start or folder of the run that wrote {words[0]}: "
+            f"{', '.join(left_out)}. Give those that this start needs on the command line"
         )
     return flags, origins, defaults
 
@@ -395,7 +396,7 @@ def _values_of(chosen: Mapping[str, ChosenValue]) -> Values:
 def _chosen_values(
     settings: Settings, flags: Flags, origins: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, ChosenValue]:
-    """Return what is chosen by setting.
+    """Return the chosen value of each setting.
 
     `origins` are those of flags that are not on the command line. Two flags with different values
     for a setting are a problem.
@@ -425,7 +426,7 @@ def _chosen_values(
             for key in (spelling, *(word.lower() for word in words)):
                 for name, value in flag.option.implies.get(key, {}).items():
                     weak[name] = ChosenValue(written, value, origin)
-    # Of --mock-data and files of data the last ones count, but a file has no order.
+    # The last of --mock-data and data files counts, but a settings file has no order.
     sources = [n for n, one in chosen.items() if n in (*DATA, "mock_data") and one.value]
     for name in sources if "mock_data" in sources and not origins else ():
         if (name == "mock_data") != (sources[-1] == "mock_data"):

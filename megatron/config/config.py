@@ -32,7 +32,7 @@ from megatron.config.validate import run_requirements, validate
 from megatron.errors import ConfigError
 
 Export = Callable[[ModelConfig, Pieces], str]
-"""Says why --save-hf could not write a model; "" if it could."""
+"""Returns why --save-hf could not write a model; "" if it could."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +178,8 @@ def finish(
 ) -> Config:
     """Merge the DeepSpeed JSON, derive dependent settings, check everything and freeze it.
 
-    run: also require the settings that only a training run needs. export: says why --save-hf could
-    not write a model. Raises ConfigError.
+    run: also require the settings that only a training run needs. export: returns why --save-hf
+    could not write a model. Raises ConfigError.
     """
     if merge_json:
         merge_deepspeed_json(settings)
@@ -192,7 +192,7 @@ def finish(
         preset = settings.origins[name].startswith("preset ")
         if option.inert and value != option.default and not preset:
             settings.notices.append(f"{option.written(value)} has no effect: {option.inert}")
-        # many scripts name runs of a project that they do not have
+        # many scripts name runs without naming a project
         if name.startswith("wandb_") and not settings.values["wandb_project"]:
             settings.notices.append(
                 f"{option.written(value)} has no effect: --wandb-project is not given"
@@ -217,7 +217,7 @@ def finish(
 
 
 def _located(settings: Settings, problem: str) -> str:
-    """Return a problem with the lines of files that chose the settings whose flags it names."""
+    """Return a problem, with the lines of files that chose the settings whose flags it names."""
     flags = {*re.findall(r"--[\w-]+", problem)}
     locations = [
         settings.origins[name]
@@ -302,7 +302,7 @@ def resolve(s: Settings) -> None:
 
 
 def _context(s: Settings) -> None:
-    """Exchange heads where context parallelism is left to its default and a ring cannot do it."""
+    """Exchange heads where cp_comm_type has its default and a ring is impossible."""
     v = s.values
     name = "cp_comm_type"
     size = s.values["context_parallel_size"]

@@ -86,7 +86,7 @@ class _Merge:
             has = f"{key} has"
             used = (*tables["settings"], *tables["fp16_settings"])
             if isinstance(rest, dict) and any(name.startswith(f"{key}.") for name in used):
-                has = f"{', '.join(f'{key}.{inner}' for inner in rest)} have"  # others of it do
+                has = f"{', '.join(f'{key}.{inner}' for inner in rest)} have"  # others do
             self.settings.notices.append(f"{self._at(key)}: {has} no effect: {why}")
         remaining = {key: value for key, value in self.content.items() if not _only_empty(value)}
         if "optimizer" in remaining:
@@ -122,7 +122,7 @@ class _Merge:
         return node.pop(path[-1], None)
 
     def _at(self, key: str) -> str:
-        """Return FILE:LINE of a key of the file, which stands after those of the objects it is in."""
+        """Return FILE:LINE of a key, which follows the keys of the objects that it is in."""
         at = 0
         for name in key.split("."):
             match = re.compile(rf"{re.escape(json.dumps(name))}\s*:").search(self.text, at)
@@ -239,7 +239,7 @@ _READ: Mapping[str, Callable[[Any], object]] = {
     "fp16.initial_scale_power": _power_of_two,
     "zero_optimization.offload_optimizer.device": _on_the_host,
 }
-"""Entries whose values are not those of the settings."""
+"""Entries whose values are converted to those of the settings."""
 
 
 def _only_empty(value: object) -> bool:

@@ -66,7 +66,7 @@ class Foreign:
 def changes_model(name: str, value: object, arguments: Mapping[str, object]) -> bool:
     """Return whether an argument of Megatron's is one that the command line refuses as a flag.
 
-    Only of those that change what weights compute, and only where it is not off.
+    Only arguments that change what weights compute count, and only where they are not off.
     """
     foreign = foreign_flags().get(f"--{name.replace('_', '-')}")
     if foreign is None or not foreign.model or value is False:

@@ -21,7 +21,7 @@ def _split(config: Sections) -> Problems:
         or sum(shares) <= 0
     ):
         yield (
-            f"--split '{text}' is not one to three parts of at least 0 and not all 0, such as "
+            f"--split '{text}' is not one to three numbers of at least 0, not all 0, such as "
             "969,30,1"
         )
 

@@ -424,7 +424,7 @@ class ModelConfig:
 
     @property
     def residual_scale(self) -> float:
-        """Return the factor of what attention and MLP add to the residual stream.
+        """Return the factor of the outputs of attention and MLP on the residual stream.
 
         It is 1 / depth, relative to the base model of muP (Dey et al., arXiv 2505.01618, table 1,
         alpha = 1), and 1 without muP.
@@ -435,9 +435,9 @@ class ModelConfig:
     def key_value_scale(self) -> float:
         """Return the factor of the initial weights of keys and values; 1 without muP.
 
-        Fewer of them than inputs, as in multi-query attention, have smaller weights: sqrt(outputs /
-        inputs) times those of a square matrix (Yang et al., arXiv 2310.17813, section 3). Otherwise
-        gradients through them would outgrow all others.
+        If they are fewer than the inputs, as in multi-query attention, their weights are smaller:
+        sqrt(outputs / inputs) times those of a square matrix (Yang et al., arXiv 2310.17813,
+        section 3). Otherwise gradients through them would outgrow all others.
         """
         if not self.use_mup:
             return 1.0
@@ -456,7 +456,7 @@ class ModelConfig:
         return self.mup_base_hidden_size / self.hidden_size if self.use_mup else 1.0
 
     def mup_base(self) -> ModelConfig:
-        """Return the base model of muP: of as many layers, with experts in proportion to MLPs."""
+        """Return the base model of muP, with as many layers, and experts in proportion to MLPs."""
         moe, shared = (
             width and width * self.mup_base_ffn_hidden_size // (self.ffn_hidden_size or 1)
             for width in (self.moe_ffn_hidden_size, self.moe_shared_expert_intermediate_size)
@@ -474,7 +474,7 @@ class ModelConfig:
         )
 
     def window(self, layer: int) -> int | None:
-        """Return how many keys before its own a query of a layer, from 0, sees; None: all."""
+        """Return how many keys before its own a query of `layer`, from 0, sees; None: all."""
         if self.window_size is None or self.window_size[0] < 0:
             return None
         skip = self.window_attn_skip_freq
@@ -491,7 +491,7 @@ class ModelConfig:
 
     @property
     def upcycling_granularity(self) -> int:
-        """Return of how many experts the width together is that of the dense MLP."""
+        """Return how many experts are together as wide as the dense MLP."""
         assert self.ffn_hidden_size and self.moe_ffn_hidden_size, "both are derived"
         return self.ffn_hidden_size // self.moe_ffn_hidden_size
 
@@ -501,7 +501,7 @@ class ModelConfig:
         return sum(map(self.has_experts, range(self.num_layers)))
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
-        """Return the vocabulary, to a multiple of make_vocab_size_divisible_by x that size."""
+        """Return vocab_size, padded to a multiple of make_vocab_size_divisible_by x that size."""
         assert self.vocab_size is not None, "unknown until the tokenizer has been read"
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple

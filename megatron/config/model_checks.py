@@ -98,7 +98,7 @@ def _frequencies(config: Sections) -> Problems:
         ):
             yield (
                 f"{all_options()[name].flag} {','.join(map(str, freq))} is neither a number of at "
-                f"least 1 nor a list of {layers} entries 0 or 1: one for a layer"
+                f"least 1 nor a list of {layers} entries 0 or 1, one for each layer"
             )
 
 

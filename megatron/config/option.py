@@ -104,10 +104,10 @@ class Option:
     limits: Range = ANY
     derived: str = ""  # how an absent value is filled in, for --help
     internal: bool = False  # never set from outside: always computed
-    # a setting of one start, such as what it loads and when it ends; else of the run, of which
-    # settings.toml repeats it
+    # a setting of one start, such as what it loads and when it ends; settings.toml repeats the
+    # others
     one_start: bool = False
-    of_folder: bool = False  # names an output of the run that --save names, which has its own
+    of_folder: bool = False  # names an output of the run in --save; another run has its own
     names_code: bool = False  # its value is imported or run: for the command line, not for files
     none_word: bool = False  # the word none also resets a setting without choices
 

@@ -196,7 +196,7 @@ class ParallelConfig:
 
     @property
     def ring_places(self) -> int:
-        """Return over how many places keys and values rotate in context-parallel attention."""
+        """Return the size of the ring over which context-parallel keys and values rotate."""
         return self.context_parallel_size // self.head_ranks
 
     @property

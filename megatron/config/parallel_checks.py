@@ -21,7 +21,7 @@ def _tensor_parallel(config: Sections) -> Problems:
     names = ["num_attention_heads", "ffn_hidden_size"]
     groups = config.model.num_key_value_heads
     size = config.parallel.tensor_model_parallel_size
-    # of fewer heads than ranks, each is on several ranks
+    # if there are fewer heads than ranks, each is on several ranks
     if groups and groups != config.model.num_attention_heads and size % groups:
         names.append("num_key_value_heads")
     if config.parallel.sequence_parallel:

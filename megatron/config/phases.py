@@ -1,4 +1,4 @@
-"""Values of flags that have a syntax of their own: schedules of phases, of batch sizes, and limits.
+"""Parsers of flag values: schedules of phases, schedules of batch sizes, and norm limits.
 
 A schedule is a list of phases, separated by commas or line ends:
 
@@ -8,8 +8,10 @@ LENGTH is a number, with K, M, B or T for thousands and more, in the unit that -
 --train-samples or --train-tokens gives the run, or a percentage of the run. Only the last phase may
 omit it: it takes the rest of the run. The names:
 
-    from, to             value at its beginning (that of the phase before) and at its end
-    cycles, factor       repeat it so often, each time from its first value and `factor` times as long
+    from, to             value at its beginning (default: the end of the previous phase) and at its
+                         end
+    cycles, factor       repeat it this often, each time from its first value and `factor` times as
+                         long
     amplitude, exponent  of the shape power
 """
 
@@ -34,7 +36,7 @@ SHAPES = (
     "power",
 )
 KINDS = ("hidden", "embedding", "output", "vector")
-"""Kinds of parameters, of megatron.parallel.sharding.kind_of."""
+"""Kinds of parameters, as in megatron.parallel.sharding.kind_of."""
 _NAMES: Mapping[str, Option] = {
     "from": Option(kind=float, limits=Range(0, 1000)),
     "to": Option(kind=float, limits=Range(0, 1000)),
@@ -107,7 +109,7 @@ def _parse_phase(text: str) -> Phase:
         if unknown or len(names) != len(values) or len(set(names)) < len(names):
             wrong = unknown[0] if unknown else words[-1]
             raise ValueError(
-                f"'{wrong}': after the length follow pairs of a name and a number, of "
+                f"'{wrong}': pairs of a name and a number follow the length; names are "
                 f"{', '.join(_NAMES)}, each once"
             )
         numbers = {}

@@ -33,10 +33,10 @@ Entry = tuple[str, list[str], str, bool]
 
 
 def read_settings_file(path: str) -> tuple[list[Entry], bool]:
-    """Return each key of a file, its value as the words of a flag, 'FILE:LINE: key', and whether a
-    run wrote it as a default.
+    """Return the entries of a file, and whether a run wrote the file. Raises ConfigError.
 
-    Also returns whether a run wrote the file. Raises ConfigError.
+    An entry is a key, its value as the words of a flag, 'FILE:LINE: key', and whether a run wrote
+    it as a default.
     """
     content = read_toml(path, _MOST_BYTES, error=ConfigError)
     text = read_text(path, _MOST_BYTES, error=ConfigError)

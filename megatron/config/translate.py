@@ -78,7 +78,7 @@ _COUNT = Option(kind=int, limits=COUNT)
 
 
 def _choice(hint: str, values: Mapping[str, Values]) -> Direct:
-    """Return a flag with one of some words, each of which means these settings."""
+    """Return a flag that takes one of some words, each of which stands for settings."""
     kinds = Option(choices=tuple(values), hint=hint)
     settings = dict.fromkeys(name for chosen in values.values() for name in chosen)
     return Direct(tuple(settings), lambda words: values[kinds.parse(words)])
@@ -252,7 +252,7 @@ class _Late:
         self.loss = self._is_on(LOSS)
 
     def give(self) -> None:
-        """Set them. Raises ValueError for an impossible layout."""
+        """Set the settings. Raises ValueError for an impossible layout."""
         if NO_PIPELINE in self.flags and self.pipeline > 1:
             self.settings.problems.append(
                 f"{NO_PIPELINE} contradicts --pipeline-model-parallel-size {self.pipeline} "

@@ -39,8 +39,8 @@ ASCENDING = (
     ("min_loss_scale", "initial_loss_scale"),
     ("start_weight_decay", "end_weight_decay"),
 )
-# A setting that must be given or have a value, and those that need it when they do not have their
-# default value.
+# In each line a setting that must be set or have a value, and settings that need it unless they
+# have their defaults.
 NEEDED = """
     save_hf  save_hf_ema
     save  save_interval_minutes async_save keep_last requeue
