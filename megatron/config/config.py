@@ -123,7 +123,7 @@ class Config(Sections):
     def num_micro_batches(self, global_batch_size: int | None = None) -> int:
         """Return the number of micro-batches of a step on each replica.
 
-        It is that of the full global batch, or of the given one.
+        By default it is for the full global batch.
         """
         size = global_batch_size or self.batch.global_batch_size
         per_round = self.batch.micro_batch_size * self.parallel.data_parallel_size
@@ -248,7 +248,7 @@ def default_of(name: str) -> object:
     return _FALLBACKS[name][0] if name in _FALLBACKS else all_options()[name].default
 
 
-# Setting -> the one whose value it takes, where it is unset.
+# Setting -> the setting whose value it takes if it is unset.
 _SAME_AS = pairs(
     "num_key_value_heads=num_attention_heads max_position_embeddings=seq_length "
     "start_weight_decay=weight_decay end_weight_decay=weight_decay "
@@ -460,7 +460,7 @@ def _chunks(s: Settings) -> None:
 def _steps(s: Settings) -> None:
     v = s.values
     if s.usable("step_batch_size_schedule"):
-        with contextlib.suppress(ValueError):  # which is a problem of its own
+        with contextlib.suppress(ValueError):  # reported by a check
             size = parse_batch_sizes(v["step_batch_size_schedule"])[-1][1]
             s.fill("global_batch_size", size, "derived from step-batch-size-schedule")
     if s.usable("micro_batch_size", "data_parallel_size"):

@@ -36,7 +36,7 @@ _YIELDS: Mapping[str, tuple[str, ...]] = {
     "step_batch_size_schedule": ("global_batch_size",),
 }
 
-# Settings of which a chosen one replaces the others.
+# Groups of settings in which a chosen one replaces the others.
 _ALTERNATIVES = (
     *EXCLUSIVE,
     ("lr_schedule", "lr_decay_style"),

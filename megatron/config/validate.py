@@ -9,7 +9,7 @@ from megatron.config import io_checks, model_checks, parallel_checks, training_c
 from megatron.config.settings import Check, Settings, all_options
 from megatron.config.training_checks import own_passes
 
-# Settings of which at most one may be chosen.
+# Groups of settings of which at most one may be chosen.
 EXCLUSIVE = [
     group.split()
     for group in (
@@ -32,7 +32,7 @@ EXCLUSIVE = [
         *(f"lr_schedule lr_wsd_decay_{unit}" for unit in ("iters", "samples")),
     )
 ]
-# Settings of which the first must not be greater than the second.
+# Pairs of settings whose first must not be greater than the second.
 ASCENDING = (
     ("min_lr", "lr"),
     ("yarn_beta_slow", "yarn_beta_fast"),

@@ -140,9 +140,8 @@ class Console:
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._enabled:
-            print(
-                f"{text}\n", end="", file=self._stream, flush=True
-            )  # in one write: threads print, too
+            # in one write, because threads print, too
+            print(f"{text}\n", end="", file=self._stream, flush=True)
 
     def say_wrapped(self, text: str) -> None:
         """Print a text in as many lines as the width needs."""

@@ -28,7 +28,7 @@ from megatron.training.report import mlflow_writer
 from megatron.training.report.events import End, Event, Start, scalars
 from megatron.untrusted import without_waiting
 
-_WAITING = 1000  # events that a slow tracker may be behind
+_WAITING = 1000  # events by which a slow tracker may lag behind
 _CLOSE_S = 30.0  # that the end of a run waits for a tracker
 _FLUSH_S = 30  # seconds of TensorBoard's data that a killed run may lose
 _LOGIN_S = 30.0  # that Weights & Biases waits for an answer on a terminal

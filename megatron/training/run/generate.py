@@ -146,7 +146,8 @@ def generate(
                      your own, each token costs a pass over the whole text
 
     All ranks call this with the same arguments, and each gets the result. Raises ConfigError for
-    prompts that are empty, too long or no text of this model, and if scores are not finite.
+    prompts that are empty, too long or outside the model's vocabulary, and if scores are not
+    finite.
     """
     config = model.config
     tokenizer = model.tokenizer
@@ -254,7 +255,7 @@ def prepare(
 
 @dataclass(eq=False)
 class _Sample:
-    """A text that grows; `finish` says why it has ended, and is "" before."""
+    """A growing text; `finish` is the reason why it has ended, and "" before."""
 
     number: int
     prompt: Prompt

@@ -1,6 +1,6 @@
 """This process on its node: cores, malloc, device peak and memory, fused kernels.
 
-glibc's malloc is told to keep the memory that a training step frees. By default it returns large
+glibc's malloc is set to keep the memory that a training step frees. By default it returns large
 blocks to the system as soon as they are free, and the next tensor of that size gets new pages, each
 of which the kernel clears when it is first touched. A training step frees and allocates the same
 sizes over and over, so on a CPU this costs between a few per cent and half of its time.
@@ -8,7 +8,7 @@ sizes over and over, so on a CPU this costs between a few per cent and half of i
 Huge pages are turned off: in a heap that keeps its blocks, the smallest block in a gap would hold 2
 MiB, and processes kept growing, to three to five times their tensors.
 
-The settings are made in the running process by mallopt(3) and prctl(2). What the user has set takes
+The settings are made in the running process by mallopt(3) and prctl(2). The user's settings take
 precedence: with a variable for malloc, or a preloaded library, malloc is unchanged.
 """
 
@@ -195,7 +195,7 @@ def _set_first(libc: ctypes.CDLL, parameter: int, values: tuple[int, ...]) -> in
     )
 
 
-# -- all of it -------------------------------------------------------------------------------------
+# -- set-up of the process -------------------------------------------------------------------------
 
 
 def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[str]:

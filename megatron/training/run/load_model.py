@@ -58,7 +58,7 @@ def load_model(
     folder       hf:FOLDER names one in the format of Hugging Face, see docs/huggingface.md
     topology     of all processes, which all call this (connect and Topology.create make it); by
                  default this process alone, on its GPU if it has one. The layout may differ from
-                 that of the training
+                 the training's
     tag          an iteration, or the name of a checkpoint's folder
     allow_older  if the newest is damaged, load the one before; .loaded.rejected lists it
     ema          load the average of the weights (--ema-decay) in their place

@@ -152,7 +152,7 @@ def report(run: Run) -> None:
     losses, memory = run.interval.reduce(
         peak_memory_bytes(device), reserved_memory_bytes(device), unfinished
     )
-    finish_step(run)  # behind the wait for the losses
+    finish_step(run)  # after the wait for the losses
     elapsed_s = run.watch.lap()
     measured: dict[str, Any] = {}
     for callback in run.callbacks:

@@ -39,7 +39,7 @@ from megatron.training.safety.watchdog import Watchdog
 class StepUnderWay:
     """A step that may still be running on the device, with what is needed to count it later.
 
-    step                            what is known of it without its figures
+    step                            its record, without figures that are not read yet
     micro_batches, losses, weights  of this rank, to find out why it was skipped
     """
 

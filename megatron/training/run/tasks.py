@@ -10,7 +10,7 @@ log-likelihoods of its tokens, by this sum divided by the choice's bytes, and di
 In the second, cloze, the ending counts as right if each of its tokens is the most likely one after
 those before it.
 
-The tokens of an ending are those of context and ending encoded together, without as many as the
+The tokens of an ending are those of context and ending encoded together, minus the number that the
 context alone has; white space at the end of the context belongs to the ending. An empty context is
 what the tokenizer puts before every text, or else the end-of-document token. A text that is longer
 than the model's context is cut from its left.
