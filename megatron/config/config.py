@@ -358,9 +358,9 @@ def _experts(s: Settings) -> None:
     if v["num_experts"] is None:
         for name, option in all_options().items():
             if name.startswith("moe_") and v[name] != option.default:
-                said = s.origins[name].removeprefix("command line: ")
-                said = said if said.startswith("--") else option.written(v[name])
-                s.notices.append(f"{said} has no effect: there are no experts")
+                flag = s.origins[name].removeprefix("command line: ")
+                flag = flag if flag.startswith("--") else option.written(v[name])
+                s.notices.append(f"{flag} has no effect: there are no experts")
                 s.derive(name, option.default, "derived: there are no experts")
     elif s.usable("ffn_hidden_size"):
         s.fill("moe_ffn_hidden_size", v["ffn_hidden_size"], "derived from ffn-hidden-size")

@@ -67,10 +67,10 @@ def is_off(words: Sequence[str]) -> bool:
 
 def meaning(written: str, values: Mapping[str, object]) -> str:
     """Return the notice of a flag with this meaning."""
-    said = " ".join(all_options()[name].written(value) for name, value in values.items())
-    if not said:
+    settings = " ".join(all_options()[name].written(value) for name, value in values.items())
+    if not settings:
         return f"{written} has no effect: this is always the case"
-    return f"{written} means {said[:_NOTICE]}{'...' * (len(said) > _NOTICE)}"
+    return f"{written} means {settings[:_NOTICE]}{'...' * (len(settings) > _NOTICE)}"
 
 
 _TEXT = Option()
@@ -265,7 +265,7 @@ class _Late:
         axes = [flag for flag in AXES if flag in self.flags]  # AxoNN's
         if axes:
             size = math.prod(self._read(flag, _COUNT) for flag in axes)
-            self._say(self._written(axes), {"tensor_model_parallel_size": size})
+            self._give(self._written(axes), {"tensor_model_parallel_size": size})
         self._give_stages()
 
     def _give_stages(self) -> None:
@@ -277,47 +277,49 @@ class _Late:
             self._by_embedding_and_loss: (EMBEDDING, LOSS),
         }
         used = [
-            (method, said) for method, flags in methods.items() if (said := self._written(flags))
+            (method, flags_written)
+            for method, flags in methods.items()
+            if (flags_written := self._written(flags))
         ]
         if len(used) > 1:
-            several = " and ".join(said for _, said in used)
+            several = " and ".join(flags_written for _, flags_written in used)
             raise ValueError(
                 f"{several} contradict each other: use one of them, or --pipeline-layout"
             )
         # Megatron-DeepSpeed's interval ends with a layer with experts.
         interval = self._read(EXPERT_INTERVAL, _COUNT)
         if interval is not None and self.layers:
-            said = self._written((EXPERT_INTERVAL,))
+            flags_written = self._written((EXPERT_INTERVAL,))
             if self.settings.explicit.get("num_experts") in (None, 0, 1):
-                self.settings.notices.append(f"{said} has no effect: there are no experts")
+                self.settings.notices.append(f"{flags_written} has no effect: there are no experts")
             else:
                 freq = [int(layer % interval == 0) for layer in range(1, self.layers + 1)]
-                self._say(said, {"moe_layer_freq": freq})
+                self._give(flags_written, {"moe_layer_freq": freq})
         bad = {"num_layers", "pipeline_model_parallel_size"} & self.settings.bad
-        method, said = used[0] if used else (None, self._written(CHUNKS))
-        if self.layers is None or bad or not said:
+        method, flags_written = used[0] if used else (None, self._written(CHUNKS))
+        if self.layers is None or bad or not flags_written:
             return  # reported elsewhere, or nothing to set
         chunks = self._chunks()
         if self.pipeline == 1:
-            self.settings.notices.append(f"{said} has no effect: there is one stage")
+            self.settings.notices.append(f"{flags_written} has no effect: there is one stage")
         elif method is None:
             each, rest = divmod(self.layers, self.pipeline * chunks)
             if rest or not each:
                 raise ValueError(
-                    f"{said} does not divide {self.layers} layers into equal chunks on "
+                    f"{flags_written} does not divide {self.layers} layers into equal chunks on "
                     f"{self.pipeline} stages: use --pipeline-layout with {self.pipeline * chunks} "
                     "counts"
                 )
-            self._say(said, {_PER_CHUNK: each} if chunks > 1 else {})
+            self._give(flags_written, {_PER_CHUNK: each} if chunks > 1 else {})
         elif counts := method(self.layers, chunks):
             if min(counts) < 1:
                 raise ValueError(
-                    f"{said} leaves stage {counts.index(min(counts))} of {len(counts)} without "
+                    f"{flags_written} leaves stage {counts.index(min(counts))} of {len(counts)} without "
                     "layers, and each needs one: use fewer stages, or --pipeline-layout"
                 )
             if len(counts) > self.pipeline or self._is_preset(_PER_CHUNK):
-                self.settings.give(_PER_CHUNK, None, said)  # implied by the layout
-            self._say(said, {"pipeline_layout": ",".join(map(str, counts))})
+                self.settings.give(_PER_CHUNK, None, flags_written)  # implied by the layout
+            self._give(flags_written, {"pipeline_layout": ",".join(map(str, counts))})
 
     def _by_partition(self, layers: int, chunks: int) -> list[int]:
         """Return counts by Megatron-DeepSpeed's partition method.
@@ -418,17 +420,17 @@ class _Late:
     def _written(self, flags: Sequence[str]) -> str:
         return " ".join(" ".join([flag, *self.flags[flag]]) for flag in flags if flag in self.flags)
 
-    def _say(self, said: str, values: Values) -> None:
+    def _give(self, flags_written: str, values: Values) -> None:
         for name, value in values.items():
             chosen = self.settings.explicit.get(name, value)
             written = all_options()[name].written
             if chosen != value and not self._is_preset(name):
                 raise ValueError(
-                    f"{said} means {written(value)}, but {written(chosen)} is given: use one of "
+                    f"{flags_written} means {written(value)}, but {written(chosen)} is given: use one of "
                     "them"
                 )
-            self.settings.give(name, value, f"command line: {said}")
-        self.settings.notices.append(meaning(said, values))
+            self.settings.give(name, value, f"command line: {flags_written}")
+        self.settings.notices.append(meaning(flags_written, values))
 
 
 def _without(counts: list[int], first: int, last: int) -> list[int]:

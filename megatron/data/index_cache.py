@@ -82,8 +82,8 @@ class CacheEntry:
         if not os.path.lexists(self.description_path):
             return
         content = read_bytes(self.description_path, 1 << 24, error=DataError)
-        told = content.decode(errors="replace").removeprefix(self.description)
-        if told and told != _digests(arrays):
+        stored = content.decode(errors="replace").removeprefix(self.description)
+        if stored and stored != _digests(arrays):
             raise DataError(
                 f"{self.array_path(self.names[0])}: this index does not match the digests in "
                 f"{self.description_path}: it was damaged or changed after it was written; delete "

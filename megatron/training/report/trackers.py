@@ -309,25 +309,25 @@ class MLflow(Callback):
                 resumes=event.iteration > 0,
                 params={name: str(value) for name, value in event.settings().items()},
             )
-            self._tell(begin)
+            self._send(begin)
         if points := scalars(event, self._flags.tensorboard_log_interval):
-            self._tell([int(1000 * event.time), points])
+            self._send([int(1000 * event.time), points])
         if isinstance(event, End):
-            self._tell("FINISHED")
+            self._send("FINISHED")
 
-    def _tell(self, what: object) -> None:
+    def _send(self, message: object) -> None:
         assert self._writer is not None and self._writer.stdin is not None, "a run begins first"
         try:
-            print(json.dumps(what), file=self._writer.stdin, flush=True)
+            print(json.dumps(message), file=self._writer.stdin, flush=True)
         except OSError:
             self.close()
 
     def close(self) -> None:
         """Wait until everything is written. Raises RuntimeError with the error of the writer."""
         if self._writer is not None and self._writer.returncode is None:
-            said, _ = self._writer.communicate()
+            output, _ = self._writer.communicate()
             if code := self._writer.returncode:
-                raise RuntimeError(said.strip() or f"the writer ended with code {code}")
+                raise RuntimeError(output.strip() or f"the writer ended with code {code}")
 
     def kill(self) -> None:
         """End the writer at once."""

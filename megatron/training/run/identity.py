@@ -132,8 +132,8 @@ def file_digests(paths: Sequence[Path]) -> dict[str, str]:
     """
     share = max(_ALL_BYTES // max(len(paths), 1), _LEAST_BYTES)
     with ThreadPoolExecutor(_THREADS) as pool:
-        told = pool.map(lambda path: _file(path, min(share, _MOST_BYTES)), paths)
-        return dict(zip(map(str, paths), told, strict=True))
+        digests = pool.map(lambda path: _file(path, min(share, _MOST_BYTES)), paths)
+        return dict(zip(map(str, paths), digests, strict=True))
 
 
 def sample_digests(datasets: Datasets) -> dict[str, str]:

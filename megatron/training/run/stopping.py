@@ -396,8 +396,8 @@ def _answer(*command: str, timeout_s: float = 60.0) -> tuple[str, str]:
     # Slurm ends the processes of a requeued job, sometimes scontrol before it has its answer.
     if answer.returncode in (0, -signal.SIGTERM):
         return answer.stdout, ""
-    said = answer.stderr.strip() or answer.stdout.strip()
-    return answer.stdout, said or f"exit code {answer.returncode}"
+    output = answer.stderr.strip() or answer.stdout.strip()
+    return answer.stdout, output or f"exit code {answer.returncode}"
 
 
 def requeue(environ: Mapping[str, str], say: Callable[[str], object]) -> bool:

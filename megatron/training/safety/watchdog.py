@@ -229,9 +229,9 @@ class Watchdog:
         state = FlightState.read(self._recorder.buffer)
         assert state is not None, "the rendezvous has described it"
         store.set(f"hang/{number}/{rank}", state.to_json())
-        states, speaks = self._neighbours(number)
+        states, is_first = self._neighbours(number)
         for state in states:
-            if speaks and state.inquiry != number:
+            if is_first and state.inquiry != number:
                 store.set(f"hang/{number}/{state.rank}", state.to_json())
         # Where no verdict arrives in time, each rank without progress reports alone.
         if self.rendezvous.comes(f"hang/{number}/verdict", 6 * _ANSWER_S + self.rendezvous.pause_s):
@@ -287,7 +287,7 @@ class Watchdog:
         The node's first rank without progress reports for all.
         """
         self._record_state(_ALONE)
-        states, speaks = self._neighbours(_ALONE)
+        states, is_first = self._neighbours(_ALONE)
         layout = self.topology.layout
         seen = {state.rank: state for state in states}
         verdict = judge(seen, layout, self.limit_s)
@@ -300,7 +300,7 @@ class Watchdog:
                 "ranks of this node "
             )
             verdict = dataclasses.replace(verdict, conclusion=f"{text}wait for ranks elsewhere")
-        if speaks:
+        if is_first:
             self._report(report(verdict, seen, layout))
         else:
             self._write(f"the job hangs: {verdict.conclusion}")
@@ -519,12 +519,12 @@ def _without_root(
 ) -> HangVerdict:
     """Return the verdict where all ranks wait, and for each other."""
     if circle := _circle(awaited):
-        said = "; ".join(
+        listed = "; ".join(
             f"rank {rank} waits in {seen[rank].call} for rank {other}"
             for rank, other in zip(circle, circle[1:] + circle[:1], strict=True)
         )
         return HangVerdict(
-            f"ranks wait for each other: {said}: one of them has left out a collective "
+            f"ranks wait for each other: {listed}: one of them has left out a collective "
             "or a message",
             circle,
             awaited,
@@ -533,9 +533,9 @@ def _without_root(
     for rank in sorted(awaited):
         if not awaited[rank]:
             calls.setdefault(str(seen[rank].call), []).append(rank)
-    said = "; ".join(f"{_ranks(ranks)} in {call}" for call, ranks in list(calls.items())[:_NAMED])
+    listed = "; ".join(f"{_ranks(ranks)} in {call}" for call, ranks in list(calls.items())[:_NAMED])
     return HangVerdict(
-        f"no rank is late, and no call ends: {said}: where calls of a group differ but have the "
+        f"no rank is late, and no call ends: {listed}: where calls of a group differ but have the "
         "same number, a rank has left out a collective or made an extra one; otherwise look at "
         "network and devices",
         [rank for ranks in calls.values() for rank in ranks],
