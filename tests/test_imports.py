@@ -141,3 +141,12 @@ assert state() == before
 assert [m for m in sys.modules if m.startswith("megatron")] == ["megatron"], sys.modules
 """
     assert run_python(code) == ""
+
+
+def test_a_class_name_stands_in_one_module() -> None:
+    homes: dict[str, list[str]] = {}
+    for name, tree in modules().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    assert not {name: places for name, places in homes.items() if len(places) > 1}
