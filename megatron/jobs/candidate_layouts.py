@@ -222,7 +222,7 @@ class _Names(dict[str, Any]):
         values: Mapping[str, Value],
         key: str,
     ) -> None:
-        # the model's sizes may depend on it
+        # the model's sizes may depend on these
         model_names = values.keys() - space.variables - DECIDES.keys()
         words = [word for name in sorted(model_names) for word in flags_of(name, values[name])]
         super().__init__({**_settings((*flags, *words)), **values})
@@ -301,7 +301,7 @@ class _Names(dict[str, Any]):
 
 
 def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
-    """Return a layout, after the cheapest checks first, and a text that identifies duplicates.
+    """Check a layout, cheapest checks first; return it and a text that identifies duplicates.
 
     Raises InvalidLayout and ConfigError.
     """

@@ -484,7 +484,7 @@ def check_data(job: CheckedJob, config: Config) -> None:
         job.unchecked.append(f"data {', '.join(local)}, on node-local disks")
         return
     samples = planned_samples(config, BatchSchedule.from_config(config))[0]
-    if not job.vocabulary_known:  # no id is beyond it
+    if not job.vocabulary_known:  # no id is out of range
         config = config.replace(vocab_size=MOST)
     epochs, notices = datasets.check_data(config, job.tokenizer, samples)
     for notice in notices:
@@ -520,7 +520,7 @@ def check_saving(job: CheckedJob, config: Config) -> None:
     size = checkpoint_bytes(config)
     free = shutil.disk_usage(folder).free
     job.known["checkpoint"] = f"{size / 1e9:.1f} GB in {save}"
-    most = (1 if keep is None else keep) + 1  # the next one is written before the oldest goes
+    most = (1 if keep is None else keep) + 1  # the next one is written before the oldest is deleted
     if most * size > free:
         text = f"{most} checkpoints of {size / 1e9:.1f} GB do not fit into the {free / 1e9:.0f} GB"
         job.error("saving", f"{text} that are free on the file system of {folder}")
@@ -574,7 +574,7 @@ def check_cost(job: CheckedJob, config: Config) -> None:
     end = total_iterations(config, BatchSchedule.from_config(config), start, consumed)
     step = estimate(config, cluster)
     wall_s = duration_s(job.value("time") or "")
-    nodes = max(job.nodes, job.asked_nodes)  # spares are paid for
+    nodes = max(job.nodes, job.asked_nodes)  # spare nodes are charged, too
     costs = run_costs(config, nodes, start, consumed)
     costs = costs.at(step.tokens_per_s, consumed * config.model.seq_length)
     seconds = costs.seconds or 0.0

@@ -124,7 +124,7 @@ class Process:
         return results
 
     def share(self, phase: str, ranks: Iterable[int], limit: timedelta) -> Results:
-        """Send this process's results to rank 0, which returns those in time and the good nodes."""
+        """Send this process's results to rank 0; return there those in time, publish good nodes."""
         launch = self.launch
         store = self._connection.store
         told = {
@@ -270,7 +270,7 @@ def _slurm_hosts() -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Take part as one process; rank 0 prints the verdict and returns it as exit code."""
+    """Run one process of the test; rank 0 prints the verdict and returns it as exit code."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides the warning of each repeated wait
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # a watchdog would kill the process
     launch = detect_launch()

@@ -1,4 +1,4 @@
-"""Scaling experiments: their points, the cost of these, and a source that runs them.
+"""Scaling experiments: their points and costs, and a job source that runs them.
 
 Every point is resolved by pretrain_gpt.py's parser, so that contradictions are found before
 anything is queued. Costs come from the published throughput and the limits of the machine. Does not
@@ -43,8 +43,8 @@ class ExperimentKind(NamedTuple):
     """Kind of experiment.
 
     varies  the size that varies; values: its defaults
-    batch   of a point of a sweep with the paper's models (pp-bubble: micro-batches of each stage);
-            likewise its replicas
+    batch   global batch of a sweep with the paper's models (pp-bubble: micro-batches of each
+            stage); replicas: their number in such a sweep
     """
 
     parameter: str
@@ -276,7 +276,7 @@ def priced(
     ramp = config.batch.rampup_batch_size
     vocabulary = model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
     flops = paper_flops(1, model.seq_length, model.num_layers, model.hidden_size, vocabulary)
-    # The published rate is that of a nearly full pipeline: a larger bubble makes a step longer.
+    # The published rate holds for a nearly full pipeline: a larger bubble makes a step longer.
     sample_s = flops / (rate * 1e12 * point.world) / (1 - bubble_of(config))
     samples = point.request.iterations * batch + point.request.warm_up * (
         ramp[0] if ramp else batch
@@ -305,7 +305,7 @@ class Experiment(JobSource):
 
     A failed point is recorded, and the others continue.
 
-    limit_s      longest time of a point, None: by its cost
+    limit_s      longest time of a point; None: derived from its cost
     waiting      points that were not started or were interrupted, with the reasons
     out_of_time  whether points wait for lack of time
 

@@ -27,12 +27,12 @@ from megatron.planner.timing import Estimate, estimate
 
 WARM_UP = 3
 LEAST_STEPS = 3
-"""Number of ignored steps (the first has no overlap, memory settles), and of those needed after."""
+"""Number of ignored steps (the first has no overlap, memory settles), and of steps needed after."""
 _LEAST_RUNS = 4  # for two factors: some pair of factors fits any three runs
 _BETTER = 0.5  # two factors must reduce the error of one factor to less than this share
-# of the ratios of message to compute factors that are tried, 2.5 % apart
+# ratios of the message factor to the compute factor that are tried, 2.5 % apart
 _RATIOS = np.geomspace(0.1, 10.0, 187)
-_LEAST = 0.02  # of a factor
+_LEAST = 0.02  # plausible factors
 _MOST = 50.0
 _OF_MESSAGES = ("collectives.", "messages", "collective_start_s", "hop_", "message_")
 
@@ -43,7 +43,7 @@ class RefinementRun(NamedTuple):
     name: str
     config: Config
     seconds: float
-    remark: str = ""  # on lines left out of its file
+    remark: str = ""  # on lines of its file that were left out
 
 
 Factors = tuple[float, float]

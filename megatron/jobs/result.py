@@ -38,7 +38,7 @@ _MEMORY = (
     r"HSA_STATUS_ERROR_OUT_OF_RESOURCES"
 )
 # Other failures for lack of memory under a limit: a thread's stack, a mapped library. The last two
-# are of a node that died before Slurm noticed it; srun then kills the tasks of the other nodes.
+# come from a node that died before Slurm noticed; srun then kills the tasks of the other nodes.
 _NODE = (
     "node failure|NODE_FAIL|DUE TO NODE FAIL|io error with slurmstepd on node|launch for \\S+ "
     "failed on node"
@@ -49,7 +49,7 @@ _ERROR = re.compile(
 _FOLLOWS = re.compile(
     r"LostRankError|DistBackendError|DistNetworkError|ConnectionError|Connection (?:reset|closed)"
 )
-# also for the user to fix, but not by settings
+# errors that the user must fix, too, but not by settings
 _NO_REFUSAL = re.compile(r"(?:Launch|Training|Kernel)Error")
 # With --wait srun then ends the other tasks: its later messages about them are consequences.
 _SRUN_FORCE = re.compile(r"^srun: First task exited \d+s ago", re.MULTILINE)
@@ -165,7 +165,7 @@ class Result:
                     number
     memory_bytes    peak over all ranks
     notes           remarks on valid figures
-    loss            the last validation loss, where that is what counts
+    loss            the last validation loss, if that is the objective
     """
 
     status: str = ""

@@ -1,6 +1,6 @@
 """Start and end the processes of a run, on this machine or as a step of a Slurm job.
 
-Nothing here blocks: the caller that started a Run polls it, and each poll sends the signals that
+Nothing here blocks: the caller that started a run polls it, and each poll sends the signals that
 are due. Each process has its own session, and none outlives the process that started it, however
 that ends.
 """
@@ -88,8 +88,8 @@ class RunProcesses:
     """Processes of a run: all ranks, or one launcher.
 
     step        name of its step under Slurm
-    resources   closed when the run ends: the reserved port, and the pipe by which the
-                launcher monitors its starter
+    resources   closed when the run ends: the reserved port, and the pipe by which the launcher
+                monitors its starter
     exit_codes  None until the run has ended; then those of the processes that ended before others
                 were killed
     """

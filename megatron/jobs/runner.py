@@ -68,17 +68,17 @@ _POLL_S = 0.2
 _LEAST_STALL_S = 60.0
 _SLOWER = 10.0
 _EXIT_S = 30.0  # from the last record to the end of the processes
-_MOST_LOST = 2  # nodes that may die under a run; after one more, the run is at fault
+_MOST_LOST = 2  # nodes that may die during a run; after one more, the run is at fault
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 Say = Callable[[str], object]
-"""Is called with a line for users."""
+"""Function that is called with a line for users."""
 
 
 @dataclass(frozen=True)
 class LaunchTarget:
-    """Place of runs. launcher: local or slurm; hosts: () for this machine; parallel: most at once."""
+    """Target of runs. launcher: local or slurm; hosts: () for this machine; parallel: most at once."""
 
     launcher: str
     hosts: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ class Job:
     flags     of pretrain_gpt.py, without --metrics-file; steps: total optimizer steps
     limit_s   total time limit; stall_s: longest time without a new step, None: from earlier steps
               and step_s, the predicted time of a step
-    stops     tells from the validation losses so far whether to stop the run
+    stops     decides from the validation losses so far whether to stop the run
     """
 
     name: str
@@ -146,10 +146,10 @@ class Attempt:
 
 
 class JobSource:
-    """Source of a runner's jobs, with the books of what each has given.
+    """Source of a runner's jobs, with a record of their results.
 
     results   by the names of the jobs' folders; RUNNING for one that is to run again
-    finished  those that ended since the start, not interrupted
+    finished  names of the folders of jobs that ended since the start without interruption
     """
 
     def __init__(self, say: Say) -> None:
@@ -166,7 +166,7 @@ class JobSource:
         return Result(DONE)
 
     def report(self, end: Attempt, result: Result) -> None:
-        """Tell how a job ended; without a status it was interrupted, and is to run again."""
+        """Report how a job ended; without a status it was interrupted, and is to run again."""
 
     def ended(self, end: Attempt) -> None:
         """Record the end of a job. Raises ConfigError if it cannot be written."""

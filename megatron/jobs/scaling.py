@@ -59,7 +59,7 @@ class MeasuredRun:
     point     description of an experiment's point; {} for any other run
     failure   why there are no figures; None if there are
     finished  whether it ran to its end
-    left_out  lines of its file that are no records
+    left_out  number of lines of its file that are not records
     """
 
     name: str
@@ -321,7 +321,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of the median, between two of the values.
 
     The interval of the sign test, which assumes no distribution (Conover, Practical Nonparametric
-    Statistics, section 3.2, in its normal approximation), for the independent ones of the values.
+    Statistics, section 3.2, in its normal approximation), for the number of independent values.
     Up to 8 values it is their range.
     """
     ordered = sorted(values)
@@ -374,7 +374,7 @@ class Series:
     members    in order of the parameter
     base       reference for efficiency: the smallest valid run of weak or strong scaling, the first
                valid one of other runs; None for a sweep
-    published  the paper's model, if the runs are of it
+    published  the paper's model, if the runs train it
     """
 
     name: str
@@ -520,7 +520,7 @@ def row(series: Series, m: Figures) -> dict[str, object]:
 
 
 def _verdict(low: float, efficiency: float, high: float) -> str:
-    """Say how a run compares with the base.
+    """Describe how a run compares with the base.
 
     >>> _verdict(0.97, 1.0, 1.02), _verdict(1.02, 1.05, 1.08), _verdict(0.9, 0.95, 0.99)
     ('no difference beyond noise', '5.0 % faster (2.0 to 8.0 %)', '5.0 % slower (1.0 to 10.0 %)')

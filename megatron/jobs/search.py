@@ -122,7 +122,7 @@ class Halving:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._study = optuna.create_study(pruner=pruner)
         self._most = most
-        self._trials: dict[int, tuple[Any, int]] = {}  # and how many losses it was told
+        self._trials: dict[int, tuple[Any, int]] = {}  # trial, number of losses reported to it
 
     def stops(self, number: int, losses: Sequence[float]) -> bool:
         """Return whether to stop trial `number`, which has these losses so far."""

@@ -1,4 +1,4 @@
-"""Settings of a search by tools/tune.py: the space, the machine, and the place of trials."""
+"""Settings of a search by tools/tune.py: the space, the machine, and the target of trials."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LIMIT_S = 1800.0  # of a trial whose time cannot be predicted
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of a search and its place.
+    """Settings of a search.
 
     flags       flags of pretrain_gpt.py, given after --
     prior       whether the planner's ranking guides the search
@@ -42,7 +42,7 @@ class Setup:
     out: Path
 
     def steps(self, candidate: Candidate) -> int:
-        """Return the number of steps of a trial: with [trial] tokens, as many in each part."""
+        """Return a trial's number of steps: with [trial] tokens, equally many per evaluation."""
         if not self.space.tokens:
             return self.space.warm_up + self.space.iterations
         evaluations = self.space.evaluations
@@ -126,7 +126,7 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
         args.confirm = 0  # the same seed gives the same loss
         if space.halving and not shows:
             find_search("optuna")  # whose rule stops trials
-    prior = not args.no_prior and not space.tokens  # which is about time
+    prior = not args.no_prior and not space.tokens  # which ranks by time
     if prior and cluster is None:
         raise ConfigError(
             "the planner's ranking needs a machine description: measure this machine with 'python "

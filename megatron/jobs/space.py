@@ -197,8 +197,8 @@ class SearchSpace:
     constraints  displayed reason -> expression that must hold
     cluster      name of the intended machine; "" for any
     iterations   measured steps of a trial, after `warm_up` steps
-    tokens       of a trial whose result is its validation loss; 0: it is the time of its steps
-    evaluations  of a trial, each after an equal part of its steps, on `valid_samples` samples
+    tokens       of a trial, whose result is then its validation loss; 0: the result is step time
+    evaluations  of a trial, spread evenly over its steps, on `valid_samples` samples each
     halving      after 1, `halving`, `halving`^2 ... evaluations a trial goes on if it is among the
                  best of this fraction; 0: always
     """

@@ -73,7 +73,7 @@ BUDGET = "the trials are used up"
 NODES = "too few nodes remain"
 _IDENTITY = "search.json"
 _MOST_BYTES = 1 << 24  # of a file of the folder
-_RESERVE_S = 120.0  # of an allocation, to stop what runs and to write the report
+_RESERVE_S = 120.0  # of an allocation, to stop running trials and to write the report
 _SHOWN = 10
 _KINDS: Kinds = {is_text: ("key", "by")}
 
@@ -149,7 +149,8 @@ class TuningSearch(JobSource):
 
     At the end of the search the layouts that may be the best are measured again.
 
-    found  the list that is searched; why: reason for the end, once no more trials can be started
+    enumeration  candidates to search
+    why          reason for the end, once no more trials can be started
 
     Raises ConfigError if the folder has trials of another search.
     """
@@ -497,7 +498,7 @@ def write_report(search: TuningSearch) -> list[Path]:
     sections.append("\n".join(f"- {line}" for line in summary(search)))
     files = list[Path]()
     for name in ("best.txt", "trajectory.png"):
-        with contextlib.suppress(OSError):  # writing tells what is wrong
+        with contextlib.suppress(OSError):  # the write below reports the error
             (folder / name).unlink()
     if search.ranked:
         line = command(search)

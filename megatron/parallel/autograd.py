@@ -1,4 +1,4 @@
-"""Functions of autograd that have a first derivative only, and their context, with types."""
+"""Typed autograd functions that have only a first derivative, and their context."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 
 class Context(Protocol):
-    """The first argument of both passes: the forward pass leaves the backward pass attributes."""
+    """The first argument of both passes; the forward pass sets attributes for the backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]

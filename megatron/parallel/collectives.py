@@ -103,7 +103,7 @@ def gather_first(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter_first_async(x: Tensor, group: Group) -> tuple[Tensor, Started]:
-    """Sum [n, ...] over the ranks and keep this rank's part of dimension 0.
+    """Sum [n, ...] over the ranks and keep this rank's shard of dimension 0.
 
     Returns [n / size, ...] and the work handle.
     """
@@ -114,15 +114,15 @@ def reduce_scatter_first_async(x: Tensor, group: Group) -> tuple[Tensor, Started
 
 
 def reduce_scatter_into_async(shard: Tensor, x: Tensor, group: Group) -> Started:
-    """Sum `x` [n, ...] over the ranks into `part` [n / size, ...], this rank's part of dimension 0.
+    """Sum `x` [n, ...] over the ranks into `shard` [n / size, ...], this rank's of dimension 0.
 
-    For a group of more than one; `part` is contiguous. Returns the work handle.
+    For a group of more than one; `shard` is contiguous. Returns the work handle.
     """
     return start(b"reduce_scatter", group, x.nbytes, _reduce_scatter, shard, x.contiguous())
 
 
 def reduce_scatter_first(x: Tensor, group: Group) -> Tensor:
-    """Sum [n, ...] over the ranks and keep this rank's part of dimension 0: [n / size, ...]."""
+    """Sum [n, ...] over the ranks and keep this rank's shard of dimension 0: [n / size, ...]."""
     shard, work = reduce_scatter_first_async(x, group)
     work.wait()
     return shard
@@ -131,7 +131,7 @@ def reduce_scatter_first(x: Tensor, group: Group) -> Tensor:
 def all_to_all_async(
     x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
 ) -> tuple[Tensor, Started]:
-    """Send `sent[r]` rows of x [n, ...], one part after another, to each rank r of the group.
+    """Send consecutive slices of x [n, ...], of `sent[r]` rows, to each rank r of the group.
 
     Returns the `received[r]` rows of each rank, and the work handle. Nothing is padded.
     """
@@ -145,14 +145,14 @@ def all_to_all_async(
 
 
 def all_to_all(x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """Send rows of x to each rank of the group and return theirs, see all_to_all_async."""
+    """Send rows of x to each rank of the group; return the received ones, see all_to_all_async."""
     result, work = all_to_all_async(x, group, sent, received)
     work.wait()
     return result
 
 
 def split_first(x: Tensor, group: Group) -> Tensor:
-    """Return this rank's part of dimension 0: [n / size, ...], a view."""
+    """Return this rank's shard of dimension 0: [n / size, ...], a view."""
     return x if group.size == 1 else x.chunk(group.size, dim=0)[group.rank]
 
 
@@ -215,12 +215,13 @@ def use_groups(topology: Topology, ring: bool = False) -> int:
     """Use each group of this rank once, before anything depends on it; return the number of uses.
 
     NCCL and RCCL connect a group at its first collective and two pipeline neighbours at their first
-    message, where they may hang without an error: some on the host, others on the device, for which
-    the host therefore waits. So each rank sums one number over every group (over the pipeline only
-    where it is one of them), sends one to each rank with other experts, and exchanges one with each
-    neighbour, all in the same order, so that groups do not wait in a circle. The world comes last:
-    no rank continues before all groups work. All ranks call this. With `ring`, the last pipeline
-    rank also has messages for the first. Raises LaunchError where a result is wrong.
+    message, where they may hang without an error, on the host or on the device; the host therefore
+    waits for the device. Each rank sums one number over every group (over the pipeline only if that
+    is also its model or embedding group), sends one to each rank with other experts, and exchanges
+    one with each neighbour, all in the same order, so that groups do not wait for each other in a
+    cycle. The world comes last: no rank continues before all groups work. All ranks call this. With
+    `ring`, the last pipeline rank also exchanges messages with the first. Raises LaunchError if a
+    result is wrong.
     """
     device = topology.device
     world = topology.world
@@ -272,7 +273,7 @@ def _use(
     right: Sequence[int],
     peer: int = -1,
 ) -> None:
-    """Make a call and read its result `x` on the host, in the entry of the flight record."""
+    """Make a call and read its result `x` on the host, within one entry of the flight record."""
     group.flight.enter(name, group.kind, x.nbytes, x.is_cpu, peer=peer)
     call()
     read = [int(number.item()) for number in x]

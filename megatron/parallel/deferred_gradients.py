@@ -17,7 +17,7 @@ class WeightGradients:
 
     For the split backward pass of zero-bubble schedules (Qi et al., arXiv 2401.10241, sec. 2): in a
     BACKWARD_INPUT instruction the linear layers compute only the gradient of their input and queue
-    the weight's part here as a callable; the BACKWARD_WEIGHT instruction of the same micro-batch
+    the weight gradient here as a callable; the BACKWARD_WEIGHT instruction of the same micro-batch
     runs it later.
     """
 
@@ -41,7 +41,7 @@ class WeightGradients:
         x: Tensor,
         gathered: Started | None = None,
     ) -> None:
-        """Defer the gradient dy^T x of a weight, or of some: dy [.., out], x [.., in].
+        """Defer the gradient dy^T x of one or several weights: dy [.., out], x [.., in].
 
         gathered  the message of dy or x, which is waited for first
         """
@@ -60,8 +60,8 @@ class WeightGradients:
 def weight_gradients(weights: tuple[Tensor, ...], dy: Tensor, x: Tensor) -> list[Tensor | None]:
     """Compute dW [out, in], the sum over tokens of dy [.., out] times x [.., in], for each weight.
 
-    The rows of the weights, one below the other, are those of dW. It has the weight's shape; None
-    if the weight has a accumulator, to which it was added.
+    The weights stacked by rows correspond to the rows of dW. Each gradient has its weight's shape;
+    it is None if the weight has an accumulator, to which it was added.
     """
     x = x.flatten(0, -2)
     rows = [weight.numel() // weight.shape[-1] for weight in weights]

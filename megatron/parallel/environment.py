@@ -28,10 +28,10 @@ newer ones.
 class Setting(NamedTuple):
     """A variable of a job on GPUs.
 
-    name, others  the variable, under the name that every supported torch reads, and its other names
-    value         its value for a job; None where that job does not need it
-    reason        why it is set, for the log
-    builds        builds of torch for which it is set
+    name         its name, which every supported torch reads; other_names: further ones
+    value        its value for a job; None if that job does not need it
+    reason       why it is set, for the log
+    builds       builds of torch for which it is set
     """
 
     name: str
@@ -253,7 +253,7 @@ def ask_slurm(*command: str, timeout_s: float = 60.0) -> subprocess.CompletedPro
 
 
 def natural_number(text: str) -> int | None:
-    """Return a text as a whole number from 0; None for other text and for more than 18 digits.
+    """Parse a whole number from 0; None for other text and for more than 18 digits.
 
     >>> natural_number("12"), natural_number("-1"), natural_number("²")
     (12, None, None)

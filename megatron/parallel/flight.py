@@ -205,7 +205,7 @@ class FlightRecorder:
         return sequence
 
     def leave(self) -> None:
-        """Leave what was entered last."""
+        """Leave the call that was entered last."""
         self._record.in_call = False
         self.alive()
         if self.meter is not None:
@@ -213,7 +213,7 @@ class FlightRecorder:
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:
-        """Count and time no call inside the block: of a recorded pass, whose replays make none."""
+        """Neither count nor time calls inside the block: a recorded pass, whose replays make none."""
         meter = self.meter
         posted = list(self.posted)
         self.meter = None
@@ -484,7 +484,7 @@ class DeviceCalls:
     def __init__(self, new_event: Callable[[], DeviceEvent], on_host: bool = False) -> None:
         self._new_event = new_event
         self.on_host = on_host
-        # not known to be over: call, event before, event after
+        # not known to have finished: call, event before, event after
         self._calls: deque[tuple[CallRecord, DeviceEvent, DeviceEvent]] = deque()
         self._entered: tuple[CallRecord, DeviceEvent] | None = None
         self._begun: tuple[object, DeviceEvent] | None = None
@@ -540,8 +540,9 @@ class DeviceCalls:
 
         Collectives are counted by kind.
 
-        posted  the numbers that its host has posted. For another thread, while the recording thread
-                is blocked.
+        posted  numbers of collectives that its host has posted
+
+        Another thread calls this while the recording thread is blocked.
         """
         reached = list(posted)
         current = None

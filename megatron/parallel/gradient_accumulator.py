@@ -1,10 +1,10 @@
 """Sums of a parameter's gradients, to which layers add.
 
-An optimizer that keeps the sums attaches a `GradientAccumulator` to each parameter. A layer that computes
-a weight gradient itself adds it there and returns None to autograd, so that no second tensor of the
-weight's size is needed and nothing iterates over all parameters after a backward pass. A parameter
-without a accumulator, or with one that is not `direct`, gets its gradient from autograd as usual; in the
-second case the accumulator's owner takes it from `.grad`.
+An optimizer that keeps the sums attaches a `GradientAccumulator` to each parameter. A layer that
+computes a weight gradient itself adds it there and returns None to autograd, so that no second
+tensor of the weight's size is needed and nothing iterates over all parameters after a backward
+pass. A parameter without an accumulator, or with one that is not `direct`, gets its gradient from
+autograd as usual; in the second case the accumulator's owner takes it from `.grad`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def rows_at_once(device_type: str, rows: int, columns: int, element_bytes: int) 
     On a CPU the buffer stays in the cache: a product the size of an embedding table would be read
     from memory once more, and from fresh pages where the allocator has no such block (464 ms
     instead of 323 for [50304, 1024] times [1024, 768] in bf16 on one core). A GPU needs large
-    products: all rows, in equal parts where they are above 128 MiB.
+    products: all rows, in equal blocks if they exceed 128 MiB.
     """
     if device_type == "cpu":
         return min(rows, max(_BLOCK // columns, 256))
@@ -71,7 +71,7 @@ class GradientAccumulator:
     direct  whether layers may add here; False leaves it to autograd
             (--no-gradient-accumulation-fusion)
 
-    before_use  called before the sum is read or written, where its memory is not always there
+    before_use  called before the sum is read or written, if its memory is not always allocated
 
     The first contribution after `renew()` overwrites `total`, so it need not be filled with zeros;
     if there was none, `complete()` fills it.
@@ -133,8 +133,8 @@ class GradientAccumulator:
 
         The last dimension of the weight is `in`.
 
-        `last` False: more parts of this pass's contribution follow. `counts`: the weight is a
-        matrix for each entry, which gets the product of that many tokens, one after the other.
+        `last` False: more products of this pass's contribution follow. `counts`: the weight has a
+        matrix for each entry, to which the product of that many consecutive tokens is added.
         """
         if counts is None:
             self._add_one(self.total.view(dy.shape[-1], x.shape[-1]), dy, x)
@@ -184,7 +184,7 @@ def _any_accumulator(parameter: Tensor) -> GradientAccumulator | None:
 def accumulator_of(parameter: Tensor) -> GradientAccumulator | None:
     """Return the accumulator to which a layer adds; None where it leaves its gradient to autograd.
 
-    A parameter that was frozen after it got a accumulator has none: autograd drops its gradient.
+    A parameter that was frozen after it got an accumulator has none: autograd drops its gradient.
     """
     accumulator = _any_accumulator(parameter)
     return (
@@ -236,11 +236,11 @@ class _Wide(Node):
 
 
 def wide(parameter: Tensor) -> Tensor:
-    """Return an fp16 parameter with a accumulator in fp32, so that its gradient is not rounded.
+    """Return an fp16 parameter with an accumulator in fp32, so that its gradient is not rounded.
 
     Others are returned unchanged. For vectors whose gradient is a sum over tokens: with sequence
-    parallelism each rank sums over its own, and in fp16 the whole sum could overflow where the
-    ranks' parts do not.
+    parallelism each rank sums over its own tokens, and in fp16 the full sum could overflow where the
+    partial sums do not.
     """
     if parameter.dtype != torch.float16:
         return parameter
@@ -252,7 +252,8 @@ def wide(parameter: Tensor) -> Tensor:
 def deliver(parameter: Tensor, gradient: Tensor) -> None:
     """Add a gradient outside of a backward pass, where no hook would see `.grad`.
 
-    It is added to the accumulator, otherwise to `.grad`; a parameter that was frozen meanwhile gets nothing.
+    It is added to the accumulator, otherwise to `.grad`; a parameter that was frozen meanwhile gets
+    nothing.
     """
     if not parameter.requires_grad:
         return

@@ -1,10 +1,10 @@
 """Random numbers by global position.
 
-They depend on what they are for, not on what was drawn before. Whether an element is dropped
-depends on (seed, layer, site) and on its place in the tensor of the whole job: sample, head,
-position, column. So masks are the same on any layout, for any size of the micro-batch, with and
-without recomputation and after a resume, and no generator state needs to be stored. A rank that
-holds a part of the tensor has that part of the mask.
+They depend on their purpose, not on earlier draws. Whether an element is dropped depends on (seed,
+layer, site) and on its position in the job's full tensor: sample, head, position, column. So masks
+are the same on any layout, for any size of the micro-batch, with and without recomputation and
+after a resume, and no generator state needs to be stored. A rank that holds a shard of the tensor
+has that shard of the mask.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def name_key(name: str) -> int:
 
 
 class Site(enum.IntEnum):
-    """The places in a layer where a mask is used."""
+    """The points in a layer where a mask is used."""
 
     EMBEDDING = 0
     ATTENTION = 1
@@ -59,14 +59,14 @@ class Site(enum.IntEnum):
 
 
 class RowLayout(NamedTuple):
-    """The place of a tensor's rows among the rows [samples, heads, positions] of the whole job.
+    """The position of a tensor's rows among the rows [samples, heads, positions] of the full job.
 
-    Row r is number start + r // period * outer + r % period * inner of them; `positions` are those
-    of a head. By default the tensor is the whole, in one piece.
+    Row r is number start + r // period * outer + r % period * inner of them; a head has `positions`
+    rows. By default the tensor is the full one, in one piece.
 
-    of_sample  the rows of a sample
-    samples    how many samples come before `start`, int64 [1] on the device: what a replayed pass
-               reads anew; None: none
+    of_sample  number of rows of a sample
+    samples    number of samples before `start`, int64 [1] on the device, where a replayed pass
+               reads its current value; None: none
     """
 
     start: int = 0
@@ -78,7 +78,7 @@ class RowLayout(NamedTuple):
     samples: Tensor | None = None
 
     def after(self, rows: Tensor) -> Tensor:
-        """Return the numbers of the rows that come so many rows after the first one."""
+        """Return the numbers of the rows at these distances from the first one."""
         numbers = rows + self.start
         return numbers if self.samples is None else numbers + self.samples * self.of_sample
 
@@ -94,7 +94,7 @@ ALL_ROWS = RowLayout()
 class DropoutKey:
     """The source of a micro-batch's masks: the run's seed and the number of its first sample.
 
-    samples  to be added to that number on the device, see Place
+    samples  to be added to that number on the device, see RowLayout
     """
 
     seed: int
@@ -106,16 +106,16 @@ class DropoutKey:
         return mix(self.seed, layer, int(site))
 
     def hidden(self, x: Tensor, rank: int = 0, ranks: int = 1) -> RowLayout:
-        """Return the place of x [s, b, h], part `rank` of `ranks` of the sequence, as one head."""
+        """Return the layout of x [s, b, h], shard `rank` of `ranks` of the sequence, as one head."""
         rows, samples = x.shape[:2]
         positions = rows * ranks
         start = self.sample * positions + rank * rows
         return RowLayout(start, samples, 1, positions, positions, positions, self.samples)
 
     def weights(self, positions: int, heads: int, rank: int = 0, ranks: int = 1) -> RowLayout:
-        """Return the place of attention weights [b, heads, positions, keys].
+        """Return the layout of attention weights [b, heads, positions, keys].
 
-        They are part `rank` of `ranks` of the heads.
+        They are shard `rank` of `ranks` of the heads.
         """
         start = (self.sample * ranks + rank) * heads * positions
         of_sample = ranks * heads * positions
@@ -125,9 +125,9 @@ class DropoutKey:
 def dropout_mask(
     like: Tensor, probability: float, seed: int, layout: RowLayout = ALL_ROWS
 ) -> Tensor:
-    """Return a boolean mask of `like`'s shape, True with 1 - probability.
+    """Return a boolean mask of `like`'s shape, True with probability 1 - `probability`.
 
-    In each head of each sample it is a part of a separate mask.
+    Each head of each sample has a mask of its own, of which this is a slice.
     """
     keep = torch.empty(like.shape, dtype=torch.bool, device=like.device)
     return _draw(
@@ -139,7 +139,7 @@ def dropout_mask(
 
 
 def placed_noise(like: Tensor, most: float, seed: int, layout: RowLayout) -> Tensor:
-    """Return numbers of U(1 - most, 1 + most) in `like`'s shape and type, a part of each sample's."""
+    """Return numbers of U(1 - most, 1 + most) in `like`'s shape and type, a slice per sample."""
     noise = torch.empty_like(like, memory_format=torch.contiguous_format)
     return _draw(
         noise,

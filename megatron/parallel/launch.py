@@ -1,7 +1,7 @@
 """The launch of this process: its rank, from the variables of torchrun, srun or mpirun.
 
 A process without these variables is the only one. No ssh, no host file, no mpi4py: each launcher
-tells every process its rank, and the ranks meet at a store that the first of them serves
+gives every process its rank, and the ranks meet at a store that the first of them serves
 (rendezvous.py).
 """
 
@@ -61,7 +61,7 @@ _MOST = 1 << 20  # processes of a job: more are a mistake
 
 @dataclass(frozen=True)
 class Launch:
-    """A process's place among all processes of the job.
+    """A process's position among all processes of the job.
 
     rank          its number in the job; `task` is the launcher's own number for it, which is
                   different where ranks are placed on devices (rank_mapping.py)
@@ -320,7 +320,7 @@ def _master(
 
 
 def _first_of_layout(env: Variables, optional: bool) -> str:
-    """Return the node of rank 0, which with --distribution=arbitrary is any of the step's.
+    """Return the node of rank 0, which with --distribution=arbitrary may be any of the step's.
 
     No variable names it: Slurm sorts its lists of nodes. Where it is unknown, return "" if it is
     `optional`, otherwise raise LaunchError.
@@ -343,7 +343,7 @@ def _first_of_layout(env: Variables, optional: bool) -> str:
 
 
 def _same_host(one: str, other: str) -> bool:
-    """Return whether two names or addresses are those of the same host."""
+    """Return whether two names or addresses belong to the same host."""
 
     def addresses(host: str) -> set[str]:
         with contextlib.suppress(OSError, UnicodeError):
@@ -369,8 +369,8 @@ def first_host(nodelist: str) -> str:
 def _slurm_local_size(env: Variables, world: int) -> int:
     """Return the number of tasks of this step on this node.
 
-    Where it is not known, the number of those up to this one. Slurm lists tasks by node: "8(x3),2"
-    is 8 on each of three nodes and 2 on the fourth.
+    If it is not known, return the number of tasks up to this one. Slurm lists tasks by node:
+    "8(x3),2" is 8 on each of three nodes and 2 on the fourth.
     """
     name = env.first(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     listed = re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", env.text(name or ""))
@@ -392,10 +392,10 @@ def select_device(
 ) -> torch.device:
     """Return the device on which this process computes.
 
-    This is the only visible one where the launcher gives each process its own. Where all devices of
-    a node are visible, it is the one next to this local rank's cores by `placing`, otherwise the
-    local rank's. It is the CPU where there is no device or the backend is "gloo". Raises
-    LaunchError when this process has none.
+    If the launcher gives each process one device, this is the only visible one. If all devices of a
+    node are visible, it is the one next to this local rank's cores by `mapping`, otherwise the one
+    with the local rank's number. It is the CPU if there is no device or the backend is "gloo".
+    Raises LaunchError if this process has no device.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Sizes of the directions of parallelism, and the lines of ranks that communicate.
+"""Sizes of the mesh dimensions, and the groups of ranks that communicate.
 
 Rank order: unless another one is chosen, the tensor-parallel rank varies fastest, then the
 data-parallel rank, then the pipeline rank. So neighbouring ranks, which launchers put on one node,
@@ -22,7 +22,7 @@ DEFAULT_ORDER = RANK_ORDERS[0]
 
 
 class RankGroup(NamedTuple):
-    """Ranks that communicate: `size` of them, `stride` apart; and how reports name such lines."""
+    """Ranks that communicate: `size` of them, `stride` apart. words: name of such groups in reports."""
 
     words: str
     stride: int
@@ -30,7 +30,7 @@ class RankGroup(NamedTuple):
 
 
 def line_of(rank: int, stride: int, size: int) -> range:
-    """Return the ranks, that one included, of its line of `size` ranks, `stride` apart."""
+    """Return the group of `rank`, itself included: `size` ranks, `stride` apart."""
     first = rank - rank // stride % size * stride
     return range(first, first + size * stride, stride)
 
@@ -40,7 +40,7 @@ class LayoutSizes:
     """Sizes that a job chooses for its layout; the fields are named as the settings.
 
     expert_ranks_per_node  None: as many as there are on nodes of `ranks_per_node` ranks, or 1 if
-                           lines of experts divide them unevenly
+                           expert groups divide them unevenly
     rank_order             None: DEFAULT_ORDER
     """
 
@@ -66,39 +66,39 @@ class LayoutSizes:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the directions; pure arithmetic on rank numbers.
+    """Sizes of the mesh dimensions; pure arithmetic on rank numbers.
 
     >>> Layout(tensor=2, pipeline=2, data=2).coordinates(5)
     (1, 0, 1)
     >>> list(Layout(tensor=2, pipeline=2, data=2).ranks("data", 7))
     [5, 7]
 
-    The data line is the direction over which gradients are reduced. Its members m divide once more:
-    into replicas of the samples, each of `context` neighbours that share the sequences of a replica
-    (m = replica * context + context rank), and into lines of `expert` neighbours that hold
-    different experts. With the same m % expert, they hold the same experts.
+    Gradients are reduced over the data dimension. Its members m are divided further: into replicas,
+    each of `context` neighbours that share the replica's sequences (m = replica * context + context
+    rank), and into groups of `expert` neighbours that hold different experts. Members with the same
+    m % expert hold the same experts.
 
     >>> Layout(data=8, context=2, expert=4).replicas
     4
     >>> list(Layout(data=8, context=2, expert=4).ranks("expert_data", 5))
     [1, 5]
 
-    ZeRO divides gradients, and with stage 3 weights, over `shard` neighbours of the data line, and
-    the optimizer's state over `states` of them; 0 means all.
-    Lines of experts over several nodes, with `expert_node` neighbours on each, divide into these
-    and into lines between the nodes. 1: tokens do not go over nodes (for_world).
+    ZeRO shards gradients, and with stage 3 weights, over `shard` neighbours of the data dimension,
+    and the optimizer's state over `states` of them; 0 means all.
+    Expert groups over several nodes, with `expert_node` neighbours on each, are divided into these
+    neighbours and into groups between the nodes; 1: they are not divided (for_world).
 
     >>> layout = Layout(data=8, expert=8, expert_node=4)
     >>> list(layout.ranks("expert_within", 6)), list(layout.ranks("expert_between", 6))
     ([4, 5, 6, 7], [2, 6])
 
-    `order` names the directions from the one that varies fastest over the ranks to the slowest: any
+    `order` names the dimensions from the one that varies fastest over the ranks to the slowest: any
     of RANK_ORDERS.
 
     >>> Layout(tensor=2, pipeline=2, data=2, order="tp-pp-dp").coordinates(5)
     (1, 1, 0)
 
-    Lines of the grid are ranges, which take no memory: some jobs have 75,000 ranks.
+    Groups are ranges, which take no memory: some jobs have 75,000 ranks.
     """
 
     tensor: int = 1
@@ -131,7 +131,7 @@ class Layout:
 
     @classmethod
     def for_world(cls, world_size: int, sizes: LayoutSizes) -> Layout:
-        """Return the layout of `world_size` processes; the length of the data line is what remains.
+        """Return the layout of `world_size` processes; the data dimension takes what remains.
 
         Raises ConfigError when the processes do not divide into whole replicas.
         """
@@ -165,7 +165,7 @@ class Layout:
 
     @property
     def shard_sizes(self) -> tuple[int, int]:
-        """Return over how many ranks ZeRO divides gradients or weights, and optimizer states."""
+        """Return how many ranks ZeRO shards gradients or weights over, and optimizer states."""
         return self.shard or self.data, self.states or self.data
 
     @property
@@ -174,7 +174,7 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Return the data-parallel size: the number of replicas with samples of their own."""
+        """Return the data-parallel size: the number of replicas with different samples."""
         return self.data // self.context
 
     def __str__(self) -> str:
@@ -192,7 +192,7 @@ class Layout:
 
     @functools.cached_property
     def strides(self) -> tuple[int, int, int]:
-        """Distances between neighbours in the tensor, data and pipeline direction, in ranks."""
+        """Distances between neighbours in the tensor, data and pipeline dimension, in ranks."""
         sizes = {"tp": self.tensor, "dp": self.data, "pp": self.pipeline}
         strides = {}
         stride = 1
@@ -212,7 +212,7 @@ class Layout:
 
     @functools.cached_property
     def lines(self) -> dict[str, RankGroup]:
-        """Lines of ranks that communicate, by name; the parts over which ZeRO divides: see ShardGroups."""
+        """Groups of ranks that communicate, by name; for ZeRO's see ShardGroups."""
         tensor, data, pipeline = self.strides
         each = self.expert_node
         nodes = self.expert // self.expert_node
@@ -243,7 +243,7 @@ class Layout:
         return lines
 
     def ranks(self, kind: str, rank: int) -> Sequence[int]:
-        """Return the ranks, that one included, of its line or other group of a kind: see KINDS."""
+        """Return the ranks of the group of a kind (KINDS) that `rank` is in, itself included."""
         if kind == "model":  # in ascending order, as in torch's group
             stages = self.ranks("pipeline", rank)
             lines = (self.ranks("tensor", stage) for stage in stages)
@@ -255,4 +255,4 @@ class Layout:
 
 
 KINDS = (*Layout().lines, "model", "embedding")
-"""Groups of ranks that communicate: lines, a replica of the model, and the ends of a pipeline."""
+"""Kinds of groups: mesh dimensions, a replica of the model, and the ends of a pipeline."""

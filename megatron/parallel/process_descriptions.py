@@ -24,8 +24,8 @@ from megatron.parallel.rank_mapping import (
 from megatron.parallel.topology import Group, compress_ranks
 
 Alike = Mapping[str, Mapping[str, Any]]
-"""Things that must be the same on all ranks, by kind and name; JSON-serialisable. A rank without a kind is
-not compared.
+"""Values that must be equal on all ranks, by kind and name; JSON-serialisable. A rank without a kind
+is not compared in it.
 """
 
 _SHOWN = 8  # groups of ranks, and names, in the description of a difference
@@ -59,7 +59,7 @@ def device_identity(device: torch.device) -> str:
 def describe_process(
     launch: Launch, device: torch.device, backend: str, mapping: RankMapping
 ) -> LaunchedProcess:
-    """Return this process's description for the others, without what must be alike."""
+    """Return this process's description for the others, without the values that must be equal."""
     on_device = device.type == "cuda"
     shown = visible_devices(os.environ)
     visible, index = (torch.cuda.device_count(), device.index) if on_device else (0, None)
@@ -96,7 +96,7 @@ def conflict(tasks: Sequence[LaunchedProcess]) -> str:
 
 
 def digests(alike: Alike) -> dict[str, tuple[str, str]]:
-    """Return digest and text of each kind of what must be alike."""
+    """Return digest and text of each kind of values that must be equal."""
     texts = {kind: json.dumps(values, sort_keys=True) for kind, values in alike.items()}
     return {k: (hashlib.sha256(text.encode()).hexdigest()[:32], text) for k, text in texts.items()}
 
@@ -104,7 +104,7 @@ def digests(alike: Alike) -> dict[str, tuple[str, str]]:
 def compare(alike: Alike, world: Group) -> str:
     """Return a description of what differs between ranks and must not, or "".
 
-    All ranks call this, after the rendezvous, for what was not known there, and get the same.
+    All ranks call this after the rendezvous, for values that were unknown there, and get the same.
     """
     here = digests(alike)
     number = int.from_bytes(hashlib.sha256(json.dumps(here).encode()).digest()[:7])

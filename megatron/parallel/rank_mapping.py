@@ -59,7 +59,7 @@ class RankMapping:
 class RankPlan:
     """A planned placement.
 
-    placing   the same in every process of the job
+    mapping   the same in every process of the job
     describe  returns the cost of the placement, in lines for the log; takes a moment
     """
 
@@ -151,8 +151,8 @@ def near_index(
 ) -> int | None:
     """Return which of `visible` devices is next to this local rank's cores.
 
-    None where the machine is not known, or shows this process only a part of its devices. `shown`
-    are their numbers, see visible_devices.
+    None if the machine is not known, or this process sees only some of its devices. `shown` are
+    their numbers, see visible_devices.
     """
     order = () if mapping is None else mapping.local_order
     if len(order) != visible or local_rank >= visible:
@@ -275,7 +275,7 @@ def _devices(
 
 
 def check_devices(mapping: RankMapping) -> RankMapping:
-    """Return `placing` if its device order names each device once. Raises LaunchError."""
+    """Return `mapping` if its device order names each device once. Raises LaunchError."""
     order = mapping.device_order
     devices = len(mapping.local_order) or len(order)
     if order and sorted(order) != list(range(devices)):

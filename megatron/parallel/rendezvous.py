@@ -85,14 +85,14 @@ _OPEN = (
 
 
 class Rendezvous(StoreConnection):
-    """A connection of this process to all others, from `join` on also by torch.distributed.
+    """A connection of this process to all others; after `join`, also by torch.distributed.
 
     A context manager.
 
     launch, device       this process, with its final rank; `timeout` is for all to arrive
-    placing              which ranks the processes of a node take; by default those of the launcher
-    alike                what must be the same on all ranks
-    notices              what the log should say about launch and placement; the same on all ranks
+    mapping              which ranks the processes of a node take; by default the launcher's
+    alike                values that must be equal on all ranks
+    notices              lines for the log about launch and placement; the same on all ranks
     ranks_per_node       see rank_mapping.py
     flight, flight_file  this rank's flight recorder, and its node's file of them
     on_inquiry           called in a separate thread with the number of an inquiry
@@ -153,10 +153,10 @@ class Rendezvous(StoreConnection):
         return places
 
     def join(self) -> Self:
-        """Meet all other ranks, take the rank that `placing` gives and start torch.distributed.
+        """Meet all other ranks, take the rank that `mapping` gives and start torch.distributed.
 
-        Raises LaunchError within `timeout` when ranks are missing (it names them and tells where
-        the others are), when they differ in what must be `alike`, or when the store cannot be
+        Raises LaunchError within `timeout` when ranks are missing (it names them and the location
+        of the others), when they differ in a value of `alike`, or when the store cannot be
         reached. Exports the launcher-independent variables (RANK, ...) until close().
         """
         if dist.is_initialized():
@@ -259,7 +259,7 @@ class Rendezvous(StoreConnection):
         return ""
 
     def _participant(self, task: int) -> str:
-        """Return the place of a process that has described itself."""
+        """Return the location of a process that has described itself."""
         described = LaunchedProcess(**json.loads(self.store.get(f"participant/{task}")))
         return f"{described.location}, process {described.pid}"
 
@@ -287,8 +287,8 @@ class Rendezvous(StoreConnection):
     def _judge(self, deadline: float) -> dict[str, Any]:
         """Wait, in the first process, for all descriptions and return the verdict.
 
-        Writes the rank of each process, and the place of each rank. {} if another process gave the
-        verdict before.
+        Writes the rank of each process, and the location of each rank. {} if another process gave
+        the verdict before.
         """
         keys = [f"participant/{task}" for task in range(self.launch.world_size)]
         if not self.poll(keys, deadline, unless="verdict"):
@@ -370,7 +370,7 @@ class Rendezvous(StoreConnection):
     # -- failures --------------------------------------------------------------------------------
 
     def fail(self, message: str) -> None:
-        """Tell the others why this rank stops. Never raises."""
+        """Report to the other ranks why this one stops. Never raises."""
         self._failed = True
         said = json.dumps([self.launch.rank, f"{self._myself} failed: {message}"])
 
@@ -383,7 +383,7 @@ class Rendezvous(StoreConnection):
         self._try(write, ANSWER_S)
 
     def explain(self, error: BaseException) -> LaunchError:
-        """Return what a failed or timed-out collective means.
+        """Return the cause of a failed or timed-out collective.
 
         It names the ranks that failed or died, as far as they are known. Takes some seconds. The
         result is a LostRankError, unless a rank reported why it failed. Raise it from `error`.
@@ -562,7 +562,7 @@ class Rendezvous(StoreConnection):
 
 
 def _list_places(ranks: Sequence[int], locations: Sequence[str]) -> str:
-    """Return the first sixteen ranks with their places."""
+    """Return the first sixteen ranks with their locations."""
     shown = "; ".join(
         f"rank {rank} on {location}"
         for rank, location in zip(ranks[:16], locations[:16], strict=True)
@@ -581,8 +581,8 @@ def connect(
 
     The rendezvous is a context manager. If `backend` is None, nccl (which is RCCL on ROCm) is used
     where there is a device and gloo elsewhere. `timeout` applies to the rendezvous and to every
-    collective after it. `placing` determines which ranks the processes of a node take: from then on
-    the rendezvous's `launch` is valid. `alike` is what must be the same on all ranks. Raises
+    collective after it. `mapping` determines which ranks the processes of a node take: from then on
+    the rendezvous's `launch` is valid. `alike` has the values that must be equal on all ranks. Raises
     LaunchError that names the ranks that are missing, or those that differ and in what.
     """
     device = select_device(launch, backend, check_devices(mapping))

@@ -1,4 +1,4 @@
-"""The record of a parameter: which part of which global tensor a rank has, and what becomes of it.
+"""The record of a parameter: which shard of which global tensor a rank has, and how it is used.
 
 Every parameter has a `Sharding` as `parameter.sharding`. From it the engine reads how gradients are
 reduced and which optimizer state belongs to it, the checkpoint under which name and offset a tensor
@@ -57,11 +57,11 @@ class Sharding:
                      autograd graph of the first forward pass says (engine/gradients.py)
     tied             whether this is the tied embedding weight, held by the first and the last stage
     decay            whether weight decay applies
-    copies           how many neighbouring tensor ranks hold this part of a divided dimension; the
-                     gradients of more than one are terms of a sum
+    copies           number of neighbouring tensor ranks that hold this shard of a divided dimension;
+                     the gradients of more than one are terms of a sum
     base_shape       global shape in the base model of muP; None without muP
     fp32             whether forward and backward passes use it in fp32, also beside 16-bit weights
-    experts          whether expert-parallel ranks hold different parts of dimension 0
+    experts          whether expert-parallel ranks hold different slices of dimension 0
     """
 
     name: str
@@ -89,7 +89,7 @@ class Sharding:
 
     @property
     def growth(self) -> tuple[float, float]:
-        """Return by how much outputs and inputs are more than in the base model of muP.
+        """Return the ratios of outputs and of inputs to those of muP's base model.
 
         A vector has outputs only. The features of a table are its inputs.
         """
@@ -102,7 +102,7 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a global tensor that a tensor rank holds where they are not an even part.
+    """Rows of a global tensor that a tensor rank holds if the split is uneven.
 
     copies  see Sharding
     """

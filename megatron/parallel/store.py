@@ -103,7 +103,7 @@ class StoreConnection:
                 timeout=self.timeout,
                 wait_for_workers=False,
                 master_listen_fd=None if inside is None else inside.detach(),
-                # that of torch before 2.8 takes no socket
+                # the libuv server of torch before 2.8 takes no socket
                 use_libuv=inside is None or TorchVersion(torch.__version__) >= "2.8",
             )
         except (RuntimeError, OSError) as error:
@@ -147,7 +147,7 @@ class StoreConnection:
         return client
 
     def _await_listener(self, address: tuple[str, int], deadline: float) -> None:
-        """Wait until a process listens there; raise OSError after the deadline.
+        """Wait until a process listens at the address; raise OSError after the deadline.
 
         If rank 0 starts late, torch would retry less and less often, and connect up to minutes
         after that.
@@ -202,7 +202,7 @@ class StoreConnection:
 
 
 def batches(keys: Sequence[T]) -> Iterator[list[T]]:
-    """Yield parts of the keys, each for one request to the store."""
+    """Yield batches of the keys, each for one request to the store."""
     for start in range(0, len(keys), _BATCH):
         yield list(keys[start : start + _BATCH])
 

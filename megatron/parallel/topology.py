@@ -1,4 +1,4 @@
-"""This process's place among all, and the process groups that it takes part in."""
+"""This process's position in the job, and its process groups."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ class Group:
 
 @dataclass(frozen=True)
 class ShardGroups:
-    """The ranks over which ZeRO divides what all of a line would hold.
+    """The groups over which ZeRO shards what every data-parallel rank would hold.
 
-    inner   neighbours that hold gradients, and with stage 3 weights, once
-    outer   ranks with the same part of these, each with another part of its optimizer states
-    states  the ranks that hold the optimizer's state once: inner times outer
-    copies  ranks with the same part of the optimizer's state
+    inner   neighbours that together hold gradients, and with stage 3 weights, once
+    outer   ranks with the same shard of these, each with another shard of its optimizer states
+    states  the ranks that together hold the optimizer's state once: inner times outer
+    copies  ranks with the same shard of the optimizer's state
     """
 
     inner: Group
@@ -95,17 +95,17 @@ class ShardGroups:
 
     @classmethod
     def undivided(cls, line: Group) -> ShardGroups:
-        """Return what ZeRO stage 0 has: all ranks of the line hold everything."""
+        """Return the groups of ZeRO stage 0: every rank of `line` holds everything."""
         alone = Group((line.ranks[line.rank],), 0)
         return cls(alone, alone, alone, line)
 
     @property
     def part(self) -> int:
-        """Return which of `states.size` equal parts the optimizer of this rank has."""
+        """Return the index of this rank's optimizer shard, of `states.size` equal ones."""
         return self.part_of(self.states.rank)
 
     def part_of(self, member: int) -> int:
-        """Return which part a member of `states` has."""
+        """Return the index of the optimizer shard of a member of `states`."""
         outer, inner = divmod(member, self.inner.size)
         return inner * self.outer.size + outer
 
@@ -116,7 +116,7 @@ class ShardGroups:
 
 @dataclass
 class _Groups:
-    """Makes the groups of a rank, see Topology.from_layout."""
+    """Builder of a rank's groups, see Topology.from_layout."""
 
     layout: Layout
     rank: int
@@ -125,7 +125,7 @@ class _Groups:
     flight: FlightRecorder
 
     def make(self, kind: str, *known: Group) -> Group:
-        """Return the group of a kind: of those known the one of the same ranks, if any."""
+        """Return the group of a kind: the one of `known` with the same ranks, if any."""
         ranks = self.layout.ranks(kind, self.rank)
         for group in known:
             if len(group.ranks) == len(ranks) and all(map(operator.eq, group.ranks, ranks)):
@@ -141,7 +141,7 @@ class _Groups:
         return Group(ranks, ranks.index(self.rank), handle, kind, self.flight)
 
     def pair(self, line: Group) -> None:
-        """Give the pairs of neighbours their groups, in which nothing but messages goes."""
+        """Create the groups of pairs of neighbours, which carry only messages."""
         if self.new_group is None:
             return
         for pairs in neighbours(line.size):
@@ -152,7 +152,7 @@ class _Groups:
                 line.pairs[peer] = self._group(ranks, handle, line.kind)
 
     def shards(self, line: Group) -> ShardGroups:
-        """Divide a line; parts that are the same ranks are one group."""
+        """Divide `line` for ZeRO; subgroups of the same ranks are one group."""
         known = [line]
         for dimension in fields(ShardGroups):
             known.append(self.make(f"{line.kind}.{dimension.name}", *known))
@@ -161,11 +161,11 @@ class _Groups:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """This process's place, its groups and its device, passed to everything that communicates.
+    """This process's rank, its groups and its device, passed to everything that communicates.
 
-    `data` is the whole line over which gradients are summed and ZeRO shards: all replicas of the
-    samples, and all context ranks of each. `context` and the groups of experts are parts of it
-    (Layout). `shards` divides it for ZeRO, `expert_shards` the ranks with the same experts.
+    `data` is the full group over which gradients are summed and ZeRO shards: all replicas, and all
+    context ranks of each. `context` and the expert groups are subgroups of it (Layout). `shards`
+    divides it for ZeRO, `expert_shards` the ranks with the same experts.
     `embedding` joins the first and last pipeline stages where both hold a tied embedding;
     None elsewhere.
     """
@@ -189,7 +189,7 @@ class Topology:
 
     @property
     def expert_hops(self) -> tuple[Group, ...]:
-        """The groups in which a token goes to its experts, one after the other."""
+        """The groups over which a token is sent to its experts, in order."""
         two = self.layout.expert_node > 1
         return (self.expert_between, self.expert_within) if two else (self.expert,)
 
@@ -322,7 +322,7 @@ class Topology:
         )
 
     def describe(self, locations: Sequence[str] = ()) -> str:
-        """Return the layout in a few lines; `places` are node and device of each rank.
+        """Return the layout in a few lines; `locations` are node and device of each rank.
 
         One rank alone has no groups to show.
         """
