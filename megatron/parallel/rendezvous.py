@@ -97,13 +97,13 @@ class Rendezvous(StoreConnection):
     flight, flight_file  this rank's flight recorder, and its node's file of them
     on_inquiry           called in a separate thread with the number of an inquiry
     judged               cleared while a watchdog finds out whether the job hangs
-    speaks               whether this rank acts on what `explain` found
+    acts_on_failure      whether this rank acts on what `explain` found
     """
 
-    speaks = False
+    acts_on_failure = False
     _absentees = 0
     _call = 1  # the number of the next call
-    _heard = ""  # the findings of a roll call
+    _roll_findings = ""  # the findings of a roll call
     _reported = False  # whether a rank reported why it failed
     _failed = False
     _store_lost = False
@@ -132,8 +132,8 @@ class Rendezvous(StoreConnection):
         self.judged = threading.Event()
         self.judged.set()
 
-        self._deaf = threading.Event()  # no more calls are answered
-        self._pause = self._deaf.wait if sleep is time.sleep else sleep
+        self._answers_ended = threading.Event()  # no more calls are answered
+        self._pause = self._answers_ended.wait if sleep is time.sleep else sleep
         self._torch_store: dist.Store  # torch's own connection to the store
         self._answer_s = ANSWER_S + self.pause_s  # for a rank to receive a call and to answer it
         self._listener: threading.Thread | None = None
@@ -225,7 +225,7 @@ class Rendezvous(StoreConnection):
             verdict = {"error": problem}
         elif store.compare_set(f"participant/{task}", "", told).decode() != told:
             verdict = {
-                "error": f"two processes have rank {task}: {self._participant(task)}, and "
+                "error": f"two processes have rank {task}: {self._location_of_task(task)}, and "
                 f"{description.location}, process {description.pid}: every process needs a rank of its own"
             }
         elif task == 0:
@@ -258,7 +258,7 @@ class Rendezvous(StoreConnection):
                 )
         return ""
 
-    def _participant(self, task: int) -> str:
+    def _location_of_task(self, task: int) -> str:
         """Return the location of a process that has described itself."""
         described = LaunchedProcess(**json.loads(self.store.get(f"participant/{task}")))
         return f"{described.location}, process {described.pid}"
@@ -270,14 +270,14 @@ class Rendezvous(StoreConnection):
         within = show_duration(self.timeout.total_seconds())
         self._absentees = len(missing)
         if not missing:
-            first = self._participant(0)
+            first = self._location_of_task(0)
             return f"all ranks arrived, but rank 0 ({first}) gave no verdict within {within}"
         present = "not listed"
         more = " and perhaps more"
         if len(missing) < _SHOWN:
             came = sorted(set(range(size)).difference(missing))[:_SHOWN]
             more = ""
-            present = _list_places(came, [self._participant(rank) for rank in came])
+            present = _list_places(came, [self._location_of_task(rank) for rank in came])
         return (
             f"rank {compress_ranks(missing)}{more} of {size} did not arrive within {within}. "
             f"Present: {present}. Look at the output of the missing ranks; if they only "
@@ -394,10 +394,12 @@ class Rendezvous(StoreConnection):
             self.judged.wait(2 * self._answer_s)
             symptom = (_SOURCE_LINE.sub("", str(error)).splitlines() or [""])[0].split(". ")[0]
             seen = f"{type(error).__name__}: {symptom}"
-            text = self._heard or self._try(lambda: self._diagnose(seen), 4 * self._answer_s)
-            text = text or self._heard or self._store_gone()
+            text = self._roll_findings or self._try(
+                lambda: self._diagnose(seen), 4 * self._answer_s
+            )
+            text = text or self._roll_findings or self._store_gone()
             if self._store_lost:  # together with the rank that served it
-                self.speaks = self.launch.task == 1
+                self.acts_on_failure = self.launch.task == 1
             kind = LaunchError if self._reported else LostRankError
             self._explained = kind(f"{self._myself}: {text}. Seen here as {seen}")
         return self._explained
@@ -412,7 +414,7 @@ class Rendezvous(StoreConnection):
         if self.launch.world_size == 1:
             return "no other rank takes part"
         if not self.store.check(["findings"]) and self.store.add("explainers", 1) == 1:
-            self.speaks = True
+            self.acts_on_failure = True
             findings = json.dumps([_NOBODY, self._call_roll(seen)])
             self.store.compare_set("findings", "", findings)
         if not self.comes("findings", 2 * self._answer_s):
@@ -457,14 +459,18 @@ class Rendezvous(StoreConnection):
             return
 
         def listen() -> None:
-            while not self._deaf.is_set():
+            while not self._answers_ended.is_set():
                 try:
                     while self.store.check([f"call/{self._call}"]):
                         self._answer(self.store.get(f"call/{self._call}").decode())
                         self._call += 1
-                    if self._alarm.done() and not self._heard and self.store.check(["findings"]):
+                    if (
+                        self._alarm.done()
+                        and not self._roll_findings
+                        and self.store.check(["findings"])
+                    ):
                         # The store may be gone when this rank sees the failure.
-                        self._heard = self._findings()
+                        self._roll_findings = self._findings()
                 except RuntimeError:
                     self._store_lost = True
                     self._sound_alarm()
@@ -540,7 +546,7 @@ class Rendezvous(StoreConnection):
         atexit.unregister(self._leave)
         if self.launch.world_size > 1:
             self._try(self._write_left, 2 * _LINGER_S + self.pause_s)
-        self._deaf.set()
+        self._answers_ended.set()
         if self._listener is not None and not self._store_lost:
             self._listener.join(timeout=ANSWER_S)
         self.flight_file.close()
@@ -549,7 +555,7 @@ class Rendezvous(StoreConnection):
         # The answer comes first: a roll call must not wait for this rank longer than this rank
         # stays to serve the store.
         self.store.set(f"answer/{self.launch.rank}", "has ended")
-        self._deaf.set()
+        self._answers_ended.set()
         deadline = self.clock() + _LINGER_S + self.pause_s
         gone = self.store.add("left", 1)
         while (

@@ -86,7 +86,7 @@ def explained(rendezvous: Rendezvous, victim: int) -> tuple[str, str, bool]:
         found = rendezvous.explain(error)
         rendezvous_module.ANSWER_S = 0.1  # gloo may wait for dead ranks for ever
         rendezvous.close()
-        return type(found).__name__, str(found), rendezvous.speaks
+        return type(found).__name__, str(found), rendezvous.acts_on_failure
 
 
 def await_others() -> None:

@@ -171,12 +171,12 @@ def test_what_was_heard_outlives_the_store() -> None:
         if rank.launch.rank == 0:
             rank.fail("DataError: corpus.bin")
             heard.wait()
-            rank._deaf.set()
+            rank._answers_ended.set()
             rank._listener.join()  # type: ignore[union-attr]
             rank.store, rank._store_lost = None, True
             gone.set()
             return str, ""
-        while not rank._heard:
+        while not rank._roll_findings:
             threading.Event().wait(0.002)
         heard.wait()
         gone.wait()
@@ -233,7 +233,7 @@ def test_a_rank_hears_while_torch_waits_in_the_store() -> None:
             rank.unless_failed(wait, LONG.seconds, "torch did not end")
         text = str(rank.explain(RuntimeError("closed")))
         told.set()
-        assert not rank.speaks
+        assert not rank.acts_on_failure
         return text
 
     _, text = ranks_in_threads([0, 1], 2, fail_or_ask, kind=Apart)

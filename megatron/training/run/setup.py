@@ -153,7 +153,7 @@ def run_training(
     except BaseException as error:
         if is_lost_peer(error):
             explained = rendezvous.explain(error)
-            put_back = config.training.requeue and rendezvous.speaks
+            put_back = config.training.requeue and rendezvous.acts_on_failure
             if put_back and run is not None and isinstance(explained, LostRankError):
                 print(explained, file=sys.stderr, flush=True)  # before Slurm ends this process
                 requeue_lost(run)
