@@ -11,7 +11,8 @@ from megatron.planner.events import GroupMessage
 
 def messages_of(plan: ZeroPlan, instructions: Iterable[BucketInstruction]) -> list[GroupMessage]:
     """List the collectives of instructions, padding included."""
-    zero, messages = plan.zero, list[GroupMessage]()
+    zero = plan.zero
+    messages = list[GroupMessage]()
     for op, number, _ in instructions:
         bucket = plan.buckets[number]
         sizes = zero.sizes_of(bucket.kind.experts)

@@ -321,7 +321,8 @@ def exchange(
     """
     if zero_of(config).gradient_ranks == 1:
         return DataParallelSeconds(0.0, 0.0)
-    reduced, gathered = run.makespan, 0.0
+    reduced = run.makespan
+    gathered = 0.0
     for rank in range(config.parallel.pipeline_model_parallel_size):
         plan = plan_of_rank(config, traced, rank).plan
         moments = _moments(plan, stages_of(config), run)
@@ -330,8 +331,10 @@ def exchange(
             for i, pick in ((0, min), (1, max))
         )
         # the stage of this rank's first chunk is its first to begin a step, and its last to end one
-        first, last = stages[rank].first, stages[rank].last
-        end, sums = max(ready) + last, Reductions(plan)
+        first = stages[rank].first
+        last = stages[rank].last
+        end = max(ready) + last
+        sums = Reductions(plan)
         sent = [(ready[n], one) for n in plan.order for one in sums.complete(n, final=True)]
         after = list(plan.end(sums))
         free = end if last else 0.0
@@ -360,9 +363,11 @@ def _late(
     bucket begins when the first has arrived, which is waited for before the first pass
     (engine.gradients.WeightGather.start).
     """
-    late, free = 0.0, dict[str, float]()
+    late = 0.0
+    free = dict[str, float]()
     for instruction in returns:
-        arrives, messages = 0.0, messages_of(plan, [instruction])
+        arrives = 0.0
+        messages = messages_of(plan, [instruction])
         for number, message in enumerate(messages, start=1):
             line = message.group if hides else ""
             begins = max(arrives, free.get(line, 0.0))
@@ -383,7 +388,8 @@ def _moments(
     for number, call in plan.first_uses:
         before = sum(one.layer for one in plan.calls[number][:call])
         share = before / max(1, stages[number].layers)
-        begin, end = run.last_backward_start[number], run.last_backward_end[number]
+        begin = run.last_backward_start[number]
+        end = run.last_backward_end[number]
         needed = run.first_forward_start[number] + share * run.pipeline.times.forward[number]
         moments.append((needed, end - share * (end - begin)))
     return moments
@@ -417,7 +423,8 @@ def bytes_per_element(config: Config, device: str, full: bool = False) -> float:
         else assumed_fusions(kernels, device, dtype_name)
     )
     kernel = fusions.optimizer and has_kernel(config)
-    state, settings = optimizer_state(config).of(full), config.optimizer
+    state = optimizer_state(config).of(full)
+    settings = config.optimizer
     update = state.traffic_bytes(gradient, kernel, 1.0 / settings.ema_interval)
     if kernel and settings.qk_clip and settings.ema_decay is not None:
         update += 4.0 / settings.ema_interval  # the average reads the clipped weights again
@@ -464,7 +471,8 @@ def update_seconds(config: Config, device: str, rates: DeviceRates) -> float:
 
 def updated_elements(config: Config, device: str) -> tuple[float, float]:
     """Return the most elements that a device owns: regular ones, and those taken whole."""
-    traced, zero = trace(config, device), zero_of(config)
+    traced = trace(config, device)
+    zero = zero_of(config)
     ranks = range(config.parallel.pipeline_model_parallel_size)
     most = max(
         (elements_of_rank(config, traced, rank) for rank in ranks),
@@ -483,8 +491,11 @@ def full_matrix_seconds(config: Config, cluster: Cluster, channels: Channels) ->
     overlap with the work of another; the messages of one round remain. An all-to-all takes as long as
     an all-gather in which a rank sends as much.
     """
-    device, zero = cluster.device_type, zero_of(config)
-    traced, parameters, sent = trace(config, device), list[Sharding](), 0.0
+    device = cluster.device_type
+    zero = zero_of(config)
+    traced = trace(config, device)
+    parameters = list[Sharding]()
+    sent = 0.0
     for rank in range(config.parallel.pipeline_model_parallel_size):
         plan, records = plan_of_rank(config, traced, rank)
         full = [bucket for bucket in plan.buckets if bucket.kind.whole]
@@ -630,7 +641,8 @@ def _exchanged(
     Gradients overlap with its last backward passes, weights with its first forward passes. A chunk's
     messages are sent while each earlier chunk runs one micro-batch per rank.
     """
-    engine, zero = config.engine, zero_of(config)
+    engine = config.engine
+    zero = zero_of(config)
     size = config.parallel.pipeline_model_parallel_size
     chunks = config.parallel.num_chunks
     if zero.gradient_ranks == 1:
@@ -646,7 +658,8 @@ def _exchanged(
         )
 
     sums, returns = messages_at_end(plan_of_rank(config, traced, 0).plan)
-    up, down = seconds_of_all(channels, sums), seconds_of_all(channels, returns)
+    up = seconds_of_all(channels, sums)
+    down = seconds_of_all(channels, returns)
     forward, backward, weight = seconds[0]
     return left(up, backward + weight, engine.overlap_grad_reduce) + left(
         down, forward, engine.overlap_param_gather

@@ -179,7 +179,8 @@ def stage_seconds(
 
     plan  of ZeRO, for the stage as number 0, where passes send its messages
     """
-    passes, of_pass = {}, dict[Pass, TimedPass]()
+    passes = {}
+    of_pass = dict[Pass, TimedPass]()
     for name, runs in stage_passes(trace, stage).items():
         timed_runs = [(run, pass_seconds(run.of, rates, message_s, hides=hides)) for run in runs]
         of_pass |= {
@@ -299,7 +300,8 @@ def _sums(step: ZeroStep, timed: TimedPass) -> Iterator[tuple[float, Sends]]:
     complete = {
         step.buckets[parameter]: share for parameter, share in timed.complete if step.buckets
     }
-    sends, share = list[tuple[BucketInstruction, tuple[GroupMessage, ...]]](), 0.0
+    sends = list[tuple[BucketInstruction, tuple[GroupMessage, ...]]]()
+    share = 0.0
     for instruction, messages in step.after:
         sends.append((instruction, messages))
         if instruction.op is BucketOp.REDUCE:
