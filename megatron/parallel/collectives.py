@@ -225,12 +225,12 @@ def use_groups(topology: Topology, ring: bool = False) -> int:
     """
     device = topology.device
     world = topology.world
-    line = topology.pipeline
+    pipeline = topology.pipeline
     if device.type == "cuda":
         torch.cuda.set_device(device)  # the current device is per thread
     groups = [group for group in topology.groups if group.handle is not world.handle]
-    if line is not topology.model and line is not topology.embedding:
-        groups = [group for group in groups if group is not line]
+    if pipeline is not topology.model and pipeline is not topology.embedding:
+        groups = [group for group in groups if group is not pipeline]
 
     def add(group: Group) -> None:
         x = torch.ones(1, device=device)
@@ -246,19 +246,19 @@ def use_groups(topology: Topology, ring: bool = False) -> int:
         add(group)
     pairs = [
         pair
-        for alongside in neighbours(line.size)
+        for alongside in neighbours(pipeline.size)
         for pair in alongside
-        if line.rank in pair and (ring or pair[0] < pair[1])
+        if pipeline.rank in pair and (ring or pair[0] < pair[1])
     ]
 
     def exchange(name: bytes, peer: int) -> None:
         x = torch.full((1,), float(topology.rank if name == b"send" else -1), device=device)
         right = [topology.rank if name == b"send" else peer]
-        _use(name, line, x, lambda: post(name, x, line, peer).wait(), right, peer)
+        _use(name, pipeline, x, lambda: post(name, x, pipeline, peer).wait(), right, peer)
 
     for first, second in pairs:
-        peer = line.ranks[second if line.rank == first else first]
-        for name in (b"send", b"receive") if line.rank == first else (b"receive", b"send"):
+        peer = pipeline.ranks[second if pipeline.rank == first else first]
+        for name in (b"send", b"receive") if pipeline.rank == first else (b"receive", b"send"):
             exchange(name, peer)
     if world.handle is not None:
         add(world)

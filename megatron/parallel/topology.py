@@ -94,10 +94,10 @@ class ShardGroups:
     copies: Group
 
     @classmethod
-    def undivided(cls, line: Group) -> ShardGroups:
-        """Return the groups of ZeRO stage 0: every rank of `line` holds everything."""
-        alone = Group((line.ranks[line.rank],), 0)
-        return cls(alone, alone, alone, line)
+    def undivided(cls, group: Group) -> ShardGroups:
+        """Return the groups of ZeRO stage 0: every rank of `group` holds everything."""
+        alone = Group((group.ranks[group.rank],), 0)
+        return cls(alone, alone, alone, group)
 
     @property
     def part(self) -> int:
@@ -140,22 +140,22 @@ class _Groups:
     def _group(self, ranks: Sequence[int], handle: ProcessGroup | None, kind: str) -> Group:
         return Group(ranks, ranks.index(self.rank), handle, kind, self.flight)
 
-    def pair(self, line: Group) -> None:
+    def pair(self, group: Group) -> None:
         """Create the groups of pairs of neighbours, which carry only messages."""
         if self.new_group is None:
             return
-        for pairs in neighbours(line.size):
-            ends = next((each for each in pairs if line.rank in each), (line.rank,))
-            ranks = sorted(line.ranks[member] for member in ends)
+        for pairs in neighbours(group.size):
+            ends = next((each for each in pairs if group.rank in each), (group.rank,))
+            ranks = sorted(group.ranks[member] for member in ends)
             handle = self.new_group(ranks)  # also where it is alone: see tied embeddings
             for peer in set(ranks) - {self.rank}:
-                line.pairs[peer] = self._group(ranks, handle, line.kind)
+                group.pairs[peer] = self._group(ranks, handle, group.kind)
 
-    def shards(self, line: Group) -> ShardGroups:
-        """Divide `line` for ZeRO; subgroups of the same ranks are one group."""
-        known = [line]
+    def shards(self, group: Group) -> ShardGroups:
+        """Divide `group` for ZeRO; subgroups of the same ranks are one group."""
+        known = [group]
         for dimension in fields(ShardGroups):
-            known.append(self.make(f"{line.kind}.{dimension.name}", *known))
+            known.append(self.make(f"{group.kind}.{dimension.name}", *known))
         return ShardGroups(*known[1:])
 
 

@@ -230,11 +230,13 @@ def lines_of(layout: Layout, heads: int) -> dict[str, RankGroup]:
            neighbourhoods
     """
     excluded = "world", "pipeline", "data.states", "expert_data.states"
-    lines = {name: line for name, line in layout.lines.items() if name not in excluded}
-    _, stride, size = lines["context"]
-    lines["context"] = RankGroup("context-parallel ring", stride * heads, size // heads)
-    lines["heads"] = RankGroup("context-parallel heads", stride, heads)
-    return lines
+    dimensions = {
+        name: dimension for name, dimension in layout.lines.items() if name not in excluded
+    }
+    _, stride, size = dimensions["context"]
+    dimensions["context"] = RankGroup("context-parallel ring", stride * heads, size // heads)
+    dimensions["heads"] = RankGroup("context-parallel heads", stride, heads)
+    return dimensions
 
 
 @functools.lru_cache(maxsize=8192)
@@ -245,8 +247,8 @@ def _lanes(
     devices = len(order)
     links = node_links(cluster)
     lanes = {
-        name: _group(links, layout.world_size, order, line, name in EXCHANGES)
-        for name, line in lines_of(layout, heads).items()
+        name: _group(links, layout.world_size, order, dimension, name in EXCHANGES)
+        for name, dimension in lines_of(layout, heads).items()
     }
     size = layout.pipeline
     stride = layout.strides[2]
@@ -291,10 +293,10 @@ def _lanes(
 
 
 def _group(
-    links: NodeLinks, world: int, order: tuple[int, ...], line: RankGroup, exchange: bool
+    links: NodeLinks, world: int, order: tuple[int, ...], dimension: RankGroup, exchange: bool
 ) -> GroupLink:
     """Describe the groups of a mesh dimension by the slowest; exchange: include all-to-alls."""
-    words, stride, size = line
+    words, stride, size = dimension
     if size == 1:
         return GroupLink(1, 1, stride, words)
     rates = list[Rate]()

@@ -163,14 +163,14 @@ def that_counts(config: Config, kind: str) -> Config:
     model = sections["model"]
     parallel = sections["parallel"]
     context = parallel.context_parallel_size
-    line = math.lcm(context, parallel.expert_model_parallel_size)
+    ranks = math.lcm(context, parallel.expert_model_parallel_size)
     sections["model"] = dataclasses.replace(
         model, num_layers=1, vocab_size=model.vocab_size or GPT2_VOCABULARY
     )
     sections["parallel"] = dataclasses.replace(
         parallel,
-        world_size=parallel.tensor_model_parallel_size * line,
-        data_parallel_size=line // context,
+        world_size=parallel.tensor_model_parallel_size * ranks,
+        data_parallel_size=ranks // context,
     )
     pieces = Pieces(
         layer=config.pieces.layer if kind == "layer" else None, model=config.pieces.model

@@ -16,7 +16,7 @@ def messages_of(plan: ZeroPlan, instructions: Iterable[BucketInstruction]) -> li
     for op, number, _ in instructions:
         bucket = plan.buckets[number]
         sizes = zero.sizes_of(bucket.kind.experts)
-        line = "expert_data" if bucket.kind.experts else "data"
+        dimension = "expert_data" if bucket.kind.experts else "data"
         ranks = {
             "inner": sizes.inner,
             "outer": sizes.states // sizes.inner,
@@ -27,7 +27,11 @@ def messages_of(plan: ZeroPlan, instructions: Iterable[BucketInstruction]) -> li
             each = zero.bytes_of_weight(bucket) if of_weights else zero.gradient_bytes
             size = each * bucket.padded(sizes.states) / hop.divided
             # a group of all data-parallel ranks is the data-parallel group
-            group = line if ranks[hop.ranks] == sizes.gradient_ranks else f"{line}.{hop.ranks}"
+            group = (
+                dimension
+                if ranks[hop.ranks] == sizes.gradient_ranks
+                else f"{dimension}.{hop.ranks}"
+            )
             messages.append(GroupMessage(hop.kind, size, group))
     return messages
 

@@ -134,8 +134,8 @@ class LayoutSpace:
                             CandidateLayout(world, 0, tp, pp, cp=cp, ep=ep), rejections
                         )
 
-    def _context_and_expert_sizes(self, line: int) -> list[tuple[int, int]]:
-        """List the context- and expert-parallel sizes to try on `line` data-parallel ranks.
+    def _context_and_expert_sizes(self, ranks: int) -> list[tuple[int, int]]:
+        """List the context- and expert-parallel sizes to try on `ranks` data-parallel ranks.
 
         By default sequences are divided where they are long, into powers of two, and the experts in
         every way.
@@ -143,10 +143,10 @@ class LayoutSpace:
         model = self.base.model
         long = model.seq_length >= LONG
         experts = model.num_experts or 1
-        powers = [1 << k for k in range(line.bit_length())] if long else [1]
-        divisors = [ep for ep in range(1, min(line, experts) + 1) if experts % ep == 0]
+        powers = [1 << k for k in range(ranks.bit_length())] if long else [1]
+        divisors = [ep for ep in range(1, min(ranks, experts) + 1) if experts % ep == 0]
         pairs = itertools.product(self._values("cp", powers), self._values("ep", divisors))
-        return [(cp, ep) for cp, ep in pairs if line % cp == line % ep == 0]
+        return [(cp, ep) for cp, ep in pairs if ranks % cp == ranks % ep == 0]
 
     def _sizes(self, shape: CandidateLayout, rejections: Rejections) -> Iterator[CandidateLayout]:
         """Yield batches, micro-batches (powers of two by default), chunks and schedules."""
@@ -232,13 +232,13 @@ class LayoutSpace:
         """
         if not size.has_choice("zero"):
             return [(size.zero, size.shard, size.states)]
-        line = size.gradient_ranks
+        ranks = size.gradient_ranks
         stages = (1, 0, 2) if size.pp > 1 else (1, 0, 2, 3)
-        # neighbours of the line on a node, where tensor-parallel ranks are, too
+        # neighbours in the data dimension on a node, where tensor-parallel ranks are, too
         node = self.cluster.devices_per_node // size.tp
         names = "zero", "shard", "states"
         triples = [(stage, 0, 0) for stage in stages]
-        triples += [(stage, node, 0) for stage in stages if stage > 1 and 1 < node < line]
+        triples += [(stage, node, 0) for stage in stages if stage > 1 and 1 < node < ranks]
         asked = [
             (0, *self.restrictions.get(name, ()), *self.more.get(name, ())) for name in names[1:]
         ]
@@ -247,9 +247,9 @@ class LayoutSpace:
         ]
 
         def fits(zero: tuple[int, int, int]) -> bool:
-            _, shard, states = (n or line for n in zero)
+            _, shard, states = (n or ranks for n in zero)
             rest = min(shard % size.ep, size.ep % shard)
-            return line % states == states % shard == rest == 0 and all(
+            return ranks % states == states % shard == rest == 0 and all(
                 allowed(value, name, self.restrictions)
                 for name, value in zip(names, zero, strict=True)
             )

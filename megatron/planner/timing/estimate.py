@@ -369,9 +369,9 @@ def _late(
         arrives = 0.0
         messages = messages_of(plan, [instruction])
         for number, message in enumerate(messages, start=1):
-            line = message.group if hides else ""
-            begins = max(arrives, free.get(line, 0.0))
-            arrives = free[line] = begins + channels.seconds(*message)
+            link = message.group if hides else ""
+            begins = max(arrives, free.get(link, 0.0))
+            arrives = free[link] = begins + channels.seconds(*message)
             at = due[instruction.bucket] if number == len(messages) else min(due)
             late = max(late, arrives - at)
     return late
