@@ -185,7 +185,7 @@ def lines(job: CheckedJob) -> Iterator[str]:
     yield f"{n['error']} error(s), {n['warning']} warning(s), {unchecked} item(s) not checked"
 
 
-# -- what is asked of Slurm ------------------------------------------------------------------------
+# -- options of Slurm ------------------------------------------------------------------------------
 
 
 def parse_options(words: Sequence[str], where: str = "command line") -> tuple[Options, int]:

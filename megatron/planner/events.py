@@ -89,7 +89,7 @@ class Pass:
     labels: tuple[str, ...]
 
     def computations(self, *, recompute: bool | None = None) -> Iterator[Computation]:
-        """Yield computations in order: `recompute` True only repeated ones, False no repeated ones."""
+        """Yield computations in order; `recompute` selects only (True) or no (False) recomputation."""
         return (operation for _, operation in self.labelled(recompute=recompute))
 
     def labelled(self, *, recompute: bool | None = None) -> Iterator[tuple[str, Computation]]:

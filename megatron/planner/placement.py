@@ -45,7 +45,7 @@ from megatron.planner.zero import messages_at_end
 class StepMessages(NamedTuple):
     """Messages of the busiest rank in a step.
 
-    Bytes are those of the whole tensor of one collective, or of one message.
+    Bytes count the full tensor of one collective, or one message.
 
     collectives    of its groups, with their numbers
     message_bytes  of a message between stages; messages: number over a boundary in each direction

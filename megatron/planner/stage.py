@@ -131,7 +131,7 @@ class PlannedRank(NamedTuple):
 
 
 def plan_of_rank(config: Config, traced: Trace, rank: int) -> PlannedRank:
-    """Return what ZeRO does on a pipeline rank."""
+    """Return ZeRO's plan for a pipeline rank, and its parameters."""
     size = config.parallel.pipeline_model_parallel_size
     zero = zero_of(config)
     of_rank = tuple(enumerate(stages_of(config)))[rank::size]

@@ -53,8 +53,8 @@ def reserve_port() -> socket.socket:
 
 
 def environment(environ: Mapping[str, str], rank: int, count: int, port: int) -> dict[str, str]:
-    """Return the variables for one of `count` processes on this host, without those of any launcher
-    in `environ`.
+    """Return the variables for one of `count` processes on this host, without the variables of any
+    launcher in `environ`.
     """
     env = {k: v for k, v in environ.items() if k not in LAUNCHED and not k.startswith(_LAUNCHERS)}
     env |= Launch(rank, rank, count, count, master_port=port).environment()

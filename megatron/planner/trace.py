@@ -91,7 +91,7 @@ def trace(config: Config, device: str) -> Trace:
 
 
 class LayerKind(NamedTuple):
-    """Whether a layer has no sliding window, and whether it has experts."""
+    """Kind of layer: whether it has no sliding window, and whether it has experts."""
 
     unlimited: bool
     experts: bool

@@ -38,8 +38,8 @@ def messages_of(plan: ZeroPlan, instructions: Iterable[BucketInstruction]) -> li
 
 @functools.lru_cache(maxsize=1 << 10)
 def messages_at_end(plan: ZeroPlan) -> tuple[tuple[GroupMessage, ...], tuple[GroupMessage, ...]]:
-    """Return the messages outside of passes, or in the last one, that sum gradients; and those that
-    gather new weights."""
+    """Return the messages outside of passes, or in the last one, that reduce gradients; and the
+    messages that gather new weights."""
     end = list(plan.end(Reductions(plan)))
     returns = [one for one in end if one.op is BucketOp.RETURN]
     sums = [one for one in end if one.op is not BucketOp.RETURN]

@@ -79,7 +79,7 @@ class Member:
 
 
 def members_of(config: Config) -> list[Member]:
-    """Choose one rank of every distinct kind, in pipeline order, then those that are only compared.
+    """Choose one rank of every distinct kind, in pipeline order, then ranks that are only compared.
 
     Pipeline ranks are of the same kind if they have the same number of layers in each chunk, and
     agree on having an embedding and a head. The first one of a kind is run, because it has the most
