@@ -47,7 +47,7 @@ CAMPAIGN_LIMIT_S = 3600
 LONGEST = """
     benchmarks/test_scripts.py
     planner/dryrun/test_rehearsal.py training/safety/test_faults_in_run.py engine/test_engine.py parity/test_grid.py
-    training/run/test_run.py training/safety/test_not_finite.py
+    test_newcomer.py training/run/test_run.py training/safety/test_not_finite.py
     tools/preparation/test_preprocess_resume.py jobs/test_tune.py tools/test_plan.py
     planner/timing/test_operations_of_a_run.py jobs/test_report.py training/safety/test_spikes.py jobs/test_search.py
     checkpoint/test_load_layouts.py engine/test_deepspeed_engine.py
