@@ -108,7 +108,8 @@ class BucketRule:
         kinds: dict[BucketKind, list[BucketPlan]] = {}
         known: dict[tuple[int, bool], tuple[BucketKind, int, bool]] = {}  # layers share records
         for number in reversed(range(len(records))):
-            record, is_frozen = records[number], bool(frozen and frozen[number])
+            record = records[number]
+            is_frozen = bool(frozen and frozen[number])
             key = id(record), is_frozen
             if key not in known:
                 is_vector = record.kind == "vector"
@@ -194,7 +195,8 @@ def mup_scales(config: Config) -> Scales:
         return lambda record: (1.0, 1.0)
     on_stream = model.layer_norms
     kind = None if config.pieces.optimizer is not None else config.optimizer.optimizer
-    sgd, mode = kind == "sgd", config.optimizer.muon_scale_mode
+    sgd = kind == "sgd"
+    mode = config.optimizer.muon_scale_mode
 
     def scales(s: Sharding) -> tuple[float, float]:
         hidden = s.kind == "hidden"

@@ -136,7 +136,8 @@ def _differing(digests: Tensor, group: Group, copies: int | None = None) -> list
     With `copies`, between the ranks of any set of `copies` neighbours. One message is sent.
     """
     copies = copies or group.size
-    sets, n = group.size // copies, len(digests)
+    sets = group.size // copies
+    n = len(digests)
     extremes = digests.new_full((sets, 2 * n), torch.iinfo(digests.dtype).min)
     extremes[group.rank // copies] = torch.cat([digests, ~digests])
     all_reduce(extremes, group, dist.ReduceOp.MAX)
@@ -150,7 +151,8 @@ def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]
     differ. If all tokens of a batch are the same, the terms of all ranks may be equal too, but
     never those of some parameters only.
     """
-    differing, digests = set(_differing(first.digests, group)), first.digests.tolist()
+    differing = set(_differing(first.digests, group))
+    digests = first.digests.tolist()
     terms = {i for i, partial in enumerate(first.partial.values()) if partial}
     shardings = [sharding_of(p) for p in first.partial]
     unequal = [s.name for i, s in enumerate(shardings) if i in differing - terms]
@@ -159,7 +161,8 @@ def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]
         for i, s in enumerate(shardings)
         if i in terms - differing and digests[i] and (s.partial_gradient or terms & differing)
     ]
-    ranks, errors = compress_ranks(group.ranks), list[MegatronError]()
+    ranks = compress_ranks(group.ranks)
+    errors = list[MegatronError]()
     if unequal:
         errors.append(
             ConfigError(

@@ -33,7 +33,8 @@ from megatron.parallel.topology import Group, Topology
 if TYPE_CHECKING:
     from megatron.config import Config
 
-OLDEST_TESTED, NEWEST_TESTED = "0.15.0", "0.19.8"
+OLDEST_TESTED = "0.15.0"
+NEWEST_TESTED = "0.19.8"
 OLDEST_PYDANTIC = "2.3"  # earlier ones refuse sys.maxsize, a default of DeepSpeed's
 
 _COMMUNICATION = "deepspeed.comm.torch"
@@ -225,9 +226,11 @@ def start_engine(
             engine, *_ = deepspeed.initialize(args=args, **arguments)
         except importlib.import_module("pydantic").ValidationError as error:
             wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            where, remedy = "", f": {_USE_A_TESTED_ONE}"
+            where = ""
+            remedy = f": {_USE_A_TESTED_ONE}"
             if from_file:
-                where, remedy = "--deepspeed_config: ", ""
+                where = "--deepspeed_config: "
+                remedy = ""
             raise ConfigError(
                 f"{where}DeepSpeed rejects this {error.title}: {wrong}, with {_installed()}{remedy}"
             ) from error

@@ -79,7 +79,8 @@ class LossScale:
 
     def __init__(self, precision: PrecisionConfig) -> None:
         self.dynamic = precision.fp16 and not precision.loss_scale
-        self._good_steps, self._allowance = 0, precision.hysteresis
+        self._good_steps = 0
+        self._allowance = precision.hysteresis
         self._precision = precision
         self.scale = 1.0
         if precision.fp16:
@@ -98,7 +99,8 @@ class LossScale:
             return
         self._good_steps += 1
         if self._good_steps == self._precision.loss_scale_window:
-            self._good_steps, self._allowance = 0, self._precision.hysteresis
+            self._good_steps = 0
+            self._allowance = self._precision.hysteresis
             self.scale *= 2.0
 
     def state(self) -> dict[str, Any]:
@@ -245,7 +247,8 @@ class Engine:
             return
         from megatron.layers.expert_load import move_biases, routers  # other models do not need it
 
-        self.routers, self._move_biases = routers(self.chunks), move_biases
+        self.routers = routers(self.chunks)
+        self._move_biases = move_biases
         for router in self.routers:
             router.measured = self._logging.moe_per_layer_logging
 
@@ -322,7 +325,8 @@ class Engine:
 
     def _connect(self, config: Config) -> None:
         """Connect the parameters with their gradients' and weights' messages."""
-        plan, chunks = self.plan, list(self.chunks.children())
+        plan = self.plan
+        chunks = list(self.chunks.children())
         terms = Terms(
             chunks if self.topology.tensor.size > 1 else (), config.parallel.sequence_parallel
         )
@@ -447,7 +451,8 @@ class Engine:
         self._weights.settle()  # of the previous step: some may not have been waited for
         new = values.new_in_average
         if self._averaging is not None:
-            self._averaging.new_in_average, new = new, 0.0
+            self._averaging.new_in_average = new
+            new = 0.0
         zeros = [self._count_zeros()] if self._logging.log_num_zeros_in_grad else []
         norm = self._update.step(scale)
         if self._qk_clip is not None:
@@ -473,7 +478,8 @@ class Engine:
         """Read the results of the last step and count it, if that has not been done yet."""
         if self._under_way is None:
             return
-        (scale, new, figures), self._under_way = self._under_way, None
+        scale, new, figures = self._under_way
+        self._under_way = None
         norm, *optional = figures.read()
         skipped = not math.isfinite(norm)
         if skipped or norm == 0:
@@ -550,7 +556,8 @@ class Engine:
         the message.
         """
         self._settle()
-        first, self._gradients.first = self._gradients.first, None
+        first = self._gradients.first
+        self._gradients.first = None
         parameters = unique_parameters(self.chunks)
         check_copies(parameters, self.arriving(parameters), self.topology, when, first)
 
@@ -595,7 +602,8 @@ class Engine:
         def total(some: list[Tensor]) -> Tensor:
             return torch.stack([zero, *(t.to(zero) for t in some)]).sum()
 
-        states, experts = self._shards[0].states, self.topology.expert
+        states = self._shards[0].states
+        experts = self.topology.expert
         if self._shards[0].have_all(experts):
             value = all_reduce(total([t for _, t in terms]), states)
         else:

@@ -105,8 +105,10 @@ class FullMatrices:
     """
 
     def __init__(self, buckets: Sequence[Bucket], topology: Topology) -> None:
-        self._buckets, self._tensor = buckets, topology.tensor
-        shardings, shards = list[Sharding](), dict[str, list[_LocalMatrix]]()
+        self._buckets = buckets
+        self._tensor = topology.tensor
+        shardings = list[Sharding]()
+        shards = dict[str, list[_LocalMatrix]]()
         groups: dict[tuple[int, ...], tuple[ShardGroups, dict[str, tuple[int, ...]]]] = {}
         for b, bucket in enumerate(buckets):
             shared = bucket.shards
@@ -134,18 +136,21 @@ class FullMatrices:
         Yield rounds, in which every rank has the next of its matrices.
         """
         ranks = [(t, d) for d in range(data.size) for t in range(self._tensor.size)]
-        work, owned = dict.fromkeys(ranks, 0.0), {rank: list[_Matrix]() for rank in ranks}
+        work = dict.fromkeys(ranks, 0.0)
+        owned = {rank: list[_Matrix]() for rank in ranks}
         for name in sorted(shapes, key=lambda name: -work_of(shapes[name])):
             owner = min(work, key=work.__getitem__)
             work[owner] += work_of(shapes[name])
             owned[owner].append(_Matrix(name, shapes[name], shards[name], owner))
-        most, some = 0, list[_Matrix]()
+        most = 0
+        some = list[_Matrix]()
         for number in range(max(map(len, owned.values()))):
             some += (following := [of[number] for of in owned.values() if number < len(of)])
             most += max(math.prod(m.shape) for m in following)
             if most >= ROUND:
                 yield some
-                most, some = 0, []
+                most = 0
+                some = []
         if some:
             yield some
 
@@ -175,7 +180,8 @@ class FullMatrices:
     ) -> Iterator[None]:
         """Carry out a round; yield after the start of each message."""
         data = shared.states
-        t, d = self._tensor.rank, data.rank
+        t = self._tensor.rank
+        d = data.rank
         size = [len(bucket.own_weights) for bucket in self._buckets]
         column = [m for m in matrices if m.owner[1] == d]
         row = [[m for m in column if m.owner[0] == rank] for rank in range(self._tensor.size)]
@@ -189,8 +195,10 @@ class FullMatrices:
         full_matrices = {m.name: none.new_empty(*m.shape, *values) for m in row[t]}
 
         def in_flats(local: _LocalMatrix) -> Tensor:
-            index, each = shared.part, size[local.bucket]
-            span, first = local.slice_of(index, each), index * each
+            index = shared.part
+            each = size[local.bucket]
+            span = local.slice_of(index, each)
+            first = index * each
             return flats[local.bucket][span.start - first : span.stop - first]
 
         def in_shard(local: _LocalMatrix, rank: int) -> Tensor:
@@ -238,7 +246,8 @@ def exchange(sent: Views, received: Views, group: Group, none: Tensor) -> Iterat
     The generator yields after the start of the message, an all-to-all in the dtype and on the
     device of `none`, which is empty.
     """
-    targets, sources = [x for some in received for x in some], [x for some in sent for x in some]
+    targets = [x for some in received for x in some]
+    sources = [x for some in sent for x in some]
     if group.size == 1:
         for target, x in zip(targets, sources, strict=True):
             target.copy_(x)

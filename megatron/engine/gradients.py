@@ -72,12 +72,15 @@ class Gradients:
         terms: Terms,
         direct: bool,
     ) -> None:
-        self._plan, self._numbered = plan, numbered
+        self._plan = plan
+        self._numbered = numbered
         self.buckets = [numbered[number] for number in plan.order]
-        self.local, self.counted = False, False
+        self.local = False
+        self.counted = False
         self.first: FirstGradients | None = None
         self._looked: FirstGradients | None = None
-        self._topology, self._terms = topology, terms
+        self._topology = topology
+        self._terms = terms
         self._counting = plan.zero.divides_gradients or (plan.zero.early and topology.data.size > 1)
         self._accumulators: dict[torch.nn.Parameter, GradientAccumulator] = {}
         self._bucket_of: dict[torch.nn.Parameter, int] = {}
@@ -88,7 +91,8 @@ class Gradients:
                 accumulator = GradientAccumulator(p, bucket.gradient(p), added, direct)
                 p.gradient_accumulator = accumulator  # type: ignore[attr-defined]
                 p.register_post_accumulate_grad_hook(to_accumulator)
-                self._accumulators[p], self._bucket_of[p] = accumulator, number
+                self._accumulators[p] = accumulator
+                self._bucket_of[p] = number
         # owned ranges of gradients that are terms; the first step shows which they are
         self._partial: list[torch.Tensor] = []
         # the same for parameters that several neighbouring tensor ranks hold, by their number
@@ -259,7 +263,8 @@ class Gradients:
     def counts(self) -> None:
         """Note that the step of the last `reduce` was not skipped: later steps may overlap."""
         if not self.counted:
-            self.counted, self.first = True, self._looked
+            self.counted = True
+            self.first = self._looked
 
     def renew(self) -> None:
         """Begin new sums, after the messages in flight have arrived.
@@ -269,7 +274,9 @@ class Gradients:
         if self._missing:
             self._send_all()  # the other ranks may have sent more or fewer, or wait for this one
         self._drain()
-        self._sums, self._micro_batches, self._missing = Reductions(self._plan), 0, {}
+        self._sums = Reductions(self._plan)
+        self._micro_batches = 0
+        self._missing = {}
         for p, accumulator in self._accumulators.items():
             p.grad = None
             accumulator.renew()
@@ -358,7 +365,8 @@ class Terms:
 
     def _follow(self, root: Any, partial: bool) -> None:
         """Follow all paths from the root of a graph to parameters."""
-        seen, paths = set[tuple[Any, bool]](), [(root, partial)]
+        seen = set[tuple[Any, bool]]()
+        paths = [(root, partial)]
         while paths:
             path = paths.pop()
             if path in seen:
@@ -454,7 +462,9 @@ class Bucket:
 
         self.own_gradients = owned_range(self.gradients, self.sums)
         self.own_weights = owned_range(self.weights, self.weight_shard)
-        self.starts, self._gradients, at = {}, {}, 0
+        self.starts = {}
+        self._gradients = {}
+        at = 0
         for p in self.parameters:
             self.starts[p] = at
             self._gradients[p] = self.gradients.narrow(0, at, p.numel()).view(p.shape)
@@ -494,7 +504,8 @@ class Bucket:
         size = len(self.own_weights)
         for p in self.parameters:
             begin = self.starts[p] - self.shards.part * size
-            start, stop = max(begin, 0), min(begin + p.numel(), size)
+            start = max(begin, 0)
+            stop = min(begin + p.numel(), size)
             if start < stop:
                 yield p, start - begin, slice(start, stop)
 
@@ -569,7 +580,8 @@ def owned_gradients(
 
     Adjacent ones form one flat tensor.
     """
-    gradients, selected = list[torch.Tensor](), set(parameters)
+    gradients = list[torch.Tensor]()
+    selected = set(parameters)
     for bucket in buckets:
         runs = list[slice]()
         for p, _, span in bucket.owned():
@@ -588,9 +600,13 @@ def transfer(bucket: Bucket, op: BucketOp) -> Messages:
     Summed gradients are on their owners alone; the rest of the tensor is undefined afterwards.
     """
     of_weights = op in (BucketOp.GATHER, BucketOp.RETURN)
-    flat, shard, owned = bucket.gradients, bucket.sums, bucket.own_gradients
+    flat = bucket.gradients
+    shard = bucket.sums
+    owned = bucket.own_gradients
     if of_weights:
-        flat, shard, owned = bucket.weights, bucket.weight_shard, bucket.own_weights
+        flat = bucket.weights
+        shard = bucket.weight_shard
+        owned = bucket.own_weights
     share = bucket.inner_shard(flat) if shard is None else shard
     for hop in bucket.hops(op):
         group: Group = getattr(bucket.shards, hop.ranks)
@@ -685,7 +701,8 @@ class WeightGather:
         chunks: Iterable[torch.nn.Module],
         overlap: bool,
     ) -> None:
-        self._buckets, self._overlap = list(buckets), overlap
+        self._buckets = list(buckets)
+        self._overlap = overlap
         self._begun: dict[Bucket, tuple[Messages, list[Any]]] = {}
         if not overlap or all(bucket.ranks == 1 for bucket in self._buckets):
             return

@@ -52,7 +52,8 @@ class HostState:
         updated: Callable[[Tensor], None],
         uses: Iterable[Use] = (),
     ) -> None:
-        self._optimizer, self._updated = optimizer, updated
+        self._optimizer = optimizer
+        self._updated = updated
         self._step: Callable[[], Any] = optimizer.step
         full = [group for group in optimizer.param_groups if group.get("whole")]
         if full and not hasattr(optimizer, "near"):
@@ -83,7 +84,8 @@ class HostState:
         self._in: Any = None
         self._out: Any = None
         if device.type == "cuda":
-            self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._in = torch.cuda.Stream(device)
+            self._out = torch.cuda.Stream(device)
         self._number = {p: number for number, p in enumerate(parameters)}
         self._parameters = parameters
         # expected uses, those of this step so far, and the instructions that remain
@@ -117,7 +119,8 @@ class HostState:
 
     def _by_group(self) -> None:
         """Take a step of the optimizer, group by group."""
-        optimizer, every = self._optimizer, self._optimizer.param_groups
+        optimizer = self._optimizer
+        every = self._optimizer.param_groups
         full = [group for group in every if group.get("whole")]
         try:
             for group in self.near([group for group in every if not group.get("whole")]):

@@ -116,7 +116,8 @@ def build_optimizer(
         return Lion(groups, settings.lr, (settings.lion_beta1, settings.lion_beta2))
     if settings.optimizer == "muon":
         return Muon(groups, config)
-    betas, eps = (settings.adam_beta1, settings.adam_beta2), settings.adam_eps
+    betas = (settings.adam_beta1, settings.adam_beta2)
+    eps = settings.adam_eps
     narrow = has_16_bit_moments(config)
     if not narrow and kernels.optimizer_implementation == "apex" and fused_adam(device.type).usable:
         apex: Any = importlib.import_module("apex.optimizers").FusedAdam
@@ -255,7 +256,8 @@ class Fragment:
     ) -> Fragment:
         """Return the fragment from element `start` on, which is at `span` of the flat tensors."""
         views = {name: flat[span] for name, flat in tensors.items()}
-        master, numel = views.pop(MASTER), span.stop - span.start
+        master = views.pop(MASTER)
+        numel = span.stop - span.start
         return cls(parameter, sharding_of(parameter), start, numel, master, views)
 
     def real(self, flat: Tensor) -> Iterator[tuple[Index, Tensor]]:

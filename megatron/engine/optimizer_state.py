@@ -85,7 +85,8 @@ class OptimizerState(NamedTuple):
         return update + average * average_share
 
 
-_ROUNDING_BYTES, _SCALING_BYTES = 96.0, 8.0
+_ROUNDING_BYTES = 96.0
+_SCALING_BYTES = 8.0
 """Bytes of torch's operators for each element of a bf16 tensor: 6 of widening, 4 more in the update,
 and 86 of ten passes over the bits; for each gradient: 8 of scaling it before the update."""
 _MOMENTUM = OptimizerState({"momentum_buffer": 4})
@@ -107,7 +108,8 @@ def optimizer_state(config: Config) -> OptimizerState:
 
     Raises ConfigError for state that ZeRO and checkpoints cannot hold.
     """
-    custom, settings = config.pieces.optimizer, config.optimizer
+    custom = config.pieces.optimizer
+    settings = config.optimizer
     state = OPTIMIZERS[settings.optimizer]
     if custom is not None:
         state = _state_of(custom, settings, config.engine.cpu_offload)
@@ -207,7 +209,8 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> OptimizerState:
     import torch
 
     (weights,) = (p for group in optimizer.param_groups for p in group["params"])
-    tensors, step = dict[str, int](), None
+    tensors = dict[str, int]()
+    step = None
     for name, value in optimizer.state[weights].items():
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and value.shape == weights.shape and value.dtype == torch.float32:

@@ -150,7 +150,8 @@ class Muon(SkipsOnDevice, AdamW):
     """
 
     def __init__(self, groups: Any, config: Config) -> None:
-        settings, self._model = config.optimizer, config.model
+        settings = config.optimizer
+        self._model = config.model
         self._settings = settings
         betas = settings.adam_beta1, settings.adam_beta2
         super().__init__(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
@@ -169,11 +170,13 @@ class Muon(SkipsOnDevice, AdamW):
             AdamW.step(self)
         finally:
             self.param_groups = every
-        beta, updates = self._settings.muon_momentum, list[Tensor]()
+        beta = self._settings.muon_momentum
+        updates = list[Tensor]()
         for group in self.near(matrices, "momentum_buffer"):
             (p,) = group["params"]  # this rank's shard of a bucket
             momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-            gradient, counts = self.gradient(p), self.step_counts(p)
+            gradient = self.gradient(p)
+            counts = self.step_counts(p)
             momentum.lerp_(gradient, (1.0 - beta) * counts)
             updates.append(
                 gradient.lerp_(momentum, beta)
@@ -194,7 +197,8 @@ class Muon(SkipsOnDevice, AdamW):
         columns]. A gated unit has gate and value as [2, rows, columns].
         """
         if self._settings.muon_split_qkv and name.endswith("query_key_value.weight"):
-            groups, d = self._model.num_key_value_heads, self._model.kv_channels
+            groups = self._model.num_key_value_heads
+            d = self._model.kv_channels
             grouped = x.view(groups, -1, x.shape[-1])
             matrices = grouped.split((grouped.shape[1] - 2 * d, d, d), dim=1)
             updates = [self._update(matrix.flatten(0, 1)).view_as(matrix) for matrix in matrices]

@@ -47,7 +47,8 @@ class QKClip:
         chunks: nn.Module,
         slices: Iterable[ParameterSlice],
     ) -> None:
-        self._settings, self._topology = settings, topology
+        self._settings = settings
+        self._topology = topology
         layers = [m for m in chunks.modules() if isinstance(m, SelfAttention)]
         self._layers = [(m, x) for m in layers if (x := m.core.largest) is not None]
         self._slices: dict[nn.Parameter, list[ParameterSlice]] = {}
@@ -81,7 +82,8 @@ class QKClip:
         of_keys = smallest ** (1.0 - self._settings.qk_clip_alpha)
         of_queries = eta.unflatten(1, (groups, -1)) / of_keys.unsqueeze(2)
         for (layer, own_largest), q, k in zip(self._layers, of_queries, of_keys, strict=True):
-            projection, ones = layer.query_key_value, torch.ones_like(k).unsqueeze(1)
+            projection = layer.query_key_value
+            ones = torch.ones_like(k).unsqueeze(1)
             both = [k.unsqueeze(1), ones]  # keys and values
             fused = [q] if shared is not None else [q, *both]
             for p in (projection.weight, projection.bias):

@@ -76,7 +76,8 @@ class ShardedGradients(Gradients):
 
     def _added(self, p: torch.nn.Parameter) -> None:
         self._new[p] += 1
-        due, number = self._per_pass.get(p, 1), self._bucket_of[p]
+        due = self._per_pass.get(p, 1)
+        number = self._bucket_of[p]
         if self.local:
             return
         if self._new[p] > due and self._per_pass and self._sums.was_sent(number):
@@ -180,7 +181,8 @@ class ShardedGradients(Gradients):
     def renew(self) -> None:
         """Begin new sums, after the messages in flight have arrived."""
         self._drain()
-        self._sums, self._micro_batches = Reductions(self._plan), 0
+        self._sums = Reductions(self._plan)
+        self._micro_batches = 0
         self._empty = set(self._plan.order)
         self._ended = dict.fromkeys(self._plan.calls, 0)
         self._missing = self._parameters_of_buckets()
@@ -212,12 +214,16 @@ class ShardedWeights(WeightGather):
         self, plan: ZeroPlan, buckets: Sequence[Bucket], chunk: torch.nn.Module, stage: int
     ) -> None:
         super().__init__([buckets[n] for n in plan.return_order], (), plan.zero.ahead)
-        self._plan, self._numbered, self._stage = plan, buckets, stage
+        self._plan = plan
+        self._numbered = buckets
+        self._stage = stage
         self._names = [name_of(chunk, module) for module, _ in weight_users(chunk)]
         self._works: dict[int, Any] = {}
         self._here = set[int]()
         self._steps: tuple[ModulePass, ...] = ()
-        self._at, self._backward = 0, False  # the step that runs, and its pass
+        # the step that runs, and its pass
+        self._at = 0
+        self._backward = False
         self._keeps = False  # all weights stay gathered
         self._passes = 0  # backward passes that follow in this step
         self._warned = False
@@ -241,8 +247,10 @@ class ShardedWeights(WeightGather):
         indices = {(step.kind, step.call): n for n, step in enumerate(steps)}
         for last in self._plan.groups[self._stage]:
             if (RECOMPUTE, last) in indices:
-                first, second = indices[RECOMPUTE, last], indices[BACKWARD, last]
-                indices[BACKWARD, last], indices[RECOMPUTE, last] = first, second
+                first = indices[RECOMPUTE, last]
+                second = indices[BACKWARD, last]
+                indices[BACKWARD, last] = first
+                indices[RECOMPUTE, last] = second
         return indices
 
     def _watch(self, module: torch.nn.Module, numbers: Sequence[int]) -> None:
@@ -296,7 +304,8 @@ class ShardedWeights(WeightGather):
         index = indices.get((kind, call), indices.get((BACKWARD, call), len(indices)))
         if backward != self._backward or index < self._at or not self._steps:
             self._leave(len(self._steps))
-            self._backward, self._at = backward, 0
+            self._backward = backward
+            self._at = 0
             if backward:
                 self._steps = self._plan.backward(self._stage, self._passes == 1)
             else:
@@ -372,8 +381,10 @@ class ShardedWeights(WeightGather):
     @torch.no_grad()
     def start(self, frozen: bool = False) -> None:
         """Gather the new weights; of sharded ones, only the shard that each rank keeps."""
-        self._keeps, self._passes = False, 0
-        self._steps, self._at = (), 0
+        self._keeps = False
+        self._passes = 0
+        self._steps = ()
+        self._at = 0
         self._arrive_at(list(self._works))
         self._free(list(self._here))
         super().start(frozen)

@@ -213,7 +213,8 @@ class Update:
         another's copy must not go unnoticed, or the copies would differ from then on: 0 times their
         squares is 0, or NaN where anything is not finite.
         """
-        zero, sums = torch.zeros((), device=self._topology.device), list[Tensor]()
+        zero = torch.zeros((), device=self._topology.device)
+        sums = list[Tensor]()
         for gradients, group in self._summed:
             totals = []
             for counted, copies in gradients:

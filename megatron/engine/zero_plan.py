@@ -194,15 +194,15 @@ def zero_of(config: Config, layout: Layout | None = None) -> Zero:
     layout  of the job; without it, shards of a node (-1) count as undivided: see
             planner.placement.over_nodes
     """
-    engine, precision = config.engine, config.precision
+    engine = config.engine
+    precision = config.precision
     if layout is not None:
-        gradient_ranks, experts = layout.data, layout.expert
+        gradient_ranks = layout.data
+        experts = layout.expert
         inner, states = layout.shard_sizes
     else:
-        gradient_ranks, experts = (
-            config.parallel.gradient_ranks,
-            config.parallel.expert_model_parallel_size,
-        )
+        gradient_ranks = config.parallel.gradient_ranks
+        experts = config.parallel.expert_model_parallel_size
         inner = max(0, engine.zero_shard_size) or gradient_ranks
         states = max(0, engine.zero_state_shard_size) or gradient_ranks
     stage = stage_in_effect(engine.zero_stage, inner)
@@ -244,7 +244,9 @@ class ModuleCall(NamedTuple):
     table: bool = False
 
 
-FORWARD, RECOMPUTE, BACKWARD = "forward", "again", "backward"
+FORWARD = "forward"
+RECOMPUTE = "again"
+BACKWARD = "backward"
 """Kinds of steps; RECOMPUTE is a forward pass that the backward pass repeats. For the last layer of
 a group it comes first, since autograd reaches that layer first, and computes nothing: the layer's
 BACKWARD does."""
@@ -295,7 +297,8 @@ class Reductions:
         made = Reductions(self._plan)
         made.flying = self.flying.copy()
         made._sent = self._sent.copy()
-        made._complete, made._final = self._complete.copy(), self._final.copy()
+        made._complete = self._complete.copy()
+        made._final = self._final.copy()
         return made
 
     def use(self, bucket: int) -> Iterator[BucketInstruction]:
@@ -512,7 +515,8 @@ class ZeroPlan:
         for stage, calls in self.calls.items():
             forward = [(FORWARD, call) for call in range(len(calls))]
             backward = list(self._backward_order(stage))
-            split, end = len(forward), len(forward) + len(backward)
+            split = len(forward)
+            end = len(forward) + len(backward)
             alone = self._with_weights(stage, forward)
             last = self._with_weights(stage, forward + backward)
             steady = last
@@ -555,9 +559,12 @@ class ZeroPlan:
         recomputed call keeps them until then. With overlap, the weights of a call are gathered
         beside the previous call that gathers any.
         """
-        here, steps, gathers = set[int](), list[ModulePass](), list[int]()
+        here = set[int]()
+        steps = list[ModulePass]()
+        gathers = list[int]()
         for n, (kind, number) in enumerate(runs):
-            call, needed = self.calls[stage][number], self.gathered(stage, number)
+            call = self.calls[stage][number]
+            needed = self.gathered(stage, number)
             if kind == BACKWARD and call.table:
                 needed = ()
             missing = [bucket for bucket in needed if bucket not in here]
