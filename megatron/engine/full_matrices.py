@@ -38,8 +38,7 @@ def work_of(shape: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class _Shards:
-    """Shardings of a tensor rank's parameters; a dry run compares their text, which is the same on
-    all."""
+    """Shardings of a tensor rank's parameters; their text, for dry runs, is the same on all."""
 
     of: tuple[Sharding, ...] = field(repr=False)
 

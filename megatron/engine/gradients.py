@@ -426,11 +426,11 @@ Begun = deque[tuple[Messages, list[Any]]]
 class Bucket:
     """One parameter group as flat tensors with the same layout; only the end is padding, of zeros.
 
-    gradients  sums, in fp32 or bf16; without memory where the parameters are frozen  # [n]
-    weights    the weights of forward and backward, which the parameters are views of  # [n]
-    shards     the ranks that share the bucket
-    sums       sums over micro-batches that this rank keeps, where `gradients` are those of one
-               micro-batch, without memory between its backward pass and the next  # [n / inner]
+    gradients     sums, in fp32 or bf16; without memory where the parameters are frozen  # [n]
+    weights       the weights of forward and backward, which the parameters are views of  # [n]
+    shards        the ranks that share the bucket
+    sums          sums over micro-batches that this rank keeps, where `gradients` are those of one
+                  micro-batch, without memory between its backward pass and the next  # [n / inner]
     weight_shard  the weights that this rank keeps, where `weights` have no memory outside of the
                passes that need them  # [n / inner]
     frozen     whether the parameters do not train: only loading changes them

@@ -315,8 +315,7 @@ def _is_whole_with(path: Path, text: str) -> bool:
 
 
 def missing_bytes(path: Path) -> int:
-    """Return how many bytes a 64-bit ELF file lacks: loading a truncated one would kill the
-    process.
+    """Return how many bytes a 64-bit ELF file lacks: loading a truncated one kills the process.
 
     A truncated file is a bus error once it is mapped. Linkers write the table of sections last
     (System V ABI, chapter 4: e_shoff, e_shentsize, e_shnum).

@@ -104,8 +104,7 @@ class MeasuredTimes:
 
 
 def cpu() -> str:
-    """Return the kind of this CPU: its name, model, and the instruction sets that determine its
-    speed."""
+    """Return the kind of this CPU: its name, model, and instruction sets that affect its speed."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

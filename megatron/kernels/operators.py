@@ -129,8 +129,7 @@ def _differentiable(
     gradient: Gradient,
     record: Callable[..., object] | None,
 ) -> Any:
-    """Register how an operator is differentiated, and return a function that bypasses the
-    dispatcher."""
+    """Register an operator's autograd rule, and return a function that bypasses the dispatcher."""
     hidden = gradient.hidden
 
     def once(ctx: Context, *gradients: object) -> object:

@@ -24,13 +24,13 @@ from megatron.parallel.keyed_random import DropoutKey, RowLayout
 class Scoring(NamedTuple):
     """Attention parameters of a layer and a call: how products q k^T become weights.
 
-    scale      factor of the products; None: 1 / sqrt(d)
-    cap        scores x become cap tanh(x / cap); 0: no cap
-    window     number of keys before its own position that a query sees
-    alibi      the bias of the scores
-    fusions    operators that go through kernels, which make their own dropout masks
-    documents  within which tokens see each other; None: within a sample
-    dropout    probability for the weights, with masks by `seed` (megatron.parallel.keyed_random)
+    scale       factor of the products; None: 1 / sqrt(d)
+    cap         scores x become cap tanh(x / cap); 0: no cap
+    window      number of keys before its own position that a query sees
+    alibi       the bias of the scores
+    fusions     operators that go through kernels, which make their own dropout masks
+    documents   within which tokens see each other; None: within a sample
+    dropout     probability for the weights, with masks by `seed` (megatron.parallel.keyed_random)
     row_layout  position of the weights among those of the job (DropoutKey.weights); None: these are
                 all
     """

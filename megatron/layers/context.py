@@ -252,8 +252,7 @@ class LayerContext:
 
     @property
     def heads_part(self) -> tuple[int, int]:
-        """Return the index of this rank's shard of the heads in attention, and the number of
-        shards."""
+        """Return the index of this rank's shard of the heads, and the number of shards."""
         rank = self.tensor.rank
         size = self.tensor.size
         if self.context_parallel is None:
@@ -333,7 +332,7 @@ class CallContext:
                    None in training
     padding        bool [b, s]: tokens of whole sequences that fill up a sample; None: there are none
 
-    numbers        numbers of rows of each layer with experts, for its recomputation
+    numbers        row counts of each layer with experts, for its recomputation
     """
 
     position_ids: Tensor | None = None

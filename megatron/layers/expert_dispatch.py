@@ -74,8 +74,7 @@ Numbers = Callable[[], list[int]]
 
 
 def members_chosen(experts: Tensor, each: int, members: int) -> Tensor:
-    """Return which members have experts of each token's choice, `each` experts a member: [t,
-    members].
+    """Return which members, with `each` experts, a token's choices are on: [t, members].
 
     experts  -1: none  # [t, k]
     """
@@ -121,8 +120,7 @@ def read_numbers(
 
 
 class Dispatch:
-    """Dispatch of tokens to the members of a group with their experts, and combination of the
-    results.
+    """Dispatch of tokens to the group's members with their experts, and combining of results.
 
     Over several nodes, one dispatch brings tokens to nodes and the next to ranks: the group of the
     first has the rank with the same local rank on each node.
@@ -163,8 +161,7 @@ class Dispatch:
         self.order = pairs % len(experts)
 
     def send(self, tokens: Tensor) -> tuple[Tensor, Arrival]:
-        """Start to send tokens [t, h]; the rows that other ranks send may be read after their
-        arrival."""
+        """Start to send tokens [t, h]; received rows may be read after their arrival."""
         arrival = Arrival(self.group, self.received, self.sent)
         rows = self.operators.permute(tokens, self.order, self.positions)
         return _Send.apply(rows, arrival), arrival
@@ -254,8 +251,7 @@ class _Sum(Node):
 
 
 class _SendChoices(Node):
-    """Weights and experts [n, k] of the rows that are sent, exchanged for those of the rows
-    received."""
+    """Exchange of weights and experts [n, k]: those of the rows sent for those received."""
 
     @staticmethod
     def forward(

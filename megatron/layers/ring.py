@@ -82,9 +82,9 @@ class Ring:
 
     group, ring_size, stride  the context-parallel ranks, the ring's size, and the distance of its
                               neighbours
-    weigher                 makes weights of the scores of all rectangles
-    flash                   kernels that compute a rectangle; None: it is computed in blocks
-    documents               within which positions see each other; None: a sequence is one
+    weigher                   makes weights of the scores of all rectangles
+    flash                     kernels that compute a rectangle; None: it is computed in blocks
+    documents                 within which positions see each other; None: a sequence is one
     """
 
     group: Group

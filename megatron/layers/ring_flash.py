@@ -1,5 +1,4 @@
-"""Attention of some queries to some keys, by kernels that return logarithms of sums of
-exponentials.
+"""Attention of some queries to some keys by kernels that return logarithms of its sums.
 
 These are flash-attn's (Dao, arXiv 2307.08691; from version 2.7 on), and those beneath torch's
 scaled_dot_product_attention. With these, partial softmaxes can be merged. A backward pass gets

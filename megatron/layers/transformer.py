@@ -197,8 +197,7 @@ class TransformerLayer(nn.Module):
         return x * self.scale, None if bias is None else wide(bias) * self.scale
 
     def _recompute_norm(self, norm: Norm | None, x: Tensor) -> RecomputeInput:
-        """Return a function that recomputes norm(x), if configured; the norm's gradient keeps x
-        anyway."""
+        """Return a function that recomputes norm(x), if configured; its gradient keeps x anyway."""
         return partial(norm, x.detach()) if self.recomputes_norms and norm is not None else None
 
     def _add(

@@ -338,8 +338,7 @@ def stages_of(
 
 
 def hidden_state(config: Config) -> tuple[tuple[int, int, int], torch.dtype]:
-    """Return shape and dtype of the messages between stages: [s(/tp), b, h], s being a rank's
-    slice."""
+    """Return shape and dtype of messages between stages, [s(/tp), b, h], s being a rank's slice."""
     parallel = config.parallel
     model = config.model
     shape = (

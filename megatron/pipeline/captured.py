@@ -478,8 +478,7 @@ class Captures:
         return True
 
     def _check(self, batch: MicroBatch) -> None:
-        """Check that a micro-batch has the same tensors as all before, and nothing else that
-        varies."""
+        """Check that a micro-batch has no arrays, and tensors like those of all before."""
         for name, value in vars(batch).items():
             if isinstance(value, np.ndarray):
                 raise ConfigError(

@@ -378,14 +378,14 @@ def with_messages(passes: Lists) -> Lists:
 class Moments(NamedTuple):
     """Passes of a step in their order, one row each.
 
-    op        of the pass
-    chunk     of this rank, from 0
-    in_flight  micro-batches of each chunk between their forward and their backward pass (where it is
-              split, its first half), without that of the pass itself  # [moments, chunks]
-    waiting   micro-batches whose weight gradients are deferred, in all chunks, without that of the
-              pass itself
-    messages  sent ones that are kept, and those for which a receive has been posted, without the
-              one that the pass uses
+    op         of the pass
+    chunk      of this rank, from 0
+    in_flight  micro-batches of each chunk between their forward and their backward pass (where it
+               is split, its first half), without that of the pass itself  # [moments, chunks]
+    waiting    micro-batches whose weight gradients are deferred, in all chunks, without that of the
+               pass itself
+    messages   sent ones that are kept, and those for which a receive has been posted, without the
+               one that the pass uses
     """
 
     op: Numbers

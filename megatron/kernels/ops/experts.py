@@ -178,7 +178,7 @@ _permuted = operator(
 def permute(x: Tensor, order: Tensor, positions: Tensor) -> Tensor:
     """Return the rows of tokens x [t, h] in the order of their experts, [n, h].
 
-    order   the token of each row; -1: a row of zeros  # [n], int64
+    order      the token of each row; -1: a row of zeros  # [n], int64
     positions  the row of each choice, -1: it has none  # [t, k], int64
 
     The gradient of a token is the sum over its rows, in fp32 and in the order of its choices.
@@ -193,8 +193,8 @@ def unpermute(y: Tensor, positions: Tensor, weights: Tensor, padded: bool = Fals
     """Return the sum over each token's choices of weight times row of y [n, h], [t, h].
 
     positions  the row of each choice, -1: it adds nothing  # [t, k], int64
-    weights  fp32  # [t, k]
-    padded   whether y has rows without a choice; they get a gradient of zero
+    weights    fp32  # [t, k]
+    padded     whether y has rows without a choice; they get a gradient of zero
 
     The sum is in fp32 and in the order of the choices; so is the weights' gradient, which the same
     pass computes as that of y. Bytes moved for rows of N elements of e bytes: forward (1 + 1 / k) N

@@ -68,9 +68,10 @@ def _check_list(
 class AdamWInputs(NamedTuple):
     """Lists of tensors and the settings of their AdamW update: the inputs of adamw_.
 
-    parameters       fp32
-    gradients        fp32, fp16 or bf16, all of one type; multiplied by `gradient_scale` before use
-    exp_avgs, exp_avg_sqs   fp32 or bf16, all of one type. The step is computed in fp32, and new
+    parameters             fp32
+    gradients              fp32, fp16 or bf16, all of one type; multiplied by `gradient_scale`
+                           before use
+    exp_avgs, exp_avg_sqs  fp32 or bf16, all of one type. The step is computed in fp32, and new
                      moments in bf16 are then rounded stochastically (round_). Rounded to nearest, a
                      second moment would stay where it was: with beta2 = 0.999 it falls by at most
                      0.1 % in a step, a quarter of half the distance of two bf16 numbers
@@ -132,13 +133,12 @@ _ODDS = 0x61C88647, 0x2545F491, 0x2C1B3C6D  # multipliers of the hash, less than
 
 
 def round_(target: Tensor, x: Tensor, step: int) -> None:
-    """Round fp32 numbers to one of the two nearest in bf16: up with a probability in proportion to
-    the distance.
+    """Round fp32 numbers stochastically to one of the two nearest in bf16.
 
-    The random 16 bits that decide are a hash of the number and the step. So all ranks that hold the
-    same number round it alike, on any layout and after a resume, and no generator is needed.
-    Numbers that bf16 represents are unchanged. The kernel uses the same hash (`stochastic` in
-    csrc/kernels/adamw.cpp).
+    The probability of rounding up is the share of the gap below the number. The 16 random bits that
+    decide are a hash of the number and the step. So all ranks that hold the same number round it
+    alike, on any layout and after a resume, and no generator is needed. Numbers that bf16
+    represents are unchanged. The kernel uses the same hash (`stochastic` in csrc/kernels/adamw.cpp).
     """
     bits = x.view(torch.int32)
     random = (bits * _ODDS[0]).add_((step * _ODDS[1] + 2**31) % 2**32 - 2**31)
