@@ -217,7 +217,7 @@ class Engine:
         models: dict[Tensor, Tensor] = {}
         if config.engine.cpu_offload:  # in fp32 the masters are on the device
             models.update(zip(self._update.masters, exact, strict=True))
-        self._take_whole()
+        self._set_full_matrices()
         # frozen parameters, with this rank's exact fp32 shards
         self._frozen = [
             (bucket, bucket.own_weights if bucket.own_weights.dtype == torch.float32 else shard)
@@ -276,7 +276,7 @@ class Engine:
             divided.append((flat, shard.cpu() if offloaded else shard))
         return divided
 
-    def _take_whole(self) -> None:
+    def _set_full_matrices(self) -> None:
         """Give the optimizer's groups of full parameters the function that gathers them."""
         groups = self._basic.param_groups
         takes_full = [bool(group.get("whole")) for group in groups]

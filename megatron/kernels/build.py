@@ -258,7 +258,7 @@ def build(
         folder = folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
         final = folder / library_name(target, "+".join(archs))
-        with written_whole(final) as partial:
+        with written_atomically(final) as partial:
             call(*_link(target, tool, flags), *objects, "-o", str(partial))
     return final
 
@@ -274,7 +274,7 @@ def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -
 
 
 @contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
+def written_atomically(path: Path) -> Iterator[Path]:
     """Yield a path to write to; the file gets its name only if it was written without an error."""
     partial = path.with_name(f"{path.name}.{platform.node()}.{os.getpid()}")
     try:
@@ -367,7 +367,7 @@ def build_nodes(folder: Path = LIBRARIES, *, force: bool = False) -> tuple[Path,
     flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-shared", "-Wall", "-Wextra"]
     # These are found by name, since torch has already loaded them.
     linked = [f"-L{libraries}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
-    with written_whole(path) as partial:
+    with written_atomically(path) as partial:
         command = [tool, *flags, *defined, *searched, "nodes.cpp", *linked, "-o", str(partial)]
         _run(command, NODES, os.environ)
     return path, True

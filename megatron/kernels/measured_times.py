@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megatron.config.parallel import TILE
 from megatron.errors import KernelError
-from megatron.kernels.build import LIBRARIES, written_whole
+from megatron.kernels.build import LIBRARIES, written_atomically
 from megatron.untrusted import read_json
 
 OVERRIDE = "MEGATRON_KERNELS_MEASURED"
@@ -233,7 +233,7 @@ def write(file: Path, one: MeasuredTimes) -> None:
         del entry["reason"]
     text = json.dumps({"cpu": cpu(), "measurements": entries}, indent=1) + "\n"
     try:
-        with written_whole(file) as partial:
+        with written_atomically(file) as partial:
             partial.write_text(text)
     except OSError as error:
         raise KernelError(

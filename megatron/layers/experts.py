@@ -248,26 +248,26 @@ class ExpertMLP(nn.Module):
         tokens = x.flatten(0, 1)
         choices = (weights, experts)
         numbers = self._numbers(experts, call)
-        trips = list[Dispatch]()
+        dispatches = list[Dispatch]()
         # The device has something to do while the host waits for the numbers.
         shared = None if self.hops and self.overlap else self._shared(x)
         each = self.dense_h_to_4h.weight.shape[0] * self.group.size
         at = 0
         for hop in self.hops:
             each //= hop.size
-            trips.append(Dispatch(choices[1], each, hop, self.operators, numbers, at))
+            dispatches.append(Dispatch(choices[1], each, hop, self.operators, numbers, at))
             at += 2 * hop.size
-            choices = trips[-1].send_choices(*choices)
-        for dispatch in trips:
+            choices = dispatches[-1].send_choices(*choices)
+        for dispatch in dispatches:
             tokens, arrival = dispatch.send(tokens)
-            if self.overlap and dispatch is trips[0]:
+            if self.overlap and dispatch is dispatches[0]:
                 # Its position in the graph matters: in the backward pass it is computed while the
                 # gradients of the tokens are sent back.
                 shared = self._shared(x)
             tokens = arrival.wait(tokens)
         dropless = self.dropless and call.padding is None
         rows = self._experts(tokens, *choices, lambda: numbers()[at:], dropless)
-        for dispatch in reversed(trips):
+        for dispatch in reversed(dispatches):
             rows = dispatch.back(rows)
         out = rows.view_as(x)
         if shared is not None:

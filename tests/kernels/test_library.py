@@ -129,7 +129,7 @@ def test_a_file_that_is_cut_off_is_built_again(
     nodes = fake(folder / build.nodes_name(torch.__version__), build.nodes_hash())
     built = list[object]()
     monkeypatch.setattr(build, "_run", lambda *_: built.append(1))
-    monkeypatch.setattr(build, "written_whole", contextlib.nullcontext)
+    monkeypatch.setattr(build, "written_atomically", contextlib.nullcontext)
     for cut in (0, 1):
         for file in (path, nodes):
             file.write_bytes(file.read_bytes()[: len(file.read_bytes()) - cut])
