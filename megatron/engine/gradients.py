@@ -302,8 +302,8 @@ def too_many(p: torch.nn.Parameter, due: int, micro_batches: int) -> ConfigError
 def _sum_among_neighbours(shards: list[torch.Tensor], copies: int, group: Group) -> None:
     """Sum flat tensors over each `copies` neighbouring ranks of a group, in place.
 
-    One message of the whole group, with a row for each set of neighbours: they need no group of
-    their own.
+    One message of the group, with a row for each set of neighbours: they need no group of their
+    own.
     """
     rows = shards[0].new_zeros(group.size // copies, sum(map(len, shards)))
     row = rows[group.rank // copies]

@@ -76,7 +76,7 @@ def parameter_groups(
     parameters  of each group
 
     A group's key `decays` says whether its weight decay follows the schedule, its key `whole`
-    whether it consists of whole parameters. Its learning rate is that of the schedule times its key
+    whether it consists of full parameters. Its learning rate is that of the schedule times its key
     `lr_scale`; its weight decay is divided by it, so that their product, which AdamW subtracts, is
     the same for all. Its key `eps_scale` is the factor of AdamW's epsilon.
     """

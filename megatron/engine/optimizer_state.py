@@ -176,8 +176,8 @@ def _state_of(make: Optimizer, settings: OptimizerConfig, on_host: bool) -> Opti
     )
     if not torch.allclose(joint, separate, rtol=1e-3, atol=1e-6):
         raise ConfigError(
-            f"{type(optimizer).__name__} updates a weight by the others of its tensor, of which ZeRO "
-            "gives it parts: give it whole parameters, as examples/extend/lamb.py does for FusedLamb"
+            f"{type(optimizer).__name__} updates a weight by others of its tensor, of which ZeRO gives "
+            "it only shards: let it take full parameters, as examples/extend/lamb.py does for FusedLamb"
         )
     return state
 

@@ -85,7 +85,7 @@ class CoreAttention:
         return scoring._replace(dropout=self.dropout, seed=seed, row_layout=row_layout)
 
     def within(self, call: CallContext, heads: slice | None, *tensors: Tensor) -> Tensor:
-        """Return attention within the rows of the tensors, which are whole sequences.
+        """Return attention within the rows of the tensors, which are full sequences.
 
         heads  which of the tensor rank's heads these are; None: all of them
         """

@@ -1,4 +1,4 @@
-"""Attention with explicit scores: of a whole sequence, and of new tokens to cached ones."""
+"""Attention with explicit scores: of a full sequence, and of new tokens to cached ones."""
 
 from __future__ import annotations
 

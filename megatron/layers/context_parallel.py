@@ -30,7 +30,7 @@ class ContextParallel:
 
     group   the context-parallel ranks
     heads   number of neighbours that exchange rows for heads (h above); it divides the group's size
-    attend  attention within whole sequences, which CoreAttention calls: ring.attend
+    attend  attention within full sequences, which CoreAttention calls: ring.attend
     """
 
     group: Group

@@ -401,7 +401,7 @@ def attention_weights_(block: AttentionBlock) -> None:
     exponentials are written to their rows of `logarithms`, fp32 [all samples, all rows]; infinity
     for a row that is all -infinity, whose weights are 0. Weights are dropped with `probability` and
     scaled by 1 / (1 - p) otherwise. With `key`, the position of the first key, the keys may be any:
-    weights and logarithms are then those of a part of each row. The rows of the whole job are
+    weights and logarithms are then those of a section of each row. The rows of the job are
     [samples, heads, positions]: `origins`, int64, one for each sample, has the number of the first
     query of its first head; that of the next head is larger by `positions`. Has no gradient: see
     attention_gradient_. Raises KernelError for other types and shapes, and probabilities outside of

@@ -189,7 +189,7 @@ local_pass = operator(
 [..].
 
 logits [.., v], contiguous, of the entries first, first + 1, ..., of which only the first `real`
-exist; labels int64 [..], ids of the whole vocabulary. With a cap other than 0 a logit x counts as
+exist; labels int64 [..], ids in the full vocabulary. With a cap other than 0 a logit x counts as
 cap tanh(x / cap). The sum is of exp(logit - maximum); where no
 logit is above -inf the maximum is -inf and the sum 0. A NaN shows in the sum, never in the maximum.
 The target is 0 where the label is another rank's. Has no gradient: see `gradient_`. Raises
@@ -208,7 +208,7 @@ gradient_ = operator(
 gradient[token].
 
 maximum, total and gradient are fp32 [..]: the largest logit and the sum of exp(logit - maximum)
-over the whole vocabulary, and the losses' gradient; the others as in `local_pass`. Padding columns
+over the full vocabulary, and the losses' gradient; the others as in `local_pass`. Padding columns
 get 0; a label of another rank subtracts nothing. With a cap this is multiplied by the derivative
 of cap tanh(x / cap). The logits' version counter increases, so that a
 backward pass that saved them fails.
