@@ -56,7 +56,7 @@ def test_help_is_readable(tool: str, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("tool", "flag"), zip(OF_A_MODEL, cycle(["--preset", "--model"]), strict=False)
+    ("tool", "flag"), list(zip(OF_A_MODEL, cycle(["--preset", "--model"]), strict=False))
 )
 def test_a_model_has_a_name(
     tool: str,
