@@ -1,4 +1,4 @@
-"""Token and position embeddings whose gradients have a accumulator, against autograd's dense gradients."""
+"""Token and position embeddings whose gradients have an accumulator, against autograd's dense gradients."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def parameters(up, down):
 
 
 def hang_sinks(parameters, direct):
-    """Attach a accumulator and a hook for autograd's gradient to each parameter, as the engine does."""
+    """Attach an accumulator and a hook for autograd's gradient to each parameter, as the engine does."""
     added = []
 
     def take(parameter):

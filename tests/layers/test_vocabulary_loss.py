@@ -214,9 +214,9 @@ def test_fp16_needs_the_loss_scale_before_rounding():
 
 
 def test_bf16_in_chunks_without_a_sink_is_rounded_once():
-    """Chunks without a accumulator are rounded once in bf16.
+    """Chunks without an accumulator are rounded once in bf16.
 
-    The products equal those with a accumulator, which adds in fp32: the same bits after one rounding.
+    The products equal those with an accumulator, which adds in fp32: the same bits after one rounding.
     """
     found = []
     for sunk in (True, False):
