@@ -313,6 +313,34 @@ def test_what_cannot_be_captured_is_named_with_its_layer(operator: str) -> None:
         run.train([batch])
 
 
+def test_gradients_leave_while_the_last_backward_pass_runs() -> None:
+    """The backward pass of the last micro-batch runs eagerly, so that messages overlap with it."""
+    events: list[str] = []
+
+    class Between(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            events.append("between")
+            return gradient
+
+    stage = Stage(lambda x: Between.apply(x) * stage.second)
+    stage.second = torch.nn.Parameter(torch.ones(4))
+    for name, p in stage.named_parameters():
+        p.gradient_accumulator = GradientAccumulator(  # type: ignore[attr-defined]
+            p, torch.zeros(4), lambda _, name=name: events.append(name)
+        )
+        p.register_post_accumulate_grad_hook(to_accumulator)
+    run = executor(stage)
+    for _ in range(3):
+        events.clear()
+        run.train([Batch(torch.ones(4))] * 2)
+    assert events == ["second", "weight", "second", "between", "weight"]
+
+
 def test_a_micro_batch_of_another_shape_is_refused() -> None:
     run = executor(Stage(lambda x: x))
     for _ in range(2):
