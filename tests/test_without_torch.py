@@ -82,5 +82,9 @@ def test_a_login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("pretrain_gpt", "--preset gpt-22b --world-size 8 --print-config".split()),
         ("pretrain_gpt", ["--help"]),
     ]
-    run_python(f"from tools import preflight; preflight.main({tools[0][1]!r})")  # writes the traces
+    run_python(  # writes the traces
+        "from tools import preflight, show_placement\n"
+        f"preflight.main({tools[0][1]!r})\n"
+        f"show_placement.main({tools[2][1]!r})"
+    )
     run_python(CODE.format(light=LIGHT, tools=tools, helps=HELPS))
