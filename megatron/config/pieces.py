@@ -94,7 +94,7 @@ def load_pieces(file: str) -> Pieces:
 def load_callbacks(names: Sequence[str]) -> list[object]:
     """Return an object of each class that --callback names as MODULE:CLASS.
 
-    Raises ConfigError if a module or class is missing, or cannot be created without arguments.
+    Raises ConfigError if one is missing or cannot be created without arguments.
     """
     made = []
     for name in names:

@@ -59,7 +59,7 @@ class MeasuredCandidate:
 
     steps     seconds of a step in its valid trials, or their validation losses
     failures  trials that count against the layout
-    cost      objective to minimize, by the median of the steps; infinite for none
+    cost      objective to minimize, by the median of the steps; infinite if there are none
     """
 
     candidate: Candidate

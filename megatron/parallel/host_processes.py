@@ -103,7 +103,7 @@ def python_stacks(limit: int) -> str:
 def release_free_memory() -> None:
     """Return the free pages of glibc's heap to the system; do nothing with another C library.
 
-    Phases with tensors of other sizes leave gaps that the next phase cannot use. Call it between
+    A phase leaves gaps that one with other tensor sizes cannot use. Call it between
     phases: pages that are used again afterwards cost a fault each.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -37,7 +37,7 @@ def line_of(rank: int, stride: int, size: int) -> range:
 
 @dataclass(frozen=True)
 class LayoutSizes:
-    """Sizes that a job chooses for its layout; the fields are named as the settings.
+    """Sizes that a job chooses for its layout; fields are named like the settings.
 
     expert_ranks_per_node  None: as many as there are on nodes of `ranks_per_node` ranks, or 1 if
                            expert groups divide them unevenly
@@ -192,7 +192,7 @@ class Layout:
 
     @functools.cached_property
     def strides(self) -> tuple[int, int, int]:
-        """Distances between neighbours in the tensor, data and pipeline dimension, in ranks."""
+        """Distances between neighbours in the tensor, data and pipeline dimensions, in ranks."""
         sizes = {"tp": self.tensor, "dp": self.data, "pp": self.pipeline}
         strides = {}
         stride = 1
@@ -243,7 +243,7 @@ class Layout:
         return lines
 
     def ranks(self, kind: str, rank: int) -> Sequence[int]:
-        """Return the ranks of the group of a kind (KINDS) that `rank` is in, itself included."""
+        """Return the ranks of `rank`'s group of a kind (KINDS), itself included."""
         if kind == "model":  # in ascending order, as in torch's group
             stages = self.ranks("pipeline", rank)
             lines = (self.ranks("tensor", stage) for stage in stages)

@@ -3,15 +3,15 @@
 Every process writes a description of itself, under the launcher's number for it (Launch.task), to a
 store that the first process or the launcher serves. The first process compares the descriptions,
 gives each process its rank (rank_mapping.py) and publishes a verdict: the ranks, or an error that names
-those that are missing, in conflict or different.
+processes that are missing, conflict or differ.
 
 After that a daemon thread of each rank looks for calls in the store. On a roll call every rank
 answers: a rank that does not is dead, and the others can name it. All ranks learn the findings at
 the same time. So a rank that sees the failure late, when the store is gone, names the rank that
 died and not the one that it waited for. Calls are numbered, so a watchdog may make any number.
 
-A rank has two connections to the store, because a connection in which a thread waits for a key does
-not serve other threads: torch has one to itself, and nothing here waits in the other.
+A rank has two connections to the store, because a connection on which a thread waits for a key does
+not serve other threads: torch has one to itself, and nothing here waits on the other.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Pure arithmetic, no torch. The schedules take what was consumed before a step (iterations, samples,
 tokens) and return the value for that step. With warm-up the very first step therefore has learning
-rate 0, as in Megatron. The unit is that of the decay: tokens before samples before iterations;
+rate 0, as in Megatron. The unit is the decay's: tokens before samples before iterations;
 phases use the unit of the run. A warm-up given in another unit is converted with the full global
 batch and the sequence length.
 
@@ -20,8 +20,8 @@ piece, and n everything consumed, the value between its first and its last one i
                          (exponential), 1 - sqrt(q) (minus_sqrt; Haegele et al., arXiv 2405.18392)
 
 WSD is warm-up, constant and one of the others (Hu et al., arXiv 2404.06395, section 4), a warm
-restart (arXiv 1608.03983) a piece that begins with the first value again. After --lr-decay-style's
-length the learning rate is min, except with constant.
+restart (arXiv 1608.03983) a piece that begins with the first value again. After the decay
+the learning rate is min, except with constant.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Progress:
     skipped_iterations        steps with non-finite gradients, which moved no weight
     scheduled_...             the first three without skipped steps: learning rate and weight decay
                               follow these, as in Megatron
-    sources                   what was taken of each source of training data, see
+    sources                   what was taken from each source of training data, see
                               megatron.data.sampler; as of the checkpoint that was loaded or is
                               written
     left_out                  ranges [start, stop) of positions in the order of samples that are
@@ -299,7 +299,7 @@ _UNITS = {"tokens": "tokens", "samples": "samples", "iters": "iterations"}
 
 @dataclass(frozen=True)
 class _Clock:
-    """The unit of a schedule, and the conversion of the others into it."""
+    """The unit of a schedule, and the conversion of others into it."""
 
     config: Config
     unit: str
@@ -348,7 +348,7 @@ class Piece:
     """A phase of a schedule from `begin` to `stop`, with its values there, in the clock's unit.
 
     power  amplitude and exponent of the shape power, for n in the clock's unit
-    jumps  whether its first value, not the last one of the piece before, holds at `begin`
+    jumps  whether its first value, not the previous piece's last, holds at `begin`
     """
 
     shape: str

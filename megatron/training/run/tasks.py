@@ -11,9 +11,9 @@ In the second, cloze, the ending counts as right if each of its tokens is the mo
 those before it.
 
 The tokens of an ending are those of context and ending encoded together, minus the number that the
-context alone has; white space at the end of the context belongs to the ending. An empty context is
+context alone has; white space at the end of the context belongs to the ending. An empty context becomes
 what the tokenizer puts before every text, or else the end-of-document token. A text that is longer
-than the model's context is cut from its left.
+than the model's context is cut on the left.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PER_STAGE = 4  # micro-batches of a step for each pipeline stage: a bubble of a
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A text to score: the tokens from number `start` on, each from those before it."""
+    """A text to score: the tokens from number `start` on, each given those before it."""
 
     ids: Sequence[int]
     start: int
@@ -186,7 +186,7 @@ class EvaluationTask:
     lengths    bytes of their texts
     starts     number of the first request of each example, and of all requests
     answers    number of the right choice of each example; None for a cloze task
-    cut        how many texts were cut from their left
+    cut        how many texts were cut on the left
     """
 
     name: str
