@@ -1,8 +1,8 @@
-"""Reading and writing of files that another user may have put there.
+"""Reading and writing files that another user may have put there.
 
 Only regular files are read, up to a limit, because a name may be a fifo, on which a reader waits
 forever, or /dev/zero, which has no end. JSON may be nested deeper than Python's stack, or have a
-number of millions of digits. Each problem raises the caller's own type of error.
+number with millions of digits. Each problem raises the caller's own type of error.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def read_toml(
     try:
         tables = tomllib.loads(text)
         check_depth(tables)
-    # a number of thousands of digits raises a plain ValueError
+    # a number with thousands of digits raises a plain ValueError
     except (ValueError, RecursionError) as problem:
         raise error(f"{path} is not valid TOML: {problem}") from None
     return tables

@@ -31,7 +31,7 @@ _ARTICLE = {
 }
 _SHOWN = 80  # characters of a bad value
 
-# Upper limits, far above the values of any real run. Larger numbers are typing errors, and would
+# Upper limits, far above the values of any real run. Larger numbers are typos, and would
 # exhaust memory, take minutes before the first step, or overflow in fp32. MOST applies to settings
 # without a separate limit: iterations, minutes, vocabulary entries.
 MOST = 10**9
@@ -113,7 +113,7 @@ class Option:
 
     @property
     def has_none(self) -> bool:
-        """Return whether the word none resets it on the command line."""
+        """Return whether the word none resets this on the command line."""
         return self.default is None and (self.choices is not None or self.none_word)
 
     @property
@@ -269,7 +269,7 @@ def _number(rule: Option, text: str) -> Any:
 
 
 def pairs(text: str) -> dict[str, str]:
-    """Return the words NAME=VALUE of a text by name.
+    """Return the NAME=VALUE words of a text by name.
 
     >>> pairs("rotary=rope absolute=learned_absolute")
     {'rotary': 'rope', 'absolute': 'learned_absolute'}

@@ -20,8 +20,8 @@ piece, and n everything consumed, the value between its first and its last one i
                          (exponential), 1 - sqrt(q) (minus_sqrt; Haegele et al., arXiv 2405.18392)
 
 WSD is warm-up, constant and one of the others (Hu et al., arXiv 2404.06395, section 4), a warm
-restart (arXiv 1608.03983) a piece that begins with the first value again. After the decay
-the learning rate is min, except with constant.
+restart (arXiv 1608.03983) a piece that begins with the first value again. After the length of
+--lr-decay-style the learning rate is min, except with constant.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Agreement:
     def add_first(
         self, name: str, decide: Callable[[], bool], on: Callable[[], bool] = lambda: True
     ) -> None:
-        """Agree on a yes (1) or no (0) of rank 0 alone; otherwise as `add`.
+        """Agree on rank 0's yes (1) or no (0) alone; otherwise like `add`.
 
         Clocks and files may differ on other ranks.
         """
@@ -112,7 +112,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Stop:
-    """Reason for which a run ends early.
+    """Reason why a run ends early.
 
     `requeue` is set when the job ends although the user wants the run to continue.
     """
@@ -128,7 +128,7 @@ class StopRules:
 
     Rank 0 decides on duration, kill switch and wall time; a signal counts on any rank. With several
     ranks they take effect one step later (Agreement). Rules that are off cost no communication.
-    `wall_time` watches both ends of time; None without any.
+    `wall_time` watches both time limits; None without any.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class StopRules:
         return stop
 
     def check_at_start(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
-        """Return why to stop before the first step, otherwise as `check`.
+        """Return why to stop before the first step; otherwise like `check`.
 
         --exit-interval is not considered, because it counts finished steps. A job too short for a
         single step is not requeued, because the next one would end the same way.
@@ -175,7 +175,7 @@ class StopRules:
         if self.signalled(agreed):
             return Stop(
                 f"exiting program after receiving {signal.Signals(agreed['signal']).name}",
-                requeue=agreed["signal"] != signal.SIGINT,  # of a user, who wants the run to end
+                requeue=agreed["signal"] != signal.SIGINT,  # from a user, who wants the run to end
             )
         if agreed.get("kill switch"):
             return Stop(
@@ -275,7 +275,7 @@ class SlurmEnd:
 class WallTime:
     """Decides whether the time left is enough for another step and the saves that follow.
 
-    It ends with the job, and with --exit-duration-in-mins.
+    Time ends with the job or --exit-duration-in-mins.
 
     left_s             returns the seconds until the job ends; None where that is unknown or never
     checkpoint_bytes   what one rank writes into a checkpoint, which gives the time of the first
@@ -320,7 +320,7 @@ class WallTime:
         self._evaluation_s = max(seconds, self._evaluation_s)
 
     def after_save(self, seconds: float) -> None:
-        """Note the full time of a save, also of one in the background; the longest counts."""
+        """Note the full time of a save, even of one in the background; the longest counts."""
         self._save_s = max(seconds, self._save_s)
 
     @property

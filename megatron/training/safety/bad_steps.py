@@ -75,7 +75,7 @@ class Spike:
 
 
 def loss_over_ranks(run: Run, step: StepRecord) -> float | None:
-    """Return the loss of a step from each rank's part of it, see mean_of_counted.
+    """Return the loss of a step from each rank's share; see mean_of_counted.
 
     All ranks call this; waits for the device.
     """
@@ -89,7 +89,7 @@ def find_spike(run: Run, step: StepRecord, loss: float | None) -> Spike | None:
     """Return the spike of a step whose `loss` over all ranks is not finite or too high; else None.
 
     Too high is more than --loss-spike-factor times the median of the last --loss-spike-window
-    steps. A step without a token in the loss has none, and is not one of them.
+    steps. A step without a token in the loss has no loss and does not count.
 
     The losses are kept in `Progress.recent_losses`, so that a resumed run decides like one that was
     not interrupted.
@@ -129,11 +129,11 @@ def roll_back(run: Run, spike: Spike) -> bool:
     reporter.say(f"WARNING: {spike}")
     choice: CheckpointChoice | None = None
     if saves is not None:
-        saves.settle()  # what is being written is from before the spike
+        saves.settle()  # saves under way predate the spike
     if saves is not None and saves.saved_iteration is not None:
         directory = run.config.checkpoint.save
         assert directory is not None, "a run that saves has a folder"
-        before = min(spike.iteration, saves.saved_iteration + 1)  # later ones are of another run
+        before = min(spike.iteration, saves.saved_iteration + 1)  # later ones are another run's
         choice = decided_by_first(run.topology, lambda: find(directory, before=before))
         report_choice(choice, reporter.say, reporter.publish)
     if choice is None or choice.folder is None:
@@ -247,7 +247,7 @@ class _Tracer:
         begin = executor.before_training
         executor.before_training = None
         captures = executor.captures
-        executor.captures = None  # whose replays call no hook
+        executor.captures = None  # replays call no hooks
         for stage, chunk in run.chunks.items():
             handles.append(chunk.register_forward_pre_hook(partial(self._enter, int(stage))))
             handles.append(chunk.register_forward_hook(self._leave))
@@ -339,7 +339,7 @@ def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
 
     A non-finite loss makes its gradients non-finite (layers/vocabulary.py), so that the engine's
     decision, which is the same on all ranks, covers losses as well. After --max-consecutive-skips
-    in a row, raises TrainingError on every rank, naming the first bad value; but in fp16 not while
+    in a row, raises TrainingError on every rank, naming the first bad value; except in fp16 while
     the scale can still fall and the losses are finite: then only the scale was wrong.
     """
     skips = run.loop.skips
