@@ -181,7 +181,7 @@ def run(config: Config, launch: Launch, seconds: float) -> MachineMeasurements |
 def _points(config: Config, launch: Launch, device: torch.device, seconds: float) -> Points:
     """Measure; return the points of all figures on the first rank.
 
-    Compute times are means over the processes, message times are those of the slowest process.
+    Compute times are means over the processes, message times are the slowest process's.
     """
     world = Group(tuple(range(launch.world_size)), launch.rank, dist.group.WORLD)
     per_node = launch.local_world_size

@@ -193,7 +193,7 @@ def values_table(layout_search: LayoutSearch, result: SearchResult, name: str) -
 
 
 def losses(layout_search: LayoutSearch, result: SearchResult) -> dict[str, dict[str, float]]:
-    """Return the share of throughput lost by fixing each value, the other dimensions optimized.
+    """Return the share of throughput lost by fixing each value, with the others optimized.
 
     The dimension that matters most comes first.
     """
@@ -382,7 +382,7 @@ def write_script(
 ) -> Path:
     """Write job.sbatch, or command.sh if the launch scripts do not support the machine.
 
-    They do not support a part of a node, either. If no flag gives the length of the run, it is
+    Nor do they support part of a node. If no flag gives the length of the run, it is
     `tokens`; in job.sbatch by default tokens per parameter, as `notes` then say. Raises ConfigError.
     """
     flags = [word for word in command_line_of(config) if not word.startswith("--world-size")]

@@ -1,4 +1,4 @@
-"""Loading of a checkpoint's model and tokenizer, without optimizer and data.
+"""Loading a checkpoint's model and tokenizer, without optimizer and data.
 
 torch is imported when a model is loaded.
 """
@@ -136,7 +136,7 @@ def _config(
         **{name: data[name] for name in _AS_TRAINED if name in data},
         "bf16": False,
         "fp16": False,
-        "moe_use_upcycling": False,  # which is done
+        "moe_use_upcycling": False,  # already done
         "preset": None,
         "world_size": topology.world.size,
         "tensor_model_parallel_size": topology.tensor.size,
