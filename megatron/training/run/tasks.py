@@ -11,7 +11,7 @@ In the second, cloze, the ending counts as right if each of its tokens is the mo
 those before it.
 
 The tokens of an ending are those of context and ending encoded together, minus the number that the
-context alone has; white space at the end of the context belongs to the ending. An empty context becomes
+context alone has; white space at the end of the context belongs to the ending. An empty context is
 what the tokenizer puts before every text, or else the end-of-document token. A text that is longer
 than the model's context is cut on the left.
 """
