@@ -34,6 +34,7 @@ from megatron.pipeline.captured import Captures, Pool
 from megatron.pipeline.executor import Executor
 from megatron.program import pretrain
 from tests.helpers.processes import SETUP_LIMIT_S, run_processes
+from tests.helpers.tiny import tiny
 from tests.parity.cases import (
     BLOCKED,
     CHEAP,
@@ -148,24 +149,7 @@ def test_any_layout_replays_the_bits_of_eager_passes(case: Case) -> None:
 
 def resumed(rank: int, folder: str) -> list[Any]:
     """Return losses and norms of an eager run, and of a captured one that was interrupted."""
-    fields: dict[str, Any] = dict(
-        num_layers=2,
-        hidden_size=16,
-        num_attention_heads=2,
-        seq_length=8,
-        vocab_size=50,
-        micro_batch_size=1,
-        global_batch_size=2,
-        mock_data=True,
-        num_workers=0,
-        train_iters=8,
-        lr=1e-2,
-        log_interval=1,
-        eval_interval=3,
-        eval_iters=1,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
+    fields = dict(global_batch_size=2, train_iters=8, eval_interval=3, eval_iters=1)
     runs: list[dict[str, Any]] = [
         {},
         CAPTURED | dict(save=folder, exit_interval=4),
@@ -174,7 +158,7 @@ def resumed(rank: int, folder: str) -> list[Any]:
     figures = []
     for number, changes in enumerate(runs):
         metrics = Path(folder, f"{number}.jsonl")
-        pretrain(Config.create(**fields, **changes, metrics_file=str(metrics)))
+        pretrain(tiny(**fields, hidden_dropout=0.0, **changes, metrics_file=str(metrics)))
         figures.append([(r["lm_loss"], r["grad_norm"]) for r in read_records(metrics, "iteration")])
     return figures
 
