@@ -72,7 +72,7 @@ BARE = {
     "MALLOC_MMAP_MAX_": str(1 << 20),
     "THP_MEM_ALLOC_ENABLE": "0",
 }
-"""With these every tensor of 64 KiB and more is a mapping of its own, which goes back to the system
+"""Settings of malloc that map every tensor of 64 KiB and more by itself and return it to the system
 when it is freed: resident memory is that of the tensors. As a run sets malloc up for speed, it
 keeps freed blocks, and holes between them. One thread: what each further one brings for itself is
 not what is to be compared."""

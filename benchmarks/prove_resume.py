@@ -82,8 +82,6 @@ class Case:
     resumed: tuple[Layout, ...]
     asynchronous: bool = False
     flags: tuple[str, ...] = ()
-    # those of `resumed` that add up what `killed` does in the same order
-    alike: tuple[Layout, ...] = ()
 
     @property
     def arguments(self) -> list[str]:
@@ -91,11 +89,6 @@ class Case:
         flags += [] if "--lr-schedule" in self.flags else ["--lr-decay-style", "cosine"]
         flags += ["--bf16"] if self.dtype == "bf16" else []
         return flags + (["--async-save"] if self.asynchronous else [])
-
-    @property
-    def exact(self) -> tuple[Layout, ...]:
-        """The layouts on which nothing may differ."""
-        return (self.killed, *self.alike)
 
     @property
     def name(self) -> str:
@@ -154,7 +147,7 @@ class Row:
 
     def cells(self) -> list[str]:
         differences = [f"{self.loss_difference:.1e}", f"{self.tensor_difference:.1e}"]
-        if self.resumed in self.case.exact and not self.faults:
+        if self.resumed == self.case.killed and not self.faults:
             differences = ["bit-identical"] * 2
         return [
             self.case.name,
@@ -191,7 +184,7 @@ def prove(case: Case, folder: Path, data: list[str], iterations: int, step: int)
         restart = [*common, *layout.flags, "--save", str(copy), "--load", str(copy)]
         run_well(layout.ranks, restart, folder / f"logs_{number}")
         beside = None
-        if layout not in case.exact:
+        if layout != case.killed:
             beside = folder / f"undisturbed_{number}"
             logs = folder / f"logs_undisturbed_{number}"
             run_well(layout.ranks, [*common, *layout.flags, "--save", str(beside)], logs)
@@ -238,7 +231,7 @@ def compare(
     evaluations = history.largest_difference(validations(resumed), dict(validations(undisturbed)))
     ends = history.newest(resumed), history.newest(undisturbed)
     tensors = history.tensor_differences(*ends)
-    if layout in case.exact:
+    if layout == case.killed:
         norms = layout == case.killed  # over other parts of the model a norm is another sum
         different = history.differing(steps, reference, norms) + history.differing(
             validations(resumed), dict(validations(undisturbed))

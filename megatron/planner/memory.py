@@ -25,8 +25,7 @@ from megatron.engine.optimizer_state import optimizer_state
 from megatron.engine.zero_plan import BACKWARD, BucketOp, ModulePass, Zero, ZeroPlan, zero_of
 from megatron.pipeline.orders import Op as PipelineOp
 from megatron.pipeline.schedule import moments_of_rank
-from megatron.planner.events import Alloc, Free, Pass, Sum, Trace, TracedModule
-from megatron.planner.events import PassEvent as Event
+from megatron.planner.events import Alloc, Free, Pass, PassEvent, Sum, Trace, TracedModule
 from megatron.planner.gradients import Chunk, Gradients, Sums, Traffic
 from megatron.planner.stage import (
     ALONE,
@@ -119,7 +118,7 @@ Shared = tuple[Zero, BucketRule]
 # -- passes ----------------------------------------------------------------------------------------
 
 
-def changes(steps: Iterable[Event], block: int, made: dict[int, Alloc]) -> Bytes:
+def changes(steps: Iterable[PassEvent], block: int, made: dict[int, Alloc]) -> Bytes:
     """Write a row for each tensor that is allocated or freed, its size rounded up to `block`.
 
     made  live tensors, updated in place; freeing any other tensor does not count

@@ -1,4 +1,4 @@
-"""What the kernels of each backend are called with, what layers keep, and their windows.
+"""Arguments of the kernels of each backend, tensors that layers keep, and their windows.
 
 Numbers are compared in test_attention.py; packages that are not installed have stand-ins with their
 interfaces.
