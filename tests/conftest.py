@@ -1,11 +1,8 @@
 """Settings for every test process: few threads, no missing device, repeatable random examples."""
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 # Set before torch or DeepSpeed is imported: the tests run many processes on few cores.
@@ -31,8 +28,8 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 # `make test` gives the same answer every time; `make prove ONLY=hypothesis` searches further, at
 # random.
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-settings.register_profile("test", derandomize=True, database=None, max_examples=25, **_COMMON)  # type: ignore[arg-type]
-settings.register_profile("prove", print_blob=True, max_examples=1000, **_COMMON)  # type: ignore[arg-type]
+settings.register_profile("test", derandomize=True, database=None, max_examples=25, **_COMMON)
+settings.register_profile("prove", print_blob=True, max_examples=1000, **_COMMON)
 settings.load_profile("test")
 
 # Variables of a launcher must not reach the tests: they would wait for other ranks.
@@ -55,7 +52,7 @@ LONGEST = """
 """.split()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption(
         "--campaign",
         metavar="NAME",
@@ -64,7 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def _has_gpu() -> bool:
+def _has_gpu():
     if not _HAS_DRIVER:
         return False
     import torch
@@ -72,19 +69,17 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _partition(
-    config: pytest.Config, items: list[pytest.Item], keep: Callable[[pytest.Item], bool]
-) -> None:
+def _partition(config, items, keep):
     """Deselect the items that `keep` rejects."""
     config.hook.pytest_deselected(items=[item for item in items if not keep(item)])
     items[:] = [item for item in items if keep(item)]
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Select the tests of one campaign, or those of none; deselect tests of missing devices."""
     wanted = config.getoption("campaign")
 
-    def campaigns(item: pytest.Item) -> set[str]:
+    def campaigns(item):
         return {name for mark in item.iter_markers("campaign") for name in mark.args}
 
     _partition(
@@ -102,7 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_environment(monkeypatch):
     """Restore the variables of ranks after every test."""
     for name in _RANKS:
         monkeypatch.delenv(name, raising=False)

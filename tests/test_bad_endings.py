@@ -1,11 +1,8 @@
 """Runs of pretrain_gpt.py that end badly: the user's output and the files left on disk."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,17 +10,17 @@ import pytest
 from megatron.data.file_lock import FolderClaim
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.metrics_file import read_records
-from tests.helpers.launching import ROOT, TINY, Outcome, launch
+from tests.helpers.launching import ROOT, TINY, launch
 from tests.helpers.processes import free_port, rank_environment
 
 pytestmark = pytest.mark.slow
 
 
-def refused(outcome: Outcome | None) -> None:
+def refused(outcome):
     assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, outcome
 
 
-def test_a_run_at_its_end_and_a_damaged_checkpoint(tmp_path: Path) -> None:
+def test_a_run_at_its_end_and_a_damaged_checkpoint(tmp_path):
     for _ in range(2):
         (alone,) = launch(1, [*TINY, "--save", str(tmp_path), "--load", str(tmp_path)])
         # One process is no mistake: torch's warning about it must not reach the user.
@@ -38,7 +35,7 @@ def test_a_run_at_its_end_and_a_damaged_checkpoint(tmp_path: Path) -> None:
         assert f"{file} has 1000 bytes" in outcome.output
 
 
-def test_a_folder_that_another_run_saves_to_is_refused_on_every_rank(tmp_path: Path) -> None:
+def test_a_folder_that_another_run_saves_to_is_refused_on_every_rank(tmp_path):
     other = FolderClaim(tmp_path, f"--save {tmp_path}")
     other.take(print)
     for outcome in launch(2, [*TINY, "--save", str(tmp_path)]):
@@ -49,7 +46,7 @@ def test_a_folder_that_another_run_saves_to_is_refused_on_every_rank(tmp_path: P
     assert outcome is not None and outcome.code == 0 and not list(tmp_path.glob(".in_use*"))
 
 
-def test_a_vanished_validation_part_is_said_and_a_changed_index_refused(tmp_path: Path) -> None:
+def test_a_vanished_validation_part_is_said_and_a_changed_index_refused(tmp_path):
     """A vanished validation part is reported and a changed index refused.
 
     1 % of 8 documents rounds to none. Only a digest reveals that samples come in another order.
@@ -69,7 +66,7 @@ def test_a_vanished_validation_part_is_said_and_a_changed_index_refused(tmp_path
         assert order.name.partition("_")[0] in outcome.output
 
 
-def lose_output(kind: str, *numbers: int) -> None:
+def lose_output(kind, *numbers):
     """Lose output as with `> /dev/full` on a full disk, `>&-`, or a pipe whose reader left."""
     for number in numbers:
         if kind == "full":
@@ -86,9 +83,7 @@ def lose_output(kind: str, *numbers: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "numbers"), [("full", (1,)), ("closed", (0, 1)), ("pipe", (1, 2))]
 )
-def test_output_that_cannot_be_written_costs_the_run_nothing(
-    tmp_path: Path, kind: str, numbers: tuple[int, ...]
-) -> None:
+def test_output_that_cannot_be_written_costs_the_run_nothing(tmp_path, kind, numbers):
     size = 2 if kind == "full" else 1
     arguments = [*TINY, "--train-iters", "2", "--save", str(tmp_path)]
     outcomes = launch(
@@ -113,7 +108,7 @@ def test_output_that_cannot_be_written_costs_the_run_nothing(
         ("--help", "2>&-", 0),
     ],
 )
-def test_the_exit_code_is_right_without_output(arguments: str, redirected: str, code: int) -> None:
+def test_the_exit_code_is_right_without_output(arguments, redirected, code):
     """A lost output of --help is no success, because the output is its result."""
     words = f"{sys.executable} pretrain_gpt.py {arguments} {redirected}"
     ended = subprocess.run(["sh", "-c", words], cwd=ROOT, capture_output=True, text=True)
@@ -123,7 +118,7 @@ def test_the_exit_code_is_right_without_output(arguments: str, redirected: str, 
 
 
 @pytest.mark.campaign("kills")
-def test_a_lost_store_is_told_without_frames_of_cpp() -> None:
+def test_a_lost_store_is_told_without_frames_of_cpp():
     """A lost store is reported without frames of C++.
 
     Rank 0 serves it. torch reads its verbosity when it is imported: these are real processes.
@@ -153,7 +148,7 @@ def test_a_lost_store_is_told_without_frames_of_cpp() -> None:
     assert not any(noise in outputs[1] for noise in ("frame #", "Traceback", "/gloo/transport"))
 
 
-def test_a_fatal_signal_says_where_it_struck() -> None:
+def test_a_fatal_signal_says_where_it_struck():
     """A fatal signal reports where it struck.
 
     A mapped file that is truncated while it is read ends in a bus error, for which there is no
@@ -171,6 +166,6 @@ def test_a_fatal_signal_says_where_it_struck() -> None:
     ("name", "value"),
     [("MEGATRON_KERNELS_LIBRARY", "a" * 5000), ("GLOO_SOCKET_IFNAME", "\udcff")],
 )
-def test_a_variable_that_names_nothing_can_be_told(name: str, value: str) -> None:
+def test_a_variable_that_names_nothing_can_be_told(name, value):
     (outcome,) = launch(1, [*TINY, "--train-iters", "1"], env={name: value})
     refused(outcome)

@@ -3,8 +3,6 @@
 The refusals are tested where they are decided: tests/config, tests/data.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers.launching import TINY, launch
@@ -27,14 +25,14 @@ REAL = [word for word in TINY if word != "--mock-data"]
     ],
     ids=["configuration", "data", "folder"],
 )
-def test_an_error_is_clear_on_every_rank(arguments: list[str], words: list[str]) -> None:
+def test_an_error_is_clear_on_every_rank(arguments, words):
     for outcome in launch(2, arguments):
         assert outcome is not None and outcome.code == 2, outcome
         assert "Traceback" not in outcome.output and "Error" in outcome.output
         assert all(word in outcome.output for word in words), outcome.output
 
 
-def test_a_rank_that_never_starts_is_named() -> None:
+def test_a_rank_that_never_starts_is_named():
     outcome, _ = launch(2, [*TINY, "--distributed-timeout-minutes", "0.02"], absent=[1])
     assert outcome is not None and outcome.code == 2, outcome
     assert "rank 1" in outcome.output and "Traceback" not in outcome.output

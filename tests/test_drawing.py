@@ -1,11 +1,8 @@
 """Pictures are written whole or not at all, and obstacles are reported."""
 
-from __future__ import annotations
-
 import errno
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,14 +13,14 @@ pytest.importorskip("matplotlib")
 PNG = b"\x89PNG"
 
 
-def a_figure() -> Any:
+def a_figure():
     figure, axes = pyplot().subplots(figsize=(2, 2))
     axes.plot([1, 2], [3, 4])
     axes.set_title("$5 and $6, _kept_ as it is: \\nothing{")
     return figure
 
 
-def texts(axis: Any) -> list[str]:
+def texts(axis):
     return [text for label in axis.get_ticklabels(which="both") if (text := label.get_text())]
 
 
@@ -35,9 +32,7 @@ def texts(axis: Any) -> list[str]:
         ("loss", "loss.png", PNG),
     ],
 )
-def test_a_picture_is_written_by_its_ending(
-    tmp_path: Path, name: str, written: str, begin: bytes
-) -> None:
+def test_a_picture_is_written_by_its_ending(tmp_path, name, written, begin):
     open_before = pyplot().get_fignums()
     path = save(a_figure(), tmp_path / name)
     assert path == tmp_path / written and path.read_bytes().startswith(begin)
@@ -45,14 +40,12 @@ def test_a_picture_is_written_by_its_ending(
     assert pyplot().get_fignums() == open_before
 
 
-def test_an_earlier_picture_stays_until_the_new_one_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_picture_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
     path = save(a_figure(), tmp_path / "loss.png")
     before = path.read_bytes()
     figure = a_figure()
 
-    def full_disk(file: Path, **_: Any) -> None:
+    def full_disk(file, **_):
         Path(file).write_bytes(PNG)
         raise OSError(errno.ENOSPC, "No space left on device", str(file))
 
@@ -63,7 +56,7 @@ def test_an_earlier_picture_stays_until_the_new_one_is_whole(
 
 
 @pytest.mark.parametrize("name", ["loss.nothing", "file/loss.png", "folder.png", ".."])
-def test_what_cannot_be_written(tmp_path: Path, name: str) -> None:
+def test_what_cannot_be_written(tmp_path, name):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.png").mkdir()
     there = sorted(tmp_path.rglob("*"))
@@ -72,7 +65,7 @@ def test_what_cannot_be_written(tmp_path: Path, name: str) -> None:
     assert sorted(tmp_path.rglob("*")) == there
 
 
-def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_matplotlib(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match="pip install matplotlib$"):
         pyplot()

@@ -10,8 +10,6 @@ from __future__ import annotations
 import importlib.util
 import types
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,14 +41,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 DEVICE = torch.device("cuda", 0)
 
 
-def needs_devices(number: int) -> None:
+def needs_devices(number):
     if torch.cuda.device_count() < number:
         pytest.skip(f"needs two devices; this machine shows {torch.cuda.device_count()}")
 
 
-def train(
-    folder: Path, arguments: list[str], ranks: int = 1, env: dict[str, str] | None = None
-) -> dict[int, dict[str, Any]]:
+def train(folder, arguments, ranks=1, env=None):
     """Train the tiny model in new processes: forked ones have DeepSpeed set up for the CPU."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
@@ -59,7 +55,7 @@ def train(
     )
 
 
-def compare(found: dict[int, dict], expected: dict[int, dict], loss: float, norm: float) -> None:
+def compare(found, expected, loss, norm):
     assert found.keys() == expected.keys()
     for iteration, record in found.items():
         assert record["skipped"] == 0
@@ -68,7 +64,7 @@ def compare(found: dict[int, dict], expected: dict[int, dict], loss: float, norm
 
 
 @pytest.fixture(scope="module")
-def cpu_run(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+def cpu_run(tmp_path_factory):
     arguments, env = ON_CPU
     return train(tmp_path_factory.mktemp("cpu"), [*NO_DROPOUT, *arguments], env=env)
 
@@ -92,9 +88,7 @@ PAIR = ["--pipeline-model-parallel-size", "2"]
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
-def test_training_follows_the_cpu(
-    tmp_path: Path, cpu_run: dict[int, dict], precision: str, layout: list[str]
-) -> None:
+def test_training_follows_the_cpu(tmp_path, cpu_run, precision, layout):
     """Training follows the CPU, with threads that read ahead, pin memory and copy."""
     ranks = 2 if layout else 1
     needs_devices(ranks)
@@ -108,9 +102,7 @@ def test_training_follows_the_cpu(
     [[], ["--recompute-granularity", "full"], ["--tensor-model-parallel-size", "2"]],
     ids=["plain", "recompute", "tensor"],
 )
-def test_captured_passes_have_the_bits_and_the_memory_of_eager_ones(
-    tmp_path: Path, layout: list[str], precision: str
-) -> None:
+def test_captured_passes_have_the_bits_and_the_memory_of_eager_ones(tmp_path, layout, precision):
     ranks = 2 if "2" in layout else 1
     needs_devices(ranks)
     wide = "--hidden-size 512 --seq-length 256 --max-position-embeddings 256 --train-iters 6"
@@ -125,7 +117,7 @@ def test_captured_passes_have_the_bits_and_the_memory_of_eager_ones(
     assert captured[6]["memory_bytes"] <= 1.05 * eager[6]["memory_bytes"]
 
 
-def test_phases_of_a_recorded_step_are_measured_on_the_device(tmp_path: Path) -> None:
+def test_phases_of_a_recorded_step_are_measured_on_the_device(tmp_path):
     for iteration, record in train(tmp_path, ["--timeline-interval", "2"]).items():
         measured = {phase for phase, of in record.get("phases_ms", {}).items() if of["min"] > 0}
         expected = {"forward", "backward", "optimizer"} if iteration % 2 == 0 else set()
@@ -134,7 +126,7 @@ def test_phases_of_a_recorded_step_are_measured_on_the_device(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_resumed_run_continues_with_the_same_masks(tmp_path: Path, precision: str) -> None:
+def test_a_resumed_run_continues_with_the_same_masks(tmp_path, precision):
     """A resumed run continues with the same dropout masks as the uninterrupted run."""
     arguments = [*PRECISION[precision], "--hidden-dropout", "0.2", "--attention-dropout", "0.2"]
     whole = train(tmp_path, [*arguments, "--save", str(tmp_path / "saved"), "--save-interval", "2"])
@@ -144,9 +136,7 @@ def test_a_resumed_run_continues_with_the_same_masks(tmp_path: Path, precision: 
     compare(rest, {i: whole[i] for i in rest}, 1e-3, 1e-2)
 
 
-def test_a_checkpoint_of_a_device_loads_on_the_cpu(
-    tmp_path: Path, cpu_run: dict[int, dict]
-) -> None:
+def test_a_checkpoint_of_a_device_loads_on_the_cpu(tmp_path, cpu_run):
     """A checkpoint of a device loads on the CPU, also from bf16: it has the fp32 weights."""
     train(
         tmp_path, [*NO_DROPOUT, "--bf16", "--save", str(tmp_path / "saved"), "--save-interval", "2"]
@@ -161,7 +151,7 @@ def test_a_checkpoint_of_a_device_loads_on_the_cpu(
     compare(rest, {i: cpu_run[i] for i in rest}, LOSS["bf16"], NORM["bf16"])
 
 
-def test_offloaded_state_arrives_and_leaves_in_time() -> None:
+def test_offloaded_state_arrives_and_leaves_in_time():
     """Buckets are large enough for their transfers to be under way when the host is far ahead."""
     assert_offloading_changes_nothing(DEVICE, elements=3_000_000)
 
@@ -171,9 +161,7 @@ def test_offloaded_state_arrives_and_leaves_in_time() -> None:
 )
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
 @pytest.mark.parametrize("positions", ["learned_absolute", "rope", "alibi"])
-def test_loss_and_gradients_of_a_model(
-    positions: str, recompute: str | None, segments: list | None
-) -> None:
+def test_loss_and_gradients_of_a_model(positions, recompute, segments):
     """Loss and gradients match the CPU in fp32. The same weights are drawn on any device."""
     config = Config.create(
         num_layers=2,
@@ -209,7 +197,7 @@ def test_loss_and_gradients_of_a_model(
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((5000, 2000), 0), ((2000, 5000), 1)])
-def test_weights_drawn_in_pieces_are_those_of_a_cpu(shape: tuple[int, int], dim: int) -> None:
+def test_weights_drawn_in_pieces_are_those_of_a_cpu(shape, dim):
     """Weights drawn in pieces equal the CPU's.
 
     Ten million elements are copied in several pieces while others are drawn.
@@ -226,7 +214,7 @@ CASES = pytest.mark.parametrize(
 )
 
 
-def attention_case(groups: int, alibi: bool, documents: bool, d: int = 64, heads: int = 8) -> tuple:
+def attention_case(groups, alibi, documents, d=64, heads=8):
     """Return q, k, v in float64 on the CPU, their ALiBi slopes, and lengths of documents.
 
     The size is one that no kernel divides evenly.
@@ -241,16 +229,14 @@ def attention_case(groups: int, alibi: bool, documents: bool, d: int = 64, heads
     return q, k, v, Alibi(alibi_slopes(heads)) if alibi else None, lengths
 
 
-def documents_on(device: torch.device, lengths: np.ndarray) -> Documents:
+def documents_on(device, lengths):
     """Return the documents of two samples."""
     return Documents(
         torch.tensor([0, *lengths.cumsum()], dtype=torch.int32, device=device), lengths, 2
     )
 
 
-def run_attention(
-    core, case: tuple, dtype: torch.dtype, device: torch.device, scoring: Scoring = PLAIN
-) -> list[torch.Tensor]:
+def run_attention(core, case, dtype, device, scoring=PLAIN):
     """Return output and gradients of q, k and v, in float64 on the CPU."""
     q, k, v = (x.detach().to(device, dtype, copy=True).requires_grad_() for x in case[:3])
     alibi, lengths = case[3], case[4]
@@ -262,7 +248,7 @@ def run_attention(
     return [x.detach().cpu().double() for x in (out, q.grad, k.grad, v.grad)]
 
 
-def close(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
+def close(found, expected, tolerance):
     for a, b in zip(found, expected, strict=True):
         assert (a - b).norm() / b.norm() < tolerance
 
@@ -273,7 +259,7 @@ def close(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: fl
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
 )
-def test_torch_attention(groups, alibi, documents, dtype, tolerance) -> None:
+def test_torch_attention(groups, alibi, documents, dtype, tolerance):
     case = attention_case(groups, alibi, documents)
     expected = run_attention(torch_attention, case, torch.float64, torch.device("cpu"))
     close(run_attention(torch_attention, case, dtype, DEVICE), expected, tolerance)
@@ -282,7 +268,7 @@ def test_torch_attention(groups, alibi, documents, dtype, tolerance) -> None:
 class AttentionOperators(TorchDispatchMode):
     """Record the names of torch's operators of attention, forward and backward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.names: list[str] = []
 
@@ -297,7 +283,7 @@ class AttentionOperators(TorchDispatchMode):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("groups", [8, 2])
 @pytest.mark.parametrize("scoring", [PLAIN, Scoring(0.2, window=20)], ids=["all", "window"])
-def test_torch_gets_all_documents_in_one_call(scoring, groups, head_dim) -> None:
+def test_torch_gets_all_documents_in_one_call(scoring, groups, head_dim):
     case = attention_case(groups, False, True, head_dim)
     expected = run_attention(torch_attention, case, torch.float64, torch.device("cpu"), scoring)
     with AttentionOperators() as seen:
@@ -307,7 +293,7 @@ def test_torch_gets_all_documents_in_one_call(scoring, groups, head_dim) -> None
 
 
 @pytest.mark.parametrize("alibi", [False, True])
-def test_cudnn_makes_no_plans_for_shapes_that_change(alibi) -> None:
+def test_cudnn_makes_no_plans_for_shapes_that_change(alibi):
     """Neither batches of documents nor passes without gradients are cuDNN's."""
     q, k, v, bias, lengths = attention_case(8, alibi, True)
     q, k, v = (x.to(DEVICE, torch.bfloat16).requires_grad_() for x in (q, k, v))
@@ -320,7 +306,7 @@ def test_cudnn_makes_no_plans_for_shapes_that_change(alibi) -> None:
     assert len(seen.names) >= 3 and not any("cudnn" in name for name in seen.names)
 
 
-def core_of(backend: str):
+def core_of(backend):
     """Return attention by torch or by flash_attn, which may be missing."""
     if backend == "flash":
         pytest.importorskip("flash_attn")
@@ -328,7 +314,7 @@ def core_of(backend: str):
 
 
 @CASES
-def test_flash_attention(groups, alibi, documents) -> None:
+def test_flash_attention(groups, alibi, documents):
     case = attention_case(groups, alibi, documents)
     expected = run_attention(torch_attention, case, torch.float64, torch.device("cpu"))
     close(run_attention(core_of("flash"), case, torch.bfloat16, DEVICE), expected, 2e-2)
@@ -337,7 +323,7 @@ def test_flash_attention(groups, alibi, documents) -> None:
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("groups", [8, 2])
 @pytest.mark.parametrize("backend", ["torch", "flash", None])
-def test_a_ring_of_one_place(monkeypatch, backend, groups, documents) -> None:
+def test_a_ring_of_one_place(monkeypatch, backend, groups, documents):
     """Its softmax is merged of rectangles: two are causal and one is seen as a whole."""
     core_of(backend)
     nothing = types.SimpleNamespace(wait=lambda: torch.zeros((), device=DEVICE))
@@ -355,7 +341,7 @@ def test_a_ring_of_one_place(monkeypatch, backend, groups, documents) -> None:
     close(run_attention(attend, case, torch.bfloat16, DEVICE), expected, 2e-2)
 
 
-def test_a_mask_is_a_function_of_its_key() -> None:
+def test_a_mask_is_a_function_of_its_key():
     like = torch.empty(1000, 1000, device=DEVICE, dtype=torch.bfloat16)
     before = torch.cuda.get_rng_state(DEVICE)
     first, same, other = (dropout_mask(like, 0.25, seed) for seed in (5, 5, 6))
@@ -368,7 +354,7 @@ def test_a_mask_is_a_function_of_its_key() -> None:
 
 
 @pytest.mark.parametrize("core", ["torch", "flash"])
-def test_documents_are_attended_to_without_waiting_for_the_device(core: str) -> None:
+def test_documents_are_attended_to_without_waiting_for_the_device(core):
     """Attention to documents never waits for the device, with dropout, forward and backward.
 
     Any synchronisation raises while the test runs.
@@ -393,7 +379,7 @@ def test_documents_are_attended_to_without_waiting_for_the_device(core: str) -> 
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("core", ["torch", "flash"])
-def test_attention_dropout_is_a_function_of_its_key(core: str, documents: bool) -> None:
+def test_attention_dropout_is_a_function_of_its_key(core, documents):
     attend = core_of(core)
     q, k, v = (torch.randn(64, 2, 4, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     cut = documents_on(DEVICE, np.array([20, 44, 1, 2, 60, 1])) if documents else None

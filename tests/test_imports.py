@@ -1,9 +1,6 @@
 """Subpackages import downwards only, no imports are circular, and importing has no effects."""
 
-from __future__ import annotations
-
 import ast
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +13,7 @@ PACKAGE = ROOT / "megatron"
 
 # Allowed imports of each subpackage, as in docs/architecture.md.
 BASE = {"config", "errors", "limited", "untrusted"}
-ROOMS: dict[str, set[str]] = {
+ROOMS = {
     "errors": set(),
     "limited": {"errors"},
     "untrusted": {"errors"},
@@ -40,13 +37,13 @@ ROOMS["__main__"] = {"program"}
 ROOMS["jobs"] = ROOMS["planner"] | {"planner"}
 
 
-def module_name(path: Path) -> str:
+def module_name(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 @cache
-def modules() -> dict[str, ast.Module]:
+def modules():
     """Return every module of the package, parsed."""
     return {
         module_name(path): ast.parse(path.read_text(), str(path))
@@ -54,7 +51,7 @@ def modules() -> dict[str, ast.Module]:
     }
 
 
-def imports(name: str, tree: ast.AST) -> Iterator[str]:
+def imports(name, tree):
     """List the modules of ours that a module imports, in functions and for type checkers too.
 
     But the interfaces of custom pieces name, for type checkers, what the rooms above give to them.
@@ -75,15 +72,15 @@ def imports(name: str, tree: ast.AST) -> Iterator[str]:
                     yield whole if whole in modules() else node.module
 
 
-def room(name: str) -> str:
+def room(name):
     return name.split(".")[1] if "." in name else ""
 
 
-def test_every_room_has_a_place_in_the_order() -> None:
+def test_every_room_has_a_place_in_the_order():
     assert {room(name) for name in modules()} - {""} <= set(ROOMS)
 
 
-def test_a_room_imports_only_rooms_below_it() -> None:
+def test_a_room_imports_only_rooms_below_it():
     wrong = [
         f"{module} imports {imported}"
         for module, tree in modules().items()
@@ -95,21 +92,21 @@ def test_a_room_imports_only_rooms_below_it() -> None:
     assert not wrong
 
 
-def test_the_order_has_no_circle() -> None:
-    below: set[str] = set()
+def test_the_order_has_no_circle():
+    below = set()
     while waiting := set(ROOMS) - below:
         ready = {name for name in waiting if ROOMS[name] <= below}
         assert ready, f"these rooms import each other: {sorted(waiting)}"
         below |= ready
 
 
-def test_no_module_imports_itself_through_others() -> None:
+def test_no_module_imports_itself_through_others():
     """No module imports itself through others, not even inside a function or for type checkers."""
     graph = {name: set(imports(name, tree)) - {name} for name, tree in modules().items()}
-    path: list[str] = []
-    done: set[str] = set()
+    path = []
+    done = set()
 
-    def visit(name: str) -> None:
+    def visit(name):
         assert name not in path, f"circle: {' -> '.join([*path[path.index(name) :], name])}"
         if name in done:
             return
@@ -125,7 +122,7 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 @pytest.mark.slow
-def test_importing_the_package_has_no_effects(tmp_path: Path) -> None:
+def test_importing_the_package_has_no_effects(tmp_path):
     """Importing the package has no effects.
 
     There is no output, file, thread, variable, signal handler, or other module of ours.
@@ -143,8 +140,8 @@ assert [m for m in sys.modules if m.startswith("megatron")] == ["megatron"], sys
     assert run_python(code) == ""
 
 
-def test_a_class_name_stands_in_one_module() -> None:
-    homes: dict[str, list[str]] = {}
+def test_a_class_name_stands_in_one_module():
+    homes = {}
     for name, tree in modules().items():
         for node in tree.body:
             if isinstance(node, ast.ClassDef):

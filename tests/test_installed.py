@@ -1,12 +1,9 @@
 """Installed package away from the clone: console scripts, and coexistence with megatron-core."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,7 @@ SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scrip
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     """Provide a folder with the files that `pip install .` installs, except compiled ones."""
     folder = tmp_path_factory.mktemp("installed")
     build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(folder / "site")]
@@ -25,7 +22,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def run(site: Path, code: str) -> str:
+def run(site, code):
     """Return the output of `code`, run in a folder of its own with `site` alone to import from."""
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -38,7 +35,7 @@ def run(site: Path, code: str) -> str:
     return done.stdout
 
 
-def test_every_console_script_is_there(site: Path) -> None:
+def test_every_console_script_is_there(site):
     """That each starts, tests/tools/test_command_lines.py shows in the clone."""
     run(
         site,
@@ -53,7 +50,7 @@ for entry in {[*SCRIPTS.values()]!r}:
     )
 
 
-def test_data_files_of_the_package_are_installed(site: Path) -> None:
+def test_data_files_of_the_package_are_installed(site):
     out = run(
         site,
         """
@@ -70,7 +67,7 @@ print(*sorted(path.name for path in pathlib.Path(megatron_report.__file__).paren
     assert out.split() == ["6144", "frontier", "page.css", "page.js"]
 
 
-def test_megatron_core_imports_beside_it(site: Path) -> None:
+def test_megatron_core_imports_beside_it(site):
     """megatron-core imports beside this package.
 
     It installs the folder megatron/core, and no file of megatron/ itself.

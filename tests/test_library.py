@@ -1,7 +1,5 @@
 """Library without pretrain_gpt.py: a user's own loop, on two processes and without DeepSpeed."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

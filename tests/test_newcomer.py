@@ -1,14 +1,11 @@
 """The ways that docs/training.md and docs/huggingface.md show: their commands run as written."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shlex
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,14 +19,14 @@ from tests.helpers.launching import ROOT, Script
 TRAINING = (ROOT / "docs/training.md").read_text().partition("## From text to a report\n")[2]
 
 
-def commands(shown: str) -> list[list[str]]:
+def commands(shown):
     """Return the words of the shown commands, without `python`."""
     block = "\n".join(re.findall(r"^    (.*)$", shown, re.MULTILINE))
     lines = [shlex.split(line, comments=True) for line in block.replace("\\\n", " ").splitlines()]
     return [words for python, *words in lines if python == "python"]
 
 
-def begin(folder: Path, ctrl_c_after: int | None) -> None:
+def begin(folder, ctrl_c_after):
     """Change to the folder; press Ctrl-C after so many steps."""
     os.chdir(folder)
     if ctrl_c_after is not None:
@@ -37,7 +34,7 @@ def begin(folder: Path, ctrl_c_after: int | None) -> None:
         fault_points.on("megatron.run.step", press, ctrl_c_after)
 
 
-def run(folder: Path, script: str, words: list[str], ctrl_c_after: int | None = None) -> None:
+def run(folder, script, words, ctrl_c_after=None):
     log = folder / f"{len([*folder.iterdir()])}.log"
     with Script(script, words, log, arm=(begin, folder, ctrl_c_after)) as running:
         outcome = running.wait(120)
@@ -50,7 +47,7 @@ PREPARATION = 3  # commands that both begin with: corpus, tokenizer, token files
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("newcomer")
     (folder / "README.md").write_bytes((ROOT / "README.md").read_bytes())
     assert (len(TRAINED), len(EXPORTED)) == (9, 10)
@@ -62,7 +59,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # eight programs, one after the other
-def test_from_text_to_a_report(prepared: Path, tmp_path: Path) -> None:
+def test_from_text_to_a_report(prepared, tmp_path):
     """Shorter by two thirds than on the page, which saves seconds."""
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     trainings = [words for words in TRAINED if words[0] == "pretrain_gpt.py"]
@@ -92,9 +89,7 @@ def test_from_text_to_a_report(prepared: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # six programs, one after the other
-def test_from_text_to_hugging_face_and_back(
-    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_text_to_hugging_face_and_back(prepared, tmp_path, monkeypatch):
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     for script, *words in EXPORTED[PREPARATION:]:
         if script == "-c":

@@ -4,8 +4,6 @@ The interpreter itself reports every class or function that a pickle looks up (t
 "pickle.find_class").
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -15,9 +13,6 @@ import pickle
 import runpy
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,23 +27,23 @@ from tests.helpers.launching import ROOT, TINY, launch
 from tests.tools.conversion import theirs
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_watching: list[list[str]] = []
+_watching = []
 
 
 class Runs:
     """Unpickle to the result of a call."""
 
-    def __init__(self, trace: Path) -> None:
+    def __init__(self, trace):
         self.trace = trace
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.system, (f"touch {self.trace}",)
 
 
-def watch(log: str | None = None) -> None:
+def watch(log=None):
     """Record each name that a pickle asks for, from now on, in the file or in `watched`."""
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+    def hook(event, arguments):
         if event == "pickle.find_class":
             named = ".".join(map(str, arguments[1:]))
             if log is not None:
@@ -61,14 +56,14 @@ def watch(log: str | None = None) -> None:
 
 
 @pytest.fixture(scope="module")
-def hooked() -> None:
+def hooked():
     watch()
 
 
 @contextlib.contextmanager
-def watched(trace: Path) -> Iterator[None]:
+def watched(trace):
     """Fail where a pickle looked up anything, or the call in the payload was made."""
-    seen: list[str] = []
+    seen = []
     _watching.append(seen)
     try:
         yield
@@ -77,7 +72,7 @@ def watched(trace: Path) -> Iterator[None]:
     assert seen == [] and not trace.exists()
 
 
-def payloads(trace: Path) -> dict[str, bytes]:
+def payloads(trace):
     """Return a pickle, and both kinds of files that torch.save makes of it."""
     out = {"pickle": pickle.dumps({"args": Runs(trace)}, 2)}
     for name, zipped in (("torch", True), ("old torch", False)):
@@ -90,10 +85,10 @@ def payloads(trace: Path) -> dict[str, bytes]:
 SMALL = ["state.json", "config.json", "passport.json", "boxes.json", "boxes_00000.json"]
 
 
-def instead_of(name: str) -> Callable[[Path, bytes], None]:
+def instead_of(name):
     """Write the payload in place of a file, and a manifest that matches it."""
 
-    def plant(folder: Path, payload: bytes) -> None:
+    def plant(folder, payload):
         (folder / name).write_bytes(payload)
         if name != "manifest.json":
             write_manifest(folder, [*SMALL, *([] if name in SMALL else [name])])
@@ -101,7 +96,7 @@ def instead_of(name: str) -> Callable[[Path, bytes], None]:
     return plant
 
 
-def in_data(folder: Path, payload: bytes) -> None:
+def in_data(folder, payload):
     """Write the payload as all shards of a data file.
 
     It is padded to the bytes of their numbers, with valid digests.
@@ -118,13 +113,13 @@ def in_data(folder: Path, payload: bytes) -> None:
     write_manifest(folder, SMALL, generation=9)
 
 
-def of_an_old_format(form: int) -> Callable[[Path, bytes], None]:
+def of_an_old_format(form):
     """Return a function that plants a pickle in a checkpoint of an older format.
 
     The formats are those before the first release.
     """
 
-    def plant(folder: Path, payload: bytes) -> None:
+    def plant(folder, payload):
         (folder / ".metadata").write_bytes(payload)
         (folder / "manifest.json").unlink()
         state = json.loads((folder / "state.json").read_text())
@@ -145,9 +140,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("kind", PLANTED)
-def test_our_own_format(
-    tmp_path: Path, hooked: None, capsys: pytest.CaptureFixture[str], kind: str
-) -> None:
+def test_our_own_format(tmp_path, hooked, capsys, kind):
     inspect = runpy.run_path(str(ROOT / "tools" / "inspect_checkpoint.py"))["main"]
     topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
     values = {f"master.{name}": torch.ones(shape) for name, shape in toy.SHAPES.items()}
@@ -176,7 +169,7 @@ def test_our_own_format(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def foreign(root: Path, name: str, payload: bytes) -> None:
+def foreign(root, name, payload):
     """Return a folder of DeepSpeed's or Megatron's, valid except for the payload in one file."""
     weights = {"language_model.pooler.weight": torch.ones(2)}
     state = {"args": theirs.arguments("gpt"), "iteration": 3, "module": weights, "model": weights}
@@ -206,9 +199,7 @@ def foreign(root: Path, name: str, payload: bytes) -> None:
         "latest",
     ],
 )
-def test_foreign_formats(
-    tmp_path: Path, hooked: None, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_foreign_formats(tmp_path, hooked, capsys, name):
     convert = runpy.run_path(str(ROOT / "tools" / "convert_checkpoint.py"))["main"]
     trace = tmp_path / "trace"
     for form, payload in payloads(trace).items():
@@ -220,7 +211,7 @@ def test_foreign_formats(
 
 
 @pytest.mark.slow
-def test_whole_programs(tmp_path: Path) -> None:
+def test_whole_programs(tmp_path):
     """Resume a run and generate text.
 
     Planted checkpoints are reported as broken, and the one before loads.
@@ -234,7 +225,7 @@ def test_whole_programs(tmp_path: Path) -> None:
         plant(
             shutil.copytree(run / "iter_0000002", run / f"iter_{number}"), payloads(trace)["pickle"]
         )
-    armed: Any = {0: (watch, str(log))}
+    armed = {0: (watch, str(log))}
     metrics = tmp_path / "metrics.jsonl"
     words = f"--load {run} --tokens 2 --allow-older --metrics-file {metrics} --prompt 5".split()
     (text,) = launch(1, words, script="tools/generate_text.py", arm=armed)

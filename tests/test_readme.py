@@ -1,9 +1,6 @@
 """Commands in README run."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +8,7 @@ from tests.helpers.launching import ROOT, launch
 
 
 @pytest.mark.slow
-def test_library_example(tmp_path: Path) -> None:
+def test_library_example(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     script = tmp_path / "example.py"
     script.write_text(code)

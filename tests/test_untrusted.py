@@ -1,10 +1,6 @@
 """Files by other users: valid parts are read; anything else raises the caller's error at once."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,7 +16,7 @@ from megatron.untrusted import (
 )
 
 
-def test_regular_files_of_so_many_bytes(tmp_path: Path) -> None:
+def test_regular_files_of_so_many_bytes(tmp_path):
     path = tmp_path / "file"
     for text in ("", "a", "né", "x" * 100_000):
         path.write_text(text)
@@ -35,7 +31,7 @@ def test_regular_files_of_so_many_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "what", ["absent", "fifo", "folder", "/dev/zero", "zero\0byte", "n" * 300, "half \ud800"]
 )
-def test_nothing_else_is_read(tmp_path: Path, what: str) -> None:
+def test_nothing_else_is_read(tmp_path, what):
     path = tmp_path / what
     {"fifo": os.mkfifo, "folder": os.mkdir}.get(what, lambda p: None)(path)
     with pytest.raises(DataError):
@@ -43,7 +39,7 @@ def test_nothing_else_is_read(tmp_path: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["fifo", "folder", "file/below", "zero\0byte", "n" * 300])
-def test_writing_never_waits(tmp_path: Path, what: str) -> None:
+def test_writing_never_waits(tmp_path, what):
     path = tmp_path / what
     (tmp_path / "file").touch()
     {"fifo": os.mkfifo, "folder": os.mkdir}.get(what, lambda p: None)(path)
@@ -67,7 +63,7 @@ DEEP = 50
         ('{"digits in text": "' + "7" * 5000 + '"}', {"digits in text": "7" * 5000}),
     ],
 )
-def test_json_that_is_sound(tmp_path: Path, text: str, value: Any) -> None:
+def test_json_that_is_sound(tmp_path, text, value):
     (tmp_path / "a.json").write_text(text)
     found = read_json(tmp_path / "a.json", 10_000, error=DataError)
     assert value in (..., found) and parse_json(text, "here", error=DataError) == found
@@ -86,19 +82,19 @@ def test_json_that_is_sound(tmp_path: Path, text: str, value: Any) -> None:
         b'{"a": "\\ud800"}',
     ],
 )
-def test_json_that_is_not(text: bytes) -> None:
+def test_json_that_is_not(text):
     with pytest.raises(DataError, match=r"^here "):
         parse_json(text, "here", error=DataError)
 
 
-def test_another_kind_and_hooks() -> None:
+def test_another_kind_and_hooks():
     assert parse_json("[1]", "here", error=DataError, kind=list) == [1]
     assert parse_json('{"a": 1}', "here", error=DataError, kind=list, object_pairs_hook=list) == [
         ("a", 1)
     ]
 
 
-def test_counts_and_names() -> None:
+def test_counts_and_names():
     assert all(map(is_count, (0, 1, 2**63 - 1))) and not any(
         map(is_count, (-1, 2**63, True, 1.0, "1", None))
     )

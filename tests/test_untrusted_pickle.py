@@ -1,15 +1,10 @@
 """Pickles that would take a time or memory out of proportion to their size, by all their readers."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import random
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +34,7 @@ HOSTILE = {
 }
 
 
-def archive(content: bytes) -> bytes:
+def archive(content):
     """Return a file of torch.save with another pickle."""
     plain, made = io.BytesIO(), io.BytesIO()
     torch.save({}, plain)
@@ -49,7 +44,7 @@ def archive(content: bytes) -> bytes:
     return made.getvalue()
 
 
-def from_before(content: bytes) -> bytes:
+def from_before(content):
     """Return a file as torch before 1.6 wrote it, with another pickle."""
     file = io.BytesIO()
     torch.save({}, file, _use_new_zipfile_serialization=False)
@@ -59,19 +54,19 @@ def from_before(content: bytes) -> bytes:
     return file.getvalue()[: file.tell()] + content + pickle.dumps([], 2)
 
 
-def as_metadata(path: Path) -> object:
+def as_metadata(path):
     (path.parent / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     torch.save({}, path.parent / "common.pt")
     return read_torch_dist(path.parent, optimizer=False)
 
 
-def as_shard(path: Path) -> object:
+def as_shard(path):
     box = Shard((0,), (1,), path.name, 0, path.stat().st_size, None)
-    entry: Any = {"shape": (1,), "dtype": "float32", "boxes": [box]}
+    entry = {"shape": (1,), "dtype": "float32", "boxes": [box]}
     return read_tensor(path.parent, {"x": entry}, "x")
 
 
-READERS: dict[str, tuple[str, Callable[[bytes], bytes], Callable[[Path], object]]] = {
+READERS = {
     "checkpoint of others": ("model_optim_rng.pt", archive, load_file),
     "old checkpoint of others": ("mp_rank_00_model_states.pt", from_before, load_file),
     "list of torch_dist": (".metadata", lambda content: content, as_metadata),
@@ -82,14 +77,14 @@ READERS: dict[str, tuple[str, Callable[[bytes], bytes], Callable[[Path], object]
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("made", HOSTILE)
-def test_what_would_not_end_is_refused(tmp_path: Path, made: str, reader: str) -> None:
+def test_what_would_not_end_is_refused(tmp_path, made, reader):
     name, written, read = READERS[reader]
     (tmp_path / name).write_bytes(written(BEGIN + HOSTILE[made] + END))
     with pytest.raises(CheckpointError, match=name):
         read(tmp_path / name)
 
 
-def test_what_checkpoints_hold_is_taken(tmp_path: Path) -> None:
+def test_what_checkpoints_hold_is_taken(tmp_path):
     weight = torch.ones(3)
     common = {"lr": 0.1, "betas": (0.9, 0.95)}
     content = {
@@ -108,7 +103,7 @@ def test_what_checkpoints_hold_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["twice", "compressed"])
-def test_two_readers_see_the_same_pickle(tmp_path: Path, how: str) -> None:
+def test_two_readers_see_the_same_pickle(tmp_path, how):
     """An archive with two pickles, or a compressed one, can show another pickle to torch."""
     path = tmp_path / "file.pt"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED if how == "compressed" else 0) as file:

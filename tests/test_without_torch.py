@@ -1,9 +1,5 @@
 """Commands of a login node without torch, in one process that cannot import torch or DeepSpeed."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.helpers.fresh_python import run_python
@@ -60,7 +56,7 @@ HELPS = (
 
 
 @pytest.mark.slow
-def test_a_login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_login_node(tmp_path, monkeypatch):
     """Tools run from cached traces, as on a login node beside an environment that has torch."""
     monkeypatch.setenv("MEGATRON_TRACE_CACHE", str(tmp_path / "traces"))
     script = tmp_path / "job.sh"

@@ -1,7 +1,5 @@
 """Pure parts of `make bench`: equal work on every side, figures, ratios, and comparing two runs."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -10,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from tests.helpers.clock import VirtualClock
 # ---- the same work -------------------------------------------------------------------------------
 
 
-def test_flops_are_six_per_matrix_weight_and_token_and_twelve_per_layer_width_and_pair() -> None:
+def test_flops_are_six_per_matrix_weight_and_token_and_twelve_per_layer_width_and_pair():
     """FLOPs by size alone equal the count of nanoGPT and PaLM (appendix B).
 
     Biases, norms and positions are left out.
@@ -36,13 +33,13 @@ def test_flops_are_six_per_matrix_weight_and_token_and_twelve_per_layer_width_an
 
 
 @pytest.fixture
-def plain(monkeypatch: pytest.MonkeyPatch) -> Any:
+def plain(monkeypatch):
     """Return the module of the plain loop, which finds its neighbours as a peer does."""
     monkeypatch.syspath_prepend(str(shared.ROOT / "benchmarks" / "peers"))
     return importlib.import_module("plain")
 
 
-def test_the_plain_loop_trains_the_model_of_the_case(plain: Any) -> None:
+def test_the_plain_loop_trains_the_model_of_the_case(plain):
     """It has as many weights as our closed form says; a state does not depend on later tokens.
 
     The initial loss is ln V, since small initial weights make every token about equally likely: it
@@ -63,7 +60,7 @@ def test_the_plain_loop_trains_the_model_of_the_case(plain: Any) -> None:
     assert not torch.allclose(before[:, 5:], after[:, 5:])
 
 
-def test_every_side_takes_the_case_s_tokens_a_step() -> None:
+def test_every_side_takes_the_case_s_tokens_a_step():
     """Every flag of our spaces exists and the layouts divide, as the parser checks."""
     for case in workloads.cpu_cases():
         for side in case.sides:
@@ -85,7 +82,7 @@ def test_every_side_takes_the_case_s_tokens_a_step() -> None:
 # ---- processes -----------------------------------------------------------------------------------
 
 
-def test_a_side_sees_no_launcher_and_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_side_sees_no_launcher_and_the_same_settings(monkeypatch):
     settings = {"OMP_NUM_THREADS", "GLIBC_TUNABLES"}
     for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", *settings):
         monkeypatch.setenv(name, "7")
@@ -97,9 +94,7 @@ def test_a_side_sees_no_launcher_and_the_same_settings(monkeypatch: pytest.Monke
     assert not settings & set(sides.environment(1, Path("cache"), untouched=True))
 
 
-def test_ranks_that_wait_for_a_failed_one_are_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_wait_for_a_failed_one_are_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(shared, "AFTER_FAILURE_S", 0.0)
     code = "import os, signal; os.environ['RANK'] == '1' or signal.pause(); os._exit(3)"
     logs = [tmp_path / "0", tmp_path / "1"]
@@ -109,7 +104,7 @@ def test_ranks_that_wait_for_a_failed_one_are_ended(
     assert shared.launch(command, logs, {}, 60.0, awaited=[1])[0] == codes
 
 
-def test_warm_up_steps_do_not_count(tmp_path: Path) -> None:
+def test_warm_up_steps_do_not_count(tmp_path):
     file = tmp_path / "metrics.jsonl"
     records = [
         {"event": "iteration", "time": 105.0 + i, "step_time_s": s, "lm_loss": 9.0 - i}
@@ -125,11 +120,11 @@ def test_warm_up_steps_do_not_count(tmp_path: Path) -> None:
 # ---- figures -------------------------------------------------------------------------------------
 
 
-def outcomes(*rounds: list[float]) -> list[Any]:
+def outcomes(*rounds):
     return [sides.Outcome(step_s=steps, memory_bytes=2**30, start_s=3.0) for steps in rounds]
 
 
-def test_ratios_are_taken_within_a_round() -> None:
+def test_ratios_are_taken_within_a_round():
     """A machine half as fast in the second round changes both sides and therefore no ratio."""
     case = workloads.cpu_cases()[0]
     ours = outcomes([1.0, 1.0], [2.0, 2.0])
@@ -140,9 +135,7 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert row["share_of_ceiling"] == pytest.approx(case.flops / 2.25 / 1e12)
 
 
-def test_a_round_after_a_failure_repeats_no_figures(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_round_after_a_failure_repeats_no_figures(monkeypatch, tmp_path):
     case = workloads.cpu_cases()[4]
     good = outcomes([1.0])[0]
     bad = sides.Outcome(reason="killed")
@@ -158,16 +151,14 @@ def test_a_round_after_a_failure_repeats_no_figures(
     assert any("killed" in note for note in results.notes({"rows": [row]}))
 
 
-def test_further_rounds_take_what_fits_and_start_no_variant_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_further_rounds_take_what_fits_and_start_no_variant_again(monkeypatch, tmp_path):
     """A start of W0 takes 10 s, one of W1 100 s: of 8 minutes, one round takes 310 s."""
     cases = workloads.cpu_cases()
     clock = VirtualClock()
     keys = [(cases[0], side) for side in cases[0].sides[:3]] + [(cases[4], cases[4].sides[0])]
-    started: list[str] = []
+    started = []
 
-    def run(case: Any, side: Any, **more: Any) -> Any:
+    def run(case, side, **more):
         seconds = 10.0 if case.workload == "W0" else 100.0
         started.append(f"{case.workload} {side.name}")
         clock.advance(seconds)
@@ -189,7 +180,7 @@ def test_further_rounds_take_what_fits_and_start_no_variant_again(
         assert len({len(rounds) for rounds in found.values()}) == 1
 
 
-def run_record(step: float, values: list[float], **more: Any) -> dict[str, Any]:
+def run_record(step, values, **more):
     case = workloads.cpu_cases()[0]
     row = results.row_of(
         case, case.sides[0], outcomes([step * v for v in values]), outcomes([step]), 1e12
@@ -198,7 +189,7 @@ def run_record(step: float, values: list[float], **more: Any) -> dict[str, Any]:
     return {**record, "rows": [row], **more}
 
 
-def test_changes_within_the_larger_spread_are_no_changes() -> None:
+def test_changes_within_the_larger_spread_are_no_changes():
     for step, values, verdict in (
         (1.09, [1.0] * 3, "within spread"),  # the floor of 10 %
         (1.11, [1.0] * 3, "worse"),
@@ -210,7 +201,7 @@ def test_changes_within_the_larger_spread_are_no_changes() -> None:
         assert lines["W1 bf16 s=512, ours, s/step"][2:] == [pytest.approx(step - 1), verdict]
 
 
-def test_the_last_run_is_that_of_the_same_machine(tmp_path: Path) -> None:
+def test_the_last_run_is_that_of_the_same_machine(tmp_path):
     dates = {"a": "2026-01-01T00:00:00", "b": "2026-01-01T12:00:00", "c": "2026-01-01T23:00:00"}
     for name, date in dates.items():
         results.write(run_record(1.0, [1.0], date=date, quick=name == "b"), tmp_path)
@@ -226,7 +217,7 @@ def test_the_last_run_is_that_of_the_same_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign("benchmarks")
-def test_it_runs_whole_and_no_row_of_ours_fails(tmp_path: Path) -> None:
+def test_it_runs_whole_and_no_row_of_ours_fails(tmp_path):
     command = [sys.executable, "benchmarks/bench.py", "--quick", "--output", str(tmp_path)]
     subprocess.run(command, cwd=shared.ROOT, check=True)
     (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))

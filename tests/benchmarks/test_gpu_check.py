@@ -8,9 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +25,7 @@ class Machine:
     `codes`: exit codes; `says`: text for the log; `played`: (name, limit) of each step run.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.clock = VirtualClock()
         self.codes = dict.fromkeys(TAKES, 0)
@@ -35,7 +33,7 @@ class Machine:
         self.played: list[tuple[str, float]] = []
         self.stopped = ""
 
-    def play(self, commands: Sequence[Sequence[str]], log: Path, limit_s: float) -> int | None:
+    def play(self, commands, log, limit_s):
         name = commands[0][0]
         self.played.append((name, limit_s))
         log.write_text(self.says[name])
@@ -46,15 +44,15 @@ class Machine:
 
     def check(
         self,
-        budget: float,
+        budget,
         *,
-        foreseen: dict[str, float] = TAKES,
-        device: str = "gpu",
-        sources: str = "one",
-        only: Sequence[str] = (),
-        fresh: bool = False,
-        **more: Any,
-    ) -> tuple[bool, dict[str, str]]:
+        foreseen=TAKES,
+        device="gpu",
+        sources="one",
+        only=(),
+        fresh=False,
+        **more,
+    ):
         """Call the check once: whether nothing failed, and the verdicts in the report.
 
         `played` covers this call alone.
@@ -64,14 +62,14 @@ class Machine:
             gpu_check.Step(name, f"the {name} one", s, ((name, "a b"),), **more)
             for name, s in foreseen.items()
         ]
-        times: Any = {"clock": self.clock, "say": lambda line: None}
+        times = {"clock": self.clock, "say": lambda line: None}
         check = gpu_check.Check(
             self.folder, budget, device, sources, self.play, fresh=fresh, **times
         )
         good = check.run(steps, only)
         return good, {name: step["verdict"] for name, step in self.report().items()}
 
-    def report(self) -> dict[str, dict[str, Any]]:
+    def report(self):
         return {
             step["name"]: step
             for step in json.loads((self.folder / "report.json").read_text())["steps"]
@@ -79,11 +77,11 @@ class Machine:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Machine:
+def here(tmp_path):
     return Machine(tmp_path)
 
 
-def test_a_budget_is_kept_and_the_next_call_goes_on(here: Machine) -> None:
+def test_a_budget_is_kept_and_the_next_call_goes_on(here):
     """A budget of 60 s skips the step that takes 100 s; the next call runs only that step."""
     assert here.check(60) == (True, {"fast": "passed", "slow": "not done", "other": "passed"})
     # Four times the expected time, but no more than the time left.
@@ -97,7 +95,7 @@ def test_a_budget_is_kept_and_the_next_call_goes_on(here: Machine) -> None:
         assert [name for name, _ in here.played] == list(TAKES)
 
 
-def test_what_was_cut_comes_last_and_gets_all_that_is_left(here: Machine) -> None:
+def test_what_was_cut_comes_last_and_gets_all_that_is_left(here):
     foreseen = {"slow": 20.0, "fast": 30.0, "other": 20.0}
     assert here.check(105, foreseen=foreseen) == (
         True,
@@ -111,7 +109,7 @@ def test_what_was_cut_comes_last_and_gets_all_that_is_left(here: Machine) -> Non
     assert here.played == [("slow", 150)]
 
 
-def test_a_failure_is_repeated_when_sources_have_changed(here: Machine) -> None:
+def test_a_failure_is_repeated_when_sources_have_changed(here):
     here.codes["fast"] = 3
     assert here.check(1000) == (False, {"fast": "FAILED", "slow": "passed", "other": "passed"})
     assert not here.check(1000)[0] and not here.played
@@ -120,7 +118,7 @@ def test_a_failure_is_repeated_when_sources_have_changed(here: Machine) -> None:
     assert {step["sources"] for step in here.report().values()} == {"one", "two"}
 
 
-def test_an_interruption_leaves_a_report(here: Machine) -> None:
+def test_an_interruption_leaves_a_report(here):
     here.stopped = "slow"
     with pytest.raises(KeyboardInterrupt):
         here.check(1000)
@@ -133,13 +131,13 @@ def test_an_interruption_leaves_a_report(here: Machine) -> None:
     assert [name for name, _ in here.played] == ["other", "slow"]
 
 
-def test_what_cannot_be_done_has_its_reason_and_no_failure(here: Machine) -> None:
+def test_what_cannot_be_done_has_its_reason_and_no_failure(here):
     good, verdicts = here.check(1000, cannot="no such package")
     assert good and set(verdicts.values()) == {"not done"} and not here.played
     assert "no such package" in (here.folder / "REPORT.md").read_text()
 
 
-def test_the_report_has_tables_figures_commands_and_the_log_of_a_failure(here: Machine) -> None:
+def test_the_report_has_tables_figures_commands_and_the_log_of_a_failure(here):
     here.says["fast"] = (
         "$ python x\n| a | b |\n|---|--:|\n| 1 | 2.5 |\n\n| no rows |\n|---|\n4 of 5 are good\n"
     )
@@ -168,7 +166,7 @@ def test_the_report_has_tables_figures_commands_and_the_log_of_a_failure(here: M
     ]
 
 
-def test_what_only_skips_proves_nothing(here: Machine) -> None:
+def test_what_only_skips_proves_nothing(here):
     for line, verdict in (
         ("3 failed, 71 passed, 2 skipped in 9 s", "passed"),
         ("71 skipped in 9 s", "not done"),
@@ -182,7 +180,7 @@ def test_what_only_skips_proves_nothing(here: Machine) -> None:
 # ---- figures -------------------------------------------------------------------------------------
 
 
-def test_the_share_of_the_peak_is_in_the_figures() -> None:
+def test_the_share_of_the_peak_is_in_the_figures():
     """The share of the peak is in the figures.
 
     The step does in one second the work that an H100 SXM does in half a second by its data sheet,
@@ -200,7 +198,7 @@ def test_the_share_of_the_peak_is_in_the_figures() -> None:
         )
 
 
-def test_shares_of_the_copy_are_medians() -> None:
+def test_shares_of_the_copy_are_medians():
     """Shares of the copy rate are medians over operators.
 
     400 MB, where a copy takes 1 ms for 1 GB, are 0.8 and 0.5 of its rate in 0.5 and 0.8 ms.
@@ -245,7 +243,7 @@ CPU = {
 
 
 @pytest.mark.parametrize("facts", [GPU, CPU], ids=["gpu", "cpu"])
-def test_every_flag_of_a_step_is_one_of_its_program(facts: dict[str, Any]) -> None:
+def test_every_flag_of_a_step_is_one_of_its_program(facts):
     for step in gpu_check.steps_of(facts, Path("out")):
         for program, *words in step.commands:
             if program.startswith("benchmarks/"):
@@ -255,8 +253,8 @@ def test_every_flag_of_a_step_is_one_of_its_program(facts: dict[str, Any]) -> No
 
 
 def test_what_does_not_fit_or_has_no_compiler_cannot_be_done(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(gpu_check, "lacks", lambda *names: "")
     found = {
         step.name for step in gpu_check.steps_of(GPU | {"count": 2}, Path("out")) if step.cannot
@@ -270,7 +268,7 @@ def test_what_does_not_fit_or_has_no_compiler_cannot_be_done(
     assert found == {"kernels", "bandwidth", "numerics", "MFU", "G2", "lost-rank"}
 
 
-def test_correctness_mfu_and_the_peers_come_within_ten_minutes() -> None:
+def test_correctness_mfu_and_the_peers_come_within_ten_minutes():
     """Steps that a GPU session must answer come first, also where kernels are still to be built.
 
     What takes two ranks comes next on two devices, and last on one.
@@ -286,10 +284,10 @@ def test_correctness_mfu_and_the_peers_come_within_ten_minutes() -> None:
     assert [step.name for step in two[:8]] == [*first, *several]
 
 
-def test_parity_is_of_what_the_machine_has() -> None:
+def test_parity_is_of_what_the_machine_has():
     """Parity covers what the machine has: a pipeline's messages need two devices."""
 
-    def names(device: str, count: int) -> set[str]:
+    def names(device, count):
         return {case.name.split(",")[0] for case in parity.cases(device, count)}
 
     on_one = {"one process", "captured passes", "TP 2", "ZeRO-1"}
@@ -298,7 +296,7 @@ def test_parity_is_of_what_the_machine_has() -> None:
     assert not any(case.shared for case in parity.cases("cuda", 2) + parity.cases("cpu", 0))
 
 
-def test_the_furthest_step_counts() -> None:
+def test_the_furthest_step_counts():
     expected = {i: {"loss": 5.0, "skipped": 0} for i in (1, 2)}
     for records, off in (
         (expected, 0.0),
@@ -337,7 +335,7 @@ print(*told)
 
 
 @pytest.mark.campaign("benchmarks")
-def test_a_cut_step_leaves_no_process(tmp_path: Path) -> None:
+def test_a_cut_step_leaves_no_process(tmp_path):
     os.mkfifo(tmp_path / "pid")
     code = ENDS.format(code=HIDES, pipe=str(tmp_path / "pid"), log=str(tmp_path / "log"))
     told = subprocess.run(
@@ -354,7 +352,7 @@ REHEARSED = (
 
 
 @pytest.mark.campaign("benchmarks")
-def test_without_a_gpu_every_step_is_rehearsed(tmp_path: Path) -> None:
+def test_without_a_gpu_every_step_is_rehearsed(tmp_path):
     """The rehearsal fails on no machine: what cannot be done here says why."""
     steps = gpu_check.steps_of(CPU, tmp_path)
     assert {step.name for step in steps} == {*REHEARSED, "numerics", "tests"}
@@ -369,7 +367,7 @@ def test_without_a_gpu_every_step_is_rehearsed(tmp_path: Path) -> None:
     }
 
 
-def test_a_kit_is_put_in_its_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kit_is_put_in_its_places(tmp_path, monkeypatch):
     """Packed kernels and extensions come into the tree, and packed packages first on the path.
 
     Not those for another version of Python.

@@ -1,10 +1,7 @@
 """GPU path measured on a machine without one: host waits by line, and idle gaps."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from tests.helpers.launching import ROOT
 # ---- host waits ----------------------------------------------------------------------------------
 
 
-def lines(waits: Any) -> dict[int, int]:
+def lines(waits):
     """Return the waits by line of this file."""
     here = str(Path(__file__).relative_to(ROOT))
     return {int(line.removeprefix(f"{here}:")): n for (line, _), n in waits.counts.items()}
@@ -24,15 +21,15 @@ def lines(waits: Any) -> dict[int, int]:
 
 class Asking(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, gradient):
         return gradient * gradient.sum().item()
 
 
-def test_what_would_wait_for_a_device_is_counted_at_its_line_also_in_a_backward_pass() -> None:
+def test_what_would_wait_for_a_device_is_counted_at_its_line_also_in_a_backward_pass():
     x = torch.ones(3, requires_grad=True)
     with step_waits.StepWaits("cpu", (__file__,)) as waits:
         (x * 2).sum().backward()
@@ -46,12 +43,12 @@ def test_what_would_wait_for_a_device_is_counted_at_its_line_also_in_a_backward_
     assert sum(waits.counts.values()) == 1
 
 
-def test_what_torch_says_of_a_device_is_counted_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_says_of_a_device_is_counted_each_time(monkeypatch):
     """Count each wait that torch reports.
 
     It warns of them from C++, but not of all calls; other warnings remain.
     """
-    modes: list[str] = []
+    modes = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     waits = step_waits.StepWaits("cuda", (__file__,))
@@ -68,7 +65,7 @@ def test_what_torch_says_of_a_device_is_counted_each_time(monkeypatch: pytest.Mo
     assert modes == ["warn", "default"]
 
 
-def test_every_training_looked_at_is_one_that_pretrain_gpt_takes() -> None:
+def test_every_training_looked_at_is_one_that_pretrain_gpt_takes():
     found = [
         training
         for device, devices in (("cpu", 0), ("cuda", 1), ("cuda", 2))
@@ -83,7 +80,7 @@ def test_every_training_looked_at_is_one_that_pretrain_gpt_takes() -> None:
 # ---- idle gaps -----------------------------------------------------------------------------------
 
 
-def event(category: str, name: str, start: float, length: float, stream: int = 7) -> dict[str, Any]:
+def event(category, name, start, length, stream=7):
     """Return a complete trace event, in microseconds."""
     return {
         "ph": "X",
@@ -96,7 +93,7 @@ def event(category: str, name: str, start: float, length: float, stream: int = 7
     }
 
 
-def test_gaps_are_those_of_the_busiest_stream_and_name_what_the_host_did() -> None:
+def test_gaps_are_those_of_the_busiest_stream_and_name_what_the_host_did():
     """Gaps are those of the busiest stream and name the host's activity.
 
     Kernels run at 0 to 100, in parallel 10 to 20 and 50 to 120, then 300 to 400 and 405 to 500:
@@ -134,7 +131,7 @@ def test_gaps_are_those_of_the_busiest_stream_and_name_what_the_host_did() -> No
     assert whole[1][3:] == ["37.0 %", "2.5"] and len(gaps) == 3  # 5 pieces of work in 2 steps
 
 
-def test_a_trace_without_a_device_shows_what_python_takes() -> None:
+def test_a_trace_without_a_device_shows_what_python_takes():
     stream = idle_gaps.fold(
         [event("cpu_op", "aten::mm", 0, 10), event("cpu_op", "aten::add", 30, 10)]
     )

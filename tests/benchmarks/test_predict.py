@@ -1,7 +1,5 @@
 """benchmarks/predict.py: its layouts are valid and unseen, and its figures are correct."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.predict import Row, spearman, summary, table
@@ -11,7 +9,7 @@ from megatron.config.command_line import parse_plan
 pytestmark = pytest.mark.campaign("benchmarks")
 
 
-def test_layouts_are_valid_many_and_not_what_is_calibrated() -> None:
+def test_layouts_are_valid_many_and_not_what_is_calibrated():
     shapes = {
         tuple(parse_plan(MODELS[m].split()).get(n) for n in ("hidden_size", "seq_length"))
         for m in MODELS
@@ -27,7 +25,7 @@ def test_layouts_are_valid_many_and_not_what_is_calibrated() -> None:
     assert {c.parallel.data_parallel_size for c in found} >= {1, 2}
 
 
-def test_ranking_and_errors() -> None:
+def test_ranking_and_errors():
     assert spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1.0)
     assert spearman([1, 2, 3], [30, 20, 10]) == pytest.approx(-1.0)
     assert spearman([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(0.8)  # 1 - 6 * 2 / (4 * 15)

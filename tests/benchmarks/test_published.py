@@ -1,7 +1,5 @@
 """Published results: their implications, and their absence from the machines' figures."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,7 @@ from megatron.config.command_line import parse_plan
 from megatron.model import formulas
 from megatron.pipeline.orders import Op
 from megatron.pipeline.schedule import build_schedule
-from megatron.planner.cluster import CLUSTERS, Cluster, load_cluster
+from megatron.planner.cluster import CLUSTERS, load_cluster
 from megatron.planner.compute import ASSUMED, Figure
 from megatron.planner.error_bars import LINKS, spread
 from megatron.planner.memory import sized_model
@@ -27,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # -- arithmetic ------------------------------------------------------------------------------------
 
 
-def test_flags_are_the_published_layouts() -> None:
+def test_flags_are_the_published_layouts():
     for model in MODELS:
         config = parse_plan(table.argv_of(model, model.replica_gcds, model.per_replica))
         sizes = (
@@ -44,13 +42,13 @@ def test_flags_are_the_published_layouts() -> None:
         assert config.num_micro_batches() == model.per_replica
 
 
-def test_efficiency_by_the_bubble_is_that_of_the_schedule() -> None:
+def test_efficiency_by_the_bubble_is_that_of_the_schedule():
     """Efficiency by the bubble equals that of the executor's own order on a clock.
 
     Stages take one unit forward and three backward.
     """
 
-    def turns(micro_batches: int) -> float:
+    def turns(micro_batches):
         schedule = build_schedule("1f1b", 16, 1, micro_batches)
         return simulate(schedule, {Op.FORWARD: 1.0, Op.BACKWARD: 3.0}).makespan / 4
 
@@ -65,7 +63,7 @@ def test_efficiency_by_the_bubble_is_that_of_the_schedule() -> None:
     )
 
 
-def test_what_the_throughput_of_22b_asks_of_its_last_stage() -> None:
+def test_what_the_throughput_of_22b_asks_of_its_last_stage():
     """Count the work of the last stage from its pieces.
 
     They are six layers, forward, again and twice that backward, and the output layer.
@@ -88,7 +86,7 @@ def test_what_the_throughput_of_22b_asks_of_its_last_stage() -> None:
 # -- nothing is fitted -----------------------------------------------------------------------------
 
 
-def test_no_machine_is_described_by_the_results_it_is_compared_with() -> None:
+def test_no_machine_is_described_by_the_results_it_is_compared_with():
     """No source and no number in the machine files is a published result."""
     papers = re.compile(
         r"2312\.12705|Dash et al|2407\.21783|dgxc|nemotron|spyysalo|lumi-reframe|2508\.13337|x-moe",
@@ -108,7 +106,7 @@ def test_no_machine_is_described_by_the_results_it_is_compared_with() -> None:
 
 
 @pytest.fixture
-def machine() -> Cluster:
+def machine():
     figures = (
         Figure("kernel_s", ((2.0,),), ASSUMED, "test", 0.5, 2.0),
         Figure("memory_gb_per_s", ((1.0, 10.0),), ASSUMED, "test", 0.8, 1.25),
@@ -118,13 +116,13 @@ def machine() -> Cluster:
     return replace(load_cluster("frontier"), compute={figure.name: figure for figure in figures})
 
 
-def test_bounds_are_those_of_figures_at_their_ends(machine: Cluster) -> None:
+def test_bounds_are_those_of_figures_at_their_ends(machine):
     """Bounds of a value whose every dependence is written down here.
 
     They are 2 s and 100 / 10 s, and 50 GB over two links.
     """
 
-    def seconds(cluster: Cluster) -> float:
+    def seconds(cluster):
         figures = cluster.compute
         return (
             figures["kernel_s"].value
@@ -148,7 +146,7 @@ def test_bounds_are_those_of_figures_at_their_ends(machine: Cluster) -> None:
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def test_runs_are_laid_out_as_published() -> None:
+def test_runs_are_laid_out_as_published():
     """Replicas, micro-batches and parameters are as the sources state or imply."""
     stated = {
         ("GPT-3 175B", 128): (4, 64, 175),
@@ -184,7 +182,7 @@ def test_runs_are_laid_out_as_published() -> None:
 # -- the page --------------------------------------------------------------------------------------
 
 
-def rows_of(page: str, name: str) -> list[list[str]]:
+def rows_of(page, name):
     """Return the cells of the table behind a mark, without its head."""
     lines = page.split(f"<!-- published: {name} -->\n\n", 1)[1].split("\n\n", 1)[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
@@ -200,9 +198,7 @@ def rows_of(page: str, name: str) -> list[list[str]]:
     ],
     ids=["frontier", "x-moe", "mi250x", "dgx-h100"],
 )
-def test_the_page_has_these_predictions(
-    machine_name: str, mark: str, comparisons: list[table.Comparison]
-) -> None:
+def test_the_page_has_these_predictions(machine_name, mark, comparisons):
     """docs/measured/published.md matches the present time model.
 
     Update it by `python benchmarks/published.py --update docs/measured/published.md`.
@@ -221,10 +217,10 @@ def test_the_page_has_these_predictions(
         assert low <= float(row[3].split()[0]) <= high
 
 
-def test_the_margins_that_are_told_are_those_of_the_table() -> None:
+def test_the_margins_that_are_told_are_those_of_the_table():
     """README and guides state the range of factors of MI250X predictions, by the runs' year."""
 
-    def told(*rows: list[str]) -> str:
+    def told(*rows):
         factors = [row[-1] for row in rows]
         return f"{min(factors)} to {max(factors)}"
 
@@ -238,7 +234,7 @@ def test_the_margins_that_are_told_are_those_of_the_table() -> None:
         assert f"{new} times" in page and f"{old} times" in page, name
 
 
-def test_the_page_has_these_tables() -> None:
+def test_the_page_has_these_tables():
     page = (ROOT / "docs/measured/published.md").read_text()
     cluster = load_cluster("frontier")
     for name, made in (

@@ -1,17 +1,12 @@
 """Each benchmark runs to its end at its smallest size, with training processes that are forked."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,14 +17,14 @@ from tests.helpers.processes import free_port, rank_environment
 
 
 def forked(
-    command: Sequence[str],
-    logs: Sequence[Path],
-    env: dict[str, str],
-    limit_s: float,
+    command,
+    logs,
+    env,
+    limit_s,
     *,
-    awaited: Sequence[int] = (),
-    **_: Any,
-) -> tuple[list[int], list[int]]:
+    awaited=(),
+    **_,
+):
     """Stand in for benchmarks.shared.launch: the ranks need not import torch."""
     words = list(command[1:])
     if words[0] == "-c":
@@ -54,11 +49,11 @@ def forked(
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(monkeypatch, capsys):
     """Return a function that runs a benchmark in this process, and returns what it prints."""
     monkeypatch.setattr(shared, "launch", forked)
 
-    def call(name: str, *arguments: str, code: int = 0) -> str:
+    def call(name, *arguments, code=0):
         monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", *arguments])
         found = importlib.import_module(f"benchmarks.{name}").main()
         output = capsys.readouterr().out
@@ -80,16 +75,14 @@ SCRIPTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script(name: str, run: Any, tmp_path: Path) -> None:
+def test_a_script(name, run, tmp_path):
     arguments, figures = SCRIPTS[name]
     words = shlex.split(arguments.replace("OUT", str(tmp_path)))
     assert figures in run(name, *words)
 
 
 @pytest.mark.slow
-def test_bench_has_a_row_of_ours_and_all_parts(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_has_a_row_of_ours_and_all_parts(run, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure_ceilings", lambda *_: {"bf16, 1 x 1 thread(s)": 1.0})
     words = "--quick --threads 1 --only W0 parts --output".split()
     run("bench", *words, str(tmp_path))
@@ -102,7 +95,7 @@ def test_bench_has_a_row_of_ours_and_all_parts(
 
 
 @pytest.mark.slow
-def test_gpu_check_measures_kernels_and_their_calls(run: Any, tmp_path: Path) -> None:
+def test_gpu_check_measures_kernels_and_their_calls(run, tmp_path):
     run("gpu_check", "--only", "bandwidth", "--output", str(tmp_path))
     log = (tmp_path / "bandwidth.log").read_text()
     assert "a C function through ctypes alone" in log
@@ -111,7 +104,7 @@ def test_gpu_check_measures_kernels_and_their_calls(run: Any, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_prediction_is_compared_with_a_run(run: Any, tmp_path: Path) -> None:
+def test_a_prediction_is_compared_with_a_run(run, tmp_path):
     shutil.copy(CLUSTERS / "frontier.toml", tmp_path / "cpu1.toml")
     (tmp_path / "cpu1.speed").write_text("1.0")
     words = "--set tiny --keep calibration --folder".split()
@@ -120,7 +113,7 @@ def test_a_prediction_is_compared_with_a_run(run: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("item", scale.ITEMS)
-def test_an_item_of_a_large_job(item: str, tmp_path: Path) -> None:
+def test_an_item_of_a_large_job(item, tmp_path):
     words = ["--item", item, "--data", "1", "--repeat", "1"]
     with Script("benchmarks/scale.py", words, tmp_path / "log") as script:
         outcome = script.wait()
@@ -128,12 +121,12 @@ def test_an_item_of_a_large_job(item: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_fault_is_found_to_lose_nothing(run: Any, tmp_path: Path) -> None:
+def test_a_fault_is_found_to_lose_nothing(run, tmp_path):
     words = "--only kills --kills 1 --seed 1 --folder".split()
     assert "1 cases of faults, 0 things wrong" in run("fault_campaign", *words, str(tmp_path))
 
 
-def test_the_large_model_has_a_trillion_parameters() -> None:
+def test_the_large_model_has_a_trillion_parameters():
     """12 h^2 per layer and h per word, the rest below a thousandth (arXiv 2104.04473, section 5.1)."""
     ranks = (scale.stage_parameters(0, stage) for stage in range(scale.PIPELINE))
     parameters = sum(math.prod(shape) for rank in ranks for _, shape, *_ in rank)
@@ -141,7 +134,7 @@ def test_the_large_model_has_a_trillion_parameters() -> None:
     assert expected == pytest.approx(parameters, rel=1e-3) and parameters > 1e12
 
 
-def test_gpu_kit_names_an_interpreter_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_kit_names_an_interpreter_that_is_not_there(capsys):
     with pytest.raises(SystemExit):
         gpu_kit.main(["--python", "/nowhere", "--output", "/nowhere"])
     assert "/nowhere" in capsys.readouterr().err

@@ -1,17 +1,13 @@
 """Models of transformers with random weights, and what they compute."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 LENGTH, SAMPLES, VOCABULARY = 24, 2, 51
 
-_COMMON: dict[str, Any] = dict(
+_COMMON = dict(
     vocab_size=VOCABULARY,
     hidden_size=32,
     num_attention_heads=4,
@@ -19,7 +15,7 @@ _COMMON: dict[str, Any] = dict(
     intermediate_size=40,
     max_position_embeddings=LENGTH,
 )
-_OF_KINDS: dict[str, dict[str, Any]] = {
+_OF_KINDS = {
     "gpt2": dict(
         vocab_size=VOCABULARY, n_embd=32, n_head=4, n_layer=2, n_positions=LENGTH, n_inner=48
     ),
@@ -64,7 +60,7 @@ _CASES = """{
 }"""
 # With one key and value head, two tensor ranks both have it. The larger one has realistic
 # proportions: grouped queries, a vocabulary that is padded here.
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+CASES = {
     name: (
         kind,
         _OF_KINDS.get(kind, _COMMON | dict(num_key_value_heads=2, rms_norm_eps=1e-5)) | own,
@@ -74,7 +70,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """model_type and fields of config.json by name of a case."""
 
 
-def make(case: str, folder: Path, dtype: torch.dtype = torch.float32, **saving: Any) -> Path:
+def make(case, folder, dtype=torch.float32, **saving):
     """Save a model of a case with random values in all parameters; return its folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -95,12 +91,12 @@ def make(case: str, folder: Path, dtype: torch.dtype = torch.float32, **saving: 
     return folder
 
 
-def tokens(vocabulary: int = VOCABULARY) -> torch.Tensor:
+def tokens(vocabulary=VOCABULARY):
     generator = torch.Generator().manual_seed(9)
     return torch.randint(0, vocabulary, (SAMPLES, LENGTH + 1), generator=generator)
 
 
-def computed(folder: Path) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
+def computed(folder):
     """Return transformers' logits [b, s, vocabulary], loss, and gradients, in fp32."""
     from transformers import AutoModelForCausalLM
 
@@ -118,7 +114,7 @@ def computed(folder: Path) -> tuple[np.ndarray, float, dict[str, np.ndarray]]:
     return logits.detach().numpy(), loss.item(), by_expert(model.config.model_type, gradients)
 
 
-def by_expert(kind: str, found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def by_expert(kind, found):
     """Return tensors under their names in files, which have one for each expert."""
     block, names = "mlp", ("gate_proj", "up_proj", "down_proj")
     if kind == "mixtral":
@@ -139,17 +135,17 @@ def by_expert(kind: str, found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return out
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
+def tensors(folder):
     """Return all tensors in the files of a folder."""
     from safetensors.torch import load_file
 
-    found: dict[str, torch.Tensor] = {}
+    found = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= load_file(path)
     return found
 
 
-def identical(one: Path, other: Path) -> None:
+def identical(one, other):
     """Check that the tensors of two folders are the same, byte for byte."""
     a, b = tensors(one), tensors(other)
     assert a.keys() == b.keys()
@@ -158,7 +154,7 @@ def identical(one: Path, other: Path) -> None:
         assert torch.equal(value.view(torch.uint8), b[name].view(torch.uint8)), name
 
 
-def save_tokenizer(folder: Path, entries: int) -> None:
+def save_tokenizer(folder, entries):
     """Save a tokenizer of single letters with so many entries."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

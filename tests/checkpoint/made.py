@@ -1,11 +1,6 @@
 """Checkpoints without a training run: given tensors, cut into rows over several files."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +15,7 @@ PROVENANCE = {
 }
 
 
-def tensors(seed: int = 0, optimizer: bool = True) -> dict[str, torch.Tensor]:
+def tensors(seed=0, optimizer=True):
     """Return the weights and moments of a tiny model, fp32."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {
@@ -34,20 +29,20 @@ def tensors(seed: int = 0, optimizer: bool = True) -> dict[str, torch.Tensor]:
     }
 
 
-def signed(content: Mapping[str, Any]) -> str:
+def signed(content):
     """Return a manifest that is valid in itself."""
     own = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
     return json.dumps({**content, "digest": own}, indent=1, sort_keys=True) + "\n"
 
 
 def make(
-    root: Path,
-    iteration: int,
-    values: Mapping[str, torch.Tensor],
-    files: int = 2,
-    config: Mapping[str, Any] | None = None,
-    state: Mapping[str, Any] | None = None,
-) -> Path:
+    root,
+    iteration,
+    values,
+    files=2,
+    config=None,
+    state=None,
+):
     """Write ROOT/iter_NNNNNNN, over `files` data files, and the tracker; return the folder."""
     folder = root / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)

@@ -1,16 +1,12 @@
 """Cases that the processes of the tests of saving run."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -34,13 +30,13 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def save(
-    directory: str | os.PathLike[str],
-    iteration: int,
-    engine: Engine,
-    topology: Topology,
-    config: Any,
-    state: dict[str, Any],
-) -> Path:
+    directory,
+    iteration,
+    engine,
+    topology,
+    config,
+    state,
+):
     """Save while training waits, and return the checkpoint's folder."""
     saver = Saver(directory, topology, config)
     saved = saver.start(iteration, engine, state)
@@ -49,7 +45,7 @@ def save(
     return saved.folder
 
 
-def spoil(engine: Engine) -> Engine:
+def spoil(engine):
     """Fill weights, moments and padding with values that no checkpoint has."""
     for f in engine.fragments():
         for flat in (f.master, *f.moments.values()):
@@ -59,7 +55,7 @@ def spoil(engine: Engine) -> Engine:
     return engine
 
 
-def loaded(directory: str | os.PathLike[str], topology: Topology) -> dict[str, Any]:
+def loaded(directory, topology):
     """Load into an engine that holds other values."""
     config = toy.config()
     engine = spoil(Engine(config, topology, toy.build(topology)))
@@ -74,7 +70,7 @@ def loaded(directory: str | os.PathLike[str], topology: Topology) -> dict[str, A
     }
 
 
-def _padding(engine: Engine) -> float:
+def _padding(engine):
     """Return the largest weight, master or working, in padding."""
     values = [torch.zeros(1)]
     for p in engine.chunks.parameters():
@@ -89,11 +85,11 @@ def _padding(engine: Engine) -> float:
 
 
 @contextlib.contextmanager
-def gate() -> Iterator[threading.Event]:
+def gate():
     """Hold writers, in their threads, until the event is set."""
     opened = threading.Event()
 
-    def held(tensors: Any, folder: Path, rank: int, alive: Callable[[], None]) -> Any:
+    def held(tensors, folder, rank, alive):
         while not opened.wait(0.01):
             alive()
         return write_tensors(tensors, folder, rank, alive)
@@ -105,7 +101,7 @@ def gate() -> Iterator[threading.Event]:
             opened.set()
 
 
-def instead(here: bool, name: str, other: Any) -> contextlib.AbstractContextManager[Any]:
+def instead(here, name, other):
     """Replace a function of the save on a rank; an exception is raised in its place."""
     if not here:
         return contextlib.nullcontext()
@@ -114,17 +110,17 @@ def instead(here: bool, name: str, other: Any) -> contextlib.AbstractContextMana
     return mock.patch.object(save_module, name, other)
 
 
-def full_disk(here: bool) -> contextlib.AbstractContextManager[Any]:
+def full_disk(here):
     """Write the data file of a rank to a full disk, with the system's own error."""
 
-    def write(tensors: Any, folder: Path, rank: int, alive: Callable[[], None]) -> Any:
+    def write(tensors, folder, rank, alive):
         (folder / f"__{rank}_0.distcp").symlink_to("/dev/full")
         return write_tensors(tensors, folder, rank, alive)
 
     return instead(here, "write_tensors", write)
 
 
-def message(action: Callable[[], Any]) -> str:
+def message(action):
     try:
         action()
     except CheckpointError as error:
@@ -132,7 +128,7 @@ def message(action: Callable[[], Any]) -> str:
     return "no error"
 
 
-def listed(root: Path) -> list[str]:
+def listed(root):
     """List the names in a folder on all ranks, while none changes them."""
     dist.barrier()
     found = sorted(p.name for p in root.iterdir())
@@ -140,41 +136,39 @@ def listed(root: Path) -> list[str]:
     return found
 
 
-def tracker(root: Path) -> str:
+def tracker(root):
     return (root / TRACKER).read_text()
 
 
 class Training:
     """Toy engine that takes steps."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology):
         self.topology, self.config, self.steps = topology, toy.config(), 0
         self.engine = Engine(self.config, topology, toy.build(topology))
 
-    def step(self) -> None:
+    def step(self):
         toy.backward(self.engine, self.topology, self.steps)
         self.engine.step(toy.LR)
         self.steps += 1
 
-    def saver(
-        self, root: Path, alive: Callable[[], None] = lambda: None, **checkpoint: Any
-    ) -> Saver:
+    def saver(self, root, alive=lambda: None, **checkpoint):
         config = dataclasses.replace(self.config, checkpoint=toy.ToyCheckpoint(**checkpoint))
         return Saver(root, self.topology, config, alive)
 
-    def save(self, saver: Saver, *iterations: int, background: bool = False) -> None:
+    def save(self, saver, *iterations, background=False):
         for iteration in iterations:
             saver.start(iteration, self.engine, {}, {}, background=background)
 
 
-def on_two(rank: int, root: str, names: list[str]) -> dict[str, Any]:
+def on_two(rank, root, names):
     """Run the cases of these names, one after another, on two data-parallel ranks."""
     training = Training(join())
     training.step()
     return {name: globals()[name](Path(root) / name, training) for name in names}
 
 
-def synchronous(root: Path, training: Training) -> None:
+def synchronous(root, training):
     saver = training.saver(root)
     saved = saver.start(
         7, training.engine, {"samples": 3}, {"who": f"rank {training.topology.rank}"}
@@ -182,7 +176,7 @@ def synchronous(root: Path, training: Training) -> None:
     assert saved is not None and not saver.pending and saver.finish() is None
 
 
-def consistent(root: Path, training: Training) -> dict[str, Any]:
+def consistent(root, training):
     """Continue training while the copy waits to be written.
 
     A synchronous save of the same moment gives the expected state.
@@ -210,7 +204,7 @@ def consistent(root: Path, training: Training) -> dict[str, Any]:
     }
 
 
-def waits(root: Path, training: Training) -> dict[str, Any]:
+def waits(root, training):
     """Start a second save while the first is being written, and end the run with one pending."""
     with gate() as opened:
         # A rank that waits for a thread checks that it is alive; none does before.
@@ -222,7 +216,7 @@ def waits(root: Path, training: Training) -> dict[str, Any]:
         after_second = listed(root)
     last = saver.finish()
     assert last is not None
-    out: dict[str, Any] = {"after second": after_second, "last": last.iteration}
+    out = {"after second": after_second, "last": last.iteration}
     out |= {"expected": expected, "loaded": loaded(root, training.topology)["state"]}
     out["there"] = listed(root)
     # A save in the foreground waits for the pending one.
@@ -231,11 +225,11 @@ def waits(root: Path, training: Training) -> dict[str, Any]:
     return out | {"in the end": (listed(root), tracker(root))}
 
 
-def two_runs(root: Path, training: Training) -> dict[str, Any]:
+def two_runs(root, training):
     """Save the same iteration from a second run between the first one's start and its commit."""
     first, second = training.saver(root), training.saver(root, keep_last=1)
     first.start(3, training.engine, {"run": "first"}, {}, background=True)
-    writing = first._pending.future  # type: ignore[union-attr]
+    writing = first._pending.future
     assert writing is not None
     wait([writing])
     assert first.written
@@ -252,7 +246,7 @@ def two_runs(root: Path, training: Training) -> dict[str, Any]:
     }
 
 
-def keeps(root: Path, training: Training) -> list[list[str]]:
+def keeps(root, training):
     """Keep by --keep-last and --keep-every beside one of --load-tag and a killed save's files."""
     saver = training.saver(
         root, keep_last=2, keep_every=40, load=str(root), load_tag="iter_0000010"
@@ -267,7 +261,7 @@ def keeps(root: Path, training: Training) -> list[list[str]]:
     return found
 
 
-def goes_back(root: Path, training: Training) -> list[str]:
+def goes_back(root, training):
     """Keep by --keep-last after the run went back from 20 to 10 and reached 15 to 30."""
     saver = training.saver(root, keep_last=2)
     training.save(saver, 10, 20, 15, 30)
@@ -275,7 +269,7 @@ def goes_back(root: Path, training: Training) -> list[str]:
     return listed(root)
 
 
-def found_without_tracker(root: Path, training: Training) -> str:
+def found_without_tracker(root, training):
     """Find the checkpoint to load when the tracker is lost."""
     dist.barrier()
     if training.topology.rank == 0:
@@ -284,7 +278,7 @@ def found_without_tracker(root: Path, training: Training) -> str:
     return find_folder(root).name
 
 
-def wrong_clock(root: Path, training: Training) -> dict[str, Any]:
+def wrong_clock(root, training):
     """Keep checkpoints by --keep-last 3 after the clock was a day fast at the first two saves.
 
     Their files have the wrong time too. Then the last one breaks, and the tracker is lost.
@@ -298,7 +292,7 @@ def wrong_clock(root: Path, training: Training) -> dict[str, Any]:
         if fast_s and training.topology.rank == 0:
             for path in root.rglob("*"):
                 os.utime(path, (usual() + fast_s,) * 2)
-    out: dict[str, Any] = {"there": listed(root)}
+    out = {"there": listed(root)}
     if training.topology.rank == 0:
         (root / "iter_0000016" / "config.json").unlink()
     dist.barrier()
@@ -306,12 +300,12 @@ def wrong_clock(root: Path, training: Training) -> dict[str, Any]:
     return out | {"without tracker": found_without_tracker(root, training)}
 
 
-def another_branch(root: Path, training: Training) -> dict[str, Any]:
+def another_branch(root, training):
     """Run to 8; resume another job from 4 to 5, and then to 9; a third job saves elsewhere."""
     training.save(training.saver(root), 2, 4, 6, 8)
     saver = training.saver(root, keep_last=2, load=str(root), load_tag="4")
     training.save(saver, 5)
-    out: dict[str, Any] = {"of 5": found_without_tracker(root, training)}
+    out = {"of 5": found_without_tracker(root, training)}
     training.save(saver, 7, 9)
     saver.finish()
     training.save(training.saver(root / "else", load=str(root)), 10)
@@ -319,7 +313,7 @@ def another_branch(root: Path, training: Training) -> dict[str, Any]:
     return out | {"there": listed(root), "of 9": found_without_tracker(root, training)}
 
 
-def fails(root: Path, training: Training) -> dict[str, Any]:
+def fails(root, training):
     """Fail one rank at each stage of a save, each time with a good earlier checkpoint."""
     first, second = (training.topology.rank == rank for rank in range(2))
     saver = training.saver(root, keep_last=1)
@@ -334,7 +328,7 @@ def fails(root: Path, training: Training) -> dict[str, Any]:
         "tensors": instead(second, "tensors_to_save", MemoryError("no memory")),
         "a part": instead(second, "tensors_to_save", lambda *_: {}),
     }
-    out: dict[str, Any] = {}
+    out = {}
     for name, fault in faults.items():
         with fault:
             out[name] = message(lambda: training.save(saver, 2)), listed(root), tracker(root)
@@ -343,7 +337,7 @@ def fails(root: Path, training: Training) -> dict[str, Any]:
     return out | {"in the end": (listed(root), tracker(root))}
 
 
-def fails_in_the_background(root: Path, training: Training) -> dict[str, Any]:
+def fails_in_the_background(root, training):
     rank, saver = training.topology.rank, training.saver(root, keep_last=1)
     training.save(saver, 1)
     with full_disk(rank == 1):
@@ -363,7 +357,7 @@ def fails_in_the_background(root: Path, training: Training) -> dict[str, Any]:
     }
 
 
-def peak_of_a_save(rank: int, root: str, megabytes: int, background: bool) -> tuple[int, int]:
+def peak_of_a_save(rank, root, megabytes, background):
     """Return the bytes by which a save grows a process's resident memory, and its state's."""
     state = torch.ones(megabytes << 18)
     rows = state.view(4, -1)
@@ -379,6 +373,6 @@ def peak_of_a_save(rank: int, root: str, megabytes: int, background: bool) -> tu
     return resident("VmHWM") - before, state.nbytes
 
 
-def resident(name: str) -> int:
+def resident(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))

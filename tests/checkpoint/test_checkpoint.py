@@ -3,15 +3,12 @@
 They can be read by torch too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -36,7 +33,7 @@ from tests.helpers.processes import run_processes
 pytestmark = pytest.mark.slow
 
 
-def train_and_save(directory: str, topology: Topology) -> dict[str, Any]:
+def train_and_save(directory, topology):
     """Take two steps, write a checkpoint, and return the state in it."""
     config = toy.config()
     engine = Engine(config, topology, toy.build(topology))
@@ -47,7 +44,7 @@ def train_and_save(directory: str, topology: Topology) -> dict[str, Any]:
     return {"state": toy.state_pieces(engine), "scalars": engine.scalars()}
 
 
-def on_four(rank: int, root: str) -> dict[str, Any]:
+def on_four(rank, root):
     """Write on tensor 2 x data 2 with ZeRO-1, shards in one list and in pieces; load both."""
     tensor, stages = join(2, 1), join(1, 2)
     # With the bucket padding that DeepSpeed itself uses, as before this project padded buckets.
@@ -67,7 +64,7 @@ def on_four(rank: int, root: str) -> dict[str, Any]:
     return out | {"errors": errors(Path(root, "errors"), Topology.create())}
 
 
-def weights_only(directory: str, topology: Topology, dtype: torch.dtype) -> dict[str, Any]:
+def weights_only(directory, topology, dtype):
     """Load into parameters that no engine has touched."""
     chunks = toy.build(topology).to(dtype)
     for p in chunks.parameters():
@@ -83,11 +80,11 @@ def weights_only(directory: str, topology: Topology, dtype: torch.dtype) -> dict
     return {"weights": pieces}
 
 
-def errors(root: Path, topology: Topology) -> dict[str, Any]:
+def errors(root, topology):
     """Fail in several ways, one after another; return the messages by case."""
     config = toy.config()
     engine = Engine(config, topology, toy.build(topology))
-    out: dict[str, Any] = {}
+    out = {}
 
     out["state no JSON"] = message(
         lambda: save(root / "a", 1, engine, topology, config, {"x": {1, 2}})
@@ -112,17 +109,17 @@ def errors(root: Path, topology: Topology) -> dict[str, Any]:
     return out
 
 
-def assembled(ranks: list[dict[str, Any]], what: str) -> dict[str, np.ndarray]:
+def assembled(ranks, what):
     return toy.assemble(r[what] for r in ranks)
 
 
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name in expected:
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
 
 
-def masters(state: dict[str, np.ndarray], dtype: torch.dtype = torch.float32) -> Any:
+def masters(state, dtype=torch.float32):
     """Return the rounded weights of a state by name."""
     return {
         name.removeprefix("master."): torch.tensor(values).float().to(dtype).double().numpy()
@@ -132,24 +129,24 @@ def masters(state: dict[str, np.ndarray], dtype: torch.dtype = torch.float32) ->
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     return tmp_path_factory.mktemp("checkpoint")
 
 
 @pytest.fixture(scope="module")
-def four(root: Path) -> dict[str, list[dict[str, Any]]]:
+def four(root):
     """Return the results by case, of all ranks."""
     ranks = run_processes(4, on_four, str(root))
     return {name: [r[name] for r in ranks] for name in ranks[0]}
 
 
 @pytest.fixture(scope="module")
-def saved(four: dict[str, list[dict[str, Any]]]) -> dict[str, np.ndarray]:
+def saved(four):
     """Return the whole fp32 state at the time the checkpoint was written."""
     return assembled(four["saved"], "state")
 
 
-def test_loads_exactly_on_any_layout(saved: dict[str, np.ndarray], four: Any) -> None:
+def test_loads_exactly_on_any_layout(saved, four):
     """Also with other padding, with which ranks own other parts of the buckets."""
     for written, case in (
         ("saved", "same layout"),
@@ -167,7 +164,7 @@ def test_loads_exactly_on_any_layout(saved: dict[str, np.ndarray], four: Any) ->
     assert parts[0] != parts[1]
 
 
-def test_lists_name_each_element_once_whole_and_in_pieces(root: Path, four: Any) -> None:
+def test_lists_name_each_element_once_whole_and_in_pieces(root, four):
     """Both lists name the same shards in the same places of the files, without padding and copies.
 
     So do the lists of two runs that do the same.
@@ -200,9 +197,7 @@ def test_lists_name_each_element_once_whole_and_in_pieces(root: Path, four: Any)
         assert all(len(box[5]) == 32 for box in stored["boxes"])
 
 
-def test_only_the_pieces_of_the_wanted_tensors_are_read(
-    root: Path, four: Any, tmp_path: Path
-) -> None:
+def test_only_the_pieces_of_the_wanted_tensors_are_read(root, four, tmp_path):
     """Only the pieces of the wanted tensors are read.
 
     A tensor that is not cut is on the first tensor rank alone, and so in one piece; the other piece
@@ -220,7 +215,7 @@ def test_only_the_pieces_of_the_wanted_tensors_are_read(
         shards.read_stored(manifest, listed)
 
 
-def test_torch_reads_what_we_write(root: Path, four: Any, saved: dict[str, np.ndarray]) -> None:
+def test_torch_reads_what_we_write(root, four, saved):
     tensors = {name: torch.zeros(values.shape) for name, values in saved.items()}
     reader = dcp.FileSystemReader(root / "whole" / "iter_0000002")
     with warnings.catch_warnings():
@@ -229,7 +224,7 @@ def test_torch_reads_what_we_write(root: Path, four: Any, saved: dict[str, np.nd
     assert_same({name: tensor.double().numpy() for name, tensor in tensors.items()}, saved)
 
 
-def test_what_is_missing_or_double_is_seen() -> None:
+def test_what_is_missing_or_double_is_seen():
     halves = [shards.Shard((row, 0), (2, 2), "__0_0.distcp", 0, 16, "") for row in (0, 2)]
     part, rest = ({"w": {"shape": (4, 2), "dtype": "float32", "boxes": [half]}} for half in halves)
     shards.check_complete([shards.totals(part), shards.totals(rest)])
@@ -240,12 +235,12 @@ def test_what_is_missing_or_double_is_seen() -> None:
             shards.check_complete([shards.totals(p) for p in wrong])
 
 
-def test_weights_without_engine(saved: Any, four: Any) -> None:
+def test_weights_without_engine(saved, four):
     for dtype in (torch.float32, torch.bfloat16):
         assert_same(assembled(four[str(dtype)], "weights"), masters(saved, dtype))
 
 
-def test_errors_reach_every_rank(four: Any) -> None:
+def test_errors_reach_every_rank(four):
     found = four["errors"][0]
     assert four["errors"] == [found] * 4, "the ranks tell different stories"
     assert found["nothing saved"] is False

@@ -1,11 +1,6 @@
 """A checkpoint written by one process, tensor by tensor, equals one written by a run."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,14 +18,14 @@ from tests.tools.conversion.whole import whole_tensors
 SHAPES = {"a": (7, 5), "b": (3,), "c": (2, 6, 4), "d": (1,), "e": (4, 3)}
 
 
-def tensors() -> dict[str, torch.Tensor]:
+def tensors():
     return {
         f"master.{name}": torch.randn(shape, generator=torch.Generator().manual_seed(i))
         for i, (name, shape) in enumerate(SHAPES.items())
     }
 
 
-def write(directory: Path, given: Any, iteration: int = 3) -> Path:
+def write(directory, given, iteration=3):
     config = Config.create(
         num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50
     )
@@ -47,9 +42,7 @@ def write(directory: Path, given: Any, iteration: int = 3) -> Path:
 
 
 @pytest.mark.parametrize(("box", "of_file"), [(1 << 20, 1 << 30), (100, 1), (24, 4000), (1, 1)])
-def test_boxes_of_any_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: int, of_file: int
-) -> None:
+def test_boxes_of_any_size(tmp_path, monkeypatch, box, of_file):
     monkeypatch.setattr(write_module, "SHARD_BYTES", box)
     monkeypatch.setattr(write_module, "FILE_BYTES", of_file)
     folder = write(tmp_path, tensors().items())
@@ -76,13 +69,13 @@ def test_boxes_of_any_size(
     assert {p.name for p in folder.iterdir()} == {*manifest.files, *files, "manifest.json"}
 
 
-def test_one_tensor_at_a_time(tmp_path: Path) -> None:
+def test_one_tensor_at_a_time(tmp_path):
     """Each tensor is released before the next one is made."""
     import weakref
 
-    alive: list[Any] = []
+    alive = []
 
-    def given() -> Iterator[tuple[str, torch.Tensor]]:
+    def given():
         for i in range(4):
             assert sum(ref() is not None for ref in alive) <= 1
             tensor = torch.full((8,), float(i))
@@ -93,11 +86,11 @@ def test_one_tensor_at_a_time(tmp_path: Path) -> None:
     write(tmp_path, given())
 
 
-def test_after_an_error_all_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_error_all_is_as_before(tmp_path, monkeypatch):
     write(tmp_path, tensors().items())
     before = sorted(p.name for p in tmp_path.iterdir())
 
-    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+    def broken():
         yield "master.a", torch.ones(3)
         raise CheckpointError("shard 7")
 
@@ -110,5 +103,5 @@ def test_after_an_error_all_is_as_before(tmp_path: Path, monkeypatch: pytest.Mon
     assert json.loads((tmp_path / "latest_checkpointed_iteration.txt").read_text()) == 3
 
 
-def full(*_: Any) -> None:
+def full(*_):
     raise OSError(28, "No space left on device")

@@ -1,13 +1,9 @@
 """Checkpoints damaged in every way and place are not used; the one before is loaded."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +11,6 @@ import torch.distributed as dist
 
 from megatron.checkpoint.load import load, load_weights
 from megatron.engine.engine import Engine
-from megatron.parallel.topology import Topology
 from tests.checkpoint.saver_cases import message, save, spoil
 from tests.engine import toy
 from tests.helpers.groups import join
@@ -24,10 +19,10 @@ from tests.helpers.processes import run_processes
 pytestmark = pytest.mark.slow
 
 
-def flip(at: float) -> Callable[[Path], None]:
+def flip(at):
     """Flip one bit at the fraction `at` of the file."""
 
-    def damage(path: Path) -> None:
+    def damage(path):
         data = bytearray(path.read_bytes())
         data[int(at * (len(data) - 1))] ^= 1 << (len(data) % 8)
         path.write_bytes(data)
@@ -35,20 +30,20 @@ def flip(at: float) -> Callable[[Path], None]:
     return damage
 
 
-def cut(path: Path) -> None:
+def cut(path):
     os.truncate(path, path.stat().st_size * 2 // 3)
 
 
-def empty(path: Path) -> None:
+def empty(path):
     os.truncate(path, 0)
 
 
-def swap(path: Path) -> None:
+def swap(path):
     """Replace the file by that of the checkpoint before: valid in itself, but of another state."""
     shutil.copyfile(path.parent.parent / "iter_0000001" / path.name, path)
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {
+DAMAGES = {
     "a bit": flip(0.67),
     "cut": cut,
     "empty": empty,
@@ -57,7 +52,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def on_two_stages(rank: int, directory: str) -> dict[str, Any]:
+def on_two_stages(rank, directory):
     """Write two checkpoints; damage each file of the newer one in each way, load, and mend it."""
     topology, root = join(1, 2), Path(directory)
     config = toy.config()
@@ -72,7 +67,7 @@ def on_two_stages(rank: int, directory: str) -> dict[str, Any]:
     if rank == 0:
         shutil.copytree(newest, kept)
     dist.barrier()
-    out: dict[str, Any] = {"files": sorted(os.listdir(newest)), "found": {}}
+    out = {"files": sorted(os.listdir(newest)), "found": {}}
     other = spoil(Engine(config, topology, toy.build(topology)))
     for name in out["files"]:
         for how, damage in DAMAGES.items():
@@ -96,7 +91,7 @@ def on_two_stages(rank: int, directory: str) -> dict[str, Any]:
     return out | hopeless(root, topology, config, other)
 
 
-def same_pieces(found: Any, expected: Any) -> bool:
+def same_pieces(found, expected):
     return found.keys() == expected.keys() and all(
         a[0] == b[0] and np.array_equal(a[1], b[1])
         for name in expected
@@ -104,10 +99,10 @@ def same_pieces(found: Any, expected: Any) -> bool:
     )
 
 
-def hopeless(root: Path, topology: Topology, config: Any, engine: Engine) -> dict[str, Any]:
+def hopeless(root, topology, config, engine):
     """Load a damaged checkpoint by name, weights only, and from a run without a valid one."""
 
-    out: dict[str, Any] = {}
+    out = {}
     fewer = toy.build(topology)
     for chunk in fewer.values():
         chunk._parameters.pop("mixed", None)  # of the second stage
@@ -136,11 +131,11 @@ def hopeless(root: Path, topology: Topology, config: Any, engine: Engine) -> dic
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory):
     return run_processes(2, on_two_stages, str(tmp_path_factory.mktemp("damage") / "run"))
 
 
-def test_damage_is_named_and_the_checkpoint_before_is_loaded(ranks: Any) -> None:
+def test_damage_is_named_and_the_checkpoint_before_is_loaded(ranks):
     json_files = "boxes boxes_00000 boxes_00001 config manifest state".split()
     assert set(ranks[0]["files"]) - {"passport.json"} == {
         *(".metadata", "__0_0.distcp", "__1_0.distcp"),
@@ -163,14 +158,14 @@ def test_damage_is_named_and_the_checkpoint_before_is_loaded(ranks: Any) -> None
         assert name in reason or (name, how) == ("manifest.json", "swapped"), (reason, how)
 
 
-def test_what_is_sound_is_loaded(ranks: Any) -> None:
+def test_what_is_sound_is_loaded(ranks):
     """Weights alone load although a moment is damaged."""
     assert all(r["mended"] == (2, 0, True) for r in ranks)
     assert "exp_avg" in ranks[0]["tag"]
     assert all(r["weights"] == [(2, []), (1, ["iter_0000002"])] for r in ranks)
 
 
-def test_tensors_that_the_model_has_not_are_an_error(ranks: Any) -> None:
+def test_tensors_that_the_model_has_not_are_an_error(ranks):
     """Tensors that the model lacks are an error, except those of an optimizer that is not loaded.
 
     They are no reason to load an older checkpoint.
@@ -184,7 +179,7 @@ def test_tensors_that_the_model_has_not_are_an_error(ranks: Any) -> None:
     )
 
 
-def test_errors_where_nothing_sound_is_left(ranks: Any) -> None:
+def test_errors_where_nothing_sound_is_left(ranks):
     first, second = ranks
     assert (first["tag"], first["nothing left"]) == (second["tag"], second["nothing left"])
     # Only the second stage reads the file that is named.

@@ -3,12 +3,7 @@
 Or it is refused by name. Models of random weights are loaded by both, and their logits compared.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,10 +16,8 @@ from megatron.data.sampler import make_micro_batch
 from megatron.errors import CheckpointError
 from tests.checkpoint.hugging_face import CASES, LENGTH, SAMPLES
 
-Fields = dict[str, Any]
-Change = tuple[str, Fields]
 """The field that is named where the change is refused, and all fields."""
-ROPE: list[Fields] = json.loads("""[
+ROPE = json.loads("""[
     {"rope_type": "linear", "factor": 2.0},
     {"type": "linear", "factor": 3.0},
     {"rope_type": "yarn", "factor": 2.0},
@@ -35,7 +28,7 @@ ROPE: list[Fields] = json.loads("""[
     {"rope_type": "linear", "factor": "2"}
 ]""")
 ROPE_WORDS = {name for rope in ROPE for name in rope}
-ADDED: Fields = json.loads("""{
+ADDED = json.loads("""{
     "anything": 3, "attention_bias": true, "clip_qkv": 0.1, "is_causal": false, "head_dim": 4,
     "hidden_size": 64, "layer_types": ["full_attention", "sliding_attention"], "logit_scale": 0.5,
     "mlp_bias": true, "mlp_only_layers": [0], "n_embd": 64, "num_attention_heads": 2,
@@ -44,27 +37,27 @@ ADDED: Fields = json.loads("""{
     "rope_theta": 100.0, "rotary_pct": 0.5, "router_jitter_noise": 0.3, "sliding_window": 3,
     "use_sliding_window": true
 }""")
-WRONG: tuple[Any, ...] = (None, "x", True, [], {"a": 1}, -1, 1.5, 10**9, 10**400, float("nan"))
+WRONG = (None, "x", True, [], {"a": 1}, -1, 1.5, 10**9, 10**400, float("nan"))
 
 
-def written(case: str) -> Fields:
+def written(case):
     """Return the fields of a config.json as transformers writes it."""
     from transformers import AutoConfig
 
     kind, fields = CASES[case]
     config = AutoConfig.for_model(kind, **fields, architectures=[FAMILIES[kind].architecture])
-    found: Fields = json.loads(config.to_json_string())
+    found = json.loads(config.to_json_string())
     return found | {"pad_token_id": None}
 
 
-def removed(fields: Fields) -> Iterator[Change]:
+def removed(fields):
     for name in fields.keys() - {"model_type"}:
         yield name, {n: v for n, v in fields.items() if n != name}
 
 
-def changed(fields: Fields) -> Iterator[Change]:
+def changed(fields):
     for name, value in fields.items():
-        others: tuple[Any, ...] = (None, 2)
+        others = (None, 2)
         if isinstance(value, bool):
             others = (not value, None)
         elif isinstance(value, int):
@@ -81,7 +74,7 @@ def changed(fields: Fields) -> Iterator[Change]:
             yield name, fields | {name: other}
 
 
-def added(fields: Fields) -> Iterator[Change]:
+def added(fields):
     for name, value in ADDED.items():
         yield name, fields | {name: value}
     if "rope_parameters" in fields:
@@ -93,7 +86,7 @@ def added(fields: Fields) -> Iterator[Change]:
             yield "rope", fields | {"rope_scaling": rope, "rope_theta": 77.0}
 
 
-def theirs(folder: Path, fields: Fields) -> np.ndarray | None:
+def theirs(folder, fields):
     """Write a model of transformers with these fields; return its logits, None if it refuses."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -115,25 +108,25 @@ def theirs(folder: Path, fields: Fields) -> np.ndarray | None:
         return None
     finally:
         (folder / "config.json").write_text(json.dumps(fields))
-    found: np.ndarray = logits.numpy()
+    found = logits.numpy()
     return found
 
 
-def tokens(vocabulary: int) -> torch.Tensor:
+def tokens(vocabulary):
     generator = torch.Generator().manual_seed(9)
     return torch.randint(0, vocabulary, (SAMPLES, LENGTH + 1), generator=generator)
 
 
-def ours(folder: Path) -> np.ndarray:
+def ours(folder):
     model = megatron.load_model(f"hf:{folder}")
     batch = make_micro_batch(tokens(model.config.model.vocab_size or 0).numpy())
     with torch.no_grad():
         logits = model.chunks["0"].logits(batch, None)[..., : model.config.model.vocab_size]
-    found: np.ndarray = logits.transpose(0, 1).numpy()
+    found = logits.transpose(0, 1).numpy()
     return found
 
 
-def compare(folder: Path, name: str, fields: Fields) -> str:
+def compare(folder, name, fields):
     """Return what is wrong with a change; "" where nothing is."""
     words = {name, *ROPE_WORDS} if name == "rope" else {name}
     try:
@@ -166,9 +159,7 @@ REPORTED = json.loads("""{
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REPORTED)
-def test_fields_that_are_left_out_mean_what_they_mean_in_transformers(
-    tmp_path: Path, name: str
-) -> None:
+def test_fields_that_are_left_out_mean_what_they_mean_in_transformers(tmp_path, name):
     case, fields, left_out = REPORTED[name]
     changed_one = {n: value for n, value in written(case).items() if n != left_out} | fields
     model_of(changed_one, name)  # it is not refused
@@ -178,9 +169,7 @@ def test_fields_that_are_left_out_mean_what_they_mean_in_transformers(
 @pytest.mark.campaign("hostile")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", CASES)
-def test_a_field_removed_changed_or_added_counts_as_in_transformers(
-    tmp_path: Path, case: str
-) -> None:
+def test_a_field_removed_changed_or_added_counts_as_in_transformers(tmp_path, case):
     fields = written(case)
     changes = [*removed(fields), *changed(fields), *added(fields)]
     wrong = [compare(tmp_path / str(i), *change) for i, change in enumerate(changes)]
@@ -188,7 +177,7 @@ def test_a_field_removed_changed_or_added_counts_as_in_transformers(
 
 
 @pytest.mark.parametrize("case", ["gpt2", "qwen2-window", "qwen3_moe", "mixtral", "gemma2", "neox"])
-def test_values_of_a_wrong_type_or_size_are_refused_by_name(case: str) -> None:
+def test_values_of_a_wrong_type_or_size_are_refused_by_name(case):
     fields = written(case)
     for name in fields.keys() - {"architectures", "model_type", "rope_parameters"}:
         for value in WRONG:
@@ -198,7 +187,7 @@ def test_values_of_a_wrong_type_or_size_are_refused_by_name(case: str) -> None:
                 assert name in str(error), str(error)
 
 
-def test_small_files_do_not_ask_for_long_work() -> None:
+def test_small_files_do_not_ask_for_long_work():
     fields = written("qwen3_moe")
     for change in (
         {"num_hidden_layers": 10**6, "mlp_only_layers": list(range(20_000))},

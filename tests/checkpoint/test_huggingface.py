@@ -1,13 +1,9 @@
 """Models of Hugging Face: transformers computes the same before and after, on any layout."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +33,7 @@ RUNS = [
 RATE = 1.0
 
 
-def config_of(folder: Path, world: int, **more: Any) -> Config:
+def config_of(folder, world, **more):
     settings = {n: v for n, v in plain(read_model(folder)[1]).items() if v is not None}
     dropouts = dict(hidden_dropout=0.0, attention_dropout=0.0)
     layout = dict(world_size=world, **LAYOUTS[world])
@@ -47,11 +43,11 @@ def config_of(folder: Path, world: int, **more: Any) -> Config:
     return Config.create(**settings | dropouts | layout | step | batch | more)
 
 
-def run(rank: int, world: int, folders: list[tuple[str, str]]) -> list[dict[str, Any]]:
+def run(rank, world, folders):
     return [one(Path(source), Path(target), world) for source, target in folders]
 
 
-def one(source: Path, target: Path, world: int) -> dict[str, Any]:
+def one(source, target, world):
     """Load a model, compute, write it, take a step, compute again and write it again."""
     from megatron.checkpoint.huggingface_load import load_engine
     from megatron.checkpoint.huggingface_save import export
@@ -67,7 +63,7 @@ def one(source: Path, target: Path, world: int) -> dict[str, Any]:
     mine = tokens(config.model.vocab_size).split(config.batch.micro_batch_size)
     batch = make_micro_batch(mine[topology.data.rank].numpy())
 
-    def logits() -> np.ndarray | None:
+    def logits():
         (chunk,) = chunks.values()
         chunk.eval()
         with torch.no_grad():
@@ -108,20 +104,17 @@ def one(source: Path, target: Path, world: int) -> dict[str, Any]:
     }
 
 
-def close(found: np.ndarray, expected: np.ndarray, what: str, tolerance: float = 1e-5) -> None:
+def close(found, expected, what, tolerance=1e-5):
     scale = max(1.0, float(np.abs(expected).max()))
     assert np.abs(found - expected).max() <= tolerance * scale, what
 
 
-Results = dict[str, tuple[Path, list[dict[str, Any]]]]
-
-
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Results]:
+def results(tmp_path_factory):
     """Return the folder and the results of all ranks by case, which are computed once."""
 
     @functools.cache
-    def of_world(world: int) -> Results:
+    def of_world(world):
         root = tmp_path_factory.mktemp(f"world-{world}")
         cases = [case for n, case in RUNS if n == world]
         folders = [(str(make(case, root / case / "source")), str(root / case)) for case in cases]
@@ -134,9 +127,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Results
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("world", "case"), RUNS)
-def test_transformers_computes_the_same(
-    results: Callable[[int], Results], world: int, case: str
-) -> None:
+def test_transformers_computes_the_same(results, world, case):
     target, ranks = results(world)[case]
     source = target / "source"
     logits, loss, gradients = computed(source)
@@ -176,7 +167,7 @@ MUP = dict(
 
 
 @pytest.mark.slow
-def test_transformers_computes_the_same_as_mup(tmp_path: Path) -> None:
+def test_transformers_computes_the_same_as_mup(tmp_path):
     """All factors of muP are in the weights, which transformers reads as those of a GPT-2."""
     from megatron.checkpoint.huggingface_save import export
     from megatron.data.sampler import make_micro_batch
@@ -192,9 +183,7 @@ def test_transformers_computes_the_same_as_mup(tmp_path: Path) -> None:
     close(scores, computed(tmp_path / "model")[0], "scores")
 
 
-def gradients_by_their_names(
-    source: Path, before: dict[str, np.ndarray], after: dict[str, np.ndarray]
-) -> dict[str, np.ndarray]:
+def gradients_by_their_names(source, before, after):
     from megatron.checkpoint.huggingface_load import matrix_of
 
     kind, model = read_model(source)
@@ -206,12 +195,12 @@ def gradients_by_their_names(
     return found
 
 
-def loads_without_a_warning(folder: Path) -> None:
+def loads_without_a_warning(folder):
     from transformers import AutoModelForCausalLM
 
-    messages: list[str] = []
+    messages = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())
     logger = logging.getLogger("transformers")
     logger.addHandler(handler)
     try:

@@ -1,14 +1,11 @@
 """Inspection of a checkpoint's contents and damage, and of differences between two."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +30,7 @@ from tests.checkpoint.made import PROVENANCE, make, tensors
 VALUES = tensors()
 
 
-def test_contents(tmp_path: Path) -> None:
+def test_contents(tmp_path):
     found = contents(make(tmp_path, 7, VALUES))
     assert found.checkpoint.iteration == 7
     shapes = {name: tuple(value.shape) for name, value in VALUES.items()}
@@ -46,7 +43,7 @@ def test_contents(tmp_path: Path) -> None:
     assert verify(found.folder) == []
 
 
-def test_norms_are_those_of_numpy(tmp_path: Path) -> None:
+def test_norms_are_those_of_numpy(tmp_path):
     values = {**VALUES, "master.odd": torch.tensor([3.0, math.nan, -4.0, math.inf])}
     found = contents(make(tmp_path, 1, values))
     read = []
@@ -61,7 +58,7 @@ def test_norms_are_those_of_numpy(tmp_path: Path) -> None:
     assert sum(read) == sum(box[4] for s in found.stored.values() for box in s["boxes"])
 
 
-def test_patterns_match_tensors_and_parameters(tmp_path: Path) -> None:
+def test_patterns_match_tensors_and_parameters(tmp_path):
     found = contents(make(tmp_path, 1, VALUES))
     assert matching(found, "embedding.*") == [
         f"{k}.embedding.weight" for k in ("exp_avg", "exp_avg_sq", "master")
@@ -70,7 +67,7 @@ def test_patterns_match_tensors_and_parameters(tmp_path: Path) -> None:
     assert matching(found, None) == sorted(VALUES) and matching(found, "nothing") == []
 
 
-def test_a_path_means_a_checkpoint_or_the_newest_in_it(tmp_path: Path) -> None:
+def test_a_path_means_a_checkpoint_or_the_newest_in_it(tmp_path):
     first, second = make(tmp_path, 1, VALUES), make(tmp_path, 2, VALUES)
     assert locate(first) == first and locate(tmp_path) == second and locate(tmp_path, "1") == first
     copied = shutil.copytree(first, tmp_path / "best")
@@ -83,7 +80,7 @@ def test_a_path_means_a_checkpoint_or_the_newest_in_it(tmp_path: Path) -> None:
 # --- verification
 
 
-def test_every_bit_is_looked_at(tmp_path: Path) -> None:
+def test_every_bit_is_looked_at(tmp_path):
     """Verification covers every bit.
 
     The test flips one in every third byte of the manifest, which covers the rest, and in some bytes
@@ -102,7 +99,7 @@ def test_every_bit_is_looked_at(tmp_path: Path) -> None:
     assert tried > 200 and verify(folder) == []
 
 
-def test_what_is_missing_or_superfluous_is_named(tmp_path: Path) -> None:
+def test_what_is_missing_or_superfluous_is_named(tmp_path):
     folder = make(tmp_path, 1, VALUES)
     data = folder / "__1_0.distcp"
     whole = data.read_bytes()
@@ -130,7 +127,7 @@ def test_what_is_missing_or_superfluous_is_named(tmp_path: Path) -> None:
         (folder / name).write_bytes(kept)
 
 
-def test_boxes_that_do_not_make_a_tensor(tmp_path: Path) -> None:
+def test_boxes_that_do_not_make_a_tensor(tmp_path):
     """Shards that do not form a tensor are reported.
 
     Manifest and digests may be valid around lists by a faulty writer.
@@ -172,7 +169,7 @@ boxes.0.5 => null
 """
 
 
-def forge(entry: Any, line: str) -> None:
+def forge(entry, line):
     path, _, value = line.partition(" =>")
     *keys, last = (int(key) if key.isdigit() else key for key in path.split("."))
     for key in keys:
@@ -184,7 +181,7 @@ def forge(entry: Any, line: str) -> None:
 
 
 @pytest.mark.parametrize("line", FORGED.strip().splitlines())
-def test_lists_that_were_forged_are_damage(tmp_path: Path, line: str) -> None:
+def test_lists_that_were_forged_are_damage(tmp_path, line):
     """Forged lists with valid digests count as damage.
 
     Verifying or reading reports them and allocates nothing for them.
@@ -199,7 +196,7 @@ def test_lists_that_were_forged_are_damage(tmp_path: Path, line: str) -> None:
         compare(contents(folder), contents(other))
 
 
-def test_data_that_is_no_regular_file(tmp_path: Path) -> None:
+def test_data_that_is_no_regular_file(tmp_path):
     folder = make(tmp_path, 1, VALUES)
     for put in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
         path = folder / "__0_0.distcp"
@@ -212,7 +209,7 @@ def test_data_that_is_no_regular_file(tmp_path: Path) -> None:
             path.rmdir()
 
 
-def test_the_tracker_is_checked(tmp_path: Path) -> None:
+def test_the_tracker_is_checked(tmp_path):
     assert verify_tracker(tmp_path) == []
     make(tmp_path, 1, VALUES)
     assert verify_tracker(tmp_path) == []
@@ -228,14 +225,14 @@ def test_the_tracker_is_checked(tmp_path: Path) -> None:
 # --- comparison
 
 
-def test_the_layout_is_no_difference(tmp_path: Path) -> None:
+def test_the_layout_is_no_difference(tmp_path):
     first = contents(make(tmp_path / "a", 1, VALUES, files=2))
     second = contents(make(tmp_path / "b", 1, VALUES, files=3))
     found = compare(first, second)
     assert found.same and found.equal == len(VALUES) and not found.tensors and not found.settings
 
 
-def test_differences_are_measured(tmp_path: Path) -> None:
+def test_differences_are_measured(tmp_path):
     changed = dict(VALUES)
     changed["master.embedding.weight"] = VALUES["master.embedding.weight"].clone()
     changed["master.embedding.weight"][3, 1] += 0.5
@@ -265,7 +262,7 @@ def test_differences_are_measured(tmp_path: Path) -> None:
     assert compare(first, second, "layers.0.mlp*").tensors == {}
 
 
-def test_bits_are_compared() -> None:
+def test_bits_are_compared():
     nan, inf = math.nan, math.inf
     a = torch.tensor([0.0, 1.0, nan, inf, 5.0])
     assert tensor_difference(a, a.clone()) is None
@@ -278,7 +275,7 @@ def test_bits_are_compared() -> None:
     assert tensor_difference(b, c) == TensorDifference(1, 2, 0.5, 0.1)
 
 
-def test_damage_ends_a_comparison(tmp_path: Path) -> None:
+def test_damage_ends_a_comparison(tmp_path):
     first, second = (contents(make(tmp_path / name, 1, VALUES)) for name in "ab")
     data = bytearray((second.folder / "__1_0.distcp").read_bytes())
     data[-10] ^= 4

@@ -3,15 +3,12 @@
 The next save cleans up.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import shutil
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,21 +30,21 @@ KEPT = {"keep_last": 2}
 class Numbers:
     """Engine whose state is one number."""
 
-    def __init__(self, value: float) -> None:
+    def __init__(self, value):
         self.value = value
 
-    def scalars(self) -> dict[str, Any]:
+    def scalars(self):
         return {"value": self.value}
 
 
-def save(root: Path, iteration: int, value: float, **checkpoint: Any) -> None:
+def save(root, iteration, value, **checkpoint):
     config = dataclasses.replace(toy.config(), checkpoint=toy.ToyCheckpoint(**checkpoint))
     saver = Saver(root, Topology.from_layout(Layout(), 0, device=torch.device("cpu")), config)
-    saver.start(iteration, Numbers(value), {}, {})  # type: ignore[arg-type]
+    saver.start(iteration, Numbers(value), {}, {})
     saver.finish()
 
 
-def loaded(root: Path) -> tuple[int, float]:
+def loaded(root):
     """Return iteration and number of the checkpoint to be loaded, after verifying every byte."""
     folder = find_folder(root)
     assert verify(folder) == []
@@ -57,7 +54,7 @@ def loaded(root: Path) -> tuple[int, float]:
 
 
 @pytest.fixture(autouse=True)
-def _one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def _one_tensor(monkeypatch):
     monkeypatch.setattr(
         save_module,
         "tensors_to_save",
@@ -73,7 +70,7 @@ def _one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(True, id="the same iteration again", marks=pytest.mark.campaign("kills")),
     ],
 )
-def test_a_save_that_is_killed_at_any_moment(tmp_path: Path, again: bool) -> None:
+def test_a_save_that_is_killed_at_any_moment(tmp_path, again):
     """A killed save leaves a valid checkpoint.
 
     Two checkpoints are kept, so that a third save also removes the first one.
@@ -86,7 +83,7 @@ def test_a_save_that_is_killed_at_any_moment(tmp_path: Path, again: bool) -> Non
         root = tmp_path / f"killed_{moment}"
         shutil.copytree(before, root)
 
-        def victim() -> None:
+        def victim():
             signal_at(moment, root)  # noqa: B023
             save(root, number, 9.0, **KEPT)  # noqa: B023
 
@@ -114,12 +111,12 @@ def test_a_save_that_is_killed_at_any_moment(tmp_path: Path, again: bool) -> Non
     assert moment > 30 and seen == {(2, 2.0), (number, 9.0)}
 
 
-def test_what_is_named_is_on_the_disk(tmp_path: Path) -> None:
+def test_what_is_named_is_on_the_disk(tmp_path):
     """Files are synced before their folder is renamed, and names before the tracker is written."""
-    events: list[tuple[str, str]] = []
+    events = []
     armed = True
 
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+    def hook(event, arguments):
         if armed and event in ("megatron.checkpoint.synced", "os.rename"):
             at = arguments[event == "os.rename"]  # of a rename, the new name
             events.append((event.rpartition(".")[2], str(at)))

@@ -1,13 +1,9 @@
 """Choice of the checkpoint to load, whatever the tracker file contains."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +18,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 STATE = {"format": 3, "iteration": 1, "optimizer": True, "state": {}, "engine": {}}
 
 
-def checkpoint(root: Path, iteration: int, generation: int = 0, **files: str) -> Path:
+def checkpoint(root, iteration, generation=0, **files):
     """Write the small files of a checkpoint; its tensors do not matter here."""
     folder = root / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
@@ -38,18 +34,18 @@ def checkpoint(root: Path, iteration: int, generation: int = 0, **files: str) ->
     return folder
 
 
-def track(root: Path, text: str) -> None:
+def track(root, text):
     (root / TRACKER).write_text(text)
 
 
-NO_FILES: dict[str, Callable[[Path], None]] = {
+NO_FILES = {
     "fifo": os.mkfifo,
     "no end": lambda path: path.symlink_to("/dev/zero"),
     "folder": Path.mkdir,
 }
 
 
-def test_the_tracker_names_it(tmp_path: Path) -> None:
+def test_the_tracker_names_it(tmp_path):
     checkpoint(tmp_path, 100)
     expected = checkpoint(tmp_path, 200)
     track(tmp_path, "200\n")
@@ -57,7 +53,7 @@ def test_the_tracker_names_it(tmp_path: Path) -> None:
     assert open_checkpoint(expected).iteration == 200
 
 
-def test_a_lost_tracker_is_said_and_the_newest_is_found(tmp_path: Path) -> None:
+def test_a_lost_tracker_is_said_and_the_newest_is_found(tmp_path):
     checkpoint(tmp_path, 100)
     expected = checkpoint(tmp_path, 200)
     texts = ("", "  \n", "two hundred", "-1", "²", "1" * 5000, "release")
@@ -74,7 +70,7 @@ def test_a_lost_tracker_is_said_and_the_newest_is_found(tmp_path: Path) -> None:
         assert TRACKER in note
 
 
-def test_a_save_that_died_before_the_tracker_counts(tmp_path: Path) -> None:
+def test_a_save_that_died_before_the_tracker_counts(tmp_path):
     checkpoint(tmp_path, 100, generation=1)
     track(tmp_path, "100")
     expected = checkpoint(tmp_path, 200, generation=2)
@@ -87,7 +83,7 @@ def test_a_save_that_died_before_the_tracker_counts(tmp_path: Path) -> None:
     assert find(tmp_path).folder == tmp_path / "iter_0000100"
 
 
-def test_one_that_was_about_to_be_replaced_is_as_good(tmp_path: Path) -> None:
+def test_one_that_was_about_to_be_replaced_is_as_good(tmp_path):
     # Saved again, and killed between the two renames of the commit.
     checkpoint(tmp_path, 100)
     folder = checkpoint(tmp_path, 200)
@@ -98,7 +94,7 @@ def test_one_that_was_about_to_be_replaced_is_as_good(tmp_path: Path) -> None:
     assert find(tmp_path) == CheckpointChoice(new)
 
 
-def test_a_tracker_leaves_newer_ones_aside(tmp_path: Path) -> None:
+def test_a_tracker_leaves_newer_ones_aside(tmp_path):
     """Newer checkpoints are ignored if the tracker names an older one.
 
     The tracker was edited, or another run started in the folder.
@@ -114,7 +110,7 @@ def test_a_tracker_leaves_newer_ones_aside(tmp_path: Path) -> None:
     assert find(tmp_path, before=200).folder == expected
 
 
-def test_broken_ones_are_named_and_passed_over(tmp_path: Path) -> None:
+def test_broken_ones_are_named_and_passed_over(tmp_path):
     expected = checkpoint(tmp_path, 100)
     checkpoint(tmp_path, 50)
     for iteration in (200, 300, 400):
@@ -131,7 +127,7 @@ def test_broken_ones_are_named_and_passed_over(tmp_path: Path) -> None:
     assert find(tmp_path, before=100) == CheckpointChoice(tmp_path / "iter_0000050")
 
 
-def test_the_folder_that_the_tracker_names_is_missed(tmp_path: Path) -> None:
+def test_the_folder_that_the_tracker_names_is_missed(tmp_path):
     expected = checkpoint(tmp_path, 100)
     track(tmp_path, "200")
     found = find(tmp_path)
@@ -145,7 +141,7 @@ def test_the_folder_that_the_tracker_names_is_missed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "names", [(), ("iter_0000100.tmp",), ("iter_0000100x.old", "iter_100", "iter_0000100.removed")]
 )
-def test_nothing_there_is_no_error_yet(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_nothing_there_is_no_error_yet(tmp_path, names):
     """A folder with only a killed first save is no error: the run starts from the beginning."""
     for name in names:
         (tmp_path / name).mkdir()
@@ -156,7 +152,7 @@ def test_nothing_there_is_no_error_yet(tmp_path: Path, names: tuple[str, ...]) -
         required(tmp_path, find(tmp_path))
 
 
-def test_broken_ones_alone_are_an_error(tmp_path: Path) -> None:
+def test_broken_ones_alone_are_an_error(tmp_path):
     """A folder with nothing but broken checkpoints, or just a tracker, is an error.
 
     A run must not restart silently.
@@ -183,9 +179,7 @@ def test_broken_ones_alone_are_an_error(tmp_path: Path) -> None:
         ("state.json config.json manifest.json", "--load-tag"),
     ],
 )
-def test_what_others_wrote_is_no_reason_to_start_anew(
-    tmp_path: Path, names: str, named: str
-) -> None:
+def test_what_others_wrote_is_no_reason_to_start_anew(tmp_path, names, named):
     for name in names.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("release")
@@ -193,7 +187,7 @@ def test_what_others_wrote_is_no_reason_to_start_anew(
         find_folder(tmp_path)
 
 
-def test_a_tag_is_taken_exactly(tmp_path: Path) -> None:
+def test_a_tag_is_taken_exactly(tmp_path):
     first, second = checkpoint(tmp_path, 100), checkpoint(tmp_path, 200)
     shutil.copytree(first, tmp_path / "best")
     track(tmp_path, "200")
@@ -209,7 +203,7 @@ def test_a_tag_is_taken_exactly(tmp_path: Path) -> None:
 DEEP = "[" * 3000 + "]" * 3000
 
 
-def manifest(**changed: Any) -> str:
+def manifest(**changed):
     """Write a manifest that is valid in itself."""
     files = {"state.json": [2, digest(b"{}")]}
     return signed({"format": 3, "generation": 1, "files": files, **changed})
@@ -249,7 +243,7 @@ FORGED = {
 @pytest.mark.parametrize(
     ("name", "how"), [(name, how) for name, texts in FORGED.items() for how in texts]
 )
-def test_what_was_forged_is_passed_over(tmp_path: Path, name: str, how: str) -> None:
+def test_what_was_forged_is_passed_over(tmp_path, name, how):
     """A forged checkpoint is skipped although its digests are valid.
 
     The one before it is found, and the forged file is named.
@@ -267,7 +261,7 @@ def test_what_was_forged_is_passed_over(tmp_path: Path, name: str, how: str) -> 
 
 @pytest.mark.parametrize("name", ["manifest", "state", "config", "boxes"])
 @pytest.mark.parametrize("how", NO_FILES)
-def test_what_is_no_regular_file_is_not_read(tmp_path: Path, name: str, how: str) -> None:
+def test_what_is_no_regular_file_is_not_read(tmp_path, name, how):
     expected, newest = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
     path = newest / f"{name}.json"
     path.unlink()
@@ -276,7 +270,7 @@ def test_what_is_no_regular_file_is_not_read(tmp_path: Path, name: str, how: str
     assert found.folder == expected and [r.folder for r in found.rejected] == [newest]
 
 
-def test_what_a_run_went_back_from_does_not_stand_in_for_a_broken_one(tmp_path: Path) -> None:
+def test_what_a_run_went_back_from_does_not_stand_in_for_a_broken_one(tmp_path):
     """Checkpoints of an abandoned branch do not replace a broken one.
 
     The run saved 2, 4, 6, went back to 2, and saved 3 and 6 again: 4 is from before.
@@ -295,7 +289,7 @@ def test_what_a_run_went_back_from_does_not_stand_in_for_a_broken_one(tmp_path: 
     assert find(tmp_path).folder == made[4]
 
 
-def test_those_from_before_saves_were_counted_are_the_oldest(tmp_path: Path) -> None:
+def test_those_from_before_saves_were_counted_are_the_oldest(tmp_path):
     """Checkpoints from before saves were counted are the oldest.
 
     The exception is a counted one of an earlier iteration.

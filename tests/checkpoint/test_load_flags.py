@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ class Ended(NamedTuple):
     output: str
 
 
-def started(root: Path, name: str, flags: str) -> Ended:
+def started(root, name, flags):
     """Run in this process and keep its output."""
     from megatron import program
 
@@ -74,13 +74,13 @@ def started(root: Path, name: str, flags: str) -> Ended:
     return Ended(code, log.read_text())
 
 
-def all_runs(rank: int, directory: str) -> dict[str, Ended]:
+def all_runs(rank, directory):
     root = Path(directory)
     base, broken = root / "base", root / "broken"
     saves = f"--save {base} --save-interval 2 --train-iters 4 --lr 1e-2"
     ended = {"base": started(root, "base", saves)}
 
-    def again(name: str, folder: Path, flags: str = "") -> None:
+    def again(name, folder, flags=""):
         ended[name] = started(root, name, f"--load {folder} --train-iters 5 {STEP} {flags}")
 
     for name, flags in RUNS.items():
@@ -106,22 +106,22 @@ def all_runs(rank: int, directory: str) -> dict[str, Ended]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     return tmp_path_factory.mktemp("flags")
 
 
 @pytest.fixture(scope="module")
-def ended(root: Path) -> dict[str, Ended]:
+def ended(root):
     (found,) = run_processes(1, all_runs, str(root))
     return found
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder):
     found = contents(folder)
     return {n: read_whole(found, n) for n in found.stored if n.startswith("master.")}
 
 
-def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+def assert_same(first, second):
     assert first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
 
 
@@ -139,7 +139,7 @@ LOADED = {
 }
 
 
-def test_what_is_loaded(root: Path, ended: Any) -> None:
+def test_what_is_loaded(root, ended):
     for name, (iteration, steps, loaded) in LOADED.items():
         assert ended[name].code == 0, ended[name].output
         folder = find_folder(root / name.replace(" ", "_"))
@@ -153,7 +153,7 @@ def test_what_is_loaded(root: Path, ended: Any) -> None:
     assert (stored["hidden_size"], stored["num_layers"]) == (16, 2)
 
 
-def test_runs_without_random_states_are_the_same_run(ended: Any) -> None:
+def test_runs_without_random_states_are_the_same_run(ended):
     """Dropout and order are functions of the position, so --no-load-rng changes nothing."""
     losses = [
         [
@@ -166,7 +166,7 @@ def test_runs_without_random_states_are_the_same_run(ended: Any) -> None:
     assert losses[0] == losses[1] != []
 
 
-def test_what_is_refused(ended: Any) -> None:
+def test_what_is_refused(ended):
     for name, words in {
         "other sizes": "--hidden-size | 16 | 24 | --swiglu | --use-checkpoint-args | iter_0000004",
         "other sizes, finetune": "--num-layers",
@@ -183,7 +183,7 @@ def test_what_is_refused(ended: Any) -> None:
         assert all(word in output for word in words.split(" | ")), output
 
 
-def test_a_broken_checkpoint_is_told_and_the_one_before_is_taken(root: Path, ended: Any) -> None:
+def test_a_broken_checkpoint_is_told_and_the_one_before_is_taken(root, ended):
     assert ended["empty"].code == 0 and "iteration        1/       5" in ended["empty"].output
     for name in ("broken", "broken, args"):
         code, output = ended[name]

@@ -9,8 +9,6 @@ without tensor parallelism and to 64 with it. Stages share the layers evenly or 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +27,7 @@ from tests.helpers.frozen import FROZEN, PIECES
 from tests.helpers.processes import SETUP_LIMIT_S, run_processes
 from tests.helpers.training import BASE, Job
 
-MODEL: dict[str, Any] = dict(
+MODEL = dict(
     BASE,
     num_layers=5,
     num_attention_heads=8,
@@ -47,9 +45,9 @@ MODEL: dict[str, Any] = dict(
     qk_layernorm_over="all",
 )
 # fewer key and value heads than tensor ranks, which share them; with biases, and few bytes
-MULTI_QUERY: dict[str, Any] = dict(BASE, num_layers=2, num_key_value_heads=1)
-TIED: dict[str, Any] = dict(BASE, num_layers=4)
-EXPERTS: dict[str, Any] = dict(
+MULTI_QUERY = dict(BASE, num_layers=2, num_key_value_heads=1)
+TIED = dict(BASE, num_layers=4)
+EXPERTS = dict(
     MODEL,
     num_experts=4,
     moe_layer_freq=(0, 1, 1, 0, 1),
@@ -61,7 +59,7 @@ EXPERTS: dict[str, Any] = dict(
     moe_aux_loss_coeff=(0.1,),
 )
 # Words of layouts, the settings that they stand for.
-WORDS: dict[str, dict[str, Any]] = {
+WORDS = {
     **{f"tp{n}": dict(tensor_model_parallel_size=n) for n in (2, 4)},
     **{f"pp{n}": dict(pipeline_model_parallel_size=n) for n in (2, 4)},
     **{f"cp{n}": dict(context_parallel_size=n) for n in (2, 4)},
@@ -83,12 +81,12 @@ WORDS: dict[str, dict[str, Any]] = {
 }
 
 
-def fields_of(words: str) -> dict[str, Any]:
+def fields_of(words):
     return {name: value for word in words.split() for name, value in WORDS[word].items()}
 
 
 # Written checkpoints: (model, layout), all on 4 ranks.
-WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
+WRITTEN = {
     "split": (MODEL, "tp2 sp pp2"),
     "multi-query, tp4": (MULTI_QUERY, "tp4"),
     "multi-query, dp4": (MULTI_QUERY, ""),
@@ -156,7 +154,7 @@ class Case(NamedTuple):
     ranks: int
 
 
-def cases_of(rows: list[str]) -> list[Case]:
+def cases_of(rows):
     cases = []
     for row in rows:
         written, words = (side.strip() for side in row.split("->"))
@@ -165,7 +163,7 @@ def cases_of(rows: list[str]) -> list[Case]:
     return cases
 
 
-def job_of(written: str, fields: Mapping[str, Any], ranks: int) -> Job:
+def job_of(written, fields, ranks):
     """Build a job of a written model on a layout; one process has no process group."""
     config = Config.create(**{**WRITTEN[written][0], **fields, "world_size": ranks})
     if written.startswith("frozen"):
@@ -173,13 +171,13 @@ def job_of(written: str, fields: Mapping[str, Any], ranks: int) -> Job:
     return Job(config, Topology.create() if ranks == 1 else None)
 
 
-def next_loss(job: Job) -> float:
+def next_loss(job):
     loss = job.train(2)
     job.step()
     return loss
 
 
-def state_of(job: Job) -> dict[str, Any]:
+def state_of(job):
     kept = job.engine.persistent_tensors.items()
     shapes = global_shapes(job.config) | {name: tuple(t.shape) for name, t in kept}
     state = toy.state_pieces(job.engine)
@@ -187,7 +185,7 @@ def state_of(job: Job) -> dict[str, Any]:
     return {"shapes": shapes, "state": state, "scalars": job.engine.scalars()}
 
 
-def write(root: str, name: str) -> dict[str, Any]:
+def write(root, name):
     job = job_of(name, fields_of(WRITTEN[name][1]), 4)
     for number in range(2):
         job.train(number)
@@ -197,7 +195,7 @@ def write(root: str, name: str) -> dict[str, Any]:
     return state_of(job) | {"loss": next_loss(job)}
 
 
-def read(root: str, case: Case) -> dict[str, Any]:
+def read(root, case):
     job = job_of(case.written, case.fields, case.ranks)
     spoil(job.engine)
     found = load(f"{root}/{case.written}", job.engine, job.topology, job.config)
@@ -211,7 +209,7 @@ def read(root: str, case: Case) -> dict[str, Any]:
     return out | {"loss": next_loss(job)}
 
 
-def on_ranks(rank: int, root: str, written: list[str], cases: list[Case]) -> list[dict[str, Any]]:
+def on_ranks(rank, root, written, cases):
     return [*(write(root, name) for name in written), *(read(root, case) for case in cases)]
 
 
@@ -226,12 +224,10 @@ def on_ranks(rank: int, root: str, written: list[str], cases: list[Case]) -> lis
     ],
 )
 @pytest.mark.timeout(SETUP_LIMIT_S)
-def test_every_number_comes_back_and_the_next_step_is_the_same(
-    tmp_path: Path, rows: list[str]
-) -> None:
+def test_every_number_comes_back_and_the_next_step_is_the_same(tmp_path, rows):
     cases = cases_of(rows)
 
-    def of_each(ranks: int, *written: str) -> tuple[list[Case], list[Any]]:
+    def of_each(ranks, *written):
         """Return the cases on so many ranks, and the results of all ranks for each."""
         chosen = [case for case in cases if case.ranks == ranks]
         words = (on_ranks, str(tmp_path), written, chosen)
@@ -249,7 +245,7 @@ def test_every_number_comes_back_and_the_next_step_is_the_same(
         check(case, list(ranks), list(before[case.written]))
 
 
-def check(case: Case, ranks: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
+def check(case, ranks, before):
     """Compare the loaded state of all ranks and their next step with those of the writing run."""
     ours, theirs, weights = (
         toy.assemble((rank[what] for rank in some), some[0]["shapes"])

@@ -1,18 +1,13 @@
 """Digests and the manifest: a file with any byte changed, lost or added is named."""
 
-from __future__ import annotations
-
 import json
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 import xxhash
 
 from megatron.checkpoint.files import (
     MANIFEST,
-    Manifest,
     digest,
     file_digest,
     read_manifest,
@@ -25,7 +20,7 @@ from tests.checkpoint.made import signed
 STATE = {"format": 3, "iteration": 4}
 
 
-def checkpoint(folder: Path) -> Manifest:
+def checkpoint(folder):
     folder.mkdir(exist_ok=True)
     (folder / "state.json").write_text(json.dumps(STATE))
     (folder / "list.json").write_text("[1, 2]")
@@ -34,7 +29,7 @@ def checkpoint(folder: Path) -> Manifest:
     return read_manifest(folder)
 
 
-def test_digest_is_xxh3_also_of_files_larger_than_a_buffer(tmp_path: Path) -> None:
+def test_digest_is_xxh3_also_of_files_larger_than_a_buffer(tmp_path):
     # The XXH3_128bits test vector for the empty input, seed 0 (xxHash,
     # tests/sanity_test_vectors.h).
     assert digest(b"") == "99aa06d3014798d86001c324468d497f"
@@ -48,7 +43,7 @@ def test_digest_is_xxh3_also_of_files_larger_than_a_buffer(tmp_path: Path) -> No
         )
 
 
-def test_damage_of_the_manifest(tmp_path: Path) -> None:
+def test_damage_of_the_manifest(tmp_path):
     checkpoint(tmp_path)
     path = tmp_path / MANIFEST
     sound = path.read_bytes()
@@ -63,7 +58,7 @@ def test_damage_of_the_manifest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["state.json", "raw"])
-def test_damage_of_a_file(tmp_path: Path, name: str) -> None:
+def test_damage_of_a_file(tmp_path, name):
     found = checkpoint(tmp_path)
     path = tmp_path / name
     sound = path.read_bytes()
@@ -78,7 +73,7 @@ def test_damage_of_a_file(tmp_path: Path, name: str) -> None:
                 action(name)
 
 
-def test_a_file_that_changed_on_its_way_to_the_disk_is_found(tmp_path: Path) -> None:
+def test_a_file_that_changed_on_its_way_to_the_disk_is_found(tmp_path):
     """The manifest records the digest that the writer reports, not that of the file on disk."""
     (tmp_path / "a").write_bytes(b"what arrived")
     write_manifest(tmp_path, ["a"], {"a": (12, digest(b"what was sent"[:12]))})
@@ -87,11 +82,11 @@ def test_a_file_that_changed_on_its_way_to_the_disk_is_found(tmp_path: Path) -> 
         found.read_bytes("a")
 
 
-def nested(levels: int) -> Any:
+def nested(levels):
     return [nested(levels - 1)] if levels else 0
 
 
-def test_what_could_not_be_read_is_not_written() -> None:
+def test_what_could_not_be_read_is_not_written():
     """A file that cannot be read is not put in a manifest: the checkpoint could never be loaded."""
     assert json.loads(to_json({"a": nested(90)}, "it")) == {"a": nested(90)}
     for value in ({1, 2}, 10**30, "\ud800", nested(110)):
@@ -99,7 +94,7 @@ def test_what_could_not_be_read_is_not_written() -> None:
             to_json({"a": value}, "it")
 
 
-def test_a_later_format_is_called_so(tmp_path: Path) -> None:
+def test_a_later_format_is_called_so(tmp_path):
     (tmp_path / MANIFEST).write_text(signed({"format": 4, "files": {}}))
     with pytest.raises(CheckpointError, match=r"\b4\b"):
         read_manifest(tmp_path)

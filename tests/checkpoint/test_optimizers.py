@@ -1,9 +1,6 @@
 """The state of each optimizer goes on from a checkpoint, on another layout, too."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +17,7 @@ MUON = "--optimizer muon --muon-fp32-matmul-prec high --muon-extra-scale-factor 
 CUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
 
 
-def losses(folder: Path, ranks: int, words: str) -> list[float]:
+def losses(folder, ranks, words):
     """Run, in `folder` where words begin with @, and return the losses."""
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
@@ -32,7 +29,7 @@ def losses(folder: Path, ranks: int, words: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_muon_goes_on_on_another_layout_and_not_with_adam(tmp_path: Path) -> None:
+def test_muon_goes_on_on_another_layout_and_not_with_adam(tmp_path):
     whole = losses(tmp_path, 1, MUON)
     first = losses(tmp_path, 4, f"{MUON} {CUT} --save @saved --exit-interval 2")
     rest = losses(tmp_path, 2, f"{MUON} --load @saved")
@@ -45,8 +42,8 @@ def test_muon_goes_on_on_another_layout_and_not_with_adam(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_bf16_moments_and_average_go_on_to_the_bit_and_load_into_fp32_and_back(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """With bf16 weights, so that one kernel updates weights, their copy, moments and average."""
     average = "--bf16 --optimizer-implementation fused --ema-decay 0.7 --ema-interval 2"
     rounded = f"{average} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"

@@ -1,10 +1,6 @@
 """Choice of the checkpoints to remove; nothing else is removed."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,13 +23,13 @@ from megatron.checkpoint.folder import clear, folder_name, left_over, retire, to
     ],
 )
 def test_which(
-    there: list[int],
-    newest: int,
-    last: int,
-    every: int | None,
-    more: dict[str, Any],
-    gone: list[int],
-) -> None:
+    there,
+    newest,
+    last,
+    every,
+    more,
+    gone,
+):
     assert to_remove(there, newest, last, every, **more) == gone
 
 
@@ -47,9 +43,7 @@ NUMBERS = st.integers(0, 60)
     st.sets(NUMBERS),
     st.data(),
 )
-def test_what_must_stay_stays(
-    there: set[int], last: int | None, every: int | None, keep: set[int], data: st.DataObject
-) -> None:
+def test_what_must_stay_stays(there, last, every, keep, data):
     newest = data.draw(st.sampled_from(sorted(there)))
     gone = to_remove(there, newest, last, every, keep)
     stays = there - set(gone)
@@ -66,7 +60,7 @@ def test_what_must_stay_stays(
     assert stays <= reasons | {i for i in there if every and i % every == 0}
 
 
-def checkpoint(root: Path, iteration: int) -> Path:
+def checkpoint(root, iteration):
     folder = root / folder_name(iteration)
     folder.mkdir()
     (folder / "state.json").write_text(json.dumps({"format": 3}))
@@ -74,12 +68,12 @@ def checkpoint(root: Path, iteration: int) -> Path:
     return folder
 
 
-def good_iterations(root: Path) -> list[int]:
+def good_iterations(root):
     """Return the iterations that count, as a save determines them."""
     return sorted(map(number_of, generations(folders(root))))
 
 
-def test_only_good_checkpoints_are_counted(tmp_path: Path) -> None:
+def test_only_good_checkpoints_are_counted(tmp_path):
     for iteration in (10, 20, 30, 40):
         checkpoint(tmp_path, iteration)
     (tmp_path / "iter_0000020" / "manifest.json").write_text("rubbish")
@@ -89,7 +83,7 @@ def test_only_good_checkpoints_are_counted(tmp_path: Path) -> None:
     assert good_iterations(tmp_path) == [10, 40]
 
 
-def test_removal_is_a_renaming_first(tmp_path: Path) -> None:
+def test_removal_is_a_renaming_first(tmp_path):
     for iteration in (10, 20, 30):
         checkpoint(tmp_path, iteration)
     (tmp_path / "iter_0000010.removed").mkdir()  # of a killed removal
@@ -101,7 +95,7 @@ def test_removal_is_a_renaming_first(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["iter_0000030"]
 
 
-def test_left_overs(tmp_path: Path) -> None:
+def test_left_overs(tmp_path):
     for iteration in (10, 20):
         checkpoint(tmp_path, iteration)
     (tmp_path / "iter_0000020").rename(tmp_path / "iter_0000020.old")

@@ -1,14 +1,10 @@
 """Saves: contents of the folder, failures without a trace, background saves, and memory."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,28 +22,28 @@ from tests.helpers.processes import run_processes
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory):
     return tmp_path_factory.mktemp("save")
 
 
 @pytest.fixture(scope="module")
-def two(root: Path) -> list[dict[str, Any]]:
+def two(root):
     cases = "synchronous consistent waits two_runs keeps goes_back wrong_clock another_branch"
     names = [*cases.split(), "fails", "fails_in_the_background"]
     return run_processes(2, saver_cases.on_two, str(root), names)
 
 
 @pytest.fixture(scope="module")
-def folder(root: Path, two: Any) -> Path:
+def folder(root, two):
     return root / "synchronous" / "iter_0000007"
 
 
-def names(*iterations: int) -> list[str]:
+def names(*iterations):
     return [*(f"iter_{iteration:07d}" for iteration in iterations), saver_cases.TRACKER]
 
 
 @pytest.mark.slow
-def test_contents(folder: Path, two: Any) -> None:
+def test_contents(folder, two):
     small = {*"state.json config.json passport.json boxes.json boxes_00000.json .metadata".split()}
     data = {"__0_0.distcp", "__1_0.distcp"}
     assert {p.name for p in folder.iterdir()} == {"manifest.json", *small, *data}
@@ -59,7 +55,7 @@ def test_contents(folder: Path, two: Any) -> None:
 
 
 @pytest.mark.slow
-def test_every_byte_of_the_data_files_has_a_digest(folder: Path) -> None:
+def test_every_byte_of_the_data_files_has_a_digest(folder):
     """Every byte of the data files has a digest, recomputed here by xxhash itself.
 
     Shards fill each file from its first to its last byte.
@@ -78,7 +74,7 @@ def test_every_byte_of_the_data_files_has_a_digest(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_failure_anywhere_leaves_no_trace(two: Any) -> None:
+def test_a_failure_anywhere_leaves_no_trace(two):
     found, second = (r["fails"] for r in two)
     assert found == second
     assert found.pop("in the end") == (names(2), "2\n")
@@ -93,7 +89,7 @@ def test_a_failure_anywhere_leaves_no_trace(two: Any) -> None:
 
 
 @pytest.mark.slow
-def test_retention(two: Any) -> None:
+def test_retention(two):
     """10 is named by --load-tag; two are kept, and the multiples of 40."""
     kept = [(10,), (10, 20), (10, 20, 30), (10, 30, 40), (10, 40, 50), (10, 40, 50, 60)]
     for rank in two:
@@ -104,14 +100,14 @@ def test_retention(two: Any) -> None:
 
 
 @pytest.mark.slow
-def test_no_clock_is_believed(two: Any) -> None:
+def test_no_clock_is_believed(two):
     for found in (r["wrong_clock"] for r in two):
         assert found["there"] == names(12, 14, 16)
         assert found["instead"] == found["without tracker"] == "iter_0000014"
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_from_an_older_checkpoint(two: Any) -> None:
+def test_a_run_that_goes_on_from_an_older_checkpoint(two):
     """Resume from an older checkpoint, 4 by --load-tag; later ones are neither loaded nor counted.
 
     Seven saves precede that of iteration 10.
@@ -125,7 +121,7 @@ def test_a_run_that_goes_on_from_an_older_checkpoint(two: Any) -> None:
 # -- in the background -----------------------------------------------------------------------------
 
 
-def assert_same(found: Iterable[Any], expected: Iterable[Any]) -> None:
+def assert_same(found, expected):
     a, b = toy.assemble(found), toy.assemble(expected)
     assert a.keys() == b.keys()
     for name in b:
@@ -133,7 +129,7 @@ def assert_same(found: Iterable[Any], expected: Iterable[Any]) -> None:
 
 
 @pytest.mark.slow
-def test_the_copy_is_of_the_moment_it_was_asked_for(two: Any) -> None:
+def test_the_copy_is_of_the_moment_it_was_asked_for(two):
     """A checkpoint of that moment appears with its commit, while training goes on."""
     found = [r["consistent"] for r in two]
     expected = [f["before"]["state"] for f in found]
@@ -151,7 +147,7 @@ def test_the_copy_is_of_the_moment_it_was_asked_for(two: Any) -> None:
 
 
 @pytest.mark.slow
-def test_one_at_a_time(two: Any) -> None:
+def test_one_at_a_time(two):
     found = [r["waits"] for r in two]
     for f in found:
         assert "iter_0000001" in f["after second"] and "iter_0000002" not in f["after second"]
@@ -161,7 +157,7 @@ def test_one_at_a_time(two: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_thread_that_fails(two: Any) -> None:
+def test_a_thread_that_fails(two):
     first, second = (r["fails_in_the_background"] for r in two)
     assert first == second
     for text in first["messages"]:
@@ -171,7 +167,7 @@ def test_a_thread_that_fails(two: Any) -> None:
 
 
 @pytest.mark.slow
-def test_two_runs_in_one_folder(two: Any) -> None:
+def test_two_runs_in_one_folder(two):
     """A job and its requeued copy save in one folder.
 
     One of them fails, and only the other's files appear.
@@ -188,9 +184,7 @@ def test_two_runs_in_one_folder(two: Any) -> None:
 
 @pytest.mark.parametrize("exists", [False, True])
 @pytest.mark.parametrize("stage", ["tracker.tmp", "tracker", "folder"])
-def test_a_commit_that_fails_is_undone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, exists: bool
-) -> None:
+def test_a_commit_that_fails_is_undone(tmp_path, monkeypatch, stage, exists):
     """A commit is undone after a file-system error at any of its steps.
 
     An older checkpoint of that iteration may exist or not.
@@ -205,10 +199,10 @@ def test_a_commit_that_fails_is_undone(
     tracker.write_text("4\n")
     rename = Path.rename
 
-    def failing(what: Any, to: Any) -> Any:
+    def failing(what, to):
         raise OSError(28, "No space left on device")
 
-    def failing_rename(self: Path, to: Path) -> Path:
+    def failing_rename(self, to):
         if stage == "folder" and to == final and self == temporary:
             raise OSError(13, "Permission denied")
         return rename(self, to)
@@ -230,7 +224,7 @@ def test_a_commit_that_fails_is_undone(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool", "complex64"])
-def test_any_tensor(tmp_path: Path, dtype: str) -> None:
+def test_any_tensor(tmp_path, dtype):
     whole = (torch.arange(24) % 5).to(getattr(torch, dtype)).view(4, 6)
     views = {
         "rows": whole[1:3],
@@ -252,10 +246,10 @@ def test_any_tensor(tmp_path: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("elements", [10, 1 << 20], ids=["in the buffer", "larger than it"])
-def test_a_full_disk_is_called_so(tmp_path: Path, elements: int) -> None:
+def test_a_full_disk_is_called_so(tmp_path, elements):
     (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
 
-    def write() -> None:
+    def write():
         with ShardWriter(tmp_path, 0) as writer:
             writer.add("w", (elements,), (0,), torch.zeros(elements))
             writer.finish()
@@ -265,9 +259,7 @@ def test_a_full_disk_is_called_so(tmp_path: Path, elements: int) -> None:
     assert error.value.errno == errno.ENOSPC
 
 
-def test_no_file_without_boxes_and_several_syncs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_without_boxes_and_several_syncs(tmp_path, monkeypatch):
     with ShardWriter(tmp_path, 0) as writer:
         assert writer.finish() == {}
     assert list(tmp_path.iterdir()) == []
@@ -288,7 +280,7 @@ def test_no_file_without_boxes_and_several_syncs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("background", "share"), [(False, 0.0), (True, 1.0)])
-def test_memory(tmp_path: Path, background: bool, share: float) -> None:
+def test_memory(tmp_path, background, share):
     """A synchronous save takes no copy of the state, a background save takes one.
 
     Buffers, lists and the rest may take a tenth.

@@ -13,35 +13,35 @@ from megatron.checkpoint.tensors import LocalShards, Snapshot, snapshot_bytes
 class Driver:
     """Stand-in for cudaHostRegister and cudaHostUnregister in torch.cuda.cudart()."""
 
-    def __init__(self, code: int = 0) -> None:
+    def __init__(self, code=0):
         self.code = code
         self.registered: dict[int, tuple[int, int]] = {}
         self.calls = 0
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+    def cudaHostRegister(self, address, size, flags):
         self.calls += 1
         if not self.code:
             assert address not in self.registered
             self.registered[address] = (size, flags)
         return self.code
 
-    def cudaHostUnregister(self, address: int) -> int:
+    def cudaHostUnregister(self, address):
         del self.registered[address]
         return 0
 
 
-def state(*sizes: int) -> dict[str, LocalShards]:
+def state(*sizes):
     return {
         str(i): LocalShards((n,), {(0,): torch.arange(n, dtype=torch.float32) + i})
         for i, n in enumerate(sizes)
     }
 
 
-def values(tensors: dict[str, LocalShards]) -> list[list[float]]:
+def values(tensors):
     return [view.tolist() for shards in tensors.values() for view in shards.views.values()]
 
 
-def test_it_registers_exactly_what_the_state_takes_and_before_the_first_copy() -> None:
+def test_it_registers_exactly_what_the_state_takes_and_before_the_first_copy():
     driver, tensors = Driver(), state(16 * 1000, 1, 16)
     snapshot = Snapshot(driver)
     snapshot.reserve(tensors)
@@ -59,7 +59,7 @@ def test_it_registers_exactly_what_the_state_takes_and_before_the_first_copy() -
     assert driver.calls == 1, "it is kept for smaller states"
 
 
-def test_it_is_given_back_once_when_it_is_too_small_or_dropped() -> None:
+def test_it_is_given_back_once_when_it_is_too_small_or_dropped():
     driver = Driver()
     snapshot = Snapshot(driver)
     snapshot.take(state(16))
@@ -70,7 +70,7 @@ def test_it_is_given_back_once_when_it_is_too_small_or_dropped() -> None:
     assert driver.registered == {}
 
 
-def test_a_driver_that_refuses_costs_speed_only() -> None:
+def test_a_driver_that_refuses_costs_speed_only():
     driver, tensors = Driver(code=2), state(16, 5)
     snapshot = Snapshot(driver)
     assert values(snapshot.take(tensors)) == values(tensors)
@@ -79,7 +79,7 @@ def test_a_driver_that_refuses_costs_speed_only() -> None:
     assert driver.calls == 1, "it is asked once"
 
 
-def test_on_a_cpu_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_nothing_is_registered(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("asked for the driver"))
     assert values(Snapshot().take(state(4))) == [[0.0, 1.0, 2.0, 3.0]]
     assert Snapshot().take({}) == {}

@@ -1,10 +1,5 @@
 """Experts from a dense checkpoint: the first logits are those of the dense model."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +9,6 @@ from megatron.config import Config
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
 from megatron.model.gpt import build_chunks
-from megatron.parallel.topology import Topology
 from tests.checkpoint.saver_cases import save
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
@@ -23,7 +17,7 @@ from tests.helpers.training import BASE, batches
 MODEL = dict(BASE, num_layers=2, seed=3)
 GATED = dict(MODEL, swiglu=True, add_bias_linear=False, ffn_hidden_size=48)
 EIGHT = dict(num_experts=8, moe_router_topk=2)
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+CASES = {
     "biases": (MODEL, EIGHT | dict(moe_router_topk_scaling_factor=2.5)),
     "sigmoid": (GATED, EIGHT | dict(moe_router_score_function="sigmoid", moe_layer_freq=(0, 1))),
     "halves": (GATED, EIGHT | dict(moe_ffn_hidden_size=24)),
@@ -32,20 +26,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """A dense model, and its experts: their weights add up to the scaling factor."""
 
 
-def built(fields: dict[str, Any], topology: Topology) -> tuple[Config, Any, Engine]:
+def built(fields, topology):
     layout = dict(world_size=topology.world.size, tensor_model_parallel_size=topology.tensor.size)
     config = Config.create(**fields, **layout)
     chunks = build_chunks(config, topology)
     return config, chunks, Engine(config, topology, chunks)
 
 
-def logits(config: Config, chunks: Any) -> np.ndarray:
+def logits(config, chunks):
     with torch.no_grad():
-        found: torch.Tensor = chunks["0"].eval().logits(batches(config, 0)[0], None)
+        found = chunks["0"].eval().logits(batches(config, 0)[0], None)
     return found[found.isfinite()].numpy()  # without the padding of the vocabulary
 
 
-def upcycled(rank: int, tensor: int, folder: str, case: str) -> dict[str, Any]:
+def upcycled(rank, tensor, folder, case):
     topology, (dense, experts) = join(tensor), CASES[case]
     config, chunks, engine = built(dense, topology)
     with torch.no_grad():  # values that are not initial ones, biases included
@@ -71,7 +65,7 @@ def upcycled(rank: int, tensor: int, folder: str, case: str) -> dict[str, Any]:
     return {"expected": expected, "found": found, "taken": taken}
 
 
-def all_cases(rank: int, folder: str) -> dict[str, dict[str, Any]]:
+def all_cases(rank, folder):
     return {
         f"{case}, tensor {tensor}": upcycled(rank, tensor, f"{folder}/{case}-{tensor}", case)
         for case in CASES
@@ -80,7 +74,7 @@ def all_cases(rank: int, folder: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_first_logits_are_those_of_the_dense_model(tmp_path: Path) -> None:
+def test_the_first_logits_are_those_of_the_dense_model(tmp_path):
     for rank in run_processes(2, all_cases, str(tmp_path)):
         for case, result in rank.items():
             expected, found = result["expected"], result["found"]

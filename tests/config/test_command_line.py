@@ -1,7 +1,5 @@
 """Command line: what it accepts and reports; every configuration passes through unchanged."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -18,7 +16,7 @@ BASE = (
 ).split()
 
 
-def problems(arguments: str, world_size: int | None = 1, base: list[str] = BASE) -> str:
+def problems(arguments, world_size=1, base=BASE):
     with pytest.raises(ConfigError) as raised:
         parse_args([*base, *arguments.split()], world_size)
     return str(raised.value)
@@ -130,7 +128,7 @@ OVERRIDES = """
 """
 
 
-def test_one_of_two_flags_that_decides_as_in_megatron() -> None:
+def test_one_of_two_flags_that_decides_as_in_megatron():
     """The notice names both flags."""
     for case in OVERRIDES.strip().splitlines():
         arguments, _, result = case.partition(" => ")
@@ -198,7 +196,7 @@ def test_print_config(capsys):
     assert stop.value.code == 0
     lines = capsys.readouterr().out.splitlines()
 
-    def line(name: str) -> list[str]:
+    def line(name):
         (found,) = [line for line in lines if line.startswith(f"  {name} .")]
         return found.split(maxsplit=3)[2:]
 
@@ -264,7 +262,7 @@ def test_configuration_to_command_line_and_back(chosen):
     assert (again.model, again.parallel) == (config.model, config.parallel)
 
 
-def _run_needs(chosen: dict) -> list[str]:
+def _run_needs(chosen):
     """Return the flags that a training run requires and `chosen` does not set."""
     needs = {
         "lr": ["--lr=0.0001"],
@@ -290,7 +288,7 @@ def test_any_words_give_a_configuration_or_a_config_error(words):
         assert stop.code == 0
 
 
-def test_how_ranks_are_placed(monkeypatch: pytest.MonkeyPatch):
+def test_how_ranks_are_placed(monkeypatch):
     def parsed(*arguments):
         parallel = parse_args([*BASE, *arguments]).parallel
         return parallel.rank_order, parallel.device_order, parallel.cluster

@@ -1,7 +1,5 @@
 """Config objects: derived values, origins, copies, dictionaries, presets."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

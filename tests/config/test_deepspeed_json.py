@@ -1,7 +1,5 @@
 """DeepSpeed JSON: values taken over, "auto", contradictions, unknown entries, broken files."""
 
-from __future__ import annotations
-
 import json
 import os
 
@@ -30,7 +28,7 @@ def merge(tmp_path):
     return run
 
 
-def refused(merge, content, *arguments, **more) -> str:
+def refused(merge, content, *arguments, **more):
     with pytest.raises(ConfigError) as raised:
         merge(content, *arguments, **more)
     text = str(raised.value)

@@ -1,14 +1,12 @@
 """Durations in Slurm's format."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.duration import duration_s, show_duration
 
 
-def test_every_form_of_slurm_and_nothing_else() -> None:
+def test_every_form_of_slurm_and_nothing_else():
     for text, seconds in {
         "2-03:04:05": 183845,
         "2-03:04": 183840,
@@ -44,5 +42,5 @@ def test_every_form_of_slurm_and_nothing_else() -> None:
 
 
 @given(st.integers(0, 400 * 86400))
-def test_what_is_shown_is_read(seconds: int) -> None:
+def test_what_is_shown_is_read(seconds):
     assert duration_s(show_duration(seconds)) == seconds

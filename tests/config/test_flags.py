@@ -3,8 +3,6 @@
 Each is a setting, accepted with a notice, or refused with a reason.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.config import parse_args
@@ -630,7 +628,7 @@ OF_EXPERTS = {
     "--moe-router-load-balancing-type": {"--moe-aux-loss-coeff": "0.1 0.2"},
     "--moe-router-enable-expert-bias": {"--moe-router-score-function": "sigmoid"},
 }
-BESIDE: dict[str, dict[str, str | None]] = {
+BESIDE = {
     "--qk-layernorm-over": {"--qk-layernorm": ""},
     **{flag: {"--num-experts": "8", **more} for flag, more in OF_EXPERTS.items()},
     **{f"--mup-{name}": {"--use-mup": ""} for name in MUP},
@@ -675,7 +673,7 @@ BESIDE: dict[str, dict[str, str | None]] = {
 }
 
 
-def rows(text: str) -> list[tuple[str, list[str], str]]:
+def rows(text):
     """Return (flag, its words, the text after '=>') of each line."""
     out = []
     for line in text.strip().splitlines():
@@ -685,7 +683,7 @@ def rows(text: str) -> list[tuple[str, list[str], str]]:
     return out
 
 
-def command(flag: str, words: list[str]) -> list[str]:
+def command(flag, words):
     beside = {
         k: v for k, v in {**BASE, **BESIDE.get(flag, {})}.items() if v is not None and k != flag
     }

@@ -1,7 +1,5 @@
 """Flags of other GPT programs' parsers: each is a setting, maps to some, or has a reason."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path
@@ -13,7 +11,7 @@ from megatron.config.command_line import flag_table, settings_flags
 from megatron.config.flags_of_others import foreign_flags
 from megatron.errors import ConfigError
 
-PARSERS: dict[str, str] = tomllib.loads(Path(__file__).with_name("parsers.toml").read_text())
+PARSERS = tomllib.loads(Path(__file__).with_name("parsers.toml").read_text())
 RUN = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 "
     "--vocab-size 100 --global-batch-size 16 --train-iters 100 --lr 0.001 --min-lr 0.0 "
@@ -49,14 +47,14 @@ def test_each_reason_is_there_once_and_a_refusal_has_a_remedy():
         assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", reason)) <= set(settings_flags()), reason
 
 
-def notices_of(words: list[str]) -> list[str]:
+def notices_of(words):
     config = parse_args([*RUN, *words], 1)
     notices = list(config.notices)
     assert config == parse_args(RUN, 1), words
     return notices
 
 
-def problem_of(words: list[str]) -> str:
+def problem_of(words):
     with pytest.raises(ConfigError) as raised:
         parse_args([*RUN, *words], 1)
     assert "has 1 problem:" in str(raised.value), raised.value

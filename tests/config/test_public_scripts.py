@@ -3,24 +3,19 @@
 They resolve unchanged, or are refused for the listed reasons.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megatron.config import Config, parse_args
+from megatron.config import parse_args
 from megatron.errors import ConfigError
 
 
-def scripts(name: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name(name).read_text())[
-        "script"
-    ]
+def scripts(name):
+    found = tomllib.loads(Path(__file__).with_name(name).read_text())["script"]
     return found
 
 
@@ -36,14 +31,14 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def resolve(script: dict[str, Any]) -> tuple[Config, list[str]]:
+def resolve(script):
     if "json" in script:
         Path("ds.json").write_text(script["json"])
     config = parse_args(script["line"].split(), script["processes"])
     return config, list(config.notices)
 
 
-def problems_of(script: dict[str, Any]) -> list[str]:
+def problems_of(script):
     with pytest.raises(ConfigError) as raised:
         resolve(script)
     text = str(raised.value)
@@ -72,7 +67,7 @@ def test_public_lines_resolve():
         check_values(script, config)
 
 
-def check_values(script: dict[str, Any], config: Config) -> None:
+def check_values(script, config):
     line = f"{script['line']} {script.get('read_as', '')}".strip()
     last = {flag: words for flag, *words in (part.split() for part in re.split(r"\s(?=--)", line))}
     for flag, words in last.items():
@@ -118,7 +113,7 @@ def test_scripts_of_every_family():
     assert len(resolved) >= 0.8 * (len(resolved) + sum("needs" not in s for s in refused))
 
 
-def _same(found: object, written: str) -> bool:
+def _same(found, written):
     try:
         return float(str(found)) == float(written)
     except ValueError:
@@ -138,7 +133,7 @@ def test_public_lines_are_refused_for_the_right_reasons():
             )
 
 
-def has(problem: str, names: str) -> bool:
+def has(problem, names):
     return all(name in problem for name in names.split())
 
 

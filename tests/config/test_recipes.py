@@ -1,14 +1,11 @@
 """Recipes for Frontier resolve on their scripts' number of nodes, and their ranks fit together."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-from megatron.config import Config
 from megatron.config.command_line import parse_plan
 from megatron.errors import ConfigError
 from megatron.planner.cluster import load_cluster
@@ -17,7 +14,7 @@ from megatron.planner.placement import choose_placement
 from megatron.planner.timing import estimate
 from tools import show_recipe
 from tools.show_placement import rank_rows
-from tools.show_recipe import RECIPES, Recipe
+from tools.show_recipe import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "docs/frontier.md", ROOT / "docs/measured/frontier.md"]
@@ -44,11 +41,11 @@ def no_cluster_of_the_environment(monkeypatch):
     monkeypatch.delenv("MEGATRON_CLUSTER", raising=False)
 
 
-def name_of(recipe: Recipe) -> str:
+def name_of(recipe):
     return f"{recipe.model} {recipe.kind} {recipe.note}".strip()
 
 
-def plan(preset: str, nodes: int, *flags: str) -> Config:
+def plan(preset, nodes, *flags):
     return parse_plan(["--preset", preset, "--world-size", str(8 * nodes), *flags])
 
 
@@ -116,8 +113,8 @@ def test_every_rank_of_a_recipe(recipe):
         parallel.num_chunks,
     )
     each = config.model.num_layers // (pp * v)
-    held: dict[tuple[int, int], list[int]] = defaultdict(list)
-    tensor_groups: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    held = defaultdict(list)
+    tensor_groups = defaultdict(list)
     for row in rows:
         assert 0 <= row.tp < tp and 0 <= row.pp < pp and 0 <= row.dp < parallel.data_parallel_size
         assert row.node == row.rank // 8
@@ -142,7 +139,7 @@ def test_every_rank_of_a_recipe(recipe):
 # -- the scripts and the document ------------------------------------------------------------------
 
 
-def printed(capsys: pytest.CaptureFixture[str], command: str) -> list[str]:
+def printed(capsys, command):
     """Return the tables that the tool prints."""
     assert show_recipe.main(command.split()) == 0
     return capsys.readouterr().out.strip().split("\n\n")
@@ -154,7 +151,7 @@ def test_the_document_has_what_the_tool_prints(capsys):
         assert table in text, "docs/frontier.md: put this table in again"
 
 
-def test_the_planners_first_choices_are_what_the_document_says() -> None:
+def test_the_planners_first_choices_are_what_the_document_says():
     """Flags, times and memory of first choice and recipe, and the share of a step that is saved."""
     cluster = load_cluster("frontier")
     rows = re.findall(r"^\| (\S+) frontier \| `(.*)` \| (.*) \|$", DOCUMENTS[1].read_text(), re.M)
@@ -179,7 +176,7 @@ def test_the_planners_first_choices_are_what_the_document_says() -> None:
     ("page", "preset"),
     [("experts", "moe-55b-frontier"), ("long_sequences", "llama-8b-1m-frontier")],
 )
-def test_recipes_of_other_pages(page: str, preset: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_of_other_pages(page, preset, capsys):
     """The recipes on 32 nodes fit, and their pages have the tables that the tool prints."""
     text = (ROOT / f"docs/{page}.md").read_text()
     for table in printed(capsys, f"--preset {preset} --world-size 256 --markdown"):
@@ -190,7 +187,7 @@ def test_recipes_of_other_pages(page: str, preset: str, capsys: pytest.CaptureFi
     assert (first.rank, first.cp, first.ep, first.node) == (0, 0, 0, 0)
 
 
-def test_the_published_layout_of_experts_is_slower_as_the_page_says() -> None:
+def test_the_published_layout_of_experts_is_slower_as_the_page_says():
     found = estimate(plan("moe-55b", 32), load_cluster("frontier"))
     messages = 100 * found.breakdown["layer messages"] / found.seconds
     direct = estimate(plan("moe-55b", 32, "--expert-ranks-per-node", "1"), load_cluster("frontier"))

@@ -1,11 +1,7 @@
 """Settings in a TOML file: --config, and the file that a run writes."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,14 +10,13 @@ from hypothesis import strategies as st
 from megatron.config import PRESETS, Config, parse_args
 from megatron.config.command_line import parse_plan, read_settings
 from megatron.config.help_text import render_differences
-from megatron.config.option import Option
 from megatron.config.settings import all_options, section_of
 from megatron.config.settings_file import render_settings, write_settings, written
 from megatron.errors import ConfigError
 from megatron.untrusted import read_toml
 from tools.show_recipe import RECIPES, name_of
 
-SIZES: dict[str, Any] = dict(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32)
+SIZES = dict(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32)
 RUN = """\
 num-layers = 8            # as a flag
 [model]
@@ -41,25 +36,23 @@ vocab_size = 100
 """
 
 
-SHORT: dict[str, Any] = dict(
-    micro_batch_size=1, train_iters=3, lr=1e-3, vocab_size=9, mock_data=True
-)
+SHORT = dict(micro_batch_size=1, train_iters=3, lr=1e-3, vocab_size=9, mock_data=True)
 TINY = "--preset tiny --data-path a --vocab-size 9 --micro-batch-size 1 --train-iters 3 --lr 1e-3"
 
 
-def stored(folder: Path, text: str) -> str:
+def stored(folder, text):
     path = folder / "run.toml"
     path.write_text(text, encoding="utf-8")
     return str(path)
 
 
-def problems(path: str, *flags: str) -> str:
+def problems(path, *flags):
     with pytest.raises(ConfigError) as raised:
         parse_args(["--config", path, *flags])
     return str(raised.value)
 
 
-def test_a_file_is_read_and_flags_override_it(tmp_path: Path) -> None:
+def test_a_file_is_read_and_flags_override_it(tmp_path):
     path = stored(tmp_path, RUN)
     config = parse_args(["--config", path])
     assert (config.model.num_layers, config.batch.train_iters) == (8, 100)
@@ -73,7 +66,7 @@ def test_a_file_is_read_and_flags_override_it(tmp_path: Path) -> None:
     assert all(word in notice for word in ("--num-layers 4", "8", f"{path}:1: num-layers"))
 
 
-def test_a_file_overrides_the_preset_that_it_names(tmp_path: Path) -> None:
+def test_a_file_overrides_the_preset_that_it_names(tmp_path):
     path = stored(tmp_path, 'preset = "gpt-22b-frontier"\nnum_layers = 24\nfp16 = true\n')
     config = parse_plan(["--config", path])
     assert config == Config.create("gpt-22b-frontier", num_layers=24, fp16=True)
@@ -103,32 +96,32 @@ swiglu = true;squared_relu = true => --swiglu | --squared-relu
 """
 
 
-def test_what_is_wrong_in_a_file_is_named(tmp_path: Path) -> None:
+def test_what_is_wrong_in_a_file_is_named(tmp_path):
     for case in WRONG.strip().splitlines():
         lines, words = case.split(" => ")
         found = problems(stored(tmp_path, lines.replace(";", "\n")))
         assert all(word in found for word in words.split(" | ")), found
 
 
-def test_what_is_long_is_not_shown_in_full(tmp_path: Path) -> None:
+def test_what_is_long_is_not_shown_in_full(tmp_path):
     long = "a" * 10**5
     for text in (f"{long} = 1", f'num_layers = [1, "{long}"]', f'swiglu = "{long}"'):
         assert len(problems(stored(tmp_path, text))) < 1000
 
 
-def test_a_file_that_is_none(tmp_path: Path) -> None:
+def test_a_file_that_is_none(tmp_path):
     assert "absent.toml" in problems(str(tmp_path / "absent.toml"))
     assert "--config" in problems(stored(tmp_path, RUN), "--config", "a", "b")
 
 
-def test_the_number_of_processes_is_the_launchers(tmp_path: Path) -> None:
+def test_the_number_of_processes_is_the_launchers(tmp_path):
     path = stored(tmp_path, RUN + "world_size = 2\n")
     assert parse_args(["--config", path], 2).parallel.data_parallel_size == 2
     with pytest.raises(ConfigError, match=rf"world-size 2 .*{path}:16: world_size.* 3 "):
         parse_args(["--config", path], 3)
 
 
-CASES: dict[str, list[str]] = {
+CASES = {
     **{name: ["--preset", name] for name in PRESETS},
     **{name_of(recipe): recipe.argv() for recipe in RECIPES},
     "best fit": "--preset tiny --data-path a --data-packing best-fit --train-samples 9".split(),
@@ -138,7 +131,7 @@ CASES: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("argv", CASES.values(), ids=CASES)
-def test_a_resolved_file_gives_the_same_run(tmp_path: Path, argv: list[str]) -> None:
+def test_a_resolved_file_gives_the_same_run(tmp_path, argv):
     config = parse_plan(argv)
     path = stored(tmp_path, render_settings(config))
     size = ["--world-size", str(config.parallel.world_size)]
@@ -160,17 +153,17 @@ profile_ranks record_memory_history
 """.split()
 
 
-def other_value(option: Option) -> Any:
+def other_value(option):
     """Return a value that is not the default."""
     if option.choices:
         value = next((c for c in option.choices if c != option.default), option.default)
     else:
-        kinds: dict[type, Any] = {bool: not option.default, int: 77, float: 0.5, str: "x"}
+        kinds = {bool: not option.default, int: 77, float: 0.5, str: "x"}
         value = kinds[option.kind]
     return (value,) if option.many else value
 
 
-def test_each_setting_is_of_the_run_or_of_one_start(tmp_path: Path) -> None:
+def test_each_setting_is_of_the_run_or_of_one_start(tmp_path):
     """Files that a run wrote repeat settings of the run only, files of users all."""
     plain, options = Config.create(**SIZES), {n: o for n, o in all_options().items() if o.flags}
     values = {name: other_value(option) for name, option in options.items()}
@@ -195,7 +188,7 @@ def test_each_setting_is_of_the_run_or_of_one_start(tmp_path: Path) -> None:
     )
 
 
-def test_a_default_of_a_run_is_no_choice_against_a_flag(tmp_path: Path) -> None:
+def test_a_default_of_a_run_is_no_choice_against_a_flag(tmp_path):
     """A setting that a run wrote as a default follows from flags as without the file."""
     run = TINY.split()
     text = render_settings(parse_args(run))
@@ -241,7 +234,7 @@ pipeline_layout = "t,t|t,t" => --num-layers-per-virtual-pipeline-stage 1
 """
 
 
-def test_a_flag_replaces_its_alternative_in_a_file(tmp_path: Path) -> None:
+def test_a_flag_replaces_its_alternative_in_a_file(tmp_path):
     for case in ALTERNATIVES.strip().splitlines():
         line, flags = case.split(" => ")
         path, name = stored(tmp_path, line), line.split()[0]
@@ -251,7 +244,7 @@ def test_a_flag_replaces_its_alternative_in_a_file(tmp_path: Path) -> None:
         assert all(word in notice for word in (flags, f"{path}:1: {name}"))
 
 
-def test_what_is_no_alternative_stays_a_contradiction(tmp_path: Path) -> None:
+def test_what_is_no_alternative_stays_a_contradiction(tmp_path):
     """Two flags, two lines, and evaluation data beside a corpus that is split."""
     path = stored(tmp_path, RUN)
     both = "--train-iters", "9", "--train-samples", "400"
@@ -260,7 +253,7 @@ def test_what_is_no_alternative_stays_a_contradiction(tmp_path: Path) -> None:
     assert "--valid-data-path" in said and f"{path}:14: data_path" in said
 
 
-def test_another_folder_has_its_own_outputs(tmp_path: Path) -> None:
+def test_another_folder_has_its_own_outputs(tmp_path):
     """Another run's metrics, trackers and model do not go to those of the run whose file it takes."""
     outputs = {"metrics_file": "a/m.jsonl", "tensorboard_dir": "a/tb", "save_hf": "a/hf"}
     outputs |= {"wandb_exp_name": "a", "mlflow_run_name": "a", "trace_dir": "a/traces"}
@@ -276,7 +269,7 @@ def test_another_folder_has_its_own_outputs(tmp_path: Path) -> None:
     assert all(value in said for name, value in outputs.items() if name != "save_hf")
 
 
-def test_a_resolved_file_on_other_processes(tmp_path: Path) -> None:
+def test_a_resolved_file_on_other_processes(tmp_path):
     """Values that followed from the number of processes follow from the new number."""
     path = stored(tmp_path, render_settings(Config.create(**SIZES, **SHORT, world_size=4)))
     again = parse_args(["--config", path, "--hidden-size", "128"], 8)
@@ -284,7 +277,7 @@ def test_a_resolved_file_on_other_processes(tmp_path: Path) -> None:
     assert again.model.ffn_hidden_size == 512
 
 
-def test_a_resolved_file_with_pieces_and_a_deepspeed_json(tmp_path: Path) -> None:
+def test_a_resolved_file_with_pieces_and_a_deepspeed_json(tmp_path):
     pieces, ds = tmp_path / "own.py", tmp_path / "ds.json"
     pieces.write_text("def layer(): ...\nPIECES = {'layer': layer}\n")
     ds.write_text('{"gradient_clipping": 0.5, "comms_logger": {"verbose": true, "x": null}}')
@@ -296,9 +289,7 @@ def test_a_resolved_file_with_pieces_and_a_deepspeed_json(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("key", ["pieces", "callback", "'--pieces'", "'--callback'"])
-def test_code_is_named_on_the_command_line_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
+def test_code_is_named_on_the_command_line_only(tmp_path, monkeypatch, key):
     """A file that is passed on runs nothing, also while it is only shown."""
     trace, module = tmp_path / "trace", tmp_path / "evil.py"
     module.write_text(f"open({str(trace)!r}, 'w')\nPIECES = {{}}\nclass Evil: ...\n")
@@ -325,13 +316,13 @@ one_value = (
 
 
 @given(one_value | st.lists(one_value))
-def test_a_value_is_written_as_toml_reads_it(tmp_path_factory: Any, value: Any) -> None:
+def test_a_value_is_written_as_toml_reads_it(tmp_path_factory, value):
     folder = tmp_path_factory.getbasetemp()
     path = stored(folder, f"value = {written(value)}\n")
     assert read_toml(path, 1 << 20, error=ConfigError) == {"value": value}
 
 
-def test_a_resumed_run_names_what_was_chosen_and_where(tmp_path: Path) -> None:
+def test_a_resumed_run_names_what_was_chosen_and_where(tmp_path):
     """Defaults are not listed, each setting once, and its first origin stays in the file."""
     run = f"{TINY} --recompute-granularity selective".split()
     path = tmp_path / "settings.toml"
@@ -351,7 +342,7 @@ def test_a_resumed_run_names_what_was_chosen_and_where(tmp_path: Path) -> None:
     assert changed == ["train_iters", "lr_decay_iters"]
 
 
-def test_settings_of_an_earlier_start_are_kept(tmp_path: Path) -> None:
+def test_settings_of_an_earlier_start_are_kept(tmp_path):
     path = tmp_path / "settings.toml"
     first, second, third = (render_settings(Config.create(**SIZES, seed=n)) for n in (1, 2, 3))
     for text, iteration in ((first, 0), (first + "# another comment\n", 0), (second, 5)):

@@ -1,14 +1,11 @@
 """Flags of other frameworks that map to settings here, with values worked out by hand."""
 
-from __future__ import annotations
-
 import contextlib
 import json
-from collections.abc import Iterator
 
 import pytest
 
-from megatron.config import Config, parse_args
+from megatron.config import parse_args
 from megatron.config.command_line import parse_plan
 from megatron.config.translate import DIRECT, LATE
 from megatron.errors import ConfigError
@@ -19,13 +16,13 @@ BASE = (
 ).split()
 
 
-def resolve(line: str | list[str], *more: str, world_size: int = 1) -> tuple[Config, list[str]]:
+def resolve(line, *more, world_size=1):
     words = line.split() if isinstance(line, str) else line
     config = parse_args([*BASE, *words, *more], world_size)
     return config, list(config.notices)
 
 
-def problem(line: str | list[str], *more: str, world_size: int = 1) -> str:
+def problem(line, *more, world_size=1):
     with pytest.raises(ConfigError) as raised:
         resolve(line, *more, world_size=world_size)
     assert "has 1 problem:" in str(raised.value), raised.value
@@ -65,7 +62,7 @@ STAGES = """
 """
 
 
-def rows(text: str) -> Iterator[tuple[int, int, str, str]]:
+def rows(text):
     """Yield layers, pipeline ranks, flags, and what is behind the arrow."""
     for line in text.strip().splitlines():
         if not line.startswith("#"):
@@ -74,7 +71,7 @@ def rows(text: str) -> Iterator[tuple[int, int, str, str]]:
             yield int(layers), int(ranks), flags.strip(), result.strip()
 
 
-def staged(layers: int, ranks: int, flags: str) -> tuple[Config, list[str]]:
+def staged(layers, ranks, flags):
     sizes = f"--num-layers {layers} --pipeline-model-parallel-size {ranks} --mock-data"
     return resolve(f"{sizes} {flags}", world_size=ranks)
 

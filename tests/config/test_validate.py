@@ -1,13 +1,9 @@
 """Each impossible configuration is refused, with its values and a fix that is itself accepted."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math
 import shlex
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +19,7 @@ NO_DROPOUT = dict(attention_dropout=0.0)
 SIZES = dict(num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=64)
 
 
-def problem_of(make: Callable[[], object]) -> str:
+def problem_of(make):
     """Return the text of the only problem."""
     with pytest.raises(ConfigError) as raised:
         make()
@@ -32,7 +28,7 @@ def problem_of(make: Callable[[], object]) -> str:
     return text.split("1 problem: ", 1)[1]
 
 
-def problem(**values: Any) -> str:
+def problem(**values):
     return problem_of(lambda: Config.create(**{**SIZES, **values}))
 
 
@@ -213,8 +209,8 @@ CASES = """
 """
 
 
-def flags_of(text: str) -> dict[str, list[str]]:
-    flags: dict[str, list[str]] = {}
+def flags_of(text):
+    flags = {}
     for word in shlex.split(text):
         if word.startswith("--"):
             flags[word] = words = []
@@ -223,7 +219,7 @@ def flags_of(text: str) -> dict[str, list[str]]:
     return flags
 
 
-def planned(flags: dict[str, list[str]]) -> Config:
+def planned(flags):
     lines = ([flag, *words] for flag, words in flags.items() if words != ["-"])
     return parse_plan(list(itertools.chain(*lines)))
 
@@ -262,7 +258,7 @@ EXTREMES = [
 ]
 
 
-def test_every_number_has_a_range_and_what_is_outside_is_refused() -> None:
+def test_every_number_has_a_range_and_what_is_outside_is_refused():
     """Every extreme value is refused, alone or with others, or makes a configuration.
 
     There is no traceback and no long arithmetic.
@@ -303,7 +299,7 @@ LIMITS = """
 """
 
 
-def test_a_number_beyond_its_range_is_refused_with_both() -> None:
+def test_a_number_beyond_its_range_is_refused_with_both():
     for case in LIMITS.strip().splitlines():
         flags, limit = case.split(" => ")
         with pytest.raises(ConfigError) as raised:
@@ -314,7 +310,7 @@ def test_a_number_beyond_its_range_is_refused_with_both() -> None:
         assert value in text or str(float(value)) in text
 
 
-def test_numbers_within_other_values_have_as_few_digits() -> None:
+def test_numbers_within_other_values_have_as_few_digits():
     for name, value in (
         ("walltime", "9" * 5000),
         ("walltime", f"1-{'9' * 5000}"),
@@ -325,7 +321,7 @@ def test_numbers_within_other_values_have_as_few_digits() -> None:
         problem(**{name: value})
 
 
-def test_context_parallelism_alone_does_what_a_ring_cannot() -> None:
+def test_context_parallelism_alone_does_what_a_ring_cannot():
     """With the default dropout and a short sequence, heads are exchanged where they suffice."""
     both = dict(context_parallel_size=2)
     assert Config.create(**SIZES, **both, **NO_DROPOUT).parallel.cp_comm_type == "p2p"

@@ -9,12 +9,9 @@ CASES is JSON: {"orders": [{"sizes", "start", "stop", "num_samples", "seq_length
 blend i "which_i" and "number_i".
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys
-from typing import Any
 
 import numpy
 from core_peer import import_core
@@ -23,7 +20,7 @@ from core_peer import import_core
 class Split:
     """Stand-in for megatron-core's data set of one split: all that its index building reads."""
 
-    def __init__(self, gpt_dataset: Any, case: dict[str, Any]) -> None:
+    def __init__(self, gpt_dataset, case):
         self.config = gpt_dataset.GPTDatasetConfig.__new__(gpt_dataset.GPTDatasetConfig)
         settings = dict(
             sequence_length=case["seq_length"],
@@ -43,17 +40,17 @@ class Split:
         self.index_split = gpt_dataset.Split.train
         self._gpt_dataset = gpt_dataset.GPTDataset
 
-    def _get_num_tokens_per_epoch(self) -> int:
+    def _get_num_tokens_per_epoch(self):
         return self._gpt_dataset._get_num_tokens_per_epoch(self)
 
-    def _get_num_epochs(self, tokens: int) -> int:
+    def _get_num_epochs(self, tokens):
         return self._gpt_dataset._get_num_epochs(self, tokens)
 
-    def build(self) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+    def build(self):
         return self._gpt_dataset._build_document_sample_shuffle_indices(self)
 
 
-def main() -> None:
+def main():
     folder, cases, out = sys.argv[1:]
     import_core(folder)
     from megatron.core.datasets import gpt_dataset, helpers

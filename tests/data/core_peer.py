@@ -7,16 +7,13 @@ one of {"write": prefix, "dtype", "documents", "modes"}, {"merge": prefix, "dtyp
 "multimodal"} and {"read": prefix, "mmap", "multimodal"}; a result is null, or the data read.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 
-def import_core(folder: str) -> Any:
+def import_core(folder):
     """Import the module without the packages' own imports.
 
     They take seconds and do not affect the format.
@@ -34,7 +31,7 @@ def import_core(folder: str) -> Any:
     return indexed_dataset
 
 
-def write(core: Any, job: dict[str, Any]) -> None:
+def write(core, job):
     """Write documents alternately as one tensor with lengths and sequence by sequence."""
     import numpy
     import torch
@@ -58,7 +55,7 @@ def write(core: Any, job: dict[str, Any]) -> None:
     builder.finalize(job["write"] + ".idx")
 
 
-def merge(core: Any, job: dict[str, Any]) -> None:
+def merge(core, job):
     import numpy
 
     dtype = getattr(numpy, job["dtype"])
@@ -70,7 +67,7 @@ def merge(core: Any, job: dict[str, Any]) -> None:
     builder.finalize(job["merge"] + ".idx")
 
 
-def read(core: Any, job: dict[str, Any]) -> dict[str, Any]:
+def read(core, job):
     dataset = core.IndexedDataset(job["read"], multimodal=job["multimodal"], mmap=job["mmap"])
     items = [dataset[i] for i in range(len(dataset))]
     return {
@@ -82,7 +79,7 @@ def read(core: Any, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main():
     core = import_core(sys.argv[1])
     results = []
     for job in json.load(sys.stdin):

@@ -1,15 +1,12 @@
 """Forked processes: several at once, and one killed at every relevant moment."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,9 +25,7 @@ MOMENTS = pytest.mark.parametrize(
 )
 
 
-def killed_at_each(
-    folder: Path, run: Run, every: bool, prepare: Run = lambda _: None
-) -> Iterator[Path]:
+def killed_at_each(folder, run, every, prepare=lambda _: None):
     """Yield the folders that `run` leaves when killed, one for each moment."""
     whole, log = folder / "whole", folder / "moments"
     whole.mkdir()
@@ -46,7 +41,7 @@ def killed_at_each(
             yield here
 
 
-def at_once(number: int, fn: Callable[[int], Any]) -> list[Any]:
+def at_once(number, fn):
     """Call `fn` in several processes, after all have started, and return the results."""
     barrier, readers, pids = context.Barrier(number), [], []
     try:
@@ -54,7 +49,7 @@ def at_once(number: int, fn: Callable[[int], Any]) -> list[Any]:
             reader, writer = os.pipe()
             readers.append(open(reader, "rb"))  # noqa: SIM115
 
-            def child(rank: int = rank, writer: int = writer) -> None:
+            def child(rank=rank, writer=writer):
                 barrier.wait()
                 os.write(writer, pickle.dumps(fn(rank)))
 

@@ -1,17 +1,12 @@
 """Functions of the index loops with short arrays, and requests for an index."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from megatron.data import indexed_dataset
 from megatron.data.gpt_dataset import IndexRequest
-from megatron.data.indexed_dataset import IndexedDataset
 
 
-def call(function: str, *arguments: Any, int32_max: int = 2**31 - 1) -> Any:
+def call(function, *arguments, int32_max=2**31 - 1):
     """Call a function of indexed_dataset, whose loop is compiled for short arrays too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexed_dataset, "_FEW", 0)
@@ -20,12 +15,12 @@ def call(function: str, *arguments: Any, int32_max: int = 2**31 - 1) -> Any:
 
 
 def request_for(
-    indexed: IndexedDataset,
-    num_samples: int,
-    seq_length: int,
-    seed: int = 1,
-    bounds: tuple[int, int] | None = None,
-) -> IndexRequest:
+    indexed,
+    num_samples,
+    seq_length,
+    seed=1,
+    bounds=None,
+):
     """Return the request for training samples of these sequences, or of all."""
     start, stop = bounds or (0, len(indexed))
     tokens, sizes = indexed.tokens_between(start, stop), indexed.sizes

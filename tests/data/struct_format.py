@@ -1,7 +1,5 @@
 """The .bin/.idx format by struct alone, independent of our code: bytes from documents and back."""
 
-from __future__ import annotations
-
 import itertools
 import struct
 from pathlib import Path
@@ -12,7 +10,7 @@ LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 6: "d", 7: "f", 8: "H"}
 CODES = {"u1": 1, "i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<f8": 6, "<f4": 7, "<u2": 8}
 
 
-def packed(documents: Documents, dtype: str, modes: list[int] | None = None) -> tuple[bytes, bytes]:
+def packed(documents, dtype, modes=None):
     """Return the bytes of (.bin, .idx)."""
     code = CODES[dtype]
     letter = "<" + LETTERS[code]
@@ -32,7 +30,7 @@ def packed(documents: Documents, dtype: str, modes: list[int] | None = None) -> 
     return data, index + b"".join(struct.pack("<b", mode) for mode in modes or [])
 
 
-def unpacked(prefix: Path | str) -> tuple[str, Documents, list[int]]:
+def unpacked(prefix):
     """Return (dtype, documents, modes) of a pair of files."""
     data, index = Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
     magic, version, code, count, boundaries = struct.unpack_from("<9sQBQQ", index)
@@ -53,9 +51,7 @@ def unpacked(prefix: Path | str) -> tuple[str, Documents, list[int]]:
     return next(name for name, c in CODES.items() if c == code), documents, list(modes)
 
 
-def write(
-    prefix: Path, documents: Documents, dtype: str = "<u2", modes: list[int] | None = None
-) -> str:
+def write(prefix, documents, dtype="<u2", modes=None):
     """Write the pair of files and return their prefix."""
     for suffix, content in zip((".bin", ".idx"), packed(documents, dtype, modes), strict=True):
         Path(f"{prefix}{suffix}").write_bytes(content)

@@ -1,7 +1,5 @@
 """Micro-batches against a loop over positions."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np
@@ -11,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from megatron.data.sampler import MicroBatch, Separation, make_micro_batch
+from megatron.data.sampler import Separation, make_micro_batch
 from megatron.errors import DataError
 
 EOD = 3
 
 
-def check_documents(batch: MicroBatch, bounds: list[int] | None) -> None:
+def check_documents(batch, bounds):
     """Check cu_seqlens and the values on the host that follow from it."""
     if bounds is None:
         assert batch.cu_seqlens is None and batch.document_lengths is None
@@ -36,16 +34,14 @@ def check_documents(batch: MicroBatch, bounds: list[int] | None) -> None:
     reset_attention_mask=st.booleans(),
     eod_mask_loss=st.booleans(),
 )
-def test_against_loop(
-    tokens: np.ndarray, reset_position_ids: bool, reset_attention_mask: bool, eod_mask_loss: bool
-) -> None:
+def test_against_loop(tokens, reset_position_ids, reset_attention_mask, eod_mask_loss):
     batch = make_micro_batch(
         tokens.copy(),
         separation=Separation(EOD, reset_position_ids, reset_attention_mask, eod_mask_loss),
         first_sample=17,
     )
     samples, length = tokens.shape[0], tokens.shape[1] - 1
-    bounds: list[int] = []
+    bounds = []
     for b in range(samples):
         position, starts = 0, [0]
         for j in range(length):
@@ -71,7 +67,7 @@ def test_against_loop(
 
 
 @st.composite
-def packed(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
+def packed(draw):
     """Draw s and, for each sample, the lengths of pieces that fill at most s + 1 tokens."""
     length = draw(st.integers(1, 12))
     samples = []
@@ -83,9 +79,7 @@ def packed(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
 
 
 @given(case=packed(), eod_mask_loss=st.booleans(), seed=st.integers(0, 9))
-def test_pieces_against_loop(
-    case: tuple[int, list[list[int]]], eod_mask_loss: bool, seed: int
-) -> None:
+def test_pieces_against_loop(case, eod_mask_loss, seed):
     length, samples = case
     tokens = np.random.RandomState(seed).randint(0, 5, (len(samples), length + 1))
     segments = [np.array(lengths, np.int64) for lengths in samples]
@@ -110,7 +104,7 @@ def test_pieces_against_loop(
     check_documents(batch, [*bounds, len(samples) * length])
 
 
-def test_does_not_share_memory_with_samples() -> None:
+def test_does_not_share_memory_with_samples():
     tokens = np.arange(4, dtype=np.int64).reshape(1, 4)
     batch = make_micro_batch(tokens)
     tokens[:] = 0
@@ -119,7 +113,7 @@ def test_does_not_share_memory_with_samples() -> None:
     assert batch.labels[0].tolist() == [1, 2, 3]
 
 
-def test_refuses() -> None:
+def test_refuses():
     tokens = np.array([[0, 1, 9]], np.int64)
     for options in ({}, {"segments": [np.array([3])]}):
         with pytest.raises(DataError, match="--eod-mask-loss"):

@@ -1,10 +1,6 @@
 """build_datasets: its files, splits and numbers of samples."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +8,14 @@ import pytest
 from megatron.config.io import DataConfig
 from megatron.config.pieces import Pieces
 from megatron.data.datasets import Datasets, Reading, build_datasets, data_prefixes
-from megatron.data.gpt_dataset import BlendedDataset, TokenDataset
+from megatron.data.gpt_dataset import BlendedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import ConfigError, DataError
 
 SEQ_LENGTH = 8
 
 
-def config(**data: Any) -> Any:
+def config(**data):
     """Return the settings that build_datasets reads."""
     return SimpleNamespace(
         data=DataConfig(**{"split": "8,1,1", **data}),
@@ -29,7 +25,7 @@ def config(**data: Any) -> Any:
     )
 
 
-def write(folder: Path, name: str, documents: int, first_token: int = 0) -> str:
+def write(folder, name, documents, first_token=0):
     """Write documents of 20 equal tokens: document i holds first_token + i."""
     prefix = str(folder / name)
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
@@ -38,12 +34,12 @@ def write(folder: Path, name: str, documents: int, first_token: int = 0) -> str:
     return prefix
 
 
-def tokens_in(dataset: TokenDataset | None) -> set[int]:
+def tokens_in(dataset):
     assert dataset is not None
     return {int(token) for i in range(len(dataset)) for token in dataset[i]}
 
 
-def test_split_of_one(tmp_path: Path) -> None:
+def test_split_of_one(tmp_path):
     prefix = write(tmp_path, "a", 10)
     built = build_datasets(config(data_path=(prefix,), mmap_bin_files=False), 40, 7, 3)
     assert (tokens_in(built.train), tokens_in(built.valid), tokens_in(built.test)) == (
@@ -54,7 +50,7 @@ def test_split_of_one(tmp_path: Path) -> None:
     assert len(built.train or ()) >= 40 and len(built.valid or ()) >= 7
 
 
-def test_none_where_no_data_or_no_samples(tmp_path: Path) -> None:
+def test_none_where_no_data_or_no_samples(tmp_path):
     prefix = write(tmp_path, "a", 10)
     built = build_datasets(config(data_path=(prefix,), split="9,1,0"), 5, 0, 5)
     assert built.train is not None and built.valid is None and built.test is None
@@ -63,7 +59,7 @@ def test_none_where_no_data_or_no_samples(tmp_path: Path) -> None:
         build_datasets(config(data_path=(prefix,), split="0,1"), 5, 5, 0)
 
 
-def test_blend(tmp_path: Path) -> None:
+def test_blend(tmp_path):
     a, b = write(tmp_path, "a", 10), write(tmp_path, "b", 10, 100)
     built = build_datasets(
         config(data_path=("3", a, "1", b), data_cache_path=str(tmp_path / "cache")), 100, 8, 0
@@ -75,7 +71,7 @@ def test_blend(tmp_path: Path) -> None:
     assert not (tmp_path / "index-cache").exists()  # everything went to --data-cache-path
 
 
-def test_blend_with_a_part_too_small_for_a_split(tmp_path: Path) -> None:
+def test_blend_with_a_part_too_small_for_a_split(tmp_path):
     """The share of a part that is too small for a split goes to parts that have samples for it."""
     a, b, c = write(tmp_path, "a", 10), write(tmp_path, "b", 1, 100), write(tmp_path, "c", 10, 200)
     built = build_datasets(config(data_path=("1", b, "1", a)), 10, 10, 0)
@@ -89,7 +85,7 @@ def test_blend_with_a_part_too_small_for_a_split(tmp_path: Path) -> None:
     assert sum(int(three[i][0]) == 8 for i in range(20)) == 10
 
 
-def test_paths_of_their_own(tmp_path: Path) -> None:
+def test_paths_of_their_own(tmp_path):
     a, b = write(tmp_path, "a", 4), write(tmp_path, "b", 4, 100)
     # An index of the split of `a` with the same counts must not be taken for the index of all of
     # `a`.
@@ -104,7 +100,7 @@ def test_paths_of_their_own(tmp_path: Path) -> None:
         build_datasets(config(valid_data_path=(b,)), 4, 4, 0)
 
 
-def test_corpora_of_their_own(tmp_path: Path) -> None:
+def test_corpora_of_their_own(tmp_path):
     a, b = write(tmp_path, "a", 4), write(tmp_path, "b=c", 1, 100)
     built = build_datasets(config(valid_data_path=(f"x={a}", f"y={b}")), 0, 40, 4)
     assert built.valid is None and {n: len(d) for n, d in built.corpora.items()} == {
@@ -121,7 +117,7 @@ def test_corpora_of_their_own(tmp_path: Path) -> None:
         build_datasets(config(valid_data_path=(f"x={a}", f"z={short}")), 0, 1, 0)
 
 
-def test_prefixes_in_the_order_of_use(tmp_path: Path) -> None:
+def test_prefixes_in_the_order_of_use(tmp_path):
     assert data_prefixes(config(mock_data=True)) == []
     assert data_prefixes(config(data_path=("1", "b", "2", "a"))) == ["b", "a"]
     per_split = config(
@@ -131,7 +127,7 @@ def test_prefixes_in_the_order_of_use(tmp_path: Path) -> None:
     assert data_prefixes(config(valid_data_path=("a=v", "b=./w=1"))) == ["v", "./w=1"]
 
 
-def test_a_copy_is_read_in_place_of_the_data(tmp_path: Path) -> None:
+def test_a_copy_is_read_in_place_of_the_data(tmp_path):
     """A staged copy is read in place of the data.
 
     The copy differs, so that the test can tell which one is read; the index is that of the data's
@@ -144,11 +140,11 @@ def test_a_copy_is_read_in_place_of_the_data(tmp_path: Path) -> None:
     assert (tmp_path / "index-cache").is_dir() and not (tmp_path / "node" / "index-cache").exists()
 
 
-def test_exact_epochs(tmp_path: Path) -> None:
+def test_exact_epochs(tmp_path):
     """Training epochs have 80 tokens: three make 239 // 8 = 29 samples, whatever the run takes."""
     prefix = write(tmp_path, "a", 10)
 
-    def build(samples: int, epochs: int | None, **data: Any) -> Datasets:
+    def build(samples, epochs, **data):
         one = ("1", prefix, "1", prefix) if data.pop("blend", False) else (prefix,)
         split = data.pop("split", "4,6,0")
         return build_datasets(
@@ -174,7 +170,7 @@ def test_exact_epochs(tmp_path: Path) -> None:
         build(5, 3, blend=True)
 
 
-def test_packing(tmp_path: Path) -> None:
+def test_packing(tmp_path):
     """Pack documents of 20 equal tokens into samples of 9.
 
     Pieces have 9, 9 and 4 tokens; two pieces and padding fill a sample.

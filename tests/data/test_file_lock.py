@@ -1,14 +1,10 @@
 """Locks and claims of folders: their end with the holder, and file systems without flock."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
 import signal
 import socket
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -20,16 +16,16 @@ from tests.helpers.killing import forked, wait_for
 pytestmark = pytest.mark.filterwarnings("ignore:flock not supported")
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def without_flock(*_: object) -> None:
+def without_flock(*_):
     raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
 @pytest.fixture(params=["flock", "soft"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def kind(request, monkeypatch):
     """Provide a file system with flock, and one without.
 
     The latter is like Lustre mounted with neither `flock` nor `localflock`.
@@ -39,11 +35,11 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-def held_by_another(path: Path, then: Callable[[], object]) -> int:
+def held_by_another(path, then):
     """Start a process that takes the lock and then acts; it has the lock when this returns."""
     reader, writer = os.pipe()
 
-    def hold() -> None:
+    def hold():
         lock = FileLock(path)
         assert lock.acquire()
         os.write(writer, b"x")
@@ -54,7 +50,7 @@ def held_by_another(path: Path, then: Callable[[], object]) -> int:
     return pid
 
 
-def test_one_has_it_at_a_time(tmp_path: Path, kind: str) -> None:
+def test_one_has_it_at_a_time(tmp_path, kind):
     first, second = FileLock(tmp_path / "x.lock"), FileLock(tmp_path / "x.lock")
     assert first.acquire() and not second.acquire()
     assert second.holder() == (os.getpid(), socket.gethostname())
@@ -69,7 +65,7 @@ def test_one_has_it_at_a_time(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_loses_it_at_once(tmp_path: Path, kind: str) -> None:
+def test_a_process_that_is_killed_loses_it_at_once(tmp_path, kind):
     path = tmp_path / "x.lock"
     pid = held_by_another(path, signal.pause)
     lock = FileLock(path)
@@ -81,12 +77,12 @@ def test_a_process_that_is_killed_loses_it_at_once(tmp_path: Path, kind: str) ->
 
 
 @pytest.mark.slow
-def test_of_many_processes_one_has_it(tmp_path: Path, kind: str) -> None:
+def test_of_many_processes_one_has_it(tmp_path, kind):
     """Only one of many processes has the lock. Each adds one to a number by a read and a write."""
     count = tmp_path / "count"
     count.write_text("0")
 
-    def add(_: int) -> None:
+    def add(_):
         lock = FileLock(tmp_path / "x.lock")
         assert lock.acquire(wait_s=60)
         count.write_text(str(int(count.read_text()) + 1))
@@ -96,8 +92,8 @@ def test_of_many_processes_one_has_it(tmp_path: Path, kind: str) -> None:
     assert count.read_text() == "6" and names(tmp_path) == ["count"]
 
 
-def test_a_holder_here_is_not_waited_for_and_one_elsewhere_is(tmp_path: Path, kind: str) -> None:
-    path, said = tmp_path / "x.lock", list[str]()
+def test_a_holder_here_is_not_waited_for_and_one_elsewhere_is(tmp_path, kind):
+    path, said = tmp_path / "x.lock", []
     holder, lock = FileLock(path), FileLock(path)
     assert holder.acquire()
     assert not lock.acquire_from_the_dead(said.append, wait_s=1e9) and said == []
@@ -106,10 +102,10 @@ def test_a_holder_here_is_not_waited_for_and_one_elsewhere_is(tmp_path: Path, ki
     assert len(said) == 1 and "17 on elsewhere" in said[0]
 
 
-def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
+def test_a_folder_belongs_to_one_run(tmp_path):
     """A second run is refused; one of another host is waited for, as its node may have died."""
     first, second = FolderClaim(tmp_path, "--save x"), FolderClaim(tmp_path, "--save x", wait_s=0.1)
-    said = list[str]()
+    said = []
     first.take(said.append)
     with pytest.raises(ConfigError, match=rf"--save x .*\b{os.getpid()}\b"):
         second.take(said.append)
@@ -131,7 +127,7 @@ def test_a_folder_belongs_to_one_run(tmp_path: Path) -> None:
     assert "--save x" in said.pop()
 
 
-def test_what_a_lock_file_holds_is_never_trusted(tmp_path: Path) -> None:
+def test_what_a_lock_file_holds_is_never_trusted(tmp_path):
     path = tmp_path / "x.lock"
     # the last like earlier versions
     for content in (b"", b"\xff" * 5000, b"host pid", b'{"host": "n", "pid": 3}'):
@@ -142,7 +138,7 @@ def test_what_a_lock_file_holds_is_never_trusted(tmp_path: Path) -> None:
         lock.release()
 
 
-def test_a_file_appears_complete_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_appears_complete_or_not_at_all(tmp_path):
     path = tmp_path / "x"
     with renamed_into(path) as file:
         file.write(b"1")

@@ -1,11 +1,8 @@
 """Samples and their order, against a plain reading of the format: join, cut, shuffle."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +20,7 @@ from tests.data.struct_format import packed
 from tests.helpers.examples import examples
 
 
-def write(prefix: Path, sizes: list[int], first_token: int = 0) -> list[list[int]]:
+def write(prefix, sizes, first_token=0):
     """Write documents of these sizes with ascending tokens, so that a token tells its position."""
     documents, token = [], first_token
     with IndexedDatasetWriter(prefix, np.int32) as writer:
@@ -34,16 +31,14 @@ def write(prefix: Path, sizes: list[int], first_token: int = 0) -> list[list[int
     return documents
 
 
-def epochs_by_trial(tokens: int, num_samples: int, seq_length: int) -> int:
+def epochs_by_trial(tokens, num_samples, seq_length):
     epochs = 1
     while (epochs * tokens - 1) // seq_length < num_samples:
         epochs += 1
     return epochs
 
 
-def expected_samples(
-    documents: list[list[int]], num_samples: int, seq_length: int, seed: int
-) -> list[list[int]]:
+def expected_samples(documents, num_samples, seq_length, seed):
     """Return the samples in draw order, from one generator.
 
     Documents of all epochs are shuffled together, or the last epoch apart when it gives under 80%
@@ -54,7 +49,7 @@ def expected_samples(
     before_last = ((epochs - 1) * tokens - 1) // seq_length
     apart = epochs > 1 and num_samples - before_last < int(0.80 * ((tokens - 1) // seq_length))
     random = np.random.RandomState(seed)
-    order: list[int] = []
+    order = []
     for count in [epochs - 1, 1] if apart else [epochs]:
         group = list(range(len(documents))) * count
         shuffled = np.array(group, np.int64)
@@ -63,7 +58,7 @@ def expected_samples(
     stream = [token for document in order for token in documents[document]]
     total = (len(stream) - 1) // seq_length
     samples = [stream[i * seq_length : (i + 1) * seq_length + 1] for i in range(total)]
-    result: list[list[int]] = []
+    result = []
     for start, stop in [(0, before_last), (before_last, total)] if apart else [(0, total)]:
         positions = np.arange(start, stop, dtype=np.int64)
         random.shuffle(positions)
@@ -71,9 +66,7 @@ def expected_samples(
     return result
 
 
-def dataset(
-    prefix: Path, num_samples: int, seq_length: int, *, mmap: bool = True, seed: int = 7
-) -> GPTDataset:
+def dataset(prefix, num_samples, seq_length, *, mmap=True, seed=7):
     indexed = IndexedDataset(prefix, mmap=mmap)
     return GPTDataset(indexed, request_for(indexed, num_samples, seq_length, seed))
 
@@ -88,13 +81,13 @@ def dataset(
     mmap=st.booleans(),
 )
 def test_samples(
-    tmp_path_factory: pytest.TempPathFactory,
-    sizes: list[int],
-    num_samples: int,
-    seq_length: int,
-    seed: int,
-    mmap: bool,
-) -> None:
+    tmp_path_factory,
+    sizes,
+    num_samples,
+    seq_length,
+    seed,
+    mmap,
+):
     prefix = tmp_path_factory.mktemp("gpt") / "x"
     documents = write(prefix, sizes)
     built = dataset(prefix, num_samples, seq_length, seed=seed, mmap=mmap)
@@ -108,7 +101,7 @@ def test_samples(
         built[len(built)]
 
 
-def test_cache_names(tmp_path: Path) -> None:
+def test_cache_names(tmp_path):
     request = IndexRequest(
         "data/c_text_document",
         "train",
@@ -144,8 +137,8 @@ def test_cache_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packed_samples", [True, False])
 @pytest.mark.parametrize("size", [-4, 9])
 def test_sizes_that_cannot_be_right_are_found_before_an_index_is_built(
-    tmp_path: Path, size: int, packed_samples: bool
-) -> None:
+    tmp_path, size, packed_samples
+):
     """Impossible sizes are found before an index is built.
 
     All sizes are read then, because checks of the ends miss a number in the middle.
@@ -160,7 +153,7 @@ def test_sizes_that_cannot_be_right_are_found_before_an_index_is_built(
         (PackedDataset if packed_samples else GPTDataset)(indexed, request)
 
 
-def test_where_a_token_stands(tmp_path: Path) -> None:
+def test_where_a_token_stands(tmp_path):
     """The byte that `where` names holds the token, and the document holds the byte.
 
     Documents have several sequences.
@@ -184,10 +177,10 @@ def test_where_a_token_stands(tmp_path: Path) -> None:
     assert built.segments(0) is None
 
 
-def test_a_damaged_index_is_named(tmp_path: Path) -> None:
+def test_a_damaged_index_is_named(tmp_path):
     write(tmp_path / "x", [30, 30])
     built = dataset(tmp_path / "x", 5, 10)
-    sample = int(built._shuffle[2])  # type: ignore[call-overload]
+    sample = int(built._shuffle[2])
     for row in ([1, 25], [0, 0], [7, 3], [-3, 0]):
         rows = np.array(built._rows)
         rows[sample] = row
@@ -201,7 +194,7 @@ def test_a_damaged_index_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[40, 60], [50, 50, 20]])
-def test_data_that_changed_under_its_cache(tmp_path: Path, sizes: list[int]) -> None:
+def test_data_that_changed_under_its_cache(tmp_path, sizes):
     write(tmp_path / "x", [10, 50, 40])
     before = dataset(tmp_path / "x", 9, 10)
     documents = write(tmp_path / "x", sizes)
@@ -210,7 +203,7 @@ def test_data_that_changed_under_its_cache(tmp_path: Path, sizes: list[int]) -> 
     assert [after[i].tolist() for i in range(len(after))] == expected_samples(documents, 9, 10, 7)
 
 
-def test_blend(tmp_path: Path) -> None:
+def test_blend(tmp_path):
     first, second = write(tmp_path / "a", [40, 33]), write(tmp_path / "b", [90], first_token=1000)
     parts = [dataset(tmp_path / "a", 9, 8), dataset(tmp_path / "b", 5, 8)]
     cache = tmp_path / "cache"
@@ -233,7 +226,7 @@ def test_blend(tmp_path: Path) -> None:
         blend[12]
 
 
-def test_mock() -> None:
+def test_mock():
     samples = np.stack([MockDataset("train", 20, 63, 50, seed=1)[i] for i in range(20)])
     assert samples.shape == (20, 64) and samples.dtype == np.int64
     assert (samples.min(), samples.max()) == (0, 49)

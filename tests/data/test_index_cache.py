@@ -3,22 +3,17 @@
 If one dies or is suspended, none waits for ever or reads wrong data.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron.data import index_cache
 from megatron.data.file_lock import FileLock
-from megatron.data.index_cache import Arrays, forwarded_messages, load_or_build
+from megatron.data.index_cache import forwarded_messages, load_or_build
 from megatron.errors import DataError
 from tests.data.forks import MOMENTS, at_once, context, killed_at_each
 from tests.helpers.killing import forked, signal_at, wait_for
@@ -31,41 +26,41 @@ VALUE = {"a": np.arange(50), "b": np.arange(60).reshape(-1, 2) * 3}
 OLD = {part: array + 1 for part, array in VALUE.items()}
 
 
-def load(directory: Path, build: Callable[[], Arrays], **options: Any) -> Arrays:
+def load(directory, build, **options):
     """Load the entry from one folder."""
     return load_or_build(ENTRY, ["a", "b"], [directory], build, **options)
 
 
-def never() -> Arrays:
+def never():
     raise AssertionError("built although it was there")
 
 
-def names(directory: Path) -> list[str]:
+def names(directory):
     return sorted(path.name for path in directory.iterdir())
 
 
-def same(arrays: Arrays, wanted: Arrays) -> bool:
+def same(arrays, wanted):
     return arrays.keys() == wanted.keys() and all(
         np.array_equal(arrays[part], wanted[part]) for part in wanted
     )
 
 
-def waiting(call: Callable[[], object]) -> AbstractContextManager[None]:
+def waiting(call):
     """Run `call` whenever this process reports that it waits for another, inside the block."""
     return forwarded_messages(lambda message: call() if message.startswith("waiting") else None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
-def test_one_of_four_builds_and_all_get_what_came_of_it(tmp_path: Path, fails: bool) -> None:
+def test_one_of_four_builds_and_all_get_what_came_of_it(tmp_path, fails):
     """One of four processes builds, and all get its result.
 
     It builds until all others wait for it; if it fails, each of them fails on its own.
     """
     waits = context.Semaphore(0)
 
-    def run(_: int) -> str:
-        def build() -> Arrays:
+    def run(_):
+        def build():
             if fails:
                 raise DataError("broken data")
             for _ in range(3):
@@ -85,11 +80,9 @@ def test_one_of_four_builds_and_all_get_what_came_of_it(tmp_path: Path, fails: b
         assert (tmp_path / f"{KEY}.dsc").read_text().startswith(ENTRY)
 
 
-def test_waiting_ends_with_the_name_of_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_ends_with_the_name_of_the_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(index_cache, "WAIT_S", 0.1)
-    lock, waits = FileLock(tmp_path / f"{KEY}.lock"), list[int]()
+    lock, waits = FileLock(tmp_path / f"{KEY}.lock"), []
     assert lock.acquire()
     with (
         waiting(lambda: waits.append(1)),
@@ -100,7 +93,7 @@ def test_waiting_ends_with_the_name_of_the_lock(
     assert waits == [1] and same(load(tmp_path, lambda: VALUE), VALUE)
 
 
-def test_directories_in_order(tmp_path: Path) -> None:
+def test_directories_in_order(tmp_path):
     near, far = tmp_path / "near", tmp_path / "far"
     load_or_build(ENTRY, ["a", "b"], [near, far], lambda: VALUE)
     assert not near.exists() and names(far) == FILES
@@ -110,7 +103,7 @@ def test_directories_in_order(tmp_path: Path) -> None:
     assert same(load_or_build(ENTRY, ["a", "b"], [near, far], never), OLD)
 
 
-def test_what_does_not_fit_is_built_again(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_built_again(tmp_path):
     load(tmp_path, lambda: OLD)
     assert same(load(tmp_path, lambda: VALUE, fits=lambda found: found["a"][0] == 0), VALUE)
     # The file on disk differs from what was just written.
@@ -119,7 +112,7 @@ def test_what_does_not_fit_is_built_again(tmp_path: Path) -> None:
     assert names(tmp_path) == FILES
 
 
-DAMAGE: dict[str, Callable[[Path], object]] = {
+DAMAGE = {
     "missing": Path.unlink,
     "cut in the header": lambda path: os.truncate(path, 60),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
@@ -130,13 +123,13 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_damaged_caches_are_built_again(tmp_path: Path) -> None:
+def test_damaged_caches_are_built_again(tmp_path):
     for number, damage in enumerate(DAMAGE):
         part = tmp_path / f"{KEY}_{'ab'[number % 2]}.npy"
         load(tmp_path, lambda: VALUE)
         DAMAGE[damage](part)
-        builds: list[str] = []
-        assert same(load(tmp_path, lambda: builds.append("") or VALUE), VALUE) and builds, damage  # type: ignore[func-returns-value]  # noqa: B023
+        builds = []
+        assert same(load(tmp_path, lambda: builds.append("") or VALUE), VALUE) and builds, damage  # noqa: B023
         assert same(load(tmp_path, never), VALUE), damage
     part.unlink()
     part.mkdir()  # which no file can replace
@@ -144,7 +137,7 @@ def test_damaged_caches_are_built_again(tmp_path: Path) -> None:
         load(tmp_path, lambda: VALUE)
 
 
-def test_a_cache_that_was_changed_is_found_by_its_digest(tmp_path: Path) -> None:
+def test_a_cache_that_was_changed_is_found_by_its_digest(tmp_path):
     """A modified cache is found by its digest.
 
     A permutation of the stored values would pass all other checks. One process of a job reads all
@@ -163,7 +156,7 @@ def test_a_cache_that_was_changed_is_found_by_its_digest(tmp_path: Path) -> None
         load(tmp_path, never, verify=True)
 
 
-def test_files_are_those_of_numpy_save(tmp_path: Path) -> None:
+def test_files_are_those_of_numpy_save(tmp_path):
     """Files equal numpy.save's, so that Megatron-DeepSpeed and this package share their caches."""
     array = np.arange(8, dtype=np.uint32).reshape(4, 2)
     assert same(
@@ -177,7 +170,7 @@ def test_files_are_those_of_numpy_save(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def open_path() -> Iterator[Path]:
+def open_path():
     """Provide a folder that other users can reach."""
     if os.getuid() != 0:
         pytest.skip("root is needed to become another user")
@@ -187,13 +180,13 @@ def open_path() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_folders_that_cannot_be_written(open_path: Path) -> None:
+def test_folders_that_cannot_be_written(open_path):
     near, far = open_path / "index-cache", open_path / "far"
     near.mkdir(0o555)
     far.mkdir()
     os.chown(far, 65534, 65534)
 
-    def nobody() -> None:
+    def nobody():
         os.setgid(65534)
         os.setuid(65534)
         for directories in ([near], [near, near / "below"], [Path("/dev/null/cache")]):
@@ -211,21 +204,21 @@ def test_folders_that_cannot_be_written(open_path: Path) -> None:
 
 @pytest.mark.slow
 @MOMENTS
-def test_killed_at_any_moment(tmp_path: Path, every: bool) -> None:
+def test_killed_at_any_moment(tmp_path, every):
     """The next process reads correct data, and builds again only if it must."""
     for folder in killed_at_each(tmp_path, lambda here: load(here, lambda: VALUE), every):
-        complete, builds = set(FILES[1:]) <= set(names(folder)), list[int]()
-        arrays = load(folder, lambda: builds.append(1) or VALUE)  # type: ignore[func-returns-value]  # noqa: B023
+        complete, builds = set(FILES[1:]) <= set(names(folder)), []
+        arrays = load(folder, lambda: builds.append(1) or VALUE)  # noqa: B023
         assert same(arrays, VALUE) and len(builds) == (not complete), folder
         assert complete or names(folder) == FILES, folder
 
 
 @pytest.mark.slow
 @MOMENTS
-def test_killed_while_it_replaces_what_did_not_fit(tmp_path: Path, every: bool) -> None:
+def test_killed_while_it_replaces_what_did_not_fit(tmp_path, every):
     """Old and new parts together are never read. They have the right shape and wrong contents."""
 
-    def replace(folder: Path) -> None:
+    def replace(folder):
         load(folder, lambda: VALUE, fits=lambda found: found["a"][0] == 0)
 
     for folder in killed_at_each(tmp_path, replace, every, lambda here: load(here, lambda: OLD)):
@@ -234,11 +227,11 @@ def test_killed_while_it_replaces_what_did_not_fit(tmp_path: Path, every: bool) 
         assert same(arrays, VALUE) or same(arrays, OLD), folder
 
 
-def build_or_die(rank: int, directory: str, deaths: dict[int, int]) -> bool:
+def build_or_die(rank, directory, deaths):
     """Build in one of several processes; `deaths` says at which file operations some are killed."""
     cache = Path(directory, "cache")
 
-    def build() -> Arrays:
+    def build():
         Path(directory, f"built-{rank}").touch()
         return VALUE
 
@@ -249,7 +242,7 @@ def build_or_die(rank: int, directory: str, deaths: dict[int, int]) -> bool:
 
 @pytest.mark.campaign("kills")
 @pytest.mark.parametrize("seed", range(8))
-def test_six_of_eight_are_killed(tmp_path: Path, seed: int) -> None:
+def test_six_of_eight_are_killed(tmp_path, seed):
     chance = random.Random(seed)
     deaths = {rank: chance.randrange(50) for rank in chance.sample(range(8), 6)}
     died = 0

@@ -1,9 +1,5 @@
 """Index loops in C++ against a literal reading of each definition."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -16,7 +12,7 @@ from megatron.errors import DataError
 from tests.data.implementations import call
 
 
-def test_a_checkout_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_that_was_not_built(monkeypatch):
     monkeypatch.setattr(indexed_dataset, "compiled", None)
     with pytest.raises(DataError, match=r"pip install -e \."):
         indexed_dataset.build_blend_index(np.ones(1), 4)
@@ -25,7 +21,7 @@ def test_a_checkout_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
 # shuffle
 
 
-def warmed_up(seed: int, draws: int) -> np.random.RandomState:
+def warmed_up(seed, draws):
     """Return a generator in the middle of its words.
 
     It keeps half of a pair of normal numbers for the next call.
@@ -45,7 +41,7 @@ def warmed_up(seed: int, draws: int) -> np.random.RandomState:
 )
 @example(count=2**16, dtype=np.int32, seed=1, draws=0)
 @example(count=2**17 + 1, dtype=np.int64, seed=1, draws=623)
-def test_shuffle(count: int, dtype: type, seed: int, draws: int) -> None:
+def test_shuffle(count, dtype, seed, draws):
     expected, shuffled = np.arange(count).astype(dtype), np.arange(count).astype(dtype)
     ours, theirs = warmed_up(seed, draws), warmed_up(seed, draws)
     theirs.shuffle(expected)
@@ -57,24 +53,24 @@ def test_shuffle(count: int, dtype: type, seed: int, draws: int) -> None:
 @pytest.mark.parametrize(
     "last", [2**33 - 1, 2**33, 2**32 + 150, 2**32, 2**32 - 1, 2**31 + 3, 2**40 + 77]
 )
-def test_shuffle_draws_for_huge_arrays(last: int) -> None:
+def test_shuffle_draws_for_huge_arrays(last):
     """Draws for elements from 2^32 on take two words.
 
     A single randint draws like shuffle does there.
     """
     random = np.random.RandomState(5)
-    before: Any = random.get_state()
+    before = random.get_state()
     expected = [
         random.randint(0, place + 1, dtype=np.int64) for place in range(last, last - 300, -1)
     ]
     partners, (state, position) = indexed_dataset.compiled.shuffle_partners(
         last, 300, before[1], before[2]
     )
-    after: Any = random.get_state()
+    after = random.get_state()
     assert partners.tolist() == expected and (state == after[1]).all() and position == after[2]
 
 
-def test_shuffle_index_of_more_samples_than_uint32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shuffle_index_of_more_samples_than_uint32(monkeypatch):
     """Numbers need 64 bits from 2^32 - 2 on, as in Megatron's source; the order stays the same."""
     assert np.iinfo(np.uint32).max - 1 == gpt_dataset._UINT32_LIMIT
     sizes = np.array([4000, 5000, 1], np.int32)
@@ -91,7 +87,7 @@ def test_shuffle_index_of_more_samples_than_uint32(monkeypatch: pytest.MonkeyPat
 
 
 @given(data=st.data(), wide=st.booleans())
-def test_sample_index(data: st.DataObject, wide: bool) -> None:
+def test_sample_index(data, wide):
     """The reference lists the place of every token."""
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=8))
     documents = data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=200))
@@ -113,20 +109,20 @@ def test_sample_index(data: st.DataObject, wide: bool) -> None:
 @given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=40), size=st.integers(0, 300))
 @example(weights=[1.0] * 256, size=512)
 @example(weights=[1.0] * 400, size=800)
-def test_blend_index(weights: list[float], size: int) -> None:
+def test_blend_index(weights, size):
     """The reference is the definition, one sample at a time."""
     check_blend(np.array(weights) / np.sum(weights), size)
 
 
 @pytest.mark.parametrize("count", [7, 8, 15, 16, 17, 24, 25, 31, 255])
-def test_blend_of_many(count: int) -> None:
+def test_blend_of_many(count):
     """Equal and random weights cover all the ways of cutting the loop into vectors."""
     check_blend(np.full(count, 1 / count), 3 * count)
     weights = np.random.RandomState(count).gamma(0.5, size=count).clip(1e-3)
     check_blend(weights / weights.sum(), 3 * count)
 
 
-def check_blend(shares: np.ndarray, size: int) -> None:
+def check_blend(shares, size):
     which, sample = call("build_blend_index", shares, size)
     assert which.dtype == (np.uint8 if len(shares) <= 255 else np.int32)
     assert sample.dtype == np.int64
@@ -155,7 +151,7 @@ def check_blend(shares: np.ndarray, size: int) -> None:
         ((-(2**63), 1), False),
     ],
 )
-def test_gather_stays_within_the_bytes(run: tuple[int, int], fits: bool) -> None:
+def test_gather_stays_within_the_bytes(run, fits):
     data, out = np.arange(20, dtype=np.uint8), np.full(2 + max(0, min(run[1], 5)), -7, np.int64)
     arguments = data, 4, np.array([0, run[0]]), np.array([2, run[1]]), out
     outside = indexed_dataset.compiled.gather_tokens(*arguments)
@@ -165,7 +161,7 @@ def test_gather_stays_within_the_bytes(run: tuple[int, int], fits: bool) -> None
 # packing
 
 
-def pack_by_the_rule(lengths: np.ndarray, capacity: int) -> list[int]:
+def pack_by_the_rule(lengths, capacity):
     """Pack by the plain rule, best fit decreasing: look at every bin for every piece."""
     room = np.full(len(lengths), capacity)
     since = np.zeros(len(lengths))  # the time when the bin got the room it has
@@ -190,7 +186,7 @@ def pack_by_the_rule(lengths: np.ndarray, capacity: int) -> list[int]:
     capacity=st.sampled_from([1, 2, 3, 10, 63, 64, 65, 300, 5000]),
     wide=st.booleans(),
 )
-def test_best_fit(data: st.DataObject, capacity: int, wide: bool) -> None:
+def test_best_fit(data, capacity, wide):
     length = st.integers(1, capacity) | st.integers(1, max(1, capacity // 4))
     lengths = data.draw(st.lists(length, max_size=120))
     array = np.array(lengths, np.int32)
@@ -206,7 +202,7 @@ def test_best_fit(data: st.DataObject, capacity: int, wide: bool) -> None:
 
 
 @pytest.mark.parametrize("capacity", [200, 5000, 300_000])
-def test_best_fit_of_many(capacity: int) -> None:
+def test_best_fit_of_many(capacity):
     """Many rooms over many words of the bitmap come and go."""
     random = np.random.RandomState(capacity)
     for lengths in (
@@ -218,7 +214,7 @@ def test_best_fit_of_many(capacity: int) -> None:
         assert bins.tolist() == pack_by_the_rule(lengths, capacity)
 
 
-def test_refuses() -> None:
+def test_refuses():
     """Refuse arguments that would lead outside the arrays."""
     data, one, out = np.zeros(8, np.uint8), np.array([1]), np.full(2, -7, np.int64)
     for code, lengths in ((1, [3]), (1, [1, 1]), (6, [2])):
@@ -226,7 +222,7 @@ def test_refuses() -> None:
             indexed_dataset.compiled.gather_tokens(data, code, one, np.array(lengths), out)
     assert (out == -7).all()
 
-    def refused(function: str, *arguments: Any) -> None:
+    def refused(function, *arguments):
         with pytest.raises(ValueError):
             call(function, *arguments)
 

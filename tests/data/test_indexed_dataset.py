@@ -1,12 +1,9 @@
 """The .bin/.idx format, against bytes packed here with struct."""
 
-from __future__ import annotations
-
 import os
 import resource
 import struct
 from itertools import accumulate
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +17,7 @@ from tests.data.struct_format import packed, write
 DOCUMENTS = [[[5, 6, 7], [8]], [[65535]], [[], [1, 2]]]  # documents of sequences of tokens
 
 
-def gathered(indexed: IndexedDataset, *pieces: tuple[int, int, int]) -> list[int]:
+def gathered(indexed, *pieces):
     """Return the tokens of pieces, each as (sequence, offset, length)."""
     sequences, offsets, lengths = np.array(pieces, np.int64).reshape(-1, 3).T
     out = np.full(max(0, int(lengths.clip(-1, 8).sum())), -1, np.int64)
@@ -35,12 +32,12 @@ def gathered(indexed: IndexedDataset, *pieces: tuple[int, int, int]) -> list[int
     mmap=st.booleans(),
 )
 def test_reads_packed_bytes(
-    tmp_path_factory: pytest.TempPathFactory,
-    documents: list[list[list[int]]],
-    data: st.DataObject,
-    dtype: str,
-    mmap: bool,
-) -> None:
+    tmp_path_factory,
+    documents,
+    data,
+    dtype,
+    mmap,
+):
     """Any pieces equal slices of lists, in any order, overlapping ones included."""
     indexed = IndexedDataset(
         write(tmp_path_factory.mktemp("read") / "x", documents, dtype), mmap=mmap
@@ -53,7 +50,7 @@ def test_reads_packed_bytes(
     cut = data.draw(st.integers(0, len(sequences)))
     assert indexed.tokens_between(cut, len(sequences)) == sum(map(len, sequences[cut:]))
     assert indexed.num_tokens == sum(map(len, sequences))
-    chosen, expected = [], list[int]()
+    chosen, expected = [], []
     if sequences:
         for number in data.draw(st.lists(st.integers(0, len(sequences) - 1), max_size=12)):
             tokens = sequences[number]
@@ -66,7 +63,7 @@ def test_reads_packed_bytes(
     assert gathered(indexed, *chosen) == expected
 
 
-def test_dtype_follows_vocabulary() -> None:
+def test_dtype_follows_vocabulary():
     assert token_dtype(65499) == np.uint16 and token_dtype(65500) == np.int32
 
 
@@ -82,7 +79,7 @@ def test_dtype_follows_vocabulary() -> None:
         (lambda d, i: (d[:-2], i), r"a\.bin: 12\b.*a\.idx .* 14\b"),
     ],
 )
-def test_damaged_files(tmp_path: Path, damage, message: str) -> None:
+def test_damaged_files(tmp_path, damage, message):
     data, index = packed([*DOCUMENTS[:2], [[]], [[1, 2]]], "<u2")
     assert (len(data), len(index)) == (14, 34 + 12 * 5 + 8 * 5)
     for suffix, content in zip((".bin", ".idx"), damage(data, index), strict=True):
@@ -92,7 +89,7 @@ def test_damaged_files(tmp_path: Path, damage, message: str) -> None:
         IndexedDataset(tmp_path / "a")
 
 
-def test_bin_truncated_while_open(tmp_path: Path) -> None:
+def test_bin_truncated_while_open(tmp_path):
     indexed = IndexedDataset(write(tmp_path / "a", [[[1, 2, 3, 4]]]), mmap=False)
     assert gathered(indexed, (0, 0, 4)) == [1, 2, 3, 4]
     with open(tmp_path / "a.bin", "r+b") as file:
@@ -110,7 +107,7 @@ def test_bin_truncated_while_open(tmp_path: Path) -> None:
     "piece",
     [(4, 0, 0), (-1, 0, 1), (0, 2, 2), (0, -1, 1), (0, 0, -1), (0, 1, 2**62)],
 )
-def test_nothing_outside_is_read(tmp_path: Path, mmap: bool, piece: tuple[int, int, int]) -> None:
+def test_nothing_outside_is_read(tmp_path, mmap, piece):
     indexed = IndexedDataset(write(tmp_path / "a", [[[1, 2, 3]], [[4]], [[5]], [[6]]]), mmap=mmap)
     with pytest.raises(IndexError):
         indexed.read(*piece)
@@ -118,8 +115,8 @@ def test_nothing_outside_is_read(tmp_path: Path, mmap: bool, piece: tuple[int, i
         gathered(indexed, (1, 0, 1), piece)
 
 
-def test_gather_refuses_floats(tmp_path: Path) -> None:
-    indexed = IndexedDataset(write(tmp_path / "a", [[[0.5]]], "<f4"))  # type: ignore[list-item]
+def test_gather_refuses_floats(tmp_path):
+    indexed = IndexedDataset(write(tmp_path / "a", [[[0.5]]], "<f4"))
     assert indexed[0].tolist() == [0.5]
     with pytest.raises(DataError, match=r"a\.idx.*float32"):
         gathered(indexed, (0, 0, 1))
@@ -137,9 +134,7 @@ SIZES_AT, POINTERS_AT = 34, 34 + 4 * 4
         (False, POINTERS_AT + 16, struct.pack("<q", -(2**63)), {1, 2}),
     ],
 )
-def test_damaged_entries(
-    tmp_path: Path, at: int, value: bytes, damaged: set[int], mmap: bool
-) -> None:
+def test_damaged_entries(tmp_path, at, value, damaged, mmap):
     """Damage that opening cannot see is reported on reading, with file and byte.
 
     Undamaged entries are still read.
@@ -174,13 +169,13 @@ def test_damaged_entries(
     mmap=st.booleans(),
 )
 def test_damage_is_seen_or_harmless(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory,
     documents,
-    place: float,
-    new: int,
-    cut: bool,
-    mmap: bool,
-) -> None:
+    place,
+    new,
+    cut,
+    mmap,
+):
     """Any changed byte of the index, or a cut anywhere, gives DataError or the original tokens.
 
     The type is left alone here: the files have no second record of it, nor of document starts.
@@ -206,7 +201,7 @@ def test_damage_is_seen_or_harmless(
 
 @pytest.mark.campaign("large")
 @pytest.mark.parametrize("mmap", [True, False])
-def test_pointers_beyond_32_bits(tmp_path: Path, mmap: bool) -> None:
+def test_pointers_beyond_32_bits(tmp_path, mmap):
     """Pointers above 2^31 and 2^32 are read. The .bin of 6 GB is a hole except for a few tokens."""
     sizes = [2**30 + 5, 2**29, 3, 2**31 - 2**29 - 100, 2]
     starts = np.concatenate([[0], np.cumsum(np.array(sizes, np.int64) * 2)]).tolist()
@@ -235,7 +230,7 @@ def test_pointers_beyond_32_bits(tmp_path: Path, mmap: bool) -> None:
     "count", [10_000_000, pytest.param(110_000_000, marks=pytest.mark.campaign("large"))]
 )
 @pytest.mark.parametrize("mmap", [True, False])
-def test_opening_reads_no_more_of_a_large_index(tmp_path: Path, mmap: bool, count: int) -> None:
+def test_opening_reads_no_more_of_a_large_index(tmp_path, mmap, count):
     """Opening a large index touches few of its pages.
 
     It has empty documents: a hole of 20 bytes each, with its ends written.
@@ -252,10 +247,10 @@ def test_opening_reads_no_more_of_a_large_index(tmp_path: Path, mmap: bool, coun
     assert after.ru_minflt + after.ru_majflt - before.ru_minflt - before.ru_majflt < 2000
 
 
-def test_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable(tmp_path, monkeypatch):
     write(tmp_path / "a", [[[1]]])
 
-    def refused(*arguments: object) -> int:
+    def refused(*arguments):
         raise OSError(5, "Input/output error", str(tmp_path / "a.bin"))
 
     indexed = IndexedDataset(tmp_path / "a", mmap=False)

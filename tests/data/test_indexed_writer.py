@@ -1,7 +1,5 @@
 """Writing .bin/.idx, against bytes packed with struct; continued, killed and out of space."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -19,28 +17,28 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter, WriterPosition
 from megatron.errors import DataError
 from tests.data.forks import MOMENTS, killed_at_each
-from tests.data.struct_format import Documents, packed, unpacked
+from tests.data.struct_format import packed, unpacked
 from tests.helpers.examples import examples
 from tests.helpers.killing import forked, wait_for
 
-DOCUMENTS: Documents = [[[5, 6, 7], [8]], [], [[65535]], [[], [1, 2]]]
-OLD: Documents = [[[1, 2]], [[3]]]
-NEW: Documents = [[[4]], [[5, 6]]]
+DOCUMENTS = [[[5, 6, 7], [8]], [], [[65535]], [[], [1, 2]]]
+OLD = [[[1, 2]], [[3]]]
+NEW = [[[4]], [[5, 6]]]
 LISTS = st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=6), max_size=4), max_size=6)
 
 
-def add(writer: IndexedDatasetWriter, documents: Documents, dtype: str = "<i8") -> None:
+def add(writer, documents, dtype="<i8"):
     """Add the documents in one batch."""
     sequences = [sequence for document in documents for sequence in document]
     tokens = np.array([token for sequence in sequences for token in sequence], dtype)
     writer.add_batch(tokens, list(map(len, sequences)), list(map(len, documents)))
 
 
-def files(folder: Path) -> list[str]:
+def files(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def contents(prefix: Path) -> tuple[bytes, bytes]:
+def contents(prefix):
     return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
 
 
@@ -50,9 +48,7 @@ def contents(prefix: Path) -> tuple[bytes, bytes]:
     cuts=st.lists(st.integers(0, 6), max_size=3),
     dtype=st.sampled_from(["<u2", "<i4", "<i8"]),
 )
-def test_batches(
-    tmp_path_factory: pytest.TempPathFactory, documents: Documents, cuts: list[int], dtype: str
-) -> None:
+def test_batches(tmp_path_factory, documents, cuts, dtype):
     """Any way of cutting documents into batches, or single sequences, gives the bytes of struct."""
     folder = tmp_path_factory.mktemp("batches")
     places = [0, *sorted(cuts), len(documents)]
@@ -68,9 +64,7 @@ def test_batches(
 
 @examples(10)
 @given(before=LISTS, lost=LISTS, after=LISTS)
-def test_continue_from_a_position(
-    tmp_path_factory: pytest.TempPathFactory, before, lost, after
-) -> None:
+def test_continue_from_a_position(tmp_path_factory, before, lost, after):
     """Additions after the position are cut off; the rest equals an uninterrupted write."""
     folder = tmp_path_factory.mktemp("continue")
     parts = folder / "corpus_partial"
@@ -90,7 +84,7 @@ def test_continue_from_a_position(
     assert files(folder) == ["corpus.bin", "corpus.idx", "corpus_partial"] and files(parts) == []
 
 
-def test_continue_refuses_short_parts(tmp_path: Path) -> None:
+def test_continue_refuses_short_parts(tmp_path):
     writer = IndexedDatasetWriter(tmp_path / "a", "<u2", directory=tmp_path)
     add(writer, DOCUMENTS)
     position = writer.position()
@@ -104,7 +98,7 @@ def test_continue_refuses_short_parts(tmp_path: Path) -> None:
     assert unpacked(tmp_path / "a")[1] == [[[1]]]
 
 
-def old_or_new_or_none(prefix: Path) -> None:
+def old_or_new_or_none(prefix):
     try:
         IndexedDataset(prefix)
     except DataError:
@@ -115,10 +109,10 @@ def old_or_new_or_none(prefix: Path) -> None:
 
 @pytest.mark.slow
 @MOMENTS
-def test_killed_at_any_moment(tmp_path: Path, every: bool) -> None:
+def test_killed_at_any_moment(tmp_path, every):
     """A killed writer leaves a whole data set or none, and its parts do not accumulate."""
 
-    def write(folder: Path, documents: Documents = NEW) -> None:
+    def write(folder, documents=NEW):
         with IndexedDatasetWriter(folder / "a", "<u2") as writer:
             add(writer, documents)
 
@@ -130,10 +124,10 @@ def test_killed_at_any_moment(tmp_path: Path, every: bool) -> None:
 
 @pytest.mark.slow
 @MOMENTS
-def test_publish_may_be_killed(tmp_path: Path, every: bool) -> None:
+def test_publish_may_be_killed(tmp_path, every):
     """A killed publish never mixes old and new data; a second publish completes it."""
 
-    def prepare(folder: Path) -> None:
+    def prepare(folder):
         with IndexedDatasetWriter(folder / "a", "<u2") as writer:
             add(writer, OLD)
         parts = IndexedDatasetWriter(folder / "a", "<u2", directory=folder / "parts")
@@ -142,7 +136,7 @@ def test_publish_may_be_killed(tmp_path: Path, every: bool) -> None:
             publish(folder)
         parts.seal()
 
-    def publish(folder: Path) -> None:
+    def publish(folder):
         IndexedDatasetWriter.publish(folder / "a", folder / "parts")
 
     for folder in killed_at_each(tmp_path, publish, every, prepare):
@@ -152,7 +146,7 @@ def test_publish_may_be_killed(tmp_path: Path, every: bool) -> None:
             assert unpacked(folder / "a")[1] == NEW and files(folder / "parts") == []
 
 
-def test_one_process_writes_a_data_set(tmp_path: Path) -> None:
+def test_one_process_writes_a_data_set(tmp_path):
     """Refuse a second writer while one is open; remove what a killed one left."""
     writer = IndexedDatasetWriter(tmp_path / "a", "<u2")
     with pytest.raises(DataError, match=rf"{tmp_path}/a: process {os.getpid()}\b"):
@@ -181,7 +175,7 @@ def test_one_process_writes_a_data_set(tmp_path: Path) -> None:
         ("<f4", [2**24 + 1]),
     ],
 )
-def test_ids_that_do_not_fit(tmp_path: Path, dtype: str, tokens: list[float]) -> None:
+def test_ids_that_do_not_fit(tmp_path, dtype, tokens):
     writer = IndexedDatasetWriter(tmp_path / "a", dtype)
     with pytest.raises(DataError, match=str(np.dtype(dtype))):
         writer.add_batch(np.array(tokens), [1], [1])
@@ -194,13 +188,13 @@ def test_ids_that_do_not_fit(tmp_path: Path, dtype: str, tokens: list[float]) ->
 
 
 @pytest.mark.slow
-def test_disk_full(tmp_path: Path) -> None:
+def test_disk_full(tmp_path):
     """The error on a full disk names the file that could not be written, and the parts are removed.
 
     A limit on the size of files stands for a full disk.
     """
 
-    def child() -> None:
+    def child():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, 1 << 12))
         with (

@@ -1,9 +1,6 @@
 """The ledger against a count by hand of every sample's source."""
 
-from __future__ import annotations
-
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +18,7 @@ from tests.data.implementations import request_for
 SEQ_LENGTH = 8
 
 
-def source(folder: Path, name: str, tokens: int, token: int, num_samples: int) -> GPTDataset:
+def source(folder, name, tokens, token, num_samples):
     """Return documents of 10 tokens, all with the same id."""
     prefix = folder / name
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
@@ -32,7 +29,7 @@ def source(folder: Path, name: str, tokens: int, token: int, num_samples: int) -
 
 
 @pytest.fixture(scope="module")
-def blend(tmp_path_factory: pytest.TempPathFactory) -> BlendedDataset:
+def blend(tmp_path_factory):
     """Return a blend of 60 samples: a third of 'a' with 100 tokens, two thirds of 'b' with 300."""
     folder = tmp_path_factory.mktemp("ledger")
     return BlendedDataset(
@@ -40,7 +37,7 @@ def blend(tmp_path_factory: pytest.TempPathFactory) -> BlendedDataset:
     )
 
 
-def by_hand(blend: BlendedDataset, order: SampleOrder, consumed: int) -> dict[int, int]:
+def by_hand(blend, order, consumed):
     return Counter(int(blend[i][0]) for i in order.indices(np.arange(consumed)).tolist())
 
 
@@ -48,7 +45,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 15), st.booleans()), max_size=8)
 
 
 @given(kind=st.sampled_from(["single", "cyclic"]), steps=STEPS)
-def test_counts(blend: BlendedDataset, kind: str, steps: list[tuple[int, bool]]) -> None:
+def test_counts(blend, kind, steps):
     """Counts are the same whether the run continues or restarts from its record."""
     order, consumed = sample_order(kind, len(blend)), 0
     counted = Ledger(blend, order)
@@ -64,12 +61,12 @@ def test_counts(blend: BlendedDataset, kind: str, steps: list[tuple[int, bool]])
         )
 
 
-def test_an_epoch_is_announced_with_the_sample_that_opens_it(blend: BlendedDataset) -> None:
+def test_an_epoch_is_announced_with_the_sample_that_opens_it(blend):
     counted, begun = Ledger(blend, SampleOrder(60, cyclic=True)), {}
     for consumed in range(1, 121):
         for name, epoch in counted.advance(consumed):
             begun[name, epoch] = consumed
-    expected: dict[tuple[str, int], int] = {}
+    expected = {}
     tokens = {1: 0, 2: 0}
     for consumed, index in enumerate(
         SampleOrder(60, cyclic=True).indices(np.arange(120)).tolist(), 1
@@ -85,7 +82,7 @@ def test_an_epoch_is_announced_with_the_sample_that_opens_it(blend: BlendedDatas
     assert begun == expected and len(begun) == 3 + 2  # 40 samples of a: 3.2 epochs; 80 of b: 2.13
 
 
-def test_blocks_and_catching_up(blend: BlendedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_and_catching_up(blend, monkeypatch):
     whole = Ledger(blend, SampleOrder(60, cyclic=True), 100)
     monkeypatch.setattr(sampler, "_BLOCK", 7)
     assert Ledger(blend, SampleOrder(60, cyclic=True), 100).record() == whole.record()
@@ -95,7 +92,7 @@ def test_blocks_and_catching_up(blend: BlendedDataset, monkeypatch: pytest.Monke
     assert sum(count.samples for count in Ledger(blend, SampleOrder(60), 100).counts.values()) == 60
 
 
-def test_the_blend_changes_in_between(blend: BlendedDataset, tmp_path: Path) -> None:
+def test_the_blend_changes_in_between(blend, tmp_path):
     """The blend changes, and nothing is lost or counted twice.
 
     'a' stays, 'b' goes, and 'c' comes with more tokens to an epoch.
@@ -112,7 +109,7 @@ def test_the_blend_changes_in_between(blend: BlendedDataset, tmp_path: Path) -> 
     assert after.counts[a].epochs == pytest.approx(before[a]["epochs"] + 80 / 100)
 
 
-def test_packed_samples_count_what_is_predicted(tmp_path: Path) -> None:
+def test_packed_samples_count_what_is_predicted(tmp_path):
     """Every token but the first of a piece is predicted once, and padding never.
 
     An epoch contains every sample once.
@@ -134,14 +131,14 @@ def test_packed_samples_count_what_is_predicted(tmp_path: Path) -> None:
     assert counted.counts[packed.name].epochs == pytest.approx(len(packed) / packed.num_bins)
 
 
-def test_the_ledger_counts_what_is_left_out_and_keeps_it_over_a_roll_back() -> None:
+def test_the_ledger_counts_what_is_left_out_and_keeps_it_over_a_roll_back():
     parts = [MockDataset("train", 80, 4, 50, seed=2) for _ in range(2)]
     for part, name in zip(parts, "ab", strict=True):
         part.name = name
     blend = BlendedDataset(parts, [1, 3], 80)
     whole = Ledger(blend, sample_order("single", 80), 48)
 
-    def samples_of(positions: range) -> dict[str, int]:
+    def samples_of(positions):
         located = blend.by_source(np.array(positions, np.int64))
         return {source.name: len(numbers) for source, numbers in located}
 

@@ -1,11 +1,5 @@
 """The loss mask beside the data reaches the micro-batches, token by token."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -17,7 +11,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.training.run.data import copy_to_node
 
 SEQ, PAD = 16, 7000
-FIELDS: dict[str, Any] = dict(
+FIELDS = dict(
     num_layers=1,
     hidden_size=16,
     num_attention_heads=2,
@@ -32,7 +26,7 @@ FIELDS: dict[str, Any] = dict(
 )
 
 
-def write(prefix: Path, first: int, sizes: list[int], *, masked: bool = True) -> str:
+def write(prefix, first, sizes, *, masked=True):
     """Write documents of ids that count up from `first`; even ones are in the loss."""
     starts = first + np.cumsum([0, *sizes])
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
@@ -45,11 +39,11 @@ def write(prefix: Path, first: int, sizes: list[int], *, masked: bool = True) ->
     return str(prefix)
 
 
-def config(**fields: Any) -> Config:
+def config(**fields):
     return Config.create(**{**FIELDS, **fields})
 
 
-def batches(config: Config, samples: int, **options: Any) -> Iterator[tuple[int, int, int, float]]:
+def batches(config, samples, **options):
     """Yield input, label, document-start flag and mask of each place of some samples."""
     reading = Reading(pad_id=PAD, **options)
     dataset = build_datasets(config, samples, 0, 0, reading=reading).train
@@ -61,7 +55,7 @@ def batches(config: Config, samples: int, **options: Any) -> Iterator[tuple[int,
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-def test_cut_samples_have_the_marks_of_their_labels(tmp_path: Path, mmap: bool) -> None:
+def test_cut_samples_have_the_marks_of_their_labels(tmp_path, mmap):
     sizes = [40, 3, 1, 25, 90]
     prefix = write(tmp_path / "a", 0, sizes)
     found = list(batches(config(data_path=(prefix,), mmap_bin_files=mmap), 20))
@@ -69,7 +63,7 @@ def test_cut_samples_have_the_marks_of_their_labels(tmp_path: Path, mmap: bool) 
     assert {label for _, label, *_ in found} >= set(range(SEQ, 100))
 
 
-def test_packed_samples_count_each_marked_prediction_once(tmp_path: Path) -> None:
+def test_packed_samples_count_each_marked_prediction_once(tmp_path):
     """A document longer than a sample is cut like any other, with its marks."""
     sizes = [3, 5, 2, 1, 50, 9, 16, 17, 18]
     prefix = write(tmp_path / "a", 0, sizes)
@@ -84,8 +78,8 @@ def test_packed_samples_count_each_marked_prediction_once(tmp_path: Path) -> Non
 
 
 def test_a_blend_counts_all_tokens_of_data_without_a_mask_if_they_are_optional(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     masked = write(tmp_path / "a", 0, [200])
     plain = write(tmp_path / "b", 1000, [200], masked=False)
     blend = ("1", masked, "1", plain)
@@ -98,7 +92,7 @@ def test_a_blend_counts_all_tokens_of_data_without_a_mask_if_they_are_optional(
     assert all(mask for *_, mask in everything)
 
 
-def test_a_copy_on_a_node_has_its_mask(tmp_path: Path) -> None:
+def test_a_copy_on_a_node_has_its_mask(tmp_path):
     prefix = write(tmp_path / "a", 0, [40])
     settings = config(data_path=(prefix,))
     copy = copy_to_node(prefix, tmp_path / "node")
@@ -108,7 +102,7 @@ def test_a_copy_on_a_node_has_its_mask(tmp_path: Path) -> None:
     assert copy_to_node(prefix, tmp_path / "node") != copy
 
 
-def test_a_mask_has_to_be_asked_for_and_to_belong_to_the_data(tmp_path: Path) -> None:
+def test_a_mask_has_to_be_asked_for_and_to_belong_to_the_data(tmp_path):
     prefix = write(tmp_path / "a", 0, [40, 10])
     settings, mask = config(data_path=(prefix,)), tmp_path / "a_mask.bin"
     with pytest.raises(DataError, match="a_mask.bin.*--loss-mask"):
@@ -132,7 +126,7 @@ def test_a_mask_has_to_be_asked_for_and_to_belong_to_the_data(tmp_path: Path) ->
         open_data(prefix, settings.data)
 
 
-def test_each_token_counts_equally() -> None:
+def test_each_token_counts_equally():
     assert config().batch.calculate_per_token_loss
     assert not config(loss_mask=None).batch.calculate_per_token_loss
     with pytest.raises(ConfigError, match="--loss-mask required"):

@@ -6,8 +6,6 @@ megatron-core in the folder MEGATRON_CORE_FOLDER, then in build/peers/, where it
 PyPI if it is missing. To make the digests again: MEGATRON_CORE_GOLDEN=write, with the campaign.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -17,7 +15,6 @@ import sys
 import tempfile
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +31,7 @@ DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uin
 Documents = list[list[list[float]]]
 
 
-def documents_of(dtype: str) -> Documents:
+def documents_of(dtype):
     """Return documents of several sequences, with extreme values of the type.
 
     Some sequences are empty, and some documents have none.
@@ -47,7 +44,7 @@ def documents_of(dtype: str) -> Documents:
     return [[[1, 2, 3], [4]], [], [[low, high]], [[], [5], []], [long], [[]], [[6], [7, 8]], []]
 
 
-def write(prefix: Path, dtype: str) -> Path:
+def write(prefix, dtype):
     with IndexedDatasetWriter(prefix, dtype) as writer:
         for document in documents_of(dtype):
             tokens = np.array([token for sequence in document for token in sequence], dtype)
@@ -55,15 +52,15 @@ def write(prefix: Path, dtype: str) -> Path:
     return prefix
 
 
-def digest(*parts: bytes) -> str:
+def digest(*parts):
     return hashlib.sha256(b"".join(parts)).hexdigest()[:32]
 
 
-def digest_of(prefix: Path) -> str:
+def digest_of(prefix):
     return digest(Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes())
 
 
-def orders(count: int) -> list[dict[str, Any]]:
+def orders(count):
     """Return splits of documents, some empty or of one token, and up to 6 epochs of samples."""
     random, found = np.random.RandomState(7), []
     for _ in range(count):
@@ -89,7 +86,7 @@ def orders(count: int) -> list[dict[str, Any]]:
     return found
 
 
-def our_order(case: dict[str, Any]) -> tuple[str, tuple[int, bool]]:
+def our_order(case):
     """Return the digest of the three arrays, and the way in which the last epoch is used."""
     sizes = np.array(case["sizes"], np.int32)
     split = case["start"], case["stop"], int(sizes[case["start"] : case["stop"]].sum())
@@ -101,7 +98,7 @@ def our_order(case: dict[str, Any]) -> tuple[str, tuple[int, bool]]:
     return digest(*(np.ascontiguousarray(arrays[part]).tobytes() for part in PARTS)), way
 
 
-def blends(largest: int) -> list[dict[str, Any]]:
+def blends(largest):
     random = np.random.RandomState(8)
     weights = [
         np.ones(1),
@@ -112,12 +109,12 @@ def blends(largest: int) -> list[dict[str, Any]]:
     return [{"weights": (some / some.sum()).tolist(), "size": 2000} for some in weights]
 
 
-def our_blend(case: dict[str, Any]) -> str:
+def our_blend(case):
     which, number = build_blend_index(np.array(case["weights"]), case["size"])
     return digest(which.astype(np.int16).tobytes(), number.astype(np.int64).tobytes())
 
 
-def test_files_are_megatron_cores(tmp_path: Path) -> None:
+def test_files_are_megatron_cores(tmp_path):
     golden = json.loads(GOLDEN.read_text())["files"]
     for dtype, expected in zip(DTYPES, golden, strict=True):
         prefix = write(tmp_path / dtype, dtype)
@@ -127,7 +124,7 @@ def test_files_are_megatron_cores(tmp_path: Path) -> None:
         assert [indexed[i].tolist() for i in range(len(indexed))] == sequences
 
 
-def test_orders_and_blends_are_megatron_cores() -> None:
+def test_orders_and_blends_are_megatron_cores():
     golden = json.loads(GOLDEN.read_text())
     found = [our_order(case) for case in orders(len(golden["orders"]))]
     assert [order for order, _ in found] == golden["orders"]
@@ -139,7 +136,7 @@ def test_orders_and_blends_are_megatron_cores() -> None:
 
 
 @pytest.fixture(scope="module")
-def core() -> Path:
+def core():
     """Return the folder with megatron-core; skip where there is none and PyPI is out of reach."""
     named = os.environ.get("MEGATRON_CORE_FOLDER")
     folder = Path(named) if named else ROOT / "build" / "peers" / f"megatron-core-{VERSION}"
@@ -179,7 +176,7 @@ def core() -> Path:
     return folder.resolve()
 
 
-def run_core(peer: str, *arguments: str, jobs: Any = None) -> str:
+def run_core(peer, *arguments, jobs=None):
     """Run a script of this folder with megatron-core in place of our package; return its output."""
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name(peer)), *arguments],
@@ -195,7 +192,7 @@ def run_core(peer: str, *arguments: str, jobs: Any = None) -> str:
     return done.stdout
 
 
-def check_golden(name: str, found: list[str]) -> None:
+def check_golden(name, found):
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
     if os.environ.get("MEGATRON_CORE_GOLDEN") == "write":
         GOLDEN.write_text(json.dumps({**golden, name: found}, indent=1) + "\n")
@@ -204,9 +201,9 @@ def check_golden(name: str, found: list[str]) -> None:
 
 
 @pytest.mark.campaign("peers")
-def test_files_both_ways(core: Path, tmp_path: Path) -> None:
+def test_files_both_ways(core, tmp_path):
     """Both sides read each other's files and merge files of both, memory-mapped or not."""
-    jobs: list[dict[str, Any]] = []
+    jobs = []
     for dtype in DTYPES:
         ours, theirs = (tmp_path / f"{side}_{dtype}" for side in ("ours", "theirs"))
         write(ours, dtype)
@@ -251,7 +248,7 @@ def test_files_both_ways(core: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign("peers")
-def test_orders_and_blends(core: Path, tmp_path: Path) -> None:
+def test_orders_and_blends(core, tmp_path):
     wanted = {"orders": orders(150), "blends": blends(40)}
     (tmp_path / "cases.json").write_text(json.dumps(wanted))
     run_core(

@@ -1,10 +1,7 @@
 """Packed samples: no token lost or repeated, and little padding."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +20,7 @@ from tests.helpers.examples import examples
 PAD = 10**6
 
 
-def write(prefix: Path, sizes: list[int]) -> None:
+def write(prefix, sizes):
     """Write documents with ascending tokens, so that a token tells its position."""
     token = 0
     with IndexedDatasetWriter(prefix, np.int32) as writer:
@@ -33,21 +30,21 @@ def write(prefix: Path, sizes: list[int]) -> None:
 
 
 def dataset(
-    prefix: Path,
-    num_samples: int,
-    seq_length: int,
+    prefix,
+    num_samples,
+    seq_length,
     *,
-    mmap: bool = True,
-    seed: int = 7,
-    bounds: tuple[int, int] | None = None,
-    data_cache_path: Path | None = None,
-) -> PackedDataset:
+    mmap=True,
+    seed=7,
+    bounds=None,
+    data_cache_path=None,
+):
     indexed = IndexedDataset(prefix, mmap=mmap)
     request = request_for(indexed, num_samples, seq_length, seed, bounds)
     return PackedDataset(indexed, request, pad_id=PAD, data_cache_path=data_cache_path)
 
 
-def predictions_of(data: PackedDataset, sample: int) -> list[tuple[int, int]]:
+def predictions_of(data, sample):
     """Return the pairs (token before, token predicted) that count in `sample`: those in a piece."""
     tokens, found, at = data[sample].tolist(), [], 0
     for length in data.segments(sample).tolist():
@@ -73,14 +70,14 @@ SIZES = st.lists(st.sampled_from([0, 1, 2]) | st.integers(0, 40), min_size=1, ma
     block=st.sampled_from([1, 3, 1 << 20]),
 )
 def test_every_prediction_once_per_epoch(
-    tmp_path_factory: pytest.TempPathFactory,
-    sizes: list[int],
-    seq_length: int,
-    epochs: int,
-    seed: int,
-    mmap: bool,
-    block: int,
-) -> None:
+    tmp_path_factory,
+    sizes,
+    seq_length,
+    epochs,
+    seed,
+    mmap,
+    block,
+):
     prefix = tmp_path_factory.mktemp("packed") / "x"
     write(prefix, sizes)
     with pytest.MonkeyPatch.context() as patch:
@@ -105,11 +102,11 @@ def test_every_prediction_once_per_epoch(
     assert data.waste == pytest.approx(padding / (len(once) * (seq_length + 1)))
 
 
-def test_order(tmp_path: Path) -> None:
+def test_order(tmp_path):
     """More epochs only add to the end, each in another order; a seed changes only the order."""
     write(tmp_path / "x", [5] * 20)
 
-    def drawn(samples: int, seed: int = 7) -> list[list[int]]:
+    def drawn(samples, seed=7):
         data = dataset(tmp_path / "x", samples, 4, seed=seed)
         return [data[i].tolist() for i in range(len(data))]
 
@@ -120,7 +117,7 @@ def test_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["web", "messages", "articles"])
-def test_padding_is_under_one_percent(kind: str) -> None:
+def test_padding_is_under_one_percent(kind):
     """Web pages, some very long; short messages; long articles with short remainders."""
     random, count = np.random.RandomState(0), 40_000
     drawn = {
@@ -141,7 +138,7 @@ def test_padding_is_under_one_percent(kind: str) -> None:
     assert filled.max() <= 2049 and filled.mean() > 0.99 * 2049
 
 
-def test_part_of_the_sequences_and_giants(tmp_path: Path) -> None:
+def test_part_of_the_sequences_and_giants(tmp_path):
     write(tmp_path / "x", [10, 1_990, 0, 3])
     data = dataset(tmp_path / "x", 1, 16, bounds=(1, 4))
     tokens = sorted(p for i in range(len(data)) for p in predictions_of(data, i))
@@ -150,13 +147,13 @@ def test_part_of_the_sequences_and_giants(tmp_path: Path) -> None:
     assert len(data) == 125 and data.waste == pytest.approx(8 / (125 * 17))
 
 
-def test_nothing_to_pack(tmp_path: Path) -> None:
+def test_nothing_to_pack(tmp_path):
     write(tmp_path / "x", [1, 0, 1])
     with pytest.raises(DataError, match=r"x: .* 0\.\.3\b"):
         dataset(tmp_path / "x", 1, 4)
 
 
-def test_cache(tmp_path: Path) -> None:
+def test_cache(tmp_path):
     write(tmp_path / "x", [10, 50, 40, 7])
     first = dataset(tmp_path / "x", 9, 10)
     cache = tmp_path / "index-cache"
@@ -180,9 +177,7 @@ def test_cache(tmp_path: Path) -> None:
         ([9] * 200, [9] * 102 + [8, 10] + [9] * 96),
     ],
 )
-def test_data_that_changed_under_its_cache(
-    tmp_path: Path, before: list[int], sizes: list[int]
-) -> None:
+def test_data_that_changed_under_its_cache(tmp_path, before, sizes):
     write(tmp_path / "x", before)
     dataset(tmp_path / "x", 9, 10)
     write(tmp_path / "x", sizes)
@@ -192,7 +187,7 @@ def test_data_that_changed_under_its_cache(
     ) - len(sizes)
 
 
-def test_damaged_cache(tmp_path: Path) -> None:
+def test_damaged_cache(tmp_path):
     """A damaged cache is reported where it is read, without wrong data.
 
     Shapes are right and the spot checks fell elsewhere.

@@ -1,7 +1,5 @@
 """permute: a permutation that is statistically random."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
@@ -19,14 +17,12 @@ from megatron.data.permutation import permute
     | st.sampled_from([root * root + i for root in (2, 3, 255, 256, 257) for i in (-1, 0, 1)]),
     key=st.integers(0, 2**40),
 )
-def test_every_number_once(size: int, key: int) -> None:
+def test_every_number_once(size, key):
     assert sorted(permute(np.arange(size), size, key).tolist()) == list(range(size))
 
 
 @given(size=st.integers(1, 10**15), key=st.integers(0, 2**40), data=st.data())
-def test_a_place_has_the_same_number_however_it_is_asked_for(
-    size: int, key: int, data: st.DataObject
-) -> None:
+def test_a_place_has_the_same_number_however_it_is_asked_for(size, key, data):
     places = data.draw(st.lists(st.integers(0, size - 1), max_size=20, unique=True))
     found = permute(np.array(places, np.int64), size, key).tolist()
     assert len(set(found)) == len(places) and all(0 <= number < size for number in found)
@@ -35,7 +31,7 @@ def test_a_place_has_the_same_number_however_it_is_asked_for(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 4])
-def test_all_orders_of_a_few_are_alike(size: int) -> None:
+def test_all_orders_of_a_few_are_alike(size):
     """All orders of a few keys are equally frequent.
 
     Chi-square over the size! orders of 40 keys for each: a value beyond mean + 5 standard
@@ -50,7 +46,7 @@ def test_all_orders_of_a_few_are_alike(size: int) -> None:
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
 
 
-def test_neighbours_are_strangers() -> None:
+def test_neighbours_are_strangers():
     """Steps between neighbours of a large order are uniform, and different keys are independent."""
     size = 10**5
     one, two = permute(np.arange(size), size, 1), permute(np.arange(size), size, 2)

@@ -1,12 +1,9 @@
 """Orders of samples and streams of micro-batches, against a count by hand."""
 
-from __future__ import annotations
-
 import threading
 from itertools import count, islice, pairwise
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import assume, given
@@ -15,7 +12,6 @@ from hypothesis import strategies as st
 from megatron.data.gpt_dataset import MockDataset
 from megatron.data.permutation import permute
 from megatron.data.sampler import (
-    MicroBatch,
     MicroBatchStream,
     Separation,
     Share,
@@ -31,32 +27,32 @@ from tests.helpers.examples import examples
 class Counting:
     """Data set whose sample i is [i, i + 1, i + 2]."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length):
         self.length = length
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, index: int, /) -> npt.NDArray[np.int64]:
+    def __getitem__(self, index, /):
         if not 0 <= index < self.length:
             raise IndexError(index)
         return np.arange(index, index + 3, dtype=np.int64)
 
-    def loss_tokens(self, index: int, /) -> npt.NDArray[np.int64] | None:
+    def loss_tokens(self, index, /):
         return None
 
-    def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
+    def segments(self, index, /):
         return None
 
-    def where(self, index: int, token: int = 0, /) -> str:
+    def where(self, index, token=0, /):
         return f"numbers.bin, document {index}, byte {8 * token}"
 
 
-def samples(batches: list[MicroBatch]) -> list[int]:
+def samples(batches):
     return [int(token) for batch in batches for token in batch.tokens[:, 0]]
 
 
-def in_order(taken: list[list[MicroBatch]]) -> list[int]:
+def in_order(taken):
     """Return the samples that all ranks took, in the order of consumption."""
     batches = sorted(
         (batch for rank in taken for batch in rank), key=lambda batch: batch.first_sample
@@ -69,14 +65,12 @@ RANGES = st.lists(
 )
 
 
-def left_out(ranges: list[tuple[int, int]]) -> set[int]:
+def left_out(ranges):
     return {n for start, stop in ranges for n in range(start, stop)}
 
 
 @given(ranges=RANGES, positions=st.lists(st.integers(0, 80), max_size=10))
-def test_positions_are_counted_around_ranges(
-    ranges: list[tuple[int, int]], positions: list[int]
-) -> None:
+def test_positions_are_counted_around_ranges(ranges, positions):
     disjoint = merged(ranges)
     assert left_out(list(disjoint)) == left_out(ranges) and are_ranges(list(map(list, disjoint)))
     assert all(a[1] < b[0] for a, b in pairwise(disjoint))
@@ -86,14 +80,14 @@ def test_positions_are_counted_around_ranges(
     ]
 
 
-def expected_order(kind: str, total: int, ranges: list[tuple[int, int]], number: int) -> list[int]:
+def expected_order(kind, total, ranges, number):
     """Return the first samples of the order, one by one.
 
     After a single pass of `total`, the first ones come again.
     """
     others = list(islice((n for n in count() if n not in left_out(ranges)), 2 * total))
 
-    def sample(n: int) -> int:
+    def sample(n):
         if kind == "cyclic":
             return int(permute(np.array([n % total]), total, n // total)[0])
         return n if n < total else sample(others[n - total])
@@ -114,11 +108,11 @@ def expected_order(kind: str, total: int, ranges: list[tuple[int, int]], number:
     ),
 )
 def test_resizes_drop_and_repeat_nothing(
-    kind: str,
-    total: int,
-    ranges: list[tuple[int, int]],
-    phases: list[tuple[int, int, int, int]],
-) -> None:
+    kind,
+    total,
+    ranges,
+    phases,
+):
     """Resizes drop and repeat no sample, also around samples that are left out.
 
     The job changes data-parallel size, micro-batch size and workers, after any number of steps. A
@@ -144,7 +138,7 @@ def test_resizes_drop_and_repeat_nothing(
     assert order.indices(np.arange(consumed)).tolist() == read
 
 
-def test_nothing_left_is_an_error_and_not_an_endless_search() -> None:
+def test_nothing_left_is_an_error_and_not_an_endless_search():
     order = sample_order("single", 10, [(0, 4), (4, 12)])
     with pytest.raises(DataError, match=r"\b10\b"):
         order.check(1)
@@ -153,7 +147,7 @@ def test_nothing_left_is_an_error_and_not_an_endless_search() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 3])
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
-def test_workers_and_resuming_change_nothing(num_workers: int, kind: str) -> None:
+def test_workers_and_resuming_change_nothing(num_workers, kind):
     data = MockDataset("train", 30, 16, 40, seed=5)
     options = {"order": sample_order(kind, 30), "separation": Separation(39, True, True, True)}
     share = Share(2, 1, 2)
@@ -170,7 +164,7 @@ def test_workers_and_resuming_change_nothing(num_workers: int, kind: str) -> Non
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_end_of_data(num_workers: int) -> None:
+def test_end_of_data(num_workers):
     stream = MicroBatchStream(Counting(10), Share(2, 0, 2), num_workers=num_workers)
     assert samples(stream.take(2)) == [0, 1, 4, 5]  # reading ahead past the end is no error
     with pytest.raises(DataError, match=r" 10 .* 11\b"):
@@ -180,7 +174,7 @@ def test_end_of_data(num_workers: int) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_bad_data_is_reported_when_it_is_taken(num_workers: int) -> None:
+def test_bad_data_is_reported_when_it_is_taken(num_workers):
     stream = MicroBatchStream(Counting(10), Share(1), num_workers=num_workers, vocab_size=5)
     assert samples(stream.take(3)) == [0, 1, 2]
     with pytest.raises(DataError, match=r"\b3\b.* 5\b.*numbers\.bin.* 3\b.* 16\b"):
@@ -195,9 +189,9 @@ def test_bad_data_is_reported_when_it_is_taken(num_workers: int) -> None:
         (2, OSError(5, "Input/output error", "a.bin")),
     ],
 )
-def test_a_read_that_fails_names_its_sample(num_workers: int, error: Exception) -> None:
+def test_a_read_that_fails_names_its_sample(num_workers, error):
     class Failing(Counting):
-        def __getitem__(self, index: int, /) -> npt.NDArray[np.int64]:
+        def __getitem__(self, index, /):
             if index == 6:
                 raise error
             return super().__getitem__(index)
@@ -211,11 +205,11 @@ def test_a_read_that_fails_names_its_sample(num_workers: int, error: Exception) 
     stream.close()
 
 
-def test_closing_does_not_wait_for_a_read_without_end() -> None:
+def test_closing_does_not_wait_for_a_read_without_end():
     entered, release, busy = threading.Event(), threading.Event(), []
 
     class Stuck(Counting):
-        def __getitem__(self, index: int, /) -> npt.NDArray[np.int64]:
+        def __getitem__(self, index, /):
             if index > 0:
                 busy.append(threading.current_thread())
                 entered.set()
@@ -235,6 +229,6 @@ def test_closing_does_not_wait_for_a_read_without_end() -> None:
     assert len(busy) <= 2  # what had not been started was never read
 
 
-def test_no_samples() -> None:
+def test_no_samples():
     with pytest.raises(DataError, match="--seq-length"):
         MicroBatchStream(Counting(0), Share(1), order=sample_order("cyclic", 0)).take(1)

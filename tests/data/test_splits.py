@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +23,7 @@ from megatron.errors import ConfigError, DataError
         ("1,1,1", 5, ((0, 1), (1, 3), (3, 5))),
     ],
 )
-def test_split_by_hand(split: str, size: int, bounds: tuple) -> None:
+def test_split_by_hand(split, size, bounds):
     assert split_bounds(split, size) == bounds
 
 
@@ -37,7 +33,7 @@ def test_split_by_hand(split: str, size: int, bounds: tuple) -> None:
     ),
     size=st.integers(0, 10_000),
 )
-def test_split_covers_everything_once(shares: list[float], size: int) -> None:
+def test_split_covers_everything_once(shares, size):
     bounds = split_bounds(",".join(map(str, shares)), size)
     assert bounds[0][0] == 0 and bounds[2][1] == size
     assert bounds[0][1] == bounds[1][0] and bounds[1][1] == bounds[2][0]
@@ -48,7 +44,7 @@ def test_split_covers_everything_once(shares: list[float], size: int) -> None:
         assert abs((stop - start) - share / total * size) <= 2
 
 
-def test_data_file_list(tmp_path: Path) -> None:
+def test_data_file_list(tmp_path):
     path = tmp_path / "list"
     path.write_text("# weights\n1.0 a/b web\n\n3 c/d\n")
     assert read_data_file_list(str(path)) == (BlendPart(0.25, "a/b"), BlendPart(0.75, "c/d"))

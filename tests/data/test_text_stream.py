@@ -1,9 +1,5 @@
 """The text of tokens that arrive one by one: whole characters, and the ends of stop strings."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,20 +14,18 @@ class PieceTokenizer(Tokenizer):
     As in SentencePiece, whose texts begin with a space that is not theirs.
     """
 
-    def __init__(self, pieces: Sequence[bytes]) -> None:
+    def __init__(self, pieces):
         super().__init__(len(pieces), len(pieces) - 1)
         self.pieces = pieces
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
+    def _encode(self, texts):
         raise NotImplementedError
 
-    def _decode(self, ids: list[int]) -> str:
+    def _decode(self, ids):
         return b"".join(self.pieces[i] for i in ids).decode(errors="replace").removeprefix(" ")
 
 
-def streamed(
-    tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str], before: Sequence[int] = ()
-) -> tuple[list[str], TextStream]:
+def streamed(tokenizer, tokens, stop, before=()):
     stream = TextStream(tokenizer, before, stop)
     pieces = []
     for token in tokens:
@@ -46,7 +40,7 @@ TEXTS = st.text(alphabet="ab éß€你好😀\n", max_size=20)
 
 
 @given(TEXTS, TEXTS, st.lists(st.integers(1, 5), min_size=1, max_size=8))
-def test_any_cut_of_the_bytes_gives_the_text(before: str, text: str, sizes: list[int]) -> None:
+def test_any_cut_of_the_bytes_gives_the_text(before, text, sizes):
     rest, pieces = text.encode(), [(" " + before).encode()]
     while rest:
         for size in sizes:
@@ -62,9 +56,7 @@ def test_any_cut_of_the_bytes_gives_the_text(before: str, text: str, sizes: list
     st.text(alphabet="abé", max_size=16),
     st.lists(st.text(alphabet="abé", min_size=1, max_size=4), max_size=3),
 )
-def test_the_text_ends_before_the_stop_string_that_is_complete_first(
-    text: str, stop: list[str]
-) -> None:
+def test_the_text_ends_before_the_stop_string_that_is_complete_first(text, stop):
     tokens = list(text.encode())
     shown, stream = streamed(ByteTokenizer(), tokens, stop)
     ends = [at + len(one) for one in stop if (at := text.find(one)) >= 0]
@@ -77,7 +69,7 @@ def test_the_text_ends_before_the_stop_string_that_is_complete_first(
     assert "".join(shown) == stream.text == text[: min(ends) - len(longest)]
 
 
-def test_bytes_that_are_no_character_are_shown_in_the_end() -> None:
+def test_bytes_that_are_no_character_are_shown_in_the_end():
     for tokens, text in (
         (b"a\xff", "a\ufffd"),
         (b"\xffb", "\ufffdb"),
@@ -88,7 +80,7 @@ def test_bytes_that_are_no_character_are_shown_in_the_end() -> None:
         assert "".join(shown) == stream.text == text
 
 
-def test_text_is_shown_as_soon_as_it_is_certain() -> None:
+def test_text_is_shown_as_soon_as_it_is_certain():
     stream = TextStream(ByteTokenizer(), b"x", ["END"])
     shown = [stream.add(byte) for byte in "aEé你ENEND".encode()]
     assert shown == ["a", "", "", "Eé", "", "", "你", "", "", "EN", "", ""]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from itertools import chain
 from pathlib import Path
@@ -16,7 +14,7 @@ from tests.data.tokenizers.conftest import train_model
 from tests.data.tokenizers.test_tik_token import write_ranks
 
 
-def test_null() -> None:
+def test_null():
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=10)
     assert (tokenizer.vocab_size, tokenizer.eod) == (11, 10)
     assert tokenizer.encode("3 1  4\n") == [3, 1, 4] and tokenizer.decode([3, 1, 4]) == "3 1 4"
@@ -27,7 +25,7 @@ def test_null() -> None:
             tokenizer.encode(text)
 
 
-def write_hugging_face(path: Path) -> Path:
+def write_hugging_face(path):
     from tokenizers import Tokenizer as Fast
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -38,7 +36,7 @@ def write_hugging_face(path: Path) -> Path:
     return path
 
 
-def write_byte_level(folder: Path) -> dict[str, str]:
+def write_byte_level(folder):
     names = [*byte_letters(), "ab", "<|endoftext|>"]
     (folder / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
     (folder / "merges.txt").write_text("a b\n")
@@ -46,7 +44,7 @@ def write_byte_level(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+def families(tmp_path_factory):
     """Return build_tokenizer's arguments for one tokenizer of each library."""
     folder = tmp_path_factory.mktemp("families")
     train_model(
@@ -69,9 +67,7 @@ KINDS = ("GPT2BPETokenizer", "GPTSentencePieceTokenizer", "HFTokenizer", "TikTok
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_number_of_threads_gives_the_same_ids(
-    families: dict[str, dict], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_number_of_threads_gives_the_same_ids(families, kind, monkeypatch):
     for name in ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS"):
         monkeypatch.setenv(name, "2")  # restored after the test
     texts = [f"a b {'ab' * i} a" for i in range(50)]
@@ -91,7 +87,7 @@ def test_any_number_of_threads_gives_the_same_ids(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_tokenizer_refuses(families: dict[str, dict], kind: str) -> None:
+def test_what_a_tokenizer_refuses(families, kind):
     """Half a surrogate pair, ids that would wrap around, and another vocabulary size."""
     tokenizer = build_tokenizer(kind, **families[kind])
     for encode in (
@@ -114,9 +110,7 @@ def test_what_a_tokenizer_refuses(families: dict[str, dict], kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_library_takes_the_memory_of_this_process(
-    families: dict[str, dict], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_library_takes_the_memory_of_this_process(families, kind, monkeypatch):
     tokenizer = build_tokenizer(kind, **families[kind])
     expected = tokenizer.encode("a b")
     for name in ("_MEMORY_BYTES", "_BYTES_PER_BYTE"):
@@ -127,7 +121,7 @@ def test_no_library_takes_the_memory_of_this_process(
     assert tokenizer.encode("a b") == expected
 
 
-def tokenizer_file(arguments: dict[str, str]) -> str:
+def tokenizer_file(arguments):
     return arguments.get("tokenizer_model") or arguments["vocab_file"]
 
 
@@ -156,11 +150,11 @@ VOCAB = dict(vocab_file=__file__)
         ("HFTokenizer", HERE, DataError, __file__),
     ],
 )
-def test_refuses(kind: str, arguments: dict, error: type[Exception], message: str) -> None:
+def test_refuses(kind, arguments, error, message):
     with pytest.raises(error, match=message):
         build_tokenizer(kind, **arguments)
 
 
-def test_patterns_are_those_of_the_command_line() -> None:
+def test_patterns_are_those_of_the_command_line():
     patterns = all_options()["tiktoken_pattern"].choices
     assert patterns is not None and sorted(patterns) == sorted(PATTERNS)

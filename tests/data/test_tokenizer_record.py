@@ -1,10 +1,7 @@
 """Data of another tokenizer is refused before the first step, and epochs are counted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +18,13 @@ from tests.helpers.preprocessing import EOD, NULL, byte_tokenizer, json_lines
 from tools import inspect_dataset, merge_datasets
 
 
-def write(folder: Path, name: str, tokenizer: dict[str, Any], texts: list[str]) -> str:
+def write(folder, name, tokenizer, texts):
     (folder / f"{name}.jsonl").write_bytes(json_lines(texts))
     preprocess([folder / f"{name}.jsonl"], folder / name, PreprocessOptions(tokenizer))
     return f"{folder / name}_text_document"
 
 
-def check(prefix: str, tokenizer: dict[str, Any], samples: int = 1) -> tuple[dict[str, float], int]:
+def check(prefix, tokenizer, samples=1):
     """Return epochs, and the number of notices."""
     text = build_tokenizer(**tokenizer)
     flags = {name: v for name, v in tokenizer.items() if name != "vocab_size"}
@@ -48,7 +45,7 @@ def check(prefix: str, tokenizer: dict[str, Any], samples: int = 1) -> tuple[dic
     return epochs, len(notices)
 
 
-def other_file(folder: Path, change: Any) -> dict[str, Any]:
+def other_file(folder, change):
     """Return the byte tokenizer of another file, whose content `change` has changed."""
     settings = json.loads(Path(byte_tokenizer(folder)["tokenizer_model"]).read_text())
     change(settings)
@@ -56,17 +53,17 @@ def other_file(folder: Path, change: Any) -> dict[str, Any]:
     return {"tokenizer_type": "HFTokenizer", "tokenizer_model": str(folder / "other.json")}
 
 
-def swap(settings: dict[str, Any]) -> None:
+def swap(settings):
     vocabulary = settings["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
 
 
-def add(settings: dict[str, Any]) -> None:
+def add(settings):
     token = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     settings["added_tokens"].append({"id": EOD + 1, "content": "<x>", "special": True, **token})
 
 
-def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_data_of_another_tokenizer_is_refused(tmp_path):
     bytes_ = byte_tokenizer(tmp_path)
     prefix = write(tmp_path, "a", bytes_, ["abc", "de"])
     record = json.loads(Path(f"{prefix}.tokenizer.json").read_text())
@@ -99,7 +96,7 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
         check(prefix, bytes_)
 
 
-def test_data_without_a_record_get_a_notice_and_their_largest_id_is_found(tmp_path: Path) -> None:
+def test_data_without_a_record_get_a_notice_and_their_largest_id_is_found(tmp_path):
     for name, largest in (("a", 99), ("b", 300)):
         with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
             writer.add_document([5, largest, 7, 1, 2, 3])
@@ -108,9 +105,7 @@ def test_data_without_a_record_get_a_notice_and_their_largest_id_is_found(tmp_pa
         check(f"1 {tmp_path}/a 1 {tmp_path}/b", NULL)
 
 
-def test_a_record_goes_where_its_data_go(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_goes_where_its_data_go(tmp_path, capsys):
     bytes_ = byte_tokenizer(tmp_path)
     first, second = write(tmp_path, "a", bytes_, ["abc"]), write(tmp_path, "b", bytes_, ["xyz"])
     words = ["--output-prefix", str(tmp_path / "all"), "--inputs"]
@@ -126,7 +121,7 @@ def test_a_record_goes_where_its_data_go(
     assert check(first, bytes_)[1] == 1
 
 
-def test_epochs(tmp_path: Path) -> None:
+def test_epochs(tmp_path):
     prefixes = [write(tmp_path, n, NULL, ["1 2 3 4"] * size) for n, size in (("a", 2), ("b", 8))]
     assert check(prefixes[0], NULL, samples=60)[0] == {prefixes[0]: 30.0}
     blend = f"3 {prefixes[0]} 1 {prefixes[1]}"
@@ -135,7 +130,7 @@ def test_epochs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_training_ends_before_its_first_step(tmp_path: Path) -> None:
+def test_a_training_ends_before_its_first_step(tmp_path):
     prefix = write(tmp_path, "a", byte_tokenizer(tmp_path), ["abcdefgh" * 40])
     flags = [word for word in TINY if word != "--mock-data"]
     for drop in ("--vocab-size", "--tokenizer-type"):

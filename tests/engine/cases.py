@@ -1,15 +1,11 @@
 """Cases that the processes of the engine tests run."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
 import megatron.engine.engine as engine_module
 import megatron.engine.optimizer as optimizer_module
-from megatron.engine.engine import Engine, StepResult
+from megatron.engine.engine import Engine
 from megatron.errors import ConfigError
 from megatron.kernels.choose import Fusions
 from megatron.kernels.ops.optimizer import FusedAdamW
@@ -21,17 +17,15 @@ from tests.helpers.training import train_in_process
 STEPS = 3
 
 
-def lr(step: int) -> float:
+def lr(step):
     return toy.LR * (step + 1)
 
 
-def weight_decay(step: int) -> float:
+def weight_decay(step):
     return toy.DECAY * (step + 1)
 
 
-def build(
-    topology: Topology, precision: str, zero_stage: int = 1, fused: bool = False, **fields: Any
-) -> Engine:
+def build(topology, precision, zero_stage=1, fused=False, **fields):
     """Build an engine with torch's optimizer, or with FusedAdamW.
 
     That uses torch's operators where no kernels are loaded.
@@ -47,17 +41,15 @@ def build(
     return engine
 
 
-def step(engine: Engine, topology: Topology, s: int) -> StepResult:
+def step(engine, topology, s):
     toy.backward(engine, topology, s)
     return engine.step(lr(s), weight_decay=weight_decay(s))
 
 
-def train(
-    topology: Topology, precision: str, zero_stage: int, fused: bool = False
-) -> dict[str, Any]:
+def train(topology, precision, zero_stage, fused=False):
     """Return masters before the first step, each step's result, and everything after the last."""
     engine = build(topology, precision, zero_stage, fused)
-    out: dict[str, Any] = {"start": toy.state_pieces(engine), "results": []}
+    out = {"start": toy.state_pieces(engine), "results": []}
     for s in range(STEPS):
         if s == 1:  # gradients that are thrown away leave no trace
             toy.backward(engine, topology, 99)
@@ -66,13 +58,11 @@ def train(
     return out | {"state": toy.state_pieces(engine), "weights": toy.weight_pieces(engine)}
 
 
-def bad_gradient(
-    topology: Topology, precision: str, zero_stage: int, name: str, **fields: Any
-) -> dict[str, Any]:
+def bad_gradient(topology, precision, zero_stage, name, **fields):
     """Give the last rank that holds `name` an infinite gradient in the second of three steps."""
     engine = build(topology, precision, zero_stage, **fields)
-    results: list[StepResult] = []
-    before: Any = None
+    results = []
+    before = None
     for s in range(STEPS):
         toy.backward(engine, topology, s)
         if s == 1:
@@ -95,7 +85,7 @@ def bad_gradient(
     }
 
 
-def bad_gradient_on_host(topology: Topology, precision: str) -> dict[str, Any]:
+def bad_gradient_on_host(topology, precision):
     """Run the same under an optimizer that cannot skip a step by itself, as a user's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -106,7 +96,7 @@ def bad_gradient_on_host(topology: Topology, precision: str) -> dict[str, Any]:
         return bad_gradient(topology, precision, 1, "mixed", optimizer="sgd")
 
 
-def scale_grows(topology: Topology) -> dict[str, Any]:
+def scale_grows(topology):
     """Run fp16 with plain SGD; the loss scale doubles after every step."""
     sgd = dict(optimizer="sgd", sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0)
     engine = build(topology, "fp16", **sgd, loss_scale_window=1, initial_loss_scale=64.0)
@@ -117,7 +107,7 @@ def scale_grows(topology: Topology) -> dict[str, Any]:
     return {"scales": scales, "state": toy.state_pieces(engine)}
 
 
-def unequal_groups(topology: Topology, precision: str) -> list[dict[str, Any]]:
+def unequal_groups(topology, precision):
     """Return the whole model's state after two steps without clipping.
 
     Do the same for a model whose last stage has only parameters with weight decay.
@@ -135,7 +125,7 @@ def unequal_groups(topology: Topology, precision: str) -> list[dict[str, Any]]:
     return states
 
 
-def no_parameters(topology: Topology) -> list[str]:
+def no_parameters(topology):
     """Train with a last stage that has none, and with parameters that are frozen too late."""
     messages = []
     for missing in (True, False):
@@ -155,9 +145,7 @@ def no_parameters(topology: Topology) -> list[str]:
 # -- reduction behind backward passes, gathering behind forward passes -----------------------------
 
 
-def contribute(
-    engine: Engine, topology: Topology, step: int, micro_batch: int, skip: str = ""
-) -> None:
+def contribute(engine, topology, step, micro_batch, skip=""):
     """Add gradients as layers and hooks do in a backward pass.
 
     The last rank goes through the parameters in reverse order.
@@ -169,9 +157,7 @@ def contribute(
             p.gradient_accumulator.add(g)
 
 
-def overlapped(
-    topology: Topology, precision: str, stage: int, overlap: bool, trouble: str = ""
-) -> dict[str, Any]:
+def overlapped(topology, precision, stage, overlap, trouble=""):
     """Return the results of four steps, the buckets in flight before each, and the last state.
 
     trouble, in the third step   'missing': one rank has no gradient of `mixed`; 'infinite': one
@@ -181,7 +167,7 @@ def overlapped(
     fields = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     engine = build(topology, precision, stage, **fields)
     last, sent = topology.rank == topology.world.size - 1, []
-    results: list[StepResult] = []
+    results = []
     for s in range(4):
         if s == 2 and trouble == "broken":
             engine.begin(toy.MICRO_BATCHES)
@@ -208,7 +194,7 @@ def overlapped(
     }
 
 
-def refused(topology: Topology) -> list[str]:
+def refused(topology):
     """Refuse betas for SGD, a gradient after the last one, and a second begin.
 
     Nothing hangs afterwards.
@@ -222,7 +208,7 @@ def refused(topology: Topology) -> list[str]:
         messages.append(str(error))
     engine = build(topology, "fp32")
 
-    def passes(count: int) -> None:
+    def passes(count):
         for m in range(count):
             contribute(engine, topology, 0, m % toy.MICRO_BATCHES)
 
@@ -248,7 +234,7 @@ GPT = dict(pipeline_model_parallel_size=2, enable_zbh1_pipeline=True, bf16=True)
 # -- resumption ------------------------------------------------------------------------------------
 
 
-def resumed(topology: Topology, precision: str, from_fused: bool) -> list[dict[str, Any]]:
+def resumed(topology, precision, from_fused):
     """Continue training, without clipping, on one engine, and on a fused one with its state.
 
     The state is loaded by fragments and scalars.
@@ -302,21 +288,21 @@ TROUBLES = ("missing fp32", "infinite bf16", "broken bf16")
 RESUMED = (("fp32", True), ("bf16", True), ("bf16", False), ("fp16", False))
 
 
-def names(text: str) -> list[str]:
+def names(text):
     return [name.strip() for name in text.split(",")]
 
 
-def parse(name: str) -> tuple[tuple[int, int, int], str, int, bool]:
+def parse(name):
     layout, precision, stage, *fused = name.split()
     tensor, pipeline, data = map(int, layout.split("x"))
     return (tensor, pipeline, data), precision, int(stage), bool(fused)
 
 
-def on_layouts(size: int) -> dict[str, Any]:
+def on_layouts(size):
     """Run the cases of a world of this size."""
     join()
-    topologies: dict[tuple[int, int], Topology] = {}
-    out: dict[str, Any] = {}
+    topologies = {}
+    out = {}
     for kind, text in (("", TRAINED), ("overlap ", OVERLAPPED), ("bad ", BAD)):
         for name in names(text):
             (tensor, pipeline, data), precision, stage, fused = parse(name)
@@ -337,7 +323,7 @@ def on_layouts(size: int) -> dict[str, Any]:
     return out
 
 
-def on_one(rank: int) -> dict[str, Any]:
+def on_one(rank):
     out, topology = on_layouts(1), Topology.create()
     optimizers = dict(sgd=dict(optimizer="sgd", sgd_momentum=0.9), lion=dict(optimizer="lion"))
     for p in PRECISIONS:
@@ -347,7 +333,7 @@ def on_one(rank: int) -> dict[str, Any]:
     return out | {"scale grows": scale_grows(topology)}
 
 
-def on_two(rank: int) -> dict[str, Any]:
+def on_two(rank):
     out, topology = on_layouts(2), Topology.create()
     for trouble in TROUBLES:
         kind, p = trouble.split()
@@ -356,11 +342,11 @@ def on_two(rank: int) -> dict[str, Any]:
     return out | {f"resumed {p} {fused}": resumed(topology, p, fused) for p, fused in RESUMED}
 
 
-def on_three(rank: int) -> dict[str, Any]:
+def on_three(rank):
     return on_layouts(3)
 
 
-def on_four(rank: int) -> dict[str, Any]:
+def on_four(rank):
     out, both = on_layouts(4), Topology.create(2, 2)
     out["no parameters"] = no_parameters(both)
     out |= {f"unequal groups {p}": unequal_groups(both, p) for p in PRECISIONS}

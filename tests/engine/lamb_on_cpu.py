@@ -1,27 +1,21 @@
 """LAMB by torch's operators, with the arguments of DeepSpeed's FusedLamb, as a piece like it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 
 from megatron.config.pieces import load_pieces
 from tests.helpers.launching import ROOT
 
-EXAMPLE: Any = load_pieces(str(ROOT / "examples/extend/lamb.py")).optimizer
+EXAMPLE = load_pieces(str(ROOT / "examples/extend/lamb.py")).optimizer
 
 
 class Lamb(torch.optim.Optimizer):
     """LAMB (You et al., arXiv 1904.00962, algorithm 2), with the bias correction of Adam."""
 
-    def __init__(
-        self, parameters: Any, lr: float = 1e-3, betas: Any = (0.9, 0.999), eps: float = 1e-8
-    ):
+    def __init__(self, parameters, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             (beta1, beta2), eps = group["betas"], group["eps"]
             for p in group["params"]:
@@ -39,13 +33,13 @@ class Lamb(torch.optim.Optimizer):
                 p.sub_(group["lr"] * ratio * update)
 
 
-def plain(groups: Any, settings: Any) -> Lamb:
+def plain(groups, settings):
     betas = settings.adam_beta1, settings.adam_beta2
     return Lamb(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps)
 
 
 class Whole(EXAMPLE):
-    def make(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    def make(self, parameters):
         return plain(parameters, self.settings)
 
 

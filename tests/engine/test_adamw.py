@@ -3,10 +3,7 @@
 Numbers: tests/kernels/numerics, test_engine.py and test_average.py.
 """
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -19,24 +16,22 @@ from megatron.kernels.ops.optimizer import FusedAdamW
 from megatron.planner.recorder import _rule
 
 SHAPES = [(7, 5), (33,), (0,), (1200,)]
-USUAL: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8}
+USUAL = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8}
 
 
-def weights(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+def weights(dtype=torch.float32):
     generator = torch.Generator().manual_seed(1)
     return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
 
 
-def groups(parameters: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
+def groups(parameters):
     return [
         {"params": parameters[::2], "weight_decay": 0.3},
         {"params": parameters[1::2], "weight_decay": 0.0},
     ]
 
 
-def train(
-    optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], steps: range
-) -> None:
+def train(optimizer, parameters, steps):
     for step in steps:
         generator = torch.Generator().manual_seed(100 + step)
         for p in parameters:
@@ -45,7 +40,7 @@ def train(
 
 
 @pytest.mark.parametrize("n_bytes", [4, 2])
-def test_resumes_where_it_stood(n_bytes: int) -> None:
+def test_resumes_where_it_stood(n_bytes):
     """Resume from its own state_dict, whose moments torch makes fp32, and from the engine's state."""
     straight, kept = weights(), OptimizerState({"exp_avg": n_bytes, "exp_avg_sq": n_bytes})
     optimizer = FusedAdamW(groups(straight), **USUAL)
@@ -74,11 +69,11 @@ def test_resumes_where_it_stood(n_bytes: int) -> None:
 class Traffic(TorchDispatchMode):
     """Count the bytes that torch's operators read and write, by the planner's rules."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.total = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         work = _rule(func)(args, kwargs or {}, out)
         if isinstance(work, Memory):
@@ -89,7 +84,7 @@ class Traffic(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("first,second", [(2, 2), (2, 4), (4, 2)])
-def test_planner_counts_the_bytes_of_the_code(first: int, second: int) -> None:
+def test_planner_counts_the_bytes_of_the_code(first, second):
     """Of an update by torch's operators; a few numbers of one element do not count."""
     p = torch.nn.Parameter(torch.ones(1 << 16))
     p.grad = torch.ones_like(p)

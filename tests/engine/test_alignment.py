@@ -1,7 +1,5 @@
 """Alignment of the parts of buckets that data-parallel ranks own."""
 
-from __future__ import annotations
-
 import unittest.mock
 
 import pytest
@@ -13,14 +11,14 @@ from megatron.planner.dryrun.rank import member
 from tests.engine import toy
 
 
-def alone(found: list[object], mine: object, group: object = None) -> None:
+def alone(found, mine, group=None):
     """Replace all_gather_object: every rank is taken to contribute this rank's object."""
     found[:] = [mine] * len(found)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "bf16sums", "fp32", "fp16"])
-def test_every_part_begins_on_16_bytes(precision: str) -> None:
+def test_every_part_begins_on_16_bytes(precision):
     """Every shard begins on 16 bytes, in all formats and for any number of ranks.
 
     Vector loads (AdamW's among them) and NCCL's wide path need it.

@@ -3,10 +3,7 @@
 Matrices of the toy model are of the kind "output", the others vectors.
 """
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -33,13 +30,13 @@ FIELDS = dict(
 STEPS, BAD = 5, 2
 
 
-def values(step: int) -> StepValues:
+def values(step):
     """Return the values of a step; in one, the average stays as it is."""
     new = 0.0 if step == 3 else 0.5 / (step + 1)
     return StepValues(cases.lr(step), cases.weight_decay(step), (0.9 - 0.1 * step, 0.95), new)
 
 
-def train(rank: int, sizes: tuple[int, int], runs: list[str]) -> dict[str, Any]:
+def train(rank, sizes, runs):
     """Take steps, one of them bad; return the state after each, and the weights that were used."""
     topology, out = join(*sizes), {}
     for name in runs:
@@ -83,7 +80,7 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[tuple[int, int, int], list[dict[str, Any]]]:
+def runs():
     return {
         sizes: run_processes(
             sizes[0] * sizes[1] * sizes[2], partial(train, sizes=sizes[:2], runs=some)
@@ -96,9 +93,7 @@ CASES = [(sizes, name) for sizes, some in RUNS.items() for name in some]
 
 
 @pytest.mark.parametrize(("sizes", "name"), CASES)
-def test_average_is_that_of_the_weights_after_each_step_that_counts(
-    runs: Any, sizes: tuple[int, int, int], name: str
-) -> None:
+def test_average_is_that_of_the_weights_after_each_step_that_counts(runs, sizes, name):
     """The weights are of order 1, and fp32 rounds a step of the average to 6e-8 of that."""
     ranks = [r[name] for r in runs[sizes]]
     states = [toy.assemble([r["states"][i] for r in ranks]) for i in range(STEPS + 1)]
@@ -116,9 +111,7 @@ def test_average_is_that_of_the_weights_after_each_step_that_counts(
 
 
 @pytest.mark.parametrize(("sizes", "name"), CASES)
-def test_forward_passes_use_the_average_and_then_the_same_weights(
-    runs: Any, sizes: tuple[int, int, int], name: str
-) -> None:
+def test_forward_passes_use_the_average_and_then_the_same_weights(runs, sizes, name):
     ranks = [r[name] for r in runs[sizes]]
     before, within, after = (toy.assemble([r["weights"][i] for r in ranks]) for i in range(3))
     state = toy.assemble([r["states"][-1] for r in ranks])
@@ -130,9 +123,7 @@ def test_forward_passes_use_the_average_and_then_the_same_weights(
 
 
 @pytest.mark.parametrize(("sizes", "name"), [case for case in CASES if "bf16" not in case[1]])
-def test_kinds_are_clipped_before_all_are(
-    runs: Any, sizes: tuple[int, int, int], name: str
-) -> None:
+def test_kinds_are_clipped_before_all_are(runs, sizes, name):
     """Bounds as in test_engine."""
     ranks, reference = [r[name] for r in runs[sizes]], toy.Reference()
     for s in range(STEPS):

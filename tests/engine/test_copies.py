@@ -1,10 +1,5 @@
 """Copies of weights: a user's own layer keeps them equal, and a difference is found and named."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -24,13 +19,13 @@ from tests.helpers.training import assemble, train_in_process, train_plainly
 
 # -- a user's own layer, on two tensor-parallel ranks ----------------------------------------------
 
-FIELDS: dict[str, Any] = dict(num_layers=2, global_batch_size=2)
-TENSOR: dict[str, Any] = dict(FIELDS, tensor_model_parallel_size=2)
-SEQUENCE: dict[str, Any] = dict(TENSOR, sequence_parallel=True)
+FIELDS = dict(num_layers=2, global_batch_size=2)
+TENSOR = dict(FIELDS, tensor_model_parallel_size=2)
+SEQUENCE = dict(TENSOR, sequence_parallel=True)
 HEAD_NORM, NORM = "head_norm.weight", ".norm.weight"
 
 
-def past_the_entrance(self: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
+def past_the_entrance(self, x, call):
     """Feed a tensor that all ranks hold into the tensor-parallel region.
 
     It goes beside ColumnParallelLinear.
@@ -40,7 +35,7 @@ def past_the_entrance(self: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
     return x + out + bias
 
 
-def behind_a_checkpoint(self: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
+def behind_a_checkpoint(self, x, call):
     """Run the layer's own arithmetic.
 
     No graph leads from the output to the parameters of a head.
@@ -53,7 +48,7 @@ def behind_a_checkpoint(self: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
     return x + out + bias
 
 
-RUNS: dict[str, tuple[dict[str, Any], dict[str, bool], Any]] = {
+RUNS = {
     "tensor": (TENSOR, {}, None),
     "sequence": (SEQUENCE, {}, None),
     "declared": (TENSOR, {HEAD_NORM: True, "gain": True, NORM: False}, behind_a_checkpoint),
@@ -64,10 +59,10 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, bool], Any]] = {
 }
 
 
-def train(rank: int) -> dict[str, Any]:
+def train(rank):
     from megatron.model import gpt
 
-    out: dict[str, Any] = {}
+    out = {}
     for name, (fields, declared, forward) in RUNS.items():
         with pytest.MonkeyPatch.context() as patch:
             put(patch, gpt, declared, forward)
@@ -79,13 +74,13 @@ def train(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained() -> list[dict[str, Any]]:
+def trained():
     return run_processes(2, train)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensor", "sequence", "declared"])
-def test_a_layer_of_ones_own_trains_as_in_one_process(trained: Any, name: str) -> None:
+def test_a_layer_of_ones_own_trains_as_in_one_process(trained, name):
     from megatron.model import gpt
 
     with pytest.MonkeyPatch.context() as patch:
@@ -109,8 +104,8 @@ def test_a_layer_of_ones_own_trains_as_in_one_process(trained: Any, name: str) -
     ],
 )
 def test_a_gradient_that_is_not_what_it_is_taken_for_is_an_error_on_all_ranks(
-    trained: Any, name: str, parameter: str
-) -> None:
+    trained, name, parameter
+):
     first, second = (rank[name] for rank in trained)
     assert isinstance(first, str) and first == second and parameter in first
 
@@ -118,7 +113,7 @@ def test_a_gradient_that_is_not_what_it_is_taken_for_is_an_error_on_all_ranks(
 # -- a bit that flips, on four ranks ---------------------------------------------------------------
 
 
-def check_after_flip(topology: Topology, precision: str, name: str, victim: int) -> str:
+def check_after_flip(topology, precision, name, victim):
     """Check copies after a step whose weights are still in flight.
 
     Then one bit of one copy changes.
@@ -136,7 +131,7 @@ def check_after_flip(topology: Topology, precision: str, name: str, victim: int)
     return ""
 
 
-FLIPS: dict[str, tuple[tuple[int, int], str, str, int, tuple[str, ...]]] = {
+FLIPS = {
     # (tensor, pipeline), precision, parameter, rank; the names in the error
     "data": ((1, 1), "bf16", "mixed", 2, ("mixed", "ranks 0-1, 3 ", "rank 2 ")),
     "data beside tensor": ((2, 1), "fp32", "up", 3, ("up ", "rank 1 ", "rank 3 ")),
@@ -145,7 +140,7 @@ FLIPS: dict[str, tuple[tuple[int, int], str, str, int, tuple[str, ...]]] = {
 }
 
 
-def flip(rank: int) -> dict[str, str]:
+def flip(rank):
     join()
     return {
         case: check_after_flip(Topology.create(*sizes), precision, name, victim)
@@ -154,7 +149,7 @@ def flip(rank: int) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_flipped_bit_is_found_in_every_kind_of_copy() -> None:
+def test_a_flipped_bit_is_found_in_every_kind_of_copy():
     ranks = run_processes(4, flip)
     for case, (*_, named) in FLIPS.items():
         texts = {rank[case] for rank in ranks}
@@ -164,16 +159,16 @@ def test_a_flipped_bit_is_found_in_every_kind_of_copy() -> None:
 # -- digests ---------------------------------------------------------------------------------------
 
 
-def changes(x: torch.Tensor) -> list[Callable[[torch.Tensor], object]]:
+def changes(x):
     """Change one bit; pairs of signs, which a plain sum of words misses; swap words or chunks."""
     kind, n = torch.int16 if x.element_size() == 2 else torch.int32, len(x)
     word = 8 // x.element_size()
 
-    def bit(i: int, b: int) -> Callable[[torch.Tensor], object]:
+    def bit(i, b):
         flipped = 1 << b if b < 8 * x.element_size() - 1 else -1 << b
         return lambda y: y.view(kind)[i : i + 1].bitwise_xor_(flipped)
 
-    def swap(size: int) -> Callable[[torch.Tensor], object]:
+    def swap(size):
         return lambda y: y.copy_(torch.cat([y[size : 2 * size], y[:size], y[2 * size :]]))
 
     bits = [bit(i, b) for i in (0, 3, n // 2, n - 1) for b in range(8 * x.element_size())]
@@ -187,9 +182,7 @@ def changes(x: torch.Tensor) -> list[Callable[[torch.Tensor], object]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_digest_of_a_device_sees_every_change(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_digest_of_a_device_sees_every_change(dtype, monkeypatch):
     monkeypatch.setattr(copies, "_WORDS", 16)
     line = torch.randn(1 + 203, generator=torch.Generator().manual_seed(1)).to(dtype)
     x = line[1:]  # not on word bounds, nor of a word's length

@@ -1,7 +1,5 @@
 """DeepSpeed's start-up (no compilation, output or side effects), its arguments and its engine."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -12,7 +10,6 @@ import tomllib
 import types
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pydantic
 import pytest
@@ -64,7 +61,7 @@ print(json.dumps({
 
 
 @pytest.mark.slow
-def test_one_process_without_launcher(tmp_path: Path) -> None:
+def test_one_process_without_launcher(tmp_path):
     """Start-up does not import torch's compiler or its distributed tensors.
 
     Each costs a start 0.4 s and more (with sympy, for checkpoints).
@@ -92,7 +89,7 @@ def test_one_process_without_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_mpirun_says_beside_another_launcher() -> None:
+def test_what_mpirun_says_beside_another_launcher():
     """DeepSpeed asserts that mpirun's local rank equals that of the launcher.
 
     Here the launcher that counts was chosen before.
@@ -103,8 +100,8 @@ def test_what_mpirun_says_beside_another_launcher() -> None:
     assert outcome is not None and outcome.code == 0, outcome
 
 
-def test_settings_win_over_what_is_passed_through() -> None:
-    extra: dict[str, Any] = {
+def test_settings_win_over_what_is_passed_through():
+    extra = {
         "zero_optimization": {"stage": 3, "round_robin_gradients": True, "sub_group_size": 5},
         "tensorboard": {"enabled": False},
     }
@@ -117,14 +114,14 @@ def test_settings_win_over_what_is_passed_through() -> None:
 
 
 @pytest.mark.slow
-def test_what_deepspeed_refuses_is_named(tmp_path: Path) -> None:
+def test_what_deepspeed_refuses_is_named(tmp_path):
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": {"no_such_key": 1}}))
     (outcome,) = launch(1, [*TINY, "--train-iters", "1", "--deepspeed_config", str(file)])
     assert outcome is not None and outcome.code == 2 and "no_such_key" in outcome.output, outcome
 
 
-def test_the_versions_are_those_of_the_project() -> None:
+def test_the_versions_are_those_of_the_project():
     """They are not read from the installed package: after `git pull` it states the older ones."""
     tested = (ROOT / "requirements/constraints.txt").read_text().split()
     assert f"deepspeed=={deepspeed_engine.NEWEST_TESTED}" in tested
@@ -133,20 +130,20 @@ def test_the_versions_are_those_of_the_project() -> None:
     assert f"pydantic>={deepspeed_engine.OLDEST_PYDANTIC}" in lines
 
 
-def test_old_deepspeed_is_refused() -> None:
+def test_old_deepspeed_is_refused():
     deepspeed_engine._check_version("deepspeed", deepspeed_engine.OLDEST_TESTED)
     deepspeed_engine._check_version("deepspeed", "0.20.0+rocm")
     with pytest.raises(ConfigError, match=r"0\.14\.5.*0\.15\.0"):
         deepspeed_engine._check_version("deepspeed", "0.14.5")
 
 
-def raised(action: Any) -> str:
+def raised(action):
     with pytest.raises(ConfigError) as error:
         action()
     return str(error.value)
 
 
-def without_its_name(rank: int) -> str:
+def without_its_name(rank):
     """Return the error of a DeepSpeed without the name that is replaced."""
     import_deepspeed()
     with pytest.MonkeyPatch.context() as patch:
@@ -155,11 +152,11 @@ def without_its_name(rank: int) -> str:
 
 
 class Broken(types.ModuleType):
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         raise RuntimeError("0 active drivers")
 
 
-def with_other_packages(rank: int, folder: str) -> dict[str, str]:
+def with_other_packages(rank, folder):
     """Import and start DeepSpeed beside a broken Triton, an old pydantic and a broken DeepSpeed."""
     sys.path.insert(0, folder)
     forget("triton", "deepspeed")
@@ -185,13 +182,13 @@ def with_other_packages(rank: int, folder: str) -> dict[str, str]:
     return found
 
 
-def forget(*packages: str) -> None:
+def forget(*packages):
     for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
         del sys.modules[name]
 
 
 @pytest.mark.slow
-def test_packages_that_do_not_suit_deepspeed_are_named(tmp_path: Path) -> None:
+def test_packages_that_do_not_suit_deepspeed_are_named(tmp_path):
     """Triton without a device is not imported at all; of others the versions are named."""
     (tmp_path / "triton.py").write_text("raise RuntimeError('0 active drivers')")
     (found,) = run_processes(1, with_other_packages, str(tmp_path))
@@ -203,7 +200,7 @@ def test_packages_that_do_not_suit_deepspeed_are_named(tmp_path: Path) -> None:
         assert f"pydantic {version('pydantic')}" in message
 
 
-def what_deepspeed_has(rank: int) -> dict[str, Any]:
+def what_deepspeed_has(rank):
     """Return what a user of DeepSpeed reads of the engine after two steps."""
     topology = Topology.create()
     chunks = toy.build(topology)
@@ -223,11 +220,11 @@ def what_deepspeed_has(rank: int) -> dict[str, Any]:
     }
 
 
-def used(rank: int) -> tuple[dict[str, Any], str]:
+def used(rank):
     return what_deepspeed_has(rank), without_its_name(rank)
 
 
-def test_what_users_of_deepspeed_have_of_its_engine() -> None:
+def test_what_users_of_deepspeed_have_of_its_engine():
     """Its steps, learning rate, module and optimizer are those of the run.
 
     A version that lacks a name which the engine needs is refused.
@@ -237,13 +234,13 @@ def test_what_users_of_deepspeed_have_of_its_engine() -> None:
     assert "build_shm_op" in message and version("deepspeed") in message
 
 
-def read_csv(file: Path) -> list[tuple[int, float]]:
+def read_csv(file):
     rows = [line.split(",") for line in file.read_text().split()]
     return [(int(step), float(value)) for step, value in rows if step != "step"]
 
 
 @pytest.mark.slow
-def test_deepspeed_reports_what_its_json_asks_for(tmp_path: Path) -> None:
+def test_deepspeed_reports_what_its_json_asks_for(tmp_path):
     """Its reports, over a resume, are those of the run, written once for all ranks."""
     asked = {
         "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"},
@@ -253,7 +250,7 @@ def test_deepspeed_reports_what_its_json_asks_for(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(asked))
     words = [*TINY, "--pipeline-model-parallel-size", "2"]
     reports = ["--deepspeed_config", f"{tmp_path}/ds.json", "--save", f"{tmp_path}/saved"]
-    steps = list[Any]()
+    steps = []
     for name, more in (
         ("first", ["--exit-interval", "2"]),
         ("second", ["--load", f"{tmp_path}/saved"]),

@@ -4,11 +4,6 @@ Variants: with FusedAdamW, and with reduction behind backward passes and gatheri
 passes.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -21,16 +16,16 @@ DTYPES = {"bf16": torch.bfloat16, "bf16sums": torch.bfloat16, "fp16": torch.floa
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, list[dict[str, Any]]]:
+def runs():
     """Return the results of every case, by name and in rank order."""
-    out: dict[str, list[dict[str, Any]]] = {}
+    out = {}
     for n, body in ((1, cases.on_one), (2, cases.on_two), (3, cases.on_three), (4, cases.on_four)):
         ranks = run_processes(n, body)
         out.update({name: [r[name] for r in ranks] for name in ranks[0]})
     return out
 
 
-def rounding(precision: str, scale: float = 1024.0) -> Callable[[torch.Tensor], torch.Tensor]:
+def rounding(precision, scale=1024.0):
     """Return the rounding of a gradient stored in the working precision, loss scale included."""
     if precision == "fp32":
         return toy.same
@@ -38,12 +33,12 @@ def rounding(precision: str, scale: float = 1024.0) -> Callable[[torch.Tensor], 
     return lambda g: (g * factor).to(DTYPES[precision]).double() / factor
 
 
-def whole(ranks: list[dict[str, Any]], what: str) -> dict[str, np.ndarray]:
+def whole(ranks, what):
     return toy.assemble([r[what] for r in ranks])
 
 
 @pytest.mark.parametrize("name", cases.names(cases.TRAINED))
-def test_equals_adamw_in_float64(runs: Any, name: str) -> None:
+def test_equals_adamw_in_float64(runs, name):
     """The engine equals AdamW in float64, with clipping active in every step.
 
     The reference rounds gradients like the working precision.
@@ -94,7 +89,7 @@ def test_equals_adamw_in_float64(runs: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", cases.names(cases.BAD))
-def test_bad_gradient_of_one_rank_skips_everywhere(runs: Any, name: str) -> None:
+def test_bad_gradient_of_one_rank_skips_everywhere(runs, name):
     """A bad gradient on one rank skips the step on all ranks.
 
     In 2x2x1 the bad value is in a copy that DeepSpeed does not count in the norm.
@@ -121,9 +116,7 @@ def test_bad_gradient_of_one_rank_skips_everywhere(runs: Any, name: str) -> None
 
 @pytest.mark.parametrize("decides", ["sgd", "lion", "host"])
 @pytest.mark.parametrize("precision", cases.PRECISIONS)
-def test_a_skipped_step_leaves_weights_and_momentum(
-    runs: Any, precision: str, decides: str
-) -> None:
+def test_a_skipped_step_leaves_weights_and_momentum(runs, precision, decides):
     ranks = runs[f"bad {decides} {precision}"]
     assert [x.skipped for x in ranks[0]["results"]] == [False, True, False]
     before, after, state = (whole(ranks, name) for name in ("before", "after", "state"))
@@ -132,7 +125,7 @@ def test_a_skipped_step_leaves_weights_and_momentum(
     assert any((state[key] != after[key]).any() for key in state), "the last step counts"
 
 
-def test_step_at_which_the_loss_scale_grows_is_a_whole_step(runs: Any) -> None:
+def test_step_at_which_the_loss_scale_grows_is_a_whole_step(runs):
     """The step at which the loss scale grows is a whole step: w - lr * g by plain SGD.
 
     A gradient divided by the new scale would move half as far.
@@ -150,14 +143,14 @@ def test_step_at_which_the_loss_scale_grows_is_a_whole_step(runs: Any) -> None:
         )
 
 
-def test_parameters_that_are_missing_or_frozen_too_late_are_refused_on_all_ranks(runs: Any) -> None:
+def test_parameters_that_are_missing_or_frozen_too_late_are_refused_on_all_ranks(runs):
     messages = runs["no parameters"]
     assert "[2, 3]" in messages[0][0] and len({missing for missing, _ in messages}) == 1
     assert all("requires_grad" in late for _, late in messages)
 
 
 @pytest.mark.parametrize("precision", cases.PRECISIONS)
-def test_stages_may_have_other_kinds_of_parameters(runs: Any, precision: str) -> None:
+def test_stages_may_have_other_kinds_of_parameters(runs, precision):
     """Parameters train the same if the last stage lacks a kind of parameter."""
     whole, lacking = (
         toy.assemble([states[i] for states in runs[f"unequal groups {precision}"]]) for i in (0, 1)
@@ -169,7 +162,7 @@ def test_stages_may_have_other_kinds_of_parameters(runs: Any, precision: str) ->
 # -- overlap ---------------------------------------------------------------------------------------
 
 
-def same_bits(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
+def same_bits(a, b):
     for x, y in zip(a, b, strict=True):
         assert x["results"] == y["results"] == a[0]["results"]
         for what in ("state", "weights"):
@@ -181,7 +174,7 @@ def same_bits(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", [*cases.names(cases.OVERLAPPED), *cases.TROUBLES])
-def test_overlapped_is_the_same(runs: dict[str, list[Any]], name: str) -> None:
+def test_overlapped_is_the_same(runs, name):
     overlapped, plain = (runs[f"overlap {name} {on}"] for on in cases.BOTH)
     same_bits(overlapped, plain)
     skipped = [r.skipped for r in overlapped[0]["results"]]
@@ -196,12 +189,12 @@ def test_overlapped_is_the_same(runs: dict[str, list[Any]], name: str) -> None:
     assert all(sent == 0 for rank in plain for sent, _ in rank["sent"])
 
 
-def test_a_broken_step_leaves_no_trace(runs: dict[str, list[Any]]) -> None:
+def test_a_broken_step_leaves_no_trace(runs):
     same_bits(runs["overlap broken bf16 True"], runs["overlap 1x1x2 bf16 1 True"])
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_missing_gradient_counts_as_zero(runs: dict[str, list[Any]], overlap: bool) -> None:
+def test_missing_gradient_counts_as_zero(runs, overlap):
     """A missing gradient counts as zero; the rank's sum of the step before does not come again."""
     reference = toy.Reference()
     for s in range(4):
@@ -217,7 +210,7 @@ def test_missing_gradient_counts_as_zero(runs: dict[str, list[Any]], overlap: bo
         )
 
 
-def test_what_a_step_refuses(runs: dict[str, list[Any]]) -> None:
+def test_what_a_step_refuses(runs):
     for betas, late, twice in runs["refused"]:
         assert (
             "SGD" in betas
@@ -227,7 +220,7 @@ def test_what_a_step_refuses(runs: dict[str, list[Any]]) -> None:
         )
 
 
-def test_gpt_overlapped_is_the_same(runs: dict[str, list[Any]]) -> None:
+def test_gpt_overlapped_is_the_same(runs):
     """All weight gradients arrive through hooks and accumulators.
 
     Some are deferred, of a tied embedding, or from autograd.
@@ -241,7 +234,7 @@ def test_gpt_overlapped_is_the_same(runs: dict[str, list[Any]]) -> None:
 # -- resumption ------------------------------------------------------------------------------------
 
 
-def check_alike(fused: list[dict[str, Any]], plain: list[dict[str, Any]], precision: str) -> None:
+def check_alike(fused, plain, precision):
     """Compare two runs up to rounding; weight copies must be exact.
 
     The bounds are those of test_engine against float64, for both runs.
@@ -257,7 +250,7 @@ def check_alike(fused: list[dict[str, Any]], plain: list[dict[str, Any]], precis
 
 
 @pytest.mark.parametrize(("precision", "from_fused"), cases.RESUMED)
-def test_engine_resumes(runs: dict[str, list[Any]], precision: str, from_fused: bool) -> None:
+def test_engine_resumes(runs, precision, from_fused):
     """An engine resumes bit for bit from its own kind, and up to rounding from torch's."""
     pairs = runs[f"resumed {precision} {from_fused}"]
     straight, taken = [p[0] for p in pairs], [p[1] for p in pairs]

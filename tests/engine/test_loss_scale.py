@@ -1,14 +1,10 @@
 """Loss scale, step by step."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from megatron.config.training import PrecisionConfig
 from megatron.engine.engine import LossScale
 
 
-def dynamic(initial: float, minimum: float, window: int, hysteresis: int) -> LossScale:
+def dynamic(initial, minimum, window, hysteresis):
     return LossScale(
         PrecisionConfig(
             fp16=True,
@@ -20,7 +16,7 @@ def dynamic(initial: float, minimum: float, window: int, hysteresis: int) -> Los
     )
 
 
-def run(scale: LossScale, steps: str) -> list[float]:
+def run(scale, steps):
     """Return the scale after each step; "x" overflows."""
     out = []
     for step in steps:
@@ -29,26 +25,26 @@ def run(scale: LossScale, steps: str) -> list[float]:
     return out
 
 
-def test_window_and_hysteresis() -> None:
+def test_window_and_hysteresis():
     assert run(dynamic(16, 1, 3, 1), "...x....") == [16, 16, 32, 16, 16, 16, 32, 32]
     # Of three overflows the first is forgiven; growing restores the allowance.
     assert run(dynamic(16, 1, 2, 2), "xxx..xx") == [16, 8, 4, 4, 8, 8, 4]
 
 
-def test_never_below_the_minimum() -> None:
+def test_never_below_the_minimum():
     assert run(dynamic(4, 2, 100, 1), "xxx") == [2, 2, 2]
     assert dynamic(1, 2, 100, 1).scale == 2
 
 
-def test_state_continues() -> None:
+def test_state_continues():
     a, b = dynamic(16, 1, 3, 2), dynamic(1024, 1, 3, 2)
     run(a, "x..")
     b.load_state(a.state())
     assert run(b, ".x") == run(a, ".x") == [32, 32]
 
 
-def test_choice() -> None:
-    def chosen(**fields: Any) -> tuple[float, bool]:
+def test_choice():
+    def chosen(**fields):
         found = LossScale(PrecisionConfig(**({"fp16": True} | fields)))
         return found.scale, found.dynamic
 

@@ -1,7 +1,5 @@
 """Memory of an engine: every byte is needed for training, and none exists twice."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 
@@ -25,7 +23,7 @@ BYTES = {"fp32": 4 + 0 + 4 + 8, "bf16": 2 + 4 + 4 + 8, "fp16": 2 + 4 + 4 + 8}
 DIVIDED = {"fp32": 8, "bf16": 4 + 8, "fp16": 4 + 8}
 
 
-def storages() -> dict[int, int]:
+def storages():
     """Return bytes by address for the memory of all live tensors."""
     gc.collect()
     found = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
@@ -38,7 +36,7 @@ def storages() -> dict[int, int]:
     return {address: size for address, size in sizes.items() if size >= LEAST}
 
 
-def held(rank: int, precision: str, stage: int) -> int:
+def held(rank, precision, stage):
     topology = join()
     chunk = torch.nn.Module()
     for name, shape in SHAPES.items():
@@ -59,13 +57,13 @@ def held(rank: int, precision: str, stage: int) -> int:
 CASES = {1: [("fp32", 1), ("bf16", 1), ("fp16", 1)], 2: [("bf16", 1), ("fp32", 0)]}
 
 
-def held_in_each(rank: int, cases: list[tuple[str, int]]) -> list[int]:
+def held_in_each(rank, cases):
     return [held(rank, *case) for case in cases]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", CASES)
-def test_nothing_is_held_twice(ranks: int) -> None:
+def test_nothing_is_held_twice(ranks):
     """No tensor is held twice.
 
     DeepSpeed rounds the length of a group up to an even number for each rank: here it already is
@@ -80,7 +78,7 @@ def test_nothing_is_held_twice(ranks: int) -> None:
     assert run_processes(ranks, held_in_each, CASES[ranks]) == [expected] * ranks
 
 
-def test_what_a_chunk_is_given_is_not_kept_to_know_whose_gradients_are_terms() -> None:
+def test_what_a_chunk_is_given_is_not_kept_to_know_whose_gradients_are_terms():
     chunk = torch.nn.Linear(4, 4)
     terms = Terms([chunk], sequence_parallel=True)
     x = torch.ones(2, 4, requires_grad=True)

@@ -1,9 +1,6 @@
 """Optimizer state in host memory: the same numbers, and the device has that of two buckets."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,11 +24,11 @@ STEPS, BAD = 4, 1
 class Rate(torch.optim.Optimizer):
     """A user's optimizer."""
 
-    def __init__(self, groups: Any, settings: Any) -> None:
+    def __init__(self, groups, settings):
         super().__init__(groups, {"lr": settings.lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
                 total = self.state[p].setdefault("sum", torch.zeros_like(p))
@@ -39,7 +36,7 @@ class Rate(torch.optim.Optimizer):
                 p.sub_(group["lr"] * p.grad / (total.sqrt() + 1e-8))
 
 
-TOYS: dict[str, dict[str, Any]] = {
+TOYS = {
     "adam": {},
     "kernel": dict(optimizer_implementation="auto"),
     "bf16 moments": dict(exp_avg_dtype="bf16", ema_decay=0.9),
@@ -48,7 +45,7 @@ TOYS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(rank: int, cases: list[tuple[str, str, int]]) -> list[list[Any]]:
+def train(rank, cases):
     """Train with the state on the device, and with it on the host; return what each has."""
     topology, found = join(), []
     for name, precision, stage in cases:
@@ -83,17 +80,17 @@ CASES = [(name, "bf16", 1) for name in TOYS] + [
 ]
 
 
-def body(rank: int) -> tuple[list[list[Any]], str]:
+def body(rank):
     return train(rank, CASES), refused(rank)
 
 
 @pytest.fixture(scope="module")
-def runs() -> list[tuple[list[Any], str]]:
+def runs():
     return run_processes(2, body)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[" ".join(map(str, c)) for c in CASES])
-def test_the_same_numbers_to_the_bit(runs: Any, number: int) -> None:
+def test_the_same_numbers_to_the_bit(runs, number):
     for rank, _ in runs:
         (results, *here), (results_there, *there) = rank[number]
         assert results == results_there
@@ -106,14 +103,14 @@ def test_the_same_numbers_to_the_bit(runs: Any, number: int) -> None:
                     np.testing.assert_array_equal(x, y, err_msg=name)
 
 
-def assert_offloading_changes_nothing(device: torch.device, elements: int) -> None:
+def assert_offloading_changes_nothing(device, elements):
     """Update parameters of several sizes by the same gradients, on the device and from the host."""
     sizes = [elements, 8, elements // 2, elements // 3, elements]
     found = []
     for offload in (False, True):
         generator = torch.Generator().manual_seed(3)
 
-        def draw(n: int, to: torch.device, generator: torch.Generator = generator) -> torch.Tensor:
+        def draw(n, to, generator=generator):
             return torch.randn(n, generator=generator).to(to)
 
         home = torch.device("cpu") if offload else device
@@ -144,20 +141,20 @@ def assert_offloading_changes_nothing(device: torch.device, elements: int) -> No
         assert all(torch.equal(x, there[name]) for name, x in here.items())
 
 
-def test_groups_of_any_size_pass_through_two_sets() -> None:
+def test_groups_of_any_size_pass_through_two_sets():
     assert_offloading_changes_nothing(torch.device("cpu"), elements=1000)
 
 
 class Twice(torch.optim.Optimizer):
     """An optimizer that uses all the state of its groups twice in a step."""
 
-    def __init__(self, p: torch.nn.Parameter) -> None:
+    def __init__(self, p):
         super().__init__([{"params": [p], "whole": "whole"}], {})
         self.state[p]["sum"] = torch.zeros_like(p)
         self.near = lambda groups: groups
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         for _ in range(2):
             for group in self.near(self.param_groups):
                 (p,) = group["params"]
@@ -165,7 +162,7 @@ class Twice(torch.optim.Optimizer):
                 p.sub_(self.state[p]["sum"])
 
 
-def test_state_that_is_used_twice_in_a_row() -> None:
+def test_state_that_is_used_twice_in_a_row():
     found = []
     for offload in (False, True):
         p = torch.nn.Parameter(torch.ones(10))
@@ -184,11 +181,11 @@ class Whole(Rate):
     """An optimizer that takes matrices whole, and has no attribute `near`."""
 
     @staticmethod
-    def whole(name: str, shape: tuple[int, ...]) -> bool:
+    def whole(name, shape):
         return len(shape) == 2
 
 
-def refused(rank: int) -> str:
+def refused(rank):
     topology = join()
     config = toy.config("bf16", cpu_offload=True)
     config = dataclasses.replace(config, pieces=Pieces(optimizer=Whole))
@@ -199,6 +196,6 @@ def refused(rank: int) -> str:
     return ""
 
 
-def test_an_optimizer_of_whole_parameters_must_ask_for_their_state(runs: Any) -> None:
+def test_an_optimizer_of_whole_parameters_must_ask_for_their_state(runs):
     messages = [message for _, message in runs]
     assert "Whole" in messages[0] and "near" in messages[0] and len(set(messages)) == 1

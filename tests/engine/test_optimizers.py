@@ -3,11 +3,7 @@
 Whole training runs with them: tests/parity.
 """
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +28,7 @@ from tests.helpers.training import assemble, train_plainly
 from tests.parity.cases import layout, train
 
 
-def matrix(*shape: int) -> torch.Tensor:
+def matrix(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
@@ -40,7 +36,7 @@ def matrix(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (12, 40), (40, 12)])
-def test_newton_schulz_maps_singular_values(shape: tuple[int, int]) -> None:
+def test_newton_schulz_maps_singular_values(shape):
     """In fp32 it equals the same polynomials of the singular values in float64.
 
     The steps multiply an error of the smallest ones by up to 3.4445^5 = 485.
@@ -52,7 +48,7 @@ def test_newton_schulz_maps_singular_values(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(exact, orthogonal(x), rtol=0, atol=1e-12)
 
 
-def test_newton_schulz_in_bf16_is_torchs() -> None:
+def test_newton_schulz_in_bf16_is_torchs():
     muon = pytest.importorskip("torch.optim._muon")  # since torch 2.9
     x = matrix(24, 40)
     theirs = muon._zeropower_via_newtonschulz(x, coefficients("simple", 1)[0], 5, 1e-7)
@@ -64,7 +60,7 @@ def test_newton_schulz_in_bf16_is_torchs() -> None:
 @pytest.mark.parametrize(
     ("kind", "steps", "far"), [("quintic", 5, 0.35), ("polar_express", 8, 0.01)]
 )
-def test_singular_values_come_near_one(kind: str, steps: int, far: float) -> None:
+def test_singular_values_come_near_one(kind, steps, far):
     """The steps come as near to U V^T as their authors say, for values above 0.01."""
     u, s, v = torch.linalg.svd(matrix(16, 32).double(), full_matrices=False)
     x = (u * torch.logspace(-1.5, 0, len(s), dtype=torch.float64)) @ v
@@ -72,7 +68,7 @@ def test_singular_values_come_near_one(kind: str, steps: int, far: float) -> Non
     assert (values - 1.0).abs().max() < far
 
 
-def muon(**settings: Any) -> tuple[Muon, Config]:
+def muon(**settings):
     config = Config.create(
         num_layers=1,
         hidden_size=8,
@@ -93,7 +89,7 @@ def muon(**settings: Any) -> tuple[Muon, Config]:
     ("mode", "scale"),
     [("spectral", 24**0.5), ("shape_scaling", 3**0.5), ("unit_rms_norm", 3**0.5)],
 )
-def test_scale_of_a_tall_matrix(mode: str, scale: float) -> None:
+def test_scale_of_a_tall_matrix(mode, scale):
     optimizer, _ = muon(muon_scale_mode=mode, muon_extra_scale_factor=0.5)
     x = matrix(24, 8)
     found = optimizer.orthogonalized("layers.0.mlp.dense_h_to_4h.weight", x)
@@ -101,7 +97,7 @@ def test_scale_of_a_tall_matrix(mode: str, scale: float) -> None:
 
 
 @pytest.mark.parametrize("split", [True, False])
-def test_fused_queries_keys_and_values(split: bool) -> None:
+def test_fused_queries_keys_and_values(split):
     """Two groups of two queries, a key and a value, of two rows each."""
     optimizer, _ = muon(muon_split_qkv=split)
     x = matrix(16, 8)
@@ -113,10 +109,10 @@ def test_fused_queries_keys_and_values(split: bool) -> None:
         torch.testing.assert_close(found[part].double(), expected, rtol=0, atol=1e-3)
 
 
-def test_a_skipped_step_of_muon_leaves_weights_and_momentum() -> None:
+def test_a_skipped_step_of_muon_leaves_weights_and_momentum():
     """A step before it divides the gradients by their scale. Updates are signs of the momentum."""
 
-    def signs(flats: list[torch.Tensor], change: Any, dtype: torch.dtype) -> None:
+    def signs(flats, change, dtype):
         for flat in flats:
             flat.copy_(flat.sign())
 
@@ -137,14 +133,14 @@ def test_a_skipped_step_of_muon_leaves_weights_and_momentum() -> None:
 # -- whole parameters ------------------------------------------------------------------------------
 
 
-def gather(rank: int) -> tuple[dict[str, float], bool]:
+def gather(rank):
     """Change matrices on tensor 2 x data 2 ranks into twice themselves, which every rank checks."""
     topology = join(2, 1)
     t = topology.tensor.rank
-    shapes: dict[str, tuple[int, ...]] = {f"w{i}": (8, 2 + 3 * i) for i in range(5)}
+    shapes = {f"w{i}": (8, 2 + 3 * i) for i in range(5)}
     shapes["stack"] = (2, 6, 4)
     values = {name: matrix(*shape) for name, shape in shapes.items()}
-    buckets, flats = list[Bucket](), list[torch.Tensor]()
+    buckets, flats = [], []
     for names in (list(shapes)[:2], list(shapes)[2:]):
         parameters = []
         for name in names:
@@ -164,9 +160,9 @@ def gather(rank: int) -> tuple[dict[str, float], bool]:
         buckets.append(Bucket(parameters, torch.zeros_like(flat), flat, topology.shards))
         flats.append(buckets[-1].own_weights)
     before = [x.clone() for x in flats]
-    seen: dict[str, float] = {}
+    seen = {}
 
-    def twice(name: str, x: torch.Tensor) -> torch.Tensor:
+    def twice(name, x):
         assert torch.equal(x, values[name])
         seen[name] = work_of(x.shape)
         return 2 * x
@@ -176,7 +172,7 @@ def gather(rank: int) -> tuple[dict[str, float], bool]:
 
 
 @pytest.mark.slow
-def test_each_matrix_is_whole_on_one_rank_and_work_is_shared() -> None:
+def test_each_matrix_is_whole_on_one_rank_and_work_is_shared():
     ranks = run_processes(4, gather)
     assert all(same for _, same in ranks)
     names = [name for seen, _ in ranks for name in seen]
@@ -191,7 +187,7 @@ def test_each_matrix_is_whole_on_one_rank_and_work_is_shared() -> None:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "documents"])
 @pytest.mark.parametrize("window", [1 << 20, 5])
-def test_largest_logits_are_those_of_all_scores(packed: bool, window: int) -> None:
+def test_largest_logits_are_those_of_all_scores(packed, window):
     """Grouped heads, several blocks of queries, two samples, against all scores in float64."""
     s, b, groups, share, d = 150, 2, 2, 3, 8
     q, k = matrix(s, b, groups * share, d), matrix(s, b, groups, d).flip(0)
@@ -219,7 +215,7 @@ def test_largest_logits_are_those_of_all_scores(packed: bool, window: int) -> No
 
 
 @pytest.mark.slow
-def test_lamb_of_whole_parameters_is_that_of_one_process(tmp_path: Path) -> None:
+def test_lamb_of_whole_parameters_is_that_of_one_process(tmp_path):
     """Its trust ratios are those of parameters, not of ZeRO's parts of a bucket or of shards."""
     fields = layout(tp=2, dp=2, lr=1e-2, weight_decay=0.1, add_bias_linear=False)[2]
     file = str(ROOT / "tests/engine/lamb_on_cpu.py")
@@ -235,7 +231,7 @@ def test_lamb_of_whole_parameters_is_that_of_one_process(tmp_path: Path) -> None
         np.testing.assert_allclose(whole[name], values, rtol=0, atol=5e-6, err_msg=name)
 
 
-def test_an_optimizer_that_is_given_parts_updates_each_weight_by_itself() -> None:
+def test_an_optimizer_that_is_given_parts_updates_each_weight_by_itself():
     config = Config.create(
         num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=8
     )

@@ -1,15 +1,12 @@
 """Gradient buckets, and weights that are awaited before use. Under the engine: test_engine.py."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
 
 from megatron.engine import gradients as engine_gradients
-from megatron.engine.buckets import BucketPlan, BucketRule
+from megatron.engine.buckets import BucketRule
 from megatron.engine.gradients import (
     Bucket,
     WeightGather,
@@ -25,20 +22,20 @@ from tests.helpers.training import BASE
 class Late:
     """Gather whose weights are absent until it is awaited."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket):
         self._bucket, self._values = bucket, bucket.weights.clone()
         bucket.weights.fill_(float("nan"))
 
-    def wait(self) -> None:
+    def wait(self):
         self._bucket.weights.copy_(self._values)
 
 
-def shared_by_two(rank: int) -> ShardGroups:
+def shared_by_two(rank):
     line, alone = Group((0, 1), rank), Group((rank,), 0)
     return ShardGroups(line, alone, line, alone)
 
 
-def buckets_of(parameters: list[torch.nn.Parameter]) -> list[Bucket]:
+def buckets_of(parameters):
     """Make one bucket for each parameter, which becomes a view of it."""
     found = []
     for p in parameters:
@@ -51,9 +48,7 @@ def buckets_of(parameters: list[torch.nn.Parameter]) -> list[Bucket]:
 @pytest.mark.parametrize(
     "fields", [{}, {"untie_embeddings_and_output_weights": True, "swiglu": True}]
 )
-def test_gpt_waits_for_each_weight_before_it_is_used(
-    fields: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpt_waits_for_each_weight_before_it_is_used(fields, monkeypatch):
     """Every weight is NaN until it is awaited; loss and logits must use the real weights."""
     from megatron.config import Config
     from megatron.model.gpt import build_chunks
@@ -84,7 +79,7 @@ def test_gpt_waits_for_each_weight_before_it_is_used(
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_state_dict_waits(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_dict_waits(whole, monkeypatch):
     """A state dict of the model, or of a module within it, waits for the gathered weights.
 
     It must not hold the weights of the step before.
@@ -104,23 +99,21 @@ def test_a_state_dict_waits(whole: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 # -- buckets ---------------------------------------------------------------------------------------
 
 
-def parameter(name: str, *shape: int, decay: bool = True, tied: bool = False) -> torch.nn.Parameter:
+def parameter(name, *shape, decay=True, tied=False):
     p = torch.nn.Parameter(torch.zeros(shape))
-    p.sharding = Sharding(name, shape, shape, (0,) * len(shape), shape, decay=decay, tied=tied)  # type: ignore[attr-defined]
+    p.sharding = Sharding(name, shape, shape, (0,) * len(shape), shape, decay=decay, tied=tied)
     return p
 
 
-def members(
-    parameters: list[torch.nn.Parameter], plans: list[BucketPlan]
-) -> list[list[torch.nn.Parameter]]:
+def members(parameters, plans):
     return [[parameters[number] for number in plan.members] for plan in plans]
 
 
-def test_groups_are_cut_in_the_order_of_the_backward_pass() -> None:
+def test_groups_are_cut_in_the_order_of_the_backward_pass():
     ps = [parameter("e", 100, tied=True), parameter("n", 3, decay=False)]
     ps += [parameter(f"w{i}", size) for i, size in enumerate((4, 4, 30, 4, 5))]
 
-    def names(elements: float) -> list[list[str]]:
+    def names(elements):
         plans = BucketRule(elements).plan(list(map(sharding_of, ps)))
         groups = parameter_groups(members(ps, plans), 0.1, plans)
         assert [g["weight_decay"] for g in groups] == [0.1] * (len(groups) - 1) + [0.0]
@@ -131,7 +124,7 @@ def test_groups_are_cut_in_the_order_of_the_backward_pass() -> None:
     assert names(1) == [["w4"], ["w3"], ["w2"], ["w1"], ["w0"], ["e"], ["n"]]
 
 
-def test_groups_of_learning_rates() -> None:
+def test_groups_of_learning_rates():
     ps = [parameter("w0", 4), parameter("w1", 4), parameter("n", 3, decay=False)]
     rule = BucketRule(scales=lambda s: (0.25, 1.0) if s.name == "w1" else (1.0, 1.0))
     plans = rule.plan(list(map(sharding_of, ps)))

@@ -1,9 +1,6 @@
 """ZeRO stages 2 and 3: what has memory when. Values: tests/parity, tests/checkpoint."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ pytestmark = pytest.mark.slow
 LAYERS = 6
 
 
-def train(rank: int, stage: int, again: bool) -> dict[str, Any]:
+def train(rank, stage, again):
     """Take steps; return how many layers had weights and gradients, at most, in the second."""
     from megatron.engine.engine import Engine, build_executor
     from megatron.model.gpt import build_chunks, layer_context
@@ -32,9 +29,9 @@ def train(rank: int, stage: int, again: bool) -> dict[str, Any]:
     engine = Engine(config, topology, chunks)
     executor = build_executor(config, topology, chunks, engine)
     (chunk,) = chunks.values()
-    seen: dict[str, list[int]] = {"weights": [], "gradients": []}
+    seen = {"weights": [], "gradients": []}
 
-    def look(*_: Any) -> None:
+    def look(*_):
         for name, of in (
             ("weights", lambda p: p),
             ("gradients", lambda p: p.gradient_accumulator._total),
@@ -45,7 +42,7 @@ def train(rank: int, stage: int, again: bool) -> dict[str, Any]:
             )
             seen[name].append(count)
 
-    def watch(_: Any, __: Any, output: Any) -> None:
+    def watch(_, __, output):
         look()
         for x in output if isinstance(output, tuple) else (output,):
             if isinstance(x, torch.Tensor) and x.requires_grad:
@@ -64,21 +61,21 @@ def train(rank: int, stage: int, again: bool) -> dict[str, Any]:
 RUNS = [(stage, again) for stage in (2, 3) for again in (False, True)]
 
 
-def on_two(rank: int) -> tuple[list[Any], list[Any]]:
+def on_two(rank):
     return [train(rank, *run) for run in RUNS], [of_users(rank, stage) for stage in (1, 3)]
 
 
-def on_four(rank: int) -> list[Any]:
+def on_four(rank):
     return [outward(rank, *run) for run in ((2, False), (3, False), (3, True))]
 
 
 @pytest.fixture(scope="module")
-def runs() -> tuple[Any, Any]:
+def runs():
     return run_processes(2, on_two), run_processes(4, on_four)
 
 
 @pytest.mark.parametrize(("stage", "again"), RUNS)
-def test_a_few_layers_have_memory_at_a_time(runs: Any, stage: int, again: bool) -> None:
+def test_a_few_layers_have_memory_at_a_time(runs, stage, again):
     """Weights: of this layer and the next. Gradients: of this layer, and two under way."""
     for found in (rank[RUNS.index((stage, again))] for rank, _ in runs[0]):
         assert found["weights"] == (2 if stage == 3 else LAYERS)
@@ -87,7 +84,7 @@ def test_a_few_layers_have_memory_at_a_time(runs: Any, stage: int, again: bool) 
         assert (found["before"] == 0) == (stage == 3)
 
 
-def outward(rank: int, stage: int, twice: bool) -> Any:
+def outward(rank, stage, twice):
     """Return how many sums over other ranks began in the passes of each step, of how many."""
     from megatron.engine import gradients
     from megatron.engine.engine import Engine, build_executor
@@ -99,10 +96,10 @@ def outward(rank: int, stage: int, twice: bool) -> Any:
     chunks = build_chunks(config, topology, layer_context(config, topology, late=stage == 3))
     engine = Engine(config, topology, chunks)
     executor = build_executor(config, topology, chunks, engine)
-    begun, found = list[Any](), []
+    begun, found = [], []
     transfer = gradients.transfer
 
-    def note(bucket: Any, op: BucketOp) -> Any:
+    def note(bucket, op):
         begun.extend([bucket] * (op is BucketOp.REDUCE_BEYOND))
         return transfer(bucket, op)
 
@@ -123,19 +120,19 @@ def outward(rank: int, stage: int, twice: bool) -> Any:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_sums_over_other_ranks_begin_in_the_last_backward_pass(runs: Any, stage: int) -> None:
+def test_sums_over_other_ranks_begin_in_the_last_backward_pass(runs, stage):
     """Not in the first step, in which contributions are counted."""
     for first, second in (rank[stage - 2] for rank in runs[1]):
         assert first[0] == 0 and second[0] == second[1] - IN_FLIGHT
         assert first[1] == first[2] == second[1] == second[2] > 2
 
 
-def test_a_second_batch_after_the_sums_were_sent_is_refused(runs: Any) -> None:
+def test_a_second_batch_after_the_sums_were_sent_is_refused(runs):
     messages = [rank[-1] for rank in runs[1]]
     assert len(set(messages)) == 1 and "--no-overlap-grad-reduce" in messages[0]
 
 
-def of_users(rank: int, stage: int) -> list[tuple[list[float], int]]:
+def of_users(rank, stage):
     """Return losses of users' models after a step, and warnings."""
     import warnings
 
@@ -145,32 +142,32 @@ def of_users(rank: int, stage: int) -> list[tuple[list[float], int]]:
     from megatron.model.gpt import GPTChunk, build_chunks, layer_context
 
     class Recomputes(GPTChunk):
-        def _run_layers(self, hidden: Any, call: Any) -> Any:
+        def _run_layers(self, hidden, call):
             for layer in self.layers:
                 hidden = checkpoint(layer, hidden, call, use_reentrant=False)
             return hidden
 
     class Shares(GPTChunk):
-        def __init__(self, *args: Any, **more: Any) -> None:
+        def __init__(self, *args, **more):
             super().__init__(*args, **more)
             self.layers = torch.nn.ModuleList([*self.layers, *self.layers])
 
     class Trains(GPTChunk):
         """Its last layer alone."""
 
-        def __init__(self, *args: Any, **more: Any) -> None:
+        def __init__(self, *args, **more):
             super().__init__(*args, **more)
             self.requires_grad_(False)
             self.layers[-1].requires_grad_(True)
 
-    found, topology = list[tuple[list[float], int]](), join()
+    found, topology = [], join()
     for model in (Recomputes, Shares, Trains):
         config = configured(dict(num_layers=3, zero_stage=stage, global_batch_size=4), 2)
         config = dataclasses.replace(config, pieces=Pieces(model=model))
         chunks = build_chunks(config, topology, layer_context(config, topology, late=stage == 3))
         engine = Engine(config, topology, chunks)
         executor = build_executor(config, topology, chunks, engine)
-        losses = list[float]()
+        losses = []
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             for step in range(3):
@@ -180,7 +177,7 @@ def of_users(rank: int, stage: int) -> list[tuple[list[float], int]]:
     return found
 
 
-def test_models_of_users_train_alike_with_stage_3(runs: Any) -> None:
+def test_models_of_users_train_alike_with_stage_3(runs):
     """They recompute by themselves, call a layer twice, or train their last layer."""
     for _, (whole, gathered) in runs[0]:
         for (losses, _), (found, warned) in zip(whole, gathered, strict=True):

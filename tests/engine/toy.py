@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from megatron.config import Config
 from megatron.config.io import CheckpointConfig as ToyCheckpoint  # noqa: F401
-from megatron.engine.engine import Engine
 from megatron.parallel.sharding import attach, shard, sharding_of
-from megatron.parallel.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -48,13 +44,13 @@ CLIP, DECAY, EPS, LR = 0.5, 0.1, 1e-4, 1e-2
 MICRO_BATCHES = 3
 
 
-def full(name: str, *key: Any) -> torch.Tensor:
+def full(name, *key):
     """Draw the global tensor of a parameter by `key`, fp32; no key: its initial weights."""
     generator = torch.Generator().manual_seed(zlib.crc32(repr((name, *key)).encode()))
     return torch.randn(SHAPES[name], generator=generator)
 
 
-FIELDS: dict[str, Any] = dict(
+FIELDS = dict(
     num_layers=2,
     hidden_size=3,
     num_attention_heads=1,
@@ -83,14 +79,14 @@ PRECISIONS = {
 }
 
 
-def config(precision: str = "fp32", zero_stage: int = 1, **fields: Any) -> Config:
+def config(precision="fp32", zero_stage=1, **fields):
     """Return settings of an engine, of torch's AdamW; precision bf16sums: gradient sums too."""
     if not fields.keys() & {"optimizer", "exp_avg_dtype"}:
         fields = {"optimizer_implementation": "torch", **fields}
     return Config.create(**{**FIELDS, **PRECISIONS[precision], "zero_stage": zero_stage, **fields})
 
 
-def local(whole: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
+def local(whole, p):
     """Return this rank's part of a global tensor, padded with zeros to the local shape."""
     s = sharding_of(p)
     out = torch.zeros(p.shape, dtype=whole.dtype)
@@ -99,7 +95,7 @@ def local(whole: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
     return out
 
 
-def build(topology: Topology) -> torch.nn.ModuleDict:
+def build(topology):
     """Build the chunk of this rank, with fp32 parameters."""
     chunk = torch.nn.Module()
     for spec in SPECS:
@@ -128,7 +124,7 @@ def build(topology: Topology) -> torch.nn.ModuleDict:
     return torch.nn.ModuleDict({str(topology.pipeline.rank): chunk})
 
 
-def micro_gradient(name: str, step: int, data_rank: int, micro_batch: int) -> torch.Tensor:
+def micro_gradient(name, step, data_rank, micro_batch):
     """Return the whole gradient of one micro-batch, already divided by their number.
 
     Some elements are always zero.
@@ -139,9 +135,7 @@ def micro_gradient(name: str, step: int, data_rank: int, micro_batch: int) -> to
     )
 
 
-def terms(
-    spec: Spec, whole: torch.Tensor, tensor_size: int, pipeline_size: int
-) -> list[torch.Tensor]:
+def terms(spec, whole, tensor_size, pipeline_size):
     """Split the whole gradient into terms of the tensor ranks, or of the first and last stage."""
     count = tensor_size if spec.partial_gradient else min(pipeline_size, 2) if spec.tied else 1
     if count == 1:
@@ -150,9 +144,7 @@ def terms(
     return [first, *[(whole - first) / (count - 1)] * (count - 1)]
 
 
-def gradient(
-    p: torch.nn.Parameter, topology: Topology, step: int, micro_batch: int
-) -> torch.Tensor:
+def gradient(p, topology, step, micro_batch):
     """Return the gradient that a backward pass leaves on this rank.
 
     Where several ranks hold terms of a sum, return this rank's term.
@@ -167,7 +159,7 @@ def gradient(
     )
 
 
-def backward(engine: Engine, topology: Topology, step: int) -> None:
+def backward(engine, topology, step):
     """Run all micro-batches of one step, as the executor does."""
     for m in range(MICRO_BATCHES):
         for p in engine.chunks.parameters():
@@ -176,16 +168,16 @@ def backward(engine: Engine, topology: Topology, step: int) -> None:
         engine._gradients.collect()
 
 
-def same(g: torch.Tensor) -> torch.Tensor:
+def same(g):
     return g
 
 
 def summed_gradients(
-    layout: tuple[int, int, int],
-    step: int,
-    rounded: Callable[[torch.Tensor], torch.Tensor] = same,
-    added: Callable[[torch.Tensor], torch.Tensor] = same,
-) -> dict[str, torch.Tensor]:
+    layout,
+    step,
+    rounded=same,
+    added=same,
+):
     """Return the whole gradient of all ranks of (tensor, pipeline, data), float64.
 
     rounded  effect of the working precision on the gradient of one micro-batch on one rank
@@ -194,10 +186,10 @@ def summed_gradients(
     """
     tensor, pipeline, data = layout
 
-    def total(values: Iterable[torch.Tensor]) -> torch.Tensor:
+    def total(values):
         return functools.reduce(lambda a, b: added(a + b), values)
 
-    def of_replica(spec: Spec, replica: int, rank: int) -> torch.Tensor:
+    def of_replica(spec, replica, rank):
         whole = (micro_gradient(spec.name, step, replica, m) for m in range(MICRO_BATCHES))
         return total(rounded(terms(spec, g, tensor, pipeline)[rank]).double() for g in whole)
 
@@ -213,7 +205,7 @@ def summed_gradients(
 class Reference:
     """AdamW of torch on whole tensors in float64, unsharded and without DeepSpeed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.weights = {s.name: full(s.name).double().requires_grad_() for s in SPECS}
         self.optimizer = torch.optim.AdamW(
             [
@@ -232,11 +224,11 @@ class Reference:
 
     def step(
         self,
-        gradients: dict[str, torch.Tensor],
-        lr: float,
-        weight_decay: float = DECAY,
-        clip: float = CLIP,
-    ) -> float:
+        gradients,
+        lr,
+        weight_decay=DECAY,
+        clip=CLIP,
+    ):
         """Clip and update; return the norm before clipping."""
         self.optimizer.param_groups[0]["weight_decay"] = weight_decay
         for name, w in self.weights.items():
@@ -247,16 +239,16 @@ class Reference:
         self.optimizer.step()
         return norm
 
-    def moments(self, name: str) -> dict[str, torch.Tensor]:
+    def moments(self, name):
         return self.optimizer.state[self.weights[name]]
 
 
 Pieces = dict[str, list[tuple[tuple[int, ...], np.ndarray]]]
 
 
-def state_pieces(engine: Engine) -> Pieces:
+def state_pieces(engine):
     """Return {"master.NAME": [(global offset, values)]} of this rank's optimizer; moments alike."""
-    out: Pieces = {}
+    out = {}
     for f in engine.fragments():
         for kind, flat in {"master": f.master, **f.moments}.items():
             pieces = [(offset, view.float().cpu().numpy().copy()) for offset, view in f.real(flat)]
@@ -264,9 +256,9 @@ def state_pieces(engine: Engine) -> Pieces:
     return out
 
 
-def weight_pieces(engine: Engine) -> Pieces:
+def weight_pieces(engine):
     """Return {NAME: [(global offset, values)]} of the working weights."""
-    out: Pieces = {}
+    out = {}
     for p in engine.chunks.parameters():
         s = sharding_of(p)
         real = p.detach()[tuple(slice(0, n) for n in s.extent)]
@@ -274,14 +266,12 @@ def weight_pieces(engine: Engine) -> Pieces:
     return out
 
 
-def assemble(
-    ranks: Iterable[Pieces], shapes: Mapping[str, tuple[int, ...]] = SHAPES
-) -> dict[str, np.ndarray]:
+def assemble(ranks, shapes=SHAPES):
     """Assemble whole tensors of these shapes from all ranks' pieces.
 
     Every element must be present, and equal in all copies.
     """
-    whole: dict[str, np.ndarray] = {}
+    whole = {}
     for pieces in ranks:
         for key, found in pieces.items():
             name = key.split(".", 1)[1] if key not in shapes else key

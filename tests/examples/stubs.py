@@ -37,14 +37,14 @@ class Call:
     words: list[str]
     environ: dict[str, str]
 
-    def value(self, flag: str) -> str:
+    def value(self, flag):
         """Return the last value of a flag, as in `-N 2` or `--wait=600`."""
         found = [self.words[i + 1] for i, word in enumerate(self.words) if word == flag]
         found += [word.partition("=")[2] for word in self.words if word.startswith(flag + "=")]
         return found[-1]
 
     @property
-    def program(self) -> str:
+    def program(self):
         """Return the name of the Python script that srun starts; empty for other steps."""
         return next((Path(word).name for word in self.words if word.endswith(".py")), "")
 
@@ -57,16 +57,14 @@ class Ended:
     log: str
     calls: list[Call] = field(default_factory=list)
 
-    def named(self, name: str, program: str = "") -> list[Call]:
+    def named(self, name, program=""):
         """Return the calls of one command; of those that start `program`, if given."""
         return [
             call for call in self.calls if call.words[0] == name and program in ("", call.program)
         ]
 
 
-def run_script(
-    folder: Path, script: Path, *arguments: str, nodes: str = "a1,a2", **variables: str
-) -> Ended:
+def run_script(folder, script, *arguments, nodes="a1,a2", **variables):
     """Run `script` as Slurm would start it on `nodes`, in `folder`.
 
     `variables` are set beside those of a job on a CPU.

@@ -12,8 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +42,7 @@ FRONTIER = load_cluster("frontier")
 SCALED = list(itertools.product(("weak", "strong"), ("175b", "1t")))
 
 
-def layouts(points: Sequence[Point]) -> list[tuple[int, int, int]]:
+def layouts(points):
     """Return (GCDs, replicas, batch) of each point."""
     assert all(p.config is not None for p in points), [p.problem for p in points]
     return [
@@ -57,7 +55,7 @@ def layouts(points: Sequence[Point]) -> list[tuple[int, int, int]]:
 # ---- the paper's experiments
 
 
-def test_scaling_is_the_papers() -> None:
+def test_scaling_is_the_papers():
     """Scaling points have the paper's devices and sequences, whatever a replica takes here."""
     for model, each, weak, strong, replicas in (
         ("175b", 64, 640, 8000, (1, 2, 4, 8, 16)),
@@ -74,7 +72,7 @@ def test_scaling_is_the_papers() -> None:
             ]
 
 
-def test_sweeps_vary_one_thing() -> None:
+def test_sweeps_vary_one_thing():
     fixed = {
         "tp": ("pp", "dp", "mbs", "batch"),
         "pp": ("tp", "dp", "mbs", "batch"),
@@ -105,7 +103,7 @@ def test_sweeps_vary_one_thing() -> None:
             assert {row["m"] / row["pp"] for row in rows} == {16.0}
 
 
-def test_a_batch_that_does_not_divide_is_refused_not_rounded() -> None:
+def test_a_batch_that_does_not_divide_is_refused_not_rounded():
     points = plan(ExperimentRequest("strong", "1t", values=(4, 5, 6)))
     assert [p.problem is None for p in points] == [True, False, True]
     assert "8016" in str(points[1].problem)
@@ -113,7 +111,7 @@ def test_a_batch_that_does_not_divide_is_refused_not_rounded() -> None:
     assert any(all(part in line for part in ("gcds-02560 ", "8015", "8020")) for line in lines)
 
 
-def test_layouts_and_requests_that_make_no_sense() -> None:
+def test_layouts_and_requests_that_make_no_sense():
     for point in plan(ExperimentRequest("tp", "22b", values=(5, 32))) + plan(
         ExperimentRequest("pp", "22b", values=(96, 12))
     ):
@@ -127,7 +125,7 @@ def test_layouts_and_requests_that_make_no_sense() -> None:
 
 
 @pytest.mark.parametrize("kind", ["weak", "strong", "batch"])
-def test_the_warm_up_takes_a_small_batch_and_measured_steps_the_full_one(kind: str) -> None:
+def test_the_warm_up_takes_a_small_batch_and_measured_steps_the_full_one(kind):
     for point in plan(
         ExperimentRequest(kind, "175b" if kind != "batch" else "22b", warm_up=2, iterations=3)
     ):
@@ -149,7 +147,7 @@ def test_the_warm_up_takes_a_small_batch_and_measured_steps_the_full_one(kind: s
 # ---- cost
 
 
-def test_times_are_those_of_the_published_throughput() -> None:
+def test_times_are_those_of_the_published_throughput():
     (point,) = plan(ExperimentRequest("weak", "175b", values=(2,), iterations=3, warm_up=0))
     found = priced(point, FRONTIER)
     seconds = paper_flops("175b", 1280) / (128 * 69.2e12)
@@ -162,7 +160,7 @@ def test_times_are_those_of_the_published_throughput() -> None:
     )
 
 
-def test_points_that_outlast_a_small_job_are_named() -> None:
+def test_points_that_outlast_a_small_job_are_named():
     """Points that outlast a small job are named.
 
     Up to 91 nodes a job may last 2 hours: too short for 8000 sequences of 175B on 8 and 16, and for
@@ -180,7 +178,7 @@ def test_points_that_outlast_a_small_job_are_named() -> None:
     }
 
 
-def _costs_row(kind: str, model: str) -> str:
+def _costs_row(kind, model):
     """Return a row of EXPERIMENTS.md's table of costs."""
     points = [priced(p, FRONTIER) for p in plan(ExperimentRequest(kind, model))]
     steps = [p.iteration_s or 0.0 for p in points]
@@ -188,7 +186,7 @@ def _costs_row(kind: str, model: str) -> str:
     nodes = max(p.nodes for p in points)
     least_s = least_time_s(totals, nodes)
 
-    def span(values: Sequence[float]) -> str:
+    def span(values):
         low, high = f"{min(values):,.0f}", f"{max(values):,.0f}"
         return low if low == high else f"{low} to {high}"
 
@@ -199,7 +197,7 @@ def _costs_row(kind: str, model: str) -> str:
     )
 
 
-def test_costs_in_the_documentation_are_those_of_a_dry_run() -> None:
+def test_costs_in_the_documentation_are_those_of_a_dry_run():
     text = (ROOT / "examples/frontier/EXPERIMENTS.md").read_text()
     for kind, model in SCALED:
         assert _costs_row(kind, model) in text
@@ -218,10 +216,8 @@ class Runs:
     hosts of each run.
     """
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, ends: dict[str, tuple[int, str] | None] | None = None
-    ) -> None:
-        self.clock, self.calls, self.ends = VirtualClock(), list[str](), ends or {}
+    def __init__(self, monkeypatch, ends=None):
+        self.clock, self.calls, self.ends = VirtualClock(), [], ends or {}
         self.steps: list[tuple[str, float, float, Any]] = []
         monkeypatch.setattr(
             running, "start_here", lambda words, count, folder, _: FakeRun(self, folder, None)
@@ -232,12 +228,12 @@ class Runs:
 
     def run(
         self,
-        root: Path,
-        points: Sequence[Point],
-        place: LaunchTarget = LaunchTarget("local"),  # noqa: B008
-        left_s: Callable[[], float | None] = lambda: None,
-        **more: Any,
-    ) -> Experiment:
+        root,
+        points,
+        place=LaunchTarget("local"),  # noqa: B008
+        left_s=lambda: None,
+        **more,
+    ):
         """Run the points; while no times are known, the largest one goes first."""
         self.calls.clear()
         found = Experiment(root, points, say=lambda line: None, **{"limit_s": None, **more})
@@ -247,14 +243,14 @@ class Runs:
 
 
 class FakeRun:
-    def __init__(self, runs: Runs, folder: Path, step: Any) -> None:
+    def __init__(self, runs, folder, step):
         self.folder, self.runs, self.step = folder, runs, step
         self.begun, self.stopped, self.exit_codes = runs.clock(), False, None
         runs.calls.append(folder.name)
         self.end = runs.ends.get(folder.name, (0, ""))
         (folder / "train.log").write_text(self.end[1] if self.end else "")
 
-    def poll(self) -> bool:
+    def poll(self):
         over = self.end and self.runs.clock() > self.begun + 5
         if self.exit_codes is None and (self.stopped or over):
             self.exit_codes = [] if self.stopped else [self.end[0]]
@@ -263,7 +259,7 @@ class FakeRun:
                 (self.folder / "metrics.jsonl").write_text(END)
         return self.exit_codes is not None
 
-    def stop(self) -> None:
+    def stop(self):
         self.stopped = True
 
     kill = stop
@@ -272,14 +268,12 @@ class FakeRun:
 END = '{"event": "end", "iteration": 3, "reason": "done"}\n'
 
 
-def tiny(*values: int) -> list[Point]:
+def tiny(*values):
     request = ExperimentRequest("weak", "tiny", values=values, iterations=2, warm_up=1)
     return [Point(f"p{v}", request, v, v, v, ("--flag", str(v))) for v in values]
 
 
-def test_a_point_that_fails_is_recorded_and_the_next_one_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_point_that_fails_is_recorded_and_the_next_one_runs(tmp_path, monkeypatch):
     runs = Runs(
         monkeypatch, {"p1": (1, "RuntimeError: HIP-OOM"), "p2": None, "p3": (2, "error: --lr")}
     )
@@ -307,9 +301,7 @@ def test_a_point_that_fails_is_recorded_and_the_next_one_runs(
     assert "HIP-OOM" in (tmp_path / "p1/attempt-1/train.log").read_text()
 
 
-def test_an_interrupted_point_runs_again_and_a_complete_one_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_point_runs_again_and_a_complete_one_does_not(tmp_path, monkeypatch):
     runs = Runs(monkeypatch, {"p2": None})
     points = tiny(1, 2, 3)
     before = signal.getsignal(signal.SIGUSR1)
@@ -322,9 +314,7 @@ def test_an_interrupted_point_runs_again_and_a_complete_one_does_not(
     assert (tmp_path / "p2/attempt-1/train.log").exists()
 
 
-def test_a_point_that_another_experiment_measures_is_left_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_point_that_another_experiment_measures_is_left_to_it(tmp_path, monkeypatch):
     runs = Runs(monkeypatch)
     claim = FolderClaim(tmp_path / "p1", "the point")
     claim.take(print)
@@ -336,9 +326,7 @@ def test_a_point_that_another_experiment_measures_is_left_to_it(
     assert not list(tmp_path.glob("*/.in_use*"))
 
 
-def test_what_does_not_fit_into_the_time_left_is_not_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_into_the_time_left_is_not_started(tmp_path, monkeypatch):
     place = LaunchTarget("slurm", ("n1",))
     (point,) = tiny(1)
     long = dataclasses.replace(point, iteration_s=1.0, total_s=3600.0)
@@ -347,7 +335,7 @@ def test_what_does_not_fit_into_the_time_left_is_not_started(
     assert not outcome.resumable and not (tmp_path / "p1").exists()
 
 
-def test_a_metrics_file_that_ends_early_is_not_complete(tmp_path: Path) -> None:
+def test_a_metrics_file_that_ends_early_is_not_complete(tmp_path):
     (point,) = tiny(1)
     assert state_of(tmp_path, point)[0] == ""
     for end, state in (
@@ -363,7 +351,7 @@ def test_a_metrics_file_that_ends_early_is_not_complete(tmp_path: Path) -> None:
 # ---- the scripts
 
 
-def script(name: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def script(name, *arguments, **environ):
     kept = {
         k: v
         for k, v in os.environ.items()
@@ -391,8 +379,8 @@ def script(name: str, *arguments: str, **environ: str) -> subprocess.CompletedPr
     ],
 )
 def test_a_dry_run_shows_points_and_costs_and_nothing_is_submitted_by_accident(
-    name: str, kinds: list[str], tmp_path: Path
-) -> None:
+    name, kinds, tmp_path
+):
     """A dry run shows points and costs, and nothing is submitted by accident.
 
     The planner is a stub that prints its arguments.
@@ -412,7 +400,7 @@ def test_a_dry_run_shows_points_and_costs_and_nothing_is_submitted_by_accident(
 
 
 @pytest.mark.slow
-def test_submission_asks_for_what_the_points_need(tmp_path: Path) -> None:
+def test_submission_asks_for_what_the_points_need(tmp_path):
     """Submission asks for one job of the largest size, or one for each point.
 
     A stub of sbatch notes its arguments.

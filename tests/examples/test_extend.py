@@ -5,14 +5,9 @@ the momentum of vectors, which rounding flips where it is as small as a rounding
 weight may be off by two steps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
-from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +22,7 @@ from megatron.engine.optimizer_state import OPTIMIZERS, optimizer_state
 from megatron.errors import ConfigError, DataError
 from megatron.pipeline.orders import Instruction, Op
 from megatron.pipeline.schedule import build_rank_schedule
-from tests.helpers.launching import ROOT, Outcome, launch
+from tests.helpers.launching import ROOT, launch
 from tests.helpers.processes import run_processes
 from tests.helpers.tiny import MODEL, records, values
 from tests.helpers.training import STEPS, assemble, train_plainly
@@ -38,7 +33,7 @@ FOLDER = "examples/extend"
 # Without biases: softmax is invariant under that of the keys, whose gradient is therefore pure
 # rounding.
 SIGNS = dict(lr=1e-3, adam_beta1=0.9, add_bias_linear=False)
-RUNS: dict[str, dict[str, Any]] = {
+RUNS = {
     "layer": layout(tp=2, pp=2, sp=True)[2],
     "schedule": layout(pp=2, dp=2)[2],
     "optimizer": layout(tp=2, dp=2, **SIGNS)[2],
@@ -62,12 +57,12 @@ PLAN = (
 ).split()
 
 
-def words(name: str) -> list[str]:
+def words(name):
     return [*TINY, *(TEXT if name == "data" else ["--mock-data"]), "--pieces", FILES[name]]
 
 
 @cache
-def on_four() -> list[list[dict[str, Any]]] | Exception:
+def on_four():
     try:
         return run_processes(
             4, train, [{**fields, "pieces": FILES[name]} for name, fields in RUNS.items()]
@@ -78,7 +73,7 @@ def on_four() -> list[list[dict[str, Any]]] | Exception:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_is_that_of_one_process(name: str) -> None:
+def test_a_run_is_that_of_one_process(name):
     found = on_four()
     if isinstance(found, Exception):
         raise found
@@ -98,15 +93,15 @@ def test_a_run_is_that_of_one_process(name: str) -> None:
     assert sum((d > 5e-6).sum() for d in apart) <= turned * sum(d.size for d in apart)
 
 
-def good(outcomes: list[Outcome | None]) -> None:
+def good(outcomes):
     for outcome in outcomes:
         assert outcome is not None and outcome.code == 0, outcome
 
 
 @pytest.mark.slow
 def test_data_of_ones_own_train_as_in_one_process_and_go_on_from_a_checkpoint(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     flags, one, cut = words("data"), tmp_path / "one", tmp_path / "cut"
     good(launch(1, [*flags, "--save", str(one)]))
     good(launch(4, [*flags, *CUT, "--save", str(cut), "--exit-interval", "2"]))
@@ -115,10 +110,10 @@ def test_data_of_ones_own_train_as_in_one_process_and_go_on_from_a_checkpoint(
     assert len(losses[1]) == 3 and losses[0] == pytest.approx(losses[1], rel=5e-6)
 
 
-def shown(rank: int) -> dict[str, tuple[str, str]]:
+def shown(rank):
     """Return the memory of a dry run, and a plan, with each file of pieces and with none."""
 
-    def printed(command: Callable[[list[str]], int], arguments: list[str]) -> str:
+    def printed(command, arguments):
         with contextlib.redirect_stdout(io.StringIO()) as out:
             assert command(arguments) == 0
         return out.getvalue()
@@ -133,14 +128,14 @@ def shown(rank: int) -> dict[str, tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def planned() -> dict[str, tuple[str, str]]:
+def planned():
     (found,) = run_processes(1, shown)
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
-def test_each_is_dry_run_and_planned(name: str, planned: dict[str, tuple[str, str]]) -> None:
+def test_each_is_dry_run_and_planned(name, planned):
     """Memory and plan differ from those of the project's own pieces, except for data.
 
     The examples have other parameters, passes that wait, or less state.
@@ -170,7 +165,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_callbacks_of_a_script_of_ones_own_hear_of_a_run_on_every_rank(tmp_path: Path) -> None:
+def test_callbacks_of_a_script_of_ones_own_hear_of_a_run_on_every_rank(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TOLD)
     flags = [*TINY, "--mock-data", "--save", str(tmp_path / "saved"), "--log-interval", "2"]
@@ -182,10 +177,10 @@ def test_callbacks_of_a_script_of_ones_own_hear_of_a_run_on_every_rank(tmp_path:
         assert told == "told: start, step 1, step 2, log 2, step 3, log 3, save 3"
 
 
-def test_pieces_that_cannot_serve_are_refused(tmp_path: Path) -> None:
+def test_pieces_that_cannot_serve_are_refused(tmp_path):
     config = Config.create(**MODEL)
 
-    def backward_first(size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
+    def backward_first(size, chunks, micro_batches, rank):
         return [
             Instruction(op, rank, i)
             for i in range(micro_batches)
@@ -200,10 +195,10 @@ def test_pieces_that_cannot_serve_are_refused(tmp_path: Path) -> None:
             build_rank_schedule(order, 2, 1, 2, 0)
 
     class Factored(torch.optim.Optimizer):
-        def __init__(self, groups: Any, settings: Any) -> None:
+        def __init__(self, groups, settings):
             super().__init__(groups, {"lr": settings.lr})
 
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure=None):
             for p in self.param_groups[0]["params"]:
                 self.state[p]["rows"] = torch.zeros(2)
 
@@ -213,7 +208,7 @@ def test_pieces_that_cannot_serve_are_refused(tmp_path: Path) -> None:
         datasets=lambda config, *counts: ([np.arange(4)] * counts[0], None, None)
     )
     with pytest.raises(DataError, match="4"):
-        build_datasets(short, 3, 0, 0).train[0]  # type: ignore[index]
+        build_datasets(short, 3, 0, 0).train[0]
     with pytest.raises(DataError, match="3"):
         build_datasets(config.with_pieces(datasets=lambda *_: ([], None, None)), 3, 0, 0)
     (tmp_path / "none.py").write_text("PIECES = 3")
@@ -224,14 +219,14 @@ def test_pieces_that_cannot_serve_are_refused(tmp_path: Path) -> None:
         config.with_pieces(layer=7)
 
 
-def test_what_the_projects_optimizers_keep_is_what_a_step_makes() -> None:
+def test_what_the_projects_optimizers_keep_is_what_a_step_makes():
     for name, state in OPTIMIZERS.items():
         config = Config.create(**MODEL, optimizer=name)
 
-        def plain(groups: Any, settings: Any, config: Config = config) -> torch.optim.Optimizer:
+        def plain(groups, settings, config=config):
             return build_optimizer(groups, config, torch.device("cpu"))
 
-        plain.whole = lambda name, shape: True  # type: ignore[attr-defined]
+        plain.whole = lambda name, shape: True
         found = optimizer_state(config.with_pieces(optimizer=plain))
         assert found.tensors == state.tensors
         assert found.of(True).tensors == state.of(True).tensors

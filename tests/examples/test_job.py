@@ -3,12 +3,9 @@
 The scripts run under a real Slurm in tests/slurm.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -24,11 +21,11 @@ PROGRAM = "pretrain_gpt.py"
 TINY = ("--mock-data", "--train-iters", "3")
 
 
-def train(folder: Path, *arguments: str, script: Path = TRAIN, **variables: str):
+def train(folder, *arguments, script=TRAIN, **variables):
     return run_script(folder, script, *TINY, *arguments, **variables)
 
 
-def checkpoint(folder: Path, iteration: int, name: str = "gpt") -> None:
+def checkpoint(folder, iteration, name="gpt"):
     tracker = folder / "runs" / name / "checkpoints" / "latest_checkpointed_iteration.txt"
     tracker.parent.mkdir(parents=True, exist_ok=True)
     tracker.write_text(f"{iteration}\n")

@@ -1,14 +1,12 @@
 """examples/frontier/job.sh: environment on each node's drive, preflight, training on good nodes."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.examples.stubs import FRONTIER, Call, Ended, run_script
+from tests.examples.stubs import FRONTIER, run_script
 from tests.helpers.launching import ROOT
 
 pytestmark = pytest.mark.slow
@@ -18,14 +16,14 @@ FLAGS = ("--mock-data", "--train-iters", "3")
 MEASURE, PROGRAM = "preflight.py", "pretrain_gpt.py"
 
 
-def measured(good: str, bad: str = "", code: int = 0) -> str:
+def measured(good, bad="", code=0):
     """Return a stub of srun whose preflight gives these verdicts and this exit code."""
     return f"""[[ $* != *preflight.py* ]] || {{
         while [[ $1 != --out ]]; do shift; done
         printf '%s\\n' {good} >"$2/good_hosts"; printf '%s' '{bad}' | tr ' ' '\\n' >"$2/bad_hosts"; exit {code}; }}"""
 
 
-def trained(ended: Ended) -> Call:
+def trained(ended):
     (call,) = ended.named("srun", PROGRAM)
     return call
 
@@ -144,7 +142,7 @@ _RUNS_HERE = """if [[ $* == *"bash -c"* ]]; then
     while [[ $1 == -* ]]; do case $1 in -N | -n | -c) shift 2 ;; *) shift ;; esac; done; "$@"; fi"""
 
 
-def pack(folder: Path, python: str) -> str:
+def pack(folder, python):
     """Return a tar file of an environment whose Python is this program."""
     home, file = folder / "made" / "bin", str(folder / "env.tar.gz")
     home.mkdir(parents=True, exist_ok=True)
@@ -155,7 +153,7 @@ def pack(folder: Path, python: str) -> str:
 
 
 @pytest.fixture
-def packed(tmp_path: Path) -> dict[str, str]:
+def packed(tmp_path):
     """Provide a packed environment and a drive to unpack it on."""
     (tmp_path / "nvme").mkdir()
     return {

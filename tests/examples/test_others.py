@@ -1,7 +1,5 @@
 """examples/local trains here; examples/lumi is Frontier's scripts with another site file."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
@@ -19,7 +17,7 @@ LOCAL = ROOT / "examples" / "local" / "train_local.sh"
 LUMI = ROOT / "examples" / "lumi" / "site.env"
 
 
-def bash(text: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def bash(text, *arguments, **variables):
     return subprocess.run(
         ["bash", "-c", text, "bash", *arguments],
         capture_output=True,
@@ -35,7 +33,7 @@ def bash(text: str, *arguments: str, **variables: str) -> subprocess.CompletedPr
     )
 
 
-def local(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def local(*arguments, **variables):
     return bash(f'bash {LOCAL} "$@"', *arguments, **{"PYTHON": sys.executable, **variables})
 
 
@@ -79,7 +77,7 @@ def test_local_mistakes():
     assert (done.returncode, "--train-iters" in done.stderr) == (2, True)
 
 
-def on_lumi(script: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def on_lumi(script, *arguments, **variables):
     text = f'source {LUMI} && env -0 && printf "\\1" && bash {FRONTIER}/{script} "$@"'
     return bash(text, *arguments, DRY_RUN="1", **variables)
 

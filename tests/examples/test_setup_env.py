@@ -1,7 +1,5 @@
 """examples/frontier/setup_env.sh: its commands, its refusals, and where it resumes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tarfile
@@ -24,7 +22,7 @@ echo "$*" >>"$CALLS"
 """
 
 
-def setup_env(folder: Path, *arguments: str, modules: bool = False, **variables: str):
+def setup_env(folder, *arguments, modules=False, **variables):
     """Run the script on a machine with or without a module command.
 
     The command sets what a rocm module sets.

@@ -2,8 +2,6 @@
 and HPE recommend.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -52,9 +50,7 @@ RECOMMENDED = {
 }
 
 
-def sourced(
-    script: Path, **variables: str
-) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
+def sourced(script, **variables):
     """Source a script in a strict shell; return the changes that it made to the environment."""
     before = {"PATH": os.environ["PATH"], "USER": "ada", **variables}
     command = ["bash", "-euc", 'source "$0"; printf "\\1"; env -0', str(script)]
@@ -84,7 +80,7 @@ def sourced(
         pytest.param("-x", ROOT, marks=pytest.mark.campaign("slurm")),
     ],
 )
-def test_shellcheck(how: str, place: Path) -> None:
+def test_shellcheck(how, place):
     assert len(SCRIPTS) >= 8
     program = Path(sys.executable).with_name("shellcheck")
     if not program.exists():
@@ -94,7 +90,7 @@ def test_shellcheck(how: str, place: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def on_frontier(tmp_path: Path, **variables: str) -> dict[str, str]:
+def on_frontier(tmp_path, **variables):
     (tmp_path / "hsn0").mkdir(exist_ok=True)
     done, changed = sourced(
         FRONTIER / "env.sh", SITE_NET_FOLDER=str(tmp_path), SITE_CLUSTER="frontier", **variables
@@ -119,7 +115,7 @@ def test_every_variable_of_env_can_be_set_before(tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), [("", "/cpe/lib"), ("/mine", "/cpe/lib:/mine")])
-def test_libraries_of_a_cpe_that_is_not_the_default_come_first(before: str, after: str) -> None:
+def test_libraries_of_a_cpe_that_is_not_the_default_come_first(before, after):
     """CRAY_LD_LIBRARY_PATH precedes LD_LIBRARY_PATH, as in the user guide."""
     done = subprocess.run(
         [

@@ -1,19 +1,16 @@
 """tune.sbatch: its calls in a job and on a login node, with stubs of Slurm and Python."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from megatron.jobs.space import load_space
-from tests.examples.stubs import FRONTIER, Ended, run_script
+from tests.examples.stubs import FRONTIER, run_script
 from tests.helpers.launching import ROOT
 from tests.helpers.preflight import checked
 
@@ -27,19 +24,19 @@ HOSTS = (
 )
 
 
-def tune(folder: Path, *arguments: str, **variables: str) -> Ended:
+def tune(folder, *arguments, **variables):
     return run_script(
         folder, TUNE, *arguments, **{"STUB_python": HOSTS, "SITE_CLUSTER": "frontier", **variables}
     )
 
 
-def planner(ended: Ended) -> list[str]:
+def planner(ended):
     """Return the words of the only call of tools/tune.py."""
     (call,) = ended.named("python", "tune.py")
     return call.words
 
 
-def test_the_tuner_gets_the_nodes_and_the_settings(tmp_path: Path) -> None:
+def test_the_tuner_gets_the_nodes_and_the_settings(tmp_path):
     more = "--search optuna -- --seq-length 4096".split()
     ended = tune(
         tmp_path,
@@ -68,9 +65,7 @@ def test_the_tuner_gets_the_nodes_and_the_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (3, True), (4, True)])
-def test_only_a_search_with_trials_left_goes_back_into_the_queue(
-    tmp_path: Path, code: int, requeued: bool
-) -> None:
+def test_only_a_search_with_trials_left_goes_back_into_the_queue(tmp_path, code, requeued):
     ended = tune(tmp_path, ENDS=str(code))
     assert ended.code == code
     assert any(call.words[1:] == ["requeue", "77"] for call in ended.named("scontrol")) is requeued
@@ -84,16 +79,14 @@ def test_only_a_search_with_trials_left_goes_back_into_the_queue(
     ("state", "requeued"),
     [("PENDING BeginTime", False), ("COMPLETING TimeLimit", True), ("", True)],
 )
-def test_a_job_that_somebody_ends_stays_out_of_the_queue(
-    tmp_path: Path, state: str, requeued: bool
-) -> None:
+def test_a_job_that_somebody_ends_stays_out_of_the_queue(tmp_path, state, requeued):
     ended = tune(tmp_path, ENDS="3", STUB_squeue=f"echo {state}")
     assert ended.code == 3
     assert any("requeue" in call.words for call in ended.named("scontrol")) is requeued
 
 
-def test_a_job_that_is_requeued_does_not_run_failed_trials_again_and_again(tmp_path: Path) -> None:
-    def start(number: int, job: str = "77") -> bool:
+def test_a_job_that_is_requeued_does_not_run_failed_trials_again_and_again(tmp_path):
+    def start(number, job="77"):
         words = planner(
             tune(tmp_path, RETRY_FAILED="1", SLURM_RESTART_COUNT=str(number), SLURM_JOB_ID=job)
         )
@@ -105,7 +98,7 @@ def test_a_job_that_is_requeued_does_not_run_failed_trials_again_and_again(tmp_p
     )
 
 
-def test_starts_without_a_new_trial_are_bounded(tmp_path: Path) -> None:
+def test_starts_without_a_new_trial_are_bounded(tmp_path):
     result = tmp_path / "runs/tune-paper-175b/trials/0001/result.json"
     result.parent.mkdir(parents=True)
     started = []
@@ -118,14 +111,12 @@ def test_starts_without_a_new_trial_are_bounded(tmp_path: Path) -> None:
     assert started == [True, True, True, False]
 
 
-def guards(ended: Ended) -> list[list[str]]:
+def guards(ended):
     return [call.words for call in ended.named("srun") if "--job-name=guard" in call.words]
 
 
 @pytest.mark.parametrize(("requeue", "does"), [("1", ["scontrol", "requeue"]), ("0", ["scancel"])])
-def test_a_task_on_another_node_looks_after_the_script(
-    tmp_path: Path, requeue: str, does: list[str]
-) -> None:
+def test_a_task_on_another_node_looks_after_the_script(tmp_path, requeue, does):
     """A task on another node watches the script from the start of the tuner to its end.
 
     Both stubs wait for each other at a FIFO.
@@ -145,7 +136,7 @@ def test_a_task_on_another_node_looks_after_the_script(
     assert not guards(tune(tmp_path, nodes="a1"))
 
 
-def guard(answers: str, turns: int, *does: str) -> list[str]:
+def guard(answers, turns, *does):
     """Return what the guard prints within `turns` turns, given stubs of squeue and scontrol."""
     (code,) = re.findall(r"(?ms)^GUARD='(.*?)'$", (FRONTIER / "allocation.sh").read_text())
     program = f"{answers}\nturns=0; sleep() {{ ((turns++ < {turns})); }}\n{code}"
@@ -158,7 +149,7 @@ def guard(answers: str, turns: int, *does: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_the_guard_acts_when_the_scripts_node_has_left_the_job() -> None:
+def test_the_guard_acts_when_the_scripts_node_has_left_the_job():
     for answer, names, acts in (
         ("a[1-2]", "a1 a2", 0),
         ("a2", "a2", 2),
@@ -177,7 +168,7 @@ def test_the_guard_acts_when_the_scripts_node_has_left_the_job() -> None:
         assert guard(refuses, turns, "scontrol", "requeue") == ends
 
 
-def test_filters_of_somebodys_shell_do_not_hide_the_job(tmp_path: Path) -> None:
+def test_filters_of_somebodys_shell_do_not_hide_the_job(tmp_path):
     """Filters of a user's shell do not hide the job.
 
     A job that squeue does not show has not ended: squeue heeds SQUEUE_STATES and others.
@@ -188,9 +179,7 @@ def test_filters_of_somebodys_shell_do_not_hide_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("left", "requeued"), [(2, True), (3, False)])
-def test_a_node_that_dies_before_the_first_trial_sends_the_job_back(
-    tmp_path: Path, left: int, requeued: bool
-) -> None:
+def test_a_node_that_dies_before_the_first_trial_sends_the_job_back(tmp_path, left, requeued):
     """A node that dies before the first trial sends the job back.
 
     The preflight asks for all nodes of the job, so it cannot even start.
@@ -201,7 +190,7 @@ def test_a_node_that_dies_before_the_first_trial_sends_the_job_back(
     assert any(call.words[1:] == ["requeue", "77"] for call in ended.named("scontrol")) is requeued
 
 
-def on_a_login_node(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def on_a_login_node(*arguments, **variables):
     kept = {
         k: v
         for k, v in os.environ.items()
@@ -217,14 +206,14 @@ def on_a_login_node(*arguments: str, **variables: str) -> subprocess.CompletedPr
     )
 
 
-def test_nothing_is_started_by_accident() -> None:
+def test_nothing_is_started_by_accident():
     done = on_a_login_node(PYTHON=sys.executable)
     assert done.returncode == 2 and done.stderr
     shown = on_a_login_node("--help").stdout
     assert "SPACE" in shown and "#SBATCH" not in shown
 
 
-def test_a_dry_run_has_the_headers_nodes_or_those_given(tmp_path: Path) -> None:
+def test_a_dry_run_has_the_headers_nodes_or_those_given(tmp_path):
     echo = tmp_path / "python"
     echo.write_text('#!/bin/bash\necho "$@"\n')
     echo.chmod(0o755)
@@ -242,7 +231,7 @@ def test_a_dry_run_has_the_headers_nodes_or_those_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "planner"), [("tune.sbatch", "tune.py"), ("weak_scaling.sh", "run_experiment.py")]
 )
-def test_the_check_before_submitting_accepts_it(tmp_path: Path, script: str, planner: str) -> None:
+def test_the_check_before_submitting_accepts_it(tmp_path, script, planner):
     """The check before submitting accepts it.
 
     It reports that the trainings, which the tool chooses, were not checked.
@@ -251,7 +240,7 @@ def test_the_check_before_submitting_accepts_it(tmp_path: Path, script: str, pla
     assert job.findings == [] and any(planner in text for text in job.unchecked), job.findings
 
 
-def test_the_space_in_the_documentation_is_one(tmp_path: Path) -> None:
+def test_the_space_in_the_documentation_is_one(tmp_path):
     (text,) = re.findall(
         r"```toml\n(.*?)```", (ROOT / "docs/tuning-spaces.md").read_text(), re.DOTALL
     )

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
-import pytest
 
 from megatron.jobs import result as results
 from megatron.jobs import search as searching
 from megatron.jobs import tune as module
-from megatron.jobs.candidate_layouts import Candidate, enumerate_candidates
+from megatron.jobs.candidate_layouts import enumerate_candidates
 from megatron.jobs.result import DONE, Ending, Result
 from megatron.jobs.run_processes import RunProcesses
 from megatron.jobs.runner import Attempt, Job, Watch, write_json
-from megatron.jobs.setup import Setup, make_setup
+from megatron.jobs.setup import make_setup
 from megatron.jobs.tune import TuningSearch
 from tools import tune
 
@@ -30,17 +25,16 @@ seed = [0, 1, 2]
 [derived]
 processes = "1"
 """
-Truth = Callable[[dict[str, Any]], float | Ending]
 
 
-def truth(values: dict[str, Any]) -> float | Ending:
+def truth(values):
     """Return the seconds of a step: best at mbs = 4, seed = 1; mbs = 8 with seed = 2 crashes."""
     if (values["mbs"], values["seed"]) == (8, 2):
         return Ending("crash", "exit code 1")
     return 1 + 0.2 * abs(values["mbs"] - 4) + 0.3 * abs(values["seed"] - 1)
 
 
-def setup(folder: Path, *words: str, space: str = SPACE, prior: bool = True) -> Setup:
+def setup(folder, *words, space=SPACE, prior=True):
     """Set up tools/tune.py in this space; the planner's ranking is that of the list."""
     path = folder / "made.toml"
     folder.mkdir(exist_ok=True)
@@ -59,32 +53,32 @@ class Made:
 
     def __init__(
         self,
-        truth: Truth = truth,
-        hosts: Sequence[str] = ("n1",),
-        turns: int = 2,
-        stop: Callable[[int], bool] = lambda turn: False,
-        die: Sequence[tuple[int, str]] = (),
-        left_s: Callable[[int], float | None] = lambda turn: None,
-    ) -> None:
+        truth=truth,
+        hosts=("n1",),
+        turns=2,
+        stop=lambda turn: False,
+        die=(),
+        left_s=lambda turn: None,
+    ):
         self.truth, self.hosts, self.turns, self.stop, self.die = truth, [*hosts], turns, stop, die
-        self.turn, self.log, self._left_s = 0, list[tuple[str, int]](), left_s
+        self.turn, self.log, self._left_s = 0, [], left_s
         self._running: list[tuple[Job, list[str], int]] = []
 
-    def left_s(self) -> float | None:
+    def left_s(self):
         return self._left_s(self.turn)
 
     @property
-    def free(self) -> list[str]:
+    def free(self):
         taken = [host for _, hosts, _ in self._running for host in hosts]
         return [host for host in self.hosts if host not in taken]
 
-    def room(self, nodes: int) -> bool:
+    def room(self, nodes):
         return nodes <= len(self.free)
 
-    def ever(self, nodes: int) -> bool:
+    def ever(self, nodes):
         return nodes <= len(self.hosts)
 
-    def run(self, source: TuningSearch) -> str:
+    def run(self, source):
         while True:
             for entry in list(self._running):
                 job, hosts, begun = entry
@@ -96,7 +90,7 @@ class Made:
                 for job, hosts, begun in self._running:
                     self._end(source, job, hosts, begun, "interrupted by SIGTERM")
                 return "SIGTERM"
-            while (job := source.next(self)) is not None:  # type: ignore[arg-type]
+            while (job := source.next(self)) is not None:
                 assert self.room(job.nodes)
                 job.folder.mkdir(parents=True, exist_ok=True)
                 for old in ("result.json", "figures"):
@@ -109,9 +103,7 @@ class Made:
             self.turn += 1
             self.hosts = [host for host in self.hosts if (self.turn, host) not in self.die]
 
-    def _end(
-        self, source: TuningSearch, job: Job, hosts: list[str], begun: int, interrupted: str
-    ) -> None:
+    def _end(self, source, job, hosts, begun, interrupted):
         self.log.append(("lost" if interrupted else "end", int(job.folder.name)))
         found = self.truth({**job.point["values"], "number": int(job.folder.name)})
         why = found if isinstance(found, Ending) and not interrupted else None
@@ -136,13 +128,13 @@ class Made:
         )
 
 
-def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_files(monkeypatch):
     """Replace figures by those of the truth, which a trial leaves in place of metrics.
 
     The first trials never end.
     """
 
-    def read(metrics: Path, *_: object) -> Result:
+    def read(metrics, *_):
         return Result(
             DONE,
             step_s=json.loads((metrics.parent / "figures").read_text()),
@@ -157,7 +149,7 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
 
 
-def candidates_of(made: Setup, change: Callable[[Candidate], Candidate] = lambda c: c) -> Any:
+def candidates_of(made, change=lambda c: c):
     found = enumerate_candidates(made.space, [], made.machine, predict=False)
     ranked = (dataclasses.replace(c, step_s=1 + 0.001 * c.index) for c in found.candidates)
     found.candidates[:] = map(change, ranked)
@@ -165,11 +157,11 @@ def candidates_of(made: Setup, change: Callable[[Candidate], Candidate] = lambda
 
 
 def search(
-    made: Setup,
-    runner: Made | None = None,
-    change: Callable[[Candidate], Candidate] = lambda c: c,
-    say: Callable[[str], object] = lambda text: None,
-) -> tuple[TuningSearch, str]:
+    made,
+    runner=None,
+    change=lambda c: c,
+    say=lambda text: None,
+):
     """Start the search once; return it and why it ended."""
     found = TuningSearch(made, candidates_of(made, change), say)
     return found, (runner or Made()).run(found) or found.why

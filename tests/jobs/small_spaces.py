@@ -1,14 +1,9 @@
 """Spaces of a small model on four processes, and their candidates."""
 
-from __future__ import annotations
-
 import shlex
-from collections.abc import Callable
-from typing import Any
 
-from megatron.config import Config, parse_args
-from megatron.jobs.candidate_layouts import Candidate, Enumeration, Machine, enumerate_candidates
-from megatron.jobs.space import SearchSpace
+from megatron.config import parse_args
+from megatron.jobs.candidate_layouts import Machine, enumerate_candidates
 
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 "
@@ -16,24 +11,21 @@ MODEL = (
 )
 ONE = f"{MODEL} --micro-batch-size 1"
 FOUR = Machine(None, 4, 1)
-Read = Callable[..., SearchSpace]
 
 
-def found_of(
-    space: SearchSpace, flags: str = "", machine: Machine = FOUR, **more: Any
-) -> Enumeration:
+def found_of(space, flags="", machine=FOUR, **more):
     return enumerate_candidates(space, shlex.split(flags), machine, **{"predict": False, **more})
 
 
-def config_of(candidate: Candidate) -> Config:
+def config_of(candidate):
     return parse_args([*candidate.flags, "--mock-data", "--train-iters", "8"], candidate.processes)
 
 
-def reasons(found: Enumeration) -> dict[str, int]:
+def reasons(found):
     return dict(found.rejections.counts)
 
 
-def complete(found: Enumeration, space: SearchSpace) -> bool:
+def complete(found, space):
     """Check that every combination is a candidate or was rejected for a reason, with an example."""
     assert all(example for _, example in found.rejections.nearest.values())
     assert found.rejections.nearest.keys() == found.rejections.counts.keys()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.jobs.candidate_layouts import Candidate
 from megatron.jobs.search import History, propose
-from megatron.jobs.space import Parameter, Value
+from megatron.jobs.space import Parameter
 
 PARAMETERS = (
     Parameter("tp", (1, 2, 4, 8)),
@@ -30,21 +29,16 @@ class Table(NamedTuple):
     fails: frozenset[int] = frozenset()
 
     @property
-    def best(self) -> float:
+    def best(self):
         return min(cost for index, cost in enumerate(self.costs) if index not in self.fails)
 
-    def good(self, index: int) -> bool:
+    def good(self, index):
         """Return whether a candidate is within 3 % of the best."""
         return index not in self.fails and self.costs[index] <= self.best + math.log(1.03)
 
 
-Values = Mapping[str, Value]
-
-
-def candidates_of(
-    parameters: Sequence[Parameter], keep: Callable[[Values], bool]
-) -> tuple[Candidate, ...]:
-    found: list[Candidate] = []
+def candidates_of(parameters, keep):
+    found = []
     for values in itertools.product(*(p.values for p in parameters)):
         named = dict(zip((p.name for p in parameters), values, strict=True))
         if keep(named):
@@ -53,7 +47,7 @@ def candidates_of(
     return tuple(found)
 
 
-def _seconds(v: Mapping[str, Value], bubble: float, slow_tp: float, recompute: float) -> float:
+def _seconds(v, bubble, slow_tp, recompute):
     """Return the seconds of a realistic step.
 
     It has work, messages of tensor parallelism, a bubble, and better use of devices by larger
@@ -69,9 +63,9 @@ def _seconds(v: Mapping[str, Value], bubble: float, slow_tp: float, recompute: f
 
 
 def table(
-    fails: Callable[[Values], bool] = lambda values: False,
-    keep: Callable[[Values], bool] = lambda values: True,
-) -> Table:
+    fails=lambda values: False,
+    keep=lambda values: True,
+):
     """Return a table of 456 candidates, or of those to keep.
 
     The planner underestimates messages, overestimates bubbles and takes recomputation for free.
@@ -88,19 +82,19 @@ def table(
 
 
 def play(
-    search: str,
-    known: Table,
-    trials: int,
-    prior: Sequence[float] | None = None,
-    seed: int = 0,
-    until: Callable[[int], bool] = lambda index: False,
-) -> list[tuple[int, str]]:
+    search,
+    known,
+    trials,
+    prior=None,
+    seed=0,
+    until=lambda index: False,
+):
     """Return a search's proposals, one trial after another.
 
     It ends after `trials` trials, when `until` returns true, or when nothing is left.
     """
-    seen: dict[int, float | None] = {}
-    found: list[tuple[int, str]] = []
+    seen = {}
+    found = []
     for count in range(min(trials, len(known.candidates))):
         open_ = [index for index in range(len(known.candidates)) if index not in seen]
         index, by = propose(
@@ -114,15 +108,13 @@ def play(
     return found
 
 
-def trials_to_good(
-    search: str, known: Table, trials: int, prior: Sequence[float] | None, seed: int
-) -> int:
+def trials_to_good(search, known, trials, prior, seed):
     """Return the trials until one within 3 % of the best, or one more than `trials`."""
     found = play(search, known, trials, prior, seed, until=known.good)
     return len(found) if known.good(found[-1][0]) else trials + 1
 
 
-def trials_by_chance(known: Table, seed: int) -> int:
+def trials_by_chance(known, seed):
     """Return the same number for draws without a search."""
     left = list(range(len(known.candidates)))
     for count in itertools.count():

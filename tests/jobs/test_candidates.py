@@ -1,26 +1,23 @@
 """List of candidates against every combination, by pretrain_gpt.py's parser and the planner."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megatron.config import Config, parse_args
+from megatron.config import parse_args
 from megatron.config.settings import all_options
 from megatron.errors import ConfigError
 from megatron.jobs.candidate_layouts import Machine
-from megatron.planner.cluster import GIB, Cluster, load_cluster
+from megatron.planner.cluster import GIB, load_cluster
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.placement import place_with
 from megatron.planner.timing import estimate
-from tests.jobs.small_spaces import MODEL, ONE, Read, complete, config_of, found_of, reasons
+from tests.jobs.small_spaces import MODEL, ONE, complete, config_of, found_of, reasons
 
 
 @pytest.fixture(scope="module")
-def frontier() -> Cluster:
+def frontier():
     return load_cluster("frontier")
 
 
@@ -31,9 +28,7 @@ def frontier() -> Cluster:
         pytest.param((1, 2, 4, 16), (1, 2, 3), (4, 6), marks=pytest.mark.campaign("search")),
     ],
 )
-def test_every_combination_is_put_to_the_parser(
-    read: Read, pp: tuple[int, ...], mbs: tuple[int, ...], batches: tuple[int, ...]
-) -> None:
+def test_every_combination_is_put_to_the_parser(read, pp, mbs, batches):
     """Compare with brute force: flags are written out here, and equal settings count once."""
     text = f"""
     [parameters]
@@ -54,7 +49,7 @@ def test_every_combination_is_put_to_the_parser(
         "full:block:2": "--recompute-granularity full --recompute-method block "
         "--recompute-num-layers 2",
     }
-    valid: dict[Any, Config] = {}
+    valid = {}
     for tp, stages, samples, gbs, sp, schedule, zero, kind in itertools.product(
         (1, 2, 3, 4), pp, mbs, batches, (False, True), ("1f1b", "zb-h1"), (0, 1), recompute
     ):
@@ -77,7 +72,7 @@ def test_every_combination_is_put_to_the_parser(
     assert all(c.tokens == config_of(c).batch.global_batch_size * 64 for c in found.candidates)
 
 
-def test_a_size_may_be_written_as_a_word(read: Read) -> None:
+def test_a_size_may_be_written_as_a_word(read):
     space = read(
         "[parameters]\nnum-layers = ['8', 12]\npp = [2]\nchunks = [2]",
         ONE.replace("--num-layers 8 ", ""),
@@ -87,7 +82,7 @@ def test_a_size_may_be_written_as_a_word(read: Read) -> None:
     ] == [8, 12]
 
 
-def test_combinations_are_the_product_in_order(read: Read) -> None:
+def test_combinations_are_the_product_in_order(read):
     found = found_of(read("[parameters]\ntp = [1, 2]\nseed = [4, 1, 2]\nnum-workers = [0, 1]"))
     values = [tuple(c.values.values()) for c in found.candidates]
     assert values == [
@@ -95,7 +90,7 @@ def test_combinations_are_the_product_in_order(read: Read) -> None:
     ]
 
 
-def test_a_schedule_that_would_be_another_is_no_candidate(read: Read) -> None:
+def test_a_schedule_that_would_be_another_is_no_candidate(read):
     space = read(
         "[parameters]\npp = [1, 4]\nchunks = [1, 2, 4]\n"
         'schedule = ["1f1b", "interleaved", "zb-h1"]\n[derived]\ngbs="8"'
@@ -111,7 +106,7 @@ def test_a_schedule_that_would_be_another_is_no_candidate(read: Read) -> None:
     assert complete(found, space)
 
 
-def test_derived_names_and_constraints_over_everything(read: Read) -> None:
+def test_derived_names_and_constraints_over_everything(read):
     text = """
     [parameters]
     hidden-size = [64, 128]
@@ -143,7 +138,7 @@ def test_derived_names_and_constraints_over_everything(read: Read) -> None:
     assert set(reasons(found)) == {"width", "batch"}
 
 
-def test_the_size_of_a_job(read: Read) -> None:
+def test_the_size_of_a_job(read):
     """The size of a job must be valid.
 
     On two nodes of four devices, 12 processes are too many, and 6 fill no nodes.
@@ -166,7 +161,7 @@ def test_the_size_of_a_job(read: Read) -> None:
     assert [(c.values["nodes"], c.tokens) for c in shared.candidates] == [(1, 16 * 64)]
 
 
-def test_flags_of_the_command_line_win_over_the_space_s(read: Read) -> None:
+def test_flags_of_the_command_line_win_over_the_space_s(read):
     space = read(
         "[parameters]\ntp = [1, 2]",
         f"{MODEL} --micro-batch-size 2 --fp16 --initial-loss-scale 4096",
@@ -198,9 +193,7 @@ def test_flags_of_the_command_line_win_over_the_space_s(read: Read) -> None:
         ("", "gbs > 1", "space.toml|[derived] gbs"),
     ],
 )
-def test_flags_and_expressions_that_cannot_be_are_named_with_their_place(
-    read: Read, flags: str, rule: str, words: str
-) -> None:
+def test_flags_and_expressions_that_cannot_be_are_named_with_their_place(read, flags, rule, words):
     circle = "gbs = 'mbs + seed'\nseed = 'gbs'" if rule != "true" else "gbs = '8'"
     space = read(f"[parameters]\ntp = [1, 2]\n[derived]\n{circle}\n[constraints]\na = '{rule}'")
     with pytest.raises(ConfigError) as found:
@@ -208,7 +201,7 @@ def test_flags_and_expressions_that_cannot_be_are_named_with_their_place(
     assert all(word in str(found.value) for word in words.split("|")), str(found.value)
 
 
-def test_a_derived_value_that_a_flag_cannot_have_is_a_reason(read: Read) -> None:
+def test_a_derived_value_that_a_flag_cannot_have_is_a_reason(read):
     space = read("[parameters]\ntp = [1, 2]\n[derived]\nprocesses = 'tp / 2'\nseed = 'tp - 3'")
     found = found_of(space)
     assert list(reasons(found).values()) == [1, 1] and complete(found, space)
@@ -218,7 +211,7 @@ def test_a_derived_value_that_a_flag_cannot_have_is_a_reason(read: Read) -> None
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "0.5", "'a'", "none", "[1, 2]"])
-def test_a_derived_size_that_is_none_leaves_nothing_and_ends_well(read: Read, value: str) -> None:
+def test_a_derived_size_that_is_none_leaves_nothing_and_ends_well(read, value):
     for name in ("pp", "tp", "nodes", "processes", "mbs"):
         found = found_of(
             read(f'[parameters]\nchunks = [1, 2]\n[derived]\n{name} = "{value}"', MODEL)
@@ -226,7 +219,7 @@ def test_a_derived_size_that_is_none_leaves_nothing_and_ends_well(read: Read, va
         assert not found.candidates and found.rejections.counts
 
 
-def test_a_layout_is_named_by_what_varies(read: Read) -> None:
+def test_a_layout_is_named_by_what_varies(read):
     text = "[parameters]\ntp = [1, 2]\nnodes = [1]\nsp = [true]\nlr = [1e-4]"
     found = found_of(read(text, ONE.replace("--lr 1e-3", "")))
     assert [c.key for c in found.candidates] == ["tp=1", "tp=2"]
@@ -247,7 +240,7 @@ recompute = ["none", "full:uniform:1"]
 """
 
 
-def test_memory_is_the_planner_s(read: Read, frontier: Cluster) -> None:
+def test_memory_is_the_planner_s(read, frontier):
     """A layout is a candidate exactly if its rank with the highest peak fits.
 
     The closest miss is the example.
@@ -273,7 +266,7 @@ def test_memory_is_the_planner_s(read: Read, frontier: Cluster) -> None:
     )
 
 
-def test_the_placement_is_the_fastest_of_all(read: Read, frontier: Cluster) -> None:
+def test_the_placement_is_the_fastest_of_all(read, frontier):
     """The placement is the fastest of all rank orders and of all device orders of the machine."""
     space = read("[parameters]\ntp = [2, 4]\npp = [1, 4]\n", SMALL)
     for candidate in found_of(space, machine=Machine(frontier, 8, 2), predict=True).candidates:
@@ -293,7 +286,7 @@ def test_the_placement_is_the_fastest_of_all(read: Read, frontier: Cluster) -> N
         assert candidate.step_s == pytest.approx(min(every))
 
 
-def test_orders_that_are_fixed_are_kept(read: Read, frontier: Cluster) -> None:
+def test_orders_that_are_fixed_are_kept(read, frontier):
     flags = f"{SMALL} --rank-order dp-tp-pp --device-order 0,1,2,3,4,5,6,7"
     (one,) = found_of(
         read("[parameters]\ntp = [2]", flags), machine=Machine(frontier, 8, 2), predict=True
@@ -309,7 +302,7 @@ def test_orders_that_are_fixed_are_kept(read: Read, frontier: Cluster) -> None:
     assert one.step_s == pytest.approx(estimate(config, frontier, placed).seconds)
 
 
-def test_a_part_of_a_node_stays_on_its_devices(read: Read, frontier: Cluster) -> None:
+def test_a_part_of_a_node_stays_on_its_devices(read, frontier):
     space = read("[parameters]\ntp = [2]\n[derived]\nprocesses = '4'", SMALL)
     (one,) = found_of(space, machine=Machine(frontier, 8, 2), predict=True).candidates
     assert (
@@ -319,9 +312,7 @@ def test_a_part_of_a_node_stays_on_its_devices(read: Read, frontier: Cluster) ->
     )
 
 
-def test_a_description_is_found_from_any_folder(
-    read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_description_is_found_from_any_folder(read, tmp_path, monkeypatch):
     own = Path(load_cluster("frontier").path).read_text()
     (tmp_path / "mine.toml").write_text(own)
     monkeypatch.chdir(tmp_path)
@@ -335,7 +326,7 @@ def test_a_description_is_found_from_any_folder(
 # -- many ------------------------------------------------------------------------------------------
 
 
-def test_a_space_without_end_is_refused(read: Read) -> None:
+def test_a_space_without_end_is_refused(read):
     names = [f"v{n}" for n in range(20)]
     text = "[parameters]\ntp = [1, 2, 4]\n[variables]\n" + "\n".join(
         f"{name} = {list(range(100))}" for name in names

@@ -3,8 +3,6 @@
 Unchecked parts are listed.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys
@@ -16,7 +14,7 @@ import pytest
 
 from megatron.checkpoint.folder import TRACKER
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.jobs.check_job import CheckedJob, check, count, directives, parse_options, winning
+from megatron.jobs.check_job import check, count, directives, parse_options, winning
 from megatron.planner.cluster import load_cluster
 from megatron.planner.timing import estimate
 from tests.helpers.launching import ROOT
@@ -42,9 +40,7 @@ NETWORK = {"NCCL_NET": "OFI", "FI_MR_CACHE_MONITOR": "kdreg2", "FI_CXI_RDZV_PROT
 
 
 @pytest.fixture(autouse=True)
-def sbatch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def sbatch(monkeypatch, tmp_path, tmp_path_factory):
     """Provide a folder, an environment and an sbatch without Slurm; return the sbatch's path."""
     monkeypatch.chdir(tmp_path)
     room(monkeypatch, 10**12)
@@ -65,9 +61,7 @@ def sbatch(
     return program
 
 
-def report(
-    head: str = HEAD, command: str = COMMAND, *words: str, cluster: str | None = "frontier"
-) -> CheckedJob:
+def report(head=HEAD, command=COMMAND, *words, cluster="frontier"):
     """Return the report on a script of another project and its command."""
     Path("job.sbatch").write_text(head)
     job = check([*words, "job.sbatch", "--", *command.split()], cluster)
@@ -75,11 +69,11 @@ def report(
     return job
 
 
-def room(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+def room(monkeypatch, free):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
 
 
-def test_a_sound_job() -> None:
+def test_a_sound_job():
     job = report()
     assert said(job) == set(), job.findings
     assert (job.nodes, job.tasks) == (2, 16) and job.config is not None and "memory" in job.known
@@ -139,7 +133,7 @@ MISTAKES = [
 @pytest.mark.parametrize(
     ("old", "new", "level", "about"), MISTAKES, ids=[f"{m[3]}-{m[1][:30]}" for m in MISTAKES]
 )
-def test_a_mistake_is_found(old: str, new: str, level: str, about: str) -> None:
+def test_a_mistake_is_found(old, new, level, about):
     assert (old in HEAD) != (old in COMMAND)
     job = report(HEAD.replace(old, new), COMMAND.replace(old, new))
     assert (level, about) in said(job), job.findings
@@ -153,9 +147,7 @@ def test_a_mistake_is_found(old: str, new: str, level: str, about: str) -> None:
         ("FI_MR_CACHE_MONITOR", "memhooks", "error"),
     ],
 )
-def test_variables_of_the_network(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, level: str
-) -> None:
+def test_variables_of_the_network(monkeypatch, name, value, level):
     monkeypatch.setenv(name, value)
     assert said(report()) == {(level, "network")}
     assert (
@@ -164,7 +156,7 @@ def test_variables_of_the_network(
     )
 
 
-def test_room_for_checkpoints_is_one_more_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_for_checkpoints_is_one_more_than_are_kept(monkeypatch):
     # 4 bytes for the weight and for each of Adam's moments; checkpoints contain no padding.
     size = 12 * (512 * 64 + 64 * 64 + 2 * 64 + 4 * (12 * 64 * 64 + 13 * 64))
     for free, expected in ((2 * size, set()), (2 * size - 1, {("error", "saving")})):
@@ -172,10 +164,10 @@ def test_room_for_checkpoints_is_one_more_than_are_kept(monkeypatch: pytest.Monk
         assert said(report()) == expected
 
 
-def test_what_slurm_says(sbatch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_slurm_says(sbatch, monkeypatch):
     """A refusal by sbatch is an error that quotes its message."""
 
-    def answers(text: str) -> None:
+    def answers(text):
         sbatch.write_text(f"#!/bin/sh\n{text}\n")
 
     assert said(report()) == set() and any(
@@ -192,7 +184,7 @@ def test_what_slurm_says(sbatch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert said(report()) == set() and any("cannot be run" in text for text in report().unchecked)
 
 
-def test_what_it_costs() -> None:
+def test_what_it_costs():
     """The cost is the planner's step times the remaining iterations, on all nodes.
 
     Jobs have the length of the wall time.
@@ -211,13 +203,13 @@ def test_what_it_costs() -> None:
     assert cost(spare)[1] == pytest.approx(3 * seconds / 3600, abs=1)
 
 
-def test_without_a_machine_there_are_no_limits_and_that_is_said() -> None:
+def test_without_a_machine_there_are_no_limits_and_that_is_said():
     job = report(HEAD.replace("-t 02:00:00", "-t 90-00"), cluster="none")
     assert said(job) == set() and not {"memory", "it costs"} & set(job.known)
     assert any("no machine" in text for text in job.unchecked)
 
 
-def test_of_a_foreign_script_nothing_is_run(tmp_path: Path) -> None:
+def test_of_a_foreign_script_nothing_is_run(tmp_path):
     Path("job.sbatch").write_text(HEAD + COMMAND)
     job = check(["job.sbatch", "--train-iters", "3"], "frontier")
     assert said(job) == {("warning", "script")} and not Path("ran").exists() and job.words is None
@@ -232,7 +224,7 @@ def test_of_a_foreign_script_nothing_is_run(tmp_path: Path) -> None:
         ("python", 1, 1),
     ],
 )
-def test_processes_of_a_command(command: str, nodes: int, tasks: int) -> None:
+def test_processes_of_a_command(command, nodes, tasks):
     flags = (
         "--preset tiny --mock-data --train-iters 3 --global-batch-size 192 "
         "--distributed-backend gloo"
@@ -243,7 +235,7 @@ def test_processes_of_a_command(command: str, nodes: int, tasks: int) -> None:
     assert job.config is not None and job.config.parallel.world_size == tasks
 
 
-def test_data_that_are_there(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_data_that_are_there(tmp_path_factory):
     prefix = tmp_path_factory.mktemp("data") / "corpus"
     with IndexedDatasetWriter(prefix, dtype=np.uint16) as writer:
         writer.add_document(np.arange(5000) % 90)
@@ -253,7 +245,7 @@ def test_data_that_are_there(tmp_path_factory: pytest.TempPathFactory) -> None:
     assert said(report(command=COMMAND.replace("--mock-data", flags))) == {("error", "data")}
 
 
-def test_a_checkpoint_that_is_broken(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_checkpoint_that_is_broken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ckpt")
     (folder / TRACKER).write_text("7\n")
     job = report(command=COMMAND.replace("ckpt", str(folder)))
@@ -275,7 +267,7 @@ def test_a_checkpoint_that_is_broken(tmp_path_factory: pytest.TempPathFactory) -
     ],
     ids=" ".join,
 )
-def test_mistakes_of_the_user(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_of_the_user(words, capsys):
     code = main(words)
     out, err = capsys.readouterr()
     assert "Traceback" not in err and (
@@ -283,7 +275,7 @@ def test_mistakes_of_the_user(words: list[str], capsys: pytest.CaptureFixture[st
     )
 
 
-def test_exit_codes_and_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_and_output(capsys):
     Path("job.sbatch").write_text(HEAD.replace("#SBATCH --open-mode=append\n", ""))
     words = ["--cluster", "frontier", "-N", "2", "job.sbatch", "--", *COMMAND.split()]
     assert main(["check", *words]) == 0
@@ -317,13 +309,13 @@ def test_exit_codes_and_output(capsys: pytest.CaptureFixture[str]) -> None:
         ("-t", {"time": ""}, ""),
     ],
 )
-def test_options_end_where_the_script_begins(words: str, found: dict[str, str], rest: str) -> None:
+def test_options_end_where_the_script_begins(words, found, rest):
     options, at = parse_options(words.split())
     assert {name: given.value for name, given in options.items()} == found
     assert words.split()[at:] == rest.split()
 
 
-def test_the_command_line_wins_over_variables_and_they_over_the_script() -> None:
+def test_the_command_line_wins_over_variables_and_they_over_the_script():
     script, problems = directives(
         "#!/bin/bash\n#SBATCH -N 2 -t 1:00 # a comment\n#SBATCH -p batch\n"
     )
@@ -341,14 +333,14 @@ def test_the_command_line_wins_over_variables_and_they_over_the_script() -> None
     assert both["partition"].value == "mine"
 
 
-def test_lines_that_slurm_does_not_read_are_told() -> None:
+def test_lines_that_slurm_does_not_read_are_told():
     text = "#!/bin/bash\n#SBATCH -N 2 stray\n#SBATCH -o 'x\necho\n#SBATCH -N 3\n#SBATCHED\n"
     options, problems = directives(text)
     assert options["nodes"].value == "2"
     assert [problem.split(":")[0] for problem in problems] == ["line 2", "line 3", "line 5"]
 
 
-def test_numbers() -> None:
+def test_numbers():
     assert [count(text) for text in ("16", "16-20", "x", "", "9" * 5000)] == [
         16,
         16,
@@ -370,9 +362,7 @@ def test_numbers() -> None:
         pytest.param("1t", "paper", [], marks=CAMPAIGN),
     ],
 )
-def test_our_own_scripts(
-    model: str, recipe: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_own_scripts(model, recipe, words, tmp_path, monkeypatch):
     """Our own scripts have no findings here but the room for checkpoints.
 
     Nothing is started, and nothing is left behind.
@@ -396,9 +386,7 @@ def test_our_own_scripts(
         ([], {"FI_MR_CACHE_MONITOR": "memhooks"}, "network"),
     ],
 )
-def test_what_stops_a_script_of_ours(
-    words: list[str], environ: dict[str, str], about: str, tmp_path: Path
-) -> None:
+def test_what_stops_a_script_of_ours(words, environ, about, tmp_path):
     job = checked([EXAMPLES / "train_22b.sbatch", "--mock-data", *words], tmp_path, **environ)
     assert ("error", about) in said(job), job.findings
     assert list(tmp_path.iterdir()) == []

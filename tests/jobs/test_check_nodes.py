@@ -1,16 +1,11 @@
 """tools/preflight.py measure, started by srun on two nodes of two processes, and its verdicts."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +17,6 @@ from megatron.jobs.check_nodes import (
     FIGURES,
     PRODUCT,
     WITHIN,
-    NodeVerdict,
     Process,
     judge,
     rank_hosts,
@@ -37,7 +31,7 @@ from tools.preflight import main
 # -- real processes --------------------------------------------------------------------------------
 
 
-def variables(rank: int, port: int) -> dict[str, str]:
+def variables(rank, port):
     """Return the variables that srun sets for this task."""
     node, local = divmod(rank, 2)
     return {
@@ -59,15 +53,15 @@ def variables(rank: int, port: int) -> dict[str, str]:
     }
 
 
-def prepared(living: Sequence[int]) -> None:
+def prepared(living):
     """Do not wait for lost processes."""
     share = Process.share
-    Process.share = lambda self, phase, ranks, limit: share(  # type: ignore[method-assign]
+    Process.share = lambda self, phase, ranks, limit: share(
         self, phase, {*ranks} & {*living}, limit
     )
 
 
-def measured(folder: Path, ranks: Sequence[int]) -> list[Outcome]:
+def measured(folder, ranks):
     port, arguments = (
         free_port(),
         ["measure", "--out", str(folder), "--backend", "gloo", "--seconds", "600"],
@@ -88,12 +82,12 @@ def measured(folder: Path, ranks: Sequence[int]) -> list[Outcome]:
         return [script.wait() for script in scripts]
 
 
-def hosts_of(folder: Path, kind: str) -> list[str]:
+def hosts_of(folder, kind):
     return (folder / f"{kind}_hosts").read_text().split()
 
 
 @pytest.mark.slow
-def test_a_good_allocation(tmp_path: Path) -> None:
+def test_a_good_allocation(tmp_path):
     first, *others = measured(tmp_path / "out", range(4))
     assert [first.code, *others] == [0, *[Outcome(0, "")] * 3], first.output
     assert "2 of 2 nodes" in first.output and "--exclude" not in first.output
@@ -105,7 +99,7 @@ def test_a_good_allocation(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_who_does_not_come_is_named(tmp_path: Path) -> None:
+def test_who_does_not_come_is_named(tmp_path):
     first, *_ = measured(tmp_path / "out", [0, 1, 2])
     assert first.code == 4 and "--exclude=node02" in first.output and "rank 3:" in first.output
     assert (hosts_of(tmp_path / "out", "good"), hosts_of(tmp_path / "out", "bad")) == (
@@ -114,14 +108,12 @@ def test_who_does_not_come_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_without_rank_0_the_others_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_rank_0_the_others_end(tmp_path, monkeypatch, capsys):
     for name, value in variables(1, free_port()).items():
         monkeypatch.setenv(name, value)
     real = StoreConnection.open
 
-    def impatient(self: StoreConnection) -> None:
+    def impatient(self):
         self.timeout = timedelta(seconds=0.05)
         real(self)
 
@@ -131,16 +123,16 @@ def test_without_rank_0_the_others_end(
 
 
 @pytest.mark.parametrize("words", [["--cluster", "nowhere"], ["--out", "/proc/nothing"]])
-def test_wrong_settings_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_settings_are_refused(words, capsys):
     assert main(["measure", *words]) == 2
     assert " ".join(words) in capsys.readouterr().err
 
 
-def test_a_device_that_computes_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_computes_wrongly(monkeypatch):
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", lambda *shape, **options: ones(*shape, **options).fill_(1.5))
     connection = SimpleNamespace(launch=Launch(), another=lambda: None)
-    process = Process(connection, 60.0)  # type: ignore[arg-type]
+    process = Process(connection, 60.0)
     process.multiply("gloo", None)
     assert "864" in process.errors[PRODUCT]
 
@@ -148,28 +140,28 @@ def test_a_device_that_computes_wrongly(monkeypatch: pytest.MonkeyPatch) -> None
 # -- who meets whom --------------------------------------------------------------------------------
 
 
-def process_of(rank: int, world: int, speed: Callable[[str, int], float]) -> Process:
+def process_of(rank, world, speed):
     launch = Launch(rank=rank, local_rank=rank % 2, world_size=world, local_world_size=2)
     connection = SimpleNamespace(launch=launch, another=lambda: None)
-    process = Process(connection, 60.0)  # type: ignore[arg-type]
-    process._bandwidth = lambda name, place, size: speed(name, place)  # type: ignore[method-assign]
+    process = Process(connection, 60.0)
+    process._bandwidth = lambda name, place, size: speed(name, place)
     return process
 
 
 @pytest.mark.parametrize("count", range(1, 10))
-def test_every_node_meets_both_neighbours_and_one_at_a_time(count: int) -> None:
+def test_every_node_meets_both_neighbours_and_one_at_a_time(count):
     """Each node meets both neighbours, one at a time.
 
     Nodes 1, 3, 5, ... take part; the others are bad. Each group gets members 0 and 1.
     """
     nodes = [2 * i + 1 for i in range(count)]
-    groups: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    groups = defaultdict(list)
     for node in nodes:
         for rank in (2 * node, 2 * node + 1):
             process_of(
                 rank, 40, lambda name, place, rank=rank: groups[name].append((place, rank)) or 1.0
             ).meet(nodes)
-    partners: dict[int, set[int]] = defaultdict(set)
+    partners = defaultdict(set)
     for members in groups.values():
         (first, one), (second, other) = sorted(members)
         assert (first, second) == (0, 1)
@@ -181,10 +173,10 @@ def test_every_node_meets_both_neighbours_and_one_at_a_time(count: int) -> None:
 
 
 @pytest.mark.parametrize("bad", ["between/0", "between/1", "between"])
-def test_the_better_neighbour_counts(bad: str) -> None:
+def test_the_better_neighbour_counts(bad):
     """A node is judged by its better neighbour, whichever round the bad one is in."""
 
-    def speed(name: str, place: int, failure: bool) -> float:
+    def speed(name, place, failure):
         if name.startswith(bad) and failure:
             raise RuntimeError("timed out")
         return 1.0 if name.startswith(bad) else 50.0
@@ -198,10 +190,10 @@ def test_the_better_neighbour_counts(bad: str) -> None:
             assert process.figures == {WITHIN: 50.0} and process.errors == {BETWEEN: "timed out"}
 
 
-def test_who_fails_within_its_node_meets_nobody() -> None:
+def test_who_fails_within_its_node_meets_nobody():
     names = []
 
-    def speed(name: str, place: int) -> float:
+    def speed(name, place):
         names.append(name)
         raise RuntimeError("it did not end")
 
@@ -210,12 +202,12 @@ def test_who_fails_within_its_node_meets_nobody() -> None:
     assert names == ["within/1"] and list(process.errors) == [WITHIN]
 
 
-def test_nodes_with_bad_devices_take_part_in_no_collective() -> None:
+def test_nodes_with_bad_devices_take_part_in_no_collective():
     """Nodes with bad devices take part in no collective.
 
     Rank 2 has no device, rank 7 did not come.
     """
-    store, met = dist.HashStore(), list[Sequence[int]]()
+    store, met = dist.HashStore(), []
     for rank in {*range(1, 10)} - {7}:
         store.set(
             f"device/{rank}",
@@ -229,8 +221,8 @@ def test_nodes_with_bad_devices_take_part_in_no_collective() -> None:
         another=lambda: None,
         poll=lambda *_: None,
     )
-    process = Process(connection, 60.0)  # type: ignore[arg-type]
-    process.meet = met.append  # type: ignore[method-assign]
+    process = Process(connection, 60.0)
+    process.meet = met.append
     assert {*process.exchange()} == {*range(9)} - {7}, (
         "who did not come is not asked again, who is silent is left out"
     )
@@ -239,13 +231,9 @@ def test_nodes_with_bad_devices_take_part_in_no_collective() -> None:
 
 # -- the verdict -----------------------------------------------------------------------------------
 
-Told = dict[int, dict[str, Any]]
 
-
-def verdict(
-    nodes: int, change: Callable[[Told], Any], each: int = 2, device: str = "cuda"
-) -> NodeVerdict:
-    told: Told = {
+def verdict(nodes, change, each=2, device="cuda"):
+    told = {
         rank: {
             "device": device,
             "errors": {},
@@ -259,20 +247,20 @@ def verdict(
     )
 
 
-def nothing(told: Told) -> None:
+def nothing(told):
     """Change nothing: all is well."""
 
 
-def figure(name: str, value: float, *ranks: int) -> Callable[[Told], None]:
-    def change(told: Told) -> None:
+def figure(name, value, *ranks):
+    def change(told):
         for rank in ranks:
             told[rank]["figures"][name] = value
 
     return change
 
 
-def alone(*ranks: int) -> Callable[[Told], None]:
-    def change(told: Told) -> None:
+def alone(*ranks):
+    def change(told):
         for rank in ranks:
             told[rank]["errors"][BETWEEN] = "timed out"
             del told[rank]["figures"][BETWEEN]
@@ -280,7 +268,7 @@ def alone(*ranks: int) -> Callable[[Told], None]:
     return change
 
 
-def test_nothing_against_sound_nodes() -> None:
+def test_nothing_against_sound_nodes():
     for nodes in (1, 2, 5):
         found = verdict(nodes, nothing)
         assert (found.bad, found.good) == ([], [f"n{n}" for n in range(nodes)])
@@ -298,7 +286,7 @@ def test_nothing_against_sound_nodes() -> None:
         lambda told: told.pop(3),
     ],
 )
-def test_one_bad_node_is_named_and_no_other(change: Callable[[Told], Any]) -> None:
+def test_one_bad_node_is_named_and_no_other(change):
     for nodes in (3, 4):
         found = verdict(nodes, change)
         assert found.bad == ["n1"] and found.good == [f"n{n}" for n in range(nodes) if n != 1]
@@ -307,33 +295,33 @@ def test_one_bad_node_is_named_and_no_other(change: Callable[[Told], Any]) -> No
         )
 
 
-def test_two_nodes_that_do_not_reach_each_other_are_nobodys_fault() -> None:
+def test_two_nodes_that_do_not_reach_each_other_are_nobodys_fault():
     found = verdict(2, alone(0, 1, 2, 3))
     assert found.bad == found.good == [] and any(
         line.startswith("FAULT no node") for line in found.lines
     )
 
 
-def test_who_has_no_sound_neighbour_is_not_accused() -> None:
+def test_who_has_no_sound_neighbour_is_not_accused():
     found = verdict(
         2, lambda told: (alone(0, 1, 2, 3)(told), told[3]["errors"].update({WITHIN: "no end"}))
     )
     assert found.bad == ["n1"] and found.good == ["n0"]
 
 
-def test_a_machine_below_its_band_is_compared_with_itself() -> None:
+def test_a_machine_below_its_band_is_compared_with_itself():
     assert verdict(1, figure(PRODUCT, 88.0, 1)).bad == ["n0"], "the band is narrower than the share"
     slow = figure(PRODUCT, 60.0, *range(8))
     assert not verdict(4, slow).bad
     assert verdict(4, lambda told: (slow(told), figure(PRODUCT, 40.0, 5)(told))).bad == ["n2"]
 
 
-def test_nobody_is_accused_of_a_slow_cpu() -> None:
+def test_nobody_is_accused_of_a_slow_cpu():
     for name in (BETWEEN, PRODUCT):
         assert not verdict(3, figure(name, 0.001, 1), device="cpu").bad
 
 
-def test_normal_differences_accuse_nobody() -> None:
+def test_normal_differences_accuse_nobody():
     """Normal differences accuse no node.
 
     With 3 % of noise on 1,000 nodes the slowest of 8,000 values is some four deviations below the
@@ -343,14 +331,14 @@ def test_normal_differences_accuse_nobody() -> None:
     noise = (1.0 + 0.03 * torch.randn(8000)).tolist()
     assert min(noise) < 0.91
 
-    def change(told: Told) -> None:
+    def change(told):
         for rank, one in told.items():
             one["figures"][PRODUCT] = 110.0 * noise[rank]
 
     assert not verdict(1000, change, each=8).bad
 
 
-def test_the_hosts_of_those_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hosts_of_those_who_did_not_come(monkeypatch):
     """Missing hosts come from the launcher's list, if there is one; the others name themselves."""
     launch = Launch(world_size=6, local_world_size=2)
     monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)

@@ -1,10 +1,7 @@
 """Reasons for the end of runs, from exit codes and logs of programs, launchers and kernels."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -71,7 +68,7 @@ SRUN = "srun: error: node{}: task {}: {}\n"
         (139, "", CRASH, "signal 11"),
     ],
 )
-def test_one_log(tmp_path: Path, codes: int | None, text: str, kind: str, words: str) -> None:
+def test_one_log(tmp_path, codes, text, kind, words):
     (tmp_path / "train.log").write_text(text)
     found = ending(
         None if codes is None else [codes], [tmp_path / "absent", tmp_path / "train.log"]
@@ -79,7 +76,7 @@ def test_one_log(tmp_path: Path, codes: int | None, text: str, kind: str, words:
     assert found.kind == kind and words in found.reason
 
 
-def test_the_first_cause_is_told_not_what_follows_from_it(tmp_path: Path) -> None:
+def test_the_first_cause_is_told_not_what_follows_from_it(tmp_path):
     first, second = tmp_path / "train.log", tmp_path / "task_1.err"
     first.write_text("LostRankError: rank 1 on node02 is dead\n")
     second.write_text("rank 1 failed:\nTraceback:\n  x\nValueError: loss is 3\n")
@@ -88,7 +85,7 @@ def test_the_first_cause_is_told_not_what_follows_from_it(tmp_path: Path) -> Non
     assert ending([75, 75], [first]).reason.endswith("LostRankError: rank 1 on node02 is dead")
 
 
-def test_srun_gives_the_highest_code_and_its_log_those_of_the_tasks(tmp_path: Path) -> None:
+def test_srun_gives_the_highest_code_and_its_log_those_of_the_tasks(tmp_path):
     log = tmp_path / "train.log"
     log.write_text(
         "DataError: no such file\n"
@@ -100,7 +97,7 @@ def test_srun_gives_the_highest_code_and_its_log_those_of_the_tasks(tmp_path: Pa
     assert ending([75], [log]).reason.endswith("signal 11: DataError: no such file")
 
 
-def test_tasks_that_srun_itself_ends_after_another_one_are_no_cause(tmp_path: Path) -> None:
+def test_tasks_that_srun_itself_ends_after_another_one_are_no_cause(tmp_path):
     """Tasks that srun itself ends after another one are no cause.
 
     A rank that hangs does not end when another one has failed.
@@ -118,7 +115,7 @@ def test_tasks_that_srun_itself_ends_after_another_one_are_no_cause(tmp_path: Pa
     assert ending([137], [log]).kind == CRASH, "and not for want of memory"
 
 
-def test_a_long_log_is_read_at_its_end(tmp_path: Path) -> None:
+def test_a_long_log_is_read_at_its_end(tmp_path):
     log = tmp_path / "log"
     log.write_text("HIP out of memory\n" + "x" * 200_000 + "\nValueError: bad\n")
     assert ending([1], [log]).kind == CRASH and "ValueError: bad" in ending([1], [log]).reason
@@ -132,7 +129,7 @@ def test_a_long_log_is_read_at_its_end(tmp_path: Path) -> None:
         "import ctypes; import mmap; [mmap.mmap(-1, 1 << 30, mmap.MAP_PRIVATE) for _ in range(4)]",
     ],
 )
-def test_real_programs_at_a_real_limit(tmp_path: Path, program: str) -> None:
+def test_real_programs_at_a_real_limit(tmp_path, program):
     """Recognise Python's own messages when memory runs out."""
     log = tmp_path / "log"
     with open(log, "wb") as file:
@@ -149,7 +146,7 @@ def test_real_programs_at_a_real_limit(tmp_path: Path, program: str) -> None:
     assert code == 1 and ending([code], [log]).kind == OUT_OF_MEMORY, log.read_text()
 
 
-def test_a_node_that_died_before_slurm_knew_it(tmp_path: Path) -> None:
+def test_a_node_that_died_before_slurm_knew_it(tmp_path):
     """A node may die before Slurm knows it.
 
     The words are srun's from two runs; the task that it killed itself did not run out of memory.

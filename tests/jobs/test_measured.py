@@ -1,10 +1,7 @@
 """Repeated measurements of the best layouts: which ones, and the winner by all measurements."""
 
-from __future__ import annotations
-
 import math
 import random
-from collections.abc import Sequence
 
 import pytest
 
@@ -12,7 +9,6 @@ from megatron.jobs.candidate_layouts import Candidate
 from megatron.jobs.result import CRASH, DONE, FAILED, LOST_RANK, OUT_OF_MEMORY, Result
 from megatron.jobs.trial_statistics import (
     CONFIRM,
-    MeasuredCandidate,
     Trial,
     in_turn,
     measured,
@@ -26,7 +22,7 @@ RATE = "tokens_per_s"
 CANDIDATES = [Candidate(i, f"k={i}", {"k": i}, 8, (), 1, 1000) for i in range(8)]
 
 
-def trial(number: int, k: int, outcome: float | str | None, spread: float | None = None) -> Trial:
+def trial(number, k, outcome, spread=None):
     """Return a trial of layout k: with a step time, with a failure, or without an end.
 
     Trials numbered above 8 confirm.
@@ -41,20 +37,20 @@ def trial(number: int, k: int, outcome: float | str | None, spread: float | None
     return Trial(number, CANDIDATES[k], CONFIRM if number > 8 else "x", result)
 
 
-def turns(trials: Sequence[Trial]) -> list[str]:
+def turns(trials):
     return [candidate.key for candidate in in_turn(trials, RATE)]
 
 
-def chosen(*trials: Trial) -> str | None:
+def chosen(*trials):
     """Return the first of the trials that are next in turn."""
     return next(iter(turns(trials)), None)
 
 
-def layouts_of(trials: Sequence[Trial]) -> list[MeasuredCandidate]:
+def layouts_of(trials):
     return measured(trials, RATE)
 
 
-def test_a_layout_has_the_median_of_its_runs() -> None:
+def test_a_layout_has_the_median_of_its_runs():
     (one,) = layouts_of(
         [trial(9, 0, 1.2, 0.3), trial(1, 0, 1.0, 0.1), trial(10, 0, 1.1), trial(11, 0, LOST_RANK)]
     )
@@ -74,13 +70,13 @@ def test_a_layout_has_the_median_of_its_runs() -> None:
     ],
 )
 def test_a_layout_that_fails_half_the_time_or_ran_out_of_memory_once_has_no_figures(
-    outcomes: list[float | str], valid: bool
-) -> None:
+    outcomes, valid
+):
     trials = [trial(number, 0, outcome) for number, outcome in enumerate(outcomes, 1)]
     assert bool(ranked(measured(trials, RATE))) is valid
 
 
-def test_the_best_goes_first_then_those_within_reach_that_were_measured_least() -> None:
+def test_the_best_goes_first_then_those_within_reach_that_were_measured_least():
     once = [trial(1, 0, 1.02), trial(2, 1, 1.0), trial(3, 2, 1.03), trial(4, 3, 1.4)]
     assert chosen(*once) == "k=1"
     assert turns(once) == ["k=1", "k=0", "k=2"]
@@ -94,7 +90,7 @@ def test_the_best_goes_first_then_those_within_reach_that_were_measured_least() 
     assert chosen(*once[:1], trial(9, 0, LOST_RANK), *once[1:2]) == "k=1"
 
 
-def test_nothing_is_measured_again_where_nothing_is_in_doubt() -> None:
+def test_nothing_is_measured_again_where_nothing_is_in_doubt():
     assert (
         chosen() is None and chosen(trial(1, 0, 1.0)) is None and chosen(trial(1, 0, CRASH)) is None
     )
@@ -107,7 +103,7 @@ def test_nothing_is_measured_again_where_nothing_is_in_doubt() -> None:
     )
 
 
-def test_noise_is_learnt_from_what_was_repeated() -> None:
+def test_noise_is_learnt_from_what_was_repeated():
     """Noise is estimated from repeats, from no trial, and from the spreads of single measurements.
 
     The cases are 200 layouts measured twice with a scatter of 5 %, none, and three measured once.
@@ -126,8 +122,8 @@ def test_noise_is_learnt_from_what_was_repeated() -> None:
     assert noise_of(spread) == pytest.approx(math.hypot(0.02, 0.2 / 2.06 * 0.627), rel=0.03)
 
 
-def test_within_noise_is_two_deviations_of_a_difference() -> None:
-    def pair(behind: float, runs: int) -> tuple[MeasuredCandidate, MeasuredCandidate]:
+def test_within_noise_is_two_deviations_of_a_difference():
+    def pair(behind, runs):
         best, other = layouts_of(
             [trial(8 * k + n + 1, k, 1.0 + behind * k) for k in (0, 1) for n in range(runs)]
         )
@@ -138,7 +134,7 @@ def test_within_noise_is_two_deviations_of_a_difference() -> None:
         assert not within_noise(*pair(math.expm1(1.01 * reach), runs), 0.02)
 
 
-def test_ruling_out_against_its_definition() -> None:
+def test_ruling_out_against_its_definition():
     chance = random.Random(7)
     for _ in range(200):
         candidates = [
@@ -152,7 +148,7 @@ def test_ruling_out_against_its_definition() -> None:
             )
             ended.append(Trial(number, candidate, "x", result))
 
-        def no_less(a: Candidate, b: Candidate) -> bool:
+        def no_less(a, b):
             return None not in (a.memory_bytes, b.memory_bytes) and (a.memory_bytes or 0) >= (
                 b.memory_bytes or 0
             )

@@ -1,9 +1,6 @@
 """Dead nodes of an allocation, found with a stub of srun."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -29,9 +26,7 @@ ANSWERS = 'while [[ $1 != -w ]]; do shift; done; echo "answers $2"'
         (f"if [[ ! -e $0.asked && $* == *n2* ]]; then touch $0.asked; exit 1; fi; {ANSWERS}", []),
     ],
 )
-def test_who_is_dead(
-    srun: str, dead: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_dead(srun, dead, tmp_path, monkeypatch):
     """A dead node is found by srun; n1, where the tuner runs, shows that srun itself works."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
@@ -42,8 +37,8 @@ def test_who_is_dead(
     assert asked.dead == dead
 
 
-def test_nodes_keep_their_order_and_do_not_come_back() -> None:
-    said = list[str]()
+def test_nodes_keep_their_order_and_do_not_come_back():
+    said = []
     nodes = Nodes(["a", "b", "c", "d"], said.append)
     assert nodes.take(2) == ("a", "b") and nodes.take(1) == ("c",) and nodes.usable == 4
     nodes.leave_out(["b", "d"])

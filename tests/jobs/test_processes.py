@@ -1,13 +1,9 @@
 """Processes of a run: their environment, their signals, and their end with their starter."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,19 +33,17 @@ class Ranks:
     `codes` are their exit codes; `sent` has (second, process or step, signal).
     """
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, count: int, step: str | None = None
-    ) -> None:
+    def __init__(self, monkeypatch, count, step=None):
         self.clock, self.codes, self.sent = (
             VirtualClock(1000.0),
             [None] * count,
-            list[tuple[int, Any, str]](),
+            [],
         )
 
-        def process(rank: int) -> Any:
+        def process(rank):
             return type("Process", (), {"pid": rank, "poll": lambda _: self.codes[rank]})()
 
-        def send(to: Any, name: str) -> None:
+        def send(to, name):
             self.sent.append((round(self.clock()) - 1000, to, name))
 
         monkeypatch.setattr(launch, "_tell_step", lambda name, number: send(name, number))
@@ -60,14 +54,14 @@ class Ranks:
         self.run = RunProcesses(step, self.clock)
         self.run.processes += [process(rank) for rank in range(count)]
 
-    def look_for(self, seconds: int) -> bool:
+    def look_for(self, seconds):
         """Poll every second; return whether it has ended."""
         return any(self.clock.sleep(1.0) or self.run.poll() for _ in range(seconds))
 
 
 def test_ranks_whose_peer_is_lost_have_time_to_say_so_and_are_ended_then(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """Ranks whose peer is lost have time to report it and are then killed.
 
     Exit codes caused by the kill say nothing about the run.
@@ -86,8 +80,8 @@ def test_ranks_whose_peer_is_lost_have_time_to_say_so_and_are_ended_then(
 
 
 def test_what_srun_does_not_heed_slurm_is_told_and_force_takes_the_tasks_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """Slurm is told to end a step that ignores srun; tasks are killed first.
 
     A step whose srun is gone would continue.
@@ -108,9 +102,7 @@ def test_what_srun_does_not_heed_slurm_is_told_and_force_takes_the_tasks_first(
 # -- on this machine -------------------------------------------------------------------------------
 
 
-def test_ranks_know_their_place_and_nothing_of_a_launcher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_know_their_place_and_nothing_of_a_launcher(tmp_path, monkeypatch):
     program = (
         "import os; print({k: os.environ.get(k) for k in ('RANK', 'WORLD_SIZE', "
         "'SLURM_JOB_ID', 'A')})"
@@ -126,10 +118,10 @@ def test_ranks_know_their_place_and_nothing_of_a_launcher(
     ]
 
 
-def kill_the_starter(start: Callable[[], object], alive: Lifeline) -> None:
+def kill_the_starter(start, alive):
     """Start a run in another process, kill that process, and wait for the run to end."""
 
-    def starter() -> None:
+    def starter():
         kept = start()
         signal.pause()
         assert kept
@@ -142,7 +134,7 @@ def kill_the_starter(start: Callable[[], object], alive: Lifeline) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_end_when_their_starter_is_killed(tmp_path: Path) -> None:
+def test_ranks_end_when_their_starter_is_killed(tmp_path):
     alive = Lifeline(tmp_path / "alive")
     program = f"import signal; kept = open({str(alive.path)!r}, 'w'); signal.pause()"
     kill_the_starter(lambda: start_here([*FAST, program], 2, tmp_path), alive)
@@ -169,7 +161,7 @@ DEAF = """launch_training() {
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def site(tmp_path, monkeypatch):
     """Provide a tree whose job.sh starts nothing."""
     for folder, files in {"bin": PROGRAMS, "examples/frontier": {"job.sh": STUB}}.items():
         (tmp_path / folder).mkdir(parents=True)
@@ -184,16 +176,14 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def deaf(site: Path) -> Lifeline:
+def deaf(site):
     """Return the lifeline of a step that ends only when Slurm is told."""
     (site / "examples/frontier/job.sh").write_text(STUB + DEAF)
     os.mkfifo(site / "end")
     return Lifeline(site / "alive")
 
 
-def test_a_step_is_launched_by_the_jobs_own_functions(
-    site: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_launched_by_the_jobs_own_functions(site, monkeypatch):
     monkeypatch.setenv("POINT_CODE", "/nvme")
     run = start_step(slurm_command(["--a", "b"]), STEP, site)
     until(run.poll)
@@ -204,13 +194,13 @@ def test_a_step_is_launched_by_the_jobs_own_functions(
 
 
 @pytest.mark.slow
-def test_slurm_ends_the_step_of_a_starter_that_was_killed(site: Path, deaf: Lifeline) -> None:
+def test_slurm_ends_the_step_of_a_starter_that_was_killed(site, deaf):
     kill_the_starter(lambda: start_step(slurm_command([]), STEP, site), deaf)
     assert (site / "told").read_text() == "-s KILL 7.2\n"
 
 
 @pytest.mark.slow
-def test_slurm_is_told_by_the_number_of_the_step(site: Path, deaf: Lifeline) -> None:
+def test_slurm_is_told_by_the_number_of_the_step(site, deaf):
     clock = VirtualClock()
     run = start_step(slurm_command([]), STEP, site, clock=clock)
     deaf.started()
@@ -223,7 +213,7 @@ def test_slurm_is_told_by_the_number_of_the_step(site: Path, deaf: Lifeline) -> 
     assert (site / "asked").read_text().startswith("-h -s -j 7 ")
 
 
-def test_what_a_step_is_told() -> None:
+def test_what_a_step_is_told():
     """A step gets Slurm's time limit, a name to find it by, and no placement of its starter."""
     step = SlurmStep("trial-7", ["n1", "n2"], 8, 7, 100.0)
     found = step_environment(

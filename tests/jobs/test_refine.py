@@ -1,14 +1,10 @@
 """Refinement by runs: made-up metrics files with times at known multiples of the estimate's."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
 import random
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,10 +12,10 @@ from megatron.config import Config
 from megatron.errors import DataError
 from megatron.jobs.refine import RefinementRun, fit, messages_s, read_run, refined
 from megatron.planner.cluster import load_cluster
-from megatron.planner.timing import Estimate, estimate
+from megatron.planner.timing import estimate
 
 FRONTIER = load_cluster("frontier")
-MODEL: dict[str, Any] = dict(
+MODEL = dict(
     num_layers=8,
     hidden_size=2048,
     num_attention_heads=16,
@@ -35,9 +31,9 @@ TALKING = Config.create(
 )
 
 
-def metrics(path: Path, config: Config, seconds: float, **changes: Any) -> Path:
+def metrics(path, config, seconds, **changes):
     """Write a run of six steps, of which the first three take ten times as long."""
-    records: list[dict[str, Any]] = [{"event": "start", "iteration": 0, "config": config.to_dict()}]
+    records = [{"event": "start", "iteration": 0, "config": config.to_dict()}]
     for i in range(1, 7):
         slow = 10.0 if i <= 3 else 1.0
         records.append(
@@ -55,7 +51,7 @@ def metrics(path: Path, config: Config, seconds: float, **changes: Any) -> Path:
     return path
 
 
-def test_one_run_corrects_everything_to_what_it_took(tmp_path: Path) -> None:
+def test_one_run_corrects_everything_to_what_it_took(tmp_path):
     found = estimate(QUIET, FRONTIER)
     folder = metrics(tmp_path / "run/metrics.jsonl", QUIET, 1.3 * found.seconds).parent
     (tmp_path / "failed").mkdir()
@@ -73,14 +69,14 @@ def test_one_run_corrects_everything_to_what_it_took(tmp_path: Path) -> None:
     assert cluster.nic_gb_per_s == pytest.approx(25 / 1.3)
 
 
-def test_the_last_start_and_steady_steps_with_the_full_batch_count(tmp_path: Path) -> None:
+def test_the_last_start_and_steady_steps_with_the_full_batch_count(tmp_path):
     path = metrics(tmp_path / "metrics.jsonl", QUIET, 2.5)
     assert read_run(path).seconds == 2.5
     path.write_text(path.read_text() + metrics(tmp_path / "later.jsonl", QUIET, 4.0).read_text())
     assert read_run(tmp_path).seconds == 4.0
 
 
-def test_what_is_no_metrics_file_of_a_long_enough_run(tmp_path: Path) -> None:
+def test_what_is_no_metrics_file_of_a_long_enough_run(tmp_path):
     (tmp_path / "log.txt").write_text("hello\n")
     forged = metrics(tmp_path / "forged.jsonl", QUIET, 2.0)
     forged.write_text(re.sub(r'"step_time_s": [0-9.]+', '"step_time_s": "x"', forged.read_text()))
@@ -110,13 +106,11 @@ CONFIGS = [
 
 
 @functools.cache
-def estimates() -> list[Estimate]:
+def estimates():
     return [estimate(config, FRONTIER) for config in CONFIGS]
 
 
-def noisy(
-    compute: float, messages: float, noise: float, disturbed: tuple[int, ...], seed: int
-) -> list[RefinementRun]:
+def noisy(compute, messages, noise, disturbed, seed):
     """Return two runs of each configuration, whose parts take known multiples with random noise.
 
     Some took three times as long, because others used the machine.
@@ -134,7 +128,7 @@ def noisy(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_disturbed_runs_among_many_do_not_decide(seed: int) -> None:
+def test_disturbed_runs_among_many_do_not_decide(seed):
     """A few disturbed runs among many have no effect."""
     runs = noisy(1.2, 2.0, 0.01, (1, 5, 11), seed)
     factors = fit(runs, [*estimates(), *estimates()])
@@ -142,6 +136,6 @@ def test_disturbed_runs_among_many_do_not_decide(seed: int) -> None:
     assert factors[1] == pytest.approx(2.0, rel=0.08)
 
 
-def test_runs_of_another_machine_correct_nothing(tmp_path: Path) -> None:
+def test_runs_of_another_machine_correct_nothing(tmp_path):
     with pytest.raises(DataError, match="not from this machine"):
         refined(FRONTIER, [metrics(tmp_path / "metrics.jsonl", QUIET, 1e3)])

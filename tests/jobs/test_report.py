@@ -1,10 +1,7 @@
 """Report of a search: its figures, and its files as their users read them."""
 
-from __future__ import annotations
-
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,27 +9,27 @@ from megatron.config.command_line import parse_args, parse_plan
 from megatron.errors import ConfigError
 from megatron.jobs import tune
 from megatron.jobs.result import Ending
-from megatron.jobs.tune import TuningSearch, command, write_report
+from megatron.jobs.tune import command, write_report
 from tests.jobs.made import Made, no_files, search, setup, truth
 
 
 @pytest.fixture(autouse=True)
-def made(monkeypatch: pytest.MonkeyPatch) -> None:
+def made(monkeypatch):
     no_files(monkeypatch)
 
 
-def report(folder: Path, *words: str, runner: Made | None = None) -> TuningSearch:
+def report(folder, *words, runner=None):
     own = setup(folder, *words)
     found, _ = search(own, runner)
     return found
 
 
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pictures(monkeypatch):
     monkeypatch.setattr(tune, "_picture", lambda _, path: path)
 
 
 @pytest.mark.slow
-def test_everything_is_there_and_nothing_of_an_earlier_report(tmp_path: Path) -> None:
+def test_everything_is_there_and_nothing_of_an_earlier_report(tmp_path):
     files = write_report(report(tmp_path))
     assert [path.name for path in files] == ["trials.md", "best.txt", "trajectory.png"]
     assert files[2].read_bytes().startswith(b"\x89PNG")
@@ -44,9 +41,7 @@ def test_everything_is_there_and_nothing_of_an_earlier_report(tmp_path: Path) ->
     assert "code / 1 and more" in only.read_text(), "what would end a cell of a table"
 
 
-def test_the_table_has_every_trial_with_its_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_has_every_trial_with_its_figures(tmp_path, monkeypatch):
     no_pictures(monkeypatch)
     found = report(tmp_path)
     write_report(found)
@@ -64,9 +59,7 @@ def test_the_table_has_every_trial_with_its_figures(
             assert value == f"{8 * 64 / step_s:.4g} tokens/s"
 
 
-def test_missing_libraries_and_folders_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_libraries_and_folders_that_cannot_be_written(tmp_path, monkeypatch):
     found = report(tmp_path, "--max-trials", "3")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
@@ -81,9 +74,7 @@ def test_missing_libraries_and_folders_that_cannot_be_written(
         write_report(found)
 
 
-def test_the_best_command_is_the_layout_that_was_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_command_is_the_layout_that_was_tried(tmp_path, monkeypatch):
     no_pictures(monkeypatch)
     found = report(tmp_path)
     write_report(found)
@@ -106,7 +97,7 @@ tp = [2]
 """
 
 
-def test_under_slurm_devices_are_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_slurm_devices_are_bound(tmp_path, monkeypatch):
     no_pictures(monkeypatch)
     hosts = tmp_path / "hosts"
     hosts.write_text("\n".join(f"n{i}" for i in range(16)))

@@ -1,31 +1,25 @@
 """Results from metrics files as a run writes them, whole and tampered with."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config import Config, parse_args
+from megatron.config import parse_args
 from megatron.jobs.candidate_layouts import trial_flags
-from megatron.jobs.result import DONE, INVALID, Result, read_result
+from megatron.jobs.result import DONE, INVALID, read_result
 
 BATCH, SEQUENCE, WORLD = 8, 64, 2
 TIMES = (0.9, 0.5, 0.40, 0.44, 0.42, 0.41)
 WARM_UP, ITERATIONS = 2, 4
 FLAGS = ("--preset", "tiny", "--tensor-model-parallel-size", "2", "--global-batch-size", "8")
-ASKED: Config = parse_args(trial_flags(FLAGS, ITERATIONS + WARM_UP), WORLD)
-Records = list[dict[str, Any]]
+ASKED = parse_args(trial_flags(FLAGS, ITERATIONS + WARM_UP), WORLD)
 
 
-def records(times: tuple[float, ...] = TIMES) -> Records:
+def records(times=TIMES):
     """Return the records of an undisturbed run."""
     start = dict(
         event="start",
@@ -58,16 +52,16 @@ def records(times: tuple[float, ...] = TIMES) -> Records:
     return [start, *steps, end]
 
 
-def write(path: Path, of: Records) -> Path:
+def write(path, of):
     path.write_text("".join(json.dumps(record) + "\n" for record in of))
     return path
 
 
-def read(folder: Path, of: Records) -> Result:
+def read(folder, of):
     return read_result(write(folder / "metrics.jsonl", of), ASKED, WARM_UP)
 
 
-def test_figures_are_those_of_the_steady_steps(tmp_path: Path) -> None:
+def test_figures_are_those_of_the_steady_steps(tmp_path):
     result = read(tmp_path, records())
     steady = TIMES[WARM_UP:]
     median = statistics.median(steady)
@@ -78,17 +72,17 @@ def test_figures_are_those_of_the_steady_steps(tmp_path: Path) -> None:
     assert result.memory_bytes == 1000 + len(TIMES) and result.notes == ""
 
 
-def change(event: str, number: int, **fields: Any) -> Callable[[Records], Records]:
+def change(event, number, **fields):
     """Change fields of the `number`th record of an event."""
 
-    def changed(of: Records) -> Records:
+    def changed(of):
         chosen = [at for at, record in enumerate(of) if record["event"] == event][number]
         return [{**record, **fields} if at == chosen else record for at, record in enumerate(of)]
 
     return changed
 
 
-def setting(name: str, value: Any) -> Callable[[Records], Records]:
+def setting(name, value):
     return lambda of: [{**of[0], "config": {**of[0]["config"], name: value}}, *of[1:]]
 
 
@@ -122,14 +116,12 @@ def setting(name: str, value: Any) -> Callable[[Records], Records]:
         (change("iteration", 3, global_batch_size=None), ""),
     ],
 )
-def test_what_contradicts_itself_or_what_was_asked_for_is_invalid(
-    tmp_path: Path, tamper: Callable[[Records], Records], words: str
-) -> None:
+def test_what_contradicts_itself_or_what_was_asked_for_is_invalid(tmp_path, tamper, words):
     result = read(tmp_path, tamper(records()))
     assert result.status == INVALID and words in str(result.reason), result
 
 
-def test_skipped_steps_and_losses_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
+def test_skipped_steps_and_losses_that_are_not_finite_are_left_out(tmp_path):
     result = read(
         tmp_path, change("iteration", 3, nan=1)(change("iteration", 0, skipped=1)(records()))
     )
@@ -148,9 +140,7 @@ VALUES = st.one_of(
 
 
 @given(st.data())
-def test_a_value_that_is_something_else_never_ends_the_tuner(
-    tmp_path_factory: Any, data: st.DataObject
-) -> None:
+def test_a_value_that_is_something_else_never_ends_the_tuner(tmp_path_factory, data):
     """A wrong value in a record never ends the tuner.
 
     It raises no exception, and gives figures only where the times are those of the run.

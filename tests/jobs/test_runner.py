@@ -10,16 +10,13 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron.errors import ConfigError
 from megatron.jobs import runner as running
 from megatron.jobs.result import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, STOPPED, TIME_OUT
-from megatron.jobs.runner import ALLOCATION, TIME, Attempt, Job, LaunchTarget, Runner, time_left
+from megatron.jobs.runner import ALLOCATION, TIME, Job, LaunchTarget, Runner, time_left
 from tests.helpers.clock import VirtualClock
 from tests.jobs.waiting import Lifeline
 
@@ -28,7 +25,7 @@ STEP = '{"event": "iteration", "iteration": %d, "step_time_s": 1.0}'
 END = '{"event": "end", "iteration": 3, "reason": "done"}'
 
 
-def job(folder: Path, name: str = "a", processes: int = 1, nodes: int = 1, **more: Any) -> Job:
+def job(folder, name="a", processes=1, nodes=1, **more):
     return Job(
         name, folder / name, {"name": name}, (), processes, nodes, 3, **{"limit_s": 1e6, **more}
     )
@@ -40,13 +37,11 @@ class Jobs:
     `again`: interrupted jobs run again. `at`: called when all have started.
     """
 
-    def __init__(
-        self, *jobs: Job, again: bool = False, at: Callable[[], object] = lambda: None
-    ) -> None:
-        self.left, self.ends, self.again, self.at = list(jobs), list[Attempt](), again, at
+    def __init__(self, *jobs, again=False, at=lambda: None):
+        self.left, self.ends, self.again, self.at = list(jobs), [], again, at
         self.most = self.started = 0
 
-    def next(self, runner: Runner) -> Job | None:
+    def next(self, runner):
         self.most = max(self.most, self.started - len(self.ends))
         if not self.left:
             self.at()
@@ -55,34 +50,34 @@ class Jobs:
         self.started += 1
         return self.left.pop(0)
 
-    def ended(self, end: Attempt) -> None:
+    def ended(self, end):
         self.ends.append(end)
         if end.interrupted and self.again:
             self.left.append(end.job)
 
     @property
-    def end(self) -> Any:
+    def end(self):
         (end,) = self.ends
         return end
 
     @property
-    def why(self) -> str | None:
+    def why(self):
         """Return the kind of the last end, None if it is no failure of the job."""
         why = self.ends[-1].why
         return None if why is None or self.ends[-1].interrupted else why.kind
 
 
 def run(
-    source: Jobs,
-    hosts: Sequence[str] = (),
-    pass_s: float = 0.0,
-    say: Callable[[str], object] = lambda text: None,
-    **more: Callable[[], float],
-) -> str:
+    source,
+    hosts=(),
+    pass_s=0.0,
+    say=lambda text: None,
+    **more,
+):
     """Run with a virtual clock that advances by `pass_s` between polls, in little real time."""
     clock = VirtualClock()
 
-    def sleep(_: float) -> None:
+    def sleep(_):
         clock.advance(pass_s)
         os.sched_yield()
 
@@ -91,12 +86,12 @@ def run(
 
 
 @pytest.fixture
-def alive(tmp_path: Path) -> Lifeline:
+def alive(tmp_path):
     return Lifeline(tmp_path / "alive")
 
 
 @pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+def programs(monkeypatch, tmp_path):
     """Replace training by Python programs.
 
     They have `metrics`, which writes records, `rank`, and `stay`, which opens the lifeline and then
@@ -110,8 +105,8 @@ def stay():
 rank = int(os.environ["RANK"])
 """
 
-    def replace(program: str) -> None:
-        def command(flags: Sequence[str]) -> list[str]:
+    def replace(program):
+        def command(flags):
             write = (
                 f"def metrics(*lines): open({flags[-1]!r}, 'a').write(''.join(line + chr(10) "
                 "for line in lines))\n"
@@ -124,7 +119,7 @@ rank = int(os.environ["RANK"])
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def steps(monkeypatch):
     """Replace the launcher of a job step by shell programs, in a running job."""
     monkeypatch.setattr(running, "_squeue", lambda _: "RUNNING")
     return lambda program: monkeypatch.setattr(
@@ -135,9 +130,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 # -- how runs end ----------------------------------------------------------------------------------
 
 
-def test_a_run_with_all_its_steps_is_complete_and_described(
-    tmp_path: Path, programs: Callable[[str], None]
-) -> None:
+def test_a_run_with_all_its_steps_is_complete_and_described(tmp_path, programs):
     programs(f"rank or metrics({STEP % 3!r}, {END!r})")
     source = Jobs(job(tmp_path, processes=2), job(tmp_path, "b"))
     assert run(source) == "" and source.most <= 1
@@ -168,20 +161,20 @@ def test_a_run_with_all_its_steps_is_complete_and_described(
     ],
 )
 def test_what_takes_too_long_is_stopped_and_nothing_is_left(
-    tmp_path: Path,
-    programs: Callable[[str], None],
-    alive: Lifeline,
-    monkeypatch: pytest.MonkeyPatch,
-    program: str,
-    more: dict[str, float],
-    kind: str,
-    words: str,
-) -> None:
+    tmp_path,
+    programs,
+    alive,
+    monkeypatch,
+    program,
+    more,
+    kind,
+    words,
+):
     programs(program)
-    begun = list[bool]()
+    begun = []
     look = running.Watch.look
 
-    def after_the_start(self: running.Watch, now: float) -> object:
+    def after_the_start(self, now):
         begun or begun.append(alive.started() is None)
         return look(self, now)
 
@@ -192,16 +185,14 @@ def test_what_takes_too_long_is_stopped_and_nothing_is_left(
     alive.gone()
 
 
-def test_a_rank_that_is_killed_does_not_leave_the_other(
-    tmp_path: Path, programs: Callable[[str], None], alive: Lifeline
-) -> None:
+def test_a_rank_that_is_killed_does_not_leave_the_other(tmp_path, programs, alive):
     programs("os.kill(os.getpid(), signal.SIGKILL) if rank else stay()")
     source = Jobs(job(tmp_path, processes=2))
     run(source, pass_s=1.0)
     assert source.why == OUT_OF_MEMORY
 
 
-def test_before_the_first_step_there_is_the_whole_limit(tmp_path: Path) -> None:
+def test_before_the_first_step_there_is_the_whole_limit(tmp_path):
     watch, folder = running.Watch(job(tmp_path, limit_s=1000.0, stall_s=30.0), 0.0), tmp_path / "a"
     folder.mkdir()
     assert not any(watch.look(float(now)) for now in range(0, 900, 5))
@@ -211,10 +202,10 @@ def test_before_the_first_step_there_is_the_whole_limit(tmp_path: Path) -> None:
     assert ends[-1] is not None and ends[-1].kind == HANG
 
 
-def test_a_run_is_stopped_by_its_validation_losses(tmp_path: Path) -> None:
+def test_a_run_is_stopped_by_its_validation_losses(tmp_path):
     asked = []
 
-    def stops(losses: Sequence[float]) -> bool:
+    def stops(losses):
         asked.append(list(losses))
         return losses[-1:] == [7.5]
 
@@ -231,9 +222,7 @@ def test_a_run_is_stopped_by_its_validation_losses(tmp_path: Path) -> None:
     )
 
 
-def test_a_crash_is_told_in_the_programs_words(
-    tmp_path: Path, programs: Callable[[str], None]
-) -> None:
+def test_a_crash_is_told_in_the_programs_words(tmp_path, programs):
     for program, words in (("raise ValueError('x')", "ValueError: x"), ("pass", "ended early")):
         programs(program)
         source = Jobs(job(tmp_path))
@@ -242,7 +231,7 @@ def test_a_crash_is_told_in_the_programs_words(
     assert (tmp_path / "a/attempt-1/train.log").exists(), "what an earlier attempt left is kept"
 
 
-def test_disks_that_take_nothing(tmp_path: Path, programs: Callable[[str], None]) -> None:
+def test_disks_that_take_nothing(tmp_path, programs):
     programs("pass")
     (tmp_path / "a").write_text("a file")
     with pytest.raises(ConfigError, match="/a"):
@@ -258,13 +247,11 @@ def test_disks_that_take_nothing(tmp_path: Path, programs: Callable[[str], None]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_ends_it_in_order_and_what_ran_is_interrupted(
-    tmp_path: Path, programs: Callable[[str], None], alive: Lifeline, number: signal.Signals
-) -> None:
+def test_a_signal_ends_it_in_order_and_what_ran_is_interrupted(tmp_path, programs, alive, number):
     programs("stay()")
-    before, sent = signal.getsignal(number), list[bool]()
+    before, sent = signal.getsignal(number), []
 
-    def at() -> None:
+    def at():
         if not sent:
             alive.started()
             sent.append(True)
@@ -276,12 +263,10 @@ def test_a_signal_ends_it_in_order_and_what_ran_is_interrupted(
     alive.gone()
 
 
-def test_an_error_of_the_source_leaves_nothing_running(
-    tmp_path: Path, programs: Callable[[str], None], alive: Lifeline
-) -> None:
+def test_an_error_of_the_source_leaves_nothing_running(tmp_path, programs, alive):
     programs("stay()")
 
-    def at() -> None:
+    def at():
         alive.started()
         raise OSError("x")
 
@@ -292,13 +277,13 @@ def test_an_error_of_the_source_leaves_nothing_running(
     alive.gone()
 
 
-def test_time_that_is_up_stops_what_runs(tmp_path: Path, programs: Callable[[str], None]) -> None:
+def test_time_that_is_up_stops_what_runs(tmp_path, programs):
     programs("while True: signal.pause()")
     source = Jobs(job(tmp_path))
     assert run(source, left_s=lambda: 0.0) == TIME and source.end.interrupted == TIME
 
 
-def test_time_left_is_that_of_whatever_ends_first() -> None:
+def test_time_left_is_that_of_whatever_ends_first():
     clock = VirtualClock(5.0)
     left = time_left(1000.0, lambda: 100.0, reserve_s=30.0, clock=clock)
     assert left() == 70.0
@@ -313,7 +298,7 @@ def test_time_left_is_that_of_whatever_ends_first() -> None:
 # -- as steps of a job -----------------------------------------------------------------------------
 
 
-def test_nodes_are_disjoint_and_come_back(tmp_path: Path, steps: Callable[[str], None]) -> None:
+def test_nodes_are_disjoint_and_come_back(tmp_path, steps):
     """Nodes are disjoint and are reused.
 
     Steps take one, two and two nodes of three, two at a time; a shell in place of srun reports its
@@ -334,9 +319,7 @@ def test_nodes_are_disjoint_and_come_back(tmp_path: Path, steps: Callable[[str],
     assert names == [f"--job-name={name}-{os.getpid()}" for name in "abc"]
 
 
-def test_what_ends_with_its_allocation_is_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ends_with_its_allocation_is_interrupted(tmp_path, monkeypatch):
     """Jobs that end with their allocation are interrupted.
 
     A stub of squeue answers for a cancelled job, for a running one, and not at all; it applies the
@@ -369,20 +352,18 @@ class Asked:
 
     dead: list[str] | None = None
 
-    def __init__(self, hosts: Sequence[str]) -> None:
+    def __init__(self, hosts):
         self.dead = list(hosts) if Asked.dead is None else Asked.dead
 
 
-def test_what_a_node_took_along_runs_again_on_others_twice(
-    tmp_path: Path, steps: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_node_took_along_runs_again_on_others_twice(tmp_path, steps, monkeypatch):
     """A job lost with its node runs again on others twice.
 
     The third loss is attributed to its layout, as running out of memory is at once.
     """
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(running, "Inquiry", Asked)
-    said, hosts = list[str](), ("n1", "n2", "n3", "n4")
+    said, hosts = [], ("n1", "n2", "n3", "n4")
     steps("exit 75")
     source = Jobs(job(tmp_path), again=True)
     run(source, hosts=hosts, say=said.append)

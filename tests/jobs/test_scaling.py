@@ -1,19 +1,13 @@
 """Figures of known runs: validity, efficiencies, and what is a difference beyond the noise."""
 
-from __future__ import annotations
-
 import math
 import random
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.jobs.scaling import (
-    Figures,
-    Series,
     compare,
     figures,
     find_runs,
@@ -28,18 +22,16 @@ Records = list[dict[str, Any]]
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
 
 
-def measure(
-    folder: Path, written: Records, point: dict[str, Any] | None = None, **judge: Any
-) -> Figures:
+def measure(folder, written, point=None, **judge):
     return figures(read_run(write(folder, written, point)), **judge)
 
 
-def series_of(folder: Path) -> Series:
+def series_of(folder):
     (series,) = compare([figures(run) for run in find_runs([folder])])
     return series
 
 
-def test_figures_are_those_of_the_steady_steps(tmp_path: Path) -> None:
+def test_figures_are_those_of_the_steady_steps(tmp_path):
     config = settings("22b", 1, 8, 2, 1280)
     found = measure(tmp_path / "run", records(config, [900.0, 430.0, 410.0, 420.0]))
     assert found.valid and found.notes == ()
@@ -54,7 +46,7 @@ def test_figures_are_those_of_the_steady_steps(tmp_path: Path) -> None:
     assert found.hfu == pytest.approx(expected / 191.5, rel=1e-12)
 
 
-def test_warm_up_and_smaller_batches_do_not_count(tmp_path: Path) -> None:
+def test_warm_up_and_smaller_batches_do_not_count(tmp_path):
     config = settings("22b", 1, 8, 1, 640, rampup_batch_size=[32, 608, 64])
     written = records(
         config, [90.0, 25.0, 470.0, 430.0, 420.0, 440.0], batches=[32, 32, 640, 640, 640, 640]
@@ -65,7 +57,7 @@ def test_warm_up_and_smaller_batches_do_not_count(tmp_path: Path) -> None:
     assert (found.step_s, found.steady) == (430.0, 2) and found.valid
 
 
-def test_skipped_steps_are_counted_and_left_out(tmp_path: Path) -> None:
+def test_skipped_steps_are_counted_and_left_out(tmp_path):
     config = settings("22b", 1, 8, 1, 640)
     found = measure(tmp_path / "a", records(config, [500.0, 400.0, 300.0, 420.0], skipped=[1, 3]))
     assert found.valid and (found.skipped, found.steady, found.step_s) == (2, 2, 410.0)
@@ -73,16 +65,16 @@ def test_skipped_steps_are_counted_and_left_out(tmp_path: Path) -> None:
     assert not found.valid and found.step_s is None and found.skipped == 4
 
 
-def longer_than_the_clock_says(written: Records) -> None:
+def longer_than_the_clock_says(written):
     written[3]["time"] = 1e9 + 845.0
 
 
-def counted_four_times(written: Records) -> None:
+def counted_four_times(written):
     for record in written[1:-1]:
         record["consumed_samples"] *= 4
 
 
-def four_times_too_fast(written: Records) -> None:
+def four_times_too_fast(written):
     """Every figure agrees with the others except the time, as for a batch counted four times."""
     config = written[0]["config"]
     written[:] = records(config, [0.25 * r["step_time_s"] for r in written[1:-1]])
@@ -96,9 +88,7 @@ def four_times_too_fast(written: Records) -> None:
         (longer_than_the_clock_says, (420, 5)),
     ],
 )
-def test_contradictions_make_a_run_invalid(
-    tmp_path: Path, spoil: Callable[[Records], None], figures_: tuple[float, ...]
-) -> None:
+def test_contradictions_make_a_run_invalid(tmp_path, spoil, figures_):
     config = settings("22b", 1, 8, 1, 640)
     written = records(config, [420.0] * 4)
     assert measure(tmp_path / "good", written).valid
@@ -108,7 +98,7 @@ def test_contradictions_make_a_run_invalid(
     assert not found.valid and said >= {*figures_}, found.problems
 
 
-def test_a_peak_can_be_given(tmp_path: Path) -> None:
+def test_a_peak_can_be_given(tmp_path):
     written = records(settings("22b", 1, 8, 1, 640), [420.0] * 4, device="some accelerator")
     assert measure(tmp_path / "a", written).valid and measure(tmp_path / "b", written).hfu is None
     assert "0.9" in measure(tmp_path / "d", written, peak_tflops=75.0).problems[0]
@@ -117,7 +107,7 @@ def test_a_peak_can_be_given(tmp_path: Path) -> None:
     )
 
 
-def test_a_resumed_run_counts_from_its_last_start(tmp_path: Path) -> None:
+def test_a_resumed_run_counts_from_its_last_start(tmp_path):
     config = settings("22b", 1, 8, 1, 640)
     first = records(config, [100.0] * 3)[:-1]
     second = records(config, [900.0, 420.0, 422.0], first=2, clock=2e9)
@@ -125,7 +115,7 @@ def test_a_resumed_run_counts_from_its_last_start(tmp_path: Path) -> None:
     assert found.valid and found.step_s == 421.0
 
 
-def scaled(tmp_path: Path, kind: str, worlds: dict[int, tuple[float, int]]) -> Path:
+def scaled(tmp_path, kind, worlds):
     """Write runs of 175B to a folder: world size -> (seconds of a step, batch)."""
     for world, (step_s, batch) in worlds.items():
         config = settings("175b", 4, 16, world // 64, batch)
@@ -140,7 +130,7 @@ WEAK = {64: (424.0, 640), 256: (428.0, 2560), 1024: (432.0, 10240)}
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_strong_and_weak_efficiency(tmp_path: Path, named: bool) -> None:
+def test_strong_and_weak_efficiency(tmp_path, named):
     """Efficiency of points that name their kind, and of points without names.
 
     The latter are told apart by batches and layouts.
@@ -160,7 +150,7 @@ def test_strong_and_weak_efficiency(tmp_path: Path, named: bool) -> None:
             assert series.efficiency(member) == pytest.approx([expected] * 3, rel=1e-12)
 
 
-def test_an_invalid_run_is_no_base(tmp_path: Path) -> None:
+def test_an_invalid_run_is_no_base(tmp_path):
     folder = scaled(tmp_path, "strong", STRONG)
     smallest = folder / "gcds-00064/metrics.jsonl"
     smallest.write_text(
@@ -183,9 +173,7 @@ def test_an_invalid_run_is_no_base(tmp_path: Path) -> None:
         ({2: [46.0, 44.0, 48.0], 4: [40.0]}, {2, 4}),  # one step has no known spread
     ],
 )
-def test_no_run_is_better_within_the_spread(
-    tmp_path: Path, times: dict[int, list[float]], best: set[int]
-) -> None:
+def test_no_run_is_better_within_the_spread(tmp_path, times, best):
     for value, steps in times.items():
         name = f"mbs-{value}"
         point = dict(name=name, experiment="mbs", kind="sweep", value=value, warm_up=1)
@@ -194,7 +182,7 @@ def test_no_run_is_better_within_the_spread(
     assert {member.run.point["value"] for member in series.best()} == best
 
 
-def test_an_efficiency_has_the_ends_of_the_spread(tmp_path: Path) -> None:
+def test_an_efficiency_has_the_ends_of_the_spread(tmp_path):
     """The bounds of an efficiency pair the slowest step of one with the fastest of the other."""
     one = [[424.0], [424.0]], (0.0, 1.0, math.inf), [0.0, None]  # bounds nothing from above
     ends = 420 / 430, 424 / 426, 428 / 421
@@ -209,7 +197,7 @@ def test_an_efficiency_has_the_ends_of_the_spread(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("above", [".", "attempt-3", "attempt-3/runs"])
-def test_what_a_run_moved_aside_is_no_run(tmp_path: Path, above: str) -> None:
+def test_what_a_run_moved_aside_is_no_run(tmp_path, above):
     """Records that a run moved aside are no run. A user's folder of such a name is one."""
     folder = tmp_path / above
     first = write(folder / "p1", records(settings("22b", 8, 1, 1, 8), [1.0] * 3), {"name": "p1"})
@@ -221,7 +209,7 @@ def test_what_a_run_moved_aside_is_no_run(tmp_path: Path, above: str) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 5, 8, 9, 20, 51, 200])
-def test_the_interval_of_a_median_covers_it(n: int) -> None:
+def test_the_interval_of_a_median_covers_it(n):
     """The chance that k or fewer of n values are below the true median is a binomial sum."""
     values = [i // 2 if i % 2 else n - 1 - i // 2 for i in range(n)]  # neighbours are far apart
     assert sorted(values) == list(range(n))
@@ -231,7 +219,7 @@ def test_the_interval_of_a_median_covers_it(n: int) -> None:
     assert k == 0 or outside == pytest.approx(0.05, abs=0.03)
 
 
-def test_values_that_follow_each_other_count_less() -> None:
+def test_values_that_follow_each_other_count_less():
     """An autoregressive series of order 1 with r = 0.8 has a ninth of its values in effect."""
     source, values = random.Random(1), [0.0]
     for _ in range(20_000):
@@ -242,9 +230,7 @@ def test_values_that_follow_each_other_count_less() -> None:
 
 
 @pytest.mark.parametrize(("faster", "said"), [(1.0005, False), (1.05, True)])
-def test_only_a_difference_beyond_the_noise_is_one(
-    tmp_path: Path, faster: float, said: bool
-) -> None:
+def test_only_a_difference_beyond_the_noise_is_one(tmp_path, faster, said):
     """Steps scatter by 1 %; the runs differ in their layout, and are compared in one table."""
     source = random.Random(2)
     for name, tensor, step_s in (("a", 1, 420.0), ("b", 2, 420.0 / faster)):

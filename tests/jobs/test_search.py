@@ -1,18 +1,15 @@
 """Searches on tables with a known best candidate."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 
 from megatron.errors import ConfigError
 from megatron.jobs.search import Halving, find_search
-from tests.jobs.tables import Table, play, table, trials_by_chance, trials_to_good
+from tests.jobs.tables import play, table, trials_by_chance, trials_to_good
 
 SLOW, LONG = pytest.mark.slow, pytest.mark.campaign("search")
 LEARNING = ("deephyper", "optuna")
@@ -21,7 +18,7 @@ PLAIN = table()
 
 @SLOW
 @pytest.mark.parametrize(("name", "prior"), [("deephyper", True), ("optuna", False)])
-def test_a_space_is_exhausted_with_each_candidate_once(name: str, prior: bool) -> None:
+def test_a_space_is_exhausted_with_each_candidate_once(name, prior):
     """All 24 candidates are proposed, each once, although some fail."""
     known = table(
         lambda v: v["mbs"] == 8, keep=lambda v: v["pp"] == 1 and v["tp"] in (1, 2) and not v["sp"]
@@ -32,9 +29,7 @@ def test_a_space_is_exhausted_with_each_candidate_once(name: str, prior: bool) -
 
 @SLOW
 @pytest.mark.parametrize("name", LEARNING)
-def test_it_writes_nothing_and_warns_of_nothing(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_it_writes_nothing_and_warns_of_nothing(name, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -43,7 +38,7 @@ def test_it_writes_nothing_and_warns_of_nothing(
 
 
 @pytest.mark.parametrize("name", LEARNING)
-def test_the_best_of_the_prior_come_first(name: str) -> None:
+def test_the_best_of_the_prior_come_first(name):
     found = play(name, PLAIN, 4, PLAIN.prior)
     assert found == [
         (index, "planner") for index in sorted(range(456), key=lambda i: PLAIN.prior[i])[:4]
@@ -62,7 +57,7 @@ def test_the_best_of_the_prior_come_first(name: str) -> None:
         ),
     ],
 )
-def test_it_needs_far_fewer_trials_than_random_search(name: str, prior: str, seeds: int) -> None:
+def test_it_needs_far_fewer_trials_than_random_search(name, prior, seeds):
     """Searches need far fewer trials than random search.
 
     6 of 456 candidates are within 3 % of the best: random search needs 65 trials on average. An
@@ -82,9 +77,9 @@ def test_it_needs_far_fewer_trials_than_random_search(name: str, prior: str, see
 
 @SLOW
 @pytest.mark.parametrize("name", LEARNING)
-def test_a_region_that_fails_is_left(name: str) -> None:
+def test_a_region_that_fails_is_left(name):
     """A failing region is avoided. Half of the space fails, and the planner prefers that half."""
-    known: Table = table(lambda v: int(v["tp"] or 0) >= 4)
+    known = table(lambda v: int(v["tp"] or 0) >= 4)
     found = play(name, known, 30, known.prior)
     failed = [index in known.fails for index, _ in found]
     assert failed[0] and sum(failed[15:]) <= 3, failed
@@ -98,9 +93,7 @@ def test_a_region_that_fails_is_left(name: str) -> None:
         ("auto", "optuna", "tune"),
     ],
 )
-def test_a_missing_library_is_named(
-    name: str, lacks: str, extra: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_library_is_named(name, lacks, extra, monkeypatch):
     for library in {lacks, "deephyper"}:
         monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ConfigError, match=rf"{lacks}.*pip install .*megatron-frontier\[{extra}\]"):
@@ -109,8 +102,8 @@ def test_a_missing_library_is_named(
 
 @SLOW
 def test_a_library_of_another_version_is_named_and_auto_does_without(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """A library of another version is named, and auto does without it.
 
     DeepHyper before 0.9 has no deephyper.hpo.
@@ -122,7 +115,7 @@ def test_a_library_of_another_version_is_named_and_auto_does_without(
         find_search("deephyper")
 
 
-def test_a_trial_goes_on_while_it_is_among_the_best_half() -> None:
+def test_a_trial_goes_on_while_it_is_among_the_best_half():
     """Asynchronous successive halving (arXiv 1810.05934) after 1, 2, 4 of 8 evaluations.
 
     A rung keeps the best n // 2 of the n losses that were seen there, at least one.
@@ -135,7 +128,7 @@ def test_a_trial_goes_on_while_it_is_among_the_best_half() -> None:
         [4.95, 1.0] + [1.0] * 6,
         [4.7] * 3 + [0.1] * 5,
     ]
-    seen, expected = {1: [], 2: [], 4: []}, []  # type: ignore[var-annotated]
+    seen, expected = {1: [], 2: [], 4: []}, []
     for curve in curves:
         at = len(curve)
         for rung, losses in seen.items():

@@ -1,11 +1,5 @@
 """Reading a space: meaning of names, ranges, and every mistake with its place."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,14 +7,12 @@ from hypothesis import strategies as st
 from megatron.config.command_line import read_settings
 from megatron.config.settings import all_options
 from megatron.errors import ConfigError
-from megatron.jobs.space import SearchSpace, flags_of, load_space, parse_expression, read_value
-
-Write = Callable[[str], SearchSpace]
+from megatron.jobs.space import flags_of, load_space, parse_expression, read_value
 
 
 @pytest.fixture
-def read(tmp_path: Path) -> Write:
-    def from_text(text: str) -> SearchSpace:
+def read(tmp_path):
+    def from_text(text):
         path = tmp_path / "space.toml"
         path.write_text(text, encoding="utf-8")
         return load_space(str(path))
@@ -53,7 +45,7 @@ warm_up = 0
 """
 
 
-def test_a_whole_file(read: Write) -> None:
+def test_a_whole_file(read):
     space = read(WHOLE)
     assert [(p.name, p.values, p.ordered) for p in space.parameters] == [
         ("tp", (1, 2, 4), True),
@@ -80,7 +72,7 @@ def test_a_whole_file(read: Write) -> None:
     assert space.combinations == 3 * 4 * 3 * 2 * 2 * 3 * 3
 
 
-def test_the_digest_is_of_the_meaning(read: Write) -> None:
+def test_the_digest_is_of_the_meaning(read):
     first = read(WHOLE).digest()
     assert (
         read(WHOLE.replace("A space", "Another title").replace('"node"', '"why"')).digest() == first
@@ -140,19 +132,19 @@ def test_the_digest_is_of_the_meaning(read: Write) -> None:
         ("[parameters\ntp = [1]", "line 1"),
     ],
 )
-def test_a_mistake_is_named_with_its_place(read: Write, text: str, words: str) -> None:
+def test_a_mistake_is_named_with_its_place(read, text, words):
     with pytest.raises(ConfigError) as found:
         read(text)
     assert all(word in str(found.value) for word in ("space.toml", *words.split("|")))
 
 
-def test_ten_thousand_values_are_read_at_once(read: Write) -> None:
+def test_ten_thousand_values_are_read_at_once(read):
     """Read ten thousand values quickly. The limit is the test's own, a minute."""
     (parameter,) = read(f"[parameters]\nseed = {list(range(10_000))}").parameters
     assert parameter.values == tuple(range(10_000))
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
+def test_files_that_are_not_there(tmp_path):
     with pytest.raises(ConfigError, match="paper-175b"):
         load_space("paper-175")
     binary = tmp_path / "x.toml"
@@ -189,7 +181,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         ).map(lambda t: f"[parameters]\n{t[0]} = {t[1]}\n{t[2]}"),
     )
 )
-def test_no_file_does_anything_but_be_read_or_refused(read: Write, text: str) -> None:
+def test_no_file_does_anything_but_be_read_or_refused(read, text):
     try:
         space = read(text)
     except ConfigError:
@@ -199,11 +191,11 @@ def test_no_file_does_anything_but_be_read_or_refused(read: Write, text: str) ->
     )
 
 
-def test_every_setting_that_has_a_flag_varies() -> None:
+def test_every_setting_that_has_a_flag_varies():
     """Every setting with a flag varies: pretrain_gpt.py's parser reads the value back."""
     varied = 0
     for name, option in all_options().items():
-        value: Any = (
+        value = (
             option.choices[-1]
             if option.choices
             else {int: 8, float: 1.5, str: "a_b"}.get(option.kind, True)
@@ -223,8 +215,8 @@ def test_every_setting_that_has_a_flag_varies() -> None:
     assert varied > 150
 
 
-def test_none_is_a_value_where_it_is_one_of_the_flag_s_choices() -> None:
-    def words(name: str) -> list[str]:
+def test_none_is_a_value_where_it_is_one_of_the_flag_s_choices():
+    def words(name):
         return flags_of(name, read_value(name, "none"))
 
     assert words("position_embedding_type") == ["--position-embedding-type", "none"]
@@ -236,7 +228,7 @@ def test_none_is_a_value_where_it_is_one_of_the_flag_s_choices() -> None:
 
 # -- expressions -----------------------------------------------------------------------------------
 
-NAMES: Mapping[str, Any] = {
+NAMES = {
     "tp": 4,
     "pp": 12,
     "mbs": 3,
@@ -248,7 +240,7 @@ NAMES: Mapping[str, Any] = {
 NUMBERS = st.sampled_from(["0", "1", "2", "3", "7", "64", "1.5", "tp", "pp", "mbs", "half"])
 
 
-def joined(parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+def joined(parts):
     signs = st.sampled_from(["+", "-", "*", "/", "//", "%"])
     return st.one_of(
         st.tuples(parts, signs, parts).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
@@ -281,7 +273,7 @@ LOGIC = st.recursive(
 )
 
 
-def by_python(text: str) -> Any:
+def by_python(text):
     """Evaluate by Python; return None where Python has no value either."""
     try:
         return eval(text, {}, dict(NAMES))
@@ -290,7 +282,7 @@ def by_python(text: str) -> Any:
 
 
 @given(st.one_of(ARITHMETIC, LOGIC))
-def test_values_are_python_s(text: str) -> None:
+def test_values_are_python_s(text):
     expected = by_python(text)
     if expected is None:
         with pytest.raises(ValueError):
@@ -303,7 +295,7 @@ def test_values_are_python_s(text: str) -> None:
 @given(
     st.one_of(st.text(max_size=40), st.text("tp12()[]*+-/.,'\"<>= :;{}@andorif_lmbyx", max_size=30))
 )
-def test_any_text_has_a_value_or_a_problem_and_nothing_else(text: str) -> None:
+def test_any_text_has_a_value_or_a_problem_and_nothing_else(text):
     try:
         found = parse_expression(text).value(NAMES)
     except ValueError as error:
@@ -351,7 +343,7 @@ def test_any_text_has_a_value_or_a_problem_and_nothing_else(text: str) -> None:
         "tp + none",
     ],
 )
-def test_what_is_not_offered_is_refused(text: str) -> None:
+def test_what_is_not_offered_is_refused(text):
     with pytest.raises(ValueError):
         parse_expression(text).value(NAMES)
 
@@ -367,20 +359,20 @@ def test_what_is_not_offered_is_refused(text: str) -> None:
         "(1" + "+1" * 480 + ") // 0",
     ],
 )
-def test_nothing_hangs(text: str) -> None:
+def test_nothing_hangs(text):
     """No expression hangs: a power computed in full would take hours."""
     with pytest.raises(ValueError):
         parse_expression(text).value(NAMES)
 
 
-def test_what_is_guarded_is_not_looked_at() -> None:
+def test_what_is_guarded_is_not_looked_at():
     zero = {"tp": 0, "pp": 4}
     assert parse_expression("tp == 0 or pp // tp > 2").value(zero) is True
     assert parse_expression("tp > 0 and pp // tp > 2").value(zero) is False
     assert parse_expression("1 if tp == 0 else pp // tp").value(zero) == 1
 
 
-def test_words_and_what_is_not_given() -> None:
+def test_words_and_what_is_not_given():
     assert parse_expression(
         "schedule == '1f1b' and chunks == 'none' and chunks == none and not false"
     ).value(NAMES)

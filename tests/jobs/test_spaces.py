@@ -1,30 +1,26 @@
 """Supplied spaces: the paper's Table V, a wider one with its best recipe, and a small one."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import shlex
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pytest
 
 from megatron.config import parse_args
-from megatron.jobs.candidate_layouts import Candidate, Enumeration, Machine, enumerate_candidates
-from megatron.jobs.space import Value, load_space
-from megatron.planner.cluster import Cluster, load_cluster
+from megatron.jobs.candidate_layouts import Machine, enumerate_candidates
+from megatron.jobs.space import load_space
+from megatron.planner.cluster import load_cluster
 
 ANYWHERE = Machine(None, 8, 16)
 WHOLE = pytest.mark.campaign("search")
 
 
 @pytest.fixture(scope="module")
-def frontier() -> Cluster:
+def frontier():
     return load_cluster("frontier")
 
 
-def listed(name: str, machine: Machine, flags: str = "", **only: Sequence[Value]) -> Enumeration:
+def listed(name, machine, flags="", **only):
     """Return the layouts of a space, or of the part in which parameters have these values alone.
 
     The whole space has all of that part too.
@@ -40,7 +36,7 @@ def listed(name: str, machine: Machine, flags: str = "", **only: Sequence[Value]
     return enumerate_candidates(space, shlex.split(flags), machine, predict=False)
 
 
-def settings(candidate: Candidate) -> dict[str, Any]:
+def settings(candidate):
     """Return the settings of a run, without the placement of its ranks."""
     config = parse_args(
         [*candidate.flags, "--mock-data", "--train-iters", "1"], candidate.processes
@@ -52,7 +48,7 @@ def settings(candidate: Candidate) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sizes_of_batch", [(4, 20), pytest.param(range(4, 21), marks=WHOLE)])
-def test_table_five_has_its_combinations(sizes_of_batch: Sequence[int]) -> None:
+def test_table_five_has_its_combinations(sizes_of_batch):
     """Table five has all of its combinations.
 
     PP is {1,2,4,8,12,16}, TP {1,2,4,8}, MBS 4-20, accumulation {5,10}, ZeRO-1 {yes,no}, nodes
@@ -77,7 +73,7 @@ def test_table_five_has_its_combinations(sizes_of_batch: Sequence[int]) -> None:
     assert counts == sorted([(len(sizes) - len(whole)) * many * 2 * 2, whole.count(1) * many * 2])
     assert len(found.candidates) == 6 * 4 * many * 2 * 2 * 2 - sum(counts)
     for candidate in found.candidates[::41]:
-        of: Mapping[str, Any] = candidate.values
+        of = candidate.values
         run = settings(candidate)
         assert (
             run["global_batch_size"] == of["mbs"] * run["data_parallel_size"] * of["accumulation"]

@@ -1,15 +1,11 @@
 """tools/tune.py: searches without processes, killed anywhere; first output; real trials."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
 import re
 import statistics
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,13 +16,12 @@ from megatron.errors import ConfigError
 from megatron.jobs import runner as running
 from megatron.jobs import setup as own_setup
 from megatron.jobs import tune as module
-from megatron.jobs.candidate_layouts import Candidate
 from megatron.jobs.result import DONE, FAILED, OUT_OF_MEMORY, STOPPED, Ending, valid_losses
 from megatron.jobs.runner import TIME
 from megatron.jobs.setup import make_setup
 from megatron.jobs.space import SPACES
 from megatron.jobs.trial_statistics import CONFIRM
-from megatron.jobs.tune import BUDGET, EXHAUSTED, NODES, TuningSearch, summary
+from megatron.jobs.tune import BUDGET, EXHAUSTED, NODES, summary
 from megatron.metrics_file import read_records
 from megatron.planner.cluster import GIB
 from tests.jobs.made import Made, no_files, search, setup, truth
@@ -49,21 +44,20 @@ hidden-size = "32 if mbs == 2 else 8192"
 iterations = 3
 warm_up = 1
 """
-Told = list[tuple[int, str, str, float | None]]
 
 
-def told(found: TuningSearch) -> Told:
+def told(found):
     return [
         (t.number, t.candidate.key, t.by, t.result.step_s) for _, t in sorted(found.trials.items())
     ]
 
 
-def again(found: TuningSearch) -> list[int]:
+def again(found):
     return [t.number for t in found.trials.values() if t.by == CONFIRM]
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> None:
+def made(monkeypatch):
     no_files(monkeypatch)
 
 
@@ -71,7 +65,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("made")
-def test_every_candidate_once_and_the_best_is_the_best(tmp_path: Path) -> None:
+def test_every_candidate_once_and_the_best_is_the_best(tmp_path):
     found, why = search(setup(tmp_path, prior=False))
     assert why == EXHAUSTED and len(found.finished) == 12 == len(found.trials)
     assert len({t.candidate.key for t in found.trials.values()}) == 12
@@ -79,13 +73,13 @@ def test_every_candidate_once_and_the_best_is_the_best(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("made")
-def test_node_hours_prefer_few_nodes(tmp_path: Path) -> None:
+def test_node_hours_prefer_few_nodes(tmp_path):
     """Minimising node-hours prefers few nodes.
 
     The fastest layout needs four nodes, the others one.
     """
 
-    def larger(c: Candidate) -> Candidate:
+    def larger(c):
         return dataclasses.replace(c, nodes=4) if c.key == "mbs=4,seed=1" else c
 
     for objective, best in (("tokens_per_s", True), ("node_hours", False)):
@@ -103,14 +97,14 @@ def test_node_hours_prefer_few_nodes(tmp_path: Path) -> None:
     ],
 )
 def test_killed_at_any_turn_and_started_again_it_is_as_if_it_had_not_been(
-    tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, words, monkeypatch
+):
     slow = words[0] == "--search"
     if slow:
         pytest.importorskip(words[1])
         monkeypatch.setattr("megatron.jobs.search._FIRST", 4)
 
-    def noisy(values: dict[str, Any]) -> float | Ending:
+    def noisy(values):
         found = truth(values)
         return (
             found
@@ -134,7 +128,7 @@ def test_killed_at_any_turn_and_started_again_it_is_as_if_it_had_not_been(
 
 
 @pytest.mark.usefixtures("made")
-def test_what_was_complete_though_nobody_noted_it_counts(tmp_path: Path) -> None:
+def test_what_was_complete_though_nobody_noted_it_counts(tmp_path):
     own = setup(tmp_path, "--max-trials", "3")
     search(own)
     (own.out / "trials/0003/result.json").unlink()
@@ -144,9 +138,9 @@ def test_what_was_complete_though_nobody_noted_it_counts(tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("made")
 def test_side_by_side_on_nodes_of_their_own_and_a_large_one_is_not_passed_by(
-    tmp_path: Path,
-) -> None:
-    def larger(c: Candidate) -> Candidate:
+    tmp_path,
+):
+    def larger(c):
         return dataclasses.replace(c, nodes=4 if c.index == 4 else 1 + c.index % 2)
 
     found, why = search(
@@ -159,17 +153,17 @@ def test_side_by_side_on_nodes_of_their_own_and_a_large_one_is_not_passed_by(
 
 
 @pytest.mark.usefixtures("made")
-def test_nothing_starts_that_would_not_end_in_time(tmp_path: Path) -> None:
+def test_nothing_starts_that_would_not_end_in_time(tmp_path):
     found, why = search(setup(tmp_path), runner := Made(turns=10, left_s=lambda turn: 35.5 - turn))
     assert why == TIME and len(found.finished) == 3 and runner.turn == 30
 
 
 @pytest.mark.usefixtures("made")
-def test_out_of_memory_rules_out_what_needs_no_less(tmp_path: Path) -> None:
-    def sized(c: Candidate) -> Candidate:
+def test_out_of_memory_rules_out_what_needs_no_less(tmp_path):
+    def sized(c):
         return dataclasses.replace(c, memory_bytes=float(c.values["mbs"] or 0) * GIB)
 
-    def small(values: dict[str, Any]) -> float | Ending:
+    def small(values):
         return Ending(OUT_OF_MEMORY, "too much") if values["mbs"] > 2 else truth(values)
 
     found, why = search(setup(tmp_path), Made(small), sized)
@@ -178,8 +172,8 @@ def test_out_of_memory_rules_out_what_needs_no_less(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("made")
-def test_failed_trials_run_again_where_the_budget_has_room(tmp_path: Path) -> None:
-    def bad(values: dict[str, Any]) -> float | Ending:
+def test_failed_trials_run_again_where_the_budget_has_room(tmp_path):
+    def bad(values):
         return Ending("crash", "exit code 1") if values["number"] in (2, 4) else 1.0
 
     search(setup(tmp_path, "--max-trials", "5"), Made(bad))
@@ -192,14 +186,14 @@ def test_failed_trials_run_again_where_the_budget_has_room(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("made")
-def test_leading_layouts_are_measured_again_and_how_many_may_change(tmp_path: Path) -> None:
+def test_leading_layouts_are_measured_again_and_how_many_may_change(tmp_path):
     """Leading layouts are measured again, up to a limit that may change.
 
     Layouts are within 1 % of each other; a search resumed with more trials has another best layout
     to confirm.
     """
 
-    def flat(values: dict[str, Any]) -> float:
+    def flat(values):
         return 1 + 0.001 * values["number"]
 
     for most, confirm, ended in ((4, 0, 4), (4, 2, 2), (4, 1, 0), (6, 1, 3), (6, 3, 2)):
@@ -217,9 +211,9 @@ def test_leading_layouts_are_measured_again_and_how_many_may_change(tmp_path: Pa
 
 @pytest.mark.usefixtures("made")
 def test_what_a_dead_node_ended_runs_again_and_too_few_nodes_are_another_start_s(
-    tmp_path: Path,
-) -> None:
-    def larger(c: Candidate) -> Candidate:
+    tmp_path,
+):
+    def larger(c):
         return dataclasses.replace(c, nodes=2 if c.index > 2 else 1)
 
     runner = Made(hosts=("n1", "n2", "n3"), die=((1, "n2"),))
@@ -239,7 +233,7 @@ def test_what_a_dead_node_ended_runs_again_and_too_few_nodes_are_another_start_s
 
 
 @pytest.mark.usefixtures("made")
-def test_a_folder_of_another_search_or_of_none_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_another_search_or_of_none_is_refused(tmp_path):
     search(setup(tmp_path, "--max-trials", "2"))
     with pytest.raises(ConfigError, match="seed was 0, now it is 1"):
         search(setup(tmp_path, "--seed", "1"))
@@ -258,14 +252,14 @@ def test_a_folder_of_another_search_or_of_none_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("made")
-def test_nothing_is_called_better_that_lies_within_the_noise(tmp_path: Path) -> None:
+def test_nothing_is_called_better_that_lies_within_the_noise(tmp_path):
     """A difference within the noise is not called better, in the log and at the end.
 
     Trials of a layout scatter by 2 % before any repetition: 3 % is within two deviations of a
     difference.
     """
     for seconds, near in ((1.03, True), (1.2, False)):
-        said = list[str]()
+        said = []
         own = setup(tmp_path / f"{seconds}", "--max-trials", "2")
         runner = Made(lambda values, s=seconds: 1.0 if values["number"] == 2 else s)
         found, _ = search(own, runner, say=said.append)
@@ -280,34 +274,34 @@ def test_nothing_is_called_better_that_lies_within_the_noise(tmp_path: Path) -> 
 
 
 @pytest.fixture
-def space(tmp_path: Path) -> Path:
+def space(tmp_path):
     path = tmp_path / "tiny.toml"
     path.write_text(SPACE)
     return path
 
 
 @pytest.fixture
-def words(space: Path, tmp_path: Path) -> list[str]:
+def words(space, tmp_path):
     """Return the command line of a search in that space."""
     words = f"--space {space} --no-prior --search optuna --seed 1 --processes 2"
     return [*words.split(), "--out", str(tmp_path / "out")]
 
 
 @pytest.fixture(autouse=True)
-def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def nowhere(monkeypatch):
     """Run outside a job, on a machine without GPUs; another process is asked for those."""
     monkeypatch.setattr(own_setup, "gpus_here", lambda: 0)
     for name in ("SLURM_JOB_ID", "MEGATRON_CLUSTER"):
         monkeypatch.delenv(name, raising=False)
 
 
-def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+def call(capsys, *words):
     code = tune.main(words)
     captured = capsys.readouterr()
     return code, captured.out + captured.err
 
 
-def test_dry_run_of_a_described_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_of_a_described_machine(tmp_path, capsys):
     space = tmp_path / "tp.toml"
     space.write_text(
         'cluster = "frontier"\nflags = ["--preset", "gpt-22b", "--global-batch-size", '
@@ -324,9 +318,7 @@ def test_dry_run_of_a_described_machine(tmp_path: Path, capsys: pytest.CaptureFi
     )
 
 
-def test_a_dry_run_says_which_flags_win_and_counts_all_trials(
-    capsys: pytest.CaptureFixture[str], words: list[str], tmp_path: Path
-) -> None:
+def test_a_dry_run_says_which_flags_win_and_counts_all_trials(capsys, words, tmp_path):
     """A dry run reports which flags win and counts all trials.
 
     Trials last half an hour on one node; a single layout needs no confirmation.
@@ -369,9 +361,7 @@ def test_a_dry_run_says_which_flags_win_and_counts_all_trials(
         ),
     ],
 )
-def test_mistakes_end_with_what_to_do(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[str, ...], said: str
-) -> None:
+def test_mistakes_end_with_what_to_do(capsys, tmp_path, words, said):
     here = list(words)
     if here:
         here[2:2] = ["--search", "optuna", "--out", str(tmp_path / "out")]
@@ -384,7 +374,7 @@ def test_mistakes_end_with_what_to_do(
     ), text
 
 
-def test_hosts_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_hosts_of_a_file(capsys, tmp_path):
     hosts = tmp_path / "hosts"
     words = ["--space", "paper-175b", "--hosts-file", str(hosts), "--search", "optuna"]
     for content, said in ((b"", ""), (b"\xff\xfe", ""), (b"n1\nn2\nn1\n", "n1")):
@@ -408,9 +398,7 @@ def test_hosts_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("said", "gpus", "found"), [("4", 0, 4), ("tp", 0, 2), ("4", 3, 3)])
-def test_processes_that_a_space_names_may_share_cores(
-    space: Path, monkeypatch: pytest.MonkeyPatch, said: str, gpus: int, found: int
-) -> None:
+def test_processes_that_a_space_names_may_share_cores(space, monkeypatch, said, gpus, found):
     space.write_text(SPACE.replace('processes = "1"', f'processes = "{said}"'))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(own_setup, "gpus_here", lambda: gpus)
@@ -423,10 +411,10 @@ class Ends:
 
     why, signal, done = "", "", 0
 
-    def __init__(self, *_: object, **__: object) -> None:
+    def __init__(self, *_, **__):
         pass
 
-    def run(self, source: TuningSearch) -> str:
+    def run(self, source):
         source.finished, source.why = ["0001"] * Ends.done, BUDGET
         return Ends.why
 
@@ -435,13 +423,13 @@ class Ends:
     ("why", "done", "code"), [("", 1, 1), (TIME, 1, 3), (TIME, 0, 4), ("SIGTERM", 0, 3)]
 )
 def test_exit_codes_of_what_has_no_best(
-    words: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    why: str,
-    done: int,
-    code: int,
-) -> None:
+    words,
+    monkeypatch,
+    capsys,
+    why,
+    done,
+    code,
+):
     """Exit codes of searches without a best trial: one that started none would do so again."""
     monkeypatch.setattr(module, "Runner", Ends)
     monkeypatch.setattr(Ends, "why", why)
@@ -449,9 +437,7 @@ def test_exit_codes_of_what_has_no_best(
     assert call(capsys, *words)[0] == code
 
 
-def test_one_tuner_at_a_time(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_tuner_at_a_time(words, tmp_path, capsys):
     claim = FolderClaim(tmp_path / "out", "the folder")
     claim.take(print)
     found, text = call(capsys, *words)
@@ -459,17 +445,17 @@ def test_one_tuner_at_a_time(
     assert found == 2 and f"--out {tmp_path / 'out'}" in text
 
 
-def results(out: Path) -> list[dict[str, Any]]:
+def results(out):
     return [json.loads(path.read_text()) for path in sorted(out.glob("trials/*/result.json"))]
 
 
 @pytest.mark.slow
 def test_a_search_of_real_trials_goes_on_where_it_ended_and_names_the_best(
-    words: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    words,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     """A search of real trials resumes where it ended and names the best.
 
     It runs pretrain_gpt.py twice: one layout runs out of its allowed memory, the other has figures.
@@ -502,9 +488,7 @@ def test_a_search_of_real_trials_goes_on_where_it_ended_and_names_the_best(
     assert not list(out.glob("trials/*/attempt-*"))
 
 
-def test_a_report_alone_needs_no_library_that_searches(
-    tmp_path: Path, made: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_alone_needs_no_library_that_searches(tmp_path, made, monkeypatch, capsys):
     own = setup(tmp_path, "--max-trials", "3")
     search(own)
     monkeypatch.setitem(sys.modules, "optuna", None)
@@ -521,9 +505,7 @@ def test_a_report_alone_needs_no_library_that_searches(
 
 
 @pytest.mark.slow
-def test_the_lowest_validation_loss_at_a_token_budget_wins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_lowest_validation_loss_at_a_token_budget_wins(tmp_path, monkeypatch, capsys):
     """The command of docs/tuning.md on a tiny model; again it has nothing to do."""
     monkeypatch.setattr("megatron.jobs.tune._picture", lambda _, path: path)
     random = np.random.RandomState(1)
@@ -571,6 +553,6 @@ def test_the_lowest_validation_loss_at_a_token_budget_wins(
         ("--space two-cores --objective valid_loss", "two-cores"),
     ],
 )
-def test_what_a_loss_needs(capsys: pytest.CaptureFixture[str], words: str, value: str) -> None:
+def test_what_a_loss_needs(capsys, words, value):
     code, text = call(capsys, *f"--space learning-rate --no-prior --dry-run {words}".split())
     assert code == 2 and value in text

@@ -1,16 +1,12 @@
 """Waiting for processes without a clock: FIFOs report their start and their end."""
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 LIMIT_S = 50.0
 
 
-def until(true: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+def until(true, limit_s=LIMIT_S):
     """Wait until a condition is true; only a hang takes `limit_s`."""
     end = time.monotonic() + limit_s
     while not true():
@@ -24,13 +20,13 @@ class Lifeline:
     `started` waits until one of them has opened it, `gone` until all have closed it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
         os.mkfifo(path)
 
-    def started(self) -> None:
+    def started(self):
         self._file = open(self.path, "rb")  # noqa: SIM115
 
-    def gone(self) -> None:
+    def gone(self):
         with self._file:
             self._file.read()

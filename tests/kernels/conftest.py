@@ -1,16 +1,12 @@
 """Library for the tests of kernels, so that torch's own operators are never tested by accident."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from megatron.kernels import build, library
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[library.KernelLibrary]:
+def kernels():
     """Library that serves CPU tensors: the one that MEGATRON_KERNELS_LIBRARY names, or the host's.
 
     A library that exists but cannot serve, as after a change of csrc/ without `make setup`, is a

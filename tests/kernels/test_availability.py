@@ -1,11 +1,7 @@
 """Optional packages: stand-ins on the import path replace those that this machine lacks."""
 
-from __future__ import annotations
-
 import importlib
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +13,7 @@ NAMES = ("flash_attn", "apex", "amp_C", "fused_layer_norm_cuda")
 
 
 @pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def packages(tmp_path, monkeypatch):
     """Provide a folder that is searched first; modules from it are forgotten at the end."""
     monkeypatch.syspath_prepend(str(tmp_path))
     forget = lambda: [sys.modules.pop(m) for m in list(sys.modules) if m.split(".")[0] in NAMES]  # noqa: E731
@@ -26,7 +22,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     forget()
 
 
-def make(folder: Path, module: str, source: str = "", version: str | None = None) -> None:
+def make(folder, module, source="", version=None):
     path = folder.joinpath(*module.split("."))
     path.mkdir(parents=True, exist_ok=True)
     (path / "__init__.py").write_text(source)
@@ -39,12 +35,12 @@ def make(folder: Path, module: str, source: str = "", version: str | None = None
     importlib.invalidate_caches()
 
 
-def without(monkeypatch: pytest.MonkeyPatch) -> None:
+def without(monkeypatch):
     """Hide all packages, as on a machine where none is installed."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
 
 
-def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_installed(monkeypatch):
     without(monkeypatch)
     wished = KernelConfig(norm_implementation="apex", optimizer_implementation="apex")
     for config, lines in ((KernelConfig(), 1), (wished, 3)):
@@ -53,7 +49,7 @@ def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def flash(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def flash(packages, monkeypatch):
     """Provide a working stand-in for flash-attn on a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -63,15 +59,13 @@ def flash(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("device", "dtype", "named"), [("cpu", "bfloat16", "cpu"), ("cuda", "float32", "float32")]
 )
-def test_flash_attention_where_it_cannot_run(
-    packages: Path, device: str, dtype: str, named: str
-) -> None:
+def test_flash_attention_where_it_cannot_run(packages, device, dtype, named):
     make(packages, "flash_attn", "raise RuntimeError('imported without need')", version="2.8.3")
     found = choose.flash_attention(device, dtype)
     assert (found.version, found.usable) == ("2.8.3", False) and named in found.reason
 
 
-def test_flash_attention_that_works(flash: None) -> None:
+def test_flash_attention_that_works(flash):
     expected = {
         "auto": "flash",
         "flash": "flash",
@@ -109,14 +103,14 @@ def test_flash_attention_that_works(flash: None) -> None:
     ],
 )
 def test_flash_attention_that_cannot_do_all(
-    packages: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    version: str,
-    hip: str | None,
-    features: dict[str, bool],
-    chosen: str,
-    named: str,
-) -> None:
+    packages,
+    monkeypatch,
+    version,
+    hip,
+    features,
+    chosen,
+    named,
+):
     """A version that cannot compute windows, caps or a ring's parts is not used; the log says why."""
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -129,20 +123,18 @@ def test_flash_attention_that_cannot_do_all(
     assert named in line and ("used" in line) == (chosen == "flash")
 
 
-def test_a_build_for_rocm_that_ignores_windows(
-    flash: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_for_rocm_that_ignores_windows(flash, monkeypatch):
     monkeypatch.setenv("FLASH_ATTENTION_TRITON_AMD_ENABLE", "TRUE")
     windowed = choose.AttentionFeatures(windowed=True)
     found = [choose.flash_attention("cuda", "bfloat16", x) for x in (choose.PLAIN, windowed)]
     assert found[0].usable and "Triton" in found[1].reason
 
 
-def test_torch_for_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_for_a_ring(monkeypatch):
     """Its flash attention lacks fp32 on a GPU, and, before 2.9, logarithms or heads in groups."""
     without(monkeypatch)
 
-    def chosen(device: str, dtype: str, backend: str = "auto") -> str:
+    def chosen(device, dtype, backend="auto"):
         kernels, ring = KernelConfig(attention_backend=backend), choose.AttentionFeatures(ring=True)
         return choose.choose_attention(kernels, torch.device(device), dtype, 4096, ring)
 
@@ -153,7 +145,7 @@ def test_torch_for_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
         assert chosen("cuda", "float32") == chosen("cpu", "float32", "blocked") == "blocked"
 
 
-def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch):
     """Choose blocked attention on a CPU with our kernels, in bf16, and in fp32 for few keys.
 
     Other values of the flag are taken literally.
@@ -161,7 +153,7 @@ def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatc
     without(monkeypatch)
     cpu = torch.device("cpu")
 
-    def chosen(backend: str, dtype: str, sequence: int = 512, windowed: bool = False) -> str:
+    def chosen(backend, dtype, sequence=512, windowed=False):
         kernels = KernelConfig(attention_backend=backend)
         features = choose.AttentionFeatures(windowed=windowed)
         return choose.choose_attention(kernels, cpu, dtype, sequence, features)
@@ -195,9 +187,7 @@ def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_flash_attention_on_a_device_that_is_too_old(
-    packages: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_attention_on_a_device_that_is_too_old(packages, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
@@ -214,13 +204,13 @@ def test_flash_attention_on_a_device_that_is_too_old(
         ("", "flash_attn_func"),
     ],
 )
-def test_flash_attention_that_is_broken(packages: Path, source: str, reason: str) -> None:
+def test_flash_attention_that_is_broken(packages, source, reason):
     make(packages, "flash_attn", source)
     found = choose.flash_attention("cuda", "bfloat16")
     assert not found.usable and reason in found.line
 
 
-def test_an_apex_that_is_another_project_or_lacks_the_optimizer(packages: Path) -> None:
+def test_an_apex_that_is_another_project_or_lacks_the_optimizer(packages):
     make(packages, "apex", "", version="0.9.10")
     assert not choose.fused_adam("cuda").usable
     make(packages, "apex.optimizers", "")
@@ -228,7 +218,7 @@ def test_an_apex_that_is_another_project_or_lacks_the_optimizer(packages: Path) 
     assert "FusedAdam" in choose.fused_adam("cuda").reason
 
 
-def test_the_real_apex(packages: Path) -> None:
+def test_the_real_apex(packages):
     make(packages, "apex")
     make(packages, "apex.optimizers", "class FusedAdam: ...")
     make(packages, "amp_C")

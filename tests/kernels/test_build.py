@@ -3,12 +3,9 @@
 Most compilers are scripts.
 """
 
-from __future__ import annotations
-
 import ctypes.util
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,7 @@ from tests.helpers.kernels import ROOT
 
 
 @pytest.fixture
-def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+def compilers(tmp_path, monkeypatch):
     """Provide compilers("hipcc", ...): a search path with only these, and no variable naming one.
 
     They record their calls and copy the value of `-DMK_SOURCES` into their output.
@@ -37,7 +34,7 @@ def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         },
     )
 
-    def make(*names: str, fails: bool = False) -> Path:
+    def make(*names, fails=False):
         for name in names:
             script = folder / name
             script.write_text(
@@ -60,7 +57,7 @@ def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
 
 @pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def sources(tmp_path, monkeypatch):
     """Provide two small sources in place of csrc/kernels."""
     folder = tmp_path / "csrc"
     folder.mkdir()
@@ -78,7 +75,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans(monkeypatch):
     monkeypatch.setenv("HIPCC", "nowhere")  # which would know only some
     for arguments, libraries in (
         ((["hip"], []), [("hip", ["gfx90a", "gfx942", "gfx950"])]),
@@ -101,9 +98,7 @@ def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
             build.plan(targets, archs)
 
 
-def test_all_whose_compiler_is_there(
-    compilers: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_whose_compiler_is_there(compilers, monkeypatch):
     """Build for every compiler found, by its usual name or its variable; name those not found."""
     with pytest.raises(build.BuildError, match=r"(?s)--target host.*--target hip.*hipcc"):
         build.plan([], [])
@@ -117,18 +112,14 @@ def test_all_whose_compiler_is_there(
         build.make(["hip"])
 
 
-def test_a_host_compiler_that_is_too_old_is_passed_over(
-    compilers: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_host_compiler_that_is_too_old_is_passed_over(compilers, tmp_path):
     compilers("g++-12")
     (tmp_path / "bin" / "c++").write_text("#!/bin/sh\necho no _Float16 >&2; exit 1\n")
     (tmp_path / "bin" / "c++").chmod(0o755)
     assert Path(build.compiler("host") or "").name == "g++-12"
 
 
-def test_hip_is_compiled_for_amd_and_linked_without_a_runtime(
-    compilers: Callable[..., Path], sources: Path, tmp_path: Path
-) -> None:
+def test_hip_is_compiled_for_amd_and_linked_without_a_runtime(compilers, sources, tmp_path):
     log = compilers("hipcc", "c++")
     (path,) = build.make(["hip"], folder=tmp_path / "lib")
     calls = log.read_text().splitlines()
@@ -141,15 +132,13 @@ def test_hip_is_compiled_for_amd_and_linked_without_a_runtime(
     ] == [path.name]
 
 
-def test_what_a_compiler_does_not_know_is_left_out_by_name(
-    compilers: Callable[..., Path], sources: Path, tmp_path: Path
-) -> None:
+def test_what_a_compiler_does_not_know_is_left_out_by_name(compilers, sources, tmp_path):
     """Only without --arch: what was requested is not left out."""
     compilers("c++", "hipcc")
     script = tmp_path / "bin" / "hipcc"
     old = 'case $* in *gfx942*|*gfx950*) echo "invalid target ID" >&2; exit 1;; esac\n'
     script.write_text(script.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n{old}"))
-    said: list[str] = []
+    said = []
     (path,) = build.make(["hip"], folder=tmp_path / "lib", say=said.append)
     assert path.name == "libmegatron-hip-gfx90a.so"
     assert "gfx942, gfx950" in said[0] and "gfx90a" not in said[0]
@@ -157,9 +146,7 @@ def test_what_a_compiler_does_not_know_is_left_out_by_name(
         build.make(["hip"], ["gfx942"], folder=tmp_path / "lib", say=said.append)
 
 
-def test_built_again_only_when_something_changed(
-    compilers: Callable[..., Path], sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_built_again_only_when_something_changed(compilers, sources, tmp_path, monkeypatch):
     log = compilers("g++", "my-g++")
     # The script's compilers write for no real target.
     monkeypatch.setattr(
@@ -168,9 +155,9 @@ def test_built_again_only_when_something_changed(
         lambda *a, real=build.description: real(*a).replace("host", "TARGET", 1),
     )
 
-    def links(**more: object) -> int:
+    def links(**more):
         before = log.read_text().count("-shared") if log.exists() else 0
-        build.make(["host"], folder=tmp_path / "lib", say=lambda line: None, **more)  # type: ignore[arg-type]
+        build.make(["host"], folder=tmp_path / "lib", say=lambda line: None, **more)
         return log.read_text().count("-shared") - before
 
     assert [links(), links(), links(force=True), links()] == [1, 0, 1, 0]
@@ -188,9 +175,7 @@ def test_built_again_only_when_something_changed(
     assert [links(), links()] == [1, 0]
 
 
-def test_a_compiler_that_fails(
-    compilers: Callable[..., Path], sources: Path, tmp_path: Path
-) -> None:
+def test_a_compiler_that_fails(compilers, sources, tmp_path):
     """A compiler's error output is shown; the old library stays, and no partial output is left."""
     compilers("hipcc", "c++", fails=True)
     folder = tmp_path / "lib"
@@ -203,10 +188,8 @@ def test_a_compiler_that_fails(
     assert old.read_text() == "old" and len(list(folder.iterdir())) == 1
 
 
-def test_an_installation_warns_and_goes_on(
-    compilers: Callable[..., Path], sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
+def test_an_installation_warns_and_goes_on(compilers, sources, tmp_path, monkeypatch):
+    said = []
     folder = tmp_path / "lib"
     folder.mkdir()
     (folder / "libmegatron-hip-gfx1.so").write_text("of another build")
@@ -224,7 +207,7 @@ def test_an_installation_warns_and_goes_on(
     assert not list(folder.iterdir())
 
 
-def test_levels_of_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_levels_of_x86_64(monkeypatch):
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
     second = "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3"
     third = f"{second} avx2 bmi1 bmi2 f16c fma abm movbe"
@@ -239,7 +222,7 @@ def test_levels_of_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.host_archs() == ["aarch64"]
 
 
-def test_nothing_heavy_is_imported() -> None:
+def test_nothing_heavy_is_imported():
     """Nothing heavy is imported.
 
     setup.py runs in pip's build environment, which has neither torch nor numpy.
@@ -253,14 +236,14 @@ def test_nothing_heavy_is_imported() -> None:
     }
 
 
-def needs(target: str) -> None:
+def needs(target):
     if build.compiler(target) is None:
         pytest.skip(build.no_compiler(target))
 
 
 @pytest.mark.campaign("simulator")
 @pytest.mark.parametrize("target", ["host", "hip", "cuda"])
-def test_a_real_build(target: str, tmp_path: Path) -> None:
+def test_a_real_build(target, tmp_path):
     """A real build contains its own description and every exported function.
 
     The description shows whether it is current.
@@ -276,7 +259,7 @@ def test_a_real_build(target: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign("simulator")
-def test_the_hip_runtime_is_the_one_that_is_loaded(tmp_path: Path) -> None:
+def test_the_hip_runtime_is_the_one_that_is_loaded(tmp_path):
     """The library uses the HIP runtime that the process has loaded.
 
     It brings none of its own and loads only once there is one.

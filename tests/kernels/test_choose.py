@@ -1,10 +1,7 @@
 """Operators that go through the kernels: by flags, by library, and on a CPU by measurements."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
-import pytest
 import torch
 
 from megatron.config import Config
@@ -24,10 +21,10 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 MODEL = dict(num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50)
 
 
-def load(monkeypatch: pytest.MonkeyPatch, *device_types: str) -> None:
+def load(monkeypatch, *device_types):
     """Pretend that a library is loaded for these kinds of device alone."""
 
-    def find(device_type: str) -> library.KernelLibrary:
+    def find(device_type):
         if device_type in device_types:
             return library.KernelLibrary(Path("/lib/l.so"), "hip", "gfx90a", "", object())
         return library.KernelLibrary(None, "", "", "nobody built one")
@@ -35,11 +32,11 @@ def load(monkeypatch: pytest.MonkeyPatch, *device_types: str) -> None:
     monkeypatch.setattr(library, "find", find)
 
 
-def named(fusions: Fusions) -> set[str]:
+def named(fusions):
     return {name for name in OPERATORS if getattr(fusions, name)}
 
 
-def test_nothing_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_without_a_library(monkeypatch):
     """Nothing is chosen without a library, or with that of another device."""
     load(monkeypatch)
     kernels = KernelConfig(norm_implementation="fused", optimizer_implementation="fused")
@@ -53,7 +50,7 @@ def test_nothing_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
         assert choose_fusions(KernelConfig(), device, "bfloat16") == Fusions()
 
 
-def test_everything_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_on_a_gpu(monkeypatch):
     load(monkeypatch, "cuda")
     assert all(
         choose_fusions(KernelConfig(), CUDA, dtype) == ALL
@@ -62,7 +59,7 @@ def test_everything_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_fusions(KernelConfig(), CUDA, "float64") == Fusions()
 
 
-def test_each_flag_switches_its_own_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_flag_switches_its_own_operator(monkeypatch):
     load(monkeypatch, "cuda")
     for values, *names in (
         (dict(masked_softmax_fusion=False), "masked_softmax"),
@@ -80,7 +77,7 @@ def test_each_flag_switches_its_own_operator(monkeypatch: pytest.MonkeyPatch) ->
         }
 
 
-def test_a_cpu_takes_what_is_faster_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_takes_what_is_faster_there(monkeypatch):
     load(monkeypatch, "cpu")
     assert set(HOST_FASTER) == set(OPERATORS)
     for dtype in EVERY_TYPE:
@@ -97,11 +94,11 @@ def test_a_cpu_takes_what_is_faster_there(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
-def finding(usable: bool) -> choose.OptionalPackage:
+def finding(usable):
     return choose.OptionalPackage("apex", "1", usable, "" if usable else "not found", "")
 
 
-def test_apex_only_when_asked_for_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_apex_only_when_asked_for_and_there(monkeypatch):
     load(monkeypatch, "cuda")
     wish = KernelConfig(norm_implementation="apex", optimizer_implementation="apex")
     monkeypatch.setattr(choose, "fused_norm", lambda device_type: finding(True))
@@ -114,7 +111,7 @@ def test_apex_only_when_asked_for_and_there(monkeypatch: pytest.MonkeyPatch) -> 
     assert choose_fusions(wish, CUDA, "bfloat16") == ALL
 
 
-def report(device: torch.device, **values: object) -> tuple[str, dict[str, str]]:
+def report(device, **values):
     """Return (the log's list of what goes through kernels, {operator: why not}) of a model."""
     line = choose.report(Config.create(**MODEL, **values), device)[1]
     used, _, left = line.partition("; others: ")
@@ -126,7 +123,7 @@ def report(device: torch.device, **values: object) -> tuple[str, dict[str, str]]
     return used, reasons
 
 
-def test_the_log_names_what_runs_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_names_what_runs_and_why_not(monkeypatch):
     load(monkeypatch, "cuda")
     assert "/lib/l.so" in choose.report(Config.create(**MODEL), CUDA)[0]
     used, reasons = report(CUDA, persist_layer_norm=False, bf16=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -40,23 +39,22 @@ pytestmark = pytest.mark.slow
 
 ROWS, H = 6, 32
 SEED = 2**62 + 3
-Call = Callable[..., Any]
 
 
-def draw(*shape: int, seed: int = 1, grad: bool = True) -> torch.Tensor:
+def draw(*shape, seed=1, grad=True):
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator).requires_grad_(grad)
 
 
-def labels(rows: int) -> torch.Tensor:
+def labels(rows):
     return torch.arange(rows) * 7 % H
 
 
-def lists(rows: int, seed: int) -> list[torch.Tensor]:
+def lists(rows, seed):
     return [draw(rows, 5, seed=seed, grad=False), draw(8, seed=seed, grad=False)]
 
 
-def attention(rows: int) -> list[torch.Tensor]:
+def attention(rows):
     """Run a block of queries with all keys, then the gradients of the block of the last keys."""
     logarithms = torch.zeros(6, 2 * (rows + TILE))
     slope = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -71,7 +69,7 @@ def attention(rows: int) -> list[torch.Tensor]:
     return [scores, logarithms, again, gradients, row_dots(scores, scores)]
 
 
-def vocabulary(rows: int) -> list[torch.Tensor]:
+def vocabulary(rows):
     """Return the arguments on one of several ranks; the logits become their gradient."""
     logits = draw(rows, H, grad=False)
     maximum, total, target = local_pass(logits, labels(rows), 0, H - 3)
@@ -79,7 +77,7 @@ def vocabulary(rows: int) -> list[torch.Tensor]:
     return [logits, maximum, total, target]
 
 
-def table(rows: int) -> list[torch.Tensor]:
+def table(rows):
     """Return gradients of a lookup: some rows occur twice, some not at all."""
     tables = [draw(9, 5, grad=False), draw(9, 5, seed=2, grad=False).bfloat16()]
     for each in tables:
@@ -87,7 +85,7 @@ def table(rows: int) -> list[torch.Tensor]:
     return tables
 
 
-def step(rows: int) -> list[Any]:
+def step(rows):
     weights, gradients, first, second = (lists(rows, i) for i in range(4))
     copies = [p.bfloat16() for p in weights]
     norm = scale_and_norm_(gradients, 0.5)
@@ -111,9 +109,7 @@ def step(rows: int) -> list[Any]:
     return [norm, weights, first, copies, scale_and_norm_(weights)]
 
 
-def norms(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
-) -> tuple[Any, ...]:
+def norms(x, residual, weight, bias):
     plus = layer_norm(x, weight, bias, 1e-5, one_plus=True)
     sums = (
         *add_layer_norm(plus, residual, weight, bias, 1e-5, shift=bias),
@@ -122,19 +118,19 @@ def norms(
     return (*sums, rms_norm(x, weight, 1e-5))
 
 
-def turn(qkv: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+def turn(qkv, angles):
     """Rotate a slice of the projection."""
     return rotate(qkv[..., 10:20], angles.cos(), angles.sin())
 
 
 def block(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    matrix: torch.Tensor,
-    seed: int,
-) -> torch.Tensor:
+    x,
+    residual,
+    weight,
+    bias,
+    matrix,
+    seed,
+):
     """Run a part of a model: norm, linear and activations, dropout and residual, and head."""
     y, total = add_layer_norm(x, residual, weight, bias, 1e-5)
     y = bias_activation(bias_activation(y @ matrix, bias, "gelu"), None, "squared_relu")
@@ -145,12 +141,12 @@ def block(
     return (rms_norm(y, weight, 1e-5) @ matrix).logsumexp(-1).mean()
 
 
-def block_arguments(rows: int = ROWS, seed: int = SEED) -> tuple[Any, ...]:
+def block_arguments(rows=ROWS, seed=SEED):
     weights = draw(H, seed=3), draw(H, seed=4), draw(H, H, seed=5)
     return draw(rows, H), draw(rows, H, seed=2), *weights, seed
 
 
-def experts(tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def experts(tokens, weights):
     """Send each token to two experts and back."""
     rows = len(tokens)
     places = torch.arange(2 * rows).view(rows, 2)
@@ -159,7 +155,7 @@ def experts(tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 # Calls of every operator and their arguments: fresh tensors each time, with the requested number of
 # rows.
-PUBLIC: dict[str, tuple[Call, Callable[[int], tuple[Any, ...]]]] = {
+PUBLIC = {
     "attention": (lambda rows: attention(rows.shape[0]), lambda rows: (torch.empty(rows),)),
     "softmax": (
         lambda x, y, hidden: (causal_softmax(x, 0.5), masked_softmax(y, hidden, 0.5)),
@@ -193,7 +189,7 @@ COMPILED = ["softmax", "norms", "rotate", "block", "bias", "without biases"]
 
 
 @pytest.fixture(params=["library", "none"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def kernels(request, monkeypatch):
     """Run with the compiled library for CPU tensors, and without any.
 
     Nothing compiled remains from another test.
@@ -212,14 +208,14 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     library.forget()
 
 
-def flat(value: Any) -> list[torch.Tensor]:
+def flat(value):
     """Return the tensors in nested lists and tuples."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [t for item in value for t in flat(item)] if isinstance(value, (list, tuple)) else []
 
 
-def everything(call: Call, arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+def everything(call, arguments):
     """Return the results of a call, and the arguments' gradients for a gradient of the results."""
     results = flat(call(*arguments))
     leaves = [t for t in flat(arguments) if t.requires_grad]
@@ -229,7 +225,7 @@ def everything(call: Call, arguments: tuple[Any, ...]) -> list[torch.Tensor]:
     return [*results, *torch.autograd.grad(results, leaves, weights)]
 
 
-def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+def assert_same(found, expected):
     """Compare bit for bit: the same implementations were called on the same numbers."""
     for a, b in zip(found, expected, strict=True):
         assert (
@@ -241,7 +237,7 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
     assert any(t.isfinite().all() and t.any() for t in expected)
 
 
-def test_one_graph_for_any_seed(kernels: str) -> None:
+def test_one_graph_for_any_seed(kernels):
     """Compile one graph for any seed.
 
     Every step has its own seeds: the first two may be compiled for, and no others (torch sees a
@@ -260,7 +256,7 @@ def test_one_graph_for_any_seed(kernels: str) -> None:
 
 @pytest.mark.parametrize("kernels", ["library"], indirect=True)
 @pytest.mark.parametrize("name", ["softmax", "rotate", "block"])
-def test_one_graph_for_any_number_of_rows(name: str, kernels: str) -> None:
+def test_one_graph_for_any_number_of_rows(name, kernels):
     call, arguments = PUBLIC[name]
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call, fullgraph=True, backend=counter, dynamic=True)
@@ -278,7 +274,7 @@ def test_one_graph_for_any_number_of_rows(name: str, kernels: str) -> None:
         for name in COMPILED
     ],
 )
-def test_inductor(name: str, kernels: str) -> None:
+def test_inductor(name, kernels):
     """Compile the code around the operators with inductor; they themselves run unchanged."""
     call, arguments = PUBLIC[name]
     compiled = torch.compile(call, fullgraph=True, backend="inductor")
@@ -291,7 +287,7 @@ def test_inductor(name: str, kernels: str) -> None:
 # ---- the registered operators --------------------------------------------------------------------
 
 
-def copy_of(value: Any, grad: bool) -> Any:
+def copy_of(value, grad):
     """Copy with the original's strides; require a gradient if `grad` and the original does."""
     if isinstance(value, (list, tuple)):
         return [copy_of(item, grad) for item in value]
@@ -304,12 +300,12 @@ def copy_of(value: Any, grad: bool) -> Any:
 class Recorder(TorchDispatchMode):
     """Record the arguments of every call of a megatron operator; `grad` during a forward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.calls: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {}
         self.grad = True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "megatron":
             arguments = tuple(copy_of(a, self.grad) for a in args)
             self.calls.setdefault(func.name().removeprefix("megatron::"), []).append(
@@ -319,7 +315,7 @@ class Recorder(TorchDispatchMode):
 
 
 @functools.cache
-def recorded() -> dict[str, list[tuple[Any, tuple[Any, ...]]]]:
+def recorded():
     """Record the operators that the public functions call, forward and backward, by name.
 
     The arguments of each call are kept.
@@ -334,7 +330,7 @@ def recorded() -> dict[str, list[tuple[Any, tuple[Any, ...]]]]:
     return recorder.calls
 
 
-def registered() -> list[str]:
+def registered():
     """Return the names registered under torch.ops.megatron."""
     names = torch._C._dispatch_get_all_op_names()
     return sorted(
@@ -343,7 +339,7 @@ def registered() -> list[str]:
 
 
 @pytest.mark.parametrize("name", registered())
-def test_registration(name: str, kernels: str) -> None:
+def test_registration(name, kernels):
     """Registrations pass torch's own checks.
 
     These are schema, autograd registration, fake tensors, and the compiler's view with dynamic

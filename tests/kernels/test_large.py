@@ -1,10 +1,5 @@
 """Sizes beyond the numerical tests: more than 2^31 elements, and rows of 65,536 columns or more."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -47,14 +42,14 @@ BOUNDARY = (1 << 31) // WIDTH
 LOOKED_AT = [0, 1, BOUNDARY - 2, BOUNDARY - 1, BOUNDARY, BOUNDARY + 1, ROWS - 2, ROWS - 1]
 
 
-def free_bytes(device: str) -> int:
+def free_bytes(device):
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
     with open("/proc/meminfo") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
 
 
-def large(device: str, needed: int = 16 * GiB) -> torch.Tensor:
+def large(device, needed=16 * GiB):
     """Return bf16 [ROWS, WIDTH], zero except in the rows that are tested."""
     if (free := free_bytes(device)) < needed:
         pytest.skip(f"needs {needed / GiB:.0f} GiB of free memory; {free / GiB:.1f} are there")
@@ -63,9 +58,7 @@ def large(device: str, needed: int = 16 * GiB) -> torch.Tensor:
     return x
 
 
-def check_rows(
-    run: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]], *large: torch.Tensor
-) -> None:
+def check_rows(run, *large):
     """Compare each row of the large result, bit for bit, with the result of that row alone.
 
     Both use the same code.
@@ -77,11 +70,11 @@ def check_rows(
         assert a.shape[0] == ROWS and torch.equal(a[LOOKED_AT], b)
 
 
-def some(x: torch.Tensor) -> torch.Tensor:
+def some(x):
     return random((WIDTH,), torch.bfloat16, str(x.device), 2)
 
 
-RUNS: dict[str, Callable[[torch.Tensor], Any]] = {
+RUNS = {
     "norm": lambda x: rms_norm(x, some(x), 1e-5),
     "softmax backward": lambda x: torch.ops.megatron.softmax_backward(x, x, 0.5, False),
     "activation": lambda x: bias_activation(x, some(x), "squared_relu"),
@@ -90,13 +83,13 @@ RUNS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @large_devices
 @pytest.mark.parametrize("name", RUNS)
-def test_rows_past_2_31(name: str, device: str) -> None:
+def test_rows_past_2_31(name, device):
     check_rows(RUNS[name], large(device))
 
 
 @pytest.mark.skipif(SIMULATED, reason="takes hours on the simulator")
 @devices
-def test_row_dots_past_2_31(device: str) -> None:
+def test_row_dots_past_2_31(device):
     """Compute row dots past 2^31 elements.
 
     They write next to nothing, and so represent the others.
@@ -105,13 +98,13 @@ def test_row_dots_past_2_31(device: str) -> None:
 
 
 @large_devices
-def test_cross_entropy_past_2_31(device: str) -> None:
+def test_cross_entropy_past_2_31(device):
     labels = torch.arange(ROWS, device=device) % WIDTH
     check_rows(lambda x, labels: local_pass(x, labels, 0, WIDTH), large(device), labels)
 
 
 @large_devices
-def test_softmax_past_2_31(device: str) -> None:
+def test_softmax_past_2_31(device):
     """Compute squares before and after the boundary.
 
     The place of a row in its square determines what it sees.
@@ -123,7 +116,7 @@ def test_softmax_past_2_31(device: str) -> None:
 
 
 @large_devices
-def test_attention_past_2_31(device: str) -> None:
+def test_attention_past_2_31(device):
     """Compute squares of scores before and after the boundary, bit for bit.
 
     Dropout uses the place in the whole.
@@ -158,7 +151,7 @@ def test_attention_past_2_31(device: str) -> None:
 
 
 @large_devices
-def test_sums_over_rows_past_2_31(device: str) -> None:
+def test_sums_over_rows_past_2_31(device):
     """Sum over rows past 2^31 elements: the bias gradient of squared ReLU, 2 dy max(x, 0).
 
     Only the rows that are not zero contribute.
@@ -174,7 +167,7 @@ def test_sums_over_rows_past_2_31(device: str) -> None:
 
 
 @large_devices
-def test_norm_of_a_tensor_past_2_31(device: str) -> None:
+def test_norm_of_a_tensor_past_2_31(device):
     x = large(device)
     want = float(x[LOOKED_AT].double().square().sum())
     # The sum is rounded to fp32 once.
@@ -182,7 +175,7 @@ def test_norm_of_a_tensor_past_2_31(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_past_2_32_elements() -> None:
+def test_past_2_32_elements():
     """Address tensors in which an unsigned 32-bit index would wrap too."""
     if free_bytes("cuda") < 40 * GiB:
         pytest.skip("needs 40 GiB of free device memory")
@@ -218,7 +211,7 @@ SUM = 2.0**-24 * 600
 
 @devices
 @wide
-def test_wide_softmax(device: str, n: int, dtype: torch.dtype) -> None:
+def test_wide_softmax(device, n, dtype):
     x = random((1, 1, 2, n), dtype, device, 3, scale=3.0).requires_grad_()
     hidden = (torch.arange(n) % 3 == 0).expand(1, 1, 2, n).contiguous()
     causal = torch.ones(2, n, dtype=torch.bool).triu(n - 1)
@@ -237,7 +230,7 @@ def test_wide_softmax(device: str, n: int, dtype: torch.dtype) -> None:
 
 @devices
 @wide
-def test_wide_attention(device: str, n: int, dtype: torch.dtype) -> None:
+def test_wide_attention(device, n, dtype):
     """Compute the last eight queries of a sequence with all keys.
 
     Then compute the gradients of the second half of the scores.

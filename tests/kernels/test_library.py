@@ -1,14 +1,10 @@
 """Choice of the library to load, messages where there is none, and calls into it."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import ctypes.util
 import shutil
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +18,7 @@ HOST = f"libmegatron-host-{ARCH}.so"
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path, monkeypatch):
     """Use an empty folder in place of megatron/kernels/lib, and forget all cached results."""
     monkeypatch.delenv(library.OVERRIDE, raising=False)
     monkeypatch.setattr(library, "LIBRARIES", tmp_path)
@@ -32,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     library.forget()
 
 
-def fake(path: Path, description: str, code: int = 0) -> Path:
+def fake(path, description, code=0):
     """Compile a tiny stand-in for a library with the given answers."""
     compiler = shutil.which("cc") or shutil.which("gcc") or pytest.skip("no C compiler")
     source = f"""
@@ -53,11 +49,11 @@ def fake(path: Path, description: str, code: int = 0) -> Path:
     return path
 
 
-def current(target: str, arch: str) -> str:
+def current(target, arch):
     return f"{target} {arch} {build.source_hash()}-00000000"
 
 
-def reason(device_type: str = "cpu") -> str:
+def reason(device_type="cpu"):
     """Return the reason for a missing library, asked again."""
     library.forget()
     found = library.find(device_type)
@@ -65,14 +61,14 @@ def reason(device_type: str = "cpu") -> str:
     return found.reason
 
 
-def test_nothing_is_there(folder: Path) -> None:
+def test_nothing_is_there(folder):
     found = library.find("cpu")
     assert found.handle is None and not library.available(torch.device("cpu"))
     assert all(part in found.line for part in (HOST, str(folder), "--target host"))
     assert "mps" in reason("mps")
 
 
-def test_the_best_that_this_processor_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_that_this_processor_runs(folder, monkeypatch):
     monkeypatch.setattr(library, "host_archs", lambda: ["x86-64-v3", "x86-64-v2", "x86-64"])
     for arch in ("x86-64", "x86-64-v2", "x86-64-v4"):
         fake(folder / f"libmegatron-host-{arch}.so", current("host", arch))
@@ -86,7 +82,7 @@ def test_the_best_that_this_processor_runs(folder: Path, monkeypatch: pytest.Mon
     assert str(folder / "libmegatron-host-x86-64-v2.so") in found.line
 
 
-def test_a_library_that_cannot_serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_cannot_serve(folder, monkeypatch):
     """A library that cannot serve is refused: stale, of another target, or not a library.
 
     Loading a truncated one would end the process with a bus error.
@@ -119,15 +115,13 @@ def test_a_library_that_cannot_serve(folder: Path, monkeypatch: pytest.MonkeyPat
     assert library.find("cpu").sources == "0123456789abcdef"
 
 
-def test_a_file_that_is_cut_off_is_built_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_cut_off_is_built_again(folder, monkeypatch):
     """Make a file again as the message asks that says why it cannot be loaded."""
     tool = build.compiler("host") or pytest.skip(build.no_compiler("host"))
     text = build.description("host", [ARCH], tool, build.compile_flags("host", [ARCH]))
     path = fake(folder / HOST, text)
     nodes = fake(folder / build.nodes_name(torch.__version__), build.nodes_hash())
-    built = list[object]()
+    built = []
     monkeypatch.setattr(build, "_run", lambda *_: built.append(1))
     monkeypatch.setattr(build, "written_atomically", contextlib.nullcontext)
     for cut in (0, 1):
@@ -138,7 +132,7 @@ def test_a_file_that_is_cut_off_is_built_again(
     assert len(built) == 1
 
 
-def test_the_named_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_named_library(folder, monkeypatch):
     """A named library that cannot serve is an error; `none` means none, on any device."""
     monkeypatch.setenv(
         library.OVERRIDE, str(fake(folder / "elsewhere" / "simulator.so", "simulator wave64 0-0"))
@@ -157,7 +151,7 @@ def test_the_named_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert library.OVERRIDE in reason("cpu") and library.OVERRIDE in reason("cuda")
 
 
-def gpu(monkeypatch: pytest.MonkeyPatch, name: str, hip: str | None) -> None:
+def gpu(monkeypatch, name, hip):
     """Pretend to run on a machine with this GPU, whose kernels all run."""
     properties = SimpleNamespace(gcnArchName=name, major=9, minor=0)
     monkeypatch.setattr(torch.version, "hip", hip)
@@ -168,7 +162,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, name: str, hip: str | None) -> None:
     monkeypatch.setattr(library, "_try_on_gpu", lambda handle: "")
 
 
-def test_a_gpu_in_a_library_of_several(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_in_a_library_of_several(folder, monkeypatch):
     """Find a GPU in a library of several, also with ROCm's ECC and XNACK modes in its name."""
     gpu(monkeypatch, "gfx90a:sramecc+:xnack-", "6.4")
     fake(folder / "libmegatron-hip-gfx942.so", current("hip", "gfx942"))
@@ -183,7 +177,7 @@ def test_a_gpu_in_a_library_of_several(folder: Path, monkeypatch: pytest.MonkeyP
     assert "gfx1100" in reason("cuda") and "--arch" not in reason("cuda")
 
 
-def test_a_gpu_that_cannot_run_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_run_it(folder, monkeypatch):
     gpu(monkeypatch, "NVIDIA H100", None)
     fake(folder / "libmegatron-cuda-sm_90.so", current("cuda", "sm_90"))
     assert library.find("cuda").arch == "sm_90"
@@ -191,8 +185,8 @@ def test_a_gpu_that_cannot_run_it(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert "NVIDIA H100" in reason("cuda") and "old" in reason("cuda")
 
 
-def test_a_question_for_the_cpu_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def touched(*_: object) -> None:
+def test_a_question_for_the_cpu_leaves_gpus_alone(monkeypatch):
+    def touched(*_):
         raise AssertionError("CUDA was asked")
 
     for name in ("is_available", "current_device", "get_device_properties", "_lazy_init"):
@@ -201,10 +195,10 @@ def test_a_question_for_the_cpu_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatc
     library.fingerprint("cpu")
 
 
-def test_the_fingerprint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint(folder, monkeypatch):
     """The fingerprint differs by sources and targets, but not by levels of one architecture."""
 
-    def of(description: str) -> str:
+    def of(description):
         monkeypatch.setenv(
             library.OVERRIDE, str(fake(folder / f"{len(list(folder.iterdir()))}.so", description))
         )
@@ -221,7 +215,7 @@ def test_the_fingerprint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({prints[0], *others}) == 4
 
 
-def test_calls(folder: Path) -> None:
+def test_calls(folder):
     """Calls pass the element type first and tensors as addresses; a new library is bound again."""
     twice, x = library.Function("mk_twice", "pd"), torch.tensor([3.0])
     with pytest.raises(KernelError, match="mk_twice"):
@@ -238,7 +232,7 @@ def test_calls(folder: Path) -> None:
         library.Function("mk_thrice", "pd")(x, x, 2.0)
 
 
-def test_a_call_that_fails(folder: Path) -> None:
+def test_a_call_that_fails(folder):
     fake(folder / HOST, current("host", ARCH), code=7)
     with pytest.raises(KernelError, match=r"mk_twice.*cpu.*7"):
         library.Function("mk_twice", "pd")(torch.ones(1), torch.ones(1), 2.0)

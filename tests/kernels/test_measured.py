@@ -1,13 +1,8 @@
 """Choices on a CPU by the times of a measurement, and by the defaults without one."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,7 +26,7 @@ SECONDS = {
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def file(tmp_path, monkeypatch):
     """Path at which measurements are looked for; a library is loaded."""
     load(monkeypatch, "cpu")
     monkeypatch.setenv(measured_times.OVERRIDE, str(tmp_path / "times.json"))
@@ -40,7 +35,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     measured_times.forget()
 
 
-def of_this_machine(**changed: Any) -> MeasuredTimes:
+def of_this_machine(**changed):
     """Return a measurement that counts here, but for what is changed."""
     one = MeasuredTimes(
         SECONDS,
@@ -52,10 +47,10 @@ def of_this_machine(**changed: Any) -> MeasuredTimes:
     return dataclasses.replace(one, **changed)
 
 
-def choices() -> tuple[set[str], list[str], list[int], bool]:
+def choices():
     """Return the fused operators, attention and blocks by length in fp32, and copies of keys."""
 
-    def attention(length: int, windowed: bool = False) -> str:
+    def attention(length, windowed=False):
         features = choose.AttentionFeatures(windowed=windowed)
         return choose.choose_attention(KernelConfig(), CPU, "float32", length, features)
 
@@ -82,7 +77,7 @@ DEFAULTS = (
 )
 
 
-def test_the_fastest_is_chosen(file: Path) -> None:
+def test_the_fastest_is_chosen(file):
     """A default that is as fast stays; a length takes the times of the nearest one.
 
     1,024 is nearer to 512 than to 4,096, and 2,048 to 4,096.
@@ -102,7 +97,7 @@ def test_the_fastest_is_chosen(file: Path) -> None:
     assert choose.choose_attention(wish, CPU, "float32", 8192) == "torch"
 
 
-def test_the_nearest_number_of_threads_counts(file: Path) -> None:
+def test_the_nearest_number_of_threads_counts(file):
     """A measurement replaces that of as many threads; those of another torch go."""
     threads = torch.get_num_threads()
     slow = {"layer_norm bfloat16": {"fused": 9.0, "torch": 1.0}}
@@ -115,7 +110,7 @@ def test_the_nearest_number_of_threads_counts(file: Path) -> None:
     assert measured_times.find().seconds == slow
 
 
-DAMAGED: list[tuple[str, Any]] = [
+DAMAGED = [
     ("torch", "1.0"),
     ("kernels", "other"),
     ("seconds", {"attention float32 512": {"fused": 1.0}}),
@@ -129,7 +124,7 @@ DAMAGED: list[tuple[str, Any]] = [
 ]
 
 
-def test_what_does_not_count_is_said(file: Path) -> None:
+def test_what_does_not_count_is_said(file):
     """Without a measurement that counts, a line says why, and the defaults are chosen."""
     right = dataclasses.asdict(of_this_machine())
     entries = [None, *({**right, name: value} for name, value in DAMAGED)]
@@ -148,7 +143,7 @@ def test_what_does_not_count_is_said(file: Path) -> None:
     assert measured_times.COMMAND in measured_times.find().line
 
 
-def test_a_damaged_file_is_replaced_and_a_missing_folder_is_named(file: Path) -> None:
+def test_a_damaged_file_is_replaced_and_a_missing_folder_is_named(file):
     file.write_text("{")
     measured_times.write(file, of_this_machine())
     assert [dict(one.seconds) for one in measured_times.read(file)] == [SECONDS]
@@ -161,7 +156,7 @@ def test_a_damaged_file_is_replaced_and_a_missing_folder_is_named(file: Path) ->
     assert {path.name for path in file.parent.iterdir()} == {file.name, "folder"}
 
 
-def test_kinds_of_cpu_have_files_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_of_cpu_have_files_of_their_own(monkeypatch):
     monkeypatch.delenv(measured_times.OVERRIDE)
     names = set()
     for cpu in ("one", "another"):

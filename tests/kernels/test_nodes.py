@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import dataclasses
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -36,11 +35,9 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
 from tests.layers.test_fusions import settle
 
-LLAMA: dict[str, Any] = dict(
-    normalization="rmsnorm", swiglu=True, add_bias_linear=False, num_key_value_heads=2
-)
-ROPE: dict[str, Any] = dict(position_embedding_type="rope", rotary_percent=0.5)
-LAYERS: dict[str, dict[str, Any]] = {
+LLAMA = dict(normalization="rmsnorm", swiglu=True, add_bias_linear=False, num_key_value_heads=2)
+ROPE = dict(position_embedding_type="rope", rotary_percent=0.5)
+LAYERS = {
     "gpt": {},
     "gpt with dropout": dict(hidden_dropout=0.2),
     "llama": {**LLAMA, **ROPE},
@@ -51,13 +48,13 @@ LAYERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def built() -> None:
+def built():
     reason = library.find("cpu").no_nodes
     if library.nodes_for(torch.ones(1)) is None:
         pytest.skip(f"nodes are not built: {reason}")
 
 
-def passes(fields: dict[str, Any], dtype: torch.dtype, sums: torch.dtype | None) -> list[Any]:
+def passes(fields, dtype, sums):
     """Return output, input gradient and parameter gradients of two passes through a layer.
 
     sums  the format of the parameters' gradient sums; None: autograd keeps the gradients
@@ -69,12 +66,12 @@ def passes(fields: dict[str, Any], dtype: torch.dtype, sums: torch.dtype | None)
     layer = TransformerLayer(context, config, 0)
     settle(layer, dtype)
     layer.train()
-    accumulators = list[GradientAccumulator]()
+    accumulators = []
     for p in layer.parameters():
         if sums is not None:
             accumulators.append(GradientAccumulator(p, torch.full(p.shape, torch.nan, dtype=sums)))
-            p.gradient_accumulator = accumulators[-1]  # type: ignore[attr-defined]
-    results = list[Any]()
+            p.gradient_accumulator = accumulators[-1]
+    results = []
     for seed in (1, 2):
         x = torch.randn(32, 2, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
         x.requires_grad_()
@@ -89,12 +86,12 @@ def passes(fields: dict[str, Any], dtype: torch.dtype, sums: torch.dtype | None)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_has_the_bits_of_the_general_way(
-    name: str,
-    dtype: torch.dtype,
-    sums: torch.dtype | None,
-    built: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    name,
+    dtype,
+    sums,
+    built,
+    monkeypatch,
+):
     with_nodes = passes(LAYERS[name], dtype, sums)
     monkeypatch.setattr(library, "_nodes", None)
     without = passes(LAYERS[name], dtype, sums)
@@ -103,7 +100,7 @@ def test_a_layer_has_the_bits_of_the_general_way(
         assert a is None or (a.dtype == b.dtype and torch.equal(a, b))
 
 
-def test_errors_are_those_of_the_general_way(built: None) -> None:
+def test_errors_are_those_of_the_general_way(built):
     x = torch.randn(4, 8, requires_grad=True)
     y = bias_activation(x, None, "gelu")
     with pytest.raises(KernelError, match="second derivative"):
@@ -118,7 +115,7 @@ def test_errors_are_those_of_the_general_way(built: None) -> None:
 
 
 @pytest.fixture(params=["nodes", "general way"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def way(request, monkeypatch):
     if request.param == "nodes":
         request.getfixturevalue("built")
     else:
@@ -131,18 +128,18 @@ class Wrapped(torch.Tensor):
     inner: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Wrapped:
-        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
         made.inner = inner
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         inside = tree_map_only(Wrapped, lambda x: x.inner, (args, kwargs or {}))
         return func(*inside[0], **inside[1])
 
 
-CALLS: dict[str, Callable[..., torch.Tensor]] = {
+CALLS = {
     "norm": lambda x, vector, matrix: norm(x, vector, vector, 1e-5),
     "bias_activation": lambda x, vector, matrix: bias_activation(x, vector, "gelu"),
     "bias_dropout_add": lambda x, vector, matrix: bias_dropout_add(x, vector, x, 0.0, 0),
@@ -154,7 +151,7 @@ PARAMETERS = torch.randn(8), torch.randn(8, 8)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_parameters_without_memory_of_their_own_are_used(name: str, way: None) -> None:
+def test_parameters_without_memory_of_their_own_are_used(name, way):
     x = torch.randn(4, 2, 8)
     results = []
     for parameters in (PARAMETERS, map(Wrapped, PARAMETERS)):
@@ -165,7 +162,7 @@ def test_parameters_without_memory_of_their_own_are_used(name: str, way: None) -
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_derivative_in_forward_mode_is_an_error_not_left_out(name: str, way: None) -> None:
+def test_a_derivative_in_forward_mode_is_an_error_not_left_out(name, way):
     x = torch.randn(4, 2, 8)
     with forward_ad.dual_level(), pytest.raises((KernelError, NotImplementedError)):
         CALLS[name](forward_ad.make_dual(x.requires_grad_(), torch.ones_like(x)), *PARAMETERS)
@@ -174,7 +171,7 @@ def test_a_derivative_in_forward_mode_is_an_error_not_left_out(name: str, way: N
 
 
 @pytest.mark.parametrize("name", ["norm", "bias_activation", "linear"])
-def test_a_parameter_changed_before_the_backward_pass_is_an_error(name: str, way: None) -> None:
+def test_a_parameter_changed_before_the_backward_pass_is_an_error(name, way):
     parameters = [torch.nn.Parameter(x.clone()) for x in PARAMETERS]
     y = CALLS[name](torch.randn(4, 2, 8, requires_grad=True), *parameters)
     with torch.no_grad():
@@ -185,11 +182,11 @@ def test_a_parameter_changed_before_the_backward_pass_is_an_error(name: str, way
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_parameter_frozen_before_the_backward_pass_gets_nothing(name: str, way: None) -> None:
+def test_a_parameter_frozen_before_the_backward_pass_gets_nothing(name, way):
     parameters = [torch.nn.Parameter(x.clone()) for x in PARAMETERS]
     accumulators = [GradientAccumulator(p, torch.zeros(p.shape)) for p in parameters]
     for p, accumulator in zip(parameters, accumulators, strict=True):
-        p.gradient_accumulator = accumulator  # type: ignore[attr-defined]
+        p.gradient_accumulator = accumulator
     y = CALLS[name](torch.randn(4, 2, 8, requires_grad=True), *parameters)
     for p in parameters:
         p.requires_grad_(False)
@@ -200,21 +197,21 @@ def test_a_parameter_frozen_before_the_backward_pass_gets_nothing(name: str, way
 
 
 @pytest.mark.parametrize("name", ["norm", "bias_activation", "linear"])
-def test_hooks_on_saved_tensors_are_used_as_by_autograd(name: str, way: None) -> None:
+def test_hooks_on_saved_tensors_are_used_as_by_autograd(name, way):
     """Nothing that they hold stays once the graph is freed."""
 
     class Packed:
-        def __init__(self, x: torch.Tensor) -> None:
+        def __init__(self, x):
             self.array = x.numpy().copy()
 
-    def passes(hooks: bool) -> list[torch.Tensor]:
+    def passes(hooks):
         alive = weakref.WeakSet[Any]()
 
-        def pack(x: torch.Tensor) -> Packed:
+        def pack(x):
             alive.add(packed := Packed(x))
             return packed
 
-        def unpack(packed: Packed, pack: Any = pack) -> torch.Tensor:
+        def unpack(packed, pack=pack):
             return torch.from_numpy(packed.array)
 
         alive.update((pack, unpack))
@@ -240,13 +237,13 @@ def test_hooks_on_saved_tensors_are_used_as_by_autograd(name: str, way: None) ->
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CALLS)
-def test_a_traced_call_computes_with_new_inputs(name: str, way: None) -> None:
+def test_a_traced_call_computes_with_new_inputs(name, way):
     first, second = torch.randn(2, 4, 2, 8)
     traced = torch.jit.trace(CALLS[name], (first, *PARAMETERS), check_trace=False)
     assert torch.equal(traced(second, *PARAMETERS), CALLS[name](second, *PARAMETERS))
 
 
-def test_tensors_without_data_are_not_for_the_kernels_of_a_gpu(built: None) -> None:
+def test_tensors_without_data_are_not_for_the_kernels_of_a_gpu(built):
     nodes = library.nodes_for(torch.ones(1))
     handle = library.find("cpu").handle
     addresses = {
@@ -266,14 +263,14 @@ class _Products(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("seen", ["forward", "backward", "both"])
 @pytest.mark.parametrize("position", ["pre", "post"])
-def test_a_recomputed_layer_repeats_what_gradients_need(seen: str, position: str) -> None:
+def test_a_recomputed_layer_repeats_what_gradients_need(seen, position):
     """A mode that sees operators runs in one pass only, or in both.
 
     Per layer 4 products forward and 8 backward; recomputed are those before the last that a
@@ -295,7 +292,7 @@ def test_a_recomputed_layer_repeats_what_gradients_need(seen: str, position: str
     chunk = build_chunks(config, topology, context)["0"].train()
     batch = make_micro_batch(np.arange(66).reshape(2, 33) % 64, first_sample=0)
 
-    def passes(forward: _Products | None, backward: _Products | None) -> list[torch.Tensor]:
+    def passes(forward, backward):
         chunk.zero_grad()
         with forward or contextlib.nullcontext():
             loss = chunk(batch, None)

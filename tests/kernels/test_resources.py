@@ -1,10 +1,6 @@
 """Register and access checks: planted violations are found, in text and in compiler output."""
 
-from __future__ import annotations
-
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,12 +42,12 @@ MASKED = CAUSAL.replace("Causal", "Masked")
 
 
 @pytest.fixture
-def rules(tmp_path: Path) -> resources.Rules:
+def rules(tmp_path):
     (tmp_path / "launch.h").write_text(HEADER)
     return resources.read_rules(tmp_path)
 
 
-def kernel(name: str, **values: int) -> Kernel:
+def kernel(name, **values):
     good = dict(
         vgprs=60,
         agprs=0,
@@ -66,7 +62,7 @@ def kernel(name: str, **values: int) -> Kernel:
     return Kernel(name, **{**good, **values})
 
 
-def test_budgets_are_found_beside_the_operation(rules: resources.Rules) -> None:
+def test_budgets_are_found_beside_the_operation(rules):
     wanted = {
         CAUSAL: 4,
         "void part_kernel<float>(float*)": 8,
@@ -91,22 +87,20 @@ def test_budgets_are_found_beside_the_operation(rules: resources.Rules) -> None:
         (dict(wide=0), ("16",)),
     ],
 )
-def test_each_rule(
-    rules: resources.Rules, values: dict[str, int], figures: tuple[str, ...]
-) -> None:
+def test_each_rule(rules, values, figures):
     (found,) = resources.check(kernel(CAUSAL, **values), rules)
     assert all(figure in found for figure in figures), found
     assert resources.check(kernel(CAUSAL, vgprs=128), rules) == []
 
 
 def test_scalar_registers_may_spill_where_the_kernels_are_not_tuned(
-    rules: resources.Rules,
-) -> None:
+    rules,
+):
     assert resources.check(kernel(CAUSAL, spills=2), rules, "gfx942") == []
     assert resources.check(kernel(CAUSAL, spills=2, scratch_bytes=8), rules, "gfx942")
 
 
-def test_announced_narrow_accesses(rules: resources.Rules) -> None:
+def test_announced_narrow_accesses(rules):
     """Narrow accesses may be announced by an operation, a struct argument or a __global__ function.
 
     Their number is expressed in V and ITEMS.
@@ -124,7 +118,7 @@ def test_announced_narrow_accesses(rules: resources.Rules) -> None:
     assert {name: resources.narrow_allowed(kernel(name), rules) for name in allowed} == allowed
 
 
-def test_an_announcement_that_is_too_generous(rules: resources.Rules) -> None:
+def test_an_announcement_that_is_too_generous(rules):
     step, part = "void step_kernel<bf16, 8>(bf16*)", "void part_kernel<float>(float*)"
     good = [kernel(MASKED, narrow=12), kernel(step, narrow=17), kernel(part, narrow=2)]
     assert resources.check_all(good, rules) == []
@@ -135,7 +129,7 @@ def test_an_announcement_that_is_too_generous(rules: resources.Rules) -> None:
     assert "16" in wrong[1]
 
 
-def test_an_announcement_without_a_reason(tmp_path: Path) -> None:
+def test_an_announcement_without_a_reason(tmp_path):
     (tmp_path / "op.cpp").write_text("struct Op {\n    // narrow: 2\n};\n")
     with pytest.raises(build.BuildError, match="op.cpp:2"):
         resources.read_rules(tmp_path)
@@ -172,14 +166,14 @@ amdhsa.kernels:
 """
 
 
-def test_what_is_read_from_assembly() -> None:
+def test_what_is_read_from_assembly():
     (found,) = resources.parse_assembly(ASSEMBLY)
     newer = ASSEMBLY.replace("NumSgprs", "TotalNumSgprs")  # LLVM 20
     assert resources.parse_assembly(newer) == [found]
     assert found == Kernel("_Z1k", 26, 3, 41, 128, 8, 5, 7, narrow=4, wide=2)
 
 
-def test_what_is_read_from_ptxas() -> None:
+def test_what_is_read_from_ptxas():
     text = """ptxas info    : Compiling entry function '_Z1a' for 'sm_90'
 ptxas info    : Function properties for _Z1a
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
@@ -233,19 +227,19 @@ MK_API mk_planted(void *y, const void *x, int64_t n, void *stream) {
 """
 
 
-def plant(folder: Path) -> None:
+def plant(folder):
     for header in build.SOURCES.glob("*.h"):
         (folder / header.name).write_bytes(header.read_bytes())
     (folder / "planted.cpp").write_text(PLANTED)
 
 
-def needs(target: str) -> None:
+def needs(target):
     if build.compiler(target) is None:
         pytest.skip(build.no_compiler(target))
 
 
 @pytest.mark.slow
-def test_planted_violations_in_what_hipcc_makes(tmp_path: Path) -> None:
+def test_planted_violations_in_what_hipcc_makes(tmp_path):
     """Narrow loads and spills are found in real assembly, and a good kernel raises no finding."""
     needs("hip")
     plant(tmp_path)
@@ -259,7 +253,7 @@ def test_planted_violations_in_what_hipcc_makes(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign("simulator")
-def test_planted_spills_in_what_nvcc_makes(tmp_path: Path) -> None:
+def test_planted_spills_in_what_nvcc_makes(tmp_path):
     needs("cuda")
     plant(tmp_path)
     text = (
@@ -274,7 +268,7 @@ def test_planted_spills_in_what_nvcc_makes(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign("simulator")
-def test_no_cuda_kernel_spills() -> None:
+def test_no_cuda_kernel_spills():
     needs("cuda")
     assert resources.cuda_spills() == []
 
@@ -288,16 +282,16 @@ def test_no_cuda_kernel_spills() -> None:
     ],
 )
 def test_each_gpu_is_checked_or_named(
-    known: list[str],
-    compiled: list[str],
-    code: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    known,
+    compiled,
+    code,
+    monkeypatch,
+    capsys,
+):
     """A sample that an older compiler knows stands in for the GPU; what is unknown is named."""
-    built: list[str] = []
+    built = []
 
-    def compile_kernels(arch: str, **_: Any) -> list[Kernel]:
+    def compile_kernels(arch, **_):
         built.append(arch)
         return []
 
@@ -316,9 +310,7 @@ def test_each_gpu_is_checked_or_named(
     ]
 
 
-def test_what_checks_nothing_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_checks_nothing_is_refused(monkeypatch, capsys):
     for arguments in (["--only", "nonsense"], ["--jobs", "0"]):
         with pytest.raises(SystemExit) as stop:
             resources.main(arguments)

@@ -1,9 +1,5 @@
 """Rules for all operators, such as: no second derivative is silently wrong."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -16,7 +12,7 @@ from tests.kernels.numerics.reference import add_layer_norm, rms_norm
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
-ONCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ONCE = {
     "causal_softmax": causal_softmax,
     "masked_softmax": lambda x: masked_softmax(
         x.view(1, 1, 4, 8), torch.zeros(1, 1, 4, 8, dtype=torch.bool)
@@ -31,7 +27,7 @@ ONCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", ONCE)
-def test_second_derivatives_are_refused(name: str) -> None:
+def test_second_derivatives_are_refused(name):
     """Second derivatives are refused.
 
     torch would take the gradient for a constant and print a warning.
@@ -42,7 +38,7 @@ def test_second_derivatives_are_refused(name: str) -> None:
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
 
 
-def test_rows_of_minus_infinity_are_zero_everywhere() -> None:
+def test_rows_of_minus_infinity_are_zero_everywhere():
     scores = torch.full((1, 4, 4), float("-inf"))
     assert torch.equal(causal_softmax(scores), torch.zeros(1, 4, 4))
     assert torch.equal(
@@ -50,7 +46,7 @@ def test_rows_of_minus_infinity_are_zero_everywhere() -> None:
     )
 
 
-def test_long_odd_rows_keep_their_accuracy() -> None:
+def test_long_odd_rows_keep_their_accuracy():
     """Long odd rows keep their accuracy.
 
     One lane adds up the whole row on a CPU, in chains, so that n roundings do not accumulate.
@@ -59,13 +55,13 @@ def test_long_odd_rows_keep_their_accuracy() -> None:
     assert abs(float(y.double().sum()) - 1.0) < 2.0**-16
 
 
-def test_finite_numbers_stay_finite_in_swiglu() -> None:
+def test_finite_numbers_stay_finite_in_swiglu():
     x = torch.tensor([[-100.0, 1e20]], requires_grad=True)
     bias_activation(x, None, "swiglu").backward(torch.tensor([[1e20]]))
     assert x.grad is not None and x.grad.isfinite().all()
 
 
-def test_the_result_is_never_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_is_never_the_input(monkeypatch):
     x = torch.ones(4)
     assert bias_dropout_add(x, None, None, 0.0, 1).data_ptr() != x.data_ptr()
     monkeypatch.setattr(operators, "library_of", lambda x: library.KernelLibrary())

@@ -5,14 +5,10 @@ fastest, with and without planted faults. The campaign "simulator" runs all with
 "planted-faults" with each.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,7 +30,6 @@ from tests.prove.planted_faults import faults, outdated, plant_simulated, topics
 
 pytestmark = [needs_simulator, pytest.mark.slow]
 campaign = pytest.mark.campaign("simulator")
-Program = Callable[[int, tuple[str, ...]], Path]
 
 # Each kernel runs as one block of 128 threads over floats, and is named by the number after `case`.
 KERNELS = r"""
@@ -148,11 +143,11 @@ FOUND = {
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+def program(tmp_path_factory):
     """Provide program(lanes of a wave, flags): the kernels above, compiled once for each."""
-    made: dict[tuple[int, tuple[str, ...]], Path] = {}
+    made = {}
 
-    def get(wave: int, flags: tuple[str, ...]) -> Path:
+    def get(wave, flags):
         if (wave, flags) not in made:
             place = tmp_path_factory.mktemp("misuse")
             (place / "misuse.cpp").write_text(KERNELS)
@@ -180,7 +175,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 
 
 @pytest.mark.parametrize("wave", [64, pytest.param(32, marks=campaign)])
-def test_misuse_is_found(wave: int, program: Program) -> None:
+def test_misuse_is_found(wave, program):
     """Misuse is found, and a correct program passes.
 
     Each lane's sum crosses waves: 128 lanes of 2.
@@ -199,7 +194,7 @@ def test_misuse_is_found(wave: int, program: Program) -> None:
 @campaign
 @pytest.mark.parametrize("flags", [PLAIN, ("-O3",)], ids=["plain", "optimized"])
 @pytest.mark.parametrize("wave", [64, 32])
-def test_without_sanitizers(wave: int, flags: tuple[str, ...], program: Program) -> None:
+def test_without_sanitizers(wave, flags, program):
     """A correct program passes; LDS that was never written reads as NaN."""
     right, unwritten = (
         run_process([str(program(wave, flags)), case], environment(None, ())) for case in "01"
@@ -226,7 +221,7 @@ _ROTARY(x, x, x, table, table, 1, 1, 1 << 32, 8, 0, 0, 0, 0, 0, 0, 0, 1, 1.0)
 
 
 @campaign
-def test_sanitizers_see_tensors(tmp_path: Path) -> None:
+def test_sanitizers_see_tensors(tmp_path):
     built = simulator_library(tmp_path, 64, SANITIZED, ("rotary",))
     for script, message in (
         (OVERRUN, "AddressSanitizer: heap-buffer-overflow"),
@@ -239,7 +234,7 @@ def test_sanitizers_see_tensors(tmp_path: Path) -> None:
 @campaign
 @pytest.mark.parametrize("sanitized", [True, False], ids=["wave64-sanitized", "wave32"])
 @pytest.mark.parametrize("name", topics())
-def test_numerics(name: str, sanitized: bool, tmp_path: Path) -> None:
+def test_numerics(name, sanitized, tmp_path):
     topic = topics()[name]
     wave, flags = (64, SANITIZED) if sanitized else (32, PLAIN)
     built = simulator_library(tmp_path, wave, flags, topic.sources)
@@ -251,7 +246,7 @@ def test_numerics(name: str, sanitized: bool, tmp_path: Path) -> None:
         assert outcome.passed and " passed" in outcome.output, f"{file}: {outcome.end}"
 
 
-def check_norms(built: Path, number: int, check_norm: Callable[..., None]) -> None:
+def check_norms(built, number, check_norm):
     """Check tensors around a pack, a block and a chunk with the fault of this number.
 
     They are aligned or not.
@@ -268,7 +263,7 @@ def check_norms(built: Path, number: int, check_norm: Callable[..., None]) -> No
             check_norm([5, 1030, 0, 4096, 4097, 1], dtype, offset, factor, "cpu", 2)
 
 
-def test_the_norm_of_gradients(tmp_path: Path) -> None:
+def test_the_norm_of_gradients(tmp_path):
     """It is right without a fault, and wrong without a barrier and with each other fault."""
     # It takes seconds, which no child should spend.
     from tests.kernels.numerics.test_optimizer import check_norm

@@ -67,15 +67,13 @@ CASES = {
 }
 
 
-def documents_of(lengths: list[list[int]]) -> Documents:
+def documents_of(lengths):
     joined = np.concatenate(lengths)
     bounds = torch.from_numpy(np.append(0, joined.cumsum()).astype(np.int32))
     return Documents(bounds, joined, len(lengths))
 
 
-def inputs(
-    s: int, b: int, heads: int, groups: int, dtype: torch.dtype = torch.float64, d: int = D
-) -> list[torch.Tensor]:
+def inputs(s, b, heads, groups, dtype=torch.float64, d=D):
     """Return queries, and keys and values that are slices of a projection."""
     generator = torch.Generator().manual_seed(5)
     draw = lambda n, d: torch.randn(s, b, n, d, generator=generator, dtype=torch.float64)  # noqa: E731
@@ -101,7 +99,7 @@ def dense(q, k, v, slopes, lengths, scoring=PLAIN):
     return torch.einsum("bhij,jbhd->ibhd", weights, v)
 
 
-def seen_of(lengths: list[list[int]], window: int = PLAIN.window) -> torch.Tensor:
+def seen_of(lengths, window=PLAIN.window):
     """Return which keys queries see: [b, 1, s, s]."""
     ids = torch.stack(
         [torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in lengths]

@@ -4,8 +4,6 @@ Numbers are compared in test_attention.py; packages that are not installed have 
 interfaces.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import types
@@ -284,7 +282,7 @@ def test_all_layers_of_a_rank_share_one_bias_of_alibi():
     layers = [layer for chunk in build_chunks(config, topology).values() for layer in chunk.layers]
     kept = {}
 
-    def keep(x: torch.Tensor) -> torch.Tensor:
+    def keep(x):
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 

@@ -7,7 +7,6 @@ import itertools
 import math
 import sys
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ from tests.helpers.processes import run_processes
 S, B, D = 32, 2, 8
 LAYOUTS = (1, 2, 4)  # of four ranks, how many exchange heads
 # heads, key-value heads, and settings of the model
-MODELS: dict[str, tuple[int, int, dict[str, Any]]] = {
+MODELS = {
     "plain": (4, 4, {}),
     "grouped": (8, 2, {}),
     "multi-query": (4, 1, {}),
@@ -48,9 +47,7 @@ LACKING = {"torch": _NEITHER | {"window_size", "attention_logit_softcapping"}, "
 LENGTHS = ((3, 1, 14, 2, 12), (20, 12))
 
 
-def formula(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: dict[str, Any]
-) -> torch.Tensor:
+def formula(q, k, v, kind):
     """Return softmax(q k^T) v of whole sequences in float64."""
     heads, d = q.shape[2:]
     k, v = (x.repeat_interleave(heads // k.shape[2], dim=2) for x in (k, v))
@@ -72,13 +69,13 @@ def formula(
 
 
 def core(
-    parts: Any,
-    name: str,
-    length: int = S,
-    fused: bool = False,
-    dropout: float = 0.0,
-    backend: str = "blocked",
-) -> tuple[Any, Any]:
+    parts,
+    name,
+    length=S,
+    fused=False,
+    dropout=0.0,
+    backend="blocked",
+):
     """Return the attention of a model of MODELS, and the arguments of its calls."""
     from megatron.config import Config
     from megatron.layers.attention import CoreAttention
@@ -111,7 +108,7 @@ def core(
     return attention, CallContext(None, documents, key)
 
 
-def tensors(name: str, dtype: torch.dtype, length: int = S) -> list[torch.Tensor]:
+def tensors(name, dtype, length=S):
     """Return q, k, v and the gradient of the output, of whole sequences."""
     heads, groups, _ = MODELS[name]
     generator = torch.Generator().manual_seed(3)
@@ -120,9 +117,7 @@ def tensors(name: str, dtype: torch.dtype, length: int = S) -> list[torch.Tensor
     return [x.to(dtype) for x in drawn]
 
 
-def run(
-    parts: Any, name: str, dtype: torch.dtype, length: int = S, **more: Any
-) -> list[torch.Tensor]:
+def run(parts, name, dtype, length=S, **more):
     """Return output and gradients of this rank's rows."""
     attention, call = core(parts, name, length, **more)
     whole = tensors(name, dtype, length)
@@ -135,13 +130,13 @@ def run(
     return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
 
 
-def are_close(found: list[torch.Tensor], wanted: list[Any], tolerance: float, what: Any) -> None:
+def are_close(found, wanted, tolerance, what):
     for name, x, exact in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
         error = (x.double() - exact.double()).abs().max().item()
         assert error < tolerance, (what, name, error)
 
 
-def all_models(rank: int) -> None:
+def all_models(rank):
     """Compare each model with the formula: in float64, and in fp32 with kernels.
 
     Also with each backend of a ring that can compute it, in float64.
@@ -169,11 +164,11 @@ def all_models(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_parts_of_attention_are_the_formula() -> None:
+def test_parts_of_attention_are_the_formula():
     run_processes(4, all_models)
 
 
-def dropped(rank: int) -> None:
+def dropped(rank):
     """Compare with one process under dropout, whose masks come from the same positions."""
     topology, length = join(context_parallel_size=2), 128
     for heads, fused in itertools.product((1, 2), (False, True)):
@@ -187,19 +182,19 @@ def dropped(rank: int) -> None:
 
 
 @pytest.mark.slow
-def test_masks_of_dropout_are_those_of_one_process() -> None:
+def test_masks_of_dropout_are_those_of_one_process():
     run_processes(2, dropped)
 
 
 class Messages(FlightRecorder):
     """Adds up the bytes of messages and of collectives by name, each once."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.bytes: Counter[str] = Counter()
         self.order: list[str] = []
 
-    def enter(self, name: bytes, kind: str, size_bytes: int, *rest: Any, **more: Any) -> int:
+    def enter(self, name, kind, size_bytes, *rest, **more):
         # A message is entered when it is posted and when it is waited for; a collective has a
         # sequence number only then.
         if not more.get("sequence"):
@@ -208,9 +203,7 @@ class Messages(FlightRecorder):
         return super().enter(name, kind, size_bytes, *rest, **more)
 
 
-def kept_and_sent(
-    rank: int, backend: str
-) -> list[tuple[int, dict[str, int], dict[str, int], list[str]]]:
+def kept_and_sent(rank, backend):
     """Return what attention keeps, and what is sent in the forward and in the backward pass.
 
     Also the order of messages and of the work of the steps in the forward pass.
@@ -227,13 +220,13 @@ def kept_and_sent(
         q, k, v, dout = (x[rows].clone() for x in tensors("plain", torch.float32, length))
         for x in (q, k, v):
             x.requires_grad_()
-        kept: dict[int, int] = {}
+        kept = {}
 
-        def keep(x: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+        def keep(x, kept=kept):
             kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
 
-        def rectangles(ring: Ring, *step: Any, messages: Messages = messages) -> Any:
+        def rectangles(ring, *step, messages=messages):
             messages.order.append("work")
             return work(ring, *step)
 
@@ -252,7 +245,7 @@ def kept_and_sent(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["blocked", "torch"])
-def test_memory_of_a_rank_is_flat_and_messages_are_those_of_the_formula(backend: str) -> None:
+def test_memory_of_a_rank_is_flat_and_messages_are_those_of_the_formula(backend):
     for (alone, *_), two, four, exchanged in run_processes(4, kept_and_sent, backend):
         assert two[0] == four[0] == alone
         rows, heads = 16, MODELS["plain"][0]
@@ -269,7 +262,7 @@ def test_memory_of_a_rank_is_flat_and_messages_are_those_of_the_formula(backend:
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 6])
 @pytest.mark.parametrize("parts", [1, 2, 3])
-def test_rows_of_all_ranks_are_the_sequence(heads: int, parts: int) -> None:
+def test_rows_of_all_ranks_are_the_sequence(heads, parts):
     """Each position is on one rank, in chunks that make causal attention even."""
     length, size = 6 * 6 * 4, 6
     ranks = [ContextParallel(Group(range(size), rank), heads) for rank in range(size)]

@@ -1,7 +1,5 @@
 """Batches of documents, against a search through all positions."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 from megatron.layers.positions import group_documents
 
 
-def cut(draw: st.DrawFn) -> tuple[np.ndarray, int]:
+def cut(draw):
     """Draw lengths of documents in 1 to 3 samples of equal length."""
     samples, s = draw(st.integers(1, 3)), draw(st.integers(1, 60))
     starts = draw(st.sets(st.integers(0, samples * s - 1))) | {i * s for i in range(samples)}
@@ -17,7 +15,7 @@ def cut(draw: st.DrawFn) -> tuple[np.ndarray, int]:
 
 
 @given(case=st.composite(cut)())
-def test_each_document_is_read_in_order_and_put_back(case: tuple[np.ndarray, int]) -> None:
+def test_each_document_is_read_in_order_and_put_back(case):
     lengths, samples = case
     groups = group_documents(lengths, samples)
     s = lengths.sum() // samples
@@ -41,7 +39,7 @@ def test_each_document_is_read_in_order_and_put_back(case: tuple[np.ndarray, int
     assert all(n > 0 for n, _ in groups.shapes)
 
 
-def test_few_batches_for_many_documents() -> None:
+def test_few_batches_for_many_documents():
     lengths = np.arange(1, 2049)
     shapes = group_documents(lengths, 1).shapes
     assert len(shapes) <= 28

@@ -1,7 +1,5 @@
 """Token and position embeddings whose gradients have an accumulator, against autograd's dense gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -73,7 +71,7 @@ def test_nothing_of_the_tables_size_is_made():
     accumulator, _ = hang_sink(words.weight)
     tokens, target = data()
     known = [x.untyped_storage().data_ptr() for x in (words.weight, accumulator.total)]
-    made = list[int]()
+    made = []
 
     def look(name, args, returned):
         made.extend(x.numel() for x in returned if x.untyped_storage().data_ptr() not in known)

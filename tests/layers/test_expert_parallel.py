@@ -1,11 +1,7 @@
 """Messages of expert parallelism: as few bytes as the routing allows."""
 
-from __future__ import annotations
-
 import os
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,17 +20,17 @@ S, B, H, E, K = 6, 2, 16, 8, 4
 NODES = 2
 
 
-def messages_body(rank: int) -> list[dict[str, Any]]:
+def messages_body(rank):
     """Return results of a layer with ranks as one node, as two, and without tokens for the second.
 
     experts   of this rank's tokens
     sent      group, width of a row and bytes of each message
     results   output and gradient of the input; alone: those of one process with all experts
     """
-    sent: list[tuple[str, int, int]] = []
+    sent = []
     start = collectives.start
 
-    def recorded(call: bytes, group: Any, size: int, function: Any, x: Any, *rest: Any) -> Any:
+    def recorded(call, group, size, function, x, *rest):
         if call == b"all_to_all":
             sent.append((group.kind, x.shape[-1], size))
         return start(call, group, size, function, x, *rest)
@@ -52,7 +48,7 @@ def messages_body(rank: int) -> list[dict[str, Any]]:
         moe_shared_expert_overlap=True,
     )
 
-    def run(experts: Experts, empty: bool) -> tuple[ExpertMLP, torch.Tensor, list[Any]]:
+    def run(experts, empty):
         one = LayerContext.single()
         context = LayerContext(one.tensor, one.parameters, experts=experts)
         layer = ExpertMLP(context, "layers.0.mlp", config.model, 0)
@@ -78,14 +74,14 @@ def messages_body(rank: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_token_is_sent_once_to_each_node_and_rank_of_its_experts() -> None:
+def test_a_token_is_sent_once_to_each_node_and_rank_of_its_experts():
     """Rows of tokens and of results are those of the routing, in the forward and backward pass."""
     one, two, empty = zip(*run_processes(4, messages_body), strict=True)
     for found in (*one, *two, *empty):
         for mine, alone in zip(found["results"], found["alone"], strict=True):
             np.testing.assert_allclose(mine, alone, rtol=1e-4, atol=1e-6 * abs(alone).max())
 
-    def check(ranks: Any, kind: str, width: int, pairs: np.ndarray) -> None:
+    def check(ranks, kind, width, pairs):
         """Compare messages with the rows [4, 4] from each rank to each."""
         np.fill_diagonal(pairs, 0)
         for rank, found in enumerate(ranks):
@@ -121,12 +117,12 @@ def test_a_token_is_sent_once_to_each_node_and_rank_of_its_experts() -> None:
     assert not any(found["experts"].max() >= E // 2 for found in empty)
 
 
-def name_node(name: str) -> None:
+def name_node(name):
     os.environ["SLURMD_NODENAME"] = name
 
 
 @pytest.mark.slow
-def test_tokens_go_over_the_nodes_that_a_run_is_on(tmp_path: Path) -> None:
+def test_tokens_go_over_the_nodes_that_a_run_is_on(tmp_path):
     """The launcher's processes are on two nodes. Losses: tests/parity."""
     file = tmp_path / "metrics.jsonl"
     flags = "--num-experts 4 --expert-model-parallel-size 4 --disable-bias-linear --train-iters 1"

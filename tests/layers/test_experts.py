@@ -1,10 +1,7 @@
 """Layers of experts: output, balancing losses and all gradients against float64, token by token."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +19,7 @@ from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Group, Topology
 
 S, B, H, E, FFN, SCALE = 6, 2, 8, 4, 10, 0.7
-BASE: dict[str, Any] = dict(
+BASE = dict(
     num_layers=1,
     hidden_size=H,
     num_attention_heads=2,
@@ -34,8 +31,8 @@ BASE: dict[str, Any] = dict(
     add_bias_linear=False,
     init_method_std=0.5,
 )
-SIGMOID: dict[str, Any] = dict(moe_router_score_function="sigmoid")
-CASES: dict[str, dict[str, Any]] = {
+SIGMOID = dict(moe_router_score_function="sigmoid")
+CASES = {
     "mixtral": dict(),
     "qwen": dict(moe_router_pre_softmax=True, moe_router_topk=3),
     "switch": dict(moe_router_pre_softmax=True, moe_router_topk=1, moe_aux_loss_coeff=(0.3,)),
@@ -66,11 +63,11 @@ CASES: dict[str, dict[str, Any]] = {
         moe_ffn_hidden_size=8,
     ),
 }
-RECOMPUTED: dict[str, dict[str, Any]] = {"kept": {}, "moe": dict(recompute=True)}
+RECOMPUTED = {"kept": {}, "moe": dict(recompute=True)}
 RECOMPUTED["moe_act"] = dict(recompute_activation=True)
 
 
-def made(fields: dict[str, Any], **again: bool) -> tuple[ExpertMLP, Config]:
+def made(fields, **again):
     """Return a layer with random weights, biases of experts and load."""
     config = Config.create(**{**BASE, **fields})
     context = dataclasses.replace(LayerContext.single(), experts=Experts(loss_scale=SCALE))
@@ -87,12 +84,12 @@ def made(fields: dict[str, Any], **again: bool) -> tuple[ExpertMLP, Config]:
 
 
 def reference(
-    x: torch.Tensor,
-    p: dict[str, torch.Tensor],
-    layer: ExpertMLP,
-    config: Config,
-    lengths: tuple[int, ...],
-) -> tuple[torch.Tensor, list[torch.Tensor], np.ndarray]:
+    x,
+    p,
+    layer,
+    config,
+    lengths,
+):
     """Return output, weighted losses and the experts of each token, by loops over tokens.
 
     Samples have these lengths, and the output of the rest is zero.
@@ -106,7 +103,7 @@ def reference(
     softmax, k = m.moe_router_score_function == "softmax", m.moe_router_topk
     scores = logits.softmax(-1) if softmax else logits.sigmoid()
     chosen = np.full((S, B, k), -1)
-    weights: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+    weights = {}
     for s, b in text:
         wanted = (scores[s, b] if bias is None else scores[s, b] + bias).detach().numpy().copy()
         if m.moe_router_num_groups:
@@ -127,11 +124,11 @@ def reference(
     shares = scores / scores.sum(-1, keepdim=True)
     plain = np.argsort(-shares.detach().numpy(), axis=-1)[..., :k]
 
-    def balance(of: torch.Tensor, load: torch.Tensor) -> torch.Tensor:
+    def balance(of, load):
         f = load.double() / load.sum()
         return E * sum(f[e] * of[..., e].mean() for e in range(E))
 
-    def load_of(picked: np.ndarray) -> torch.Tensor:
+    def load_of(picked):
         return torch.from_numpy(np.bincount(picked.reshape(-1), minlength=E))
 
     losses = []
@@ -157,9 +154,7 @@ def reference(
             for place in takers[capacity:]:
                 del weights[place][e]
 
-    def mlp(
-        y: torch.Tensor, up: torch.Tensor, down: torch.Tensor, *b: torch.Tensor
-    ) -> torch.Tensor:
+    def mlp(y, up, down, *b):
         if m.swiglu:
             return down @ (F.silu(up[0] @ y) * (up[1] @ y))
         inner = up @ y + (b[0] if b else 0.0)
@@ -185,9 +180,7 @@ def reference(
     ("again", "lengths"), [("kept", (S - 3, S - 1)), ("moe", (S, S)), ("moe_act", (0, S - 1))]
 )
 @pytest.mark.parametrize("name", CASES)
-def test_a_layer_is_that_of_a_loop_over_tokens(
-    name: str, again: str, lengths: tuple[int, ...]
-) -> None:
+def test_a_layer_is_that_of_a_loop_over_tokens(name, again, lengths):
     """Values and gradients agree to the rounding of fp32, recomputed or not.
 
     Padding enters no load, loss or capacity, whatever it contains.
@@ -224,7 +217,7 @@ def test_a_layer_is_that_of_a_loop_over_tokens(
     np.testing.assert_allclose(found, [float(loss.detach()) for loss in losses], rtol=1e-5)
 
 
-def test_evaluation_drops_only_when_asked() -> None:
+def test_evaluation_drops_only_when_asked():
     """A token's output depends neither on other tokens nor, as in a cache, on how many there are."""
     x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(2))
     capacities = dict(moe_expert_capacity_factor=0.7), dict(moe_eval_capacity_factor=0.7)
@@ -238,7 +231,7 @@ def test_evaluation_drops_only_when_asked() -> None:
         torch.testing.assert_close(torch.cat(alone).view_as(x), whole)
 
 
-def test_biases_move_towards_an_even_load_where_the_step_counts() -> None:
+def test_biases_move_towards_an_even_load_where_the_step_counts():
     layer, _ = made(CASES["deepseek"] | dict(moe_router_bias_update_rate=0.25))
     router = layer.router
     assert router.expert_bias is not None
@@ -251,7 +244,7 @@ def test_biases_move_towards_an_even_load_where_the_step_counts() -> None:
         assert router.load.sum() == 0
 
 
-def test_jitter_depends_on_the_sample_not_on_the_micro_batch() -> None:
+def test_jitter_depends_on_the_sample_not_on_the_micro_batch():
     layer, _ = made(dict(moe_input_jitter_eps=0.5))
     x = torch.randn(S, 3, H, generator=torch.Generator().manual_seed(1))
     weights, _ = layer.router(x, CallContext(dropout=DropoutKey(1, 4)))
@@ -261,7 +254,7 @@ def test_jitter_depends_on_the_sample_not_on_the_micro_batch() -> None:
     assert not torch.equal(alone, plain)
 
 
-def test_figures_are_means_over_layers_and_shares_of_the_interval() -> None:
+def test_figures_are_means_over_layers_and_shares_of_the_interval():
     layer, config = made(
         dict(
             num_layers=3, moe_layer_freq=(0, 1, 0), moe_aux_loss_coeff=(0.5,), moe_z_loss_coeff=0.1
@@ -297,7 +290,7 @@ def test_figures_are_means_over_layers_and_shares_of_the_interval() -> None:
     assert take_figures([router], config.model, topology)["experts"] is None
 
 
-def test_rows_are_sorted_by_expert_and_then_by_token() -> None:
+def test_rows_are_sorted_by_expert_and_then_by_token():
     order, places, ends = sorted_choices(torch.tensor([[2, 0], [-1, 2], [0, -1]]), 4)
     assert ends.tolist() == [2, 2, 4, 4]
     assert order.tolist()[:4] == [0, 2, 0, 1]

@@ -3,8 +3,6 @@
 Kernels against float64: tests/kernels/numerics; models with and without them: tests/model.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 
@@ -25,11 +23,11 @@ from tests.helpers.fusions import Operators, context
 NONE = Fusions()
 
 
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+def randn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def settle(module: torch.nn.Module, dtype: torch.dtype) -> None:
+def settle(module, dtype):
     """Set weights that are neither 0 nor 1, in the dtype and equal for equal modules."""
     for i, p in enumerate(module.parameters()):
         p.data = (p.data + 0.3 * randn(*p.shape, seed=i)).to(dtype)
@@ -78,7 +76,7 @@ def test_norm_through_apex(monkeypatch, kind, one_plus):
     assert calls == [kind]
 
 
-def kept(shape, p, seed) -> torch.Tensor:
+def kept(shape, p, seed):
     """Return 1 where the kernel's mask keeps."""
     return (elementwise.bias_dropout_add(torch.ones(shape), None, None, p, seed) != 0).float()
 

@@ -1,7 +1,5 @@
 """Output layer with cross entropy in chunks of tokens, against plain torch in float64."""
 
-from __future__ import annotations
-
 import dataclasses
 import weakref
 
@@ -175,7 +173,7 @@ def test_only_one_chunk_of_logits_exists_and_is_computed_once(fused, late):
     hang_sink(weight)
     x = torch.randn(S, B, 2).bfloat16().requires_grad_()
     labels, v = torch.randint(0, 1024, (S, B)), Vocabulary(weight, context, 0, 1024, 7)
-    shapes, sizes, places = list[tuple[int, ...]](), list[int](), set[int]()
+    shapes, sizes, places = [], [], set()
 
     def look(name, _, returned):
         sizes.extend(x.nbytes for x in returned)

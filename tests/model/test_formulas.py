@@ -1,9 +1,6 @@
 """Counts of parameters and operations, against published totals, closed forms and torch."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -31,11 +28,9 @@ FULL = RecomputeConfig("full")
 SELECTIVE = RecomputeConfig("selective", ("core_attn",))
 
 
-def gpt(
-    layers: int, hidden: int, heads: int, seq: int, vocab: int, **changes: object
-) -> ModelConfig:
+def gpt(layers, hidden, heads, seq, vocab, **changes):
     """Return a GPT-2 style model; `changes` make it another one."""
-    values: dict[str, object] = {
+    values = {
         "num_layers": layers,
         "hidden_size": hidden,
         "ffn_hidden_size": 4 * hidden,
@@ -46,7 +41,7 @@ def gpt(
         "max_position_embeddings": seq,
         "vocab_size": vocab,
     }
-    return ModelConfig(**{**values, **changes})  # type: ignore[arg-type]
+    return ModelConfig(**{**values, **changes})
 
 
 LLAMA = {
@@ -60,7 +55,7 @@ GPT2_124M = gpt(12, 768, 12, 1024, 50257)
 LLAMA_8B = gpt(32, 4096, 32, 8192, 128256, ffn_hidden_size=14336, num_key_value_heads=8, **LLAMA)
 
 
-def llama(layers: int, hidden: int, heads: int, vocab: int, **changes: object) -> ModelConfig:
+def llama(layers, hidden, heads, vocab, **changes):
     return gpt(layers, hidden, heads, 2048, vocab, **{**LLAMA, **changes})
 
 
@@ -132,7 +127,7 @@ RELEASED = {
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_totals_of_released_models(name: str) -> None:
+def test_totals_of_released_models(name):
     """Count what was counted over the released weights, as Hugging Face shows it."""
     model, total = RELEASED[name]
     assert total_parameters(model) == total
@@ -142,7 +137,7 @@ def test_totals_of_released_models(name: str) -> None:
     ("layers", "hidden", "heads", "named"),
     [(48, 6144, 48, 22e9), (96, 12288, 96, 175e9), (128, 25600, 128, 1e12)],
 )
-def test_totals_of_the_papers_models(layers: int, hidden: int, heads: int, named: float) -> None:
+def test_totals_of_the_papers_models(layers, hidden, heads, named):
     vocab, seq = 51200, 2048
     total = total_parameters(gpt(layers, hidden, heads, seq, vocab))
     assert total == pytest.approx(named, rel=0.01)
@@ -161,7 +156,7 @@ def test_totals_of_the_papers_models(layers: int, hidden: int, heads: int, named
         dict(swiglu=True, add_bias_linear=False),
     ],
 )
-def test_parameters_of_a_model_that_is_built(changes: dict[str, Any]) -> None:
+def test_parameters_of_a_model_that_is_built(changes):
     fields = dict(hidden_size=48, num_attention_heads=6, seq_length=16, vocab_size=96)
     fields |= dict(num_layers=2, ffn_hidden_size=100, kv_channels=10, **changes)
     config = Config.create(**fields)
@@ -172,7 +167,7 @@ def test_parameters_of_a_model_that_is_built(changes: dict[str, Any]) -> None:
     )
 
 
-def plain_gpt_flops(model: ModelConfig, batch: int) -> int:
+def plain_gpt_flops(model, batch):
     """Return torch's count of forward and backward of a plain GPT.
 
     Its attention is unmasked and explicit.
@@ -187,7 +182,7 @@ def plain_gpt_flops(model: ModelConfig, batch: int) -> int:
     assert vocab is not None
     torch.manual_seed(0)
 
-    def weight(*shape: int) -> torch.Tensor:
+    def weight(*shape):
         return torch.randn(shape, requires_grad=True)
 
     x = weight(batch, s, h)
@@ -225,7 +220,7 @@ def plain_gpt_flops(model: ModelConfig, batch: int) -> int:
     "changes",
     [{}, {"num_key_value_heads": 2, "swiglu": True, "ffn_hidden_size": 72, "kv_channels": 6}],
 )
-def test_model_flops_are_those_that_torch_counts(changes: dict[str, object]) -> None:
+def test_model_flops_are_those_that_torch_counts(changes):
     model, batch = gpt(3, 32, 4, 24, 40, **changes), 2
     assert model_flops_per_token(model) * model.seq_length * batch == plain_gpt_flops(model, batch)
 
@@ -233,7 +228,7 @@ def test_model_flops_are_those_that_torch_counts(changes: dict[str, object]) -> 
 @pytest.mark.parametrize(
     ("layers", "hidden", "heads"), [(48, 6144, 48), (96, 12288, 96), (128, 25600, 128)]
 )
-def test_flops_agree_with_the_papers_formula(layers: int, hidden: int, heads: int) -> None:
+def test_flops_agree_with_the_papers_formula(layers, hidden, heads):
     batch, seq, vocab = 640, 2048, 51200
     model = gpt(layers, hidden, heads, seq, vocab)
     ours = model_flops_per_token(model) * batch * seq
@@ -245,7 +240,7 @@ def test_flops_agree_with_the_papers_formula(layers: int, hidden: int, heads: in
     assert ours - theirs == pytest.approx(1.5 * batch * seq * hidden * vocab, rel=1e-6)
 
 
-def test_a_window_counts_the_keys_of_a_query() -> None:
+def test_a_window_counts_the_keys_of_a_query():
     """A late query of a layer with a window sees LEFT keys and its own, of others as many as s."""
     model = gpt(6, 64, 4, 128, 512, window_size=(31, 0), window_attn_skip_freq=(1, 0, 1, 1, 0, 1))
     assert attention_score_flops(model, 0) == 4 * 32 * 64
@@ -260,7 +255,7 @@ def test_a_window_counts_the_keys_of_a_query() -> None:
     assert attention_score_flops(gpt(6, 64, 4, 128, 512, window_size=(500,))) == 4 * 128 * 64
 
 
-def test_recomputation_adds_what_is_run_again() -> None:
+def test_recomputation_adds_what_is_run_again():
     model = gpt(6, 64, 4, 128, 512)
     last = 2 * 64 * 4 * 64
     assert recompute_flops_per_token(model, RecomputeConfig(), []) == 0
@@ -280,5 +275,5 @@ def test_recomputation_adds_what_is_run_again() -> None:
         ("", "device"),
     ],
 )
-def test_half_an_mi250_is_a_device_of_its_own(name: str, unit: str) -> None:
+def test_half_an_mi250_is_a_device_of_its_own(name, unit):
     assert formulas.device_unit(name) == unit

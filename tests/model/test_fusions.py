@@ -1,7 +1,5 @@
 """A stage through the kernels: equal to rounding, bitwise under recomputation, by each flag."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

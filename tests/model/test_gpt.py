@@ -1,7 +1,5 @@
 """One stage in one process: documents, masks, padding, recomputation, residuals and dropout."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

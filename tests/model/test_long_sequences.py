@@ -1,9 +1,5 @@
 """A sequence of 8,192 tokens on four context ranks, against Hugging Face transformers."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -14,13 +10,13 @@ from tests.helpers.processes import run_processes
 LENGTH, VOCABULARY = 8192, 96
 
 
-def tokens() -> torch.Tensor:
+def tokens():
     """Return token ids and the label of the last, int64 [1, LENGTH + 1]."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, VOCABULARY, (1, LENGTH + 1), generator=generator)
 
 
-def logits_of_a_part(rank: int, folder: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
+def logits_of_a_part(rank, folder, kind):
     """Return this rank's positions and their scores."""
     import megatron
     from megatron.data.sampler import make_micro_batch
@@ -39,7 +35,7 @@ def logits_of_a_part(rank: int, folder: str, kind: str) -> tuple[np.ndarray, np.
 
 @pytest.mark.campaign("parity")
 @pytest.mark.parametrize("kind", ["p2p", "a2a", "a2a+p2p"])
-def test_scores_of_a_long_sequence_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+def test_scores_of_a_long_sequence_are_those_of_transformers(tmp_path, kind):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

@@ -1,16 +1,14 @@
 """Tensors kept by a training pass, against its trace."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from megatron.config import Config
-from megatron.data.sampler import MicroBatch, make_micro_batch
+from megatron.data.sampler import make_micro_batch
 from megatron.model.gpt import build_chunks, stages_of
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
-from megatron.planner.events import Alloc, Free, TracedModule
+from megatron.planner.events import Alloc, Free
 from megatron.planner.trace import trace
 
 S, B, H, V = 128, 2, 64, 256
@@ -35,17 +33,17 @@ LLAMA = dict(
 )
 
 
-def recompute(*modules: str) -> dict[str, object]:
+def recompute(*modules):
     return dict(recompute_granularity="selective", recompute_modules=modules)
 
 
-def stage(config: Config, dtype: torch.dtype) -> tuple[torch.nn.ModuleDict, MicroBatch]:
+def stage(config, dtype):
     topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
     tokens = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(5))
     return build_chunks(config, topology).to(dtype), make_micro_batch(tokens.numpy())
 
 
-def gradients(dtype: torch.dtype, **fields: object) -> dict[str, torch.Tensor]:
+def gradients(dtype, **fields):
     """Return the gradients of all parameters after one micro-batch."""
     config = Config.create(**{**FIELDS, "num_layers": 2, **fields})
     chunks, batch = stage(config, dtype)
@@ -53,7 +51,7 @@ def gradients(dtype: torch.dtype, **fields: object) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in chunks.named_parameters() if p.grad is not None}
 
 
-def kept_bytes(dtype: torch.dtype, **fields: object) -> tuple[Config, int]:
+def kept_bytes(dtype, **fields):
     """Return the bytes of the tensors that autograd saves in a forward pass.
 
     Shared memory counts once, parameters not at all.
@@ -61,9 +59,9 @@ def kept_bytes(dtype: torch.dtype, **fields: object) -> tuple[Config, int]:
     config = Config.create(**{**FIELDS, **fields})
     chunks, batch = stage(config, dtype)
     parameters = {p.untyped_storage().data_ptr() for p in chunks.parameters()}
-    saved: dict[int, torch.Tensor] = {}
+    saved = {}
 
-    def note(x: torch.Tensor) -> torch.Tensor:
+    def note(x):
         if x.is_floating_point() and x.untyped_storage().data_ptr() not in parameters:
             # Held, so that no other tensor takes its place.
             saved[x.untyped_storage().data_ptr()] = x
@@ -74,9 +72,9 @@ def kept_bytes(dtype: torch.dtype, **fields: object) -> tuple[Config, int]:
     return config, sum(x.untyped_storage().nbytes() for x in saved.values())
 
 
-def kept(part: TracedModule) -> int:
+def kept(part):
     """Return the bytes that a forward pass without data leaves."""
-    found: dict[int, int] = {}
+    found = {}
     for step in part.forward.steps:
         if isinstance(step, Alloc):
             found[step.id] = step.bytes
@@ -95,7 +93,7 @@ def kept(part: TracedModule) -> int:
         LLAMA | recompute("mlp_act", "layernorm"),
     ],
 )
-def test_a_layer_keeps_what_its_trace_says(changes: dict[str, object]) -> None:
+def test_a_layer_keeps_what_its_trace_says(changes):
     """One layer more keeps its tensors once, in bf16, as its trace says."""
     dtype = dict(bf16=True)
     config, two = kept_bytes(torch.bfloat16, num_layers=2, **dtype, **changes)
@@ -108,7 +106,7 @@ def test_a_layer_keeps_what_its_trace_says(changes: dict[str, object]) -> None:
     "model",
     [{}, {"hidden_dropout": 0.1}, LLAMA, {"apply_residual_connection_post_layernorm": True}],
 )
-def test_what_is_made_again_is_the_same_to_the_bit(model: dict[str, object]) -> None:
+def test_what_is_made_again_is_the_same_to_the_bit(model):
     """Recomputation is bitwise the same.
 
     This includes a kernel that adds the residual and normalises in one pass.
@@ -121,7 +119,7 @@ def test_what_is_made_again_is_the_same_to_the_bit(model: dict[str, object]) -> 
     assert all(torch.equal(kept[name], made[name]) for name in kept)
 
 
-def test_the_head_keeps_its_norm_and_no_logits() -> None:
+def test_the_head_keeps_its_norm_and_no_logits():
     config, one = kept_bytes(torch.bfloat16, num_layers=1, bf16=True)
     traced = trace(config, "cpu")
     head = kept(traced.head)

@@ -1,9 +1,6 @@
 """muP: initial weights, learning rates and factors against closed forms, and activations by size."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -27,13 +24,13 @@ FACTORS = dict(
 )
 
 
-def build(config: Config) -> Any:
+def build(config):
     topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
     return build_chunks(config, topology)["0"].eval()
 
 
 @pytest.mark.parametrize("style", [*FAMILIES, "embedding norm, untied"])
-def test_weights_take_up_the_factors(style: str) -> None:
+def test_weights_take_up_the_factors(style):
     """A model without muP has the same scores, with weights that have taken up all factors."""
     fields = FAMILIES.get(style) or {
         **FAMILIES["bloom"],
@@ -57,7 +54,7 @@ def test_weights_take_up_the_factors(style: str) -> None:
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_base_model_is_the_usual_one() -> None:
+def test_base_model_is_the_usual_one():
     """A model with the sizes of its base has the same weights and scores as without muP."""
     fields = {**COMMON, "init_method_std": 0.2}
     usual = build(Config.create(**fields))
@@ -67,7 +64,7 @@ def test_base_model_is_the_usual_one() -> None:
     assert torch.equal(usual.logits(micro_batch(), None), base.logits(micro_batch(), None))
 
 
-WIDE: dict[str, Any] = dict(
+WIDE = dict(
     COMMON,
     num_layers=6,
     hidden_size=256,
@@ -109,7 +106,7 @@ TABLE = {
 }
 
 
-def test_initial_weights_and_scales() -> None:
+def test_initial_weights_and_scales():
     config = Config.create(**WIDE)
     grouped = config.replace(optimizer="sgd", num_key_value_heads=4)
     adam, sgd = mup_scales(config), mup_scales(grouped)
@@ -127,14 +124,14 @@ def test_initial_weights_and_scales() -> None:
 @pytest.mark.parametrize(
     ("mode", "factor"), [("unit_rms_norm", 1), ("shape_scaling", 1), ("spectral", 1 / 2)]
 )
-def test_updates_of_muon_have_the_norm_of_mup(mode: str, factor: float) -> None:
+def test_updates_of_muon_have_the_norm_of_mup(mode, factor):
     """Four times as many outputs and inputs, for which the scales of updates are 1, 1 and 2."""
     config = Config.create(**{**WIDE, "optimizer": "muon", "muon_scale_mode": mode})
     s = Sharding("layers.0.x.weight", (96, 64), (96, 64), (0, 0), (96, 64), base_shape=(24, 16))
     assert mup_scales(config)(s)[0] == pytest.approx(factor)
 
 
-def test_norms_through_which_the_stream_passes() -> None:
+def test_norms_through_which_the_stream_passes():
     fields = {**WIDE, "apply_residual_connection_post_layernorm": True}
     config = Config.create(**{**fields, "num_key_value_heads": 4})
     for name, adam, sgd in (
@@ -150,7 +147,7 @@ def test_norms_through_which_the_stream_passes() -> None:
 MUP_FIELDS = [name for name in WIDE if "mup" in name]
 
 
-def test_xavier_is_that_of_the_base_model() -> None:
+def test_xavier_is_that_of_the_base_model():
     config = Config.create(**{**WIDE, "init_method_xavier_uniform": True})
     p = {sharding_of(p).name: p for p in build(config).parameters()}
     # bounds of uniform numbers: those of the base matrix, times sqrt(base inputs / inputs)
@@ -165,7 +162,7 @@ def test_xavier_is_that_of_the_base_model() -> None:
 # ---- activations by width and depth
 
 
-def spread(sizes: list[tuple[int, int]], **fields: Any) -> float:
+def spread(sizes, **fields):
     """Return the largest ratio between models of activations after some steps, or their change."""
     common = dict(seq_length=32, lr=1e-3, untie_embeddings_and_output_weights=True)
     configs = [configured(width, num_layers=n, **common, **fields) for width, n in sizes]
@@ -176,7 +173,7 @@ def spread(sizes: list[tuple[int, int]], **fields: Any) -> float:
 
 
 @pytest.mark.slow
-def test_activations_are_alike_at_any_width() -> None:
+def test_activations_are_alike_at_any_width():
     """From twice the base width: at the base, random parts of the updates still count."""
     assert spread([(2 * BASE, 2), (8 * BASE, 2)], **MUP) < LIMIT
     assert spread([(BASE, 2), (4 * BASE, 2)]) > 2.0
@@ -195,5 +192,5 @@ WIDTHS, DEPTHS = [(2 * BASE, 2), (8 * BASE, 2)], [(BASE, 4), (BASE, 16)]
     ],
     ids=["experts", "depth", "norms"],
 )
-def test_activations_of_other_models_are_alike(sizes: Any, fields: dict[str, Any]) -> None:
+def test_activations_of_other_models_are_alike(sizes, fields):
     assert spread(sizes, **MUP, **fields) < LIMIT

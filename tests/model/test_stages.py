@@ -1,7 +1,5 @@
 """Layers of pipeline stages: none is lost, none is repeated, and the stated rule holds."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +9,7 @@ from megatron.model.stages import assign_layers
 
 
 @given(st.integers(1, 24), st.integers(0, 200))
-def test_every_layer_once_and_in_order(num_stages: int, more: int) -> None:
+def test_every_layer_once_and_in_order(num_stages, more):
     num_layers = num_stages + more
     stages = assign_layers(num_layers, num_stages)
     assert len(stages) == num_stages
@@ -24,7 +22,7 @@ def test_every_layer_once_and_in_order(num_stages: int, more: int) -> None:
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
-def test_layout_is_followed(counts: list[int]) -> None:
+def test_layout_is_followed(counts):
     stages = assign_layers(sum(counts), len(counts), ",".join(map(str, counts)))
     assert [len(stage) for stage in stages] == counts
     assert [layer for stage in stages for layer in stage] == list(range(sum(counts)))
@@ -41,7 +39,7 @@ def test_layout_is_followed(counts: list[int]) -> None:
         (3, 2, [2, 1]),
     ],
 )
-def test_the_rule(num_layers: int, num_stages: int, counts: list[int]) -> None:
+def test_the_rule(num_layers, num_stages, counts):
     assert [len(stage) for stage in assign_layers(num_layers, num_stages)] == counts
 
 
@@ -56,7 +54,7 @@ def test_the_rule(num_layers: int, num_stages: int, counts: list[int]) -> None:
         (8, 4, "", []),
     ],
 )
-def test_refused(num_layers: int, num_stages: int, layout: str | None, named: list[str]) -> None:
+def test_refused(num_layers, num_stages, layout, named):
     with pytest.raises(ConfigError) as error:
         assign_layers(num_layers, num_stages, layout)
     assert all(part in str(error.value) for part in named), str(error.value)

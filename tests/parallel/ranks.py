@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -15,8 +15,6 @@ import torch.distributed as dist
 
 from megatron.parallel import rendezvous, store
 from megatron.parallel.launch import Launch
-from megatron.parallel.process_descriptions import Alike
-from megatron.parallel.rank_mapping import RankMapping
 from megatron.parallel.rendezvous import Rendezvous
 from tests.helpers.fault_points import on
 from tests.helpers.processes import free_port
@@ -32,14 +30,14 @@ class Patience:
     true, `passing` seconds have passed.
     """
 
-    def __init__(self, *over: Callable[[], bool], passing: float = ANSWER_S + 1) -> None:
+    def __init__(self, *over, passing=ANSWER_S + 1):
         self._over, self._passing, self._now = list(over), passing, 0.0
         self._asking = threading.Lock()
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self._now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         time.sleep(0.002)
         if self._asking.acquire(blocking=False):  # several threads may sleep
             try:
@@ -50,24 +48,22 @@ class Patience:
                 self._asking.release()
 
 
-def be_patient(patch: pytest.MonkeyPatch) -> None:
+def be_patient(patch):
     """Raise real-time limits for hosts that never answer to limits for hangs."""
     for module in (store, rendezvous):
         patch.setattr(module, "ANSWER_S", ANSWER_S)
     patch.setattr(rendezvous, "_LINGER_S", LINGER_S)
 
 
-def patient_connection(
-    launch: Launch, survivors: Sequence[int] = (), placing: RankMapping = rendezvous.AS_LAUNCHED
-) -> Rendezvous:
+def patient_connection(launch, survivors=(), placing=rendezvous.AS_LAUNCHED):
     """Join the rendezvous in a process that ends with its test case.
 
     A roll call ends when the survivors have answered it. The rank with the store stops waiting when
     they have left.
     """
     be_patient(pytest.MonkeyPatch())
-    met: list[Rendezvous] = []
-    on("megatron.parallel.met", met.append)  # type: ignore[arg-type]
+    met = []
+    on("megatron.parallel.met", met.append)
     keys, count = [f"answer/{rank}" for rank in survivors], len(survivors)
     clock = Patience(
         lambda: bool(keys and met) and met[0].store.check(keys),
@@ -79,7 +75,7 @@ def patient_connection(
 class Apart(Rendezvous):
     """Rank of several in this process: everything but torch.distributed, over a store on a port."""
 
-    def _initialise(self) -> None:
+    def _initialise(self):
         pass
 
 
@@ -88,10 +84,10 @@ class InMemory(Apart):
 
     stores: ClassVar[dict[int, dist.HashStore]] = {}
 
-    def _serve(self) -> Any:
+    def _serve(self):
         return self._client()
 
-    def _client(self) -> Any:
+    def _client(self):
         return self.stores.setdefault(self.launch.master_port, dist.HashStore())
 
 
@@ -99,23 +95,23 @@ Step = Callable[[Apart], Any]
 
 
 def ranks_in_threads(
-    numbers: Sequence[int],
-    size: int,
-    step: Step = lambda _: None,
-    clocks: Mapping[int, Patience] | None = None,
-    kind: type[Apart] = InMemory,
-    alike: Sequence[Alike | None] = (),
-    **launch: Any,
-) -> list[Any]:
+    numbers,
+    size,
+    step=lambda _: None,
+    clocks=None,
+    kind=InMemory,
+    alike=(),
+    **launch,
+):
     """Run `step` on ranks that meet, each in a thread, and return its results or errors.
 
     Thread i is rank numbers[i] of `size`, with alike[i].
     """
     port = launch.pop("master_port", None) or free_port()
-    found: list[Any] = [None] * len(numbers)
+    found = [None] * len(numbers)
     job = f"test.{os.getpid()}.{port}"
 
-    def run(thread: int, rank: int) -> None:
+    def run(thread, rank):
         clock = (clocks or {}).get(thread) or Patience()
         described = Launch(
             rank=rank,
@@ -139,7 +135,7 @@ def ranks_in_threads(
                 own,
             ).join()
             try:
-                found[thread] = step(joined)  # type: ignore[arg-type]
+                found[thread] = step(joined)
             finally:
                 joined.close()
         except Exception as error:

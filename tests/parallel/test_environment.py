@@ -1,9 +1,6 @@
 """Variables that a job sets for torch, HIP and CUDA; the user's own are kept."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,9 +8,7 @@ from megatron.config import Config
 from megatron.parallel.environment import TRACE_FILE, job_environment, torch_build
 from tests.helpers.fresh_python import run_python
 
-TINY: dict[str, Any] = dict(
-    num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=32
-)
+TINY = dict(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=32)
 HANG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 RECORDER = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 BOTH = {"TORCH_NCCL_HIGH_PRIORITY": "1", **HANG, **RECORDER}
@@ -23,9 +18,7 @@ ORDERED = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 TP = {"tensor_model_parallel_size": 2, "world_size": 2}
 
 
-def chosen(
-    build: str, given: dict[str, str] | None = None, **settings: Any
-) -> tuple[dict[str, str], list[str]]:
+def chosen(build, given=None, **settings):
     """Return the variables set for the duration of a job, and the lines about them."""
     environ = {**(given or {})}
     with job_environment(Config.create(**TINY, **settings), environ, build) as lines:
@@ -53,7 +46,7 @@ def chosen(
         ),
     ],
 )
-def test_what_is_set(build: str, settings: dict[str, Any], expected: dict[str, str]) -> None:
+def test_what_is_set(build, settings, expected):
     found, lines = chosen(build, **settings)
     assert found == expected
     assert all(f"{name}={value}" in lines[0] for name, value in expected.items()) and bool(
@@ -61,12 +54,12 @@ def test_what_is_set(build: str, settings: dict[str, Any], expected: dict[str, s
     ) == bool(expected)
 
 
-def test_the_flight_recorder_goes_to_the_runs_folder(tmp_path: Path) -> None:
+def test_the_flight_recorder_goes_to_the_runs_folder(tmp_path):
     found, _ = chosen("rocm", save=str(tmp_path))
     assert Path(found[TRACE_FILE[0]]).is_relative_to(tmp_path)
 
 
-def test_what_the_user_has_set_stays_and_a_contradiction_is_told() -> None:
+def test_what_the_user_has_set_stays_and_a_contradiction_is_told():
     mine = {"GPU_MAX_HW_QUEUES": "4", "TORCH_NCCL_HIGH_PRIORITY": "1", "TORCH_FR_BUFFER_SIZE": "7"}
     found, lines = chosen("rocm", mine)
     # No older name beside TORCH_FR_BUFFER_SIZE.
@@ -79,11 +72,11 @@ def test_what_the_user_has_set_stays_and_a_contradiction_is_told() -> None:
     )
 
 
-def test_an_empty_value_is_none() -> None:
+def test_an_empty_value_is_none():
     assert chosen("rocm", {"GPU_MAX_HW_QUEUES": ""})[0]["GPU_MAX_HW_QUEUES"] == "8"
 
 
-def torch_of(folder: Path, cuda: str, hip: str, code: str) -> str:
+def torch_of(folder, cuda, hip, code):
     """Return code that installs a made-up torch: `code` runs when it is imported."""
     (folder / "torch").mkdir()
     (folder / "torch" / "__init__.py").write_text(code)
@@ -102,16 +95,12 @@ def torch_of(folder: Path, cuda: str, hip: str, code: str) -> str:
         ("None", "'7.0.51831'", "rocm"),
     ],
 )
-def test_the_build_is_told_without_importing_torch(
-    tmp_path: Path, cuda: str, hip: str, build: str | None
-) -> None:
+def test_the_build_is_told_without_importing_torch(tmp_path, cuda, hip, build):
     code = torch_of(tmp_path, cuda, hip, "raise ImportError('torch was imported')\n")
     assert run_python(code + BUILD).strip() == str(build)
 
 
-def test_pretrain_sets_them_before_it_imports_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pretrain_sets_them_before_it_imports_torch(tmp_path, monkeypatch):
     monkeypatch.delenv("GPU_MAX_HW_QUEUES", raising=False)
     seen = "import os\nprint(os.environ.get('GPU_MAX_HW_QUEUES'), flush=True)\nos._exit(0)\n"
     code = torch_of(tmp_path, "None", "'7.0.51831'", seen) + PRETRAIN
@@ -125,7 +114,7 @@ PRETRAIN = (
 )
 
 
-def test_the_installed_torch() -> None:
+def test_the_installed_torch():
     import torch
 
     assert torch_build() == (

@@ -8,11 +8,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -42,13 +41,13 @@ USES = {
 }
 
 
-def connections(port: int) -> int:
+def connections(port):
     """Count the established connections at a port of this host."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(row[1].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
 
 
-def used(rank: int) -> tuple[list[int], int]:
+def used(rank):
     with patient_connection(detect_launch()) as met:
         counts = []
         for tensor, pipeline, ring in USES:
@@ -57,13 +56,13 @@ def used(rank: int) -> tuple[list[int], int]:
         return counts, connections(met.launch.master_port)
 
 
-def test_each_group_and_each_neighbour_once_over_two_connections_to_the_store() -> None:
+def test_each_group_and_each_neighbour_once_over_two_connections_to_the_store():
     counts, kept = zip(*run_processes(RANKS, used), strict=True)
     assert list(counts) == [list(of_rank) for of_rank in zip(*USES.values(), strict=True)]
     assert max(kept) == 2 * RANKS
 
 
-def held(rank: int) -> tuple[str, str]:
+def held(rank):
     """Hang rank 1 in the tensor group of ranks 0 and 1.
 
     Ranks 2 and 3 wait for them in their data groups. Rank 0's time limit expires when all have
@@ -72,14 +71,14 @@ def held(rank: int) -> tuple[str, str]:
     met = patient_connection(detect_launch(), range(RANKS))
     topology = Topology.create(2, 1, flight=met.flight)
 
-    def arrive(kind: str) -> None:
+    def arrive(kind):
         met.store.set(f"in/{rank}", kind)
         if rank == 1:
             threading.Event().wait()
 
     on(EVENT, arrive, 1 if rank < 2 else 2)
 
-    def use() -> None:
+    def use():
         threading.Thread(target=use_groups, args=(topology,), daemon=True).start()
         while rank > 0 or not met.store.check([f"in/{other}" for other in range(RANKS)]):
             time.sleep(0.002)
@@ -95,7 +94,7 @@ def held(rank: int) -> tuple[str, str]:
     return type(found).__name__, str(found)
 
 
-def test_where_a_group_hangs_every_rank_tells_who_is_in_which() -> None:
+def test_where_a_group_hangs_every_rank_tells_who_is_in_which():
     for kind, text in run_processes(RANKS, held):
         before, _, own = text.partition("Seen here as")
         assert kind == "LostRankError" and own, text
@@ -110,7 +109,7 @@ EXPERTS = Layout(tensor=2, pipeline=2, data=8, context=2, expert=4, expert_node=
 class Handle:
     """Stand-in for the process group of some ranks."""
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks):
         self.ranks = sorted(ranks)
 
 
@@ -121,18 +120,16 @@ class Device(TorchDispatchMode):
     read. `wrong` is the kind of group whose sums are one too small.
     """
 
-    def __init__(self, rank: int, layout: Layout, wrong: str = "") -> None:
+    def __init__(self, rank, layout, wrong=""):
         super().__init__()
         self.topology = Topology.from_layout(
             layout, rank, device=torch.device("cpu"), new_group=Handle
         )
         self.topology.flight.describe(rank, 1, "n")
-        self.wrong, self.done = wrong, list[tuple[str, str, int]]()
+        self.wrong, self.done = wrong, []
         self.pending: list[Callable[[], object]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default and self.pending:
             state = FlightState.read(self.topology.flight.buffer)
             assert state is not None and state.call is not None
@@ -141,25 +138,25 @@ class Device(TorchDispatchMode):
                 self.pending.pop()()
         return func(*args, **(kwargs or {}))
 
-    def all_reduce(self, x: torch.Tensor, group: Handle) -> None:
+    def all_reduce(self, x, group):
         kinds = {id(each.handle): each.kind for each in reversed(self.topology.groups)}
         total = len(group.ranks) - (kinds[id(group)] == self.wrong)
         self.pending.append(lambda: x.fill_(total))
 
-    def all_to_all_single(self, x: torch.Tensor, sent: torch.Tensor, group: Handle) -> None:
+    def all_to_all_single(self, x, sent, group):
         assert set(sent.tolist()) == {group.ranks.index(self.topology.rank)}
         self.pending.append(lambda: x.copy_(torch.arange(len(x))))
 
-    def isend(self, x: torch.Tensor, peer: int, group: Handle) -> SimpleNamespace:
+    def isend(self, x, peer, group):
         assert group.ranks == sorted([peer, self.topology.rank])
         self.pending.append(lambda: None)
         return SimpleNamespace(wait=lambda: None)
 
-    def irecv(self, x: torch.Tensor, peer: int, group: Handle) -> SimpleNamespace:
+    def irecv(self, x, peer, group):
         self.pending.append(lambda: x.fill_(peer))
         return SimpleNamespace(wait=lambda: None)
 
-    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def use(self, monkeypatch):
         for name in ("all_reduce", "all_to_all_single", "isend", "irecv"):
             monkeypatch.setattr(f"torch.distributed.{name}", getattr(self, name))
         with self:
@@ -167,8 +164,8 @@ class Device(TorchDispatchMode):
 
 
 def test_the_device_is_waited_for_in_the_record_of_each_group(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """A hang on the device is therefore in the group that hangs.
 
     Rank 19 is the second of its tensor and of its data line, on the second of two stages.
@@ -189,6 +186,6 @@ def test_the_device_is_waited_for_in_the_record_of_each_group(
     assert set(calls.values()) == {1} and device.done[-1][:2] == ("world", "all_reduce")
 
 
-def test_a_wrong_sum_names_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_sum_names_its_group(monkeypatch):
     with pytest.raises(LaunchError, match=r"(?s)\bexpert\b.*16-19.*\[3\].*\[4\]"):
         Device(17, Layout(data=20, tensor=1, expert=4), "expert").use(monkeypatch)

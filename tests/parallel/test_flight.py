@@ -1,12 +1,7 @@
 """Flight record and its file, as seen by another process."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
-
-import pytest
 
 from megatron.parallel import flight as flight_module
 from megatron.parallel.flight import (
@@ -33,7 +28,7 @@ from tests.helpers.clock import VirtualClock
 from tests.helpers.killing import forked, wait_for, wait_until_stopped
 
 
-def launch(rank: int, job: str = "a", node: str = "n1") -> Launch:
+def launch(rank, job="a", node="n1"):
     return Launch(
         rank=rank,
         local_rank=rank,
@@ -45,13 +40,13 @@ def launch(rank: int, job: str = "a", node: str = "n1") -> Launch:
     )
 
 
-def read(recorder: FlightRecorder) -> FlightState:
+def read(recorder):
     state = FlightState.read(recorder.buffer)
     assert state is not None
     return state
 
 
-def test_a_record_says_what_its_rank_does() -> None:
+def test_a_record_says_what_its_rank_does():
     flight = FlightRecorder()
     assert FlightState.read(flight.buffer) is None  # not yet described
     flight.describe(5, 4711, "n1:cuda:3", 99)
@@ -84,7 +79,7 @@ def test_a_record_says_what_its_rank_does() -> None:
     assert read(flight).call == PendingCall("receive", "pipeline", 9, 64, 0)
 
 
-def test_every_write_but_an_answer_is_progress() -> None:
+def test_every_write_but_an_answer_is_progress():
     flight = FlightRecorder()
     flight.describe(0, 1, "n\udcff")  # of a host whose name is not valid text
     writes = [
@@ -113,7 +108,7 @@ def test_every_write_but_an_answer_is_progress() -> None:
     assert read(flight).call == PendingCall("reduce", "world", -1, 8, 2)
 
 
-def test_a_sign_of_life_ends_the_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sign_of_life_ends_the_quiet(monkeypatch):
     clock = VirtualClock()
     monkeypatch.setattr(flight_module, "_clock", clock)
     flight = FlightRecorder()
@@ -132,7 +127,7 @@ def test_a_sign_of_life_ends_the_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the file of a node ----------------------------------------------------------------------------
 
 
-def test_ranks_of_a_node_see_each_other_and_leave_no_file(tmp_path: Path) -> None:
+def test_ranks_of_a_node_see_each_other_and_leave_no_file(tmp_path):
     files = [FlightFile(launch(rank), tmp_path) for rank in (2, 0)]
     for file, rank in zip(files, (2, 0), strict=True):
         file.recorder.describe(rank, os.getpid(), "n1:cpu", process_start(os.getpid()))
@@ -150,14 +145,14 @@ def test_ranks_of_a_node_see_each_other_and_leave_no_file(tmp_path: Path) -> Non
     high.close()
 
 
-def test_jobs_and_nodes_have_files_of_their_own() -> None:
+def test_jobs_and_nodes_have_files_of_their_own():
     names = {file_name(launch(0)), file_name(launch(0, job="b")), file_name(launch(0, node="n2"))}
     assert len(names) == 3 and file_name(launch(0)) == file_name(launch(3))
     assert "/" not in file_name(launch(0, job=f"a/../{'b' * 300}"))
 
 
-def test_a_file_of_a_job_that_was_killed_is_used_again(tmp_path: Path) -> None:
-    def write_and_die() -> None:
+def test_a_file_of_a_job_that_was_killed_is_used_again(tmp_path):
+    def write_and_die():
         file = FlightFile(launch(1), tmp_path)
         file.recorder.describe(1, os.getpid(), "n1:cpu")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -169,7 +164,7 @@ def test_a_file_of_a_job_that_was_killed_is_used_again(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_folder_a_rank_sees_its_own_record_alone(tmp_path: Path) -> None:
+def test_without_a_folder_a_rank_sees_its_own_record_alone(tmp_path):
     files = [FlightFile(launch(rank), tmp_path / "missing") for rank in range(2)]
     for rank, file in enumerate(files):
         file.recorder.describe(rank, os.getpid(), "n1:cpu")
@@ -178,7 +173,7 @@ def test_without_a_folder_a_rank_sees_its_own_record_alone(tmp_path: Path) -> No
         file.close()
 
 
-def test_a_process_is_known_by_its_start() -> None:
+def test_a_process_is_known_by_its_start():
     """A process is known by its start, if suspended or if never waited for.
 
     Linux reports a lasting state for both.
@@ -204,36 +199,36 @@ class Stream:
     Each event is recorded at the next time in the list.
     """
 
-    def __init__(self, times: list[float]) -> None:
+    def __init__(self, times):
         self.times, self.now = times, 0.0
 
-    def event(self) -> Event:
+    def event(self):
         return Event(self)
 
 
 class Event:
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream):
         self.stream, self.at = stream, 0.0
 
-    def record(self) -> None:
+    def record(self):
         self.at = self.stream.times.pop(0)
 
-    def query(self) -> bool:
+    def query(self):
         return self.at <= self.stream.now
 
-    def elapsed_time(self, later: Event) -> float:
+    def elapsed_time(self, later):
         return 1000 * (later.at - self.at)
 
 
-def call(kind: int, peer: int, size_bytes: int, sequence: int) -> CallRecord:
+def call(kind, peer, size_bytes, sequence):
     return CallRecord(b"call", kind, peer, size_bytes, sequence)
 
 
-def test_marks_are_kept_of_a_step_alone() -> None:
+def test_marks_are_kept_of_a_step_alone():
     stream = Stream([float(i) for i in range(1, 20)])
     calls, info = DeviceCalls(stream.event), call(1, -1, 8, 1)
 
-    def step() -> None:
+    def step():
         calls.begin(b"FORWARD", 0, 1)
         calls.enter(info)
         calls.leave()
@@ -254,7 +249,7 @@ def test_marks_are_kept_of_a_step_alone() -> None:
     ]
 
 
-def test_where_a_device_is_that_its_host_has_left_behind() -> None:
+def test_where_a_device_is_that_its_host_has_left_behind():
     stream = Stream([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     calls = DeviceCalls(stream.event)
     infos = [call(1, -1, 8, 1), call(3, 7, 8, 0), call(1, -1, 16, 2)]

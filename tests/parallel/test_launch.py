@@ -1,12 +1,8 @@
 """Launchers' variables as real ones set them, node lists, and the device of a process."""
 
-from __future__ import annotations
-
 import os
 import re
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -81,7 +77,7 @@ PALS = {
 LOGIN = "login05.frontier.olcf.ornl.gov"
 
 
-def without(environ: dict[str, str], *parts: str) -> dict[str, str]:
+def without(environ, *parts):
     return {
         name: value for name, value in environ.items() if not any(part in name for part in parts)
     }
@@ -89,7 +85,7 @@ def without(environ: dict[str, str], *parts: str) -> dict[str, str]:
 
 # (launcher, rank, local rank, world size, local world size, address of the first process), or the
 # words of a refusal.
-LAUNCHES: list[tuple[dict[str, str], tuple[Any, ...] | list[str]]] = [
+LAUNCHES = [
     ({}, ("none", 0, 0, 1, 1, "127.0.0.1")),
     ({"RANK": "0", "WORLD_SIZE": "1"}, ("torchrun", 0, 0, 1, 1, "127.0.0.1")),
     (TORCHRUN, ("torchrun", 5, 1, 8, 4, "node01")),
@@ -173,9 +169,7 @@ LAUNCHES: list[tuple[dict[str, str], tuple[Any, ...] | list[str]]] = [
 
 
 @pytest.mark.parametrize(("environ", "expected"), LAUNCHES)
-def test_what_an_environment_says(
-    environ: dict[str, str], expected: tuple[Any, ...] | list[str]
-) -> None:
+def test_what_an_environment_says(environ, expected):
     if isinstance(expected, list):
         with pytest.raises(LaunchError) as caught:
             detect_launch(environ)
@@ -208,9 +202,7 @@ def test_what_an_environment_says(
         ),
     ],
 )
-def test_what_is_read_otherwise_than_it_is_written_is_said(
-    changes: dict[str, str], address: str, named: str
-) -> None:
+def test_what_is_read_otherwise_than_it_is_written_is_said(changes, address, named):
     found = detect_launch(SRUN | changes)
     (notice,) = found.notices
     assert found.master_addr == address and named in notice and "MASTER_ADDR" in notice
@@ -224,7 +216,7 @@ LAYOUT = """Job step layout:
 """
 
 
-def test_rank_0_is_not_on_the_first_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_is_not_on_the_first_node(tmp_path, monkeypatch):
     """With --distribution=arbitrary Slurm alone knows its node."""
     environ = SRUN | {"SLURM_DISTRIBUTION": "arbitrary"}
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -241,7 +233,7 @@ def test_rank_0_is_not_on_the_first_node(tmp_path: Path, monkeypatch: pytest.Mon
         assert (found.master_addr, len(found.notices)) == (first, notices)
 
 
-def test_the_rest_of_a_launch() -> None:
+def test_the_rest_of_a_launch():
     assert (detect_launch(TORCHRUN).master_port, detect_launch(SRUN).node) == (
         29500,
         "frontier00122",
@@ -249,8 +241,8 @@ def test_the_rest_of_a_launch() -> None:
     assert detect_launch(SRUN | {"MASTER_PORT": "3442"}).master_port == 3442
 
 
-def test_ranks_of_a_step_agree_on_port_and_job_and_steps_differ() -> None:
-    def port_and_job(**changes: str) -> tuple[int, str]:
+def test_ranks_of_a_step_agree_on_port_and_job_and_steps_differ():
+    def port_and_job(**changes):
         found = detect_launch(SRUN | changes)
         return found.master_port, found.job
 
@@ -278,7 +270,7 @@ FLAGS = [
 ]
 
 
-def test_flags_fill_in_what_the_environment_lacks() -> None:
+def test_flags_fill_in_what_the_environment_lacks():
     launch = detect_launch(variables_with_flags(FLAGS, without(TORCHRUN, "MASTER_", "LOCAL_RANK")))
     assert (launch.master_addr, launch.master_port, launch.local_rank) == ("10.0.0.1", 4000, 1)
     assert variables_with_flags(["--lr", "1", "--master-addr", "node01"], TORCHRUN) == TORCHRUN
@@ -295,7 +287,7 @@ def test_flags_fill_in_what_the_environment_lacks() -> None:
 # -- node lists ------------------------------------------------------------------------------------
 
 
-def test_the_first_of_a_node_list() -> None:
+def test_the_first_of_a_node_list():
     for text, first in (
         ("r[1-2]n[08-09]-ib,x", "r1n08-ib"),
         ("host-1.example.org,n[8-11]", "host-1.example.org"),
@@ -305,15 +297,15 @@ def test_the_first_of_a_node_list() -> None:
 
 
 @pytest.mark.parametrize("text", [",a", "a[1-", "a[]", "a[x]", "a b"])
-def test_what_is_no_node_list(text: str) -> None:
+def test_what_is_no_node_list(text):
     with pytest.raises(LaunchError, match=re.escape(repr(text)[1:-1])):
         first_host(text)
 
 
 @given(st.sets(st.integers(0, 60)))
-def test_compressed_ranks_say_the_same(ranks: set[int]) -> None:
+def test_compressed_ranks_say_the_same(ranks):
     text = compress_ranks(ranks)
-    back: list[int] = []
+    back = []
     for part in text.split(", ") if text else []:
         low, _, high = part.partition("-")
         back += range(int(low), int(high or low) + 1)
@@ -338,12 +330,12 @@ def test_compressed_ranks_say_the_same(ranks: set[int]) -> None:
     ],
 )
 def test_devices(
-    monkeypatch: pytest.MonkeyPatch,
-    visible: int,
-    local_rank: int,
-    backend: str | None,
-    expected: str | list[str],
-) -> None:
+    monkeypatch,
+    visible,
+    local_rank,
+    backend,
+    expected,
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     launch = Launch(local_rank=local_rank, local_world_size=8, world_size=8, launcher="slurm")
@@ -355,14 +347,14 @@ def test_devices(
     assert all(word in str(caught.value) for word in expected)
 
 
-def test_what_tells_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_tells_devices_apart(monkeypatch):
     """Devices are told apart by bus address, number or uuid.
 
     Two dies of one card differ in bus address, two parts of one die in number, both on ROCm; CUDA
     has uuids.
     """
 
-    def identity(index: int, **properties: Any) -> str:
+    def identity(index, **properties):
         monkeypatch.setattr(
             torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**properties)
         )

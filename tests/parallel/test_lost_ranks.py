@@ -1,14 +1,9 @@
 """Real processes that meet as launchers start them, and die or fail while others are in gloo."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal
 import socket
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +15,7 @@ from megatron.parallel.flight import FlightState
 from megatron.parallel.launch import detect_launch
 from megatron.parallel.layout import Layout, LayoutSizes
 from megatron.parallel.rank_mapping import RankMapping
-from megatron.parallel.rendezvous import Rendezvous, connect
+from megatron.parallel.rendezvous import connect
 from megatron.parallel.topology import Topology
 from tests.helpers.processes import free_port, run_processes_raw
 from tests.parallel.ranks import LONG, patient_connection
@@ -32,7 +27,7 @@ ORDER = (1, 0)  # of the two devices of each node
 HOST = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def become(**variables: Any) -> None:
+def become(**variables):
     """Set the environment of another launcher."""
     for name in (
         "RANK",
@@ -46,7 +41,7 @@ def become(**variables: Any) -> None:
     os.environ.update({name: str(value) for name, value in variables.items()})
 
 
-def as_task(number: int, port: int, per_node: int, size: int) -> None:
+def as_task(number, port, per_node, size):
     """Become a task of srun."""
     node, local = divmod(number, per_node)
     become(
@@ -66,14 +61,14 @@ def as_task(number: int, port: int, per_node: int, size: int) -> None:
     )
 
 
-def total(rendezvous: Rendezvous) -> tuple[float, list[str]]:
+def total(rendezvous):
     """Return the sum of all ranks, and their places."""
     x = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(x)
     return x.item(), rendezvous.places
 
 
-def explained(rendezvous: Rendezvous, victim: int) -> tuple[str, str, bool]:
+def explained(rendezvous, victim):
     """Return how a rank that waits for the victim explains its loss.
 
     The values are kind, text, and whether the rank is the one to act.
@@ -89,18 +84,18 @@ def explained(rendezvous: Rendezvous, victim: int) -> tuple[str, str, bool]:
         return type(found).__name__, str(found), rendezvous.acts_on_failure
 
 
-def await_others() -> None:
+def await_others():
     """Receive from all other ranks, which then wait for this one."""
     for rank in range(dist.get_world_size()):
         if rank != dist.get_rank():
             dist.recv(torch.ones(1), rank)
 
 
-def die() -> None:
+def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def check_survivors(outcomes: list[tuple[bool, Any]], victim: int) -> list[tuple[str, str]]:
+def check_survivors(outcomes, victim):
     """Check kinds and texts of all ranks but the victim, exactly one of which reports."""
     assert "exit code -9" in outcomes[victim][1]
     survivors = [found for number, found in enumerate(outcomes) if number != victim]
@@ -112,7 +107,7 @@ def check_survivors(outcomes: list[tuple[bool, Any]], victim: int) -> list[tuple
 # -- a rank that others wait for dies, after all took the ranks of their devices -------------------
 
 
-def place_and_die(task: int, port: int) -> list[Any]:
+def place_and_die(task, port):
     """Die as task 1, on device 1, which is rank 0; task 0 serves the store."""
     as_task(task, port, 2, 4)
     os.environ["ROCR_VISIBLE_DEVICES"] = str(task % 2)
@@ -139,7 +134,7 @@ def place_and_die(task: int, port: int) -> list[Any]:
     return [met, (topology.tensor.ranks, rendezvous.server), explained(rendezvous, 0)]
 
 
-def test_ranks_follow_devices_and_a_dead_one_is_named_by_its_rank() -> None:
+def test_ranks_follow_devices_and_a_dead_one_is_named_by_its_rank():
     outcomes = run_processes_raw(4, place_and_die, free_port())
     for kind, text in check_survivors(outcomes, 1):
         assert (
@@ -159,9 +154,7 @@ def test_ranks_follow_devices_and_a_dead_one_is_named_by_its_rank() -> None:
 # -- the rank that serves the store dies -----------------------------------------------------------
 
 
-def sums_over_groups(
-    rank: int, *, order: str, tensor: int, pipeline: int
-) -> dict[str, float | None]:
+def sums_over_groups(rank, *, order, tensor, pipeline):
     topology = Topology.create(sizes=LayoutSizes(tensor, pipeline, rank_order=order))
     found = {}
     for name in ("world", "tensor", "data", "pipeline", "model", "embedding"):
@@ -180,9 +173,9 @@ LAYOUTS = [
 ]
 
 
-def group_and_die(rank: int) -> list[Any]:
+def group_and_die(rank):
     rendezvous = patient_connection(detect_launch())
-    sums = [sums_over_groups(rank, **layout) for layout in LAYOUTS]  # type: ignore[arg-type]
+    sums = [sums_over_groups(rank, **layout) for layout in LAYOUTS]
     met = total(rendezvous)
     if rank == 0:
         await_others()
@@ -190,7 +183,7 @@ def group_and_die(rank: int) -> list[Any]:
     return [met, sums, explained(rendezvous, 0)]
 
 
-def test_groups_hold_the_ranks_they_say_and_the_death_of_the_stores_host_is_seen() -> None:
+def test_groups_hold_the_ranks_they_say_and_the_death_of_the_stores_host_is_seen():
     outcomes = run_processes_raw(4, group_and_die)
     for kind, text in check_survivors(outcomes, 0):
         assert kind == "LostRankError" and "rank 0" in text and "127.0.0.1:" in text, text
@@ -199,7 +192,7 @@ def test_groups_hold_the_ranks_they_say_and_the_death_of_the_stores_host_is_seen
         assert met == (6.0, [f"{HOST}:cpu"] * 4)
         for layout, found in zip(LAYOUTS, sums, strict=True):
             tensor, pipeline = layout["tensor"], layout["pipeline"]
-            sizes = Layout(tensor, pipeline, 4 // (tensor * pipeline), layout["order"])  # type: ignore[arg-type]
+            sizes = Layout(tensor, pipeline, 4 // (tensor * pipeline), layout["order"])
             ranks = grid(sizes)
             ((p, d, t),) = zip(*(ranks == rank).nonzero(), strict=True)
             assert found == {
@@ -215,7 +208,7 @@ def test_groups_hold_the_ranks_they_say_and_the_death_of_the_stores_host_is_seen
 # -- a rank fails with a message -------------------------------------------------------------------
 
 
-def meet_and_fail(rank: int, ports: list[int]) -> list[Any]:
+def meet_and_fail(rank, ports):
     as_task(rank, ports[0], 1, 3)
     with connect(detect_launch(), LONG) as rendezvous:
         tasks = total(rendezvous)
@@ -243,7 +236,7 @@ def meet_and_fail(rank: int, ports: list[int]) -> list[Any]:
     return [tasks, processes, explained(rendezvous, 2)]
 
 
-def test_tasks_of_srun_and_processes_of_mpirun_meet_and_a_failure_ends_the_others() -> None:
+def test_tasks_of_srun_and_processes_of_mpirun_meet_and_a_failure_ends_the_others():
     outcomes = run_processes_raw(3, meet_and_fail, [free_port(), free_port()])
     assert all(ok for ok, _ in outcomes), outcomes
     for rank, (_, (tasks, processes, (kind, text, _))) in enumerate(outcomes):
@@ -265,18 +258,18 @@ class LastWords(dist.Store):
     others wait, for five times their time limit, and nothing interrupts gloo.
     """
 
-    def __init__(self, store: dist.Store, end: Callable[[], None]) -> None:
+    def __init__(self, store, end):
         super().__init__()
         self._store, self._end = store, end
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key, value):
         # After the host's name and the address family.
         port = 8 + int.from_bytes(value[:8], "little") + 8 + 2
         self._store.set(key, bytes(value[:port]) + b"\xff\xff" + bytes(value[port + 2 :]))
         self._end()
 
 
-def end_in_gloo(end: Callable[[], None]) -> None:
+def end_in_gloo(end):
     """Let this process end where gloo starts."""
     start = distributed_c10d.ProcessGroupGloo
     distributed_c10d.ProcessGroupGloo = lambda store, *args, **named: start(
@@ -284,7 +277,7 @@ def end_in_gloo(end: Callable[[], None]) -> None:
     )
 
 
-def start_gloo_beside_the_dead(rank: int, path: Path) -> str:
+def start_gloo_beside_the_dead(rank, path):
     """Start gloo beside dead rank 1.
 
     Rank 0's gloo ends as at its time limit; rank 2 is in gloo until it is interrupted.
@@ -293,7 +286,7 @@ def start_gloo_beside_the_dead(rank: int, path: Path) -> str:
         if rank == 1:
             fcntl.flock(lock, fcntl.LOCK_EX)
 
-        def give_up() -> None:
+        def give_up():
             fcntl.flock(lock, fcntl.LOCK_EX)  # that of rank 1 ends with it
             raise RuntimeError("Timed out waiting 180000ms for recv operation to complete")
 
@@ -303,7 +296,7 @@ def start_gloo_beside_the_dead(rank: int, path: Path) -> str:
     return "met"
 
 
-def test_a_rank_that_dies_before_gloo_connects_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_dies_before_gloo_connects_is_named(tmp_path):
     outcomes = run_processes_raw(3, start_gloo_beside_the_dead, tmp_path / "lock")
     for rank in (0, 2):
         ended, text = outcomes[rank]
@@ -313,14 +306,14 @@ def test_a_rank_that_dies_before_gloo_connects_is_named(tmp_path: Path) -> None:
 # -- torchrun --------------------------------------------------------------------------------------
 
 
-def meet_under_torchrun() -> tuple[str, int, bool, float, int]:
+def meet_under_torchrun():
     launch = detect_launch()
     with connect(launch, LONG) as rendezvous:
         served = rendezvous.serves_store
         return launch.launcher, launch.world_size, served, total(rendezvous)[0], os.getpid()
 
 
-def test_torchruns_agent_and_its_store() -> None:
+def test_torchruns_agent_and_its_store():
     """Run the agent of `torchrun --standalone` in this process; its workers are forked."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 

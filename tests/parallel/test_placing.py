@@ -1,9 +1,6 @@
 """Placement of ranks on devices: a node's visible devices, its choices, and disagreements."""
 
-from __future__ import annotations
-
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -48,9 +45,7 @@ TASKS = st.lists(
 
 
 @given(TASKS, ORDERS)
-def test_ranks_are_a_permutation_whatever_the_processes_say(
-    tasks: list[LaunchedProcess], order: list[int]
-) -> None:
+def test_ranks_are_a_permutation_whatever_the_processes_say(tasks, order):
     ranks = assign(tasks, order).ranks
     assert sorted(ranks) == list(range(len(tasks)))
     for task, rank in enumerate(ranks):
@@ -58,9 +53,7 @@ def test_ranks_are_a_permutation_whatever_the_processes_say(
 
 
 @given(ORDERS, st.data(), st.integers(1, 4), st.booleans())
-def test_on_whole_nodes_ranks_follow_the_device_order(
-    order: list[int], data: st.DataObject, nodes: int, by_bus: bool
-) -> None:
+def test_on_whole_nodes_ranks_follow_the_device_order(order, data, nodes, by_bus):
     tasks, size = [], len(order)
     for node in range(nodes):
         devices = data.draw(st.permutations(range(size)))
@@ -100,7 +93,7 @@ def test_on_whole_nodes_ranks_follow_the_device_order(
         ([LaunchedProcess("a", 1), LaunchedProcess("a", 2)], ["1,2"]),
     ],
 )
-def test_nodes_that_keep_their_ranks(tasks: list[LaunchedProcess], words: list[str]) -> None:
+def test_nodes_that_keep_their_ranks(tasks, words):
     found = assign(tasks, (1, 0))
     assert found.ranks == list(range(len(tasks)))
     assert len(found.notices) == 1 and all(word in found.notices[0] for word in words), (
@@ -109,7 +102,7 @@ def test_nodes_that_keep_their_ranks(tasks: list[LaunchedProcess], words: list[s
     assert assign(tasks, ()) == Assignment(found.ranks, [task.number for task in tasks], [])
 
 
-def test_one_bad_node_does_not_touch_the_others() -> None:
+def test_one_bad_node_does_not_touch_the_others():
     nodes = [
         [LaunchedProcess(f"n{i}", 0), LaunchedProcess(f"n{i}", 1 if i != 2 else None)]
         for i in range(7)
@@ -120,7 +113,7 @@ def test_one_bad_node_does_not_touch_the_others() -> None:
     assert "n2" in notice and "n1" not in notice and "n3" not in notice
 
 
-def test_numbers_that_each_task_counts_for_itself() -> None:
+def test_numbers_that_each_task_counts_for_itself():
     """Bus addresses tell devices apart where cgroups make each task's device number 0."""
     tasks = [LaunchedProcess("n", 0, (0, bus, 0), (device,)) for device, bus in enumerate(BUSES)]
     in_turn = [tasks[device] for device in LOCAL]
@@ -162,14 +155,12 @@ def test_numbers_that_each_task_counts_for_itself() -> None:
         ({"ROCR_VISIBLE_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "5"}, None),
     ],
 )
-def test_what_a_process_is_shown(
-    variables: dict[str, str], expected: tuple[int, ...] | None
-) -> None:
+def test_what_a_process_is_shown(variables, expected):
     assert visible_devices(variables) == expected
 
 
 @pytest.mark.parametrize("local_rank", range(8))
-def test_one_device_or_all_of_them_are_the_same_device(local_rank: int) -> None:
+def test_one_device_or_all_of_them_are_the_same_device(local_rank):
     """A task's one device under --gpu-bind=closest is the one that it finds among all eight."""
     device = LOCAL[local_rank]
     assert device_number(FRONTIER, local_rank, 0, 1, (device,)) == device
@@ -184,7 +175,7 @@ def test_one_device_or_all_of_them_are_the_same_device(local_rank: int) -> None:
     )
 
 
-def test_variables_that_hide_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_hide_every_device(monkeypatch):
     """Variables that hide every device are no reason to train on the CPU.
 
     ROCR_VISIBLE_DEVICES=4 leaves one device, which HIP_VISIBLE_DEVICES=4 hides.
@@ -207,7 +198,7 @@ def test_variables_that_hide_every_device(monkeypatch: pytest.MonkeyPatch) -> No
         "a torch without devices"
     )
 
-    def refuse() -> int:
+    def refuse():
         raise RuntimeError("HIP_VISIBLE_DEVICES")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -216,7 +207,7 @@ def test_variables_that_hide_every_device(monkeypatch: pytest.MonkeyPatch) -> No
         select_device(launch, None, FRONTIER, both)
 
 
-def test_devices_that_are_not_known() -> None:
+def test_devices_that_are_not_known():
     assert device_number(FRONTIER, 0, 0, 1, None) is None, "one device, but which?"
     assert near_index(FRONTIER, 0, 2, (4, 5)) is None, "a part of the node"
     assert near_index(None, 0, 8, None) is near_index(RankMapping(), 0, 8, None) is None
@@ -232,9 +223,7 @@ def test_devices_that_are_not_known() -> None:
         (FRONTIER, "7,6,5,4,3,2,1,0", 1),
     ],
 )
-def test_the_device_next_to_the_cores(
-    monkeypatch: pytest.MonkeyPatch, placing: RankMapping | None, shown: str, expected: int
-) -> None:
+def test_the_device_next_to_the_cores(monkeypatch, placing, shown, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     launch = Launch(rank=4, local_rank=4, local_world_size=8, world_size=8, launcher="slurm")
@@ -246,13 +235,13 @@ def test_the_device_next_to_the_cores(
     ("cores", "near"),
     [({65}, (4,)), ({1, 9}, (4, 5)), (range(128), tuple(range(8))), ((), ())],
 )
-def test_devices_next_to_cores(cores: Any, near: tuple[int, ...]) -> None:
+def test_devices_next_to_cores(cores, near):
     """Devices are found by the next cores: hardware thread 65 is the second one of core 1."""
     assert near_devices(FRONTIER, cores) == near
     assert near_devices(RankMapping(), cores) == ()
 
 
-def test_processes_on_cores_of_another_device() -> None:
+def test_processes_on_cores_of_another_device():
     """Processes may run on the cores of another device.
 
     Three tasks are packed next to device 4, as by -c2 without a distribution over cores.
@@ -274,11 +263,11 @@ def test_processes_on_cores_of_another_device() -> None:
 @pytest.mark.parametrize(
     ("nodes", "each"), [("aabb", 2), ("aaaa", 4), ("aab", 1), ("abab", 1), ("abba", 1), ("abc", 1)]
 )
-def test_ranks_of_a_node(nodes: str, each: int) -> None:
+def test_ranks_of_a_node(nodes, each):
     assert ranks_per_node(nodes) == each
 
 
-def test_orders_that_name_no_device_once() -> None:
+def test_orders_that_name_no_device_once():
     assert check_devices(FRONTIER) is FRONTIER
     with pytest.raises(LaunchError, match="0,1,1"):
         check_devices(RankMapping((0, 1, 1)))
@@ -286,7 +275,7 @@ def test_orders_that_name_no_device_once() -> None:
         check_devices(RankMapping((0, 1, 2, 3), LOCAL))
 
 
-def test_the_description_of_a_process_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_description_of_a_process_on_a_device(monkeypatch):
     from types import SimpleNamespace
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)

@@ -3,8 +3,6 @@
 test_lost_ranks.py has gloo and real deaths.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -12,10 +10,8 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -32,17 +28,17 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _patient(monkeypatch):
     be_patient(monkeypatch)
     # torch's store resolves the names of addresses.
     monkeypatch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
 
 
-def others(ranks: list[Any], *left_out: int) -> list[Any]:
+def others(ranks, *left_out):
     return [found for rank, found in enumerate(ranks) if rank not in left_out]
 
 
-def test_ranks_meet_at_the_store_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_at_the_store_of_a_launcher(monkeypatch):
     """Ranks meet at a launcher's store, such as torchrun's, and name the launcher once it is gone.
 
     None of them serves the store.
@@ -53,28 +49,28 @@ def test_ranks_meet_at_the_store_of_a_launcher(monkeypatch: pytest.MonkeyPatch) 
     )
     places = ["n0:cpu", "n1:cpu", "n2:cpu"]
 
-    def meet(rank: Apart) -> tuple[bool, list[str]]:
+    def meet(rank):
         return rank.serves_store, rank.places
 
     launcher = dict(kind=Apart, master_port=port, store_served=True)
-    assert ranks_in_threads([0, 1, 2], 3, meet, **launcher) == [(False, places)] * 3  # type: ignore[arg-type]
+    assert ranks_in_threads([0, 1, 2], 3, meet, **launcher) == [(False, places)] * 3
     gone, left = threading.Event(), threading.Barrier(2)
 
-    def see_it_go(rank: Apart) -> str:
+    def see_it_go(rank):
         nonlocal store
         assert rank.places
         if left.wait() == 0:
-            store = None  # type: ignore[assignment]
+            store = None
             gone.set()
         gone.wait()
-        rank._listener.join()  # type: ignore[union-attr]
+        rank._listener.join()
         return str(rank.explain(RuntimeError("closed")))
 
-    for text in ranks_in_threads([0, 1], 2, see_it_go, **launcher):  # type: ignore[arg-type]
+    for text in ranks_in_threads([0, 1], 2, see_it_go, **launcher):
         assert "launcher" in text and f"127.0.0.1:{port}" in text
 
 
-def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
+def test_a_rank_that_does_not_come_is_named_by_all_others():
     """A rank that does not come is named by all others, and those that came are listed.
 
     By its clock, rank 0 gives up when all others have arrived.
@@ -82,14 +78,14 @@ def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
     said = [threading.Event() for _ in range(4)]
 
     class Watched(Patience):
-        def __init__(self, rank: int) -> None:
+        def __init__(self, rank):
             super().__init__(
                 lambda: rank == 0 and said[1].is_set() and said[3].is_set(),
                 passing=LONG.seconds + 1,
             )
             self._rank = rank
 
-        def sleep(self, seconds: float) -> None:
+        def sleep(self, seconds):
             # Ranks other than 0 wait only after they have described themselves.
             said[self._rank].set()
             super().sleep(seconds)
@@ -102,9 +98,7 @@ def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_store_that_never_answers_is_given_up_and_named(
-    monkeypatch: pytest.MonkeyPatch, silent: bool
-) -> None:
+def test_a_store_that_never_answers_is_given_up_and_named(monkeypatch, silent):
     """A store that never answers is given up and named.
 
     Nothing listens, or the connection stays open without an answer, as when a host loses power.
@@ -121,8 +115,8 @@ def test_a_store_that_never_answers_is_given_up_and_named(
 
 
 def test_two_processes_with_one_rank_are_refused_everywhere(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """All ranks fail at once and name the other process. None waits for a rank that cannot come."""
     monkeypatch.setattr(os, "getpid", threading.get_native_id)  # each thread stands for a process
     for error in ranks_in_threads([0, 1, 1], 3, kind=Apart):
@@ -130,7 +124,7 @@ def test_two_processes_with_one_rank_are_refused_everywhere(
         assert len(re.findall(r"n1:cpu, process \d+", str(error))) == 2
 
 
-def test_a_port_in_use_is_named() -> None:
+def test_a_port_in_use_is_named():
     with socket.socket() as other:
         other.bind(("0.0.0.0", 0))
         other.listen()
@@ -141,11 +135,11 @@ def test_a_port_in_use_is_named() -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_a_failure_reaches_the_others(failing: int) -> None:
+def test_a_failure_reaches_the_others(failing):
     """A failure reaches the others: the rank that serves the store stays until they know of it."""
     failed = threading.Event()
 
-    def fail_or_ask(rank: Apart) -> tuple[type, str, str]:
+    def fail_or_ask(rank):
         if rank.launch.rank == failing:
             rank.fail("DataError: corpus.bin")
             failed.set()
@@ -159,20 +153,20 @@ def test_a_failure_reaches_the_others(failing: int) -> None:
         assert f"rank {failing} (n{failing}:cpu" in text and "DataError: corpus.bin" in text
 
 
-def test_what_was_heard_outlives_the_store() -> None:
+def test_what_was_heard_outlives_the_store():
     """A failure is remembered after the store is gone.
 
     Rank 0 fails and ends, with the store, before the others notice.
     """
     heard, gone, met = threading.Barrier(3), threading.Event(), threading.Barrier(3)
 
-    def fail_or_ask(rank: Apart) -> tuple[type, str]:
+    def fail_or_ask(rank):
         met.wait()
         if rank.launch.rank == 0:
             rank.fail("DataError: corpus.bin")
             heard.wait()
             rank._answers_ended.set()
-            rank._listener.join()  # type: ignore[union-attr]
+            rank._listener.join()
             rank.store, rank._store_lost = None, True
             gone.set()
             return str, ""
@@ -180,7 +174,7 @@ def test_what_was_heard_outlives_the_store() -> None:
             threading.Event().wait(0.002)
         heard.wait()
         gone.wait()
-        rank._listener.join()  # type: ignore[union-attr]
+        rank._listener.join()
         error = rank.explain(RuntimeError("closed"))
         return type(error), str(error)
 
@@ -188,14 +182,14 @@ def test_what_was_heard_outlives_the_store() -> None:
         assert kind is LaunchError and "DataError: corpus.bin" in text
 
 
-def test_a_job_that_waits_is_told_where_its_ranks_are() -> None:
+def test_a_job_that_waits_is_told_where_its_ranks_are():
     """A job that waits learns where its ranks are.
 
     No rank died or failed: all answer with their flight record.
     """
     explained, entered = threading.Event(), threading.Barrier(3)
 
-    def ask(rank: Apart) -> LaunchError | None:
+    def ask(rank):
         rank.flight.step(16)
         rank.flight.enter(b"reduce", "data", 8)
         entered.wait()
@@ -214,18 +208,18 @@ def test_a_job_that_waits_is_told_where_its_ranks_are() -> None:
     )
 
 
-def test_a_rank_hears_while_torch_waits_in_the_store() -> None:
+def test_a_rank_hears_while_torch_waits_in_the_store():
     """A rank learns of a failure while torch waits in the store, as gloo does for a failed rank."""
     waits, told = threading.Event(), threading.Event()
 
-    def fail_or_ask(rank: Apart) -> str:
+    def fail_or_ask(rank):
         if rank.launch.rank == 0:
             waits.wait()
             rank.fail("DataError: corpus.bin")
             told.wait()
             return ""
 
-        def wait() -> None:
+        def wait():
             waits.set()
             rank._torch_store.wait(["a key that never comes"], LONG)
 
@@ -240,7 +234,7 @@ def test_a_rank_hears_while_torch_waits_in_the_store() -> None:
     assert "rank 0" in text and "DataError: corpus.bin" in text
 
 
-def reaches(rank: Apart, host: str) -> bool:
+def reaches(rank, host):
     try:
         socket.create_connection((host, rank.launch.master_port)).close()
         return True
@@ -249,20 +243,20 @@ def reaches(rank: Apart, host: str) -> bool:
 
 
 @pytest.mark.parametrize("one_node", [True, False])
-def test_the_store_of_one_nodes_ranks_is_on_the_loopback_device_only(one_node: bool) -> None:
+def test_the_store_of_one_nodes_ranks_is_on_the_loopback_device_only(one_node):
     """The store of one node's ranks is only on the loopback device.
 
     An address that a socket on all interfaces has, too, stands for that of another interface.
     """
 
-    def look(rank: Apart) -> tuple[bool, bool]:
+    def look(rank):
         return reaches(rank, "127.0.0.1"), reaches(rank, "127.0.0.2")
 
     sizes = dict(local_world_size=2 if one_node else 1, master_addr="localhost")
     assert ranks_in_threads([0, 1], 2, look, kind=Apart, **sizes) == [(True, not one_node)] * 2
 
 
-def test_a_verdict_forged_without_the_jobs_token_ends_nothing() -> None:
+def test_a_verdict_forged_without_the_jobs_token_ends_nothing():
     port = free_port()
     server = dist.TCPStore(
         "127.0.0.1", port, None, is_master=True, timeout=LONG, wait_for_workers=False
@@ -273,7 +267,7 @@ def test_a_verdict_forged_without_the_jobs_token_ends_nothing() -> None:
     launch = Launch(world_size=2, job=f"test.{os.getpid()}.{port}")
     for prefix in ("", f"{launch.store_prefix()}/", "megatron/"):
         intruder.set(f"{prefix}verdict", json.dumps({"error": "forged"}))
-    given: dict[str, Any] = dict(kind=Apart, master_port=port, store_served=True)
+    given = dict(kind=Apart, master_port=port, store_served=True)
     assert [str(error) for error in ranks_in_threads([1], 2, **given)] == ["forged"], (
         "without a token it does"
     )
@@ -285,7 +279,7 @@ def test_a_verdict_forged_without_the_jobs_token_ends_nothing() -> None:
     assert server.port == port
 
 
-def test_ranks_of_several_nodes_without_a_token_are_told_so() -> None:
+def test_ranks_of_several_nodes_without_a_token_are_told_so():
     for one_node in (True, False):
         for notices in ranks_in_threads(
             [0, 1], 2, lambda rank: rank.notices, local_world_size=1 + one_node
@@ -295,7 +289,7 @@ def test_ranks_of_several_nodes_without_a_token_are_told_so() -> None:
             )
 
 
-def test_an_interface_that_one_rank_has_not_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interface_that_one_rank_has_not_ends_all(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope")
     for error in ranks_in_threads([0, 1], 2):
         assert (
@@ -308,14 +302,14 @@ def test_an_interface_that_one_rank_has_not_ends_all(monkeypatch: pytest.MonkeyP
 
 
 @contextlib.contextmanager
-def counted(port: int) -> Iterator[tuple[int, list[socket.socket]]]:
+def counted(port):
     """Forward the connections of a port to another one, and record those that were answered.
 
     A busy machine's store may reset a connection before its first answer, and torch connects again.
     """
-    answered: list[socket.socket] = []
+    answered = []
 
-    def copy(source: socket.socket, target: socket.socket, seen: list[socket.socket]) -> None:
+    def copy(source, target, seen):
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 if target not in seen:
@@ -323,7 +317,7 @@ def counted(port: int) -> Iterator[tuple[int, list[socket.socket]]]:
                 target.sendall(data)
         target.close()
 
-    def accept() -> None:
+    def accept():
         with contextlib.suppress(OSError):
             while True:
                 here, there = server.accept()[0], socket.create_connection(("127.0.0.1", port))
@@ -335,12 +329,12 @@ def counted(port: int) -> Iterator[tuple[int, list[socket.socket]]]:
         yield server.getsockname()[1], answered
 
 
-def test_a_rank_connects_twice() -> None:
+def test_a_rank_connects_twice():
     """A rank connects once for itself and once for torch, to the end, with a failure in between."""
     port, served, failed = free_port(), threading.Event(), threading.Event()
 
     class Through(Apart):
-        def open(self) -> None:
+        def open(self):
             if self.launch.rank == 0:
                 super().open()
                 served.set()
@@ -349,7 +343,7 @@ def test_a_rank_connects_twice() -> None:
             self.launch = dataclasses.replace(self.launch, master_port=door)
             super().open()
 
-    def fail_or_ask(rank: Apart) -> str:
+    def fail_or_ask(rank):
         if rank.launch.rank == 0:
             rank.fail("DataError: corpus.bin")
             failed.set()
@@ -363,29 +357,29 @@ def test_a_rank_connects_twice() -> None:
 
 
 def test_while_ranks_of_several_nodes_join_their_store_asks_no_name_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """A store of several nodes asks no name server while ranks join.
 
     benchmarks/slow_names.py of commit 3d93ceee has a real one, which needs root.
     """
-    told: list[bytes] = []
+    told = []
     libc = SimpleNamespace(__nss_configure_lookup=lambda database, services: told.append(services))
     monkeypatch.setattr(store.ctypes, "CDLL", lambda _: libc)
 
     class Looking(InMemory):
-        def _meet(self, deadline: float) -> None:
+        def _meet(self, deadline):
             joining.extend(told)
             super()._meet(deadline)
 
-    joining: list[bytes] = []
+    joining = []
     ranks_in_threads([0, 1], 2, kind=Looking)
     assert joining == told == [], "they are all on one node"
     ranks_in_threads([0, 1], 2, kind=Looking, local_world_size=1)
     assert set(joining) == {b"files"} and len(told) == 2 and told[0] == b"files"
 
 
-def test_a_second_connection_is_refused() -> None:
+def test_a_second_connection_is_refused():
     with connect(Launch(), LONG):
         with pytest.raises(LaunchError):
             connect(Launch(), LONG)
@@ -393,7 +387,7 @@ def test_a_second_connection_is_refused() -> None:
     assert "WORLD_SIZE" not in os.environ
 
 
-def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_name_that_does_not_resolve(monkeypatch):
     """A host name may not resolve.
 
     gloo then gets the loopback interface, for processes of one host.
@@ -406,13 +400,13 @@ def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> N
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
-def test_the_time_limit_is_that_of_every_collective() -> None:
+def test_the_time_limit_is_that_of_every_collective():
     with connect(Launch(), timedelta(seconds=123)):
-        backend = dist.group.WORLD._get_backend(CPU)  # type: ignore[union-attr]
+        backend = dist.group.WORLD._get_backend(CPU)
         assert backend.options._timeout == timedelta(seconds=123)
 
 
-def described(node: str, device: str, identity: str, **more: Any) -> str:
+def described(node, device, identity, **more):
     told = {
         "node": node,
         "pid": 1,
@@ -423,7 +417,7 @@ def described(node: str, device: str, identity: str, **more: Any) -> str:
     return json.dumps({**told, "number": 0, "near": (), "address": (), **more})
 
 
-def judged(participants: list[str]) -> str:
+def judged(participants):
     """Return the error that the first process finds in these descriptions."""
     first = Rendezvous(
         Launch(world_size=len(participants), local_world_size=len(participants)), CPU, LONG
@@ -434,7 +428,7 @@ def judged(participants: list[str]) -> str:
     return str(first._judge(LONG.total_seconds())["error"])
 
 
-def test_ranks_that_cannot_work_together_are_refused() -> None:
+def test_ranks_that_cannot_work_together_are_refused():
     good = [described("n1", "cuda:0", "A"), described("n2", "cuda:0", "A")]
     error = judged([*good, described("n2", "cuda:0", "A")])
     assert "1 and 2" in error and "n2" in error

@@ -136,7 +136,7 @@ class FakeGPU(str):
         return super().__new__(cls, "cpu")
 
 
-def test_a_frozen_vector_gets_no_gradient_beside_one_that_is_trained() -> None:
+def test_a_frozen_vector_gets_no_gradient_beside_one_that_is_trained():
     """The kernels' backward passes add to sums themselves; a weight may be frozen at any time."""
     x = torch.randn(3, 2, 8, requires_grad=True)
     (weight, of_weight), (bias, of_bias) = make((8,)), make((8,))

@@ -6,11 +6,7 @@ operator that would have a wrong gradient, such as a product of an I and a V. It
 our autograd functions from here; tests/parity compares their values and gradients.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -49,7 +45,7 @@ LOCAL = (
 )
 
 
-def entered(x: Any, context: Any) -> Any:
+def entered(x, context):
     """Return the type of x within a tensor-parallel region."""
     group, rules = context.tensor, spmd.rules
     if group.size == 1:
@@ -59,7 +55,7 @@ def entered(x: Any, context: Any) -> Any:
     return rules.convert(x, group.handle, src=spmd.I, dst=spmd.R)
 
 
-def left(x: Any, context: Any) -> Any:
+def left(x, context):
     """Return the type of the sum of the ranks' terms x, outside of the region."""
     group, rules = context.tensor, spmd.rules
     if group.size == 1:
@@ -70,7 +66,7 @@ def left(x: Any, context: Any) -> Any:
     return rules.all_reduce(x, group.handle, src=spmd.P, dst=spmd.I)
 
 
-def linear_type(*, x: Any, column: bool, context: Any, bias: Any, weights: Any) -> Any:
+def linear_type(*, x, column, context, bias, weights):
     x = entered(x, context) if column else x
     y = spmd.rules.einsum(f"sbi,{'_' * (weights[0].ndim - 2)}oi->sbo", x, *weights)
     if bias is not None:  # whose type is that of a factor: not a sum's term
@@ -78,20 +74,20 @@ def linear_type(*, x: Any, column: bool, context: Any, bias: Any, weights: Any) 
     return y if column else left(y, context)
 
 
-def loss_type(*, x: Any, weight: Any, labels: Any, mask: Any, count: Any, v: Any) -> Any:
+def loss_type(*, x, weight, labels, mask, count, v):
     logits = spmd.rules.einsum("sbi,vi->sbv", entered(x, v.context), weight)
     spmd.rules.ignore(*(t for t in (labels, mask, count) if t is not None))
     whole = SimpleNamespace(tensor=v.context.tensor, sequence_parallel=False)
     return spmd.rules.einsum("___->", left(logits, whole))
 
 
-def with_loss_type(*, x: Any, loss: Any) -> Any:
+def with_loss_type(*, x, loss):
     """Return the type of x. Each rank adds the whole gradient of the loss, which must be I."""
     spmd.assert_type(loss, dict.fromkeys(spmd.get_local_type(loss), spmd.I))
     return spmd.rules.einsum("...->...", x)
 
 
-TYPES: dict[Any, Callable[..., Any]] = {
+TYPES = {
     collectives._SumOverRanks: lambda *, x, group, sequence_parallel: left(
         x, SimpleNamespace(tensor=group, sequence_parallel=sequence_parallel)
     ),
@@ -110,18 +106,18 @@ TYPES: dict[Any, Callable[..., Any]] = {
 
 
 @pytest.fixture
-def typed(monkeypatch: pytest.MonkeyPatch) -> None:
+def typed(monkeypatch):
     for function, rule in TYPES.items():
         monkeypatch.setattr(function, "spmd_typecheck", staticmethod(rule), raising=False)
     for function in LOCAL:
         spmd.register_local_autograd_function(function)
 
 
-def cut_by(axis: Any) -> Callable[..., Any]:
+def cut_by(axis):
     """Return ContextParallel.cut with the type of its result, which differs between the ranks."""
     cut = context_parallel.ContextParallel.cut
 
-    def typed_cut(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def typed_cut(self, x):
         part = cut(self, x).clone()
         if spmd.has_local_type(part):
             return spmd.mutate_type(part, axis, src=spmd.R, dst=spmd.V)
@@ -149,9 +145,7 @@ MIXED = {**BIASED, "moe_layer_freq": (0, 1), "moe_z_loss_coeff": 0.1}
     ],
     ids=["qwen3", "qwen3-sp-a2a", "olmo2-sp", "neox-cp", "moe", "moe-sp", "moe-cp", "moe-sp-a2a"],
 )
-def test_gradients_are_right_by_type(
-    shape: dict[str, Any], typed: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_right_by_type(shape, typed, monkeypatch):
     from spmd_types._testing import fake_pg
     from spmd_types.checker import typecheck
 
@@ -169,7 +163,7 @@ def test_gradients_are_right_by_type(
         monkeypatch.setattr(context_parallel.ContextParallel, "cut", cut_by(cp))
         with spmd.set_current_mesh(axes), typecheck():
 
-            def declare(x: torch.Tensor, of_tensor: Any) -> None:
+            def declare(x, of_tensor):
                 spmd.assert_type(x, {axis: of_tensor if axis is tp else spmd.R for axis in axes})
 
             for one, p in zip(plain.parameters(), chunk.parameters(), strict=True):

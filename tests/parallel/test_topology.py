@@ -1,7 +1,5 @@
 """Rank numbers and groups, against grids of numpy. Groups of real processes: test_lost_ranks.py."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -26,7 +24,7 @@ PARTS = st.builds(
 )
 
 
-def grid(layout: Layout) -> np.ndarray:
+def grid(layout):
     """Return global ranks as an array [pipeline, data, tensor], in the layout's memory order."""
     sizes = {"tp": layout.tensor, "dp": layout.data, "pp": layout.pipeline}
     slowest_first = layout.order.split("-")[::-1]
@@ -35,7 +33,7 @@ def grid(layout: Layout) -> np.ndarray:
 
 
 @given(LAYOUTS)
-def test_groups_are_the_lines_of_a_grid(layout: Layout) -> None:
+def test_groups_are_the_lines_of_a_grid(layout):
     ranks = grid(layout)
     for (p, d, t), rank in np.ndenumerate(ranks):
         assert layout.rank(tensor=t, data=d, pipeline=p) == rank
@@ -46,7 +44,7 @@ def test_groups_are_the_lines_of_a_grid(layout: Layout) -> None:
         assert layout.ranks("model", int(rank)) == tuple(sorted(ranks[:, d, :].ravel()))
 
 
-def test_orders_and_what_is_left_is_data_parallel() -> None:
+def test_orders_and_what_is_left_is_data_parallel():
     assert sorted(RANK_ORDERS) == sorted(
         "-".join(order) for order in itertools.permutations(("tp", "dp", "pp"))
     )
@@ -63,19 +61,19 @@ def test_orders_and_what_is_left_is_data_parallel() -> None:
 @pytest.mark.parametrize(
     ("world", "tensor", "pipeline", "better"), [(6, 4, 1, 4), (2, 2, 2, 4), (9, 2, 2, 8)]
 )
-def test_worlds_that_do_not_divide(world: int, tensor: int, pipeline: int, better: int) -> None:
+def test_worlds_that_do_not_divide(world, tensor, pipeline, better):
     with pytest.raises(ConfigError, match=f"{world}.* {better} "):
         Layout.for_world(world, LayoutSizes(tensor, pipeline))
 
 
 @pytest.mark.parametrize("parts", [{"context_parallel_size": 4}, {"expert_model_parallel_size": 3}])
-def test_parts_that_do_not_divide_the_data_line(parts: dict[str, int]) -> None:
+def test_parts_that_do_not_divide_the_data_line(parts):
     with pytest.raises(ConfigError, match=str(next(iter(parts.values())))):
         Layout.for_world(12, LayoutSizes(2, 3, **parts))
 
 
 @given(PARTS)
-def test_context_and_expert_ranks_divide_the_data_line(layout: Layout) -> None:
+def test_context_and_expert_ranks_divide_the_data_line(layout):
     ranks = grid(layout)
     for (p, d, t), number in np.ndenumerate(ranks):
         topology, line = Topology.from_layout(layout, int(number)), ranks[p, :, t]
@@ -93,15 +91,15 @@ def test_context_and_expert_ranks_divide_the_data_line(layout: Layout) -> None:
 
 
 @given(PARTS)
-def test_every_member_makes_the_same_groups_in_the_same_order(layout: Layout) -> None:
+def test_every_member_makes_the_same_groups_in_the_same_order(layout):
     """Every member creates the same groups in the same order.
 
     Creation involves only the members, so two ranks that share two groups must create them in one
     order. Their names have the number of groups before, so all ranks create as many.
     """
-    made: list[list[tuple[int, ...]]] = []
+    made = []
     for rank in range(layout.world_size):
-        calls: list[tuple[int, ...]] = []
+        calls = []
         topology = Topology.from_layout(
             layout, rank, new_group=lambda ranks, calls=calls: calls.append(tuple(ranks))
         )
@@ -136,7 +134,7 @@ def test_every_member_makes_the_same_groups_in_the_same_order(layout: Layout) ->
 
 
 @given(LAYOUTS)
-def test_the_embedding_group_joins_both_ends(layout: Layout) -> None:
+def test_the_embedding_group_joins_both_ends(layout):
     ranks = grid(layout)
     for (p, d, t), rank in np.ndenumerate(ranks):
         group = Topology.from_layout(layout, int(rank)).embedding
@@ -147,7 +145,7 @@ def test_the_embedding_group_joins_both_ends(layout: Layout) -> None:
             assert tuple(group.ranks) == (ranks[0, d, t], ranks[-1, d, t])
 
 
-def test_a_rank_of_a_large_job_holds_no_list_of_all_ranks() -> None:
+def test_a_rank_of_a_large_job_holds_no_list_of_all_ranks():
     layout = Layout(tensor=8, pipeline=64, data=147)
     topology = Topology.from_layout(layout, 40_000)
     assert topology.world.ranks == range(75_264)

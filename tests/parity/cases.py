@@ -10,8 +10,6 @@ Some fields of a configuration are for train() alone:
     poison=(step, rank)   there a gradient is not finite: the step is skipped everywhere
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 
@@ -28,21 +26,21 @@ FULL2 = dict(recompute_granularity="full", recompute_method="uniform", recompute
 BLOCK = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
 SELECTIVE = dict(recompute_granularity="selective")
 CHEAP = dict(recompute_granularity="selective", recompute_modules=("mlp_act", "layernorm"))
-NONE: dict[str, Any] = {}
+NONE = {}
 FROZEN = dict(pieces=frozen.__file__)
 
 
 def layout(
-    tp: int = 1,
-    pp: int = 1,
-    dp: int = 1,
-    schedule: str = "1f1b",
-    sp: bool = False,
-    zero: int = 1,
-    recompute: dict[str, Any] = NONE,
-    cp: int = 1,
-    **more: Any,
-) -> Case:
+    tp=1,
+    pp=1,
+    dp=1,
+    schedule="1f1b",
+    sp=False,
+    zero=1,
+    recompute=NONE,
+    cp=1,
+    **more,
+):
     """Return (name, world size, fields) of one case.
 
     Layers and micro-batches are as few as let each stage, chunk and phase of the schedule have its
@@ -78,7 +76,7 @@ def layout(
     return name, tp * pp * dp * cp, fields
 
 
-def train(rank: int, runs: list[dict[str, Any]], steps: int = STEPS) -> list[dict[str, Any]]:
+def train(rank, runs, steps=STEPS):
     """Run one rank of several runs, one after another; call through run_processes."""
     from megatron.layers import linear
 
@@ -122,7 +120,7 @@ GRID += [
     layout(tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP),
 ]
 
-LLAMA: dict[str, Any] = dict(
+LLAMA = dict(
     num_key_value_heads=2,
     ffn_hidden_size=48,
     position_embedding_type="rope",
@@ -132,7 +130,7 @@ LLAMA: dict[str, Any] = dict(
     untie_embeddings_and_output_weights=True,
 )
 # As of the families of models that they are named after.
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "bloom": dict(position_embedding_type="alibi", embedding_layernorm=True),
     "neox": dict(
         position_embedding_type="rope",
@@ -191,7 +189,7 @@ MULTI_QUERY = dict(num_key_value_heads=1)
 ULYSSES = dict(cp_comm_type="a2a")
 BOTH = dict(cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 2))
 LONGER = dict(seq_length=128, max_position_embeddings=128)
-MUP: dict[str, Any] = dict(
+MUP = dict(
     use_mup=True,
     mup_base_hidden_size=8,
     mup_base_num_layers=2,
@@ -213,7 +211,7 @@ QK_CLIP = dict(qk_clip=True, qk_clip_threshold=0.1, qk_clip_alpha=0.3)
 # Without biases: softmax is invariant under that of the keys, whose sign is pure rounding.
 LION = {**LLAMA, "optimizer": "lion", "lr": 1e-3}
 
-EXPERTS: dict[str, Any] = dict(
+EXPERTS = dict(
     LLAMA,
     num_experts=4,
     moe_ffn_hidden_size=24,
@@ -231,7 +229,7 @@ SHARED = dict(
     moe_shared_expert_overlap=True,
 )
 # As DeepSeek-V3, with a dense layer first.
-BIASED: dict[str, Any] = dict(
+BIASED = dict(
     LLAMA,
     **SHARED,
     num_experts=8,
@@ -250,7 +248,7 @@ BIASED: dict[str, Any] = dict(
 BIASED_DROPS = {**BIASED, "moe_expert_capacity_factor": 1.0}
 TWO_NODES = dict(expert_ranks_per_node=2)
 # As of Megatron-DeepSpeed: GPT-2's MLP with biases, one expert for each token.
-SWITCH: dict[str, Any] = dict(
+SWITCH = dict(
     num_experts=4,
     moe_router_topk=1,
     moe_router_pre_softmax=True,
@@ -261,7 +259,7 @@ MOE = dict(recompute_granularity="selective", recompute_modules=("core_attn", "m
 MOE_ACT = dict(recompute_granularity="selective", recompute_modules=("layernorm", "moe_act"))
 
 
-def experts(ep: int, **more: Any) -> Case:
+def experts(ep, **more):
     """Return a case with experts over `ep` ranks."""
     return layout(expert_model_parallel_size=ep, **more)
 

@@ -15,11 +15,8 @@ mantissa: a loss near 4 is right to a relative 2^-8, part of which remains in th
 the gradient norm sums many rounding errors. fp16 has 11 bits and comes eight times closer.
 """
 
-from __future__ import annotations
-
 import functools
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +33,6 @@ from tests.parity.cases import (
     SELECTIVE,
     TOGETHER,
     UNFUSED,
-    Case,
     layout,
     train,
 )
@@ -47,7 +43,7 @@ PARAMETER_TOLERANCE = 5e-6
 
 
 @functools.cache
-def reference(key: str, packed: bool, fused: bool) -> dict[str, Any]:
+def reference(key, packed, fused):
     with pytest.MonkeyPatch.context() as patch:
         if fused:
             force(patch)
@@ -59,7 +55,7 @@ def reference(key: str, packed: bool, fused: bool) -> dict[str, Any]:
             return train_plainly(fields, steps, packed=packed) | {"routes": found}
 
 
-def reference_of(fields: dict[str, Any]) -> dict[str, Any]:
+def reference_of(fields):
     """Return the reference, computed with torch's own attention and without kernels.
 
     Only the dropout masks are those of the kernels.
@@ -71,7 +67,7 @@ def reference_of(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def together(world_size: int) -> list[list[dict[str, Any]]] | Exception:
+def together(world_size):
     try:
         cases = [fields for _, size, fields in TOGETHER if size == world_size]
         return run_processes(world_size, train, cases, timeout_s=SETUP_LIMIT_S)
@@ -79,7 +75,7 @@ def together(world_size: int) -> list[list[dict[str, Any]]] | Exception:
         return error
 
 
-def runs_of(case: Case) -> list[dict[str, Any]]:
+def runs_of(case):
     _, world_size, fields = case
     if case not in TOGETHER:
         return [found for (found,) in run_processes(world_size, train, [fields], timeout_s=600)]
@@ -90,7 +86,7 @@ def runs_of(case: Case) -> list[dict[str, Any]]:
     return [found[number] for found in ranks]
 
 
-def check(fields: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+def check(fields, ranks):
     """Compare losses, norms and, in fp32, parameters of a run with those of one process."""
     expected = reference_of(fields)
     precision = "bf16" if fields.get("bf16") else "fp16" if fields.get("fp16") else "fp32"
@@ -113,7 +109,7 @@ def check(fields: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
         )
 
 
-def check_skipped(fields: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+def check_skipped(fields, ranks):
     """Check that all ranks skip a step in which one rank's gradient is not finite.
 
     The loss scale, if there is one, is halved.
@@ -125,7 +121,7 @@ def check_skipped(fields: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
         assert [scale for *_, scale in rank["history"]] == scales
 
 
-def parameters(cases: list[Case], mark: pytest.MarkDecorator) -> list[Any]:
+def parameters(cases, mark):
     return [pytest.param(case, id=case[0], marks=mark) for case in cases]
 
 
@@ -134,7 +130,7 @@ def parameters(cases: list[Case], mark: pytest.MarkDecorator) -> list[Any]:
     parameters(TOGETHER, pytest.mark.slow) + parameters(CAMPAIGN, pytest.mark.campaign("parity")),
 )
 @pytest.mark.timeout(SETUP_LIMIT_S)  # the first of them runs all that have as many ranks
-def test_a_run_is_that_of_one_process(case: Case) -> None:
+def test_a_run_is_that_of_one_process(case):
     fields, ranks = case[2], runs_of(case)
     if "poison" in fields:
         check_skipped(fields, ranks)
@@ -146,7 +142,7 @@ def test_a_run_is_that_of_one_process(case: Case) -> None:
 
 
 @pytest.mark.slow
-def test_fp16_that_starts_in_overflow_skips_the_steps_of_one_process() -> None:
+def test_fp16_that_starts_in_overflow_skips_the_steps_of_one_process():
     """Layouts that start in overflow skip the same steps as one process.
 
     The initial scales expose a layout that rounds other sums to 16 bits or scales gradients
@@ -156,7 +152,7 @@ def test_fp16_that_starts_in_overflow_skips_the_steps_of_one_process() -> None:
         layout(num_layers=2, **{**FP16, "initial_loss_scale": 2.0**exponent})[2]
         for exponent in (21.25, 21.0)
     )
-    runs: list[dict[str, Any]] = [
+    runs = [
         sum_of_parts | dict(tensor_model_parallel_size=2, sequence_parallel=True),
         sum_of_parts | dict(pipeline_model_parallel_size=2),
         each_replica,
@@ -176,8 +172,8 @@ def test_fp16_that_starts_in_overflow_skips_the_steps_of_one_process() -> None:
 @pytest.mark.campaign("parity")
 @pytest.mark.parametrize("recompute", [FULL, SELECTIVE], ids=["full", "selective"])
 def test_bf16_with_dropout_on_all_parallelisms_repeats_under_recomputation(
-    recompute: dict[str, Any],
-) -> None:
+    recompute,
+):
     """Recomputation repeats the run bit for bit."""
     _, world_size, fields = layout(tp=2, pp=2, sp=True, fused=True, **UNFUSED, **DROPOUT, **BF16)
     for kept, again in run_processes(

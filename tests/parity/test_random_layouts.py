@@ -5,11 +5,8 @@ magnified where a random model has small gradients, while a wrong scale, a missi
 mask still shows. MEGATRON_TEST_LAYOUTS=N draws N cases instead of 8.
 """
 
-from __future__ import annotations
-
 import os
 import random
-from typing import Any
 
 import pytest
 
@@ -20,7 +17,7 @@ from tests.parity.test_grid import check
 CASES = int(os.environ.get("MEGATRON_TEST_LAYOUTS", "8"))
 
 
-def draw_layout(draw: random.Random) -> tuple[int, dict[str, Any]]:
+def draw_layout(draw):
     """Draw (world size, fields of layout, schedule and recomputation)."""
     tp = draw.choice([1, 2, 4, 8])
     pp = draw.choice([p for p in (1, 2, 3, 4, 8) if tp * p <= 8])
@@ -29,7 +26,7 @@ def draw_layout(draw: random.Random) -> tuple[int, dict[str, Any]]:
     stage = draw.choice([0, 1, 2, 3] if pp == 1 else [0, 1, 2])
     shard = draw.choice([n for n in (1, 2, 3, 4) if dp % n == 0])
     states = draw.choice([n for n in (1, 2, 3, 4) if n % shard == dp % n == 0])
-    fields: dict[str, Any] = dict(
+    fields = dict(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         sequence_parallel=tp > 1 and draw.random() < 0.6,
@@ -55,7 +52,7 @@ def draw_layout(draw: random.Random) -> tuple[int, dict[str, Any]]:
     return tp * pp * dp, fields
 
 
-def draw_model(draw: random.Random, tp: int) -> dict[str, Any]:
+def draw_model(draw, tp):
     """Draw the fields of a model."""
     return dict(
         hidden_size=64,
@@ -83,7 +80,7 @@ def draw_model(draw: random.Random, tp: int) -> dict[str, Any]:
     )
 
 
-def draw_context(draw: random.Random, ranks: int, model: dict[str, Any]) -> dict[str, Any]:
+def draw_context(draw, ranks, model):
     """Draw the fields of context parallelism for a job of `ranks` processes without it."""
     size = draw.choice([c for c in (1, 2, 4) if ranks * c <= 8])
     # masks of attention need longer sequences on a ring
@@ -93,7 +90,7 @@ def draw_context(draw: random.Random, ranks: int, model: dict[str, Any]) -> dict
 
 @pytest.mark.campaign("parity")
 @pytest.mark.parametrize("seed", range(CASES))
-def test_drawn_layout_equals_one_process(seed: int) -> None:
+def test_drawn_layout_equals_one_process(seed):
     draw = random.Random(seed)
     world_size, fields = draw_layout(draw)
     fields |= draw_model(draw, fields["tensor_model_parallel_size"])

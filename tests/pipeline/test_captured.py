@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,6 @@ from tests.parity.cases import (
     LLAMA,
     SELECTIVE,
     UNFUSED,
-    Case,
     layout,
     train,
 )
@@ -52,7 +50,7 @@ WARM_UP, STEPS, MICRO_BATCHES = 2, 4, 4
 CAPTURED = dict(cuda_graph_impl="local", cuda_graph_warmup_steps=WARM_UP)
 
 # Masks of each micro-batch and step: those of a recorded one would be others.
-IN_BLOCKS: dict[str, Any] = dict(fused=True, **BLOCKED, **DROPOUT)
+IN_BLOCKS = dict(fused=True, **BLOCKED, **DROPOUT)
 
 CASES = [
     layout(micro_batch_size=2, recompute=CHEAP, **IN_BLOCKS),
@@ -83,15 +81,15 @@ CAMPAIGN = [
 ]
 
 
-def passes(rank: int, cases: list[dict[str, Any]]) -> list[tuple[Any, Any, int, int]]:
+def passes(rank, cases):
     """Run each case eagerly and captured; return both, and how often a layer's code ran in each."""
     calls, forward = [0], TransformerLayer.forward
 
-    def counting(*args: Any, **options: Any) -> Any:
+    def counting(*args, **options):
         calls[0] += 1
         return forward(*args, **options)
 
-    def run(fields: dict[str, Any]) -> tuple[Any, int]:
+    def run(fields):
         calls[0] = 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(TransformerLayer, "forward", counting)
@@ -106,7 +104,7 @@ def passes(rank: int, cases: list[dict[str, Any]]) -> list[tuple[Any, Any, int, 
     return found
 
 
-def under_way(rank: int, size: int, fields: dict[str, Any]) -> int:
+def under_way(rank, size, fields):
     """Return of how many layers a rank keeps the activations of 1F1B at the most.
 
     Of as many micro-batches as there are stages from its own on (Narayanan et al., arXiv
@@ -117,7 +115,7 @@ def under_way(rank: int, size: int, fields: dict[str, Any]) -> int:
     return min(MICRO_BATCHES, stages - stage) * fields["num_layers"] // stages
 
 
-def check(case: Case, ranks: list[tuple[Any, Any, int, int]]) -> None:
+def check(case, ranks):
     name, size, fields = case
     for rank, (eager, replayed, calls_eager, calls_captured) in enumerate(ranks):
         assert replayed["history"] == eager["history"]
@@ -133,7 +131,7 @@ def check(case: Case, ranks: list[tuple[Any, Any, int, int]]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(SETUP_LIMIT_S)
 @pytest.mark.parametrize("size", [1, 2])
-def test_replayed_passes_give_the_bits_of_eager_ones(size: int) -> None:
+def test_replayed_passes_give_the_bits_of_eager_ones(size):
     cases = [case for case in CASES if case[1] == size]
     ranks = run_processes(size, passes, [fields for *_, fields in cases], timeout_s=SETUP_LIMIT_S)
     for number, case in enumerate(cases):
@@ -143,14 +141,14 @@ def test_replayed_passes_give_the_bits_of_eager_ones(size: int) -> None:
 @pytest.mark.campaign("parity")
 @pytest.mark.timeout(SETUP_LIMIT_S)
 @pytest.mark.parametrize("case", CAMPAIGN, ids=[name for name, *_ in CAMPAIGN])
-def test_any_layout_replays_the_bits_of_eager_passes(case: Case) -> None:
+def test_any_layout_replays_the_bits_of_eager_passes(case):
     check(case, [rank for (rank,) in run_processes(case[1], passes, [case[2]], timeout_s=600)])
 
 
-def resumed(rank: int, folder: str) -> list[Any]:
+def resumed(rank, folder):
     """Return losses and norms of an eager run, and of a captured one that was interrupted."""
     fields = dict(global_batch_size=2, train_iters=8, eval_interval=3, eval_iters=1)
-    runs: list[dict[str, Any]] = [
+    runs = [
         {},
         CAPTURED | dict(save=folder, exit_interval=4),
         CAPTURED | dict(load=folder),
@@ -164,7 +162,7 @@ def resumed(rank: int, folder: str) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_an_interrupted_captured_run_has_the_bits_of_an_eager_one(tmp_path: Path) -> None:
+def test_an_interrupted_captured_run_has_the_bits_of_an_eager_one(tmp_path):
     ((eager, first, rest),) = run_processes(1, resumed, str(tmp_path))
     assert len(first) == len(rest) == 4
     assert first + rest == eager
@@ -176,18 +174,18 @@ class Live(TorchDispatchMode):
     before  tensors that do not count
     """
 
-    def __init__(self, before: Iterable[torch.Tensor]) -> None:
+    def __init__(self, before):
         super().__init__()
         self.peak = 0
-        self._known = dict[int, tuple[StorageWeakRef, int]]()
+        self._known = {}
         for x in before:
             self._see(x, 0)
 
-    def _see(self, x: torch.Tensor, size: int) -> None:
+    def _see(self, x, size):
         storage = x.untyped_storage()
         self._known.setdefault(storage._cdata, (StorageWeakRef(storage), size))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         self._known = {key: one for key, one in self._known.items() if not one[0].expired()}
         for x in tree_leaves(out):
@@ -197,7 +195,7 @@ class Live(TorchDispatchMode):
         return out
 
 
-def peak_of_a_step(layers: int, records: bool) -> int:
+def peak_of_a_step(layers, records):
     """Return the largest number of bytes of the passes of one micro-batch."""
     config = Config.create(
         num_layers=layers,
@@ -215,20 +213,20 @@ def peak_of_a_step(layers: int, records: bool) -> int:
     topology = Topology.create()
     chunks = build_chunks(config, topology).to(torch.bfloat16).train()
     for p in chunks.parameters():
-        p.gradient_accumulator = GradientAccumulator(p, torch.zeros(p.shape))  # type: ignore[attr-defined]
+        p.gradient_accumulator = GradientAccumulator(p, torch.zeros(p.shape))
         p.register_post_accumulate_grad_hook(to_accumulator)
     engine = types.SimpleNamespace(begin=None, pass_ends=None, wait_for_weights=lambda: None)
-    run = build_executor(config, topology, chunks, engine)  # type: ignore[arg-type]
+    run = build_executor(config, topology, chunks, engine)
     batches = [make_micro_batch(torch.randint(256, (2, 65)).numpy())]
     for _ in range(WARM_UP):
         run.train(batches)
-    sums = [p.gradient_accumulator.total for p in chunks.parameters()]  # type: ignore[attr-defined]
+    sums = [p.gradient_accumulator.total for p in chunks.parameters()]
     with Live([*chunks.parameters(), *sums]) as live:
         run.train(batches)
     return live.peak
 
 
-def test_a_recorded_pass_keeps_what_an_eager_one_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_pass_keeps_what_an_eager_one_keeps(monkeypatch):
     """A recorded pass takes at most what a layer keeps more, whatever the number of layers.
 
     Recorded as for a graph, where memory is free when its tensor is: a rehearsal keeps all.
@@ -250,26 +248,26 @@ class Batch:
 class Stage(torch.nn.Module):
     """A stage whose part `inner` does as `function` does."""
 
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, function):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(4))
         self.inner = Inner(function)
 
-    def forward(self, batch: Batch, hidden: None) -> torch.Tensor:
-        result: torch.Tensor = self.inner(batch.x * self.weight).sum()
+    def forward(self, batch, hidden):
+        result = self.inner(batch.x * self.weight).sum()
         return result
 
 
 class Inner(torch.nn.Module):
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, function):
         super().__init__()
         self.function = function
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.function(x)
 
 
-def executor(stage: torch.nn.Module) -> Executor:
+def executor(stage):
     """Return an executor that captures the second step."""
     topology = Topology.create()
     message = (4,), torch.float32
@@ -279,7 +277,7 @@ def executor(stage: torch.nn.Module) -> Executor:
     return Executor(topology, {0: stage}, "1f1b", message, captures=captures)
 
 
-RULES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+RULES = {
     "_local_scalar_dense": lambda x: x * x.detach().sum().item(),
     "nonzero": lambda x: x[x.detach().nonzero().flatten()],
     "index": lambda x: x[x > 0],
@@ -289,7 +287,7 @@ RULES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("operator", RULES)
-def test_what_cannot_be_captured_is_named_with_its_layer(operator: str) -> None:
+def test_what_cannot_be_captured_is_named_with_its_layer(operator):
     run = executor(Stage(RULES[operator]))
     batch = Batch(torch.ones(4))
     run.train([batch])
@@ -297,24 +295,24 @@ def test_what_cannot_be_captured_is_named_with_its_layer(operator: str) -> None:
         run.train([batch])
 
 
-def test_gradients_leave_while_the_last_backward_pass_runs() -> None:
+def test_gradients_leave_while_the_last_backward_pass_runs():
     """The backward pass of the last micro-batch runs eagerly, so that messages overlap with it."""
-    events: list[str] = []
+    events = []
 
     class Between(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx, x):
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        def backward(ctx, gradient):
             events.append("between")
             return gradient
 
     stage = Stage(lambda x: Between.apply(x) * stage.second)
     stage.second = torch.nn.Parameter(torch.ones(4))
     for name, p in stage.named_parameters():
-        p.gradient_accumulator = GradientAccumulator(  # type: ignore[attr-defined]
+        p.gradient_accumulator = GradientAccumulator(
             p, torch.zeros(4), lambda _, name=name: events.append(name)
         )
         p.register_post_accumulate_grad_hook(to_accumulator)
@@ -325,7 +323,7 @@ def test_gradients_leave_while_the_last_backward_pass_runs() -> None:
     assert events == ["second", "weight", "second", "between", "weight"]
 
 
-def test_a_micro_batch_of_another_shape_is_refused() -> None:
+def test_a_micro_batch_of_another_shape_is_refused():
     run = executor(Stage(lambda x: x))
     for _ in range(2):
         run.train([Batch(torch.ones(4))])
@@ -338,14 +336,14 @@ class Divided(Batch):
     document_lengths: Any
 
 
-def test_documents_of_a_data_set_are_refused_in_the_first_step() -> None:
+def test_documents_of_a_data_set_are_refused_in_the_first_step():
     """Their lengths are on the host: a replay would repeat those of the first micro-batch."""
     run = executor(Stage(lambda x: x))
     with pytest.raises(ConfigError, match="document_lengths"):
         run.train([Divided(torch.ones(4), np.array([1, 3]))])
 
 
-TINY: dict[str, Any] = dict(
+TINY = dict(
     num_layers=1,
     hidden_size=8,
     num_attention_heads=1,
@@ -354,16 +352,16 @@ TINY: dict[str, Any] = dict(
 )
 
 
-def test_masks_by_torch_are_refused() -> None:
+def test_masks_by_torch_are_refused():
     config = Config.create(vocab_size=8, attention_backend="blocked", **TINY)
     topology = Topology.create()
     context = dataclasses.replace(layer_context(config, topology), fusions=choose.NONE)
     chunks = build_chunks(config, topology, context)
     with pytest.raises(ConfigError, match=r"--hidden-dropout 0\.1.*attention_block.*bias_dropout"):
-        build_executor(config, topology, chunks, None)  # type: ignore[arg-type]
+        build_executor(config, topology, chunks, None)
 
 
-def test_a_stage_of_ones_own_is_refused() -> None:
+def test_a_stage_of_ones_own_is_refused():
     config = Config.create(hidden_dropout=0.0, attention_dropout=0.0, **TINY)
     with pytest.raises(ConfigError, match=r"layer.*Stage.*--cuda-graph-impl"):
         config.with_pieces(layer=Stage)

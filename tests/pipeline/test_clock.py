@@ -1,7 +1,5 @@
 """The clock, against closed forms, bounds, and a second implementation."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import pairwise
 
@@ -24,13 +22,11 @@ from megatron.pipeline.orders import Op
 from tests.helpers.replay import run_lists
 
 
-def even(
-    stages: int, forward: float = 1.0, backward: float = 2.0, weight: float = 0.0
-) -> StageTimes:
+def even(stages, forward=1.0, backward=2.0, weight=0.0):
     return StageTimes((forward,) * stages, (backward,) * stages, (weight,) * stages)
 
 
-def in_python(patch: pytest.MonkeyPatch) -> None:
+def in_python(patch):
     """Make tests/helpers/replay.py run the lists in place of csrc/schedule_clock.cpp."""
     for module in (schedule_module, clock):
         patch.setattr(module, "run", run_lists)
@@ -43,7 +39,7 @@ def in_python(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("size, m", [(1, 5), (3, 2), (5, 33)])
 @pytest.mark.parametrize("forward, backward", [(1.0, 2.0), (5.0, 1.0)])
-def test_1f1b(size: int, m: int, forward: float, backward: float) -> None:
+def test_1f1b(size, m, forward, backward):
     """1F1B takes (m + p - 1)(t_f + t_b): Narayanan et al., arXiv 2104.04473, section 2.2.1."""
     run = run_pipeline(Pipeline("1f1b", size, 1, m, even(size, forward, backward)))
     assert run.makespan == (m + size - 1) * (forward + backward)
@@ -53,7 +49,7 @@ def test_1f1b(size: int, m: int, forward: float, backward: float) -> None:
 
 @pytest.mark.parametrize("size, chunks, m", [(2, 2, 2), (2, 3, 7), (4, 2, 8), (3, 4, 11)])
 @pytest.mark.parametrize("forward, backward", [(1.0, 2.0), (2.0, 2.0)])
-def test_interleaved(size: int, chunks: int, m: int, forward: float, backward: float) -> None:
+def test_interleaved(size, chunks, m, forward, backward):
     """The bubble is (p - 1)(t_f + t_b) of one chunk, here for any m >= p.
 
     Source: section 2.2.2 of the same.
@@ -68,7 +64,7 @@ def test_interleaved(size: int, chunks: int, m: int, forward: float, backward: f
 @pytest.mark.parametrize(
     "forward, backward, weight", [(1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (3.0, 3.0, 2.0)]
 )
-def test_zb_h1(size: int, more: int, forward: float, backward: float, weight: float) -> None:
+def test_zb_h1(size, more, forward, backward, weight):
     """The bubble is (p - 1)(t_f + t_b - t_w), with enough micro-batches.
 
     Source: Qi et al., arXiv 2401.10241, table 2.
@@ -84,7 +80,7 @@ positive = st.integers(1, 6).map(float)
 
 
 @given(st.integers(2, 6), st.integers(1, 20), positive, positive, positive)
-def test_bounds_of_zb_h1(size: int, m: int, forward: float, backward: float, weight: float) -> None:
+def test_bounds_of_zb_h1(size, m, forward, backward, weight):
     """ZB-H1 is never slower than 1F1B with an undivided backward pass, nor faster than the bounds.
 
     The bounds are the first micro-batch's way there and back, and the last rank's work behind p - 1
@@ -101,7 +97,7 @@ def test_bounds_of_zb_h1(size: int, m: int, forward: float, backward: float, wei
     assert least <= run.makespan <= whole
 
 
-def test_one_micro_batch_pays_for_each_boundary_twice() -> None:
+def test_one_micro_batch_pays_for_each_boundary_twice():
     """One micro-batch crosses each boundary twice, with nothing else to do meanwhile."""
     there = ((1.0, 0.5), (2.0, 0.25), (4.0, 0.125), (9.0, 9.0))
     back = ((9.0, 9.0), (8.0, 1.0), (16.0, 2.0), (32.0, 4.0))
@@ -113,7 +109,7 @@ def test_one_micro_batch_pays_for_each_boundary_twice() -> None:
     assert run.message_wait == (9.0, 1.5 + 18 + 9, 2.25 + 36 + 18, 4.125 + 36)
 
 
-def test_the_link_is_the_pace_where_messages_take_longest() -> None:
+def test_the_link_is_the_pace_where_messages_take_longest():
     """The link sets the pace where messages take longest.
 
     The first two activations arrive at 6 and 11. Each further receive is posted behind the forward
@@ -136,8 +132,8 @@ def test_the_link_is_the_pace_where_messages_take_longest() -> None:
 # In C++ and in Python.
 
 
-def stage_times(draw: st.DrawFn, stages: int) -> StageTimes:
-    def of_stages() -> tuple[float, ...]:
+def stage_times(draw, stages):
+    def of_stages():
         return tuple(draw(st.lists(time, min_size=stages, max_size=stages)))
 
     time = st.sampled_from([1.0, 1.0, 1.5, 0.1, 2.7, 1 / 3])
@@ -146,8 +142,8 @@ def stage_times(draw: st.DrawFn, stages: int) -> StageTimes:
     )
 
 
-def message_times(draw: st.DrawFn, size: int) -> Boundaries | None:
-    def of_ranks() -> tuple[tuple[float, float], ...]:
+def message_times(draw, size):
+    def of_ranks():
         return tuple(draw(st.lists(st.tuples(cost, cost), min_size=size, max_size=size)))
 
     cost = st.sampled_from([0.0, 0.05, 0.3, 1.1])
@@ -155,7 +151,7 @@ def message_times(draw: st.DrawFn, size: int) -> Boundaries | None:
 
 
 @st.composite
-def pipelines(draw: st.DrawFn, most: int = 40) -> Pipeline:
+def pipelines(draw, most=40):
     name, chunks = draw(
         st.sampled_from([("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3)])
     )
@@ -166,7 +162,7 @@ def pipelines(draw: st.DrawFn, most: int = 40) -> Pipeline:
 
 
 @given(pipelines())
-def test_both_give_the_same_ticks(pipeline: Pipeline) -> None:
+def test_both_give_the_same_ticks(pipeline):
     run = run_pipeline(pipeline)
     lanes = timeline(run)
     with pytest.MonkeyPatch.context() as patch:
@@ -176,7 +172,7 @@ def test_both_give_the_same_ticks(pipeline: Pipeline) -> None:
 
 
 @given(pipelines(), st.sampled_from([0.7, 1.0, 2.3, 50.0]), st.sampled_from([0.5, 1.0, 1.7]))
-def test_both_share_cores_alike(pipeline: Pipeline, cores: float, demand: float) -> None:
+def test_both_share_cores_alike(pipeline, cores, demand):
     pipeline = dataclasses.replace(pipeline, cores=cores, demand=demand)
     run = run_pipeline(pipeline)
     with pytest.MonkeyPatch.context() as patch:
@@ -187,15 +183,15 @@ def test_both_share_cores_alike(pipeline: Pipeline, cores: float, demand: float)
 
 
 def test_without_the_extension_the_command_that_builds_it_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(schedule_module, "compiled", None)
     with pytest.raises(MegatronError, match="build_ext --inplace"):
         run_pipeline(Pipeline("1f1b", 2, 1, 3, even(2)))
 
 
 @given(pipelines(most=24))
-def test_what_holds_of_every_step(pipeline: Pipeline) -> None:
+def test_what_holds_of_every_step(pipeline):
     run = run_pipeline(pipeline)
     spans = timeline(run).ranks
     near = 1e-9
@@ -219,8 +215,8 @@ def test_what_holds_of_every_step(pipeline: Pipeline) -> None:
 
 
 @pytest.mark.parametrize("unit", [1e-12, 1e-3, 1e18])
-def test_any_unit_will_do(unit: float) -> None:
-    def makespan(unit: float) -> float:
+def test_any_unit_will_do(unit):
+    def makespan(unit):
         boundaries = Boundaries(((unit / 8, 0.0),) * 4, ((0.0, unit / 4),) * 4)
         return run_pipeline(
             Pipeline("interleaved", 4, 2, 9, even(8, unit, 2 * unit), boundaries)
@@ -229,11 +225,11 @@ def test_any_unit_will_do(unit: float) -> None:
     assert makespan(unit) == pytest.approx(unit * makespan(1.0), rel=1e-10)
 
 
-def test_stages_without_any_work_take_no_time() -> None:
+def test_stages_without_any_work_take_no_time():
     assert run_pipeline(Pipeline("1f1b", 3, 1, 4, even(3, 0.0, 0.0))).makespan == 0.0
 
 
-def test_the_first_forward_pass_may_take_longer() -> None:
+def test_the_first_forward_pass_may_take_longer():
     times = dataclasses.replace(even(2), first=(3.0, 20.0))
     run = run_pipeline(Pipeline("1f1b", 2, 1, 4, times))
     # The second stage waits for the first one's first pass, then takes 21; nothing waits for
@@ -248,7 +244,7 @@ def test_the_first_forward_pass_may_take_longer() -> None:
     )
 
 
-def test_what_does_not_exist_is_refused() -> None:
+def test_what_does_not_exist_is_refused():
     with pytest.raises(ConfigError):
         run_pipeline(Pipeline("2f2b", 2, 1, 4, even(2)))
 
@@ -262,7 +258,7 @@ def test_what_does_not_exist_is_refused() -> None:
         [[(0, 0, -1)], [(0, 1, 0)]],
     ],
 )
-def test_lists_that_cannot_be_run_are_refused(passes: list[list[tuple[int, int, int]]]) -> None:
+def test_lists_that_cannot_be_run_are_refused(passes):
     micro_batches = 1 + max(i for rank in passes for *_, i in rank)
     lists = schedule_module.Lists.of([np.array(rank) for rank in passes], micro_batches)
     free = [np.zeros((kinds, len(lists.owner)), np.int64) for kinds in (5, 4)]
@@ -270,7 +266,7 @@ def test_lists_that_cannot_be_run_are_refused(passes: list[list[tuple[int, int, 
         schedule_module.run(lists, schedule_module.ScheduleCosts(*free), posted=False)
 
 
-def test_times_of_other_sizes_are_refused() -> None:
+def test_times_of_other_sizes_are_refused():
     with pytest.raises(AssertionError, match="4"):
         run_pipeline(Pipeline("1f1b", 4, 1, 2, even(3)))
     with pytest.raises(AssertionError, match="4"):

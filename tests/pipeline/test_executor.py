@@ -1,12 +1,8 @@
 """The executor on 2 and 4 processes equals one process without a pipeline, in float64."""
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +13,7 @@ from megatron.parallel.deferred_gradients import WeightGradients
 from megatron.parallel.flight import FlightRecorder, FlightState, PendingCall
 from megatron.parallel.topology import Group, Topology
 from megatron.pipeline.executor import SENDS_IN_FLIGHT, Executor, StageMessages
-from megatron.pipeline.orders import AnyOrder, Instruction, Op
+from megatron.pipeline.orders import Instruction, Op
 from megatron.pipeline.schedule import build_schedule
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes, run_processes_raw
@@ -31,21 +27,17 @@ class DeferrableLinear(torch.autograd.Function):
     """Linear layer x @ w.T whose weight gradient goes to the queue while it collects."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, queue: WeightGradients
-    ) -> torch.Tensor:
+    def forward(ctx, x, weight, queue):
         ctx.save_for_backward(x, weight)
         ctx.queue = queue
         return x @ weight.t()
 
     @staticmethod
-    def backward(
-        ctx: Any, *gradients: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    def backward(ctx, *gradients):
         x, weight = ctx.saved_tensors
         (gradient,) = gradients
 
-        def compute() -> None:
+        def compute():
             weight.grad = (
                 gradient.t() @ x if weight.grad is None else weight.grad + gradient.t() @ x
             )
@@ -59,7 +51,7 @@ class DeferrableLinear(torch.autograd.Function):
 class Stage(torch.nn.Module):
     """Stage tanh(hidden w^T + b); the first reads the micro-batch, the last returns a loss."""
 
-    def __init__(self, stage: int, stages: int, queue: WeightGradients | None = None) -> None:
+    def __init__(self, stage, stages, queue=None):
         super().__init__()
         generator = torch.Generator().manual_seed(stage)
         draw = torch.randn(WIDTH + 1, WIDTH, generator=generator, dtype=torch.float64)
@@ -70,13 +62,13 @@ class Stage(torch.nn.Module):
         self.last = stage == stages - 1
         self.queue = queue or WeightGradients()
 
-    def forward(self, batch: dict[str, torch.Tensor], hidden: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, batch, hidden):
         x = batch["x"] if hidden is None else hidden
         y = torch.tanh(DeferrableLinear.apply(x, self.weight, self.queue) + self.bias)
         return (y - batch["y"]).square().mean() if self.last else y
 
 
-def micro_batches(count: int) -> list[dict[str, torch.Tensor]]:
+def micro_batches(count):
     generator = torch.Generator().manual_seed(99)
     shape = (ROWS, WIDTH)
     return [
@@ -85,25 +77,23 @@ def micro_batches(count: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def reference(
-    stages: int, count: int, scale: float, weights: list[float] | None
-) -> tuple[list[float], dict[str, Any]]:
+def reference(stages, count, scale, weights):
     """Return losses and gradients by one autograd graph over all micro-batches."""
     chunks = [Stage(g, stages) for g in range(stages)]
     losses = []
     for batch in micro_batches(count):
-        hidden: torch.Tensor | None = None
+        hidden = None
         for chunk in chunks:
             hidden = chunk(batch, hidden)
         assert hidden is not None
         losses.append(hidden)
     factors = weights or [1 / count] * count
     total = sum(loss * factor for loss, factor in zip(losses, factors, strict=True)) * scale
-    total.backward()  # type: ignore[union-attr]
+    total.backward()
     return [loss.item() for loss in losses], gradients(dict(enumerate(chunks)))
 
 
-def gradients(chunks: dict[int, Stage]) -> dict[str, np.ndarray]:
+def gradients(chunks):
     found = {}
     for g, chunk in chunks.items():
         for name, parameter in chunk.named_parameters():
@@ -112,9 +102,7 @@ def gradients(chunks: dict[int, Stage]) -> dict[str, np.ndarray]:
     return found
 
 
-def make(
-    topology: Topology, schedule: AnyOrder, chunks: int, **options: Any
-) -> tuple[Executor, dict[int, Stage]]:
+def make(topology, schedule, chunks, **options):
     size, rank = topology.pipeline.size, topology.pipeline.rank
     queue = WeightGradients()
     stages = {c * size + rank: Stage(c * size + rank, size * chunks, queue) for c in range(chunks)}
@@ -123,7 +111,7 @@ def make(
     ), stages
 
 
-CASES: dict[int, list[tuple[AnyOrder, int, int]]] = {
+CASES = {
     2: [
         ("1f1b", 1, 1),
         ("1f1b", 1, 5),
@@ -146,7 +134,7 @@ CASES: dict[int, list[tuple[AnyOrder, int, int]]] = {
 }
 
 
-def every_case(topology: Topology) -> list[tuple[Any, ...]]:
+def every_case(topology):
     size, results = topology.pipeline.size, []
     for name, chunks, count in CASES[size]:
         executor, stages = make(topology, name, chunks)
@@ -166,9 +154,7 @@ def every_case(topology: Topology) -> list[tuple[Any, ...]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
-def test_losses_and_gradients_are_those_of_one_process(
-    size: int, runs: dict[int, list[dict[str, Any]]]
-) -> None:
+def test_losses_and_gradients_are_those_of_one_process(size, runs):
     """Losses and gradients are those of one process, in float64.
 
     The order of summation over micro-batches differs, so equality is to rounding.
@@ -178,7 +164,7 @@ def test_losses_and_gradients_are_those_of_one_process(
         stages = size * chunks
         losses, wanted = reference(stages, count, 8.0, None)
         _, weighted = reference(stages, count, 1.0, [0.5 + i for i in range(count)])
-        seen: set[str] = set()
+        seen = set()
         for rank in range(size):
             trained, first, second, evaluated = by_rank[rank][number]
             expected = losses if rank == size - 1 else []
@@ -196,7 +182,7 @@ def test_losses_and_gradients_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("interleaved", 3), ("zb-h1", 1)])
-def test_one_rank_needs_no_process_group(schedule: str, chunks: int) -> None:
+def test_one_rank_needs_no_process_group(schedule, chunks):
     executor, stages = make(Topology.create(), schedule, chunks)
     losses = [loss.item() for loss in executor.train(micro_batches(3), loss_scale=2.0)]
     wanted_losses, wanted = reference(chunks, 3, 2.0, None)
@@ -210,21 +196,21 @@ def test_one_rank_needs_no_process_group(schedule: str, chunks: int) -> None:
 class Alive:
     """Count objects that are alive."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = self.peak = 0
 
-    def watch(self, thing: Any) -> Any:
+    def watch(self, thing):
         self.now += 1
         self.peak = max(self.peak, self.now)
         weakref.finalize(thing, self._gone)
         return thing
 
-    def _gone(self) -> None:
+    def _gone(self):
         self.now -= 1
 
 
 class Box:
-    def __init__(self, value: torch.Tensor) -> None:
+    def __init__(self, value):
         self.value = value
 
 
@@ -232,25 +218,25 @@ class InWatchedMemory(torch.autograd.Function):
     """Identity, with an output whose memory is watched."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, alive: Alive) -> torch.Tensor:
+    def forward(ctx, x, alive):
         return torch.from_numpy(alive.watch(x.numpy().copy()))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx, *gradients):
         return gradients[0], None
 
 
-def count_live(topology: Topology, name: str, chunks: int, count: int) -> tuple[int, int, int, int]:
+def count_live(topology, name, chunks, count):
     rank = topology.pipeline.rank
     saved, outputs = Alive(), Alive()
 
-    def chunk_of(stage: int) -> Callable[[Any, torch.Tensor | None], torch.Tensor]:
+    def chunk_of(stage):
         """Return a chunk with one saved tensor per forward pass and no parameter.
 
         Only the next stage needs its output.
         """
 
-        def chunk(batch: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+        def chunk(batch, hidden):
             x = torch.zeros(2, requires_grad=True) if hidden is None else hidden
             with torch.autograd.graph.saved_tensors_hooks(
                 lambda t: saved.watch(Box(t)), lambda box: box.value
@@ -273,9 +259,7 @@ LIVE = [("1f1b", 1, 5), ("interleaved", 4, 9), ("zb-h1", 1, 5)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, chunks, count", LIVE)
-def test_memory_is_freed_as_the_schedule_says(
-    name: str, chunks: int, count: int, runs: dict[int, list[dict[str, Any]]]
-) -> None:
+def test_memory_is_freed_as_the_schedule_says(name, chunks, count, runs):
     found = [rank[name] for rank in runs[2]]
     # The chunks have no weights, so a split backward pass frees everything in its first half.
     limits = peak_activations(build_schedule(name, 2, chunks, count), until_weights=False)
@@ -287,16 +271,16 @@ def test_memory_is_freed_as_the_schedule_says(
     assert name != "interleaved" or limits[0] == 12 > SENDS_IN_FLIGHT + 1
 
 
-def frozen_and_unused(topology: Topology) -> list[Any]:
+def frozen_and_unused(topology):
     """Freeze the first stage, and let the second one ignore its input."""
     rank = topology.pipeline.rank
     weight = torch.ones(2, requires_grad=rank == 1)
 
-    def first(batch: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+    def first(batch, hidden):
         assert hidden is None
         return batch * weight
 
-    def second(batch: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+    def second(batch, hidden):
         assert hidden is not None
         return (batch * weight).sum()
 
@@ -310,7 +294,7 @@ def frozen_and_unused(topology: Topology) -> list[Any]:
     return [[loss.item() for loss in losses], None if weight.grad is None else weight.grad.tolist()]
 
 
-def other_size_for_evaluation(topology: Topology) -> list[float]:
+def other_size_for_evaluation(topology):
     """Evaluate with another size: the shape of messages is a function of the micro-batch.
 
     Batches of different sizes use one executor.
@@ -323,32 +307,30 @@ def other_size_for_evaluation(topology: Topology) -> list[float]:
     return [loss.item() for loss in executor.evaluate(larger)]
 
 
-def on_two(rank: int) -> dict[str, Any]:
+def on_two(rank):
     topology = join(pipeline=2)
-    out: dict[str, Any] = {
-        name: count_live(topology, name, chunks, count) for name, chunks, count in LIVE
-    }
+    out = {name: count_live(topology, name, chunks, count) for name, chunks, count in LIVE}
     out |= {"cases": every_case(topology), "frozen": frozen_and_unused(topology)}
     return out | {"sizes": other_size_for_evaluation(topology)}
 
 
-def on_four(rank: int) -> dict[str, Any]:
+def on_four(rank):
     return {"cases": every_case(join(pipeline=4))}
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[int, list[dict[str, Any]]]:
+def runs():
     """Return the results of the ranks of pipelines of two and of four."""
     return {2: run_processes(2, on_two), 4: run_processes(4, on_four)}
 
 
 @pytest.mark.slow
-def test_any_callable_frozen_or_blind(runs: dict[int, list[dict[str, Any]]]) -> None:
+def test_any_callable_frozen_or_blind(runs):
     assert [rank["frozen"] for rank in runs[2]] == [[[], None], [[2.0, 6.0], [2.0, 2.0]]]
 
 
 @pytest.mark.slow
-def test_message_shape_may_follow_the_micro_batch(runs: dict[int, list[dict[str, Any]]]) -> None:
+def test_message_shape_may_follow_the_micro_batch(runs):
     losses, _ = reference(2, 3, 1.0, None)
     found = [rank["sizes"] for rank in runs[2]]
     assert found[0] == []
@@ -356,14 +338,14 @@ def test_message_shape_may_follow_the_micro_batch(runs: dict[int, list[dict[str,
     np.testing.assert_allclose(found[1], [np.mean(losses)], rtol=1e-14)
 
 
-def wrong_output(rank: int) -> None:
+def wrong_output(rank):
     executor, _ = make(join(pipeline=2), "1f1b", 1)
     executor.message = ((ROWS, WIDTH + 1), torch.float64)
     executor.train(micro_batches(1))
 
 
 @pytest.mark.slow
-def test_an_output_of_another_shape_is_refused() -> None:
+def test_an_output_of_another_shape_is_refused():
     """The other rank sees the connection of the one that has ended, and need not wait for it."""
     (_, first), (_, second) = run_processes_raw(2, wrong_output)
     assert first.startswith("ConfigError: ") and second.startswith("LaunchError: ")
@@ -372,13 +354,13 @@ def test_an_output_of_another_shape_is_refused() -> None:
     )
 
 
-def die_in_the_middle(rank: int, dying: int) -> None:
+def die_in_the_middle(rank, dying):
     topology = join(pipeline=3)
     executor, stages = make(topology, "1f1b", 1)
     if rank == dying:
         calls = iter(range(100))
 
-        def stop(*_: Any) -> None:
+        def stop(*_):
             if next(calls) == 2:
                 os._exit(3)
 
@@ -387,7 +369,7 @@ def die_in_the_middle(rank: int, dying: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_dead_neighbour_is_named_on_both_sides() -> None:
+def test_a_dead_neighbour_is_named_on_both_sides():
     """A dead neighbour is named on both sides.
 
     So is a hanging one when its group's time limit has passed: torch raises the same error then.
@@ -402,20 +384,20 @@ def test_a_dead_neighbour_is_named_on_both_sides() -> None:
 class Waited:
     """Stand-in for the work of dist.irecv; its wait has reached the time limit."""
 
-    def wait(self) -> None:
+    def wait(self):
         raise RuntimeError("Timed out waiting 10000ms for recv operation to complete")
 
 
-def test_messages_are_recorded_and_blamed_by_global_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_recorded_and_blamed_by_global_ranks(monkeypatch):
     """Record and blame messages by global ranks, for the reports of hangs.
 
     The neighbours of pipeline rank 1 of 3 are the global ranks 2 and 10.
     """
     flight = FlightRecorder()
     flight.describe(6, 1, "n")
-    seen: list[Any] = []
+    seen = []
 
-    def post(tensor: torch.Tensor, peer: int, group: Any) -> Waited:
+    def post(tensor, peer, group):
         state = FlightState.read(bytes(flight.buffer))
         seen.append((peer, state and state.call))
         return Waited()
@@ -431,17 +413,17 @@ def test_messages_are_recorded_and_blamed_by_global_ranks(monkeypatch: pytest.Mo
         assert f"rank {peer}," in str(caught.value) and "10000ms" in str(caught.value)
 
 
-def test_refused() -> None:
+def test_refused():
     topology = Topology.create()
     chunk = Stage(0, 1)
 
-    def build(chunks: dict[int, Any], schedule: AnyOrder = "1f1b", **options: Any) -> Executor:
+    def build(chunks, schedule="1f1b", **options):
         return Executor(topology, chunks, schedule, ((ROWS, WIDTH), torch.float64), **options)
 
     with pytest.raises(ConfigError, match=r"\[0\].*\[1\]"):
         build({1: chunk})
 
-    def split(size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
+    def split(size, chunks, micro_batches, rank):
         each = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
         return [Instruction(op, rank, i) for i in range(micro_batches) for op in each]
 

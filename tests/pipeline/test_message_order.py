@@ -14,7 +14,7 @@ import torch
 from megatron.parallel.flight import FlightRecorder
 from megatron.pipeline import executor as executor_module
 from megatron.pipeline.executor import Executor
-from megatron.pipeline.orders import COMPUTE, Instruction
+from megatron.pipeline.orders import COMPUTE
 from megatron.pipeline.schedule import build_schedule
 
 
@@ -23,47 +23,45 @@ class Recorder:
 
     log: list[Any]
 
-    def __init__(self, pipeline: Any) -> None:
+    def __init__(self, pipeline):
         pass
 
-    def send(self, instruction: Instruction, tensor: torch.Tensor) -> None:
+    def send(self, instruction, tensor):
         self.log.append(instruction)
 
-    def receive(self, instruction: Instruction, *_: Any) -> None:
+    def receive(self, instruction, *_):
         self.log.append(instruction)
 
-    def take(self, instruction: Instruction) -> torch.Tensor:
+    def take(self, instruction):
         self.log.append(("take", instruction))
         return torch.ones(3)
 
-    def finish(self) -> None:
+    def finish(self):
         self.log.append("finish")
 
 
 @pytest.mark.parametrize(
     "name, chunks, rank", [("1f1b", 1, 1), ("interleaved", 2, 0), ("interleaved", 2, 3)]
 )
-def test_messages_are_posted_in_the_order_of_the_schedule(
-    name: str, chunks: int, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_are_posted_in_the_order_of_the_schedule(name, chunks, rank, monkeypatch):
     """Messages are posted in the order of the schedule.
 
     The log of a rank of four equals its schedule without the computations.
     """
-    log: list[Any] = []
+    log = []
     monkeypatch.setattr(executor_module, "StageMessages", Recorder)
     monkeypatch.setattr(Recorder, "log", log, raising=False)
     weight = torch.nn.Parameter(torch.ones(3))
     last = 4 * chunks - 1
 
-    def stage(number: int) -> Any:
-        def run(_: Any, hidden: torch.Tensor | None) -> torch.Tensor:
+    def stage(number):
+        def run(_, hidden):
             output = weight * (torch.ones(3) if hidden is None else hidden)
             return output.sum() if number == last else output
 
         return run
 
-    topology: Any = SimpleNamespace(
+    topology = SimpleNamespace(
         pipeline=SimpleNamespace(size=4, rank=rank),
         data=SimpleNamespace(size=1),
         device=torch.device("cpu"),

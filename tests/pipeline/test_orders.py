@@ -1,20 +1,15 @@
 """User-defined order function: run like any other, or refused with a reason."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
 from megatron.errors import ConfigError
 from megatron.pipeline.clock import Pipeline, StageTimes, run_pipeline
 from megatron.pipeline.orders import SCHEDULES, Instruction, Op, group_sizes, passes_of_rank
 from megatron.pipeline.schedule import build_rank_schedule, build_schedule, moments_of_rank
-from megatron.protocols import Order
 from tools.show_schedule import peak_activations
 
 
-def gpipe(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
+def gpipe(pipeline_size, chunks, micro_batches, rank):
     """Return all forward passes, then all backward passes from the last micro-batch on."""
     each = [
         (chunk * pipeline_size + rank, i) for chunk in range(chunks) for i in range(micro_batches)
@@ -23,7 +18,7 @@ def gpipe(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> lis
     return forward + [Instruction(Op.BACKWARD, *of) for of in reversed(each)]
 
 
-def split_late(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
+def split_late(pipeline_size, chunks, micro_batches, rank):
     """Return 1F1B for one micro-batch at a time, with all weight gradients at the end."""
     order = []
     for i in range(micro_batches):
@@ -31,7 +26,7 @@ def split_late(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -
     return order + [Instruction(Op.BACKWARD_WEIGHT, rank, i) for i in range(micro_batches)]
 
 
-def test_the_step_of_an_order_of_ones_own() -> None:
+def test_the_step_of_an_order_of_ones_own():
     """A step of GPipe takes (m + p - 1)(t_f + t_b): Huang et al., arXiv 1811.06965.
 
     One micro-batch at a time takes m p of them, except for the weight gradients: those are computed
@@ -52,7 +47,7 @@ def test_the_step_of_an_order_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_what_ranks_hold_and_send(chunks: int) -> None:
+def test_what_ranks_hold_and_send(chunks):
     schedule = build_schedule(gpipe, 4, chunks, 5)
     assert schedule.name == "gpipe"
     assert peak_activations(schedule) == (5 * chunks,) * 4
@@ -65,16 +60,16 @@ def test_what_ranks_hold_and_send(chunks: int) -> None:
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_a_name_is_its_function(forward_only: bool) -> None:
-    def named(p: int, v: int, m: int, rank: int) -> object:
+def test_a_name_is_its_function(forward_only):
+    def named(p, v, m, rank):
         return passes_of_rank("interleaved", p, v, m, rank)
 
-    order: Order = named  # type: ignore[assignment]
+    order = named
     theirs = build_schedule("interleaved", 3, 2, 7, forward_only)
     assert build_schedule(order, 3, 2, 7, forward_only).ranks == theirs.ranks
 
 
-def changed(change: Callable[[list[Instruction]], list[Instruction]]) -> Order:
+def changed(change):
     return lambda p, v, m, rank: change(gpipe(p, v, m, rank)) if rank == 1 else gpipe(p, v, m, rank)
 
 
@@ -98,20 +93,20 @@ def changed(change: Callable[[list[Instruction]], list[Instruction]]) -> Order:
     ],
 )
 def test_passes_that_are_not_the_ranks_are_refused(
-    change: Callable[[list[Instruction]], list[Instruction]],
-) -> None:
+    change,
+):
     with pytest.raises(ConfigError, match="rank 1 of 2"):
         build_schedule(changed(change), 2, 1, 3)
 
 
-def test_ranks_that_wait_for_each_other_are_refused() -> None:
+def test_ranks_that_wait_for_each_other_are_refused():
     """Ranks that wait for each other are refused.
 
     The second rank wants the last micro-batch first, which the first rank only has after a backward
     pass.
     """
 
-    def one_at_a_time(p: int, v: int, m: int, rank: int) -> list[Instruction]:
+    def one_at_a_time(p, v, m, rank):
         each = range(m) if rank == 0 else reversed(range(m))
         return [Instruction(op, rank, i) for i in each for op in (Op.FORWARD, Op.BACKWARD)]
 
@@ -121,7 +116,7 @@ def test_ranks_that_wait_for_each_other_are_refused() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("p, m", [(2, 31), (4, 61), (5, 34), (8, 95)])
-def test_what_a_long_step_holds_is_what_its_first_groups_hold(name: str, p: int, m: int) -> None:
+def test_what_a_long_step_holds_is_what_its_first_groups_hold(name, p, m):
     """Memory of a long step equals that of its first groups.
 
     It is counted over few groups of micro-batches of each size.
@@ -129,10 +124,10 @@ def test_what_a_long_step_holds_is_what_its_first_groups_hold(name: str, p: int,
     chunks = 3 if name == "interleaved" else 1
     assert len(group_sizes(p, m)) >= 6
 
-    def whole(p: int, v: int, m: int, rank: int) -> object:
+    def whole(p, v, m, rank):
         return passes_of_rank(name, p, v, m, rank)
 
-    order: Order = whole  # type: ignore[assignment]
+    order = whole
     for rank in range(p):
         short, long = (
             {

@@ -1,10 +1,7 @@
 """Every schedule is complete, ordered by dependencies, free of deadlock, and bounded in memory."""
 
-from __future__ import annotations
-
 import doctest
 from collections import Counter, defaultdict, deque
-from types import ModuleType
 
 import pytest
 from hypothesis import given
@@ -15,7 +12,7 @@ from megatron.model import stages
 from megatron.pipeline import orders
 from megatron.pipeline import schedule as schedule_module
 from megatron.pipeline.orders import COMPUTE, RECEIVES, SENDS, Instruction, Op, group_sizes
-from megatron.pipeline.schedule import Schedule, build_schedule, planned_latency
+from megatron.pipeline.schedule import build_schedule, planned_latency
 from tests.helpers.replay import simulate
 from tools.show_schedule import peak_activations, peak_receives
 
@@ -24,14 +21,14 @@ RECEIVE_OF = {Op.SEND_FORWARD: Op.RECV_FORWARD, Op.SEND_BACKWARD: Op.RECV_BACKWA
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
+def schedules(draw):
     name = draw(st.sampled_from(["1f1b", "interleaved", "zb-h1"]))
     size = draw(st.integers(1, 8))
     chunks = draw(st.integers(2, 4)) if name == "interleaved" else 1
     return build_schedule(name, size, chunks, draw(st.integers(1, 20)), draw(st.booleans()))
 
 
-def message(schedule: Schedule, instruction: Instruction) -> tuple[int, int, Instruction]:
+def message(schedule, instruction):
     """Return (sender, receiver, the receiver's name for it) of a SEND or a RECV."""
     op, stage, micro_batch = instruction
     size = schedule.pipeline_size
@@ -45,9 +42,7 @@ def message(schedule: Schedule, instruction: Instruction) -> tuple[int, int, Ins
     return (stage - step) % size, stage % size, instruction
 
 
-def can_compute(
-    schedule: Schedule, done: set[Instruction], instruction: Instruction, arrived: set[Instruction]
-) -> bool:
+def can_compute(schedule, done, instruction, arrived):
     """Check the dependencies, written again and stricter: remote results must have arrived."""
     op, stage, micro_batch = instruction
     last = schedule.num_stages - 1
@@ -69,13 +64,13 @@ def can_compute(
     return Instruction(Op.RECV_BACKWARD, stage, micro_batch) in arrived
 
 
-def source_done(done: set[Instruction], instruction: Instruction) -> bool:
+def source_done(done, instruction):
     _, stage, micro_batch = instruction
     ops = [Op.FORWARD] if instruction.op is Op.SEND_FORWARD else [Op.BACKWARD, Op.BACKWARD_INPUT]
     return any(Instruction(op, stage, micro_batch) in done for op in ops)
 
 
-def run(schedule: Schedule, *, rendezvous: bool) -> tuple[list[int], set[Instruction]]:
+def run(schedule, *, rendezvous):
     """Execute the lists; return where each rank stopped, and what was done.
 
     rendezvous=False: messages are buffered and matched per direction of a pair in order; only a
@@ -83,12 +78,12 @@ def run(schedule: Schedule, *, rendezvous: bool) -> tuple[list[int], set[Instruc
     has reached the same message.
     """
     position = [0] * len(schedule)
-    done: set[Instruction] = set()
-    arrived: set[Instruction] = set()
-    wires: dict[tuple[int, int], deque[Instruction]] = defaultdict(deque)
-    posted: dict[tuple[int, int], deque[Instruction]] = defaultdict(deque)
+    done = set()
+    arrived = set()
+    wires = defaultdict(deque)
+    posted = defaultdict(deque)
 
-    def step(rank: int) -> bool:
+    def step(rank):
         if position[rank] == len(schedule[rank]):
             return False
         instruction = schedule[rank][position[rank]]
@@ -131,7 +126,7 @@ def run(schedule: Schedule, *, rendezvous: bool) -> tuple[list[int], set[Instruc
 
 
 @given(schedules())
-def test_complete(schedule: Schedule) -> None:
+def test_complete(schedule):
     size = schedule.pipeline_size
     passes = {Op.FORWARD}
     if not schedule.forward_only:
@@ -147,7 +142,7 @@ def test_complete(schedule: Schedule) -> None:
 
 
 @given(schedules(), st.booleans())
-def test_runs_in_dependency_order_without_deadlock(schedule: Schedule, rendezvous: bool) -> None:
+def test_runs_in_dependency_order_without_deadlock(schedule, rendezvous):
     position, done = run(schedule, rendezvous=rendezvous)
     stuck = [str(rank[at]) for rank, at in zip(schedule, position, strict=True) if at < len(rank)]
     assert not stuck
@@ -155,7 +150,7 @@ def test_runs_in_dependency_order_without_deadlock(schedule: Schedule, rendezvou
 
 
 @given(schedules())
-def test_messages_are_the_lower_bound(schedule: Schedule) -> None:
+def test_messages_are_the_lower_bound(schedule):
     crossing = schedule.num_stages - 1 if schedule.pipeline_size > 1 else 0
     directions = 1 if schedule.forward_only else 2
     messages = crossing * schedule.micro_batches * directions
@@ -164,7 +159,7 @@ def test_messages_are_the_lower_bound(schedule: Schedule) -> None:
 
 
 @given(schedules())
-def test_memory_is_bounded(schedule: Schedule) -> None:
+def test_memory_is_bounded(schedule):
     p, v, m = schedule.pipeline_size, schedule.chunks, schedule.micro_batches
     largest_group = group_sizes(p, m)[0]
     for rank in range(p):
@@ -185,7 +180,7 @@ def test_memory_is_bounded(schedule: Schedule) -> None:
 
 
 @given(schedules())
-def test_receive_buffers_are_bounded(schedule: Schedule) -> None:
+def test_receive_buffers_are_bounded(schedule):
     limit = (
         2
         if schedule.chunks == 1
@@ -195,7 +190,7 @@ def test_receive_buffers_are_bounded(schedule: Schedule) -> None:
 
 
 @given(schedules())
-def test_receives_are_posted_while_the_message_is_made(schedule: Schedule) -> None:
+def test_receives_are_posted_while_the_message_is_made(schedule):
     """Receives are posted no later than the message is computed.
 
     A sender never waits for its receiver; receives follow the last computation that ends earlier.
@@ -231,12 +226,12 @@ def test_receives_are_posted_while_the_message_is_made(schedule: Schedule) -> No
         (("1f1b", 2, 1, 0), "0"),
     ],
 )
-def test_what_does_not_exist_is_refused(arguments: tuple[str, int, int, int], named: str) -> None:
+def test_what_does_not_exist_is_refused(arguments, named):
     with pytest.raises(ConfigError, match=named):
         build_schedule(*arguments)
 
 
 @pytest.mark.parametrize("module", [orders, schedule_module, stages])
-def test_examples_in_docstrings(module: ModuleType) -> None:
+def test_examples_in_docstrings(module):
     failed, attempted = doctest.testmod(module)
     assert attempted and not failed

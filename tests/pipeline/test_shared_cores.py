@@ -1,7 +1,5 @@
 """Ranks that share cores: by hand, by conservation of work, and against unshared cores."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 from megatron.pipeline.clock import (
     Boundaries,
     Pipeline,
-    PipelineRun,
     StageTimes,
     run_pipeline,
     timeline,
@@ -26,12 +23,12 @@ costs = st.sampled_from([None, (0.0, 0.3), (0.4, 0.0), (0.1, 0.1)])
 
 
 def run(
-    pipeline: tuple[tuple[str, int], int, int],
-    cost: tuple[float, float] | None = None,
+    pipeline,
+    cost=None,
     *,
-    cores: float | None,
-    demand: float = 1.0,
-) -> PipelineRun:
+    cores,
+    demand=1.0,
+):
     (name, chunks), size, m = pipeline
     stages = size * chunks
     times = StageTimes((1.0,) * stages, (*((1.75,) * (stages - 1)), 2.5), (0.75,) * stages)
@@ -41,7 +38,7 @@ def run(
     )
 
 
-def test_two_ranks_on_one_core() -> None:
+def test_two_ranks_on_one_core():
     """Two ranks on one core take twice as long while both compute.
 
     Forward passes take 1 and backward passes 2, in two micro-batches.
@@ -57,9 +54,7 @@ def test_two_ranks_on_one_core() -> None:
 
 
 @given(pipelines, costs, st.floats(1.0, 3.0))
-def test_enough_cores_are_no_limit(
-    pipeline: tuple[tuple[str, int], int, int], cost: tuple[float, float] | None, demand: float
-) -> None:
+def test_enough_cores_are_no_limit(pipeline, cost, demand):
     free = run(pipeline, cost, cores=None)
     enough = run(pipeline, cost, cores=demand * pipeline[1], demand=demand)
     assert enough.makespan == pytest.approx(free.makespan, rel=1e-9)
@@ -68,9 +63,7 @@ def test_enough_cores_are_no_limit(
 
 
 @given(pipelines, st.floats(0.5, 4.0))
-def test_one_rank_at_a_time_keeps_the_cores_busy(
-    pipeline: tuple[tuple[str, int], int, int], demand: float
-) -> None:
+def test_one_rank_at_a_time_keeps_the_cores_busy(pipeline, demand):
     """A computing rank uses all cores, and one always computes without messages.
 
     The step is all work.
@@ -84,11 +77,11 @@ def test_one_rank_at_a_time_keeps_the_cores_busy(
 
 @given(pipelines, costs, st.floats(0.5, 6.0), st.floats(1.0, 2.0))
 def test_between_the_work_and_all_of_it_in_turn(
-    pipeline: tuple[tuple[str, int], int, int],
-    cost: tuple[float, float] | None,
-    cores: float,
-    demand: float,
-) -> None:
+    pipeline,
+    cost,
+    cores,
+    demand,
+):
     free = run(pipeline, cost, cores=None)
     shared = run(pipeline, cost, cores=cores, demand=demand)
     slowest = max(1.0, pipeline[1] * demand / cores)

@@ -1,22 +1,18 @@
 """Command line that shows schedules."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.helpers.launching import Script
 from tests.prove.hostile_files import timeline
 
 
-def show(folder: Path, *arguments: str) -> tuple[int, str]:
+def show(folder, *arguments):
     with Script("tools/show_schedule.py", arguments, folder / "log") as script:
         return script.wait()
 
 
 @pytest.mark.slow
-def test_text_picture_and_refusal(tmp_path: Path) -> None:
+def test_text_picture_and_refusal(tmp_path):
     picture = tmp_path / "schedule.png"
     schedule = ("--schedule", "interleaved", "--pipeline-size", "2", "--micro-batches", "2")
     code, text = show(tmp_path, *schedule, "--plot", str(picture))

@@ -1,9 +1,6 @@
 """Trace of a step: it agrees with the timeline, in the words and units of the trace format."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
 
@@ -11,7 +8,6 @@ from megatron.pipeline import trace
 from megatron.pipeline.clock import (
     Boundaries,
     Pipeline,
-    PipelineRun,
     StageTimes,
     run_pipeline,
     timeline,
@@ -21,22 +17,20 @@ from megatron.pipeline.schedule import build_schedule
 from megatron.pipeline.trace import trace_of
 
 
-def a_run(
-    schedule: str = "interleaved", size: int = 3, chunks: int = 2, micro_batches: int = 5
-) -> PipelineRun:
+def a_run(schedule="interleaved", size=3, chunks=2, micro_batches=5):
     stages = size * chunks
     times = StageTimes((0.001,) * stages, (0.002,) * stages, (0.0005,) * stages)
     boundaries = Boundaries(((0.0001, 0.0),) * size, ((0.0002, 0.0),) * size)
     return run_pipeline(Pipeline(schedule, size, chunks, micro_batches, times, boundaries))
 
 
-def events(run: PipelineRun) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(trace_of(run))["traceEvents"]
+def events(run):
+    found = json.loads(trace_of(run))["traceEvents"]
     return found
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
-def test_passes(schedule: str, chunks: int) -> None:
+def test_passes(schedule, chunks):
     run = a_run(schedule, 3, chunks)
     found = events(run)
     for rank, spans in enumerate(timeline(run).ranks):
@@ -55,7 +49,7 @@ def test_passes(schedule: str, chunks: int) -> None:
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
-def test_an_arrow_for_each_message(schedule: str, chunks: int) -> None:
+def test_an_arrow_for_each_message(schedule, chunks):
     found = events(a_run(schedule, 3, chunks))
     begins = {event["id"]: event for event in found if event["ph"] == "s"}
     ends = {event["id"]: event for event in found if event["ph"] == "f"}
@@ -71,6 +65,6 @@ def test_an_arrow_for_each_message(schedule: str, chunks: int) -> None:
         assert (end["tid"], end["ts"]) in starts
 
 
-def test_large_traces_have_no_arrows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_traces_have_no_arrows(monkeypatch):
     monkeypatch.setattr(trace, "_WITH_ARROWS", 10)
     assert {event["ph"] for event in events(a_run())} == {"M", "X"}

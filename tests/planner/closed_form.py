@@ -1,13 +1,7 @@
 """Parameters of a GPT by the formulas of the papers, independent of the code that builds them."""
 
-from __future__ import annotations
 
-from megatron.config.model import ModelConfig
-
-
-def rank_parameters(
-    model: ModelConfig, layers: int, *, first: bool, last: bool, tensor_size: int, vocab_size: int
-) -> int:
+def rank_parameters(model, layers, *, first, last, tensor_size, vocab_size):
     """Return the parameters of one tensor rank of a stage with `layers` layers.
 
     `vocab_size` is the padded one. Matrices and the biases of column-parallel products are divided;

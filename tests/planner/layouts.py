@@ -1,15 +1,10 @@
 """Configurations on a layout, for tests of placement and messages."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from megatron.config import Config
 from megatron.config.command_line import parse_plan
-from megatron.parallel.layout import Layout
 
 
-def made(tensor: int, pipeline: int, data: int, chunks: int = 1, **fields: Any) -> Config:
+def made(tensor, pipeline, data, chunks=1, **fields):
     """Return a GPT-3 of 13B on this layout, with 2 layers a chunk and sequence parallelism."""
     layers = max(8, 2 * pipeline * chunks)
     virtual = (
@@ -17,7 +12,7 @@ def made(tensor: int, pipeline: int, data: int, chunks: int = 1, **fields: Any) 
         if chunks > 1
         else {}
     )
-    settings: dict[str, Any] = dict(
+    settings = dict(
         num_layers=layers,
         hidden_size=5120,
         num_attention_heads=40,
@@ -34,7 +29,7 @@ def made(tensor: int, pipeline: int, data: int, chunks: int = 1, **fields: Any) 
     return Config.create(**settings | fields)
 
 
-def planned(*flags: str) -> Config:
+def planned(*flags):
     """Return the configuration of a command line for planning.
 
     The last of equal flags counts, and --no-bf16 takes a --bf16 away.
@@ -44,16 +39,16 @@ def planned(*flags: str) -> Config:
     return parse_plan([word for word in words if word not in dropped])
 
 
-def table(rows: str) -> dict[str, str]:
+def table(rows):
     """Return {name: flags} of lines "name | flags"."""
     pairs = (line.split(" | ") for line in rows.strip().splitlines())
     return {name.strip(): flags for name, flags in pairs}
 
 
-def all_groups(layout: Layout, devices: int, name: str) -> set[frozenset[tuple[int, ...]]]:
+def all_groups(layout, devices, name):
     """Return the members of each group on each node, by the layout's own lists of ranks."""
     lines = {layout.ranks(name, rank) for rank in range(layout.world_size)}
-    nodes: dict[int, set[tuple[int, ...]]] = {}
+    nodes = {}
     for ranks in lines:
         for node in {r // devices for r in ranks}:
             nodes.setdefault(node, set()).add(

@@ -1,18 +1,15 @@
 """Seconds of messages and collectives: by hand, and replica by replica."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS
 from megatron.parallel.layout import Layout
 from megatron.planner.channels import Channels, groups_on_nodes
-from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.cluster import load_cluster
 from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure
 from megatron.planner.node_links import node_links, shortest_routes
 from megatron.planner.placement import choose_placement, naive_placement, place_with
@@ -28,7 +25,7 @@ SIZES = st.integers(1, 17)
 
 
 @given(SIZES, SIZES, SIZES, st.sampled_from(RANK_ORDERS), st.sampled_from([2, 4, 8]))
-def test_groups_on_nodes(tensor: int, pipeline: int, data: int, order: str, devices: int) -> None:
+def test_groups_on_nodes(tensor, pipeline, data, order, devices):
     data += -(tensor * pipeline * data) % devices and devices - data % devices  # whole nodes
     layout = Layout(tensor, pipeline, data, order)
     for name, size, stride in zip(("tensor", "data"), (tensor, data), layout.strides, strict=False):
@@ -36,16 +33,14 @@ def test_groups_on_nodes(tensor: int, pipeline: int, data: int, order: str, devi
         assert found == all_groups(layout, devices, name), name
 
 
-def seconds_of_all(
-    layout: Layout, order: tuple[int, ...], wraps: bool
-) -> dict[tuple[int, bool], float]:
+def seconds_of_all(layout, order, wraps):
     """Return (boundary, whether on one node) -> most seconds of a byte.
 
     Every message is counted on all links that it may take, each with the bandwidth left by that
     many messages.
     """
     devices, links = len(order), node_links(FRONTIER)
-    paths, users, weights = [], Counter[tuple[int, ...]](), dict[tuple[int, ...], float]()
+    paths, users, weights = [], Counter[tuple[int, ...]](), {}
     for t in range(layout.tensor):
         for d in range(layout.data):
             ranks = list(layout.ranks("pipeline", layout.rank(tensor=t, data=d, pipeline=0)))
@@ -75,7 +70,7 @@ def seconds_of_all(
                 paths.append((i, node == other, taken))
                 users.update(taken)
                 weights |= {resource: max(weight, weights.get(resource, 0.0)) for resource in taken}
-    seconds = dict[tuple[int, bool], float]()
+    seconds = {}
     for i, inside, taken in paths:
         for resource in taken:
             width = FRONTIER.link_gb_per_s(*resource[1:]) if resource[1] >= 0 else 0.0
@@ -96,9 +91,7 @@ def seconds_of_all(
     chunks=st.sampled_from([1, 2]),
     devices=st.sampled_from(FRONTIER.device_orders),
 )
-def test_a_boundary_is_that_of_its_slowest_replica(
-    sizes: tuple[int, int, int], order: str, chunks: int, devices: tuple[int, ...]
-) -> None:
+def test_a_boundary_is_that_of_its_slowest_replica(sizes, order, chunks, devices):
     tensor, pipeline, data = sizes
     world = tensor * pipeline * data
     if world % 8 and world > 8:
@@ -128,7 +121,7 @@ def test_a_boundary_is_that_of_its_slowest_replica(
         assert sum(channels.boundary((rank + 1) % pipeline, False, 1e6)) == pytest.approx(worst)
 
 
-def channels_of(config: Config, cluster: Cluster = FRONTIER) -> Channels:
+def channels_of(config, cluster=FRONTIER):
     """Return the channels on the chosen placement."""
     return Channels(config, cluster, choose_placement(config, cluster))
 
@@ -136,7 +129,7 @@ def channels_of(config: Config, cluster: Cluster = FRONTIER) -> Channels:
 # -- by hand ---------------------------------------------------------------------------------------
 
 
-def test_messages_by_hand() -> None:
+def test_messages_by_hand():
     """Compute messages by hand.
 
     With TP 8 the eight ranks of a node send at once, two over each card, for which 40 % of 25 GB/s
@@ -158,7 +151,7 @@ def test_messages_by_hand() -> None:
         assert chosen.boundary(sender, True, 1e6) == pytest.approx((1e6 / rate, 10e-6))
 
 
-def test_latency_of_rings_and_trees() -> None:
+def test_latency_of_rings_and_trees():
     """Latency is the time at zero bytes: the start and the steps, as NCCL counts them."""
     channels = channels_of(made(8, 1, 4))  # data-parallel groups: 4 ranks on 4 nodes
     start, within, between = 10e-6, 3.6e-6, 19.8e-6
@@ -177,7 +170,7 @@ def test_latency_of_rings_and_trees() -> None:
     )
 
 
-def test_a_group_of_one_sends_nothing() -> None:
+def test_a_group_of_one_sends_nothing():
     channels = channels_of(made(1, 1, 1))
     assert channels.seconds("all_reduce", 1e9) == channels.seconds("all_gather", 1e9, "data") == 0.0
     assert channels.seconds("all_reduce", 1, "ends") == 0.0
@@ -187,7 +180,7 @@ def test_a_group_of_one_sends_nothing() -> None:
 # -- measured figures ------------------------------------------------------------------------------
 
 
-def measured(**points: tuple[tuple[float, ...], ...]) -> Cluster:
+def measured(**points):
     names = {"messages": "messages"}
     figures = [
         Figure(names.get(name, f"collectives.{name}"), rows, MEASURED, "measured here")
@@ -196,7 +189,7 @@ def measured(**points: tuple[tuple[float, ...], ...]) -> Cluster:
     return FRONTIER.with_figures(figures)
 
 
-def test_measured_collectives_come_before_links() -> None:
+def test_measured_collectives_come_before_links():
     near, far = (1.0, 4.0, 1.0), (1.0, 4.0, 4.0)
     rows = ((*near, 1e3, 1e-5), (*near, 1e6, 1e-3), (2.0, 4.0, 1.0, 1e6, 5.0), (*far, 1e6, 7.0))
     cluster, config = measured(all_gather=rows), made(4, 2, 1)
@@ -224,14 +217,14 @@ def test_measured_collectives_come_before_links() -> None:
 
 
 @pytest.mark.parametrize("n_bytes", [1e6, 3e6, 1e9])
-def test_measured_seconds_that_fall_are_no_way_down(n_bytes: float) -> None:
+def test_measured_seconds_that_fall_are_no_way_down(n_bytes):
     """Measured seconds that fall with size are noise: time still grows with the bytes there."""
     near, config = (1.0, 4.0, 1.0), made(4, 2, 1)
     channels = channels_of(config, measured(all_gather=((*near, 1e3, 2e-4), (*near, 1e6, 1e-4))))
     assert channels.seconds("all_gather", n_bytes) == pytest.approx(1e-4 * n_bytes / 1e6)
 
 
-def test_measured_messages_come_before_links() -> None:
+def test_measured_messages_come_before_links():
     cluster, config = (
         measured(messages=((1.0, 1e3, 2e-5), (1.0, 1e6, 1e-3), (2.0, 1e3, 1e-4))),
         made(4, 2, 1),
@@ -247,7 +240,7 @@ def test_measured_messages_come_before_links() -> None:
 # -- confidence ------------------------------------------------------------------------------------
 
 
-def test_confidence_tells_published_from_estimated() -> None:
+def test_confidence_tells_published_from_estimated():
     config = made(4, 2, 4)
     naive = naive_placement(config, FRONTIER)
     channels = Channels(config, FRONTIER, naive)
@@ -263,7 +256,7 @@ def test_confidence_tells_published_from_estimated() -> None:
     assert {u.figure.split()[0]: u for u in there.used}["tensor-parallel"].basis == ASSUMED
 
 
-def test_all_reduces_of_a_whole_dgx_node_as_published() -> None:
+def test_all_reduces_of_a_whole_dgx_node_as_published():
     """All-reduces of a whole DGX node have Azure's published bus bandwidths.
 
     They count 2 (n - 1) / n of the bytes each second: 361.78 GB/s at 64 MiB, 0.07 at 1 KiB on H100.

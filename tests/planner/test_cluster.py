@@ -1,7 +1,5 @@
 """Descriptions of machines: the facts of Frontier, limits, and invalid files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from megatron.planner.timing import estimate
 FRONTIER = load_cluster("frontier")
 
 
-def test_links_of_frontier() -> None:
+def test_links_of_frontier():
     """Links of OLCF's node diagram: each device by its neighbours."""
     neighbours = {
         0: {1: 200, 6: 100, 2: 50},
@@ -34,7 +32,7 @@ def test_links_of_frontier() -> None:
             ], name
 
 
-def test_cores_and_cards_of_frontier() -> None:
+def test_cores_and_cards_of_frontier():
     """Local rank i of a full node runs on the L3 region of cores 8i to 8i + 7.
 
     Cards are attached to the odd devices.
@@ -59,7 +57,7 @@ def test_cores_and_cards_of_frontier() -> None:
         (9, "extended", "debug", 2),
     ],
 )
-def test_wall_limits(nodes: int, partition: str | None, qos: str | None, hours: float) -> None:
+def test_wall_limits(nodes, partition, qos, hours):
     assert FRONTIER.wall_limit_hours(nodes, partition, qos) == hours
 
 
@@ -72,7 +70,7 @@ def test_wall_limits(nodes: int, partition: str | None, qos: str | None, hours: 
         (1, None, "fast", "'fast'.*normal, debug"),
     ],
 )
-def test_no_such_job(nodes: int, partition: str | None, qos: str | None, message: str) -> None:
+def test_no_such_job(nodes, partition, qos, message):
     with pytest.raises(ConfigError, match=message):
         FRONTIER.wall_limit_hours(nodes, partition, qos)
 
@@ -123,9 +121,7 @@ COPY = 'copy = { value = 1250.0, basis = "published", range = [0.80, 1.05] }'
         ("[1, 2, 129.0]", "[]", "collectives.gb_per_s"),
     ],
 )
-def test_a_wrong_file_is_refused_with_the_place(
-    tmp_path: Path, old: str, new: str, named: str
-) -> None:
+def test_a_wrong_file_is_refused_with_the_place(tmp_path, old, new, named):
     text = (CLUSTERS / "frontier.toml").read_text()
     assert old in text
     path = tmp_path / "machine.toml"
@@ -135,7 +131,7 @@ def test_a_wrong_file_is_refused_with_the_place(
     assert str(path) in str(caught.value)
 
 
-def test_the_measured_example_plans() -> None:
+def test_the_measured_example_plans():
     cluster = load_cluster(Path(__file__).parents[2] / "examples" / "local" / "two-cores.toml")
     flags = (
         "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "

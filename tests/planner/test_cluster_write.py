@@ -1,7 +1,5 @@
 """Writer of machine descriptions: its output is read as the same machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import tempfile
 from pathlib import Path
@@ -11,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
-from megatron.planner.cluster import Cluster, Queue, load_cluster, read_cluster, write_cluster
+from megatron.planner.cluster import Queue, load_cluster, read_cluster, write_cluster
 from megatron.planner.compute import BASES, COLUMNS, SCALARS, Figure
 
 
-def facts(cluster: Cluster) -> dict[str, object]:
+def facts(cluster):
     """Return all fields but the file's path, and each figure with its source."""
     return {
         f.name: getattr(cluster, f.name)
@@ -24,7 +22,7 @@ def facts(cluster: Cluster) -> dict[str, object]:
     }
 
 
-def recompute(cluster: Cluster, folder: Path) -> Cluster:
+def recompute(cluster, folder):
     path = folder / "machine.toml"
     write_cluster(cluster, path, "a heading\nof two lines")
     assert path.read_text().startswith("# a heading\n# of two lines\n")
@@ -36,12 +34,12 @@ numbers = st.floats(1e-9, 1e12)
 
 
 @st.composite
-def figures(draw: st.DrawFn) -> Figure:
+def figures(draw):
     name = draw(st.sampled_from(sorted(COLUMNS)))
     width = COLUMNS[name]
     if name in SCALARS:
         least = numbers if name == "update_gb_per_s" else st.one_of(st.just(0.0), numbers)
-        points: tuple[tuple[float, ...], ...] = ((draw(least),),)
+        points = ((draw(least),),)
     else:
         points = tuple(draw(st.lists(st.tuples(*[numbers] * width), min_size=1, max_size=4)))
     low, high = draw(st.floats(0.01, 1.0)), draw(st.floats(1.0, 100.0))
@@ -53,7 +51,7 @@ def figures(draw: st.DrawFn) -> Figure:
     title=texts,
     cores=st.one_of(st.none(), st.integers(1, 64)),
 )
-def test_any_figures_survive(found: list[Figure], title: str, cores: int | None) -> None:
+def test_any_figures_survive(found, title, cores):
     cluster = dataclasses.replace(
         load_cluster("lumi"),
         title=title,
@@ -66,7 +64,7 @@ def test_any_figures_survive(found: list[Figure], title: str, cores: int | None)
         assert facts(recompute(cluster, Path(folder))) == facts(cluster)
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file/machine.toml"):
         write_cluster(load_cluster("lumi"), tmp_path / "file" / "machine.toml")

@@ -1,7 +1,5 @@
 """Writing and reading of layouts."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.errors import ConfigError

@@ -1,9 +1,6 @@
 """Bandwidths of groups and messages on a node: published figures, and estimates from the links."""
 
-from __future__ import annotations
-
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -27,14 +24,14 @@ LINKS = node_links(FRONTIER)
         ([(0, 4), (1, 5), (2, 6), (3, 7)], 36),
     ],
 )
-def test_published_groups(family: list[tuple[int, ...]], rate: float) -> None:
+def test_published_groups(family, rate):
     found = LINKS.collective(family)
     assert {r.gb_per_s for r in found.values()} == {rate} and {r.basis for r in found.values()} == {
         "published"
     }
 
 
-def test_four_devices() -> None:
+def test_four_devices():
     """A ring on {0, 1, 6, 7} is as wide as its link of 100 GB/s.
 
     The published rate of {0, 1, 2, 3} is 52.
@@ -49,7 +46,7 @@ def test_four_devices() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
-def test_cuts_and_rings_by_trying_all(size: int) -> None:
+def test_cuts_and_rings_by_trying_all(size):
     for group in itertools.combinations(range(8), size):
         halves = [set(h) for k in range(1, size) for h in itertools.combinations(group, k)]
         across = [
@@ -70,21 +67,21 @@ def test_cuts_and_rings_by_trying_all(size: int) -> None:
 
 
 @pytest.mark.parametrize(("groups", "rate"), [(1, 40), (2, 20), (4, 10), (8, 5)])
-def test_cards_give_the_published_rates(groups: int, rate: float) -> None:
+def test_cards_give_the_published_rates(groups, rate):
     """Members a stride of `groups` apart, with devices in plain order, get the published rates."""
     crossing = [tuple(range(first, 8, groups)) for first in range(groups)]
     for found in LINKS.card_shares(crossing):
         assert found.gb_per_s == pytest.approx(rate) and found.basis == "published"
 
 
-def test_groups_without_links_of_their_own_take_detours() -> None:
+def test_groups_without_links_of_their_own_take_detours():
     (rate,) = LINKS.collective([(0, 3)]).values()
     assert rate.gb_per_s == pytest.approx(36)
     shared = LINKS.collective([(0, 3), (1, 2)])
     assert {r.gb_per_s for r in shared.values()} == {18.0}
 
 
-def test_a_machine_without_published_figures(tmp_path: Path) -> None:
+def test_a_machine_without_published_figures(tmp_path):
     text = (CLUSTERS / "frontier.toml").read_text()
     start, end = text.index("[collectives]"), text.index("[bands]")
     path = tmp_path / "machine.toml"

@@ -3,8 +3,6 @@
 The campaign "memory" compares others.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import memory_model
@@ -27,14 +25,14 @@ OVER_NODES = dict(
 @pytest.mark.parametrize(
     "shape", [drawn(7), drawn(8), Shape("experts over nodes", "gpu", OVER_NODES)]
 )
-def test_the_planners_memory_is_what_the_code_allocates(shape: Shape) -> None:
+def test_the_planners_memory_is_what_the_code_allocates(shape):
     rows = memory_model.compare_formula(shape)
     assert memory_model.holds(rows), rows
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_process_holds_what_the_dry_run_says() -> None:
+def test_a_process_holds_what_the_dry_run_says():
     """Real processes, as a user starts them."""
     sizes = dict(LARGE, num_layers=3, hidden_size=256, num_attention_heads=4, ffn_hidden_size=1024)
     fields = dict(seq_length=512, micro_batch_size=4, global_batch_size=8)

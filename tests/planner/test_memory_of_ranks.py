@@ -1,14 +1,11 @@
 """Memory and work of a step, against closed forms, schedules' bounds and real parameters."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.config import Config
 from megatron.pipeline.schedule import build_schedule, moments_of_rank
-from megatron.planner.events import Alloc, Pass
+from megatron.planner.events import Alloc
 from megatron.planner.memory import (
-    ChunkMemory,
     chunk_memory,
     memory_of_ranks,
     parameters_of_rank,
@@ -20,7 +17,7 @@ from tests.planner.layouts import planned
 from tools.show_schedule import peak_activations
 
 
-def small(tp: int = 1, pp: int = 1, dp: int = 1, m: int = 8, flags: str = "") -> Config:
+def small(tp=1, pp=1, dp=1, m=8, flags=""):
     sizes = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
     return planned(
         "--num-layers 16 --hidden-size 64 --num-attention-heads 4 --seq-length 32",
@@ -55,14 +52,14 @@ def test_the_first_rank_in_closed_form(p, v, m):
     assert moments.in_flight.sum(axis=1).max() + 1 == in_flight
 
 
-def chunk(stage: int, flags: str = "") -> ChunkMemory:
+def chunk(stage, flags=""):
     """Return the memory of a chunk of four layers."""
     config = small(pp=4, flags=f"--seq-length 512 {flags}")
     return chunk_memory(trace(config, "cuda"), stages_of(config)[stage], 512)
 
 
 def test_recomputation_keeps_inputs():
-    def kept_bytes(flags: str = "") -> float:
+    def kept_bytes(flags=""):
         return float(chunk(1, flags).retained.sum())
 
     inputs = 512 * 64 * 2  # [s, b, h] in bf16
@@ -86,9 +83,9 @@ def test_a_chunk_is_as_full_as_its_passes_one_by_one(stage, halves):
     flags = "--enable-zbh1-pipeline" if len(halves) == 2 else ""
     traced = trace(small(pp=4, flags=f"--seq-length 512 {flags}"), "cuda")
     parts = [*[traced.embedding] * (stage == 0), *[traced.layer] * 4, *[traced.head] * (stage == 3)]
-    alive: dict[tuple[int, int], int] = {}
+    alive = {}
 
-    def fullest(passes: list[tuple[int, Pass]]) -> int:
+    def fullest(passes):
         most = 0
         for place, of in passes:
             for step in of.steps:
@@ -173,7 +170,7 @@ RUN = dict(
 MORE = [dict(pipeline_model_parallel_size=2, zero_stage=stage) for stage in (0, 1, 2)]
 
 
-def held_after_a_step(rank: int, fields: dict[str, object]) -> int:
+def held_after_a_step(rank, fields):
     """Return the bytes of all tensors alive on a rank after an optimizer step.
 
     Shared memory counts once.

@@ -1,12 +1,9 @@
 """Optimizer state in host memory, against closed forms and the engine's own buckets."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 
-from megatron.config import Config
 from megatron.config.command_line import command_line_of
 from megatron.errors import ConfigError
 from megatron.planner.cluster import load_cluster
@@ -24,7 +21,7 @@ BARE = dataclasses.replace(FRONTIER, host_memory_gb_per_s=None, host_link_gb_per
 ON_EIGHT = "--world-size 8 --global-batch-size 16"
 
 
-def on_host(*flags: str) -> Config:
+def on_host(*flags):
     return run("--cpu-offload", ON_EIGHT, *flags)
 
 
@@ -64,7 +61,7 @@ def test_the_slowest_of_update_link_and_host_memory_counts():
     config = on_host()
     n = 12 * parameters_of_rank(config, 0) / 8
 
-    def optimizer_s(**facts: float) -> float:
+    def optimizer_s(**facts):
         cluster = dataclasses.replace(FRONTIER, **facts)
         return estimate(config, cluster).breakdown["optimizer"]
 
@@ -97,7 +94,7 @@ def test_a_machine_without_the_facts_is_refused():
 # -- search ----------------------------------------------------------------------------------------
 
 
-def given(host_gib: float = 512.0, gib: float = 57.6, **wanted: tuple) -> LayoutSearch:
+def given(host_gib=512.0, gib=57.6, **wanted):
     flags = "--num-layers 4 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16"
     base = make_config(None, [*flags.split(), "--vocab-size", "50257"], 8)
     cluster = dataclasses.replace(FRONTIER, host_memory_gib=host_gib)

@@ -1,14 +1,10 @@
 """Expert and context parallelism in the planner: links, messages, parameters, FLOPs, search."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
-from typing import Any
 
 import pytest
 
-from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.kernels.cost import Product
 from megatron.model.formulas import total_parameters
@@ -39,18 +35,18 @@ FIELDS = (
 EXPERTS = "--num-experts 8 --moe-router-topk 3 --moe-ffn-hidden-size 32"
 
 
-def made(*flags: str) -> Config:
+def made(*flags):
     return planned(FIELDS, *flags)
 
 
-def channels_of(config: Config) -> Channels:
+def channels_of(config):
     return Channels(config, FRONTIER, naive_placement(config, FRONTIER))
 
 
 # -- links -----------------------------------------------------------------------------------------
 
 
-def test_groups_of_a_data_line_are_where_the_layout_says() -> None:
+def test_groups_of_a_data_line_are_where_the_layout_says():
     layout = Layout(tensor=2, pipeline=2, data=8, context=2, expert=4, expert_node=2)
     stride = layout.strides[1]
     for name, step, size in (
@@ -63,7 +59,7 @@ def test_groups_of_a_data_line_are_where_the_layout_says() -> None:
         assert groups_on_nodes(layout.world_size, 8, step, size) == all_groups(layout, 8, name)
 
 
-def test_all_to_alls_by_hand() -> None:
+def test_all_to_alls_by_hand():
     """A pair has its link; ranks of two nodes share cards, two of each, at 0.4 of 25 GB/s.
 
     Of 16 ranks, 8 of the 15 others are on the other node. Messages begin eight at a time.
@@ -93,7 +89,7 @@ def test_all_to_alls_by_hand() -> None:
     assert all_ranks.seconds("ring", 1e9, "context") == pytest.approx(start + between + 1 / 40)
 
 
-def test_experts_of_a_node_stay_on_it() -> None:
+def test_experts_of_a_node_stay_on_it():
     """Of the orders of ranks, one is chosen that keeps each group of experts on a node."""
     sizes = "--expert-model-parallel-size 4 --pipeline-model-parallel-size 4"
     for order, nodes in (("none", {1}), ("pp-tp-dp", {2})):
@@ -108,7 +104,7 @@ def test_experts_of_a_node_stay_on_it() -> None:
 # -- messages, parameters, FLOPs -------------------------------------------------------------------
 
 
-def test_tokens_go_once_to_each_rank_of_their_experts() -> None:
+def test_tokens_go_once_to_each_rank_of_their_experts():
     """Draw choices: the expected number of pairs. X-MoE measured 54.8 % of redundancy for 8 of 256
     experts on 4 nodes (arXiv 2508.13337, section 5.4.2).
     """
@@ -122,7 +118,7 @@ def test_tokens_go_once_to_each_rank_of_their_experts() -> None:
     assert 1 - rows_to_ranks(10**6, 8, 4, 64) / (8 * 10**6) == pytest.approx(0.548, abs=5e-4)
 
 
-def test_messages_of_experts() -> None:
+def test_messages_of_experts():
     """Tokens go and return in both passes: [pairs, h] in bf16, 4 times for each layer."""
     config = made(f"{EXPERTS} --expert-model-parallel-size 4")
     sent = step_messages(config, "cuda").collectives
@@ -143,7 +139,7 @@ def test_messages_of_experts() -> None:
     assert sent[GroupMessage("all_gather", 2 * others + 2 * routers, "data")] == 1
 
 
-def test_tokens_go_over_the_nodes_of_the_machine_where_groups_divide_evenly() -> None:
+def test_tokens_go_over_the_nodes_of_the_machine_where_groups_divide_evenly():
     """The order of ranks decides how many of a group are on a node; a flag comes first."""
     sizes = f"{EXPERTS} --num-experts 16 --expert-model-parallel-size 16"
     found = estimate(made(sizes), FRONTIER)
@@ -166,14 +162,14 @@ def test_tokens_go_over_the_nodes_of_the_machine_where_groups_divide_evenly() ->
 
 
 @pytest.mark.parametrize("each", [1, 2])
-def test_the_shared_expert_is_computed_while_tokens_are_under_way(each: int) -> None:
+def test_the_shared_expert_is_computed_while_tokens_are_under_way(each):
     """Products lie between the start of the first hop and its end, in both passes."""
     ranks = f"--expert-model-parallel-size 4 --expert-ranks-per-node {each} --disable-bias-linear"
     shared = "--moe-shared-expert-intermediate-size 32 --moe-shared-expert-overlap"
     config = made(EXPERTS, ranks, shared)
     layer = trace(config, "cuda").layer
     for run, shared in ((layer.forward, 2), (layer.backward, 4)):
-        beside, under_way = list[int](), dict[int, int]()
+        beside, under_way = [], {}
         for step in run.steps:
             if isinstance(step, Post) and step.message.group in ("expert", "expert_between"):
                 under_way[step.number] = 0
@@ -184,7 +180,7 @@ def test_the_shared_expert_is_computed_while_tokens_are_under_way(each: int) -> 
         assert sorted(beside)[-1] == sum(beside) == shared
 
 
-def test_states_of_experts_are_divided_over_those_who_hold_them() -> None:
+def test_states_of_experts_are_divided_over_those_who_hold_them():
     """All ranks of an expert group together hold the model, and their ZeRO parts add up to it."""
     for size in (1, 2, 8):
         config = made(f"{EXPERTS} --expert-model-parallel-size {size} --moe-layer-freq [0]+[1]*3")
@@ -209,13 +205,13 @@ def test_states_of_experts_are_divided_over_those_who_hold_them() -> None:
     ],
     ids=["ring", "exchange", "both", "ring, TP", "experts", "experts, ring"],
 )
-def test_a_step_is_the_same_work_on_any_layout(parts: str) -> None:
+def test_a_step_is_the_same_work_on_any_layout(parts):
     alone = EXPERTS if EXPERTS in parts else ""
     whole, divided = (estimate(made(fields), FRONTIER) for fields in (alone, parts))
     assert divided.model_flops == pytest.approx(whole.model_flops)
 
 
-def test_a_ring_is_hidden_by_attention() -> None:
+def test_a_ring_is_hidden_by_attention():
     """Each message of a ring is under way during attention, but for the last one of gradients."""
     layer = trace(made("--context-parallel-size 4"), "cuda").layer
     names = [type(step).__name__ for step in layer.forward.steps]
@@ -226,8 +222,8 @@ def test_a_ring_is_hidden_by_attention() -> None:
     assert Counter(sizes) == {2 * rows: 3, 4 * rows: 3}  # and their gradients, in fp32
 
 
-def test_kept_activations_are_divided() -> None:
-    def kept(flags: str) -> float:
+def test_kept_activations_are_divided():
+    def kept(flags):
         (memory,) = memory_of_ranks(made("--seq-length 256", flags))
         return memory.activations
 
@@ -237,8 +233,8 @@ def test_kept_activations_are_divided() -> None:
 # -- the search ------------------------------------------------------------------------------------
 
 
-def test_the_search_divides_experts_and_long_sequences() -> None:
-    def sizes(config: Config, **wanted: tuple[Any, ...]) -> set[tuple[int, int]]:
+def test_the_search_divides_experts_and_long_sequences():
+    def sizes(config, **wanted):
         space = LayoutSpace(
             config, "m", FRONTIER, (16,), {"gbs": (32,), "tp": (1,), "pp": (1,), **wanted}
         )

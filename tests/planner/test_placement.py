@@ -1,10 +1,6 @@
 """Choice of a placement: known results, the best of all device orders, rank tables, errors."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -15,7 +11,6 @@ from megatron.parallel.layout import Layout
 from megatron.planner.cluster import load_cluster
 from megatron.planner.node_links import node_links
 from megatron.planner.placement import (
-    Placement,
     choose_placement,
     naive_placement,
     place_with,
@@ -27,14 +22,14 @@ FRONTIER = load_cluster("frontier")
 LINKS = node_links(FRONTIER)
 
 
-def groups(placement: Placement, direction: str) -> list[list[tuple[int, int]]]:
+def groups(placement, direction):
     """Return (node, device) of the members of a direction's groups, by the layout's own lists."""
     layout = placement.layout
     lines = dict.fromkeys(layout.ranks(direction, rank) for rank in range(layout.world_size))
     return [[placement.location(rank) for rank in ranks] for ranks in lines]
 
 
-def devices_of_tensor_groups(placement: Placement) -> set[frozenset[int]]:
+def devices_of_tensor_groups(placement):
     for group in groups(placement, "tensor"):
         assert len({node for node, _ in group}) == 1, "a tensor-parallel group has left its node"
     return {frozenset(device for _, device in group) for group in groups(placement, "tensor")}
@@ -53,7 +48,7 @@ def devices_of_tensor_groups(placement: Placement) -> set[frozenset[int]]:
         (16, 16, 3),
     ],
 )
-def test_tensor_parallel_groups(pipeline: int, data: int, chunks: int) -> None:
+def test_tensor_parallel_groups(pipeline, data, chunks):
     """Tensor-parallel groups get the widest links.
 
     Pairs are on 200 GB/s, fours on 200 and 100 GB/s links, never {0..3}; eight are the node.
@@ -72,7 +67,7 @@ def test_tensor_parallel_groups(pipeline: int, data: int, chunks: int) -> None:
     assert eight == set(range(8))
 
 
-def test_the_layout_of_175b() -> None:
+def test_the_layout_of_175b():
     config = Config.create("gpt-175b", world_size=1024)
     chosen, naive = choose_placement(config, FRONTIER), naive_placement(config, FRONTIER)
     cost, plain = placement_cost(config, chosen), placement_cost(config, naive)
@@ -94,7 +89,7 @@ def test_the_layout_of_175b() -> None:
         dict(data=1, tensor=4, pipeline=2),
     ],
 )
-def test_stages_next_to_each_other_on_a_node_have_direct_links(layout: dict[str, int]) -> None:
+def test_stages_next_to_each_other_on_a_node_have_direct_links(layout):
     """Stages next to each other on a node have direct links.
 
     A pipeline of eight goes round a cycle; with TP 4, position k of one group is next to position k
@@ -109,7 +104,7 @@ def test_stages_next_to_each_other_on_a_node_have_direct_links(layout: dict[str,
     assert [FRONTIER.link_gb_per_s(a, a + 1) for a in range(7)].count(0.0) == 3
 
 
-def test_messages_leave_a_node_from_devices_with_cards() -> None:
+def test_messages_leave_a_node_from_devices_with_cards():
     """Messages leave a node from devices with cards.
 
     A pipeline over two nodes ends on odd devices, and every message on a node has a direct link.
@@ -126,7 +121,7 @@ def test_messages_leave_a_node_from_devices_with_cards() -> None:
 # -- the best of all orders of devices -------------------------------------------------------------
 
 
-def orders_worth_a_look(layout: Layout) -> Iterator[tuple[int, ...]]:
+def orders_worth_a_look(layout):
     """Yield the orders of eight devices whose tensor-parallel groups are fastest.
 
     Only some of each set of symmetric orders are kept.
@@ -138,7 +133,7 @@ def orders_worth_a_look(layout: Layout) -> Iterator[tuple[int, ...]]:
     stride = layout.strides[0]
     firsts = [i for i in range(8) if i // stride % layout.tensor == 0]
 
-    def slowest(order: tuple[int, ...]) -> float:
+    def slowest(order):
         family = [[order[i + k * stride] for k in range(layout.tensor)] for i in firsts]
         return min(rate.gb_per_s for rate in LINKS.collective(family).values())
 
@@ -169,9 +164,7 @@ MORE = pytest.mark.campaign("search")
         ),
     ],
 )
-def test_no_order_of_devices_is_cheaper(
-    tensor: int, pipeline: int, data: int, order: str, chunks: int
-) -> None:
+def test_no_order_of_devices_is_cheaper(tensor, pipeline, data, order, chunks):
     config = made(tensor, pipeline, data, chunks, rank_order=order)
     every = orders_worth_a_look(Layout(tensor, pipeline, data, order))
     best = min(
@@ -185,7 +178,7 @@ def test_no_order_of_devices_is_cheaper(
 # -- costs -----------------------------------------------------------------------------------------
 
 
-def test_costs_by_hand() -> None:
+def test_costs_by_hand():
     """Compute costs of TP 4 x PP 2 on one node in plain order.
 
     Collectives have the published 52 GB/s, messages go from 0-3 to 4-7.
@@ -209,7 +202,7 @@ def test_costs_by_hand() -> None:
     assert cost.seconds_of("data") == 0
 
 
-def test_collectives_of_zero_share_cards() -> None:
+def test_collectives_of_zero_share_cards():
     """Eight rings on each node, 5 GB/s each, as published."""
     config = made(8, 1, 4)
     scatter, gather = placement_cost(config, naive_placement(config, FRONTIER)).messages[-2:]
@@ -217,7 +210,7 @@ def test_collectives_of_zero_share_cards() -> None:
     assert scatter.bytes / scatter.seconds == pytest.approx(5e9, rel=1e-3)
 
 
-def test_given_orders_are_kept() -> None:
+def test_given_orders_are_kept():
     config = made(2, 4, 2, rank_order="pp-tp-dp", device_order=(7, 6, 5, 4, 3, 2, 1, 0))
     chosen = choose_placement(config, FRONTIER)
     assert chosen.layout.order == "pp-tp-dp" and chosen.device_order == (7, 6, 5, 4, 3, 2, 1, 0)
@@ -227,7 +220,7 @@ def test_given_orders_are_kept() -> None:
 
 
 @pytest.mark.parametrize(("data", "order"), [(3, "tp-pp-dp"), (16, "tp-dp-pp")])
-def test_the_cheapest_order_of_directions(data: int, order: str) -> None:
+def test_the_cheapest_order_of_directions(data, order):
     """The cheapest order depends on the number of replicas.
 
     Few replicas: stages next to each other save more than short rings; many replicas: the reverse.
@@ -240,7 +233,7 @@ def test_the_cheapest_order_of_directions(data: int, order: str) -> None:
         assert other.order >= placement_cost(config, chosen).order
 
 
-def test_a_part_of_a_node_keeps_the_launchers_devices() -> None:
+def test_a_part_of_a_node_keeps_the_launchers_devices():
     for world in (1, 2, 4, 7):
         chosen = choose_placement(made(1, 1, world), FRONTIER)
         assert chosen.device_order == FRONTIER.local_order[:world]
@@ -254,7 +247,7 @@ def test_a_part_of_a_node_keeps_the_launchers_devices() -> None:
         (8, {"device_order": tuple(range(16))}, "--device-order .*0 to 7"),
     ],
 )
-def test_errors(world: int, fields: dict[str, Any], message: str) -> None:
+def test_errors(world, fields, message):
     config = made(1, 1, world, **fields)
     with pytest.raises(ConfigError, match=message):
         choose_placement(config, FRONTIER)

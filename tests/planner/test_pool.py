@@ -1,12 +1,9 @@
 """Processes that share work: order, Ctrl-C, and the end when one or the parent is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +14,7 @@ from tests.helpers.launching import ROOT
 _base = 0
 
 
-def work(number: int) -> tuple[int, int, bool]:
+def work(number):
     """Return the result, the process id, and whether this process now ignores Ctrl-C."""
     held = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
     return (
@@ -27,16 +24,16 @@ def work(number: int) -> tuple[int, int, bool]:
     )
 
 
-def die(number: int) -> None:
+def die(number):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail(number: int) -> int:
+def fail(number):
     raise ValueError(f"no {number}")
 
 
 @pytest.mark.slow
-def test_answers_come_in_order_from_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_come_in_order_from_other_processes(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "_base", 100)
     with process_pool(2, "killed") as run:
         answers = list(run(work, range(40)))
@@ -47,7 +44,7 @@ def test_answers_come_in_order_from_other_processes(monkeypatch: pytest.MonkeyPa
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
 
 
-def test_errors() -> None:
+def test_errors():
     with (
         pytest.raises(MegatronError, match="no memory"),
         process_pool(2, "no memory") as run,
@@ -70,7 +67,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_they_start_ends_none_of_them(tmp_path: Path) -> None:
+def test_ctrl_c_while_they_start_ends_none_of_them(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = subprocess.run(
@@ -95,7 +92,7 @@ with process_pool(2, "killed") as run:
 
 
 @pytest.mark.slow
-def test_they_end_with_the_process_that_was_killed() -> None:
+def test_they_end_with_the_process_that_was_killed():
     """Workers end with a killed parent.
 
     They hold its output open: it ends with the last of them.

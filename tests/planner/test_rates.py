@@ -1,7 +1,5 @@
 """Seconds of a device's work: published points, interpolation, assumptions, and sources."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -12,14 +10,13 @@ from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
 from megatron.kernels.cost import Attention
-from megatron.planner.cluster import Cluster, known_clusters, load_cluster
+from megatron.planner.cluster import known_clusters, load_cluster
 from megatron.planner.compute import (
     ASSUMED,
     DTYPES,
     MEASURED,
     PUBLISHED,
     Figure,
-    Points,
 )
 from megatron.planner.rates import DeviceRates, size_of
 
@@ -27,11 +24,11 @@ FRONTIER = load_cluster("frontier")
 MACHINES = [load_cluster(name) for name in known_clusters()]
 
 
-def tflops(rates: DeviceRates, m: int, n: int, k: int) -> float:
+def tflops(rates, m, n, k):
     return 2.0 * m * n * k / rates.product_s(m, n, k) / 1e12
 
 
-def with_products(points: Points, peak: float = 200.0) -> DeviceRates:
+def with_products(points, peak=200.0):
     """Return a machine of which only these products are known."""
     compute = {
         "products.float16": Figure("products.float16", points, MEASURED, "a test"),
@@ -43,7 +40,7 @@ def with_products(points: Points, peak: float = 200.0) -> DeviceRates:
 # -- every figure and where it is from -------------------------------------------------------------
 
 
-def test_figures_of_frontier() -> None:
+def test_figures_of_frontier():
     """Published figures of one GCD: products in fp16 by hipBLASLt, and a copy.
 
     The products are of 4096 and 8192 cubed.
@@ -60,7 +57,7 @@ def test_figures_of_frontier() -> None:
 
 @pytest.mark.parametrize("cluster", MACHINES, ids=lambda c: c.name)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_points_come_out_as_they_were_put_in(cluster: Cluster, dtype: str) -> None:
+def test_points_come_out_as_they_were_put_in(cluster, dtype):
     rates = DeviceRates(cluster, dtype)
     for m, n, k, rate in cluster.compute[f"products.{dtype}"].points:
         assert tflops(rates, int(m), int(n), int(k)) == pytest.approx(rate)
@@ -75,7 +72,7 @@ def test_points_come_out_as_they_were_put_in(cluster: Cluster, dtype: str) -> No
 # -- products between the points -------------------------------------------------------------------
 
 
-def test_between_two_points_time_is_arithmetic_and_traffic() -> None:
+def test_between_two_points_time_is_arithmetic_and_traffic():
     """Two points determine the seconds per operation and per element.
 
     Any shape between them follows, however long its sides.
@@ -108,9 +105,7 @@ def test_between_two_points_time_is_arithmetic_and_traffic() -> None:
         (6144, 2816, 17920, 792.1),
     ],
 )
-def test_published_products_that_the_points_of_a_dgx_do_not_have(
-    m: int, n: int, k: int, published: float
-) -> None:
+def test_published_products_that_the_points_of_a_dgx_do_not_have(m, n, k, published):
     """Published rates of H100 products in bf16 that the measured points of a DGX lack.
 
     The sources are torch's in vLLM's benchmarks (pull requests 49363 and 17126) and the best shapes
@@ -131,9 +126,7 @@ def test_published_products_that_the_points_of_a_dgx_do_not_have(
     longer=st.integers(0, 2),
     more=st.integers(1, 5000),
 )
-def test_a_longer_side_takes_longer_at_a_higher_rate(
-    machine: str, dtype: str, sides: tuple[int, int, int], longer: int, more: int
-) -> None:
+def test_a_longer_side_takes_longer_at_a_higher_rate(machine, dtype, sides, longer, more):
     rates = DeviceRates(load_cluster(machine), dtype)
     grown = tuple(side + more * (i == longer) for i, side in enumerate(sides))
     a, b = rates.product_s(*sides), rates.product_s(*grown)
@@ -156,8 +149,8 @@ points_of_sides = st.lists(
 
 @given(points=points_of_sides)
 def test_any_points_come_back_and_nothing_beats_the_peak(
-    points: list[tuple[float, float, float, float]],
-) -> None:
+    points,
+):
     """Any points are reproduced, and none exceeds the peak.
 
     Points may contradict each other: of one size at different rates, or slower when larger.
@@ -169,7 +162,7 @@ def test_any_points_come_back_and_nothing_beats_the_peak(
         assert 0 < tflops(rates, side, side, side) <= 200 * 1.0001 * max(1.0, 150.0)
 
 
-def test_a_point_speaks_for_its_neighbours_only() -> None:
+def test_a_point_speaks_for_its_neighbours_only():
     """A point affects only its neighbours.
 
     A skinny product at half the rate of the line pulls nearby ones, not distant ones.
@@ -188,7 +181,7 @@ def test_a_point_speaks_for_its_neighbours_only() -> None:
 # -- attention, memory, optimizer ------------------------------------------------------------------
 
 
-def test_attention_counts_half_of_the_pairs() -> None:
+def test_attention_counts_half_of_the_pairs():
     rates = DeviceRates(FRONTIER, "bfloat16")
     causal = rates.attention_s(Attention(2, 24, 2048, 128, backward=False))
     assert causal == pytest.approx(2 * 2 * 24 * 2048**2 * 128 / 55e12)
@@ -203,7 +196,7 @@ def test_attention_counts_half_of_the_pairs() -> None:
 
 
 @pytest.mark.parametrize("peaks", [{}, {"float32": 100.0}])
-def test_attention_of_lengths_far_beyond_the_measured_ones(peaks: dict[str, float]) -> None:
+def test_attention_of_lengths_far_beyond_the_measured_ones(peaks):
     """Times grow with length, and rates stay within the peak.
 
     Where rates grow faster than lengths, as small measured ones do, the extrapolated line would end
@@ -229,7 +222,7 @@ def test_attention_of_lengths_far_beyond_the_measured_ones(peaks: dict[str, floa
     ) * (1 + 1e-9)
 
 
-def test_memory_by_bytes_and_kind_of_work() -> None:
+def test_memory_by_bytes_and_kind_of_work():
     figures = [
         Figure("memory.copy", ((1e3, 10.0), (1e5, 30.0)), MEASURED, "a test"),
         Figure("memory.norm", ((1.0, 5.0),), MEASURED, "a test"),
@@ -247,7 +240,7 @@ def test_memory_by_bytes_and_kind_of_work() -> None:
 # -- machines of which less is known ---------------------------------------------------------------
 
 
-def test_a_machine_without_figures_gets_shares_of_its_peak() -> None:
+def test_a_machine_without_figures_gets_shares_of_its_peak():
     rates = DeviceRates(replace(FRONTIER, compute={}), "bfloat16")
     assert 0.5 * 191.5 < tflops(rates, 8192, 8192, 8192) < 0.65 * 191.5
     assert tflops(rates, 1024, 1024, 1024) < tflops(rates, 2048, 2048, 2048)
@@ -257,7 +250,7 @@ def test_a_machine_without_figures_gets_shares_of_its_peak() -> None:
     assert {used.basis for used in rates.used} == {ASSUMED}
 
 
-def test_a_dtype_of_which_nothing_is_known() -> None:
+def test_a_dtype_of_which_nothing_is_known():
     cluster = replace(FRONTIER, compute={}, peak_tflops={"float32": 1.0})
     with pytest.raises(ConfigError, match=r"frontier.toml.*products.float16.*float32"):
         DeviceRates(cluster, "float16")

@@ -1,15 +1,12 @@
 """Messages of a step, against closed forms and against those that processes send."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import Any
 
 import pytest
 
 from megatron.config import Config
 from megatron.planner.events import GroupMessage
-from megatron.planner.placement import StepMessages, step_messages
+from megatron.planner.placement import step_messages
 from tests.helpers.processes import run_processes
 from tests.helpers.training import BASE, Job, configured, dist_world_size
 from tests.planner.layouts import planned
@@ -21,7 +18,7 @@ FIELDS = (
 )
 
 
-def made(*flags: str) -> StepMessages:
+def made(*flags):
     return step_messages(planned(FIELDS, *flags), "cuda")
 
 
@@ -43,7 +40,7 @@ FULL = "--recompute-granularity full"
         ("--sequence-parallel", 4 * L + 2, 6 * L + 2),
     ],
 )
-def test_tensor_parallel_messages(fields: str, reduced: int, gathered: int) -> None:
+def test_tensor_parallel_messages(fields, reduced, gathered):
     micro_batches, n = 5, 4
     size = f"--tensor-model-parallel-size {n} --global-batch-size {2 * micro_batches}"
     found = made(fields, size).collectives
@@ -57,7 +54,7 @@ def test_tensor_parallel_messages(fields: str, reduced: int, gathered: int) -> N
     }
 
 
-def test_pipeline_messages() -> None:
+def test_pipeline_messages():
     fields = "--pipeline-model-parallel-size 4 --world-size 4 --global-batch-size 12"
     plain = made(fields)
     assert (plain.message_bytes, plain.messages, plain.tied_bytes) == (S * 2 * H * 2, 6, 4 * V * H)
@@ -69,7 +66,7 @@ def test_pipeline_messages() -> None:
     assert made("--world-size 4").messages == 0
 
 
-def test_data_parallel_messages() -> None:
+def test_data_parallel_messages():
     """Gradients are sent in fp32, weights come back in 16 bit.
 
     ZeRO stage 0 sums all gradients everywhere.
@@ -90,29 +87,28 @@ def test_data_parallel_messages() -> None:
 
 # -- against the messages of real processes --------------------------------------------------------
 
-Sent = list[tuple[str, str, int]]
 """(call, kind of group, bytes) of everything that a rank posts in a step."""
 
 
-def sent(rank: int, cases: list[dict[str, Any]]) -> list[Sent]:
+def sent(rank, cases):
     """Return what a rank posts in its second step, by case."""
     from megatron.parallel.flight import FlightRecorder
     from megatron.pipeline.executor import StageMessages
 
-    found: Sent = []
+    found = []
     enter, send = FlightRecorder.enter, StageMessages.send
 
-    def note(self: Any, call: bytes, kind: str, size_bytes: int, *args: Any, **where: int) -> int:
+    def note(self, call, kind, size_bytes, *args, **where):
         if not where:  # neither a message nor the wait for a collective
             found.append((call.decode(), kind, size_bytes))
         return enter(self, call, kind, size_bytes, *args, **where)
 
-    def note_message(self: Any, instruction: Any, tensor: Any) -> None:
+    def note_message(self, instruction, tensor):
         found.append(("send", "pipeline", tensor.nbytes))
         send(self, instruction, tensor)
 
-    FlightRecorder.enter = note  # type: ignore[method-assign]
-    StageMessages.send = note_message  # type: ignore[method-assign]
+    FlightRecorder.enter = note
+    StageMessages.send = note_message
     results = []
     for fields in cases:
         job = Job(configured(fields, dist_world_size()))
@@ -124,13 +120,11 @@ def sent(rank: int, cases: list[dict[str, Any]]) -> list[Sent]:
     return results
 
 
-CUT: dict[str, Any] = dict(tensor_model_parallel_size=2, num_layers=3)
-CHUNKS: dict[str, Any] = dict(
-    pipeline_model_parallel_size=2, num_layers=4, num_layers_per_virtual_pipeline_stage=1
-)
-ZERO: dict[str, Any] = dict(num_layers=4, untie_embeddings_and_output_weights=True)
+CUT = dict(tensor_model_parallel_size=2, num_layers=3)
+CHUNKS = dict(pipeline_model_parallel_size=2, num_layers=4, num_layers_per_virtual_pipeline_stage=1)
+ZERO = dict(num_layers=4, untie_embeddings_and_output_weights=True)
 # By processes.
-CASES: dict[int, list[dict[str, Any]]] = {
+CASES = {
     2: [
         CUT,
         dict(CUT, sequence_parallel=True, recompute_granularity="full"),
@@ -148,7 +142,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", CASES)
-def test_real_processes_send_what_was_planned(processes: int) -> None:
+def test_real_processes_send_what_was_planned(processes):
     cases = [dict(case, global_batch_size=4 * processes) for case in CASES[processes]]
     ranks = run_processes(processes, sent, cases)
     for i, fields in enumerate(cases):
@@ -165,7 +159,7 @@ def test_real_processes_send_what_was_planned(processes: int) -> None:
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
-def check_tensor(config: Config, planned: StepMessages, ranks: list[Sent]) -> None:
+def check_tensor(config, planned, ranks):
     model = config.model
     # fp32 on a CPU
     tensor = model.seq_length * config.batch.micro_batch_size * model.hidden_size * 4
@@ -181,13 +175,13 @@ def check_tensor(config: Config, planned: StepMessages, ranks: list[Sent]) -> No
         assert sum(passes) * tensor / 2 == expected
 
 
-def check_pipeline(config: Config, planned: StepMessages, ranks: list[Sent]) -> None:
+def check_pipeline(config, planned, ranks):
     """Check what two stages of two chunks with two replicas send.
 
     gloo reduces to each owner in turn; together that is all gradients.
     """
 
-    def most(call: str, kind: str) -> int:
+    def most(call, kind):
         return max(sum(size for c, k, size in found if (c, k) == (call, kind)) for found in ranks)
 
     sends = [size for found in ranks for call, _, size in found if call == "send"]
@@ -203,7 +197,7 @@ def check_pipeline(config: Config, planned: StepMessages, ranks: list[Sent]) -> 
     assert most("all_reduce", "pipeline") == pytest.approx(planned.tied_bytes, rel=0.5)
 
 
-def check_zero(config: Config, planned: StepMessages, ranks: list[Sent]) -> None:
+def check_zero(config, planned, ranks):
     """Each pass sums the gradients once, and with stage 3 gathers each matrix once.
 
     The output layer's stays from the forward to the backward pass, in which the embedding needs

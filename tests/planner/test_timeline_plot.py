@@ -1,21 +1,15 @@
 """Pictures of a step, read back from the figure."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.pipeline.clock import Boundaries, Pipeline, PipelineRun, StageTimes, run_pipeline
+from megatron.pipeline.clock import Boundaries, Pipeline, StageTimes, run_pipeline
 from megatron.planner.timeline_plot import plot_timeline
 
 
-def a_run(
-    schedule: str = "1f1b", size: int = 4, chunks: int = 1, micro_batches: int = 6
-) -> PipelineRun:
+def a_run(schedule="1f1b", size=4, chunks=1, micro_batches=6):
     stages = size * chunks
     times = StageTimes((0.01,) * stages, (0.02,) * stages, (0.01,) * stages)
     boundaries = Boundaries(((0.001, 0.001),) * size, ((0.001, 0.001),) * size)
@@ -23,11 +17,11 @@ def a_run(
 
 
 @pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> Any:
+def figures(monkeypatch):
     """Return the figures drawn, which stay open until the test ends."""
     from matplotlib import pyplot
 
-    drawn: list[Any] = []
+    drawn = []
     close = pyplot.close
     monkeypatch.setattr(pyplot, "close", drawn.append)
     yield drawn
@@ -37,12 +31,12 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule, chunks", [("zb-h1", 1), ("interleaved", 2)])
-def test_bars_are_the_passes(tmp_path: Path, figures: Any, schedule: str, chunks: int) -> None:
+def test_bars_are_the_passes(tmp_path, figures, schedule, chunks):
     run = a_run(schedule, chunks=chunks)
     plot_timeline(run, tmp_path / "new" / "timeline.png")
     assert (tmp_path / "new" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     (panel,) = figures[0].axes
-    lengths: dict[float, float] = {}
+    lengths = {}
     for bar in panel.patches:
         rank = bar.get_y() + bar.get_height() / 2
         lengths[rank] = lengths.get(rank, 0.0) + bar.get_width()
@@ -51,7 +45,7 @@ def test_bars_are_the_passes(tmp_path: Path, figures: Any, schedule: str, chunks
 
 
 @pytest.mark.slow
-def test_a_long_step_is_drawn_at_its_ends(tmp_path: Path, figures: Any) -> None:
+def test_a_long_step_is_drawn_at_its_ends(tmp_path, figures):
     run = a_run(micro_batches=200)
     plot_timeline(run, tmp_path / "timeline.png")
     first, last = figures[0].axes
@@ -62,7 +56,7 @@ def test_a_long_step_is_drawn_at_its_ends(tmp_path: Path, figures: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_drawn(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="timeline.nothing"):
         plot_timeline(a_run(), tmp_path / "timeline.nothing")
     (tmp_path / "file").write_text("")

@@ -1,10 +1,7 @@
 """Trace against independent sources: the papers' formulas, modules' sizes, and real runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from megatron.kernels.cost import Attention, Product
 from megatron.model import formulas
 from megatron.parallel import gradient_accumulator
 from megatron.planner import trace as traces
-from megatron.planner.events import Alloc, Free, Pass, Recomputed, TracedModule
+from megatron.planner.events import Alloc, Free, Pass, Recomputed
 from megatron.planner.memory import changes, find_peak, sized_model
 from megatron.planner.recorder import record
 from megatron.planner.stage import parameters_of, stage_flops, stage_passes, stages_of
@@ -53,7 +50,7 @@ def test_flops_and_parameters_are_those_of_the_formulas(config, device):
     groups = max(model.num_key_value_heads, tensor_size)
     model = dataclasses.replace(model, num_key_value_heads=groups)
 
-    def flops(recompute: bool) -> float:
+    def flops(recompute):
         of_pipeline = sum(
             sum(stage_flops(trace(config, device), stage, recompute=recompute).values())
             for stage in stages
@@ -93,7 +90,7 @@ def test_a_layer_with_a_window_counts_its_keys(device, backend, more):
         for of in runs
     ]
 
-    def flops(recompute: bool) -> float:
+    def flops(recompute):
         return sum(
             times
             * sum(o.flops for o in of.computations(recompute=part) if isinstance(o, Attention))
@@ -109,7 +106,7 @@ def test_a_layer_with_a_window_counts_its_keys(device, backend, more):
 def test_memory_of_a_window_grows_with_the_sequence_alone():
     """Four times the sequence takes four times the memory of attention's passes, not sixteen."""
 
-    def most(seq: int) -> float:
+    def most(seq):
         window = "--window-size 63 0 --attention-backend blocked --attention-dropout 0.0"
         config = run(f"--seq-length {seq} {window}")
         layer = trace(config, "cpu").layer
@@ -149,7 +146,7 @@ def test_explicit_attention_is_recomputed_as_far_as_its_weights():
         ),
     ],
 )
-def test_what_is_taken_is_given_back(device: str, more: str) -> None:
+def test_what_is_taken_is_given_back(device, more):
     """All tensors are freed after a backward pass, whole or split."""
     traced = trace(run(f"--tensor-model-parallel-size 2 {more}"), device)
     for part in (traced.embedding, traced.layer, traced.recompute, traced.head):
@@ -159,9 +156,9 @@ def test_what_is_taken_is_given_back(device: str, more: str) -> None:
             assert not kept(halves)
 
 
-def kept(*passes: Pass) -> dict[int, int]:
+def kept(*passes):
     """Return the bytes of the tensors alive after these passes, by tensor number."""
-    found: dict[int, int] = {}
+    found = {}
     for each in passes:
         for step in each.steps:
             if isinstance(step, Alloc):
@@ -188,7 +185,7 @@ def test_a_layer_that_is_recomputed_keeps_its_input_alone():
 @pytest.mark.parametrize(
     ("t", "sequence", "count"), [(1, "", 32), (8, "", 8 + 24 / 8), (8, "--sequence-parallel", 4)]
 )
-def test_a_layer_keeps_what_korthikanti_et_al_count(t: int, sequence: str, count: float) -> None:
+def test_a_layer_keeps_what_korthikanti_et_al_count(t, sequence, count):
     """A layer keeps the bytes of Korthikanti et al. (arXiv 2205.05198), equations 1, 2 and 4.
 
     They are 34 s b h, (10 + 24/t) s b h and 34/t s b h bytes without scores; 2 of them are masks,
@@ -219,7 +216,7 @@ DEPENDS = """
 
 
 @pytest.mark.parametrize("more", DEPENDS.strip().splitlines())
-def test_what_a_trace_depends_on_gives_another(more: str) -> None:
+def test_what_a_trace_depends_on_gives_another(more):
     """Settings that affect a trace give another trace; others give the same."""
     plain = trace(run(), "cuda")
     changed = trace(run(more), "cuda")
@@ -232,7 +229,7 @@ def test_what_a_trace_depends_on_gives_another(more: str) -> None:
     assert trace(same, "cuda") is plain
 
 
-def test_a_new_setting_counts_unless_somebody_says_otherwise() -> None:
+def test_a_new_setting_counts_unless_somebody_says_otherwise():
     """New settings count unless they are listed.
 
     The names of settings that do not count exist, in their sections.
@@ -243,12 +240,12 @@ def test_a_new_setting_counts_unless_somebody_says_otherwise() -> None:
             assert set(names.split()) <= fields
 
 
-def plain_of(part: TracedModule) -> Any:
+def plain_of(part):
     passes = (part.forward, part.backward, part.inputs, part.weights)
     return part.parameters, part.hands_on, [(p.steps, p.labels) for p in passes]
 
 
-def test_the_torch_here_does_not_decide_what_a_gpu_does(monkeypatch) -> None:
+def test_the_torch_here_does_not_decide_what_a_gpu_does(monkeypatch):
     """A trace of a GPU is that of a torch with all that the code can use.
 
     Before 2.8 torch lacks sums of products in fp32, and before 2.9 logarithms of attention that a
@@ -258,7 +255,7 @@ def test_the_torch_here_does_not_decide_what_a_gpu_does(monkeypatch) -> None:
     now = record(config, "cuda", "layer")
     addmm = torch.addmm
 
-    def older(*args: Any, **options: Any) -> torch.Tensor:
+    def older(*args, **options):
         if "out_dtype" in options:
             raise TypeError("addmm() got an unexpected keyword argument 'out_dtype'")
         return addmm(*args, **options)
@@ -272,11 +269,11 @@ def test_the_torch_here_does_not_decide_what_a_gpu_does(monkeypatch) -> None:
     assert any(work.moved for work in sums)
 
 
-def test_a_file_has_the_whole_trace_and_a_broken_one_none(tmp_path, monkeypatch) -> None:
+def test_a_file_has_the_whole_trace_and_a_broken_one_none(tmp_path, monkeypatch):
     config = run("--tensor-model-parallel-size 2 --recompute-granularity full")
     monkeypatch.setenv(traces.FOLDER, str(tmp_path))
 
-    def fresh() -> TracedModule:
+    def fresh():
         traces._folder.cache_clear()
         monkeypatch.setattr(traces, "_modules", {})
         monkeypatch.setattr(traces, "_traces", {})
@@ -296,7 +293,7 @@ def test_a_file_has_the_whole_trace_and_a_broken_one_none(tmp_path, monkeypatch)
         traces._folder.cache_clear()
 
 
-def test_to_ask_a_tensor_for_its_device_is_no_work() -> None:
+def test_to_ask_a_tensor_for_its_device_is_no_work():
     """Asking a tensor for its device is no work.
 
     Tensors without data on a CPU answer such questions by operators: a CPU has about as many

@@ -1,21 +1,16 @@
 """The plan of ZeRO: of an engine and of the planner it is one, and an engine's step is what it says."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from megatron.config import Config
 from megatron.engine.engine import Engine
 from megatron.engine.optimizer import unique_parameters
-from megatron.engine.zero_plan import BucketInstruction, BucketOp, Reductions, ZeroPlan
+from megatron.engine.zero_plan import BucketOp, Reductions
 from megatron.model.gpt import build_chunks
 from megatron.parallel.flight import FlightRecorder
-from megatron.parallel.sharding import Sharding, sharding_of
+from megatron.parallel.sharding import sharding_of
 from megatron.pipeline.orders import Op as PipelineOp
 from megatron.pipeline.orders import passes_of_rank
 from megatron.planner.dryrun.rank import member, run_rank
@@ -56,13 +51,13 @@ offloaded | --cpu-offload --zero-stage 3
 """)
 
 
-def described(record: Sharding) -> tuple[str, tuple[int, ...]]:
+def described(record):
     """Return a record without the number of its layer, which a trace has once for all."""
     return re.sub(r"^layers\.\d+\.", "layers.", record.name), record.shape
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_planner_has_the_plan_of_the_engine(case: str) -> None:
+def test_the_planner_has_the_plan_of_the_engine(case):
     config = planned(RUN, CASES[case])
     size = config.parallel.pipeline_model_parallel_size
     for rank in range(size):
@@ -108,16 +103,15 @@ stage 1 in chunks | {CHUNKS} --zero-stage 1 {INNER}
 QK-clip and average | {CLIPPED} --zero-stage 3
 """)
 CALLS = {"reduce_scatter", "all_gather", "all_reduce"}
-Sent = dict[str, list[tuple[str, float]]]
 
 
-def instructions(config: Config, plan: ZeroPlan, rank: int) -> Iterator[BucketInstruction]:
+def instructions(config, plan, rank):
     """Yield what a rank does in a step, in the order of its schedule's passes."""
     size, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
     rows = passes_of_rank(config.schedule, size, chunks, config.num_micro_batches(), rank)
     passes = [(PipelineOp(op), stage) for op, stage, _ in rows.tolist()]
     left = Counter(stage for op, stage in passes if op is PipelineOp.FORWARD)
-    sums, gathered = Reductions(plan), set[int]()
+    sums, gathered = Reductions(plan), set()
     for op, stage in passes:
         if op is PipelineOp.FORWARD:
             steps = plan.forward(stage)
@@ -137,22 +131,22 @@ def instructions(config: Config, plan: ZeroPlan, rank: int) -> Iterator[BucketIn
     yield from plan.end(sums)
 
 
-def recorded(config: Config, rank: int, monkeypatch: pytest.MonkeyPatch) -> Sent:
+def recorded(config, rank, monkeypatch):
     """Return what a rank of a dry run posts in its second step, by group."""
-    found: list[tuple[str, str, float]] = []
-    ends: list[int] = []
+    found = []
+    ends = []
     begin, step, enter = Engine.begin, Engine.step, FlightRecorder.enter
 
-    def begins(self: Engine, count: int) -> None:
+    def begins(self, count):
         found.clear()
         begin(self, count)
 
-    def steps(self: Engine, *args: Any) -> Any:
+    def steps(self, *args):
         result = step(self, *args)
         ends.append(len(found))
         return result
 
-    def note(self: Any, call: bytes, kind: str, size_bytes: int, *args: Any, **more: int) -> int:
+    def note(self, call, kind, size_bytes, *args, **more):
         if not more:
             found.append((kind, call.decode(), size_bytes))
         return enter(self, call, kind, size_bytes, *args, **more)
@@ -161,7 +155,7 @@ def recorded(config: Config, rank: int, monkeypatch: pytest.MonkeyPatch) -> Sent
     monkeypatch.setattr(Engine, "step", steps)
     monkeypatch.setattr(FlightRecorder, "enter", note)
     run_rank(config, rank, "meta", config.num_micro_batches())
-    sent: Sent = {}
+    sent = {}
     for kind, call, n_bytes in found[: ends[-1]]:
         is_figure = call == "all_reduce" and n_bytes <= 64  # a norm, for example
         if kind.split(".")[0] in ("data", "expert_data") and call in CALLS and not is_figure:
@@ -172,7 +166,7 @@ def recorded(config: Config, rank: int, monkeypatch: pytest.MonkeyPatch) -> Sent
 @pytest.mark.parametrize(
     "case", [*SENT, *(pytest.param(case, marks=pytest.mark.campaign("memory")) for case in MORE)]
 )
-def test_an_engine_sends_what_the_plan_says(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_sends_what_the_plan_says(case, monkeypatch):
     """Each message of a step, in the order of its group: kind and bytes, padding included.
 
     The planner's messages of a step are these.
@@ -182,7 +176,7 @@ def test_an_engine_sends_what_the_plan_says(case: str, monkeypatch: pytest.Monke
     most = 0.0
     for rank in range(size):
         plan = plan_of_rank(config, trace(config, "cuda"), rank).plan
-        expected: Sent = {}
+        expected = {}
         for kind, n_bytes, group in messages_of(plan, instructions(config, plan, rank)):
             expected.setdefault(group, []).append((kind, n_bytes))
         with monkeypatch.context() as patched:

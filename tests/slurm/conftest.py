@@ -1,16 +1,12 @@
 """Fixture of a throw-away Slurm for each module, with its NODES."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from benchmarks.faults.testbed import Testbed, missing
 
 
 @pytest.fixture(scope="module")
-def testbed(request: pytest.FixtureRequest) -> Iterator[Testbed]:
+def testbed(request):
     if reason := missing():
         pytest.skip(f"the Slurm testbed lacks {reason}")
     nodes, paper_nodes = request.module.NODES, getattr(request.module, "PAPER_NODES", 0)

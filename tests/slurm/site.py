@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,24 +27,24 @@ class Submitted:
     run: Path
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self):
         return self.run / "checkpoints"
 
-    def text(self) -> str:
+    def text(self):
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    def logs(self, start: int = 0) -> Path:
+    def logs(self, start=0):
         """Folder of the tasks' standard error and the preflight's result in the job's nth start."""
         return self.run / "logs" / self.number / str(start)
 
-    def wait_for(self, pattern: str) -> None:
+    def wait_for(self, pattern):
         """Wait until the job's output matches `pattern`.
 
         Raises Overdue, at once if the job ends without it.
         """
         self.testbed.wait_for_log(self.log, pattern, job=self.number)
 
-    def wait(self, *states: str) -> str:
+    def wait(self, *states):
         """Wait until the job has ended, or is in one of `states`; return its state.
 
         Raises Overdue.
@@ -54,15 +53,15 @@ class Submitted:
 
 
 def submit(
-    testbed: Testbed,
-    folder: Path,
-    arguments: Sequence[str] = (),
+    testbed,
+    folder,
+    arguments=(),
     *,
-    options: Sequence[str] = (),
-    name: str = "run",
-    script: str = "train_22b.sbatch",
-    **settings: str,
-) -> Submitted:
+    options=(),
+    name="run",
+    script="train_22b.sbatch",
+    **settings,
+):
     """Submit a script as a user would.
 
     site.env is sourced, its settings and those of job.sh come from the environment, `options` go to
@@ -76,7 +75,7 @@ def submit(
     return Submitted(testbed, number, log, folder / name)
 
 
-def settings_of_site(folder: Path, name: str = "run") -> dict[str, str]:
+def settings_of_site(folder, name="run"):
     """Return the environment of a user with a site.env, and a port that no other test has."""
     return {
         **os.environ,

@@ -1,13 +1,9 @@
 """Slurm accepts each script of examples/frontier unchanged, with all 9,472 nodes configured."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.testbed import Testbed
 from tests.slurm.site import CAMPAIGN, FRONTIER
 
 pytestmark = CAMPAIGN
@@ -19,21 +15,21 @@ name several partitions; with EnforcePartLimits=ANY it is refused where none of 
 it."""
 
 
-def submit(testbed: Testbed, script: Path, *options: str) -> str:
+def submit(testbed, script, *options):
     """Return the answer of `sbatch --test-only`, after sourcing site.env as a user would."""
     command = f'source {FRONTIER}/site.env && exec sbatch --test-only "$@"'
     site = {"SBATCH_ACCOUNT": "abc123", "SBATCH_PARTITION": RANGES}
     return testbed.ask("bash", "-c", command, "bash", *options, str(script), env=site)
 
 
-def nodes(testbed: Testbed, said: str) -> int:
+def nodes(testbed, said):
     """Count the nodes on which the job would start."""
     found = re.search(r"to start at .* on nodes? (\S+)", said)
     assert found, said
     return len(testbed.ask("scontrol", "show", "hostnames", found[1]).split())
 
 
-def test_sbatch_takes_the_scripts_and_refuses_more_than_the_machine_has(testbed: Testbed) -> None:
+def test_sbatch_takes_the_scripts_and_refuses_more_than_the_machine_has(testbed):
     scripts = sorted(
         path
         for path in FRONTIER.iterdir()

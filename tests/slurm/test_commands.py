@@ -3,19 +3,14 @@
 A stub of Python records them.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.faults.job import ROOT
-from benchmarks.faults.testbed import Testbed
-from megatron.jobs.check_job import CheckedJob, check
+from megatron.jobs.check_job import check
 from tests.slurm.site import FRONTIER, MARKS, settings_of_site, submit
 
 pytestmark = MARKS
@@ -33,9 +28,7 @@ NEAREST = [4, 5, 2, 3, 6, 7, 0, 1]
 """Frontier's user guide: the device nearest to the cores of local ranks 0, 1, ..."""
 
 
-def foretold(
-    monkeypatch: pytest.MonkeyPatch, words: list[str], settings: dict[str, str]
-) -> tuple[CheckedJob, dict[str, Any]]:
+def foretold(monkeypatch, words, settings):
     """Run tools/preflight.py check on a script; return the job and its findings by subject."""
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
@@ -58,9 +51,7 @@ campaign = pytest.mark.campaign("slurm")
         pytest.param("train_1t.sbatch", "frontier", marks=campaign),
     ],
 )
-def test_srun_starts_what_the_check_foretold(
-    testbed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, recipe: str
-) -> None:
+def test_srun_starts_what_the_check_foretold(testbed, tmp_path, monkeypatch, script, recipe):
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(PYTHON)

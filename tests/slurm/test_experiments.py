@@ -1,15 +1,11 @@
 """Scaling experiments on two virtual nodes: side by side, interrupted, and resumed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
 
-from benchmarks.faults.testbed import Testbed
 from tests.helpers.launching import ROOT
-from tests.slurm.site import CAMPAIGN, Submitted, submit
+from tests.slurm.site import CAMPAIGN, submit
 
 pytestmark = CAMPAIGN
 
@@ -26,7 +22,7 @@ SMALL = {
 }
 
 
-def experiment(testbed: Testbed, folder: Path, name: str, **settings: str) -> Submitted:
+def experiment(testbed, folder, name, **settings):
     return submit(
         testbed,
         folder,
@@ -38,7 +34,7 @@ def experiment(testbed: Testbed, folder: Path, name: str, **settings: str) -> Su
     )
 
 
-def test_points_run_side_by_side_on_nodes_of_their_own(testbed: Testbed, tmp_path: Path) -> None:
+def test_points_run_side_by_side_on_nodes_of_their_own(testbed, tmp_path):
     job = experiment(testbed, tmp_path, "both")
     assert job.wait() == "COMPLETED", job.text()
     results = [
@@ -72,7 +68,7 @@ def test_points_run_side_by_side_on_nodes_of_their_own(testbed: Testbed, tmp_pat
     ]
 
 
-def test_a_signal_ends_it_and_the_next_job_goes_on(testbed: Testbed, tmp_path: Path) -> None:
+def test_a_signal_ends_it_and_the_next_job_goes_on(testbed, tmp_path):
     # The second point has to last until Slurm itself gets the request: srun loses a signal that
     # arrives while its tasks start.
     settings = {"SIDE_BY_SIDE": "0", "ITERATIONS": "300"}

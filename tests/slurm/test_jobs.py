@@ -1,13 +1,10 @@
 """Job arrays, of which one task is requeued, and ranks on other nodes than the first of a list."""
 
-from __future__ import annotations
-
 import re
 import sys
-from pathlib import Path
 
 from benchmarks.faults.job import ROOT
-from benchmarks.faults.testbed import ENDED, Testbed
+from benchmarks.faults.testbed import ENDED
 from tests.slurm.site import CAMPAIGN, FRONTIER, settings_of_site
 
 pytestmark = CAMPAIGN
@@ -36,7 +33,7 @@ while task == "2" and not os.path.exists(f"{{folder}}/release"):
 """
 
 
-def test_a_task_that_is_requeued_leaves_its_sisters_alone(testbed: Testbed, tmp_path: Path) -> None:
+def test_a_task_that_is_requeued_leaves_its_sisters_alone(testbed, tmp_path):
     python, meeting = tmp_path / "venv/bin/python", tmp_path / "meeting"
     python.parent.mkdir(parents=True)
     python.write_text(PYTHON)
@@ -56,7 +53,7 @@ def test_a_task_that_is_requeued_leaves_its_sisters_alone(testbed: Testbed, tmp_
     array = testbed.ask("bash", "-c", submit, "bash", *words, *script, env=settings)
     tasks = {task: f"{array}_{task}" for task in "123"}
 
-    def log(task: str) -> Path:
+    def log(task):
         return tmp_path / f"{array}_{task}.log"
 
     assert testbed.wait_for_state(tasks["1"], *ENDED, log=log("1")) == "COMPLETED"
@@ -95,7 +92,7 @@ srun -n 2 -N 2 --relative=1 "${{python[@]}}"
 """
 
 
-def test_all_ranks_meet_on_the_node_of_rank_0(testbed: Testbed, tmp_path: Path) -> None:
+def test_all_ranks_meet_on_the_node_of_rank_0(testbed, tmp_path):
     for name, text in (("place.py", PLACE), ("job.sh", STEPS)):
         (tmp_path / name).write_text(text)
     log, words = tmp_path / "log", [tmp_path / "job.sh", tmp_path / "place.py"]

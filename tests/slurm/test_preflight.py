@@ -3,12 +3,7 @@
 It finds the faults of a node, and the job trains on the others of its allocation.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from benchmarks.faults import history
-from benchmarks.faults.testbed import Testbed
 from tests.slurm.site import CAMPAIGN, submit
 
 pytestmark = CAMPAIGN
@@ -28,7 +23,7 @@ SETTINGS = {
 }
 
 
-def test_a_node_with_faults_is_left_out(testbed: Testbed, tmp_path: Path) -> None:
+def test_a_node_with_faults_is_left_out(testbed, tmp_path):
     """A node with faults is left out: node02 has a task that does not start."""
     testbed.control("slow-task", "node02", "1", "1")
     try:

@@ -3,19 +3,14 @@
 It survives interruptions.
 """
 
-from __future__ import annotations
-
 import re
 import tarfile
-from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks.faults import history
 from benchmarks.faults.job import run_job
-from benchmarks.faults.testbed import Testbed
 from benchmarks.prove_resume import LOSS
 from tests.helpers.processes import run_processes
-from tests.slurm.site import CAMPAIGN, Submitted, submit
+from tests.slurm.site import CAMPAIGN, submit
 
 pytestmark = CAMPAIGN
 
@@ -38,7 +33,7 @@ NEAREST = [4, 5, 2, 3, 6, 7, 0, 1]
 """The device next to each local rank's cores: what the ranks would have without placement."""
 
 
-def pack(file: Path) -> None:
+def pack(file):
     """Pack an environment as job.sh expects it: bin/python at its top, here this machine's."""
     import sys
 
@@ -49,7 +44,7 @@ def pack(file: Path) -> None:
         tar.add(python, "bin/python")
 
 
-def placed(job: Submitted) -> None:
+def placed(job):
     """Check that ranks follow devices, not the order of tasks.
 
     A tensor-parallel pair is on devices with a link of 200 GB/s. The line names the device that
@@ -66,13 +61,13 @@ def placed(job: Submitted) -> None:
     assert order != NEAREST  # otherwise all of this could be chance
 
 
-def _train(rank: int, arguments: Sequence[str]) -> int:
+def _train(rank, arguments):
     from megatron.program import run as main
 
     return main(list(arguments))
 
 
-def test_two_nodes_train_what_one_process_trains(testbed: Testbed, tmp_path: Path) -> None:
+def test_two_nodes_train_what_one_process_trains(testbed, tmp_path):
     pack(tmp_path / "environment.tar")
     job = submit(
         testbed,
@@ -123,7 +118,7 @@ itself.
 """
 
 
-def shorten(job: Submitted, left_s: tuple[int, int]) -> None:
+def shorten(job, left_s):
     """Give a running job a time limit that leaves the given seconds.
 
     Slurm has limits in whole minutes.
@@ -135,15 +130,15 @@ def shorten(job: Submitted, left_s: tuple[int, int]) -> None:
     job.testbed.ask("scontrol", "update", f"JobId={job.number}", f"TimeLimit={limit}")
 
 
-def reached(job: Submitted) -> int:
+def reached(job):
     return max(int(step) for step in re.findall(r"(?m)^ iteration +(\d+)/", job.text()))
 
 
-def newest(job: Submitted) -> int:
+def newest(job):
     return int(history.newest(job.checkpoints).name.removeprefix("iter_"))
 
 
-def test_time_limit_and_lost_node(testbed: Testbed, tmp_path: Path) -> None:
+def test_time_limit_and_lost_node(testbed, tmp_path):
     """One job gets Slurm's signal before the time limit, then loses a node.
 
     Its losses are those of an undisturbed run.

@@ -4,8 +4,6 @@ One trial hangs and one runs out of memory; the search is killed and resumed, an
 it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -13,16 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks.faults.testbed import ENDED, Testbed, output_of
+from benchmarks.faults.testbed import ENDED, output_of
 from megatron.jobs.result import HANG, OUT_OF_MEMORY
 from tests.helpers.launching import ROOT
-from tests.slurm.site import CAMPAIGN, FRONTIER, Submitted, submit
+from tests.slurm.site import CAMPAIGN, FRONTIER, submit
 
 pytestmark = CAMPAIGN
 
@@ -71,13 +66,13 @@ exec {sys.executable} "$@"
 
 
 def tune(
-    testbed: Testbed,
-    folder: Path,
-    name: str,
-    space: str = SPACE,
-    program: str = PYTHON,
-    **settings: str,
-) -> Submitted:
+    testbed,
+    folder,
+    name,
+    space=SPACE,
+    program=PYTHON,
+    **settings,
+):
     python = folder / "venv/bin/python"
     if not python.exists():
         python.parent.mkdir(parents=True)
@@ -103,9 +98,9 @@ def tune(
     )
 
 
-def journal(folder: Path) -> list[dict[str, Any]]:
+def journal(folder):
     """Read from the folders of trials which were started, and how they ended."""
-    found = list[dict[str, Any]]()
+    found = []
     for path in sorted((folder / "tune-space/trials").glob("*/point.json")):
         point, number, result = (
             json.loads(path.read_text()),
@@ -120,16 +115,16 @@ def journal(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def again(folder: Path) -> set[int]:
+def again(folder):
     """Return the trials that were started more than once."""
     return {int(path.parent.name) for path in (folder / "tune-space/trials").glob("*/attempt-1")}
 
 
-def numbers(records: list[dict[str, Any]], event: str) -> list[int]:
+def numbers(records, event):
     return [record["number"] for record in records if record["event"] == event]
 
 
-def mid_way(testbed: Testbed, folder: Path, job: Submitted, more: int) -> set[int]:
+def mid_way(testbed, folder, job, more):
     """Wait until `more` more trials have ended and another runs; return the ended ones."""
     before, deadline = len(numbers(journal(folder), "ended")), time.monotonic() + 900
     while time.monotonic() < deadline:
@@ -142,13 +137,13 @@ def mid_way(testbed: Testbed, folder: Path, job: Submitted, more: int) -> set[in
     raise AssertionError(f"no {more} trials have ended: {job.text()}")
 
 
-def running(records: list[dict[str, Any]]) -> set[int]:
+def running(records):
     """Return the trials whose last record is their start."""
     last = {record["number"]: record["event"] for record in records if "number" in record}
     return {number for number, event in last.items() if event == "started"}
 
 
-def kill_the_tuner(folder: Path) -> None:
+def kill_the_tuner(folder):
     found = subprocess.run(
         ["pgrep", "-f", f"tools/tune.py .*--out {folder}/"],
         capture_output=True,
@@ -159,7 +154,7 @@ def kill_the_tuner(folder: Path) -> None:
         os.kill(int(pid), signal.SIGKILL)
 
 
-def left_behind(testbed: Testbed, folder: Path) -> list[dict[str, Any]]:
+def left_behind(testbed, folder):
     """Return the journal of a job that has ended, once no step, trial process or tuner is left."""
     deadline = time.monotonic() + 600
     while True:
@@ -172,9 +167,7 @@ def left_behind(testbed: Testbed, folder: Path) -> list[dict[str, Any]]:
         time.sleep(0.2)
 
 
-def test_a_search_with_a_hang_and_too_little_memory_killed_and_gone_on_with(
-    testbed: Testbed, tmp_path: Path
-) -> None:
+def test_a_search_with_a_hang_and_too_little_memory_killed_and_gone_on_with(testbed, tmp_path):
     # Killed, which no program can prevent.
     job = tune(testbed, tmp_path, "first")
     done = [mid_way(testbed, tmp_path, job, 1)]
@@ -220,7 +213,7 @@ def test_a_search_with_a_hang_and_too_little_memory_killed_and_gone_on_with(
     )
 
 
-def check_trials(ended: dict[str, dict[str, Any]], report: Path) -> None:
+def check_trials(ended, report):
     kinds = {key: (r["status"], r["kind"]) for key, r in ended.items()}
     assert kinds.pop(HANGS) == ("failed", HANG) and kinds.pop(TOO_BIG) == (
         "failed",
@@ -243,15 +236,15 @@ def check_trials(ended: dict[str, dict[str, Any]], report: Path) -> None:
     assert {"trials.md", "trajectory.png"} <= {path.name for path in report.iterdir()}
 
 
-def guarded(testbed: Testbed) -> bool:
+def guarded(testbed):
     return "guard" in testbed.ask("squeue", "--steps", "-h", "-o", "%j").split()
 
 
-def held(testbed: Testbed, folder: Path) -> tuple[Submitted, Path]:
+def held(testbed, folder):
     """Start a search whose first two trials wait for a file on their nodes; return the file."""
     few = SPACE.replace("pp == 1 or mbs < 3", "pp == 1 and mbs < 3")
     job = tune(testbed, folder, "run", few, HELD, REQUEUE="1", GUARD_S="1")
-    deadline, started = time.monotonic() + 900, dict[int, list[str]]()
+    deadline, started = time.monotonic() + 900, {}
     while (
         len(list((folder / "venv/bin").glob("on.node0*"))) < 4
         or len(started) < 2
@@ -265,17 +258,15 @@ def held(testbed: Testbed, folder: Path) -> tuple[Submitted, Path]:
 
 
 @pytest.fixture
-def mended(testbed: Testbed) -> Iterator[list[str]]:
+def mended(testbed):
     """Return a list for names of nodes that a test has lost. They are restored when it ends."""
-    lost = list[str]()
+    lost = []
     yield lost
     for name in lost:
         testbed.control("add-node", name)
 
 
-def test_a_node_dies_and_the_search_goes_on_without_it(
-    testbed: Testbed, tmp_path: Path, mended: list[str]
-) -> None:
+def test_a_node_dies_and_the_search_goes_on_without_it(testbed, tmp_path, mended):
     job, go = held(testbed, tmp_path)
     mended.append("node03")
     testbed.control("lose-node", "node03")
@@ -297,9 +288,7 @@ def test_a_node_dies_and_the_search_goes_on_without_it(
     assert testbed.show(job.number)["Restarts"] == "0"
 
 
-def test_a_job_whose_script_died_with_its_node_goes_back_into_the_queue(
-    testbed: Testbed, tmp_path: Path, mended: list[str]
-) -> None:
+def test_a_job_whose_script_died_with_its_node_goes_back_into_the_queue(testbed, tmp_path, mended):
     """A job whose script died with its node is requeued.
 
     With --no-kill Slurm itself would let the other nodes idle to the time limit.
@@ -348,9 +337,7 @@ kill "$guard"
 """
 
 
-def test_nodes_with_a_trial_on_all_their_cores_and_devices_answer(
-    testbed: Testbed, tmp_path: Path
-) -> None:
+def test_nodes_with_a_trial_on_all_their_cores_and_devices_answer(testbed, tmp_path):
     said = output_of(
         testbed, tmp_path, FULL, ["-w", "node0[1-3]", "-D", str(tmp_path), "--time=20"]
     )

@@ -1,26 +1,19 @@
 """Made-up runs with known figures: metrics files and points as programs write them."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 SIZES = {"22b": (48, 6144, 48), "175b": (96, 12288, 96), "1t": (128, 25600, 128)}
 SEQUENCE, VOCABULARY = 2048, 51200
 
 
-def paper_flops(model: str, batch: int, k: int = 4) -> float:
+def paper_flops(model, batch, k=4):
     """Return the FLOPs of an iteration by Dash et al.'s formula, written here again."""
     layers, hidden, _ = SIZES[model]
     inner = 1 + SEQUENCE / (6 * hidden) + VOCABULARY / (16 * layers * hidden)
     return 24 * k * batch * SEQUENCE * layers * hidden**2 * inner
 
 
-def settings(
-    model: str, tensor: int, pipeline: int, data: int, batch: int, **more: Any
-) -> dict[str, Any]:
+def settings(model, tensor, pipeline, data, batch, **more):
     layers, hidden, heads = SIZES[model]
     return {
         "num_layers": layers,
@@ -48,15 +41,15 @@ def settings(
 
 
 def records(
-    config: dict[str, Any],
-    times: Sequence[float],
+    config,
+    times,
     *,
-    batches: Sequence[int] | None = None,
-    skipped: Sequence[int] = (),
-    clock: float = 1e9,
-    first: int = 0,
-    device: str = "AMD Instinct MI250X",
-) -> list[dict[str, Any]]:
+    batches=None,
+    skipped=(),
+    clock=1e9,
+    first=0,
+    device="AMD Instinct MI250X",
+):
     """Return the records of a run whose steps took `times` seconds.
 
     `skipped` are numbers of skipped iterations.
@@ -76,7 +69,7 @@ def records(
         "pipeline": config["pipeline_model_parallel_size"],
         "data": config["data_parallel_size"],
     }
-    found: list[dict[str, Any]] = [
+    found = [
         {
             "event": "start",
             "time": clock,
@@ -118,9 +111,7 @@ def records(
     return found
 
 
-def write(
-    folder: Path, written: Sequence[dict[str, Any]], point: dict[str, Any] | None = None
-) -> Path:
+def write(folder, written, point=None):
     """Write a run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in written))

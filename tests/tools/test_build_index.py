@@ -1,9 +1,5 @@
 """tools/build_index.py builds the indices that the run looks for, no more and no less."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -24,7 +20,7 @@ FLAGS = [
 ITERATIONS = ["--train-iters", "4", "--eval-interval", "2"]
 
 
-def write(folder: Path, name: str, documents: int) -> str:
+def write(folder, name, documents):
     random = np.random.RandomState(documents)
     with IndexedDatasetWriter(folder / name, np.uint16) as writer:
         for _ in range(documents):
@@ -33,7 +29,7 @@ def write(folder: Path, name: str, documents: int) -> str:
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> dict[str, str]:
+def data(tmp_path):
     """Provide three data sets; 5 % of the smallest for validation round to no document."""
     return {
         name: write(tmp_path, name, documents)
@@ -41,20 +37,20 @@ def data(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def files(folder: Path) -> dict[str, tuple[int, int]]:
+def files(folder):
     """List the files in a folder with their identity: name -> (inode, modification time)."""
     if not folder.exists():
         return {}
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
 
 
-def run_reads(flags: list[str], world_size: int) -> None:
+def run_reads(flags, world_size):
     """Build the data sets of a run, as its processes do."""
     config = parse_args(flags, world_size)
     build_datasets(config, *planned_samples(config, BatchSchedule.from_config(config)))
 
 
-def never(*_: object) -> bool:
+def never(*_):
     raise AssertionError("something was left to build")
 
 
@@ -76,13 +72,13 @@ CASES = {
     ],
 )
 def test_the_run_finds_all_and_needs_all(
-    tmp_path: Path,
-    data: dict[str, str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    case: str,
-    workers: str,
-) -> None:
+    tmp_path,
+    data,
+    capsys,
+    monkeypatch,
+    case,
+    workers,
+):
     flags = [*FLAGS, *ITERATIONS * (case != "samples"), *CASES[case].format(**data).split()]
     cache, reference = tmp_path / "cache", tmp_path / "reference"
     arguments = [*flags, "--data-cache-path", str(cache), "--world-size", "2", "--workers", workers]
@@ -99,7 +95,7 @@ def test_the_run_finds_all_and_needs_all(
     assert build_index.main(arguments) == 0 and files(cache) == built
 
 
-def test_another_number_of_processes_needs_others(tmp_path: Path, data: dict[str, str]) -> None:
+def test_another_number_of_processes_needs_others(tmp_path, data):
     """Another number of processes needs other indices.
 
     Without --global-batch-size the batch, and with it the length of the indices, grows with the
@@ -133,9 +129,7 @@ def test_another_number_of_processes_needs_others(tmp_path: Path, data: dict[str
         ),
     ],
 )
-def test_errors(
-    data: dict[str, str], capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
-) -> None:
+def test_errors(data, capsys, arguments, words):
     flags = [word.format(**data) for word in arguments]
     assert build_index.main([*FLAGS, *ITERATIONS, *flags]) == 2
     error = capsys.readouterr().err
@@ -143,7 +137,7 @@ def test_errors(
 
 
 @pytest.mark.slow
-def test_training_and_resuming_find_everything(tmp_path: Path, data: dict[str, str]) -> None:
+def test_training_and_resuming_find_everything(tmp_path, data):
     """Training finds every index, from the beginning and when resumed with a smaller batch.
 
     It is pretrain_gpt.py itself. The 2 x 16 samples of the past and 4 x 4 to come are more than the

@@ -1,9 +1,6 @@
 """tools/calibrate.py: a small real calibration, and its refusals."""
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -32,12 +29,12 @@ MODEL = (
     ids=["under a launcher", "that it starts itself"],
 )
 def test_a_calibration_of_seconds_plans(
-    processes: int,
-    words: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    processes,
+    words,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     """A calibration of seconds is good enough to plan.
 
     Two processes measure together; the file loads, all figures but one are measured, and a step can
@@ -81,18 +78,14 @@ def test_a_calibration_of_seconds_plans(
         (("--refine", "x.jsonl", "--cluster", "frontier", "--bf16"), "--bf16"),
     ],
 )
-def test_what_is_refused(
-    words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused(words, says, tmp_path, capsys):
     assert main(["-o", str(tmp_path / "x.toml"), *words]) == 2
     error = capsys.readouterr().err
     assert says in error and "Traceback" not in error
     assert not (tmp_path / "x.toml").exists()
 
 
-def test_the_description_that_is_corrected_is_not_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_description_that_is_corrected_is_not_overwritten(tmp_path, capsys):
     machine = tmp_path / "machine.toml"
     shutil.copy(ROOT / "examples/local/two-cores.toml", machine)
     text = machine.read_text()
@@ -105,9 +98,7 @@ def test_the_description_that_is_corrected_is_not_overwritten(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # above the limit of the calibration itself, two plans follow
-def test_processes_that_fail_are_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_processes_that_fail_are_an_error(tmp_path, capsys):
     """Failing processes are an error: they find no GPU for the requested backend."""
     words = f"-o {tmp_path}/x.toml --processes 2 --distributed-backend nccl".split()
     assert main([*words, *MODEL]) != 0

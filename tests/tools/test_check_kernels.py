@@ -1,9 +1,6 @@
 """tools/check_kernels.py: its output, and its detection of a wrong result."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ __all__ = ["kernels"]
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fresh(monkeypatch):
     monkeypatch.delenv(library.OVERRIDE, raising=False)
     library.forget()
     yield
@@ -28,9 +25,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     measured_times.forget()
 
 
-def test_without_a_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_library(tmp_path, monkeypatch, capsys):
     """An explicitly named device needs a library, and so does a path."""
     monkeypatch.setattr(library, "LIBRARIES", tmp_path)
     monkeypatch.setattr(command, "LIBRARIES", tmp_path)
@@ -55,25 +50,25 @@ def test_without_a_library(
 
 
 def test_a_wrong_result_fails(
-    kernels: library.KernelLibrary,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    kernels,
+    monkeypatch,
+    capsys,
+):
     """A wrong result fails.
 
     It is off by a thousandth of the largest element in fp32, NaN, of another shape, or an error.
     """
     (right,) = command.CHECKS["rotate"]
 
-    def wrong(change: Callable[[torch.Tensor], torch.Tensor]) -> list[command.Check]:
+    def wrong(change):
         return [
             lambda *a: ((change(found.detach().clone()), wanted) for found, wanted in right(*a))
         ]
 
-    def broken(*_: object) -> command.Pairs:
+    def broken(*_):
         raise RuntimeError("x")
 
-    def one_off(x: torch.Tensor) -> torch.Tensor:
+    def one_off(x):
         x.view(-1)[5] += 1e-3 * x.abs().max() if x.dtype == torch.float32 else 0
         return x
 
@@ -100,11 +95,11 @@ def test_a_wrong_result_fails(
 
 @pytest.mark.slow
 def test_what_is_measured_decides(
-    kernels: library.KernelLibrary,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    kernels,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     """Each choice of a CPU is among the cases, whatever their times are."""
     monkeypatch.setattr(fastest, "SEQUENCES", [(64, 1, 2)] * 2)
     monkeypatch.setattr(fastest, "WINDOW", 16)
@@ -130,7 +125,7 @@ def test_what_is_measured_decides(
     assert command.main(["--measure"]) == 2
 
 
-def test_every_operator_has_a_case() -> None:
+def test_every_operator_has_a_case():
     """Every module that registers operators has cases."""
     import megatron.kernels.ops as ops
     from benchmarks import kernel_cases
@@ -144,10 +139,10 @@ def test_every_operator_has_a_case() -> None:
 
 @pytest.mark.slow
 def test_the_kernels_agree_with_torch(
-    kernels: library.KernelLibrary,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    kernels,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.setenv(library.OVERRIDE, str(kernels.path))
     assert command.main(["--device", "cpu"]) == 0
     verdicts = {
@@ -159,6 +154,6 @@ def test_the_kernels_agree_with_torch(
 
 
 @pytest.mark.gpu
-def test_the_kernels_agree_with_torch_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_kernels_agree_with_torch_on_a_gpu(capsys):
     assert library.find("cuda").handle is not None, library.find("cuda").reason
     assert command.main(["--device", "cuda"]) == 0, capsys.readouterr().out

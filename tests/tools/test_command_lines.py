@@ -1,14 +1,9 @@
 """Common behaviour of all tools: mistakes, --help, models by name, names of files, numbers."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import math
-from collections.abc import Callable, Sequence
 from itertools import cycle
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,7 +24,7 @@ OF_A_MODEL = {
 }
 
 
-def call(tool: str, words: Sequence[str]) -> int:
+def call(tool, words):
     try:
         return importlib.import_module(f"tools.{tool}").main(
             [*(["measure"] if tool == "preflight" else []), *words]
@@ -39,16 +34,14 @@ def call(tool: str, words: Sequence[str]) -> int:
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_mistake_ends_with_2_and_one_prefix(
-    tool: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_ends_with_2_and_one_prefix(tool, capsys):
     assert call(tool, ["--no-such-flag"]) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and out == "" and "Traceback" not in err
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_help_is_readable(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_readable(tool, capsys):
     assert call(tool, ["--help"]) == 0
     out, err = capsys.readouterr()
     assert len(out) > 100 and "%%" not in out and err == ""
@@ -59,12 +52,12 @@ def test_help_is_readable(tool: str, capsys: pytest.CaptureFixture[str]) -> None
     ("tool", "flag"), list(zip(OF_A_MODEL, cycle(["--preset", "--model"]), strict=False))
 )
 def test_a_model_has_a_name(
-    tool: str,
-    flag: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tool,
+    flag,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.chdir(tmp_path)
     assert call(tool, [*OF_A_MODEL[tool], flag, "gpt-7t"]) == 2
     err = capsys.readouterr().err
@@ -72,7 +65,7 @@ def test_a_model_has_a_name(
 
 
 @pytest.mark.slow
-def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+def test_a_name_that_is_no_text(tmp_path):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "module.py").write_text(
         "x = 1  # long enough to be a document of the corpus, as it is\n" * 2
@@ -87,7 +80,7 @@ def test_a_name_that_is_no_text(tmp_path: Path) -> None:
 EXTREMES = ("0", "-1", "nan", "-inf", "1e308", "5e-324", str(2**64), "9" * 5000)
 
 
-def test_every_number_of_a_tool_has_a_range() -> None:
+def test_every_number_of_a_tool_has_a_range():
     modules = [importlib.import_module(f"tools.{tool}") for tool in TOOLS]
     parsers = [module.build_parser() for module in modules if hasattr(module, "build_parser")]
     types = [action.type for parser in parsers for action in parser._actions if action.type]
@@ -104,9 +97,7 @@ def test_every_number_of_a_tool_has_a_range() -> None:
         (real(least=5), 5.0),
     ],
 )
-def test_a_number_is_within_its_range_or_refused(
-    make: Callable[[str], Any], accepted: float
-) -> None:
+def test_a_number_is_within_its_range_or_refused(make, accepted):
     assert make(str(accepted)) == accepted
     for text in EXTREMES:
         try:
@@ -117,6 +108,6 @@ def test_a_number_is_within_its_range_or_refused(
 
 
 @pytest.mark.parametrize("text", ["", "1,x", "0"])
-def test_a_list_of_numbers_has_some_and_each_has_a_range(text: str) -> None:
+def test_a_list_of_numbers_has_some_and_each_has_a_range(text):
     with pytest.raises(ConfigError, match="--values"):
         run_experiment.build_parser().parse_args(["weak", f"--values={text}"])

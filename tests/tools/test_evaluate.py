@@ -1,15 +1,11 @@
 """tools/evaluate.py: every token once, in its window, on any layout; texts as training reads them."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
 import os
 import shutil
 import signal
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,13 +16,13 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from megatron.checkpoint.settings import plain
 from megatron.config import Config
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import DataError
 from megatron_inference import tokens
 from tests.checkpoint.made import make
 from tests.helpers import fault_points
 from tests.helpers.hugging_face import GPT2, S, V, from_gpt2, hugging_face
-from tests.helpers.launching import Outcome, launch
+from tests.helpers.launching import launch
 from tools import evaluate
 
 DOCUMENTS = [np.random.RandomState(n).randint(0, V - 1, n).tolist() for n in (3, 41, 1, 22)]
@@ -34,7 +30,7 @@ TEXTS = [" ".join(map(str, document)) for document in DOCUMENTS]
 
 
 @functools.cache
-def gpt2() -> tuple[Any, dict[str, torch.Tensor]]:
+def gpt2():
     """Return Hugging Face's model, float64, and its weights under our names."""
     model = hugging_face("gpt2")
     values = from_gpt2({name: p.detach().clone() for name, p in model.named_parameters()})
@@ -42,7 +38,7 @@ def gpt2() -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Provide a checkpoint of that model, and DOCUMENTS as text and as token files."""
     folder = tmp_path_factory.mktemp("evaluate")
     config = Config.create(**{**GPT2, "tokenizer_type": "NullTokenizer"})
@@ -53,19 +49,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_tokens(prefix: Path, documents: list[list[int]]) -> None:
+def write_tokens(prefix, documents):
     with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
         for document in documents:
             writer.add_document(document)
 
 
-def run(folder: Path, n: int, *words: str, **options: Any) -> list[Outcome]:
+def run(folder, n, *words, **options):
     base = ["--load", str(folder / "checkpoint"), "--format", "json"]
     outcomes = launch(n, [*base, *words], script="tools/evaluate.py", **options)
     return [outcome for outcome in outcomes if outcome is not None]
 
 
-def expected(context: int, stride: int) -> float:
+def expected(context, stride):
     """Return the mean loss of all tokens but the first, each from the tokens of its window."""
     sequence = [i for document in DOCUMENTS for i in (V - 1, *document)]
     losses = []
@@ -87,9 +83,7 @@ def expected(context: int, stride: int) -> float:
         (2, ["--text", "text.jsonl", "--context-parallel-size", "2"], S // 2),
     ],
 )
-def test_loss_is_that_of_each_token_in_its_window(
-    folder: Path, tmp_path: Path, processes: int, words: list[str], stride: int
-) -> None:
+def test_loss_is_that_of_each_token_in_its_window(folder, tmp_path, processes, words, stride):
     """The reference is Hugging Face's GPT-2 in float64, one call for each token.
 
     Standard output has the result alone.
@@ -107,12 +101,12 @@ def test_loss_is_that_of_each_token_in_its_window(
     assert result["bits_per_byte"] == pytest.approx(loss * number / math.log(2) / size, rel=1e-5)
 
 
-def chatter(log: str) -> None:
+def chatter(log):
     """Let groups write to standard output, as Gloo does in torch 2.10; standard error is a file."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
     connect = torch.distributed.init_process_group
 
-    def connect_loudly(*args: Any, **more: Any) -> None:
+    def connect_loudly(*args, **more):
         connect(*args, **more)
         os.write(1, b"[Gloo] Rank 0 is connected\n")
 
@@ -120,7 +114,7 @@ def chatter(log: str) -> None:
 
 
 @pytest.mark.parametrize("context", [1, 2, 7])
-def test_windows_predict_each_token_once(context: int) -> None:
+def test_windows_predict_each_token_once(context):
     for stride in range(1, context + 1):
         for length in range(3 * context + 3):
             sequence = np.arange(100, 100 + length)
@@ -136,7 +130,7 @@ def test_windows_predict_each_token_once(context: int) -> None:
             }
 
 
-def byte_pairs(path: Path, *, bos: bool) -> Tokenizer:
+def byte_pairs(path, *, bos):
     """Train a tokenizer of 300 entries; with `bos` it puts a token before every text."""
     fast = Fast(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -159,9 +153,7 @@ LINES = "".join(f"Zeile {n}: größer,\n\n  or not?\n\tso\n" * (n % 3) for n in 
 
 
 @pytest.mark.parametrize("bos", [False, True])
-def test_a_text_in_pieces_has_the_tokens_of_the_whole(
-    bos: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_in_pieces_has_the_tokens_of_the_whole(bos, tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "PIECE_BYTES", 700)
     tokenizer = byte_pairs(tmp_path / "tokenizer.json", bos=bos)
     (tmp_path / "a.txt").write_text(LINES)
@@ -176,9 +168,7 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(
 
 
 @pytest.mark.parametrize("bos", [False, True])
-def test_token_files_are_read_as_their_text(
-    bos: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_files_are_read_as_their_text(bos, tmp_path, monkeypatch):
     """A sequence longer than what is read at once, and runs of short ones."""
     monkeypatch.setattr(tokens, "PART_TOKENS", 40)
     tokenizer = byte_pairs(tmp_path / "tokenizer.json", bos=bos)
@@ -198,7 +188,7 @@ def test_token_files_are_read_as_their_text(
         list(tokens.file_parts([prefix], tokenizer.eod, None, count_bytes=True))
 
 
-def test_unusable_texts_are_named(tmp_path: Path) -> None:
+def test_unusable_texts_are_named(tmp_path):
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=9)
     path = tmp_path / "a.txt"
     for content, found in ((b"", "empty"), (b"1 2\n\xff", "byte 4"), (b"1 12", "12")):
@@ -209,7 +199,7 @@ def test_unusable_texts_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_impossible_requests_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_impossible_requests_are_refused(folder, tmp_path):
     write_tokens(tmp_path / "empty", [[]])
     shutil.copytree(folder / "checkpoint", tmp_path / "damaged")
     damaged = max(tmp_path.glob("damaged/iter_*/*"), key=lambda path: path.stat().st_size)
@@ -225,18 +215,18 @@ def test_impossible_requests_are_refused(folder: Path, tmp_path: Path) -> None:
         assert outcome.code == 2 and found in outcome.output, outcome
 
 
-def interrupt(name: str) -> None:
+def interrupt(name):
     """Send SIGINT to this process when it opens a file."""
     fault_points.on("open", lambda *_: os.kill(os.getpid(), signal.SIGINT), containing=name)
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_at_once(folder: Path) -> None:
+def test_ctrl_c_ends_at_once(folder):
     words = ["--text", str(folder / "text.jsonl")]
     (outcome,) = run(folder, 1, *words, arm={0: (interrupt, "text.jsonl")})
     assert outcome.code == 130 and "Traceback" not in outcome.output, outcome
 
 
-def test_json_has_no_numbers_that_are_none() -> None:
+def test_json_has_no_numbers_that_are_none():
     figures = {"a": math.nan, "b": math.inf, "c": 1.5, "d": None}
     assert json.loads(evaluate.as_json(figures)) == {**dict.fromkeys("abd"), "c": 1.5}

@@ -1,19 +1,15 @@
 """tools/evaluate.py --tasks: choices and endings, against transformers in float64, on any layout."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import ConfigError, DataError
-from megatron.training.run.tasks import EvaluationTask, read_tasks, tokens_of
+from megatron.training.run.tasks import read_tasks, tokens_of
 from tests.helpers.hugging_face import S, V
 from tests.helpers.launching import launch
 from tests.tools.test_evaluate import byte_pairs, folder, gpt2  # noqa: F401 (a fixture)
@@ -21,12 +17,12 @@ from tests.tools.test_evaluate import byte_pairs, folder, gpt2  # noqa: F401 (a 
 RANDOM = np.random.RandomState(5)
 
 
-def words(most: int) -> str:
+def words(most):
     return " ".join(map(str, RANDOM.randint(0, V - 1, RANDOM.randint(1, most + 1))))
 
 
 # Some texts are longer than the model's context, one has no context.
-CHOICES: list[dict[str, Any]] = [
+CHOICES = [
     {
         "context": words(S + 4) + " ",
         "choices": [words(6) for _ in range(2 + i % 3)],
@@ -38,7 +34,7 @@ CHOICES[3]["context"] = ""
 ENDINGS = [{"context": words(S), "ending": " " + words(2)} for _ in range(7)]
 
 
-def log_likelihoods(context: str, ending: str) -> tuple[float, bool, int]:
+def log_likelihoods(context, ending):
     """Return the sum over the ending, whether it is greedy, and its tokens, by transformers."""
     before = [int(word) for word in context.split()] or [V - 1]
     after = [int(word) for word in ending.split()]
@@ -50,7 +46,7 @@ def log_likelihoods(context: str, ending: str) -> tuple[float, bool, int]:
 
 
 @pytest.fixture(scope="module")
-def files(folder: Path) -> dict[str, Path]:  # noqa: F811
+def files(folder):  # noqa: F811
     """Write both tasks; every second ending is the greedy one."""
     for line in ENDINGS[::2]:
         ids = [int(word) for word in line["context"].split()]
@@ -65,7 +61,7 @@ def files(folder: Path) -> dict[str, Path]:  # noqa: F811
     return paths
 
 
-def expected() -> tuple[dict[str, Any], dict[str, Any]]:
+def expected():
     right = np.zeros(3)
     tokens = 0
     for line in CHOICES:
@@ -97,12 +93,12 @@ def expected() -> tuple[dict[str, Any], dict[str, Any]]:
     ],
 )
 def test_figures_are_those_of_transformers(
-    folder: Path,  # noqa: F811
-    files: dict[str, Path],
-    tmp_path: Path,
-    processes: int,
-    flags: str,
-) -> None:
+    folder,  # noqa: F811
+    files,
+    tmp_path,
+    processes,
+    flags,
+):
     tasks = [str(path) for path in files.values()]
     metrics = tmp_path / "metrics.jsonl"
     arguments = ["--load", str(folder / "checkpoint"), "--format", "json", *flags.split()]
@@ -119,7 +115,7 @@ def test_figures_are_those_of_transformers(
     assert [json.loads(line) for line in metrics.read_text().splitlines()][-2:] == found
 
 
-def test_contexts_and_endings_are_tokenized_as_one_text(tmp_path: Path) -> None:
+def test_contexts_and_endings_are_tokenized_as_one_text(tmp_path):
     tokenizer = byte_pairs(tmp_path / "tokenizer.json", bos=False)
     before, after = tokens_of(tokenizer, "größer ", "or not")
     assert tokenizer.decode(before) == "größer" and tokenizer.decode(after) == " or not"
@@ -130,18 +126,18 @@ def test_contexts_and_endings_are_tokenized_as_one_text(tmp_path: Path) -> None:
     assert tokens_of(marked, "a", " b")[0] == marked.encode("a")
 
 
-def read(path: Path, tokenizer: Tokenizer | None, *lines: Any) -> EvaluationTask:
+def read(path, tokenizer, *lines):
     path.write_text("\n".join(map(json.dumps, lines)))
     return read_tasks([str(path)], tokenizer, 4)[0]
 
 
-def test_files_that_are_no_task_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_no_task_are_refused(tmp_path):
     tokenizer, path = build_tokenizer("NullTokenizer", vocab_size=9), tmp_path / "a.jsonl"
     right = {"context": "1 ", "choices": ["2", "3 4"], "answer": 1}
     task = read(path, tokenizer, right)
     assert (task.name, task.answers, task.lengths) == ("a", (1,), (1, 3))
     assert [b - a for a, b in pairwise(task.starts)] == [2]
-    wrong: dict[str, list[Any]] = {"answer": [2, "1"], "context": [None]}
+    wrong = {"answer": [2, "1"], "context": [None]}
     wrong["choices"] = [["2"], ["2", ""], "23", ["2", "1 2 3 4 5"], ["2", "77"]]
     for change in ({name: value} for name, values in wrong.items() for value in values):
         with pytest.raises(DataError, match=f"{path}:2"):

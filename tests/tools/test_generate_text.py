@@ -1,30 +1,26 @@
 """tools/generate_text.py as called by a user: which checkpoint, which prompts, which output."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 import megatron
-from tests.helpers.launching import TINY, Outcome, launch
+from tests.helpers.launching import TINY, launch
 
 pytestmark = pytest.mark.slow
 
 FLAGS = [*TINY, "--lr", "1", "--train-iters", "2", "--save-interval", "1"]
 
 
-def tool(*words: object, processes: int = 1) -> Outcome:
+def tool(*words, processes=1):
     done = launch(processes, [*map(str, words)], script="tools/generate_text.py")
     assert done[0] is not None
     return done[0]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     """Train for two steps with a rate at which each changes every weight by about 1."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     (trained,) = launch(1, [*FLAGS, "--save", str(folder)])
@@ -32,11 +28,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_checkpoint_that_is_named_speaks(run: Path, tmp_path: Path) -> None:
+def test_the_checkpoint_that_is_named_speaks(run, tmp_path):
     """A folder with only the first of two checkpoints shows which text is its."""
     shutil.copytree(run / "iter_0000001", tmp_path / "first" / "iter_0000001")
 
-    def text(folder: Path, *more: str) -> str:
+    def text(folder, *more):
         metrics = tmp_path / "-".join([folder.name, *more, "metrics.jsonl"])
         words = "--prompt", "5 17 3", "--tokens", 12, "--temperature", 0, "--metrics-file", metrics
         done = tool("--load", folder, *words, *more)
@@ -50,20 +46,20 @@ def test_the_checkpoint_that_is_named_speaks(run: Path, tmp_path: Path) -> None:
     assert text(run, "--load-tag", "iter_0000001") == first != text(run)
 
 
-PROMPTS: list[dict[str, Any]] = [
+PROMPTS = [
     *({"q": text} for text in ("5 17 3", "1 2 3 4 5 6", "99")),
     {"q": "9", "seed": 7},
     {"q": "9 9"},
 ]
 
 
-def test_a_file_of_prompts_gives_a_file_of_texts(run: Path, tmp_path: Path) -> None:
+def test_a_file_of_prompts_gives_a_file_of_texts(run, tmp_path):
     """The texts are those of megatron.generate with the same seeds, on any layout and batch."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     words = "--load", run, "--prompts", prompts, "--json-key", "q", "--tokens", 9, "--seed", 5
 
-    def rows(*more: object, processes: int = 1) -> list[dict[str, Any]]:
+    def rows(*more, processes=1):
         done = tool(*words, "--output", out, *more, processes=processes)
         assert done.code == 0, done
         assert sorted(path.name for path in tmp_path.iterdir()) == [prompts.name, out.name]
@@ -90,7 +86,7 @@ def test_a_file_of_prompts_gives_a_file_of_texts(run: Path, tmp_path: Path) -> N
     assert rows("--tensor-model-parallel-size", 2, "--batch-size", 2, processes=4) == expected
 
 
-def test_a_bad_prompt_ends_the_job_before_the_first_text(run: Path, tmp_path: Path) -> None:
+def test_a_bad_prompt_ends_the_job_before_the_first_text(run, tmp_path):
     prompts, out = tmp_path / "prompts.txt", tmp_path / "texts.jsonl"
     words = "--load", run, "--prompts", prompts, "--output", out, "--batch-size", 1, "--tokens", 4
     long = " ".join(map(str, range(40)))
@@ -105,9 +101,7 @@ def test_a_bad_prompt_ends_the_job_before_the_first_text(run: Path, tmp_path: Pa
     assert [json.loads(line)["cut_tokens"] for line in out.read_text().splitlines()] == [0, 12]
 
 
-def test_a_damaged_checkpoint_is_refused_unless_an_older_one_is_allowed(
-    tmp_path: Path, run: Path
-) -> None:
+def test_a_damaged_checkpoint_is_refused_unless_an_older_one_is_allowed(tmp_path, run):
     shutil.copytree(run, tmp_path / "run")
     for file in (tmp_path / "run" / "iter_0000002").glob("*.distcp"):
         file.write_bytes(b"x" * file.stat().st_size)

@@ -1,11 +1,7 @@
 """Tasks of lm-evaluation-harness give the figures of its own `hf` model with the same weights."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -64,7 +60,7 @@ metric_list: [{metric: exact_match}]
 }
 
 
-def hf_model(tokenizer: Path, **flags: Any) -> Any:
+def hf_model(tokenizer, **flags):
     """Return the harness's model around a GPT-2 with random weights, which likes to say <s>."""
     import transformers
     from lm_eval.models.huggingface import HFLM
@@ -85,10 +81,10 @@ def hf_model(tokenizer: Path, **flags: Any) -> Any:
     return HFLM(pretrained=model, tokenizer=text, batch_size=3, max_length=CONTEXT, **flags)
 
 
-def examples() -> list[dict[str, Any]]:
+def examples():
     random = np.random.RandomState(4)
 
-    def text(most: int) -> str:
+    def text(most):
         start, size = random.randint(0, 300), random.randint(3, most)
         return LINES[start : start + size].strip() or "so"
 
@@ -105,7 +101,7 @@ def examples() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: Any) -> Path:
+def folder(tmp_path_factory, monkeypatch_module):
     """Provide checkpoint, task files and data; every second `continued` is the greedy text."""
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("harness")
@@ -147,18 +143,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: Any) ->
 
 
 @pytest.fixture(scope="module")
-def monkeypatch_module() -> Any:
+def monkeypatch_module():
     with pytest.MonkeyPatch.context() as patch:
         yield patch
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, Any]:
+def expected(folder):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(folder / "tasks"))
-    results: dict[str, Any] = {}
+    results = {}
     # Its windows begin with <s>, so its tokens must not, or <s> would be predicted after <s>.
     for flags, tasks in (
         ({"add_bos_token": False}, ["rolling"]),
@@ -170,7 +166,7 @@ def expected(folder: Path) -> dict[str, Any]:
     return results
 
 
-def figures(folder: Path, processes: int, flags: str) -> dict[str, dict[str, float]]:
+def figures(folder, processes, flags):
     """Return the figures that tools/evaluate.py prints, by task and metric."""
     arguments = ["--load", str(folder / "checkpoint"), "--format", "json", *flags.split()]
     arguments += ["--lm-eval-tasks", *KINDS, "--lm-eval-include-path", str(folder / "tasks")]
@@ -187,16 +183,14 @@ def figures(folder: Path, processes: int, flags: str) -> dict[str, dict[str, flo
     return found
 
 
-def test_figures_of_any_layout_are_those_of_the_hf_model(
-    folder: Path, expected: dict[str, Any]
-) -> None:
+def test_figures_of_any_layout_are_those_of_the_hf_model(folder, expected):
     flags = "--pipeline-model-parallel-size 2 --micro-batch-size 5"
     for task, found in figures(folder, 4, flags).items():
         for metric, value in found.items():
             assert value == pytest.approx(expected[task][metric], rel=1e-5), metric
 
 
-def test_an_unknown_task_is_named(folder: Path) -> None:
+def test_an_unknown_task_is_named(folder):
     arguments = ["--load", str(folder / "checkpoint"), "--lm-eval-tasks", "no-such-task"]
     (outcome,) = launch(1, arguments, script="tools/evaluate.py")
     assert outcome is not None and outcome.code == 2 and "no-such-task" in outcome.output

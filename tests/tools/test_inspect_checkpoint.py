@@ -1,10 +1,7 @@
 """tools/inspect_checkpoint.py: its output, as tables and as JSON, and its exit code."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +17,10 @@ Run = Any  # Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
+def run(capsys):
     """Call the tool; return (exit code, output)."""
 
-    def call(*arguments: object) -> tuple[int, str]:
+    def call(*arguments):
         code = inspect_checkpoint.main([str(a) for a in arguments])
         captured = capsys.readouterr()
         return code, captured.out + captured.err
@@ -31,13 +28,13 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return call
 
 
-def damage(path: Path) -> None:
+def damage(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-def test_contents(tmp_path: Path, run: Run) -> None:
+def test_contents(tmp_path, run):
     folder = make(tmp_path, 100, VALUES)
     code, output = run(folder)
     assert code == 0
@@ -57,7 +54,7 @@ def test_contents(tmp_path: Path, run: Run) -> None:
     assert found["tensors"]["master.embedding.weight"]["shape"] == [10, 3]
 
 
-def test_a_folder_of_checkpoints(tmp_path: Path, run: Run) -> None:
+def test_a_folder_of_checkpoints(tmp_path, run):
     make(tmp_path, 100, VALUES)
     newest = make(tmp_path, 200, VALUES)
     (newest / "state.json").write_text("{}")
@@ -71,7 +68,7 @@ def test_a_folder_of_checkpoints(tmp_path: Path, run: Run) -> None:
     assert run(tmp_path, "--tag", 100, "--json")[0] == 0
 
 
-def test_norms(tmp_path: Path, run: Run) -> None:
+def test_norms(tmp_path, run):
     folder = make(tmp_path, 1, {**VALUES, "master.bad": torch.tensor([3.0, math.nan, 4.0])})
     code, output = run(folder, "--norms", "--match", "master.*")
     (row,) = [line for line in output.splitlines() if "master.bad" in line]
@@ -86,7 +83,7 @@ def test_norms(tmp_path: Path, run: Run) -> None:
     assert code == 1 and "damaged: " in output and "__1_0.distcp" in output
 
 
-def test_verification(tmp_path: Path, run: Run) -> None:
+def test_verification(tmp_path, run):
     old, folder = make(tmp_path, 50, VALUES), make(tmp_path, 100, VALUES)
     assert run(tmp_path, "--verify")[0] == 0
     damage(folder / "__0_0.distcp")
@@ -99,7 +96,7 @@ def test_verification(tmp_path: Path, run: Run) -> None:
     assert "7" in found["tracker"][0] and found["iter_0000050"] == []
 
 
-def test_difference(tmp_path: Path, run: Run) -> None:
+def test_difference(tmp_path, run):
     changed = {**VALUES, "master.embedding.weight": VALUES["master.embedding.weight"] * 1.5}
     first = make(tmp_path / "a", 1, VALUES, config={"training": {"seed": 1}})
     same = make(tmp_path / "b", 1, VALUES, config={"training": {"seed": 2}}, files=3)
@@ -126,12 +123,12 @@ def test_difference(tmp_path: Path, run: Run) -> None:
         (("--diff", ".", ".", "--verify"), "--diff"),
     ],
 )
-def test_errors(run: Run, arguments: tuple[str, ...], words: str) -> None:
+def test_errors(run, arguments, words):
     code, output = run(*arguments)
     assert code == 2 and words in output and "Traceback" not in output
 
 
-def test_folders_without_checkpoints(tmp_path: Path, run: Run) -> None:
+def test_folders_without_checkpoints(tmp_path, run):
     for flags in ((), ("--verify",), ("--json",)):
         code, output = run(tmp_path, *flags)
         assert code == 2 and str(tmp_path) in output.replace("\n", "")
@@ -141,7 +138,7 @@ def test_folders_without_checkpoints(tmp_path: Path, run: Run) -> None:
     assert run(tmp_path, "--tag", "3", "--verify")[0] == 2
 
 
-def test_what_is_not_there_is_not_called_damaged(tmp_path: Path, run: Run) -> None:
+def test_what_is_not_there_is_not_called_damaged(tmp_path, run):
     a, b = make(tmp_path / "a", 100, VALUES), make(tmp_path / "b", 100, VALUES)
     for tag in ("5", "\u00b2"):
         for arguments in ((tmp_path / "a",), ("--diff", tmp_path / "a", tmp_path / "b")):

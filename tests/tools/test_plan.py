@@ -1,7 +1,5 @@
 """tools/plan.py as called by a user: tables, files, layouts, explanations, exit codes, mistakes."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json
@@ -11,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -49,14 +46,14 @@ MODEL = (
 ).split()
 
 
-def call(capsys, *words: str, flags: list[str] = MODEL) -> tuple[int, str]:
+def call(capsys, *words, flags=MODEL):
     code = plan.main([*words, "--", *flags])
     captured = capsys.readouterr()
     return code, captured.out + captured.err
 
 
 @pytest.mark.slow
-def test_tables_and_files(capsys, tmp_path: Path):
+def test_tables_and_files(capsys, tmp_path):
     out = tmp_path / "plan"
     code, text = call(capsys, *SMALL, "--tokens", "1e9", "--top", "3", "--output", str(out))
     assert code == 0, text
@@ -85,7 +82,7 @@ def test_tables_and_files(capsys, tmp_path: Path):
 LAYOUT = "tp=2,pp=2,chunks=1,schedule=1f1b,mbs=1,sp=on,zero=1,overlap=off,recompute=full"
 
 
-def test_a_layout_is_judged_alone(capsys, tmp_path: Path):
+def test_a_layout_is_judged_alone(capsys, tmp_path):
     """A single layout is judged as in a run: full recomputation is of every layer, one by one."""
     code, text = call(capsys, *SMALL, "--layout", LAYOUT, "--output", str(tmp_path))
     assert code == 0, text
@@ -96,7 +93,7 @@ def test_a_layout_is_judged_alone(capsys, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_planned_job_without_a_preset_passes_the_preflight(capsys, tmp_path: Path):
+def test_a_planned_job_without_a_preset_passes_the_preflight(capsys, tmp_path):
     """Length and learning rate were not given to the planner; GPT-3's of 350M parameters is 3e-4."""
     code, text = call(capsys, *SMALL, "--layout", LAYOUT, "--output", str(tmp_path))
     assert code == 0, text
@@ -138,7 +135,7 @@ def test_bounds_and_the_formula_of_the_paper_are_options(capsys):
     prediction.
     """
 
-    def cells(*words: str) -> dict[str, dict[str, str]]:
+    def cells(*words):
         code, text = call(capsys, *SMALL, "--markdown", "--layout", LAYOUT, *words)
         assert code == 0, text
         tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("| #")]
@@ -196,7 +193,7 @@ def test_mistakes(capsys, words, parts):
         assert part in text, text
 
 
-def test_what_is_missing_is_found_before_the_search(capsys, tmp_path: Path, monkeypatch):
+def test_what_is_missing_is_found_before_the_search(capsys, tmp_path, monkeypatch):
     """The compiled simulator, needed last, and matplotlib, for files, are looked for first."""
     monkeypatch.setattr(LayoutSearch, "rank", lambda *_: pytest.fail("it searched"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -215,7 +212,7 @@ def test_the_plan_allows_what_the_dry_run_allows():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cluster", ["lumi", "dgx-h100"])
-def test_a_part_of_a_node_gets_a_command_that_runs(capsys, tmp_path: Path, cluster, monkeypatch):
+def test_a_part_of_a_node_gets_a_command_that_runs(capsys, tmp_path, cluster, monkeypatch):
     """The command for some devices of a node has the planned layout; progress is shown."""
     monkeypatch.setattr(progress, "LINE_S", 0.0)
     words = ["--cluster", cluster, "--processes", "1", "--fix", "mbs=1", "recompute=none"]
@@ -240,7 +237,7 @@ def test_a_part_of_a_node_gets_a_command_that_runs(capsys, tmp_path: Path, clust
         assert plan_ranks(config, Launch(world_size=devices)).mapping.device_order == ()
 
 
-def test_mistakes_are_found_before_the_search(capsys, tmp_path: Path, monkeypatch):
+def test_mistakes_are_found_before_the_search(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("tools.plan.search", lambda *_: pytest.fail("it searched"))
     (tmp_path / "file").write_text("")
     for words in (
@@ -292,14 +289,14 @@ def test_the_flags_give_the_layout(preset, flags, layout):
     assert parse_plan(command_line_of(config)) == config
 
 
-def interrupt_its_group(flag: str) -> None:
+def interrupt_its_group(flag):
     """Arm a process: one of its children sends Ctrl-C to the whole group, as a terminal does.
 
     It does so at its first task.
     """
     os.setsid()
 
-    def act(*_: object) -> None:
+    def act(*_):
         with contextlib.suppress(FileExistsError):
             os.mkdir(flag)
             os.killpg(0, signal.SIGINT)
@@ -308,7 +305,7 @@ def interrupt_its_group(flag: str) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_all_of_it(tmp_path: Path):
+def test_ctrl_c_ends_all_of_it(tmp_path):
     words = [*ONE, "--processes", "2", "--", *MODEL]
     arm = (interrupt_its_group, str(tmp_path / "flag"))
     with Script("tools/plan.py", words, tmp_path / "log", arm=arm) as script:

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,6 @@ from megatron_report.reading import holding
 from tests.tools.measured import records, settings, write
 from tools import report
 
-Records = list[dict[str, Any]]
 BROWSER = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
@@ -34,7 +32,7 @@ HOSTILE = (
 )
 
 
-def a_run() -> Records:
+def a_run():
     """Return the records of a run with everything: resumed, rolled back, measured, evaluated."""
     config = settings("22b", 1, 8, 1, 640)
     first = records(config, [500.0, *[420.0 + i % 3 for i in range(9)]])[:-1]
@@ -78,7 +76,7 @@ def a_run() -> Records:
     return [*first, *middle, *last[:-1], *end, last[-1]]
 
 
-def validation(at: int, corpus: str | None, loss: float) -> dict[str, Any]:
+def validation(at, corpus, loss):
     return {
         "event": "validation",
         "iteration": at,
@@ -119,13 +117,13 @@ TIMELINE = {
 }
 
 
-def written(folder: Path, found: Records) -> Path:
+def written(folder, found):
     write(folder, found)
     (folder / "timeline.json").write_text(json.dumps(TIMELINE))
     return folder
 
 
-def told(*words: object) -> dict[str, Any]:
+def told(*words):
     """Return a report as JSON: its sections by title."""
     with tempfile.NamedTemporaryFile() as file:
         assert report.main([*map(str, words), "--format", "json", "--output", file.name]) == 0
@@ -133,27 +131,27 @@ def told(*words: object) -> dict[str, Any]:
     return {section["title"]: section["blocks"] for section in found["sections"]}
 
 
-def rows(blocks: list[Any], number: int = 0) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = [block for block in blocks if "rows" in block][number]["rows"]
+def rows(blocks, number=0):
+    found = [block for block in blocks if "rows" in block][number]["rows"]
     return found
 
 
-def traces(blocks: list[Any]) -> list[dict[str, Any]]:
+def traces(blocks):
     """Return the traces of the first plot."""
-    found: list[dict[str, Any]] = next(block for block in blocks if "traces" in block)["traces"]
+    found = next(block for block in blocks if "traces" in block)["traces"]
     return found
 
 
 # ---- content
 
 
-def test_examples_of_names_and_values() -> None:
+def test_examples_of_names_and_values():
     for module in (values, scaling):
         failed, attempted = doctest.testmod(module)
         assert attempted and not failed
 
 
-def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
+def test_figures_are_those_of_the_records(tmp_path):
     found = told(written(tmp_path / "run", a_run()))
     (summary,) = rows(found["At a glance"])
     expected = dict(ended="completed", iteration=12, tokens=12 * 640 * 2048, step_s=425.0)
@@ -197,7 +195,7 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     assert "Not in this report" not in found
 
 
-def test_what_an_older_run_lacks_is_left_out_with_a_line(tmp_path: Path) -> None:
+def test_what_an_older_run_lacks_is_left_out_with_a_line(tmp_path):
     """An older run logged iterations only; every part that it lacks is named."""
     found = told(write(tmp_path / "run", records(settings("22b", 1, 8, 1, 640), [420.0] * 4)))
     left_out = {line.partition(":")[0] for line in found["Not in this report"]}
@@ -206,8 +204,8 @@ def test_what_an_older_run_lacks_is_left_out_with_a_line(tmp_path: Path) -> None
     assert not left_out & set(found)
 
 
-def test_a_resumed_run_and_a_roll_back_replace_what_is_done_again() -> None:
-    def step(at: int, loss: float) -> dict[str, Any]:
+def test_a_resumed_run_and_a_roll_back_replace_what_is_done_again():
+    def step(at, loss):
         return {"event": "iteration", "iteration": at, "lm_loss": loss}
 
     start = {"event": "start", "iteration": 0}
@@ -219,7 +217,7 @@ def test_a_resumed_run_and_a_roll_back_replace_what_is_done_again() -> None:
         assert [(r["iteration"], r["lm_loss"]) for r in steps] == [(10, 3.0), (20, 2.0), (30, 1.5)]
 
 
-def test_runs_are_compared(tmp_path: Path) -> None:
+def test_runs_are_compared(tmp_path):
     paths = [
         write(tmp_path / str(tensor), records(settings("22b", tensor, 8, 1, 640), times))
         for tensor, times in ((1, [900.0, 420.0, 424.0, 422.0]), (2, [900.0, 421.0, 423.0, 425.0]))
@@ -236,7 +234,7 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert [trace["name"] for trace in traces(found["Loss"])] == ["1", "2"]
 
 
-def test_an_experiment_is_one_folder(tmp_path: Path) -> None:
+def test_an_experiment_is_one_folder(tmp_path):
     for value, step_s in ((2, 46.0), (4, 26.0)):
         point = {"name": f"tp-{value}", "experiment": "tp-22b", "kind": "sweep", "value": value}
         write(
@@ -269,13 +267,13 @@ WHOLE = json.dumps(TIMELINE)
     + [WHOLE.replace("900.0", value) for value in ("NaN", "Infinity", "1e200")],
     ids=range(7),
 )
-def test_a_damaged_timeline_ends_no_report(tmp_path: Path, text: str) -> None:
+def test_a_damaged_timeline_ends_no_report(tmp_path, text):
     run = written(tmp_path / "run", a_run())
     (run / "timeline.json").write_text(text)
     assert "timeline.json" in told(run)["Pipeline"][-1]
 
 
-def test_every_field_of_an_event_has_a_check() -> None:
+def test_every_field_of_an_event_has_a_check():
     """A field without one could end a report in a traceback."""
     made = [kind for kind in vars(training_events).values() if isinstance(kind, type)]
     recorded = {
@@ -301,17 +299,13 @@ def test_every_field_of_an_event_has_a_check() -> None:
         ("start", "places", [{}]),
     ],
 )
-def test_a_line_of_another_type_is_named(
-    tmp_path: Path, event: str, field: str, value: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_of_another_type_is_named(tmp_path, event, field, value, capsys):
     spoilt = {"event": event, "iteration": 3, "consumed_samples": 8, field: value}
     assert report.main([str(written(tmp_path / "run", [*a_run(), spoilt]))]) == 2
     assert f"line {len(a_run()) + 1}" in capsys.readouterr().err
 
 
-def test_lines_that_are_no_records_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_that_are_no_records_are_counted(tmp_path, capsys):
     folder = written(tmp_path / "run", a_run())
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"event": "iteration", "iter\n\n[1]\n{"event": "iteration"}\n')
@@ -321,7 +315,7 @@ def test_lines_that_are_no_records_are_counted(
     assert f"3 line(s) of {name} " in capsys.readouterr().err
 
 
-def test_long_curves_keep_their_peaks_on_the_page(tmp_path: Path) -> None:
+def test_long_curves_keep_their_peaks_on_the_page(tmp_path):
     y = [0.0] * 100_000
     y[54_321] = 7.0
     trace = {"y": y, "axes": {"iteration": [*range(len(y))]}}
@@ -332,9 +326,7 @@ def test_long_curves_keep_their_peaks_on_the_page(tmp_path: Path) -> None:
 # ---- files and errors
 
 
-def test_where_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_it_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = write(tmp_path / "run", a_run())
     with monkeypatch.context() as patch:
@@ -367,9 +359,7 @@ RUN = records(settings("22b", 1, 8, 1, 640), [420.0] * 4)
         ({"x/metrics.jsonl": json.dumps(RUN[1])}, ["{tmp}/x", "--picture", "{tmp}/a.nothing"]),
     ],
 )
-def test_errors(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: dict[str, str], words: list[str]
-) -> None:
+def test_errors(tmp_path, capsys, files, words):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(text)
@@ -378,7 +368,7 @@ def test_errors(
     assert arguments[-1] in capsys.readouterr().err
 
 
-def test_a_run_without_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_step(tmp_path, capsys):
     run = write(tmp_path / "run", RUN[:1])
     assert report.main([str(run), "--format", "md"]) == 1
     assert capsys.readouterr().err.startswith("error: ") and (run / "report.md").exists()
@@ -391,7 +381,7 @@ def test_a_run_without_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 class Page(HTMLParser):
     """Parts of a page that a browser may run or load: scripts, attributes, ids and visible text."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str | None]] = []
@@ -399,34 +389,34 @@ class Page(HTMLParser):
         self._hidden = False
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += attrs
         self._hidden = tag in ("script", "style")
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         self._hidden = False
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if not self._hidden:
             self.text += data
 
 
-def hostile(found: Records) -> Records:
+def hostile(found):
     """Return records in which every text is hostile, names of sources too."""
     spoilt = {"reason", "device", "corpus", "folder", "instead", "place", "op", "stage"}
 
-    def spoil(value: Any) -> Any:
+    def spoil(value):
         if isinstance(value, dict):
             named = {k: HOSTILE if k in spoilt else spoil(v) for k, v in value.items()}
             return {f"wiki {HOSTILE}" if k == "wiki" else k: v for k, v in named.items()}
         return [spoil(one) for one in value] if isinstance(value, list) else value
 
-    spoiled: Records = spoil(found)
+    spoiled = spoil(found)
     return spoiled
 
 
-def test_nothing_from_a_file_is_run_or_loaded(tmp_path: Path) -> None:
+def test_nothing_from_a_file_is_run_or_loaded(tmp_path):
     found = hostile(a_run())
     found[0]["config"] |= {HOSTILE: HOSTILE, "data_path": [HOSTILE]}
     run = written(tmp_path / "<b>run<", found)
@@ -442,7 +432,7 @@ def test_nothing_from_a_file_is_run_or_loaded(tmp_path: Path) -> None:
     assert "<" not in text.replace("<!--", "") and "](" not in text
 
 
-def dom(page: Path) -> tuple[str, list[str]]:
+def dom(page):
     """Return the document of a page after its scripts have run, and what its console says."""
     assert BROWSER is not None
     with tempfile.TemporaryDirectory() as profile:
@@ -459,7 +449,7 @@ def dom(page: Path) -> tuple[str, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no chromium")
-def test_a_browser_draws_it(tmp_path: Path) -> None:
+def test_a_browser_draws_it(tmp_path):
     """Every plot of two runs is drawn, and the page's policy, which forbids every request, holds.
 
     The console says so if a page asks the network for something, or runs another script.

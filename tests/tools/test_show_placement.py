@@ -1,9 +1,6 @@
 """tools/show_placement.py: its output, its table, and its exit code."""
 
-from __future__ import annotations
-
 import csv
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +14,12 @@ Run = Any  # Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(capsys, monkeypatch):
     """Call the tool on a terminal of 100 columns; return (exit code, output, errors)."""
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("MEGATRON_CLUSTER", raising=False)
 
-    def call(*arguments: object) -> tuple[int, str, str]:
+    def call(*arguments):
         code = show_placement.main([str(a) for a in arguments])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
@@ -30,7 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     return call
 
 
-def test_table_and_first_node(run: Run) -> None:
+def test_table_and_first_node(run):
     code, output, _ = run(*RUN, "--world-size", 1024)
     lines = [line.split() for line in output.splitlines()]
     assert code == 0
@@ -40,7 +37,7 @@ def test_table_and_first_node(run: Run) -> None:
     assert not [line for line in lines if line and line[0] == "8"], "one node is shown"
 
 
-def test_rank_table(run: Run, tmp_path: Path) -> None:
+def test_rank_table(run, tmp_path):
     path = tmp_path / "ranks.csv"
     code, output, _ = run(*RUN, "--world-size", 256, "--global-batch-size", 640, "--table", path)
     assert code == 0 and "256 ranks" in output
@@ -66,7 +63,7 @@ def test_rank_table(run: Run, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_errors(run: Run, arguments: tuple[object, ...], message: str) -> None:
+def test_errors(run, arguments, message):
     code, _, errors = run("--preset", "tiny", "--global-batch-size", 48, *arguments)
     assert (
         code == 2

@@ -1,13 +1,11 @@
 """Command that shows a configuration's memory and the distribution of its time."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.show_recipe import main
 
 
-def show(capsys: pytest.CaptureFixture[str], line: str) -> tuple[int, str, str]:
+def show(capsys, line):
     code = main(line.split())
     return code, *capsys.readouterr()
 

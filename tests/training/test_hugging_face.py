@@ -1,16 +1,13 @@
 """Training from a model of Hugging Face to another one."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.checkpoint.export import export_problem
 from megatron.checkpoint.settings import settings_to_take
-from megatron.config import Config, parse_args
+from megatron.config import parse_args
 from megatron.errors import ConfigError
 from megatron.training.run.setup import check_export
 from tests.checkpoint.hugging_face import make, save_tokenizer, tensors
@@ -21,7 +18,7 @@ FLAGS += ["--eval-iters", "0", "--seq-length", "16", "--bf16"]
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(tmp_path_factory):
     """Return a model in bf16, with a tokenizer of fewer entries."""
     folder = tmp_path_factory.mktemp("models") / "source"
     make("llama3", folder, torch.bfloat16)
@@ -31,7 +28,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_train_on(source: Path, tmp_path: Path) -> None:
+def test_train_on(source, tmp_path):
     trained, layout = tmp_path / "trained", "--tensor-model-parallel-size 2".split()
     words = ["--load", f"hf:{source}", *FLAGS, *layout, "--pipeline-model-parallel-size", "2"]
     for outcome in launch(4, [*words, "--train-iters", "2", "--save-hf", str(trained)]):
@@ -46,7 +43,7 @@ def test_train_on(source: Path, tmp_path: Path) -> None:
     assert (trained / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
-def test_what_cannot_be_written_is_said_with_all_other_problems(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_said_with_all_other_problems(tmp_path):
     words = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", *FLAGS]
     words += ["--train-iters", "1", "--save-hf", str(tmp_path / "hf")]
     later = ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", "absent"]
@@ -59,7 +56,7 @@ def test_what_cannot_be_written_is_said_with_all_other_problems(tmp_path: Path) 
         parse_args([*words, "--num-attention-heads", "5"], 1, export=export_problem)
 
 
-def test_contradictions(source: Path, tmp_path: Path) -> None:
+def test_contradictions(source, tmp_path):
     hf = ["--load", f"hf:{source}", *FLAGS, "--train-iters", "1"]
     config = parse_args(hf, 1, checkpoint=settings_to_take)
     assert config.model.hidden_size == 32 and config.model.seq_length == 16
@@ -76,8 +73,8 @@ def test_contradictions(source: Path, tmp_path: Path) -> None:
         assert all(word in str(caught.value) for word in named), caught.value
 
 
-def test_what_cannot_be_exported(tmp_path: Path) -> None:
-    def flags(*more: str) -> Config:
+def test_what_cannot_be_exported(tmp_path):
+    def flags(*more):
         words = ["--preset", "tiny", *FLAGS, "--train-iters", "1", "--vocab-size", "50", *more]
         return parse_args([*words, "--save-hf", str(tmp_path / "new")], 1)
 

@@ -1,18 +1,14 @@
-from __future__ import annotations
-
 import io
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizer import build_tokenizer
 
 
 @pytest.fixture(scope="session")
-def gpt2_files() -> dict[str, str]:
+def gpt2_files():
     """Return build_tokenizer's arguments for GPT-2's vocabulary."""
     shared = Path(__file__).resolve().parents[4] / "shared" / "data"
     folder = Path(os.environ.get("MEGATRON_TEST_DATA") or shared)
@@ -23,12 +19,12 @@ def gpt2_files() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def gpt2(gpt2_files: dict[str, str]) -> Tokenizer:
+def gpt2(gpt2_files):
     return build_tokenizer("GPT2BPETokenizer", **gpt2_files)
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     """Return a lossless SentencePiece model of 600 pieces: <s> is 1, </s> 2, without padding."""
     path = tmp_path_factory.mktemp("spm") / "spm.model"
     train_model(
@@ -44,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train_model(path: Path, lines: Iterator[str], **settings: Any) -> None:
+def train_model(path, lines, **settings):
     """Train a byte-pair model with these settings.
 
     The rest is SentencePiece's default: <unk> 0, <s> 1, </s> 2, no padding.

@@ -1,10 +1,5 @@
 """Tokenizers beside an exported model: transformers, and this program again, make the same ids."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from transformers import AutoTokenizer
 
@@ -27,7 +22,7 @@ TEXT = "Größer  hello\n\n\tworld 北京 it's 😀"
     ],
     ids=lambda settings: settings["tokenizer_type"],
 )
-def test_sentence_piece(settings: dict[str, Any], model: Path, tmp_path: Path) -> None:
+def test_sentence_piece(settings, model, tmp_path):
     settings |= dict(tokenizer_model=str(model))
     ours = build_tokenizer(**settings)
     config = Config.create(preset="tiny", vocab_size=ours.vocab_size, **settings)
@@ -42,7 +37,7 @@ def test_sentence_piece(settings: dict[str, Any], model: Path, tmp_path: Path) -
     assert theirs.eos_token_id == ours.eod == back.eod
 
 
-def test_a_tokenizer_that_is_not_written(tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_not_written(tmp_path):
     """The run says so at its start; the model has the id that ends a document."""
     ranks = {bytes([i]): i for i in range(256)}
     path = write_ranks(tmp_path / "a.tiktoken", ranks)

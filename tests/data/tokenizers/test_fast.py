@@ -1,17 +1,13 @@
-from __future__ import annotations
-
 import json
-from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron import limited
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizer import build_tokenizer
 from megatron.data.tokenizer_adapters import GPT2Tokenizer, byte_letters, gpt2
 from megatron.errors import DataError
 
@@ -22,7 +18,7 @@ TEXTS = st.text(max_size=60) | st.text(
 
 
 @pytest.fixture(scope="module")
-def reference(gpt2_files: dict[str, str]):
+def reference(gpt2_files):
     from transformers import GPT2TokenizerFast
 
     return GPT2TokenizerFast(vocab=gpt2_files["vocab_file"], merges=gpt2_files["merge_file"])
@@ -30,19 +26,19 @@ def reference(gpt2_files: dict[str, str]):
 
 @pytest.mark.slow
 @given(text=TEXTS)
-def test_gpt2_against_transformers(gpt2: Tokenizer, reference, text: str) -> None:
+def test_gpt2_against_transformers(gpt2, reference, text):
     assert gpt2.encode(text) == reference.encode(text)
     assert gpt2.decode(gpt2.encode(text)) == text
 
 
 @pytest.mark.slow
-def test_gpt2_facts(gpt2: Tokenizer) -> None:
+def test_gpt2_facts(gpt2):
     assert (gpt2.vocab_size, gpt2.eod) == (50257, 50256)  # as published with GPT-2
     assert gpt2.encode("Hello world") == [15496, 995] and gpt2.decode([50256]) == "<|endoftext|>"
     assert 50256 not in gpt2.encode("a<|endoftext|>b")  # text cannot end its document
 
 
-def assert_same_for_code_points(files: dict[str, str], reference, points: Iterable[int]) -> None:
+def assert_same_for_code_points(files, reference, points):
     tokenizer = gpt2(Path(files["vocab_file"]), Path(files["merge_file"]))
     assert isinstance(tokenizer, GPT2Tokenizer) and tokenizer._ranks is not None, (
         "GPT-2's vocabulary runs in tiktoken"
@@ -55,24 +51,24 @@ def assert_same_for_code_points(files: dict[str, str], reference, points: Iterab
 
 
 @pytest.mark.slow
-def test_some_characters_in_two_engines(gpt2_files: dict[str, str], reference) -> None:
+def test_some_characters_in_two_engines(gpt2_files, reference):
     assert_same_for_code_points(gpt2_files, reference, range(0, 0x3100, 3))
 
 
 @pytest.mark.campaign("peers")
-def test_every_character_in_two_engines(gpt2_files: dict[str, str], reference) -> None:
+def test_every_character_in_two_engines(gpt2_files, reference):
     # Unicode assigns nothing between these, and private characters above.
     assert_same_for_code_points(gpt2_files, reference, [*range(0x32400), *range(0xE0000, 0xE0200)])
 
 
-def write_byte_level(folder: Path, merges: list[tuple[str, str]]) -> tuple[Path, Path]:
+def write_byte_level(folder, merges):
     names = [*byte_letters(), *(dict.fromkeys(a + b for a, b in merges)), "<|endoftext|>"]
     (folder / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
     (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges))
     return folder / "vocab.json", folder / "merges.txt"
 
 
-def merged(text: str, merges: list[tuple[str, str]]) -> list[str]:
+def merged(text, merges):
     """Encode by the definition of byte-pair encoding.
 
     Apply the earliest merge, at its leftmost place, until none applies.
@@ -87,7 +83,7 @@ def merged(text: str, merges: list[tuple[str, str]]) -> list[str]:
 
 
 @st.composite
-def merge_lists(draw: st.DrawFn) -> list[tuple[str, str]]:
+def merge_lists(draw):
     tokens, merges = ["a", "b", "c"], []
     for _ in range(draw(st.integers(0, 8))):
         pair = (draw(st.sampled_from(tokens)), draw(st.sampled_from(tokens)))
@@ -101,9 +97,7 @@ def merge_lists(draw: st.DrawFn) -> list[tuple[str, str]]:
     merges=merge_lists(),
     texts=st.lists(st.text("abc", min_size=1, max_size=12), min_size=1, max_size=4),
 )
-def test_any_merges_against_the_definition(
-    tmp_path_factory, merges: list[tuple[str, str]], texts: list[str]
-) -> None:
+def test_any_merges_against_the_definition(tmp_path_factory, merges, texts):
     vocab, merge_file = write_byte_level(tmp_path_factory.mktemp("merges"), merges)
     vocabulary = json.loads(vocab.read_text())
     tokenizer = gpt2(vocab, merge_file)
@@ -120,9 +114,7 @@ def test_any_merges_against_the_definition(
         ("<|endoftext|>", 2**32 + 256, r"\b4294967552\b"),  # which the library reads as 256
     ],
 )
-def test_a_vocabulary_that_is_none_is_refused(
-    tmp_path: Path, name: str, number: int | None, message: str
-) -> None:
+def test_a_vocabulary_that_is_none_is_refused(tmp_path, name, number, message):
     vocab, merges = write_byte_level(tmp_path, [("a", "b")])
     entries = json.loads(vocab.read_text()) | {name: number}
     vocab.write_text(json.dumps({k: v for k, v in entries.items() if v is not None}))
@@ -130,7 +122,7 @@ def test_a_vocabulary_that_is_none_is_refused(
         build_tokenizer("GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
 
 
-def word_level(folder: Path, *, limited: bool = True) -> Path:
+def word_level(folder, *, limited=True):
     from tokenizers import AddedToken, processors
     from tokenizers import Tokenizer as Fast
     from tokenizers.models import WordLevel
@@ -149,7 +141,7 @@ def word_level(folder: Path, *, limited: bool = True) -> Path:
     return folder / "tokenizer.json"
 
 
-def test_hugging_face(tmp_path: Path) -> None:
+def test_hugging_face(tmp_path):
     file = word_level(tmp_path)
     with pytest.raises(DataError, match="eos_token"):
         build_tokenizer("HFTokenizer", tokenizer_model=str(file))
@@ -174,7 +166,7 @@ def test_hugging_face(tmp_path: Path) -> None:
         build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
 
 
-BESIDE: list[dict[str, Any]] = [
+BESIDE = [
     {"tokenizer_config.json": {"eos_token": "a"}, "special_tokens_map.json": {"eos_token": "b"}},
     {
         "tokenizer_config.json": {
@@ -221,9 +213,7 @@ BESIDE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("beside", BESIDE)
-def test_tokens_that_other_files_name_are_those_of_transformers(
-    tmp_path: Path, beside: dict[str, Any]
-) -> None:
+def test_tokens_that_other_files_name_are_those_of_transformers(tmp_path, beside):
     from transformers import PreTrainedTokenizerFast
 
     word_level(tmp_path, limited=False)
@@ -250,16 +240,14 @@ def test_tokens_that_other_files_name_are_those_of_transformers(
         {"added_tokens_decoder": {"x": "c"}},
     ],
 )
-def test_a_token_that_is_none_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_a_token_that_is_none_is_refused(tmp_path, config):
     word_level(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a", **config}))
     with pytest.raises(DataError, match="tokenizer_config.json: .*(eos_token|tokens)"):
         build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
 
 
-def test_a_tokenizer_that_doubles_a_text_again_and_again_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_doubles_a_text_again_and_again_is_ended(tmp_path, monkeypatch):
     from tokenizers import Tokenizer as Fast
     from tokenizers import normalizers
 

@@ -1,20 +1,16 @@
 """Each token's range of characters, against the text that the tokens up to it decode to."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizer import build_tokenizer
 from megatron.data.tokenizer_adapters import byte_letters
 from tests.data.tokenizers.test_tik_token import write_ranks
 
 TEXT = "Größer  hello\n\n\tworld 北京\u00a0it's 😀 \n"
 
 
-def check(tokenizer: Tokenizer, text: str = TEXT) -> None:
+def check(tokenizer, text=TEXT):
     ids, places = tokenizer.encode_with_places(text)
     assert ids == tokenizer.encode(text)
     whole = 0
@@ -28,7 +24,7 @@ def check(tokenizer: Tokenizer, text: str = TEXT) -> None:
     assert whole > 4 and places[-1, 1] == len(text)
 
 
-def test_hugging_face(tmp_path: Path) -> None:
+def test_hugging_face(tmp_path):
     fast = Fast(models.BPE({letter: i for i, letter in enumerate([*byte_letters(), "</s>"])}, []))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.post_processor = processors.ByteLevel(trim_offsets=True)
@@ -37,14 +33,14 @@ def test_hugging_face(tmp_path: Path) -> None:
     check(build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path)))
 
 
-def test_tiktoken(tmp_path: Path) -> None:
+def test_tiktoken(tmp_path):
     words = [b"hello", b"Gr", "ö".encode(), "北京".encode()[:4], b"world"]
     ranks = {word: i for i, word in enumerate([*(bytes([b]) for b in range(256)), *words])}
     path = write_ranks(tmp_path / "a.tiktoken", ranks)
     check(build_tokenizer("TikTokenizer", tokenizer_model=path, tiktoken_pattern="gpt2"))
 
 
-def test_sentence_piece(model: Path) -> None:
+def test_sentence_piece(model):
     check(build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=str(model)))
     llama = build_tokenizer("Llama2Tokenizer", tokenizer_model=str(model))
     ids, places = llama.encode_with_places("a b")
@@ -52,7 +48,7 @@ def test_sentence_piece(model: Path) -> None:
     assert llama.encode_with_places("a b", special=False)[0] == ids[1:]
 
 
-def test_ids() -> None:
+def test_ids():
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=99)
     ids, places = tokenizer.encode_with_places(" 12  3")
     assert (ids, places.tolist()) == ([12, 3], [[0, 3], [3, 6]])

@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +14,7 @@ from tests.data.tokenizers.conftest import train_model
 TEXT = "def f(x):\n\tif x:\r\n        return  '\u00e9\u4e2d'  # <s> </s>\n\n\n"
 
 
-def train(path: Path, **settings) -> str:
+def train(path, **settings):
     lines = [
         "the quick brown fox jumps over the lazy dog",
         "pack my box with five dozen liquor jugs",
@@ -26,7 +23,7 @@ def train(path: Path, **settings) -> str:
     return str(path)
 
 
-def test_sentencepiece_types(model: Path) -> None:
+def test_sentencepiece_types(model):
     gpt = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=str(model))
     assert (gpt.vocab_size, gpt.eod) == (600, 2)
     assert gpt.decode(gpt.encode(TEXT)) == TEXT and gpt.eod not in gpt.encode(TEXT)
@@ -46,7 +43,7 @@ def test_sentencepiece_types(model: Path) -> None:
 
 
 @given(texts=st.lists(st.text(max_size=30), max_size=4))
-def test_against_sentencepiece_itself(model: Path, texts: list[str]) -> None:
+def test_against_sentencepiece_itself(model, texts):
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
@@ -59,9 +56,7 @@ def test_against_sentencepiece_itself(model: Path, texts: list[str]) -> None:
         assert sizes.tolist() == [len(ids) for ids in expected]
 
 
-def test_a_model_that_lengthens_a_text_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_lengthens_a_text_is_ended(tmp_path, monkeypatch):
     rule = tmp_path / "rule.tsv"
     rule.write_text(f"78\t{' '.join(['79'] * 20000)}\n")  # an x becomes many y
     path = train(tmp_path / "long.model", normalization_rule_tsv=str(rule))
@@ -73,7 +68,7 @@ def test_a_model_that_lengthens_a_text_is_ended(
         tokenizer.encode("x" * 20000)
 
 
-def test_models_without_the_usual_pieces(tmp_path: Path) -> None:
+def test_models_without_the_usual_pieces(tmp_path):
     bare = train(tmp_path / "bare.model", bos_id=-1, eos_id=-1, pad_id=-1)
     with pytest.raises(DataError, match="SentencePieceTokenizer"):
         build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=bare)
@@ -87,7 +82,7 @@ def test_models_without_the_usual_pieces(tmp_path: Path) -> None:
         build_tokenizer("Llama2Tokenizer", tokenizer_model=no_bos)
 
 
-def test_pieces_of_megatrons_names_are_not_appended_again(tmp_path: Path) -> None:
+def test_pieces_of_megatrons_names_are_not_appended_again(tmp_path):
     path = train(tmp_path / "own.model", pad_id=3, user_defined_symbols=["<EOD>", "<MASK>"])
     plain = build_tokenizer("SentencePieceTokenizer", tokenizer_model=path, vocab_extra_ids=1)
     pieces = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=path).vocab_size

@@ -1,18 +1,14 @@
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.tiktoken_files import PUBLISHED
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizer import build_tokenizer
 from megatron.data.tokenizer_adapters import PATTERNS, RankTokenizer, byte_letters
 from megatron.errors import ConfigError, DataError
 
@@ -31,14 +27,14 @@ APART = [
 TEXTS = st.text(max_size=40) | st.lists(st.sampled_from(APART), max_size=30).map("".join)
 
 
-def write_ranks(path: Path, ranks: dict[bytes, int]) -> str:
+def write_ranks(path, ranks):
     path.write_bytes(
         b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items())
     )
     return str(path)
 
 
-def write_json(path: Path, tokens: list[bytes]) -> str:
+def write_json(path, tokens):
     entries = [
         {
             "rank": i,
@@ -51,28 +47,28 @@ def write_json(path: Path, tokens: list[bytes]) -> str:
     return str(path)
 
 
-def build(path: str, **flags: Any) -> Tokenizer:
+def build(path, **flags):
     return build_tokenizer("TikTokenizer", tokenizer_model=path, **flags)
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> str:
+def small(tmp_path):
     return write_ranks(
         tmp_path / "small.tiktoken", {token: i for i, token in enumerate([*BYTES, *WORDS])}
     )
 
 
 @pytest.fixture(scope="module")
-def published(monkeypatch_module) -> dict[str, dict[str, Any]]:
+def published(monkeypatch_module):
     """Return tiktoken's own definitions of its encodings, without their rank files.
 
     `hash` is that of the rank file.
     """
     from tiktoken_ext import openai_public
 
-    hashes: list[str] = []
+    hashes = []
 
-    def note(url: str, expected_hash: str) -> dict[bytes, int]:
+    def note(url, expected_hash):
         hashes.append(expected_hash)
         return {}
 
@@ -95,13 +91,13 @@ def monkeypatch_module():
     ("ours", "theirs"), [("gpt2", "r50k_base"), ("cl100k", "cl100k_base"), ("o200k", "o200k_base")]
 )
 @given(text=TEXTS)
-def test_patterns_cut_as_the_published_ones(published, ours: str, theirs: str, text: str) -> None:
+def test_patterns_cut_as_the_published_ones(published, ours, theirs, text):
     import regex
 
     assert regex.findall(PATTERNS[ours], text) == regex.findall(published[theirs]["pat_str"], text)
 
 
-def test_patterns_of_megatron_and_llama() -> None:
+def test_patterns_of_megatron_and_llama():
     """Patterns equal Megatron's and Llama's strings, which are part of the format."""
     assert PATTERNS["llama3"] == (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -118,14 +114,14 @@ def test_patterns_of_megatron_and_llama() -> None:
     )
 
 
-def write_many(path: Path, ids: Iterable[int], ranks: int) -> str:
+def write_many(path, ids, ranks):
     """Write a rank file of so many tokens with these ids."""
     tokens = [*BYTES, *(b"\xff" + i.to_bytes(3, "big") for i in range(ranks - 256))]
     return write_ranks(path, dict(zip(tokens, ids, strict=False)))
 
 
 @pytest.mark.slow
-def test_published_files(published, tmp_path: Path) -> None:
+def test_published_files(published, tmp_path):
     """Special tokens of a file of the published length get tiktoken's ids."""
     sizes = {"r50k_base": 50257, "p50k_base": 50281, "cl100k_base": 100277, "o200k_base": 200019}
     for name, vocab_size in sizes.items():
@@ -140,7 +136,7 @@ def test_published_files(published, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_llama_3(tmp_path: Path) -> None:
+def test_llama_3(tmp_path):
     tokenizer = build(write_many(tmp_path / "tokenizer.model", range(128000), 128000))
     # as in the model's published configuration
     assert (tokenizer.vocab_size, tokenizer.eod) == (128256, 128001)
@@ -148,7 +144,7 @@ def test_llama_3(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def gpt2_ranks(gpt2_files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gpt2_ranks(gpt2_files, tmp_path_factory):
     letters = byte_letters()
     vocabulary = json.loads(Path(gpt2_files["vocab_file"]).read_text())
     del vocabulary["<|endoftext|>"]
@@ -160,17 +156,17 @@ def gpt2_ranks(gpt2_files: dict[str, str], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def gpt2_by_ranks(gpt2_ranks: Path) -> Tokenizer:
+def gpt2_by_ranks(gpt2_ranks):
     return build(str(gpt2_ranks))
 
 
 @pytest.mark.slow
-def test_the_rank_file_of_gpt2_is_the_published_one(gpt2_ranks: Path, published) -> None:
+def test_the_rank_file_of_gpt2_is_the_published_one(gpt2_ranks, published):
     assert hashlib.sha256(gpt2_ranks.read_bytes()).hexdigest() == published["r50k_base"]["hash"]
 
 
 @pytest.fixture(scope="module")
-def gpt2_in_tokenizers(gpt2_files: dict[str, str]):
+def gpt2_in_tokenizers(gpt2_files):
     from tokenizers import Tokenizer as Fast
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
@@ -182,13 +178,13 @@ def gpt2_in_tokenizers(gpt2_files: dict[str, str]):
 
 @pytest.mark.slow
 @given(text=TEXTS)
-def test_ranks_against_merges(gpt2_by_ranks: Tokenizer, gpt2_in_tokenizers, text: str) -> None:
+def test_ranks_against_merges(gpt2_by_ranks, gpt2_in_tokenizers, text):
     ids = gpt2_by_ranks.encode(text)
     assert ids == gpt2_in_tokenizers.encode(text).ids
     assert gpt2_by_ranks.decode(ids) == text
 
 
-def test_rank_file(small: str) -> None:
+def test_rank_file(small):
     with pytest.raises(ConfigError, match="small.tiktoken.*--tiktoken-pattern.* gpt2"):
         build(small)
     tokenizer = build(small, tiktoken_pattern="gpt2")
@@ -201,7 +197,7 @@ def test_rank_file(small: str) -> None:
     assert 264 not in spelt and tokenizer.decode(spelt) == "hello<|endoftext|>"
 
 
-def test_special_tokens_of_a_rank_file(small: str) -> None:
+def test_special_tokens_of_a_rank_file(small):
     names = ["<s>", "</s>", "<|end_of_text|>"]
     tokenizer = build(small, tiktoken_pattern="cl100k", tiktoken_special_tokens=names)
     assert (tokenizer.vocab_size, tokenizer.eod) == (267, 266), (
@@ -220,12 +216,12 @@ def test_special_tokens_of_a_rank_file(small: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def numbered(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def numbered(tmp_path_factory):
     return build(write_json(tmp_path_factory.mktemp("json") / "vocab.json", [*BYTES, *WORDS]))
 
 
 @given(text=TEXTS)
-def test_json_vocabulary_is_numbered_as_megatron_lm_does(numbered: Tokenizer, text: str) -> None:
+def test_json_vocabulary_is_numbered_as_megatron_lm_does(numbered, text):
     """JSON vocabularies are numbered like Megatron-LM's.
 
     Rank r has id N + r, and below N are special tokens; tiktoken itself with these ids gives the
@@ -246,7 +242,7 @@ def test_json_vocabulary_is_numbered_as_megatron_lm_does(numbered: Tokenizer, te
     assert numbered.decode([*range(8), *ids, 999]) == f"{names}{text}<SPECIAL_999>"
 
 
-def test_json_vocabulary_is_cut(tmp_path: Path) -> None:
+def test_json_vocabulary_is_cut(tmp_path):
     path = write_json(tmp_path / "vocab.json", [*BYTES, *WORDS])
     tokenizer = build(
         path, vocab_size=10 + 256 + 3, tiktoken_num_special_tokens=10, tiktoken_pattern="v1"
@@ -281,12 +277,12 @@ def test_json_vocabulary_is_cut(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_flags_that_do_not_fit(small: str, flags: dict[str, Any], message: str) -> None:
+def test_flags_that_do_not_fit(small, flags, message):
     with pytest.raises(ConfigError, match=message):
         build(small, **{"tiktoken_pattern": "gpt2", **flags})
 
 
-def line(token: bytes, rank: object) -> str:
+def line(token, rank):
     return f"{base64.b64encode(token).decode()} {rank}"
 
 
@@ -312,13 +308,13 @@ ALL = [line(token, i) for i, token in enumerate(BYTES)]
         ("\u4e2d\u6587 1", "file:1: b'.*'"),
     ],
 )
-def test_files_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+def test_files_that_are_none(tmp_path, text, message):
     (tmp_path / "file").write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=message):
         build(str(tmp_path / "file"), tiktoken_pattern="gpt2")
 
 
-def test_an_id_of_another_tokenizer(small: str) -> None:
+def test_an_id_of_another_tokenizer(small):
     tokenizer = build(small, tiktoken_pattern="gpt2")
     for ids in ([3, 265], [-1]):
         with pytest.raises(DataError, match=f"id {ids[-1]} .*265"):
@@ -328,7 +324,7 @@ def test_an_id_of_another_tokenizer(small: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["gpt2", "o200k"])
-def test_more_white_space_than_the_pattern_can_go_back_over(pattern: str) -> None:
+def test_more_white_space_than_the_pattern_can_go_back_over(pattern):
     ids = {token: i for i, token in enumerate([*BYTES, b"  "])}
     encoder = RankTokenizer(ids, {"</s>": 257}, 257, PATTERNS[pattern])
     spaces = 1_000_002

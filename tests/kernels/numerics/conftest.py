@@ -1,14 +1,12 @@
 """Fixture that makes every test in this folder compute with a compiled library."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.kernels import library
 
 
 @pytest.fixture(autouse=True)
-def _compiled(request: pytest.FixtureRequest) -> None:
+def _compiled(request):
     """Skip without a library; on a GPU, fail if it is missing or stale."""
     if request.node.get_closest_marker("gpu"):
         found = library.find("cuda")

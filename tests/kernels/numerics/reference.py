@@ -5,10 +5,7 @@ last place of T, plus the fp32 error of its arithmetic. The bound is stated per 
 multiple of both.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -51,9 +48,7 @@ ROWS = st.one_of(
 )
 
 
-def random(
-    shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, scale: float = 1.0
-) -> torch.Tensor:
+def random(shape, dtype, device, seed, scale=1.0):
     """Draw normal numbers, rounded to the type."""
     generator = torch.Generator().manual_seed(seed)
     return (
@@ -61,7 +56,7 @@ def random(
     )
 
 
-def zeros(count: int, device: str) -> torch.Tensor:
+def zeros(count, device):
     """Return zeros in bf16.
 
     On a CPU they take no memory until written: all are the system's one page of zeros.
@@ -71,19 +66,19 @@ def zeros(count: int, device: str) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.bfloat16, device=device)
 
 
-def moved_on(x: torch.Tensor) -> torch.Tensor:
+def moved_on(x):
     """Move the numbers by one element: still contiguous, but not aligned for wide accesses."""
     room = x.new_empty(x.numel() + 1)
     room[1:] = x.reshape(-1)
     return room[1:].view(x.shape)
 
 
-def exact(x: torch.Tensor) -> torch.Tensor:
+def exact(x):
     """Return the same numbers in float64 on the CPU, as a leaf that requires a gradient."""
     return x.detach().double().cpu().requires_grad_()
 
 
-def refused(call: Callable[[], object], *figures: object) -> None:
+def refused(call, *figures):
     """Check that `call` raises KernelError with these words in its message."""
     with pytest.raises(KernelError) as error:
         call()
@@ -92,12 +87,12 @@ def refused(call: Callable[[], object], *figures: object) -> None:
 
 
 def assert_close(
-    found: torch.Tensor,
-    expected: torch.Tensor,
-    dtype: torch.dtype,
-    arithmetic: torch.Tensor | float,
-    roundings: float = 1,
-) -> None:
+    found,
+    expected,
+    dtype,
+    arithmetic,
+    roundings=1,
+):
     """Check |found - expected| <= roundings * ROUNDING[dtype] * |expected| + arithmetic.
 
     The bound holds element by element. `arithmetic` is the absolute error allowed for fp32
@@ -118,17 +113,17 @@ def assert_close(
     )
 
 
-def layer_norm(x, weight, bias, eps, one_plus=False):  # type: ignore[no-untyped-def]
+def layer_norm(x, weight, bias, eps, one_plus=False):
     return norm(x, weight, bias, eps, one_plus)
 
 
-def rms_norm(x, weight, eps, one_plus=False):  # type: ignore[no-untyped-def]
+def rms_norm(x, weight, eps, one_plus=False):
     return norm(x, weight, None, eps, one_plus, rms=True)
 
 
-def add_layer_norm(x, residual, weight, bias, eps, one_plus=False, shift=None):  # type: ignore[no-untyped-def]
+def add_layer_norm(x, residual, weight, bias, eps, one_plus=False, shift=None):
     return add_norm(x, shift, residual, weight, bias, eps, one_plus)
 
 
-def add_rms_norm(x, residual, weight, eps, one_plus=False, shift=None):  # type: ignore[no-untyped-def]
+def add_rms_norm(x, residual, weight, eps, one_plus=False, shift=None):
     return add_norm(x, shift, residual, weight, None, eps, one_plus, rms=True)

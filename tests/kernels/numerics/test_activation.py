@@ -42,7 +42,7 @@ class Slope(NamedTuple):
     errors: list[torch.Tensor]
 
 
-def sigmoid_error(z: torch.Tensor) -> torch.Tensor:
+def sigmoid_error(z):
     """Return the relative error of sigmoid(z).
 
     z is off by up to 2^-21 of itself (seven roundings, two of them of constants), weighted by the
@@ -51,7 +51,7 @@ def sigmoid_error(z: torch.Tensor) -> torch.Tensor:
     return 2.0**-21 * z.abs() * torch.sigmoid(-z) + 2.0**-20
 
 
-def normal_slope(a: torch.Tensor) -> Slope:
+def normal_slope(a):
     """Return a Phi(a).
 
     exp(-a^2 / 2) is off by up to 2^-21 of its argument, and the polynomial of the tail by 2^-19.
@@ -64,7 +64,7 @@ def normal_slope(a: torch.Tensor) -> Slope:
     return Slope(a * below, [below + a * density], a.abs() * error + FLOOR, [terms + FLOOR])
 
 
-def gate_slope(a: torch.Tensor, kind: str) -> Slope:
+def gate_slope(a, kind):
     """Return a times a sigmoid, or a Phi(a)."""
     if kind.startswith("exact"):
         return normal_slope(a)
@@ -78,7 +78,7 @@ def gate_slope(a: torch.Tensor, kind: str) -> Slope:
     return Slope(a * s, [da], (a * s).abs() * relative + FLOOR, [da_error + FLOOR])
 
 
-def slope(inputs: list[torch.Tensor], kind: str) -> Slope:
+def slope(inputs, kind):
     """Return the reference for inputs in float64, bias included."""
     a = inputs[0]
     if kind == "squared_relu":
@@ -93,11 +93,11 @@ def slope(inputs: list[torch.Tensor], kind: str) -> Slope:
     return Slope(gate.y * b, [b * gate.derivatives[0], gate.y], error, errors)
 
 
-def gated(kind: str) -> bool:
+def gated(kind):
     return kind.endswith("glu")
 
 
-def compare(x: torch.Tensor, bias: torch.Tensor | None, kind: str, seed: int) -> None:
+def compare(x, bias, kind, seed):
     """Compare values, dx and dbias."""
     dtype, inputs = x.dtype, 2 if gated(kind) else 1
     x.requires_grad_()
@@ -133,15 +133,15 @@ def compare(x: torch.Tensor, bias: torch.Tensor | None, kind: str, seed: int) ->
     seed=st.integers(0, 99),
 )
 def test_against_float64(
-    device: str,
-    dtype: torch.dtype,
-    rows: int,
-    columns: int,
-    kind: str,
-    biased: bool,
-    moved: bool,
-    seed: int,
-) -> None:
+    device,
+    dtype,
+    rows,
+    columns,
+    kind,
+    biased,
+    moved,
+    seed,
+):
     width = 2 * columns if gated(kind) else columns
     x = random((rows, width), dtype, device, seed, scale=2.0)
     bias = random((width,), dtype, device, seed + 2).requires_grad_() if biased else None
@@ -152,7 +152,7 @@ def test_against_float64(
 @pytest.mark.parametrize(
     ("rows", "columns", "kind"), [(1000, 13, "gelu"), (1000, 26, "swiglu"), (4100, 8, "gelu")]
 )
-def test_bias_gradient_of_many_rows(device: str, rows: int, columns: int, kind: str) -> None:
+def test_bias_gradient_of_many_rows(device, rows, columns, kind):
     """Sum the bias gradient in several parts, the last not full.
 
     The first split gives parts of unequal length too.
@@ -163,7 +163,7 @@ def test_bias_gradient_of_many_rows(device: str, rows: int, columns: int, kind: 
 
 @devices
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "squared_relu"])
-def test_small_and_far_negative(device: str, kind: str) -> None:
+def test_small_and_far_negative(device, kind):
     """Results are relatively accurate where 1 + tanh loses all accuracy.
 
     The bound of `slope` is relative in both.
@@ -181,7 +181,7 @@ def test_small_and_far_negative(device: str, kind: str) -> None:
 @devices
 @types
 @pytest.mark.parametrize("kind", KINDS)
-def test_large_inputs(device: str, dtype: torch.dtype, kind: str) -> None:
+def test_large_inputs(device, dtype, kind):
     """The largest inputs of the type give the limits; finite inputs give no NaN."""
     top = torch.finfo(dtype).max
     a = torch.tensor(
@@ -204,7 +204,7 @@ def test_large_inputs(device: str, dtype: torch.dtype, kind: str) -> None:
 @devices
 @types
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_finite_shows(device: str, dtype: torch.dtype, kind: str) -> None:
+def test_what_is_not_finite_shows(device, dtype, kind):
     """Non-finite inputs show.
 
     A NaN gives NaN in its own place and in the sum of its column; infinity gives no finite number
@@ -227,7 +227,7 @@ def test_what_is_not_finite_shows(device: str, dtype: torch.dtype, kind: str) ->
 
 
 @devices
-def test_shapes(device: str) -> None:
+def test_shapes(device):
     """Inputs may have any number of dimensions, strides, no rows, or no columns."""
     x, bias = random((3, 5, 16), torch.float32, device, 0), random((16,), torch.float32, device, 1)
     y = bias_activation(x, bias, "gelu")
@@ -242,7 +242,7 @@ def test_shapes(device: str) -> None:
         assert empty.grad.shape == shape and torch.equal(no_bias.grad, torch.zeros_like(no_bias))
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     x, bias = torch.zeros(3, 8), torch.zeros(8)
     refused(lambda: bias_activation(x, bias, "relu"), "relu", *KINDS)
     refused(lambda: bias_activation(x.double(), None, "gelu"), "float64")

@@ -1,7 +1,5 @@
 """Weights of a block of attention scores, and the scores' gradients, against float64."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -50,17 +48,17 @@ class Case:
 
     def __init__(
         self,
-        device: str,
-        dtype: torch.dtype,
-        samples: int,
-        groups: int,
-        share: int,
-        length: int,
-        alibi: bool,
-        seed: int,
-        window: int = NO_WINDOW,
-        cap: float = 0.0,
-    ) -> None:
+        device,
+        dtype,
+        samples,
+        groups,
+        share,
+        length,
+        alibi,
+        seed,
+        window=NO_WINDOW,
+        cap=0.0,
+    ):
         self.window, self.cap = window, cap
         self.device, self.dtype, self.share, self.length = device, dtype, share, length
         self.samples = samples * groups
@@ -95,24 +93,20 @@ class Case:
         if self.slopes is not None:
             self.slopes = self.slopes.to(device)
 
-    def params(self, p: float, seed: int) -> AttentionParameters:
+    def params(self, p, seed):
         return AttentionParameters(
             self.share, SCALE, p, seed, self.origins, POSITIONS, self.cap, self.window
         )
 
-    def keys(self, queries: slice) -> slice:
+    def keys(self, queries):
         """Return the keys that a block of queries needs."""
         return slice(first_key(queries.start, self.window), queries.stop)
 
-    def cut(
-        self, x: torch.Tensor, part: slice, queries: slice, keys: slice, moved: bool = False
-    ) -> torch.Tensor:
+    def cut(self, x, part, queries, keys, moved=False):
         x = x[part, queries.start * self.share : queries.stop * self.share, keys]
         return moved_on(x) if moved else x.clone(memory_format=torch.contiguous_format)
 
-    def weigh(
-        self, part: slice, queries: slice, p: float = 0.0, seed: int = 0, moved: bool = False
-    ) -> tuple:
+    def weigh(self, part, queries, p=0.0, seed=0, moved=False):
         """Return (weights of the block from the kernel, all logarithms, NaN outside the block)."""
         scores = self.cut(self.scores, part, queries, self.keys(queries), moved)
         logarithms = torch.full(
@@ -124,13 +118,13 @@ class Case:
 
     def differentiate(
         self,
-        part: slice,
-        queries: slice,
-        keys: slice,
-        p: float = 0.0,
-        seed: int = 0,
-        moved: bool = False,
-    ) -> tuple:
+        part,
+        queries,
+        keys,
+        p=0.0,
+        seed=0,
+        moved=False,
+    ):
         """Return (weights, gradients of the scores) of a block."""
         scores = self.cut(self.scores, part, queries, keys, moved)
         gradients = self.cut(self.gradients, part, queries, keys, moved)
@@ -160,19 +154,19 @@ LENGTHS = WIDTHS.filter(lambda n: n <= (257 if SIMULATED else 520))
     cap=st.sampled_from([0.0, 0.0, 0.9, 30.0]),
 )
 def test_blocks(
-    device: str,
-    dtype: torch.dtype,
-    samples: int,
-    groups: int,
-    share: int,
-    length: int,
-    alibi: bool,
-    cut: int,
-    moved: bool,
-    seed: int,
-    window: int,
-    cap: float,
-) -> None:
+    device,
+    dtype,
+    samples,
+    groups,
+    share,
+    length,
+    alibi,
+    cut,
+    moved,
+    seed,
+    window,
+    cap,
+):
     """Compute a block of queries with all its keys, then a block of keys with queries from anywhere.
 
     Some of the queries see none of the keys.
@@ -206,7 +200,7 @@ def test_blocks(
 
 
 @devices
-def test_what_is_not_seen_may_be_anything(device: str) -> None:
+def test_what_is_not_seen_may_be_anything(device):
     """Unseen scores may be anything.
 
     Buffers are reused: old contents remain beyond the diagonal.
@@ -223,7 +217,7 @@ def test_what_is_not_seen_may_be_anything(device: str) -> None:
 
 @devices
 @pytest.mark.parametrize(("length", "window"), [(37, NO_WINDOW), (64, NO_WINDOW), (70, 20)])
-def test_dropout_is_the_same_however_it_is_cut(device: str, length: int, window: int) -> None:
+def test_dropout_is_the_same_however_it_is_cut(device, length, window):
     """The dropout mask does not depend on the blocks.
 
     Each head has a row of whole tiles for each position of a sample, counted from the sample's
@@ -266,7 +260,7 @@ def test_dropout_is_the_same_however_it_is_cut(device: str, length: int, window:
 
 
 @devices
-def test_scores_without_bound(device: str) -> None:
+def test_scores_without_bound(device):
     """Large scores do not overflow.
 
     A row of -infinity is zero; an infinite or undefined score shows as NaN.
@@ -301,9 +295,7 @@ def test_scores_without_bound(device: str) -> None:
 @types
 @EXAMPLES
 @given(rows=st.integers(0, 70), n=LENGTHS, moved=st.booleans(), seed=st.integers(0, 99))
-def test_row_dots(
-    device: str, dtype: torch.dtype, rows: int, n: int, moved: bool, seed: int
-) -> None:
+def test_row_dots(device, dtype, rows, n, moved, seed):
     a, b = (random((rows, n), dtype, device, seed + i) for i in range(2))
     found = row_dots(moved_on(a), moved_on(b)) if moved else row_dots(a, b)
     x, y = exact(a).detach(), exact(b).detach()
@@ -311,7 +303,7 @@ def test_row_dots(
 
 
 @devices
-def test_dropout_far_into_a_large_whole(device: str) -> None:
+def test_dropout_far_into_a_large_whole(device):
     """Dropout masks are right past element 2^34, where the counter needs its upper word.
 
     The tensor has 2^15 samples of 8,192 by 8,192 scores.
@@ -328,7 +320,7 @@ def test_dropout_far_into_a_large_whole(device: str) -> None:
 
 
 @devices
-def test_long_rows(device: str) -> None:
+def test_long_rows(device):
     """Process rows with more exponentials than the host keeps."""
     n, queries = 4608, 32
     scores = random((1, queries, n), torch.float32, device, 4)
@@ -344,7 +336,7 @@ def test_long_rows(device: str) -> None:
     assert_close(scores, logits.softmax(-1), torch.float32, RELATIVE * logits.softmax(-1))
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     scores, rows = torch.zeros(2, 6, 35), torch.zeros(2, 70)
 
     def weights(
@@ -359,7 +351,7 @@ def test_what_is_refused() -> None:
         origins=None,
         cap=0.0,
         window=NO_WINDOW,
-    ) -> None:
+    ):
         params = AttentionParameters(share, 1.0, p, seed, origins, 70, cap, window)
         attention_weights_(AttentionBlock(scores, rows, slopes, sample, first, None, params))
 

@@ -1,10 +1,6 @@
 """Cross entropy over a whole and a cut vocabulary, against float64, and its work in place."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -40,11 +36,11 @@ FAR = [-(2**63), -100, -1, 2**31 - 1, 2**31, 2**32, 2**63 - 1]
 """Labels that nobody holds: among them some that look like columns where 64 bits are cut to 32."""
 
 
-def drawn_labels(tokens: int, low: int, high: int, seed: int) -> torch.Tensor:
+def drawn_labels(tokens, low, high, seed):
     return torch.randint(low, high, (tokens,), generator=torch.Generator().manual_seed(seed))
 
 
-def in_a_buffer(x: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
+def in_a_buffer(x, shift):
     """Put x as a contiguous view into a larger array of sevens.
 
     It is `shift` elements after an aligned address.
@@ -55,9 +51,7 @@ def in_a_buffer(x: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor
     return view, buffer
 
 
-def expected_pass(
-    x: torch.Tensor, labels: torch.Tensor, first: int, real: int
-) -> tuple[torch.Tensor, ...]:
+def expected_pass(x, labels, first, real):
     """Return the three numbers, by their definition, in float64."""
     wide = exact(x).detach()[:, :real]
     if real == 0:
@@ -73,14 +67,14 @@ def expected_pass(
 
 
 def expected_gradient(
-    x: torch.Tensor,
-    labels: torch.Tensor,
-    maximum: torch.Tensor,
-    total: torch.Tensor,
-    upstream: torch.Tensor,
-    first: int,
-    real: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x,
+    labels,
+    maximum,
+    total,
+    upstream,
+    first,
+    real,
+):
     """Return the gradient in float64, and the fp32 error of its terms before they cancel."""
     p = (exact(x).detach() - maximum.unsqueeze(-1)).exp() / total.unsqueeze(-1)
     p[:, real:] = 0
@@ -93,7 +87,7 @@ def expected_gradient(
     return (p - onehot) * g, bound
 
 
-def check_pass(found: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
+def check_pass(found, want):
     maximum, total, target = (t.cpu() for t in found)
     assert torch.equal(maximum.double(), want[0])  # no arithmetic: bit for bit
     assert torch.equal(target.double(), want[2])
@@ -110,9 +104,7 @@ def check_pass(found: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) 
     cap=st.sampled_from([0.5, 30.0]),
     seed=st.integers(0, 99),
 )
-def test_capped_logits(
-    device: str, dtype: torch.dtype, tokens: int, width: int, padding: int, cap: float, seed: int
-) -> None:
+def test_capped_logits(device, dtype, tokens, width, padding, cap, seed):
     """A logit x counts as cap tanh(x / cap), also at 1000 caps; the gradient is that of x.
 
     The tanh is off by 2^-21, so that exponentials are by cap times as much. Its derivative is a
@@ -158,16 +150,16 @@ def test_capped_logits(
     seed=st.integers(0, 99),
 )
 def test_local_pass_and_gradient(
-    device: str,
-    dtype: torch.dtype,
-    tokens: int,
-    width: int,
-    padding: int,
-    first: int,
-    shift: int,
-    far: int,
-    seed: int,
-) -> None:
+    device,
+    dtype,
+    tokens,
+    width,
+    padding,
+    first,
+    shift,
+    far,
+    seed,
+):
     """Run one rank's part.
 
     Padding columns hold NaN and do not count; labels are here, elsewhere, and nowhere.
@@ -199,7 +191,7 @@ def test_local_pass_and_gradient(
 @devices
 @types
 @pytest.mark.parametrize("strip", [512, 1024, 2048, 4096, 8192, 16_384])
-def test_ends_of_strips(device: str, dtype: torch.dtype, strip: int) -> None:
+def test_ends_of_strips(device, dtype, strip):
     """Rows may end with a strip of the kernel, or one column before or after it.
 
     Accesses are wide or not.
@@ -232,7 +224,7 @@ def test_ends_of_strips(device: str, dtype: torch.dtype, strip: int) -> None:
         ),
     ],
 )
-def test_a_wide_vocabulary(device: str, dtype: torch.dtype, width: int, order: str) -> None:
+def test_a_wide_vocabulary(device, dtype, width, order):
     """Ascending logits move the maximum in every strip."""
     x = random((3, width), dtype, device, 1, scale=3.0)
     if order != "random":
@@ -254,7 +246,7 @@ def test_a_wide_vocabulary(device: str, dtype: torch.dtype, width: int, order: s
 
 @devices
 @pytest.mark.parametrize("width", [24, 5000, 9000])
-def test_what_is_not_finite_shows(device: str, width: int) -> None:
+def test_what_is_not_finite_shows(device, width):
     """Non-finite inputs show in their token's results only.
 
     -inf has no weight; NaN, +inf, a row of -inf, and a gradient of NaN give NaN.
@@ -286,7 +278,7 @@ def test_what_is_not_finite_shows(device: str, width: int) -> None:
 
 
 @devices
-def test_a_rank_without_logits_above_minus_infinity(device: str) -> None:
+def test_a_rank_without_logits_above_minus_infinity(device):
     """A rank whose logits are all -inf contributes maximum -inf and sum 0.
 
     Other ranks' numbers absorb them; a rank with nothing but padding is one such case.
@@ -298,16 +290,12 @@ def test_a_rank_without_logits_above_minus_infinity(device: str) -> None:
         assert maximum.tolist() == [-INFINITY] * 2 and total.tolist() == [0.0, 0.0]
 
 
-def linear_losses(
-    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def linear_losses(x, weight, labels):
     logits = x @ weight
     return logits, cross_entropy(logits, labels)
 
 
-def problem(
-    device: str, tokens: int = 6, width: int = 40
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def problem(device, tokens=6, width=40):
     labels = drawn_labels(tokens, 0, width, 5).to(device)
     x, weight = (
         random((tokens, 4), torch.float32, device, 3),
@@ -317,7 +305,7 @@ def problem(
 
 
 @devices
-def test_who_reads_the_logits_later_is_told(device: str) -> None:
+def test_who_reads_the_logits_later_is_told(device):
     """Using the logits later raises an error.
 
     They have become their gradient, which would be wrong for a second backward pass and for other
@@ -332,11 +320,11 @@ def test_who_reads_the_logits_later_is_told(device: str) -> None:
             late.sum().backward()
 
 
-def large_arrays(logits: torch.Tensor, run: Callable[[], Any]) -> Any:
+def large_arrays(logits, run):
     """Run; check that no operator returns an array as large as the logits in memory of its own."""
-    here, seen = logits.untyped_storage(), list[str]()
+    here, seen = logits.untyped_storage(), []
 
-    def look(name: str, _: Any, returned: list[torch.Tensor]) -> None:
+    def look(name, _, returned):
         for where in (x.untyped_storage() for x in returned):
             seen.append(name)
             assert where.data_ptr() == here.data_ptr() or where.nbytes() < here.nbytes() // 8, name
@@ -349,9 +337,7 @@ def large_arrays(logits: torch.Tensor, run: Callable[[], Any]) -> Any:
 
 @devices
 @pytest.mark.parametrize("kernel", [True, False])
-def test_no_second_array_of_the_logits_size(
-    device: str, kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_second_array_of_the_logits_size(device, kernel, monkeypatch):
     """No operator allocates a second array of the logits' size, outside or inside.
 
     A dispatch mode does not see the inside by itself.
@@ -363,7 +349,7 @@ def test_no_second_array_of_the_logits_size(
     logits = random((64, 512), torch.float32, device, 0).requires_grad_() * 1.0
     upstream = torch.ones(64, device=device)
 
-    def both_passes() -> torch.Tensor:
+    def both_passes():
         return torch.autograd.grad(cross_entropy(logits, labels), logits, upstream)[0]
 
     gradient = large_arrays(logits, both_passes)
@@ -373,7 +359,7 @@ def test_no_second_array_of_the_logits_size(
     assert_close(gradient, want.grad, torch.float32, RELATIVE)
     inner = random((64, 512), torch.float32, device, 0)
 
-    def inside() -> None:
+    def inside():
         if kernel:
             maximum, total, target = module._three(inner, labels)
             module._local((maximum, total, target), inner, labels, 0, 512)
@@ -386,7 +372,7 @@ def test_no_second_array_of_the_logits_size(
     assert torch.equal(inner, gradient)
 
 
-def test_inference_mode() -> None:
+def test_inference_mode():
     """Run in inference mode, whose tensors have no version counter."""
     with torch.inference_mode():
         x, labels = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
@@ -395,7 +381,7 @@ def test_inference_mode() -> None:
         assert x.tolist() == [[-0.875] + [0.125] * 7] * 2
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     logits, labels, three = torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64), torch.ones(3)
     refused(lambda: local_pass(logits.double(), labels, 0, 8), "logits", "float64")
     refused(lambda: cross_entropy(logits, labels.int()), "labels", "int32", "int64")

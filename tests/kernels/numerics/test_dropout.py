@@ -1,7 +1,5 @@
 """Bias, dropout and residual against float64, and masks against Philox computed here."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -39,7 +37,7 @@ KNOWN = [
 ]
 
 
-def philox(counter: list[np.ndarray], key: list[int]) -> list[np.ndarray]:
+def philox(counter, key):
     """Compute Philox4x32-10 on arrays of uint64 that hold 32 bits each (SC 2011, section 3.3)."""
     half, low, (c0, c1, c2, c3), (k0, k1) = np.uint64(32), np.uint64(0xFFFFFFFF), counter, key
     for _ in range(10):
@@ -54,7 +52,7 @@ def philox(counter: list[np.ndarray], key: list[int]) -> list[np.ndarray]:
     return [c0, c1, c2, c3]
 
 
-def words(seed: int, first: int, count: int) -> np.ndarray:
+def words(seed, first, count):
     """Return the random words of elements first ... first + count - 1; first is a multiple of 4."""
     block = np.arange(first // 4, (first + count + 3) // 4, dtype=np.uint64)
     zero = np.zeros_like(block)
@@ -65,7 +63,7 @@ def words(seed: int, first: int, count: int) -> np.ndarray:
     return np.stack(four, axis=1).reshape(-1)[:count]
 
 
-def kept(shape: tuple[int, ...], probability: float, seed: int) -> torch.Tensor:
+def kept(shape, probability, seed):
     bound = np.uint64(int((1 - probability) * 2**32))
     return torch.from_numpy(words(seed, 0, int(np.prod(shape, dtype=np.int64))) < bound).reshape(
         shape
@@ -73,7 +71,7 @@ def kept(shape: tuple[int, ...], probability: float, seed: int) -> torch.Tensor:
 
 
 @without_simulator
-def test_known_words() -> None:
+def test_known_words():
     """Check the Philox of this file."""
     for counter, key, expected in KNOWN:
         found = philox([np.array([c], dtype=np.uint64) for c in counter], key)
@@ -93,16 +91,16 @@ def test_known_words() -> None:
     seed=SEEDS,
 )
 def test_against_float64(
-    device: str,
-    dtype: torch.dtype,
-    rows: int,
-    columns: int,
-    probability: float,
-    moved: bool,
-    biased: bool,
-    added: bool,
-    seed: int,
-) -> None:
+    device,
+    dtype,
+    rows,
+    columns,
+    probability,
+    moved,
+    biased,
+    added,
+    seed,
+):
     case, shape = seed % 1000, (rows, columns)
     x, residual, dy = (random(shape, dtype, device, case + i) for i in range(3))
     bias = random((columns,), dtype, device, case + 3).requires_grad_() if biased else None
@@ -130,7 +128,7 @@ def test_against_float64(
 
 @devices
 @pytest.mark.parametrize("columns", [8, 13])
-def test_bias_gradient_of_many_rows(device: str, columns: int) -> None:
+def test_bias_gradient_of_many_rows(device, columns):
     """Sum the bias gradient in many parts, the last of which is not full."""
     x = torch.zeros(4100, columns, device=device, requires_grad=True)
     bias = torch.zeros(columns, device=device, requires_grad=True)
@@ -139,7 +137,7 @@ def test_bias_gradient_of_many_rows(device: str, columns: int) -> None:
 
 
 @devices
-def test_seed_and_place_alone_count(device: str) -> None:
+def test_seed_and_place_alone_count(device):
     """The mask depends on seed and place alone: equal in any shape, different for another seed."""
     x = torch.ones(4, 6, 10, device=device)
     y = bias_dropout_add(x, None, None, 0.5, 7)
@@ -158,7 +156,7 @@ def test_seed_and_place_alone_count(device: str) -> None:
 @devices
 @types
 @pytest.mark.parametrize("columns", [24, 13])
-def test_a_part_has_its_part_of_the_mask(device: str, dtype: torch.dtype, columns: int) -> None:
+def test_a_part_has_its_part_of_the_mask(device, dtype, columns):
     """A part gets its part of the mask, forward and backward, also past 2^63 elements.
 
     Parts are tokens [positions, samples] of a part of the sequence, and attention weights [samples,
@@ -185,7 +183,7 @@ def test_a_part_has_its_part_of_the_mask(device: str, dtype: torch.dtype, column
 
 @devices
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_gradient_of_a_bias_in_fp32_is_not_rounded(device: str, dtype: torch.dtype) -> None:
+def test_the_gradient_of_a_bias_in_fp32_is_not_rounded(device, dtype):
     """The fp32 gradient of a bias beside x in 16 bits is not rounded and does not overflow."""
     x = torch.zeros(4000, 8, dtype=dtype, device=device)
     bias = torch.zeros(8, device=device, requires_grad=True)
@@ -197,7 +195,7 @@ def test_the_gradient_of_a_bias_in_fp32_is_not_rounded(device: str, dtype: torch
 
 
 @devices
-def test_what_is_not_finite_shows(device: str) -> None:
+def test_what_is_not_finite_shows(device):
     """Non-finite values show even where they are dropped.
 
     In a run that has gone wrong, their detection must not depend on chance.
@@ -209,7 +207,7 @@ def test_what_is_not_finite_shows(device: str) -> None:
         assert not y[1].isfinite().any() and y[[0, 2, 3]].isfinite().all()
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     x = torch.zeros(3, 8)
     for probability in (1.0, -0.1, float("nan")):
         refused(
@@ -231,7 +229,7 @@ def test_what_is_refused() -> None:
 
 @devices
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float16, 2.0**-10), (torch.bfloat16, 2.0**-7)])
-def test_ties_go_to_even(device: str, dtype: torch.dtype, unit: float) -> None:
+def test_ties_go_to_even(device, dtype, unit):
     """A sum halfway between two numbers of the type is rounded to the one whose last bit is 0."""
     x = torch.tensor([1.0, 1.0 + unit, -1.0, -1.0 - unit] * 2, dtype=dtype, device=device)
     half = torch.full_like(x, unit / 2) * x.sign()

@@ -1,7 +1,5 @@
 """Gradients of a table's rows: sums against float64, runs of any length, and repeatable bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -32,7 +30,7 @@ RUNS = st.lists(
 WIDTHS = st.sampled_from([1, 7, 8, 20, 64, 65, 72, 128, 264, *([] if SIMULATED else [768, 1032])])
 
 
-def rows_of(runs: list[int], height: int, seed: int) -> torch.Tensor:
+def rows_of(runs, height, seed):
     """Return each run's row repeated by its length, in random order.
 
     Some rows may have two runs.
@@ -55,15 +53,15 @@ def rows_of(runs: list[int], height: int, seed: int) -> torch.Tensor:
     seed=st.integers(0, 99),
 )
 def test_sums(
-    device: str,
-    dtype: torch.dtype,
-    table_dtype: torch.dtype,
-    runs: list[int],
-    width: int,
-    height: int,
-    moved: bool,
-    seed: int,
-) -> None:
+    device,
+    dtype,
+    table_dtype,
+    runs,
+    width,
+    height,
+    moved,
+    seed,
+):
     """Sums of n additions in fp32 are off by at most n 2^-24 of the sum of magnitudes.
 
     Source: Higham, 2002, section 3.1.
@@ -85,7 +83,7 @@ def test_sums(
 
 @devices
 @tables
-def test_rows_are_rounded_once(device: str, table_dtype: torch.dtype) -> None:
+def test_rows_are_rounded_once(device, table_dtype):
     """Rows are rounded once.
 
     256 ones are 256; added one by one in bf16, of 8 bits, those after the first 256 would all be
@@ -100,7 +98,7 @@ def test_rows_are_rounded_once(device: str, table_dtype: torch.dtype) -> None:
 
 
 @devices
-def test_the_same_bits_every_time(device: str) -> None:
+def test_the_same_bits_every_time(device):
     rows = rows_of([1500 if not SIMULATED else 100, 700, 1, 20, 3], 4, 0).to(device)
     values = random((len(rows), 40), torch.float32, device, 1)
     for add in (add_rows_, reference_):
@@ -115,7 +113,7 @@ def test_the_same_bits_every_time(device: str) -> None:
 @without_simulator
 @tables
 @types
-def test_a_cpu_has_the_bits_of_torch(dtype: torch.dtype, table_dtype: torch.dtype) -> None:
+def test_a_cpu_has_the_bits_of_torch(dtype, table_dtype):
     """A run on a CPU gives the same bits with a library and without one."""
     for width in (5, 8, 96):
         rows, tables = (
@@ -129,14 +127,14 @@ def test_a_cpu_has_the_bits_of_torch(dtype: torch.dtype, table_dtype: torch.dtyp
 
 
 @pytest.mark.gpu
-def test_rows_that_the_table_has_not_are_left_out() -> None:
+def test_rows_that_the_table_has_not_are_left_out():
     table = torch.zeros(3, 8, device="cuda")
     rows = torch.tensor([-1, 1, 3, 1] + [2**31 - 1] * 2 * CHUNK, device="cuda")
     add_rows_(table, rows, torch.ones(len(rows), 8, device="cuda"))
     assert table[:, 0].tolist() == [0, 2, 0]
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     table, rows, values = torch.zeros(3, 8), torch.tensor([0, 2]), torch.zeros(2, 8)
     refused(lambda: add_rows_(table, rows + 1, values), 1, 3)
     refused(lambda: add_rows_(table, rows - 1, values), -1, 3)

@@ -1,7 +1,5 @@
 """Tokens to their experts' rows and back: values and gradients against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -26,7 +24,7 @@ from tests.kernels.numerics.reference import (
 )
 
 
-def routed(tokens: int, choices: int, padding: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def routed(tokens, choices, padding, seed):
     """Draw (order, places): a fifth of the choices is dropped, rows of padding are added."""
     generator = torch.Generator().manual_seed(seed)
     kept = torch.rand(tokens, choices, generator=generator) < 0.8
@@ -50,15 +48,15 @@ def routed(tokens: int, choices: int, padding: int, seed: int) -> tuple[torch.Te
     seed=st.integers(0, 99),
 )
 def test_values_and_gradients(
-    device: str,
-    dtype: torch.dtype,
-    tokens: int,
-    choices: int,
-    padding: int,
-    width: int,
-    moved: bool,
-    seed: int,
-) -> None:
+    device,
+    dtype,
+    tokens,
+    choices,
+    padding,
+    width,
+    moved,
+    seed,
+):
     """A sum of k products is off by k 2^-24 of the sum of their magnitudes (Higham, 2002, 3.1).
 
     No chain of additions in a row's dot product is longer than width / 32, beside the lanes' tree.
@@ -97,7 +95,7 @@ def test_values_and_gradients(
 
 @devices
 @types
-def test_the_same_bits_every_time(device: str, dtype: torch.dtype) -> None:
+def test_the_same_bits_every_time(device, dtype):
     order, places = (each.to(device) for each in routed(40, 8, 0, 0))
     found = []
     for _ in range(3):
@@ -108,7 +106,7 @@ def test_the_same_bits_every_time(device: str, dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for other in found for a, b in zip(other, found[0], strict=True))
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     order, places = torch.tensor([0, 2, 0]), torch.tensor([[0, 2], [-1, -1], [1, -1]])
     x, weights = torch.zeros(3, 8), torch.ones(3, 2)
     refused(lambda: permute(x, order + 1, places), "order", 3)
@@ -124,7 +122,7 @@ def test_what_is_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_rows_and_tokens_that_are_not_there_count_as_none() -> None:
+def test_rows_and_tokens_that_are_not_there_count_as_none():
     order, places = (torch.tensor(each, device="cuda") for each in ([0, 7, -9], [[2, 3], [-5, 0]]))
     x, weights = torch.ones(2, 8, device="cuda"), torch.ones(2, 2, device="cuda")
     assert permute(x, order, places)[:, 0].tolist() == [1, 0, 0]

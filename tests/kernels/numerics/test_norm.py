@@ -30,7 +30,7 @@ from tests.kernels.numerics.reference import (
 EPS = 1e-5
 
 
-def relative(n: int) -> float:
+def relative(n):
     """Return the fp32 error of rows of n elements, relative to the terms.
 
     Every addition rounds by 2^-24 of a partial sum, all in one direction at worst: no chain of
@@ -70,9 +70,7 @@ CASES = st.builds(
 )
 
 
-def make(
-    shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, case: Case
-) -> torch.Tensor:
+def make(shape, dtype, device, seed, case):
     """Draw normal numbers; `misaligned` ones begin one element past the start of their storage."""
     x = random(shape, torch.float64, "cpu", seed, case.scale) + case.shift
     if case.misaligned:
@@ -81,13 +79,13 @@ def make(
 
 
 def apply(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    case: Case,
-    before: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x,
+    residual,
+    weight,
+    bias,
+    case,
+    before=None,
+):
     """Return (y, the normalised input); `before`: the bias of the layer before."""
     if residual is None:
         if case.rms:
@@ -98,7 +96,7 @@ def apply(
     return add_layer_norm(x, residual, weight, bias, EPS, case.one_plus, before)
 
 
-def compare(rows: int, n: int, dtype: torch.dtype, device: str, case: Case, seed: int) -> None:
+def compare(rows, n, dtype, device, case, seed):
     """Compare values and gradients of one case."""
     plain = Case(misaligned=case.misaligned)
     x = make((rows, n), dtype, device, seed, case).requires_grad_()
@@ -171,9 +169,7 @@ def compare(rows: int, n: int, dtype: torch.dtype, device: str, case: Case, seed
 @types
 @EXAMPLES
 @given(rows=ROWS, n=WIDTHS, case=CASES, seed=st.integers(0, 99))
-def test_against_float64(
-    device: str, dtype: torch.dtype, rows: int, n: int, case: Case, seed: int
-) -> None:
+def test_against_float64(device, dtype, rows, n, case, seed):
     compare(rows, n, dtype, device, case, seed)
 
 
@@ -198,7 +194,7 @@ PACKED = [torch.float32, torch.bfloat16] if SIMULATED else TYPES
         ),
     ],
 )
-def test_wide_rows(device: str, dtype: torch.dtype, rms: bool, packs: int) -> None:
+def test_wide_rows(device, dtype, rms, packs):
     compare(
         3,
         packs * 16 // dtype.itemsize,
@@ -215,7 +211,7 @@ def test_wide_rows(device: str, dtype: torch.dtype, rms: bool, packs: int) -> No
 @pytest.mark.parametrize("dtype", PACKED)
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("n", [24, 136, 520, 2048, 77])
-def test_many_rows(device: str, dtype: torch.dtype, rms: bool, n: int) -> None:
+def test_many_rows(device, dtype, rms, n):
     compare(
         70 if SIMULATED else 2100 if device == "cuda" else 300,
         n,
@@ -229,7 +225,7 @@ def test_many_rows(device: str, dtype: torch.dtype, rms: bool, n: int) -> None:
 @devices
 @types
 @pytest.mark.parametrize("n", [1, 64, 333, 4099])
-def test_constant_rows(device: str, dtype: torch.dtype, n: int) -> None:
+def test_constant_rows(device, dtype, n):
     """Constant rows equal their mean and have no variance, except by rounding.
 
     With a larger eps that would not show.
@@ -258,7 +254,7 @@ def test_constant_rows(device: str, dtype: torch.dtype, n: int) -> None:
 @devices
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("n", [5, 64, 1024])
-def test_not_finite(device: str, rms: bool, n: int) -> None:
+def test_not_finite(device, rms, n):
     """A NaN spoils its row and, through its gradient, that of the weight.
 
     An infinity becomes a NaN in its place.
@@ -281,7 +277,7 @@ def test_not_finite(device: str, rms: bool, n: int) -> None:
 
 @devices
 @pytest.mark.parametrize("rms", [False, True])
-def test_one_output_used(device: str, rms: bool) -> None:
+def test_one_output_used(device, rms):
     """Use one output.
 
     The gradient of the sum alone passes unchanged; that of y alone is the norm's own.
@@ -314,7 +310,7 @@ def test_one_output_used(device: str, rms: bool) -> None:
 
 @devices
 @pytest.mark.parametrize("n", [64, 77, 4096])
-def test_same_bits_every_time(device: str, n: int) -> None:
+def test_same_bits_every_time(device, n):
     rows = 20 if SIMULATED else 200
     x, weight, bias = (
         random(shape, torch.bfloat16, device, 6).requires_grad_()
@@ -328,7 +324,7 @@ def test_same_bits_every_time(device: str, n: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     x, weight = torch.zeros(2, 3, 8), torch.ones(8)
     refused(lambda: layer_norm(x.double(), weight, None, EPS), "layer_norm", "x", "float64")
     refused(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from tests.kernels.numerics.reference import (
 U = 2.0**-24  # half a unit in the last place of fp32
 GUARD = 7.0
 STEPS = 4
-SETTINGS: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6}
+SETTINGS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6}
 
 # Sizes around a pack, a block's stride and a chunk of 4,096.
 LARGE = [1023, 1024, 1030, 4095, 4096, 4097, 8200] + ([] if SIMULATED else [70_001])
@@ -40,9 +39,7 @@ class Placed:
     Guards surround them.
     """
 
-    def __init__(
-        self, sizes: list[int], offset: int, dtype: torch.dtype, device: str, seed: int | None
-    ) -> None:
+    def __init__(self, sizes, offset, dtype, device, seed):
         self.offset, self.views, self.whole = offset, [], []
         for i, n in enumerate(sizes):
             whole = torch.full((n + offset + 9,), GUARD, dtype=dtype, device=device)
@@ -51,7 +48,7 @@ class Placed:
             self.views.append(view)
             self.whole.append(whole)
 
-    def guarded(self) -> bool:
+    def guarded(self):
         return all(
             bool(
                 (w[: self.offset] == GUARD).all() and (w[self.offset + v.numel() :] == GUARD).all()
@@ -70,12 +67,12 @@ class Bound:
 
     def step(
         self,
-        old: tuple[torch.Tensor, ...],
-        new: tuple[torch.Tensor, ...],
-        g: torch.Tensor,
-        step: int,
-        decay: float,
-    ) -> None:
+        old,
+        new,
+        g,
+        step,
+        decay,
+    ):
         """Update the bound for one step.
 
         `old`, `new`: weights and moments in float64 before and after; `g`: the gradient, scale
@@ -105,15 +102,15 @@ class Bound:
 
 
 def check_adamw(
-    sizes: list[int],
-    dtype: torch.dtype,
-    copy: torch.dtype | None,
-    offsets: list[int],
-    device: str,
-    seed: int,
-    decay: float = 0.1,
-    scale: float = 0.75,
-) -> None:
+    sizes,
+    dtype,
+    copy,
+    offsets,
+    device,
+    seed,
+    decay=0.1,
+    scale=0.75,
+):
     """Run STEPS steps from zero moments.
 
     Values are within the running bound, copies exact, and no guard is overwritten.
@@ -129,7 +126,7 @@ def check_adamw(
     )
     bounds = [Bound() for _ in sizes]
 
-    def values() -> list[tuple[torch.Tensor, ...]]:
+    def values():
         found = []
         for p in exact:
             state = reference.state[p]
@@ -187,15 +184,15 @@ def check_adamw(
     seed=st.integers(0, 99),
 )
 def test_adamw(
-    device: str,
-    dtype: torch.dtype,
-    sizes: list[int],
-    copy: torch.dtype | None,
-    offset: int,
-    others: list[int],
-    alike: bool,
-    seed: int,
-) -> None:
+    device,
+    dtype,
+    sizes,
+    copy,
+    offset,
+    others,
+    alike,
+    seed,
+):
     check_adamw(sizes, dtype, copy, [offset] * 5 if alike else others, device, seed)
 
 
@@ -203,7 +200,7 @@ def test_adamw(
 @pytest.mark.parametrize(
     "offsets", [*([2 * (i == j) for j in range(5)] for i in range(5)), [0, 0, 0, 2, 2]]
 )
-def test_adamw_where_one_array_is_not_aligned(device: str, offsets: list[int]) -> None:
+def test_adamw_where_one_array_is_not_aligned(device, offsets):
     """Every pointer's alignment counts.
 
     The last case is a data-parallel rank's part of the weights and gradients.
@@ -213,18 +210,18 @@ def test_adamw_where_one_array_is_not_aligned(device: str, offsets: list[int]) -
 
 @pytest.mark.slow
 @devices
-def test_adamw_of_more_tensors_than_a_launch_holds(device: str) -> None:
+def test_adamw_of_more_tensors_than_a_launch_holds(device):
     sizes = [i * 37 % 101 for i in range(150)] + [5000, 0, 64]
     check_adamw(sizes, torch.float32, torch.bfloat16, [0] * 5, device, 3)
 
 
 @pytest.mark.parametrize("scale,decay", [(1.0, 0.0), (1.0, 0.5), (0.001, 0.1)])
-def test_adamw_settings(scale: float, decay: float) -> None:
+def test_adamw_settings(scale, decay):
     check_adamw([33, 1024], torch.float32, None, [0] * 5, "cpu", 5, decay, scale)
 
 
 @devices
-def test_small_steps_are_not_lost_in_rounded_coefficients(device: str) -> None:
+def test_small_steps_are_not_lost_in_rounded_coefficients(device):
     """Coefficients are not rounded before they are used.
 
     With beta2 = 0.9999, 1 - (float)beta2 would be off by 1.7e-4 of itself, and a decay of 1 - 1e-6
@@ -251,7 +248,7 @@ def test_small_steps_are_not_lost_in_rounded_coefficients(device: str) -> None:
 
 @devices
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_bad_gradient_shows(device: str, bad: float) -> None:
+def test_a_bad_gradient_shows(device, bad):
     w, g, m, v = (torch.ones(50, device=device) for _ in range(4))
     c = torch.ones(50, dtype=torch.bfloat16, device=device)
     g[[7, 49]] = bad
@@ -264,7 +261,7 @@ def test_a_bad_gradient_shows(device: str, bad: float) -> None:
 
 @devices
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf")])
-def test_a_scale_that_is_not_finite_skips_the_step(device: str, scale: float) -> None:
+def test_a_scale_that_is_not_finite_skips_the_step(device, scale):
     w, g, m, v = (torch.full((5000,), 2.0, device=device) for _ in range(4))
     c = torch.zeros(5000, dtype=torch.bfloat16, device=device)
     a, settings = torch.zeros_like(w), {**SETTINGS, "weight_decay": 0.1, "step": 1}
@@ -286,9 +283,7 @@ NARROW = [(True, True), (True, False), (False, True), (False, False)]
 @pytest.mark.parametrize("narrow", NARROW)
 @pytest.mark.parametrize("offset", [0, 2, 3])
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.9])
-def test_bf16_moments_are_rounded_from_those_in_fp32(
-    device: str, kernel: bool, narrow: tuple[bool, bool], offset: int, share: float
-) -> None:
+def test_bf16_moments_are_rounded_from_those_in_fp32(device, kernel, narrow, offset, share):
     """To the bit: an update with fp32 moments, and then round_, which leaves what bf16 has.
 
     The average is within three roundings of float64: of difference, product and sum.
@@ -325,7 +320,7 @@ def test_bf16_moments_are_rounded_from_those_in_fp32(
         assert all(placed.guarded() for placed in (w, *moments, c, a))
 
 
-def test_rounding_is_between_neighbours_and_right_on_average() -> None:
+def test_rounding_is_between_neighbours_and_right_on_average():
     """Over many steps, the mean of a rounded number is the number.
 
     The standard error of n rounding errors, each at most a distance d of bf16 numbers, is below
@@ -348,9 +343,7 @@ def test_rounding_is_between_neighbours_and_right_on_average() -> None:
 # -- scaling and norm ------------------------------------------------------------------------------
 
 
-def check_norm(
-    sizes: list[int], dtype: torch.dtype, offset: int, factor: float, device: str, seed: int
-) -> None:
+def check_norm(sizes, dtype, offset, factor, device, seed):
     """Check stored values bit for bit, and the sum within the rounding to fp32 (2^-24).
 
     fp64 leaves no other error.
@@ -374,21 +367,19 @@ def check_norm(
 @given(
     sizes=SIZES, offset=OFFSETS, factor=st.sampled_from([1.0, 0.3, -2.5]), seed=st.integers(0, 99)
 )
-def test_norm(
-    device: str, dtype: torch.dtype, sizes: list[int], offset: int, factor: float, seed: int
-) -> None:
+def test_norm(device, dtype, sizes, offset, factor, seed):
     check_norm(sizes, dtype, offset, factor, device, seed)
 
 
 @devices
-def test_norm_of_more_tensors_than_a_launch_holds(device: str) -> None:
+def test_norm_of_more_tensors_than_a_launch_holds(device):
     check_norm([i * 37 % 101 for i in range(300)] + [5000, 0], torch.float32, 0, 0.5, device, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(SIMULATED, reason="minutes in the simulator")
 @devices
-def test_norm_of_many_elements(device: str) -> None:
+def test_norm_of_many_elements(device):
     """Sum 3e7 equal terms.
 
     A running sum in fp32 would stop growing; here each of 7,500 or fewer sums is exact to 2^-45.
@@ -400,7 +391,7 @@ def test_norm_of_many_elements(device: str) -> None:
 
 @devices
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_bad_element_shows_in_the_norm(device: str, bad: float) -> None:
+def test_a_bad_element_shows_in_the_norm(device, bad):
     for place in (0, 5, 4999):
         x = [torch.ones(100, device=device), torch.ones(5000, device=device)]
         x[1][place] = bad
@@ -411,7 +402,7 @@ def test_a_bad_element_shows_in_the_norm(device: str, bad: float) -> None:
     assert float(scale_and_norm_([huge], 1e-24)) == pytest.approx(300.0, rel=1e-6)
 
 
-def test_norm_does_not_depend_on_the_number_of_threads() -> None:
+def test_norm_does_not_depend_on_the_number_of_threads():
     x, before = (
         [random((50_003,), torch.float32, "cpu", s) for s in range(3)],
         torch.get_num_threads(),
@@ -429,19 +420,17 @@ def test_norm_does_not_depend_on_the_number_of_threads() -> None:
 # -- both ------------------------------------------------------------------------------------------
 
 
-def test_empty_lists() -> None:
+def test_empty_lists():
     adamw_(AdamWInputs([], [], [], [], [], [], **SETTINGS, weight_decay=0.1, step=1))
     assert float(scale_and_norm_([])) == 0
     assert float(scale_and_norm_([torch.zeros(0), torch.zeros(3, 0)])) == 0
 
 
-def test_what_is_refused() -> None:
-    def run(
-        p: object = None, g: object = None, m: object = None, c: object = None, **more: object
-    ) -> None:
+def test_what_is_refused():
+    def run(p=None, g=None, m=None, c=None, **more):
         one = [torch.zeros(4)]
         settings = {**SETTINGS, "weight_decay": 0.1, "step": 1, **more}
-        adamw_(AdamWInputs(p or one, g or one, m or one, [torch.zeros(4)], c or [], [], **settings))  # type: ignore[arg-type]
+        adamw_(AdamWInputs(p or one, g or one, m or one, [torch.zeros(4)], c or [], [], **settings))
 
     strided = [torch.zeros(8, dtype=torch.bfloat16)[::2]]
     for values, figures in (
@@ -464,7 +453,7 @@ def test_what_is_refused() -> None:
 
 @devices
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_copy_keeps_any_nan(device: str, dtype: torch.dtype) -> None:
+def test_a_copy_keeps_any_nan(device, dtype):
     """A copy keeps any NaN, even one with all bits set.
 
     Rounding by an addition alone would turn it into 0, and CUDA makes such NaNs.

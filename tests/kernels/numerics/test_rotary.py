@@ -1,7 +1,5 @@
 """Rotary embedding against float64, for slices of a fused projection and any kind of tables."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,15 +28,13 @@ HEADS = st.one_of(
 )
 
 
-def tables(
-    s: int, b: int, half: int, own: bool, device: str, seed: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def tables(s, b, half, own, device, seed):
     """Return cos and sin [s, 1 or b, 1, half] of random angles."""
     angles = 7 * random((s, b if own else 1, 1, half), torch.float32, "cpu", seed).double()
     return angles.cos().float().to(device), angles.sin().float().to(device)
 
 
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def turned(x, cos, sin):
     """Rotate by the definition: a complex product for each pair."""
     half = cos.shape[-1]
     turn = torch.complex(cos.double().cpu(), sin.double().cpu())
@@ -46,7 +42,7 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((pairs.real, pairs.imag, x[..., 2 * half :]), dim=-1)
 
 
-def size(x: torch.Tensor, half: int) -> torch.Tensor:
+def size(x, half):
     """Return the size of the terms that make up an entry; zero where it is copied."""
     x = x.detach().abs()
     both = x[..., :half] + x[..., half : 2 * half]
@@ -67,17 +63,17 @@ def size(x: torch.Tensor, half: int) -> torch.Tensor:
     seed=st.integers(0, 99),
 )
 def test_rotary(
-    device: str,
-    dtype: torch.dtype,
-    s: int,
-    b: int,
-    heads: int,
-    d: int,
-    rest: int,
-    own: bool,
-    layout: str,
-    seed: int,
-) -> None:
+    device,
+    dtype,
+    s,
+    b,
+    heads,
+    d,
+    rest,
+    own,
+    layout,
+    seed,
+):
     """Rotate whole tensors, slices of a projection, misaligned ones, and [b, s, ..].
 
     Slices are of [.., heads, 3 d] or of [.., (heads + 2) d].
@@ -113,7 +109,7 @@ def test_rotary(
 
 
 @devices
-def test_other_strides(device: str) -> None:
+def test_other_strides(device):
     """Heads that share memory (stride 0) are read in place.
 
     A last dimension that is not contiguous is copied.
@@ -131,7 +127,7 @@ def test_other_strides(device: str) -> None:
 
 
 @devices
-def test_nan_stays_with_its_pair(device: str) -> None:
+def test_nan_stays_with_its_pair(device):
     x = random((1, 1, 2, 40), torch.float32, device, 0)
     cos, sin = tables(1, 1, 16, False, device, 1)
     x[0, 0, 0, 3] = x[0, 0, 1, 35] = float("nan")
@@ -140,7 +136,7 @@ def test_nan_stays_with_its_pair(device: str) -> None:
 
 @without_simulator
 @devices
-def test_positions_more_than_2_31_elements_apart(device: str) -> None:
+def test_positions_more_than_2_31_elements_apart(device):
     """Rotate two positions in memory that is otherwise untouched."""
     apart = 2**31 + 8
     x = zeros(apart + 8, device).as_strided((2, 1, 1, 8), (apart, 8, 8, 1))
@@ -149,7 +145,7 @@ def test_positions_more_than_2_31_elements_apart(device: str) -> None:
     assert torch.equal(rotate(x, cos, sin), rotate(x.contiguous(), cos, sin))
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     x, cos = torch.zeros(3, 2, 4, 16), torch.zeros(3, 1, 1, 8)
     refused(lambda: rotate(x.double(), cos, cos), "x", "float64")
     refused(lambda: rotate(x[0], cos, cos), "x", 3)

@@ -1,7 +1,5 @@
 """Softmax of scores: values and gradients against float64."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,18 +22,18 @@ from tests.kernels.numerics.reference import (
 RELATIVE = 2.0**-16
 
 
-def expected_softmax(x: torch.Tensor, hidden: torch.Tensor, scale: float) -> torch.Tensor:
+def expected_softmax(x, hidden, scale):
     return (x * scale).masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0)
 
 
 def compare(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    hidden: torch.Tensor,
-    scale: float,
-    dtype: torch.dtype,
-    seed: int,
-) -> None:
+    y,
+    x,
+    hidden,
+    scale,
+    dtype,
+    seed,
+):
     """Compare values and gradients with float64.
 
     The gradient starts from the rounded probabilities.
@@ -64,15 +62,15 @@ def compare(
     window=st.one_of(st.just(NO_WINDOW), st.integers(0, 300)),
 )
 def test_causal(
-    device: str,
-    dtype: torch.dtype,
-    batch: int,
-    queries: int,
-    more: int,
-    keys: int,
-    seed: int,
-    window: int,
-) -> None:
+    device,
+    dtype,
+    batch,
+    queries,
+    more,
+    keys,
+    seed,
+    window,
+):
     """Apply the causal mask, also with more keys than queries, as in generation."""
     keys = max(keys, queries) if more else max(queries, 1)
     scale = 0.3 + seed / 50
@@ -96,17 +94,17 @@ def test_causal(
     window=st.one_of(st.just(NO_WINDOW), st.integers(0, 300)),
 )
 def test_masked(
-    device: str,
-    dtype: torch.dtype,
-    batch: int,
-    heads: int,
-    queries: int,
-    keys: int,
-    shared: bool,
-    share: float,
-    seed: int,
-    window: int,
-) -> None:
+    device,
+    dtype,
+    batch,
+    heads,
+    queries,
+    keys,
+    shared,
+    share,
+    seed,
+    window,
+):
     """Apply a mask; a row that sees no key is zero and has no gradient."""
     x = random((batch, heads, queries, keys), dtype, device, seed, scale=3.0).requires_grad_()
     generator = torch.Generator().manual_seed(seed)
@@ -117,7 +115,7 @@ def test_masked(
 
 
 @devices
-def test_scores_without_bound(device: str) -> None:
+def test_scores_without_bound(device):
     """Large scores do not overflow, and an infinite one is NaN rather than a wrong number."""
     x = torch.tensor([[3e38, -3e38, 1.0, 2.0]] * 4, device=device)
     assert causal_softmax(x)[-1].tolist() == [1, 0, 0, 0]
@@ -126,7 +124,7 @@ def test_scores_without_bound(device: str) -> None:
     assert causal_softmax(x)[3, 0].isnan()
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     scores, mask = torch.zeros(2, 3, 4, 8), torch.zeros(2, 1, 4, 8, dtype=torch.bool)
     refused(lambda: causal_softmax(scores.double()), "scores", "float64")
     refused(lambda: masked_softmax(scores, mask[..., :7]), "mask", [2, 1, 4, 7], [2, 1, 4, 8])

@@ -1,10 +1,5 @@
 """Measurements and the figures derived from them, without waiting for any clock."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -27,7 +22,7 @@ from megatron.planner.trace import trace
 from tests.helpers.clock import VirtualClock
 
 CPU = torch.device("cpu")
-MODEL: dict[str, Any] = dict(
+MODEL = dict(
     num_layers=2,
     hidden_size=64,
     num_attention_heads=4,
@@ -39,14 +34,14 @@ MODEL: dict[str, Any] = dict(
 )
 
 
-def test_a_point_is_a_rate_or_seconds() -> None:
+def test_a_point_is_a_rate_or_seconds():
     assert FigureTask("products.float32", (1, 2, 3), lambda: lambda: None, 6.0).value(2.0) == 3.0
     assert FigureTask("messages", (1, 8), lambda: lambda: None).value(3.0) == 3.0
 
 
 def test_the_median_of_all_rounds_counts_and_pieces_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """The median of all rounds counts.
 
     The clock returns the number of its calls times a factor: one for the warm-up, then three
@@ -62,11 +57,11 @@ def test_the_median_of_all_rounds_counts_and_pieces_are_counted(
     assert found == pytest.approx([3e-3 / 4])
 
 
-def test_what_comes_before_a_message_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = list[str]()
+def test_what_comes_before_a_message_does_not_count(monkeypatch):
+    done = []
     costs = {"before": 3e-3, "message": 2e-3}
 
-    def elapsed(work: tasks.Work, calls: int, *_: object) -> float:
+    def elapsed(work, calls, *_):
         done.clear()
         work()
         return calls * sum(costs[name] for name in done)
@@ -83,18 +78,18 @@ def test_what_comes_before_a_message_does_not_count(monkeypatch: pytest.MonkeyPa
 
 
 def test_measuring_ends_by_the_clock_once_all_were_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """Measuring ends by the clock once every task has been measured.
 
     Limits are by this process's clock or a partner's: one pass over all, then no more than the next
     task's memory.
     """
 
-    def measured(largest: tasks.Largest | None, step_s: float) -> list[int]:
-        made, clock = list[int](), VirtualClock()
+    def measured(largest, step_s):
+        made, clock = [], VirtualClock()
 
-        def task(i: int) -> FigureTask:
+        def task(i):
             return FigureTask(
                 "a", (i,), lambda: made.append(i) or clock.advance(step_s) or (lambda: None)
             )
@@ -108,7 +103,7 @@ def test_measuring_ends_by_the_clock_once_all_were_measured(
     assert measured(None, 0.1) == [0, 1] * tasks.PASSES
 
 
-def test_groups_of_ranks() -> None:
+def test_groups_of_ranks():
     assert kinds_of_groups(1, 1) == []
     assert kinds_of_groups(4, 4) == [GroupShape(1, 2, 1), GroupShape(2, 2, 1), GroupShape(1, 4, 1)]
     assert kinds_of_groups(8, 4) == [
@@ -139,7 +134,7 @@ def test_groups_of_ranks() -> None:
         {"attention_backend": "unfused"},
     ],
 )
-def test_every_task_runs(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_task_runs(changes, monkeypatch):
     """Every task does its work once, on a small model.
 
     Figures are those that the time model asks for, and products those that a trace lists.
@@ -180,7 +175,7 @@ def test_every_task_runs(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     assert len(set(places)) == len(places), "no point is measured twice"
 
 
-def test_the_tiny_model_is_of_the_same_kind() -> None:
+def test_the_tiny_model_is_of_the_same_kind():
     small = tiny(
         Config.create(**{**MODEL, "swiglu": True, "normalization": "rmsnorm", "num_layers": 2}), 3
     ).model
@@ -192,8 +187,8 @@ def test_the_tiny_model_is_of_the_same_kind() -> None:
     )
 
 
-def found_of(points: dict[str, list[list[float]]], **changes: Any) -> MachineMeasurements:
-    values: dict[str, Any] = dict(
+def found_of(points, **changes):
+    values = dict(
         points=points,
         host=HostSeconds(3e-4, 4e-4, 6e-4, 5e-3),
         device="a CPU",
@@ -207,7 +202,7 @@ def found_of(points: dict[str, list[list[float]]], **changes: Any) -> MachineMea
     return MachineMeasurements(**{**values, **changes})
 
 
-POINTS: dict[str, list[list[float]]] = {
+POINTS = {
     "products.float32": [[64, 256, 64, 0.05], [128, 64, 256, 0.08]],
     "update_gb_per_s": [[20.0]],
     "attention.float32.forward": [[64, 16, 0.02]],
@@ -218,7 +213,7 @@ POINTS: dict[str, list[list[float]]] = {
 }
 
 
-def test_a_measured_machine_loads_and_plans(tmp_path: Path) -> None:
+def test_a_measured_machine_loads_and_plans(tmp_path):
     cluster = machine(found_of(POINTS), "here", ["--num-layers", "2"])
     write_cluster(cluster, tmp_path / "here.toml")
     recompute = read_cluster(tmp_path / "here.toml")
@@ -247,7 +242,7 @@ def test_a_measured_machine_loads_and_plans(tmp_path: Path) -> None:
     assert "tools/calibrate.py" in recompute.compute["memory.copy"].source
 
 
-def test_of_a_gpu_the_host_runs_ahead_and_the_peak_is_published() -> None:
+def test_of_a_gpu_the_host_runs_ahead_and_the_peak_is_published():
     points = {name.replace("float32", "bfloat16"): rows for name, rows in POINTS.items()}
     changes = dict(device="NVIDIA H100 80GB HBM3", device_type="cuda", per_node=2, memory_gib=79.6)
     cluster = machine(found_of(points, **changes), "gpus", [])

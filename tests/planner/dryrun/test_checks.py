@@ -1,9 +1,5 @@
 """Comparisons between ranks, on messages changed by hand."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from megatron.pipeline.orders import RECEIVES, SENDS
@@ -26,7 +22,7 @@ POSTED = [RankMessage(i, SHAPE, "bfloat16") for i in PLAN if i.op in SENDS | REC
     ],
     ids=["too few", "too many", "shape", "dtype", "order"],
 )
-def test_a_mistake_in_a_message_is_named(change: Any, expected: str) -> None:
+def test_a_mistake_in_a_message_is_named(change, expected):
     messages = [*POSTED]
     assert check_messages(1, messages, PLAN, SHAPE, "bfloat16") == []
     change(messages)
@@ -34,11 +30,11 @@ def test_a_mistake_in_a_message_is_named(change: Any, expected: str) -> None:
     assert (finding.kind, finding.rank) == ("messages", 1) and expected in finding.text
 
 
-def call(rows: int) -> Collective:
+def call(rows):
     return Collective("allreduce", ((rows,),), "float32")
 
 
-def test_members_of_a_group_must_post_the_same() -> None:
+def test_members_of_a_group_must_post_the_same():
     """Members of a shared group must post the same.
 
     Rank 4 may post anything in a group without rank 0.

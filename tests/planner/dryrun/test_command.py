@@ -1,9 +1,5 @@
 """`pretrain_gpt.py --dry-run`: its output and its exit code."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from megatron.config.command_line import parse_plan
@@ -23,7 +19,7 @@ SMALL = (
 
 
 @pytest.mark.slow
-def test_the_program_speaks_once_for_a_job_of_any_size() -> None:
+def test_the_program_speaks_once_for_a_job_of_any_size():
     """A dry run prints once for a job of any size.
 
     It needs no launcher, data or length; under a launcher only the first process prints.
@@ -39,7 +35,7 @@ def test_the_program_speaks_once_for_a_job_of_any_size() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_fit_ends_with_3(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_fit_ends_with_3(capsys):
     """A model that does not fit ends with 3.
 
     A layer of 12 h^2 parameters on each rank, 7.9 billion with 18 bytes each, takes 132 GiB.
@@ -52,7 +48,7 @@ def test_a_model_that_does_not_fit_ends_with_3(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-def test_a_process_must_fit_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_must_fit_on_a_cpu(monkeypatch):
     """A limit of memory counts interpreter and libraries, where the tensors alone would fit."""
     monkeypatch.setattr(rehearsal, "device_of", lambda _: "cpu")
     for gib, code in ((0.3, 3), (0.6, 0)):
@@ -61,12 +57,10 @@ def test_a_process_must_fit_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_that_fits_but_cannot_run_ends_with_3(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_fits_but_cannot_run_ends_with_3(capsys, monkeypatch):
     send = StageMessages.send
 
-    def shorter(self: StageMessages, instruction: Any, tensor: Any) -> None:
+    def shorter(self, instruction, tensor):
         send(self, instruction, tensor[:32])
 
     monkeypatch.setattr(StageMessages, "send", shorter)
@@ -76,7 +70,7 @@ def test_a_job_that_fits_but_cannot_run_ends_with_3(
 
 
 @pytest.mark.slow
-def test_a_job_of_known_length_and_machine_has_a_cost(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_of_known_length_and_machine_has_a_cost(capsys):
     """It is that of all steps, as the planner predicts them, on the nodes of the job."""
     argv = [*SMALL, "--world-size", "16", "--cluster", "frontier", "--train-iters", "90000000"]
     assert dry_run(argv) == 0
@@ -96,6 +90,6 @@ def test_a_job_of_known_length_and_machine_has_a_cost(capsys: pytest.CaptureFixt
         (["--world-size", "4", "--num-layer", "3"], "--num-layer"),
     ],
 )
-def test_what_cannot_be_is_an_error_of_the_user(arguments: list[str], named: str) -> None:
+def test_what_cannot_be_is_an_error_of_the_user(arguments, named):
     with pytest.raises(ConfigError, match=named):
         dry_run([*SMALL, *arguments])

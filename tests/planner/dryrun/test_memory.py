@@ -1,7 +1,5 @@
 """Counted memory, against allocations that can be added up by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,16 +13,16 @@ from megatron.planner.memory import CATEGORIES, GPU_BLOCK, changes, find_peak
 KIB = 1 << 10
 
 
-def zeros(kib: int) -> torch.Tensor:
+def zeros(kib):
     return torch.zeros(kib * KIB // 4, device="meta")
 
 
-def total(follower: RankRecorder) -> float:
+def total(follower):
     """Return the bytes allocated and not freed."""
     return float(changes(follower.steps, GPU_BLOCK, {}).sum())
 
 
-def test_peak_of_tensors_that_come_and_go() -> None:
+def test_peak_of_tensors_that_come_and_go():
     """The peak of 8 + 4, minus 8, plus 6 is 12 KiB, not 18.
 
     At the peak, the first two tensors are live.
@@ -45,7 +43,7 @@ def test_peak_of_tensors_that_come_and_go() -> None:
     assert total(follower) == 0
 
 
-def test_a_tensor_that_changes_its_category_is_held_once() -> None:
+def test_a_tensor_that_changes_its_category_is_held_once():
     follower = RankRecorder("meta")
     with followed(follower):
         a = zeros(8)
@@ -61,7 +59,7 @@ def test_a_tensor_that_changes_its_category_is_held_once() -> None:
     assert total(follower) == 0
 
 
-def test_views_take_nothing_and_keep_what_they_look_at() -> None:
+def test_views_take_nothing_and_keep_what_they_look_at():
     follower = RankRecorder("meta")
     with followed(follower):
         a = zeros(8)
@@ -73,7 +71,7 @@ def test_views_take_nothing_and_keep_what_they_look_at() -> None:
     assert total(follower) == 0
 
 
-def test_what_autograd_keeps_is_held_until_the_backward_pass() -> None:
+def test_what_autograd_keeps_is_held_until_the_backward_pass():
     """Tensors saved by autograd are held until the backward pass.
 
     x^3 keeps x, and exp keeps its result; both are then freed.
@@ -91,7 +89,7 @@ def test_what_autograd_keeps_is_held_until_the_backward_pass() -> None:
     assert total(follower) == 2 * 4 * KIB, "x and its gradient"
 
 
-def test_a_copy_to_the_host_does_not_count() -> None:
+def test_a_copy_to_the_host_does_not_count():
     follower = RankRecorder("meta")
     with followed(follower):
         a = zeros(8)
@@ -104,14 +102,14 @@ def test_a_copy_to_the_host_does_not_count() -> None:
     assert total(follower) == 0
 
 
-def test_numbers_are_read_without_values() -> None:
+def test_numbers_are_read_without_values():
     with followed(RankRecorder("meta")):
         x = torch.zeros(4, device="meta")
         assert float(x.sum()) == 1.0 and not bool(x.isnan().any())
         assert torch.equal(x, x)
 
 
-def test_attention_of_a_gpu_keeps_no_scores() -> None:
+def test_attention_of_a_gpu_keeps_no_scores():
     """Attention of a GPU keeps queries, keys and values, the result, and n s fp32 numbers.
 
     Queries, keys and values are [b, n, s, d] in bf16.
@@ -129,7 +127,7 @@ def test_attention_of_a_gpu_keeps_no_scores() -> None:
     assert 0 <= kept - (4 * 2 * b * n * s * d + 4 * b * n * s) <= 4 * GPU_BLOCK
 
 
-def test_what_is_on_its_way_is_held_until_somebody_waits() -> None:
+def test_what_is_on_its_way_is_held_until_somebody_waits():
     """Tensors are held until their collective is awaited, as in NCCL and gloo; so are messages."""
     follower = RankRecorder("meta")
     config = Config.create(
@@ -161,7 +159,7 @@ def test_what_is_on_its_way_is_held_until_somebody_waits() -> None:
     assert not dist.is_initialized(), "nothing is left of the process group"
 
 
-def test_a_process_of_another_job_is_refused() -> None:
+def test_a_process_of_another_job_is_refused():
     config = Config.create(
         num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=50
     )

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from megatron.config import Config
 from megatron.config.command_line import parse_plan
 from megatron.data.sampler import MicroBatch
 from megatron.engine.engine import build_executor
 from megatron.model.gpt import global_shapes
-from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import StageMessages
 from megatron.planner.cluster import load_cluster
 from megatron.planner.dryrun.rank import run_rank
 from megatron.planner.dryrun.rehearsal import (
-    Rehearsal,
     enough_micro_batches,
     members_of,
     memory_limit_bytes,
@@ -45,7 +40,7 @@ PP4 = "--pipeline-model-parallel-size 4 --num-layers 4 --bf16"
 MESSAGE_BYTES = 64 * 2 * 64 * 2  # [s, b, h] in bf16
 
 
-def make(flags: str) -> Config:
+def make(flags):
     return parse_plan(f"{BASE} {flags}".split())
 
 
@@ -55,24 +50,24 @@ def make(flags: str) -> Config:
 class _Follow(OperatorRecorder):
     """Count memory in the same way, on tensors with data."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.steps: list[Alloc | Free] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return self.run(func, args, kwargs or {})
 
-    def follows(self, tensor: torch.Tensor) -> bool:
+    def follows(self, tensor):
         return tensor.is_cpu
 
-    def allocated(self, step: Alloc, tensor: torch.Tensor) -> None:
+    def allocated(self, step, tensor):
         self.steps.append(step)
 
-    def freed(self, step: Free) -> None:
+    def freed(self, step):
         self.steps.append(step)
 
 
-def real_peak(rank: int, flags: str) -> float:
+def real_peak(rank, flags):
     """Return the peak bytes in two real steps of a rank."""
     config, follower = make(flags), _Follow()
     b, s, count = config.batch.micro_batch_size, config.model.seq_length, config.num_micro_batches()
@@ -88,7 +83,7 @@ def real_peak(rank: int, flags: str) -> float:
             job.executor.train(batches, loss_scale=job.engine.loss_scale)
             job.step()
         job.engine.wait_for_weights()
-    made: dict[int, Alloc] = {}
+    made = {}
     held = changes(follower.steps[:before], CPU_BLOCK, made).sum()
     return float(held + find_peak(changes(follower.steps[before:], CPU_BLOCK, made))[0].sum())
 
@@ -106,7 +101,7 @@ MORE = pytest.mark.campaign("memory")
         pytest.param("--world-size 2 --global-batch-size 12 --bf16", marks=MORE),
     ],
 )
-def test_a_rank_allocates_what_a_real_one_does(flags: str) -> None:
+def test_a_rank_allocates_what_a_real_one_does(flags):
     """A rehearsed rank allocates as much as a real one, except for a number or two on one process.
 
     Between several, a message may copy its argument, unseen, and free it. A rehearsed one holds it
@@ -120,14 +115,14 @@ def test_a_rank_allocates_what_a_real_one_does(flags: str) -> None:
         assert abs(found - peak) <= allowed, f"rank {rank}: {found} instead of {peak}"
 
 
-def test_at_most_two_layers_are_gathered_with_stage_3() -> None:
+def test_at_most_two_layers_are_gathered_with_stage_3():
     few = "--num-layers 12 --seq-length 8 --micro-batch-size 1 --global-batch-size 4"
     (rank,) = rehearse(make(f"{few} --zero-stage 3 --world-size 2"), None, "cpu").ranks
     whole, layer = 4 * rank.parameters, 4 * 12 * 64**2
     assert rank.peak.weights < 1.1 * (whole / 2 + 2 * layer)
 
 
-def test_the_copy_of_a_save_in_the_background_is_counted() -> None:
+def test_the_copy_of_a_save_in_the_background_is_counted():
     """A background save copies fp32 weights and two moments of each parameter, without padding.
 
     Each copy begins on 64 bytes.
@@ -166,7 +161,7 @@ ZERO_BUBBLE = "--enable-zbh1-pipeline"
         ),
     ],
 )
-def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(flags: str) -> None:
+def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(flags):
     """The tested ranks and micro-batches represent all.
 
     No rank needs more than its representative. All micro-batches add nothing except, on the last
@@ -188,7 +183,7 @@ def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(flags: str
 # -- findings --------------------------------------------------------------------------------------
 
 
-def test_a_job_that_runs() -> None:
+def test_a_job_that_runs():
     config = make(f"{PP2} {CUT} --world-size 8 --global-batch-size 8")
     found = rehearse(config, load_cluster("frontier"))
     assert found.findings == () and found.device == "gpu"
@@ -211,7 +206,7 @@ def test_a_job_that_runs() -> None:
     ("line", "limit"),
     [("0::/job/step", 3 << 30), ("4:memory:/job/step", 2 << 30), ("3:cpuset:/job", None)],
 )
-def test_a_limit_of_the_job_is_the_memory(tmp_path: Path, line: str, limit: int | None) -> None:
+def test_a_limit_of_the_job_is_the_memory(tmp_path, line, limit):
     """A group without a limit of its own has that of the group around it."""
     for name, value in {
         "job/step/memory.max": "max",
@@ -226,28 +221,28 @@ def test_a_limit_of_the_job_is_the_memory(tmp_path: Path, line: str, limit: int 
     assert memory_limit_bytes(membership, tmp_path) == (limit or everything)
 
 
-def broken(config: Config, **more: Any) -> Rehearsal:
+def broken(config, **more):
     found = rehearse(config, load_cluster("frontier"), **more)
     assert found.findings
     return found
 
 
-def test_one_receive_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_receive_too_few(monkeypatch):
     """One receive is missing: the receiver makes up a tensor instead."""
     receive, take = StageMessages.receive, StageMessages.take
 
-    def forgotten(instruction: Any) -> bool:
+    def forgotten(instruction):
         return (
             instruction.op.name == "RECV_FORWARD"
             and instruction.stage == 1
             and instruction.micro_batch == 1
         )
 
-    def fewer(self: StageMessages, instruction: Any, *args: Any) -> None:
+    def fewer(self, instruction, *args):
         if not forgotten(instruction):
             receive(self, instruction, *args)
 
-    def anything(self: StageMessages, instruction: Any) -> torch.Tensor:
+    def anything(self, instruction):
         return (
             torch.zeros(64, 2, 64, dtype=torch.bfloat16, device="meta")
             if forgotten(instruction)
@@ -268,17 +263,17 @@ def test_one_receive_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_an_executor_that_differs_from_the_others(
-    change: dict[str, Any],
-    kind: str,
-    words: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    change,
+    kind,
+    words,
+    monkeypatch,
+):
     """An executor that differs from the others is found.
 
     It waits for another type, or its code fails, and its rank and line are named.
     """
 
-    def build(config: Config, topology: Topology, *rest: Any) -> Any:
+    def build(config, topology, *rest):
         executor = build_executor(config, topology, *rest)
         if topology.pipeline.rank == 1:
             vars(executor).update(change)
@@ -295,12 +290,12 @@ def test_an_executor_that_differs_from_the_others(
         )
 
 
-def test_collectives_that_differ_between_tensor_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_that_differ_between_tensor_ranks(monkeypatch):
     from megatron.parallel import collectives
 
     gather = collectives.gather_first_async
 
-    def twice(x: torch.Tensor, group: Any) -> Any:
+    def twice(x, group):
         if group.kind == "tensor" and group.is_last:
             gather(x, group)
         return gather(x, group)
@@ -322,7 +317,7 @@ WIDE = "--vocab-size 100000 --cross-entropy-chunk-tokens 0 --num-layers 1 --micr
     ],
     ids=["model", "logits", "scores"],
 )
-def test_what_does_not_fit_is_named_with_what_to_do(flags: str, gib: float, advice: str) -> None:
+def test_what_does_not_fit_is_named_with_what_to_do(flags, gib, advice):
     cluster = dataclasses.replace(load_cluster("frontier"), memory_gib=gib / (1 - HEADROOM))
     found = rehearse(make(f"--bf16 {flags}"), cluster)
     finding = found.findings[0]
@@ -351,6 +346,6 @@ def test_what_does_not_fit_is_named_with_what_to_do(flags: str, gib: float, advi
         ),
     ],
 )
-def test_every_kind_of_model_runs(device: str, flags: str) -> None:
+def test_every_kind_of_model_runs(device, flags):
     size = "--pipeline-model-parallel-size 2 --global-batch-size 4"
     assert rehearse(make(f"{size} {flags}"), None, device).findings == ()

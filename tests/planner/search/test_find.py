@@ -1,7 +1,5 @@
 """Search, against an estimate of every layout of small spaces."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal
@@ -28,18 +26,18 @@ MORE = pytest.mark.campaign("search")
 
 
 def given(
-    gib: float = 57.6,
-    worlds: tuple[int, ...] = (8,),
-    batches: tuple[int, ...] = (8,),
-    **wanted: tuple,
-) -> LayoutSearch:
+    gib=57.6,
+    worlds=(8,),
+    batches=(8,),
+    **wanted,
+):
     base = make_config(None, MODEL, max(batches))
     return LayoutSearch(
         LayoutSpace(base, "a model", FRONTIER, worlds, {"gbs": batches, **wanted}), gib * GIB
     )
 
 
-def every_layout(of: LayoutSearch) -> list[tuple[float, CandidateLayout]]:
+def every_layout(of):
     """Return (score, layout) of all valid layouts that fit, the best first.
 
     Each is on the best of a few placements.
@@ -87,7 +85,7 @@ def test_the_search_finds_what_estimating_everything_finds(gib, wanted, monkeypa
     found, everything = search(of, top=5), every_layout(of)
     assert len(found.estimated) < len(everything)
     assert found.estimated[0].score == pytest.approx(everything[0][0], rel=1e-9)
-    best: dict[object, float] = {}
+    best = {}
     for score, layout in everything:
         for value in values_of(layout, 8):
             best.setdefault(value, score)
@@ -110,7 +108,7 @@ def test_two_processes_find_what_one_finds():
 def test_a_process_that_is_killed_ends_the_search(monkeypatch):
     here = os.getpid()
 
-    def memory(*_: object, **__: object) -> None:
+    def memory(*_, **__):
         assert os.getpid() != here
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -125,7 +123,7 @@ def test_no_layer_more_is_recomputed_than_must_be():
     switches = dict(zero=(1,), sp=(True,), overlap=(False,))
     of = given(3.5, tp=(4,), pp=(1,), mbs=(1, 2, 4, 8), recompute=("full:block",), **switches)
     found = search(of)
-    fewest: dict[object, CandidateLayout] = {}
+    fewest = {}
     for _, layout in sorted(every_layout(of), key=lambda pair: pair[1].recompute):
         fewest.setdefault(layout.sizes, layout)
     chosen = {judged.layout._replace(rank_order="", device_order=()) for judged in found.estimated}

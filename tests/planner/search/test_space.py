@@ -1,7 +1,5 @@
 """Space of layouts: exactly those that a configuration accepts; its fixed part is a model alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
@@ -20,14 +18,12 @@ FLAGS = (
 ).split()
 
 
-def space(
-    devices: int = 16, batches: tuple[int, ...] = (24, 32), flags: str = "", **wanted: tuple
-) -> LayoutSpace:
+def space(devices=16, batches=(24, 32), flags="", **wanted):
     base = make_config(None, [*FLAGS, *flags.split()], max(batches))
     return LayoutSpace(base, "a model", FRONTIER, (devices,), {"gbs": batches, **wanted})
 
 
-def is_valid(where: LayoutSpace, layout: CandidateLayout) -> bool:
+def is_valid(where, layout):
     try:
         config = where.config(layout)
     except ConfigError:
@@ -103,7 +99,7 @@ def test_recomputation_of_stages_of_several_sizes():
 
 
 def test_what_was_asked_for_counts():
-    def sizes(where: LayoutSpace) -> set[tuple[int, int]]:
+    def sizes(where):
         return {(s.tp, s.pp) for s in where.sizes(Rejections())}
 
     assert {tp for tp, _ in sizes(space(tp=(2, 4)))} == {2, 4}

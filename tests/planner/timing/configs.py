@@ -1,12 +1,7 @@
 """Random configurations for the tests of the time model, and machines for them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from hypothesis import strategies as st
 
-from megatron.config import Config
 from tests.planner.layouts import planned
 
 SIZES = (
@@ -42,7 +37,7 @@ RECOMPUTE = """
 
 
 @st.composite
-def configs(draw: Any) -> Config:
+def configs(draw):
     """Draw a run on up to 64 devices."""
     t, p = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
     d, b = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
@@ -69,6 +64,6 @@ def configs(draw: Any) -> Config:
     )
 
 
-def run(*flags: str) -> Config:
+def run(*flags):
     """Return a small run in bf16 on as many devices as its layout needs."""
     return planned(SIZES, "--bf16", *flags)

@@ -1,7 +1,5 @@
 """Seconds of passes: work that hides messages, against closed forms."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,11 +24,11 @@ def test_a_message_behind_a_computation(first, second):
     The device waits for the part that its work does not cover.
     """
 
-    def steps_with(group: str) -> Pass:
+    def steps_with(group):
         posts = Post(GroupMessage("a", first), 1), Post(GroupMessage("b", second, group), 2)
         return Pass((*posts, WORK, Wait(1), WORK, Wait(2)), ("",) * 6)
 
-    def seconds(_: str, size: float, group: str) -> float:
+    def seconds(_, size, group):
         return size * ONE
 
     steps, one = steps_with("tensor"), max(1.0, first)

@@ -1,7 +1,5 @@
 """Estimates of whole steps: parts, bounds, and closed forms of the machine's figures."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 from megatron.config.command_line import parse_plan
 from megatron.model import formulas
 from megatron.planner.channels import Channels
-from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.cluster import load_cluster
 from megatron.planner.compute import Figure
 from megatron.planner.timing import PARTS, estimate, explain, folded_seconds
 from megatron.planner.timing.estimate import busiest_rank
@@ -25,7 +23,7 @@ CROWDED = dataclasses.replace(FRONTIER, shared_cores=4, device_type="cpu")
 MACHINES = {"frontier": FRONTIER, "crowded": CROWDED}
 
 
-def with_figures(cluster: Cluster, **values: float) -> Cluster:
+def with_figures(cluster, **values):
     """Replace some of a machine's single figures."""
     figures = [Figure(name, ((value,),), "assumed", "for a test") for name, value in values.items()]
     return cluster.with_figures(figures)
@@ -42,7 +40,7 @@ SECONDS = {
 }
 
 
-def slowed(factor: float) -> Cluster:
+def slowed(factor):
     """Return Frontier with all rates divided, and all latencies multiplied."""
     rates = {
         name: {key: rate / factor for key, rate in getattr(FRONTIER, name).items()}
@@ -161,7 +159,7 @@ def test_bf16_moments_and_an_average_count_in_the_update():
     8 for scaled gradients.
     """
 
-    def update_s(flags: str = "") -> float:
+    def update_s(flags=""):
         return estimate(run(flags), FRONTIER).breakdown["optimizer"]
 
     plain, narrow = update_s(), "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
@@ -178,7 +176,7 @@ def test_bf16_moments_and_an_average_count_in_the_update():
 
 
 def test_the_update_is_divided_over_replicas_by_zero_alone():
-    def update_s(replicas: int, stage: int) -> float:
+    def update_s(replicas, stage):
         config = run(f"--world-size {replicas} --global-batch-size {replicas} --zero-stage {stage}")
         return estimate(config, FRONTIER).breakdown["optimizer"]
 
@@ -262,7 +260,7 @@ def test_the_use_of_the_peak():
         "--world-size 16 --global-batch-size 32",
     ],
 )
-def test_the_explanation_adds_up(more: str):
+def test_the_explanation_adds_up(more):
     """The explanation adds up: printed terms give the printed sums of the estimate."""
     found = estimate(run(more), FRONTIER)
     tables = {table.title: table for table in explain(found)}
@@ -282,7 +280,7 @@ def test_the_explanation_adds_up(more: str):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_listed_messages_of_zero_are_all_that_a_step_waits_for(stage: int):
+def test_listed_messages_of_zero_are_all_that_a_step_waits_for(stage):
     """On a CPU nothing is hidden: the messages that are listed are the data-parallel part."""
     zero = f"--zero-stage {stage} --zero-shard-size {4 if stage > 1 else 0}"
     config = run("--world-size 16 --global-batch-size 32 --zero-reduce-bucket-size 300000", zero)
@@ -301,7 +299,7 @@ def test_listed_messages_of_zero_are_all_that_a_step_waits_for(stage: int):
     assert row[1:] == (f"{divided[stage]}states over 16", f"stage {stage}")
 
 
-def _seconds(text: str) -> float:
+def _seconds(text):
     number, unit = text.split()
     return float(number) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[unit]
 

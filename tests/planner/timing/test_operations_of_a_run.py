@@ -1,18 +1,13 @@
 """Traces against the operations of a run: every matrix product and tensor-parallel message."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.kernels.choose import AttentionFeatures, choose_attention
 from megatron.kernels.cost import Attention, Product
@@ -41,7 +36,7 @@ PRODUCTS = {
 }
 
 
-def key(m: int, n: int, k: int, batch: int) -> tuple[int, ...]:
+def key(m, n, k, batch):
     """Return the key of a product; autograd may transpose a batched one: [n, k] x [k, m]."""
     return (m, n, k, 1) if batch == 1 else (min(m, n), max(m, n), k, batch)
 
@@ -52,18 +47,18 @@ class Products(TorchDispatchMode):
     Attention's own kernels are one operator each.
     """
 
-    def __init__(self, batched: bool) -> None:
+    def __init__(self, batched):
         super().__init__()
-        self.batched, self.found, self.order = batched, Counter[tuple[int, ...]](), list[Any]()
+        self.batched, self.found, self.order = batched, Counter[tuple[int, ...]](), []
         self.attention = Counter[str]()
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:
+    def _should_skip_dynamo(cls):
         # Otherwise each process would import torch's compiler, for seconds, only to keep it out of
         # here.
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if name in PRODUCTS and (self.batched or name in ("mm", "addmm")):
             a, b = (args[i] for i in PRODUCTS[name])
@@ -76,12 +71,12 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def ran(rank: int, cases: list[str]) -> list[Any]:
+def ran(rank, cases):
     """Return this rank's products and messages in a step of two micro-batches, for each case."""
     return [_ran(Job(planned(case))) for case in cases]
 
 
-def _ran(job: Job) -> Any:
+def _ran(job):
     config = job.config
     s, b = config.model.seq_length, config.batch.micro_batch_size
     tokens = torch.randint(
@@ -98,23 +93,23 @@ def _ran(job: Job) -> Any:
 
 
 @contextmanager
-def messages_of(group: Any, order: list[Any]) -> Iterator[None]:
+def messages_of(group, order):
     """Return ("post", collective, bytes, number) and ("wait", number) of a group, in `order`."""
     original, whole = collectives.start, collectives.all_reduce
 
-    def post(call: str, size: int) -> int:
+    def post(call, size):
         number = sum(event[0] == "post" for event in order)
         order.append(("post", call, size, number))
         return number
 
-    def start(call: bytes, of: Any, size: int, *args: Any, **kwargs: Any) -> Any:
+    def start(call, of, size, *args, **kwargs):
         work = original(call, of, size, *args, **kwargs)
         if of is not group:
             return work
         number, wait = post(call.decode(), size), work.wait
         return SimpleNamespace(wait=lambda: (order.append(("wait", number)), wait()))
 
-    def all_reduce(x: torch.Tensor, of: Any, *args: Any) -> torch.Tensor:
+    def all_reduce(x, of, *args):
         if of is group and of.size > 1:
             order.append(("wait", post("all_reduce", x.nbytes)))
         return whole(x, of, *args)
@@ -126,14 +121,14 @@ def messages_of(group: Any, order: list[Any]) -> Iterator[None]:
         collectives.start, collectives.all_reduce = original, whole
 
 
-def listed(config: Config, rank: int) -> Any:
+def listed(config, rank):
     """Return the same from the trace."""
     traced, products, sent = (
         trace(config, "cpu"),
         Counter[tuple[int, ...]](),
         Counter[tuple[str, int]](),
     )
-    attention: Counter[str] = Counter()
+    attention = Counter()
     for of_rank in stages.stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]:
         for run in (run for runs in stages.stage_passes(traced, of_rank).values() for run in runs):
             for operation in run.of.computations():
@@ -146,25 +141,25 @@ def listed(config: Config, rank: int) -> Any:
     return dict(products), dict(sent), dict(attention) if backend(config) == "torch" else {}
 
 
-def backend(config: Config) -> str:
+def backend(config):
     features = AttentionFeatures.of_layer(config, 0)
     return choose_attention(
         config.kernels, None, config.precision.dtype_name, config.model.seq_length, features
     )
 
 
-def listed_in_order(config: Config) -> list[Any]:
+def listed_in_order(config):
     """Return products, messages and waits in the order of the trace.
 
     There is one stage without recomputation.
     """
-    found = list[Any]()
+    found = []
     (only,) = stages.stages_of(config)
     passes = stages.stage_passes(trace(config, "cpu"), only)
     posts = 0
     of_step = 2 * [run for half in ("forward", "backward") for run in passes[half]]
     for of in [run.of for run in of_step for _ in range(run.times)]:
-        numbers = dict[int, int]()
+        numbers = {}
         for step in of.steps:
             if isinstance(step, Product):
                 found.append(("product", key(*step[:4])))
@@ -186,7 +181,7 @@ PP2 = "--pipeline-model-parallel-size 2"
 SP = f"{TP2} --sequence-parallel"
 OVERLAP = "--tp-comm-overlap"
 # By processes.
-CASES: dict[int, list[str]] = {
+CASES = {
     1: [
         LLAMA,
         f"--attention-backend unfused {SELECTIVE}",
@@ -210,7 +205,7 @@ CASES: dict[int, list[str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", CASES)
-def test_a_step_multiplies_and_sends_what_the_trace_says(processes: int) -> None:
+def test_a_step_multiplies_and_sends_what_the_trace_says(processes):
     whole = [f"{SIZES} --world-size {processes} {case}" for case in CASES[processes]]
     ranks = run_processes(processes, ran, whole)
     for i, case in enumerate(whole):

@@ -1,7 +1,5 @@
 """Exchanges between replicas, against the engine's own buckets, and their hidden part."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 
@@ -27,11 +25,11 @@ def of(config):
 class Links:
     """Channels on which a message takes as many seconds as it has bytes, times a rate."""
 
-    def __init__(self, per_byte: float) -> None:
+    def __init__(self, per_byte):
         self.per_byte = per_byte
         self.lanes = {"data": SimpleNamespace(ranks=4)}
 
-    def seconds(self, kind: str, n_bytes: float, group: str) -> float:
+    def seconds(self, kind, n_bytes, group):
         return n_bytes * self.per_byte * (2 if kind == "all_reduce" else 1)
 
 

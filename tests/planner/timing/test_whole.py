@@ -1,9 +1,5 @@
 """What the planner counts for an optimizer that takes matrices whole, against closed forms."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from megatron.config import Config
@@ -16,7 +12,7 @@ from megatron.planner.timing import estimate
 H, LAYERS, STEPS = 64, 4, 5
 
 
-def configured(**settings: Any) -> Config:
+def configured(**settings):
     return Config.create(
         **{
             **dict(num_layers=LAYERS, hidden_size=H, num_attention_heads=4, seq_length=32),
@@ -26,13 +22,13 @@ def configured(**settings: Any) -> Config:
     )
 
 
-def steps_on(rows: int, columns: int) -> float:
+def steps_on(rows, columns):
     """Return the operations of Newton-Schulz steps: two products with m x n, one of m x m."""
     m, n = sorted((rows, columns))
     return STEPS * (4.0 * m * m * n + 2.0 * m**3)
 
 
-def test_work_on_each_matrix_is_that_of_newton_schulz() -> None:
+def test_work_on_each_matrix_is_that_of_newton_schulz():
     shapes = {
         "layers.0.self_attention.query_key_value.weight": (3 * H, H),
         "layers.0.self_attention.dense.weight": (H, H),
@@ -51,8 +47,8 @@ def test_work_on_each_matrix_is_that_of_newton_schulz() -> None:
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("experts", [None, 8])
-def test_moments_of_matrices_take_half_of_those_of_others(zero: int, experts: int | None) -> None:
-    settings: dict[str, Any] = dict(
+def test_moments_of_matrices_take_half_of_those_of_others(zero, experts):
+    settings = dict(
         world_size=4, tensor_model_parallel_size=2, zero_stage=zero, num_experts=experts
     )
     if experts:  # four on each of two data-parallel ranks, which share nothing of them
@@ -66,11 +62,11 @@ def test_moments_of_matrices_take_half_of_those_of_others(zero: int, experts: in
     assert adam - muon == pytest.approx(4 * matrices)
 
 
-def test_experts_are_worked_on_one_by_one_by_all_ranks() -> None:
+def test_experts_are_worked_on_one_by_one_by_all_ranks():
     """Each rank has the same work with twice as many experts on twice as many ranks."""
     cluster = load_cluster("frontier")
 
-    def optimizer_s(experts: int, expert: int, zero: int) -> float:
+    def optimizer_s(experts, expert, zero):
         config = configured(
             optimizer="muon",
             bf16=True,
@@ -89,11 +85,11 @@ def test_experts_are_worked_on_one_by_one_by_all_ranks() -> None:
     assert optimizer_s(16, 2, 1) < many
 
 
-def test_more_ranks_share_the_work() -> None:
+def test_more_ranks_share_the_work():
     """The update of large matrices takes more time than Adam's, and less with every kind of rank."""
     cluster = load_cluster("frontier")
 
-    def optimizer_s(tensor: int, data: int, name: str = "muon", zero: int = 1) -> float:
+    def optimizer_s(tensor, data, name="muon", zero=1):
         config = configured(
             optimizer=name,
             bf16=True,

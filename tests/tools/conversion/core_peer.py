@@ -8,18 +8,15 @@ to TRUTH. Four processes load that as 2 tensor x 2 pipeline ranks and save it ag
 tensors of all layers and to FOUR1 with tensors of each.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os
 import sys
-from typing import Any
 
 TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]]
 
 
-def build(core: Any, tensor: int, pipeline: int) -> Any:
+def build(core, tensor, pipeline):
     """Return the model's part on this rank: gated, grouped queries, norms of queries and keys."""
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -54,7 +51,7 @@ def build(core: Any, tensor: int, pipeline: int) -> Any:
     )
 
 
-def sharded(model: Any, masters: list[Any], adam: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+def sharded(model, masters, adam, metadata):
     """Return what Megatron saves: model and optimizer, as its Float16Optimizer describes them."""
     from megatron.core.dist_checkpointing.optimizer import (
         get_param_id_to_sharded_param_map,
@@ -78,7 +75,7 @@ def sharded(model: Any, masters: list[Any], adam: Any, metadata: dict[str, Any])
     }
 
 
-def main() -> None:
+def main():
     folder, rank, size, store, first, second, truth = sys.argv[1:]
     sys.path.insert(0, folder)
     import torch
@@ -118,7 +115,7 @@ def main() -> None:
     for parameter, master in zip(model.parameters(), masters, strict=True):
         parameter.data = master.to(torch.bfloat16)
 
-    def save(target: str, metadata: dict[str, Any], **common: Any) -> None:
+    def save(target, metadata, **common):
         os.makedirs(target, exist_ok=True)
         torch.distributed.barrier()
         dist_checkpointing.save({**sharded(model, masters, adam, metadata), **common}, target)

@@ -1,11 +1,7 @@
 """Processes in which DeepSpeed trains one of its models and saves it, with its states."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 from megatron.engine.deepspeed_engine import (
@@ -18,7 +14,7 @@ from megatron.parallel.topology import Topology
 from tests.helpers.groups import join
 from tests.tools.conversion import theirs
 
-PRECISION: dict[str, dict[str, Any]] = {
+PRECISION = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     "fp16": {
@@ -28,7 +24,7 @@ PRECISION: dict[str, dict[str, Any]] = {
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def configuration(precision: str, data: int, rows: int, micro: int = 1) -> dict[str, Any]:
+def configuration(precision, data, rows, micro=1):
     return {
         "train_batch_size": rows * data * micro,
         "train_micro_batch_size_per_gpu": rows,
@@ -40,7 +36,7 @@ def configuration(precision: str, data: int, rows: int, micro: int = 1) -> dict[
     }
 
 
-def start(topology: Topology, model: Any, config: dict[str, Any], **more: Any) -> Any:
+def start(topology, model, config, **more):
     deepspeed = import_deepspeed("cpu")
     # always so on a CPU: torch computes fp16 there, only slower
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
@@ -51,7 +47,7 @@ def start(topology: Topology, model: Any, config: dict[str, Any], **more: Any) -
     )
 
 
-def link_again(engine: Any) -> None:
+def link_again(engine):
     """Make DeepSpeed link its parameters to the optimizer's state at the next step too.
 
     It does so once, after the step of the first group, when AdamW has not yet created the state of
@@ -60,14 +56,14 @@ def link_again(engine: Any) -> None:
     engine.optimizer._hp_optimizer_states_linked = False
 
 
-def whole_state(named: Any) -> dict[str, dict[str, np.ndarray]]:
+def whole_state(named):
     """Return {kind: {parameter: values}} from DeepSpeed's own functions.
 
     All data-parallel ranks call it.
     """
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    out: dict[str, dict[str, np.ndarray]] = {"master": {}, "exp_avg": {}, "exp_avg_sq": {}}
+    out = {"master": {}, "exp_avg": {}, "exp_avg_sq": {}}
     for name, p in named:
         out["master"][name] = safe_get_full_fp32_param(p).view(p.shape).numpy().copy()
         for kind in MOMENTS:
@@ -75,14 +71,14 @@ def whole_state(named: Any) -> dict[str, dict[str, np.ndarray]]:
     return out
 
 
-def one_step(engine: Any, rows: int, seed: int, topology: Topology, vocab: int) -> None:
+def one_step(engine, rows, seed, topology, vocab):
     t = theirs.tokens(seed, rows * topology.data.size, vocab)[topology.data.rank * rows :][:rows]
     engine.backward(theirs.loss_of(engine(t[:, :-1]), t[:, 1:]))
     engine.step()
     link_again(engine)
 
 
-def on_two(rank: int, root: str) -> dict[str, dict[str, Any]]:
+def on_two(rank, root):
     """Write the folders of these names on two ranks; return this rank's state at the time."""
     topology = join()
     return {
@@ -92,7 +88,7 @@ def on_two(rank: int, root: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def without_pipeline(topology: Topology, root: str, style: str, precision: str) -> dict[str, Any]:
+def without_pipeline(topology, root, style, precision):
     """Take two steps, write a checkpoint, and take a third step.
 
     There are as many data-parallel ranks as processes.
@@ -110,7 +106,7 @@ def without_pipeline(topology: Topology, root: str, style: str, precision: str) 
     return out | {"next": whole_state(model.named_parameters())["master"]}
 
 
-def over_tensor_ranks(topology: Topology, root: str, style: str, precision: str) -> dict[str, Any]:
+def over_tensor_ranks(topology, root, style, precision):
     """Move the parts of a model by their parts of given gradients.
 
     These are bf16 values: nothing is rounded.
@@ -139,7 +135,7 @@ def over_tensor_ranks(topology: Topology, root: str, style: str, precision: str)
     return {"state": whole_state(model.named_parameters())}
 
 
-def of_our_own_names(rank: int, root: str) -> dict[str, Any]:
+def of_our_own_names(rank, root):
     """Train a stage of this program, tied and with SwiGLU, for a step by plain DeepSpeed.
 
     There are no arguments.
@@ -171,14 +167,14 @@ def of_our_own_names(rank: int, root: str) -> dict[str, Any]:
     return {"state": whole_state(model.named_parameters())}
 
 
-def given_gradients(a: Any, step: int) -> dict[str, torch.Tensor]:
+def given_gradients(a, step):
     """Return a gradient of bf16 values for each whole parameter."""
     model = theirs.GPTModel(a)
     theirs.initialise(model, seed=100 + step)
     return {name: p.detach().bfloat16() for name, p in model.named_parameters()}
 
 
-def over_stages(rank: int, root: str, precision: str) -> dict[str, Any]:
+def over_stages(rank, root, precision):
     """Train two stages of two tensor ranks by DeepSpeed's PipelineModule.
 
     It writes files of layers.
@@ -208,7 +204,7 @@ def over_stages(rank: int, root: str, precision: str) -> dict[str, Any]:
     values = dict(whole.named_parameters())
     for name, p in model.named_parameters():
         p.data = theirs.shard_of(name, values[pipe_name(name)].detach(), a, t, 2).clone()
-        p.tensor_model_parallel = p.shape != values[pipe_name(name)].shape  # type: ignore[attr-defined]
+        p.tensor_model_parallel = p.shape != values[pipe_name(name)].shape
     engine = start(topology, model, configuration(precision, 1, 2, micro=2))
     for step in range(2):
         rows = theirs.tokens(step, 4, a.vocab_size).split(2)
@@ -230,7 +226,7 @@ def over_stages(rank: int, root: str, precision: str) -> dict[str, Any]:
     }
 
 
-def pipe_name(name: str) -> str:
+def pipe_name(name):
     """Return the name in GPTModel of a parameter of the pipeline module."""
     if name.startswith("tied_modules.embed."):
         return "language_model.embedding." + name.removeprefix("tied_modules.embed.")
@@ -240,13 +236,13 @@ def pipe_name(name: str) -> str:
     return f"language_model.encoder.{part}.{rest}"
 
 
-def ours_after(rank: int, directories: list[str]) -> list[dict[str, Any]]:
+def ours_after(rank, directories):
     """Load converted checkpoints into our own engine and return its results."""
     topology = join()
     return [one_after(topology, directory) for directory in directories]
 
 
-def one_after(topology: Topology, directory: str) -> dict[str, Any]:
+def one_after(topology, directory):
     """Load a converted checkpoint; return logits for some tokens, and weights after one step."""
     from megatron.checkpoint.find import find_folder, open_checkpoint
     from megatron.checkpoint.load import load
@@ -283,7 +279,7 @@ def one_after(topology: Topology, directory: str) -> dict[str, Any]:
     loaded = load(directory, engine, topology, config)
     engine.wait_for_weights()
 
-    def batch(t: torch.Tensor) -> Any:
+    def batch(t):
         return MicroBatch(
             tokens=t[:, :-1],
             labels=t[:, 1:],

@@ -3,12 +3,8 @@
 State, logits and next step are DeepSpeed's.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +14,6 @@ from megatron.checkpoint.find import find_folder
 from megatron.errors import CheckpointError, MegatronError
 from megatron.metrics_file import read_records
 from megatron_conversion.convert import (
-    Plan,
     convert,
     find_source,
     plan_conversion,
@@ -33,13 +28,13 @@ from tests.tools.conversion.whole import whole_tensors
 from tools.convert_checkpoint import main
 
 
-def converted(source: Path, target: Path, **settings: Any) -> Plan:
+def converted(source, target, **settings):
     plan = plan_conversion(read_source(find_source(source)), settings)
     convert(plan, target)
     return plan
 
 
-def model_of(style: str, masters: dict[str, np.ndarray]) -> theirs.GPTModel:
+def model_of(style, masters):
     """Return their model in fp32 with the master weights."""
     model = theirs.GPTModel(theirs.arguments(style))
     with torch.no_grad():
@@ -48,7 +43,7 @@ def model_of(style: str, masters: dict[str, np.ndarray]) -> theirs.GPTModel:
     return model
 
 
-def check_state(folder: Path, style: str, state: dict[str, dict[str, np.ndarray]]) -> None:
+def check_state(folder, style, state):
     """Check that our checkpoint has DeepSpeed's values bit for bit, and no other tensors."""
     a, found = theirs.arguments(style), whole_tensors(find_folder(folder))
     expected = {
@@ -62,7 +57,7 @@ def check_state(folder: Path, style: str, state: dict[str, dict[str, np.ndarray]
         assert torch.equal(found[name], value), name
 
 
-def check_logits(result: dict[str, Any], style: str, masters: dict[str, np.ndarray]) -> None:
+def check_logits(result, style, masters):
     vocab = theirs.ARGUMENTS[style]["vocab_size"]
     t = theirs.tokens(77, 2, vocab)[:, :-1]
     with torch.no_grad():
@@ -73,7 +68,7 @@ def check_logits(result: dict[str, Any], style: str, masters: dict[str, np.ndarr
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Folder of DeepSpeed's checkpoints: llama, gpt, mixed, stages.
 
     The converted ones are called NAME-new.
@@ -82,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wrote(folder: Path) -> dict[str, list[dict[str, Any]]]:
+def wrote(folder):
     """Write each folder and return the state of the ranks that wrote it."""
     two = run_processes(2, runs.on_two, str(folder))
     found = {name: [rank[name] for rank in two] for name in two[0]}
@@ -90,21 +85,19 @@ def wrote(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def plans(folder: Path, wrote: Any) -> dict[str, Plan]:
+def plans(folder, wrote):
     return {name: converted(folder / name, folder / f"{name}-new") for name in wrote}
 
 
 @pytest.fixture(scope="module")
-def ours_has(folder: Path, plans: dict[str, Plan]) -> dict[str, dict[str, Any]]:
+def ours_has(folder, plans):
     """Return the state of our own engine after it loaded the converted checkpoints."""
     (found,) = run_processes(1, runs.ours_after, [str(folder / f"{name}-new") for name in plans])
     return dict(zip(plans, found, strict=True))
 
 
 @pytest.mark.slow
-def test_fp32_of_two_data_parallel_ranks_and_the_next_step(
-    folder: Path, wrote: Any, plans: Any, ours_has: Any
-) -> None:
+def test_fp32_of_two_data_parallel_ranks_and_the_next_step(folder, wrote, plans, ours_has):
     there, source, result = wrote["llama"][0], plans["llama"].source, ours_has["llama"]
     assert (source.optimizer_step, source.data_size, plans["llama"].notes) == (2, 2, [])
     check_state(folder / "llama-new", "llama", there["state"])
@@ -131,9 +124,7 @@ def test_fp32_of_two_data_parallel_ranks_and_the_next_step(
 
 
 @pytest.mark.slow
-def test_bf16_of_two_data_parallel_ranks_with_padding(
-    folder: Path, wrote: Any, plans: Any, ours_has: Any
-) -> None:
+def test_bf16_of_two_data_parallel_ranks_with_padding(folder, wrote, plans, ours_has):
     state = wrote["gpt"][0]["state"]
     assert plans["gpt"].source.data_size == 2
     assert any("14" in note and "64" in note for note in plans["gpt"].notes)
@@ -141,7 +132,7 @@ def test_bf16_of_two_data_parallel_ranks_with_padding(
     check_logits(ours_has["gpt"], "gpt", state["master"])
 
 
-def test_twelve_data_parallel_ranks(tmp_path: Path) -> None:
+def test_twelve_data_parallel_ranks(tmp_path):
     """Convert one line of numbers over twelve shards.
 
     Their names in alphabetical order are 0, 1, 10, 11, 2, ...
@@ -166,7 +157,7 @@ def test_twelve_data_parallel_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bf16_over_tensor_ranks(folder: Path, wrote: Any, ours_has: Any) -> None:
+def test_bf16_over_tensor_ranks(folder, wrote, ours_has):
     """The whole state equals that of torch's AdamW on the whole model with the same gradients."""
     a = theirs.arguments("mixed")
     model = theirs.GPTModel(a)
@@ -193,7 +184,7 @@ def test_bf16_over_tensor_ranks(folder: Path, wrote: Any, ours_has: Any) -> None
 
 
 @pytest.mark.slow
-def test_fp16_pipeline_over_two_stages(folder: Path, wrote: Any, plans: Any, ours_has: Any) -> None:
+def test_fp16_pipeline_over_two_stages(folder, wrote, plans, ours_has):
     results, source = wrote["stages"], plans["stages"].source
     assert {"layer_01-model_01-model_states.pt", "mp_rank_03_model_states.pt"} <= set(
         results[0]["files"]
@@ -226,7 +217,7 @@ def test_fp16_pipeline_over_two_stages(folder: Path, wrote: Any, plans: Any, our
 
 
 @pytest.mark.slow
-def test_a_model_of_our_own_names(tmp_path: Path) -> None:
+def test_a_model_of_our_own_names(tmp_path):
     (result,) = run_processes(1, runs.of_our_own_names, str(tmp_path / "old"))
     settings = {"num_attention_heads": 4, "seq_length": theirs.S, "vocab_size": 50, "swiglu": True}
     plan = converted(tmp_path / "old", tmp_path / "new", **settings, ffn_hidden_size=48)
@@ -243,18 +234,18 @@ def test_a_model_of_our_own_names(tmp_path: Path) -> None:
     assert not found
 
 
-def remove(name: str) -> Any:
+def remove(name):
     return lambda folder: (folder / name).unlink()
 
 
-def cut_file(name: str) -> Any:
+def cut_file(name):
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
 
 
-def change(name: str, edit: Any) -> Any:
+def change(name, edit):
     """Edit a file of theirs; the tests made it, so unpickling is safe."""
 
-    def action(folder: Path) -> None:
+    def action(folder):
         content = torch.load(folder / name, weights_only=False)
         edit(content)
         torch.save(content, folder / name)
@@ -262,7 +253,7 @@ def change(name: str, edit: Any) -> Any:
     return action
 
 
-def other_group(state: dict[str, Any]) -> None:
+def other_group(state):
     """Set one number of a shard's masters to that of another step."""
     state["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].detach()[5] += 0.25
 
@@ -296,9 +287,7 @@ DAMAGE = [
 @pytest.mark.parametrize(
     ("damage", "words"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE]
 )
-def test_damage_is_named_and_nothing_is_written(
-    tmp_path: Path, folder: Path, wrote: Any, damage: Any, words: tuple[str, ...]
-) -> None:
+def test_damage_is_named_and_nothing_is_written(tmp_path, folder, wrote, damage, words):
     shutil.copytree(folder / "mixed", tmp_path / "old")
     damage(tmp_path / "old" / "global_step2")
     with pytest.raises(CheckpointError) as caught:
@@ -309,7 +298,7 @@ def test_damage_is_named_and_nothing_is_written(
 
 
 @pytest.mark.slow
-def test_without_optimizer(tmp_path: Path, folder: Path, wrote: Any) -> None:
+def test_without_optimizer(tmp_path, folder, wrote):
     """Missing shards do not matter without an optimizer; the masters are the bf16 weights."""
     shutil.copytree(folder / "mixed", tmp_path / "old")
     (tmp_path / "old" / "global_step2" / SHARD_1).unlink()
@@ -325,7 +314,7 @@ def test_without_optimizer(tmp_path: Path, folder: Path, wrote: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_of_other_settings(folder: Path, wrote: Any) -> None:
+def test_a_model_of_other_settings(folder, wrote):
     source = read_source(find_source(folder / "mixed"))
     for settings, words in (
         ({"ffn_hidden_size": 64}, ("mlp.dense_h_to_4h.weight", "(2, 48, 32)", "(2, 64, 32)")),
@@ -343,7 +332,7 @@ def test_a_model_of_other_settings(folder: Path, wrote: Any) -> None:
 
 
 @pytest.mark.slow
-def test_files_that_say_less(tmp_path: Path, folder: Path, wrote: Any) -> None:
+def test_files_that_say_less(tmp_path, folder, wrote):
     """Files may lack arguments or, in older versions of DeepSpeed, the places of parameters."""
     shutil.copytree(folder / "gpt", tmp_path / "old")
     step = tmp_path / "old" / "global_step2"
@@ -368,9 +357,7 @@ def test_files_that_say_less(tmp_path: Path, folder: Path, wrote: Any) -> None:
 
 
 @pytest.mark.slow
-def test_program(
-    tmp_path: Path, folder: Path, wrote: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_program(tmp_path, folder, wrote, capsys):
     """Run tools/convert_checkpoint.py, and resume pretrain_gpt.py from its output."""
     source, target = str(folder / "gpt"), str(tmp_path / "new")
     assert main([source, "--dry-run"]) == 0

@@ -1,13 +1,9 @@
 """Folders of Hugging Face as checkpoints, and back, by the tool."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +28,7 @@ pytestmark = pytest.mark.timeout(180)  # the import of transformers is part of t
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(tmp_path_factory):
     """Return a model in several bf16 files, with a tokenizer of fewer entries."""
     folder = tmp_path_factory.mktemp("models") / "llama"
     make("mistral", folder, torch.bfloat16, max_shard_size="10KB")
@@ -46,7 +42,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_there_and_back(llama: Path, tmp_path: Path) -> None:
+def test_there_and_back(llama, tmp_path):
     native, back = tmp_path / "native", tmp_path / "back"
     for words in (
         ["--from", "hf", "--to", "megatron", str(llama), str(native)],
@@ -78,7 +74,7 @@ def test_there_and_back(llama: Path, tmp_path: Path) -> None:
     assert not list(back.glob("*.py"))
 
 
-def there_and_back(source: Path, folder: Path) -> Path:
+def there_and_back(source, folder):
     """Convert a model to a checkpoint of ours and back; return the new model."""
     native, back = folder / "native", folder / "back"
     assert main([str(source), str(native)]) == 0
@@ -86,9 +82,7 @@ def there_and_back(source: Path, folder: Path) -> Path:
     return back
 
 
-def test_large_models_are_cut_into_files(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_models_are_cut_into_files(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_save, "FILE_BYTES", 6000)
     monkeypatch.setattr(write, "SHARD_BYTES", 700)  # rows of two of their tensors in one shard
     back = there_and_back(llama, tmp_path)
@@ -100,7 +94,7 @@ def test_large_models_are_cut_into_files(
     assert index["metadata"]["total_size"] == sum(sizes)
 
 
-def test_experts_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_there_and_back(tmp_path, monkeypatch):
     """The tensors of single experts are parts of ours; files end within a layer."""
     monkeypatch.setattr(write, "SHARD_BYTES", 9000)
     source = make("qwen3_moe", tmp_path / "source", torch.bfloat16, max_shard_size="30KB")
@@ -116,7 +110,7 @@ def test_experts_there_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert fields["mlp_only_layers"] == [1] and fields["num_experts"] == 6
 
 
-def test_files_as_they_were_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_as_they_were_published(tmp_path, monkeypatch):
     """Names without their first part, constants beside parameters, and a stored tied output."""
     monkeypatch.setattr(write, "SHARD_BYTES", 700)
     source, old = tmp_path / "source", tmp_path / "old"
@@ -130,9 +124,7 @@ def test_files_as_they_were_published(tmp_path: Path, monkeypatch: pytest.Monkey
     identical(source, there_and_back(old, tmp_path))
 
 
-def test_a_whole_file_comes_before_the_index_of_an_earlier_model(
-    llama: Path, tmp_path: Path
-) -> None:
+def test_a_whole_file_comes_before_the_index_of_an_earlier_model(llama, tmp_path):
     """As in transformers, which loads the new file."""
     folder = tmp_path / "llama"
     shutil.copytree(llama, folder)
@@ -143,7 +135,7 @@ def test_a_whole_file_comes_before_the_index_of_an_earlier_model(
 
 
 @pytest.mark.parametrize("value", ["another", "nan"])
-def test_an_output_layer_that_is_not_the_tied_one_is_refused(tmp_path: Path, value: str) -> None:
+def test_an_output_layer_that_is_not_the_tied_one_is_refused(tmp_path, value):
     """transformers uses it, untied: dropping it would lose it for good."""
     make("gpt2", tmp_path / "source")
     values = tensors(tmp_path / "source")
@@ -158,7 +150,7 @@ def test_an_output_layer_that_is_not_the_tied_one_is_refused(tmp_path: Path, val
 
 
 @pytest.mark.parametrize("style", ["gpt", "llama"])
-def test_straight_from_megatron(tmp_path: Path, style: str) -> None:
+def test_straight_from_megatron(tmp_path, style):
     """The same files as by way of a checkpoint of ours."""
     old, native = str(tmp_path / "old"), str(tmp_path / "native")
     write_theirs(Path(old), style, 2, 2, 1, 2.0, True)
@@ -175,27 +167,27 @@ def test_straight_from_megatron(tmp_path: Path, style: str) -> None:
     assert {value.dtype for value in tensors(tmp_path / "straight").values()} == {torch.float16}
 
 
-def change_config(**fields: object) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
+def change_config(**fields):
+    def change(folder):
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
     return change
 
 
-def first_file(folder: Path) -> Path:
+def first_file(folder):
     return sorted(folder.glob("model-*.safetensors"))[0]
 
 
-def truncate(folder: Path) -> None:
+def truncate(folder):
     path = first_file(folder)
     os.truncate(path, path.stat().st_size - 8)
 
 
-def change_header(old: bytes, new: bytes) -> Callable[[Path], None]:
+def change_header(old, new):
     assert len(old) == len(new)
 
-    def change(folder: Path) -> None:
+    def change(folder):
         data = first_file(folder).read_bytes()
         assert old in data
         first_file(folder).write_bytes(data.replace(old, new, 1))
@@ -203,27 +195,27 @@ def change_header(old: bytes, new: bytes) -> Callable[[Path], None]:
     return change
 
 
-def point_outside(folder: Path) -> None:
+def point_outside(folder):
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     index["weight_map"] = dict.fromkeys(index["weight_map"], "../llama/model.safetensors")
     path.write_text(json.dumps(index))
 
 
-def not_finite(folder: Path) -> None:
+def not_finite(folder):
     (path,) = (p for p in folder.glob("model-*") if b"model.norm.weight" in p.read_bytes())
     values = load_file(path)
     values["model.norm.weight"][3:5] = torch.tensor([float("nan"), float("inf")])
     save_file(values, path, {"format": "pt"})
 
 
-def only_a_pickle(folder: Path) -> None:
+def only_a_pickle(folder):
     for path in folder.glob("model*"):
         path.unlink()
     torch.save({}, folder / "pytorch_model.bin")
 
 
-BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+BAD = {
     "architecture": (change_config(model_type="t5"), ("config.json", "t5")),
     "quantized": (change_config(quantization_config={"bits": 4}), ("quantized",)),
     "width": (change_config(intermediate_size=48), ("mlp.", "48")),
@@ -239,7 +231,7 @@ BAD: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_folders(llama: Path, tmp_path: Path, case: str) -> None:
+def test_bad_folders(llama, tmp_path, case):
     folder, target = tmp_path / "llama", tmp_path / "target"
     shutil.copytree(llama, folder)
     change, named = BAD[case]
@@ -250,9 +242,7 @@ def test_bad_folders(llama: Path, tmp_path: Path, case: str) -> None:
     assert not target.exists() or not any(target.iterdir())
 
 
-def test_nothing_half_written(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_half_written(llama, tmp_path, monkeypatch, capsys):
     native, back = tmp_path / "native", tmp_path / "back"
     assert main([str(llama), str(native)]) == 0
     before = sorted(tmp_path.rglob("*"))
@@ -269,7 +259,7 @@ def test_nothing_half_written(
         assert sorted(tmp_path.rglob("*")) == before
 
 
-def full(*_: object) -> Exception:
+def full(*_):
     raise OSError(28, "No space left on device")
 
 
@@ -298,9 +288,7 @@ EXPERTS = DENSE | dict(
     ],
     ids=["dense", "experts", "normalized"],
 )
-def test_models_with_and_without_a_family(
-    fields: dict[str, Any], family: str, unknown: dict[str, Any]
-) -> None:
+def test_models_with_and_without_a_family(fields, family, unknown):
     config = Config.create(**fields)
     assert huggingface_save.family_of(config.model) == family
     for name, value in unknown.items():
@@ -308,13 +296,13 @@ def test_models_with_and_without_a_family(
             huggingface_save.family_of(config.replace(**{name: value}).model)
 
 
-def test_capacities_of_experts_are_named_in_a_note() -> None:
+def test_capacities_of_experts_are_named_in_a_note():
     factors = dict(moe_expert_capacity_factor=1.25, moe_eval_capacity_factor=1.75)
     note = huggingface_save.companions_of(Config.create(**EXPERTS, **factors)).note
     assert "1.25" in note and "1.75" in note
 
 
-def test_formats_that_contradict_flags(llama: Path, tmp_path: Path) -> None:
+def test_formats_that_contradict_flags(llama, tmp_path):
     for words in (
         ["--to", "hf", str(llama), str(tmp_path / "a")],
         ["--no-optim", str(llama), str(tmp_path / "a")],

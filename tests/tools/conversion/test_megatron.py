@@ -1,11 +1,6 @@
 """Folders as Megatron writes them without DeepSpeed: whole tensors cut by its layout rules."""
 
-from __future__ import annotations
-
-import argparse
 import random
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +24,7 @@ from tests.tools.conversion.whole import whole_tensors
 Tensors = dict[str, torch.Tensor]
 
 
-def whole_model(a: argparse.Namespace, seed: int) -> Tensors:
+def whole_model(a, seed):
     model = theirs.GPTModel(a)
     theirs.initialise(model, seed)
     return {
@@ -37,7 +32,7 @@ def whole_model(a: argparse.Namespace, seed: int) -> Tensors:
     }
 
 
-def in_version(name: str, part: torch.Tensor, version: float) -> torch.Tensor:
+def in_version(name, part, version):
     """Return rows of query_key_value in the order of older versions of Megatron, row by row."""
     if "query_key_value" not in name or version >= 2.0:
         return part
@@ -51,9 +46,9 @@ def in_version(name: str, part: torch.Tensor, version: float) -> torch.Tensor:
     return out
 
 
-def nested(flat: Tensors) -> dict[str, Any]:
+def nested(flat):
     """Nest tensors as Megatron's state_dict_for_save_checkpoint does."""
-    out: dict[str, Any] = {"language_model": {"embedding": {}, "encoder": {}}}
+    out = {"language_model": {"embedding": {}, "encoder": {}}}
     m = out["language_model"]
     for name, x in flat.items():
         if name.startswith("embedding."):
@@ -68,15 +63,13 @@ def nested(flat: Tensors) -> dict[str, Any]:
     return out
 
 
-def stages(
-    whole: Tensors, a: argparse.Namespace, pipeline: int, chunks: int
-) -> dict[tuple[int, int], Tensors]:
+def stages(whole, a, pipeline, chunks):
     """Return (pipeline rank, virtual stage) -> its parameters.
 
     Layers are counted from 0 in each.
     """
     each = a.num_layers // (pipeline * chunks)
-    out: dict[tuple[int, int], Tensors] = {}
+    out = {}
     for chunk in range(chunks):
         for p in range(pipeline):
             first = (chunk * pipeline + p) * each
@@ -103,7 +96,7 @@ def stages(
     return out
 
 
-def optimizer_state(kinds: dict[str, Tensors], half: bool) -> dict[str, Any]:
+def optimizer_state(kinds, half):
     """Return Megatron's optimizer state: without names, in two groups."""
     names = list(kinds["master"])
     decay = [
@@ -122,15 +115,15 @@ def optimizer_state(kinds: dict[str, Tensors], half: bool) -> dict[str, Any]:
 
 
 def write(
-    root: Path,
-    style: str,
-    tensor: int,
-    pipeline: int,
-    chunks: int,
-    version: float,
-    half: bool,
-    **more: Any,
-) -> tuple[argparse.Namespace, dict[str, Tensors]]:
+    root,
+    style,
+    tensor,
+    pipeline,
+    chunks,
+    version,
+    half,
+    **more,
+):
     """Write a Megatron folder; return its arguments and whole tensors."""
     a = theirs.arguments(
         style,
@@ -197,9 +190,7 @@ def write(
         ("llama", 1, 2, 2, 2.0, False),
     ],
 )
-def test_all_of_it_is_converted(
-    tmp_path: Path, style: str, tensor: int, pipeline: int, chunks: int, version: float, half: bool
-) -> None:
+def test_all_of_it_is_converted(tmp_path, style, tensor, pipeline, chunks, version, half):
     a, kinds = write(tmp_path / "old", style, tensor, pipeline, chunks, version, half)
     plan = plan_conversion(read_source(find_source(tmp_path / "old")), {})
     assert (plan.source.tensor_size, plan.source.pipeline_size, plan.source.optimizer_step) == (
@@ -228,7 +219,7 @@ def test_all_of_it_is_converted(
         assert torch.equal(found[name], value), name
 
 
-def test_an_optimizer_that_is_not_that_of_the_weights(tmp_path: Path) -> None:
+def test_an_optimizer_that_is_not_that_of_the_weights(tmp_path):
     """An optimizer that does not belong to the weights is ignored.
 
     Its tensors have no names: those that do not round to the weights are not taken.
@@ -243,11 +234,11 @@ def test_an_optimizer_that_is_not_that_of_the_weights(tmp_path: Path) -> None:
     assert source.optimizer_step is None and source.notes
 
 
-def itself(content: dict[str, Any]) -> None:
+def itself(content):
     content["model"]["again"] = content["model"]
 
 
-FORGED: dict[str, Any] = {
+FORGED = {
     "sizes": lambda c: vars(c["args"]).update(tensor_model_parallel_size=10**15),
     "digits": lambda c: c.update(iteration=10**5000),
     "without an end": itself,
@@ -256,7 +247,7 @@ FORGED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("how", [*FORGED, "tracker"])
-def test_what_no_run_writes_is_no_checkpoint(tmp_path: Path, how: str) -> None:
+def test_what_no_run_writes_is_no_checkpoint(tmp_path, how):
     """Folders that no run writes end in an error, soon, and without a traceback."""
     write(tmp_path / "old", "gpt", 1, 1, 1, 3.0, True)
     path = tmp_path / "old/iter_0000005/mp_rank_00/model_optim_rng.pt"
@@ -272,7 +263,7 @@ def test_what_no_run_writes_is_no_checkpoint(tmp_path: Path, how: str) -> None:
     assert not (tmp_path / "new").exists() or not list((tmp_path / "new").iterdir())
 
 
-def test_errors(tmp_path: Path) -> None:
+def test_errors(tmp_path):
     write(tmp_path / "old", "gpt", 2, 2, 1, 3.0, True, vocab_size=None)
     source = read_source(find_source(tmp_path / "old"))
     with pytest.raises(CheckpointError, match=r"--vocab-size.* 64"):
@@ -302,13 +293,13 @@ def test_errors(tmp_path: Path) -> None:
         {"attn_sliding_window": 128},
     ],
 )
-def test_models_that_this_program_has_not(tmp_path: Path, setting: dict[str, Any]) -> None:
+def test_models_that_this_program_has_not(tmp_path, setting):
     write(tmp_path / "old", "gpt", 1, 1, 1, 3.0, True, **setting)
     with pytest.raises(CheckpointError, match=next(iter(setting))):
         plan_conversion(read_source(find_source(tmp_path / "old")), {})
 
 
-def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
     write(tmp_path / "old", "gpt", 1, 1, 1, 3.0, False)
     plan = plan_conversion(read_source(find_source(tmp_path / "old"), optimizer=False), {})
     part = plan.source.parts["final_layernorm.weight"][0]
@@ -317,7 +308,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
         whole_tensor(plan, "master", "final_layernorm.weight")
 
 
-def test_gelu_without_fusion_is_the_exact_one() -> None:
+def test_gelu_without_fusion_is_the_exact_one():
     """Only Megatron's fused kernel has the tanh form; settings that are off refuse nothing."""
     off = dict(qk_l2_norm=False, activation_func_clamp_value=None, glu_linear_offset=0.0)
     assert settings_of({"bias_gelu_fusion": False, **off}) == {"exact_gelu": True}
@@ -325,7 +316,7 @@ def test_gelu_without_fusion_is_the_exact_one() -> None:
     assert settings_of({"bias_gelu_fusion": False, "swiglu": True}) == {"swiglu": True}
 
 
-def test_arguments_of_other_architectures() -> None:
+def test_arguments_of_other_architectures():
     """Arguments under Megatron's names, and the norm of the embeddings as BLOOM's layers have it."""
     given = dict(qk_layernorm=True, add_qkv_bias=True, rotary_interleaved=True)
     other = dict(embed_layernorm=True, use_rope_scaling=True, rope_scaling_factor=32.0)

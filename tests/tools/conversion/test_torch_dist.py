@@ -1,8 +1,5 @@
 """Folders of Megatron core: written by torch's own checkpoints in its names, and by itself."""
 
-from __future__ import annotations
-
-import argparse
 import itertools
 import json
 import os
@@ -11,9 +8,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +27,7 @@ from megatron_conversion.names import ours
 from tests.data.test_megatron_core import core as core
 from tests.tools.conversion import theirs
 from tests.tools.conversion.core_peer import TOKENS
-from tests.tools.conversion.test_megatron import Tensors, whole_model
+from tests.tools.conversion.test_megatron import whole_model
 from tests.tools.conversion.whole import whole_tensors
 from tools.convert_checkpoint import main
 
@@ -55,7 +50,7 @@ FUSED = {
 class Pieces(torch.Tensor):
     """Tensor that torch's checkpoints write in pieces, as ranks do."""
 
-    def cuts(self) -> list[tuple[slice, ...]]:
+    def cuts(self):
         """Return the pieces: halves of the first and of the last dimension."""
         each = [[slice(0, size)] for size in self.shape]
         for dim in (-1, 0):
@@ -63,13 +58,13 @@ class Pieces(torch.Tensor):
             each[dim] = [slice(i, min(i + step, size)) for i in range(0, size, step)]
         return list(itertools.product(*each))
 
-    def piece(self, cut: tuple[slice, ...]) -> torch.Tensor:
+    def piece(self, cut):
         return self.as_subclass(torch.Tensor)[cut].clone()
 
-    def offsets(self, cut: tuple[slice, ...]) -> torch.Size:
+    def offsets(self, cut):
         return torch.Size([part.start for part in cut])
 
-    def __create_write_items__(self, key: str, _: Any) -> list[WriteItem]:
+    def __create_write_items__(self, key, _):
         properties, items = Properties(self.dtype), []
         for number, cut in enumerate(self.cuts()):
             offset, size = self.offsets(cut), self.piece(cut).shape
@@ -78,17 +73,17 @@ class Pieces(torch.Tensor):
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return items
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+    def __create_chunk_list__(self):
         each = ((self.offsets(cut), self.piece(cut).shape) for cut in self.cuts())
         return [ChunkStorageMetadata(*one) for one in each]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+    def __get_tensor_shard__(self, index):
         return next(self.piece(c) for c in self.cuts() if self.offsets(c) == index.offset)
 
 
-def in_core(flat: Tensors, names: dict[str, str], stacked: bool, gated: bool) -> Tensors:
+def in_core(flat, names, stacked, gated):
     """Return tensors as Megatron core names and stacks them."""
-    found: dict[str, Any] = {}
+    found = {}
     for name, tensor in flat.items():
         for old, new in names.items():
             name = name.replace(old, new)
@@ -108,15 +103,13 @@ def in_core(flat: Tensors, names: dict[str, str], stacked: bool, gated: bool) ->
     }
 
 
-def write(
-    root: Path, style: str, stacked: bool = True, fused: bool = False, half: bool = True
-) -> tuple[argparse.Namespace, dict[str, Tensors]]:
+def write(root, style, stacked=True, fused=False, half=True):
     """Write a folder as Megatron does; return its arguments and whole tensors."""
     a = theirs.arguments(style, num_layers=2, tensor_model_parallel_size=2)
     seeds = {"master": 3, "exp_avg": 4, "exp_avg_sq": 5}
     kinds = {kind: whole_model(a, seed) for kind, seed in seeds.items()}
     names, gated = FUSED if fused else LOCAL, a.swiglu and not stacked
-    content: dict[str, Any] = {"rng_state/shard_0_1": [1, 2]}
+    content = {"rng_state/shard_0_1": [1, 2]}
     for kind, flat in kinds.items():
         core_names = in_core(flat, names, stacked, gated)
         master = "param" if fused else "fp32_param"  # of its distributed optimizer, and without it
@@ -136,7 +129,7 @@ def write(
         dcp.save(pieces, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     scaler = {"scale": torch.tensor([512.0]), "growth_tracker": 3, "hysteresis_tracker": 2}
     step = torch.tensor(5.0)
-    adam: dict[str, Any] = {"state": {"common_step": step}, "param_groups": [{"lr": 1e-3}]}
+    adam = {"state": {"common_step": step}, "param_groups": [{"lr": 1e-3}]}
     if fused:
         adam = {"state": {}, "param_groups": [{"step": 5}, {"step": 5}]}
     common = {"args": a, "checkpoint_version": 3.0, "iteration": 5}
@@ -155,9 +148,7 @@ def write(
         ("llama", False, True, False),
     ],
 )
-def test_all_of_it_is_converted(
-    tmp_path: Path, style: str, stacked: bool, fused: bool, half: bool
-) -> None:
+def test_all_of_it_is_converted(tmp_path, style, stacked, fused, half):
     a, kinds = write(tmp_path / "old", style, stacked, fused, half)
     plan = plan_conversion(read_source(find_source(tmp_path / "old")), {})
     assert (plan.source.iteration, plan.source.optimizer_step) == (5, 5)
@@ -177,10 +168,10 @@ def test_all_of_it_is_converted(
         read_source(find_source(tmp_path / "new"))  # that one is of this program
 
 
-def rewrite(edit: Callable[[Any], object]) -> Callable[[Path], None]:
+def rewrite(edit):
     """Return a function that changes the list of the pieces."""
 
-    def action(folder: Path) -> None:
+    def action(folder):
         path = folder / ".metadata"
         metadata = pickle.loads(path.read_bytes())
         edit(metadata)
@@ -189,13 +180,13 @@ def rewrite(edit: Callable[[Any], object]) -> Callable[[Path], None]:
     return action
 
 
-def other_optimizer(metadata: Any) -> None:
+def other_optimizer(metadata):
     listed = metadata.state_dict_metadata
     for key in [key for key in listed if "exp_avg_sq" in key]:
         del listed[key]
 
 
-def test_an_optimizer_in_another_layout_is_left_out(tmp_path: Path) -> None:
+def test_an_optimizer_in_another_layout_is_left_out(tmp_path):
     write(tmp_path / "old", "gpt")
     rewrite(other_optimizer)(tmp_path / "old" / "iter_0000005")
     source = read_source(find_source(tmp_path / "old"))
@@ -206,27 +197,27 @@ def test_an_optimizer_in_another_layout_is_left_out(tmp_path: Path) -> None:
     }
 
 
-def cut_data(folder: Path) -> None:
+def cut_data(folder):
     os.truncate(folder / "__0_0.distcp", 9000)
 
 
-def lose_a_piece(metadata: Any) -> None:
+def lose_a_piece(metadata):
     metadata.storage_data.pop(
         next(i for i in metadata.storage_data if i.fqn.endswith("fc1.weight"))
     )
 
 
-def lead_outside(metadata: Any) -> None:
+def lead_outside(metadata):
     for place in metadata.storage_data.values():
         place.relative_path = "../elsewhere"
 
 
-def claim_layers(metadata: Any) -> None:
+def claim_layers(metadata):
     tensor = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"]
     tensor.size = torch.Size([10**15, *tensor.size[1:]])
 
 
-BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+BAD = {
     "cut": (cut_data, "__0_0.distcp"),
     "no arguments": (lambda f: (f / "common.pt").unlink(), "common.pt"),
     "format": (lambda f: (f / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "zarr"),
@@ -237,16 +228,14 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def old(tmp_path_factory):
     root = tmp_path_factory.mktemp("torch_dist")
     write(root, "gpt")
     return root
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_damage_is_named_and_nothing_is_written(
-    old: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damage_is_named_and_nothing_is_written(old, tmp_path, case, capsys):
     shutil.copytree(old, tmp_path / "bad")
     damage, named = BAD[case]
     damage(tmp_path / "bad" / "iter_0000005")
@@ -257,7 +246,7 @@ def test_damage_is_named_and_nothing_is_written(
 
 
 @pytest.mark.campaign("peers")
-def test_what_megatron_core_writes(core: Path, tmp_path: Path) -> None:
+def test_what_megatron_core_writes(core, tmp_path):
     """From one process, and from 2 x 2 ranks in both of its layouts: the same tensors and logits."""
     peer = Path(__file__).with_name("core_peer.py")
     places = [str(tmp_path / name) for name in ("one", "four", "truth.pt")]
@@ -293,7 +282,7 @@ def test_what_megatron_core_writes(core: Path, tmp_path: Path) -> None:
             expected = torch.stack(value.chunk(2)) if "dense_h_to_4h" in own else expected
             assert torch.equal(found[f"{kind}.{own}"], expected), (folder, key)
     tokens = torch.tensor([[*row, 0] for row in TOKENS])
-    chunk: Any = megatron.load_model(tmp_path / "one-new").chunks["0"]
+    chunk = megatron.load_model(tmp_path / "one-new").chunks["0"]
     with torch.no_grad():
         logits = chunk.logits(make_micro_batch(tokens.numpy()), None)[..., :60]
     expected = truth["logits"][..., :60].transpose(0, 1)

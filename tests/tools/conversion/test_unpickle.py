@@ -1,13 +1,9 @@
 """A foreign pickle executes nothing, and unknown names are refused by name."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import os
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,15 +16,15 @@ from megatron_conversion.unpickle import Record, attributes, load_file
 class Runs:
     """Unpickle to the result of a call."""
 
-    def __init__(self, function: Any, *arguments: Any) -> None:
+    def __init__(self, function, *arguments):
         self.call = (function, arguments)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return self.call
 
 
 @pytest.mark.parametrize("function", [os.system, eval])
-def test_calls_are_refused_and_not_made(tmp_path: Path, function: Any) -> None:
+def test_calls_are_refused_and_not_made(tmp_path, function):
     trace = tmp_path / "trace"
     text = f"touch {trace}" if function is os.system else f"open({str(trace)!r}, 'w')"
     torch.save({"module": {}, "args": Runs(function, text)}, tmp_path / "file.pt")
@@ -46,7 +42,7 @@ def test_calls_are_refused_and_not_made(tmp_path: Path, function: Any) -> None:
     assert not trace.exists()
 
 
-def test_classes_of_theirs_become_records(tmp_path: Path) -> None:
+def test_classes_of_theirs_become_records(tmp_path):
     arguments = argparse.Namespace(num_layers=2, dtype=torch.bfloat16)
     content = {"args": arguments, "rng": np.random.get_state(), "w": torch.ones(3)}
     torch.save(content, tmp_path / "file.pt")
@@ -56,7 +52,7 @@ def test_classes_of_theirs_become_records(tmp_path: Path) -> None:
     assert torch.equal(found["w"], content["w"])
 
 
-def test_unknown_classes_are_named_and_may_be_allowed(tmp_path: Path) -> None:
+def test_unknown_classes_are_named_and_may_be_allowed(tmp_path):
     torch.save({"args": collections.UserDict(a=1)}, tmp_path / "file.pt")
     with pytest.raises(CheckpointError, match=r"collections\.UserDict.*--plain-class"):
         load_file(tmp_path / "file.pt")
@@ -65,7 +61,7 @@ def test_unknown_classes_are_named_and_may_be_allowed(tmp_path: Path) -> None:
     }
 
 
-def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
+def test_files_that_are_no_checkpoints(tmp_path):
     with pytest.raises(CheckpointError, match=r"absent\.pt"):
         load_file(tmp_path / "absent.pt")
     (tmp_path / "text.pt").write_text("not a pickle")

@@ -1,10 +1,7 @@
 """GPT with Megatron-DeepSpeed's names and shapes, in plain torch, for DeepSpeed's own engine."""
 
-from __future__ import annotations
-
 import argparse
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 S, HIDDEN, HEADS, LAYERS = 16, 32, 4, 2
-ARGUMENTS: dict[str, dict[str, Any]] = {
+ARGUMENTS = {
     # Learned positions, LayerNorm, GELU, biases, tied head; 50 tokens padded to 64.
     "gpt": dict(
         ffn_hidden_size=128,
@@ -57,7 +54,7 @@ RATES = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-3)
 WEIGHT_DECAY = 0.1
 
 
-def arguments(style: str, **more: Any) -> argparse.Namespace:
+def arguments(style, **more):
     """Return Megatron-DeepSpeed's saved arguments: those that a conversion reads, and others."""
     common = dict(
         num_layers=LAYERS,
@@ -89,7 +86,7 @@ def arguments(style: str, **more: Any) -> argparse.Namespace:
     return argparse.Namespace(**{**common, **ARGUMENTS[style], **more})
 
 
-TENSOR: Any = None
+TENSOR = None
 """The group over which layers are cut (Shoeybi et al., arXiv 1909.08053, section 3), where a
 process sets one.
 """
@@ -99,13 +96,13 @@ class _Sum(torch.autograd.Function):
     """Sum of terms on every rank; its gradient is each term's."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         x = x.clone()
         dist.all_reduce(x, group=TENSOR)
         return x
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, dy):
         return dy
 
 
@@ -113,11 +110,11 @@ class _Copy(torch.autograd.Function):
     """Copy to every rank; its gradient is the sum of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, dy):
         dy = dy.clone()
         dist.all_reduce(dy, group=TENSOR)
         return dy
@@ -127,35 +124,35 @@ class _Gather(torch.autograd.Function):
     """Gather parts along the last dimension into the whole."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size(TENSOR))]
         dist.all_gather(parts, x.contiguous(), group=TENSOR)
         return torch.cat(parts, -1)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, dy):
         return dy.chunk(dist.get_world_size(TENSOR), -1)[dist.get_rank(TENSOR)]
 
 
-def to_all(function: Any, x: torch.Tensor) -> torch.Tensor:
+def to_all(function, x):
     return x if TENSOR is None else function.apply(x)
 
 
-def row_parallel(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def row_parallel(layer, x):
     y = to_all(_Sum, F.linear(x, layer.weight))
     return y if layer.bias is None else y + layer.bias
 
 
-def scores(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def scores(x, weight):
     return to_all(_Gather, F.linear(to_all(_Copy, x), weight))
 
 
-def norm(a: argparse.Namespace) -> nn.Module:
+def norm(a):
     kind = nn.RMSNorm if a.normalization == "rmsnorm" else nn.LayerNorm
     return kind(HIDDEN, eps=1e-5)
 
 
-def turned(x: torch.Tensor) -> torch.Tensor:
+def turned(x):
     """Rotate positions in halves; x [b, heads, s, d]."""
     d = x.shape[-1]
     angle = torch.arange(x.shape[2])[:, None] * 10000.0 ** (-torch.arange(0, d, 2) / d)
@@ -165,7 +162,7 @@ def turned(x: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, a: argparse.Namespace) -> None:
+    def __init__(self, a):
         super().__init__()
         self.groups, self.rotary = a.num_key_value_heads, a.use_rotary_position_embeddings
         d = HIDDEN // HEADS
@@ -174,7 +171,7 @@ class Attention(nn.Module):
         )
         self.dense = nn.Linear(HIDDEN, HIDDEN, bias=a.add_bias_linear)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         b, s, _ = x.shape
         d, share = HIDDEN // HEADS, HEADS // self.groups
         mixed = self.query_key_value(to_all(_Copy, x)).view(b, s, -1, share + 2, d)
@@ -192,7 +189,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, a: argparse.Namespace) -> None:
+    def __init__(self, a):
         super().__init__()
         self.swiglu = a.swiglu
         self.dense_h_to_4h = nn.Linear(
@@ -200,7 +197,7 @@ class MLP(nn.Module):
         )
         self.dense_4h_to_h = nn.Linear(a.ffn_hidden_size, HIDDEN, bias=a.add_bias_linear)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = self.dense_h_to_4h(to_all(_Copy, x))
         if self.swiglu:
             gate, value = y.chunk(2, -1)
@@ -209,24 +206,24 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, a: argparse.Namespace) -> None:
+    def __init__(self, a):
         super().__init__()
         self.input_layernorm, self.self_attention = norm(a), Attention(a)
         self.post_attention_layernorm, self.mlp = norm(a), MLP(a)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = x + self.self_attention(self.input_layernorm(x))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Embedding(nn.Module):
-    def __init__(self, a: argparse.Namespace) -> None:
+    def __init__(self, a):
         super().__init__()
         self.word_embeddings = nn.Embedding(a.padded_vocab_size, HIDDEN)
         if a.add_position_embedding:
             self.position_embeddings = nn.Embedding(S, HIDDEN)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         table = self.word_embeddings.weight
         rows = tokens if TENSOR is None else tokens - len(table) * dist.get_rank(TENSOR)
         elsewhere = (rows < 0) | (rows >= len(table))
@@ -240,14 +237,14 @@ class Embedding(nn.Module):
 
 
 class Encoder(nn.Module):
-    def __init__(self, a: argparse.Namespace) -> None:
+    def __init__(self, a):
         super().__init__()
         self.layers = nn.ModuleList(Layer(a) for _ in range(a.num_layers))
         self.final_layernorm = norm(a)
 
 
 class LanguageModel(nn.Module):
-    def __init__(self, a: argparse.Namespace) -> None:
+    def __init__(self, a):
         super().__init__()
         self.embedding, self.encoder = Embedding(a), Encoder(a)
         if a.untie_embeddings_and_output_weights:
@@ -257,11 +254,11 @@ class LanguageModel(nn.Module):
 class GPTModel(nn.Module):
     """Model without pipeline: tokens [b, s] -> logits [b, s, padded vocabulary]."""
 
-    def __init__(self, a: argparse.Namespace) -> None:
+    def __init__(self, a):
         super().__init__()
         self.language_model = LanguageModel(a)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens):
         m = self.language_model
         x = m.embedding(tokens)
         for layer in m.encoder.layers:
@@ -275,17 +272,17 @@ class GPTModel(nn.Module):
         )
 
 
-def pipeline_layers(a: argparse.Namespace) -> list[Any]:
+def pipeline_layers(a):
     """Return the same model for DeepSpeed's pipeline.
 
     Layers are numbered as in Megatron-DeepSpeed's GPTModelPipe.
     """
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-    def head(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
+    def head(embedding, x):
         return scores(x, embedding.word_embeddings.weight)
 
-    def tied(**more: Any) -> Any:
+    def tied(**more):
         return TiedLayerSpec(
             "embed", Embedding, a, tied_weight_attr="word_embeddings.weight", **more
         )
@@ -300,7 +297,7 @@ def pipeline_layers(a: argparse.Namespace) -> list[Any]:
     ]
 
 
-def initialise(model: nn.Module, seed: int = 3) -> None:
+def initialise(model, seed=3):
     """Draw every value by its name, so that no two weights, gains or biases are equal."""
     for name, p in sorted(model.named_parameters()):
         generator = torch.Generator().manual_seed(seed + sum(map(ord, name)) % 997)
@@ -308,7 +305,7 @@ def initialise(model: nn.Module, seed: int = 3) -> None:
         p.data.copy_(gain + 0.15 * torch.randn(p.shape, generator=generator))
 
 
-def groups(model: nn.Module) -> list[dict[str, Any]]:
+def groups(model):
     """Return Megatron's two groups: matrices with weight decay, then vectors without."""
     decay = [p for p in model.parameters() if p.dim() > 1]
     return [
@@ -317,18 +314,16 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def tokens(seed: int, rows: int, vocab: int) -> torch.Tensor:
+def tokens(seed, rows, vocab):
     """Draw tokens [rows, S + 1]."""
     return torch.randint(0, vocab, (rows, S + 1), generator=torch.Generator().manual_seed(seed))
 
 
-def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss_of(logits, labels):
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def shard_of(
-    name: str, whole: torch.Tensor, a: argparse.Namespace, t: int, tp: int
-) -> torch.Tensor:
+def shard_of(name, whole, a, t, tp):
     """Return the shard of tensor rank t of tp in Megatron.
 
     It has its heads, its columns of gate and of value, or its tokens.
@@ -345,16 +340,16 @@ def shard_of(
     return whole
 
 
-def cut(model: nn.Module, a: argparse.Namespace, t: int, tp: int) -> None:
+def cut(model, a, t, tp):
     """Reduce every parameter to the part of tensor rank t. The model can no longer compute."""
     for name, p in list(model.named_parameters()):
         owner = model.get_submodule(name.rpartition(".")[0])
         part = nn.Parameter(shard_of(name, p.detach(), a, t, tp).contiguous())
-        part.tensor_model_parallel = part.shape != p.shape  # type: ignore[attr-defined]
+        part.tensor_model_parallel = part.shape != p.shape
         setattr(owner, name.rpartition(".")[2], part)
 
 
-def whole_in_our_shape(name: str, tensor: torch.Tensor, a: argparse.Namespace) -> torch.Tensor:
+def whole_in_our_shape(name, tensor, a):
     """Return a parameter of GPTModel in our shape: gate and value separate, without padding."""
     if "dense_h_to_4h" in name and a.swiglu:
         return torch.stack(tensor.chunk(2))

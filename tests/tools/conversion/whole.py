@@ -1,16 +1,13 @@
 """Checkpoint of ours as whole tensors, by torch's own reader, independent of this program."""
 
-from __future__ import annotations
-
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 
-def whole_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def whole_tensors(folder):
     metadata = dcp.FileSystemReader(folder).read_metadata()
     found = {
         name: torch.full(tuple(t.size), float("nan"), dtype=t.properties.dtype)

@@ -1,14 +1,11 @@
 """Conversations become tokens and a loss mask as transformers' apply_chat_template makes them."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -56,10 +53,9 @@ WORDS = [
     "a\tb\n",
     "émile ",
 ]
-Line = dict[str, Any]
 
 
-def messages(seed: int) -> Line:
+def messages(seed):
     random = np.random.RandomState(seed)
     roles = [*["system"] * (seed % 2), *["user", "assistant"] * random.randint(1, 4)]
     texts = ["".join(random.choice(WORDS, random.randint(1, 6))) for _ in roles]
@@ -71,7 +67,7 @@ LINES = [messages(seed) for seed in range(40)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Provide a tokenizer folder of transformers with the template MARKED."""
     fast = Fast(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -92,12 +88,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write(path: Path, lines: list[Line]) -> Path:
+def write(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 
-def run(folder: Path, output: Path, lines: list[Line], *flags: str) -> int:
+def run(folder, output, lines, *flags):
     path = write(output.with_suffix(".jsonl"), lines)
     words = ["--input", str(path), "--output-prefix", str(output), "--chat", "--workers", "1"]
     if "--tokenizer-type" not in flags:
@@ -105,12 +101,12 @@ def run(folder: Path, output: Path, lines: list[Line], *flags: str) -> int:
     return preprocess_data.main([*words, *flags])
 
 
-def written(output: Path) -> tuple[list[list[int]], list[list[int]]]:
+def written(output):
     prefix = f"{output}_chat_document"
     return documents(prefix), documents(f"{prefix}_mask")
 
 
-def test_tokens_and_mask_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
+def test_tokens_and_mask_are_those_of_transformers(folder, tmp_path):
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     expected = [
         theirs.apply_chat_template(
@@ -129,9 +125,7 @@ def test_tokens_and_mask_are_those_of_transformers(folder: Path, tmp_path: Path)
     assert 0.1 < share < 0.9 and IndexedDataset(f"{tmp_path}/o_chat_document_mask").dtype == "u1"
 
 
-def test_a_template_without_marks_gives_the_turns_with_their_ends(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_template_without_marks_gives_the_turns_with_their_ends(folder, tmp_path):
     """The reference tokenizes the text up to the beginning and the end of each turn.
 
     All turns begin after a line end and end with one, at which the tokenizer cuts; in front of
@@ -149,7 +143,7 @@ def test_a_template_without_marks_gives_the_turns_with_their_ends(
     theirs = PreTrainedTokenizerFast.from_pretrained(folder, chat_template=UNMARKED)
     for line, ids, mask in zip(lines, *written(tmp_path / "o"), strict=True):
 
-        def size(stop: int, generate: bool, line: Line = line) -> int:
+        def size(stop, generate, line=line):
             text = theirs.apply_chat_template(
                 line["messages"][:stop],
                 tools=line.get("tools"),
@@ -167,13 +161,13 @@ def test_a_template_without_marks_gives_the_turns_with_their_ends(
         assert mask == by_hand.tolist()
 
 
-def test_prompt_and_completion(tmp_path: Path) -> None:
+def test_prompt_and_completion(tmp_path):
     lines = [{"prompt": "1 2 ", "completion": "3 4"}, {"prompt": "", "completion": "5"}]
     assert run(tmp_path, tmp_path / "o", lines, *NULL_FLAGS, "--append-eod") == 0
     assert written(tmp_path / "o") == ([[1, 2, 3, 4, 100], [5, 100]], [[0, 0, 1, 1, 1], [1, 1]])
 
 
-UNUSABLE: list[tuple[Line, str]] = [
+UNUSABLE = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user"}]}, "template"),
     ({"messages": [{"role": "user", "content": "a"}]}, "assistant"),
@@ -185,9 +179,7 @@ UNUSABLE: list[tuple[Line, str]] = [
 ]
 
 
-def test_an_unusable_line_is_named_or_left_out(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unusable_line_is_named_or_left_out(folder, tmp_path, capsys):
     lines = [{"prompt": "1 ", "completion": "2"}, *(line for line, _ in UNUSABLE)]
     assert run(folder, tmp_path / "o", lines, "--max-tokens", "11") == 2
     assert f"{tmp_path}/o.jsonl:2" in capsys.readouterr().err
@@ -200,7 +192,7 @@ def test_an_unusable_line_is_named_or_left_out(
         assert reason.startswith(f"{tmp_path}/o.jsonl:{number}") and named in reason
 
 
-def test_a_template_runs_in_a_sandbox_and_its_mistakes_are_named(tmp_path: Path) -> None:
+def test_a_template_runs_in_a_sandbox_and_its_mistakes_are_named(tmp_path):
     bad = tmp_path / "bad.jinja"
     bad.write_text("a\n{% for %}")
     with pytest.raises(ConfigError, match="line 2"):
@@ -245,7 +237,7 @@ QWEN = """
 TOOLS = "{{ tools | tojson(separators=(',', ':'), sort_keys=true, indent=1) }}"
 
 
-def test_the_turns_of_a_template_without_marks_are_those_of_the_same_with_them() -> None:
+def test_the_turns_of_a_template_without_marks_are_those_of_the_same_with_them():
     unmarked = TOOLS + QWEN.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
     tools = [{"b": "größe", "a": [1, 2]}]
     conversations = [copy.deepcopy(line["messages"]) for line in LINES]
@@ -264,12 +256,12 @@ def test_the_turns_of_a_template_without_marks_are_those_of_the_same_with_them()
 
 
 def test_the_work_for_a_conversation_does_not_grow_with_the_square_of_its_turns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    renders: list[int] = []
+    monkeypatch,
+):
+    renders = []
     render = chat_module._text
 
-    def counted(chat: Chat, messages: Any, tools: Any, **how: bool) -> str:
+    def counted(chat, messages, tools, **how):
         renders.append(len(messages))
         return render(chat, messages, tools, **how)
 
@@ -294,9 +286,7 @@ HOSTILE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
-def test_a_template_ends_with_a_message_whatever_it_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
-) -> None:
+def test_a_template_ends_with_a_message_whatever_it_does(tmp_path, monkeypatch, source):
     monkeypatch.setattr(limited, "_TIME_S", 1.0)
     monkeypatch.setattr(limited, "_MEMORY_BYTES", 1 << 28)
     (tmp_path / "t.jinja").write_text(source)
@@ -321,9 +311,7 @@ LISTED = [{"name": name, "template": name + TURNS} for name in ("tool_use", "def
         },
     ],
 )
-def test_the_template_and_its_tokens_are_those_of_transformers(
-    folder: Path, tmp_path: Path, files: dict[str, Any]
-) -> None:
+def test_the_template_and_its_tokens_are_those_of_transformers(folder, tmp_path, files):
     shutil.copy(folder / "tokenizer.json", tmp_path)
     (tmp_path / "additional_chat_templates").mkdir()
     for name, content in files.items():
@@ -338,7 +326,7 @@ def test_the_template_and_its_tokens_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("more", [[], [{"name": "default", "template": "a\n{%"}]])
-def test_a_template_that_is_missing_or_broken_is_named(tmp_path: Path, more: list[Any]) -> None:
+def test_a_template_that_is_missing_or_broken_is_named(tmp_path, more):
     config = json.dumps({"chat_template": [*LISTED[:1], *more]})
     (tmp_path / "tokenizer_config.json").write_text(config)
     words = "tokenizer_config.json.*" + ("default.*line 2" if more else "tool_use")
@@ -346,9 +334,7 @@ def test_a_template_that_is_missing_or_broken_is_named(tmp_path: Path, more: lis
         find_chat(None, str(tmp_path))
 
 
-def test_contradicting_flags_and_inputs_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_contradicting_flags_and_inputs_are_refused(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("1 2")
     words = f"--input {tmp_path}/a.txt --output-prefix {tmp_path}/o".split()
     for flags, named in (
@@ -360,9 +346,7 @@ def test_contradicting_flags_and_inputs_are_refused(
         assert named in capsys.readouterr().err
 
 
-def test_a_resumed_run_and_several_workers_write_the_same_files(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_and_several_workers_write_the_same_files(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK_BYTES", 500)
     path = write(tmp_path / "in.jsonl", LINES)
     tokenizer = {"tokenizer_type": "HFTokenizer", "tokenizer_model": str(folder)}
@@ -381,9 +365,7 @@ def test_a_resumed_run_and_several_workers_write_the_same_files(
     assert len(list(tmp_path.glob("b_*"))) == 5
 
 
-def test_inspection_shows_and_checks_the_mask(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspection_shows_and_checks_the_mask(tmp_path, capsys):
     lines = [{"prompt": "1 2 ", "completion": "3 4"}, {"prompt": "5 ", "completion": "6"}]
     assert run(tmp_path, tmp_path / "o", lines, *NULL_FLAGS) == 0
     prefix = f"{tmp_path}/o_chat_document"
@@ -402,13 +384,13 @@ def test_inspection_shows_and_checks_the_mask(
     assert inspect_dataset.main([prefix]) == 2 and str(mask) in capsys.readouterr().out
 
 
-def write_mask(prefix: str, masks: list[list[int]]) -> None:
+def write_mask(prefix, masks):
     with IndexedDatasetWriter(f"{prefix}_mask", np.uint8) as writer:
         for marks in masks:
             writer.add_document(marks)
 
 
-def test_merging_keeps_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_merging_keeps_masks(tmp_path, capsys):
     (tmp_path / "parts").mkdir()
     for name, tokens in (("a", [[1, 2, 3], [4]]), ("b", [[5, 6]])):
         with IndexedDatasetWriter(tmp_path / "parts" / name, np.uint16) as writer:

@@ -1,12 +1,9 @@
 """Inspection of data sets: statistics against numpy on plain lists, and deliberate damage."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +18,13 @@ from megatron.data.tokenizer_adapters import byte_letters
 from megatron.errors import DataError
 from megatron_inspection import dataset as library
 from megatron_inspection.dataset import count_lengths, decode_leniently, inspect
-from tests.data.struct_format import Documents, packed, write
+from tests.data.struct_format import packed, write
 from tools import inspect_dataset
 
-Damage = Callable[[bytes, bytes], tuple[bytes | None, bytes | None]]
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "50"]
 
 
-def texts(prefix: str, **options) -> list[str]:
+def texts(prefix, **options):
     return [str(problem) for problem in inspect(prefix, **options).problems]
 
 
@@ -39,9 +35,7 @@ def texts(prefix: str, **options) -> list[str]:
     ),
     block=st.sampled_from([1, 2, 1 << 20]),
 )
-def test_lengths(
-    tmp_path_factory: pytest.TempPathFactory, documents: Documents, block: int
-) -> None:
+def test_lengths(tmp_path_factory, documents, block):
     prefix = write(tmp_path_factory.mktemp("lengths") / "a", documents)
     expected = np.array([sum(map(len, document)) for document in documents])
     with pytest.MonkeyPatch.context() as patch:
@@ -57,7 +51,7 @@ def test_lengths(
 
 
 @pytest.mark.slow  # matplotlib
-def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report(tmp_path, capsys):
     prefix = write(tmp_path / "a", [[[5, 6, 7], [50]], [], [[8] * 300]])
     plot = tmp_path / "plots" / "a.png"
     arguments = [
@@ -78,7 +72,7 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_id_that_the_tokenizer_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_id_that_the_tokenizer_lacks(tmp_path, capsys):
     good, bad = (
         write(tmp_path / "good", [[[1, 2]], [[3]]]),
         write(tmp_path / "bad", [[[1]], [[60]]]),
@@ -93,7 +87,7 @@ def test_an_id_that_the_tokenizer_lacks(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"problem: {bad}.bin: byte 2: id 60" in second and "| <id 60>\n" in second
 
 
-def test_decodes_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decodes_text(tmp_path, capsys):
     """Text is decoded through a byte-level vocabulary.
 
     Written text is recovered, and unknown ids are shown as such.
@@ -120,11 +114,11 @@ DATA, INDEX = packed([[[1, 2, 3], [4]], [[5, 6]]], "<u2")
 SIZES, POINTERS, BOUNDARIES = 34, 46, 70
 
 
-def patched(index: bytes, at: int, value: bytes) -> bytes:
+def patched(index, at, value):
     return index[:at] + value + index[at + len(value) :]
 
 
-def index_with(at: int, kind: str, value: int) -> Damage:
+def index_with(at, kind, value):
     return lambda d, i: (d, patched(i, at, struct.pack(f"<{kind}", value)))
 
 
@@ -151,7 +145,7 @@ def index_with(at: int, kind: str, value: int) -> Damage:
         ),
     ],
 )
-def test_damage(tmp_path: Path, damage: Damage, expected: list[str]) -> None:
+def test_damage(tmp_path, damage, expected):
     """Each kind of damage is found and named with its byte; nothing else is reported."""
     for suffix, content in zip((".bin", ".idx"), damage(DATA, INDEX), strict=True):
         if content is not None:
@@ -175,14 +169,14 @@ def test_damage(tmp_path: Path, damage: Damage, expected: list[str]) -> None:
     block=st.sampled_from([1, 2, 1 << 20]),
 )
 def test_any_inconsistency_is_found(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory,
     documents,
-    place: float,
-    new: int,
-    cut: bool,
-    in_bin: bool,
-    block: int,
-) -> None:
+    place,
+    new,
+    cut,
+    in_bin,
+    block,
+):
     """One changed byte of either file, or truncation, is found.
 
     The exception is a result that is a valid data set: another order of ids within the vocabulary,
@@ -217,7 +211,7 @@ def test_any_inconsistency_is_found(
     assert bool(found) != consistent, found
 
 
-def test_ids_out_of_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_out_of_vocabulary(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "_BLOCK_BYTES", 64)
     ids = np.arange(1000) % 90
     ids[[333, 700, 701]] = [100, 99, 65535]
@@ -234,7 +228,7 @@ def test_ids_out_of_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow  # matplotlib
-def test_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors(tmp_path, capsys):
     prefix = write(tmp_path / "a", [[[1]]])
     empty = write(tmp_path / "empty", [[[]]])
     for arguments, message in (
@@ -249,7 +243,7 @@ def test_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         inspect(tmp_path / "none")
 
 
-def test_memory_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_flat(tmp_path, monkeypatch):
     """Memory is flat in a full check of 200,000 documents, 4 MB of index and 6.4 MB of tokens."""
     monkeypatch.setattr(library, "_BLOCK_ENTRIES", 1 << 12)
     monkeypatch.setattr(library, "_BLOCK_BYTES", 1 << 16)

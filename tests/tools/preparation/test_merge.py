@@ -1,7 +1,5 @@
 """Merged data sets, against concatenated lists of documents."""
 
-from __future__ import annotations
-
 import shutil
 import tracemalloc
 from collections import namedtuple
@@ -20,7 +18,7 @@ from tools import merge_datasets
 from tools.merge_datasets import merge, prefixes_in
 
 
-def files(folder: Path) -> list[str]:
+def files(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -32,15 +30,13 @@ PARTS = st.tuples(
 
 @pytest.mark.slow
 @given(parts=st.lists(PARTS, min_size=1, max_size=4), block=st.sampled_from([1, 3, 1 << 20]))
-def test_order_and_documents_are_kept(
-    tmp_path_factory: pytest.TempPathFactory, parts, block: int
-) -> None:
+def test_order_and_documents_are_kept(tmp_path_factory, parts, block):
     folder = tmp_path_factory.mktemp("merge")
     inputs = [
         write(folder / f"part{i}", documents, dtype) for i, (dtype, documents) in enumerate(parts)
     ]
-    notices: list[str] = []
-    done: list[int] = []
+    notices = []
+    done = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merge_datasets, "_BLOCK_ENTRIES", block)
         patch.setattr(merge_datasets, "_COPY_BYTES", 8 * block)
@@ -57,12 +53,12 @@ def test_order_and_documents_are_kept(
     assert Path(folder / "all.bin").read_bytes() == packed(documents, dtype)[0]
 
 
-def test_multimodal_data_is_refused(tmp_path: Path) -> None:
+def test_multimodal_data_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="one.*multimodal"):
         merge([write(tmp_path / "one", [[[1], [2]]], modes=[1, -1])], tmp_path / "all")
 
 
-def test_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder(tmp_path, capsys):
     """Merge all of a folder, by name, as Megatron does. Files that are no data set are ignored."""
     folder = tmp_path / "parts"
     folder.mkdir()
@@ -90,7 +86,7 @@ def test_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             prefixes_in(wrong)
 
 
-def test_output_is_an_input(tmp_path: Path) -> None:
+def test_output_is_an_input(tmp_path):
     one = write(tmp_path / "one", [[[1]]])
     before = files(tmp_path)
     (tmp_path / "link.bin").symlink_to(tmp_path / "one.bin")
@@ -109,7 +105,7 @@ def test_output_is_an_input(tmp_path: Path) -> None:
         (lambda d, i: (None, i), r"b\.bin"),
     ],
 )
-def test_damaged_inputs(tmp_path: Path, damage, message: str) -> None:
+def test_damaged_inputs(tmp_path, damage, message):
     """Damaged inputs are refused by name; nothing is left behind and an old output stays."""
     good = write(tmp_path / "a", [[[1]]])
     write(tmp_path / "all", [[[8]]])
@@ -124,9 +120,7 @@ def test_damaged_inputs(tmp_path: Path, damage, message: str) -> None:
     assert files(tmp_path) == before and unpacked(tmp_path / "all")[1] == [[[8]]]
 
 
-def test_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused(tmp_path, monkeypatch, capsys):
     one = write(tmp_path / "one", [[[1]]])
     real = write(tmp_path / "real", [[[1]]], "<f4")
     before = files(tmp_path)
@@ -144,7 +138,7 @@ def test_refused(
     assert files(tmp_path) == before
 
 
-def test_memory_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_flat(tmp_path, monkeypatch):
     """Memory is flat for 6.4 MB of tokens in 200,000 sequences, with 4 MB of index.
 
     They pass through a few blocks.

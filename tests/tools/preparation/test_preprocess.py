@@ -1,7 +1,5 @@
 """Data tools, from the command line to the samples."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -23,9 +21,7 @@ from tools import preprocess_data, train_tokenizer
 from tools.build_corpus import build_corpus
 
 
-def run(
-    folder: Path, *arguments: object, inputs: object = "", name: str = "o", workers: int = 1
-) -> int:
+def run(folder, *arguments, inputs="", name="o", workers=1):
     """Run tools/preprocess_data.py, by default with the tokenizer whose tokens are numbers."""
     words = [
         "--input",
@@ -37,12 +33,12 @@ def run(
     return preprocess_data.main([*words, *([] if "--tokenizer-type" in words else NULL_FLAGS)])
 
 
-def read_corpus(path: Path) -> dict[str, str]:
+def read_corpus(path):
     with path.open(encoding="utf-8") as file:
         return {document["name"]: document["text"] for document in map(json.loads, file)}
 
 
-def test_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documents(tmp_path, capsys):
     source = write_input(tmp_path / "c.json.gz", ["1 2 3", "", "4"])
     assert run(tmp_path, "--append-eod", "--partitions", 4, "--lang", "german", inputs=source) == 0
     # The eod of NullTokenizer is its size.
@@ -57,7 +53,7 @@ def test_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     lines = write_input(
         folder / "train.jsonl", [Path(m.__file__).read_text() for m in (progress, sources, json)]
@@ -69,7 +65,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", file]
 
 
-def test_sentences(tmp_path: Path, model: list[str]) -> None:
+def test_sentences(tmp_path, model):
     write_input(tmp_path / "c.jsonl", ["A b. C?\nd"])
     tokenizer = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=model[-1])
     for flags, expected in (
@@ -85,9 +81,7 @@ def test_sentences(tmp_path: Path, model: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_corpus_vocabulary_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: list[str]
-) -> None:
+def test_corpus_vocabulary_tokens(tmp_path, monkeypatch, model):
     """Run the three tools in a row.
 
     Tokens decode to the texts, and the number of workers changes no byte.
@@ -124,12 +118,12 @@ BAD_LINES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "block_bytes"), [(2, 20), (1, 1 << 19)])
 def test_bad_lines_are_left_out(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    workers: int,
-    block_bytes: int,
-) -> None:
+    tmp_path,
+    capsys,
+    monkeypatch,
+    workers,
+    block_bytes,
+):
     monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(progress, "SHOWN_BAD", 2)
     path, count = tmp_path / "c.jsonl", len(BAD_LINES)
@@ -150,9 +144,7 @@ def test_bad_lines_are_left_out(
     assert not (tmp_path / "o_bad_input.txt").exists()
 
 
-def test_a_failed_run_goes_on_with_skip(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_run_goes_on_with_skip(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK_BYTES", 20)
     (tmp_path / "c.jsonl").write_bytes(b'{"text": "1"}\n' * 5 + b"bad\n" + b'{"text": "2"}\n' * 3)
     assert run(tmp_path) == 2
@@ -161,7 +153,7 @@ def test_a_failed_run_goes_on_with_skip(
     assert documents(tmp_path / "o_text_document") == [[1]] * 5 + [[2]] * 3
 
 
-def test_a_bad_document_is_left_out_of_all_keys(tmp_path: Path) -> None:
+def test_a_bad_document_is_left_out_of_all_keys(tmp_path):
     """A bad document is left out of all keys.
 
     Otherwise document i of one key would not match document i of the other.
@@ -175,7 +167,7 @@ def test_a_bad_document_is_left_out_of_all_keys(tmp_path: Path) -> None:
     ) == [[2], [6]]
 
 
-def test_other_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_errors(tmp_path, capsys):
     write_input(tmp_path / "c.jsonl", [""])
     damaged = tmp_path / "d.jsonl.gz"
     damaged.write_bytes(gzip.compress(b'{"text": "1"}\n' * 1000)[:-20])
@@ -203,9 +195,7 @@ def test_other_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("log_interval", [1000, None])
-def test_rates_and_time_left_are_of_this_run(
-    capsys: pytest.CaptureFixture[str], log_interval: int | None
-) -> None:
+def test_rates_and_time_left_are_of_this_run(capsys, log_interval):
     """Rates and time left are those of this run.
 
     10 s for 20 MB of text, which are 30 of the remaining 60 MB on disk; half is left. Without an
@@ -243,7 +233,7 @@ def test_rates_and_time_left_are_of_this_run(
     assert "p.bin" in " ".join(left := shown.summary(totals)) and "6001" not in " ".join(left)
 
 
-def test_corpus(tmp_path: Path) -> None:
+def test_corpus(tmp_path):
     library_folder = tmp_path / "lib"
     for name, text in {
         "alpha.py": '"""First words of the module alpha, long enough to be kept as text."""\n'
@@ -283,7 +273,7 @@ def test_corpus(tmp_path: Path) -> None:
         build_corpus("/", stdlib=library_folder)
 
 
-def test_corpus_has_modules_without_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corpus_has_modules_without_source(tmp_path, monkeypatch):
     # The json package stands for the library, because parsing all of that takes seconds.
     monkeypatch.setattr(
         corpus_tool.sysconfig, "get_path", lambda _: str(Path(json.__file__).parent)

@@ -1,13 +1,10 @@
 """Equal documents give equal bytes, for any format, block size and number of workers."""
 
-from __future__ import annotations
-
 import codecs
 import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -18,12 +15,12 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from tokenizers import Tokenizer as Fast
 
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import DataError
 from megatron_preparation import sources
-from megatron_preparation.encode import BadInput, PreprocessOptions, encode_block
+from megatron_preparation.encode import PreprocessOptions, encode_block
 from megatron_preparation.preprocess import preprocess
-from megatron_preparation.sources import Block, Place, find_sources, read_blocks, read_sources
+from megatron_preparation.sources import Place, find_sources, read_blocks, read_sources
 from tests.helpers.examples import examples
 from tests.helpers.preprocessing import (
     EOD,
@@ -42,22 +39,20 @@ TEXTS = st.lists(st.text(max_size=12), min_size=1, max_size=12)
 
 
 @pytest.fixture(scope="module")
-def tokenizer_arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def tokenizer_arguments(tmp_path_factory):
     return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tokenizer_arguments: dict[str, Any]) -> Tokenizer:
+def tokenizer(tokenizer_arguments):
     return build_tokenizer(**tokenizer_arguments, num_threads=1)
 
 
-def encode(
-    blocks: list[Block], tokenizer: Tokenizer, append_eod: bool
-) -> tuple[list[list[int]], list[BadInput]]:
+def encode(blocks, tokenizer, append_eod):
     """Return the tokens of each document of the blocks, by hand: no writer, no workers."""
     options = PreprocessOptions(tokenizer={}, append_eod=append_eod)
-    found: list[list[int]] = []
-    bad: list[BadInput] = []
+    found = []
+    bad = []
     for block in blocks:
         encoded = encode_block(block, tokenizer, options)
         (key,) = encoded.keys
@@ -78,13 +73,13 @@ def encode(
     name=st.sampled_from(NAMES),
 )
 def test_every_block_boundary_is_a_place_to_go_on(
-    tokenizer: Tokenizer,
-    texts: list[str],
-    block_bytes: int,
-    append_eod: bool,
-    members: int,
-    name: str,
-) -> None:
+    tokenizer,
+    texts,
+    block_bytes,
+    append_eod,
+    members,
+    name,
+):
     """Every block boundary is a place to resume.
 
     The bytes of each text are its tokens, and reading that starts after any block gives the rest.
@@ -114,9 +109,7 @@ def test_every_block_boundary_is_a_place_to_go_on(
     newline=st.sampled_from([b"\n", b"\r\n"]),
     at_end=st.booleans(),
 )
-def test_bad_lines_are_numbered_as_editors_do(
-    tokenizer: Tokenizer, lines: list[bytes], block_bytes: int, newline: bytes, at_end: bool
-) -> None:
+def test_bad_lines_are_numbered_as_editors_do(tokenizer, lines, block_bytes, newline, at_end):
     expected = [i for i, line in enumerate(lines, 1) if line.strip() and line != LINES[0]]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -131,8 +124,8 @@ def test_bad_lines_are_numbered_as_editors_do(
 
 @pytest.mark.slow
 def test_formats_workers_and_escapes_give_the_same_files(
-    tmp_path: Path, tokenizer_arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, tokenizer_arguments, monkeypatch
+):
     texts = [f"{i} \u00e4\u4e2d\U0001f600\u2028 " * (i % 7) for i in range(60)]
     inputs = [write_input(tmp_path / name, texts, members=3) for name in NAMES]
     (tmp_path / "escaped.jsonl").write_bytes(json_lines(texts, ensure_ascii=True))
@@ -155,7 +148,7 @@ def test_formats_workers_and_escapes_give_the_same_files(
     ]
 
 
-def test_patterns(tmp_path: Path) -> None:
+def test_patterns(tmp_path):
     (tmp_path / "deep").mkdir()
     for name in ("b.jsonl", "a.jsonl", "deep/c.jsonl", "[x].jsonl"):
         (tmp_path / name).write_text("{}\n")
@@ -177,9 +170,7 @@ def test_patterns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES[1:])
 @pytest.mark.parametrize("damage", ["cut", "trash"])
-def test_damaged_files_are_named_with_the_place(
-    tmp_path: Path, tokenizer: Tokenizer, name: str, damage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_files_are_named_with_the_place(tmp_path, tokenizer, name, damage, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK_BYTES", 64)
     path = write_input(tmp_path / name, [str(i) * 50 for i in range(300)], members=2)
     content = path.read_bytes()
@@ -192,7 +183,7 @@ def test_damaged_files_are_named_with_the_place(
         encode(list(read_blocks([path])), tokenizer, False)
 
 
-def parquet_file(path: Path, column: pyarrow.Array, name: str = "text", **settings: Any) -> Path:
+def parquet_file(path, column, name="text", **settings):
     parquet.write_table(pyarrow.table({name: column}), path, **settings)
     return path
 
@@ -208,12 +199,12 @@ def parquet_file(path: Path, column: pyarrow.Array, name: str = "text", **settin
 )
 @pytest.mark.parametrize("block_bytes", [3, 1 << 19])
 def test_parquet_strings(
-    tmp_path: Path,
-    tokenizer: Tokenizer,
-    kind: Any,
-    block_bytes: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    tokenizer,
+    kind,
+    block_bytes,
+    monkeypatch,
+):
     """Nulls in parquet are empty documents; row groups and batches leave no trace."""
     monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
     values = ["ab", None, "", "\u00e9", "ab"] * 5
@@ -226,7 +217,7 @@ def test_parquet_strings(
     assert blocks[-1].after == Place(0, 0, 25)
 
 
-def test_parquet_that_is_not_utf8(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_parquet_that_is_not_utf8(tmp_path, tokenizer):
     """Parquet that is not UTF-8 is refused. Arrow does not check its strings when it reads them."""
     offsets, data = np.array([0, 1, 3, 4], np.int32), b"a\xffbc"
     column = pyarrow.StringArray.from_buffers(
@@ -238,7 +229,7 @@ def test_parquet_that_is_not_utf8(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert bad.where == f"{path}: row 2" and "byte 0" in bad.why
 
 
-def test_parquet_columns_that_are_no_text(tmp_path: Path) -> None:
+def test_parquet_columns_that_are_no_text(tmp_path):
     nested = parquet_file(tmp_path / "n.parquet", pyarrow.array([{"text": "a"}]), "meta")
     with pytest.raises(DataError, match="text.*meta.*--json-keys"):
         list(read_blocks([nested]))
@@ -250,7 +241,7 @@ def test_parquet_columns_that_are_no_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_text_files(tmp_path: Path, tokenizer: Tokenizer, suffix: str) -> None:
+def test_text_files(tmp_path, tokenizer, suffix):
     path = tmp_path / f"c.txt{suffix}"
     path.write_bytes(pack(b"one\n\ntwo\n", suffix, 2))
     (block,) = read_blocks([path])
@@ -264,12 +255,12 @@ def test_text_files(tmp_path: Path, tokenizer: Tokenizer, suffix: str) -> None:
 @pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz", "c.txt", "c.parquet"])
 @pytest.mark.parametrize("block_bytes", [4, 16, 64])
 def test_documents_that_are_too_long_are_bad_input(
-    tmp_path: Path,
-    tokenizer: Tokenizer,
-    name: str,
-    block_bytes: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tmp_path,
+    tokenizer,
+    name,
+    block_bytes,
+    monkeypatch,
+):
     """Documents that are too long are bad input.
 
     They are not kept while they are read, wherever blocks begin; later ones keep their numbers.
@@ -291,7 +282,7 @@ def test_documents_that_are_too_long_are_bad_input(
     assert all("64" in document.why for document in bad)
 
 
-def test_memory_of_a_block_does_not_grow_with_short_documents(tmp_path: Path) -> None:
+def test_memory_of_a_block_does_not_grow_with_short_documents(tmp_path):
     """Memory of a block does not grow with short documents.
 
     It is bounded by bytes: twice BLOCK_BYTES for lines, that and one row for parquet.
@@ -302,7 +293,7 @@ def test_memory_of_a_block_does_not_grow_with_short_documents(tmp_path: Path) ->
             assert len(blocks) > 3 and max(block.text_bytes for block in blocks) <= 40_000
 
 
-def test_a_zstd_file_with_a_long_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zstd_file_with_a_long_window(tmp_path, monkeypatch):
     """A frame of one raw block, whose header asks for 256 MiB: 2^(10 + 18) (RFC 8878)."""
     text = json_lines(["ab", "c"])
     header = b"\x28\xb5\x2f\xfd" + bytes([0, 18 << 3])
@@ -322,7 +313,7 @@ def test_a_zstd_file_with_a_long_window(tmp_path: Path, monkeypatch: pytest.Monk
         preprocess([path], tmp_path / "q", options)
 
 
-def test_one_token_ends_a_document_of_a_tokenizer_that_puts_one_there(tmp_path: Path) -> None:
+def test_one_token_ends_a_document_of_a_tokenizer_that_puts_one_there(tmp_path):
     """The template puts <s> in front and </s> behind."""
     from tokenizers import processors
 
@@ -339,9 +330,7 @@ def test_one_token_ends_a_document_of_a_tokenizer_that_puts_one_there(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz"])
-def test_a_byte_order_mark_and_zeros_after_gzip_are_no_text(
-    tmp_path: Path, tokenizer: Tokenizer, name: str
-) -> None:
+def test_a_byte_order_mark_and_zeros_after_gzip_are_no_text(tmp_path, tokenizer, name):
     text = "ab" if ".txt" in name else '{"text": "ab"}'
     content = pack(codecs.BOM_UTF8 + text.encode(), Path(name).suffix)
     (tmp_path / name).write_bytes(content + bytes(512) * name.endswith(".gz"))

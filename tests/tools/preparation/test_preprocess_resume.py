@@ -11,7 +11,6 @@ import resource
 import select
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 from megatron_preparation import sources
 from megatron_preparation.encode import PreprocessOptions
-from megatron_preparation.preprocess import Listeners, PreprocessStopped, Totals, preprocess
+from megatron_preparation.preprocess import Listeners, PreprocessStopped, preprocess
 from tests.data.forks import MOMENTS, killed_at_each
 from tests.helpers.killing import forked, wait_for
 from tests.helpers.preprocessing import (
@@ -42,12 +41,12 @@ NOBODY = Listeners()
 BAD_LINE = b'{"text": "bad"}\n'
 
 
-def settings(patch: pytest.MonkeyPatch) -> None:
+def settings(patch):
     patch.setattr(sources, "BLOCK_BYTES", 200)
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch):
     settings(monkeypatch)
 
 
@@ -61,12 +60,12 @@ class Job:
 
     def run(
         self,
-        listeners: Listeners = NOBODY,
+        listeners=NOBODY,
         *,
-        workers: int = 1,
-        restart: bool = False,
-        often: bool = False,
-    ) -> Totals:
+        workers=1,
+        restart=False,
+        often=False,
+    ):
         """Run the job. `often`: with a journal after each block."""
         return preprocess(
             self.inputs,
@@ -79,17 +78,17 @@ class Job:
             listeners=listeners,
         )
 
-    def stop(self, blocks: int) -> None:
+    def stop(self, blocks):
         with pytest.raises(PreprocessStopped):
             self.run(stop_after(blocks))
 
-    def written(self) -> dict[str, bytes]:
+    def written(self):
         files = (
             path for path in self.folder.glob("o_*") if path.is_file() and path.suffix != ".lock"
         )
         return {path.name: path.read_bytes() for path in files}
 
-    def finish(self) -> Totals:
+    def finish(self):
         totals = self.run()
         assert self.written() == self.expected and (totals.documents, totals.bad_documents) == (
             240,
@@ -101,12 +100,12 @@ class Job:
         )
         return totals
 
-    def at(self, folder: Path) -> Job:
+    def at(self, folder):
         return Job(folder, self.inputs, self.expected)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
+def whole(tmp_path_factory):
     """Provide a job of two keys; plain, packed and parquet input; and lines that are left out."""
     folder, lines = tmp_path_factory.mktemp("job"), json_lines(TEXTS, TITLES)
     (folder / "a.jsonl").write_bytes(lines + BAD_LINE + lines)
@@ -122,7 +121,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-def test_a_finished_command_has_nothing_to_do(job: Job) -> None:
+def test_a_finished_command_has_nothing_to_do(job):
     job.run()
     before = {path: path.stat().st_mtime_ns for path in job.folder.iterdir()}
     totals = job.run()
@@ -135,19 +134,19 @@ def test_a_finished_command_has_nothing_to_do(job: Job) -> None:
 
 
 @pytest.fixture
-def job(whole: Job, tmp_path: Path) -> Job:
+def job(whole, tmp_path):
     return whole.at(tmp_path)
 
 
-def stop_after(blocks: int) -> Listeners:
+def stop_after(blocks):
     """Return listeners that request the end after `blocks` blocks."""
-    seen: list[int] = []
+    seen = []
     return Listeners(
         on_progress=lambda totals: seen.append(1), should_stop=lambda: len(seen) >= blocks
     )
 
 
-def check_what_is_there(job: Job, old: dict[str, bytes]) -> None:
+def check_what_is_there(job, old):
     """Check that each pair opens as its old or its new version, or not at all."""
     for name in (f"o_{key}_document" for key in KEYS):
         with contextlib.suppress(DataError):
@@ -161,7 +160,7 @@ def check_what_is_there(job: Job, old: dict[str, bytes]) -> None:
 
 @pytest.mark.slow
 @MOMENTS
-def test_killed_runs_go_on(job: Job, every: bool) -> None:
+def test_killed_runs_go_on(job, every):
     """Resume killed runs. In the campaign the journal is written after each block."""
     old = job.at(job.folder / "old")
     old.folder.mkdir()
@@ -171,7 +170,7 @@ def test_killed_runs_go_on(job: Job, every: bool) -> None:
         null_options(*KEYS),
     )
 
-    def prepare(here: Path) -> None:
+    def prepare(here):
         shutil.copytree(old.folder, here, dirs_exist_ok=True)
 
     for folder in killed_at_each(
@@ -183,10 +182,10 @@ def test_killed_runs_go_on(job: Job, every: bool) -> None:
 
 @pytest.mark.slow
 @MOMENTS
-def test_killed_while_a_run_begins_anew(job: Job, every: bool) -> None:
+def test_killed_while_a_run_begins_anew(job, every):
     """Discard the journal first, so that the next run finds all discarded output or none."""
 
-    def begin_anew(folder: Path) -> None:
+    def begin_anew(folder):
         with pytest.raises(PreprocessStopped):
             job.at(folder).run(stop_after(1), restart=True)
 
@@ -194,14 +193,14 @@ def test_killed_while_a_run_begins_anew(job: Job, every: bool) -> None:
     stopped.folder.mkdir()
     stopped.stop(14)  # some lines have been left out by then
 
-    def prepare(here: Path) -> None:
+    def prepare(here):
         shutil.copytree(stopped.folder, here, dirs_exist_ok=True)
 
     for folder in killed_at_each(job.folder, begin_anew, every, prepare):
         job.at(folder).finish()
 
 
-def power_cut(folder: Path, sizes: dict[int, int]) -> None:
+def power_cut(folder, sizes):
     """Simulate a power cut: files lose what was not synced to disk."""
     for path in folder.glob("o_partial/*"):
         os.truncate(path, min(path.stat().st_size, sizes.get(path.stat().st_ino, 0)))
@@ -213,7 +212,7 @@ def power_cut(folder: Path, sizes: dict[int, int]) -> None:
     [[1, 10, 31, 76], pytest.param(range(1, 125), marks=pytest.mark.campaign("kills"))],
     ids=["some", "all"],
 )
-def test_a_power_cut_loses_only_what_the_journal_does_not_count(job: Job, syncs: list[int]) -> None:
+def test_a_power_cut_loses_only_what_the_journal_does_not_count(job, syncs):
     """A power cut loses only data that the journal does not count.
 
     The run is killed after a number of syncs.
@@ -222,10 +221,10 @@ def test_a_power_cut_loses_only_what_the_journal_does_not_count(job: Job, syncs:
         noted, here = job.folder / f"{kill_after}.syncs", job.at(job.folder / str(kill_after))
         here.folder.mkdir()
 
-        def child() -> None:
+        def child():
             fsync, left = os.fsync, [kill_after]  # noqa: B023
 
-            def noting(descriptor: int) -> None:
+            def noting(descriptor):
                 fsync(descriptor)
                 status = os.fstat(descriptor)
                 with noted.open("a") as file:  # noqa: B023
@@ -245,10 +244,10 @@ def test_a_power_cut_loses_only_what_the_journal_does_not_count(job: Job, syncs:
 
 
 @pytest.mark.slow
-def test_no_worker_outlives_a_tool_that_is_killed(job: Job) -> None:
+def test_no_worker_outlives_a_tool_that_is_killed(job):
     noted = job.folder / "workers"
 
-    def kill(_: Totals) -> None:
+    def kill(_):
         noted.write_text(
             " ".join(str(process.pid) for process in multiprocessing.active_children())
         )
@@ -271,8 +270,8 @@ def test_no_worker_outlives_a_tool_that_is_killed(job: Job) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, pytest.param(1, marks=pytest.mark.campaign("kills"))])
-def test_stopped_runs_go_on_with_other_workers(job: Job, workers: int) -> None:
-    notes: list[str] = []
+def test_stopped_runs_go_on_with_other_workers(job, workers):
+    notes = []
     with pytest.raises(PreprocessStopped, match=str(job.folder / "o_partial")):
         job.run(stop_after(3), workers=workers)
     assert job.written() == {}
@@ -290,10 +289,10 @@ def test_stopped_runs_go_on_with_other_workers(job: Job, workers: int) -> None:
 
 
 @pytest.mark.slow
-def test_workers_that_are_killed(job: Job) -> None:
+def test_workers_that_are_killed(job):
     """Kill all workers, because work left by one could be done by another before it is noticed."""
 
-    def kill(_: Totals) -> None:
+    def kill(_):
         for process in multiprocessing.active_children():
             process.kill()
 
@@ -304,7 +303,7 @@ def test_workers_that_are_killed(job: Job) -> None:
 
 
 @pytest.mark.slow
-def test_places_in_every_kind_of_file(job: Job, tmp_path: Path) -> None:
+def test_places_in_every_kind_of_file(job, tmp_path):
     """Bad lines keep their numbers after a resumed run, as the compared files show."""
     for blocks in (1, 12, 19):
         here = job.at(tmp_path / str(blocks))
@@ -315,13 +314,13 @@ def test_places_in_every_kind_of_file(job: Job, tmp_path: Path) -> None:
     assert not list(job.folder.glob("o*"))
 
 
-def test_another_command_is_refused_and_told_what_differs(whole: Job, tmp_path: Path) -> None:
+def test_another_command_is_refused_and_told_what_differs(whole, tmp_path):
     inputs = [Path(shutil.copy2(path, tmp_path)) for path in whole.inputs]
     job, prefix = Job(tmp_path, inputs, {}), tmp_path / "o"
     bigger = {"tokenizer_type": "NullTokenizer", "vocab_size": 200}
     job.stop(3)
 
-    def refused(said: str, run: Callable[[], object]) -> None:
+    def refused(said, run):
         with pytest.raises(DataError, match=rf"{prefix}_partial.*{said}.*--restart"):
             run()
 
@@ -346,7 +345,7 @@ def test_another_command_is_refused_and_told_what_differs(whole: Job, tmp_path: 
     assert (totals.earlier_documents, totals.documents, totals.bad_documents) == (0, 240, 2)
 
 
-def test_a_tokenizer_file_that_changed_is_noticed(tmp_path: Path) -> None:
+def test_a_tokenizer_file_that_changed_is_noticed(tmp_path):
     arguments = byte_tokenizer(tmp_path)
     path = write_input(tmp_path / "c.jsonl", TEXTS)
     with pytest.raises(PreprocessStopped):
@@ -360,7 +359,7 @@ def test_a_tokenizer_file_that_changed_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_damage_in_the_partial_folder(job: Job) -> None:
+def test_damage_in_the_partial_folder(job):
     for name, content in (
         ("o_text_document.bin.part", b""),
         ("bad_input.txt", None),
@@ -390,13 +389,13 @@ def test_damage_in_the_partial_folder(job: Job) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [60, 1000])
-def test_a_full_disk(job: Job, limit: int) -> None:
+def test_a_full_disk(job, limit):
     """Run on a full disk.
 
     A limit on the size of files stands for it: the same writes fail, in the middle.
     """
 
-    def limited() -> None:
+    def limited():
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         with pytest.raises(DataError, match=f"{job.folder}/o.*{os.strerror(errno.EFBIG)}"):
@@ -409,12 +408,10 @@ def test_a_full_disk(job: Job, limit: int) -> None:
 # Signals
 
 
-def test_signals_stop_the_tool_and_it_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signals_stop_the_tool_and_it_goes_on(tmp_path, capsys, monkeypatch):
     path = write_input(tmp_path / "c.jsonl", TEXTS)
 
-    def run(name: str) -> tuple[int, str]:
+    def run(name):
         words = f"--input {path} --output-prefix {tmp_path / name} --workers 1".split()
         return preprocess_data.main([*words, *NULL_FLAGS]), capsys.readouterr().err
 
@@ -423,7 +420,7 @@ def test_signals_stop_the_tool_and_it_goes_on(
     # Twice: at once.
     for number, times in ((signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGINT, 2)):
 
-        def kill(*_: object) -> None:
+        def kill(*_):
             for _ in range(times):  # noqa: B023
                 os.kill(os.getpid(), number)  # noqa: B023
 
@@ -441,9 +438,7 @@ def test_signals_stop_the_tool_and_it_goes_on(
         )
 
 
-def test_a_signal_that_was_ignored_before_stays_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_that_was_ignored_before_stays_so(tmp_path, monkeypatch):
     """A signal that was ignored at the start stays ignored.
 
     Under nohup the end of the terminal does not end the tool.

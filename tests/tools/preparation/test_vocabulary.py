@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -16,7 +14,7 @@ from tools.train_tokenizer import train_vocabulary
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("spm")
     corpus = folder / "corpus.jsonl"
     corpus.write_text(
@@ -29,12 +27,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(text=st.text().filter(lambda text: "\u2581" not in text))
-def test_trained_vocabulary_loses_nothing(model: Path, text: str) -> None:
+def test_trained_vocabulary_loses_nothing(model, text):
     tokenizer = sentence_piece("GPTSentencePieceTokenizer", model, vocab_extra_ids=0)
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_bad_lines_are_refused_or_left_out(model: Path, tmp_path: Path) -> None:
+def test_bad_lines_are_refused_or_left_out(model, tmp_path):
     corpus, lines = tmp_path / "bad.jsonl", model.with_name("corpus.jsonl").read_text()
     corpus.write_text("{x\n" + lines + '{"no": 1}\n')
     words = ["--input", str(corpus), "--output", str(tmp_path / "m"), "--vocab-size", "600"]
@@ -43,7 +41,7 @@ def test_bad_lines_are_refused_or_left_out(model: Path, tmp_path: Path) -> None:
     assert (tmp_path / "m").read_bytes() == model.read_bytes()
 
 
-def test_vocabulary_refuses(tmp_path: Path) -> None:
+def test_vocabulary_refuses(tmp_path):
     corpus = tmp_path / "c.jsonl"
     corpus.write_text('{"text": "few words"}\n')
     for size in (100, 4096):  # fewer than the bytes alone need, more than nine characters give

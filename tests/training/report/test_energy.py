@@ -1,22 +1,18 @@
 """Energy of a node, from files and libraries that stand for the system's."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from megatron.training.report.energy import EnergyMeter
 
 
-def no_library(name: str) -> Any:
+def no_library(name):
     raise ImportError(name)
 
 
-def zone(root: Path, place: str, name: str, microjoules: int, largest: int = 10**9) -> Path:
+def zone(root, place, name, microjoules, largest=10**9):
     folder = root / "class" / "powercap" / place
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "name").write_text(f"{name}\n")
@@ -25,14 +21,14 @@ def zone(root: Path, place: str, name: str, microjoules: int, largest: int = 10*
     return folder / "energy_uj"
 
 
-def cray(root: Path, text: str) -> Path:
+def cray(root, text):
     file = root / "cray" / "pm_counters" / "energy"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     return file
 
 
-def test_a_cray_node_is_counted_as_a_whole(tmp_path: Path) -> None:
+def test_a_cray_node_is_counted_as_a_whole(tmp_path):
     zone(tmp_path, "intel-rapl:0", "package-0", 5)  # a part of the node's
     file = cray(tmp_path, "3000 J 1668157513361422 us\n")
     meter = EnergyMeter(root=tmp_path, load=no_library)
@@ -49,7 +45,7 @@ def test_a_cray_node_is_counted_as_a_whole(tmp_path: Path) -> None:
     assert math.isnan(meter.used_j()) and math.isnan(meter.used_j())
 
 
-def test_processors_and_memory_are_summed_and_their_counters_begin_again(tmp_path: Path) -> None:
+def test_processors_and_memory_are_summed_and_their_counters_begin_again(tmp_path):
     packages = [zone(tmp_path, f"intel-rapl:{i}", f"package-{i}", 999_000_000) for i in range(2)]
     memory = zone(tmp_path, "intel-rapl:0:1", "dram", 1_000_000)
     zone(tmp_path, "intel-rapl:0:0", "core", 0)  # a part of the package
@@ -62,9 +58,9 @@ def test_processors_and_memory_are_summed_and_their_counters_begin_again(tmp_pat
     assert meter.used_j() == pytest.approx(0.5 + (1000 - 999 + 2) + 0.25)
 
 
-def test_without_a_counter_or_permission_energy_is_unknown(tmp_path: Path) -> None:
-    def denied(name: str) -> Any:
-        def start() -> None:
+def test_without_a_counter_or_permission_energy_is_unknown(tmp_path):
+    def denied(name):
+        def start():
             raise RuntimeError(f"{name}: no driver")
 
         return SimpleNamespace(amdsmi_init=start, nvmlInit=start)
@@ -80,14 +76,14 @@ def test_without_a_counter_or_permission_energy_is_unknown(tmp_path: Path) -> No
     assert EnergyMeter(root=tmp_path, load=no_library).source == ""
 
 
-def test_other_ranks_of_a_node_have_no_part(tmp_path: Path) -> None:
+def test_other_ranks_of_a_node_have_no_part(tmp_path):
     cray(tmp_path, "3000 J 1668157513361422 us\n")
     meter = EnergyMeter(False, tmp_path, no_library)
     assert (meter.source, meter.used_j(), meter.used_j()) == ("", 0.0, 0.0)
 
 
 @pytest.mark.parametrize("count", ["energy_accumulator", "power"])
-def test_gpus_are_added_to_processors(tmp_path: Path, count: str) -> None:
+def test_gpus_are_added_to_processors(tmp_path, count):
     file = zone(tmp_path, "intel-rapl:0", "package-0", 0)
     used = {"a": 100, "b": 200}
     amd = SimpleNamespace(
@@ -97,7 +93,7 @@ def test_gpus_are_added_to_processors(tmp_path: Path, count: str) -> None:
         amdsmi_get_energy_count=lambda gpu: {count: used[gpu], "counter_resolution": 15.3},
     )
 
-    def load(name: str) -> Any:
+    def load(name):
         return amd if name == "amdsmi" else no_library(name)
 
     meter = EnergyMeter(root=tmp_path, load=load)
@@ -107,7 +103,7 @@ def test_gpus_are_added_to_processors(tmp_path: Path, count: str) -> None:
     assert meter.used_j() == pytest.approx(3.0 + 3 * 15.3)
 
 
-def test_nvidia_gpus(tmp_path: Path) -> None:
+def test_nvidia_gpus(tmp_path):
     millijoules = [5_000, 7_000]
     library = SimpleNamespace(
         nvmlInit=lambda: None,
@@ -116,7 +112,7 @@ def test_nvidia_gpus(tmp_path: Path) -> None:
         nvmlDeviceGetTotalEnergyConsumption=lambda gpu: millijoules[gpu],
     )
 
-    def load(name: str) -> Any:
+    def load(name):
         return library if name == "pynvml" else no_library(name)
 
     meter = EnergyMeter(root=tmp_path, load=load)

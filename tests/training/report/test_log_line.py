@@ -1,7 +1,5 @@
 """Lines for parsers, against a parser by the format's description and a line of a real run."""
 
-from __future__ import annotations
-
 import math
 import re
 
@@ -38,8 +36,8 @@ LINE = re.compile(
 )
 
 
-def report(**changes: object) -> Iteration:
-    values: dict[str, object] = dict(
+def report(**changes):
+    values = dict(
         iteration=2,
         total_iterations=5,
         consumed_samples=2560,
@@ -66,17 +64,17 @@ def report(**changes: object) -> Iteration:
         memory_rank=None,
         reserved_bytes=None,
     )
-    return Iteration(**{**values, **changes})  # type: ignore[arg-type]
+    return Iteration(**{**values, **changes})
 
 
-def test_the_same_figures_give_the_real_line() -> None:
+def test_the_same_figures_give_the_real_line():
     # That run's version printed no tgs; everything else is equal to the last character.
     line = format_iteration(report())
     assert line.replace(" tokens per gpu per second (tgs): 2.223 |", "") == REAL_LINE
     assert LINE.match(line)
 
 
-def test_all_fields_and_their_order() -> None:
+def test_all_fields_and_their_order():
     line = format_iteration(
         report(
             params_norm=12.3456,
@@ -102,7 +100,7 @@ def test_all_fields_and_their_order() -> None:
 
 
 @pytest.mark.parametrize("loss", [2.5, 19.0, 31.0])
-def test_validation_lines(loss: float) -> None:
+def test_validation_lines(loss):
     above, line, below = format_validation("iteration 10", loss).split("\n")
     match = re.fullmatch(
         rf" validation loss at iteration 10 \| lm loss value: ({SCIENTIFIC6}) \| lm loss PPL: "
@@ -115,14 +113,14 @@ def test_validation_lines(loss: float) -> None:
     assert set(above) == {"-"} == set(below) and len(above) == len(below) > len(line.rstrip())
 
 
-def test_timer_lines() -> None:
+def test_timer_lines():
     times = {"forward-backward": [10.0, 12.5, 11.0], "optimizer": [1.0, 1.0, 1.0]}
     first, *rows = format_timers(times).split("\n")
     assert first == "(min, max) time across ranks (ms):"
     assert [
         re.fullmatch(r"    ([\w-]+) \.+: \((\d+\.\d\d), (\d+\.\d\d)\)", row).groups()
         for row in rows
-    ] == [  # type: ignore[union-attr]
+    ] == [
         ("forward-backward", "10.00", "12.50"),
         ("optimizer", "1.00", "1.00"),
     ]

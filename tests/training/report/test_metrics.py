@@ -1,7 +1,5 @@
 """Figures of an interval."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 
@@ -16,16 +14,14 @@ from megatron.training.report.metrics import FlopRates, Interval
 SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
 
-def step(
-    iteration: int, loss: float | None, *, skipped: bool = False, batch: int = 4
-) -> StepRecord:
+def step(iteration, loss, *, skipped=False, batch=4):
     value = None if loss is None else torch.tensor(loss)
     return StepRecord(
         iteration, 4 * iteration, 32 * iteration, batch, 1e-3 * iteration, value, skipped, 1.0, 0.5
     )
 
 
-def test_interval_leaves_skipped_steps_out_and_counts_them() -> None:
+def test_interval_leaves_skipped_steps_out_and_counts_them():
     interval = Interval(SINGLE, FlopRates(1, 8, 100.0, 150.0, peak_flops_per_s=1000.0))
     skipped = step(2, math.inf, skipped=True), step(4, math.nan, skipped=True)
     for record in (step(1, 3.0), skipped[0], step(3, 2.0, batch=8), skipped[1]):
@@ -47,10 +43,10 @@ def test_interval_leaves_skipped_steps_out_and_counts_them() -> None:
     assert len(interval.steps) == 0  # counts start anew at each log line
 
 
-def test_energy_is_counted_per_token_and_in_all() -> None:
+def test_energy_is_counted_per_token_and_in_all():
     interval = Interval(SINGLE, FlopRates(1, 8, 100.0, 150.0))
     joules = iter([40.0, 24.0, math.nan, 1.0])
-    interval.meter = SimpleNamespace(used_j=lambda: next(joules))  # type: ignore[assignment]
+    interval.meter = SimpleNamespace(used_j=lambda: next(joules))
     for expected, used in ((40.0, 40.0), (24.0, 64.0), (None, math.nan), (1.0, math.nan)):
         interval.steps.append(step(1, 3.0))
         losses, memory = interval.reduce(77, None)

@@ -1,7 +1,5 @@
 """Console, TensorBoard, timers and the ends of processes."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -9,10 +7,7 @@ import pty
 import re
 import sys
 import threading
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,8 +15,6 @@ import torch
 from megatron.config import Config
 from megatron.config.duration import show_duration
 from megatron.errors import ConfigError
-from megatron.parallel.layout import Layout
-from megatron.parallel.topology import Topology
 from megatron.training.report.metrics import Profiler, Stopwatch
 from megatron.training.report.reporter import Console
 from megatron.training.run.process import run_guarded
@@ -29,16 +22,15 @@ from tests.helpers.clock import VirtualClock
 from tests.helpers.launching import TINY
 from tests.helpers.processes import run_processes
 
-SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 LINE = " iteration [red]1[/red] | " + "x" * 300
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
-def test_log_files_get_plain_lines_and_other_ranks_are_silent() -> None:
+def test_log_files_get_plain_lines_and_other_ranks_are_silent():
     for speaks, stream, written in ((True, io.StringIO(), LINE + "\n"), (False, Terminal(), "")):
         console = Console(speaks, stream)
         with console.doing("step", 10):
@@ -49,7 +41,7 @@ def test_log_files_get_plain_lines_and_other_ranks_are_silent() -> None:
 
 
 @contextlib.contextmanager
-def two_steps(clock: VirtualClock) -> Iterator[tuple[Console, io.StringIO]]:
+def two_steps(clock):
     """Yield a console after two steps of 1000: 10 s for the first, 3 s for the second."""
     stream = io.StringIO()
     console = Console(True, stream, clock)
@@ -60,7 +52,7 @@ def two_steps(clock: VirtualClock) -> Iterator[tuple[Console, io.StringIO]]:
         yield console, stream
 
 
-def test_a_file_tells_the_time_left_after_the_second_step() -> None:
+def test_a_file_tells_the_time_left_after_the_second_step():
     clock = VirtualClock()
     with two_steps(clock) as (console, stream):
         (line,) = stream.getvalue().splitlines()
@@ -84,7 +76,7 @@ def test_a_file_tells_the_time_left_after_the_second_step() -> None:
     assert "3.000 s/step" in line and f"{show_duration(997 * (3 + 4 / 2))} left" in line
 
 
-def test_a_file_gets_a_line_when_nothing_else_was_printed_for_30_s() -> None:
+def test_a_file_gets_a_line_when_nothing_else_was_printed_for_30_s():
     clock = VirtualClock()
     with two_steps(clock) as (console, stream):
         for seconds, said, lines in ((29, "", 0), (1, "", 1), (20, "log", 1), (20, "", 0)):
@@ -103,7 +95,7 @@ def test_a_file_gets_a_line_when_nothing_else_was_printed_for_30_s() -> None:
     assert "evaluation: batch 2/8" in line and "2:00 left" in line
 
 
-def test_a_long_step_tells_where_it_is() -> None:
+def test_a_long_step_tells_where_it_is():
     stream, clock = io.StringIO(), VirtualClock()
     console = Console(True, stream, clock)
     with console.doing("step", 9, where=lambda: "micro-batch 3 of 512"):
@@ -114,7 +106,7 @@ def test_a_long_step_tells_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("width", [20, 80, 200])
-def test_the_line_on_a_terminal_fits(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_on_a_terminal_fits(width, monkeypatch):
     from rich.console import Console as RichConsole
 
     monkeypatch.setenv("COLUMNS", str(width))
@@ -133,15 +125,15 @@ def test_the_line_on_a_terminal_fits(width: int, monkeypatch: pytest.MonkeyPatch
             assert text in shown
 
 
-def train_on_a_terminal(rank: int) -> tuple[int, str]:
+def train_on_a_terminal(rank):
     """Return pretrain_gpt.py's exit code, and its output on a terminal."""
     from megatron import program
 
     ours, theirs = pty.openpty()
     os.environ.update(TERM="xterm", COLUMNS="120")
-    sys.stdout, parts = open(theirs, "w", buffering=1), list[bytes]()  # noqa: SIM115
+    sys.stdout, parts = open(theirs, "w", buffering=1), []  # noqa: SIM115
 
-    def read() -> None:
+    def read():
         with contextlib.suppress(OSError):  # the other end is closed
             while part := os.read(ours, 65536):
                 parts.append(part)
@@ -155,7 +147,7 @@ def train_on_a_terminal(rank: int) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_a_run_on_a_terminal_shows_its_progress_and_whole_lines() -> None:
+def test_a_run_on_a_terminal_shows_its_progress_and_whole_lines():
     ((code, text),) = run_processes(1, train_on_a_terminal)
     assert code == 0 and re.search(r"step [0-4]/4", text), text[-2000:]
     whole = re.compile(
@@ -167,22 +159,22 @@ def test_a_run_on_a_terminal_shows_its_progress_and_whole_lines() -> None:
     )
 
 
-def profile_config(**fields: Any) -> Config:
+def profile_config(**fields):
     model = dict(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=16)
     batch = dict(micro_batch_size=1, global_batch_size=4, mock_data=True)
     return Config.create(**{**model, **batch, "world_size": 2, "profile": "pt", **fields})
 
 
 @pytest.mark.parametrize("flag", ["trace_dir", "tensorboard_dir", "metrics_file"])
-def test_a_profile_needs_a_folder_before_the_run_not_after(tmp_path: Path, flag: str) -> None:
+def test_a_profile_needs_a_folder_before_the_run_not_after(tmp_path, flag):
     (tmp_path / "file").write_text("")
     place = str(tmp_path / "file" / "x") + ("/m.jsonl" if flag == "metrics_file" else "")
     with pytest.raises(ConfigError, match=f"{tmp_path}/file/x"):
         Profiler(profile_config(**{flag: place}), 0, print)
 
 
-def test_a_profile_is_written_beside_the_metrics(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_profile_is_written_beside_the_metrics(tmp_path):
+    said = []
     config = profile_config(save=str(tmp_path), profile_step_start=2, profile_step_end=4)
     profiler = Profiler(config, 0, said.append, range(6))
     for iteration in range(6):
@@ -204,10 +196,8 @@ def test_a_profile_is_written_beside_the_metrics(tmp_path: Path) -> None:
         (dict(profile=None), 0, 8, 8, None),
     ],
 )
-def test_a_profile_that_catches_no_step_says_so(
-    fields: dict[str, Any], first: int, end: int, stops: int, known: bool | None
-) -> None:
-    said: list[str] = []
+def test_a_profile_that_catches_no_step_says_so(fields, first, end, stops, known):
+    said = []
     profiler = Profiler(profile_config(**fields), 0, said.append, range(first, end))
     assert len(said) == (known is True)
     for iteration in range(first, stops):
@@ -216,10 +206,8 @@ def test_a_profile_that_catches_no_step_says_so(
     assert len(said) == {True: 2, False: 1, None: 0}[known]
 
 
-def test_memory_is_recorded_on_chosen_ranks_of_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
+def test_memory_is_recorded_on_chosen_ranks_of_a_gpu(tmp_path, monkeypatch):
+    calls = []
     for name in ("_record_memory_history", "_dump_snapshot"):
         monkeypatch.setattr(
             torch.cuda.memory, name, lambda *of, n=name, **_: calls.append((n, *of))
@@ -227,7 +215,7 @@ def test_memory_is_recorded_on_chosen_ranks_of_a_gpu(
     config = profile_config(
         profile=None, record_memory_history=True, save=str(tmp_path), profile_ranks=(1,)
     )
-    said: list[str] = []
+    said = []
     for rank, device in ((0, "cuda"), (1, "cuda"), (0, "cpu")):
         Profiler(config, rank, said.append, range(4), device).close()
     file = str(tmp_path / "snapshot_rank1.pickle")
@@ -235,7 +223,7 @@ def test_memory_is_recorded_on_chosen_ranks_of_a_gpu(
     assert len(said) == 2 and file in said[0]
 
 
-def test_stopwatch_leaves_pauses_out() -> None:
+def test_stopwatch_leaves_pauses_out():
     now = [0.0]
     watch = Stopwatch(clock=lambda: now[0])
     now[0] = 5.0
@@ -247,11 +235,11 @@ def test_stopwatch_leaves_pauses_out() -> None:
     assert watch.lap() == 2.0
 
 
-def raise_(error: BaseException) -> None:
+def raise_(error):
     raise error
 
 
-def test_user_errors_have_one_message_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_have_one_message_and_no_traceback(capsys):
     error = ConfigError("two:\n  1. this\n  2. that")
     assert run_guarded(lambda: raise_(error), rank=0) == 2
     assert capsys.readouterr().err == f"ConfigError: {error}\n"
@@ -267,7 +255,7 @@ def test_user_errors_have_one_message_and_no_traceback(capsys: pytest.CaptureFix
     assert run_guarded(lambda: raise_(KeyboardInterrupt()), rank=0) == 130
 
 
-def test_torchrun_gets_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_gets_the_reason(tmp_path, monkeypatch):
     """Read it with torchrun's own reader."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -281,8 +269,8 @@ def test_torchrun_gets_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_other_errors_have_a_traceback_that_names_the_rank(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    capsys,
+):
     assert run_guarded(lambda: raise_(ZeroDivisionError("why")), rank=5) == 1
     shown = capsys.readouterr().err
     assert all(part in shown for part in ("rank 5", "Traceback", "ZeroDivisionError: why"))

@@ -1,12 +1,10 @@
 """Slow ranks are named, and those that wait for them are not."""
 
-from __future__ import annotations
-
 from megatron.parallel.layout import Layout
 from megatron.training.report.metrics import summarise
 
 
-def test_ranks_are_compared_with_those_of_their_stage() -> None:
+def test_ranks_are_compared_with_those_of_their_stage():
     """Ranks are compared with those of their stage.
 
     The second stage does twice the work: that makes none of its ranks slow.
@@ -20,7 +18,7 @@ def test_ranks_are_compared_with_those_of_their_stage() -> None:
     assert [one["ms"] for one in slow] == [1500.0, 2200.0]
 
 
-def test_stages_are_told_apart_in_any_order_of_ranks() -> None:
+def test_stages_are_told_apart_in_any_order_of_ranks():
     """Stages are told apart in any order of ranks.
 
     Every second rank is of the second stage, which does twice the work.
@@ -29,6 +27,6 @@ def test_stages_are_told_apart_in_any_order_of_ranks() -> None:
     assert [(one["rank"], one["ratio"]) for one in result["slow"]] == [(5, 1.5)]
 
 
-def test_without_peers_nothing_is_said_about_slowness() -> None:
+def test_without_peers_nothing_is_said_about_slowness():
     assert summarise([1.0, 3.0], Layout(pipeline=2))["slow_ranks"] == 0
     assert summarise([1.0, 1.01], Layout(data=2))["slow"] == []

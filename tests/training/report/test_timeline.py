@@ -1,12 +1,8 @@
 """Timelines and phases of a recorded step, by clocks that computations advance."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -38,17 +34,17 @@ SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+def clock(monkeypatch):
     clock = VirtualClock()
     monkeypatch.setattr(flight_module, "_clock", clock)
     return clock
 
 
-def a_step(topology: Topology, advance: Callable[[float], object]) -> Recording:
+def a_step(topology, advance):
     """Record a step of 100 s, in which powers of two tell the phases apart."""
     flight = topology.flight
 
-    def call(kind: str, seconds: float, peer: int = -1) -> None:
+    def call(kind, seconds, peer=-1):
         flight.enter(b"call", kind, 8, True, peer=peer)
         advance(seconds)
         flight.leave()
@@ -89,7 +85,7 @@ def a_step(topology: Topology, advance: Callable[[float], object]) -> Recording:
     return recording
 
 
-def test_time_counts_for_one_phase(clock: VirtualClock) -> None:
+def test_time_counts_for_one_phase(clock):
     recording = a_step(SINGLE, clock.advance)
     clock.advance(50.0)
     flight = SINGLE.flight
@@ -120,28 +116,28 @@ def test_time_counts_for_one_phase(clock: VirtualClock) -> None:
     assert (forward.start, forward.end) == (1000.0 + 1 + 2 + 4, 1000.0 + 7 + 8.78125)
 
 
-def test_times_of_a_device_are_moved_to_the_clock_of_its_host() -> None:
+def test_times_of_a_device_are_moved_to_the_clock_of_its_host():
     """The device begins a step 30 s after its host, and its clock is another one."""
     stream, now = Stream([]), [0.0]
     stream.now = 1e9
 
     class Event:
-        def record(self) -> None:
+        def record(self):
             self.at = now[0] + 30.0
 
-        def query(self) -> bool:
+        def query(self):
             return True
 
-        def synchronize(self) -> None:
+        def synchronize(self):
             now[0] = max(now[0], self.at)
 
-        def elapsed_time(self, later: Any) -> float:
+        def elapsed_time(self, later):
             return float(1000 * (later.at - self.at))
 
     topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
     meter = topology.flight.meter = DeviceCalls(Event, on_host=True)
 
-    def advance(seconds: float) -> None:
+    def advance(seconds):
         now[0] += seconds
 
     recording = a_step(topology, advance)
@@ -151,7 +147,7 @@ def test_times_of_a_device_are_moved_to_the_clock_of_its_host() -> None:
     assert (step.start, step.end) == pytest.approx((30.0, 130.0))
 
 
-def test_phases_stay_disjoint_where_events_overlap() -> None:
+def test_phases_stay_disjoint_where_events_overlap():
     """A device's clock has a coarse unit: parts of a part may seem to end behind it."""
     parts = [
         Activity("data", 0.0, 10.0),
@@ -163,13 +159,11 @@ def test_phases_stay_disjoint_where_events_overlap() -> None:
     assert found == {**dict.fromkeys(PHASES, 0.0), "data": 2.0, "optimizer": 7.0, "recompute": 1.0}
 
 
-def test_a_step_with_too_many_calls_has_no_timeline(
-    clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_with_too_many_calls_has_no_timeline(clock, monkeypatch):
     for module in (flight_module, timeline_module):
         monkeypatch.setattr(module, "MOST_MARKS", 5)
     executor = Executor(SINGLE, {0: lambda *_: None}, "1f1b", ((1,), torch.float32))
-    said: list[str] = []
+    said = []
     timeline = Timeline(SINGLE, executor, None, said.append, clock=clock)
     assert timeline.report(a_step(SINGLE, clock.advance), 0.0) == ({}, None)
 
@@ -185,13 +179,13 @@ class Compute(torch.autograd.Function):
     """Let the clock advance, by a backward pass too, and put its time into the result."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, clock: VirtualClock, queue: WeightGradients) -> Any:
+    def forward(ctx, x, clock, queue):
         ctx.clock, ctx.queue = clock, queue
         clock.advance(FORWARD_S)
-        return torch.full_like(x, clock.now - clock.origin)  # type: ignore[attr-defined]
+        return torch.full_like(x, clock.now - clock.origin)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx, *gradients):
         clock = ctx.clock
         clock.advance(HALF_S)
         if ctx.queue.deferring:
@@ -207,28 +201,28 @@ class RealClock:
     origin = 0.0
     now = property(lambda self: time.monotonic(), lambda self, value: None)
 
-    def __call__(self) -> float:
+    def __call__(self):
         return time.monotonic()
 
-    def advance(self, seconds: float) -> None:
+    def advance(self, seconds):
         time.sleep(seconds / 5)
 
 
-def run_pipeline(rank: int, folder: str, real: bool = False) -> list[Any]:
+def run_pipeline(rank, folder, real=False):
     """Run all cases; messages carry the time of their sender, and so its clock to the receiver.
 
     The second half of the ranks has another host, whose clock is 5,000 s ahead unless it is `real`.
     """
     topology = join(pipeline=RANKS)
-    clock: Any = RealClock() if real else VirtualClock(start=1000.0 if rank < 2 else 6000.0)
+    clock = RealClock() if real else VirtualClock(start=1000.0 if rank < 2 else 6000.0)
     clock.origin = 0.0 if real else clock.now
     plain = dist.irecv
 
     class Arriving:
-        def __init__(self, buffer: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, buffer, *args, **kwargs):
             self.buffer, self.work = buffer, plain(buffer, *args, **kwargs)
 
-        def wait(self) -> None:
+        def wait(self):
             self.work.wait()
             clock.now = max(clock.now, clock.origin + self.buffer.flatten()[0].item())
 
@@ -240,7 +234,7 @@ def run_pipeline(rank: int, folder: str, real: bool = False) -> list[Any]:
             queue = WeightGradients()
             last = RANKS * chunks - 1
 
-            def chunk(stage: int, hidden: Any, queue: Any = queue, last: int = last) -> Any:
+            def chunk(stage, hidden, queue=queue, last=last):
                 x = torch.zeros(SHAPE, dtype=torch.float64, requires_grad=True)
                 y = Compute.apply(x if hidden is None else hidden, clock, queue)
                 return y.mean() if stage == last else y
@@ -265,16 +259,14 @@ def run_pipeline(rank: int, folder: str, real: bool = False) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+def ran(tmp_path_factory):
     folder = tmp_path_factory.mktemp("timelines")
     return folder, run_processes(RANKS, run_pipeline, str(folder))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_a_timeline_has_the_order_of_its_schedule_and_its_bubble(
-    ran: tuple[Path, list[Any]], case: tuple[str, int, int]
-) -> None:
+def test_a_timeline_has_the_order_of_its_schedule_and_its_bubble(ran, case):
     name, chunks, count = case
     folder, (first, *others) = ran
     times_ms, record = first[CASES.index(case)]
@@ -321,7 +313,7 @@ def test_a_timeline_has_the_order_of_its_schedule_and_its_bubble(
 
 
 @pytest.mark.campaign("real-time")
-def test_a_bubble_by_the_real_clock_is_that_of_the_schedule(tmp_path: Path) -> None:
+def test_a_bubble_by_the_real_clock_is_that_of_the_schedule(tmp_path):
     """Passes that wait are equally long whatever else the machine does."""
     first, *_ = run_processes(RANKS, run_pipeline, str(tmp_path), True)
     for _, record in first:
@@ -329,9 +321,9 @@ def test_a_bubble_by_the_real_clock_is_that_of_the_schedule(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_file_that_cannot_be_written_is_noted_once(tmp_path: Path, clock: VirtualClock) -> None:
+def test_a_file_that_cannot_be_written_is_noted_once(tmp_path, clock):
     executor = Executor(SINGLE, {0: lambda *_: None}, "1f1b", ((1,), torch.float32))
-    said: list[str] = []
+    said = []
     path = tmp_path / "gone" / "timeline.json"
     timeline = Timeline(SINGLE, executor, path, said.append, clock=clock)
     for _ in range(2):

@@ -13,21 +13,16 @@ import struct
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron.config import Config
 from megatron.config.pieces import load_callbacks
 from megatron.errors import ConfigError
 from megatron.metrics_file import read_records
 from megatron.training.report import trackers
 from megatron.training.report.events import (
     CheckpointFailed,
-    Event,
     Iteration,
     NotFinite,
     Start,
@@ -40,10 +35,8 @@ from tests.helpers.fresh_python import run_python
 from tests.helpers.launching import TINY, launch
 from tests.helpers.tiny import records, tiny, values
 
-Points = dict[str, list[tuple[int, float]]]
 
-
-def interval(first: int, last: int, **changes: Any) -> Iteration:
+def interval(first, last, **changes):
     """Return the event of steps `first` to `last`, with the loss 4 / i of step i; 4 was skipped."""
     steps = [
         StepRecord(i, 16 * i, 128 * i, 16, i / 8, None, i == 4, 2.0**i, 0.25 * i)
@@ -51,7 +44,7 @@ def interval(first: int, last: int, **changes: Any) -> Iteration:
     ]
     others = ("loss", "skipped", "counted")
     of_last = {k: v for k, v in vars(steps[-1]).items() if k not in others}
-    fields: dict[str, Any] = dict(
+    fields = dict(
         total_iterations=9, seq_length=8, lm_loss=None, skipped=1, nan=0, step_time_s=0.25,
         samples_per_s=64.0, tokens_per_s=512.0, tokens_per_s_per_device=256.0, model_tflops=3.0,
         hardware_tflops=4.0, mfu=None, hfu=0.5, memory_bytes=99, memory_rank=0, reserved_bytes=120,
@@ -63,7 +56,7 @@ def interval(first: int, last: int, **changes: Any) -> Iteration:
 # --- events
 
 
-def test_a_record_has_what_is_known() -> None:
+def test_a_record_has_what_is_known():
     assert NotFinite(time=2.0, iteration=3, skipped_since=1, first="x").as_record() == {
         "event": "not_finite", "time": 2.0, "iteration": 3, "skipped_since": 1, "first": "x"
     }  # fmt: skip
@@ -75,7 +68,7 @@ def test_a_record_has_what_is_known() -> None:
     assert measured.as_record() == plain | {"energy_j": 7.0, "time": measured.time}
 
 
-def test_each_fact_is_one_scalar() -> None:
+def test_each_fact_is_one_scalar():
     event = interval(
         1,
         4,
@@ -111,14 +104,14 @@ def test_each_fact_is_one_scalar() -> None:
         ("test", None, "lm loss test"),
         ("valid", "code", "lm loss validation code"),
     ):
-        event = Validation(dataset=kind, corpus=corpus, lm_loss=1.5, **evaluation)  # type: ignore[arg-type]
+        event = Validation(dataset=kind, corpus=corpus, lm_loss=1.5, **evaluation)
         assert scalars(event) == {4: {name: 1.5, f"{name} ppl": pytest.approx(4.4816890703)}}
 
 
 # --- metrics file
 
 
-def test_metrics_file_appends_and_survives_a_cut_line(tmp_path: Path) -> None:
+def test_metrics_file_appends_and_survives_a_cut_line(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     first = JsonLines(path)
     first.on_event(interval(1, 1, time=12.5, lm_loss=1 / 3, grad_norm=math.inf, mfu=math.nan))
@@ -136,7 +129,7 @@ def test_metrics_file_appends_and_survives_a_cut_line(tmp_path: Path) -> None:
     json.loads(path.read_text().splitlines()[-1])
 
 
-def test_metrics_file_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+def test_metrics_file_that_cannot_be_written_is_a_user_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="metrics-file.*file/metrics.jsonl"):
         JsonLines(tmp_path / "file" / "metrics.jsonl")
@@ -147,14 +140,14 @@ def test_metrics_file_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> 
         JsonLines(tmp_path / "fifo")
 
 
-def test_a_disk_that_is_full_for_a_while_loses_records_and_not_the_run(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_for_a_while_loses_records_and_not_the_run(tmp_path):
     class Disk(io.RawIOBase):
         """Disk that takes 40 bytes of the second record and nothing of the third."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             self.held, self.calls = b"", 0
 
-        def write(self, data: Any) -> int:
+        def write(self, data):
             self.calls += 1
             if self.calls == 3:
                 raise OSError(errno.ENOSPC, "No space left on device")
@@ -162,7 +155,7 @@ def test_a_disk_that_is_full_for_a_while_loses_records_and_not_the_run(tmp_path:
             self.held += taken
             return len(taken)
 
-    said: list[str] = []
+    said = []
     metrics, disk = JsonLines(tmp_path / "m.jsonl", warn=said.append), Disk()
     metrics._file = disk
     (tmp_path / "full.jsonl").write_text('{"event": "iterat')
@@ -182,24 +175,24 @@ def test_a_disk_that_is_full_for_a_while_loses_records_and_not_the_run(tmp_path:
 class Tracker:
     """Tracker that notes iterations and does something else at each event."""
 
-    def __init__(self, also: Callable[[Any], object] = lambda event: None) -> None:
+    def __init__(self, also=lambda event: None):
         self.seen: list[int] = []
         self.also, self.closed = also, threading.Event()
 
-    def on_event(self, event: Any) -> None:
+    def on_event(self, event):
         self.seen.append(event.iteration)
         self.also(event)
 
-    def close(self) -> None:
+    def close(self):
         self.closed.set()
 
 
-def event(iteration: int) -> Event:
+def event(iteration):
     return CheckpointFailed(iteration=iteration, reason="")
 
 
-def test_a_tracker_takes_all_events_in_order_and_closes() -> None:
-    said: list[str] = []
+def test_a_tracker_takes_all_events_in_order_and_closes():
+    said = []
     tracker = Tracker()
     behind = Background(tracker, "It", "", said.append, wait=threading.Event.wait)
     for i in range(100):
@@ -212,13 +205,11 @@ def test_a_tracker_takes_all_events_in_order_and_closes() -> None:
 @pytest.mark.parametrize(
     ("goes_on", "seen", "taken"), [(False, [0], "0 of 11"), (True, [0, 1, 2, 3], "4 of 11")]
 )
-def test_a_tracker_that_hangs_delays_nothing_and_says_how_much_it_lost(
-    goes_on: bool, seen: list[int], taken: str
-) -> None:
-    said: list[str] = []
+def test_a_tracker_that_hangs_delays_nothing_and_says_how_much_it_lost(goes_on, seen, taken):
+    said = []
     hangs, ends = threading.Event(), threading.Event()
 
-    def hang(event: Any) -> None:
+    def hang(event):
         hangs.set()
         ends.wait()
 
@@ -237,15 +228,15 @@ def test_a_tracker_that_hangs_delays_nothing_and_says_how_much_it_lost(
     ends.set()
 
 
-def on_a_full_disk(file: Any) -> Any:
+def on_a_full_disk(file):
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     return RecordWriter(io.FileIO("/dev/full", "wb"))
 
 
-def written(config: Config) -> str:
+def written(config):
     """Return what is said once when a tracker is given a start and intervals that it cannot keep."""
-    said: list[str] = []
+    said = []
     (behind,) = trackers.trackers(config, said.append)
     behind.wait = threading.Event.wait
     begin = Start(
@@ -259,9 +250,7 @@ def written(config: Config) -> str:
     return only
 
 
-def test_tensorboard_on_a_full_disk_is_off_after_one_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_on_a_full_disk_is_off_after_one_note(tmp_path, monkeypatch):
     from tensorboard.summary.writer import event_file_writer
 
     monkeypatch.setattr(event_file_writer, "RecordWriter", on_a_full_disk)
@@ -272,15 +261,13 @@ def test_tensorboard_on_a_full_disk_is_off_after_one_note(
 
 
 @pytest.mark.slow
-def test_mlflow_without_its_store_is_off_after_one_note(tmp_path: Path) -> None:
+def test_mlflow_without_its_store_is_off_after_one_note(tmp_path):
     (tmp_path / "file").write_text("")
     said = written(tiny(mlflow_tracking_uri=f"sqlite:///{tmp_path}/file/m.db"))
     assert "MLflow" in said and "--mlflow-tracking-uri" in said
 
 
-def test_what_a_tracker_needs_is_looked_for_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_tracker_needs_is_looked_for_before_training(tmp_path, monkeypatch):
     for package, flag in (("wandb", "wandb_project"), ("mlflow", "mlflow_experiment_name")):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(ConfigError, match=f"{flag.replace('_', '-')}.*pip install {package}"):
@@ -290,14 +277,14 @@ def test_what_a_tracker_needs_is_looked_for_before_training(
         TensorBoard(tiny(tensorboard_dir=str(tmp_path / "file/x")))
 
 
-def test_a_callback_that_cannot_be_made_is_a_user_error() -> None:
+def test_a_callback_that_cannot_be_made_is_a_user_error():
     for name in "Class no.such.module:Class math:Class datetime:date datetime:timedelta".split():
         with pytest.raises(ConfigError, match=f"--callback {name}"):
             load_callbacks([name])
 
 
 @pytest.mark.slow
-def test_no_tracker_is_imported_unless_it_is_asked_for() -> None:
+def test_no_tracker_is_imported_unless_it_is_asked_for():
     """DeepSpeed would import MLflow."""
     code = """
 import sys
@@ -327,27 +314,27 @@ class Full(megatron.Callback):
 """
 
 
-def wait_for_trackers(folder: str) -> None:
+def wait_for_trackers(folder):
     """Find modules in `folder`, and wait for trackers without a time limit."""
     sys.path.insert(0, folder)
     *others, _ = trackers.Background.__init__.__defaults__
     trackers.Background.__init__.__defaults__ = (*others, threading.Event.wait)
 
 
-def do_not_wait_for_hangs(folder: str) -> None:
+def do_not_wait_for_hangs(folder):
     wait_for_trackers(folder)
 
     class Quick(Background):
-        def close(self) -> None:
+        def close(self):
             if "Hangs" in self.name:
                 self.wait = lambda ended: False
             super().close()
 
-    trackers.Background = Quick  # type: ignore[misc]
+    trackers.Background = Quick
 
 
 @pytest.mark.slow
-def test_broken_callbacks_change_no_loss_and_end_normally_with_a_note_each(tmp_path: Path) -> None:
+def test_broken_callbacks_change_no_loss_and_end_normally_with_a_note_each(tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN)
     losses, names = [], ["Hangs", "Throws", "Full"]
     for own in ([], ["--callback", *(f"broken:{name}" for name in names)]):
@@ -370,7 +357,7 @@ def test_broken_callbacks_change_no_loss_and_end_normally_with_a_note_each(tmp_p
 # --- what is written, read back with the libraries of the trackers
 
 
-def in_tensorboard(folder: Path) -> tuple[Points, str]:
+def in_tensorboard(folder):
     """Return the points of every scalar, and the configuration."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -383,7 +370,7 @@ def in_tensorboard(folder: Path) -> tuple[Points, str]:
     return found, text.tensor_proto.string_val[0].decode()
 
 
-def wandb_records(path: Path) -> Iterator[Any]:
+def wandb_records(path):
     """Yield the records of a file of Weights & Biases: protocol buffers in the frames of LevelDB.
 
     A frame has a checksum, a length and a kind: whole, first, middle or last part of a record. No
@@ -405,14 +392,14 @@ def wandb_records(path: Path) -> Iterator[Any]:
             parts = b""
 
 
-def in_wandb(folder: Path) -> tuple[list[tuple[str, int, dict[str, Any]]], Points]:
+def in_wandb(folder):
     """Return (id, exit code, configuration) of each file, and the points of every scalar.
 
     The steps of all files together count up from 0, and all but the first are resumed.
     """
-    runs, points, steps = [], defaultdict(list), list[int]()
+    runs, points, steps = [], defaultdict(list), []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=os.path.getmtime):
-        id_, code, config = "", -1, dict[str, Any]()
+        id_, code, config = "", -1, {}
         for record in wandb_records(path):
             kind = record.WhichOneof("record_type")
             if kind == "run":
@@ -435,7 +422,7 @@ def in_wandb(folder: Path) -> tuple[list[tuple[str, int, dict[str, Any]]], Point
     return runs, points
 
 
-def in_mlflow(uri: str) -> tuple[Any, Points]:
+def in_mlflow(uri):
     """Return the only run, and the points of every scalar."""
     from mlflow import MlflowClient
 
@@ -446,9 +433,9 @@ def in_mlflow(uri: str) -> tuple[Any, Points]:
     return run, {name: [(m.step, m.value) for m in of] for name, of in history.items()}
 
 
-def in_jsonl(path: Path) -> Points:
+def in_jsonl(path):
     """Return the points that the records of a run with --log-interval 1 stand for."""
-    points: Points = defaultdict(list)
+    points = defaultdict(list)
     names = {
         "lm_loss": "lm loss", "grad_norm": "grad-norm", "learning_rate": "learning-rate",
         "global_batch_size": "batch-size", "consumed_tokens": "consumed-tokens",
@@ -485,7 +472,7 @@ class Tells(megatron.Callback):
 
 
 @pytest.fixture(scope="module")
-def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tracked(tmp_path_factory):
     """Return the folder of a run with all trackers, of 2 ranks, and resumed on one."""
     folder = tmp_path_factory.mktemp("tracked")
     (folder / "told.py").write_text(TOLD)
@@ -512,14 +499,14 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(tracked: Path) -> Points:
+def expected(tracked):
     points = in_jsonl(tracked / "a run" / "metrics.jsonl")
     assert [at for at, _ in points["lm loss"]] == [1, 2, 3, 4, 5, 6]
     return points
 
 
 @pytest.mark.slow
-def test_a_callback_of_ones_own_hears_on_rank_0_what_the_metrics_file_has(tracked: Path) -> None:
+def test_a_callback_of_ones_own_hears_on_rank_0_what_the_metrics_file_has(tracked):
     written = [r["event"] for r in read_records(tracked / "a run" / "metrics.jsonl")]
     second = written.index("end") + 1
     assert written[second : second + 2] == ["rejected_checkpoint", "start"]
@@ -532,7 +519,7 @@ def test_a_callback_of_ones_own_hears_on_rank_0_what_the_metrics_file_has(tracke
 
 
 @pytest.mark.slow
-def test_tensorboard_has_what_the_metrics_file_has(tracked: Path, expected: Points) -> None:
+def test_tensorboard_has_what_the_metrics_file_has(tracked, expected):
     points, configuration = in_tensorboard(tracked / "tb")
     single = {n: [(at, float(np.float32(v))) for at, v in p] for n, p in expected.items()}
     assert {name: points[name] for name in expected} == single
@@ -541,7 +528,7 @@ def test_tensorboard_has_what_the_metrics_file_has(tracked: Path, expected: Poin
 
 
 @pytest.mark.slow
-def test_weights_and_biases_has_what_the_metrics_file_has(tracked: Path, expected: Points) -> None:
+def test_weights_and_biases_has_what_the_metrics_file_has(tracked, expected):
     runs, points = in_wandb(tracked / "wb")
     assert {name: points[name] for name in expected} == expected
     (first, code, config), (second, code_again, _) = runs
@@ -550,7 +537,7 @@ def test_weights_and_biases_has_what_the_metrics_file_has(tracked: Path, expecte
 
 
 @pytest.mark.slow
-def test_mlflow_has_what_the_metrics_file_has(tracked: Path, expected: Points) -> None:
+def test_mlflow_has_what_the_metrics_file_has(tracked, expected):
     run, points = in_mlflow(f"sqlite:///{tracked}/mlflow.db")  # of which there is one
     assert {name: points[name] for name in expected} == expected
     assert set(points) == set(in_tensorboard(tracked / "tb")[0])

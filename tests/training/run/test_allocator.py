@@ -1,14 +1,11 @@
 """Effects of tune_allocator on malloc, seen from outside: end of the heap, and system calls."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -57,7 +54,7 @@ MOST = 60  # MiB: the four blocks, less the space free at the heap's end before
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
-def test_blocks_of_a_step_are_kept_and_a_process_knows_its_own_peak() -> None:
+def test_blocks_of_a_step_are_kept_and_a_process_knows_its_own_peak():
     """The peak is not that of the large parent process, which the system counts until the program
     begins.
     """
@@ -93,12 +90,10 @@ def test_blocks_of_a_step_are_kept_and_a_process_knows_its_own_peak() -> None:
         ("THP_MEM_ALLOC_ENABLE", "1", {"mallopt"}),
     ],
 )
-def test_what_the_user_has_set_is_left_alone_and_named(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, calls: set[str]
-) -> None:
-    made: list[str] = []
+def test_what_the_user_has_set_is_left_alone_and_named(monkeypatch, name, value, calls):
+    made = []
 
-    def record(call: str) -> Any:
+    def record(call):
         return lambda *_: made.append(call) or 1
 
     for other in ("GLIBC_TUNABLES", "LD_PRELOAD"):

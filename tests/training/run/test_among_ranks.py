@@ -3,15 +3,13 @@
 Four processes run all cases one after another, over several layouts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
 import math
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,12 +62,12 @@ RANKS = 4
 # -- agreement and stopping ------------------------------------------------------------------------
 
 
-def agree(topology: Topology, folder: str) -> Any:
+def agree(topology, folder):
     """Return the sizes sent and the answers: with nothing on, one step late, and at once."""
-    sent: list[int] = []
+    sent = []
     plain = dist.all_reduce
 
-    def counted(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def counted(x, *args, **kwargs):
         sent.append(x.numel())
         return plain(x, *args, **kwargs)
 
@@ -98,11 +96,11 @@ def agree(topology: Topology, folder: str) -> Any:
         return [*answers, dict(agreement.read())], sent
 
 
-def stop(topology: Topology, folder: str) -> Any:
+def stop(topology, folder):
     """Stop on a signal on rank 1 alone, then on a file that only rank 0 may act on."""
 
-    def reason(iteration: int, signals: Signals, switch: str | None) -> bool:
-        settings: Any = SimpleNamespace(
+    def reason(iteration, signals, switch):
+        settings = SimpleNamespace(
             training=SimpleNamespace(
                 exit_interval=None, exit_signal_handler=False, kill_switch_file=switch
             )
@@ -133,13 +131,13 @@ HELD = (2**52 - 1, 2**40, 2**52 + 3, 2**52 + 3)
 RESERVED = (2**52, 2**52 + 7, 2**52 + 6, 2**52 + 6)
 
 
-def figures(topology: Topology, folder: str) -> Any:
+def figures(topology, folder):
     """Return the figures.
 
     Only the last stage has losses, equal on its tensor ranks. Those of the third step are not
     finite; the next has a micro-batch without a token in the loss, and the last no others.
     """
-    losses: list[torch.Tensor] = []
+    losses = []
     if topology.pipeline.is_last:
         losses = [torch.tensor(10.0 * topology.data.rank + i) for i in range(4)]
     weights = torch.tensor([0.1, 0.2, 0.3, 0.8])
@@ -149,7 +147,7 @@ def figures(topology: Topology, folder: str) -> Any:
         interval.steps.append(StepRecord(iteration, 0, 0, 8, 0.1, loss, False))
     # of two nodes, in whose energy the others have no part
     energy = (20.0, 0.0, 40.0, 0.0)[topology.rank]
-    interval.meter = SimpleNamespace(used_j=lambda: energy)  # type: ignore[assignment]
+    interval.meter = SimpleNamespace(used_j=lambda: energy)
     partly = [loss * (i != 1) for i, loss in enumerate(losses)]  # no token in that micro-batch
     part, mask = local_loss(partly, None, topology), torch.tensor([[1.0], [0.0], [1.0], [1.0]])
     masked = [MicroBatch(*[x] * 4, None, 0) for x in mask]
@@ -161,18 +159,18 @@ def figures(topology: Topology, folder: str) -> Any:
     return interval.reduce(HELD[topology.rank], RESERVED[topology.rank], unfinished)
 
 
-def loss_of(first_sample: int) -> float:
+def loss_of(first_sample):
     return 1.0 + 0.37 * first_sample**1.5
 
 
-def tokens_of(first_sample: int) -> int:
+def tokens_of(first_sample):
     return first_sample % 5
 
 
 class MaskedStream(MicroBatchStream):
     """Stream without content whose loss mask has as many ones as tokens_of says."""
 
-    def take(self, n: int) -> list[MicroBatch]:
+    def take(self, n):
         masks = torch.arange(5)
         return [
             dataclasses.replace(b, loss_mask=(masks < tokens_of(b.first_sample)).float())
@@ -180,15 +178,15 @@ class MaskedStream(MicroBatchStream):
         ]
 
 
-def evaluate(topology: Topology, folder: str) -> Any:
-    def forward(batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+def evaluate(topology, folder):
+    def forward(batches):
         return (
             [torch.tensor(loss_of(b.first_sample)) for b in batches]
             if topology.pipeline.is_last
             else []
         )
 
-    def measure(per_token: bool) -> tuple[float, float] | None:
+    def measure(per_token):
         stream = MaskedStream(
             None, Share(3, topology.data.rank, topology.data.size), consumed_samples=12
         )
@@ -198,7 +196,7 @@ def evaluate(topology: Topology, folder: str) -> Any:
     return measure(False), measure(True)
 
 
-def stragglers(topology: Topology, folder: str) -> Any:
+def stragglers(topology, folder):
     """Slow down ranks 1 and 3 in every forward pass.
 
     Ranks 0 and 2 wait for them in a collective of it.
@@ -207,13 +205,13 @@ def stragglers(topology: Topology, folder: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flight_module, "_clock", lambda: now[0])
 
-        def wait_and_reduce(*args: Any, **kwargs: Any) -> Any:
+        def wait_and_reduce(*args, **kwargs):
             now[0] += 0.0 if slow else 0.029
             return plain(*args, **kwargs)
 
         patch.setattr(dist, "all_reduce", wait_and_reduce)
 
-        def chunk(_: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        def chunk(_, hidden):
             now[0] += 0.03 if slow else 0.001
             all_reduce(torch.ones(4), topology.tensor)
             return torch.zeros((), requires_grad=True) * 1.0
@@ -238,7 +236,7 @@ def stragglers(topology: Topology, folder: str) -> Any:
 MODEL = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50)
 LARGE = 2**63 - 1
 # paths, fingerprints, whether all choose alike
-LIBRARIES: dict[str, tuple[list[str | None], list[int], bool]] = {
+LIBRARIES = {
     "none": ([None] * RANKS, [0] * RANKS, True),
     "equal": (["/l.so"] * RANKS, [LARGE] * RANKS, True),
     "missing": (["/l.so", "/l.so", None, "/l.so"], [LARGE, LARGE, 0, LARGE], True),
@@ -247,7 +245,7 @@ LIBRARIES: dict[str, tuple[list[str | None], list[int], bool]] = {
 }
 
 
-def kernels(topology: Topology, folder: str) -> Any:
+def kernels(topology, folder):
     """Return this rank's message from check_kernels for each case of LIBRARIES."""
     said = {}
     for name, (paths, prints, alike) in LIBRARIES.items():
@@ -273,7 +271,7 @@ def kernels(topology: Topology, folder: str) -> Any:
     return said
 
 
-def times(topology: Topology, folder: str) -> tuple[bool, str]:
+def times(topology, folder):
     """Return whether the kernel of a norm is chosen, and the attention, on CPUs of several kinds.
 
     Of rank 0's measurement both are the opposite of the others'.
@@ -292,7 +290,7 @@ def times(topology: Topology, folder: str) -> tuple[bool, str]:
         measured_times.forget()
 
 
-def bound_cores(topology: Topology, folder: str) -> Any:
+def bound_cores(topology, folder):
     mine, rank = os.sched_getaffinity(0), topology.rank
     cores = sorted(mine)
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -311,19 +309,19 @@ def bound_cores(topology: Topology, folder: str) -> Any:
 GREEDY = Sampling(temperature=0)
 NEW = 11  # the longest text then has 16 tokens, all positions of the model
 SPLIT = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-LAYOUTS: tuple[dict[str, Any], ...] = (
+LAYOUTS = (
     {**SPLIT, "rank_order": "pp-tp-dp"},
     dict(tensor_model_parallel_size=4, sequence_parallel=True),
     dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1),
 )
 EXPERTS = dict(num_experts=4, moe_layer_freq=(0, 1, 1, 1), moe_router_topk=2)
-OF_EXPERTS: tuple[dict[str, Any], ...] = (
+OF_EXPERTS = (
     SPLIT,
     dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2),
 )
 
 
-def texts(topology: Topology, folder: str) -> Any:
+def texts(topology, folder):
     """Generate greedily on each layout, without and with experts, and by sampling on the first."""
     found = []
     for fields, sampling in (
@@ -346,7 +344,7 @@ def texts(topology: Topology, folder: str) -> Any:
 # -- the processes ---------------------------------------------------------------------------------
 
 Case = Callable[[Topology, str], Any]
-CASES: tuple[tuple[Case, tuple[int, int]], ...] = (  # the case, tensor and pipeline size
+CASES = (  # the case, tensor and pipeline size
     (agree, (1, 1)),
     (stop, (1, 1)),
     (figures, (2, 2)),
@@ -361,7 +359,7 @@ CASES: tuple[tuple[Case, tuple[int, int]], ...] = (  # the case, tensor and pipe
 )
 
 
-def do_all(rank: int, folder: str) -> list[Any]:
+def do_all(rank, folder):
     made = {(1, 1): join()}
     results = []
     for case, sizes in CASES:
@@ -372,34 +370,29 @@ def do_all(rank: int, folder: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+def found(tmp_path_factory):
     """Return a function that gives the ranks' results of a case on a layout."""
     ranks = run_processes(RANKS, do_all, str(tmp_path_factory.mktemp("ranks")))
 
-    def of(case: Case, tensor: int = 1, pipeline: int = 1) -> list[Any]:
+    def of(case, tensor=1, pipeline=1):
         return [results[CASES.index((case, (tensor, pipeline)))] for results in ranks]
 
     return of
 
 
-Found = Callable[..., list[Any]]
-
-
 def test_ranks_get_the_largest_number_of_the_moment_they_were_asked_in_one_reduction(
-    found: Found,
-) -> None:
+    found,
+):
     late, now = ({"signal": signal, "save": 0, "late": 1} for signal in (10 + RANKS - 1, 99))
     assert found(agree) == [([{}, late, {}, now, {}], [3, 3, 3])] * RANKS
 
 
-def test_all_ranks_stop_alike(found: Found) -> None:
+def test_all_ranks_stop_alike(found):
     assert found(stop) == [[True, False, True]] * RANKS
 
 
 @pytest.mark.parametrize(("tensor", "replicas"), [(2, 1), (1, 2)])
-def test_losses_are_averaged_over_micro_batches_and_replicas(
-    found: Found, tensor: int, replicas: int
-) -> None:
+def test_losses_are_averaged_over_micro_batches_and_replicas(found, tensor, replicas):
     every = np.array([[0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]])[:replicas]
     weighted = (every * [0.1, 0.2, 0.3, 0.8]).sum()
     for losses, memory in found(figures, tensor, 2):
@@ -415,9 +408,7 @@ def test_losses_are_averaged_over_micro_batches_and_replicas(
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 1)])
-def test_an_evaluation_is_the_mean_over_micro_batches_and_replicas(
-    found: Found, tensor: int, pipeline: int
-) -> None:
+def test_an_evaluation_is_the_mean_over_micro_batches_and_replicas(found, tensor, pipeline):
     # 3 iterations of 2 micro-batches of 3 samples from sample 12 on; two replicas alternate.
     firsts = [12 + 3 * i for i in range(3 * 2 * 2)]
     losses, tokens = (
@@ -432,7 +423,7 @@ def test_an_evaluation_is_the_mean_over_micro_batches_and_replicas(
         np.testing.assert_allclose(per_token, (mean, tokens.sum()), rtol=1e-6)
 
 
-def test_waiting_for_a_slow_rank_does_not_make_a_rank_slow(found: Found) -> None:
+def test_waiting_for_a_slow_rank_does_not_make_a_rank_slow(found):
     (times_ms, shown), *others = found(stragglers, 2)
     assert others == [({}, set())] * 3 and shown == {0}
     assert times_ms["forward"] == pytest.approx([2.0, 60.0, 2.0, 60.0])
@@ -442,7 +433,7 @@ def test_waiting_for_a_slow_rank_does_not_make_a_rank_slow(found: Found) -> None
     assert [one["rank"] for one in slow] == [1, 3]
 
 
-def test_ranks_with_different_kernels_stop_on_every_rank(found: Found) -> None:
+def test_ranks_with_different_kernels_stop_on_every_rank(found):
     said = found(kernels, 2)
     assert said == [said[0]] * RANKS
     assert {name for name, text in said[0].items() if not text} == {"none", "equal"}
@@ -454,20 +445,20 @@ def test_ranks_with_different_kernels_stop_on_every_rank(found: Found) -> None:
     assert "rank 0" in choices and "rank 1-3" in choices and "bias_activation" in choices
 
 
-def test_all_ranks_choose_by_the_times_of_the_first(found: Found) -> None:
+def test_all_ranks_choose_by_the_times_of_the_first(found):
     assert found(times) == [(False, "128")] * RANKS
 
 
-def test_processes_tell_each_other_their_cores(found: Found) -> None:
+def test_processes_tell_each_other_their_cores(found):
     cores = sorted(os.sched_getaffinity(0))
     masks = [{cores[rank % len(cores)]} for rank in range(RANKS)]
     assert found(bound_cores) == [(masks, rank > 0) for rank in range(RANKS)]
 
 
-def test_text_does_not_depend_on_the_layout(found: Found) -> None:
+def test_text_does_not_depend_on_the_layout(found):
     """One process is compared with plain forward passes and with transformers in test_generate."""
 
-    def alone(sampling: Sampling, **fields: Any) -> list[list[int]]:
+    def alone(sampling, **fields):
         model = one_process(**GPT, **fields)
         return [
             text.ids for text in generate(model, PROMPTS, max_new_tokens=NEW, sampling=sampling)

@@ -1,9 +1,5 @@
 """--ema-decay: evaluated, exported, loaded by tools, and begun by a run whose checkpoint has none."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,18 +16,18 @@ FLAGS = [*TINY, "--lr", "1e-2", "--eval-iters", "2", "--log-interval", "1"]
 AVERAGED = ["--ema-decay", "0.6"]
 
 
-def run(*words: str, processes: int = 1, script: str = "pretrain_gpt.py") -> str:
+def run(*words, processes=1, script="pretrain_gpt.py"):
     outcomes = launch(processes, words, script=script)
     assert [outcome.code for outcome in outcomes] == [0] * processes, outcomes[0].output
     return outcomes[0].output
 
 
-def newest(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
+def newest(folder, iteration):
     return tensors(folder / f"iter_{iteration:07d}")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """Train with an average on two ranks, and export it."""
     folder = tmp_path_factory.mktemp("average")
     words = [*FLAGS, *AVERAGED, "--train-iters", "4", "--save", str(folder / "run"), "--eval-ema"]
@@ -39,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_loss_of_the_average_is_that_of_the_exported_model(trained: Path) -> None:
+def test_the_loss_of_the_average_is_that_of_the_exported_model(trained):
     found = records(trained / "run")["validation"]
     assert all(abs(r["ema_loss"] - r["lm_loss"]) > 1e-4 for r in found) and len(found) >= 2
     words = [*FLAGS, "--load", f"hf:{trained / 'hf'}", "--skip-train", "--train-iters", "4"]
@@ -48,7 +44,7 @@ def test_the_loss_of_the_average_is_that_of_the_exported_model(trained: Path) ->
     assert exported == pytest.approx(dict(values(found, "dataset", "ema_loss")), rel=1e-6)
 
 
-def test_tools_take_the_average(trained: Path) -> None:
+def test_tools_take_the_average(trained):
     words = ["--from", "megatron", "--to", "hf", "--ema", str(trained / "run")]
     run(*words, str(trained / "hf2"), script="tools/convert_checkpoint.py")
     exported, converted = (load_file(trained / f"{n}/model.safetensors") for n in ("hf", "hf2"))
@@ -63,7 +59,7 @@ def test_tools_take_the_average(trained: Path) -> None:
         assert s.global_shape[0] < 4 or not torch.equal(real, saved[f"master.{s.name}"])
 
 
-def test_an_average_begins_with_the_weights_that_are_loaded(trained: Path) -> None:
+def test_an_average_begins_with_the_weights_that_are_loaded(trained):
     plain, more, last = (trained / name for name in ("plain", "more", "last"))
     run(*FLAGS, "--train-iters", "3", "--save", str(plain))
     with pytest.raises(CheckpointError, match="ema"):

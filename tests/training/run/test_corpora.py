@@ -1,10 +1,5 @@
 """--valid-data-path NAME=PREFIX ...: a validation loss for each corpus."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +14,7 @@ from tests.helpers.tiny import rank_topology, records, run, tiny, values
 pytestmark = pytest.mark.slow
 SEQ_LENGTH, EVAL_SAMPLES, SMALL = 8, 12, 5  # three batches of 4, and fewer samples than two of them
 # Large weights make the losses of samples differ; a learning rate near 0 keeps the weights.
-FIELDS: dict[str, Any] = dict(
+FIELDS = dict(
     num_layers=4,
     seq_length=SEQ_LENGTH,
     init_method_std=1.0,
@@ -33,7 +28,7 @@ FIELDS: dict[str, Any] = dict(
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def data(tmp_path_factory):
     """Provide the flags of training data and of two corpora, in documents of random tokens."""
     folder, random = tmp_path_factory.mktemp("corpora"), np.random.RandomState(1)
     for name, samples in (("train", 40), ("big", 3 * EVAL_SAMPLES), ("small", SMALL)):
@@ -44,7 +39,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(FIELDS, train_data_path=(f"{folder}/train",), valid_data_path=corpora)
 
 
-def mean_loss(fields: dict[str, Any], corpus: str) -> float:
+def mean_loss(fields, corpus):
     """Return the mean loss of all samples of a corpus, one at a time, in one process."""
     config = tiny(**fields)
     chunk = build_chunks(config, rank_topology())["0"].eval()
@@ -65,9 +60,7 @@ def mean_loss(fields: dict[str, Any], corpus: str) -> float:
         (4, dict(pipeline_model_parallel_size=4, num_workers=2)),
     ],
 )
-def test_each_corpus_has_the_loss_of_the_same_samples_every_time(
-    data: dict[str, Any], tmp_path: Path, processes: int, fields: dict[str, Any]
-) -> None:
+def test_each_corpus_has_the_loss_of_the_same_samples_every_time(data, tmp_path, processes, fields):
     run_processes(processes, run, {**data, **fields, "save": str(tmp_path)})
     found = records(tmp_path)["validation"]
     names = [(0, "a.b", EVAL_SAMPLES), (0, "small", SMALL), (0, None, EVAL_SAMPLES + SMALL)]

@@ -3,19 +3,15 @@
 No rank is left behind.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from megatron.data.datasets import Datasets, Reading, build_datasets
+from megatron.data.datasets import Reading, build_datasets
 from megatron.errors import DataError, LaunchError
 from megatron.training.run import data
 from megatron.training.run.data import copy_to_node, first_builds, staged_locations
@@ -23,14 +19,14 @@ from tests.helpers.processes import run_processes
 from tests.helpers.tiny import rank_topology, tiny
 from tests.training.run.test_run import run_and_listen, write_numbers
 
-DATA: dict[str, Any] = dict(vocab_size=80, train_iters=4, split="1")
+DATA = dict(vocab_size=80, train_iters=4, split="1")
 
 
-def side_by_side(number: int, run: Callable[[int], Any]) -> list[Any]:
+def side_by_side(number, run):
     """Run each of several ranks in a thread; return results or exceptions."""
-    outcomes: list[Any] = [None] * number
+    outcomes = [None] * number
 
-    def call(rank: int) -> None:
+    def call(rank):
         try:
             outcomes[rank] = run(rank)
         except Exception as error:
@@ -44,9 +40,9 @@ def side_by_side(number: int, run: Callable[[int], Any]) -> list[Any]:
     return outcomes
 
 
-def test_the_copy_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copy_is_read(tmp_path, monkeypatch):
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
-    prefix, said = write_numbers(tmp_path / "x", 80), list[str]()
+    prefix, said = write_numbers(tmp_path / "x", 80), []
     asked = tiny(**DATA, data_path=(prefix,), stage_data_to="$NODE_DISK/me")
     locations = staged_locations(asked, rank_topology(), said.append)
     assert Path(locations[prefix]).is_relative_to(tmp_path / "disk" / "me")
@@ -62,16 +58,14 @@ def test_the_copy_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert locations[prefix] in built.where(0) and built.name == prefix
 
 
-def test_a_copy_is_kept_and_changed_data_are_copied_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_is_kept_and_changed_data_are_copied_anew(tmp_path, monkeypatch):
     prefix, disk = write_numbers(tmp_path / "x", 80), tmp_path / "disk"
     first = copy_to_node(prefix, disk)
     assert copy_to_node(prefix, disk) == first
     os.utime(f"{prefix}.bin", (1, 1))  # written again, with the same size
     assert copy_to_node(prefix, disk) != first and len(list(disk.iterdir())) == 2
 
-    def copy_and_change(source: str, target: Path) -> None:
+    def copy_and_change(source, target):
         Path(target).write_bytes(b"")
         os.utime(f"{prefix}.bin", (3, 3))
 
@@ -82,12 +76,10 @@ def test_a_copy_is_kept_and_changed_data_are_copied_anew(
     assert len(list(disk.iterdir())) == 2
 
 
-def test_a_variable_that_is_not_set_is_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_that_is_not_set_is_no_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("NODE_DISK", raising=False)
     monkeypatch.chdir(tmp_path)
-    said: list[str] = []
+    said = []
     assert (
         staged_locations(
             tiny(**DATA, data_path=("x",), stage_data_to="$NODE_DISK/me"),
@@ -101,27 +93,25 @@ def test_a_variable_that_is_not_set_is_no_folder(
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_disk_that_takes_no_copy_is_no_reason_to_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
-) -> None:
+def test_a_disk_that_takes_no_copy_is_no_reason_to_stop(tmp_path, monkeypatch, full):
     if full:
         monkeypatch.setattr(
             shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 0)
         )
     else:
         (tmp_path / "disk").write_text("")
-    prefix, said = write_numbers(tmp_path / "x", 80), list[str]()
+    prefix, said = write_numbers(tmp_path / "x", 80), []
     asked = tiny(**DATA, data_path=(prefix,), stage_data_to=str(tmp_path / "disk"))
     assert staged_locations(asked, rank_topology(), said.append) == {prefix: prefix}
     assert len(said) == 1 and prefix in said[0]
 
 
-def test_one_process_of_a_node_copies_and_only_stages_that_read_data(tmp_path: Path) -> None:
+def test_one_process_of_a_node_copies_and_only_stages_that_read_data(tmp_path):
     """One process of a node copies, only stages that read data need it, and all leave together.
 
     The middle one of three pipeline stages on a node reads nothing.
     """
-    prefix, store, said = write_numbers(tmp_path / "x", 80), dist.HashStore(), list[str]()
+    prefix, store, said = write_numbers(tmp_path / "x", 80), dist.HashStore(), []
     fields = dict(num_layers=3, pipeline_model_parallel_size=3, world_size=3, data_path=(prefix,))
     asked = tiny(**DATA, **fields, stage_data_to=str(tmp_path / "disk"))
     staged = side_by_side(
@@ -135,7 +125,7 @@ def test_one_process_of_a_node_copies_and_only_stages_that_read_data(tmp_path: P
     assert len(said) == 1 and len(list((tmp_path / "disk").iterdir())) == 1
 
 
-def test_the_wait_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_has_an_end(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "WAIT_S", 0.0)
     asked = tiny(
         **DATA,
@@ -148,16 +138,14 @@ def test_the_wait_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_first_rank_builds_and_what_it_fails_by_is_told_to_all(
-    tmp_path: Path, fails: bool
-) -> None:
-    store, begun = dist.HashStore(), list[int]()
+def test_the_first_rank_builds_and_what_it_fails_by_is_told_to_all(tmp_path, fails):
+    store, begun = dist.HashStore(), []
     asked = tiny(
         **DATA, data_path=(write_numbers(tmp_path / "x", 80),), world_size=3, global_batch_size=3
     )
 
-    def run(rank: int) -> list[Datasets]:
-        def build(*samples: int) -> Datasets:
+    def run(rank):
+        def build(*samples):
             begun.append(rank)
             if fails:
                 raise DataError("the disk is full")
@@ -178,7 +166,7 @@ def test_the_first_rank_builds_and_what_it_fails_by_is_told_to_all(
 
 
 @pytest.mark.slow
-def test_a_whole_run_from_copies(tmp_path: Path) -> None:
+def test_a_whole_run_from_copies(tmp_path):
     prefix, target = write_numbers(tmp_path / "x", 80), tmp_path / "disk"
     fields = dict(data_path=(prefix,), split="1", vocab_size=80, stage_data_to=str(target))
     said = run_processes(2, run_and_listen, fields)

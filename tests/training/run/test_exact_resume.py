@@ -1,10 +1,7 @@
 """Exact resumption after SIGKILL, on the same layout and on another."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +15,7 @@ KILLED_IN = STEP - 1  # reported by then
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_is_the_run_that_was_not(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_is_the_run_that_was_not(tmp_path):
     """A killed and resumed run equals an uninterrupted one.
 
     It has dropout, two blended data sets, validation and asynchronous saves in between. Phases,

@@ -1,9 +1,6 @@
 """Generated text against transformers and against plain forward passes, and how texts end."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,35 +10,34 @@ import torch
 import megatron
 from megatron.data.sampler import MicroBatch
 from megatron.errors import ConfigError
-from megatron.layers.context import CallContext
 from megatron.layers.transformer import TransformerLayer
 from megatron.model.gpt import build_chunks
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
-from megatron.training.run.generate import GenerativeModel, Limits, Sampling, choose, generate
+from megatron.training.run.generate import Limits, Sampling, choose, generate
 from tests.helpers.hugging_face import FAMILIES, hugging_face
 from tests.helpers.text import GPT, PROMPTS, ByteTokenizer, TextModel, one_process
 
-FIELDS: dict[str, Any] = {**GPT, "seq_length": 32}
+FIELDS = {**GPT, "seq_length": 32}
 GREEDY = Sampling(temperature=0)
 BYTES = {**FIELDS, "vocab_size": 257}
 
 
-def ids(model: GenerativeModel, prompts: Any = PROMPTS, **options: Any) -> list[list[int]]:
+def ids(model, prompts=PROMPTS, **options):
     options = {"max_new_tokens": 20, "sampling": GREEDY, **options}
     return [text.ids for text in generate(model, prompts, **options)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", FAMILIES)
-def test_greedy_text_is_that_of_transformers(style: str, tmp_path: Path) -> None:
+def test_greedy_text_is_that_of_transformers(style, tmp_path):
     """64 tokens after prompts of different lengths in one batch; transformers has one at a time.
 
     The best score of each step is further from the second than rounding can move it. Large matrices
     of the layers, and a last norm that turns signs, make a text more than the repetition of a token
     (the gains of Gemma are those of the norm minus one).
     """
-    theirs = hugging_face(style, positions=80)  # type: ignore[no-untyped-call]
+    theirs = hugging_face(style, positions=80)
     with torch.no_grad():
         for name, p in theirs.named_parameters():
             if p.ndim > 1 and (".h." in name or ".layers." in name):
@@ -71,7 +67,7 @@ def test_greedy_text_is_that_of_transformers(style: str, tmp_path: Path) -> None
     assert ids(ours, max_new_tokens=64) == expected
 
 
-ARCHITECTURES: dict[str, dict[str, Any]] = {
+ARCHITECTURES = {
     "learned": {},
     "rope": dict(position_embedding_type="rope", rotary_percent=0.5, num_key_value_heads=2),
     "alibi": dict(position_embedding_type="alibi", num_key_value_heads=1),
@@ -81,7 +77,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_cache_and_batch_change_nothing(name: str) -> None:
+def test_cache_and_batch_change_nothing(name):
     model = one_process(**{**FIELDS, **ARCHITECTURES[name]})
     whole = ids(model, cached=False)
     assert ids(model) == whole and len({tuple(text) for text in whole}) == 3
@@ -101,13 +97,13 @@ def test_cache_and_batch_change_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["rope", "alibi"])
-def test_a_model_can_be_trained_after_it_has_generated(name: str) -> None:
+def test_a_model_can_be_trained_after_it_has_generated(name):
     """Tables that are made meanwhile take part in gradients."""
     model = one_process(**{**FIELDS, **ARCHITECTURES[name]})
     ids(model)
     tokens = torch.tensor([PROMPTS[2] * 4])
     batch = MicroBatch(tokens, tokens, torch.ones(1, 20), torch.arange(20)[None], None, 0)
-    chunk: Any = model.chunks["0"].train()
+    chunk = model.chunks["0"].train()
     chunk(batch, None).backward()
     assert all(p.grad is not None for p in chunk.parameters())
 
@@ -115,18 +111,18 @@ def test_a_model_can_be_trained_after_it_has_generated(name: str) -> None:
 class WithTheTokenBefore(TransformerLayer):
     """Mixes tokens outside of attention, of which the cache knows nothing."""
 
-    def forward(self, x: torch.Tensor, call: CallContext) -> torch.Tensor:
+    def forward(self, x, call):
         return super().forward(x + torch.cat([torch.zeros_like(x[:1]), x[:-1]]), call)
 
 
-def test_layers_of_ones_own_see_the_whole_text() -> None:
+def test_layers_of_ones_own_see_the_whole_text():
     model = one_process(**FIELDS)
     config = model.config.with_pieces(layer=WithTheTokenBefore)
     own = TextModel(config, model.topology, build_chunks(config, model.topology))
     assert ids(own) == ids(own, cached=False) != ids(model)
 
 
-def test_a_text_ends_with_the_end_token() -> None:
+def test_a_text_ends_with_the_end_token():
     model = one_process(**FIELDS)
     whole = ids(model)
     end = whole[0][2]
@@ -138,9 +134,9 @@ def test_a_text_ends_with_the_end_token() -> None:
 
 
 @pytest.mark.slow
-def test_a_text_ends_with_each_end_token_of_a_folder(tmp_path: Path) -> None:
+def test_a_text_ends_with_each_end_token_of_a_folder(tmp_path):
     """generation_config.json may list several; it comes before config.json, as in transformers."""
-    theirs = hugging_face("llama", positions=80)  # type: ignore[no-untyped-call]
+    theirs = hugging_face("llama", positions=80)
     theirs.eval().save_pretrained(tmp_path)
     (path := tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
     (whole,) = ids(megatron.load_model(f"hf:{tmp_path}"), [[1, 2, 3]])
@@ -154,7 +150,7 @@ def test_a_text_ends_with_each_end_token_of_a_folder(tmp_path: Path) -> None:
         assert found == expected[0, 3:].tolist() and len(found) < len(whole)
 
 
-def test_what_is_too_long_is_refused_or_cut_from_the_left() -> None:
+def test_what_is_too_long_is_refused_or_cut_from_the_left():
     model = one_process(**FIELDS)
     long = list(range(32))
     with pytest.raises(ConfigError, match="32"):
@@ -165,13 +161,13 @@ def test_what_is_too_long_is_refused_or_cut_from_the_left() -> None:
     assert cut.cut == 4 and [cut.ids] == ids(model, [long[4:]], max_new_tokens=4)
 
 
-def test_text_streams_and_ends_at_a_stop_string() -> None:
+def test_text_streams_and_ends_at_a_stop_string():
     """The pieces are the text; a stop string of two bytes ends it before itself."""
     model = one_process(ByteTokenizer(), **BYTES)
-    pieces: dict[int, list[str]] = {0: [], 1: []}
+    pieces = {0: [], 1: []}
     ended = []
 
-    def take(number: int, text: str, last: bool) -> None:
+    def take(number, text, last):
         pieces[number].append(text)
         if last:
             ended.append(number)
@@ -189,7 +185,7 @@ def test_text_streams_and_ends_at_a_stop_string() -> None:
     assert found.ids == whole[0].ids[: len(found.ids)] and len(found.ids) < 12
 
 
-def test_choice_follows_the_probabilities() -> None:
+def test_choice_follows_the_probabilities():
     """The choice follows the probabilities.
 
     Pearson's statistic of 20,000 draws has 3 degrees of freedom or less: it exceeds 30 in one of
@@ -198,7 +194,7 @@ def test_choice_follows_the_probabilities() -> None:
     scores = torch.log(torch.tensor([0.15, 0.5, 0.1, 0.25]))
     uniform = torch.rand(20_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
-    def close(sampling: Sampling, expected: list[float]) -> bool:
+    def close(sampling, expected):
         drawn = choose(scores.expand(20_000, 4), sampling, uniform)
         counts = torch.bincount(drawn, minlength=4).double()
         wanted = 20_000 * torch.tensor(expected, dtype=torch.float64)
@@ -220,7 +216,7 @@ def test_choice_follows_the_probabilities() -> None:
 
 
 @pytest.mark.parametrize("prompt", [[], [50], [-1], "text"])
-def test_bad_prompts_are_refused(prompt: Any) -> None:
+def test_bad_prompts_are_refused(prompt):
     with pytest.raises(ConfigError, match="prompt"):
         generate(one_process(**FIELDS), [[1], prompt], max_new_tokens=1)
 
@@ -235,21 +231,21 @@ def test_bad_prompts_are_refused(prompt: Any) -> None:
         dict(limits=Limits(["x"])),
     ],
 )
-def test_bad_options_are_refused(options: dict[str, Any]) -> None:
+def test_bad_options_are_refused(options):
     with pytest.raises(ConfigError):
         generate(one_process(**FIELDS), PROMPTS, **options)
 
 
-def test_context_parallelism_is_refused() -> None:
+def test_context_parallelism_is_refused():
     layout = Layout(data=2, context=2)
     ranks = SimpleNamespace(topology=Topology.from_layout(layout, 0), config=None, tokenizer=None)
     with pytest.raises(ConfigError, match="--context-parallel-size 2"):
         generate(cast(Any, ranks), PROMPTS)
 
 
-def test_broken_weights_are_reported() -> None:
+def test_broken_weights_are_reported():
     model = one_process(**FIELDS)
-    chunk: Any = model.chunks["0"]
+    chunk = model.chunks["0"]
     with torch.no_grad():
         chunk.final_layernorm.weight[3] = float("nan")
     with pytest.raises(ConfigError, match="finite"):
@@ -259,6 +255,6 @@ def test_broken_weights_are_reported() -> None:
 @pytest.mark.parametrize(
     "values", [dict(temperature=-1.0), dict(top_k=-1), dict(top_p=0.0), dict(top_p=1.5)]
 )
-def test_bad_sampling_is_refused(values: dict[str, Any]) -> None:
+def test_bad_sampling_is_refused(values):
     with pytest.raises(ConfigError, match="top-p"):
         Sampling(**values)

@@ -1,11 +1,8 @@
 """Number of threads of a process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
 
 import pytest
 import torch
@@ -25,12 +22,12 @@ from tests.helpers.launching import ROOT, TINY
     ],
 )
 def test_cores_are_shared_by_those_that_may_use_them(
-    monkeypatch: pytest.MonkeyPatch,
-    mine: Collection[int],
-    masks: Sequence[Collection[int]],
-    threads: int,
-) -> None:
-    chosen: list[int] = []
+    monkeypatch,
+    mine,
+    masks,
+    threads,
+):
+    chosen = []
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(mine))
@@ -41,9 +38,9 @@ def test_cores_are_shared_by_those_that_may_use_them(
     assert chosen == [threads]
 
 
-def test_an_empty_setting_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_setting_is_none(monkeypatch):
     """An empty setting counts as none, as in OpenMP."""
-    chosen: list[int] = []
+    chosen = []
     monkeypatch.setenv("OMP_NUM_THREADS", "")
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     host.share_cores(torch.device("cpu"), 1)
@@ -52,7 +49,7 @@ def test_an_empty_setting_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.campaign("real-time")
-def test_a_run_under_torchrun_says_what_it_set() -> None:
+def test_a_run_under_torchrun_says_what_it_set():
     environment = {
         k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "GLIBC_TUNABLES")
     }

@@ -3,12 +3,6 @@
 It is counted in passes and optimizer without data, and in whole runs on the CPU.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -23,7 +17,7 @@ from tests.helpers.tiny import run
 
 pytestmark = pytest.mark.slow
 
-MODEL: dict[str, Any] = dict(
+MODEL = dict(
     num_layers=4,
     hidden_size=64,
     num_attention_heads=4,
@@ -34,11 +28,9 @@ MODEL: dict[str, Any] = dict(
     hidden_dropout=0.1,
     attention_dropout=0.1,
 )
-TP2: dict[str, Any] = dict(
-    tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=True
-)
-PP2: dict[str, Any] = dict(pipeline_model_parallel_size=2)
-LLAMA: dict[str, Any] = dict(
+TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=True)
+PP2 = dict(pipeline_model_parallel_size=2)
+LLAMA = dict(
     normalization="rmsnorm",
     swiglu=True,
     position_embedding_type="rope",
@@ -50,9 +42,9 @@ LLAMA: dict[str, Any] = dict(
 )
 
 
-def test_each_way_to_wait_is_seen() -> None:
+def test_each_way_to_wait_is_seen():
     x = torch.arange(4.0)
-    ways: list[Any] = [
+    ways = [
         lambda: float(x[1]),
         lambda: bool(x.sum() > 1),
         x.tolist,
@@ -82,10 +74,10 @@ def test_each_way_to_wait_is_seen() -> None:
     assert len(waits.recorded) == 2, "numbers of one moment are one wait"
 
 
-def counting(plain: Callable[..., Any], found: dict[str, list[str]]) -> Callable[..., Any]:
+def counting(plain, found):
     """Do the same, and record under its name the waits of its last call."""
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args, **kwargs):
         with HostWaits("meta") as waits:
             out = plain(*args, **kwargs)
         found[plain.__name__] = waits.recorded
@@ -94,9 +86,9 @@ def counting(plain: Callable[..., Any], found: dict[str, list[str]]) -> Callable
     return counted
 
 
-def count(config: Config, rank: int) -> dict[str, list[str]]:
+def count(config, rank):
     """Count the waits of the last step of a rank whose device has no data."""
-    found: dict[str, list[str]] = {}
+    found = {}
     with pytest.MonkeyPatch.context() as patch:
         for of, name in ((Executor, "train"), (Engine, "start_step"), (Engine, "finish_step")):
             patch.setattr(of, name, counting(getattr(of, name), found))
@@ -104,16 +96,14 @@ def count(config: Config, rank: int) -> dict[str, list[str]]:
     return found
 
 
-def on_meta(rank: int, cases: list[tuple[int, dict[str, Any]]]) -> list[dict[str, list[str]]]:
+def on_meta(rank, cases):
     return [count(Config.create(**{**MODEL, **fields}), one) for one, fields in cases]
 
 
-MOE: dict[str, Any] = dict(
-    bf16=True, num_experts=8, moe_aux_loss_coeff=(0.01,), moe_z_loss_coeff=0.01
-)
-SHARED: dict[str, Any] = dict(moe_shared_expert_intermediate_size=32, add_bias_linear=False)
-RING: dict[str, Any] = dict(context_parallel_size=2, seq_length=128)
-CASES: list[tuple[int, dict[str, Any]]] = [
+MOE = dict(bf16=True, num_experts=8, moe_aux_loss_coeff=(0.01,), moe_z_loss_coeff=0.01)
+SHARED = dict(moe_shared_expert_intermediate_size=32, add_bias_linear=False)
+RING = dict(context_parallel_size=2, seq_length=128)
+CASES = [
     (0, dict(world_size=2, zero_stage=0, log_num_zeros_in_grad=True, log_params_norm=True)),
     (
         5,
@@ -174,30 +164,30 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def reads(fields: dict[str, Any]) -> int:
+def reads(fields):
     """Return the waits for numbers of rows in the passes: one a layer with experts, once."""
     config = Config.create(**{**MODEL, **fields})
     layers = filter(config.model.has_experts, range(config.model.num_layers))
     return config.num_micro_batches() * len(list(layers))
 
 
-def test_a_step_has_no_wait_before_its_figures_are_read() -> None:
+def test_a_step_has_no_wait_before_its_figures_are_read():
     (found,) = run_processes(1, on_meta, CASES)
     for case, waits in zip(CASES, found, strict=True):
         assert (len(waits["train"]), waits["start_step"]) == (reads(case[1]), []), (case, waits)
         assert len(waits["finish_step"]) == 1, (case, waits)
 
 
-def run_and_count(rank: int, fields: dict[str, Any]) -> list[list[str]]:
+def run_and_count(rank, fields):
     """Count the waits of each step of the training loop; CPU tensors stand for a device's."""
-    waits, steps = HostWaits("cpu"), list[list[str]]()
+    waits, steps = HostWaits("cpu"), []
     plain, after = loop.train_steps, loop.between_steps
 
-    def train_steps(run: Any) -> Any:
+    def train_steps(run):
         with waits:
             return plain(run)
 
-    def between_steps(run: Any) -> Any:
+    def between_steps(run):
         stop = after(run)
         steps.append(waits.recorded[:])
         waits.recorded.clear()
@@ -234,7 +224,7 @@ def run_and_count(rank: int, fields: dict[str, Any]) -> list[list[str]]:
     ],
     ids=["late", "fp16", "spikes"],
 )
-def test_a_step_of_the_loop_waits_once(tmp_path: Path, ranks: int, fields: dict[str, Any]) -> None:
+def test_a_step_of_the_loop_waits_once(tmp_path, ranks, fields):
     """A step of the loop waits once, for the figures of one step.
 
     They are its own, or, if not needed so soon, those of the step before, after its passes. The

@@ -3,12 +3,9 @@
 A difference ends the run on each rank, and says which rank has what.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +13,6 @@ import pytest
 from megatron.config.pieces import load_pieces
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import LaunchError
-from megatron.parallel.process_descriptions import Alike
 from megatron.training.run import identity as module
 from megatron.training.run.identity import code_digests, file_digests, identity, inputs
 from tests.helpers.launching import TINY, launch
@@ -31,12 +27,12 @@ DATA = [
 ]
 
 
-def meet(alike: list[Alike | None]) -> list[Any]:
+def meet(alike):
     """Return None for each rank that met the others, or its error."""
     return ranks_in_threads(range(len(alike)), len(alike), alike=alike)
 
 
-def refused(found: list[Any], *words: str) -> None:
+def refused(found, *words):
     """Check that all report the same, with these words, after their own names."""
     assert all(isinstance(error, LaunchError) for error in found), found
     assert len({str(error) for error in found}) == 1 and all(
@@ -53,15 +49,13 @@ def refused(found: list[Any], *words: str) -> None:
         ("global_batch_size", "--global-batch-size", 8, ("4", "8")),
     ],
 )
-def test_a_setting_that_one_rank_has_otherwise_ends_all(
-    setting: str, flag: str, value: Any, shown: tuple[str, str]
-) -> None:
+def test_a_setting_that_one_rank_has_otherwise_ends_all(setting, flag, value, shown):
     other = USUAL.replace(**{setting: value})
     ranks = [identity(config) for config in (USUAL, USUAL, other, USUAL)]
     refused(meet(ranks), f"{flag} is {shown[0]} on rank 0-1, 3, {shown[1]} on rank 2")
 
 
-def test_scratch_folders_and_addresses_may_differ(tmp_path: Path) -> None:
+def test_scratch_folders_and_addresses_may_differ(tmp_path):
     scratch = {
         "data_cache_path": str(tmp_path),
         "stage_data_to": "/nvme",
@@ -74,7 +68,7 @@ def test_scratch_folders_and_addresses_may_differ(tmp_path: Path) -> None:
     assert meet(ranks) == [None, None]
 
 
-def test_another_file_of_the_same_size_on_one_node_ends_all(tmp_path: Path) -> None:
+def test_another_file_of_the_same_size_on_one_node_ends_all(tmp_path):
     """Another file of the same name and size on one node ends all ranks.
 
     Each of the files in turn has another second half, or weight.
@@ -106,7 +100,7 @@ def test_another_file_of_the_same_size_on_one_node_ends_all(tmp_path: Path) -> N
     )
     alone = config.replace(tokenizer_model=str(words / "tokenizer.json"))
 
-    def seen() -> Alike:
+    def seen():
         return {"files": file_digests(inputs(config)), "alone": file_digests(inputs(alone))}
 
     usual = seen()
@@ -125,7 +119,7 @@ def test_another_file_of_the_same_size_on_one_node_ends_all(tmp_path: Path) -> N
             assert f"{unchanged} is" not in str(found[0])
 
 
-def test_other_code_on_one_node_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_code_on_one_node_ends_all(tmp_path, monkeypatch):
     """Ours, a file of the user's pieces, or a module beside it that this file imports."""
     package = tmp_path / "megatron"
     package.mkdir()
@@ -148,7 +142,7 @@ def test_other_code_on_one_node_ends_all(tmp_path: Path, monkeypatch: pytest.Mon
     assert code_digests(config, package) == usual
 
 
-def test_every_process_reads_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_process_reads_its_files(monkeypatch):
     monkeypatch.setattr(
         module, "versions", lambda: {"torch": "2", "system": "one kernel or another"}
     )
@@ -158,7 +152,7 @@ def test_every_process_reads_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def nodes(tmp_path_factory):
     """Return two folders with the same names and other content.
 
     They hold checkpoint and exported model of a run, and the index of one data set.
@@ -188,16 +182,14 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         (["--context-parallel-size", "2"], "train data"),
     ],
 )
-def test_ranks_with_other_weights_or_another_index_do_not_train(
-    nodes: tuple[Path, Path], arguments: list[str], named: str
-) -> None:
+def test_ranks_with_other_weights_or_another_index_do_not_train(nodes, arguments, named):
     arm = {rank: (os.chdir, str(folder)) for rank, folder in enumerate(nodes)}
     for outcome in launch(2, [*DATA, "--train-iters", "1", "--seed", "0", *arguments], arm=arm):
         assert outcome is not None and outcome.code == 2, outcome
         assert named in outcome.output and "iteration        1" not in outcome.output, outcome
 
 
-def also(*flags: str) -> None:
+def also(*flags):
     """Give this process more flags than the others."""
     import sys
 
@@ -205,7 +197,7 @@ def also(*flags: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_pipeline_with_two_seeds_does_not_train() -> None:
+def test_a_pipeline_with_two_seeds_does_not_train():
     arguments = [*TINY, "--pipeline-model-parallel-size", "2"]
     for outcome in launch(2, arguments, arm={1: (also, "--seed", "4711")}):
         assert outcome is not None and outcome.code == 2

@@ -1,15 +1,11 @@
 """Ctrl-C: once, twice, while a checkpoint is written, and under torchrun; torchrun's last words."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -33,25 +29,23 @@ from tests.training.run.test_stopping import Rules
         (True, (0.0, 2.0, 4.0), 130),
     ],
 )
-def test_a_second_press_ends_the_process_unless_it_saves(
-    saving: bool, at_s: Sequence[float], code: int
-) -> None:
+def test_a_second_press_ends_the_process_unless_it_saves(saving, at_s, code):
     clock = VirtualClock(0.0)
     signals = Signals(clock=clock)
     signals.saving = lambda: saving
 
-    def press() -> None:
+    def press():
         for clock.now in at_s:
             signals.press()
 
     assert wait_for(forked(press)) == code
 
 
-def test_a_press_is_answered_while_the_main_thread_waits_for_others() -> None:
-    def wait() -> None:
+def test_a_press_is_answered_while_the_main_thread_waits_for_others():
+    def wait():
         times = iter((0.0, 2.0))
 
-        def clock() -> float:
+        def clock():
             if (now := next(times)) == 0.0:  # while the first press is answered
                 os.kill(os.getpid(), signal.SIGINT)
             return now
@@ -63,7 +57,7 @@ def test_a_press_is_answered_while_the_main_thread_waits_for_others() -> None:
     assert wait_for(forked(wait)) == 130
 
 
-def test_a_launchers_signal_after_ctrl_c_is_no_second_press() -> None:
+def test_a_launchers_signal_after_ctrl_c_is_no_second_press():
     with Signals() as signals:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -72,7 +66,7 @@ def test_a_launchers_signal_after_ctrl_c_is_no_second_press() -> None:
     assert "SIGINT" in stop.reason and not stop.requeue
 
 
-def test_ctrl_c_stays_ignored_in_the_background_of_a_script() -> None:
+def test_ctrl_c_stays_ignored_in_the_background_of_a_script():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with Signals() as signals:
@@ -83,7 +77,7 @@ def test_ctrl_c_stays_ignored_in_the_background_of_a_script() -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_run_that_saves_nothing_at_once() -> None:
+def test_ctrl_c_ends_a_run_that_saves_nothing_at_once():
     arm = {0: (strike, "megatron.run.step", 2, "interrupt")}
     (outcome,) = launch(1, TINY, arm=arm)
     assert outcome is not None and outcome.code == 130, outcome
@@ -92,7 +86,7 @@ def test_ctrl_c_ends_a_run_that_saves_nothing_at_once() -> None:
 
 
 @contextlib.contextmanager
-def torchrun(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+def torchrun(*arguments):
     """Start two processes of pretrain_gpt.py with the arguments TINY and more."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     with subprocess.Popen(
@@ -113,7 +107,7 @@ def torchrun(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 @pytest.mark.campaign("real-time")
-def test_one_ctrl_c_under_torchrun_saves(tmp_path: Path) -> None:
+def test_one_ctrl_c_under_torchrun_saves(tmp_path):
     with torchrun("--train-iters", "1000000", "--save", str(tmp_path)) as run:
         assert run.stdout is not None
         for line in run.stdout:
@@ -129,7 +123,7 @@ def test_one_ctrl_c_under_torchrun_saves(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.campaign("real-time")
-def test_torchrun_shows_the_reason_last() -> None:
+def test_torchrun_shows_the_reason_last():
     with torchrun("--no-such-flag") as run:
         output, _ = run.communicate()
     assert run.returncode and "--no-such-flag" in output.split("Root Cause")[1]

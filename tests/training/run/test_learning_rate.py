@@ -1,9 +1,6 @@
 """Schedules of learning rate, weight decay, betas and the average, against closed forms."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +9,6 @@ from hypothesis import strategies as st
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.training.run.schedules import (
-    PhaseSchedule,
     Progress,
     Schedules,
     learning_rate,
@@ -21,13 +17,13 @@ from megatron.training.run.schedules import (
 from tests.helpers.tiny import tiny
 
 
-def config(**fields: Any) -> Config:
+def config(**fields):
     """Return a configuration of batches of 8 samples of 16 tokens."""
     usual = dict(lr=1.0, min_lr=0.1, lr_decay_style="linear", seq_length=16, global_batch_size=8)
     return tiny(**{**usual, "train_iters": None, "weight_decay": 0.1, **fields})
 
 
-def lr(schedule: PhaseSchedule, iteration: int) -> float:
+def lr(schedule, iteration):
     return schedule.at(iteration, 8 * iteration, 128 * iteration)
 
 
@@ -52,7 +48,7 @@ def lr(schedule: PhaseSchedule, iteration: int) -> float:
         ("inverse-square-root", 105, 0.1),
     ],
 )
-def test_closed_forms(style: str, at: int, expected: float) -> None:
+def test_closed_forms(style, at, expected):
     schedule = learning_rate(config(lr_decay_style=style, lr_decay_iters=104, lr_warmup_iters=4))
     assert lr(schedule, at) == pytest.approx(expected, abs=1e-12)
 
@@ -66,7 +62,7 @@ def test_closed_forms(style: str, at: int, expected: float) -> None:
         ("minus_sqrt", 0.5),
     ],
 )
-def test_warmup_stable_decay(style: str, part: float) -> None:
+def test_warmup_stable_decay(style, part):
     schedule = learning_rate(
         config(
             lr_decay_style="WSD",
@@ -83,7 +79,7 @@ def test_warmup_stable_decay(style: str, part: float) -> None:
 
 
 @given(st.integers(0, 130))
-def test_units_agree(iteration: int) -> None:
+def test_units_agree(iteration):
     """One schedule is the same in iterations, samples (8 each) and tokens (16 per sample)."""
     by = [
         config(lr_decay_iters=100, lr_warmup_iters=10),
@@ -106,12 +102,12 @@ def test_units_agree(iteration: int) -> None:
         (dict(train_samples=100, lr_warmup_iters=1), "train-samples"),
     ],
 )
-def test_contradictions_are_refused(fields: dict[str, Any], words: str) -> None:
+def test_contradictions_are_refused(fields, words):
     with pytest.raises(ConfigError, match=words):
         learning_rate(config(**fields))
 
 
-def test_ramp_up_with_samples_and_tokens_is_no_contradiction() -> None:
+def test_ramp_up_with_samples_and_tokens_is_no_contradiction():
     c = config(lr_decay_tokens=1600, lr_warmup_samples=10, rampup_batch_size=(2, 2, 50))
     assert learning_rate(c).at(0, 5, 80) == pytest.approx(0.5)
 
@@ -126,7 +122,7 @@ def test_ramp_up_with_samples_and_tokens_is_no_contradiction() -> None:
         ("linear", 200, 0.3),
     ],
 )
-def test_weight_decay(style: str, at: int, expected: float) -> None:
+def test_weight_decay(style, at, expected):
     ends = dict(start_weight_decay=0.1, end_weight_decay=0.3, weight_decay_incr_style=style)
     schedule = weight_decay(config(train_samples=800, **ends))
     assert schedule.at(at, 8 * at, 128 * at) == pytest.approx(expected)
@@ -136,13 +132,13 @@ def test_weight_decay(style: str, at: int, expected: float) -> None:
 # -- phases ----------------------------------------------------------------------------------------
 
 
-def phased(lr_schedule: str, **fields: Any) -> Config:
+def phased(lr_schedule, **fields):
     """Return a configuration of 200 iterations of 4 samples of 16 tokens."""
     usual = dict(seq_length=16, lr=1.0, min_lr=0.1, train_iters=200)
     return tiny(**{**usual, "lr_schedule": lr_schedule or None, **fields})
 
 
-def falling(shape: str, q: float) -> float:
+def falling(shape, q):
     return {
         "linear": 1 - q,
         "cosine": (1 + math.cos(math.pi * q)) / 2,
@@ -152,7 +148,7 @@ def falling(shape: str, q: float) -> float:
 
 
 @given(st.sampled_from(["linear", "cosine", "exponential", "minus_sqrt"]), st.integers(0, 230))
-def test_phases_follow_one_another(shape: str, n: int) -> None:
+def test_phases_follow_one_another(shape, n):
     """Of 200 iterations the constant phase takes 40 %, and the last one the 90 left of them."""
     schedule = learning_rate(phased(f"warmup 30 to 0.5, constant 40%,\n {shape} to 0.2"))
     expected = 0.5 * n / 30 if n <= 30 else 0.5
@@ -162,7 +158,7 @@ def test_phases_follow_one_another(shape: str, n: int) -> None:
 
 
 @given(st.integers(0, 230))
-def test_warm_restarts(n: int) -> None:
+def test_warm_restarts(n):
     """Equation 5 of arXiv 1608.03983: 10 steps, 20, 40 and 80 steps, then the last value."""
     schedule = learning_rate(phased("cosine 10 cycles 4 factor 2"))
     begin, period = 0, 10
@@ -175,7 +171,7 @@ def test_warm_restarts(n: int) -> None:
 
 
 @given(st.integers(0, 230))
-def test_power(n: int) -> None:
+def test_power(n):
     """Shen et al., arXiv 2408.13359: min(lr, a B t^b) for t tokens, at least min_lr.
 
     Then a decay from there.
@@ -190,14 +186,14 @@ def test_power(n: int) -> None:
     assert tokens.at(n, 4 * n, 64 * n) == pytest.approx(expected, rel=1e-13, abs=1e-15)
 
 
-def test_a_jump_and_a_square_root() -> None:
+def test_a_jump_and_a_square_root():
     schedule = learning_rate(phased("warmup 16, inverse-square-root 84 to 0.3, constant from 0.7"))
     values = [schedule.at(n) for n in (16, 64, 99, 100, 1000)]
     assert values == pytest.approx([1.0, 0.5, 4 / math.sqrt(99), 0.7, 0.7], rel=1e-14)
     assert learning_rate(phased("constant 10, linear 10 from 0.4 to 0.8")).at(10) == 0.4
 
 
-def test_betas_and_weight_decay_by_phases() -> None:
+def test_betas_and_weight_decay_by_phases():
     schedules = Schedules.from_config(
         phased(
             "constant",
@@ -216,7 +212,7 @@ def test_betas_and_weight_decay_by_phases() -> None:
 
 
 @pytest.mark.parametrize("warmup", [False, True])
-def test_average_moves_at_its_interval(warmup: bool) -> None:
+def test_average_moves_at_its_interval(warmup):
     """The n-th update has the decay (1 + n) / (10 + n), from n = 0, up to --ema-decay."""
     config = phased("", ema_decay=0.5, ema_interval=3, ema_warmup=warmup)
     schedules = Schedules.from_config(config)
@@ -253,12 +249,12 @@ def test_average_moves_at_its_interval(warmup: bool) -> None:
         (dict(step_batch_size_schedule="0:3 64:4", micro_batch_size=2), "3"),
     ],
 )
-def test_wrong_phases_are_refused_by_the_configuration(fields: dict[str, Any], value: str) -> None:
+def test_wrong_phases_are_refused_by_the_configuration(fields, value):
     with pytest.raises(ConfigError, match=value):
         phased(**{"lr_schedule": "", **fields})
 
 
-def test_phases_replace_the_decay_of_a_preset() -> None:
+def test_phases_replace_the_decay_of_a_preset():
     config = Config.create(preset="tiny", train_iters=100, lr_schedule="constant")
     assert learning_rate(config).at(99) == config.optimizer.lr
     assert learning_rate(Config.from_dict(config.to_dict())).at(99) == config.optimizer.lr

@@ -1,17 +1,12 @@
 """Training with a loss mask, on any layout, against plain torch with masks made by hand."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from megatron.config import Config
 from megatron.data.datasets import build_datasets
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.sampler import make_micro_batch
@@ -23,7 +18,7 @@ from tests.helpers.tiny import rank_topology, records, run, tiny, values
 
 pytestmark = pytest.mark.slow
 BATCH, STEPS = 8, 4
-FIELDS: dict[str, Any] = dict(
+FIELDS = dict(
     vocab_size=40,
     global_batch_size=BATCH,
     train_iters=STEPS,
@@ -35,12 +30,12 @@ FIELDS: dict[str, Any] = dict(
 )
 
 
-def in_loss(ids: torch.Tensor) -> torch.Tensor:
+def in_loss(ids):
     """Return the mask of labels, which depends on the id, so that it is known without the file."""
     return ((ids % 4 == 0) & (ids < 20)).float()
 
 
-def by_hand(config: Config) -> list[float]:
+def by_hand(config):
     """Return the losses of the run's steps: each global batch is one micro-batch."""
     (model,) = build_chunks(config, rank_topology()).values()
     o = config.optimizer
@@ -75,9 +70,7 @@ def by_hand(config: Config) -> list[float]:
         (4, dict(pipeline_model_parallel_size=2, micro_batch_size=2)),
     ],
 )
-def test_each_marked_token_of_a_global_batch_counts_equally(
-    tmp_path: Path, processes: int, fields: dict[str, Any]
-) -> None:
+def test_each_marked_token_of_a_global_batch_counts_equally(tmp_path, processes, fields):
     random = np.random.RandomState(3)
     tokens = [random.randint(at, at + 20, 11) for at in (0, 20) * 30]
     for name, dtype in (("data", np.uint16), ("data_mask", np.uint8)):
@@ -99,20 +92,20 @@ class Marked:
     `seeds` of the tokens: by default the index of the sample.
     """
 
-    def __init__(self, marked: Sequence[bool], seeds: Sequence[int] | None = None) -> None:
+    def __init__(self, marked, seeds=None):
         self.marked, self.seeds = marked, seeds or range(len(marked))
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.marked)
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index):
         return np.random.RandomState(self.seeds[index]).randint(0, FIELDS["vocab_size"], 9)
 
-    def loss_tokens(self, index: int) -> np.ndarray:
+    def loss_tokens(self, index):
         return np.arange(9) % 2 * self.marked[index]
 
 
-def run_on(rank: int, fields: dict[str, Any], train: list[bool], valid: list[bool]) -> str:
+def run_on(rank, fields, train, valid):
     """Return the message of the error that ends the run."""
     fields = {**FIELDS, **dict(log_interval=2, lr=1e-12, mock_data=False), **fields}
     try:
@@ -123,7 +116,7 @@ def run_on(rank: int, fields: dict[str, Any], train: list[bool], valid: list[boo
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_steps_without_a_token_in_the_loss_are_in_no_mean(tmp_path: Path, per_token: bool) -> None:
+def test_steps_without_a_token_in_the_loss_are_in_no_mean(tmp_path, per_token):
     """The weights do not move, so each sample has the loss of the first step."""
     steps = [(1, 1), (0, 0), (0, 1), (0, 0), (0, 0), (0, 0), (1, 1), (1, 1)]
     marked = [bool(x) for step in steps for x in step]
@@ -142,7 +135,7 @@ def test_steps_without_a_token_in_the_loss_are_in_no_mean(tmp_path: Path, per_to
     ended = run_processes(2, run_on, fields, marked, [False] * 20)
     assert all(text.startswith("TrainingError") and " 6 " in text for text in ended), ended
     (model,) = build_chunks(tiny(**FIELDS), rank_topology()).values()
-    data, losses = Marked([True] * 6), list[float]()
+    data, losses = Marked([True] * 6), []
     for index in (0, 1, 5):
         batch = make_micro_batch(data[index][None], loss_tokens=[data.loss_tokens(index)])
         losses.append(model(batch, None).item())
@@ -155,12 +148,12 @@ def test_steps_without_a_token_in_the_loss_are_in_no_mean(tmp_path: Path, per_to
     assert not {"validation", "loss_spike"} & events.keys()
 
 
-def test_data_without_a_token_in_the_loss_are_refused(tmp_path: Path) -> None:
+def test_data_without_a_token_in_the_loss_are_refused(tmp_path):
     ended = run_processes(2, run_on, dict(train_iters=3), [False] * 24, [True] * 8)
     assert all(text.startswith("DataError") and "24 of 24" in text for text in ended), ended
 
 
-def run_samples(rank: int, fields: dict[str, Any], marked: list[bool], seeds: list[int]) -> None:
+def run_samples(rank, fields, marked, seeds):
     steps = dict(global_batch_size=2, train_iters=len(seeds) // 2, mock_data=False)
     datasets = Marked(marked, seeds), None, None
     run(rank, {**FIELDS, **steps, **fields}, datasets=lambda *_: datasets)
@@ -174,8 +167,8 @@ def run_samples(rank: int, fields: dict[str, Any], marked: list[bool], seeds: li
     ],
 )
 def test_a_step_without_a_token_in_the_loss_leaves_weights_and_optimizer(
-    tmp_path: Path, processes: int, fields: dict[str, Any]
-) -> None:
+    tmp_path, processes, fields
+):
     """The run takes the other steps as if the data were without these samples, also the first."""
     runs = []
     for empty in ((0, 1, 4, 5), ()):

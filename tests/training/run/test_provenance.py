@@ -1,10 +1,7 @@
 """Provenance of a checkpoint: the run that made it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,14 +12,14 @@ from megatron.training.run.provenance import Provenance, data_identity, environm
 from tests.helpers.tiny import rank_topology, tiny
 
 
-def write(prefix: Path, documents: list[int]) -> str:
+def write(prefix, documents):
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for length in documents:
             writer.add_document(range(length))
     return str(prefix)
 
 
-def test_a_provenance_says_what_made_the_checkpoint(tmp_path: Path) -> None:
+def test_a_provenance_says_what_made_the_checkpoint(tmp_path):
     prefix = write(tmp_path / "text", [5, 7])
     places = ["frontier1:cuda:0", "frontier1:cuda:1", "frontier2:cuda:0", "frontier2:cuda:1"]
     config = tiny(data_path=(prefix,), tensor_model_parallel_size=2, world_size=4)
@@ -45,7 +42,7 @@ def test_a_provenance_says_what_made_the_checkpoint(tmp_path: Path) -> None:
     assert Provenance(config, second)(40) == {}
 
 
-def test_other_documents_of_the_same_total_have_another_identity(tmp_path: Path) -> None:
+def test_other_documents_of_the_same_total_have_another_identity(tmp_path):
     one, two = (
         data_identity(write(tmp_path / name, d)) for name, d in (("a", [5, 7]), ("b", [7, 5]))
     )
@@ -55,7 +52,7 @@ def test_other_documents_of_the_same_total_have_another_identity(tmp_path: Path)
     assert data_identity(str(tmp_path / "absent"))["reason"]
 
 
-def test_of_a_large_index_the_ends_are_read(tmp_path: Path) -> None:
+def test_of_a_large_index_the_ends_are_read(tmp_path):
     prefix = tmp_path / "large"
     prefix.with_suffix(".bin").touch()
     with open(prefix.with_suffix(".idx"), "wb") as f:
@@ -67,8 +64,8 @@ def test_of_a_large_index_the_ends_are_read(tmp_path: Path) -> None:
     assert data_identity(str(prefix))["idx_digest"] != before["idx_digest"]
 
 
-def test_the_revision_and_whether_files_were_changed(tmp_path: Path) -> None:
-    def git(*arguments: str) -> str:
+def test_the_revision_and_whether_files_were_changed(tmp_path):
+    def git(*arguments):
         command = f"git -C {tmp_path} -c user.name=n -c user.email=e@e".split()
         done = subprocess.run([*command, *arguments], check=True, capture_output=True, text=True)
         return done.stdout.strip()
@@ -87,7 +84,7 @@ def test_the_revision_and_whether_files_were_changed(tmp_path: Path) -> None:
     assert git_revision(tmp_path / "installed")["revision"] is None
 
 
-def test_secrets_stay_out() -> None:
+def test_secrets_stay_out():
     secret = {"TORCH_API_TOKEN": "t", "MEGATRON_KEY": "k"}
     variables = {"SLURM_JOB_ID": "1", "NCCL_DEBUG": "INFO", "HOME": "/home/me", **secret}
     assert environment(variables) == {"NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "1"}

@@ -1,14 +1,10 @@
 """Choice of the checkpoint that a run loads, and of the settings that it takes from it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
 import re
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -31,11 +27,11 @@ from tests.helpers.tiny import MODEL, rank_topology, records, values
 SINGLE = rank_topology()
 
 
-def config(**changes: Any) -> Config:
+def config(**changes):
     return Config.create(**{**MODEL, "train_iters": 10, "lr": 1e-3, **changes})
 
 
-def store(folder: Path, stored: Config, iteration: int = 5) -> Path:
+def store(folder, stored, iteration=5):
     """Write a checkpoint's folder, as far as settings are concerned."""
     checkpoint = folder / f"iter_{iteration:07d}"
     checkpoint.mkdir(parents=True)
@@ -48,7 +44,7 @@ def store(folder: Path, stored: Config, iteration: int = 5) -> Path:
     return checkpoint
 
 
-def test_a_first_start_finds_nothing_and_goes_on(tmp_path: Path) -> None:
+def test_a_first_start_finds_nothing_and_goes_on(tmp_path):
     assert checkpoint_to_load(config(), SINGLE) is None
     assert checkpoint_to_load(config(load=str(tmp_path)), SINGLE) is None
     for flag in (dict(exit_on_missing_checkpoint=True), dict(load_tag="iter_0000007")):
@@ -56,29 +52,27 @@ def test_a_first_start_finds_nothing_and_goes_on(tmp_path: Path) -> None:
             checkpoint_to_load(config(load=str(tmp_path), **flag), SINGLE)
 
 
-BEFORE: dict[str, Any] = dict(
-    lr=1e-2, lr_schedule="warmup 2, cosine", train_iters=20, global_batch_size=4
-)
+BEFORE = dict(lr=1e-2, lr_schedule="warmup 2, cosine", train_iters=20, global_batch_size=4)
 
 
-def cosine(length: int, at: int) -> float:
+def cosine(length, at):
     """Return the learning rate of BEFORE after `at` of the iterations of a run of this length."""
     return 1e-2 * (1 + math.cos(math.pi * (at - 2) / (length - 2))) / 2
 
 
-def stopped(iteration: int = 10) -> Progress:
+def stopped(iteration=10):
     """Return the progress of BEFORE, without skipped steps."""
     samples = 4 * iteration
     counts = (iteration, samples, 8 * samples)
     return Progress(*counts, 0, 0, *counts)
 
 
-def changed(folder: Path, end: int = 40, **changes: Any) -> dict[str, tuple[str, str, str]]:
+def changed(folder, end=40, **changes):
     """Return each quantity that differs: its value, the iteration, and the checkpoint's value."""
     stored = stored_settings(store(folder, config(**BEFORE)), ours := config(**BEFORE | changes))
     lines = other_values(stored, ours, stopped(), end)
     pattern = r"(.+) (\S+) at iteration (\d+) \(was (\S+)\)"
-    return {m[1]: m.groups()[1:] for line in lines if (m := re.fullmatch(pattern, line))}  # type: ignore[misc]
+    return {m[1]: m.groups()[1:] for line in lines if (m := re.fullmatch(pattern, line))}
 
 
 @pytest.mark.parametrize(
@@ -102,22 +96,22 @@ def changed(folder: Path, end: int = 40, **changes: Any) -> dict[str, tuple[str,
     ],
 )
 def test_values_of_schedules_are_compared_over_the_rest_of_the_run(
-    tmp_path: Path, changes: dict[str, Any], name: str, ours: float, iteration: int, theirs: float
-) -> None:
+    tmp_path, changes, name, ours, iteration, theirs
+):
     found = changed(tmp_path, 40 if "train_iters" in changes else 20 + (iteration > 20), **changes)
     assert list(found) == [name]
     here, at, there = map(float, found[name])
     assert (here, there) == pytest.approx((ours, theirs), rel=1e-5) and at == iteration
 
 
-def test_other_words_for_the_same_values_and_what_is_over_are_not_said(tmp_path: Path) -> None:
+def test_other_words_for_the_same_values_and_what_is_over_are_not_said(tmp_path):
     same = dict(lr_schedule="warmup 10%, cosine 18 to 0", min_lr=1e-3)
     assert changed(tmp_path / "words", 20, **same) == {}
     over = dict(lr_schedule="warmup 1, constant 1, cosine")
     assert changed(tmp_path / "over", 20, **over) == {}
 
 
-def test_a_short_change_in_a_long_run_is_found(tmp_path: Path) -> None:
+def test_a_short_change_in_a_long_run_is_found(tmp_path):
     plain = dict(lr=1e-2, lr_schedule="constant", train_iters=10**6)
     ours = config(
         **plain | dict(lr_schedule="constant 777777, constant 1 from 0.5, constant from 0.01")
@@ -128,9 +122,9 @@ def test_a_short_change_in_a_long_run_is_found(tmp_path: Path) -> None:
     assert "0.5 at iteration 777778 " in line
 
 
-def test_all_settings_that_differ_are_named_and_a_flag_keeps_still(tmp_path: Path) -> None:
+def test_all_settings_that_differ_are_named_and_a_flag_keeps_still(tmp_path):
     checkpoint = store(tmp_path, config(**BEFORE, hidden_dropout=0.1))
-    said: list[str] = []
+    said = []
     for flags in ({}, dict(override_opt_param_scheduler=True)):
         ours = config(**BEFORE | dict(lr=5e-3, hidden_dropout=0.2, log_interval=7), **flags)
         describe_changes(stored_settings(checkpoint, ours), ours, stopped(), 20, said.append)
@@ -155,14 +149,12 @@ def test_all_settings_that_differ_are_named_and_a_flag_keeps_still(tmp_path: Pat
         dict(train_iters=None, train_samples=80, lr_schedule=None, lr_warmup_samples=9),
     ],
 )
-def test_the_schedules_are_the_checkpoints_where_a_flag_asks_for_it(
-    tmp_path: Path, before: dict[str, Any], changes: dict[str, Any]
-) -> None:
+def test_the_schedules_are_the_checkpoints_where_a_flag_asks_for_it(tmp_path, before, changes):
     """They keep the values also through another checkpoint, and what they replace is said."""
     theirs = config(**BEFORE | before)
     ours = BEFORE | dict(lr=1.0, use_checkpoint_opt_param_scheduler=True) | changes
-    folder, said = store(tmp_path / "0", theirs), list[str]()
-    listener: Any = SimpleNamespace(say=said.append)
+    folder, said = store(tmp_path / "0", theirs), []
+    listener = SimpleNamespace(say=said.append)
     for again in range(2):
         stored, here = stored_settings(folder, config(**ours)), config(**ours)
         taken = with_checkpoint_settings(here, stored, listener)
@@ -182,13 +174,13 @@ def test_the_schedules_are_the_checkpoints_where_a_flag_asks_for_it(
 RUN = "--micro-batch-size 2 --mock-data --train-iters 3 --lr 1e-3".split()
 
 
-def taken(folder: Path, *flags: str, world_size: int = 1) -> Config:
+def taken(folder, *flags, world_size=1):
     """Parse the flags of a run that takes its model from a checkpoint."""
     words = [*RUN, "--load", str(folder), "--use-checkpoint-args", *flags]
     return parse_args(words, world_size, checkpoint=settings_to_take)
 
 
-def test_a_run_takes_its_model_from_the_checkpoint(tmp_path: Path) -> None:
+def test_a_run_takes_its_model_from_the_checkpoint(tmp_path):
     stored = config(num_layers=3, swiglu=True, hidden_dropout=0.0, max_position_embeddings=16)
     place = str(store(tmp_path, stored) / "config.json")
     found = taken(tmp_path, "--tensor-model-parallel-size", "2", world_size=4)
@@ -217,16 +209,14 @@ def test_a_run_takes_its_model_from_the_checkpoint(tmp_path: Path) -> None:
         ("--load-tag 7", ["iter_0000007"]),
     ],
 )
-def test_what_contradicts_the_checkpoint_is_refused(
-    tmp_path: Path, flags: str, words: list[str]
-) -> None:
+def test_what_contradicts_the_checkpoint_is_refused(tmp_path, flags, words):
     store(tmp_path, config())
     with pytest.raises(ConfigError) as raised:
         taken(tmp_path, *flags.split(), world_size=4)
     assert all(word in str(raised.value) for word in words), raised.value
 
 
-def test_there_must_be_a_checkpoint_to_take_a_model_from(tmp_path: Path) -> None:
+def test_there_must_be_a_checkpoint_to_take_a_model_from(tmp_path):
     with pytest.raises(ConfigError, match=f"1 problem: .*{tmp_path}"):
         taken(tmp_path)
     with pytest.raises(ConfigError, match="1 problem: .*--use-checkpoint-args.*--load"):
@@ -237,9 +227,7 @@ def test_there_must_be_a_checkpoint_to_take_a_model_from(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("broken", ["config.json", "manifest.json"])
-def test_the_model_of_a_broken_checkpoint_is_that_of_the_one_before(
-    tmp_path: Path, broken: str
-) -> None:
+def test_the_model_of_a_broken_checkpoint_is_that_of_the_one_before(tmp_path, broken):
     for iteration, layers in ((5, 3), (6, 2)):
         store(tmp_path, config(num_layers=layers), iteration)
     assert taken(tmp_path).model.num_layers == 2
@@ -247,7 +235,7 @@ def test_the_model_of_a_broken_checkpoint_is_that_of_the_one_before(
     assert taken(tmp_path).model.num_layers == 3
 
 
-def test_the_tokenizer_is_taken_and_says_the_vocabulary(tmp_path: Path) -> None:
+def test_the_tokenizer_is_taken_and_says_the_vocabulary(tmp_path):
     """NullTokenizer adds one id to --vocab-size, so that 25 ids are --vocab-size 24."""
     store(tmp_path / "null", config(vocab_size=25, tokenizer_type="NullTokenizer"))
     found = taken(tmp_path / "null")
@@ -268,7 +256,7 @@ def test_the_tokenizer_is_taken_and_says_the_vocabulary(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_ranks_take_the_model_and_give_the_settings_back(tmp_path: Path) -> None:
+def test_all_ranks_take_the_model_and_give_the_settings_back(tmp_path):
     """A run of two ranks resumes that of one, and writes its settings beside the first ones."""
     model = TINY[: TINY.index("--micro-batch-size")]
     rest = [*TINY[len(model) : TINY.index("--tokenizer-type")], "--log-interval", "1"]
@@ -289,12 +277,12 @@ def test_all_ranks_take_the_model_and_give_the_settings_back(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_the_settings_of_a_run_do_not_repeat_one_of_its_starts(tmp_path: Path) -> None:
+def test_the_settings_of_a_run_do_not_repeat_one_of_its_starts(tmp_path):
     """A start that went back and ended early is continued, and another run begins anew."""
     a, b, settings = tmp_path / "a", tmp_path / "b", ["--config", str(tmp_path / "a/settings.toml")]
     load = ["--load", str(a)]
 
-    def steps(folder: Path, *words: str) -> list[tuple[int, float]]:
+    def steps(folder, *words):
         (outcome,) = launch(1, words)
         assert outcome is not None and outcome.code == 0, outcome
         return values(records(folder)["iteration"], "iteration", "lm_loss")
@@ -308,9 +296,9 @@ def test_the_settings_of_a_run_do_not_repeat_one_of_its_starts(tmp_path: Path) -
     assert outcome is not None and outcome.code == 2 and f"--load {a}" in outcome.output
 
 
-def test_settings_that_cannot_be_written_are_a_note(tmp_path: Path) -> None:
-    lines: list[str] = []
-    listener: Any = SimpleNamespace(say=lines.append)
+def test_settings_that_cannot_be_written_are_a_note(tmp_path):
+    lines = []
+    listener = SimpleNamespace(say=lines.append)
     for name in ("good", "full"):
         metrics = tmp_path / name / "m.jsonl"
         metrics.parent.mkdir()
@@ -323,7 +311,7 @@ def test_settings_that_cannot_be_written_are_a_note(tmp_path: Path) -> None:
     assert (tmp_path / "good" / "settings.toml").exists()
 
 
-def test_a_checkpoint_without_settings_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_settings_is_refused(tmp_path):
     checkpoint = store(tmp_path, config())
     for content in ("{}", '{"model": {"num_layers": "x"}}', '{"model": 3}'):
         (checkpoint / "config.json").write_text(content)
@@ -334,7 +322,7 @@ def test_a_checkpoint_without_settings_is_refused(tmp_path: Path) -> None:
             taken(tmp_path)
 
 
-def test_counters_come_back_or_the_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_counters_come_back_or_the_checkpoint_is_refused(tmp_path):
     sources = {"web": {"samples": 40, "tokens": 320, "epochs": 0.5}}
     for progress in (Progress(5, 40, 320, 8, 1, 4, 32, 256, of) for of in ({}, sources)):
         state = dataclasses.asdict(progress)

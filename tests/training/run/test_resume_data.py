@@ -1,13 +1,10 @@
 """What a resumed run says about data in another order, against a count by hand of every token."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +12,6 @@ import torch
 
 from megatron.checkpoint.files import write_manifest
 from megatron.checkpoint.settings import plain
-from megatron.config import Config
 from megatron.data.datasets import build_datasets
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.reorder import Ordered, reordered
@@ -30,7 +26,7 @@ from tests.helpers.tiny import rank_topology, tiny
 TAKEN, BATCH = 40, 4
 
 
-def write(prefix: Path, tokens: int, first: int = 0, size: int = 13) -> str:
+def write(prefix, tokens, first=0, size=13):
     """Write documents of ascending tokens, so that a token tells its place."""
     with IndexedDatasetWriter(prefix, np.int32) as writer:
         for start in range(first, first + tokens, size):
@@ -39,13 +35,13 @@ def write(prefix: Path, tokens: int, first: int = 0, size: int = 13) -> str:
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> list[str]:
+def data(tmp_path):
     """Provide two data sets with no token in common."""
     return [write(tmp_path / "a", 1000), write(tmp_path / "b", 700, 5000)]
 
 
-def config(prefixes: list[str], **changes: Any) -> Config:
-    fields: dict[str, Any] = dict(
+def config(prefixes, **changes):
+    fields = dict(
         vocab_size=6000,
         global_batch_size=BATCH,
         train_iters=20,
@@ -55,7 +51,7 @@ def config(prefixes: list[str], **changes: Any) -> Config:
     return tiny(**{**fields, **changes})
 
 
-def save(folder: Path, theirs: Config) -> Path:
+def save(folder, theirs):
     """Write a checkpoint as far as settings and provenance are concerned."""
     checkpoint = folder / "iter_0000010"
     checkpoint.mkdir(parents=True)
@@ -67,7 +63,7 @@ def save(folder: Path, theirs: Config) -> Path:
     return checkpoint
 
 
-def taken_of(made: Config, start: int, stop: int) -> np.ndarray:
+def taken_of(made, start, stop):
     """Return how often the samples of these places train on each token as an input."""
     train = build_datasets(
         made, planned_samples(made, BatchSchedule.from_config(made))[0], 0, 0
@@ -83,9 +79,9 @@ def taken_of(made: Config, start: int, stop: int) -> np.ndarray:
     return counts
 
 
-def said(checkpoint: Path, ours: Config) -> str:
+def said(checkpoint, ours):
     """Return what is said about the data of a run that goes on after TAKEN samples."""
-    stored, lines = stored_settings(checkpoint, ours), list[str]()
+    stored, lines = stored_settings(checkpoint, ours), []
     batches = BatchSchedule.from_config(ours)
     samples = planned_samples(ours, batches)[0]
     dataset = build_datasets(ours, samples, 0, 0).train
@@ -100,7 +96,7 @@ def said(checkpoint: Path, ours: Config) -> str:
     return "".join(lines)
 
 
-def numbers(line: str) -> tuple[int, int]:
+def numbers(line):
     match = re.search(r"to come (\d+) repeat .* and (\d+) others are skipped", line)
     assert match is not None, line
     return int(match[1]), int(match[2])
@@ -119,9 +115,7 @@ def numbers(line: str) -> tuple[int, int]:
         (dict(dataloader_type="cyclic"), ["dataloader_type cyclic (was single)"]),
     ],
 )
-def test_repeated_and_skipped_samples_are_counted(
-    tmp_path: Path, data: list[str], changes: dict[str, Any], names: list[str]
-) -> None:
+def test_repeated_and_skipped_samples_are_counted(tmp_path, data, changes, names):
     if "data_path" in changes:
         paths = (str(tmp_path / word) if word in "ab" else word for word in changes["data_path"])
         changes = {**changes, "data_path": tuple(paths)}
@@ -138,9 +132,7 @@ def test_repeated_and_skipped_samples_are_counted(
     assert numbers(line) == pytest.approx((again / per_sample, missing / per_sample), abs=2)
 
 
-def test_the_same_order_under_other_circumstances_is_not_said(
-    tmp_path: Path, data: list[str]
-) -> None:
+def test_the_same_order_under_other_circumstances_is_not_said(tmp_path, data):
     """A longer run of as many epochs, a longer packed run, and files that were moved."""
     checkpoint = save(tmp_path / "0", config(data))
     assert said(checkpoint, config(data)) == ""
@@ -157,7 +149,7 @@ def test_the_same_order_under_other_circumstances_is_not_said(
     for old in data:
         Path(f"{old}.bin").unlink()
     stored = stored_settings(checkpoint, config(moved))
-    lines: list[str] = []
+    lines = []
     dataset = build_datasets(config(moved), 80, 0, 0).train
     assert dataset is not None
     describe_data(stored, config(moved), dataset, 80, Progress(10, TAKEN), 80, lines.append)
@@ -165,9 +157,7 @@ def test_the_same_order_under_other_circumstances_is_not_said(
 
 
 @pytest.mark.parametrize("same_size", [True, False])
-def test_a_file_with_other_content_is_named(
-    tmp_path: Path, data: list[str], same_size: bool
-) -> None:
+def test_a_file_with_other_content_is_named(tmp_path, data, same_size):
     checkpoint = save(tmp_path / "0", config(data))
     write(tmp_path / "a", 1000 if same_size else 1300, 100)
     line = said(checkpoint, config(data))
@@ -176,9 +166,7 @@ def test_a_file_with_other_content_is_named(
     assert numbers(line) == (0, 20)
 
 
-def test_a_list_of_data_with_other_weights_is_another_blend(
-    tmp_path: Path, data: list[str]
-) -> None:
+def test_a_list_of_data_with_other_weights_is_another_blend(tmp_path, data):
     listed = tmp_path / "list.txt"
     fields = dict(data_path=None, data_file_list=str(listed))
     listed.write_text(f"1 {data[0]} a\n1 {data[1]} b\n")
@@ -191,9 +179,7 @@ def test_a_list_of_data_with_other_weights_is_another_blend(
     assert "blend" in line and repeated >= 10 and skipped >= 10
 
 
-def test_of_long_runs_a_part_is_compared(
-    tmp_path: Path, data: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_long_runs_a_part_is_compared(tmp_path, data, monkeypatch):
     """The estimate from about a quarter of the documents is near the count of all."""
     ours, theirs = (
         build_datasets(config(data, seed=seed, data_path=(data[0],)), 120, 0, 0).train
@@ -208,12 +194,10 @@ def test_of_long_runs_a_part_is_compared(
     assert (part.repeated, part.skipped) == pytest.approx((exact.repeated, exact.skipped), rel=0.3)
 
 
-def test_other_implementations_than_the_checkpoints_are_said(
-    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_implementations_than_the_checkpoints_are_said(data, tmp_path, monkeypatch):
     """As on a CPU of another kind, whose times choose otherwise."""
     monkeypatch.setattr(choose, "_loaded", lambda _: True)
-    ours, lines, cpu = config(data), list[str](), torch.device("cpu")
+    ours, lines, cpu = config(data), [], torch.device("cpu")
     try:
         measured_times.agree(MeasuredTimes({"layer_norm float32": {"fused": 1.0, "torch": 2.0}}))
         stored = stored_settings(save(tmp_path, ours), ours)

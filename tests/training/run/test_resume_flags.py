@@ -1,15 +1,11 @@
 """Property of resumes: with any setting changed it is the same run, or a notice names the setting."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron.config import Config
-from megatron.config.option import Option
 from megatron.config.settings import all_options, section_of
 from megatron.errors import MegatronError
 from megatron.metrics_file import read_records
@@ -21,7 +17,7 @@ from tests.helpers.tiny import RUN
 from tests.training.run.test_resume import config, stopped, store
 from tests.training.run.test_run import write_numbers
 
-BASE: dict[str, Any] = dict(
+BASE = dict(
     RUN,
     max_position_embeddings=16,
     vocab_size=900,
@@ -32,7 +28,7 @@ BASE: dict[str, Any] = dict(
     lr_decay_style="cosine",
 )
 # Values of settings that have a syntax of their own.
-_VALUES: dict[str, Any] = dict(
+_VALUES = dict(
     lr_schedule="warmup 1, linear",
     weight_decay_schedule="linear to 0.5",
     adam_beta1_schedule="linear to 0.5",
@@ -48,7 +44,7 @@ _VALUES: dict[str, Any] = dict(
 )
 
 
-def others(option: Option, value: Any) -> list[Any]:
+def others(option, value):
     """Return values of a setting that are not `value`, of which some may be refused."""
     if option.name in _VALUES:
         return [_VALUES[option.name]]
@@ -62,14 +58,14 @@ def others(option: Option, value: Any) -> list[Any]:
     return []
 
 
-def resumed(rank: int, folder: str, changes: list[dict[str, Any]]) -> list[tuple[Any, str]]:
+def resumed(rank, folder, changes):
     """Start a run, resume it with each of these changes, and return the figures and the log."""
     prefix = write_numbers(Path(folder, "x"), 8 * 100 + 1)
     base = {**BASE, "data_path": (prefix,)}
     pretrain(Config.create(**base, save=folder, exit_interval=2))
-    said: list[str] = []
-    Console.say = lambda self, text: said.append(text)  # type: ignore[method-assign]
-    found: list[tuple[Any, str]] = []
+    said = []
+    Console.say = lambda self, text: said.append(text)
+    found = []
     for number, change in enumerate(changes):
         metrics = Path(folder, f"{number}.jsonl")
         said.clear()
@@ -86,7 +82,7 @@ def resumed(rank: int, folder: str, changes: list[dict[str, Any]]) -> list[tuple
     return found
 
 
-def test_each_setting_of_a_run_that_differs_is_named(tmp_path: Path) -> None:
+def test_each_setting_of_a_run_that_differs_is_named(tmp_path):
     """Whatever is not in this notice changes no figure, as the next test shows."""
     before = config()
     checkpoint = store(tmp_path, before)
@@ -101,7 +97,7 @@ def test_each_setting_of_a_run_that_differs_is_named(tmp_path: Path) -> None:
         other = next(iter(others(option, value)), ("other",) if option.many else "other")
         changed = dataclasses.replace(getattr(before, section), **{name: other})
         ours = dataclasses.replace(before, **{section: changed})
-        stored, lines = stored_settings(checkpoint, before), list[str]()
+        stored, lines = stored_settings(checkpoint, before), []
         quiet = dataclasses.replace(ours.checkpoint, override_opt_param_scheduler=True)
         ours = dataclasses.replace(ours, checkpoint=quiet)
         describe_changes(stored, ours, stopped(), 10, lines.append)
@@ -111,7 +107,7 @@ def test_each_setting_of_a_run_that_differs_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_not_compared_changes_no_figure(tmp_path: Path) -> None:
+def test_what_is_not_compared_changes_no_figure(tmp_path):
     """All such settings are changed at once, as far as one process on a CPU can."""
     fixed = {"save", "load", "load_tag", "no_load_optim", "finetune", "reset_iteration"}
     fixed |= {
@@ -122,7 +118,7 @@ def test_what_is_not_compared_changes_no_figure(tmp_path: Path) -> None:
         "exit_interval",
         "requeue",
     }
-    change: dict[str, Any] = dict(data_cache_path=str(tmp_path / "cache"), manual_gc=True)
+    change = dict(data_cache_path=str(tmp_path / "cache"), manual_gc=True)
     change["save"] = str(tmp_path / "saved")
     for name, option in all_options().items():
         free = (
@@ -159,9 +155,9 @@ PARTS = 6
         ),
     ],
 )
-def test_any_setting_changed_is_the_same_run_or_named(tmp_path: Path, part: int | None) -> None:
+def test_any_setting_changed_is_the_same_run_or_named(tmp_path, part):
     names = SOME if part is None else list(all_options())[part::PARTS]
-    changes: list[dict[str, Any]] = [{}]
+    changes = [{}]
     for name in names:
         option = all_options()[name]
         for value in others(option, Config.create(**BASE).get(name)):

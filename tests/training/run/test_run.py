@@ -1,11 +1,7 @@
 """Whole runs through `pretrain`: their output, their ends, and equality of resumed ones."""
 
-from __future__ import annotations
-
 import gc
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,14 +14,12 @@ from tests.helpers.fault_points import strike
 from tests.helpers.processes import run_processes, run_processes_raw
 from tests.helpers.tiny import INTERLEAVED, records, run, values
 
-LONG: dict[str, Any] = dict(
-    min_lr=1e-3, lr_decay_style="cosine", log_interval=2, eval_interval=3, eval_iters=2
-)
+LONG = dict(min_lr=1e-3, lr_decay_style="cosine", log_interval=2, eval_interval=3, eval_iters=2)
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_run_writes_what_happened(tmp_path: Path) -> None:
+def test_a_run_writes_what_happened(tmp_path):
     fields = dict(
         LONG,
         save=str(tmp_path),
@@ -93,24 +87,24 @@ def test_a_run_writes_what_happened(tmp_path: Path) -> None:
     assert found["validation"][0]["lm_loss"] == pytest.approx(np.log(24), abs=0.05)
 
 
-def write_numbers(prefix: Path, tokens: int) -> str:
+def write_numbers(prefix, tokens):
     """Write one document of ascending tokens, so that a sample's first token tells its number."""
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         writer.add_document(range(tokens))
     return str(prefix)
 
 
-def run_and_note(rank: int, fields: dict[str, Any]) -> dict[int, list[int]]:
+def run_and_note(rank, fields):
     """Return {number of the first sample: first token of each} of this rank's micro-batches."""
-    noted: dict[int, list[int]] = {}
+    noted = {}
     plain = MicroBatchStream.take
 
-    def take(self: MicroBatchStream, n: int) -> Any:
+    def take(self, n):
         batches = plain(self, n)
         noted.update({batch.first_sample: batch.tokens[:, 0].tolist() for batch in batches})
         return batches
 
-    MicroBatchStream.take = take  # type: ignore[method-assign]
+    MicroBatchStream.take = take
     run(rank, fields)
     return noted
 
@@ -118,7 +112,7 @@ def run_and_note(rank: int, fields: dict[str, Any]) -> dict[int, list[int]]:
 @pytest.mark.parametrize(
     "kind", ["single", pytest.param("cyclic", marks=pytest.mark.campaign("kills"))]
 )
-def test_resizes_in_mid_run_change_no_sample_and_no_loss(tmp_path: Path, kind: str) -> None:
+def test_resizes_in_mid_run_change_no_sample_and_no_loss(tmp_path, kind):
     """Resizes in mid-run drop and repeat no sample, and losses are those of one process.
 
     Data-parallel size is 2, 4 and 1, with checkpoints between, while the batch grows,
@@ -138,7 +132,7 @@ def test_resizes_in_mid_run_change_no_sample_and_no_loss(tmp_path: Path, kind: s
     )
     resized = dict(fields, save=save, load=save)
     pipeline = dict(pipeline_model_parallel_size=2, rank_order="dp-pp-tp", device_order=(1, 0))
-    notes: list[tuple[int, list[int]]] = []
+    notes = []
     for processes, part in (
         (2, dict(micro_batch_size=2, num_workers=2, exit_interval=2)),
         (4, dict(micro_batch_size=2, exit_interval=4)),
@@ -163,15 +157,15 @@ def test_resizes_in_mid_run_change_no_sample_and_no_loss(tmp_path: Path, kind: s
     }
 
 
-def run_and_listen(rank: int, fields: dict[str, Any]) -> list[str]:
+def run_and_listen(rank, fields):
     """Return the lines about data that the run prints."""
-    said: list[str] = []
-    Console.say = lambda self, text: said.append(text)  # type: ignore[method-assign]
+    said = []
+    Console.say = lambda self, text: said.append(text)
     run(rank, fields)
     return [text for text in said if text.startswith(" data: ")]
 
 
-def test_the_ledger_outlives_a_change_of_the_blend(tmp_path: Path) -> None:
+def test_the_ledger_outlives_a_change_of_the_blend(tmp_path):
     a, b, c = (write_numbers(tmp_path / name, 80) for name in "abc")
     fields = dict(split="1", vocab_size=80, save=str(tmp_path / "run"))
     run_processes(1, run, dict(fields, data_path=("1", a, "1", b), exit_interval=4))
@@ -192,7 +186,7 @@ def test_the_ledger_outlives_a_change_of_the_blend(tmp_path: Path) -> None:
     assert all(0 < r["min_ms"] <= r["max_ms"] for r in found["stragglers"])
 
 
-def test_a_run_on_packed_documents(tmp_path: Path) -> None:
+def test_a_run_on_packed_documents(tmp_path):
     """Run on packed documents with three stages.
 
     The middle one needs the bounds of the documents too, but no end-of-document id.
@@ -220,14 +214,14 @@ def test_a_run_on_packed_documents(tmp_path: Path) -> None:
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
-def run_and_fail(rank: int, fields: dict[str, Any]) -> None:
+def run_and_fail(rank, fields):
     """Fail on rank 1 after its second step."""
     if rank == 1:
         strike("megatron.run.step", 2, "fail")
     run(rank, fields)
 
 
-def test_when_one_rank_fails_the_others_name_it() -> None:
+def test_when_one_rank_fails_the_others_name_it():
     (_, other), (_, failed) = run_processes_raw(
         2, run_and_fail, dict(pipeline_model_parallel_size=2)
     )
@@ -236,12 +230,12 @@ def test_when_one_rank_fails_the_others_name_it() -> None:
     assert said.startswith("LaunchError: rank 0") and "rank 1" in said and "planted" in said
 
 
-def run_each(rank: int, runs: list[dict[str, Any]]) -> None:
+def run_each(rank, runs):
     for fields in runs:
         run(rank, fields)
 
 
-def test_an_evaluation_changes_no_step_and_depends_on_the_weights_alone(tmp_path: Path) -> None:
+def test_an_evaluation_changes_no_step_and_depends_on_the_weights_alone(tmp_path):
     """An evaluation changes neither the dropout of later steps nor their data.
 
     Without --eval-at-start the first one follows the first step. Another job that has nothing left
@@ -265,7 +259,7 @@ def test_an_evaluation_changes_no_step_and_depends_on_the_weights_alone(tmp_path
     assert len({first, second, third}) == 3 and again == third
 
 
-def test_collections_inside_a_training_skip_what_was_there_before() -> None:
+def test_collections_inside_a_training_skip_what_was_there_before():
     automatic = gc.isenabled()
     with garbage_collection(automatic=False):
         assert gc.get_freeze_count() > 10_000 and not gc.isenabled()

@@ -17,34 +17,32 @@ from tests.helpers.tiny import rank_topology
 class FakeSaver:
     """Saver without a disk, which records its calls in order. `broken`: calls that fail."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[tuple[Any, ...]] = []
         self.broken: set[str] = set()
         self.pending = self.written = False
         self.iteration = 0
 
-    def _do(self, *call: Any) -> None:
+    def _do(self, *call):
         self.calls.append(call)
         if call[0] in self.broken:
             raise CheckpointError(f"{call[0]}: ENOSPC")
 
-    def start(
-        self, iteration: int, engine: Any, state: Any, provenance: Any, background: bool
-    ) -> Any:
+    def start(self, iteration, engine, state, provenance, background):
         assert not self.pending, "a save was under way"
         self._do("start", iteration, background)
         self.iteration, self.pending, self.written = iteration, background, False
         return None if background else self._saved()
 
-    def commit(self) -> Any:
+    def commit(self):
         self.pending = False
         self._do("commit", self.iteration)
         return self._saved()
 
-    def finish(self) -> Any:
+    def finish(self):
         return self.commit() if self.pending else None
 
-    def _saved(self) -> Any:
+    def _saved(self):
         folder = Path(f"iter_{self.iteration}")
         return SimpleNamespace(
             folder=folder, iteration=self.iteration, bytes=8, elapsed_s=2.0, stall_s=1.0
@@ -54,14 +52,14 @@ class FakeSaver:
 class Case:
     """Saves over a FakeSaver, with a clock that the test moves."""
 
-    def __init__(self, saved: int | None = None, **changes: Any) -> None:
+    def __init__(self, saved=None, **changes):
         usual = dict(save_interval=None, save_interval_minutes=None, async_save=False)
         checkpoint = SimpleNamespace(**{"save": "folder", **usual, **changes})
-        config: Any = SimpleNamespace(checkpoint=checkpoint)
+        config = SimpleNamespace(checkpoint=checkpoint)
         self.now, self.saver, self.agreement = 0.0, FakeSaver(), Agreement(rank_topology())
         self.said: list[str] = []
         self.records: list[tuple[str, int]] = []
-        reporter: Any = SimpleNamespace(
+        reporter = SimpleNamespace(
             say=self.said.append,
             publish=lambda event: self.records.append((event.event, event.iteration)),
         )
@@ -70,7 +68,7 @@ class Case:
             config, saver, self.agreement, reporter, engine, saved_iteration=saved, clock=clock
         )
 
-    def step(self, iteration: int, seconds: float = 1.0) -> None:
+    def step(self, iteration, seconds=1.0):
         """Do what the loop does after a step."""
         self.now += seconds
         agreed = self.agreement.now()
@@ -79,11 +77,11 @@ class Case:
             self.saves.save(iteration, {})
 
     @property
-    def starts(self) -> list[int]:
+    def starts(self):
         return [call[1] for call in self.saver.calls if call[0] == "start"]
 
     @property
-    def failure(self) -> str:
+    def failure(self):
         """Return the error that the failed save would raise at the end of the run."""
         try:
             self.saves.check()
@@ -92,7 +90,7 @@ class Case:
         return ""
 
 
-def test_the_interval_counts_iterations() -> None:
+def test_the_interval_counts_iterations():
     case = Case(save_interval=3)
     for i in range(1, 8):
         case.step(i)
@@ -103,7 +101,7 @@ def test_the_interval_counts_iterations() -> None:
     assert case.records == [("checkpoint", i) for i in (3, 6, 7)] and not case.failure
 
 
-def test_minutes_count_from_the_last_save() -> None:
+def test_minutes_count_from_the_last_save():
     case = Case(save_interval=5, save_interval_minutes=0.5)
     for i in range(1, 14):
         case.step(i, seconds=12.0)
@@ -111,20 +109,20 @@ def test_minutes_count_from_the_last_save() -> None:
     assert case.starts == [3, 5, 8, 10, 13]
 
 
-def test_a_save_that_is_due_comes_before_the_last_one() -> None:
+def test_a_save_that_is_due_comes_before_the_last_one():
     case = Case(save_interval_minutes=1.0)
     assert case.saves.ahead(7) == 1
     case.now = 60.0
     assert case.saves.ahead(7) == 2
 
 
-def test_what_is_loaded_is_not_saved_again() -> None:
+def test_what_is_loaded_is_not_saved_again():
     case = Case(saved=4, save_interval=4)
     case.saves.save(4, {}, last=True)
     assert case.saver.calls == []
 
 
-def test_a_save_in_the_background_is_completed_once_it_is_written() -> None:
+def test_a_save_in_the_background_is_completed_once_it_is_written():
     case = Case(save_interval=2, async_save=True)
     case.step(1)
     case.step(2)
@@ -142,7 +140,7 @@ def test_a_save_in_the_background_is_completed_once_it_is_written() -> None:
     assert case.saves.saved_iteration == 6 and not case.saves.settle()
 
 
-def test_a_failed_save_is_tried_again_after_a_minute_of_steps() -> None:
+def test_a_failed_save_is_tried_again_after_a_minute_of_steps():
     case = Case(save_interval=10)
     case.step(10)
     case.saver.broken = {"start"}
@@ -166,7 +164,7 @@ def test_a_failed_save_is_tried_again_after_a_minute_of_steps() -> None:
     assert not case.failure and case.saves.saved_iteration == 30
 
 
-def test_a_background_save_that_fails_is_the_one_of_its_iteration() -> None:
+def test_a_background_save_that_fails_is_the_one_of_its_iteration():
     case = Case(save_interval=2, async_save=True)
     case.saver.broken = {"commit"}
     case.step(2)
@@ -178,7 +176,7 @@ def test_a_background_save_that_fails_is_the_one_of_its_iteration() -> None:
     assert case.records[1:] == [("checkpoint", 3)] and not case.failure
 
 
-def test_the_last_save_does_not_rely_on_one_of_the_same_iteration_that_fails() -> None:
+def test_the_last_save_does_not_rely_on_one_of_the_same_iteration_that_fails():
     case = Case(save_interval=2, async_save=True)
     case.saver.broken = {"commit"}
     case.step(2)
@@ -189,23 +187,23 @@ def test_the_last_save_does_not_rely_on_one_of_the_same_iteration_that_fails() -
     )
 
 
-def test_other_errors_are_not_taken_for_a_full_disk() -> None:
+def test_other_errors_are_not_taken_for_a_full_disk():
     """Other errors are not taken for a full disk.
 
     A lost peer, for example, must end the run at once.
     """
     case = Case(save_interval=1)
 
-    def start(*_: Any, **__: Any) -> None:
+    def start(*_, **__):
         raise RuntimeError("pair.cc:1")
 
-    case.saver.start = start  # type: ignore[method-assign]
+    case.saver.start = start
     with pytest.raises(RuntimeError, match="pair.cc:1"):
         case.step(1)
 
 
-def test_the_wall_time_hears_how_long_a_save_takes() -> None:
-    case, heard = Case(save_interval=1), list[float]()
+def test_the_wall_time_hears_how_long_a_save_takes():
+    case, heard = Case(save_interval=1), []
     case.saves.after_save.append(heard.append)
     case.step(1)
     assert heard == [2.0]

@@ -3,8 +3,6 @@
 Also the counters of a run.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,15 +14,13 @@ from tests.helpers.tiny import tiny
 ramps = st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.integers(1, 500))
 
 
-def ramp_up(end: int, start: int, increment: int, samples: int) -> BatchSchedule:
+def ramp_up(end, start, increment, samples):
     ramp = (start, increment, samples)
     return BatchSchedule.from_config(tiny(global_batch_size=end, rampup_batch_size=ramp))
 
 
 @given(ramps, st.integers(0, 800))
-def test_ramp_up_is_the_start_plus_whole_shares(
-    ramp: tuple[int, int, int, int], consumed: int
-) -> None:
+def test_ramp_up_is_the_start_plus_whole_shares(ramp, consumed):
     start, steps, increment, samples = ramp
     end = start + steps * increment
     schedule = ramp_up(end, start, increment, samples)
@@ -38,9 +34,7 @@ def test_ramp_up_is_the_start_plus_whole_shares(
 
 
 @given(ramps, st.integers(0, 60), st.integers(0, 700))
-def test_closed_forms_equal_counting_steps(
-    ramp: tuple[int, int, int, int], iterations: int, begin: int
-) -> None:
+def test_closed_forms_equal_counting_steps(ramp, iterations, begin):
     start, steps, increment, samples = ramp
     schedule = ramp_up(start + steps * increment, start, increment, samples)
     consumed = begin
@@ -54,13 +48,13 @@ def test_closed_forms_equal_counting_steps(
         assert schedule.iterations_until(consumed + 1, begin, full_steps=False) == iterations + 1
 
 
-def test_a_ramp_up_of_a_thousand_million_steps_takes_no_time() -> None:
+def test_a_ramp_up_of_a_thousand_million_steps_takes_no_time():
     schedule = ramp_up(4, 2, 2, 10**12)
     assert schedule.samples_after(10**9) == 2 * 10**9
     assert schedule.iterations_until(10**12, full_steps=True) == 10**12 // 2
 
 
-def test_costs_are_those_of_all_tokens_and_the_time_is_that_of_the_rest() -> None:
+def test_costs_are_those_of_all_tokens_and_the_time_is_that_of_the_rest():
     """A GPT of two layers by hand: 12 h^2 + 13 h parameters each, embeddings, and a last norm.
 
     Each weight of a product takes 6 FLOPs per token, and attention 12 s h per layer.
@@ -86,13 +80,13 @@ def test_costs_are_those_of_all_tokens_and_the_time_is_that_of_the_rest() -> Non
     assert rest.node_hours == pytest.approx(3 * 6 * 4 * s / 2 / 3600)
 
 
-def test_more_samples_than_an_index_could_list_are_refused() -> None:
+def test_more_samples_than_an_index_could_list_are_refused():
     config = tiny(global_batch_size=1, train_iters=10**6, eval_iters=10**6, eval_interval=1)
     with pytest.raises(ConfigError, match=str((10**6 + 1) * 10**6)):
         planned_samples(config, BatchSchedule.from_config(config))
 
 
-def test_skipped_steps_count_as_iterations_but_do_not_move_the_schedule() -> None:
+def test_skipped_steps_count_as_iterations_but_do_not_move_the_schedule():
     progress = Progress()
     for skipped in (True, False, True, False, False):
         progress.advance(4, 8)
@@ -104,7 +98,7 @@ def test_skipped_steps_count_as_iterations_but_do_not_move_the_schedule() -> Non
 
 
 @given(st.integers(0, 3000))
-def test_batch_sizes_by_tokens(consumed: int) -> None:
+def test_batch_sizes_by_tokens(consumed):
     """Megatron-LM's rule: the size of the last threshold that the samples have reached."""
     config = tiny(global_batch_size=None, step_batch_size_schedule="0:4 1K:6, 9.6K:2")
     schedule = BatchSchedule.from_config(config)

@@ -1,12 +1,8 @@
 """Reasons to stop, on which all ranks take the same decision."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,31 +14,29 @@ from tests.helpers.tiny import rank_topology
 class Rules:
     """StopRules of one process, with an agreement of their own."""
 
-    def __init__(
-        self, signals: Signals | None = None, wall_time: WallTime | None = None, **changes: Any
-    ) -> None:
+    def __init__(self, signals=None, wall_time=None, **changes):
         usual = dict(exit_interval=None, exit_signal_handler=False, kill_switch_file=None)
-        settings: Any = SimpleNamespace(training=SimpleNamespace(**{**usual, **changes}))
+        settings = SimpleNamespace(training=SimpleNamespace(**{**usual, **changes}))
         self.agreement = Agreement(rank_topology())
         signals = signals or Signals(enabled=False)
         self.rules = StopRules(settings, self.agreement, signals, wall_time)
 
-    def stop(self, iteration: int, at_start: bool = False) -> Any:
+    def stop(self, iteration, at_start=False):
         check = self.rules.check_at_start if at_start else self.rules.check
         return check(iteration, self.agreement.now())
 
     @property
-    def must_leave(self) -> bool:
+    def must_leave(self):
         return self.rules.must_leave(self.agreement.now())
 
 
-def test_exit_interval_counts_finished_steps() -> None:
+def test_exit_interval_counts_finished_steps():
     rules = Rules(exit_interval=5)
     assert [i for i in range(1, 12) if rules.stop(i)] == [5, 10]
     assert rules.stop(5, at_start=True) is None
 
 
-def test_the_duration_counts_from_the_start_and_leaves_time_for_what_comes() -> None:
+def test_the_duration_counts_from_the_start_and_leaves_time_for_what_comes():
     """5 % of it are left for the end: with 120 s, 114 s are for steps, evaluations and saves."""
     now = [100.0]
     wall_time = WallTime(lambda: None, 0.0, 10, duration_s=120, elapsed_s=lambda: now[0])
@@ -65,12 +59,12 @@ def test_the_duration_counts_from_the_start_and_leaves_time_for_what_comes() -> 
     assert rules.must_leave
 
 
-def test_a_job_that_ends_is_continued_also_where_the_duration_is_over() -> None:
+def test_a_job_that_ends_is_continued_also_where_the_duration_is_over():
     wall_time = WallTime(lambda: 20.0, 0.0, duration_s=120, elapsed_s=lambda: 119.0)
     assert Rules(wall_time=wall_time).stop(8).requeue
 
 
-def test_kill_switch(tmp_path: Path) -> None:
+def test_kill_switch(tmp_path):
     switch = tmp_path / "stop"
     rules = Rules(kill_switch_file=str(switch))
     assert rules.stop(1) is None
@@ -80,7 +74,7 @@ def test_kill_switch(tmp_path: Path) -> None:
     assert str(switch) in stop.reason and not stop.requeue
 
 
-def test_signals_are_caught_only_inside_the_block_and_only_when_asked() -> None:
+def test_signals_are_caught_only_inside_the_block_and_only_when_asked():
     before = signal.getsignal(signal.SIGTERM)
     with Signals() as signals:
         rules = Rules(signals=signals)
@@ -93,7 +87,7 @@ def test_signals_are_caught_only_inside_the_block_and_only_when_asked() -> None:
 
 
 @pytest.mark.parametrize("nohup", [False, True])
-def test_a_lost_connection_ends_the_run_as_a_signal_does_but_not_under_nohup(nohup: bool) -> None:
+def test_a_lost_connection_ends_the_run_as_a_signal_does_but_not_under_nohup(nohup):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
     try:
         with Signals() as signals:
@@ -104,7 +98,7 @@ def test_a_lost_connection_ends_the_run_as_a_signal_does_but_not_under_nohup(noh
         signal.signal(signal.SIGHUP, before)
 
 
-def test_only_the_first_signal_counts() -> None:
+def test_only_the_first_signal_counts():
     with Signals() as signals:
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
@@ -117,7 +111,7 @@ def test_only_the_first_signal_counts() -> None:
     # 20 s of a step, 1.5 * 50 s of a save and 30 s of margin are 125.
     [(1000.0, False), (100.0, True)],
 )
-def test_the_end_of_the_job_is_a_reason_to_go_on_in_another(left_s: float, stopped: bool) -> None:
+def test_the_end_of_the_job_is_a_reason_to_go_on_in_another(left_s, stopped):
     wall_time = WallTime(lambda: left_s, 0.0)
     wall_time.after_step(20.0)
     wall_time.after_save(50.0)
@@ -129,7 +123,7 @@ def test_the_end_of_the_job_is_a_reason_to_go_on_in_another(left_s: float, stopp
         )
 
 
-def test_a_job_too_short_for_a_step_does_not_come_back() -> None:
+def test_a_job_too_short_for_a_step_does_not_come_back():
     """A job too short for a step does not come back, because it would never make progress.
 
     A signal before the first step is another matter: the node is needed elsewhere.

@@ -1,10 +1,6 @@
 """--eval-tasks: tasks during training, on any layout, as tools/evaluate.py evaluates them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +10,7 @@ from tests.helpers.launching import launch
 from tests.helpers.processes import run_processes
 from tests.helpers.tiny import INTERLEAVED, records, run
 
-FIELDS: dict[str, Any] = dict(
+FIELDS = dict(
     num_layers=4,
     seq_length=16,
     tokenizer_type="NullTokenizer",
@@ -30,15 +26,15 @@ OTHERS = {"event", "task", "time", "elapsed_s"}
 CHOICES = [{"context": "1 2", "choices": [" 3 4", " 9", " 1 1 1"], "answer": 0}]
 
 
-def write(path: Path, lines: list[dict[str, Any]]) -> str:
+def write(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
 
 
 @pytest.mark.slow
-def test_figures_at_each_evaluation_are_those_of_any_layout(tmp_path: Path) -> None:
+def test_figures_at_each_evaluation_are_those_of_any_layout(tmp_path):
     tasks = (write(tmp_path / "a.jsonl", ENDINGS), write(tmp_path / "b.jsonl", CHOICES))
-    layouts: list[tuple[int, dict[str, Any]]] = [
+    layouts = [
         (1, {}),
         (4, dict(INTERLEAVED, tensor_model_parallel_size=2, sequence_parallel=True)),
         (2, dict(context_parallel_size=2)),
@@ -69,16 +65,14 @@ def test_figures_at_each_evaluation_are_those_of_any_layout(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_file_that_is_no_task_ends_the_run_at_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_no_task_ends_the_run_at_its_start(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     tasks = (write(tmp_path / "a.jsonl", [{"context": "1"}]),)
     with pytest.raises(DataError, match=r"a\.jsonl:1"):
         run(0, {**FIELDS, "eval_tasks": tasks})
 
 
-def test_each_task_has_its_scalars() -> None:
+def test_each_task_has_its_scalars():
     event = TaskEvaluated(
         iteration=3, task="a", examples=2, tokens=5, accuracy=0.5, perplexity=7.0, elapsed_s=1.0
     )

@@ -1,12 +1,8 @@
 """The whole example from corpus to text on a tiny model, and its command line."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +11,7 @@ from tests.helpers.launching import ROOT, Script, launch
 from tools import train_example
 
 
-def what_was_made(folder: Path) -> int:
+def what_was_made(folder):
     """Check that the example's outputs are complete, and return when its corpus was made."""
     records = read_records(folder / "run" / "metrics.jsonl")
     valid = [r["lm_loss"] for r in records if r["event"] == "validation"]
@@ -28,21 +24,19 @@ def what_was_made(folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)  # three runs
-def test_the_example_trains_and_keeps_what_it_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_example_trains_and_keeps_what_it_made(tmp_path, monkeypatch):
     """The example trains, goes on after an interruption, and keeps its outputs.
 
     Its parts run in forked processes.
     """
-    interrupted = list[int]()
+    interrupted = []
 
-    def execute(command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    def execute(command, env=None):
         with Script(command[1], command[2:], tmp_path / "log") as script:
             outcome = script.wait()
         assert outcome.code == 0, outcome.output
 
-    def train(arguments: Sequence[str], machine: train_example.Machine) -> None:
+    def train(arguments, machine):
         stop = [] if interrupted else ["--exit-interval", "10"]
         for outcome in launch(machine.processes, [*arguments, *stop]):
             assert outcome is not None and outcome.code == 0, outcome
@@ -66,7 +60,7 @@ def test_the_example_trains_and_keeps_what_it_made(
     assert (tmp_path / "corpus.jsonl").stat().st_mtime_ns == made
 
 
-def test_a_signal_reaches_the_processes_of_the_example_and_they_end_first(tmp_path: Path) -> None:
+def test_a_signal_reaches_the_processes_of_the_example_and_they_end_first(tmp_path):
     code = (
         "import os, pathlib, signal, sys\n"
         "def save(*_):\n"
@@ -81,7 +75,7 @@ def test_a_signal_reaches_the_processes_of_the_example_and_they_end_first(tmp_pa
     assert (tmp_path / "file").read_text() == "saved"
 
 
-def test_arguments_are_checked_before_torch_is_imported() -> None:
+def test_arguments_are_checked_before_torch_is_imported():
     code = (
         "import sys, megatron.program; print(megatron.program.run(['--nmu-layers', '3']), "
         "'torch' in sys.modules)"

@@ -1,10 +1,6 @@
 """Remaining time of a job: Slurm's answer, and how much is enough."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -15,18 +11,16 @@ from megatron.training.run.schedules import BatchSchedule
 from megatron.training.run.stopping import SlurmEnd, WallTime, requeue
 from tests.helpers.tiny import tiny
 
-Command = Callable[[str, str], Path]
-
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+def command(tmp_path, monkeypatch):
     """Return a function that puts a shell script of a name before all others on the path.
 
     It returns the file that records the script's arguments.
     """
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
-    def write(name: str, body: str) -> Path:
+    def write(name, body):
         script, called = tmp_path / name, tmp_path / f"{name}.called"
         script.write_text(f'#!/bin/sh\necho "$@" >> {called}\n{body}\n')
         script.chmod(0o755)
@@ -35,18 +29,16 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     return write
 
 
-def asked_once(
-    clock: Callable[[], float] = lambda: 1000.0, **environ: str
-) -> tuple[SlurmEnd, list[str]]:
+def asked_once(clock=lambda: 1000.0, **environ):
     """Return the inquiry and its messages after the first answer; no second question follows."""
-    said: list[str] = []
+    said = []
     end = SlurmEnd({"SLURM_JOB_ID": "4711", **environ}, said.append, clock=clock, every_s=3600)
     end.close()
     end.thread.join()
     return end, said
 
 
-def test_squeue_says_what_is_left_of_this_job(command: Command) -> None:
+def test_squeue_says_what_is_left_of_this_job(command):
     called = command("squeue", "echo 1-02:00:30")
     end, said = asked_once()
     assert called.read_text() == "-h -j 4711 -o %L\n"
@@ -54,7 +46,7 @@ def test_squeue_says_what_is_left_of_this_job(command: Command) -> None:
     assert len(said) == 1 and "4711" in said[0] and "1-02:00:30" in said[0]
 
 
-def test_the_last_answer_counts_down_and_a_new_one_counts_more(command: Command) -> None:
+def test_the_last_answer_counts_down_and_a_new_one_counts_more(command):
     command("squeue", "echo 10:00")
     now = [0.0]
     end, said = asked_once(lambda: now[0], SLURM_JOB_ID="1")
@@ -73,13 +65,13 @@ def test_the_last_answer_counts_down_and_a_new_one_counts_more(command: Command)
 
 
 @pytest.mark.parametrize("answer", ["INVALID", "", r"\377\376 10:00"])
-def test_an_answer_that_says_nothing_is_told(command: Command, answer: str) -> None:
+def test_an_answer_that_says_nothing_is_told(command, answer):
     command("squeue", f"printf '{answer}'")
     end, said = asked_once()
     assert end.left_s() is None and len(said) == 1 and "4711" in said[0]
 
 
-def test_of_a_job_array_its_own_task_is_asked_for(command: Command) -> None:
+def test_of_a_job_array_its_own_task_is_asked_for(command):
     """The task of a job array asks for itself.
 
     One task has the array's number, for which squeue lists all tasks, and scontrol requeues all.
@@ -93,15 +85,13 @@ def test_of_a_job_array_its_own_task_is_asked_for(command: Command) -> None:
     assert requeue(task, [].append) and called.read_text() == "requeue 4711_3\n"
 
 
-def test_an_unlimited_job_has_no_end_and_nothing_is_said(command: Command) -> None:
+def test_an_unlimited_job_has_no_end_and_nothing_is_said(command):
     command("squeue", "echo UNLIMITED")
     end, said = asked_once()
     assert end.left_s() is None and said == []
 
 
-def test_without_squeue_slurms_promise_is_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_squeue_slurms_promise_is_believed(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     for promised in ("", "²", "9" * 5000):
         end, said = asked_once(SLURM_JOB_END_TIME=promised)
@@ -111,7 +101,7 @@ def test_without_squeue_slurms_promise_is_believed(
     assert end.left_s() == 600 and len(said) == 1
 
 
-def test_what_must_be_left() -> None:
+def test_what_must_be_left():
     now = [0.0]
     wall_time = WallTime(lambda: 1100.0 - now[0], checkpoint_bytes=2e9, eval_iters=10)
     # Only the size is known: 2 GB at 100 MB/s are 20 s, 1.5 times that, and 30 s of margin.
@@ -140,7 +130,7 @@ def test_what_must_be_left() -> None:
     assert wall_time.needed_s == 2 * 1 + 2 * 7 + 2 * 15 + 30
 
 
-def test_an_evaluation_is_foreseen_with_all_corpora() -> None:
+def test_an_evaluation_is_foreseen_with_all_corpora():
     """Three batches of the large corpus and the two that the small one has, twice with an average."""
     config = tiny(eval_iters=3, ema_decay=0.9, eval_ema=True)
     corpora = {str(n): MockDataset("valid", n, 8, 9, 1) for n in (100, 5)}
@@ -149,9 +139,9 @@ def test_an_evaluation_is_foreseen_with_all_corpora() -> None:
     assert evaluation_iterations(config, batches, Datasets()) == 2 * 3
 
 
-def test_a_job_goes_back_into_the_queue(command: Command) -> None:
+def test_a_job_goes_back_into_the_queue(command):
     command("squeue", "echo RUNNING None")
-    called, said = command("scontrol", "exit 0"), list[str]()
+    called, said = command("scontrol", "exit 0"), []
     assert requeue({"SLURM_JOB_ID": "4711"}, said.append)
     assert called.read_text() == "requeue 4711\n" and len(said) == 1 and "4711" in said[0]
     # Slurm ends all processes of the job then, sometimes also the scontrol that asked for it.
@@ -162,16 +152,14 @@ def test_a_job_goes_back_into_the_queue(command: Command) -> None:
 @pytest.mark.parametrize(
     ("state", "goes"), [("COMPLETING None", False), ("COMPLETING TimeLimit", True)]
 )
-def test_a_job_that_somebody_cancelled_stays_cancelled(
-    command: Command, state: str, goes: bool
-) -> None:
+def test_a_job_that_somebody_cancelled_stays_cancelled(command, state, goes):
     command("squeue", f"echo {state}")
-    called, said = command("scontrol", "exit 0"), list[str]()
+    called, said = command("scontrol", "exit 0"), []
     assert requeue({"SLURM_JOB_ID": "4711"}, said.append) == goes == called.exists()
 
 
-def test_what_keeps_a_job_out_of_the_queue_is_told(command: Command) -> None:
-    said: list[str] = []
+def test_what_keeps_a_job_out_of_the_queue_is_told(command):
+    said = []
     assert not requeue({}, said.append)
     assert len(said) == 1 and "--requeue" in said[0]
     command("squeue", r"printf '\377 None'; exit 1")

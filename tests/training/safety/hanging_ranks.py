@@ -6,17 +6,13 @@ needs. The results do not depend on the speed of the machine. With `real` all li
 seconds of the real clock instead.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,7 +22,7 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.flight import FlightState
 from megatron.parallel.host_processes import STOPPED, process_state
 from megatron.parallel.launch import detect_launch
-from megatron.parallel.rendezvous import Rendezvous, connect
+from megatron.parallel.rendezvous import connect
 from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import Executor
 from megatron.training.safety import watchdog
@@ -40,17 +36,17 @@ HOURS_S = 1e4
 WAITS_IN = "BACKWARD of stage 0, micro-batch 0"  # for the second stage, which hangs
 
 
-def endless_loop() -> None:
+def endless_loop():
     while True:
         pass
 
 
-def hold_interpreter() -> None:
+def hold_interpreter():
     """Hold the interpreter's lock for days in a call of C."""
     sum(range(10**14))
 
 
-WAYS: dict[str, Callable[[], object]] = {
+WAYS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "loop": endless_loop,
     "hold": hold_interpreter,
@@ -62,27 +58,27 @@ class Board:
 
     MARKS = ("there", "answered", "leaving", "alive", "cleared")
 
-    def __init__(self, folder: Path, rank: int, size: int) -> None:
+    def __init__(self, folder, rank, size):
         path, self.rank, self.size = folder / "board", rank, size
         with open(os.open(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
             file.truncate(4096)
             self._memory = mmap.mmap(file.fileno(), 4096)
         self._memory[2048 + 8 * rank : 2056 + 8 * rank] = os.getpid().to_bytes(8, "little")
 
-    def mark(self, what: str) -> None:
+    def mark(self, what):
         self._memory[256 * self.MARKS.index(what) + self.rank] = 1
 
-    def marked(self, what: str, ranks: list[int]) -> bool:
+    def marked(self, what, ranks):
         return all(self._memory[256 * self.MARKS.index(what) + rank] for rank in ranks)
 
-    def pid(self, rank: int) -> int:
+    def pid(self, rank):
         return int.from_bytes(self._memory[2048 + 8 * rank : 2056 + 8 * rank], "little")
 
 
 class Time:
     """Clock for a rank's watchdog that moves only after all events possible before."""
 
-    def __init__(self, board: Board, victims: list[int], way: str) -> None:
+    def __init__(self, board, victims, way):
         self.board, self.victims, self.way = board, victims, way
         self.now, self.asked, self.leaving, self.over = 0.0, False, False, False
         everybody = list(range(board.size))
@@ -92,16 +88,16 @@ class Time:
         flight._clock = lambda: time.monotonic() + HOURS_S * board.marked("there", everybody)
         sys.addaudithook(self._hear)
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         time.sleep(0.003)
         while not self._may_pass():
             time.sleep(0.003)
         self.now += max(seconds, 1.0)
 
-    def _may_pass(self) -> bool:
+    def _may_pass(self):
         board = self.board
         if self.over:
             return True
@@ -119,7 +115,7 @@ class Time:
             return board.marked("leaving", self.speaking)
         return not self.asked or board.marked("answered", self.speaking)
 
-    def _hear(self, event: str, _: Any) -> None:
+    def _hear(self, event, _):
         room, _, what = event.rpartition(".")
         if room != "megatron.training" or self.over:
             return
@@ -128,20 +124,18 @@ class Time:
         if what in self.board.MARKS:
             self.board.mark(what)
 
-    def note_when_there(
-        self, recorder: flight.FlightRecorder, there: Callable[[FlightState], bool]
-    ) -> None:
+    def note_when_there(self, recorder, there):
         """Mark this rank as soon as it enters the call in which it will stay."""
 
         plain = recorder.enter
 
-        def entering(*args: Any, **named: Any) -> int:
+        def entering(*args, **named):
             result, state = plain(*args, **named), FlightState.read(recorder.buffer)
             if state is not None and there(state):
                 self.board.mark("there")
             return result
 
-        recorder.enter = entering  # type: ignore[method-assign]
+        recorder.enter = entering
 
 
 class Toy:
@@ -151,12 +145,12 @@ class Toy:
     group, and one over the world.
     """
 
-    def __init__(self, topology: Topology, hang: Callable[[], object] | None, skips: bool) -> None:
+    def __init__(self, topology, hang, skips):
         self.topology, self.skips, self.step = topology, skips, 0
         self.weight = torch.nn.Parameter(torch.ones(SHAPE[1]))
         stage, last = topology.pipeline.rank, topology.pipeline.size - 1
 
-        def chunk(micro_batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        def chunk(micro_batch, hidden):
             if hang is not None and self.step == HANGS_AT and micro_batch == 0:
                 hang()
             x = torch.ones(SHAPE) if hidden is None else hidden
@@ -166,7 +160,7 @@ class Toy:
 
         self.executor = Executor(topology, {stage: chunk}, "1f1b", (SHAPE, torch.float32))
 
-    def run(self, step: int) -> None:
+    def run(self, step):
         self.step = step
         self.topology.flight.step(step)
         self.executor.train([0, 1, 2])
@@ -176,16 +170,16 @@ class Toy:
 
 
 def train(
-    rank: int,
-    size: int,
-    tensor: int,
-    pipeline: int,
-    nodes: int,
-    victims: list[int],
-    way: str,
-    folder: str,
-    real: bool,
-) -> str:
+    rank,
+    size,
+    tensor,
+    pipeline,
+    nodes,
+    victims,
+    way,
+    folder,
+    real,
+):
     """Train; return "done" only if nothing hung.
 
     On several nodes the ranks share no flight file.
@@ -217,23 +211,23 @@ def train(
 
 
 def steps(
-    topology: Topology,
-    meeting: Rendezvous,
-    folder: Path,
-    board: Board,
-    victims: list[int],
-    way: str,
-    real: bool,
-    here: int,
-) -> None:
+    topology,
+    meeting,
+    folder,
+    board,
+    victims,
+    way,
+    real,
+    here,
+):
     rank, recorder = board.rank, topology.flight
     victim = rank in victims
 
-    def hang() -> None:
+    def hang():
         board.mark("there")
         WAYS[way]()
 
-    def there(state: FlightState) -> bool:
+    def there(state):
         """Return whether a rank has reached the place where it will stay.
 
         It waits for the victims, or is the one that left out a collective.
@@ -274,7 +268,7 @@ def steps(
     watch.stop()
 
 
-def be_slow(board: Board, recorder: flight.FlightRecorder, limit_s: float, real: bool) -> None:
+def be_slow(board, recorder, limit_s, real):
     for _ in range(8 if real else 0):
         time.sleep(limit_s / 3)
         recorder.alive()
@@ -289,7 +283,7 @@ def be_slow(board: Board, recorder: flight.FlightRecorder, limit_s: float, real:
         time.sleep(0.003)
 
 
-def end_lost_node(board: Board, victims: list[int], here: int) -> None:
+def end_lost_node(board, victims, here):
     """End the processes of a node without a living rank, which no neighbour can do.
 
     A rank of another node does it, at its end.
@@ -300,7 +294,7 @@ def end_lost_node(board: Board, victims: list[int], here: int) -> None:
         if all(rank in victims for rank in range(v // here * here, (v // here + 1) * here))
     ]
 
-    def hear(event: str, _: Any) -> None:
+    def hear(event, _):
         if event == "megatron.training.left":
             for rank in lost:
                 os.kill(board.pid(rank), signal.SIGKILL)

@@ -1,10 +1,5 @@
 """Runs in which copies on several ranks differ: they end, and nothing of them is saved."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.helpers.launching import TINY, launch
@@ -14,7 +9,7 @@ from tests.helpers.poison import flipped
 pytestmark = pytest.mark.slow
 
 
-def ends(arguments: list[str], arm: dict[int, tuple[Any, ...]], *named: str) -> None:
+def ends(arguments, arm, *named):
     for outcome in launch(2, [*TINY, "--train-iters", "6", *arguments], arm=arm):
         assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, (
             outcome
@@ -22,13 +17,13 @@ def ends(arguments: list[str], arm: dict[int, tuple[Any, ...]], *named: str) -> 
         assert all(word in outcome.output for word in named), outcome
 
 
-def with_own_layer(declared: dict[str, bool]) -> None:
+def with_own_layer(declared):
     from megatron.training.run import setup
 
     put(pytest.MonkeyPatch(), setup, declared)  # for the rest of the process
 
 
-def test_a_wrong_declaration_ends_the_run_after_its_first_step(tmp_path: Path) -> None:
+def test_a_wrong_declaration_ends_the_run_after_its_first_step(tmp_path):
     arguments = [
         "--tensor-model-parallel-size",
         "2",
@@ -43,8 +38,8 @@ def test_a_wrong_declaration_ends_the_run_after_its_first_step(tmp_path: Path) -
 
 
 def test_copies_are_compared_at_the_interval_and_a_save_under_way_is_completed(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     arguments = [
         "--tensor-model-parallel-size",
         "2",
@@ -65,7 +60,7 @@ def test_copies_are_compared_at_the_interval_and_a_save_under_way_is_completed(
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000002"]
 
 
-def test_copies_are_compared_before_a_save(tmp_path: Path) -> None:
+def test_copies_are_compared_before_a_save(tmp_path):
     arguments = [
         "--bf16",
         "--overlap-param-gather",

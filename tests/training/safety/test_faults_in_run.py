@@ -1,7 +1,5 @@
 """Runs that are told to end, that cannot save, and whose job ends: what they leave behind."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import itertools
@@ -9,9 +7,7 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -24,7 +20,7 @@ from tests.helpers.tiny import records, run, values
 pytestmark = pytest.mark.slow
 
 
-def iterations(folder: Path) -> list[int]:
+def iterations(folder):
     """Return the iterations of the checkpoints present."""
     return sorted(
         int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*") if not path.suffix
@@ -34,14 +30,14 @@ def iterations(folder: Path) -> list[int]:
 # -- saves that fail -------------------------------------------------------------------------------
 
 
-def run_on_full_disk(rank: int, fields: dict[str, Any], broken: list[int]) -> str | None:
+def run_on_full_disk(rank, fields, broken):
     """Make rank 0 fail to begin checkpoints of the `broken` iterations; return the run's error."""
     from megatron.checkpoint import save
     from megatron.errors import CheckpointError
 
     plain = save.start_folder
 
-    def start_folder(folder: Path) -> Path:
+    def start_folder(folder):
         if int(folder.name.removeprefix("iter_")) in broken:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
         return plain(folder)
@@ -54,7 +50,7 @@ def run_on_full_disk(rank: int, fields: dict[str, Any], broken: list[int]) -> st
     return None
 
 
-def test_training_goes_on_when_a_save_fails(tmp_path: Path) -> None:
+def test_training_goes_on_when_a_save_fails(tmp_path):
     fields = dict(save=str(tmp_path), save_interval=2, train_iters=5, async_save=True)
     assert run_processes(2, run_on_full_disk, fields, [4]) == [None, None]
     found = records(tmp_path)
@@ -65,8 +61,8 @@ def test_training_goes_on_when_a_save_fails(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_last_save_failed_ends_with_an_error_and_keeps_the_old_checkpoint(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     fields = dict(save=str(tmp_path), save_interval=2, train_iters=3)
     errors = run_processes(2, run_on_full_disk, fields, [3])
     assert errors[0] == errors[1]
@@ -79,25 +75,25 @@ def test_a_run_whose_last_save_failed_ends_with_an_error_and_keeps_the_old_check
     assert iterations(tmp_path) == [2, 3]
 
 
-def run_and_give_up(rank: int, fields: dict[str, Any]) -> str:
+def run_and_give_up(rank, fields):
     """Make the third step impossible on any rank."""
     from megatron.engine.engine import Engine
     from megatron.errors import TrainingError
 
     finish_step, calls = Engine.finish_step, itertools.count(1)
 
-    def third_fails(engine: Engine) -> Any:
+    def third_fails(engine):
         if next(calls) == 3:
             raise TrainingError("NaN")
         return finish_step(engine)
 
-    Engine.finish_step = third_fails  # type: ignore[method-assign]
+    Engine.finish_step = third_fails
     with pytest.raises(TrainingError) as caught:
         run(rank, fields)
     return str(caught.value)
 
 
-def test_a_save_under_way_is_completed_when_training_cannot_go_on(tmp_path: Path) -> None:
+def test_a_save_under_way_is_completed_when_training_cannot_go_on(tmp_path):
     fields = dict(save=str(tmp_path), save_interval=2, train_iters=5, async_save=True)
     assert run_processes(1, run_and_give_up, fields) == ["NaN"]
     assert iterations(tmp_path) == [2]
@@ -106,18 +102,16 @@ def test_a_save_under_way_is_completed_when_training_cannot_go_on(tmp_path: Path
 # -- signals ---------------------------------------------------------------------------------------
 
 
-def run_and_signal(
-    rank: int, fields: dict[str, Any], where: str, nth: int, number: int
-) -> int | None:
+def run_and_signal(rank, fields, where, nth, number):
     """Send the signal twice on the last rank and return the exit code.
 
     It comes in the nth call of the function `where` of a module.
     """
     module, _, name = where.rpartition(".")
-    holder: Any = importlib.import_module(module)
+    holder = importlib.import_module(module)
     plain, calls = getattr(holder, name), [0]
 
-    def signalled(*args: Any, **kwargs: Any) -> Any:
+    def signalled(*args, **kwargs):
         calls[0] += 1
         if rank == int(os.environ["WORLD_SIZE"]) - 1 and calls[0] == nth:
             os.kill(os.getpid(), number)
@@ -141,8 +135,8 @@ def run_and_signal(
     ],
 )
 def test_a_signal_at_any_time_saves_and_ends_with_exit_code_0(
-    tmp_path: Path, ranks: int, where: str, nth: int, stopped: int, evaluations: int
-) -> None:
+    tmp_path, ranks, where, nth, stopped, evaluations
+):
     fields = dict(
         save=str(tmp_path),
         save_interval=2,
@@ -159,7 +153,7 @@ def test_a_signal_at_any_time_saves_and_ends_with_exit_code_0(
     assert iterations(tmp_path)[-1] == stopped and len(found.get("validation", ())) == evaluations
 
 
-def test_a_signal_in_the_last_evaluation_costs_nothing_but_evaluations(tmp_path: Path) -> None:
+def test_a_signal_in_the_last_evaluation_costs_nothing_but_evaluations(tmp_path):
     fields = dict(
         save=str(tmp_path), train_iters=2, eval_iters=1, eval_interval=99, eval_at_start=True
     )
@@ -175,7 +169,7 @@ def test_a_signal_in_the_last_evaluation_costs_nothing_but_evaluations(tmp_path:
 # -- the end of the job ----------------------------------------------------------------------------
 
 
-def slurm(folder: Path, left: str) -> dict[str, str]:
+def slurm(folder, left):
     """Provide an environment in which squeue reports `left`, and scontrol notes its arguments."""
     answers = {
         "squeue": f'case "$*" in *%L*) echo {left};; *) echo RUNNING None;; esac',
@@ -188,7 +182,7 @@ def slurm(folder: Path, left: str) -> dict[str, str]:
     return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
 
 
-def asked_back(folder: Path) -> list[str]:
+def asked_back(folder):
     """Return the calls of scontrol."""
     asked = folder / "asked"  # absent if the run was over before squeue had begun
     return (
@@ -198,26 +192,26 @@ def asked_back(folder: Path) -> list[str]:
     )
 
 
-def run_until_late(rank: int, fields: dict[str, Any]) -> None:
+def run_until_late(rank, fields):
     """Run until 20 s of squeue's two hours are left after the third step, less than the margin."""
     from megatron.training.run import loop
     from megatron.training.run.stopping import SlurmEnd
 
     between_steps, left_s, late = loop.between_steps, SlurmEnd.left_s, [False]
 
-    def after_three(run: Any) -> Any:
+    def after_three(run):
         late[0] = run.progress.iteration >= 3
         return between_steps(run)
 
-    def less(self: SlurmEnd) -> float | None:
+    def less(self):
         left = left_s(self)
         return left if left is None or not late[0] else left - 7180
 
-    loop.between_steps, SlurmEnd.left_s = after_three, less  # type: ignore[method-assign]
+    loop.between_steps, SlurmEnd.left_s = after_three, less
     run(rank, fields)
 
 
-def test_a_job_that_ends_saves_and_goes_back_into_the_queue(tmp_path: Path) -> None:
+def test_a_job_that_ends_saves_and_goes_back_into_the_queue(tmp_path):
     save, environment = tmp_path / "run", slurm(tmp_path, "2:00:00")
     fields = dict(save=str(save), train_iters=10**6, log_interval=1000, requeue=True)
     run_processes(2, run_until_late, fields, env=environment)
@@ -227,14 +221,14 @@ def test_a_job_that_ends_saves_and_goes_back_into_the_queue(tmp_path: Path) -> N
     assert asked_back(tmp_path) == ["scontrol requeue 4711"]
 
 
-def test_a_job_with_time_left_goes_on_and_is_not_put_back_when_it_is_done(tmp_path: Path) -> None:
+def test_a_job_with_time_left_goes_on_and_is_not_put_back_when_it_is_done(tmp_path):
     save, environment = tmp_path / "run", slurm(tmp_path, "2:00:00")
     run_processes(1, run, dict(save=str(save), train_iters=3, requeue=True), env=environment)
     assert values(records(save)["end"], "iteration", "reason") == [(3, "done")]
     assert asked_back(tmp_path) == []
 
 
-def wait_for_nobody() -> None:
+def wait_for_nobody():
     """Ask the others once what became of them: the only one is dead, and no answer can come."""
     from megatron.parallel import rendezvous
 
@@ -243,8 +237,8 @@ def wait_for_nobody() -> None:
 
 @pytest.mark.parametrize(("died_at", "victim", "put_back"), [(3, 1, True), (1, 0, False)])
 def test_a_lost_rank_is_named_and_the_job_goes_back_once_it_has_saved(
-    tmp_path: Path, died_at: int, victim: int, put_back: bool
-) -> None:
+    tmp_path, died_at, victim, put_back
+):
     """A lost rank is named and the job is requeued once it has saved. Rank 0 serves the store."""
     folder = tmp_path / "run"
     flags = f"--train-iters 5 --save {folder} --load {folder} --save-interval 2 --requeue"
@@ -257,15 +251,15 @@ def test_a_lost_rank_is_named_and_the_job_goes_back_once_it_has_saved(
     assert asked_back(tmp_path) == ["scontrol requeue 4711"] * put_back
 
 
-def run_set_up_in_an_hour(rank: int, fields: dict[str, Any]) -> None:
+def run_set_up_in_an_hour(rank, fields):
     """Run with a clock of set-up that is an hour after the program's start."""
     from megatron.training.run import setup
 
-    setup.time = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600)  # type: ignore[assignment]
+    setup.time = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600)
     run(rank, fields)
 
 
-def test_a_given_wall_time_counts_from_the_start(tmp_path: Path) -> None:
+def test_a_given_wall_time_counts_from_the_start(tmp_path):
     """A given wall time counts from the start.
 
     Of it 29 s are left after set-up, less than the margin: not even the first evaluation begins,
@@ -287,7 +281,7 @@ def test_a_given_wall_time_counts_from_the_start(tmp_path: Path) -> None:
     )
 
 
-def test_a_failed_last_save_keeps_the_job_out_of_the_queue(tmp_path: Path) -> None:
+def test_a_failed_last_save_keeps_the_job_out_of_the_queue(tmp_path):
     """A failed last save keeps the job out of the queue.
 
     It would lose the same steps again and again.
@@ -299,24 +293,24 @@ def test_a_failed_last_save_keeps_the_job_out_of_the_queue(tmp_path: Path) -> No
     assert asked_back(tmp_path) == []
 
 
-def run_and_note_the_watchdog(rank: int, *runs: dict[str, Any]) -> list[list[tuple[str, float]]]:
+def run_and_note_the_watchdog(rank, *runs):
     """Return each operation of runs and the watchdog's limit for it; 0 where there is no watchdog."""
     from megatron.pipeline.executor import Executor
     from megatron.training.safety.watchdog import Watchdog
 
-    noted, watching = list[tuple[str, float]](), list[Watchdog]()
+    noted, watching = [], []
 
-    def note(what: str, plain: Any) -> Any:
-        def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def note(what, plain):
+        def noting(self, *args, **kwargs):
             noted.append((what, watching[0].limit_s if watching else 0.0))
             return plain(self, *args, **kwargs)
 
         return noting
 
-    Executor.train = note("step", Executor.train)  # type: ignore[method-assign]
-    Executor.evaluate = note("evaluation", Executor.evaluate)  # type: ignore[method-assign]
-    Watchdog.start = lambda self: watching.append(self)  # type: ignore[method-assign]
-    Watchdog.stop = lambda self: watching.clear()  # type: ignore[method-assign]
+    Executor.train = note("step", Executor.train)
+    Executor.evaluate = note("evaluation", Executor.evaluate)
+    Watchdog.start = lambda self: watching.append(self)
+    Watchdog.stop = lambda self: watching.clear()
     found = []
     for fields in runs:
         noted.clear()
@@ -325,7 +319,7 @@ def run_and_note_the_watchdog(rank: int, *runs: dict[str, Any]) -> list[list[tup
     return found
 
 
-def test_the_watchdog_is_patient_with_what_is_done_for_the_first_time(tmp_path: Path) -> None:
+def test_the_watchdog_is_patient_with_what_is_done_for_the_first_time(tmp_path):
     """A first step or evaluation may take nine tenths of --distributed-timeout-minutes."""
     limits = dict(
         hang_timeout=100.0,

@@ -1,9 +1,5 @@
 """The culprit by the observed states of ranks, for known cases."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from megatron.parallel.flight import KINDS, FlightState, PendingCall
@@ -15,13 +11,13 @@ LIMIT = 30.0
 
 
 def seen(
-    rank: int,
-    call: PendingCall | None = None,
-    quiet_s: float = 40.0,
-    process: str = "sleeping",
-    stack: str = "loop.py:1 train",
-    **posted: int,
-) -> FlightState:
+    rank,
+    call=None,
+    quiet_s=40.0,
+    process="sleeping",
+    stack="loop.py:1 train",
+    **posted,
+):
     place = f"n{rank // 2}:cuda:{rank % 2}"
     doing = "FORWARD of stage 0, micro-batch 2"
     counts = [posted.get(kind, 0) for kind in KINDS]
@@ -30,13 +26,11 @@ def seen(
     )
 
 
-def receives(rank: int, peer: int) -> FlightState:
+def receives(rank, peer):
     return seen(rank, PendingCall("receive", "pipeline", peer, 64, 0))
 
 
-def reduces(
-    rank: int, name: str = "all_reduce", size: int = 8, kind: str = "data", **more: Any
-) -> FlightState:
+def reduces(rank, name="all_reduce", size=8, kind="data", **more):
     """Return a rank in collective 5 of a group."""
     return seen(rank, PendingCall(name, kind, -1, size, 5), **{kind: 5}, **more)
 
@@ -115,16 +109,14 @@ def reduces(
         ),
     ],
 )
-def test_the_culprit(
-    ranks: list[FlightState], layout: Layout, culprits: list[int] | None, words: str
-) -> None:
+def test_the_culprit(ranks, layout, culprits, words):
     places = ["", "", "n7:cuda:0", "n7:cuda:1"]
     verdict = judge(dict(enumerate(ranks)), layout, LIMIT, places)
     assert (verdict and verdict.culprits) == culprits
     assert verdict is None or all(word in verdict.conclusion for word in words.split(";"))
 
 
-def test_the_report_puts_equal_stacks_together_and_survives_the_store() -> None:
+def test_the_report_puts_equal_stacks_together_and_survives_the_store():
     layout = Layout(data=4)
     stack = "loop.py:1 train\n\nthread x: y.py:2 z"
     ranks = {rank: reduces(rank, stack=stack) for rank in (0, 1, 3)}

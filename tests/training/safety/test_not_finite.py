@@ -3,12 +3,8 @@
 The run ends with the first bad value named.
 """
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,32 +22,32 @@ from tests.helpers.poison import poisoned
 from tests.helpers.processes import run_processes
 from tests.helpers.tiny import INTERLEAVED, rank_topology, records, run, tiny, values
 
-FIELDS: dict[str, Any] = dict(num_layers=4, train_iters=20, max_consecutive_skips=3)
+FIELDS = dict(num_layers=4, train_iters=20, max_consecutive_skips=3)
 
 
-def weights(run: Any) -> list[np.ndarray]:
+def weights(run):
     return [f.master.clone().numpy() for f in run.engine.fragments()]
 
 
-def end_of_run(rank: int, fields: dict[str, Any], poison: dict[str, Any] | None) -> tuple[str, str]:
+def end_of_run(rank, fields, poison):
     """Return the error that ends a run, and whether this rank's weights are unchanged.
 
     They must be so from the first bad step on.
     """
     from megatron.training.run import setup
 
-    noted: list[list[np.ndarray]] = []
+    noted = []
     plain = setup.train
 
-    def train(run: Any) -> Any:
-        start, finish, before = run.engine.start_step, run.engine.finish_step, list[np.ndarray]()
+    def train(run):
+        start, finish, before = run.engine.start_step, run.engine.finish_step, []
 
-        def noting(*args: Any, **named: Any) -> None:
+        def noting(*args, **named):
             before[:] = weights(run)
             start(*args, **named)
 
-        def finished() -> StepResult:
-            result: StepResult = finish()
+        def finished():
+            result = finish()
             if result.skipped:
                 noted.append(before[:])
             return result
@@ -62,7 +58,7 @@ def end_of_run(rank: int, fields: dict[str, Any], poison: dict[str, Any] | None)
         finally:
             noted.append(weights(run))
 
-    setup.train = train  # type: ignore[assignment]
+    setup.train = train
     if poison is not None:
         poisoned(poison)
     try:
@@ -105,12 +101,12 @@ def end_of_run(rank: int, fields: dict[str, Any], poison: dict[str, Any] | None)
     ],
 )
 def test_the_first_bad_value_is_named(
-    tmp_path: Path,
-    ranks: int,
-    fields: dict[str, Any],
-    poison: dict[str, Any],
-    expected: tuple[str, ...],
-) -> None:
+    tmp_path,
+    ranks,
+    fields,
+    poison,
+    expected,
+):
     fields = {**fields, "save": str(tmp_path), "zero_stage": 1}
     ends = run_processes(ranks, end_of_run, fields, {**poison, "step": 3})
     assert len({text for text, _ in ends}) == 1, "all ranks say the same"
@@ -129,7 +125,7 @@ def test_the_first_bad_value_is_named(
 
 
 @pytest.mark.slow
-def test_a_fault_that_does_not_come_back_is_said_to_be_one() -> None:
+def test_a_fault_that_does_not_come_back_is_said_to_be_one():
     # Three steps of four micro-batches.
     poison = dict(what="forward", module="layers.1.mlp", rank=0, step=2, times=12)
     ((text, state),) = run_processes(1, end_of_run, {}, poison)
@@ -138,7 +134,7 @@ def test_a_fault_that_does_not_come_back_is_said_to_be_one() -> None:
 
 
 @pytest.mark.slow
-def test_gradients_beyond_the_range_are_named() -> None:
+def test_gradients_beyond_the_range_are_named():
     """Gradients beyond the range are named.
 
     Every gradient is finite, but not its square in fp32: the norm is infinite and all steps are
@@ -149,17 +145,15 @@ def test_gradients_beyond_the_range_are_named() -> None:
     assert state == "unchanged"
 
 
-def end_of_run_with_large_loss(rank: int, fields: dict[str, Any]) -> tuple[str, str]:
+def end_of_run_with_large_loss(rank, fields):
     from megatron.pipeline.executor import Executor
 
     plain = Executor.train
 
-    def train(
-        self: Executor, batches: Any, loss_scale: float = 1.0, loss_weights: Any = None
-    ) -> Any:
+    def train(self, batches, loss_scale=1.0, loss_weights=None):
         return plain(self, batches, 1e25, loss_weights)
 
-    Executor.train = train  # type: ignore[method-assign]
+    Executor.train = train
     return end_of_run(rank, fields, None)
 
 
@@ -167,7 +161,7 @@ FP16 = dict(fp16=True, loss_scale_window=1000, hysteresis=1, initial_loss_scale=
 
 
 @pytest.mark.slow
-def test_in_fp16_a_scale_that_can_fall_is_no_fault(tmp_path: Path) -> None:
+def test_in_fp16_a_scale_that_can_fall_is_no_fault(tmp_path):
     """A scale that can fall is no fault in fp16.
 
     A scale of 2^28 makes the loss's own gradient overflow at first, far more than 3 times.
@@ -183,7 +177,7 @@ def test_in_fp16_a_scale_that_can_fall_is_no_fault(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_in_fp16_a_loss_that_is_not_finite_is_a_fault_at_any_scale() -> None:
+def test_in_fp16_a_loss_that_is_not_finite_is_a_fault_at_any_scale():
     poison = dict(what="forward", module="layers.1.mlp", rank=0, step=1)
     ((text, _),) = run_processes(1, end_of_run, FP16, poison)
     assert all(
@@ -193,7 +187,7 @@ def test_in_fp16_a_loss_that_is_not_finite_is_a_fault_at_any_scale() -> None:
 
 
 @pytest.mark.slow
-def test_the_program_ends_with_the_name_on_all_ranks() -> None:
+def test_the_program_ends_with_the_name_on_all_ranks():
     """The program ends with the name on all ranks.
 
     Four ranks of pretrain_gpt.py, tensor 2 x pipeline 2; rank 3 is the second tensor rank of the
@@ -224,15 +218,13 @@ def test_the_program_ends_with_the_name_on_all_ranks() -> None:
 # -- the counting, without a model -----------------------------------------------------------------
 
 
-def steps_until_error(
-    monkeypatch: pytest.MonkeyPatch, results: list[tuple[bool, float]], **fields: Any
-) -> int | None:
+def steps_until_error(monkeypatch, results, **fields):
     """Return the number of the step that raises.
 
     Each step is (skipped, loss scale), with finite losses.
     """
     monkeypatch.setattr(bad_steps, "diagnose", lambda *_: "nothing")
-    run: Any = SimpleNamespace(
+    run = SimpleNamespace(
         config=tiny(**{**FIELDS, **fields}),
         topology=rank_topology(),
         loop=SimpleNamespace(skips=Skips()),
@@ -252,7 +244,7 @@ def steps_until_error(
     return None
 
 
-def test_only_steps_in_a_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_steps_in_a_row_count(monkeypatch):
     bad, good = (True, 1.0), (False, 1.0)
     assert steps_until_error(monkeypatch, [bad, bad, good, bad, bad, good]) is None
     assert steps_until_error(monkeypatch, [bad, bad, good, bad, bad, bad, bad]) == 6
@@ -264,7 +256,7 @@ def test_only_steps_in_a_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_an_infinite_loss_with_finite_gradients_spoils_them(tokens: int) -> None:
+def test_an_infinite_loss_with_finite_gradients_spoils_them(tokens):
     """An infinite loss turns its finite gradients into NaN.
 
     fp32 holds neither the logit of label 1, -2e38 * 2, nor the loss, but a softmax of 1, 0 and its
@@ -283,4 +275,4 @@ def test_an_infinite_loss_with_finite_gradients_spoils_them(tokens: int) -> None
     vocabulary_loss(
         x, labels * 0, mask, Vocabulary(weight, LayerContext.single(), 0, 2, tokens), late=True
     ).backward()
-    assert torch.isfinite(x.grad).all()  # type: ignore[arg-type]
+    assert torch.isfinite(x.grad).all()

@@ -1,12 +1,8 @@
 """Loss spikes: the rule, and a run's response, back to a checkpoint, around the samples, and on."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -27,19 +23,19 @@ RULE = dict(loss_spike_factor=2.0, loss_spike_window=8, save_interval=5)
 # -- the rule --------------------------------------------------------------------------------------
 
 
-def rule(progress: Progress, window: int = 4) -> Any:
+def rule(progress, window=4):
     """Return the part of a run that find_spike reads."""
     fields = dict(save="unused", load="unused", loss_spike_factor=2.0, loss_spike_window=window)
     return SimpleNamespace(config=tiny(**fields), topology=rank_topology(), progress=progress)
 
 
-def note(found: Any, number: int, loss: float, skipped: bool = False) -> Spike | None:
+def note(found, number, loss, skipped=False):
     counted = torch.tensor([0.0 if loss == 0 else 4.0, 4.0], dtype=torch.float64)
     step = StepRecord(number, 4 * number, 0, 4, 0.1, torch.tensor(loss), skipped, counted=counted)
     return find_spike(found, step, loss_over_ranks(found, step))
 
 
-def test_a_loss_is_compared_with_the_median_of_the_window() -> None:
+def test_a_loss_is_compared_with_the_median_of_the_window():
     progress = Progress()
     found = rule(progress)
     assert [note(found, i, loss) for i, loss in enumerate((9.0, 1.0, 3.0, 2.0), 1)] == [None] * 4
@@ -53,7 +49,7 @@ def test_a_loss_is_compared_with_the_median_of_the_window() -> None:
     assert spike is not None and spike.iteration == 8 and math.isnan(spike.loss)
 
 
-def test_steps_without_a_token_in_the_loss_are_not_in_the_window() -> None:
+def test_steps_without_a_token_in_the_loss_are_not_in_the_window():
     progress = Progress()
     losses = (2.0, 0.0, 2.0, 0.0, 2.0, 2.0, 0.0, 4.0)
     assert [note(rule(progress), i, loss) for i, loss in enumerate(losses, 1)] == [None] * 8
@@ -63,7 +59,7 @@ def test_steps_without_a_token_in_the_loss_are_not_in_the_window() -> None:
     assert note(older, 5, 5.0) is None
 
 
-def test_it_needs_some_losses_but_sees_at_once_what_is_not_finite() -> None:
+def test_it_needs_some_losses_but_sees_at_once_what_is_not_finite():
     found = rule(Progress(), window=100)
     assert [note(found, i, 1.0 if i < 10 else 1e6) for i in range(1, 11)] == [None] * 10
     assert note(found, 11, 1e6) is not None  # ten losses: one median
@@ -74,28 +70,28 @@ def test_it_needs_some_losses_but_sees_at_once_what_is_not_finite() -> None:
 
 
 def run_and_note(
-    rank: int,
-    fields: dict[str, Any],
-    bad: list[int],
-    around: tuple[int, int] = (0, 0),
-    poison: dict[str, Any] | None = None,
-) -> tuple[list[int], str]:
+    rank,
+    fields,
+    bad,
+    around=(0, 0),
+    poison=None,
+):
     """Return (numbers of the training samples that were read, in order; the error).
 
     All samples are equal except the `bad` ones, whose tokens occur nowhere else: their loss jumps.
     Sample `around[0]` is read as `around[1]` and so on: the data as if those between had never
     existed.
     """
-    noted: list[int] = []
+    noted = []
     plain = MockDataset.__getitem__
 
-    def get(self: MockDataset, index: int) -> Any:
+    def get(self, index):
         index += around[1] - around[0] if index >= around[0] else 0
         noted.append(index)
         tokens = plain(self, 0) * 0 + 5
         return tokens + 12 if index in bad else tokens
 
-    MockDataset.__getitem__ = get  # type: ignore[method-assign]
+    MockDataset.__getitem__ = get
     if poison is not None:
         poisoned(poison)
     try:
@@ -105,14 +101,14 @@ def run_and_note(
     return noted, ""
 
 
-def losses(folder: Path) -> dict[int, float]:
+def losses(folder):
     """Return the loss of each iteration; for repeated ones, the last loss."""
     return dict(values(records(folder)["iteration"], "iteration", "lm_loss"))
 
 
-def state(folder: Path, iteration: int) -> dict[str, Any]:
+def state(folder, iteration):
     file = folder / f"iter_{iteration:07d}" / "state.json"
-    stored: dict[str, Any] = json.loads(file.read_text())["state"]
+    stored = json.loads(file.read_text())["state"]
     return stored
 
 
@@ -122,9 +118,7 @@ def state(folder: Path, iteration: int) -> dict[str, Any]:
     [pytest.param({}, marks=pytest.mark.campaign("kills")), dict(async_save=True, bf16=True)],
     ids=["plain", "async-bf16"],
 )
-def test_a_run_goes_back_and_around_as_if_the_samples_had_not_been_there(
-    tmp_path: Path, more: dict[str, Any]
-) -> None:
+def test_a_run_goes_back_and_around_as_if_the_samples_had_not_been_there(tmp_path, more):
     """A run goes back and around as if the samples had not existed.
 
     Some samples of step 16 (60 to 63) are bad and, once those are left out, some of what is then
@@ -169,8 +163,8 @@ def test_a_run_goes_back_and_around_as_if_the_samples_had_not_been_there(
 
 @pytest.mark.slow
 def test_a_loss_that_stays_high_ends_the_run_after_a_bounded_number_of_returns(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     fields = dict(save=str(tmp_path), load=str(tmp_path), **RULE)
     ((_, text),) = run_processes(1, run_and_note, fields, list(range(60, 1000)))
     assert (
@@ -183,7 +177,7 @@ def test_a_loss_that_stays_high_ends_the_run_after_a_bounded_number_of_returns(
 
 
 @pytest.mark.slow
-def test_without_a_checkpoint_before_it_training_goes_on(tmp_path: Path) -> None:
+def test_without_a_checkpoint_before_it_training_goes_on(tmp_path):
     fields = dict(RULE, save=str(tmp_path), load=str(tmp_path), save_interval=100, train_iters=16)
     ((read, text),) = run_processes(1, run_and_note, fields, [48, 49, 50, 51])
     (record,) = records(tmp_path)["loss_spike"]
@@ -192,7 +186,7 @@ def test_without_a_checkpoint_before_it_training_goes_on(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_is_a_spike_and_no_skips_in_a_row(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_a_spike_and_no_skips_in_a_row(tmp_path):
     """A loss that is not finite is a spike, and its skips are not counted in a row.
 
     Step 16 is NaN both times that it is taken, which would be one skip too many without the returns
@@ -213,7 +207,7 @@ def test_a_loss_that_is_not_finite_is_a_spike_and_no_skips_in_a_row(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_checkpoints_of_another_run_in_the_folder_are_not_gone_back_to(tmp_path: Path) -> None:
+def test_checkpoints_of_another_run_in_the_folder_are_not_gone_back_to(tmp_path):
     fields = dict(
         RULE, save=str(tmp_path), load=str(tmp_path), loss_spike_window=12, loss_spike_factor=1.3
     )

@@ -3,14 +3,10 @@
 The culprit is named, and all ranks end with the exit code of a hang.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import threading
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -33,18 +29,18 @@ KILLED = "ended with exit code -9 and no result"
 # -- one rank, whose seconds are counted -----------------------------------------------------------
 
 
-def note_the_end(folder: Path, clock: VirtualClock) -> None:
+def note_the_end(folder, clock):
     """Write the seconds from now to the end of this process to a file."""
     begin, exit_ = clock.now, os._exit
 
-    def leave(code: int) -> None:
+    def leave(code):
         (folder / "at").write_text(str(clock.now - begin))
         exit_(code)
 
-    os._exit = leave  # type: ignore[assignment]
+    os._exit = leave
 
 
-def watch(folder: Path, clock: VirtualClock, changes: dict[float, str]) -> None:
+def watch(folder, clock, changes):
     """Watch a rank with a limit of 30 s, 300 s for first-time operations.
 
     `changes` come after the given seconds.
@@ -54,12 +50,10 @@ def watch(folder: Path, clock: VirtualClock, changes: dict[float, str]) -> None:
     recorder.describe(0, os.getpid(), "n:cpu")
     topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"), flight=recorder)
     file = SimpleNamespace(states=lambda: [flight.FlightState.read(recorder.buffer)])
-    meeting: Any = SimpleNamespace(
-        on_inquiry=None, judged=threading.Event(), flight_file=file, server=0
-    )
+    meeting = SimpleNamespace(on_inquiry=None, judged=threading.Event(), flight_file=file, server=0)
     dog = Watchdog(meeting, topology, 30.0, folder, first_s=300.0, clock=clock, sleep=clock.sleep)
     dog.patient = False
-    acts: dict[str, Any] = {
+    acts = {
         "alive": recorder.alive,
         "first": lambda: setattr(dog, "patient", True),
         "suspended": lambda: setattr(clock, "now", clock.now + 3600.0),
@@ -81,12 +75,10 @@ def watch(folder: Path, clock: VirtualClock, changes: dict[float, str]) -> None:
         ({29.0 * i: "alive" for i in range(1, 30)} | {870.0: "end"}, None),
     ],
 )
-def test_a_rank_is_given_up_after_its_time_without_a_sign_of_life(
-    tmp_path: Path, changes: dict[float, str], at: float | None
-) -> None:
+def test_a_rank_is_given_up_after_its_time_without_a_sign_of_life(tmp_path, changes, at):
     clock = VirtualClock()
 
-    def body() -> None:
+    def body():
         note_the_end(tmp_path, clock)
         watch(tmp_path, clock, changes)
 
@@ -100,8 +92,8 @@ def test_a_rank_is_given_up_after_its_time_without_a_sign_of_life(
 
 
 def test_an_error_of_nccl_is_looked_into_at_once_and_the_flight_recorder_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """An error of NCCL is examined at once, and the flight recorder is written.
 
     Rank 1 is gone. Without the error rank 0 would ask for it after 30 s. The store is gone with it.
@@ -110,17 +102,17 @@ def test_an_error_of_nccl_is_looked_into_at_once_and_the_flight_recorder_is_writ
     clock, gone = VirtualClock(), forked(lambda: None)
     wait_for(gone)
 
-    def body() -> None:
+    def body():
         flight._clock = clock
         here, there = flight.FlightRecorder(), flight.FlightRecorder()
         here.describe(0, os.getpid(), "n:0", process_start(os.getpid()))
         there.describe(1, gone, "n:1", 1)
         topology = Topology.from_layout(Layout(data=2), 0, device=torch.device("cpu"), flight=here)
 
-        def claim(*_: str) -> bytes:
+        def claim(*_):
             raise RuntimeError("Connection reset by peer")
 
-        def states() -> list[Any]:
+        def states():
             found = [flight.FlightState.read(each.buffer) for each in (here, there)]
             return [
                 dataclasses.replace(state, process=GONE if state.rank else "running")
@@ -128,7 +120,7 @@ def test_an_error_of_nccl_is_looked_into_at_once_and_the_flight_recorder_is_writ
                 if state
             ]
 
-        meeting: Any = SimpleNamespace(
+        meeting = SimpleNamespace(
             on_inquiry=None,
             judged=threading.Event(),
             flight_file=SimpleNamespace(states=states),
@@ -158,12 +150,12 @@ def test_an_error_of_nccl_is_looked_into_at_once_and_the_flight_recorder_is_writ
     assert (tmp_path / "traces" / "rank_0").read_bytes() == b"what NCCL did"
 
 
-def test_what_nccl_reports_of_a_group_is_named() -> None:
-    def handle(error: str) -> Any:
+def test_what_nccl_reports_of_a_group_is_named():
+    def handle(error):
         backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name=error))
         return SimpleNamespace(_get_backend=lambda device: backend)
 
-    def error_of(**errors: str) -> str:
+    def error_of(**errors):
         # in the order of Topology's groups
         made = iter(["world", "tensor", "data", "pipeline", "model", "embedding"])
         return nccl_error(
@@ -180,7 +172,7 @@ def test_what_nccl_reports_of_a_group_is_named() -> None:
     assert "TIMEOUT in the world group" in error_of(world="TIMEOUT")
     assert "TIMEOUT in the pipeline group of 2 ranks" in error_of(pair="TIMEOUT")
     # of a torch that cannot be asked
-    old: Any = SimpleNamespace(_get_backend=lambda device: object())
+    old = SimpleNamespace(_get_backend=lambda device: object())
     assert nccl_error(Topology.from_layout(Layout(data=2), 0, new_group=lambda ranks: old)) == ""
 
 
@@ -188,15 +180,15 @@ def test_what_nccl_reports_of_a_group_is_named() -> None:
 
 
 def hang(
-    folder: Path,
-    size: int,
-    victims: list[int],
-    way: str,
-    tensor: int = 1,
-    pipeline: int = 1,
-    nodes: int = 1,
-    real: bool = False,
-) -> tuple[list[str], str, list[str]]:
+    folder,
+    size,
+    victims,
+    way,
+    tensor=1,
+    pipeline=1,
+    nodes=1,
+    real=False,
+):
     """Return the conclusions, the whole report, and how each rank ended."""
     arguments = (size, tensor, pipeline, nodes, victims, way, str(folder), real)
     ends = [str(value) for _, value in run_processes_raw(size, train, *arguments)]
@@ -206,7 +198,7 @@ def hang(
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_named(tmp_path):
     (conclusion,), text, ends = hang(tmp_path, 2, [1], "stop", pipeline=2)
     assert (
         "rank 1 (" in conclusion and "SIGSTOP" in conclusion and "step 4, in FORWARD" in conclusion
@@ -219,7 +211,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_endless_loop_is_named_with_its_place(tmp_path: Path) -> None:
+def test_an_endless_loop_is_named_with_its_place(tmp_path):
     (conclusion,), _, ends = hang(tmp_path, 2, [1], "loop")
     assert (
         "rank 1 (" in conclusion
@@ -230,7 +222,7 @@ def test_an_endless_loop_is_named_with_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_collective_that_was_left_out_is_named(tmp_path: Path) -> None:
+def test_a_collective_that_was_left_out_is_named(tmp_path):
     (conclusion,), _, ends = hang(tmp_path, 4, [3], "skip", tensor=2)
     assert (
         "rank 1 waits in all_reduce of 64 bytes over its data group (number 4) for rank 3"
@@ -245,7 +237,7 @@ def test_a_collective_that_was_left_out_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 0])
-def test_a_node_that_is_silent_as_a_whole_is_named(tmp_path: Path, victim: int) -> None:
+def test_a_node_that_is_silent_as_a_whole_is_named(tmp_path, victim):
     """A node that is silent as a whole is named.
 
     Rank 0 serves the store: without it the other node cannot tell more.
@@ -257,7 +249,7 @@ def test_a_node_that_is_silent_as_a_whole_is_named(tmp_path: Path, victim: int) 
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_slow_but_alive_is_no_hang(tmp_path: Path) -> None:
+def test_a_rank_that_is_slow_but_alive_is_no_hang(tmp_path):
     assert hang(tmp_path, 2, [1], "slow") == ([], "", ["done"] * 2)
 
 
@@ -275,9 +267,7 @@ def test_a_rank_that_is_slow_but_alive_is_no_hang(tmp_path: Path) -> None:
         (3, [1], "slow", {}, []),
     ],
 )
-def test_hangs_by_the_real_clock(
-    tmp_path: Path, size: int, victims: list[int], way: str, groups: dict[str, int], said: list[str]
-) -> None:
+def test_hangs_by_the_real_clock(tmp_path, size, victims, way, groups, said):
     conclusions, text, ends = hang(tmp_path, size, victims, way, **groups, real=True)
     if way == "slow":
         assert (text, ends) == ("", ["done"] * size)
