@@ -1,5 +1,6 @@
 """Settings for every test process: few threads, no missing device, repeatable random examples."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -101,3 +102,9 @@ def _own_environment(monkeypatch):
     """Restore the variables of ranks after every test."""
     for name in _RANKS:
         monkeypatch.delenv(name, raising=False)
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of later garbage collections, which would look at all of them."""
+    gc.collect()
+    gc.freeze()
