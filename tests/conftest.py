@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -99,9 +100,13 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch):
-    """Restore the variables of ranks after every test."""
+    """Restore the variables of ranks, and torch's number of threads, after every test."""
     for name in _RANKS:
         monkeypatch.delenv(name, raising=False)
+    yield
+    torch = sys.modules.get("torch")
+    if torch and torch.get_num_threads() > 1:  # two spinning threads for each core
+        torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:
