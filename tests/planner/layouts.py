@@ -43,15 +43,3 @@ def table(rows):
     """Return {name: flags} of lines "name | flags"."""
     pairs = (line.split(" | ") for line in rows.strip().splitlines())
     return {name.strip(): flags for name, flags in pairs}
-
-
-def all_groups(layout, devices, name):
-    """Return the members of each group on each node, by the layout's own lists of ranks."""
-    lines = {layout.ranks(name, rank) for rank in range(layout.world_size)}
-    nodes = {}
-    for ranks in lines:
-        for node in {r // devices for r in ranks}:
-            nodes.setdefault(node, set()).add(
-                tuple(r % devices for r in ranks if r // devices == node)
-            )
-    return {frozenset(groups) for groups in nodes.values()}

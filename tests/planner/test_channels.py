@@ -1,5 +1,6 @@
 """Seconds of messages and collectives: by hand, and replica by replica."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -13,7 +14,7 @@ from megatron.planner.cluster import load_cluster
 from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure
 from megatron.planner.node_links import node_links, shortest_routes
 from megatron.planner.placement import choose_placement, naive_placement, place_with
-from tests.planner.layouts import all_groups, made
+from tests.planner.layouts import made
 
 FRONTIER = load_cluster("frontier")
 DGX = load_cluster("dgx-h100")
@@ -22,15 +23,27 @@ DGX = load_cluster("dgx-h100")
 
 
 SIZES = st.integers(1, 17)
+PARTS = st.sampled_from([1, 2, 4])
 
 
-@given(SIZES, SIZES, SIZES, st.sampled_from(RANK_ORDERS), st.sampled_from([2, 4, 8]))
-def test_groups_on_nodes(tensor, pipeline, data, order, devices):
+@given(SIZES, SIZES, SIZES, PARTS, PARTS, st.sampled_from(RANK_ORDERS), st.sampled_from([2, 4, 8]))
+def test_groups_on_nodes(tensor, pipeline, data, context, expert, order, devices):
     data += -(tensor * pipeline * data) % devices and devices - data % devices  # whole nodes
-    layout = Layout(tensor, pipeline, data, order)
-    for name, size, stride in zip(("tensor", "data"), (tensor, data), layout.strides, strict=False):
+    parts = dict(context=math.gcd(context, data), expert=math.gcd(expert, data))
+    layout = Layout(tensor, pipeline, data, order, **parts)
+    for name in ("tensor", "data", "context", "expert", "expert_data"):
+        nodes = {}
+        for ranks in {layout.ranks(name, rank) for rank in range(layout.world_size)}:
+            for node in {rank // devices for rank in ranks}:
+                group = tuple(rank % devices for rank in ranks if rank // devices == node)
+                nodes.setdefault(node, set()).add(group)
+        _, stride, size = layout.lines[name]
         found = groups_on_nodes(layout.world_size, devices, stride, size)
-        assert found == all_groups(layout, devices, name), name
+        assert found == {frozenset(groups) for groups in nodes.values()}, name
+
+
+def links_between(node, source, target):
+    return {(node, *step) for way in shortest_routes(FRONTIER, source, target) for step in way}
 
 
 def seconds_of_all(layout, order, wraps):
@@ -51,22 +64,13 @@ def seconds_of_all(layout, order, wraps):
                     (r // devices, order[r % devices]) for r in (a, b)
                 )
                 if node == other:
-                    found = shortest_routes(FRONTIER, source, target)
-                    taken = {(node, *step) for way in found for step in way}
-                    weight = 1 / 0.72 if len(found[0]) > 1 else 1.0
+                    taken = links_between(node, source, target)
+                    weight = 1.0 if FRONTIER.link_gb_per_s(source, target) else 1 / 0.72
                 else:
                     out, into = FRONTIER.nic_of_device[source], FRONTIER.nic_of_device[target]
                     taken, weight = {(node, -1, out), (other, -2, into)}, 1.0
-                    taken |= {
-                        (node, *step)
-                        for way in shortest_routes(FRONTIER, source, 2 * out + 1)
-                        for step in way
-                    }
-                    taken |= {
-                        (other, *step)
-                        for way in shortest_routes(FRONTIER, 2 * into + 1, target)
-                        for step in way
-                    }
+                    taken |= links_between(node, source, 2 * out + 1)
+                    taken |= links_between(other, 2 * into + 1, target)
                 paths.append((i, node == other, taken))
                 users.update(taken)
                 weights |= {resource: max(weight, weights.get(resource, 0.0)) for resource in taken}
@@ -129,28 +133,6 @@ def channels_of(config, cluster=FRONTIER):
 # -- by hand ---------------------------------------------------------------------------------------
 
 
-def test_messages_by_hand():
-    """Compute messages by hand.
-
-    With TP 8 the eight ranks of a node send at once, two over each card, for which 40 % of 25 GB/s
-    were published.
-    """
-    config = made(8, 4, 1)
-    channels = Channels(config, FRONTIER, naive_placement(config, FRONTIER))
-    for sender in range(3):
-        occupies, latency = channels.boundary(sender, True, 1e6)
-        assert (occupies, latency) == pytest.approx((2e6 / 10e9, 25e-6))
-        assert channels.boundary(sender + 1, False, 1e6) == pytest.approx((occupies, latency))
-    # A pipeline along the eight devices of a node, in an order with a link for each step.
-    config = made(1, 8, 1)
-    chosen = channels_of(config)
-    order = chosen.placement.device_order
-    for sender in range(7):
-        width = FRONTIER.link_gb_per_s(order[sender], order[sender + 1])
-        rate = {200.0: 129e9, 50.0: 50e9, 100.0: (50 + 79 / 3) * 1e9}[width]
-        assert chosen.boundary(sender, True, 1e6) == pytest.approx((1e6 / rate, 10e-6))
-
-
 def test_latency_of_rings_and_trees():
     """Latency is the time at zero bytes: the start and the steps, as NCCL counts them."""
     channels = channels_of(made(8, 1, 4))  # data-parallel groups: 4 ranks on 4 nodes
@@ -180,20 +162,16 @@ def test_a_group_of_one_sends_nothing():
 # -- measured figures ------------------------------------------------------------------------------
 
 
-def measured(**points):
-    names = {"messages": "messages"}
-    figures = [
-        Figure(names.get(name, f"collectives.{name}"), rows, MEASURED, "measured here")
-        for name, rows in points.items()
-    ]
-    return FRONTIER.with_figures(figures)
+def measured(name, *rows):
+    return FRONTIER.with_figures([Figure(name, rows, MEASURED, "measured here")])
 
 
 def test_measured_collectives_come_before_links():
     near, far = (1.0, 4.0, 1.0), (1.0, 4.0, 4.0)
     rows = ((*near, 1e3, 1e-5), (*near, 1e6, 1e-3), (2.0, 4.0, 1.0, 1e6, 5.0), (*far, 1e6, 7.0))
-    cluster, config = measured(all_gather=rows), made(4, 2, 1)
-    channels = Channels(config, cluster, naive_placement(config, cluster))
+    cluster, config = measured("collectives.all_gather", *rows), made(4, 2, 1)
+    naive = naive_placement(config, FRONTIER)
+    channels, plain = (Channels(config, machine, naive) for machine in (cluster, FRONTIER))
     assert channels.seconds("all_gather", 10) == channels.seconds("all_gather", 1e3) == 1e-5
     middle = channels.seconds("all_gather", (1e3 + 1e6) / 2)
     assert middle == pytest.approx((1e-5 + 1e-3) / 2)
@@ -201,7 +179,6 @@ def test_measured_collectives_come_before_links():
         1e-3 + 9e6 * (1e-3 - 1e-5) / (1e6 - 1e3)
     )
     assert "collectives.all_gather" in {used.figure for used in channels.used}
-    plain = Channels(config, FRONTIER, naive_placement(config, FRONTIER))
     assert channels.seconds("all_reduce", 1e6) == plain.seconds("all_reduce", 1e6)
     # Groups of other sizes were not measured; those over several nodes were, with their own rows.
     pair = made(2, 4, 1)
@@ -210,26 +187,21 @@ def test_measured_collectives_come_before_links():
     )
     across = made(8, 1, 4)
     assert channels_of(across, cluster).seconds("all_gather", 1e6, "data") == 7.0
-    elsewhere = Channels(
-        config, measured(all_gather=((*far, 1e6, 7.0),)), naive_placement(config, FRONTIER)
-    )
+    elsewhere = Channels(config, measured("collectives.all_gather", (*far, 1e6, 7.0)), naive)
     assert elsewhere.seconds("all_gather", 1e6) == plain.seconds("all_gather", 1e6)
 
 
-@pytest.mark.parametrize("n_bytes", [1e6, 3e6, 1e9])
-def test_measured_seconds_that_fall_are_no_way_down(n_bytes):
+def test_measured_seconds_that_fall_are_no_way_down():
     """Measured seconds that fall with size are noise: time still grows with the bytes there."""
-    near, config = (1.0, 4.0, 1.0), made(4, 2, 1)
-    channels = channels_of(config, measured(all_gather=((*near, 1e3, 2e-4), (*near, 1e6, 1e-4))))
-    assert channels.seconds("all_gather", n_bytes) == pytest.approx(1e-4 * n_bytes / 1e6)
+    rows = (1.0, 4.0, 1.0, 1e3, 2e-4), (1.0, 4.0, 1.0, 1e6, 1e-4)
+    channels = channels_of(made(4, 2, 1), measured("collectives.all_gather", *rows))
+    for n_bytes in (1e6, 3e6, 1e9):
+        assert channels.seconds("all_gather", n_bytes) == pytest.approx(1e-4 * n_bytes / 1e6)
 
 
 def test_measured_messages_come_before_links():
-    cluster, config = (
-        measured(messages=((1.0, 1e3, 2e-5), (1.0, 1e6, 1e-3), (2.0, 1e3, 1e-4))),
-        made(4, 2, 1),
-    )
-    channels = channels_of(config, cluster)
+    cluster = measured("messages", (1.0, 1e3, 2e-5), (1.0, 1e6, 1e-3), (2.0, 1e3, 1e-4))
+    channels = channels_of(made(4, 2, 1), cluster)
     assert channels.boundary(0, True, 1e6) == pytest.approx((1e-3 - 2e-5, 2e-5))
     assert channels.boundary(1, False, 1) == pytest.approx((0.0, 2e-5))
     across = channels_of(made(8, 2, 1), cluster)
@@ -242,18 +214,14 @@ def test_measured_messages_come_before_links():
 
 def test_confidence_tells_published_from_estimated():
     config = made(4, 2, 4)
-    naive = naive_placement(config, FRONTIER)
-    channels = Channels(config, FRONTIER, naive)
-    channels.seconds("all_gather", 1e6)
-    channels.boundary(0, True, 1e6)
-    used = {u.figure.split()[0]: u for u in channels.used}
-    assert used["tensor-parallel"].basis == PUBLISHED and "52 " in used["tensor-parallel"].value
-    assert used["stage"].basis == ASSUMED and "data-parallel" not in used
     # On LUMI the same figures are taken from Frontier.
-    lumi = load_cluster("lumi")
-    there = Channels(config, lumi, naive_placement(config, lumi))
-    there.seconds("all_gather", 1e6)
-    assert {u.figure.split()[0]: u for u in there.used}["tensor-parallel"].basis == ASSUMED
+    for cluster, basis in ((FRONTIER, PUBLISHED), (load_cluster("lumi"), ASSUMED)):
+        channels = Channels(config, cluster, naive_placement(config, cluster))
+        channels.seconds("all_gather", 1e6)
+        channels.boundary(0, True, 1e6)
+        used = {u.figure.split()[0]: u for u in channels.used}
+        assert used["tensor-parallel"].basis == basis and "52 " in used["tensor-parallel"].value
+        assert used["stage"].basis == ASSUMED and "data-parallel" not in used
 
 
 def test_all_reduces_of_a_whole_dgx_node_as_published():

@@ -7,12 +7,11 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.kernels.cost import Product
-from megatron.model.formulas import total_parameters
 from megatron.parallel.layout import Layout, LayoutSizes
-from megatron.planner.channels import Channels, groups_on_nodes
+from megatron.planner.channels import Channels
 from megatron.planner.cluster import load_cluster
 from megatron.planner.events import GroupMessage, Post, Wait
-from megatron.planner.memory import memory_of_ranks, parameters_of_rank
+from megatron.planner.memory import parameters_of_rank
 from megatron.planner.placement import (
     choose_placement,
     naive_placement,
@@ -24,7 +23,7 @@ from megatron.planner.search.space import LayoutSpace, Rejections
 from megatron.planner.tensors import rows_to_ranks
 from megatron.planner.timing import estimate
 from megatron.planner.trace import trace
-from tests.planner.layouts import all_groups, planned
+from tests.planner.layouts import planned
 
 FRONTIER = load_cluster("frontier")
 FIELDS = (
@@ -44,19 +43,6 @@ def channels_of(config):
 
 
 # -- links -----------------------------------------------------------------------------------------
-
-
-def test_groups_of_a_data_line_are_where_the_layout_says():
-    layout = Layout(tensor=2, pipeline=2, data=8, context=2, expert=4, expert_node=2)
-    stride = layout.strides[1]
-    for name, step, size in (
-        ("context", stride, 2),
-        ("expert", stride, 4),
-        ("expert_data", 4 * stride, 2),
-        ("expert_within", stride, 2),
-        ("expert_between", 2 * stride, 2),
-    ):
-        assert groups_on_nodes(layout.world_size, 8, step, size) == all_groups(layout, 8, name)
 
 
 def test_all_to_alls_by_hand():
@@ -180,19 +166,6 @@ def test_the_shared_expert_is_computed_while_tokens_are_under_way(each):
         assert sorted(beside)[-1] == sum(beside) == shared
 
 
-def test_states_of_experts_are_divided_over_those_who_hold_them():
-    """All ranks of an expert group together hold the model, and their ZeRO parts add up to it."""
-    for size in (1, 2, 8):
-        config = made(f"{EXPERTS} --expert-model-parallel-size {size} --moe-layer-freq [0]+[1]*3")
-        (memory,) = memory_of_ranks(config)
-        of_one = 3 * (2 * 64 * 32 + 64 + 32)
-        total = total_parameters(config.model)
-        count = total - 8 * of_one + 8 // size * of_one
-        assert parameters_of_rank(config, 0) == count
-        assert memory.gradients == 4 * count
-        assert memory.master == pytest.approx(4 * total / 16)
-
-
 @pytest.mark.parametrize(
     "parts",
     [
@@ -220,14 +193,6 @@ def test_a_ring_is_hidden_by_attention():
     sizes = [m.bytes for m in layer.backward.messages()]
     rows = 2 * 16 * 2 * 64  # keys and values of 16 rows of 2 samples
     assert Counter(sizes) == {2 * rows: 3, 4 * rows: 3}  # and their gradients, in fp32
-
-
-def test_kept_activations_are_divided():
-    def kept(flags):
-        (memory,) = memory_of_ranks(made("--seq-length 256", flags))
-        return memory.activations
-
-    assert kept("--context-parallel-size 4") < 0.3 * kept("")
 
 
 # -- the search ------------------------------------------------------------------------------------

@@ -15,13 +15,11 @@ from megatron.planner.compute import (
     ASSUMED,
     DTYPES,
     MEASURED,
-    PUBLISHED,
     Figure,
 )
 from megatron.planner.rates import DeviceRates, size_of
 
 FRONTIER = load_cluster("frontier")
-MACHINES = [load_cluster(name) for name in known_clusters()]
 
 
 def tflops(rates, m, n, k):
@@ -40,24 +38,10 @@ def with_products(points, peak=200.0):
 # -- every figure and where it is from -------------------------------------------------------------
 
 
-def test_figures_of_frontier():
-    """Published figures of one GCD: products in fp16 by hipBLASLt, and a copy.
-
-    The products are of 4096 and 8192 cubed.
-    """
-    rates = DeviceRates(FRONTIER, "float16")
-    assert tflops(rates, 4096, 4096, 4096) == pytest.approx(101.5)
-    assert tflops(rates, 8192, 8192, 8192) == pytest.approx(106.5)
-    assert rates.memory_s(1.25e12, kernels=0) == pytest.approx(1.0)
-    assert FRONTIER.compute["products.float16"].basis == PUBLISHED
-    assert FRONTIER.compute["products.bfloat16"].basis == ASSUMED
-    # Large products approach the best rate of all shapes, 115.3, which was not used to fit.
-    assert 106.5 < tflops(rates, 1 << 17, 1 << 17, 1 << 17) < 115.3
-
-
-@pytest.mark.parametrize("cluster", MACHINES, ids=lambda c: c.name)
+@pytest.mark.parametrize("name", known_clusters())
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_points_come_out_as_they_were_put_in(cluster, dtype):
+def test_points_come_out_as_they_were_put_in(name, dtype):
+    cluster = load_cluster(name)
     rates = DeviceRates(cluster, dtype)
     for m, n, k, rate in cluster.compute[f"products.{dtype}"].points:
         assert tflops(rates, int(m), int(n), int(k)) == pytest.approx(rate)
@@ -93,6 +77,8 @@ def test_between_two_points_time_is_arithmetic_and_traffic():
     ):
         expected = operation * 2 * m * n * k + element * (m * n + m * k + n * k)
         assert rates.product_s(m, n, k) == pytest.approx(max(6e-6, expected))
+    # Large products approach the best rate of all shapes, 115.3, which was not used to fit.
+    assert 106.5 < tflops(rates, 1 << 17, 1 << 17, 1 << 17) < 115.3
 
 
 @pytest.mark.parametrize(
@@ -148,9 +134,7 @@ points_of_sides = st.lists(
 
 
 @given(points=points_of_sides)
-def test_any_points_come_back_and_nothing_beats_the_peak(
-    points,
-):
+def test_any_points_come_back_and_nothing_beats_the_peak(points):
     """Any points are reproduced, and none exceeds the peak.
 
     Points may contradict each other: of one size at different rates, or slower when larger.
@@ -159,7 +143,7 @@ def test_any_points_come_back_and_nothing_beats_the_peak(
     for m, n, k, rate in points:
         assert tflops(rates, int(m), int(n), int(k)) == pytest.approx(rate)
     for side in (64, 250, 513, 4000, 1 << 16):
-        assert 0 < tflops(rates, side, side, side) <= 200 * 1.0001 * max(1.0, 150.0)
+        assert 0 < tflops(rates, side, side, side) <= 200 * 1.0001
 
 
 def test_a_point_speaks_for_its_neighbours_only():

@@ -12,7 +12,6 @@ from megatron.config.command_line import parse_plan
 from megatron.data.sampler import MicroBatch
 from megatron.engine.engine import build_executor
 from megatron.model.gpt import global_shapes
-from megatron.pipeline.executor import StageMessages
 from megatron.planner.cluster import load_cluster
 from megatron.planner.dryrun.rank import run_rank
 from megatron.planner.dryrun.rehearsal import (
@@ -95,7 +94,7 @@ MORE = pytest.mark.campaign("memory")
     "flags",
     [
         "--global-batch-size 4 --bf16 --recompute-granularity full --recompute-method block",
-        f"--global-batch-size 4 {CUT} --bf16 --main-grads-dtype bf16",
+        pytest.param(f"--global-batch-size 4 {CUT} --bf16 --main-grads-dtype bf16", marks=MORE),
         pytest.param("--global-batch-size 6", marks=MORE),
         pytest.param(f"{PP2} --global-batch-size 12", marks=MORE),
         pytest.param("--world-size 2 --global-batch-size 12 --bf16", marks=MORE),
@@ -113,13 +112,6 @@ def test_a_rank_allocates_what_a_real_one_does(flags):
         found = run_rank(config, rank, "cpu", config.num_micro_batches()).peak.total
         allowed = 2 * CPU_BLOCK if len(real) == 1 else max(MESSAGE_BYTES, 0.01 * peak)
         assert abs(found - peak) <= allowed, f"rank {rank}: {found} instead of {peak}"
-
-
-def test_at_most_two_layers_are_gathered_with_stage_3():
-    few = "--num-layers 12 --seq-length 8 --micro-batch-size 1 --global-batch-size 4"
-    (rank,) = rehearse(make(f"{few} --zero-stage 3 --world-size 2"), None, "cpu").ranks
-    whole, layer = 4 * rank.parameters, 4 * 12 * 64**2
-    assert rank.peak.weights < 1.1 * (whole / 2 + 2 * layer)
 
 
 def test_the_copy_of_a_save_in_the_background_is_counted():
@@ -146,7 +138,8 @@ ZERO_BUBBLE = "--enable-zbh1-pipeline"
 @pytest.mark.parametrize(
     "flags",
     [
-        f"{PP4} --global-batch-size 22",
+        f"{PP2} --global-batch-size 20",
+        pytest.param(f"{PP4} --global-batch-size 22", marks=MORE),
         pytest.param(f"{PP2} {CHUNKS} --num-layers 4 --global-batch-size 16", marks=MORE),
         pytest.param(f"{PP4} --global-batch-size 48 {ZERO_BUBBLE}", marks=MORE),
         pytest.param(f"{PP4} {CHUNKS} --global-batch-size 48 --num-layers 8", marks=MORE),
@@ -183,25 +176,6 @@ def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(flags):
 # -- findings --------------------------------------------------------------------------------------
 
 
-def test_a_job_that_runs():
-    config = make(f"{PP2} {CUT} --world-size 8 --global-batch-size 8")
-    found = rehearse(config, load_cluster("frontier"))
-    assert found.findings == () and found.device == "gpu"
-    assert sum(rank.stands_for for rank in found.ranks) == 8
-    for rank in found.ranks:
-        # bf16 weights, fp32 masters over two data-parallel ranks: both 2 bytes a parameter, except
-        # for padding.
-        for name, width in (
-            ("weights", 2),
-            ("master", 4 / 2),
-            ("moments", 8 / 2),
-            ("gradients", 4),
-        ):
-            assert getattr(rank.peak, name) == pytest.approx(width * rank.parameters, rel=0.05), (
-                name
-            )
-
-
 @pytest.mark.parametrize(
     ("line", "limit"),
     [("0::/job/step", 3 << 30), ("4:memory:/job/step", 2 << 30), ("3:cpuset:/job", None)],
@@ -221,73 +195,26 @@ def test_a_limit_of_the_job_is_the_memory(tmp_path, line, limit):
     assert memory_limit_bytes(membership, tmp_path) == (limit or everything)
 
 
-def broken(config, **more):
-    found = rehearse(config, load_cluster("frontier"), **more)
+def broken(config):
+    found = rehearse(config, load_cluster("frontier"))
     assert found.findings
     return found
 
 
-def test_one_receive_too_few(monkeypatch):
-    """One receive is missing: the receiver makes up a tensor instead."""
-    receive, take = StageMessages.receive, StageMessages.take
-
-    def forgotten(instruction):
-        return (
-            instruction.op.name == "RECV_FORWARD"
-            and instruction.stage == 1
-            and instruction.micro_batch == 1
-        )
-
-    def fewer(self, instruction, *args):
-        if not forgotten(instruction):
-            receive(self, instruction, *args)
-
-    def anything(self, instruction):
-        return (
-            torch.zeros(64, 2, 64, dtype=torch.bfloat16, device="meta")
-            if forgotten(instruction)
-            else take(self, instruction)
-        )
-
-    monkeypatch.setattr(StageMessages, "receive", fewer)
-    monkeypatch.setattr(StageMessages, "take", anything)
-    (finding,) = broken(make(PP2)).findings
-    assert finding.kind == "messages" and finding.rank == 1 and "micro-batch 1" in finding.text
-
-
-@pytest.mark.parametrize(
-    ("change", "kind", "words"),
-    [
-        (dict(message=((64, 2, 64), torch.float32)), "messages", ("bfloat16", "float32")),
-        (dict(message=((64, 2, 63), torch.bfloat16)), "error", ("63", "megatron/layers/")),
-    ],
-)
-def test_an_executor_that_differs_from_the_others(
-    change,
-    kind,
-    words,
-    monkeypatch,
-):
-    """An executor that differs from the others is found.
-
-    It waits for another type, or its code fails, and its rank and line are named.
-    """
-
+def test_a_rank_whose_code_fails_is_named_with_its_line(monkeypatch):
     def build(config, topology, *rest):
         executor = build_executor(config, topology, *rest)
         if topology.pipeline.rank == 1:
-            vars(executor).update(change)
+            vars(executor).update(message=((64, 2, 63), torch.bfloat16))
         return executor
 
     monkeypatch.setattr("megatron.planner.dryrun.rank.build_executor", build)
     found = broken(make(PP2))
-    finding = found.findings[0]
-    assert finding.kind == kind and all(word in finding.text for word in words)
-    if kind == "error":
-        assert finding.rank == 1 and "RuntimeError" in render(found)
-        assert [rank.pipeline_rank for rank in found.ranks] == [0], (
-            "the others are shown all the same"
-        )
+    (finding,) = found.findings
+    assert (finding.kind, finding.rank) == ("error", 1)
+    assert "63" in finding.text and "megatron/layers/" in finding.text
+    assert "RuntimeError" in render(found)
+    assert [rank.pipeline_rank for rank in found.ranks] == [0], "the others are shown all the same"
 
 
 def test_collectives_that_differ_between_tensor_ranks(monkeypatch):
