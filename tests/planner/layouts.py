@@ -1,42 +1,30 @@
 """Configurations on a layout, for tests of placement and messages."""
 
-from megatron.config import Config
 from megatron.config.command_line import parse_plan
 
 
-def made(tensor, pipeline, data, chunks=1, **fields):
+def made(tensor, pipeline, data, chunks=1, more=""):
     """Return a GPT-3 of 13B on this layout, with 2 layers a chunk and sequence parallelism."""
     layers = max(8, 2 * pipeline * chunks)
-    virtual = (
-        {"num_layers_per_virtual_pipeline_stage": layers // pipeline // chunks}
-        if chunks > 1
-        else {}
+    return planned(
+        "--hidden-size 5120 --num-attention-heads 40 --seq-length 2048 --vocab-size 51200 --bf16",
+        f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}",
+        f"--world-size {tensor * pipeline * data} --global-batch-size {8 * pipeline * data}",
+        f"--num-layers {layers}",
+        f"--num-layers-per-virtual-pipeline-stage {layers // pipeline // chunks}" * (chunks > 1),
+        "--sequence-parallel" * (tensor > 1),
+        more,
     )
-    settings = dict(
-        num_layers=layers,
-        hidden_size=5120,
-        num_attention_heads=40,
-        seq_length=2048,
-        vocab_size=51200,
-        bf16=True,
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        world_size=tensor * pipeline * data,
-        global_batch_size=8 * pipeline * data,
-        sequence_parallel=tensor > 1,
-        **virtual,
-    )
-    return Config.create(**settings | fields)
 
 
 def planned(*flags):
     """Return the configuration of a command line for planning.
 
-    The last of equal flags counts, and --no-bf16 takes a --bf16 away.
+    The last of equal flags counts, and --no-FLAG takes a --FLAG away.
     """
     words = " ".join(flags).split()
-    dropped = ("--bf16", "--no-bf16") if "--no-bf16" in words else ()
-    return parse_plan([word for word in words if word not in dropped])
+    taken_away = {word.replace("--no-", "--") for word in words if word.startswith("--no-")}
+    return parse_plan([word for word in words if word not in taken_away])
 
 
 def table(rows):

@@ -100,15 +100,8 @@ def test_a_boundary_is_that_of_its_slowest_replica(sizes, order, chunks, devices
     world = tensor * pipeline * data
     if world % 8 and world > 8:
         return
-    config = made(
-        tensor,
-        pipeline,
-        data,
-        chunks,
-        num_attention_heads=24,
-        hidden_size=1536,
-        sequence_parallel=False,
-    )
+    narrow = "--num-attention-heads 24 --hidden-size 1536 --no-sequence-parallel"
+    config = made(tensor, pipeline, data, chunks, narrow)
     used = devices if world >= 8 else FRONTIER.local_order[:world]
     placement = place_with(config, FRONTIER, order, used)
     channels, expected = (
