@@ -1,6 +1,8 @@
 """Configurations on a layout, for tests of placement and messages."""
 
 from megatron.config.command_line import parse_plan
+from megatron.planner.search.find import GIB, LayoutSearch
+from megatron.planner.search.space import LayoutSpace, make_config
 
 
 def made(tensor, pipeline, data, chunks=1, more=""):
@@ -25,6 +27,14 @@ def planned(*flags):
     words = " ".join(flags).split()
     taken_away = {word.replace("--no-", "--") for word in words if word.startswith("--no-")}
     return parse_plan([word for word in words if word not in taken_away])
+
+
+def layout_search(cluster, gib=57.6, worlds=(8,), batches=(8,), **wanted):
+    """Return a search for layouts of a model of a billion parameters in memory of this size."""
+    flags = "--num-layers 4 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16"
+    base = make_config(None, [*flags.split(), "--vocab-size", "50257"], max(batches))
+    space = LayoutSpace(base, "a model", cluster, worlds, {"gbs": batches, **wanted})
+    return LayoutSearch(space, gib * GIB)
 
 
 def table(rows):

@@ -9,9 +9,9 @@ from megatron.errors import ConfigError
 from megatron.planner.cluster import load_cluster
 from megatron.planner.layout import candidate_of, parse_layout
 from megatron.planner.memory import memory_of_ranks, parameters_of_rank
-from megatron.planner.search.find import GIB, LayoutSearch, search
-from megatron.planner.search.space import LayoutSpace, make_config
+from megatron.planner.search.find import GIB, search
 from megatron.planner.timing import estimate
+from tests.planner.layouts import layout_search
 from tests.planner.timing.configs import run
 
 FRONTIER = load_cluster("frontier")
@@ -94,33 +94,32 @@ def test_a_machine_without_the_facts_is_refused():
 # -- search ----------------------------------------------------------------------------------------
 
 
-def given(host_gib=512.0, gib=57.6, **wanted):
-    flags = "--num-layers 4 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16"
-    base = make_config(None, [*flags.split(), "--vocab-size", "50257"], 8)
+def search_for(host_gib=512.0, **wanted):
     cluster = dataclasses.replace(FRONTIER, host_memory_gib=host_gib)
-    fixed = dict(gbs=(8,), tp=(1,), pp=(1,), zero=(1,), mbs=(1,), recompute=("none",))
-    return LayoutSearch(LayoutSpace(base, "a model", cluster, (8,), {**fixed, **wanted}), gib * GIB)
+    fixed = dict(tp=(1,), pp=(1,), zero=(1,), mbs=(1,), recompute=("none",))
+    return layout_search(cluster, **fixed, **wanted)
 
 
 def test_the_search_offloads_where_it_is_asked_to():
-    assert {one.layout.offload for one in search(given()).estimated} == {False}
-    both = search(given(offload=(False, True))).estimated
+    assert {one.layout.offload for one in search(search_for()).estimated} == {False}
+    both = search(search_for(offload=(False, True))).estimated
     assert [one.layout.offload for one in both] == [False, True]
     assert both[1].memory < both[0].memory
     layout = both[1].layout
     assert "offload=on" in layout.write(8) and "offload" not in both[0].layout.write(8)
     assert parse_layout(layout.write(8), "--layout")["offload"] == (True,)
-    config = given().space.config(layout)
+    config = search_for().space.config(layout)
     assert "--cpu-offload" in command_line_of(config)
     assert candidate_of(config).offload
 
 
 def test_the_state_has_to_fit_on_the_host():
     """The state of a node's 8 devices has 12 bytes a parameter; a share stays free, as on a device."""
-    config = given().space.config(search(given()).estimated[0].layout)
+    plain = search_for()
+    config = plain.space.config(search(plain).estimated[0].layout)
     needed = 12 * parameters_of_rank(config, 0) / GIB
     for host_gib, fits in ((1.01 * needed / 0.9, True), (0.99 * needed / 0.9, False)):
-        found = search(given(host_gib, offload=(True,)))
+        found = search(search_for(host_gib, offload=(True,)))
         assert bool(found.estimated) == fits
         reasons = [reason for reason in found.rejections.counts if "on the host" in reason]
         assert bool(reasons) != fits

@@ -1,40 +1,25 @@
 """Search, against an estimate of every layout of small spaces."""
 
 import dataclasses
-import os
-import signal
+import functools
 
 import pytest
 
 from megatron.config.parallel import RANK_ORDERS
-from megatron.errors import ConfigError, MegatronError
+from megatron.errors import ConfigError
 from megatron.planner.cluster import load_cluster
 from megatron.planner.layout import CandidateLayout
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.placement import place_with
 from megatron.planner.search import find
-from megatron.planner.search.find import GIB, LayoutSearch, search, values_of, worthwhile_placements
-from megatron.planner.search.space import LayoutSpace, Rejections, make_config
+from megatron.planner.search.find import search, values_of, worthwhile_placements
+from megatron.planner.search.space import Rejections
 from megatron.planner.timing import estimate
+from tests.planner.layouts import layout_search
 
 FRONTIER = load_cluster("frontier")
-MODEL = (
-    "--num-layers 4 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --vocab-size "
-    "50257 --bf16"
-).split()
 MORE = pytest.mark.campaign("search")
-
-
-def given(
-    gib=57.6,
-    worlds=(8,),
-    batches=(8,),
-    **wanted,
-):
-    base = make_config(None, MODEL, max(batches))
-    return LayoutSearch(
-        LayoutSpace(base, "a model", FRONTIER, worlds, {"gbs": batches, **wanted}), gib * GIB
-    )
+search_for = functools.partial(layout_search, FRONTIER)
 
 
 def every_layout(of):
@@ -59,18 +44,19 @@ def every_layout(of):
 def test_shards_of_a_node_are_its_ranks_beside_tensor_parallel_ones():
     wanted = dict(tp=(2,), pp=(1,), zero=(3,), mbs=(1,), overlap=(False,), recompute=("none",))
     node, number = (
-        search(given(worlds=(16,), batches=(16,), shard=(shard,), **wanted)) for shard in (-1, 4)
+        search(search_for(worlds=(16,), batches=(16,), shard=(shard,), **wanted)).estimated[0]
+        for shard in (-1, 4)
     )
-    best = node.estimated[0].layout
-    assert (best.tp, best.shard) == (2, -1)
-    assert node.estimated[0].score == number.estimated[0].score
+    assert (node.layout.tp, node.layout.shard) == (2, -1)
+    assert node.score == number.score
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("gib", "wanted"),
     [
-        (8.0, dict(tp=(1, 4), mbs=(1,))),
+        (8.0, dict(tp=(1, 4), mbs=(1,), zero=(1, 2))),
+        pytest.param(8.0, dict(tp=(1, 4), mbs=(1,)), marks=MORE),
         pytest.param(57.6, dict(tp=(1, 2), mbs=(1, 2)), marks=MORE),
         pytest.param(5.0, dict(tp=(2, 8), zero=(1,), mbs=(2,)), marks=MORE),
     ],
@@ -81,7 +67,7 @@ def test_the_search_finds_what_estimating_everything_finds(gib, wanted, monkeypa
     It makes few estimates, so that most layouts are left out.
     """
     monkeypatch.setattr(find, "ESTIMATED", 8)
-    of = given(gib, **wanted)
+    of = search_for(gib, **wanted)
     found, everything = search(of, top=5), every_layout(of)
     assert len(found.estimated) < len(everything)
     assert found.estimated[0].score == pytest.approx(everything[0][0], rel=1e-9)
@@ -98,30 +84,17 @@ def test_the_search_finds_what_estimating_everything_finds(gib, wanted, monkeypa
 
 @pytest.mark.slow
 def test_two_processes_find_what_one_finds():
-    of = given(8.0, batches=(8, 16), tp=(2,), pp=(1, 2), mbs=(1,))
+    of = search_for(8.0, batches=(8, 16), tp=(2,), pp=(1, 2), mbs=(1,), zero=(1,))
     one, two = (search(dataclasses.replace(of, _known={}), top=4, processes=n) for n in (1, 2))
     for name in ("estimated", "sizes", "rejections"):
         assert getattr(one, name) == getattr(two, name), name
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_ends_the_search(monkeypatch):
-    here = os.getpid()
-
-    def memory(*_, **__):
-        assert os.getpid() != here
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    monkeypatch.setattr(find, "peak_rank", memory)
-    with pytest.raises(MegatronError, match="--processes"):
-        search(given(tp=(2,), pp=(2,), mbs=(1,)), processes=2)
-
-
-@pytest.mark.slow
 def test_no_layer_more_is_recomputed_than_must_be():
     """Recompute the fewest whole layers that fit; skip micro-batches that are too large."""
     switches = dict(zero=(1,), sp=(True,), overlap=(False,))
-    of = given(3.5, tp=(4,), pp=(1,), mbs=(1, 2, 4, 8), recompute=("full:block",), **switches)
+    of = search_for(3.5, tp=(4,), pp=(1,), mbs=(1, 2, 4, 8), recompute=("full:block",), **switches)
     found = search(of)
     fewest = {}
     for _, layout in sorted(every_layout(of), key=lambda pair: pair[1].recompute):
@@ -132,7 +105,7 @@ def test_no_layer_more_is_recomputed_than_must_be():
 
 def test_placements_that_are_wanted():
     devices = (0, 1, 2, 3, 4, 5, 6, 7)
-    of = given(
+    of = search_for(
         tp=(2,), pp=(2,), mbs=(1,), recompute=("none",), order=("pp-tp-dp",), devices=(devices,)
     )
     assert {(j.layout.rank_order, j.layout.device_order) for j in search(of).estimated} == {
@@ -153,7 +126,7 @@ def test_placements_that_are_wanted():
 )
 def test_no_placement_is_faster_than_the_worthwhile_ones(tp, pp, chunks, micro):
     schedule = "interleaved" if chunks > 1 else "1f1b"
-    of = given(gib=1e9, worlds=(16,), batches=(32,))
+    of = search_for(gib=1e9, worlds=(16,), batches=(32,))
     for overlap in {False, tp > 1}:
         config = of.space.config(
             CandidateLayout(16, 32, tp, pp, chunks, schedule, micro, sp=tp > 1, overlap=overlap)
