@@ -10,19 +10,23 @@ from benchmarks.memory_layouts import PROCESSES, SMALL, Shape, drawn
 
 OVER_NODES = dict(
     SMALL,
-    num_layers=2,
+    num_layers=4,
+    pipeline_model_parallel_size=2,
+    enable_zbh1_pipeline=True,
     seq_length=256,
     global_batch_size=16,
-    world_size=8,
+    world_size=16,
     num_experts=8,
-    moe_layer_freq=(0, 1),
+    moe_layer_freq=(0, 1, 1, 0),
     expert_model_parallel_size=4,
     expert_ranks_per_node=2,
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [drawn(8), Shape("experts over nodes", "gpu", OVER_NODES)])
+@pytest.mark.parametrize(
+    "shape", [drawn(8), Shape("experts over nodes, zero-bubble", "gpu", OVER_NODES)]
+)
 def test_the_planners_memory_is_what_the_code_allocates(shape):
     rows = memory_model.compare_formula(shape)
     assert memory_model.holds(rows), rows

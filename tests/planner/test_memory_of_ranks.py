@@ -4,7 +4,6 @@ import pytest
 
 from megatron.config import Config
 from megatron.pipeline.schedule import build_schedule, moments_of_rank
-from megatron.planner.events import Alloc
 from megatron.planner.memory import (
     chunk_memory,
     memory_of_ranks,
@@ -60,39 +59,6 @@ def test_recomputation_keeps_inputs():
         ("--recompute-method block --recompute-num-layers 3", 3 * inputs + plain / 4),
     ):
         assert kept_bytes(f"{full} {flags}") == expected
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("halves", [("backward",), ("inputs", "weights")])
-def test_a_chunk_is_as_full_as_its_passes_one_by_one(stage, halves):
-    """Memory of a chunk equals that of its passes, tensor by tensor.
-
-    Each is held from its creation until nothing refers to it.
-    """
-    flags = "--enable-zbh1-pipeline" if len(halves) == 2 else ""
-    traced = trace(small(pp=4, flags=f"--seq-length 512 {flags}"), "cuda")
-    parts = [*[traced.embedding] * (stage == 0), *[traced.layer] * 4, *[traced.head] * (stage == 3)]
-    alive = {}
-
-    def fullest(passes):
-        most = 0
-        for place, of in passes:
-            for step in of.steps:
-                if isinstance(step, Alloc):
-                    alive[place, step.id] = -(-step.bytes // 512) * 512
-                elif hasattr(step, "id"):
-                    alive.pop((place, step.id), None)
-                most = max(most, sum(alive.values()))
-        return most
-
-    found = chunk(stage, flags)
-    places = list(enumerate(parts))
-    assert fullest([(i, part.forward) for i, part in places]) == found.forward.sum()
-    assert sum(alive.values()) == found.retained.sum()
-    for half, most in zip(halves, (found.backward, found.weights), strict=False):
-        assert half != "weights" or sum(alive.values()) == found.waiting.sum()
-        assert fullest([(i, getattr(part, half)) for i, part in places[::-1]]) == most.sum()
-    assert not alive
 
 
 def test_zero_3_holds_parts_and_two_layers():

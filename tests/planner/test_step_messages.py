@@ -61,7 +61,11 @@ def test_pipeline_messages():
     assert made(f"{fields} --num-layers-per-virtual-pipeline-stage 1").messages == 12
     assert made(f"{fields} --untie-embeddings-and-output-weights").tied_bytes == 0
     parts = "--tensor-model-parallel-size 2 --sequence-parallel --world-size 8"
-    assert made(fields, parts).message_bytes == plain.message_bytes // 2
+    halves = made(fields, parts)
+    assert halves.message_bytes == plain.message_bytes // 2
+    # of a tensor rank's rows, a replica has half
+    assert halves.tied_bytes == plain.tied_bytes / 2
+    assert made(f"{fields} --world-size 8").tied_bytes == plain.tied_bytes / 2
     assert made(f"{fields} --fp32-residual-connection").message_bytes == 2 * plain.message_bytes
     assert made("--world-size 4").messages == 0
 

@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from megatron.config import Config
 from megatron.kernels.cost import Product
-from megatron.planner.calibration import tasks
-from megatron.planner.calibration.compute import compute_tasks
-from megatron.planner.calibration.machine import HostSeconds, MachineMeasurements, machine, tiny
+from megatron.planner.calibration import compute, tasks
+from megatron.planner.calibration.machine import HostSeconds, MachineMeasurements, machine
 from megatron.planner.calibration.tasks import (
     FigureTask,
     GroupShape,
@@ -20,17 +18,12 @@ from megatron.planner.rates import DeviceRates
 from megatron.planner.timing import estimate
 from megatron.planner.trace import trace
 from tests.helpers.clock import VirtualClock
+from tests.planner.layouts import planned
 
 CPU = torch.device("cpu")
-MODEL = dict(
-    num_layers=2,
-    hidden_size=64,
-    num_attention_heads=4,
-    seq_length=64,
-    vocab_size=500,
-    global_batch_size=2,
-    attention_dropout=0.0,
-    hidden_dropout=0.0,
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 500 "
+    "--global-batch-size 2 --attention-dropout 0 --hidden-dropout 0"
 )
 
 
@@ -39,9 +32,7 @@ def test_a_point_is_a_rate_or_seconds():
     assert FigureTask("messages", (1, 8), lambda: lambda: None).value(3.0) == 3.0
 
 
-def test_the_median_of_all_rounds_counts_and_pieces_are_counted(
-    monkeypatch,
-):
+def test_the_median_of_all_rounds_counts_and_pieces_are_counted(monkeypatch):
     """The median of all rounds counts.
 
     The clock returns the number of its calls times a factor: one for the warm-up, then three
@@ -51,35 +42,27 @@ def test_the_median_of_all_rounds_counts_and_pieces_are_counted(
     monkeypatch.setattr(
         tasks, "_elapsed", lambda work, calls, device, together: next(factors) * calls * 1e-3
     )
-    found = measure(
-        [FigureTask("a", (), lambda: lambda: None, calls=4)], CPU, 10.0, clock=VirtualClock()
-    )
-    assert found == pytest.approx([3e-3 / 4])
+    task = FigureTask("a", (), lambda: lambda: None, calls=4)
+    assert measure([task], CPU, 10.0, clock=VirtualClock()) == pytest.approx([3e-3 / 4])
 
 
 def test_what_comes_before_a_message_does_not_count(monkeypatch):
-    done = []
-    costs = {"before": 3e-3, "message": 2e-3}
+    seconds = []
 
     def elapsed(work, calls, *_):
-        done.clear()
+        seconds.clear()
         work()
-        return calls * sum(costs[name] for name in done)
+        return calls * sum(seconds)
+
+    def taking(step_s):
+        return lambda: lambda: seconds.append(step_s)
 
     monkeypatch.setattr(tasks, "_elapsed", elapsed)
-    task = FigureTask(
-        "a",
-        (),
-        lambda: lambda: done.append("message"),
-        calls=2,
-        before=lambda: lambda: done.append("before"),
-    )
+    task = FigureTask("a", (), taking(2e-3), calls=2, before=taking(3e-3))
     assert measure([task], CPU, 1.0, clock=VirtualClock()) == pytest.approx([1e-3])
 
 
-def test_measuring_ends_by_the_clock_once_all_were_measured(
-    monkeypatch,
-):
+def test_measuring_ends_by_the_clock_once_all_were_measured(monkeypatch):
     """Measuring ends by the clock once every task has been measured.
 
     Limits are by this process's clock or a partner's: one pass over all, then no more than the next
@@ -104,102 +87,66 @@ def test_measuring_ends_by_the_clock_once_all_were_measured(
 
 
 def test_groups_of_ranks():
+    pair, apart, four = GroupShape(1, 2, 1), GroupShape(2, 2, 1), GroupShape(1, 4, 1)
     assert kinds_of_groups(1, 1) == []
-    assert kinds_of_groups(4, 4) == [GroupShape(1, 2, 1), GroupShape(2, 2, 1), GroupShape(1, 4, 1)]
-    assert kinds_of_groups(8, 4) == [
-        GroupShape(1, 2, 1),
-        GroupShape(2, 2, 1),
-        GroupShape(4, 2, 2),
-        GroupShape(1, 4, 1),
-        GroupShape(1, 8, 2),
-    ]
-    assert kinds_of_groups(6, 2) == [GroupShape(1, 2, 1)], (
-        "what does not divide the world is left out"
-    )
+    assert kinds_of_groups(4, 4) == [pair, apart, four]
+    over_nodes = GroupShape(4, 2, 2), GroupShape(1, 8, 2)
+    assert kinds_of_groups(8, 4) == [pair, apart, over_nodes[0], four, over_nodes[1]]
+    assert kinds_of_groups(6, 2) == [pair], "what does not divide the world is left out"
     for kind in kinds_of_groups(16, 4):
         groups = {tuple(members(kind, rank)) for rank in range(16)}
-        assert sorted(r for group in groups for r in group) == list(range(16)), (
-            "each rank is in one group"
-        )
+        assert sorted(sum(groups, ())) == list(range(16)), "each rank is in one group"
         assert all(rank in members(kind, rank) for rank in range(16))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "changes",
+    ("flags", "dtype"),
     [
-        {},
-        {"bf16": True},
-        {"swiglu": True, "normalization": "rmsnorm", "add_bias_linear": False},
-        {"attention_backend": "unfused"},
+        ("--bf16 --swiglu --normalization rmsnorm --disable-bias-linear", "bfloat16"),
+        ("--attention-backend unfused", "float32"),
     ],
 )
-def test_every_task_runs(changes, monkeypatch):
+def test_every_task_runs(flags, dtype, monkeypatch):
     """Every task does its work once, on a small model.
 
     Figures are those that the time model asks for, and products those that a trace lists.
     """
-    from megatron.planner.calibration import compute
-
     monkeypatch.setattr(compute, "MICRO_BATCHES", (1,))
-    config = Config.create(**MODEL, **changes)
-    found = compute_tasks(config, CPU, (1, 2))
-    dtype = "bfloat16" if "bf16" in changes else "float32"
-    for task in found:
+    measurements = compute.compute_tasks(planned(MODEL, flags), CPU, (1, 2))
+    products = f"products.{dtype}"
+    for task in measurements:
         made = task.make()()
-        if task.figure == f"products.{dtype}":
+        if task.figure == products:
             assert made[0].shape == task.arguments[:2] and bool(made[0].any())
-    listed = {
-        (work.m, work.n, work.k)
-        for t in (1, 2)
-        for traced in [
-            trace(
-                Config.create(**MODEL, **changes, tensor_model_parallel_size=t, world_size=t), "cpu"
-            )
-        ]
-        for part in (traced.layer, traced.head)
-        for half in (part.forward, part.backward)
-        for work in half.computations()
-        if isinstance(work, Product) and work.batch == 1
-    }
-    assert {task.arguments for task in found if task.figure == f"products.{dtype}"} == listed
-    wanted = {
-        f"products.{dtype}",
-        "update_gb_per_s",
-        *(f"memory.{w}" for w in ("copy", "norm", "activation", "loss")),
-    }
-    if "attention_backend" not in changes:
-        wanted |= {f"attention.{dtype}.forward", f"attention.{dtype}.backward"}
-    assert wanted <= {task.figure for task in found}
-    places = [(task.figure, task.arguments) for task in found]
+    listed = set()
+    for size in (1, 2):
+        traced = trace(planned(MODEL, flags, f"--tensor-model-parallel-size {size}"), "cpu")
+        for part in (traced.layer, traced.head):
+            for work in (*part.forward.computations(), *part.backward.computations()):
+                if isinstance(work, Product) and work.batch == 1:
+                    listed.add((work.m, work.n, work.k))
+    assert {task.arguments for task in measurements if task.figure == products} == listed
+    figures = {"update_gb_per_s", *(f"memory.{w}" for w in "copy norm activation loss".split())}
+    if "unfused" not in flags:
+        figures |= {f"attention.{dtype}.forward", f"attention.{dtype}.backward"}
+    assert figures <= {task.figure for task in measurements}
+    places = [(task.figure, task.arguments) for task in measurements]
     assert len(set(places)) == len(places), "no point is measured twice"
 
 
-def test_the_tiny_model_is_of_the_same_kind():
-    small = tiny(
-        Config.create(**{**MODEL, "swiglu": True, "normalization": "rmsnorm", "num_layers": 2}), 3
-    ).model
-    assert (small.num_layers, small.swiglu, small.normalization, small.hidden_size) == (
-        3,
-        True,
-        "rmsnorm",
-        32,
-    )
-
-
-def found_of(points, **changes):
-    values = dict(
-        points=points,
+def measurements(points, device, device_type, per_node, memory_gib):
+    return MachineMeasurements(
+        points,
         host=HostSeconds(3e-4, 4e-4, 6e-4, 5e-3),
-        device="a CPU",
-        device_type="cpu",
+        device=device,
+        device_type=device_type,
         nodes=1,
-        per_node=4,
+        per_node=per_node,
         threads=1,
         cores=2,
-        memory_gib=32.0,
+        memory_gib=memory_gib,
     )
-    return MachineMeasurements(**{**values, **changes})
 
 
 POINTS = {
@@ -214,42 +161,29 @@ POINTS = {
 
 
 def test_a_measured_machine_loads_and_plans(tmp_path):
-    cluster = machine(found_of(POINTS), "here", ["--num-layers", "2"])
+    cluster = machine(measurements(POINTS, "a CPU", "cpu", 4, 32.0), "here", ["--num-layers", "2"])
     write_cluster(cluster, tmp_path / "here.toml")
-    recompute = read_cluster(tmp_path / "here.toml")
-    assert (
-        recompute.compute == cluster.compute
-        and recompute.shared_cores == 2
-        and recompute.device_type == "cpu"
-    )
-    assert (
-        recompute.memory_gib == 8.0
-        and recompute.devices_per_node == 4
-        and recompute.peak_tflops == {"float32": 0.08}
-    )
-    rates = DeviceRates(recompute, "float32")
+    read = read_cluster(tmp_path / "here.toml")
+    assert read.compute == cluster.compute and read.peak_tflops == {"float32": 0.08}
+    assert (read.shared_cores, read.device_type) == (2, "cpu")
+    assert (read.memory_gib, read.devices_per_node) == (8.0, 4)
+    rates = DeviceRates(read, "float32")
     assert rates.product_s(64, 256, 64) == pytest.approx(2 * 64 * 256 * 64 / 0.05e12), (
         "measured shapes as measured"
     )
     between = rates.product_s(96, 128, 128)
     assert 2 * 96 * 128 * 128 / 0.081e12 < between < 2 * 96 * 128 * 128 / 0.049e12
     assert (rates.layer_forward_overhead_s, rates.layer_backward_overhead_s) == (3e-4, 4e-4)
-    found = estimate(
-        Config.create(**MODEL, tensor_model_parallel_size=2, world_size=4, micro_batch_size=1),
-        recompute,
-    )
-    assert found.seconds > 0 and found.confidence.by_basis["measured"]
-    assert "tools/calibrate.py" in recompute.compute["memory.copy"].source
+    plan = estimate(planned(MODEL, "--tensor-model-parallel-size 2 --world-size 4"), read)
+    assert plan.seconds > 0 and plan.confidence.by_basis["measured"]
+    assert "tools/calibrate.py" in read.compute["memory.copy"].source
 
 
 def test_of_a_gpu_the_host_runs_ahead_and_the_peak_is_published():
     points = {name.replace("float32", "bfloat16"): rows for name, rows in POINTS.items()}
-    changes = dict(device="NVIDIA H100 80GB HBM3", device_type="cuda", per_node=2, memory_gib=79.6)
-    cluster = machine(found_of(points, **changes), "gpus", [])
-    assert (
-        cluster.shared_cores is None
-        and cluster.memory_gib == 79.6
-        and cluster.peak_tflops["bfloat16"] > 900
-    )
+    values = measurements(points, "NVIDIA H100 80GB HBM3", "cuda", 2, 79.6)
+    cluster = machine(values, "gpus", [])
+    assert (cluster.shared_cores, cluster.memory_gib) == (None, 79.6)
+    assert cluster.peak_tflops["bfloat16"] > 900
     assert "layer_overhead_s" not in cluster.compute
     assert cluster.links == {(0, 1): pytest.approx(1048576 / 1e-3 / 1e9, rel=1e-3)}

@@ -56,7 +56,7 @@ def slowed(factor):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # it records the traces of as many models as it has examples
-@examples(10)
+@examples(6)
 @given(config=configs(), factor=st.sampled_from([0.25, 2.0, 8.0]))
 def test_parts_add_up(config, factor):
     """Parts add up on every machine, near the folded cost, and to n times on one n times as slow.
@@ -139,17 +139,6 @@ def test_equal_stages_have_the_bubble_of_the_closed_form(p, v, m):
         (p - 1) / (v * m) * busy, rel=0.02
     )
     assert found.breakdown["pipeline messages"] < 1e-3 * found.seconds
-
-
-def test_memory_bandwidth_and_rates_go_into_their_parts():
-    config = run(
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 4"
-    )
-    found = estimate(config, FRONTIER)
-    twice = FRONTIER.with_figures([FRONTIER.compute["update_gb_per_s"].scaled(0.5)])
-    changed = estimate(config, twice)
-    assert changed.breakdown["optimizer"] == pytest.approx(2 * found.breakdown["optimizer"])
-    assert changed.seconds - found.seconds == pytest.approx(found.breakdown["optimizer"])
 
 
 def test_bf16_moments_and_an_average_count_in_the_update():

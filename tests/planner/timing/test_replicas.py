@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.clock import Pipeline, StageTimes, run_pipeline
 from megatron.planner.cluster import load_cluster
-from megatron.planner.stage import parameters_of, plan_in_passes, stages_of, tied_elements
+from megatron.planner.stage import parameters_of, plan_in_passes, stages_of
 from megatron.planner.timing.estimate import exchange
 from megatron.planner.timing.passes import PassSeconds, StageSeconds, rates_of, stage_seconds
 from megatron.planner.trace import trace
@@ -192,10 +192,3 @@ def test_stage_0_sums_everywhere_and_gathers_nothing():
     assert one.gathered == pytest.approx(0.5 * one.reduced)
     alone = run("--global-batch-size 8")
     assert exchanged(alone, links) == (0.0, 0.0)
-
-
-def test_the_tied_embedding_is_summed_over_both_ends():
-    sizes = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
-    tied = run(sizes, "--world-size 8 --global-batch-size 8")
-    assert tied_elements(tied, of(tied)) == 256 * tied.model.padded_vocab_size(2) / 2 / 2
-    assert tied_elements(run(), of(run())) == 0
