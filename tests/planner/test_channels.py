@@ -1,5 +1,6 @@
 """Seconds of messages and collectives: by hand, and replica by replica."""
 
+import itertools
 import math
 from collections import Counter
 
@@ -52,36 +53,30 @@ def seconds_of_all(layout, order, wraps):
     Every message is counted on all links that it may take, each with the bandwidth left by that
     many messages.
     """
-    devices, links = len(order), node_links(FRONTIER)
-    paths, users, weights = [], Counter[tuple[int, ...]](), {}
-    for t in range(layout.tensor):
-        for d in range(layout.data):
-            ranks = list(layout.ranks("pipeline", layout.rank(tensor=t, data=d, pipeline=0)))
-            for i, (a, b) in enumerate(zip(ranks, ranks[1:] + ranks[:1], strict=True)):
-                if i == len(ranks) - 1 and not wraps:
-                    continue
-                (node, source), (other, target) = (
-                    (r // devices, order[r % devices]) for r in (a, b)
-                )
-                if node == other:
-                    taken = links_between(node, source, target)
-                    weight = 1.0 if FRONTIER.link_gb_per_s(source, target) else 1 / 0.72
-                else:
-                    out, into = FRONTIER.nic_of_device[source], FRONTIER.nic_of_device[target]
-                    taken, weight = {(node, -1, out), (other, -2, into)}, 1.0
-                    taken |= links_between(node, source, 2 * out + 1)
-                    taken |= links_between(other, 2 * into + 1, target)
-                paths.append((i, node == other, taken))
-                users.update(taken)
-                weights |= {resource: max(weight, weights.get(resource, 0.0)) for resource in taken}
-    seconds = {}
-    for i, inside, taken in paths:
+    devices, paths, users, weights = len(order), [], Counter(), Counter()
+    for tensor, data in itertools.product(range(layout.tensor), range(layout.data)):
+        ranks = layout.ranks("pipeline", layout.rank(tensor=tensor, data=data, pipeline=0))
+        receivers = [*ranks[1:], *[ranks[0]] * wraps]
+        for i, (a, b) in enumerate(zip(ranks, receivers, strict=False)):
+            (node, source), (other, target) = ((r // devices, order[r % devices]) for r in (a, b))
+            weight = 1.0
+            if node == other:
+                taken = links_between(node, source, target)
+                weight = 1.0 if FRONTIER.link_gb_per_s(source, target) else 1 / 0.72
+            else:
+                out, into = FRONTIER.nic_of_device[source], FRONTIER.nic_of_device[target]
+                taken = {(node, -1, out), (other, -2, into)}
+                taken |= links_between(node, source, 2 * out + 1)
+                taken |= links_between(other, 2 * into + 1, target)
+            paths.append(((i, node == other), taken))
+            users.update(taken)
+            weights |= Counter(dict.fromkeys(taken, weight))
+    seconds = Counter()
+    for boundary, taken in paths:
         for resource in taken:
             width = FRONTIER.link_gb_per_s(*resource[1:]) if resource[1] >= 0 else 0.0
-            rate = 1e9 * (links.rate_of_link(width) if width else 0.4 * 25)
-            seconds[i, inside] = max(
-                seconds.get((i, inside), 0.0), users[resource] * weights[resource] / rate
-            )
+            rate = 1e9 * (node_links(FRONTIER).rate_of_link(width) if width else 0.4 * 25)
+            seconds |= {boundary: users[resource] * weights[resource] / rate}
     return seconds
 
 

@@ -4,32 +4,27 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.command_line import parse_plan
 from megatron.errors import ConfigError
 from megatron.planner.cluster import CLUSTERS, load_cluster
 from megatron.planner.timing import estimate
+from tests.planner.timing.configs import run
 
 FRONTIER = load_cluster("frontier")
 
 
 def test_links_of_frontier():
-    """Links of OLCF's node diagram: each device by its neighbours."""
+    """Links of OLCF's node diagram: each device by its higher neighbours."""
     neighbours = {
         0: {1: 200, 6: 100, 2: 50},
-        1: {0: 200, 3: 50, 5: 50},
-        2: {3: 200, 4: 100, 0: 50},
-        3: {2: 200, 1: 50, 7: 50},
-        4: {5: 200, 2: 100, 6: 50},
-        5: {4: 200, 1: 50, 7: 50},
-        6: {7: 200, 0: 100, 4: 50},
-        7: {6: 200, 3: 50, 5: 50},
+        1: {3: 50, 5: 50},
+        2: {3: 200, 4: 100},
+        3: {7: 50},
+        4: {5: 200, 6: 50},
+        5: {7: 50},
+        6: {7: 200},
     }
-    for name in ("frontier", "lumi"):
-        cluster = load_cluster(name)
-        for a in range(8):
-            assert {b: w for b in range(8) if (w := cluster.link_gb_per_s(a, b))} == neighbours[
-                a
-            ], name
+    links = {(a, b): width for a, ends in neighbours.items() for b, width in ends.items()}
+    assert FRONTIER.links == load_cluster("lumi").links == links
 
 
 def test_cores_and_cards_of_frontier():
@@ -106,8 +101,6 @@ COPY = 'copy = { value = 1250.0, basis = "published", range = [0.80, 1.05] }'
         ("nodes = 9472", 'nodes = 9472\nshared_cores = "two"', "shared_cores"),
         ('name = "MI250X GCD"', 'name = "MI250X GCD"\ntype = "gpu"', "device.type.*'gpu'"),
         ("nodes = 9472", f"nodes = {'[' * 5000}{']' * 5000}", "machine.toml"),
-        ("nodes = 9472", f"nodes = {'9' * 5000}", "machine.toml"),
-        ("nodes = 9472", f"nodes = {'9' * 400}", "nodes"),
         ("memory_gib = 64.0", f"memory_gib = {'9' * 400}", "device.memory_gib"),
         (
             "peak_tflops = { float32 = 47.9, float16 = 191.5, bfloat16 = 191.5 }",
@@ -116,8 +109,6 @@ COPY = 'copy = { value = 1250.0, basis = "published", range = [0.80, 1.05] }'
         ),
         ("neighbour_gb_per_s = 4.0", 'neighbour_gb_per_s = "fast"', "bands"),
         ("[1, 2, 129.0]", "[0, 2, 129.0]", "collectives.gb_per_s"),
-        ("[1, 2, 129.0]", "[[], 2, 129.0]", "collectives.gb_per_s"),
-        ("[1, 2, 129.0]", "5", "collectives.gb_per_s"),
         ("[1, 2, 129.0]", "[]", "collectives.gb_per_s"),
     ],
 )
@@ -133,13 +124,7 @@ def test_a_wrong_file_is_refused_with_the_place(tmp_path, old, new, named):
 
 def test_the_measured_example_plans():
     cluster = load_cluster(Path(__file__).parents[2] / "examples" / "local" / "two-cores.toml")
-    flags = (
-        "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "
-        "--vocab-size 500 --world-size 2"
-    )
-    found = estimate(parse_plan([*flags.split(), "--global-batch-size", "8"]), cluster)
-    assert 0.01 < found.seconds < 10
-    assert {basis for basis, figures in found.confidence.by_basis.items() if figures} == {
-        "measured",
-        "assumed",
-    }
+    plan = estimate(run("--no-bf16 --world-size 2 --global-batch-size 8"), cluster)
+    assert 0.01 < plan.seconds < 10
+    used = {basis for basis, figures in plan.confidence.by_basis.items() if figures}
+    assert used == {"measured", "assumed"}

@@ -1,16 +1,14 @@
-"""Memory and work of a step, against closed forms, schedules' bounds and real parameters."""
+"""Memory of a step, against closed forms and schedules' bounds."""
 
 import pytest
 
-from megatron.config import Config
 from megatron.pipeline.schedule import build_schedule, moments_of_rank
 from megatron.planner.memory import (
     chunk_memory,
     memory_of_ranks,
     parameters_of_rank,
-    state_bytes,
 )
-from megatron.planner.stage import elements_of_rank, stages_of
+from megatron.planner.stage import stages_of
 from megatron.planner.trace import trace
 from tests.planner.layouts import planned
 from tools.show_schedule import peak_activations
@@ -92,63 +90,3 @@ def test_states_are_18_bytes_for_a_parameter_and_zero_divides_12_of_them():
         found = rank.weights, rank.gradients, rank.master + rank.moments
         n = parameters_of_rank(config, 0)
         assert found == (weights * n, 4 * n, states * n), flags
-
-
-# -- against the tensors of a run ------------------------------------------------------------------
-
-RUN = dict(
-    num_layers=2,
-    hidden_size=128,
-    vocab_size=512,
-    bf16=True,
-    global_batch_size=8,
-    zero_reduce_bucket_size=0,
-)
-MORE = [
-    dict(zero_stage=1),
-    dict(zero_stage=2),
-    *(dict(pipeline_model_parallel_size=2, zero_stage=stage) for stage in (0, 1, 2)),
-]
-
-
-def held_after_a_step(rank, fields):
-    """Return the bytes of all tensors alive on a rank after an optimizer step.
-
-    Shared memory counts once.
-    """
-    import gc
-
-    import torch
-
-    from tests.helpers.training import Job, configured, dist_world_size
-
-    job = Job(configured(fields, dist_world_size()))
-    job.train(0)
-    job.step()
-    gc.collect()
-    storages = (x.untyped_storage() for x in gc.get_objects() if isinstance(x, torch.Tensor))
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "more",
-    [
-        dict(zero_stage=3, ema_decay=0.9),
-        *(pytest.param(fields, marks=pytest.mark.campaign("memory")) for fields in MORE),
-    ],
-)
-def test_states_are_what_a_rank_holds_after_a_step(more):
-    """States are those on a rank after a step: weights, gradients, masters, moments, average.
-
-    Other live tensors (masks, partial sums) are a percent of them.
-    """
-    from tests.helpers.processes import run_processes
-    from tests.helpers.training import BASE
-
-    size = 2 * more.get("pipeline_model_parallel_size", 1)
-    config = Config.create(**{**BASE, **RUN, **more, "world_size": size})
-    for rank, held in enumerate(run_processes(size, held_after_a_step, {**RUN, **more})):
-        # the data-parallel rank varies fastest
-        elements = elements_of_rank(config, trace(config, "cpu"), rank // 2)
-        assert held == pytest.approx(sum(state_bytes(config, elements).values()), rel=0.02)

@@ -1,5 +1,6 @@
 """Expert and context parallelism in the planner: links, messages, parameters, FLOPs, search."""
 
+import contextlib
 import random
 from collections import Counter
 
@@ -128,20 +129,17 @@ def test_messages_of_experts():
 def test_tokens_go_over_the_nodes_of_the_machine_where_groups_divide_evenly():
     """The order of ranks decides how many of a group are on a node; a flag comes first."""
     sizes = f"{EXPERTS} --num-experts 16 --expert-model-parallel-size 16"
-    found = estimate(made(sizes), FRONTIER)
-    assert found.placement.layout.expert_node == 8
-    assert {m.group for m in step_messages(found.config, "cuda").collectives} >= {"expert_between"}
-    assert (
-        naive_placement(made(f"{sizes} --expert-ranks-per-node 1"), FRONTIER).layout.expert_node
-        == 1
-    )
-    pairs = f"{sizes} --expert-model-parallel-size 8 --tensor-model-parallel-size 2"
+    step = estimate(made(sizes), FRONTIER)
+    assert step.placement.layout.expert_node == 8
+    assert {m.group for m in step_messages(step.config, "cuda").collectives} >= {"expert_between"}
+    flagged = naive_placement(made(f"{sizes} --expert-ranks-per-node 1"), FRONTIER)
+    assert flagged.layout.expert_node == 1
+    pairs = made(f"{sizes} --expert-model-parallel-size 8 --tensor-model-parallel-size 2")
     for order, each in (("tp-dp-pp", 4), ("dp-tp-pp", 1)):
-        placed = place_with(made(pairs), FRONTIER, order, tuple(range(8)))
-        assert placed.layout.expert_node == each
+        assert place_with(pairs, FRONTIER, order, tuple(range(8))).layout.expert_node == each
     other = made(f"{sizes} --tensor-model-parallel-size 8 --world-size 128 --rank-order dp-tp-pp")
-    placed = choose_placement(other, FRONTIER)
-    assert naive_placement(other, FRONTIER).layout.expert_node == 1 < placed.layout.expert_node
+    naive, placed = (place(other, FRONTIER) for place in (naive_placement, choose_placement))
+    assert naive.layout.expert_node == 1 < placed.layout.expert_node
     assert "expert between" in render_placement(other, placed)
     uneven = LayoutSizes(expert_model_parallel_size=18, ranks_per_node=8)
     assert Layout.for_world(18, uneven).expert_node == 1
@@ -199,23 +197,18 @@ def test_a_ring_is_hidden_by_attention():
 
 
 def test_the_search_divides_experts_and_long_sequences():
-    def sizes(config, **wanted):
-        space = LayoutSpace(
-            config, "m", FRONTIER, (16,), {"gbs": (32,), "tp": (1,), "pp": (1,), **wanted}
-        )
-        found = set()
+    def sizes(flags, **wanted):
+        config = made("--world-size 1 --global-batch-size 32", flags)
+        fixed = dict(gbs=(32,), tp=(1,), pp=(1,))
+        space = LayoutSpace(config, "m", FRONTIER, (16,), fixed | wanted)
+        valid = set()
         for layout in space.sizes(Rejections()):
-            try:
+            with contextlib.suppress(ConfigError):
                 space.config(layout)
-            except ConfigError:
-                continue
-            found.add((layout.cp, layout.ep))
-        return found
+                valid.add((layout.cp, layout.ep))
+        return valid
 
-    dense, experts = (made(f"--world-size 1 --global-batch-size 32 {f}") for f in ("", EXPERTS))
-    assert sizes(dense) == {(1, 1)}
-    assert sizes(experts) == {(1, ep) for ep in (1, 2, 4, 8)}
-    assert sizes(dense, cp=(1, 2, 4)) == {(cp, 1) for cp in (1, 2, 4)}
-    assert sizes(made(f"--world-size 1 --global-batch-size 32 --seq-length {2**16}")) == {
-        (2**k, 1) for k in range(5)
-    }
+    assert sizes("") == {(1, 1)}
+    assert sizes(EXPERTS) == {(1, 1), (1, 2), (1, 4), (1, 8)}
+    assert sizes("", cp=(1, 2, 4)) == {(1, 1), (2, 1), (4, 1)}
+    assert sizes(f"--seq-length {2**16}") == {(2**k, 1) for k in range(5)}

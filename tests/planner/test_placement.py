@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 
-from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError
 from megatron.parallel.layout import Layout
@@ -55,20 +54,6 @@ def test_tensor_parallel_groups(pipeline, data, chunks):
         assert fours == {frozenset({0, 1, 6, 7}), frozenset({2, 3, 4, 5})}
     (eight,) = devices_of_tensor_groups(choose_placement(made(8, pipeline, data, chunks), FRONTIER))
     assert eight == set(range(8))
-
-
-def test_the_layout_of_175b():
-    config = Config.create("gpt-175b", world_size=1024)
-    chosen, naive = choose_placement(config, FRONTIER), naive_placement(config, FRONTIER)
-    cost, plain = placement_cost(config, chosen), placement_cost(config, naive)
-    assert cost.order < plain.order and plain.seconds_of("tensor") / cost.seconds_of(
-        "tensor"
-    ) == pytest.approx(76.3 / 52, 0.05)
-    assert devices_of_tensor_groups(naive) == {frozenset(range(4)), frozenset(range(4, 8))}
-    assert devices_of_tensor_groups(chosen) == {frozenset({0, 1, 6, 7}), frozenset({2, 3, 4, 5})}
-    # srun --gpu-bind=closest gives good fours with the launcher's numbers.
-    closest = place_with(config, FRONTIER, "tp-dp-pp", FRONTIER.local_order)
-    assert devices_of_tensor_groups(closest) == {frozenset({4, 5, 2, 3}), frozenset({6, 7, 0, 1})}
 
 
 @pytest.mark.parametrize(

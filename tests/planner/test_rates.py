@@ -40,11 +40,9 @@ def with_products(points, peak=200.0):
 
 @pytest.mark.parametrize("name", known_clusters())
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_points_come_out_as_they_were_put_in(name, dtype):
+def test_measured_rates_of_attention_come_out_as_they_were_put_in(name, dtype):
     cluster = load_cluster(name)
     rates = DeviceRates(cluster, dtype)
-    for m, n, k, rate in cluster.compute[f"products.{dtype}"].points:
-        assert tflops(rates, int(m), int(n), int(k)) == pytest.approx(rate)
     for backward in (False, True):
         figure = cluster.compute[f"attention.{dtype}.{'backward' if backward else 'forward'}"]
         for seq, head, rate in figure.points:

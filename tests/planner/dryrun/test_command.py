@@ -86,8 +86,6 @@ def test_a_job_of_known_length_and_machine_has_a_cost(capsys):
     [
         (["--world-size", "5"], "5"),
         (["--world-size", "4", "--cluster", "atlantis"], "atlantis"),
-        (["--world-size", "12", "--cluster", "frontier"], "12"),
-        (["--world-size", "4", "--num-layer", "3"], "--num-layer"),
     ],
 )
 def test_what_cannot_be_is_an_error_of_the_user(arguments, named):

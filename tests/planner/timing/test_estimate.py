@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.command_line import parse_plan
 from megatron.model import formulas
 from megatron.planner.channels import Channels
 from megatron.planner.cluster import load_cluster
@@ -15,6 +14,7 @@ from megatron.planner.timing import PARTS, estimate, explain, folded_seconds
 from megatron.planner.timing.estimate import busiest_rank
 from megatron.planner.timing.passes import rates_of
 from tests.helpers.examples import examples
+from tests.planner.layouts import planned
 from tests.planner.timing.configs import configs, run
 
 FRONTIER = load_cluster("frontier")
@@ -30,6 +30,13 @@ def with_figures(cluster, **values):
 
 
 MACHINES["busy host"] = with_figures(FRONTIER, layer_overhead_s=1e-4)
+
+
+def folded(estimated):
+    """Return the seconds that a search folds a configuration's costs to."""
+    config, placement = estimated.config, estimated.placement
+    channels = Channels(config, placement.cluster, placement)
+    return folded_seconds(config, placement.cluster, channels)
 
 
 # -- of any configuration --------------------------------------------------------------------------
@@ -81,8 +88,7 @@ def test_parts_add_up(config, factor):
         assert 0 < found.mfu <= found.hfu < 1
         tokens = config.batch.global_batch_size * config.model.seq_length
         assert found.tokens_per_s == pytest.approx(tokens / found.seconds)
-        folded = folded_seconds(config, machine, Channels(config, machine, found.placement))
-        assert 0.6 < folded / found.seconds < 1.5
+        assert 0.6 < folded(found) / found.seconds < 1.5
     fast, slower = estimate(config, FRONTIER), slowed(factor)
     slow = estimate(config, slower, dataclasses.replace(fast.placement, cluster=slower))
     assert slow.seconds == pytest.approx(factor * fast.seconds, rel=1e-6)
@@ -101,17 +107,13 @@ def test_parts_add_up(config, factor):
     ],
 )
 def test_layouts_are_ranked_by_about_their_time(flags, off):
-    words = (
-        "--preset gpt-22b --world-size 128 --pipeline-model-parallel-size 4 "
-        f"--tensor-model-parallel-size 2 {flags}"
-    )
-    config = parse_plan(
-        [*words.split(), "--recompute-granularity", "none", "--global-batch-size", "640"]
+    config = planned(
+        "--preset gpt-22b --world-size 128 --global-batch-size 640 --recompute-granularity none",
+        "--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2",
+        flags,
     )
     found = estimate(config, FRONTIER)
-    assert folded_seconds(
-        config, FRONTIER, Channels(config, FRONTIER, found.placement)
-    ) == pytest.approx(found.seconds, rel=off)
+    assert folded(found) == pytest.approx(found.seconds, rel=off)
 
 
 # -- one by one ------------------------------------------------------------------------------------
@@ -197,16 +199,6 @@ def test_tensor_messages_are_hidden_only_where_they_may_be():
     )
 
 
-def test_a_cpu_hides_nothing():
-    fields = "--tensor-model-parallel-size 2 --global-batch-size 2"
-    shown = run(f"{fields} --no-async-tensor-model-parallel-allreduce")
-    cpu = dataclasses.replace(FRONTIER, device_type="cpu")
-    waited = [
-        estimate(config, cpu).stage_seconds[0].backward.waited for config in (run(fields), shown)
-    ]
-    assert waited[0] == pytest.approx(waited[1])
-
-
 def test_ranks_that_share_cores_take_turns():
     """Ranks that share cores take turns.
 
@@ -218,15 +210,10 @@ def test_ranks_that_share_cores_take_turns():
     shared = dataclasses.replace(alone, shared_cores=2)
     one, two = estimate(config, alone), estimate(config, shared)
     assert two.run.makespan == pytest.approx(2 * one.run.makespan)
-    assert two.breakdown["forward"] == pytest.approx(2 * one.breakdown["forward"])
-    assert two.breakdown["optimizer"] == pytest.approx(2 * one.breakdown["optimizer"])
-    assert two.breakdown["host"] == pytest.approx(one.breakdown["host"])
+    for part, times in (("forward", 2), ("optimizer", 2), ("host", 1)):
+        assert two.breakdown[part] == pytest.approx(times * one.breakdown[part])
     assert two.breakdown["bubble"] == pytest.approx(0, abs=1e-9)
-    one_s, two_s = (
-        folded_seconds(config, cluster, Channels(config, cluster, found.placement))
-        for cluster, found in ((alone, one), (shared, two))
-    )
-    assert two_s - one_s == pytest.approx(two.seconds - one.seconds, rel=0.05)
+    assert folded(two) - folded(one) == pytest.approx(two.seconds - one.seconds, rel=0.05)
 
 
 def test_the_use_of_the_peak():
