@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,26 @@ class Submitted:
         Raises Overdue.
         """
         return self.testbed.wait_for_state(self.number, *(states or ENDED), log=self.log)
+
+
+def write_python(folder, text):
+    """Write a program that the scripts take for Python, in FOLDER/venv; return its settings."""
+    python = folder / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text(text)
+    python.chmod(0o755)
+    return {"SITE_VENV": str(folder / "venv")}
+
+
+def wait_until(condition, job):
+    """Return what `condition` returns once it is true. Raises AssertionError if the job ends."""
+    deadline = time.monotonic() + 900
+    while not (result := condition()):
+        assert time.monotonic() < deadline and job.testbed.state(job.number) not in ENDED, (
+            job.text()
+        )
+        time.sleep(0.1)
+    return result
 
 
 def submit(

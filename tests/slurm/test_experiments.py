@@ -1,10 +1,8 @@
 """Scaling experiments on two virtual nodes: side by side, interrupted, and resumed."""
 
 import json
-import subprocess
 import sys
 
-from tests.helpers.launching import ROOT
 from tests.slurm.site import CAMPAIGN, submit
 
 pytestmark = CAMPAIGN
@@ -43,24 +41,9 @@ def test_points_run_side_by_side_on_nodes_of_their_own(testbed, tmp_path):
     assert [r["status"] for r in results] == ["done", "done"]
     assert sorted(host for r in results for host in r["hosts"]) == ["node01", "node02"]
     assert max(r["started"] for r in results) < min(r["ended"] for r in results)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "tools/report.py",
-            str(tmp_path / "tp-tiny"),
-            "--format",
-            "json",
-            "--output",
-            "-",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    blocks = json.loads(done.stdout)["sections"][1]["blocks"]
+    report = "tools/report.py --format json --output -".split()
+    printed = testbed.ask(sys.executable, *report, str(tmp_path / "tp-tiny"))
+    blocks = json.loads(printed)["sections"][1]["blocks"]
     comparison = next(block for block in blocks if "rows" in block)["rows"]
     assert [(row["run"], row["devices"], row["state"]) for row in comparison] == [
         ("tp-00001", 1, "valid"),
@@ -79,7 +62,5 @@ def test_a_signal_ends_it_and_the_next_job_goes_on(testbed, tmp_path):
     assert "1 point(s) done, 0 failed, 1 not run" in job.text()
     again = experiment(testbed, tmp_path, "second", **settings)
     assert again.wait() == "COMPLETED", again.text()
-    assert (
-        again.text().count("done already") == 1
-        and "2 point(s) done, 0 failed, 0 not run" in again.text()
-    )
+    assert again.text().count("done already") == 1
+    assert "2 point(s) done, 0 failed, 0 not run" in again.text()

@@ -5,7 +5,7 @@ import sys
 
 from benchmarks.faults.job import ROOT
 from benchmarks.faults.testbed import ENDED
-from tests.slurm.site import CAMPAIGN, FRONTIER, settings_of_site
+from tests.slurm.site import CAMPAIGN, FRONTIER, settings_of_site, write_python
 
 pytestmark = CAMPAIGN
 
@@ -34,19 +34,19 @@ while task == "2" and not os.path.exists(f"{{folder}}/release"):
 
 
 def test_a_task_that_is_requeued_leaves_its_sisters_alone(testbed, tmp_path):
-    python, meeting = tmp_path / "venv/bin/python", tmp_path / "meeting"
-    python.parent.mkdir(parents=True)
-    python.write_text(PYTHON)
-    python.chmod(0o755)
+    meeting = tmp_path / "meeting"
     meeting.mkdir()
-    settings = settings_of_site(tmp_path) | {
-        "DEVICE": "cpu",
-        "PREFLIGHT": "1",
-        "SITE_VENV": str(tmp_path / "venv"),
-        "MEETING": str(meeting),
-        "TASKS_PER_NODE": "1",
-        "RUN_NAME": "",
-    }
+    settings = (
+        settings_of_site(tmp_path)
+        | write_python(tmp_path, PYTHON)
+        | {
+            "DEVICE": "cpu",
+            "PREFLIGHT": "1",
+            "MEETING": str(meeting),
+            "TASKS_PER_NODE": "1",
+            "RUN_NAME": "",
+        }
+    )
     words = ["--parsable", "--array=1-3", "-N", "1", f"--output={tmp_path}/%A_%a.log"]
     submit = f'source {FRONTIER}/site.env && exec sbatch "$@"'
     script = [str(FRONTIER / "train_22b.sbatch"), "--mock-data", "--train-iters", "3"]

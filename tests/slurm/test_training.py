@@ -92,16 +92,9 @@ def test_two_nodes_train_what_one_process_trains(testbed, tmp_path):
     flags = ["--preset", "tiny", "--distributed-backend", "gloo", *SIXTEEN, "--save", str(folder)]
     assert run_processes(16, _train, flags) == [0] * 16
     assert history.steps(folder) == one
-    alone = run_job(
-        1,
-        [
-            *flags[:-1],
-            str(tmp_path / "alone"),
-            *"--tensor-model-parallel-size 1".split(),
-            *"--pipeline-model-parallel-size 1".split(),
-        ],
-        tmp_path / "alone",
-    )
+    undivided = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1".split()
+    flags = [*flags[:-1], str(tmp_path / "alone"), *undivided]
+    alone = run_job(1, flags, tmp_path / "alone")
     assert alone.processes[0].returncode == 0, alone.output()
     reference = dict(history.steps(tmp_path / "alone"))
     assert history.largest_difference(one, reference) < LOSS["fp32"]

@@ -17,7 +17,7 @@ import pytest
 from benchmarks.faults.testbed import ENDED, output_of
 from megatron.jobs.result import HANG, OUT_OF_MEMORY
 from tests.helpers.launching import ROOT
-from tests.slurm.site import CAMPAIGN, FRONTIER, submit
+from tests.slurm.site import CAMPAIGN, FRONTIER, submit, wait_until, write_python
 
 pytestmark = CAMPAIGN
 
@@ -65,20 +65,8 @@ exec {sys.executable} "$@"
 """
 
 
-def tune(
-    testbed,
-    folder,
-    name,
-    space=SPACE,
-    program=PYTHON,
-    **settings,
-):
-    python = folder / "venv/bin/python"
-    if not python.exists():
-        python.parent.mkdir(parents=True)
-        python.write_text(program)
-        python.chmod(0o755)
-        (folder / "space.toml").write_text(space)
+def tune(testbed, folder, name, space=SPACE, program=PYTHON, **settings):
+    (folder / "space.toml").write_text(space)
     arguments = ["--search", "optuna", "--confirm", "0", "--stall", "30"]
     return submit(
         testbed,
@@ -92,55 +80,41 @@ def tune(
         SITE_CLUSTER="",
         TASKS_PER_NODE="1",
         CPUS_PER_TASK="1",
-        SITE_VENV=str(folder / "venv"),
         PYTHON=sys.executable,
-        **{"REQUEUE": "0", **settings},
+        **{"REQUEUE": "0", **write_python(folder, program), **settings},
     )
 
 
 def journal(folder):
-    """Read from the folders of trials which were started, and how they ended."""
-    found = []
+    """Return (point, result or None) of each trial that was started, by its number."""
+    trials = {}
     for path in sorted((folder / "tune-space/trials").glob("*/point.json")):
-        point, number, result = (
+        result = path.with_name("result.json")
+        trials[int(path.parent.name)] = (
             json.loads(path.read_text()),
-            int(path.parent.name),
-            path.with_name("result.json"),
+            json.loads(result.read_text()) if result.exists() else None,
         )
-        found.append(
-            {"event": "started", "number": number, "key": point["key"], "hosts": point["hosts"]}
-        )
-        if result.exists():
-            found.append({"event": "ended", "number": number, **json.loads(result.read_text())})
-    return found
+    return trials
 
 
-def again(folder):
+def restarted(folder):
     """Return the trials that were started more than once."""
     return {int(path.parent.name) for path in (folder / "tune-space/trials").glob("*/attempt-1")}
 
 
-def numbers(records, event):
-    return [record["number"] for record in records if record["event"] == event]
+def ended(trials):
+    return {number: trial for number, trial in trials.items() if trial[1]}
 
 
-def mid_way(testbed, folder, job, more):
-    """Wait until `more` more trials have ended and another runs; return the ended ones."""
-    before, deadline = len(numbers(journal(folder), "ended")), time.monotonic() + 900
-    while time.monotonic() < deadline:
-        records = journal(folder)
-        ended = set(numbers(records, "ended"))
-        if len(ended) >= before + more and running(records):
-            return ended
-        assert testbed.state(job.number) not in ENDED, job.text()
-        time.sleep(0.1)
-    raise AssertionError(f"no {more} trials have ended: {job.text()}")
+def mid_way(folder, job):
+    """Wait until one more trial has ended and another runs; return the ended ones."""
+    before = len(ended(journal(folder)))
 
+    def one_more():
+        trials = journal(folder)
+        return len(trials) > len(ended(trials)) > before and set(ended(trials))
 
-def running(records):
-    """Return the trials whose last record is their start."""
-    last = {record["number"]: record["event"] for record in records if "number" in record}
-    return {number for number, event in last.items() if event == "started"}
+    return wait_until(one_more, job)
 
 
 def kill_the_tuner(folder):
@@ -170,7 +144,7 @@ def left_behind(testbed, folder):
 def test_a_search_with_a_hang_and_too_little_memory_killed_and_gone_on_with(testbed, tmp_path):
     # Killed, which no program can prevent.
     job = tune(testbed, tmp_path, "first")
-    done = [mid_way(testbed, tmp_path, job, 1)]
+    done = [mid_way(tmp_path, job)]
     kill_the_tuner(tmp_path)
     assert job.wait() == "FAILED", job.text()
     starts = [left_behind(testbed, tmp_path)]
@@ -178,7 +152,7 @@ def test_a_search_with_a_hang_and_too_little_memory_killed_and_gone_on_with(test
     # Cancelled, as by a user: Slurm signals the trials together with the script. The script must
     # not undo that.
     job = tune(testbed, tmp_path, "second", REQUEUE="1")
-    done.append(mid_way(testbed, tmp_path, job, 1))
+    done.append(mid_way(tmp_path, job))
     testbed.ask("scancel", job.number)
     assert job.wait() == "CANCELLED", job.text()
     starts.append(left_behind(testbed, tmp_path))
@@ -186,47 +160,38 @@ def test_a_search_with_a_hang_and_too_little_memory_killed_and_gone_on_with(test
 
     # Warned before its time is over: it is requeued, and continues to the end.
     job = tune(testbed, tmp_path, "third", REQUEUE="1")
-    done.append(mid_way(testbed, tmp_path, job, 1))
+    done.append(mid_way(tmp_path, job))
     testbed.ask("scancel", "--batch", "--signal=USR1", job.number)
     assert job.wait("PENDING", *ENDED) == "PENDING", job.text()
     assert "interrupted by SIGUSR1" in job.text() and "back into the queue" in job.text()
     starts.append(left_behind(testbed, tmp_path))
     testbed.control("hurry", job.number)
     assert job.wait() == "COMPLETED", job.text()
-    records = left_behind(testbed, tmp_path)
-    assert (
-        testbed.state(cancelled.number) == "CANCELLED"
-        and "back into the queue" not in cancelled.text()
-    )
+    trials = left_behind(testbed, tmp_path)
+    assert testbed.state(cancelled.number) == "CANCELLED"
+    assert "back into the queue" not in cancelled.text()
 
     # Ended trials did not run again; interrupted ones did, under their number.
-    for ended, before in zip(done, starts, strict=True):
-        kept = [record for record in before if record["event"] == "ended"]
-        assert ended <= set(numbers(kept, "ended")) and all(record in records for record in kept)
-        assert running(before) <= again(tmp_path)
-    keys = {r["number"]: r["key"] for r in records if r["event"] == "started"}
-    assert len(set(keys.values())) == len(keys) == 6
-    assert sorted(numbers(records, "ended")) == sorted(keys)
-    check_trials(
-        {keys[r["number"]]: r for r in records if r["event"] == "ended"},
-        tmp_path / "tune-space/report",
-    )
+    for numbers, before in zip(done, starts, strict=True):
+        assert numbers <= ended(before).keys() and ended(before).items() <= trials.items()
+        assert before.keys() - ended(before).keys() <= restarted(tmp_path)
+    results = {point["key"]: result for point, result in ended(trials).values()}
+    assert len(results) == len(trials) == 6
+    check_trials(results, tmp_path / "tune-space/report")
 
 
-def check_trials(ended, report):
-    kinds = {key: (r["status"], r["kind"]) for key, r in ended.items()}
-    assert kinds.pop(HANGS) == ("failed", HANG) and kinds.pop(TOO_BIG) == (
-        "failed",
-        OUT_OF_MEMORY,
-    ), kinds
+def check_trials(results, report):
+    kinds = {key: (r["status"], r["kind"]) for key, r in results.items()}
+    assert kinds.pop(HANGS) == ("failed", HANG)
+    assert kinds.pop(TOO_BIG) == ("failed", OUT_OF_MEMORY)
     assert set(kinds.values()) == {("done", None)} and len(kinds) == 4
 
-    ran = [(r["started"], r["ended"], set(r["hosts"])) for r in ended.values()]
+    ran = [(r["started"], r["ended"], set(r["hosts"])) for r in results.values()]
     assert all(len(hosts) == 2 for _, _, hosts in ran)
     both = [(a, b) for i, a in enumerate(ran) for b in ran[:i] if a[0] < b[1] and b[0] < a[1]]
     assert both and all(not a[2] & b[2] for a, b in both)
 
-    best = max((key for key in kinds), key=lambda key: ended[key]["tokens_per_s"])
+    best = max(kinds, key=lambda key: results[key]["tokens_per_s"])
     command = (report / "best.txt").read_text()
     sizes = [
         re.search(rf"--{name}[= ](\d+)", command)
@@ -236,24 +201,15 @@ def check_trials(ended, report):
     assert {"trials.md", "trajectory.png"} <= {path.name for path in report.iterdir()}
 
 
-def guarded(testbed):
-    return "guard" in testbed.ask("squeue", "--steps", "-h", "-o", "%j").split()
-
-
 def held(testbed, folder):
     """Start a search whose first two trials wait for a file on their nodes; return the file."""
     few = SPACE.replace("pp == 1 or mbs < 3", "pp == 1 and mbs < 3")
     job = tune(testbed, folder, "run", few, HELD, REQUEUE="1", GUARD_S="1")
-    deadline, started = time.monotonic() + 900, {}
-    while (
-        len(list((folder / "venv/bin").glob("on.node0*"))) < 4
-        or len(started) < 2
-        or not guarded(testbed)
-    ):
-        assert time.monotonic() < deadline and testbed.state(job.number) not in ENDED, job.text()
-        time.sleep(0.2)
-        started = {r["number"]: r["hosts"] for r in journal(folder) if r["event"] == "started"}
-    assert started == {1: ["node01", "node02"], 2: ["node03", "node04"]}, job.text()
+    wait_until(lambda: len(list((folder / "venv/bin").glob("on.node0*"))) == 4, job)
+    wait_until(lambda: "guard" in testbed.ask("squeue", "--steps", "-h", "-o", "%j").split(), job)
+    wait_until(lambda: len(journal(folder)) == 2, job)
+    hosts = [point["hosts"] for point, _ in journal(folder).values()]
+    assert hosts == [["node01", "node02"], ["node03", "node04"]], job.text()
     return job, folder / "venv/bin/go"
 
 
@@ -272,16 +228,13 @@ def test_a_node_dies_and_the_search_goes_on_without_it(testbed, tmp_path, mended
     testbed.control("lose-node", "node03")
     go.touch()
     assert job.wait() == "COMPLETED", job.text()
-    records, text = left_behind(testbed, tmp_path), job.text()
+    trials, text = left_behind(testbed, tmp_path), job.text()
     assert "node03 does not respond and is left out from now on; 3 of 4 node(s) remain" in text
-    started = [(r["number"], set(r["hosts"])) for r in records if r["event"] == "started"]
-    assert [number for number, _ in started] == [1, 2] and again(tmp_path) == {2}, (
-        "one was run again"
-    )
-    assert "node03" not in started[-1][1] and len(started[-1][1]) == 2
+    assert [*trials] == [1, 2] and restarted(tmp_path) == {2}, "one was run again"
+    hosts = set(trials[2][0]["hosts"])
+    assert "node03" not in hosts and len(hosts) == 2
     assert "node03 did not respond: it will run again" in text
-    ended = {r["number"]: r["status"] for r in records if r["event"] == "ended"}
-    assert ended == {1: "done", 2: "done"}, text
+    assert [result["status"] for _, result in trials.values()] == ["done", "done"], text
     assert (tmp_path / "tune-space/report/best.txt").exists() and "Node failure" in (
         tmp_path / "tune-space/trials/0002/attempt-1/train.log"
     ).read_text()
