@@ -162,7 +162,7 @@ def bucket_rule(config: Config, ranks: int) -> BucketRule:
     def whole(record: Sharding) -> bool:
         return wants is not None and bool(wants(record.name, record.global_shape))
 
-    key = repr((config.model, config.optimizer)), config.pieces
+    key = repr((config.model, config.optimizer)), config.pieces.optimizer
     return BucketRule(bucket_limit(config, ranks), whole, mup_scales(config), key)
 
 

@@ -18,7 +18,8 @@ ON_FRONTIER = "--cluster frontier"
 
 
 def config(world_size, *flags):
-    return planned(SIZES, f"--world-size {world_size}", *flags)
+    plain = planned(SIZES, f"--world-size {world_size}", *flags)
+    return plain.with_pieces(callbacks=[print])  # a list, as in any run
 
 
 def launched(world_size):

@@ -505,7 +505,7 @@ def full_matrix_seconds(config: Config, cluster: Cluster, channels: Channels) ->
     if not parameters:
         return 0.0
     shapes = {p.name: p.global_shape[p.experts :] for p in parameters}  # of one expert
-    key = config.optimizer, config.pieces, config.model, device, *shapes.items()
+    key = config.optimizer, config.pieces.optimizer, config.model, device, *shapes.items()
     if key not in _updates:
         from megatron.planner.recorder import record_update
 
