@@ -22,38 +22,6 @@ def made(*flags):
     return step_messages(planned(FIELDS, *flags), "cuda")
 
 
-FULL = "--recompute-granularity full"
-
-
-@pytest.mark.parametrize(
-    ("fields", "reduced", "gathered"),
-    [
-        # A layer has 4 all-reduces, and 2 more to recompute it; the embedding has one forward, the
-        # output layer one backward.
-        ("", 4 * L + 2, 0),
-        ("--recompute-granularity selective", 4 * L + 2, 0),
-        # A recomputation ends before its last product, and the message of that.
-        (FULL, 6 * L - L + 2, 0),
-        (f"{FULL} --recompute-num-layers 4", 6 * L - L // 4 + 2, 0),
-        (f"{FULL} --recompute-method block --recompute-num-layers 3", 4 * L + 2 * 3 - 3 + 2, 0),
-        # Each all-reduce is one of both, and inputs are gathered again for the weight gradients.
-        ("--sequence-parallel", 4 * L + 2, 6 * L + 2),
-    ],
-)
-def test_tensor_parallel_messages(fields, reduced, gathered):
-    micro_batches, n = 5, 4
-    size = f"--tensor-model-parallel-size {n} --global-batch-size {2 * micro_batches}"
-    found = made(fields, size).collectives
-    kind = "reduce_scatter" if gathered else "all_reduce"
-    # of the softmax, fp32 [3, tokens] of each rank
-    tensor, statistics = S * 2 * H * 2, 3 * 4 * S * 2 * n
-    expected = {GroupMessage(kind, tensor): reduced, GroupMessage("all_gather", tensor): gathered}
-    expected[GroupMessage("all_gather", statistics)] = 1
-    assert {m: count for m, count in found.items() if m.group == "tensor"} == {
-        message: count * micro_batches for message, count in expected.items() if count
-    }
-
-
 def test_pipeline_messages():
     fields = "--pipeline-model-parallel-size 4 --world-size 4 --global-batch-size 12"
     plain = made(fields)

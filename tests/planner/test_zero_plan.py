@@ -133,17 +133,13 @@ def instructions(config, plan, rank):
 
 def recorded(config, rank, monkeypatch):
     """Return what a rank of a dry run posts in its second step, by group."""
-    found = []
-    ends = []
-    begin, step, enter = Engine.begin, Engine.step, FlightRecorder.enter
-
-    def begins(self, count):
-        found.clear()
-        begin(self, count)
+    found, of_steps = [], []
+    step, enter = Engine.step, FlightRecorder.enter
 
     def steps(self, *args):
         result = step(self, *args)
-        ends.append(len(found))
+        of_steps.append([*found])
+        found.clear()
         return result
 
     def note(self, call, kind, size_bytes, *args, **more):
@@ -151,12 +147,11 @@ def recorded(config, rank, monkeypatch):
             found.append((kind, call.decode(), size_bytes))
         return enter(self, call, kind, size_bytes, *args, **more)
 
-    monkeypatch.setattr(Engine, "begin", begins)
     monkeypatch.setattr(Engine, "step", steps)
     monkeypatch.setattr(FlightRecorder, "enter", note)
     run_rank(config, rank, "meta", config.num_micro_batches())
     sent = {}
-    for kind, call, n_bytes in found[: ends[-1]]:
+    for kind, call, n_bytes in of_steps[-1]:
         is_figure = call == "all_reduce" and n_bytes <= 64  # a norm, for example
         if kind.split(".")[0] in ("data", "expert_data") and call in CALLS and not is_figure:
             sent.setdefault(kind, []).append((call, n_bytes))

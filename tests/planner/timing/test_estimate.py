@@ -119,30 +119,6 @@ def test_layouts_are_ranked_by_about_their_time(flags, off):
 # -- one by one ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 8), (4, 2, 8), (2, 4, 6), (2, 2, 2)])
-def test_equal_stages_have_the_bubble_of_the_closed_form(p, v, m):
-    """Equal stages have the bubble (p - 1) / (v m) of the working time.
-
-    Source: Narayanan et al. 2021, section 2.2. Links take no time, and the ends of the model are
-    negligible beside its layers.
-    """
-    chunks = f"--num-layers-per-virtual-pipeline-stage {8 // (p * v)}" if v > 1 else ""
-    config = run(
-        f"--pipeline-model-parallel-size {p} --global-batch-size {m} {chunks}",
-        "--vocab-size 1 --make-vocab-size-divisible-by 1 --hidden-size 2048 --seq-length 2048",
-        "--position-embedding-type none --hidden-dropout 0",
-    )
-    free = with_figures(FRONTIER, **dict.fromkeys(SECONDS - {"layer_overhead_s"}, 0.0))
-    links = dict.fromkeys(free.links, 1e9)
-    fast = dataclasses.replace(free, links=links, collective_gb_per_s={}, nic_gb_per_s=1e9)
-    found = estimate(config, fast)
-    busy = found.run.busy[busiest_rank(found.run)]
-    assert found.breakdown["bubble"] + found.breakdown["pipeline messages"] == pytest.approx(
-        (p - 1) / (v * m) * busy, rel=0.02
-    )
-    assert found.breakdown["pipeline messages"] < 1e-3 * found.seconds
-
-
 def test_bf16_moments_and_an_average_count_in_the_update():
     """Bytes of the gradient norm (4), AdamW (4 + 24) and the bf16 weights (2; torch reads fp32: 6).
 

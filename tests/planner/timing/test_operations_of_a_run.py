@@ -1,8 +1,10 @@
 """Traces against the operations of a run: every matrix product and tensor-parallel message."""
 
+import itertools
 from collections import Counter
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -28,12 +30,8 @@ LLAMA = (
     "--disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0 "
     "--attention-dropout 0"
 )
-PRODUCTS = {
-    "mm": (0, 1),
-    "addmm": (1, 2),
-    "bmm": (0, 1),
-    "baddbmm": (1, 2),
-}
+# Positions of the factors.
+PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 
 
 def key(m, n, k, batch):
@@ -49,8 +47,8 @@ class Products(TorchDispatchMode):
 
     def __init__(self, batched):
         super().__init__()
-        self.batched, self.found, self.order = batched, Counter[tuple[int, ...]](), []
-        self.attention = Counter[str]()
+        self.batched, self.order = batched, []
+        self.found, self.attention = Counter(), Counter()
 
     @classmethod
     def _should_skip_dynamo(cls):
@@ -114,23 +112,15 @@ def messages_of(group, order):
             order.append(("wait", post("all_reduce", x.nbytes)))
         return whole(x, of, *args)
 
-    collectives.start, collectives.all_reduce = start, all_reduce
-    try:
+    with mock.patch.multiple(collectives, start=start, all_reduce=all_reduce):
         yield
-    finally:
-        collectives.start, collectives.all_reduce = original, whole
 
 
 def listed(config, rank):
     """Return the same from the trace."""
-    traced, products, sent = (
-        trace(config, "cpu"),
-        Counter[tuple[int, ...]](),
-        Counter[tuple[str, int]](),
-    )
-    attention = Counter()
+    traced, products, sent, attention = trace(config, "cpu"), Counter(), Counter(), Counter()
     for of_rank in stages.stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]:
-        for run in (run for runs in stages.stage_passes(traced, of_rank).values() for run in runs):
+        for run in itertools.chain(*stages.stage_passes(traced, of_rank).values()):
             for operation in run.of.computations():
                 if isinstance(operation, Product):
                     products[key(*operation[:4])] += 2 * run.times
@@ -153,11 +143,10 @@ def listed_in_order(config):
 
     There is one stage without recomputation.
     """
-    found = []
+    found, posts = [], 0
     (only,) = stages.stages_of(config)
     passes = stages.stage_passes(trace(config, "cpu"), only)
-    posts = 0
-    of_step = 2 * [run for half in ("forward", "backward") for run in passes[half]]
+    of_step = 2 * [*passes["forward"], *passes["backward"]]
     for of in [run.of for run in of_step for _ in range(run.times)]:
         numbers = {}
         for step in of.steps:
@@ -195,7 +184,7 @@ CASES = {
         f"{SP} {OVERLAP} --tp-comm-overlap-chunks 3",
         f"{TP2} {OVERLAP} --micro-batch-size 2 --global-batch-size 4 --bf16 --no-async-tensor-model-parallel-allreduce",
         f"{PP2} {LLAMA} {CHUNKS}",
-        f"{PP2} {CHUNKS} {FULL}",
+        f"{PP2} {CHUNKS} {FULL} --recompute-method block",
         f"{PP2} --enable-zbh1-pipeline {FULL}",
         f"{PP2} --pipeline-layout 1,3 {FULL} --recompute-num-layers 2",
     ],
