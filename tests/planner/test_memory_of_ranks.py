@@ -14,12 +14,12 @@ from tests.planner.layouts import planned
 from tools.show_schedule import peak_activations
 
 
-def small(tp=1, pp=1, dp=1, m=8, flags=""):
-    sizes = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
+def small(pp=1, dp=1, flags=""):
     return planned(
         "--num-layers 16 --hidden-size 64 --num-attention-heads 4 --seq-length 32",
         "--vocab-size 1000 --bf16 --make-vocab-size-divisible-by 8",
-        f"{sizes} --world-size {tp * pp * dp} --global-batch-size {dp * m} {flags}",
+        f"--pipeline-model-parallel-size {pp} --world-size {pp * dp}",
+        f"--global-batch-size {dp * 8} {flags}",
     )
 
 
