@@ -163,7 +163,7 @@ def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(flags):
     config = make(flags)
     enough, count = enough_micro_batches(config), config.num_micro_batches()
     size = config.parallel.pipeline_model_parallel_size
-    assert count > enough, "else the test shows nothing"
+    assert count > enough  # else the test shows nothing
     members = [member for member in members_of(config) if member.stands_for]
     assert sorted(p for member in members for p in member.stands_for) == [*range(size)]
     for kind in members:
@@ -214,7 +214,8 @@ def test_a_rank_whose_code_fails_is_named_with_its_line(monkeypatch):
     assert (finding.kind, finding.rank) == ("error", 1)
     assert "63" in finding.text and "megatron/layers/" in finding.text
     assert "RuntimeError" in render(found)
-    assert [rank.pipeline_rank for rank in found.ranks] == [0], "the others are shown all the same"
+    # the others are shown all the same
+    assert [rank.pipeline_rank for rank in found.ranks] == [0]
 
 
 def test_collectives_that_differ_between_tensor_ranks(monkeypatch):
