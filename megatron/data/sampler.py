@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -143,7 +144,7 @@ def sample_order(
 
 
 _READ_ENDS_S = 1.0
-"""Longest wait for each thread of a closed stream."""
+"""Longest wait for the threads of a closed stream."""
 _NOTHING = torch.empty(0)
 
 
@@ -246,8 +247,9 @@ class MicroBatchStream:
         self._ahead.clear()
         if self._threads is not None:
             self._threads.terminate()
+            end = time.monotonic() + _READ_ENDS_S  # of all together
             for thread in vars(self._threads)["_pool"]:
-                thread.join(_READ_ENDS_S)
+                thread.join(max(end - time.monotonic(), 0.0))
 
     def _read_ahead(self, until: int) -> None:
         while self._threads is not None and len(self._ahead) < until:

@@ -205,7 +205,8 @@ def test_a_read_that_fails_names_its_sample(num_workers, error):
     stream.close()
 
 
-def test_closing_does_not_wait_for_a_read_without_end():
+def test_closing_does_not_wait_for_a_read_without_end(monkeypatch):
+    monkeypatch.setattr("megatron.data.sampler._READ_ENDS_S", 0.0)
     entered, release, busy = threading.Event(), threading.Event(), []
 
     class Stuck(Counting):

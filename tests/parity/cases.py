@@ -62,17 +62,8 @@ def layout(
         fields["num_layers_per_virtual_pipeline_stage"] = layers // (2 * pp)
     elif schedule == "zb-h1":
         fields["enable_zbh1_pipeline"] = True
-    modules = "_".join(recompute.get("recompute_modules", ()))
-    kind = (
-        modules
-        or recompute.get("recompute_method")
-        or recompute.get("recompute_granularity")
-        or "none"
-    )
-    extra = "".join(f"-{k}={v}" for k, v in more.items())
-    name = f"tp{tp}{'sp' if sp else ''}-pp{pp}-dp{dp}-{schedule}-zero{zero}-recompute_{kind}{extra}"
-    if cp > 1:
-        name = f"cp{cp}-{name}"
+    shape = dict(tp=tp, pp=pp, dp=dp, cp=cp, sp=sp, schedule=schedule, zero=zero)
+    name = "-".join(f"{k}={v}" for k, v in {**shape, **recompute, **more}.items())
     return name, tp * pp * dp * cp, fields
 
 
@@ -116,8 +107,6 @@ GRID += [
     layout(tp=2, dp=2, zero=3, **FROZEN),
     layout(dp=4, zero=2, recompute=SELECTIVE, bf16=True, **FROZEN),
     layout(pp=2, dp=2, schedule="interleaved", zero=0, **FROZEN),
-    # The components of gpt-1t-frontier.
-    layout(tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP),
 ]
 
 LLAMA = dict(
@@ -304,7 +293,6 @@ TOGETHER = [
         **LLAMA,
         **DOCUMENTS,
     ),
-    layout(tp=2, pp=2, sp=True, **FP16),
     layout(tp=2, pp=2, **FP16, poison=(1, 3)),
     layout(tp=2, sp=True, recompute=CHEAP, fused=True, **FAMILIES["olmo2"]),
     layout(dp=2, recompute=FULL, fused=True, **FAMILIES["gemma2"]),
@@ -320,6 +308,11 @@ TOGETHER = [
     layout(
         tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP, rank_order="dp-pp-tp"
     ),
+]
+# Two steps are enough to use the moments once; a loss scale falls in the third.
+TOGETHER = [
+    (name, size, {"steps": 3 if "poison" in fields else 2, **fields})
+    for name, size, fields in TOGETHER
 ]
 ALL = DOCUMENTS | dict(
     tp=2, pp=2, sp=True, schedule="interleaved", packed=True, recompute=SELECTIVE
@@ -523,7 +516,6 @@ CAMPAIGN = [
     layout(tp=2, pp=2, dp=2, sp=True, micro_batch_size=2),
     # the order of the ranks
     layout(tp=2, pp=2, dp=2, rank_order="tp-pp-dp"),
-    layout(tp=2, pp=2, dp=2, sp=True, schedule="interleaved", rank_order="dp-pp-tp"),
     layout(tp=2, pp=2, dp=2, sp=True, schedule="zb-h1", rank_order="pp-dp-tp"),
     layout(tp=2, pp=2, dp=2, zero=0, rank_order="pp-tp-dp"),
     layout(tp=2, pp=4, rank_order="dp-tp-pp"),
@@ -550,7 +542,6 @@ CAMPAIGN = [
         add_bias_linear=False,
     ),
     layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=SELECTIVE, fused=True, **BLOCKED),
-    layout(tp=2, fused=True, **BLOCKED, **LLAMA),
     layout(
         tp=2,
         pp=2,
@@ -563,7 +554,6 @@ CAMPAIGN = [
         **DOCUMENTS,
     ),
     layout(pp=2, dp=2, schedule="zb-h1", recompute=FULL, fused=True, **UNFUSED, **DROPOUT),
-    layout(tp=2, pp=2, recompute=FULL, fused=True, **UNFUSED, hidden_dropout=0.2),
     layout(tp=2, pp=2, sp=True, recompute=FULL, fused=True, **UNFUSED, **BF16),
     # products in chunks
     layout(tp=2, pp=2, sp=True, schedule="zb-h1", **CHUNKS),
