@@ -53,6 +53,13 @@ def rank_topology(rank: int = 0, **layout: Any) -> Topology:
     return Topology.from_layout(Layout(**layout), rank, device=torch.device("cpu"))
 
 
+def one_stage(config: Config) -> Any:
+    """Return the whole model in one process."""
+    from megatron.model.gpt import build_chunks
+
+    return build_chunks(config, rank_topology())["0"]
+
+
 def records(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the records of a run's metrics file by event."""
     events: dict[str, list[dict[str, Any]]] = {}

@@ -19,10 +19,9 @@ from megatron.model.formulas import (
     recompute_flops_per_token,
     total_parameters,
 )
-from megatron.model.gpt import build_chunks
-from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Topology
+from tests.helpers.hugging_face import COMMON, FAMILIES
+from tests.helpers.tiny import one_stage
 
 FULL = RecomputeConfig("full")
 SELECTIVE = RecomputeConfig("selective", ("core_attn",))
@@ -51,75 +50,21 @@ LLAMA = {
     "position_embedding_type": "rope",
     "untie_embeddings_and_output_weights": True,
 }
-GPT2_124M = gpt(12, 768, 12, 1024, 50257)
-LLAMA_8B = gpt(32, 4096, 32, 8192, 128256, ffn_hidden_size=14336, num_key_value_heads=8, **LLAMA)
-
-
-def llama(layers, hidden, heads, vocab, **changes):
-    return gpt(layers, hidden, heads, 2048, vocab, **{**LLAMA, **changes})
-
-
 RELEASED = {
-    "gpt2": (GPT2_124M, 124_439_808),
-    "Meta-Llama-3-8B": (LLAMA_8B, 8_030_261_248),
-    "pythia-1.4b": (
-        gpt(
-            *(24, 2048, 16, 2048, 50304),
-            position_embedding_type="rope",
-            parallel_residual="two_norms",
-            untie_embeddings_and_output_weights=True,
-        ),
-        1_414_647_808,
-    ),
-    "bloom-560m": (
-        gpt(
-            *(24, 1024, 16, 2048, 250880),
-            position_embedding_type="alibi",
-            embedding_layernorm=True,
-        ),
-        559_214_592,
-    ),
-    "Qwen2.5-0.5B": (
-        llama(
-            *(24, 896, 14, 151936),
-            ffn_hidden_size=4864,
-            num_key_value_heads=2,
-            add_qkv_bias=True,
-            untie_embeddings_and_output_weights=False,
-        ),
-        494_032_768,
-    ),
-    "Qwen3-0.6B": (
-        llama(
-            *(28, 1024, 16, 151936),
-            ffn_hidden_size=3072,
-            num_key_value_heads=8,
-            kv_channels=128,
-            qk_layernorm=True,
-            untie_embeddings_and_output_weights=False,
-        ),
-        596_049_920,
-    ),
-    "OLMo-2-1124-7B": (
-        llama(
-            *(32, 4096, 32, 100352),
-            ffn_hidden_size=11008,
-            norm_position="post",
-            qk_layernorm=True,
-            qk_layernorm_over="all",
-        ),
-        7_298_617_344,
+    "gpt2": (gpt(12, 768, 12, 1024, 50257), 124_439_808),
+    "Meta-Llama-3-8B": (
+        gpt(*(32, 4096, 32, 8192, 128256), ffn_hidden_size=14336, num_key_value_heads=8, **LLAMA),
+        8_030_261_248,
     ),
     "gemma-2-2b": (
-        llama(
-            *(26, 2304, 8, 256000),
+        gpt(
+            *(26, 2304, 8, 8192, 256000),
+            **{**LLAMA, "swiglu": False, "untie_embeddings_and_output_weights": False},
             ffn_hidden_size=9216,
             num_key_value_heads=4,
             kv_channels=256,
             norm_position="both",
-            swiglu=False,
             geglu=True,
-            untie_embeddings_and_output_weights=False,
         ),
         2_614_341_888,
     ),
@@ -133,15 +78,16 @@ def test_totals_of_released_models(name):
     assert total_parameters(model) == total
 
 
-@pytest.mark.parametrize(
-    ("layers", "hidden", "heads", "named"),
-    [(48, 6144, 48, 22e9), (96, 12288, 96, 175e9), (128, 25600, 128, 1e12)],
-)
+# of Narayanan et al., arXiv 2104.04473: layers, hidden size, heads and parameters
+PAPER = [(48, 6144, 48, 22e9), (96, 12288, 96, 175e9), (128, 25600, 128, 1e12)]
+
+
+@pytest.mark.parametrize(("layers", "hidden", "heads", "named"), PAPER)
 def test_totals_of_the_papers_models(layers, hidden, heads, named):
     vocab, seq = 51200, 2048
     total = total_parameters(gpt(layers, hidden, heads, seq, vocab))
     assert total == pytest.approx(named, rel=0.01)
-    # Narayanan et al., arXiv 2104.04473, equation 2, leaves out the final norm (2h).
+    # Equation 2 leaves out the final norm (2h).
     closed = (
         12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocab + seq) / (12 * layers * hidden))
     )
@@ -149,19 +95,13 @@ def test_totals_of_the_papers_models(layers, hidden, heads, named):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        dict(swiglu=True, num_key_value_heads=1),
-        dict(normalization="rmsnorm", add_bias_linear=False, num_key_value_heads=2),
-        dict(swiglu=True, add_bias_linear=False),
-    ],
+    "fields",
+    [*FAMILIES.values(), dict(COMMON, swiglu=True, ffn_hidden_size=100, kv_channels=10)],
+    ids=[*FAMILIES, "biases of swiglu"],
 )
-def test_parameters_of_a_model_that_is_built(changes):
-    fields = dict(hidden_size=48, num_attention_heads=6, seq_length=16, vocab_size=96)
-    fields |= dict(num_layers=2, ffn_hidden_size=100, kv_channels=10, **changes)
+def test_parameters_of_a_model_that_is_built(fields):
     config = Config.create(**fields)
-    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
-    built = build_chunks(config, topology).parameters()
+    built = one_stage(config).parameters()
     assert total_parameters(config.model) == sum(
         math.prod(sharding_of(p).global_shape) for p in built
     )
@@ -172,14 +112,8 @@ def plain_gpt_flops(model, batch):
 
     Its attention is unmasked and explicit.
     """
-    n, g, d, s = (
-        model.num_attention_heads,
-        model.num_key_value_heads,
-        model.kv_channels,
-        model.seq_length,
-    )
-    h, f, vocab = model.hidden_size, model.ffn_hidden_size, model.vocab_size
-    assert vocab is not None
+    n, g, d = model.num_attention_heads, model.num_key_value_heads, model.kv_channels
+    s, h, f, vocab = model.seq_length, model.hidden_size, model.ffn_hidden_size, model.vocab_size
     torch.manual_seed(0)
 
     def weight(*shape):
@@ -199,16 +133,11 @@ def plain_gpt_flops(model, batch):
     head = weight(vocab, h)
     with FlopCounterMode(display=False) as counter:
         for w in layers:
-            q, k, v = (
-                F.linear(x, w["qkv"])
-                .view(batch, s, n + 2 * g, d)
-                .transpose(1, 2)
-                .split([n, g, g], dim=1)
-            )
+            heads = F.linear(x, w["qkv"]).view(batch, s, n + 2 * g, d).transpose(1, 2)
+            q, k, v = heads.split([n, g, g], dim=1)
             k, v = (t.repeat_interleave(n // g, dim=1) for t in (k, v))
-            probabilities = torch.matmul(q, k.transpose(-1, -2)).softmax(-1)
-            attention = torch.matmul(probabilities, v).transpose(1, 2).reshape(batch, s, n * d)
-            x = x + F.linear(attention, w["out"])
+            attention = (q @ k.mT).softmax(-1) @ v
+            x = x + F.linear(attention.transpose(1, 2).reshape(batch, s, n * d), w["out"])
             inner = F.linear(x, w["up"])
             inner = F.silu(F.linear(x, w["gate"])) * inner if model.swiglu else F.gelu(inner)
             x = x + F.linear(inner, w["down"])
@@ -225,10 +154,8 @@ def test_model_flops_are_those_that_torch_counts(changes):
     assert model_flops_per_token(model) * model.seq_length * batch == plain_gpt_flops(model, batch)
 
 
-@pytest.mark.parametrize(
-    ("layers", "hidden", "heads"), [(48, 6144, 48), (96, 12288, 96), (128, 25600, 128)]
-)
-def test_flops_agree_with_the_papers_formula(layers, hidden, heads):
+@pytest.mark.parametrize(("layers", "hidden", "heads", "named"), PAPER)
+def test_flops_agree_with_the_papers_formula(layers, hidden, heads, named):
     batch, seq, vocab = 640, 2048, 51200
     model = gpt(layers, hidden, heads, seq, vocab)
     ours = model_flops_per_token(model) * batch * seq

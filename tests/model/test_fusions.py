@@ -7,21 +7,9 @@ from megatron.kernels import choose
 from megatron.kernels.choose import ALL, Fusions
 from tests.helpers.fusions import Operators, force
 from tests.model.test_gpt import build, micro_batch, tokens
+from tests.parity.cases import BLOCKED, CHEAP, DROPOUT, FULL, LLAMA, SELECTIVE, UNFUSED
 
-GPT = dict(attention_backend="unfused")
-BLOCKED = dict(attention_backend="blocked")
-LLAMA = dict(
-    attention_backend="local",
-    num_key_value_heads=2,
-    position_embedding_type="rope",
-    normalization="rmsnorm",
-    swiglu=True,
-    add_bias_linear=False,
-    untie_embeddings_and_output_weights=True,
-)
-DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.1)
-FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-SELECTIVE = dict(recompute_granularity="selective")
+LOCAL = dict(LLAMA, attention_backend="local")
 
 
 def step(monkeypatch, fusions, dtype=torch.float32, **fields):
@@ -34,7 +22,7 @@ def step(monkeypatch, fusions, dtype=torch.float32, **fields):
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, seen.calls
 
 
-@pytest.mark.parametrize("fields", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("fields", [UNFUSED, LOCAL], ids=["gpt", "llama"])
 def test_equal_to_rounding(monkeypatch, fields):
     """Results are equal to rounding.
 
@@ -50,27 +38,25 @@ def test_equal_to_rounding(monkeypatch, fields):
 
 
 @pytest.mark.parametrize(
-    ("fields", "recompute", "dtype"),
-    [
-        (GPT, FULL, torch.bfloat16),
-        (LLAMA, SELECTIVE, torch.bfloat16),
-    ],
+    ("fields", "recompute"),
+    [(UNFUSED, FULL), (LOCAL, SELECTIVE), (LOCAL, CHEAP)],
 )
-def test_recomputation_repeats_every_bit(monkeypatch, fields, recompute, dtype):
+def test_recomputation_repeats_every_bit(monkeypatch, fields, recompute):
+    dtype = torch.bfloat16
     loss, gradients, seen = step(monkeypatch, ALL, dtype, **fields, **DROPOUT)
     # The embedding; attention weights and two sums in each layer.
     assert seen["bias_dropout_add"] == 1 + 3 * 3
     again, repeated, more = step(monkeypatch, ALL, dtype, **fields, **DROPOUT, **recompute)
-    assert more["bias_dropout_add"] > seen["bias_dropout_add"]
+    assert more.total() > seen.total()
     assert torch.equal(loss, again)
     assert all(torch.equal(gradients[name], repeated[name]) for name in gradients)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [LLAMA, BLOCKED], ids=["llama", "blocked"])
+@pytest.mark.parametrize("fields", [LOCAL, BLOCKED], ids=["llama", "blocked"])
 def test_each_fusion_runs_its_own_operators(monkeypatch, fields):
     """All fusions together run the operators that each runs alone; none replaces another."""
-    llama, blocked = fields is LLAMA, fields is BLOCKED
+    llama, blocked = fields is LOCAL, fields is BLOCKED
     fields = {**fields, **DROPOUT, "num_layers": 1}
     together = step(monkeypatch, ALL, **fields)[2]
     alone = {

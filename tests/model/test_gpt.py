@@ -1,7 +1,6 @@
 """One stage in one process: documents, masks, padding, recomputation, residuals and dropout."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -10,10 +9,10 @@ from torch.nn.functional import cross_entropy
 
 from megatron.config import Config
 from megatron.data.sampler import Separation, make_micro_batch
-from megatron.model.gpt import build_chunks, hidden_state
-from megatron.parallel.layout import Layout
+from megatron.model.gpt import hidden_state
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Topology
+from tests.helpers.tiny import one_stage
+from tests.parity.cases import BLOCK, CHEAP, FULL2, LLAMA, SELECTIVE
 
 V, S, B = 50, 16, 2
 FIELDS = dict(
@@ -32,8 +31,7 @@ FIELDS = dict(
 
 
 def build(**fields):
-    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
-    return build_chunks(Config.create(**{**FIELDS, **fields}), topology)["0"]
+    return one_stage(Config.create(**{**FIELDS, **fields}))
 
 
 def micro_batch(tokens, mask=None, first_sample=0):
@@ -147,22 +145,15 @@ def test_padding_changes_no_number():
         torch.testing.assert_close(grads_padded[name], g, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("recompute", [FULL2, BLOCK, SELECTIVE, CHEAP])
 @pytest.mark.parametrize(
-    "recompute",
-    [
-        dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
-        dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=2),
-        dict(recompute_granularity="selective"),
-    ],
+    ("fields", "documents"),
+    [({}, False), (LLAMA, True), (dict(apply_residual_connection_post_layernorm=True), False)],
 )
-@pytest.mark.parametrize("documents", [False, True])
-def test_recomputation_repeats_every_bit_with_dropout_on(recompute, documents):
-    fields = dict(hidden_dropout=0.3, attention_dropout=0.2)
-    batch = micro_batch(tokens())
-    if documents:
-        batch = make_micro_batch(
-            tokens().numpy(), segments=[np.array([6, 1, 4, 6]), np.array([9, 5])]
-        )
+def test_recomputation_repeats_every_bit_with_dropout_on(recompute, fields, documents):
+    fields = dict(hidden_dropout=0.3, attention_dropout=0.2, **fields)
+    pieces = [np.array([6, 1, 4, 6]), np.array([9, 5])]
+    batch = make_micro_batch(tokens().numpy(), segments=pieces if documents else None)
     loss, grads = gradients(build(**fields), batch)
     again, grads_again = gradients(build(**fields, **recompute), batch)
     assert torch.equal(loss, again)
@@ -196,21 +187,3 @@ def test_fp32_residual_stream_beside_bf16_weights():
     assert wide.dtype == torch.float32
     assert abs(wide - exact) < 0.02 * exact
     assert abs(narrow - exact) < 0.02 * exact
-
-
-def test_initial_loss_is_that_of_a_guess():
-    # With small weights the logits are nearly equal: -log(1/V); they vary by 0.0002 sqrt(32).
-    loss = build(init_method_std=0.0002)(micro_batch(tokens()), None)
-    assert loss.item() == pytest.approx(math.log(V), abs=1e-3)
-
-
-def test_initial_scale_of_residual_projections():
-    model = build(hidden_size=256, init_method_std=0.02)
-    layer = model.layers[0]
-    assert layer.mlp.dense_h_to_4h.weight.std().item() == pytest.approx(0.02, rel=0.02)
-    assert layer.mlp.dense_4h_to_h.weight.std().item() == pytest.approx(
-        0.02 / math.sqrt(6), rel=0.02
-    )
-    assert layer.self_attention.dense.weight.std().item() == pytest.approx(
-        0.02 / math.sqrt(6), rel=0.02
-    )

@@ -5,11 +5,10 @@ import torch
 
 from megatron.config import Config
 from megatron.data.sampler import make_micro_batch
-from megatron.model.gpt import build_chunks, stages_of
-from megatron.parallel.layout import Layout
-from megatron.parallel.topology import Topology
 from megatron.planner.events import Alloc, Free
 from megatron.planner.trace import trace
+from tests.helpers.tiny import one_stage
+from tests.parity.cases import LLAMA
 
 S, B, H, V = 128, 2, 64, 256
 FIELDS = dict(
@@ -21,15 +20,7 @@ FIELDS = dict(
     global_batch_size=B,
     hidden_dropout=0.0,
     attention_dropout=0.0,
-)
-LLAMA = dict(
-    position_embedding_type="rope",
-    normalization="rmsnorm",
-    swiglu=True,
-    add_bias_linear=False,
-    untie_embeddings_and_output_weights=True,
-    num_key_value_heads=2,
-    ffn_hidden_size=160,
+    bf16=True,
 )
 
 
@@ -37,28 +28,14 @@ def recompute(*modules):
     return dict(recompute_granularity="selective", recompute_modules=modules)
 
 
-def stage(config, dtype):
-    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
-    tokens = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(5))
-    return build_chunks(config, topology).to(dtype), make_micro_batch(tokens.numpy())
-
-
-def gradients(dtype, **fields):
-    """Return the gradients of all parameters after one micro-batch."""
-    config = Config.create(**{**FIELDS, "num_layers": 2, **fields})
-    chunks, batch = stage(config, dtype)
-    stages_of(chunks)[0](batch, None).backward()
-    return {name: p.grad for name, p in chunks.named_parameters() if p.grad is not None}
-
-
-def kept_bytes(dtype, **fields):
-    """Return the bytes of the tensors that autograd saves in a forward pass.
+def kept_bytes(**fields):
+    """Return the bytes of the tensors that autograd saves in a forward pass in bf16.
 
     Shared memory counts once, parameters not at all.
     """
     config = Config.create(**{**FIELDS, **fields})
-    chunks, batch = stage(config, dtype)
-    parameters = {p.untyped_storage().data_ptr() for p in chunks.parameters()}
+    model, tokens = one_stage(config).bfloat16(), torch.arange(B * (S + 1)).view(B, -1) % V
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved = {}
 
     def note(x):
@@ -68,7 +45,7 @@ def kept_bytes(dtype, **fields):
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        stages_of(chunks)[0](batch, None)
+        model(make_micro_batch(tokens.numpy()), None)
     return config, sum(x.untyped_storage().nbytes() for x in saved.values())
 
 
@@ -94,33 +71,15 @@ def kept(part):
     ],
 )
 def test_a_layer_keeps_what_its_trace_says(changes):
-    """One layer more keeps its tensors once, in bf16, as its trace says."""
-    dtype = dict(bf16=True)
-    config, two = kept_bytes(torch.bfloat16, num_layers=2, **dtype, **changes)
-    _, three = kept_bytes(torch.bfloat16, num_layers=3, **dtype, **changes)
+    """One layer more keeps its tensors once, as its trace says."""
+    config, two = kept_bytes(num_layers=2, **changes)
+    _, three = kept_bytes(num_layers=3, **changes)
     traced = trace(config, "cpu")
     assert three - two == kept(traced.recompute or traced.layer)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [{}, {"hidden_dropout": 0.1}, LLAMA, {"apply_residual_connection_post_layernorm": True}],
-)
-def test_what_is_made_again_is_the_same_to_the_bit(model):
-    """Recomputation is bitwise the same.
-
-    This includes a kernel that adds the residual and normalises in one pass.
-    """
-    kept, made = (
-        gradients(torch.bfloat16, **model, **more)
-        for more in ({}, recompute("mlp_act", "layernorm"))
-    )
-    assert kept.keys() == made.keys() and len(kept) > 10
-    assert all(torch.equal(kept[name], made[name]) for name in kept)
-
-
 def test_the_head_keeps_its_norm_and_no_logits():
-    config, one = kept_bytes(torch.bfloat16, num_layers=1, bf16=True)
+    config, one = kept_bytes(num_layers=1)
     traced = trace(config, "cpu")
     head = kept(traced.head)
     labels, loss = 8 * S * B, 4  # no float, and none that autograd saves
