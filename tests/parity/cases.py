@@ -11,15 +11,12 @@ Some fields of a configuration are for train() alone:
 """
 
 import contextlib
-from typing import Any
 
 import pytest
 
 from tests.helpers import frozen
 from tests.helpers.fusions import force
 from tests.helpers.training import STEPS, routes, train_in_process
-
-Case = tuple[str, int, dict[str, Any]]
 
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 FULL2 = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)

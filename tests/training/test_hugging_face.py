@@ -32,7 +32,7 @@ def test_train_on(source, tmp_path):
     trained, layout = tmp_path / "trained", "--tensor-model-parallel-size 2".split()
     words = ["--load", f"hf:{source}", *FLAGS, *layout, "--pipeline-model-parallel-size", "2"]
     for outcome in launch(4, [*words, "--train-iters", "2", "--save-hf", str(trained)]):
-        assert outcome is not None and outcome.code == 0, outcome
+        assert outcome.code == 0, outcome
     before, after = tensors(source), tensors(trained)
     assert before.keys() == after.keys()
     assert all(value.shape == after[name].shape for name, value in before.items())

@@ -1,4 +1,4 @@
-"""Lines for parsers, against a parser by the format's description and a line of a real run."""
+"""Lines for parsers, against a line of a real run."""
 
 import math
 import re
@@ -14,25 +14,6 @@ REAL_LINE = (
     "size:  1280 | lm loss: 1.109811E+01 | loss scale: 1073741824.0 | grad norm: 0.000 | num "
     "zeros: 0.0 | actual seqlen:  2048 | number of skipped iterations:   0 | number of nan "
     "iterations:   0 | samples per second: 6.514 | TFLOPs: 149.46 |"
-)
-
-# Fields in order, each with the exact form of its value; those in parentheses with ? may be absent.
-SCIENTIFIC3, SCIENTIFIC6 = r"\d\.\d{3}E[+-]\d\d", r"\d\.\d{6}E[+-]\d\d"
-LINE = re.compile(
-    r"^ iteration (?P<iteration>[ \d]{8})/(?P<total>[ \d]{8}) \| consumed samples: (?P<samples>[ "
-    r"\d]{12}) \| "
-    r"consumed tokens: (?P<tokens>[ \d]{12}) \| elapsed time per iteration \(ms\): (?P<ms>\d+\.\d) "
-    r"\| "
-    rf"learning rate: (?P<lr>{SCIENTIFIC3}) \| global batch size: (?P<batch>[ \d]{{5}}) \| "
-    rf"(lm loss: (?P<loss>{SCIENTIFIC6}) \| )?(loss scale: (?P<scale>\d+\.\d) \| )?"
-    r"(grad norm: (?P<norm>\d+\.\d{3}) \| )?"
-    r"(num zeros: (?P<zeros>\d+\.\d) \| )?(params norm: (?P<params>\d+\.\d{3}) \| )?"
-    r"actual seqlen: (?P<seq>[ \d]{5}) \| "
-    r"number of skipped iterations: (?P<skipped>[ \d]{3}) \| number of nan iterations: (?P<nan>[ "
-    r"\d]{3}) \| "
-    r"samples per second: (?P<rate>\d+\.\d{3}) \| (tokens per gpu per second \(tgs\): "
-    r"(?P<tgs>\d+\.\d{3}) \| )?"
-    r"TFLOPs: (?P<tflops>\d+\.\d\d) \|( MFU: (?P<mfu>\d\.\d{3}) \| HFU: (?P<hfu>\d\.\d{3}) \|)?$"
 )
 
 
@@ -71,7 +52,6 @@ def test_the_same_figures_give_the_real_line():
     # That run's version printed no tgs; everything else is equal to the last character.
     line = format_iteration(report())
     assert line.replace(" tokens per gpu per second (tgs): 2.223 |", "") == REAL_LINE
-    assert LINE.match(line)
 
 
 def test_all_fields_and_their_order():
@@ -87,24 +67,20 @@ def test_all_fields_and_their_order():
             lm_loss=0.5,
         )
     )
-    match = LINE.match(line)
-    assert match
-    assert (
-        float(match["params"]) == 12.346
-        and float(match["norm"]) == 1.25
-        and float(match["zeros"]) == 7
+    assert line.split(" global batch size:  1280 |")[1] == (
+        " lm loss: 5.000000E-01 | loss scale: 1073741824.0 | grad norm: 1.250 | num zeros: 7.0 | "
+        "params norm: 12.346 | actual seqlen:  2048 | number of skipped iterations:   3 | "
+        "number of nan iterations:   1 | samples per second: 6.514 | "
+        "tokens per gpu per second (tgs): 2.223 | TFLOPs: 149.46 | MFU: 0.412 | HFU: 0.500 |"
     )
-    assert int(match["skipped"]) == 3 and int(match["nan"]) == 1
-    assert (match["mfu"], match["hfu"]) == ("0.412", "0.500")
-    assert float(match["ms"]) == 196496.4 and int(match["tokens"]) == 5242880
 
 
 @pytest.mark.parametrize("loss", [2.5, 19.0, 31.0])
 def test_validation_lines(loss):
     above, line, below = format_validation("iteration 10", loss).split("\n")
     match = re.fullmatch(
-        rf" validation loss at iteration 10 \| lm loss value: ({SCIENTIFIC6}) \| lm loss PPL: "
-        rf"({SCIENTIFIC6}) \| ",
+        r" validation loss at iteration 10 \| lm loss value: (\d\.\d{6}E[+-]\d\d) \| lm loss PPL: "
+        r"(\d\.\d{6}E[+-]\d\d) \| ",
         line,
     )
     assert match

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.parallel.layout import Layout
-from megatron.parallel.topology import Topology
 from megatron.training.report.events import StepRecord
 from megatron.training.report.metrics import FlopRates, Interval
+from tests.helpers.tiny import rank_topology
 
-SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+SINGLE = rank_topology()
 
 
 def step(iteration, loss, *, skipped=False, batch=4):

@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 import torch
 
-from megatron.config import Config
 from megatron.config.duration import show_duration
 from megatron.errors import ConfigError
 from megatron.training.report.metrics import Profiler, Stopwatch
@@ -21,6 +20,7 @@ from megatron.training.run.process import run_guarded
 from tests.helpers.clock import VirtualClock
 from tests.helpers.launching import TINY
 from tests.helpers.processes import run_processes
+from tests.helpers.tiny import tiny
 
 LINE = " iteration [red]1[/red] | " + "x" * 300
 
@@ -160,9 +160,7 @@ def test_a_run_on_a_terminal_shows_its_progress_and_whole_lines():
 
 
 def profile_config(**fields):
-    model = dict(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=16)
-    batch = dict(micro_batch_size=1, global_batch_size=4, mock_data=True)
-    return Config.create(**{**model, **batch, "world_size": 2, "profile": "pt", **fields})
+    return tiny(**{"world_size": 2, "profile": "pt", **fields})
 
 
 @pytest.mark.parametrize("flag", ["trace_dir", "tensorboard_dir", "metrics_file"])
@@ -224,14 +222,14 @@ def test_memory_is_recorded_on_chosen_ranks_of_a_gpu(tmp_path, monkeypatch):
 
 
 def test_stopwatch_leaves_pauses_out():
-    now = [0.0]
-    watch = Stopwatch(clock=lambda: now[0])
-    now[0] = 5.0
+    clock = VirtualClock()
+    watch = Stopwatch(clock=clock)
+    clock.advance(5.0)
     with watch.paused():
-        now[0] = 105.0
-    now[0] = 106.0
+        clock.advance(100.0)
+    clock.advance(1.0)
     assert watch.lap() == 6.0
-    now[0] = 108.0
+    clock.advance(2.0)
     assert watch.lap() == 2.0
 
 
@@ -239,7 +237,7 @@ def raise_(error):
     raise error
 
 
-def test_user_errors_have_one_message_and_no_traceback(capsys):
+def test_user_errors_have_one_message_and_others_a_traceback(capsys):
     error = ConfigError("two:\n  1. this\n  2. that")
     assert run_guarded(lambda: raise_(error), rank=0) == 2
     assert capsys.readouterr().err == f"ConfigError: {error}\n"
@@ -253,6 +251,10 @@ def test_user_errors_have_one_message_and_no_traceback(capsys):
     )
     assert run_guarded(lambda: raise_(SystemExit(0)), rank=0) == 0
     assert run_guarded(lambda: raise_(KeyboardInterrupt()), rank=0) == 130
+    capsys.readouterr()
+    assert run_guarded(lambda: raise_(ZeroDivisionError("why")), rank=5) == 1
+    shown = capsys.readouterr().err
+    assert all(part in shown for part in ("rank 5", "Traceback", "ZeroDivisionError: why"))
 
 
 def test_torchrun_gets_the_reason(tmp_path, monkeypatch):
@@ -266,11 +268,3 @@ def test_torchrun_gets_the_reason(tmp_path, monkeypatch):
         code = run_guarded(partial(raise_, error), rank=1)
         shown = str(ChildFailedError("run", {1: ProcessFailure(1, 7, code, str(path))}))
         assert text in shown.split("Root Cause")[1]
-
-
-def test_other_errors_have_a_traceback_that_names_the_rank(
-    capsys,
-):
-    assert run_guarded(lambda: raise_(ZeroDivisionError("why")), rank=5) == 1
-    shown = capsys.readouterr().err
-    assert all(part in shown for part in ("rank 5", "Traceback", "ZeroDivisionError: why"))

@@ -1,7 +1,6 @@
 """Timelines and phases of a recorded step, by clocks that computations advance."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ from megatron.kernels.cost import Memory, counts_as, recomputed
 from megatron.parallel import flight as flight_module
 from megatron.parallel.deferred_gradients import WeightGradients
 from megatron.parallel.flight import DeviceCalls
-from megatron.parallel.layout import Layout
-from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import Executor
 from megatron.pipeline.orders import COMPUTE, Op
 from megatron.pipeline.schedule import build_schedule
@@ -28,9 +25,10 @@ from megatron.training.report.timeline import (
 from tests.helpers.clock import VirtualClock
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
+from tests.helpers.tiny import rank_topology
 from tests.parallel.test_flight import Stream
 
-SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+SINGLE = rank_topology()
 
 
 @pytest.fixture
@@ -52,7 +50,6 @@ def a_step(topology, advance):
     recording = Recording(topology, 7)
     advance(1.0)
     meter = flight.meter
-    assert meter is not None
     begun = meter.mark()
     advance(2.0)
     meter.add("data", begun)
@@ -134,7 +131,7 @@ def test_times_of_a_device_are_moved_to_the_clock_of_its_host():
         def elapsed_time(self, later):
             return float(1000 * (later.at - self.at))
 
-    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+    topology = rank_topology()
     meter = topology.flight.meter = DeviceCalls(Event, on_host=True)
 
     def advance(seconds):
@@ -159,12 +156,15 @@ def test_phases_stay_disjoint_where_events_overlap():
     assert found == {**dict.fromkeys(PHASES, 0.0), "data": 2.0, "optimizer": 7.0, "recompute": 1.0}
 
 
+def of_one_rank(path, say, clock):
+    executor = Executor(SINGLE, {0: lambda *_: None}, "1f1b", ((1,), torch.float32))
+    return Timeline(SINGLE, executor, path, say, clock=clock)
+
+
 def test_a_step_with_too_many_calls_has_no_timeline(clock, monkeypatch):
     for module in (flight_module, timeline_module):
         monkeypatch.setattr(module, "MOST_MARKS", 5)
-    executor = Executor(SINGLE, {0: lambda *_: None}, "1f1b", ((1,), torch.float32))
-    said = []
-    timeline = Timeline(SINGLE, executor, None, said.append, clock=clock)
+    timeline = of_one_rank(None, print, clock)
     assert timeline.report(a_step(SINGLE, clock.advance), 0.0) == ({}, None)
 
 
@@ -195,27 +195,14 @@ class Compute(torch.autograd.Function):
         return torch.full_like(gradients[0], clock.now - clock.origin), None, None
 
 
-class RealClock:
-    """The machine's clock, on which a second of the passes takes 200 ms."""
-
-    origin = 0.0
-    now = property(lambda self: time.monotonic(), lambda self, value: None)
-
-    def __call__(self):
-        return time.monotonic()
-
-    def advance(self, seconds):
-        time.sleep(seconds / 5)
-
-
-def run_pipeline(rank, folder, real=False):
+def run_pipeline(rank, folder):
     """Run all cases; messages carry the time of their sender, and so its clock to the receiver.
 
-    The second half of the ranks has another host, whose clock is 5,000 s ahead unless it is `real`.
+    The second half of the ranks has another host, whose clock is 5,000 s ahead.
     """
     topology = join(pipeline=RANKS)
-    clock = RealClock() if real else VirtualClock(start=1000.0 if rank < 2 else 6000.0)
-    clock.origin = 0.0 if real else clock.now
+    clock = VirtualClock(start=1000.0 if rank < 2 else 6000.0)
+    clock.origin = clock.now
     plain = dist.irecv
 
     class Arriving:
@@ -312,22 +299,11 @@ def test_a_timeline_has_the_order_of_its_schedule_and_its_bubble(ran, case):
     assert spans[Op.FORWARD, 2, 0][0] - spans[Op.FORWARD, 1, 0][0] == pytest.approx(1e6)
 
 
-@pytest.mark.campaign("real-time")
-def test_a_bubble_by_the_real_clock_is_that_of_the_schedule(tmp_path):
-    """Passes that wait are equally long whatever else the machine does."""
-    first, *_ = run_processes(RANKS, run_pipeline, str(tmp_path), True)
-    for _, record in first:
-        assert record.bubble == pytest.approx(record.predicted_bubble, rel=0.1)
-
-
-@pytest.mark.slow
 def test_a_file_that_cannot_be_written_is_noted_once(tmp_path, clock):
-    executor = Executor(SINGLE, {0: lambda *_: None}, "1f1b", ((1,), torch.float32))
-    said = []
-    path = tmp_path / "gone" / "timeline.json"
-    timeline = Timeline(SINGLE, executor, path, said.append, clock=clock)
+    path, said = tmp_path / "gone" / "timeline.json", []
+    timeline = of_one_rank(path, said.append, clock)
     for _ in range(2):
         times_ms, record = timeline.report(a_step(SINGLE, clock.advance), 0.0)
-        assert times_ms["forward"] == [8000.0] and record is not None
+        assert times_ms["forward"] == [8000.0]
         clock.advance(100.0)
     assert record.file is None and len(said) == 1 and str(path) in said[0]

@@ -8,11 +8,8 @@ import itertools
 import json
 import math
 import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -48,8 +45,7 @@ from megatron.training.run.host import (
     masks_on_this_node,
     share_cores,
 )
-from megatron.training.run.process import Signals
-from megatron.training.run.stopping import Agreement, StopRules
+from megatron.training.run.stopping import Agreement
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 from tests.helpers.text import GPT, PROMPTS, TextModel, one_process
@@ -59,7 +55,7 @@ pytestmark = pytest.mark.slow
 RANKS = 4
 
 
-# -- agreement and stopping ------------------------------------------------------------------------
+# -- agreement -------------------------------------------------------------------------------------
 
 
 def agree(topology, folder):
@@ -94,33 +90,6 @@ def agree(topology, folder):
         agreement.post()
         agreement.read()
         return [*answers, dict(agreement.read())], sent
-
-
-def stop(topology, folder):
-    """Stop on a signal on rank 1 alone, then on a file that only rank 0 may act on."""
-
-    def reason(iteration, signals, switch):
-        settings = SimpleNamespace(
-            training=SimpleNamespace(
-                exit_interval=None, exit_signal_handler=False, kill_switch_file=switch
-            )
-        )
-        agreement = Agreement(topology)
-        return StopRules(settings, agreement, signals).check(iteration, agreement.now()) is not None
-
-    with Signals() as signals:
-        if topology.rank == 1:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        seen = [reason(1, signals, None)]
-    # Ranks look for different files: rank 0's answer must override the others' own views.
-    switch, nothing = (
-        os.path.join(folder, "stop") if topology.rank == 0 else os.devnull,
-        Signals(enabled=False),
-    )
-    seen.append(reason(2, nothing, switch))
-    if topology.rank == 0:
-        Path(switch).touch()
-    return [*seen, reason(3, nothing, switch)]
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -343,10 +312,8 @@ def texts(topology, folder):
 
 # -- the processes ---------------------------------------------------------------------------------
 
-Case = Callable[[Topology, str], Any]
 CASES = (  # the case, tensor and pipeline size
     (agree, (1, 1)),
-    (stop, (1, 1)),
     (figures, (2, 2)),
     (figures, (1, 2)),
     (evaluate, (1, 2)),
@@ -385,10 +352,6 @@ def test_ranks_get_the_largest_number_of_the_moment_they_were_asked_in_one_reduc
 ):
     late, now = ({"signal": signal, "save": 0, "late": 1} for signal in (10 + RANKS - 1, 99))
     assert found(agree) == [([{}, late, {}, now, {}], [3, 3, 3])] * RANKS
-
-
-def test_all_ranks_stop_alike(found):
-    assert found(stop) == [[True, False, True]] * RANKS
 
 
 @pytest.mark.parametrize(("tensor", "replicas"), [(2, 1), (1, 2)])

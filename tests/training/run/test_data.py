@@ -22,6 +22,11 @@ from tests.training.run.test_run import run_and_listen, write_numbers
 DATA = dict(vocab_size=80, train_iters=4, split="1")
 
 
+def staging(prefix, disk, **fields):
+    """Return a configuration that copies the data of this prefix to `disk`."""
+    return tiny(**DATA, **fields, data_path=(prefix,), stage_data_to=str(disk))
+
+
 def side_by_side(number, run):
     """Run each of several ranks in a thread; return results or exceptions."""
     outcomes = [None] * number
@@ -43,14 +48,13 @@ def side_by_side(number, run):
 def test_the_copy_is_read(tmp_path, monkeypatch):
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
     prefix, said = write_numbers(tmp_path / "x", 80), []
-    asked = tiny(**DATA, data_path=(prefix,), stage_data_to="$NODE_DISK/me")
+    asked = staging(prefix, "$NODE_DISK/me")
     locations = staged_locations(asked, rank_topology(), said.append)
     assert Path(locations[prefix]).is_relative_to(tmp_path / "disk" / "me")
     assert len(said) == 1 and locations[prefix] in said[0]
     before = build_datasets(asked, 4, 0, 0).train
     (tmp_path / "x.bin").write_bytes(bytes(160))  # the same size, all zeros
     built = build_datasets(asked, 4, 0, 0, reading=Reading(locations)).train
-    assert before is not None and built is not None
     assert all(
         built[i].tolist() == list(range(built[i][0], built[i][0] + 9)) for i in range(len(built))
     )
@@ -80,14 +84,7 @@ def test_a_variable_that_is_not_set_is_no_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("NODE_DISK", raising=False)
     monkeypatch.chdir(tmp_path)
     said = []
-    assert (
-        staged_locations(
-            tiny(**DATA, data_path=("x",), stage_data_to="$NODE_DISK/me"),
-            rank_topology(),
-            said.append,
-        )
-        == {}
-    )
+    assert staged_locations(staging("x", "$NODE_DISK/me"), rank_topology(), said.append) == {}
     assert len(said) == 1 and "--stage-data-to $NODE_DISK/me" in said[0]
     assert list(tmp_path.iterdir()) == []
 
@@ -101,7 +98,7 @@ def test_a_disk_that_takes_no_copy_is_no_reason_to_stop(tmp_path, monkeypatch, f
     else:
         (tmp_path / "disk").write_text("")
     prefix, said = write_numbers(tmp_path / "x", 80), []
-    asked = tiny(**DATA, data_path=(prefix,), stage_data_to=str(tmp_path / "disk"))
+    asked = staging(prefix, tmp_path / "disk")
     assert staged_locations(asked, rank_topology(), said.append) == {prefix: prefix}
     assert len(said) == 1 and prefix in said[0]
 
@@ -112,8 +109,8 @@ def test_one_process_of_a_node_copies_and_only_stages_that_read_data(tmp_path):
     The middle one of three pipeline stages on a node reads nothing.
     """
     prefix, store, said = write_numbers(tmp_path / "x", 80), dist.HashStore(), []
-    fields = dict(num_layers=3, pipeline_model_parallel_size=3, world_size=3, data_path=(prefix,))
-    asked = tiny(**DATA, **fields, stage_data_to=str(tmp_path / "disk"))
+    fields = dict(num_layers=3, pipeline_model_parallel_size=3, world_size=3)
+    asked = staging(prefix, tmp_path / "disk", **fields)
     staged = side_by_side(
         3, lambda rank: staged_locations(asked, rank_topology(rank, pipeline=3), said.append, store)
     )
@@ -127,12 +124,7 @@ def test_one_process_of_a_node_copies_and_only_stages_that_read_data(tmp_path):
 
 def test_the_wait_has_an_end(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "WAIT_S", 0.0)
-    asked = tiny(
-        **DATA,
-        data_path=(write_numbers(tmp_path / "x", 80),),
-        stage_data_to=str(tmp_path / "disk"),
-        world_size=2,
-    )
+    asked = staging(write_numbers(tmp_path / "x", 80), tmp_path / "disk", world_size=2)
     with pytest.raises(LaunchError, match="staging"):
         staged_locations(asked, rank_topology(data=2), lambda _: None, dist.HashStore())
 

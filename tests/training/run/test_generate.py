@@ -1,8 +1,6 @@
 """Generated text against transformers and against plain forward passes, and how texts end."""
 
 import json
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -12,11 +10,10 @@ from megatron.data.sampler import MicroBatch
 from megatron.errors import ConfigError
 from megatron.layers.transformer import TransformerLayer
 from megatron.model.gpt import build_chunks
-from megatron.parallel.layout import Layout
-from megatron.parallel.topology import Topology
 from megatron.training.run.generate import Limits, Sampling, choose, generate
-from tests.helpers.hugging_face import FAMILIES, hugging_face
+from tests.helpers.hugging_face import hugging_face
 from tests.helpers.text import GPT, PROMPTS, ByteTokenizer, TextModel, one_process
+from tests.helpers.tiny import rank_topology
 
 FIELDS = {**GPT, "seq_length": 32}
 GREEDY = Sampling(temperature=0)
@@ -29,9 +26,11 @@ def ids(model, prompts=PROMPTS, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", FAMILIES)
+# What a token at a later place or a cache can change: positions, windows and experts. The scores of
+# all families are compared in checkpoint/test_huggingface.py.
+@pytest.mark.parametrize("style", ["gpt2", "bloom", "yarn", "mistral", "gemma2", "mixtral"])
 def test_greedy_text_is_that_of_transformers(style, tmp_path):
-    """64 tokens after prompts of different lengths in one batch; transformers has one at a time.
+    """40 tokens after prompts of different lengths in one batch; transformers has one at a time.
 
     The best score of each step is further from the second than rounding can move it. Large matrices
     of the layers, and a last norm that turns signs, make a text more than the repetition of a token
@@ -42,7 +41,7 @@ def test_greedy_text_is_that_of_transformers(style, tmp_path):
         for name, p in theirs.named_parameters():
             if p.ndim > 1 and (".h." in name or ".layers." in name):
                 p.mul_(3)
-            if name.endswith(("ln_f.weight", "model.norm.weight", "final_layer_norm.weight")):
+            if name.endswith(("ln_f.weight", "model.norm.weight")):
                 p.normal_(-1.0 if style == "gemma2" else 0.0, 1.0)
     theirs.config.eos_token_id = theirs.generation_config.eos_token_id = None
     theirs.eval().save_pretrained(tmp_path)
@@ -52,8 +51,8 @@ def test_greedy_text_is_that_of_transformers(style, tmp_path):
         found = theirs.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt)),
-            max_new_tokens=64,
-            min_new_tokens=64,
+            max_new_tokens=40,
+            min_new_tokens=40,
             do_sample=False,
             pad_token_id=0,
             eos_token_id=None,
@@ -64,7 +63,7 @@ def test_greedy_text_is_that_of_transformers(style, tmp_path):
         assert (best - second).min() > 1e-4
         expected.append(found.sequences[0, len(prompt) :].tolist())
     assert max(len(set(text)) for text in expected) > 10
-    assert ids(ours, max_new_tokens=64) == expected
+    assert ids(ours, max_new_tokens=40) == expected
 
 
 ARCHITECTURES = {
@@ -83,9 +82,8 @@ def test_cache_and_batch_change_nothing(name):
     assert ids(model) == whole and len({tuple(text) for text in whole}) == 3
     assert [ids(model, [prompt])[0] for prompt in PROMPTS] == whole
     if model.config.model.position_embedding_type != "learned_absolute":  # no last position
-        assert ids(model, limits=Limits(context=64), max_new_tokens=40, cached=False) == ids(
-            model, limits=Limits(context=64), max_new_tokens=40
-        )
+        longer = dict(limits=Limits(context=64), max_new_tokens=32)
+        assert ids(model, cached=False, **longer) == ids(model, **longer)
     # a text is drawn from its own seed, whatever is beside it
     drawn = ids(model, sampling=Sampling(), seeds=[3, 4, 5])
     assert drawn != whole
@@ -237,10 +235,9 @@ def test_bad_options_are_refused(options):
 
 
 def test_context_parallelism_is_refused():
-    layout = Layout(data=2, context=2)
-    ranks = SimpleNamespace(topology=Topology.from_layout(layout, 0), config=None, tokenizer=None)
+    ranks = TextModel(None, rank_topology(data=2, context=2), None)
     with pytest.raises(ConfigError, match="--context-parallel-size 2"):
-        generate(cast(Any, ranks), PROMPTS)
+        generate(ranks, PROMPTS)
 
 
 def test_broken_weights_are_reported():

@@ -1,15 +1,13 @@
 """Number of threads of a process."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.training.run import host
-from tests.helpers.launching import ROOT, TINY
+from tests.training.run.test_interrupts import torchrun
 
 
 @pytest.mark.parametrize(
@@ -49,29 +47,11 @@ def test_an_empty_setting_is_none(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.campaign("real-time")
-def test_a_run_under_torchrun_says_what_it_set():
-    environment = {
-        k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "GLIBC_TUNABLES")
-    }
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            "pretrain_gpt.py",
-            *TINY,
-            "--train-iters",
-            "1",
-        ],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_run_under_torchrun_says_what_it_set(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    with torchrun("--train-iters", "1") as started:
+        output, _ = started.communicate()
+    assert started.returncode == 0, output
     cores = len(os.sched_getaffinity(0))
-    assert f" threads: {max(1, cores // 2)} " in done.stdout
-    assert done.stdout.count(" malloc: ") == 1
+    assert f" threads: {max(1, cores // 2)} " in output and output.count(" malloc: ") == 1

@@ -14,6 +14,7 @@ from megatron.planner.dryrun.rank import run_rank
 from megatron.training.run import loop
 from tests.helpers.processes import run_processes
 from tests.helpers.tiny import run
+from tests.parity.cases import LLAMA
 
 pytestmark = pytest.mark.slow
 
@@ -24,22 +25,13 @@ MODEL = dict(
     seq_length=64,
     vocab_size=250,
     micro_batch_size=2,
-    global_batch_size=8,
+    global_batch_size=4,
     hidden_dropout=0.1,
     attention_dropout=0.1,
 )
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=True)
 PP2 = dict(pipeline_model_parallel_size=2)
-LLAMA = dict(
-    normalization="rmsnorm",
-    swiglu=True,
-    position_embedding_type="rope",
-    num_key_value_heads=2,
-    untie_embeddings_and_output_weights=True,
-    add_bias_linear=False,
-    hidden_dropout=0.0,
-    attention_dropout=0.0,
-)
+LLAMA = dict(LLAMA, hidden_dropout=0.0, attention_dropout=0.0)
 
 
 def test_each_way_to_wait_is_seen():

@@ -161,7 +161,6 @@ def test_the_schedules_are_the_checkpoints_where_a_flag_asks_for_it(tmp_path, be
         for step in (0, 1, 2, 10, 11, 15, 19, 20, 30):
             at = Progress(*3 * [0], 0, 0, step, 4 * step, 32 * step)
             values = Schedules.from_config(taken).at(at)
-            assert values.betas is not None
             expected = Schedules.from_config(theirs).at(at)
             if expected.betas is None:
                 expected = expected._replace(betas=(0.9, theirs.optimizer.adam_beta2))
@@ -267,7 +266,7 @@ def test_all_ranks_take_the_model_and_give_the_settings_back(tmp_path):
         (2, [*rest, *resumed]),
     ):
         for outcome in launch(processes, flags):
-            assert outcome is not None and outcome.code == 0, outcome
+            assert outcome.code == 0, outcome
         # One process speaks, once; there is no rest after the only step of the later job.
         assert outcome.output.count(" node-hours") == (processes == 1)
     assert values(records(tmp_path)["iteration"], "iteration") == [(i,) for i in range(1, 6)]
@@ -284,7 +283,7 @@ def test_the_settings_of_a_run_do_not_repeat_one_of_its_starts(tmp_path):
 
     def steps(folder, *words):
         (outcome,) = launch(1, words)
-        assert outcome is not None and outcome.code == 0, outcome
+        assert outcome.code == 0, outcome
         return values(records(folder)["iteration"], "iteration", "lm_loss")
 
     first = steps(a, *TINY, "--save", str(a), "--exit-interval", "2")
@@ -293,7 +292,7 @@ def test_the_settings_of_a_run_do_not_repeat_one_of_its_starts(tmp_path):
     other = steps(b, *settings, "--lr", "1e-2", "--save", str(b))
     assert [n for n, _ in other] == [1, 2, 3, 4] and other[0] == first[0]
     (outcome,) = launch(1, settings)  # it would replace the checkpoints
-    assert outcome is not None and outcome.code == 2 and f"--load {a}" in outcome.output
+    assert outcome.code == 2 and f"--load {a}" in outcome.output
 
 
 def test_settings_that_cannot_be_written_are_a_note(tmp_path):

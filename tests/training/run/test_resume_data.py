@@ -68,7 +68,6 @@ def taken_of(made, start, stop):
     train = build_datasets(
         made, planned_samples(made, BatchSchedule.from_config(made))[0], 0, 0
     ).train
-    assert train is not None
     order = sample_order(made.data.dataloader_type, len(train))
     counts = np.zeros(6000, int)
     for index in order.indices(np.arange(start, stop)).tolist():
@@ -85,10 +84,8 @@ def said(checkpoint, ours):
     batches = BatchSchedule.from_config(ours)
     samples = planned_samples(ours, batches)[0]
     dataset = build_datasets(ours, samples, 0, 0).train
-    assert dataset is not None
     theirs = stored.config
     before = build_datasets(theirs, samples, 0, 0).train
-    assert before is not None
     sources = Ledger(before, SampleOrder(len(before)), TAKEN).record()
     progress = Progress(10, TAKEN, 8 * TAKEN, sources=sources)
     describe_data(stored, ours, dataset, samples, progress, samples, lines.append)
@@ -98,7 +95,7 @@ def said(checkpoint, ours):
 
 def numbers(line):
     match = re.search(r"to come (\d+) repeat .* and (\d+) others are skipped", line)
-    assert match is not None, line
+    assert match, line
     return int(match[1]), int(match[2])
 
 
@@ -151,7 +148,6 @@ def test_the_same_order_under_other_circumstances_is_not_said(tmp_path, data):
     stored = stored_settings(checkpoint, config(moved))
     lines = []
     dataset = build_datasets(config(moved), 80, 0, 0).train
-    assert dataset is not None
     describe_data(stored, config(moved), dataset, 80, Progress(10, TAKEN), 80, lines.append)
     assert lines == []
 
@@ -185,7 +181,6 @@ def test_of_long_runs_a_part_is_compared(tmp_path, data, monkeypatch):
         build_datasets(config(data, seed=seed, data_path=(data[0],)), 120, 0, 0).train
         for seed in (1, 2)
     )
-    assert ours is not None and theirs is not None
     sides = Ordered(theirs, SampleOrder(len(theirs))), Ordered(ours, SampleOrder(len(ours)))
     (exact,) = reordered(*sides, 60, 120).values()
     monkeypatch.setattr("megatron.data.reorder._MOST", 120)

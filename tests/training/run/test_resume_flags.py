@@ -1,5 +1,6 @@
 """Property of resumes: with any setting changed it is the same run, or a notice names the setting."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -56,6 +57,16 @@ def others(option, value):
         numbers = (0.5, 2.0, 0.05) if value is None else (value / 2, value * 2, value + 1, 0.5)
         return [option.kind(number) for number in numbers if option.kind(number) != value]
     return []
+
+
+def accepted(name, fields):
+    """Return the other values of a setting that BASE takes beside these fields."""
+    values = []
+    for value in others(all_options()[name], Config.create(**BASE).get(name)):
+        with contextlib.suppress(MegatronError):
+            Config.create(**{**BASE, "load": "x", **fields, name: value})
+            values.append(value)
+    return values
 
 
 def resumed(rank, folder, changes):
@@ -126,13 +137,8 @@ def test_what_is_not_compared_changes_no_figure(tmp_path):
         )
         if not free or name in fixed or option.inert:
             continue
-        for value in others(option, Config.create(**BASE).get(name)):
-            try:
-                Config.create(**{**BASE, "load": "x", **change, name: value})
-            except MegatronError:
-                continue
+        for value in accepted(name, change)[:1]:
             change[name] = value
-            break
     assert len(change) > 25
     (found,) = run_processes(1, resumed, str(tmp_path), [{}, change])
     (plain, _), (same, log) = found
@@ -159,15 +165,10 @@ def test_any_setting_changed_is_the_same_run_or_named(tmp_path, part):
     names = SOME if part is None else list(all_options())[part::PARTS]
     changes = [{}]
     for name in names:
-        option = all_options()[name]
-        for value in others(option, Config.create(**BASE).get(name)):
-            try:
-                Config.create(**{**BASE, "load": "x", name: value})
-            except MegatronError:
-                continue
-            changes.append({name: value})
-            if not option.choices:
-                break
+        values = accepted(name, {})
+        changes += [
+            {name: value} for value in (values if all_options()[name].choices else values[:1])
+        ]
     (found,) = run_processes(
         1, resumed, str(tmp_path), changes, timeout_s=1200 if part is not None else None
     )

@@ -115,7 +115,7 @@ def run_and_note(rank, fields):
 def test_resizes_in_mid_run_change_no_sample_and_no_loss(tmp_path, kind):
     """Resizes in mid-run drop and repeat no sample, and losses are those of one process.
 
-    Data-parallel size is 2, 4 and 1, with checkpoints between, while the batch grows,
+    Data-parallel size is 1, 2 and 1, with checkpoints between, while the batch grows,
     micro-batches change, and ranks and devices get another order.
     """
     prefix, save = write_numbers(tmp_path / "x", 8 * 96 + 1), str(tmp_path / "run")
@@ -134,8 +134,8 @@ def test_resizes_in_mid_run_change_no_sample_and_no_loss(tmp_path, kind):
     pipeline = dict(pipeline_model_parallel_size=2, rank_order="dp-pp-tp", device_order=(1, 0))
     notes = []
     for processes, part in (
-        (2, dict(micro_batch_size=2, num_workers=2, exit_interval=2)),
-        (4, dict(micro_batch_size=2, exit_interval=4)),
+        (1, dict(micro_batch_size=2, num_workers=2, exit_interval=2)),
+        (2, dict(micro_batch_size=2, exit_interval=4)),
         (2, dict(micro_batch_size=4, num_workers=1, **pipeline)),
     ):
         ranks = run_processes(processes, run_and_note, {**resized, **part})

@@ -1,10 +1,7 @@
 """Times of a run's saves; a failed save costs nothing but that save."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
@@ -18,8 +15,7 @@ class FakeSaver:
     """Saver without a disk, which records its calls in order. `broken`: calls that fail."""
 
     def __init__(self):
-        self.calls: list[tuple[Any, ...]] = []
-        self.broken: set[str] = set()
+        self.calls, self.broken = [], set()
         self.pending = self.written = False
         self.iteration = 0
 
@@ -57,16 +53,13 @@ class Case:
         checkpoint = SimpleNamespace(**{"save": "folder", **usual, **changes})
         config = SimpleNamespace(checkpoint=checkpoint)
         self.now, self.saver, self.agreement = 0.0, FakeSaver(), Agreement(rank_topology())
-        self.said: list[str] = []
-        self.records: list[tuple[str, int]] = []
+        self.said, self.records = [], []
         reporter = SimpleNamespace(
             say=self.said.append,
             publish=lambda event: self.records.append((event.event, event.iteration)),
         )
-        saver, clock, engine = self.saver, lambda: self.now, cast(Any, None)
-        self.saves = Saves(
-            config, saver, self.agreement, reporter, engine, saved_iteration=saved, clock=clock
-        )
+        parts = config, self.saver, self.agreement, reporter, None
+        self.saves = Saves(*parts, saved_iteration=saved, clock=lambda: self.now)
 
     def step(self, iteration, seconds=1.0):
         """Do what the loop does after a step."""

@@ -16,7 +16,7 @@ FIELDS = dict(
     tokenizer_type="NullTokenizer",
     vocab_size=23,
     micro_batch_size=2,
-    train_iters=5,
+    train_iters=3,
     eval_interval=2,
     eval_at_start=True,
     init_method_std=0.2,
@@ -37,8 +37,7 @@ def test_figures_at_each_evaluation_are_those_of_any_layout(tmp_path):
     layouts = [
         (1, {}),
         (4, dict(INTERLEAVED, tensor_model_parallel_size=2, sequence_parallel=True)),
-        (2, dict(context_parallel_size=2)),
-        (2, dict(pipeline_model_parallel_size=2, enable_zbh1_pipeline=True, micro_batch_size=1)),
+        (2, dict(context_parallel_size=2, micro_batch_size=1)),
     ]
     found = []
     for n, (processes, fields) in enumerate(layouts):
@@ -47,9 +46,9 @@ def test_figures_at_each_evaluation_are_those_of_any_layout(tmp_path):
         found.append(records(tmp_path / str(n))["task"])
     one = found[0]
     assert [(r["iteration"], r["task"]) for r in one] == [
-        (at, name) for at in (0, 2, 4, 5) for name in "ab"
+        (at, name) for at in (0, 2, 3) for name in "ab"
     ]
-    assert len({r["log_likelihood"] for r in one[::2]}) == 4, "the model learns"
+    assert len({r["log_likelihood"] for r in one[::2]}) == 3, "the model learns"
     for other in found[1:]:
         for ours, theirs in zip(one, other, strict=True):
             names = set(ours) - OTHERS
@@ -57,7 +56,7 @@ def test_figures_at_each_evaluation_are_those_of_any_layout(tmp_path):
             assert {k: theirs[k] for k in names} == expected
     arguments = ["--load", str(tmp_path / "0"), "--format", "json", "--tasks", *tasks]
     (outcome,) = launch(1, arguments, script="tools/evaluate.py")
-    assert outcome is not None and outcome.code == 0, outcome
+    assert outcome.code == 0, outcome
     lines = [json.loads(line) for line in outcome.output.splitlines() if line.startswith("{")]
     for ours, theirs in zip(one[-2:], lines, strict=True):
         names = set(ours) - OTHERS

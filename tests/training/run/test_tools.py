@@ -11,19 +11,8 @@ from tests.helpers.launching import ROOT, Script, launch
 from tools import train_example
 
 
-def what_was_made(folder):
-    """Check that the example's outputs are complete, and return when its corpus was made."""
-    records = read_records(folder / "run" / "metrics.jsonl")
-    valid = [r["lm_loss"] for r in records if r["event"] == "validation"]
-    assert valid[-1] < valid[0] - 0.5  # from about log(512) towards the entropy of single tokens
-    assert [r for r in records if r["event"] == "generate" and r["tokens"] > 0]
-    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (folder / "run" / "report.html").read_text().startswith("<!DOCTYPE html>")
-    return (folder / "corpus.jsonl").stat().st_mtime_ns
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(180)  # three runs
+@pytest.mark.timeout(180)  # two runs
 def test_the_example_trains_and_keeps_what_it_made(tmp_path, monkeypatch):
     """The example trains, goes on after an interruption, and keeps its outputs.
 
@@ -39,7 +28,7 @@ def test_the_example_trains_and_keeps_what_it_made(tmp_path, monkeypatch):
     def train(arguments, machine):
         stop = [] if interrupted else ["--exit-interval", "10"]
         for outcome in launch(machine.processes, [*arguments, *stop]):
-            assert outcome is not None and outcome.code == 0, outcome
+            assert outcome.code == 0, outcome
         if stop:
             interrupted.append(1)
             raise train_example.Interrupted(signal.SIGINT)
@@ -51,13 +40,16 @@ def test_the_example_trains_and_keeps_what_it_made(tmp_path, monkeypatch):
     )
     words = ["--quick", "--folder", str(tmp_path)]
     assert train_example.main(words) == 128 + signal.SIGINT
+    made = (corpus := tmp_path / "corpus.jsonl").stat().st_mtime_ns
     assert train_example.main(words) == 0
     records = read_records(tmp_path / "run" / "metrics.jsonl")
     assert [r["iteration"] for r in records if r["event"] == "iteration"] == [10, 20]
-    made = what_was_made(tmp_path)
-    again = train_example.main([*words, "--iterations", "2"])
-    assert again in (0, 1)  # two iterations may not bring the loss down
-    assert (tmp_path / "corpus.jsonl").stat().st_mtime_ns == made
+    valid = [r["lm_loss"] for r in records if r["event"] == "validation"]
+    assert valid[-1] < valid[0] - 0.5  # from about log(512) towards the entropy of single tokens
+    assert [r for r in records if r["event"] == "generate" and r["tokens"] > 0]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "run" / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert corpus.stat().st_mtime_ns == made
 
 
 def test_a_signal_reaches_the_processes_of_the_example_and_they_end_first(tmp_path):

@@ -10,10 +10,8 @@ pytestmark = pytest.mark.slow
 
 
 def ends(arguments, arm, *named):
-    for outcome in launch(2, [*TINY, "--train-iters", "6", *arguments], arm=arm):
-        assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, (
-            outcome
-        )
+    for outcome in launch(2, [*TINY, "--train-iters", "6", *arguments.split()], arm=arm):
+        assert outcome.code == 2 and "Traceback" not in outcome.output, outcome
         assert all(word in outcome.output for word in named), outcome
 
 
@@ -24,14 +22,7 @@ def with_own_layer(declared):
 
 
 def test_a_wrong_declaration_ends_the_run_after_its_first_step(tmp_path):
-    arguments = [
-        "--tensor-model-parallel-size",
-        "2",
-        "--save",
-        str(tmp_path),
-        "--save-interval",
-        "1",
-    ]
+    arguments = f"--tensor-model-parallel-size 2 --save {tmp_path} --save-interval 1"
     arm = dict.fromkeys(range(2), (with_own_layer, {"head_norm.weight": False}))
     ends(arguments, arm, "ConfigError", "heads.0.head_norm.weight")
     assert not list(tmp_path.glob("iter_*"))
@@ -40,13 +31,10 @@ def test_a_wrong_declaration_ends_the_run_after_its_first_step(tmp_path):
 def test_copies_are_compared_at_the_interval_and_a_save_under_way_is_completed(
     tmp_path,
 ):
-    arguments = [
-        "--tensor-model-parallel-size",
-        "2",
-        "--check-weight-hash-across-dp-replicas-interval",
-        "3",
-    ]
-    arguments += ["--save", str(tmp_path), "--save-interval", "2", "--async-save"]
+    arguments = (
+        "--tensor-model-parallel-size 2 --check-weight-hash-across-dp-replicas-interval 3 "
+        f"--save {tmp_path} --save-interval 2 --async-save"
+    )
     arm = {1: (flipped, "final_layernorm.weight", 3)}
     ends(
         arguments,
@@ -61,14 +49,7 @@ def test_copies_are_compared_at_the_interval_and_a_save_under_way_is_completed(
 
 
 def test_copies_are_compared_before_a_save(tmp_path):
-    arguments = [
-        "--bf16",
-        "--overlap-param-gather",
-        "--save",
-        str(tmp_path),
-        "--save-interval",
-        "2",
-    ]
+    arguments = f"--bf16 --overlap-param-gather --save {tmp_path} --save-interval 2"
     name = "layers.1.mlp.dense_h_to_4h.weight"
     ends(
         arguments,

@@ -245,7 +245,7 @@ def test_a_lost_rank_is_named_and_the_job_goes_back_once_it_has_saved(
     arm = {victim: (strike, "megatron.run.step", died_at, "kill"), 1 - victim: (wait_for_nobody,)}
     outcomes = launch(2, [*TINY, *flags.split()], env=slurm(tmp_path, "2:00:00"), arm=arm)
     other = outcomes[1 - victim]
-    assert other is not None and other.code == 75, other
+    assert other.code == 75, other
     (said,) = [line for line in other.output.splitlines() if "LostRankError" in line]
     assert f"rank {victim}" in said and "Traceback" not in other.output
     assert asked_back(tmp_path) == ["scontrol requeue 4711"] * put_back
@@ -330,8 +330,7 @@ def test_the_watchdog_is_patient_with_what_is_done_for_the_first_time(tmp_path):
     )
     first, later = 540.0, 100.0
     steps, evaluations = ([(what, first), (what, later)] for what in ("step", "evaluation"))
-    for (noted,) in run_processes(2, run_and_note_the_watchdog, limits):
-        assert noted[:4] == steps + evaluations and set(noted[4:]) == {("evaluation", later)}
-    untrained, off = {**limits, "skip_train": True}, dict(train_iters=2, hang_timeout=0.0)
-    ((noted, unwatched),) = run_processes(1, run_and_note_the_watchdog, untrained, off)
-    assert noted[:2] == evaluations and unwatched == [("step", 0.0)] * 2
+    runs = limits, {**limits, "skip_train": True}, dict(train_iters=2, hang_timeout=0.0)
+    ((noted, untrained, unwatched),) = run_processes(1, run_and_note_the_watchdog, *runs)
+    assert noted[:4] == steps + evaluations and set(noted[4:]) == {("evaluation", later)}
+    assert untrained[:2] == evaluations and unwatched == [("step", 0.0)] * 2
