@@ -42,11 +42,10 @@ def test_equal_to_rounding(monkeypatch, fields):
     [(UNFUSED, FULL), (LOCAL, SELECTIVE), (LOCAL, CHEAP)],
 )
 def test_recomputation_repeats_every_bit(monkeypatch, fields, recompute):
-    dtype = torch.bfloat16
-    loss, gradients, seen = step(monkeypatch, ALL, dtype, **fields, **DROPOUT)
+    loss, gradients, seen = step(monkeypatch, ALL, torch.bfloat16, **fields, **DROPOUT)
     # The embedding; attention weights and two sums in each layer.
     assert seen["bias_dropout_add"] == 1 + 3 * 3
-    again, repeated, more = step(monkeypatch, ALL, dtype, **fields, **DROPOUT, **recompute)
+    again, repeated, more = step(monkeypatch, ALL, torch.bfloat16, **fields, **DROPOUT, **recompute)
     assert more.total() > seen.total()
     assert torch.equal(loss, again)
     assert all(torch.equal(gradients[name], repeated[name]) for name in gradients)

@@ -103,7 +103,6 @@ GRID += [
     layout(tp=2, pp=2, sp=True, clip_grad_by_kind=("embedding=0.05", "vector=0.02")),
     layout(tp=2, dp=2, zero=3, **FROZEN),
     layout(dp=4, zero=2, recompute=SELECTIVE, bf16=True, **FROZEN),
-    layout(pp=2, dp=2, schedule="interleaved", zero=0, **FROZEN),
 ]
 
 LLAMA = dict(
@@ -145,15 +144,6 @@ FAMILIES = {
 MIXTURES = {
     **FAMILIES,
     "llama": LLAMA,
-    "llama-tied-layernorm": {
-        **LLAMA,
-        "untie_embeddings_and_output_weights": False,
-        "normalization": "layernorm",
-    },
-    "alibi-squared-relu": dict(position_embedding_type="alibi", squared_relu=True),
-    "partial-rope-1p": dict(
-        position_embedding_type="rope", rotary_percent=0.5, apply_layernorm_1p=True
-    ),
     "documents": dict(reset_attention_mask=True, reset_position_ids=True),
     "documents-rope": dict(LLAMA, reset_attention_mask=True, reset_position_ids=True),
     "documents-alibi": dict(position_embedding_type="alibi", reset_attention_mask=True),
@@ -315,7 +305,6 @@ ALL = DOCUMENTS | dict(
     tp=2, pp=2, sp=True, schedule="interleaved", packed=True, recompute=SELECTIVE
 )
 CONTEXT = [
-    layout(cp=2),
     layout(cp=4, recompute=FULL, **LLAMA),
     layout(cp=3, seq_length=24, max_position_embeddings=24, micro_batch_size=2),
     layout(cp=2, dp=2, zero=0),
@@ -519,7 +508,6 @@ CAMPAIGN = [
     # dropout
     layout(recompute=SELECTIVE, **DROPOUT),
     layout(tp=2, sp=True, hidden_dropout=0.2),
-    layout(tp=2, attention_dropout=0.1),
     layout(tp=2, pp=2, sp=True, schedule="zb-h1", **DROPOUT),
     layout(tp=2, pp=2, sp=True, packed=True, **DROPOUT, **LLAMA, **DOCUMENTS),
     layout(tp=2, dp=2, sp=True, fused=True, **BLOCKED, **DROPOUT, **LLAMA),
@@ -551,7 +539,6 @@ CAMPAIGN = [
         **DOCUMENTS,
     ),
     layout(pp=2, dp=2, schedule="zb-h1", recompute=FULL, fused=True, **UNFUSED, **DROPOUT),
-    layout(tp=2, pp=2, sp=True, recompute=FULL, fused=True, **UNFUSED, **BF16),
     # products in chunks
     layout(tp=2, pp=2, sp=True, schedule="zb-h1", **CHUNKS),
     # windows and caps, key and value heads that ranks share
@@ -606,5 +593,4 @@ CAMPAIGN = [
         for shape in (dict(tp=2, pp=2), dict(pp=2, dp=2, schedule="zb-h1"))
     ],
     layout(pp=2, dp=2, poison=(1, 2)),
-    layout(pp=2, dp=2, poison=(1, 2), **BF16),
 ]

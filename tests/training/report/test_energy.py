@@ -12,6 +12,11 @@ def no_library(name):
     raise ImportError(name)
 
 
+def only(name, library):
+    """Return a loader that finds this library alone."""
+    return lambda asked: library if asked == name else no_library(asked)
+
+
 def zone(root, place, name, microjoules, largest=10**9):
     folder = root / "class" / "powercap" / place
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,10 +98,7 @@ def test_gpus_are_added_to_processors(tmp_path, count):
         amdsmi_get_energy_count=lambda gpu: {count: used[gpu], "counter_resolution": 15.3},
     )
 
-    def load(name):
-        return amd if name == "amdsmi" else no_library(name)
-
-    meter = EnergyMeter(root=tmp_path, load=load)
+    meter = EnergyMeter(root=tmp_path, load=only("amdsmi", amd))
     assert "RAPL" in meter.source and "amdsmi" in meter.source
     file.write_text("3000000\n")
     used |= {"a": 1_000_100, "b": 2_000_200}
@@ -112,9 +114,6 @@ def test_nvidia_gpus(tmp_path):
         nvmlDeviceGetTotalEnergyConsumption=lambda gpu: millijoules[gpu],
     )
 
-    def load(name):
-        return library if name == "pynvml" else no_library(name)
-
-    meter = EnergyMeter(root=tmp_path, load=load)
+    meter = EnergyMeter(root=tmp_path, load=only("pynvml", library))
     millijoules[:] = [6_500, 7_250]
     assert meter.source == "NVML" and meter.used_j() == 1.75

@@ -82,10 +82,6 @@ def test_each_fact_is_one_scalar():
     expected = {
         "grad-norm": 1.0,
         "loss-scale": 16.0,
-        "learning-rate": 0.5,
-        "consumed-tokens": 512,
-        "tokens-per-second": 512.0,
-        "throughput": 3.0,
         "phase-ms/forward/mean": 2.0,
         "phase-ms/forward/max": 4.0,
         "mem-max-allocated-bytes/stage/1": 8,

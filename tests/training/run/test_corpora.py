@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from megatron.data.datasets import build_datasets
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.sampler import make_micro_batch
+from tests.helpers.indexed import write_documents
 from tests.helpers.processes import run_processes
 from tests.helpers.tiny import one_stage, records, run, tiny, values
 
@@ -31,9 +31,8 @@ def data(tmp_path):
     """Provide the flags of training data and of two corpora, in documents of random tokens."""
     folder, random = tmp_path, np.random.RandomState(1)
     for name, samples in (("train", 40), ("big", 3 * EVAL_SAMPLES), ("small", SMALL)):
-        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
-            for size in (3, samples * SEQ_LENGTH - 2):
-                writer.add_document(random.randint(0, 24, size))
+        sizes = 3, samples * SEQ_LENGTH - 2
+        write_documents(folder / name, (random.randint(0, 24, size) for size in sizes))
     corpora = (f"a.b={folder}/big", f"small={folder}/small")
     return dict(FIELDS, train_data_path=(f"{folder}/train",), valid_data_path=corpora)
 

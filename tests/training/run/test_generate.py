@@ -213,12 +213,6 @@ def test_choice_follows_the_probabilities():
     assert not close(Sampling(), [0.17, 0.48, 0.1, 0.25])
 
 
-@pytest.mark.parametrize("prompt", [[], [50], [-1], "text"])
-def test_bad_prompts_are_refused(prompt):
-    with pytest.raises(ConfigError, match="prompt"):
-        generate(one_process(**FIELDS), [[1], prompt], max_new_tokens=1)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -227,11 +221,12 @@ def test_bad_prompts_are_refused(prompt):
         dict(limits=Limits(cut=True), max_new_tokens=32),
         dict(seeds=[1]),
         dict(limits=Limits(["x"])),
+        *(dict(prompts=[[1], prompt]) for prompt in ([], [50], [-1], "text")),
     ],
 )
-def test_bad_options_are_refused(options):
-    with pytest.raises(ConfigError):
-        generate(one_process(**FIELDS), PROMPTS, **options)
+def test_bad_options_and_prompts_are_refused(options):
+    with pytest.raises(ConfigError, match="prompt" if "prompts" in options else ""):
+        generate(one_process(**FIELDS), **{"prompts": PROMPTS, **options})
 
 
 def test_context_parallelism_is_refused():

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from megatron.config.pieces import load_pieces
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import LaunchError
 from megatron.training.run import identity as module
 from megatron.training.run.identity import code_digests, file_digests, identity, inputs
+from tests.helpers.indexed import write_documents
 from tests.helpers.launching import TINY, launch
 from tests.helpers.tiny import tiny
 from tests.parallel.ranks import ranks_in_threads
@@ -77,8 +77,7 @@ def test_another_file_of_the_same_size_on_one_node_ends_all(tmp_path):
     for folder in (model, words):
         folder.mkdir()
     for name in ("text", "text_mask"):
-        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
-            writer.add_document(range(5000))
+        write_documents(tmp_path / name, [range(5000)])
     blend, tasks = tmp_path / "blend", tmp_path / "tasks.jsonl"
     texts = {
         blend: f"1.0 {prefix}\n",
@@ -158,9 +157,7 @@ def nodes(tmp_path_factory):
     They hold checkpoint and exported model of a run, and the index of one data set.
     """
     root = tmp_path_factory.mktemp("nodes")
-    with IndexedDatasetWriter(root / "text", np.uint16) as writer:
-        for start in range(40):
-            writer.add_document(np.arange(start, start + 40))
+    write_documents(root / "text", (range(start, start + 40) for start in range(40)))
     for seed, name in enumerate("ab"):
         (root / name).mkdir()
         saved = ["--save", "run", "--save-hf", "hf", "--train-iters", "1", "--seed", str(seed)]

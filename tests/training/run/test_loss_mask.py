@@ -1,16 +1,12 @@
-"""Training with a loss mask, on any layout, against plain torch with masks made by hand."""
-
-import dataclasses
+"""Training with a loss mask, on any layout, against one process that has each batch at once."""
 
 import numpy as np
 import pytest
-import torch
 
 from megatron.data.datasets import build_datasets
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.sampler import make_micro_batch
 from megatron.errors import MegatronError
-from megatron.parallel.sharding import sharding_of
+from tests.helpers.indexed import write_documents
 from tests.helpers.processes import run_processes
 from tests.helpers.tiny import one_stage, records, run, tiny, values
 
@@ -30,32 +26,7 @@ FIELDS = dict(
 
 def in_loss(ids):
     """Return the mask of labels, which depends on the id, so that it is known without the file."""
-    return ((ids % 4 == 0) & (ids < 20)).float()
-
-
-def by_hand(config):
-    """Return the losses of the run's steps: each global batch is one micro-batch."""
-    model, o = one_stage(config), config.optimizer
-    groups = [
-        {"params": [p], "weight_decay": o.weight_decay if sharding_of(p).decay else 0.0}
-        for p in model.parameters()
-    ]
-    betas = (o.adam_beta1, o.adam_beta2)
-    optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=betas, eps=o.adam_eps)
-    dataset, losses, counts = build_datasets(config, BATCH * STEPS, 0, 0).train, [], []
-    for step in range(STEPS):
-        tokens = np.stack([dataset[BATCH * step + i] for i in range(BATCH)])
-        batch = make_micro_batch(tokens)
-        batch = dataclasses.replace(batch, loss_mask=in_loss(batch.labels))
-        counts += batch.loss_mask.sum(1).tolist()
-        loss = model(batch, None)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert min(counts) == 0 and max(counts) > 3, "ranks have very different numbers of tokens"
-    return losses
+    return (ids % 4 == 0) & (ids < 20)
 
 
 @pytest.mark.parametrize(
@@ -68,17 +39,19 @@ def by_hand(config):
 def test_each_marked_token_of_a_global_batch_counts_equally(tmp_path, processes, fields):
     random = np.random.RandomState(3)
     tokens = [random.randint(at, at + 20, 11) for at in (0, 20) * 30]
-    for name, dtype in (("data", np.uint16), ("data_mask", np.uint8)):
-        with IndexedDatasetWriter(tmp_path / name, dtype) as writer:
-            for ids in tokens:
-                marks = in_loss(torch.from_numpy(ids)).numpy()
-                writer.add_document(ids if name == "data" else marks.astype(int))
-    masked = dict(FIELDS, data_path=(str(tmp_path / "data"),), loss_mask="required")
-    run_processes(processes, run, {**masked, **fields, "save": str(tmp_path / "run")})
-    losses = values(records(tmp_path / "run")["iteration"], "lm_loss")
-    expected = by_hand(tiny(**masked))
-    np.testing.assert_allclose(np.ravel(losses), expected, rtol=1e-5)
-    assert abs(expected[0] - expected[-1]) > 0.01
+    prefix = write_documents(tmp_path / "data", tokens)
+    write_documents(f"{prefix}_mask", (in_loss(ids).astype(int) for ids in tokens), np.uint8)
+    masked = dict(FIELDS, data_path=(prefix,), loss_mask="required")
+    dataset = build_datasets(tiny(**masked), BATCH * STEPS, 0, 0).train
+    counts = [in_loss(dataset[i][1:]).sum() for i in range(BATCH * STEPS)]
+    assert min(counts) == 0 and max(counts) > 3, "ranks have very different numbers of tokens"
+    losses = []
+    for n, more in ((1, dict(micro_batch_size=BATCH)), (processes, fields)):
+        save = tmp_path / str(n)
+        run_processes(n, run, {**masked, **more, "save": str(save)})
+        losses.append(np.ravel(values(records(save)["iteration"], "lm_loss")))
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    assert abs(losses[0][0] - losses[0][-1]) > 0.01
 
 
 class Marked:

@@ -7,16 +7,13 @@ import numpy as np
 import torch
 
 import megatron
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.training.run.provenance import Provenance, data_identity, environment, git_revision
+from tests.helpers.indexed import write_documents
 from tests.helpers.tiny import rank_topology, tiny
 
 
 def write(prefix, documents):
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for length in documents:
-            writer.add_document(range(length))
-    return str(prefix)
+    return write_documents(prefix, map(range, documents))
 
 
 def test_a_provenance_says_what_made_the_checkpoint(tmp_path):

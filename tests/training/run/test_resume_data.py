@@ -13,7 +13,6 @@ import torch
 from megatron.checkpoint.files import write_manifest
 from megatron.checkpoint.settings import plain
 from megatron.data.datasets import build_datasets
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.reorder import Ordered, reordered
 from megatron.data.sampler import Ledger, SampleOrder, sample_order
 from megatron.kernels import choose, measured_times
@@ -21,6 +20,7 @@ from megatron.kernels.measured_times import MeasuredTimes
 from megatron.training.run.provenance import Provenance
 from megatron.training.run.resume import describe_data, describe_implementations, stored_settings
 from megatron.training.run.schedules import BatchSchedule, Progress, planned_samples
+from tests.helpers.indexed import write_documents
 from tests.helpers.tiny import rank_topology, tiny
 
 TAKEN, BATCH = 40, 4
@@ -28,10 +28,9 @@ TAKEN, BATCH = 40, 4
 
 def write(prefix, tokens, first=0, size=13):
     """Write documents of ascending tokens, so that a token tells its place."""
-    with IndexedDatasetWriter(prefix, np.int32) as writer:
-        for start in range(first, first + tokens, size):
-            writer.add_document(range(start, min(start + size, first + tokens)))
-    return str(prefix)
+    end = first + tokens
+    documents = (range(start, min(start + size, end)) for start in range(first, end, size))
+    return write_documents(prefix, documents, np.int32)
 
 
 @pytest.fixture

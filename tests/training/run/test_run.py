@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.sampler import MicroBatchStream
 from megatron.training.report.reporter import Console
 from megatron.training.run.loop import garbage_collection
 from tests.helpers.fault_points import strike
+from tests.helpers.indexed import write_documents
 from tests.helpers.processes import run_processes, run_processes_raw
 from tests.helpers.tiny import INTERLEAVED, records, run, values
 
@@ -89,9 +89,7 @@ def test_a_run_writes_what_happened(tmp_path):
 
 def write_numbers(prefix, tokens):
     """Write one document of ascending tokens, so that a sample's first token tells its number."""
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        writer.add_document(range(tokens))
-    return str(prefix)
+    return write_documents(prefix, [range(tokens)])
 
 
 def run_and_note(rank, fields):
@@ -191,11 +189,10 @@ def test_a_run_on_packed_documents(tmp_path):
 
     The middle one needs the bounds of the documents too, but no end-of-document id.
     """
-    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
-        for size in np.random.RandomState(1).randint(1, 30, 60).tolist():
-            writer.add_document([size] * size)
+    sizes = np.random.RandomState(1).randint(1, 30, 60).tolist()
+    prefix = write_documents(tmp_path / "x", ([size] * size for size in sizes))
     fields = dict(
-        data_path=(str(tmp_path / "x"),),
+        data_path=(prefix,),
         split="1",
         num_layers=3,
         vocab_size=30,
@@ -207,7 +204,7 @@ def test_a_run_on_packed_documents(tmp_path):
     one, three = records(whole), records(stages)
     # Fewer than 8 of 8 predictions in each of 24 samples: predictions across documents or of
     # padding are not trained on.
-    tokens = one["data"][-1]["sources"][str(tmp_path / "x")]["tokens"]
+    tokens = one["data"][-1]["sources"][prefix]["tokens"]
     assert 24 * 4 < tokens < 24 * 8 and f" {tokens} " in said[-1]
     assert three["data"][-1]["sources"] == one["data"][-1]["sources"]
     losses = [values(side["iteration"], "lm_loss") for side in (three, one)]

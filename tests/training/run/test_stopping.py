@@ -86,16 +86,18 @@ def test_signals_are_caught_only_inside_the_block_and_only_when_asked():
         assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize("nohup", [False, True])
-def test_a_lost_connection_ends_the_run_as_a_signal_does_but_not_under_nohup(nohup):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_the_run_unless_it_was_ignored(number, ignored):
+    """As a lost connection is under nohup, and Ctrl-C in the background of a script."""
+    before = signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
         with Signals() as signals:
-            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), number)
             stop = Rules(signals=signals).stop(3)
-            assert stop is None if nohup else "SIGHUP" in str(stop)
+            assert stop is None if ignored else number.name in str(stop)
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
 
 
 def test_only_the_first_signal_counts():
@@ -106,21 +108,17 @@ def test_only_the_first_signal_counts():
         assert stop.requeue and "SIGUSR1" in stop.reason
 
 
-@pytest.mark.parametrize(
-    ("left_s", "stopped"),
-    # 20 s of a step, 1.5 * 50 s of a save and 30 s of margin are 125.
-    [(1000.0, False), (100.0, True)],
-)
-def test_the_end_of_the_job_is_a_reason_to_go_on_in_another(left_s, stopped):
-    wall_time = WallTime(lambda: left_s, 0.0)
+def test_the_end_of_the_job_is_a_reason_to_go_on_in_another():
+    """20 s of a step, 1.5 * 50 s of a save and 30 s of margin are 125."""
+    left_s = [126.0]
+    wall_time = WallTime(lambda: left_s[0], 0.0)
     wall_time.after_step(20.0)
     wall_time.after_save(50.0)
+    assert Rules(wall_time=wall_time).stop(7) is None
+    left_s[0] = 100.0
     stop = Rules(wall_time=wall_time).stop(7)
-    assert (stop is not None) == stopped
-    if stop is not None:
-        assert stop.requeue and all(
-            figure in stop.reason for figure in ("iteration 7", "1:40", "20.0 s", "50.0 s")
-        )
+    figures = "iteration 7", "1:40", "20.0 s", "50.0 s"
+    assert stop.requeue and all(figure in stop.reason for figure in figures)
 
 
 def test_a_job_too_short_for_a_step_does_not_come_back():

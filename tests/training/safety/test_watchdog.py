@@ -40,19 +40,30 @@ def note_the_end(folder, clock):
     os._exit = leave
 
 
-def watch(folder, clock, changes):
-    """Watch a rank with a limit of 30 s, 300 s for first-time operations.
+def watchdog(folder, clock, layout, recorder, states, store=None, **more):
+    """Return the watchdog of rank 0 with a limit of 30 s, 300 s for first-time operations."""
+    meeting = SimpleNamespace(
+        on_inquiry=None,
+        judged=threading.Event(),
+        flight_file=SimpleNamespace(states=states),
+        server=layout.data - 1,
+        store=store,
+    )
+    topology = Topology.from_layout(layout, 0, device=torch.device("cpu"), flight=recorder)
+    timing = dict(first_s=300.0, clock=clock, sleep=clock.sleep)
+    dog = Watchdog(meeting, topology, 30.0, folder, **timing, **more)
+    dog.patient = False
+    return dog
 
-    `changes` come after the given seconds.
-    """
+
+def watch(folder, clock, changes):
+    """Watch a rank, with `changes` after the given seconds."""
     flight._clock = clock
     recorder = flight.FlightRecorder()
     recorder.describe(0, os.getpid(), "n:cpu")
-    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"), flight=recorder)
-    file = SimpleNamespace(states=lambda: [flight.FlightState.read(recorder.buffer)])
-    meeting = SimpleNamespace(on_inquiry=None, judged=threading.Event(), flight_file=file, server=0)
-    dog = Watchdog(meeting, topology, 30.0, folder, first_s=300.0, clock=clock, sleep=clock.sleep)
-    dog.patient = False
+    dog = watchdog(
+        folder, clock, Layout(), recorder, lambda: [flight.FlightState.read(recorder.buffer)]
+    )
     acts = {
         "alive": recorder.alive,
         "first": lambda: setattr(dog, "patient", True),
@@ -107,7 +118,6 @@ def test_an_error_of_nccl_is_looked_into_at_once_and_the_flight_recorder_is_writ
         here, there = flight.FlightRecorder(), flight.FlightRecorder()
         here.describe(0, os.getpid(), "n:0", process_start(os.getpid()))
         there.describe(1, gone, "n:1", 1)
-        topology = Topology.from_layout(Layout(data=2), 0, device=torch.device("cpu"), flight=here)
 
         def claim(*_):
             raise RuntimeError("Connection reset by peer")
@@ -120,25 +130,10 @@ def test_an_error_of_nccl_is_looked_into_at_once_and_the_flight_recorder_is_writ
                 if state
             ]
 
-        meeting = SimpleNamespace(
-            on_inquiry=None,
-            judged=threading.Event(),
-            flight_file=SimpleNamespace(states=states),
-            server=1,
-            store=SimpleNamespace(compare_set=claim),
-        )
         errors = [""]
-        dog = Watchdog(
-            meeting,
-            topology,
-            30.0,
-            tmp_path,
-            clock=clock,
-            sleep=clock.sleep,
-            broken=lambda: errors[0],
-            trace=lambda: b"what NCCL did",
-        )
-        dog.patient = False
+        nccl = dict(broken=lambda: errors[0], trace=lambda: b"what NCCL did")
+        store = SimpleNamespace(compare_set=claim)
+        dog = watchdog(tmp_path, clock, Layout(data=2), here, states, store, **nccl)
         clock.at(10.0, lambda: errors.__setitem__(0, "NCCL reports COMM_ERROR"))
         note_the_end(tmp_path, clock)
         dog.start()
