@@ -1,6 +1,7 @@
 """Timelines and phases of a recorded step, by clocks that computations advance."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -195,14 +196,27 @@ class Compute(torch.autograd.Function):
         return torch.full_like(gradients[0], clock.now - clock.origin), None, None
 
 
-def run_pipeline(rank, folder):
+class RealClock:
+    """The machine's clock, on which a second of the passes takes 200 ms."""
+
+    origin = 0.0
+    now = property(lambda self: time.monotonic(), lambda self, value: None)
+
+    def __call__(self):
+        return time.monotonic()
+
+    def advance(self, seconds):
+        time.sleep(seconds / 5)
+
+
+def run_pipeline(rank, folder, real=False):
     """Run all cases; messages carry the time of their sender, and so its clock to the receiver.
 
-    The second half of the ranks has another host, whose clock is 5,000 s ahead.
+    The second half of the ranks has another host, whose clock is 5,000 s ahead unless it is `real`.
     """
     topology = join(pipeline=RANKS)
-    clock = VirtualClock(start=1000.0 if rank < 2 else 6000.0)
-    clock.origin = clock.now
+    clock = RealClock() if real else VirtualClock(start=1000.0 if rank < 2 else 6000.0)
+    clock.origin = 0.0 if real else clock.now
     plain = dist.irecv
 
     class Arriving:
@@ -297,6 +311,14 @@ def test_a_timeline_has_the_order_of_its_schedule_and_its_bubble(ran, case):
             assert start >= before[1] - 1.0  # microseconds
     assert spans[Op.FORWARD, 1, 0][0] - spans[Op.FORWARD, 0, 0][0] == pytest.approx(1e6)
     assert spans[Op.FORWARD, 2, 0][0] - spans[Op.FORWARD, 1, 0][0] == pytest.approx(1e6)
+
+
+@pytest.mark.campaign("real-time")
+def test_a_bubble_by_the_real_clock_is_that_of_the_schedule(tmp_path):
+    """Passes that wait are equally long whatever else the machine does."""
+    first, *_ = run_processes(RANKS, run_pipeline, str(tmp_path), True)
+    for _, record in first:
+        assert record.bubble == pytest.approx(record.predicted_bubble, rel=0.1)
 
 
 def test_a_file_that_cannot_be_written_is_noted_once(tmp_path, clock):
