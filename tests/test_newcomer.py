@@ -12,8 +12,8 @@ import torch
 
 from megatron.data.tokenizer import build_tokenizer
 from megatron.metrics_file import read_records
-from tests.checkpoint.hugging_face import identical, tensors
 from tests.helpers import fault_points
+from tests.helpers.hugging_face import identical, tensors
 from tests.helpers.launching import ROOT, Script
 
 TRAINING = (ROOT / "docs/training.md").read_text().partition("## From text to a report\n")[2]

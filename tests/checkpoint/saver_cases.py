@@ -261,14 +261,6 @@ def keeps(root, training):
     return found
 
 
-def goes_back(root, training):
-    """Keep by --keep-last after the run went back from 20 to 10 and reached 15 to 30."""
-    saver = training.saver(root, keep_last=2)
-    training.save(saver, 10, 20, 15, 30)
-    saver.finish()
-    return listed(root)
-
-
 def found_without_tracker(root, training):
     """Find the checkpoint to load when the tracker is lost."""
     dist.barrier()
@@ -357,8 +349,8 @@ def fails_in_the_background(root, training):
     }
 
 
-def peak_of_a_save(rank, root, megabytes, background):
-    """Return the bytes by which a save grows a process's resident memory, and its state's."""
+def growth_by_saves(rank, root, megabytes):
+    """Return by how many times its state a save at once and one behind grow resident memory."""
     state = torch.ones(megabytes << 18)
     rows = state.view(4, -1)
     tensors = {f"w{i}": LocalShards((rows.shape[1],), {(0,): rows[i]}) for i in range(4)}
@@ -366,11 +358,14 @@ def peak_of_a_save(rank, root, megabytes, background):
     saver = Saver(root, Topology.create(), toy.config())
     with mock.patch.object(save_module, "tensors_to_save", lambda *_: tensors):
         saver.start(1, engine, {}, {})  # what is imported late is not counted
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        before = resident("VmRSS")
-        saver.start(2, engine, {}, {}, background=background)
-        saver.finish()
-    return resident("VmHWM") - before, state.nbytes
+        growth = []
+        for background in (False, True):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+            before = resident("VmRSS")
+            saver.start(2, engine, {}, {}, background=background)
+            saver.finish()
+            growth.append((resident("VmHWM") - before) / state.nbytes)
+    return growth
 
 
 def resident(name):

@@ -14,7 +14,7 @@ from megatron.checkpoint.families import FAMILIES
 from megatron.checkpoint.huggingface_config import model_of
 from megatron.data.sampler import make_micro_batch
 from megatron.errors import CheckpointError
-from tests.checkpoint.hugging_face import CASES, LENGTH, SAMPLES
+from tests.helpers.hugging_face import CASES, random_values, tokens
 
 """The field that is named where the change is refused, and all fields."""
 ROPE = json.loads("""[
@@ -88,33 +88,21 @@ def added(fields):
 
 def theirs(folder, fields):
     """Write a model of transformers with these fields; return its logits, None if it refuses."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(fields))
     try:
         config = AutoConfig.from_pretrained(folder)
         config._attn_implementation = "eager"
-        model = AutoModelForCausalLM.from_config(config).eval()
-        generator = torch.Generator().manual_seed(5)
-        for p in model.parameters():
-            noise = torch.randn(p.shape, generator=generator)
-            p.data = noise * 2.0 / p.shape[-1] ** 0.5 if p.dim() > 1 else p.data + 0.1 * noise
-        model.tie_weights()
+        model = random_values(config).eval()
         model.save_pretrained(folder)
         with torch.no_grad():
-            logits = model(tokens(config.vocab_size)[:, :-1]).logits
+            return model(tokens(config.vocab_size)[:, :-1]).logits.numpy()
     except Exception:  # whatever transformers raises: it does not take the fields
         return None
     finally:
         (folder / "config.json").write_text(json.dumps(fields))
-    found = logits.numpy()
-    return found
-
-
-def tokens(vocabulary):
-    generator = torch.Generator().manual_seed(9)
-    return torch.randint(0, vocabulary, (SAMPLES, LENGTH + 1), generator=generator)
 
 
 def ours(folder):
@@ -122,8 +110,7 @@ def ours(folder):
     batch = make_micro_batch(tokens(model.config.model.vocab_size or 0).numpy())
     with torch.no_grad():
         logits = model.chunks["0"].logits(batch, None)[..., : model.config.model.vocab_size]
-    found = logits.transpose(0, 1).numpy()
-    return found
+    return logits.transpose(0, 1).numpy()
 
 
 def compare(folder, name, fields):

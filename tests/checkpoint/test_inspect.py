@@ -18,53 +18,14 @@ from megatron_inspection.checkpoint import (
     compare,
     contents,
     locate,
-    matching,
     norms,
-    read_whole,
     tensor_difference,
     verify,
     verify_tracker,
 )
-from tests.checkpoint.made import PROVENANCE, make, tensors
+from tests.checkpoint.made import make, tensors
 
 VALUES = tensors()
-
-
-def test_contents(tmp_path):
-    found = contents(make(tmp_path, 7, VALUES))
-    assert found.checkpoint.iteration == 7
-    shapes = {name: tuple(value.shape) for name, value in VALUES.items()}
-    assert {name: tuple(s["shape"]) for name, s in found.stored.items()} == shapes
-    assert found.weights == 30 + 7 + 24
-    assert found.parameters["embedding.weight"] == ("master", "exp_avg", "exp_avg_sq")
-    assert found.provenance == PROVENANCE and found.layout["data"] == 2
-    for name, value in VALUES.items():
-        assert torch.equal(read_whole(found, name), value)
-    assert verify(found.folder) == []
-
-
-def test_norms_are_those_of_numpy(tmp_path):
-    values = {**VALUES, "master.odd": torch.tensor([3.0, math.nan, -4.0, math.inf])}
-    found = contents(make(tmp_path, 1, values))
-    read = []
-    measured = dict(norms(found, list(found.stored), read.append))
-    for name, value in VALUES.items():
-        exact = value.double().numpy()
-        # float64 sums of a few dozen squares: rounding stays far below 1e-12 of the sum.
-        assert measured[name].norm == pytest.approx(np.sqrt((exact**2).sum()), rel=1e-12)
-        assert measured[name].largest == abs(exact).max() and measured[name].not_finite == 0
-    odd = measured["master.odd"]
-    assert (odd.norm, odd.largest, odd.not_finite) == (5, 4, 2)
-    assert sum(read) == sum(box[4] for s in found.stored.values() for box in s["boxes"])
-
-
-def test_patterns_match_tensors_and_parameters(tmp_path):
-    found = contents(make(tmp_path, 1, VALUES))
-    assert matching(found, "embedding.*") == [
-        f"{k}.embedding.weight" for k in ("exp_avg", "exp_avg_sq", "master")
-    ]
-    assert matching(found, "master.*norm*") == ["master.layers.0.norm.weight"]
-    assert matching(found, None) == sorted(VALUES) and matching(found, "nothing") == []
 
 
 def test_a_path_means_a_checkpoint_or_the_newest_in_it(tmp_path):
@@ -83,20 +44,20 @@ def test_a_path_means_a_checkpoint_or_the_newest_in_it(tmp_path):
 def test_every_bit_is_looked_at(tmp_path):
     """Verification covers every bit.
 
-    The test flips one in every third byte of the manifest, which covers the rest, and in some bytes
-    of each other file.
+    The test flips one in every byte of the manifest, which covers the rest, and in some bytes of
+    each other file.
     """
     folder = make(tmp_path, 1, {"master.w": VALUES["master.layers.0.norm.weight"]}, files=1)
     tried = 0
     for path in sorted(folder.iterdir()):
         whole = path.read_bytes()
-        for at in range(0, len(whole), 3 if path.name == "manifest.json" else 31):
+        for at in range(0, len(whole), 1 if path.name == "manifest.json" else 31):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
             problems = verify(folder)
             assert problems and path.name in problems[0], (path.name, at)
             tried += 1
         path.write_bytes(whole)
-    assert tried > 200 and verify(folder) == []
+    assert tried > 500 and verify(folder) == []
 
 
 def test_what_is_missing_or_superfluous_is_named(tmp_path):
@@ -225,13 +186,6 @@ def test_the_tracker_is_checked(tmp_path):
 # --- comparison
 
 
-def test_the_layout_is_no_difference(tmp_path):
-    first = contents(make(tmp_path / "a", 1, VALUES, files=2))
-    second = contents(make(tmp_path / "b", 1, VALUES, files=3))
-    found = compare(first, second)
-    assert found.same and found.equal == len(VALUES) and not found.tensors and not found.settings
-
-
 def test_differences_are_measured(tmp_path):
     changed = dict(VALUES)
     changed["master.embedding.weight"] = VALUES["master.embedding.weight"].clone()
@@ -273,14 +227,3 @@ def test_bits_are_compared():
         assert tensor_difference(a, torch.tensor(values)) == TensorDifference(*expected)
     b, c = (torch.tensor([3.0, last], dtype=torch.bfloat16) for last in (4.0, 4.5))
     assert tensor_difference(b, c) == TensorDifference(1, 2, 0.5, 0.1)
-
-
-def test_damage_ends_a_comparison(tmp_path):
-    first, second = (contents(make(tmp_path / name, 1, VALUES)) for name in "ab")
-    data = bytearray((second.folder / "__1_0.distcp").read_bytes())
-    data[-10] ^= 4
-    (second.folder / "__1_0.distcp").write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"b/iter_0000001/__1_0.distcp"):
-        compare(first, second)
-    with pytest.raises(CheckpointError, match=r"__1_0.distcp"):
-        dict(norms(second, list(second.stored)))

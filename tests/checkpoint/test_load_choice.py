@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.files import digest, write_manifest, write_text
-from megatron.checkpoint.find import CheckpointChoice, find, find_folder, open_checkpoint, required
+from megatron.checkpoint.find import CheckpointChoice, find, find_folder, required
 from megatron.checkpoint.settings import check_architecture, plain
 from megatron.config import Config
 from megatron.errors import CheckpointError
@@ -43,14 +43,6 @@ NO_FILES = {
     "no end": lambda path: path.symlink_to("/dev/zero"),
     "folder": Path.mkdir,
 }
-
-
-def test_the_tracker_names_it(tmp_path):
-    checkpoint(tmp_path, 100)
-    expected = checkpoint(tmp_path, 200)
-    track(tmp_path, "200\n")
-    assert find(tmp_path) == CheckpointChoice(expected)
-    assert open_checkpoint(expected).iteration == 200
 
 
 def test_a_lost_tracker_is_said_and_the_newest_is_found(tmp_path):

@@ -29,7 +29,8 @@ from tests.helpers.training import BASE, Job
 
 MODEL = dict(
     BASE,
-    num_layers=5,
+    num_layers=3,
+    global_batch_size=4,
     num_attention_heads=8,
     num_key_value_heads=4,
     swiglu=True,
@@ -45,12 +46,12 @@ MODEL = dict(
     qk_layernorm_over="all",
 )
 # fewer key and value heads than tensor ranks, which share them; with biases, and few bytes
-MULTI_QUERY = dict(BASE, num_layers=2, num_key_value_heads=1)
-TIED = dict(BASE, num_layers=4)
+MULTI_QUERY = dict(BASE, num_layers=2, global_batch_size=4, num_key_value_heads=1)
+TIED = dict(BASE, num_layers=4, global_batch_size=4)
 EXPERTS = dict(
     MODEL,
     num_experts=4,
-    moe_layer_freq=(0, 1, 1, 0, 1),
+    moe_layer_freq=(0, 1, 1),
     moe_ffn_hidden_size=16,
     moe_shared_expert_intermediate_size=8,
     moe_router_score_function="sigmoid",
@@ -67,8 +68,8 @@ WORDS = {
     "sp": dict(sequence_parallel=True),
     "chunks": dict(num_layers_per_virtual_pipeline_stage=1),
     "zb": dict(enable_zbh1_pipeline=True),
-    "1,4": dict(pipeline_layout="1,4"),
-    "4,1": dict(pipeline_layout="4,1"),
+    "1,2": dict(pipeline_layout="1,2"),
+    "2,1": dict(pipeline_layout="2,1"),
     "zero0": dict(zero_stage=0),
     "zero2": dict(zero_stage=2, zero_shard_size=2, zero_state_shard_size=2),
     "zero3": dict(zero_stage=3),
@@ -100,21 +101,22 @@ WRITTEN = {
 # Written checkpoint -> layout on 4 ranks, or that of one.
 SOME = """
 split -> tp2 sp pp2
-split -> zero0 bf16
-sequences -> pp2 cp2 zero0
-multi-query, tp4 -> one
+split -> pp2 cp2 zero0
+multi-query, tp4 -> bf16
 multi-query, dp4 -> tp4
 tied -> pp4
-tied -> pp2 zb zero0
 experts -> ep4
-experts, zero 3 -> tp2 ep2
 experts, zero 3 -> zero2 bf16
 frozen -> zero3 tp2
-frozen -> bf16 host
 fp16 -> zero2 fp16 scale
 """
 OTHERS = """
-split -> pp2 1,4 tp2
+split -> zero0 bf16
+sequences -> pp2 cp2 zero0
+tied -> pp2 zb zero0
+experts, zero 3 -> tp2 ep2
+frozen -> bf16 host
+split -> pp2 1,2 tp2
 split -> cp4
 multi-query, tp4 -> tp2 zero0 bf16
 experts -> pp2 ep2 zero0 bf16 host
@@ -126,7 +128,7 @@ frozen -> pp2
 frozen -> zero2 tp2 sp bf16
 frozen -> pp2 chunks zero2
 split -> tp2 sp fp16
-split -> pp2 zb 4,1
+split -> pp2 zb 2,1
 experts -> tp2 ep2
 experts -> tp2 sp pp2
 experts -> ep2 zero0
@@ -240,7 +242,7 @@ def test_every_number_comes_back_and_the_next_step_is_the_same(tmp_path, rows):
     assert before["fp16"][0]["scalars"]["loss_scale"]["scale"] == 2.0**8, (
         "it doubled after two good steps, so that it is not what any run starts with"
     )
-    one, alone = of_each(1)
+    one, alone = of_each(1) if len(four) < len(cases) else ([], [])
     for case, ranks in zip([*four, *one], [*results[len(names) :], *alone], strict=True):
         check(case, list(ranks), list(before[case.written]))
 

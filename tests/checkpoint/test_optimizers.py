@@ -14,7 +14,7 @@ WORDS = (
     "--num-workers 0 --mock-data"
 ).split()
 MUON = "--optimizer muon --muon-fp32-matmul-prec high --muon-extra-scale-factor 0.2"
-CUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+CUT = "--tensor-model-parallel-size 2"
 
 
 def losses(folder, ranks, words):
@@ -31,13 +31,12 @@ def losses(folder, ranks, words):
 @pytest.mark.slow
 def test_muon_goes_on_on_another_layout_and_not_with_adam(tmp_path):
     whole = losses(tmp_path, 1, MUON)
-    first = losses(tmp_path, 4, f"{MUON} {CUT} --save @saved --exit-interval 2")
+    first = losses(tmp_path, 2, f"{MUON} {CUT} --save @saved --exit-interval 2")
     rest = losses(tmp_path, 2, f"{MUON} --load @saved")
     assert first + rest == pytest.approx(whole, rel=5e-6) and len(rest) == 2
     (outcome,) = launch(1, [*WORDS, "--load", str(tmp_path / "saved")])
     assert outcome is not None and outcome.code != 0
     assert "--optimizer muon" in outcome.output and "--no-load-optim" in outcome.output
-    assert len(losses(tmp_path, 1, "--load @saved --no-load-optim")) == 2
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,26 +10,9 @@ from megatron.checkpoint.find import folders, generations, number_of
 from megatron.checkpoint.folder import clear, folder_name, left_over, retire, to_remove
 
 
-@pytest.mark.parametrize(
-    ("there", "newest", "last", "every", "more", "gone"),
-    [
-        ([100, 200, 300, 400], 400, 1, 200, {}, [100, 300]),
-        ([300, 100, 200], 300, 1, None, {"keep": (100,)}, [200]),
-        # The run went back to 100 and reached 150: 200 and 300 are from before and are left alone.
-        ([100, 150, 200, 300], 150, 1, None, {}, [100]),
-        # 40 is from before the run went back to 20: 30 is the one to fall back to.
-        ([20, 30, 40, 60], 60, 2, None, {"left_behind": [40]}, [20, 40]),
-    ],
-)
-def test_which(
-    there,
-    newest,
-    last,
-    every,
-    more,
-    gone,
-):
-    assert to_remove(there, newest, last, every, **more) == gone
+def test_what_a_run_went_back_from_does_not_count_among_the_last():
+    """40 is from before the run went back to 20: 30 is the one to fall back to."""
+    assert to_remove([20, 30, 40, 60], 60, 2, None, left_behind=[40]) == [20, 40]
 
 
 NUMBERS = st.integers(0, 60)

@@ -28,7 +28,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(root):
-    cases = "synchronous consistent waits two_runs keeps goes_back wrong_clock another_branch"
+    cases = "synchronous consistent waits two_runs keeps wrong_clock another_branch"
     names = [*cases.split(), "fails", "fails_in_the_background"]
     return run_processes(2, saver_cases.on_two, str(root), names)
 
@@ -55,25 +55,6 @@ def test_contents(folder, two):
 
 
 @pytest.mark.slow
-def test_every_byte_of_the_data_files_has_a_digest(folder):
-    """Every byte of the data files has a digest, recomputed here by xxhash itself.
-
-    Shards fill each file from its first to its last byte.
-    """
-    ends = {"__0_0.distcp": 0, "__1_0.distcp": 0}
-    listed = json.loads((folder / "boxes_00000.json").read_text())
-    every = [box for stored in listed.values() for box in stored["boxes"]]
-    for _, sizes, file, start, length, digest in sorted(every, key=lambda box: (box[2], box[3])):
-        assert start == ends[file]
-        data = (folder / file).read_bytes()[start : start + length]
-        assert xxhash.xxh3_128_hexdigest(data) == digest
-        tensor = torch.load(io.BytesIO(data), weights_only=True)
-        assert list(tensor.shape) == sizes and tensor.untyped_storage().nbytes() == tensor.nbytes
-        ends[file] += length
-    assert ends == {name: (folder / name).stat().st_size for name in ends} and all(ends.values())
-
-
-@pytest.mark.slow
 def test_a_failure_anywhere_leaves_no_trace(two):
     found, second = (r["fails"] for r in two)
     assert found == second
@@ -96,7 +77,6 @@ def test_retention(two):
         found, *later = rank["keeps"]
         assert [name for name in found if not name.endswith(".tmp")] == names(10)
         assert later == [names(*iterations) for iterations in kept[1:]]
-        assert rank["goes_back"] == names(15, 30), "what the run goes on from stays"
 
 
 @pytest.mark.slow
@@ -242,12 +222,13 @@ def test_any_tensor(tmp_path, dtype):
         ((offset, sizes, _, start, length, _),) = stored[name]["boxes"]
         found = torch.load(io.BytesIO(data[start : start + length]), weights_only=True)
         assert found.dtype == view.dtype and torch.equal(found, view) and view.shape == sizes
+        assert found.untyped_storage().nbytes() == found.nbytes
         assert offset == (1,) * view.dim() and stored[name]["dtype"] == dtype
 
 
-@pytest.mark.parametrize("elements", [10, 1 << 20], ids=["in the buffer", "larger than it"])
-def test_a_full_disk_is_called_so(tmp_path, elements):
+def test_a_disk_that_is_full_before_the_buffer_is_called_so(tmp_path):
     (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
+    elements = 1 << 20
 
     def write():
         with ShardWriter(tmp_path, 0) as writer:
@@ -279,11 +260,10 @@ def test_no_file_without_boxes_and_several_syncs(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("background", "share"), [(False, 0.0), (True, 1.0)])
-def test_memory(tmp_path, background, share):
+def test_memory(tmp_path):
     """A synchronous save takes no copy of the state, a background save takes one.
 
     Buffers, lists and the rest may take a tenth.
     """
-    ((grown, state),) = run_processes(1, saver_cases.peak_of_a_save, str(tmp_path), 100, background)
-    assert abs(grown / state - share) < 0.1
+    ((at_once, behind),) = run_processes(1, saver_cases.growth_by_saves, str(tmp_path), 100)
+    assert abs(at_once) < 0.1 and abs(behind - 1) < 0.1

@@ -18,12 +18,12 @@ MODEL = dict(BASE, num_layers=2, seed=3)
 GATED = dict(MODEL, swiglu=True, add_bias_linear=False, ffn_hidden_size=48)
 EIGHT = dict(num_experts=8, moe_router_topk=2)
 CASES = {
-    "biases": (MODEL, EIGHT | dict(moe_router_topk_scaling_factor=2.5)),
-    "sigmoid": (GATED, EIGHT | dict(moe_router_score_function="sigmoid", moe_layer_freq=(0, 1))),
-    "halves": (GATED, EIGHT | dict(moe_ffn_hidden_size=24)),
-    "halves with biases": (MODEL, EIGHT | dict(moe_ffn_hidden_size=64, moe_router_topk=4)),
+    "biases": (2, MODEL, EIGHT | dict(moe_router_topk_scaling_factor=2.5)),
+    "sigmoid": (1, GATED, EIGHT | dict(moe_router_score_function="sigmoid", moe_layer_freq=(0, 1))),
+    "halves": (2, GATED, EIGHT | dict(moe_ffn_hidden_size=24)),
+    "halves with biases": (1, MODEL, EIGHT | dict(moe_ffn_hidden_size=64, moe_router_topk=4)),
 }
-"""A dense model, and its experts: their weights add up to the scaling factor."""
+"""Tensor-parallel size, a dense model, and its experts: their weights add up to the scaling factor."""
 
 
 def built(fields, topology):
@@ -39,8 +39,8 @@ def logits(config, chunks):
     return found[found.isfinite()].numpy()  # without the padding of the vocabulary
 
 
-def upcycled(rank, tensor, folder, case):
-    topology, (dense, experts) = join(tensor), CASES[case]
+def upcycled(folder, tensor, dense, experts):
+    topology = join(tensor)
     config, chunks, engine = built(dense, topology)
     with torch.no_grad():  # values that are not initial ones, biases included
         for f in engine.fragments():
@@ -66,11 +66,7 @@ def upcycled(rank, tensor, folder, case):
 
 
 def all_cases(rank, folder):
-    return {
-        f"{case}, tensor {tensor}": upcycled(rank, tensor, f"{folder}/{case}-{tensor}", case)
-        for case in CASES
-        for tensor in (1, 2)
-    }
+    return {name: upcycled(f"{folder}/{name}", *case) for name, case in CASES.items()}
 
 
 @pytest.mark.slow

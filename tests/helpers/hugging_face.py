@@ -1,11 +1,194 @@
-"""Models of transformers with random weights, and the fields of ours that compute the same."""
+"""Models of transformers with random weights, what they compute, and the same models here."""
 
-from __future__ import annotations
+import json
 
-import pytest
+import numpy as np
 import torch
 
+from megatron.checkpoint.huggingface_config import model_of
+from megatron.checkpoint.settings import plain
+from megatron.config import Config
 from megatron.data.sampler import make_micro_batch
+
+LENGTH, SAMPLES, VOCABULARY = 24, 2, 51
+
+_COMMON = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_hidden_layers=2,
+    intermediate_size=40,
+    max_position_embeddings=LENGTH,
+)
+_OF_KINDS = {
+    "gpt2": dict(
+        vocab_size=VOCABULARY, n_embd=32, n_head=4, n_layer=2, n_positions=LENGTH, n_inner=48
+    ),
+    "gpt_neox": _COMMON,
+    "bloom": dict(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
+}
+_CASES = """{
+    "gpt2": ["gpt2", {}],
+    "llama": ["llama", {"num_key_value_heads": 4, "rope_theta": 10000.0}],
+    "llama3": ["llama", {"rope_theta": 500000.0, "head_dim": 12}],
+    "llama-biased":
+        ["llama", {"tie_word_embeddings": true, "attention_bias": true, "mlp_bias": true}],
+    "mistral": ["mistral", {"sliding_window": null}],
+    "llama31": ["llama", {"num_key_value_heads": 1, "rope_scaling": {
+        "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16}}],
+    "llama-yarn": ["llama", {"rope_scaling":
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 12}}],
+    "mistral-window": ["mistral", {"sliding_window": 5}],
+    "qwen2": ["qwen2", {"tie_word_embeddings": true}],
+    "qwen2-window": ["qwen2", {"num_hidden_layers": 3, "use_sliding_window": true,
+        "sliding_window": 6, "max_window_layers": 1}],
+    "qwen3": ["qwen3", {"head_dim": 16}],
+    "olmo2": ["olmo2", {}],
+    "mixtral": ["mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12}],
+    "olmoe": ["olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "eos_token_id": null}],
+    "qwen3_moe": ["qwen3_moe", {"num_hidden_layers": 3, "head_dim": 16, "mlp_only_layers": [1],
+        "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+        "norm_topk_prob": true}],
+    "qwen2_moe": ["qwen2_moe", {"num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32}],
+    "gemma2": ["gemma2", {"num_hidden_layers": 4, "head_dim": 12, "sliding_window": 7,
+        "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0}],
+    "pythia": ["gpt_neox", {"intermediate_size": 128}],
+    "neox":
+        ["gpt_neox", {"use_parallel_residual": false, "hidden_act": "gelu_fast", "rotary_pct": 0.5}],
+    "bloom": ["bloom", {}],
+    "llama-larger": ["llama", {"vocab_size": 1003, "hidden_size": 256, "num_attention_heads": 8,
+        "num_hidden_layers": 4, "intermediate_size": 688, "max_position_embeddings": 64,
+        "rope_theta": 500000.0}]
+}"""
+# With one key and value head, two tensor ranks both have it. The larger one has realistic
+# proportions: grouped queries, a vocabulary that is padded here.
+CASES = {
+    name: (
+        kind,
+        _OF_KINDS.get(kind, _COMMON | dict(num_key_value_heads=2, rms_norm_eps=1e-5)) | own,
+    )
+    for name, (kind, own) in json.loads(_CASES).items()
+}
+"""model_type and fields of config.json by name of a case."""
+
+
+def random_values(config):
+    """Return a model of a configuration of transformers with random values in all parameters."""
+    from transformers import AutoModelForCausalLM  # here: collection does without
+
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(5)
+    width = max(p.shape[-1] for p in model.parameters())
+    for name, p in model.named_parameters():
+        noise = torch.randn(p.shape, generator=generator)
+        if p.dim() > 1:
+            p.data = noise * 2.0 / width**0.5
+        else:
+            p.data = (p.data if name.endswith("weight") else 0.0) + 0.1 * noise
+    return model
+
+
+def random_model(case, **sizes):
+    """Return a model of a case with random values, with those of these sizes that it has."""
+    from transformers import AutoConfig
+
+    kind, fields = CASES[case]
+    dropouts = {n: 0.0 for n in ("attn_pdrop", "resid_pdrop", "embd_pdrop") if kind == "gpt2"}
+    # a padding token would have no gradient
+    config = AutoConfig.for_model(kind, **fields, **dropouts, pad_token_id=None)
+    for name, size in sizes.items():
+        if hasattr(config, name):
+            setattr(config, name, size)
+    return random_values(config)
+
+
+def make(case, folder, dtype=torch.float32, **saving):
+    """Save a model of a case; return its folder."""
+    random_model(case).to(dtype).save_pretrained(folder, **saving)
+    return folder
+
+
+def tokens(vocabulary=VOCABULARY):
+    generator = torch.Generator().manual_seed(9)
+    return torch.randint(0, vocabulary, (SAMPLES, LENGTH + 1), generator=generator)
+
+
+def computed(folder):
+    """Return transformers' logits [b, s, vocabulary], loss, and gradients, in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    model.eval()
+    given = tokens(model.config.vocab_size)
+    logits = model(given[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), given[:, 1:].flatten())
+    loss.backward()
+    gradients = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
+    if model.config.model_type == "gpt_neox":  # another name than in its files
+        gradients["embed_out.weight"] = gradients.pop("lm_head.weight")
+    return logits.detach().numpy(), loss.item(), by_expert(model.config.model_type, gradients)
+
+
+def by_expert(kind, found):
+    """Return tensors under their names in files, which have one for each expert."""
+    block, names = "mlp", ("gate_proj", "up_proj", "down_proj")
+    if kind == "mixtral":
+        block, names = "block_sparse_moe", ("w1", "w3", "w2")
+    out = {}
+    for name, value in found.items():
+        head, _, rest = name.partition(".mlp.")
+        if rest == "gate.weight":
+            out[f"{head}.{block}.gate.weight"] = value
+        elif rest in ("experts.gate_up_proj", "experts.down_proj"):
+            both = rest == "experts.gate_up_proj"
+            for expert, matrix in enumerate(value):
+                parts = np.split(matrix, 2) if both else [matrix]
+                for part, its in zip(parts, names[:2] if both else names[2:], strict=True):
+                    out[f"{head}.{block}.experts.{expert}.{its}.weight"] = part
+        else:
+            out[name] = value
+    return out
+
+
+def tensors(folder):
+    """Return all tensors in the files of a folder."""
+    from safetensors.torch import load_file
+
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def identical(one, other):
+    """Check that the tensors of two folders are the same, byte for byte."""
+    a, b = tensors(one), tensors(other)
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert value.dtype == b[name].dtype and value.shape == b[name].shape, name
+        assert torch.equal(value.view(torch.uint8), b[name].view(torch.uint8)), name
+
+
+def save_tokenizer(folder, entries):
+    """Save a tokenizer of single letters with so many entries."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["</s>", "<unk>", *map(chr, range(ord("A"), ord("A") + entries - 2))]
+    own = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    own.pre_tokenizer = Split("", "isolated")
+    made = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="</s>", unk_token="<unk>")
+    made.save_pretrained(folder)
+
+
+# -- models of another size, and the same here -----------------------------------------------------
 
 V, S, B = 50, 16, 3
 COMMON = dict(
@@ -22,69 +205,35 @@ COMMON = dict(
     global_batch_size=B,
 )
 GPT2 = dict(COMMON)
-LLAMA = dict(
-    COMMON,
-    num_key_value_heads=2,
-    ffn_hidden_size=48,
-    position_embedding_type="rope",
-    rotary_base=500.0,
-    normalization="rmsnorm",
-    swiglu=True,
-    add_bias_linear=False,
-    untie_embeddings_and_output_weights=True,
-)
-NEOX = dict(
-    COMMON,
-    position_embedding_type="rope",
-    rotary_percent=0.5,
-    rotary_base=10000.0,
-    untie_embeddings_and_output_weights=True,
-)
-LLAMA31 = dict(
-    LLAMA,
-    rope_scaling="llama3",
-    rope_scaling_factor=2.0,
-    rope_original_positions=64,
-    rope_low_freq_factor=0.5,
-    rope_high_freq_factor=4.0,
-)
-YARN = dict(
-    LLAMA,
-    rope_scaling="yarn",
-    rope_scaling_factor=2.0,
-    rope_original_positions=64,
-    yarn_beta_fast=4.0,
-    yarn_beta_slow=0.5,
-)
-GEMMA2 = dict(
-    LLAMA,
-    untie_embeddings_and_output_weights=False,
-    swiglu=False,
-    geglu=True,
-    norm_position="both",
-    apply_layernorm_1p=True,
-    embedding_scale=32**0.5,
-    final_logit_softcapping=3.0,
-    attention_logit_softcapping=2.0,
-    softmax_scale=0.25,
-    window_size=(4,),
-    window_attn_skip_freq=(2,),
-)
-FAMILIES = {
-    "gpt2": GPT2,
-    "neox": NEOX,
-    "pythia": dict(NEOX, parallel_residual="two_norms", exact_gelu=True),
-    "bloom": dict(COMMON, position_embedding_type="alibi", embedding_layernorm=True),
-    "llama": LLAMA,
-    "llama31": LLAMA31,
-    "yarn": YARN,
-    "mistral": dict(LLAMA, window_size=(4, 0)),
-    "qwen2": dict(LLAMA, add_qkv_bias=True),
-    "qwen3": dict(LLAMA, qk_layernorm=True, kv_channels=16),
-    "olmo2": dict(LLAMA, norm_position="post", qk_layernorm=True, qk_layernorm_over="all"),
-    "gemma2": GEMMA2,
-    "mixtral": dict(LLAMA, num_experts=4, moe_router_topk=2),
-}
+STYLES = (
+    "gpt2 neox pythia bloom llama llama31 llama-yarn mistral-window qwen2 qwen3 olmo2 gemma2 mixtral"
+).split()
+
+
+def fields_of(case):
+    """Return COMMON and the settings of a case that differ from those of GPT-2."""
+    kind, fields = CASES[case]
+    usual = plain(Config.create(**COMMON).model)
+    settings = plain(model_of({"model_type": kind, **fields}, case)[1])
+    return COMMON | {
+        name: value
+        for name, value in settings.items()
+        if name not in COMMON and value not in (None, usual[name])
+    }
+
+
+FAMILIES = {style: fields_of(style) for style in STYLES}
+
+
+def hugging_face(style, positions=S):
+    """Return a model of a family, of the sizes of COMMON; the same numbers are drawn after it."""
+    torch.manual_seed(7)
+    return random_model(style, vocab_size=V, max_position_embeddings=positions, n_inner=None)
+
+
+def micro_batch():
+    drawn = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(2))
+    return make_micro_batch(drawn.numpy())
 
 
 def fuse(q, k, v, heads, groups):
@@ -124,107 +273,3 @@ def from_gpt2(p):
                 x = p[f"{t}{theirs}.{kind}"]
                 out[f"{o}{ours}.{kind}"] = x.t() if kind == "weight" else x
     return out
-
-
-def llama_like(transformers, style, positions=S):
-    """Return a model of Llama's relatives."""
-    fields = FAMILIES[style]
-    rope = {"rope_type": "default", "rope_theta": 500.0}
-    if "rope_scaling" in fields:
-        rope |= {
-            "rope_type": fields["rope_scaling"],
-            "factor": 2.0,
-            "original_max_position_embeddings": 64,
-        }
-        rope |= (
-            {"low_freq_factor": 0.5, "high_freq_factor": 4.0}
-            if style == "llama31"
-            else {"beta_fast": 4.0, "beta_slow": 0.5}
-        )
-    more = {
-        "mistral": dict(sliding_window=5),
-        "qwen3": dict(head_dim=16),
-        "gemma2": dict(
-            head_dim=8,
-            query_pre_attn_scalar=16,
-            attn_logit_softcapping=2.0,
-            final_logit_softcapping=3.0,
-            sliding_window=5,
-        ),
-        "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
-    }
-    name = {"llama31": "Llama", "yarn": "Llama"}.get(style, style.capitalize())
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=V,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128 if "rope_scaling" in fields else positions,
-        rms_norm_eps=1e-5,
-        initializer_range=0.2,
-        rope_parameters=rope,
-        tie_word_embeddings=style == "gemma2",
-        pad_token_id=None,
-        **more.get(style, {}),
-    )
-    return getattr(transformers, f"{name}ForCausalLM")(config)
-
-
-def hugging_face(style, positions=S):
-    """Return a model of this family."""
-    transformers = pytest.importorskip("transformers")  # here: the processes below do without
-    torch.manual_seed(1)
-    if style == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=V,
-            n_positions=positions,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            initializer_range=0.2,
-        )
-        model = transformers.GPT2LMHeadModel(config)
-    elif style == "bloom":
-        config = transformers.BloomConfig(
-            vocab_size=V, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.2
-        )
-        model = transformers.BloomForCausalLM(config)
-    elif style in ("neox", "pythia"):
-        config = transformers.GPTNeoXConfig(
-            vocab_size=V,
-            hidden_size=32,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=positions,
-            layer_norm_eps=1e-5,
-            use_parallel_residual=style == "pythia",
-            hidden_act="gelu" if style == "pythia" else "gelu_new",
-            rope_parameters={
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 0.5,
-            },
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            initializer_range=0.2,
-            tie_word_embeddings=False,
-        )
-        model = transformers.GPTNeoXForCausalLM(config)
-    else:
-        model = llama_like(transformers, style, positions)
-    for name, p in model.named_parameters():
-        if p.ndim == 1:  # biases and gains that are not at their neutral initial values
-            neutral = 0.0 if "bias" in name or style == "gemma2" else 1.0
-            torch.nn.init.normal_(p, neutral, 0.1)
-    return model
-
-
-def micro_batch():
-    drawn = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(2))
-    return make_micro_batch(drawn.numpy())

@@ -305,7 +305,7 @@ def of_hugging_face(case: str) -> Callable[[Path], None]:
     """Return a maker of a model of transformers, in several files with an index, and a tokenizer."""
 
     def make(folder: Path) -> None:
-        from tests.checkpoint import hugging_face as models
+        from tests.helpers import hugging_face as models
 
         models.make(case, folder / "hf", max_shard_size="40KB")
         models.save_tokenizer(folder / "hf", entries=40)
@@ -338,7 +338,7 @@ def nodes(folder: Path) -> None:
     """Make two folders with the same files: a model, data, tasks and a list."""
     first = folder / "0"
     first.mkdir()
-    of_hugging_face("llama2")(first)
+    of_hugging_face("llama")(first)
     data(first)
     (first / "tasks.jsonl").write_text('{"context": "A", "choices": ["B", "C"], "answer": 0}\n' * 3)
     (first / "list").write_text("1.0 a\n2.0 b\n")

@@ -10,7 +10,7 @@ from megatron.checkpoint.settings import settings_to_take
 from megatron.config import parse_args
 from megatron.errors import ConfigError
 from megatron.training.run.setup import check_export
-from tests.checkpoint.hugging_face import make, save_tokenizer, tensors
+from tests.helpers.hugging_face import make, save_tokenizer, tensors
 from tests.helpers.launching import launch
 
 FLAGS = ["--mock-data", "--micro-batch-size", "1", "--global-batch-size", "2", "--lr", "1e-2"]

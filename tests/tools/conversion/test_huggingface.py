@@ -17,7 +17,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
 from megatron_conversion import write
 from megatron_conversion.huggingface import read_checkpoint, read_folder, to_checkpoint
-from tests.checkpoint.hugging_face import identical, make, save_tokenizer, tensors
+from tests.helpers.hugging_face import identical, make, save_tokenizer, tensors
 from tests.helpers.launching import launch
 from tests.tools.conversion.test_megatron import write as write_theirs
 from tests.tools.conversion.whole import whole_tensors
