@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.layers import linear
 from megatron.layers.context import LayerContext, ParameterFactory, normal
-from megatron.layers.linear import ColumnParallelLinear, gathered_product, summed_product
+from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel import collectives
 from megatron.parallel.topology import Group
 
@@ -62,35 +62,10 @@ def log(monkeypatch):
     return log
 
 
-def messages(sequence_parallel, chunks=3):
-    parameters = ParameterFactory(1, 0, TP, torch.device("cpu"))
-    return LayerContext(Group((0, 1), 0), parameters, sequence_parallel, chunks=chunks)
-
-
-def tensors(rows):
-    g = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randint(-3, 4, shape, generator=g).double()  # noqa: E731
-    return draw(rows, 1, IN), draw(IN, OUT)
-
-
-def test_a_chunk_is_gathered_behind_the_product_of_the_one_before(log):
-    x, matrix = tensors(4)  # three chunks of 1, 1 and 2 rows of each rank
-    with log:
-        y, whole = gathered_product(x, matrix, messages(True), keep=True)
-    assert log.text() == "send 0, send 1, wait 0, mm, send 2, wait 1, mm, wait 2, mm"
-    assert torch.equal(whole, torch.cat([x, x])) and torch.equal(y, torch.cat([x, x]) @ matrix)
-
-
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_a_chunk_is_summed_behind_the_product_of_the_next(log, sequence_parallel):
-    x, matrix = tensors(4)
-    if sequence_parallel:
-        x = torch.cat([x, x])
-    with log:
-        y, works = summed_product(x, matrix, messages(sequence_parallel))
-    assert log.text() == "mm, send 0, mm, send 1, mm, send 2"
-    assert len(works) == 3
-    assert torch.equal(y, 2 * (x[:4] @ matrix))
+    forward, _ = layer(log, RowParallelLinear, sequence_parallel)
+    assert forward == "mm, send 0, mm, send 1, wait 0, wait 1"
 
 
 def layer(log, kind, sequence_parallel, overlap=True):

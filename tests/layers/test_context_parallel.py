@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import sys
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 
-from megatron.kernels.choose import ALL
+from megatron.config import Config
+from megatron.kernels.choose import ALL, NONE
+from megatron.layers.attention import CoreAttention
+from megatron.layers.attention_unfused import Scoring
+from megatron.layers.context import CallContext
 from megatron.layers.context_parallel import ContextParallel
+from megatron.layers.positions import alibi_slopes
 from megatron.layers.ring import Ring, attend
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.keyed_random import DropoutKey
 from megatron.parallel.topology import Group
 from tests.helpers import flash_attn
+from tests.helpers.fusions import context
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
+from tests.layers.test_attention import dense, documents_of
 
 S, B, D = 32, 2, 8
 LAYOUTS = (1, 2, 4)  # of four ranks, how many exchange heads
@@ -49,23 +54,13 @@ LENGTHS = ((3, 1, 14, 2, 12), (20, 12))
 
 def formula(q, k, v, kind):
     """Return softmax(q k^T) v of whole sequences in float64."""
-    heads, d = q.shape[2:]
-    k, v = (x.repeat_interleave(heads // k.shape[2], dim=2) for x in (k, v))
-    scores = torch.einsum("ibhd,jbhd->bhij", q, k) * kind.get("softmax_scale", 1 / math.sqrt(d))
-    if cap := kind.get("attention_logit_softcapping"):
-        scores = cap * torch.tanh(scores / cap)
-    behind = torch.arange(S)[:, None] - torch.arange(S)
-    if kind.get("position_embedding_type") == "alibi":
-        slopes = torch.tensor([2.0 ** (-8 * (i + 1) / heads) for i in range(heads)])
-        scores = scores - slopes.double()[:, None, None] * behind
-    hidden = (behind < 0) | (behind > kind.get("window_size", (S,))[0])
-    hidden = hidden.expand(B, S, S).clone()
-    if kind.get("documents"):
-        for sample, lengths in enumerate(LENGTHS):
-            number = np.repeat(np.arange(len(lengths)), lengths)
-            hidden[sample] |= torch.from_numpy(number[:, None] != number)
-    scores = scores.masked_fill(hidden[:, None], -math.inf)
-    return torch.einsum("bhij,jbhd->ibhd", scores.softmax(-1), v)
+    scoring = Scoring(
+        scale=kind.get("softmax_scale"),
+        cap=kind.get("attention_logit_softcapping", 0.0),
+        window=kind.get("window_size", (S,))[0],
+    )
+    slopes = alibi_slopes(q.shape[2]) if "position_embedding_type" in kind else None
+    return dense(q, k, v, slopes, LENGTHS if "documents" in kind else [[S]] * B, scoring)
 
 
 def core(
@@ -77,11 +72,6 @@ def core(
     backend="blocked",
 ):
     """Return the attention of a model of MODELS, and the arguments of its calls."""
-    from megatron.config import Config
-    from megatron.layers.attention import CoreAttention
-    from megatron.layers.context import CallContext, LayerContext
-    from megatron.layers.positions import Documents
-
     heads, groups, kind = MODELS[name]
     model = Config.create(
         num_layers=1,
@@ -95,16 +85,10 @@ def core(
         attention_dropout=dropout,
         **{key: value for key, value in kind.items() if key != "documents"},
     ).model
-    context = dataclasses.replace(LayerContext.single(), context_parallel=parts)
-    if fused:
-        context = dataclasses.replace(context, fusions=ALL)
-    documents = None
-    if kind.get("documents"):
-        lengths = np.concatenate([np.array(row) for row in LENGTHS])
-        bounds = torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32))
-        documents = Documents(bounds, lengths, B)
+    of_layer = context(ALL if fused else NONE, context_parallel=parts)
+    documents = documents_of(LENGTHS) if kind.get("documents") else None
     key = DropoutKey(5, 6) if dropout else None
-    attention = CoreAttention(context, model, 0, False, backend)
+    attention = CoreAttention(of_layer, model, 0, False, backend)
     return attention, CallContext(None, documents, key)
 
 
@@ -211,10 +195,10 @@ def kept_and_sent(rank, backend):
     The rows of a rank are 16 in all cases: the sequences grow with the ranks.
     """
     found, work = [], Ring.rectangles
-    for context, heads in ((1, 1), (2, 1), (4, 1), (4, 4)):
-        messages, length = Messages(), 16 * context
-        group = dataclasses.replace(join(context_parallel_size=context).context, flight=messages)
-        parts = ContextParallel(group, heads, attend) if context > 1 else None
+    for size, heads in ((1, 1), (2, 1), (4, 1), (4, 4)):
+        messages, length = Messages(), 16 * size
+        group = dataclasses.replace(join(context_parallel_size=size).context, flight=messages)
+        parts = ContextParallel(group, heads, attend) if size > 1 else None
         attention, call = core(parts, "plain", length, backend=backend)
         rows = slice(0, 16) if parts is None else parts.positions(length, torch.device("cpu"))
         q, k, v, dout = (x[rows].clone() for x in tensors("plain", torch.float32, length))

@@ -9,19 +9,10 @@ from megatron.layers.vocabulary import (
     PositionEmbedding,
     VocabParallelEmbedding,
 )
-from megatron.parallel.gradient_accumulator import GradientAccumulator
 from tests.helpers.operators import Watch
+from tests.helpers.sinks import hang_sink
 
 S, B, H, V = 6, 3, 4, 20
-
-
-def hang_sink(parameter):
-    done = []
-    accumulator = GradientAccumulator(
-        parameter, torch.full(parameter.shape, float("nan")), done.append
-    )
-    parameter.gradient_accumulator = accumulator
-    return accumulator, done
 
 
 def data():

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from megatron.config import Config
 from megatron.layers.context import CallContext, Experts, LayerContext
-from megatron.layers.expert_dispatch import sorted_choices
 from megatron.layers.expert_load import move_biases, take_figures
 from megatron.layers.experts import ExpertMLP
 from megatron.parallel.keyed_random import DropoutKey
@@ -288,10 +287,3 @@ def test_figures_are_means_over_layers_and_shares_of_the_interval():
     entropy = -torch.cat([(of * of.log()).sum(-1) for of in shares]).mean() / math.log(E)
     assert of["entropy"] == pytest.approx(float(entropy), rel=1e-5)
     assert take_figures([router], config.model, topology)["experts"] is None
-
-
-def test_rows_are_sorted_by_expert_and_then_by_token():
-    order, places, ends = sorted_choices(torch.tensor([[2, 0], [-1, 2], [0, -1]]), 4)
-    assert ends.tolist() == [2, 2, 4, 4]
-    assert order.tolist()[:4] == [0, 2, 0, 1]
-    assert places.tolist() == [[2, 0], [-1, 3], [1, -1]]

@@ -26,14 +26,6 @@ def test_slopes():
     assert alibi_slopes(12).tolist() == pytest.approx(expected)
 
 
-def test_alibi_bias():
-    bias = alibi_bias(torch.tensor([0.5, 0.25]), 4, torch.float32)
-    for h, slope in enumerate((0.5, 0.25)):
-        for i in range(4):
-            for j in range(4):
-                assert bias[0, h, i, j] == (-slope * (i - j) if j <= i else float("-inf"))
-
-
 def test_a_shorter_sequence_has_a_corner_of_the_bias_of_a_longer_one():
     alibi = Alibi(alibi_slopes(2))
 
@@ -77,14 +69,6 @@ def test_rotation_is_multiplication_by_a_complex_number(rotary, neighbours):
                 np.testing.assert_allclose(out[s, b, :, real], z.real, atol=1e-6)
                 np.testing.assert_allclose(out[s, b, :, imaginary], z.imag, atol=1e-6)
     np.testing.assert_array_equal(out[..., rotary:], x.numpy()[..., rotary:])
-
-
-def test_plain_positions_equal_given_ones():
-    x = torch.randn(5, 1, 2, 4)
-    embedding = RotaryEmbedding(4, 500.0)
-    ids = torch.arange(5).unsqueeze(0)
-    plain = embedding.rotate(x, embedding.angles(5, None, x.device))
-    assert torch.equal(plain, embedding.rotate(x, embedding.angles(5, ids, x.device)))
 
 
 SCALINGS = {

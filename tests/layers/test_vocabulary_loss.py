@@ -10,13 +10,13 @@ from torch.nn.functional import cross_entropy
 
 from megatron.kernels.choose import ALL, NONE
 from megatron.layers.context import LayerContext, ParameterFactory
-from megatron.layers.vocabulary import Vocabulary, scores, vocabulary_loss
-from megatron.parallel.gradient_accumulator import GradientAccumulator
+from megatron.layers.vocabulary import Vocabulary, vocabulary_loss
 from megatron.parallel.sharding import shard
 from tests.helpers.fusions import context as fused_context
 from tests.helpers.groups import join
 from tests.helpers.operators import Watch
 from tests.helpers.processes import run_processes
+from tests.helpers.sinks import hang_sink
 
 S, B, H, V, PADDED = 8, 3, 16, 50, 64
 UPSTREAM = 3.0  # stands for the loss scale and the micro-batch's weight
@@ -60,16 +60,6 @@ def one_rank(fused=False, tokens=7, dtype=torch.float32, **limits):
     parameter = torch.nn.Parameter(padded.to(dtype))
     vocabulary = Vocabulary(parameter, context, 0, V, tokens, **limits)
     return x.to(dtype).requires_grad_(), labels, mask, vocabulary
-
-
-def hang_sink(parameter):
-    done = []
-    # fresh: never read
-    accumulator = GradientAccumulator(
-        parameter, torch.full(parameter.shape, float("nan")), done.append
-    )
-    parameter.gradient_accumulator = accumulator
-    return accumulator, done
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -223,19 +213,6 @@ def test_bf16_in_chunks_without_a_sink_is_rounded_once():
         vocabulary_loss(x, labels, mask, v, late=True).backward()
         found.append(accumulator.total.bfloat16() if accumulator else v.weight.grad)
     assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("cap", [0.0, 3.0])
-def test_scores_of_positions(cap):
-    x, _, _, v = one_rank(cap=cap)
-    positions = torch.tensor([4, 0, 7])
-    every, some = scores(x, v), scores(x, v, positions)
-    assert every.shape == (S, B, PADDED) and every[..., V:].eq(float("-inf")).all()
-    torch.testing.assert_close(some, every[positions, torch.arange(B)].unsqueeze(0))
-    plain = x.detach().double() @ v.weight[:V].double().t()
-    assert plain.abs().max() > 5.0
-    wanted = cap * torch.tanh(plain / cap) if cap else plain
-    torch.testing.assert_close(every[..., :V].double(), wanted, **CLOSE)
 
 
 PARALLEL = [

@@ -1,0 +1,20 @@
+"""Gradient sums of parameters, as the engine attaches them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron.parallel.gradient_accumulator import GradientAccumulator
+
+
+def hang_sink(
+    parameter: torch.nn.Parameter, sums: torch.dtype = torch.float32, **options: Any
+) -> tuple[GradientAccumulator, list[torch.nn.Parameter]]:
+    """Attach a sum of NaN, which nothing may read, and return it and the contributions it gets."""
+    done: list[torch.nn.Parameter] = []
+    total = torch.full(parameter.shape, torch.nan, dtype=sums, device=parameter.device)
+    accumulator = GradientAccumulator(parameter, total, done.append, **options)
+    parameter.gradient_accumulator = accumulator  # type: ignore[attr-defined]
+    return accumulator, done
