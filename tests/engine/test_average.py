@@ -73,8 +73,8 @@ def train(rank, sizes, runs):
 
 RUNS = {
     (1, 1, 1): ["fp32 1", "fp16 1 bf16"],
-    (2, 2, 2): ["fp32 1", "bf16sums 0", "bf16sums 1 bf16", "bf16 3"],
-    (1, 1, 2): ["fp32 3", "fp16 3", "bf16sums 2 bf16"],
+    (2, 2, 1): ["fp32 1", "bf16sums 0", "bf16sums 1 bf16"],
+    (1, 1, 2): ["fp32 3", "bf16 3", "fp16 3", "bf16sums 2 bf16"],
 }
 """Precision, ZeRO stage, and where the average is updated in AdamW's pass, type of its first moment."""
 

@@ -14,7 +14,7 @@ import torch
 from megatron.config import Config
 from megatron.kernels.choose import ALL, NONE, Fusions
 from megatron.layers import attention_fused
-from megatron.layers.attention import NO_WINDOW, CoreAttention, SelfAttention
+from megatron.layers.attention import SelfAttention
 from megatron.layers.attention_fused import flash_attention, torch_attention
 from megatron.layers.attention_unfused import PLAIN, Scoring, unfused_attention
 from megatron.layers.context import CallContext
@@ -292,27 +292,3 @@ def test_all_layers_of_a_rank_share_one_bias_of_alibi():
             hidden, _ = layer.self_attention(hidden, CallContext())
     assert len(layers) == 4
     assert [n for n in kept.values() if n >= 4 * heads * s * s] == [4 * heads * s * s]
-
-
-def test_each_layer_has_its_own_window():
-    """A number N takes the window from every N-th layer, a list from those with a 0."""
-    for skip, windowed in (
-        (None, [1, 1, 1, 1]),
-        ((2,), [1, 0, 1, 0]),
-        ((3,), [1, 1, 0, 1]),
-        ((1,), [0, 0, 0, 0]),
-        ((1, 0, 0, 1), [1, 0, 0, 1]),
-    ):
-        config = configured(
-            num_layers=4,
-            hidden_size=32,
-            seq_length=8,
-            window_size=(3, 0),
-            softmax_scale=0.25,
-            attention_logit_softcapping=7.0,
-            window_attn_skip_freq=skip,
-        )
-        cores = [CoreAttention(context(), config.model, layer) for layer in range(4)]
-        scores = cores[0].scoring._replace(scale=0.25, cap=7.0, window=3)
-        none = scores._replace(window=NO_WINDOW)
-        assert [core.scoring for core in cores] == [scores if n else none for n in windowed]

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from megatron.config import Config
 from megatron.kernels.choose import ALL, Fusions
 from megatron.kernels.ops import elementwise
-from megatron.kernels.ops.elementwise import keyed_dropout
 from megatron.layers.context import CallContext
 from megatron.layers.transformer import Norm, TransformerLayer, bias_dropout_add
 from megatron.parallel.gradient_accumulator import GradientAccumulator
@@ -76,11 +75,6 @@ def test_norm_through_apex(monkeypatch, kind, one_plus):
     assert calls == [kind]
 
 
-def kept(shape, p, seed):
-    """Return 1 where the kernel's mask keeps."""
-    return (elementwise.bias_dropout_add(torch.ones(shape), None, None, p, seed) != 0).float()
-
-
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm", "bias"])
 def test_sums_over_tokens_do_not_overflow_in_fp16(kind, fused):
@@ -120,24 +114,6 @@ def test_sums_over_tokens_do_not_overflow_in_fp16(kind, fused):
             total, rel=1e-4, abs=0.5
         )
     assert expected[0].abs().max() > 65504
-
-
-def test_dropout_without_residual():
-    x = randn(6, 2, 48)
-    with Operators() as seen:
-        found = keyed_dropout(x, 0.25, 3, fused=True)
-    assert dict(seen.calls) == {"bias_dropout_add": 1}
-    torch.testing.assert_close(found, x * kept(x.shape, 0.25, 3) / 0.75)
-    with Operators() as seen:
-        assert (
-            keyed_dropout(x, 0.25, None, fused=True) is x
-            and keyed_dropout(x, 0.0, 3, fused=True) is x
-        )
-        assert not keyed_dropout(x, 1.0, 3, fused=True).any()
-        torch.testing.assert_close(bias_dropout_add(x, None, x, 1.0, 3, fused=True), x)
-        # Half-precision output beside a residual stream in fp32.
-        assert bias_dropout_add(x.bfloat16(), None, x, 0.25, 3, fused=True).dtype == torch.float32
-    assert not seen.calls
 
 
 def test_every_site_of_a_layer_has_a_mask_of_its_own(monkeypatch):

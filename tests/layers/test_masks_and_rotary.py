@@ -8,9 +8,7 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.layers.positions import (
-    Alibi,
     RotaryEmbedding,
-    alibi_bias,
     alibi_slopes,
     rotary_frequencies,
 )
@@ -24,25 +22,6 @@ def test_slopes():
     expected = eight + [2.0 ** -(i / 2) for i in (1, 3, 5, 7)]
     assert alibi_slopes(8).tolist() == pytest.approx(eight)
     assert alibi_slopes(12).tolist() == pytest.approx(expected)
-
-
-def test_a_shorter_sequence_has_a_corner_of_the_bias_of_a_longer_one():
-    alibi = Alibi(alibi_slopes(2))
-
-    def storage(length, dtype=torch.float32, scale=1.0):
-        found = alibi.bias(length, 100, dtype, scale)
-        assert torch.equal(found, alibi_bias(alibi_slopes(2) / scale, length, dtype))
-        assert found.stride(2) % 16 == 0 and found.stride(3) == 1
-        assert found.untyped_storage().nbytes() <= 2 * 112 * 112 * dtype.itemsize, (
-            "no longer than the sequence"
-        )
-        return found.untyped_storage().data_ptr()
-
-    assert storage(33) == storage(5) == storage(64) == storage(17)
-    longest = storage(100)
-    assert storage(65) == storage(100) == longest
-    storage(20, torch.bfloat16)
-    storage(20, torch.bfloat16, 0.5)
 
 
 @pytest.mark.parametrize("neighbours", [False, True], ids=["halves", "neighbours"])
