@@ -271,29 +271,6 @@ def test_memory_is_freed_as_the_schedule_says(name, chunks, count, runs):
     assert name != "interleaved" or limits[0] == 12 > SENDS_IN_FLIGHT + 1
 
 
-def frozen_and_unused(topology):
-    """Freeze the first stage, and let the second one ignore its input."""
-    rank = topology.pipeline.rank
-    weight = torch.ones(2, requires_grad=rank == 1)
-
-    def first(batch, hidden):
-        assert hidden is None
-        return batch * weight
-
-    def second(batch, hidden):
-        assert hidden is not None
-        return (batch * weight).sum()
-
-    executor = Executor(
-        topology,
-        {rank: (first, second)[rank]},
-        "1f1b",
-        (lambda batch: batch.shape, torch.float32),
-    )
-    losses = executor.train([torch.ones(2), 3 * torch.ones(2)])
-    return [[loss.item() for loss in losses], None if weight.grad is None else weight.grad.tolist()]
-
-
 def other_size_for_evaluation(topology):
     """Evaluate with another size: the shape of messages is a function of the micro-batch.
 
@@ -310,8 +287,7 @@ def other_size_for_evaluation(topology):
 def on_two(rank):
     topology = join(pipeline=2)
     out = {name: count_live(topology, name, chunks, count) for name, chunks, count in LIVE}
-    out |= {"cases": every_case(topology), "frozen": frozen_and_unused(topology)}
-    return out | {"sizes": other_size_for_evaluation(topology)}
+    return out | {"cases": every_case(topology), "sizes": other_size_for_evaluation(topology)}
 
 
 def on_four(rank):
@@ -322,11 +298,6 @@ def on_four(rank):
 def runs():
     """Return the results of the ranks of pipelines of two and of four."""
     return {2: run_processes(2, on_two), 4: run_processes(4, on_four)}
-
-
-@pytest.mark.slow
-def test_any_callable_frozen_or_blind(runs):
-    assert [rank["frozen"] for rank in runs[2]] == [[[], None], [[2.0, 6.0], [2.0, 2.0]]]
 
 
 @pytest.mark.slow

@@ -64,9 +64,8 @@ def test_a_name_is_its_function(forward_only):
     def named(p, v, m, rank):
         return passes_of_rank("interleaved", p, v, m, rank)
 
-    order = named
     theirs = build_schedule("interleaved", 3, 2, 7, forward_only)
-    assert build_schedule(order, 3, 2, 7, forward_only).ranks == theirs.ranks
+    assert build_schedule(named, 3, 2, 7, forward_only).ranks == theirs.ranks
 
 
 def changed(change):
@@ -127,7 +126,6 @@ def test_what_a_long_step_holds_is_what_its_first_groups_hold(name, p, m):
     def whole(p, v, m, rank):
         return passes_of_rank(name, p, v, m, rank)
 
-    order = whole
     for rank in range(p):
         short, long = (
             {
@@ -136,6 +134,6 @@ def test_what_a_long_step_holds_is_what_its_first_groups_hold(name, p, m):
                     *(x.tolist() for x in (o, c, w, n)), map(tuple, h.tolist()), strict=True
                 )
             }
-            for o, c, h, w, n in (moments_of_rank(of, p, chunks, m, rank) for of in (name, order))
+            for o, c, h, w, n in (moments_of_rank(of, p, chunks, m, rank) for of in (name, whole))
         )
         assert short == long

@@ -1,5 +1,6 @@
 """Ranks that share cores: by hand, by conservation of work, and against unshared cores."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -7,35 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.clock import (
-    Boundaries,
     Pipeline,
     StageTimes,
     run_pipeline,
     timeline,
 )
-
-pipelines = st.tuples(
-    st.sampled_from([("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3)]),
-    st.integers(1, 5),
-    st.integers(1, 9),
-)
-costs = st.sampled_from([None, (0.0, 0.3), (0.4, 0.0), (0.1, 0.1)])
-
-
-def run(
-    pipeline,
-    cost=None,
-    *,
-    cores,
-    demand=1.0,
-):
-    (name, chunks), size, m = pipeline
-    stages = size * chunks
-    times = StageTimes((1.0,) * stages, (*((1.75,) * (stages - 1)), 2.5), (0.75,) * stages)
-    boundaries = Boundaries((cost,) * size, (cost,) * size) if cost else None
-    return run_pipeline(
-        Pipeline(name, size, chunks, m, times, boundaries, cores=cores, demand=demand)
-    )
+from tests.pipeline.test_clock import pipelines
 
 
 def test_two_ranks_on_one_core():
@@ -53,38 +31,33 @@ def test_two_ranks_on_one_core():
     assert one.last_backward_end == (12, 10)
 
 
-@given(pipelines, costs, st.floats(1.0, 3.0))
-def test_enough_cores_are_no_limit(pipeline, cost, demand):
-    free = run(pipeline, cost, cores=None)
-    enough = run(pipeline, cost, cores=demand * pipeline[1], demand=demand)
+@given(pipelines(), st.floats(1.0, 3.0))
+def test_enough_cores_are_no_limit(pipeline, demand):
+    free = run_pipeline(pipeline)
+    enough = run_pipeline(replace(pipeline, cores=demand * pipeline.size, demand=demand))
     assert enough.makespan == pytest.approx(free.makespan, rel=1e-9)
     assert enough.busy == pytest.approx(free.busy, rel=1e-9)
     assert enough.message_wait == pytest.approx(free.message_wait, rel=1e-9, abs=1e-6)
 
 
-@given(pipelines, st.floats(0.5, 4.0))
+@given(pipelines(), st.floats(0.5, 4.0))
 def test_one_rank_at_a_time_keeps_the_cores_busy(pipeline, demand):
     """A computing rank uses all cores, and one always computes without messages.
 
     The step is all work.
     """
-    work = sum(run(pipeline, cores=None).busy)
-    assert run(pipeline, cores=demand, demand=demand).makespan == pytest.approx(work, rel=1e-9)
-    assert run(pipeline, cores=demand / 2, demand=demand).makespan == pytest.approx(
-        2 * work, rel=1e-9
-    )
+    alone = replace(pipeline, boundaries=None, demand=demand)
+    work = sum(run_pipeline(alone).busy)
+    for share in (1, 2):
+        shared = run_pipeline(replace(alone, cores=demand / share))
+        assert shared.makespan == pytest.approx(share * work, rel=1e-9)
 
 
-@given(pipelines, costs, st.floats(0.5, 6.0), st.floats(1.0, 2.0))
-def test_between_the_work_and_all_of_it_in_turn(
-    pipeline,
-    cost,
-    cores,
-    demand,
-):
-    free = run(pipeline, cost, cores=None)
-    shared = run(pipeline, cost, cores=cores, demand=demand)
-    slowest = max(1.0, pipeline[1] * demand / cores)
+@given(pipelines(), st.floats(0.5, 6.0), st.floats(1.0, 2.0))
+def test_between_the_work_and_all_of_it_in_turn(pipeline, cores, demand):
+    free = run_pipeline(pipeline)
+    shared = run_pipeline(replace(pipeline, cores=cores, demand=demand))
+    slowest = max(1.0, pipeline.size * demand / cores)
     near = 1 + 1e-9
     assert max(free.makespan, sum(free.busy) * demand / cores) <= shared.makespan * near
     assert shared.makespan <= slowest * free.makespan * near

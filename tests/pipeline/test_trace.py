@@ -25,8 +25,7 @@ def a_run(schedule="interleaved", size=3, chunks=2, micro_batches=5):
 
 
 def events(run):
-    found = json.loads(trace_of(run))["traceEvents"]
-    return found
+    return json.loads(trace_of(run))["traceEvents"]
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
