@@ -233,14 +233,6 @@ def test_rank_0_is_not_on_the_first_node(tmp_path, monkeypatch):
         assert (found.master_addr, len(found.notices)) == (first, notices)
 
 
-def test_the_rest_of_a_launch():
-    assert (detect_launch(TORCHRUN).master_port, detect_launch(SRUN).node) == (
-        29500,
-        "frontier00122",
-    )
-    assert detect_launch(SRUN | {"MASTER_PORT": "3442"}).master_port == 3442
-
-
 def test_ranks_of_a_step_agree_on_port_and_job_and_steps_differ():
     def port_and_job(**changes):
         found = detect_launch(SRUN | changes)
@@ -250,6 +242,7 @@ def test_ranks_of_a_step_agree_on_port_and_job_and_steps_differ():
         SLURM_PROCID="2", SLURM_LOCALID="2", SLURM_NODEID="0", SLURMD_NODENAME="frontier00121"
     )
     assert port_and_job() == port_and_job(**other)
+    assert port_and_job(MASTER_PORT="3442")[0] == 3442
     others = [port_and_job(SLURM_STEP_ID=str(n)) for n in range(8)] + [
         port_and_job(SLURM_JOB_ID="4712")
     ]

@@ -4,7 +4,6 @@ test_lost_ranks.py has gloo and real deaths.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -299,61 +298,6 @@ def test_an_interface_that_one_rank_has_not_ends_all(monkeypatch):
         )
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert ranks_in_threads([0, 1], 2) == [None, None]
-
-
-@contextlib.contextmanager
-def counted(port):
-    """Forward the connections of a port to another one, and record those that were answered.
-
-    A busy machine's store may reset a connection before its first answer, and torch connects again.
-    """
-    answered = []
-
-    def copy(source, target, seen):
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
-                if target not in seen:
-                    seen.append(target)
-                target.sendall(data)
-        target.close()
-
-    def accept():
-        with contextlib.suppress(OSError):
-            while True:
-                here, there = server.accept()[0], socket.create_connection(("127.0.0.1", port))
-                for pair in ((here, there, []), (there, here, answered)):
-                    threading.Thread(target=copy, args=pair, daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=accept, daemon=True).start()
-        yield server.getsockname()[1], answered
-
-
-def test_a_rank_connects_twice():
-    """A rank connects once for itself and once for torch, to the end, with a failure in between."""
-    port, served, failed = free_port(), threading.Event(), threading.Event()
-
-    class Through(Apart):
-        def open(self):
-            if self.launch.rank == 0:
-                super().open()
-                served.set()
-                return
-            served.wait()
-            self.launch = dataclasses.replace(self.launch, master_port=door)
-            super().open()
-
-    def fail_or_ask(rank):
-        if rank.launch.rank == 0:
-            rank.fail("DataError: corpus.bin")
-            failed.set()
-            return ""
-        failed.wait()
-        return str(rank.explain(RuntimeError("closed")))
-
-    with counted(port) as (door, came):
-        _, text = ranks_in_threads([0, 1], 2, fail_or_ask, kind=Through, master_port=port)
-        assert "DataError: corpus.bin" in text and len(came) == 2
 
 
 def test_while_ranks_of_several_nodes_join_their_store_asks_no_name_server(

@@ -34,8 +34,14 @@ def grid(layout):
 
 @given(LAYOUTS)
 def test_groups_are_the_lines_of_a_grid(layout):
+    """The embedding group joins both ends of a pipeline."""
     ranks = grid(layout)
     for (p, d, t), rank in np.ndenumerate(ranks):
+        ends = Topology.from_layout(layout, int(rank)).embedding
+        if layout.pipeline == 1 or p not in (0, layout.pipeline - 1):
+            assert ends is None
+        else:
+            assert tuple(ends.ranks) == (ranks[0, d, t], ranks[-1, d, t])
         assert layout.rank(tensor=t, data=d, pipeline=p) == rank
         assert layout.coordinates(int(rank)) == (t, d, p)
         assert tuple(layout.ranks("tensor", int(rank))) == tuple(ranks[p, d, :])
@@ -59,17 +65,18 @@ def test_orders_and_what_is_left_is_data_parallel():
 
 
 @pytest.mark.parametrize(
-    ("world", "tensor", "pipeline", "better"), [(6, 4, 1, 4), (2, 2, 2, 4), (9, 2, 2, 8)]
+    ("world", "sizes", "named"),
+    [
+        (6, (4, 1), "6.* 4 "),
+        (2, (2, 2), "2.* 4 "),
+        (9, (2, 2), "9.* 8 "),
+        (12, (2, 3, 4), "4"),
+        (12, (2, 3, 1, 3), "3"),
+    ],
 )
-def test_worlds_that_do_not_divide(world, tensor, pipeline, better):
-    with pytest.raises(ConfigError, match=f"{world}.* {better} "):
-        Layout.for_world(world, LayoutSizes(tensor, pipeline))
-
-
-@pytest.mark.parametrize("parts", [{"context_parallel_size": 4}, {"expert_model_parallel_size": 3}])
-def test_parts_that_do_not_divide_the_data_line(parts):
-    with pytest.raises(ConfigError, match=str(next(iter(parts.values())))):
-        Layout.for_world(12, LayoutSizes(2, 3, **parts))
+def test_worlds_and_data_lines_that_do_not_divide(world, sizes, named):
+    with pytest.raises(ConfigError, match=named):
+        Layout.for_world(world, LayoutSizes(*sizes))
 
 
 @given(PARTS)
@@ -131,18 +138,6 @@ def test_every_member_makes_the_same_groups_in_the_same_order(layout):
         for other in range(one):
             shared = [ranks for ranks in made[one] if other in ranks]
             assert shared == [ranks for ranks in made[other] if one in ranks]
-
-
-@given(LAYOUTS)
-def test_the_embedding_group_joins_both_ends(layout):
-    ranks = grid(layout)
-    for (p, d, t), rank in np.ndenumerate(ranks):
-        group = Topology.from_layout(layout, int(rank)).embedding
-        if layout.pipeline == 1 or p not in (0, layout.pipeline - 1):
-            assert group is None
-        else:
-            assert group is not None
-            assert tuple(group.ranks) == (ranks[0, d, t], ranks[-1, d, t])
 
 
 def test_a_rank_of_a_large_job_holds_no_list_of_all_ranks():
