@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import os
+import re
 import threading
 import time
+import traceback
 from concurrent.futures import wait
 from pathlib import Path
 from unittest import mock
@@ -161,11 +163,33 @@ class Training:
             saver.start(iteration, self.engine, {}, {}, background=background)
 
 
-def on_two(rank, root, names):
-    """Run the cases of these names, one after another, on two data-parallel ranks."""
-    training = Training(join())
+def names(*iterations):
+    return [*(f"iter_{iteration:07d}" for iteration in iterations), TRACKER]
+
+
+def expect(found, expected):
+    assert found == expected, f"{found} is not {expected}"
+
+
+def expect_there(root, *iterations):
+    """Check the checkpoints in a folder, of which the tracker names the last."""
+    expect((listed(root), tracker(root)), (names(*iterations), f"{iterations[-1]}\n"))
+
+
+def on_two(rank, root, cases):
+    """Run the cases of these names, one after another, on two data-parallel ranks.
+
+    Return the error of each.
+    """
+    training, errors = Training(join()), {}
     training.step()
-    return {name: globals()[name](Path(root) / name, training) for name in names}
+    for name in cases:
+        errors[name] = ""
+        try:
+            globals()[name](Path(root) / name, training)
+        except AssertionError:
+            errors[name] = traceback.format_exc()
+    return errors
 
 
 def synchronous(root, training):
@@ -176,89 +200,93 @@ def synchronous(root, training):
     assert saved is not None and not saver.pending and saver.finish() is None
 
 
-def consistent(root, training):
-    """Continue training while the copy waits to be written.
+def copy_of_the_moment_it_was_asked_for(root, training):
+    """Continue training while the copy waits to be written, and appears with its commit.
 
-    A synchronous save of the same moment gives the expected state.
+    A synchronous save of the same moment gives the expected state, and the same file to the byte.
     """
-    before = {"state": toy.state_pieces(training.engine), "scalars": training.engine.scalars()}
+    state, scalars = toy.state_by_place(training.engine), training.engine.scalars()
     save(root / "sync", 5, training.engine, training.topology, training.config, {"n": 1})
     saver = training.saver(root / "async")
     with gate() as opened:
         none = saver.start(5, training.engine, {"n": 1}, {}, background=True)
-        early = (none, saver.pending, saver.written), listed(root / "async")
+        expect((none, saver.pending, saver.written), (None, True, False))
+        (there,) = listed(root / "async")
+        assert re.fullmatch(r"iter_0000005\.[0-9a-f]{8}\.tmp", there), there
         for _ in range(3):
             training.step()
         opened.set()
         saved = saver.commit()
+    later = toy.state_by_place(training.engine)
+    assert any((later[place] != values).any() for place, values in state.items())
     file = f"iter_0000005/__{training.topology.rank}_0.distcp"
+    assert (root / "sync" / file).read_bytes() == (root / "async" / file).read_bytes()
     size = sum(p.stat().st_size for p in saved.folder.iterdir())
-    return {
-        "saved": (saved.iteration, saved.bytes == size, 0 < saved.stall_s <= saved.elapsed_s),
-        "before": before,
-        "after": toy.state_pieces(training.engine),
-        "loaded": loaded(root / "async", training.topology),
-        "early": early,
-        "same": (root / "sync" / file).read_bytes() == (root / "async" / file).read_bytes(),
-        "then": (saver.pending, listed(root / "async")),
-    }
+    expect((saved.iteration, saved.bytes, saver.pending), (5, size, False))
+    assert 0 < saved.stall_s <= saved.elapsed_s
+    expect_there(root / "async", 5)
+    found = loaded(root / "async", training.topology)
+    toy.assert_same(toy.by_place(found["state"]), state)
+    expect((found["scalars"], found["taken"][1]), (scalars, {"n": 1}))
 
 
-def waits(root, training):
+def one_at_a_time(root, training):
     """Start a second save while the first is being written, and end the run with one pending."""
     with gate() as opened:
         # A rank that waits for a thread checks that it is alive; none does before.
         saver = training.saver(root, opened.set)
         training.save(saver, 1, background=True)
         training.step()
-        expected = toy.state_pieces(training.engine)
+        expected = toy.state_by_place(training.engine)
         training.save(saver, 2, background=True)
-        after_second = listed(root)
-    last = saver.finish()
-    assert last is not None
-    out = {"after second": after_second, "last": last.iteration}
-    out |= {"expected": expected, "loaded": loaded(root, training.topology)["state"]}
-    out["there"] = listed(root)
+        there = listed(root)
+        assert "iter_0000001" in there and "iter_0000002" not in there, there
+    expect(saver.finish().iteration, 2)
+    toy.assert_same(toy.by_place(loaded(root, training.topology)["state"]), expected)
+    expect_there(root, 1, 2)
     # A save in the foreground waits for the pending one.
     training.save(saver, 3, background=True)
     training.save(saver, 4)
-    return out | {"in the end": (listed(root), tracker(root))}
+    expect_there(root, 1, 2, 3, 4)
 
 
-def two_runs(root, training):
-    """Save the same iteration from a second run between the first one's start and its commit."""
+def two_runs_in_one_folder(root, training):
+    """Save the same iteration from a second run between the first one's start and its commit.
+
+    As of a job and its requeued copy: one of them fails, and only the other's files appear.
+    """
     first, second = training.saver(root), training.saver(root, keep_last=1)
     first.start(3, training.engine, {"run": "first"}, {}, background=True)
-    writing = first._pending.future
-    assert writing is not None
-    wait([writing])
+    wait([first._pending.future])
     assert first.written
     training.step()
-    expected = toy.state_pieces(training.engine)
+    expected = toy.state_by_place(training.engine)
     second.start(3, training.engine, {"run": "second"}, {})
     error = message(first.commit)
     second.finish()
-    return {
-        "error": error,
-        "there": listed(root),
-        "expected": expected,
-        "loaded": loaded(root, training.topology),
-    }
+    assert "iter_0000003." in error and ".tmp" in error, error
+    expect_there(root, 3)
+    found = loaded(root, training.topology)
+    expect(found["taken"][1], {"run": "second"})
+    toy.assert_same(toy.by_place(found["state"]), expected)
 
 
-def keeps(root, training):
-    """Keep by --keep-last and --keep-every beside one of --load-tag and a killed save's files."""
+def retention(root, training):
+    """Keep by --keep-last and --keep-every beside one of --load-tag and a killed save's files.
+
+    10 is named by --load-tag; two are kept, and the multiples of 40.
+    """
     saver = training.saver(
         root, keep_last=2, keep_every=40, load=str(root), load_tag="iter_0000010"
     )
     if training.topology.rank == 0:
         (root / "iter_0000099.tmp").mkdir(parents=True)
-    found = []
-    for iteration in (10, 20, 30, 40, 50, 60):
-        training.save(saver, iteration, background=iteration % 20 == 0)
+    kept = [(10,), (10, 20), (10, 20, 30), (10, 30, 40), (10, 40, 50), (10, 40, 50, 60)]
+    for iterations in kept:
+        training.save(saver, iterations[-1], background=iterations[-1] % 20 == 0)
         saver.finish()
-        found.append(listed(root))
-    return found
+        there = [name for name in listed(root) if len(iterations) > 1 or ".tmp" not in name]
+        expect(there, names(*iterations))
 
 
 def found_without_tracker(root, training):
@@ -270,7 +298,7 @@ def found_without_tracker(root, training):
     return find_folder(root).name
 
 
-def wrong_clock(root, training):
+def no_clock_is_believed(root, training):
     """Keep checkpoints by --keep-last 3 after the clock was a day fast at the first two saves.
 
     Their files have the wrong time too. Then the last one breaks, and the tracker is lost.
@@ -284,69 +312,75 @@ def wrong_clock(root, training):
         if fast_s and training.topology.rank == 0:
             for path in root.rglob("*"):
                 os.utime(path, (usual() + fast_s,) * 2)
-    out = {"there": listed(root)}
+    expect_there(root, 12, 14, 16)
     if training.topology.rank == 0:
         (root / "iter_0000016" / "config.json").unlink()
     dist.barrier()
-    out["instead"] = find_folder(root).name
-    return out | {"without tracker": found_without_tracker(root, training)}
+    expect(find_folder(root).name, "iter_0000014")
+    expect(found_without_tracker(root, training), "iter_0000014")
 
 
 def another_branch(root, training):
-    """Run to 8; resume another job from 4 to 5, and then to 9; a third job saves elsewhere."""
+    """Run to 8; resume another job from 4 to 5, and then to 9; a third job saves elsewhere.
+
+    Checkpoints after 4 are neither loaded nor counted. Seven saves precede that of iteration 10.
+    """
     training.save(training.saver(root), 2, 4, 6, 8)
     saver = training.saver(root, keep_last=2, load=str(root), load_tag="4")
     training.save(saver, 5)
-    out = {"of 5": found_without_tracker(root, training)}
+    expect(found_without_tracker(root, training), "iter_0000005")
     training.save(saver, 7, 9)
     saver.finish()
     training.save(training.saver(root / "else", load=str(root)), 10)
-    out["generation"] = read_manifest(root / "else" / "iter_0000010").generation
-    return out | {"there": listed(root), "of 9": found_without_tracker(root, training)}
+    expect(read_manifest(root / "else" / "iter_0000010").generation, 8)
+    expect(listed(root), ["else", *names(4, 7, 9)])
+    expect(found_without_tracker(root, training), "iter_0000009")
 
 
-def fails(root, training):
+def failure_anywhere_leaves_no_trace(root, training):
     """Fail one rank at each stage of a save, each time with a good earlier checkpoint."""
     first, second = (training.topology.rank == rank for rank in range(2))
     saver = training.saver(root, keep_last=1)
     training.save(saver, 1)
     quota = OSError(122, "Disk quota exceeded")
     faults = {
-        "full": full_disk(second),
+        full_disk(second): "rank 1: OSError: [Errno 28]",
         **{
-            name: instead(first, name, quota)
+            instead(first, name, quota): "[Errno 122]"
             for name in ("write_piece", "write_index", "write_manifest", "commit_folder")
         },
-        "tensors": instead(second, "tensors_to_save", MemoryError("no memory")),
-        "a part": instead(second, "tensors_to_save", lambda *_: {}),
+        instead(second, "tensors_to_save", MemoryError("no memory")): "rank 1: MemoryError",
+        instead(second, "tensors_to_save", lambda *_: {}): "iter_0000002",
     }
-    out = {}
-    for name, fault in faults.items():
+    for fault, reason in faults.items():
         with fault:
-            out[name] = message(lambda: training.save(saver, 2)), listed(root), tracker(root)
+            text = message(lambda: training.save(saver, 2))
+        assert "iter_0000002" in text and reason in text, text
+        expect_there(root, 1)
     training.save(saver, 2)
     saver.finish()
-    return out | {"in the end": (listed(root), tracker(root))}
+    expect_there(root, 2)
 
 
-def fails_in_the_background(root, training):
+def failure_in_the_background(root, training):
     rank, saver = training.topology.rank, training.saver(root, keep_last=1)
     training.save(saver, 1)
-    with full_disk(rank == 1):
-        training.save(saver, 2, background=True)
-        found = message(saver.commit)
-    state = listed(root), tracker(root), saver.pending
-    with full_disk(rank == 1):
-        training.save(saver, 2, background=True)
-        second = message(lambda: training.save(saver, 3, background=True))
-    pending = saver.pending
+    for action in (saver.commit, lambda: training.save(saver, 3, background=True)):
+        with full_disk(rank == 1):
+            training.save(saver, 2, background=True)
+            text = message(action)
+        assert "rank 1: OSError: [Errno 28]" in text and "iter_0000002" in text, text
+        expect_there(root, 1)
+        assert not saver.pending
     training.save(saver, 3, background=True)
     saver.finish()
-    return {
-        "messages": (found, second),
-        "state": (*state, pending),
-        "in the end": (listed(root), tracker(root)),
-    }
+    expect_there(root, 3)
+
+
+CASES = """
+    synchronous copy_of_the_moment_it_was_asked_for one_at_a_time two_runs_in_one_folder retention
+    no_clock_is_believed another_branch failure_anywhere_leaves_no_trace failure_in_the_background
+""".split()
 
 
 def growth_by_saves(rank, root, megabytes):

@@ -113,12 +113,6 @@ def assembled(ranks, what):
     return toy.assemble(r[what] for r in ranks)
 
 
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name in expected:
-        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
-
-
 def masters(state, dtype=torch.float32):
     """Return the rounded weights of a state by name."""
     return {
@@ -155,8 +149,8 @@ def test_loads_exactly_on_any_layout(saved, four):
         ("saved, padded less", "less, padded now"),
     ):
         ranks = four[case]
-        assert_same(assembled(ranks, "state"), assembled(four[written], "state"))
-        assert_same(assembled(ranks, "weights"), masters(saved))
+        toy.assert_same(assembled(ranks, "state"), assembled(four[written], "state"))
+        toy.assert_same(assembled(ranks, "weights"), masters(saved))
         for r in ranks:
             assert r["taken"] == (2, {"consumed_samples": 12}, True)
             assert (r["scalars"], r["padding"]) == (four[written][0]["scalars"], 0.0)
@@ -221,7 +215,7 @@ def test_torch_reads_what_we_write(root, four, saved):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(tensors, storage_reader=reader, no_dist=True)
-    assert_same({name: tensor.double().numpy() for name, tensor in tensors.items()}, saved)
+    toy.assert_same({name: tensor.double().numpy() for name, tensor in tensors.items()}, saved)
 
 
 def test_what_is_missing_or_double_is_seen():
@@ -237,7 +231,7 @@ def test_what_is_missing_or_double_is_seen():
 
 def test_weights_without_engine(saved, four):
     for dtype in (torch.float32, torch.bfloat16):
-        assert_same(assembled(four[str(dtype)], "weights"), masters(saved, dtype))
+        toy.assert_same(assembled(four[str(dtype)], "weights"), masters(saved, dtype))
 
 
 def test_errors_reach_every_rank(four):

@@ -62,7 +62,7 @@ def on_two_stages(rank, directory):
         toy.backward(engine, topology, iteration)
         engine.step(toy.LR)
         save(root, iteration, engine, topology, config, {"at": iteration})
-        states[iteration] = toy.state_pieces(engine)
+        states[iteration] = toy.state_by_place(engine)
     newest, kept = root / "iter_0000002", root.parent / "kept"
     if rank == 0:
         shutil.copytree(newest, kept)
@@ -75,9 +75,9 @@ def on_two_stages(rank, directory):
                 damage(newest / name)
             dist.barrier()
             found = load(root, other, topology, config)
-            same = same_pieces(toy.state_pieces(other), states[found.iteration])
+            state = same(toy.state_by_place(other), states[found.iteration])
             rejected = [(r.folder.name, r.reason) for r in found.rejected]
-            out["found"][name, how] = (found.iteration, found.state, same, rejected)
+            out["found"][name, how] = (found.iteration, found.state, state, rejected)
             dist.barrier()
             if rank == 0:
                 shutil.copyfile(kept / name, newest / name)
@@ -86,16 +86,14 @@ def on_two_stages(rank, directory):
     out["mended"] = (
         found.iteration,
         len(found.rejected),
-        same_pieces(toy.state_pieces(other), states[2]),
+        same(toy.state_by_place(other), states[2]),
     )
     return out | hopeless(root, topology, config, other)
 
 
-def same_pieces(found, expected):
+def same(found, expected):
     return found.keys() == expected.keys() and all(
-        a[0] == b[0] and np.array_equal(a[1], b[1])
-        for name in expected
-        for a, b in zip(found[name], expected[name], strict=True)
+        np.array_equal(values, expected[place]) for place, values in found.items()
     )
 
 

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,25 +16,13 @@ from megatron_inspection.checkpoint import (
     TensorDifference,
     compare,
     contents,
-    locate,
     norms,
     tensor_difference,
     verify,
-    verify_tracker,
 )
 from tests.checkpoint.made import make, tensors
 
 VALUES = tensors()
-
-
-def test_a_path_means_a_checkpoint_or_the_newest_in_it(tmp_path):
-    first, second = make(tmp_path, 1, VALUES), make(tmp_path, 2, VALUES)
-    assert locate(first) == first and locate(tmp_path) == second and locate(tmp_path, "1") == first
-    copied = shutil.copytree(first, tmp_path / "best")
-    assert locate(copied) == copied
-    (second / "state.json").unlink()
-    assert locate(second) == second, "a damaged one is still what the path means"
-    assert locate(tmp_path) == first
 
 
 # --- verification
@@ -168,19 +155,6 @@ def test_data_that_is_no_regular_file(tmp_path):
             dict(norms(contents(folder), list(VALUES)))
         if path.is_dir():
             path.rmdir()
-
-
-def test_the_tracker_is_checked(tmp_path):
-    assert verify_tracker(tmp_path) == []
-    make(tmp_path, 1, VALUES)
-    assert verify_tracker(tmp_path) == []
-    tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    for text in ("2", "x", ""):
-        tracker.write_text(text)
-        (problem,) = verify_tracker(tmp_path)
-        assert str(tracker) in problem and text in problem
-    tracker.unlink()
-    assert str(tracker) in verify_tracker(tmp_path)[0]
 
 
 # --- comparison

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,20 +28,11 @@ TRACKER = "latest_checkpointed_iteration.txt"
 KEPT = {"keep_last": 2}
 
 
-class Numbers:
-    """Engine whose state is one number."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def scalars(self):
-        return {"value": self.value}
-
-
 def save(root, iteration, value, **checkpoint):
     config = dataclasses.replace(toy.config(), checkpoint=toy.ToyCheckpoint(**checkpoint))
     saver = Saver(root, Topology.from_layout(Layout(), 0, device=torch.device("cpu")), config)
-    saver.start(iteration, Numbers(value), {}, {})
+    engine = SimpleNamespace(value=value, scalars=lambda: {"value": value})
+    saver.start(iteration, engine, {}, {})
     saver.finish()
 
 

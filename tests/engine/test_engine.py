@@ -100,9 +100,7 @@ def test_bad_gradient_of_one_rank_skips_everywhere(runs, name):
         assert r["results"][1].grad_norm is None and r["results"][1].num_zeros is None
         assert (r["skipped_steps"], r["scalars"]["optimizer_step"]) == (1, 2)
         assert r["scale"] == (512.0 if precision == "fp16" else 1.0)
-    before, after = whole(ranks, "before"), whole(ranks, "after")
-    for key in before:
-        np.testing.assert_array_equal(after[key], before[key], err_msg=key)
+    toy.assert_same(whole(ranks, "after"), whole(ranks, "before"))
     # The run continues as if that step had not happened.
     reference = toy.Reference()
     for s, scale in ((0, 1024.0), (2, 512.0)):
@@ -120,8 +118,7 @@ def test_a_skipped_step_leaves_weights_and_momentum(runs, precision, decides):
     ranks = runs[f"bad {decides} {precision}"]
     assert [x.skipped for x in ranks[0]["results"]] == [False, True, False]
     before, after, state = (whole(ranks, name) for name in ("before", "after", "state"))
-    for key in before:
-        np.testing.assert_array_equal(after[key], before[key], err_msg=key)
+    toy.assert_same(after, before)
     assert any((state[key] != after[key]).any() for key in state), "the last step counts"
 
 
@@ -166,11 +163,7 @@ def same_bits(a, b):
     for x, y in zip(a, b, strict=True):
         assert x["results"] == y["results"] == a[0]["results"]
         for what in ("state", "weights"):
-            assert x[what].keys() == y[what].keys()
-            for key, pieces in x[what].items():
-                for (place, values), (other, others) in zip(pieces, y[what][key], strict=True):
-                    assert place == other
-                    np.testing.assert_array_equal(values, others, err_msg=key)
+            toy.assert_same(toy.by_place(x[what]), toy.by_place(y[what]))
 
 
 @pytest.mark.parametrize("name", [*cases.names(cases.OVERLAPPED), *cases.TROUBLES])

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
@@ -96,11 +95,7 @@ def test_the_same_numbers_to_the_bit(runs, number):
         assert results == results_there
         assert [r.skipped for r in results] == [s == BAD for s in range(STEPS)]
         for mine, others in zip(here, there, strict=True):
-            assert mine.keys() == others.keys()
-            for name, pieces in mine.items():
-                for (at, x), (of, y) in zip(pieces, others[name], strict=True):
-                    assert at == of
-                    np.testing.assert_array_equal(x, y, err_msg=name)
+            toy.assert_same(toy.by_place(mine), toy.by_place(others))
 
 
 def assert_offloading_changes_nothing(device, elements):

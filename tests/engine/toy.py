@@ -243,9 +243,6 @@ class Reference:
         return self.optimizer.state[self.weights[name]]
 
 
-Pieces = dict[str, list[tuple[tuple[int, ...], np.ndarray]]]
-
-
 def state_pieces(engine):
     """Return {"master.NAME": [(global offset, values)]} of this rank's optimizer; moments alike."""
     out = {}
@@ -264,6 +261,22 @@ def weight_pieces(engine):
         real = p.detach()[tuple(slice(0, n) for n in s.extent)]
         out.setdefault(s.name, []).append((s.offset, real.float().cpu().numpy().copy()))
     return out
+
+
+def by_place(pieces):
+    """Return pieces by name and offset."""
+    return {(name, offset): x for name, some in pieces.items() for offset, x in some}
+
+
+def state_by_place(engine):
+    return by_place(state_pieces(engine))
+
+
+def assert_same(found, expected):
+    """Compare arrays by name, to the bit."""
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=str(name))
 
 
 def assemble(ranks, shapes=SHAPES):

@@ -106,16 +106,6 @@ def test_one_bad_node_does_not_touch_the_others():
     assert "1 of 4" in notice and "(c)" in notice
 
 
-def test_numbers_that_each_task_counts_for_itself():
-    """Bus addresses tell devices apart where cgroups make each task's device number 0."""
-    tasks = [LaunchedProcess("n", 0, (0, bus, 0), (device,)) for device, bus in enumerate(BUSES)]
-    in_turn = [tasks[device] for device in LOCAL]
-    assert assign(in_turn, PAIRS_OF_PAIRS) == Assignment([6, 7, 4, 5, 2, 3, 0, 1], list(LOCAL), [])
-    blind = assign([LaunchedProcess("n", 0, (), task.near) for task in in_turn], PAIRS_OF_PAIRS)
-    assert blind.ranks == list(range(8)) and blind.devices == [None] * 8
-    assert len(blind.notices) == 1, "nothing is said about cores, because the devices are not known"
-
-
 # -- which device ----------------------------------------------------------------------------------
 
 

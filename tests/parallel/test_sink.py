@@ -6,19 +6,15 @@ import torch
 from megatron.kernels.ops.elementwise import bias_activation, bias_dropout_add
 from megatron.kernels.ops.norm import norm
 from megatron.parallel import gradient_accumulator as module
-from megatron.parallel.gradient_accumulator import GradientAccumulator, accumulator_of, deliver
 from tests.helpers.operators import Watch
+from tests.helpers.sinks import hang_sink
 
 TOKENS = 48
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-def make(shape, device="cpu", sums=torch.float32, **options):
-    weight = torch.nn.Parameter(torch.zeros(shape, device=device))
-    weight.gradient_accumulator = GradientAccumulator(
-        weight, torch.full(shape, torch.nan, device=device, dtype=sums), **options
-    )
-    return weight, weight.gradient_accumulator
+def weight_of(shape, device="cpu"):
+    return torch.nn.Parameter(torch.zeros(shape, device=device))
 
 
 def products(dtype, out, width, n=3):
@@ -38,7 +34,8 @@ def products(dtype, out, width, n=3):
 @pytest.mark.parametrize("shape", [(20, 12), (2, 10, 12), (700, 12)])
 def test_products_add_up(device, dtype, sums, shape, monkeypatch):
     monkeypatch.setattr(module, "_BLOCK", 4096)  # 700 rows are two blocks and a remainder
-    weight, accumulator = make(shape, device, sums)
+    weight = weight_of(shape, device)
+    accumulator, _ = hang_sink(weight, sums)
     expected = torch.zeros(shape, dtype=torch.float64)
     absolute = torch.zeros(shape, dtype=torch.float64)
     for dy, x in products(dtype, weight.numel() // 12, 12):
@@ -57,8 +54,8 @@ def test_products_add_up(device, dtype, sums, shape, monkeypatch):
 
 
 def test_the_first_contribution_overwrites_and_parts_are_one():
-    seen = []
-    weight, accumulator = make((4, 3), added=seen.append)
+    weight = weight_of((4, 3))
+    accumulator, seen = hang_sink(weight)
     (dy, x), *_ = products(torch.float32, 4, 3)
     for _ in range(2):
         accumulator.renew()
@@ -85,7 +82,7 @@ def test_products_through_a_buffer(device, shape, rows, monkeypatch):
     Tensors without data stand for those of a GPU.
     """
     monkeypatch.setattr(module, "_adds_in_fp32", lambda *_: False)
-    _, accumulator = make(shape, device)
+    accumulator, _ = hang_sink(weight_of(shape, device))
     dy, x = (torch.zeros(1, n, dtype=torch.bfloat16, device=device) for n in shape)
     shapes = []
 
@@ -95,15 +92,6 @@ def test_products_through_a_buffer(device, shape, rows, monkeypatch):
     with Watch(look):
         accumulator.add_product(dy, x)
     assert shapes == [(n, shape[1]) for n in rows]
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_direct_says_who_adds(direct):
-    weight, accumulator = make((2, 2), direct=direct)
-    assert (accumulator_of(weight) is accumulator) == direct
-    deliver(weight, torch.ones(2, 2))
-    deliver(weight, torch.ones(2, 2))
-    assert weight.grad is None and accumulator.total.tolist() == [[2, 2], [2, 2]]
 
 
 def test_a_build_without_the_fp32_product_is_found_out(monkeypatch):
@@ -139,7 +127,8 @@ class FakeGPU(str):
 def test_a_frozen_vector_gets_no_gradient_beside_one_that_is_trained():
     """The kernels' backward passes add to sums themselves; a weight may be frozen at any time."""
     x = torch.randn(3, 2, 8, requires_grad=True)
-    (weight, of_weight), (bias, of_bias) = make((8,)), make((8,))
+    weight, bias = weight_of(8), weight_of(8)
+    (of_weight, _), (of_bias, _) = hang_sink(weight), hang_sink(bias)
     weight.requires_grad_(False)
     norm(x, weight, bias, 1e-5).sum().backward()
     assert of_weight.fresh and not of_bias.fresh
