@@ -5,10 +5,10 @@ import unittest.mock
 import pytest
 import torch.distributed as dist
 
-from megatron.config import Config
 from megatron.engine.engine import Engine
 from megatron.planner.dryrun.rank import member
 from tests.engine import toy
+from tests.helpers.tiny import tiny
 
 
 def alone(found, mine, group=None):
@@ -25,19 +25,9 @@ def test_every_part_begins_on_16_bytes(precision):
     """
     odd = 0
     for ranks in range(1, 49) if precision == "bf16" else (1, 3, 6, 12, 24, 40):
-        config = Config.create(
-            num_layers=2,
-            hidden_size=8,
-            num_attention_heads=2,
-            seq_length=8,
-            vocab_size=16,
-            micro_batch_size=1,
-            global_batch_size=ranks,
-            world_size=ranks,
-        )
         with (
             unittest.mock.patch.object(dist, "all_gather_object", alone),
-            member(config, ranks - 1, "cpu") as topology,
+            member(tiny(global_batch_size=ranks, world_size=ranks), ranks - 1, "cpu") as topology,
         ):
             engine = Engine(toy.config(precision), topology, toy.build(topology))
             assert len(engine._update.buckets) > 2

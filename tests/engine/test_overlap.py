@@ -93,9 +93,6 @@ def test_a_state_dict_waits(whole, monkeypatch):
     assert found and not any(value.isnan().any() for value in found.values())
 
 
-# -- norm ------------------------------------------------------------------------------------------
-
-
 # -- buckets ---------------------------------------------------------------------------------------
 
 
@@ -122,14 +119,3 @@ def test_groups_are_cut_in_the_order_of_the_backward_pass():
     assert names(math.inf) == [["w4", "w3", "w2", "w1", "w0"], ["e"], ["n"]]
     assert names(9) == [["w4", "w3"], ["w2"], ["w1", "w0"], ["e"], ["n"]]
     assert names(1) == [["w4"], ["w3"], ["w2"], ["w1"], ["w0"], ["e"], ["n"]]
-
-
-def test_groups_of_learning_rates():
-    ps = [parameter("w0", 4), parameter("w1", 4), parameter("n", 3, decay=False)]
-    rule = BucketRule(scales=lambda s: (0.25, 1.0) if s.name == "w1" else (1.0, 1.0))
-    plans = rule.plan(list(map(sharding_of, ps)))
-    groups = parameter_groups(members(ps, plans), 0.1, plans)
-    found = [
-        ([p.sharding.name for p in g["params"]], g["lr_scale"], g["weight_decay"]) for g in groups
-    ]
-    assert found == [(["w1"], 0.25, 0.4), (["w0"], 1.0, 0.1), (["n"], 1.0, 0.0)]

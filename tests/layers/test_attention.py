@@ -225,19 +225,6 @@ def test_dropout_acts_inside_documents_and_repeats(path):
     assert len(set(masks)) == len(masks) == 2 * 2 * 6 * heads
 
 
-@pytest.mark.parametrize("path", PATHS[1:])
-def test_a_window_keeps_the_masks_of_dropout(path):
-    """Weights are dropped at the places where they are without a window."""
-    s, window = 150, 70
-    windowed, plain = (
-        weights_of(path, s, 2, 4, scoring._replace(dropout=0.4), 7) != 0
-        for scoring in (Scoring(window=window), PLAIN)
-    )
-    inside = torch.ones(s, s, dtype=torch.bool).tril().triu(-window)
-    assert torch.equal(windowed, plain & inside)
-    assert 0.5 < windowed[..., inside].double().mean() < 0.7
-
-
 @pytest.mark.parametrize("scoring", [PLAIN, Scoring(window=70, cap=0.8)], ids=["plain", "capped"])
 @BLOCKED
 def test_gradients_with_dropout(path, scoring):

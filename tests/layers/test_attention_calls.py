@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from megatron.config import Config
-from megatron.kernels.choose import ALL, NONE, Fusions
+from megatron.kernels.choose import ALL, NONE
 from megatron.layers import attention_fused
 from megatron.layers.attention import SelfAttention
 from megatron.layers.attention_fused import flash_attention, torch_attention
-from megatron.layers.attention_unfused import PLAIN, Scoring, unfused_attention
+from megatron.layers.attention_unfused import PLAIN, Scoring
 from megatron.layers.context import CallContext
 from megatron.layers.positions import Alibi, alibi_slopes
 from megatron.model.gpt import build_chunks, layer_context
@@ -250,14 +250,6 @@ def test_nothing_is_copied_into_another_layout(device, tp, kernels, groups, rope
 
         count = copies(s * b * groups * D // tp, both_passes)
     assert count == (1 if groups < heads and not rope else 0)
-
-
-def test_grouped_keys_and_values_are_not_copied_for_an_explicit_softmax():
-    mixed = torch.randn(20, 2, 2, 3 + 2, D)
-    q = mixed[:, :, :, :-2].reshape(20, 2, 6, D)
-    scoring = Scoring(fusions=Fusions(masked_softmax=True))
-    run = lambda: unfused_attention(q, mixed[:, :, :, -2], mixed[:, :, :, -1], scoring)  # noqa: E731
-    assert copies(1, run) == 1  # the queries, as rows of their groups
 
 
 def test_all_layers_of_a_rank_share_one_bias_of_alibi():
