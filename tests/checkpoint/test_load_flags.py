@@ -4,8 +4,6 @@ The learning rate of the step is lost in rounding, so that the loaded weights ar
 checkpoint. The optimizer's step count shows whether its state was loaded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

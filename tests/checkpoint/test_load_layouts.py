@@ -6,8 +6,6 @@ Grouped queries, SwiGLU, an untied head, and norms of embeddings, queries and ke
 without tensor parallelism and to 64 with it. Stages share the layers evenly or not.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Memory for a copy of the state: exact size, registered with the driver, and released."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -15,7 +13,7 @@ class Driver:
 
     def __init__(self, code=0):
         self.code = code
-        self.registered: dict[int, tuple[int, int]] = {}
+        self.registered = {}
         self.calls = 0
 
     def cudaHostRegister(self, address, size, flags):

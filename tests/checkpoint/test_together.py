@@ -1,13 +1,12 @@
 """Message of a rank's error on all ranks."""
 
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
 from megatron.checkpoint.shared_errors import decided_by_first
 from megatron.errors import CheckpointError
-from megatron.parallel.topology import Group, Topology
+from megatron.parallel.topology import Group
 
 
 @pytest.mark.parametrize(
@@ -24,5 +23,5 @@ def test_any_error_of_the_first_rank_is_told_to_all(error):
         raise error
 
     with pytest.raises(CheckpointError, match=str(error.args[1])) as caught:
-        decided_by_first(cast(Topology, topology), decide)
+        decided_by_first(topology, decide)
     assert caught.value.__cause__ is error

@@ -4,8 +4,6 @@ A toy has every kind of parameter that the engine tells apart: cut along each di
 with partial gradients, tied over stages, padded, with and without weight decay, of odd sizes.
 """
 
-from __future__ import annotations
-
 import functools
 import zlib
 from dataclasses import dataclass
@@ -238,6 +236,13 @@ class Reference:
             group["lr"] = lr
         self.optimizer.step()
         return norm
+
+    def check(self, state, atol):
+        """Compare the weights of a state with these."""
+        for name, w in self.weights.items():
+            np.testing.assert_allclose(
+                state[f"master.{name}"], w.detach().numpy(), rtol=0, atol=atol, err_msg=name
+            )
 
     def moments(self, name):
         return self.optimizer.state[self.weights[name]]

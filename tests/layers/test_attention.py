@@ -3,8 +3,6 @@
 What the kernels of a backend are called with: test_attention_calls.py.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

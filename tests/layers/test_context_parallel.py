@@ -1,7 +1,5 @@
 """Attention of parts of a sequence on several ranks, against the formula in float64."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import sys
@@ -175,8 +173,8 @@ class Messages(FlightRecorder):
 
     def __init__(self):
         super().__init__()
-        self.bytes: Counter[str] = Counter()
-        self.order: list[str] = []
+        self.bytes = Counter()
+        self.order = []
 
     def enter(self, name, kind, size_bytes, *rest, **more):
         # A message is entered when it is posted and when it is waited for; a collective has a

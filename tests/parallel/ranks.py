@@ -1,13 +1,9 @@
 """Ranks for tests of the rendezvous: threads or processes, whose time limits the test ends."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -82,16 +78,13 @@ class Apart(Rendezvous):
 class InMemory(Apart):
     """The same over a store in memory, which asks no name server for addresses."""
 
-    stores: ClassVar[dict[int, dist.HashStore]] = {}
+    stores = {}  # noqa: RUF012
 
     def _serve(self):
         return self._client()
 
     def _client(self):
         return self.stores.setdefault(self.launch.master_port, dist.HashStore())
-
-
-Step = Callable[[Apart], Any]
 
 
 def ranks_in_threads(

@@ -3,12 +3,9 @@
 If one hangs, every rank lists its members.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,7 +124,7 @@ class Device(TorchDispatchMode):
         )
         self.topology.flight.describe(rank, 1, "n")
         self.wrong, self.done = wrong, []
-        self.pending: list[Callable[[], object]] = []
+        self.pending = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default and self.pending:

@@ -3,8 +3,6 @@
 On a CPU a rehearsal replays operators in place of a graph: the rest is what a GPU runs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import types
 from pathlib import Path
