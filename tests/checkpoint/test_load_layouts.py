@@ -103,8 +103,7 @@ split -> pp2 cp2 zero0
 multi-query, tp4 -> bf16
 multi-query, dp4 -> tp4
 tied -> pp4
-experts -> ep4
-experts, zero 3 -> zero2 bf16
+experts, zero 3 -> tp2 ep2
 frozen -> zero3 tp2
 fp16 -> zero2 fp16 scale
 """
@@ -112,7 +111,8 @@ OTHERS = """
 split -> zero0 bf16
 sequences -> pp2 cp2 zero0
 tied -> pp2 zb zero0
-experts, zero 3 -> tp2 ep2
+experts -> ep4
+experts, zero 3 -> zero2 bf16
 frozen -> bf16 host
 split -> pp2 1,2 tp2
 split -> cp4
