@@ -247,8 +247,9 @@ def test_every_number_comes_back_and_the_next_step_is_the_same(tmp_path, rows):
 
 def check(case, ranks, before):
     """Compare the loaded state of all ranks and their next step with those of the writing run."""
+    shapes = {name: shape for rank in before + ranks for name, shape in rank["shapes"].items()}
     ours, theirs, weights = (
-        toy.assemble((rank[what] for rank in some), some[0]["shapes"])
+        toy.assemble((rank[what] for rank in some), shapes)
         for some, what in ((ranks, "state"), (before, "state"), (ranks, "weights"))
     )
     assert ours.keys() == theirs.keys()
