@@ -102,7 +102,7 @@ class LimitedProcess:
         seconds = _TIME_S + size_bytes / _BYTES_PER_S
         memory = _MEMORY_BYTES + _BYTES_PER_BYTE * size_bytes
         try:
-            connection.send((math.ceil(seconds), memory, request))
+            connection.send((seconds, memory, request))
             if not connection.poll(_WAITING * seconds):
                 child.kill()
             reply = json.loads(connection.recv_bytes())
@@ -159,7 +159,7 @@ def serve(target: str, number: int) -> None:
             with open("/proc/self/statm") as file:
                 pages = int(file.read().split()[0])
             for kind, limit in (
-                (resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + seconds),
+                (resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds)),
                 (resource.RLIMIT_AS, pages * resource.getpagesize() + memory),
                 (resource.RLIMIT_CORE, 0),
             ):

@@ -6,6 +6,7 @@ weight may be off by two steps.
 """
 
 import contextlib
+import gc
 import io
 from functools import cache
 
@@ -46,12 +47,13 @@ TINY = (
 ).split()
 CUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel".split()
 TEXT = ["--data-path", str(ROOT / "docs/frontier.md")]
-# Four micro-batches: more than a stage would hold of them in the usual order.
+# Three micro-batches: more than a stage would hold of them in the usual order.
 DRY = (
-    "--num-layers 2 --pipeline-model-parallel-size 2 --global-batch-size 4 --world-size 2 --dry-run"
+    "--num-layers 2 --pipeline-model-parallel-size 2 --global-batch-size 3 --world-size 2 --dry-run"
 ).split()
 PLAN = (
-    "--cluster frontier --nodes 1 --layout tp=2,pp=2,chunks=1,mbs=1 --explain --global-batch 16 --processes 1 -- "
+    "--cluster frontier --nodes 1 --layout tp=2,pp=2,chunks=1,mbs=1 --explain --global-batch 16 --processes 1 "
+    "--fix tp=2 pp=2 mbs=1 recompute=none zero=1 sp=on chunks=1 -- "
     "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 "
     "--vocab-size 50257"
 ).split()
@@ -118,6 +120,7 @@ def shown(rank):
             assert command(arguments) == 0
         return out.getvalue()
 
+    gc.freeze()  # a dry run collects its garbage often: not that of the imports too
     found = {}
     for name in ("", *FILES):
         run = words(name) if name else [*TINY, "--mock-data"]

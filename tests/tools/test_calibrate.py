@@ -18,6 +18,15 @@ MODEL = (
 ).split()
 
 
+def measure_little():
+    """Arm a process: small messages, products and sets of tensors, which tell as little."""
+    from megatron.planner.calibration import compute, tasks
+
+    tasks.SIZES["cpu"] = (1 << 10, 1 << 16)
+    tasks._SIDE, tasks._BYTES, compute._CACHE = 64, 1 << 16, 1 << 20
+    compute.MICRO_BATCHES = (1,)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # above the limit of the calibration itself, two plans follow
 @pytest.mark.parametrize(
@@ -28,13 +37,7 @@ MODEL = (
     ],
     ids=["under a launcher", "that it starts itself"],
 )
-def test_a_calibration_of_seconds_plans(
-    processes,
-    words,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
+def test_a_calibration_of_seconds_plans(processes, words, tmp_path, monkeypatch, capsys):
     """A calibration of seconds is good enough to plan.
 
     Two processes measure together; the file loads, all figures but one are measured, and a step can
@@ -46,6 +49,7 @@ def test_a_calibration_of_seconds_plans(
         ["-o", str(path), *words, "--minutes", "0.002", *MODEL],
         script="tools/calibrate.py",
         timeout_s=LIMIT_S * 4,
+        arm=dict.fromkeys(range(processes), (measure_little,)),
     )
     assert all(each is not None and each.code == 0 for each in done), done
     cluster = read_cluster(path)
@@ -62,7 +66,7 @@ def test_a_calibration_of_seconds_plans(
     assert found.seconds > 0 and found.confidence.worst == "assumed"
     monkeypatch.chdir(tmp_path)
     at = MODEL.index("--global-batch-size")
-    words = ["--cluster", path.name, "--processes", "1", "--top", "1", "--fix", "mbs=1"]
+    words = ["--cluster", path.name, "--processes", "1", "--top", "1", "--fix", "mbs=1", "tp=2"]
     words += ["--global-batch", MODEL[at + 1], "--", *MODEL[:at], *MODEL[at + 2 :]]
     assert plan.main(words) == 0
     assert plan.main([*words, "--bf16"]) == 2

@@ -1,17 +1,24 @@
 """Processes in which DeepSpeed trains one of its models and saves it, with its states."""
 
+import functools
 from pathlib import Path
 
 import torch
 
+from megatron.checkpoint.find import find_folder, open_checkpoint
+from megatron.checkpoint.load import load
+from megatron.config import Config
+from megatron.data.sampler import make_micro_batch
 from megatron.engine.deepspeed_engine import (
     ModelParallelUnit,
     ensure_process_group,
     import_deepspeed,
     start_engine,
 )
+from megatron.model.gpt import build_chunks
 from megatron.parallel.topology import Topology
 from tests.helpers.groups import join
+from tests.helpers.training import Job
 from tests.tools.conversion import theirs
 
 PRECISION = {
@@ -107,10 +114,7 @@ def without_pipeline(topology, root, style, precision):
 
 
 def over_tensor_ranks(topology, root, style, precision):
-    """Move the parts of a model by their parts of given gradients.
-
-    These are bf16 values: nothing is rounded.
-    """
+    """Move the parts of a model by gradients that are its weights, bf16: nothing is rounded."""
     a = theirs.arguments(style, iteration=2, tensor_model_parallel_size=2, padded_vocab_size=64)
     model = theirs.GPTModel(a)
     theirs.initialise(model)
@@ -121,13 +125,8 @@ def over_tensor_ranks(topology, root, style, precision):
         configuration(precision, 1, 1),
         mpu=ModelParallelUnit(topology),
     )
-    for step in range(2):
-        given = given_gradients(a, step)
-        loss = sum(
-            (p * theirs.shard_of(name, given[name], a, topology.tensor.rank, 2)).float().sum()
-            for name, p in model.named_parameters()
-        )
-        engine.backward(loss)
+    for _ in range(2):
+        engine.backward(theirs.push(model, 0.0))
         engine.step()
         link_again(engine)
     client = {"iteration": 2, "args": a, "checkpoint_version": 3.0}
@@ -140,10 +139,6 @@ def of_our_own_names(rank, root):
 
     There are no arguments.
     """
-    from megatron.config import Config
-    from megatron.data.sampler import make_micro_batch
-    from megatron.model.gpt import build_chunks
-
     topology = join()
     config = Config.create(
         num_layers=2,
@@ -167,20 +162,13 @@ def of_our_own_names(rank, root):
     return {"state": whole_state(model.named_parameters())}
 
 
-def given_gradients(a, step):
-    """Return a gradient of bf16 values for each whole parameter."""
-    model = theirs.GPTModel(a)
-    theirs.initialise(model, seed=100 + step)
-    return {name: p.detach().bfloat16() for name, p in model.named_parameters()}
-
-
 def over_stages(rank, root, precision):
     """Train two stages of two tensor ranks by DeepSpeed's PipelineModule.
 
     It writes files of layers.
     """
     topology = join(tensor=2, pipeline=2)
-    theirs.TENSOR, t = topology.tensor.handle, topology.tensor.rank
+    t = topology.tensor.rank
     import_deepspeed("cpu")
     ensure_process_group()
     import deepspeed.comm
@@ -194,11 +182,14 @@ def over_stages(rank, root, precision):
     )
     model = PipelineModule(
         layers=theirs.pipeline_layers(a),
-        loss_fn=theirs.loss_of,
+        loss_fn=lambda x, labels: x.mean(),
         partition_method="uniform",
         topology=PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1),
         activation_checkpoint_interval=0,
     )
+    for layer in model.forward_funcs:
+        if isinstance(layer, torch.nn.Module):
+            layer.forward = functools.partial(theirs.push, layer)
     whole = theirs.GPTModel(a)
     theirs.initialise(whole)
     values = dict(whole.named_parameters())
@@ -244,20 +235,6 @@ def ours_after(rank, directories):
 
 def one_after(topology, directory):
     """Load a converted checkpoint; return logits for some tokens, and weights after one step."""
-    from megatron.checkpoint.find import find_folder, open_checkpoint
-    from megatron.checkpoint.load import load
-    from megatron.config import Config
-    from megatron.data.sampler import MicroBatch
-    from megatron.engine.engine import Engine
-    from megatron.model.gpt import (
-        build_chunks,
-        hidden_state,
-        layer_context,
-        stages_of,
-    )
-    from megatron.pipeline.executor import Executor
-    from tests.helpers.training import pieces
-
     stored = open_checkpoint(find_folder(directory)).config["model"]
     training = dict(
         micro_batch_size=2,
@@ -273,44 +250,25 @@ def one_after(topology, directory):
         make_vocab_size_divisible_by=8,
     )
     config = Config.create(**{**stored, **training})
-    context = layer_context(config, topology)
-    chunks = build_chunks(config, topology, context)
-    engine = Engine(config, topology, chunks)
-    loaded = load(directory, engine, topology, config)
-    engine.wait_for_weights()
+    job = Job(config, topology)
+    loaded = load(directory, job.engine, topology, config)
+    job.engine.wait_for_weights()
 
     def batch(t):
-        return MicroBatch(
-            tokens=t[:, :-1],
-            labels=t[:, 1:],
-            loss_mask=torch.ones(2, theirs.S),
-            position_ids=torch.arange(theirs.S).expand(2, theirs.S),
-            cu_seqlens=None,
-            first_sample=0,
-        )
+        return make_micro_batch(t.numpy())
 
     vocab = stored["vocab_size"]
     with torch.no_grad():
-        logits = chunks["0"].logits(batch(theirs.tokens(77, 2, vocab)), None)[..., :vocab]
+        logits = job.chunks["0"].logits(batch(theirs.tokens(77, 2, vocab)), None)[..., :vocab]
     out = {
         "logits": logits.transpose(0, 1).numpy().copy(),
         "iteration": loaded.iteration,
         "state": loaded.state,
         "optimizer": loaded.optimizer,
-        "scalars": engine.scalars(),
+        "scalars": job.engine.scalars(),
     }
-    executor = Executor(
-        topology,
-        stages_of(chunks),
-        config.parallel.schedule,
-        hidden_state(config),
-        context.weight_gradients,
-        before_training=engine.begin,
-    )
-    chunks.train()
-    executor.train(
-        [batch(t) for t in theirs.tokens(2, 4, vocab).split(2)], loss_scale=engine.loss_scale
-    )
-    engine.step(theirs.RATES["lr"])
-    engine.wait_for_weights()
-    return out | {"next": {name: value for name, (_, value) in pieces(chunks.parameters()).items()}}
+    micro_batches = [batch(t) for t in theirs.tokens(2, 4, vocab).split(2)]
+    job.executor.train(micro_batches, loss_scale=job.engine.loss_scale)
+    job.step()
+    following = {name: value for name, (_, value) in job.parameters().items()}
+    return out | {"next": following}

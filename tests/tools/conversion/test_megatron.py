@@ -6,22 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.checkpoint.find import find_folder
 from megatron.checkpoint.folder import TRACKER
-from megatron.errors import CheckpointError, MegatronError
-from megatron_conversion.convert import (
-    convert,
-    find_source,
-    plan_conversion,
-    read_source,
-    whole_tensor,
-)
+from megatron.errors import CheckpointError
+from megatron_conversion.convert import find_source, read_source, whole_tensor
 from megatron_conversion.names import PipelineNames, ours
 from megatron_conversion.source import settings_of
 from tests.tools.conversion import theirs
-from tests.tools.conversion.whole import whole_tensors
-
-Tensors = dict[str, torch.Tensor]
+from tests.tools.conversion.whole import check_tensors, converted, planned, refused
 
 
 def whole_model(a, seed):
@@ -36,14 +27,8 @@ def in_version(name, part, version):
     """Return rows of query_key_value in the order of older versions of Megatron, row by row."""
     if "query_key_value" not in name or version >= 2.0:
         return part
-    d, heads = theirs.HIDDEN // theirs.HEADS, part.shape[0] // (3 * theirs.HIDDEN // theirs.HEADS)
-    out = torch.empty_like(part)
-    for head in range(heads):
-        for kind in range(3):
-            for i in range(d):
-                old = (kind * heads + head) * d + i if version == 0 else (head * d + i) * 3 + kind
-                out[old] = part[(head * 3 + kind) * d + i]
-    return out
+    rows = part.unflatten(0, (-1, 3, theirs.HIDDEN // theirs.HEADS))  # [heads, kinds, head size]
+    return rows.movedim(1, 0 if version == 0 else 2).flatten(0, 2)
 
 
 def nested(flat):
@@ -68,31 +53,19 @@ def stages(whole, a, pipeline, chunks):
 
     Layers are counted from 0 in each.
     """
-    each = a.num_layers // (pipeline * chunks)
-    out = {}
-    for chunk in range(chunks):
-        for p in range(pipeline):
-            first = (chunk * pipeline + p) * each
-            part = out[p, chunk] = {}
-            if first == 0:
-                part |= {n: x for n, x in whole.items() if n.startswith("embedding.")}
-            for i in range(each):
-                old = f"encoder.layers.{first + i}."
-                part |= {
-                    f"encoder.layers.{i}.{n.removeprefix(old)}": x
-                    for n, x in whole.items()
-                    if n.startswith(old)
-                }
-            if first + each == a.num_layers:
-                part |= {
-                    n: x
-                    for n, x in whole.items()
-                    if n.startswith(("encoder.final", "output_layer"))
-                }
-                if not a.untie_embeddings_and_output_weights and pipeline > 1:
-                    part["word_embeddings_for_head.weight"] = whole[
-                        "embedding.word_embeddings.weight"
-                    ]
+    last = pipeline * chunks - 1
+    each = a.num_layers // (last + 1)
+    out = {(p, chunk): {} for p in range(pipeline) for chunk in range(chunks)}
+    for name, x in whole.items():
+        stage = 0 if name.startswith("embedding.") else last
+        if name.startswith("encoder.layers."):
+            _, _, number, rest = name.split(".", 3)
+            stage, layer = divmod(int(number), each)
+            name = f"encoder.layers.{layer}.{rest}"
+        out[stage % pipeline, stage // pipeline][name] = x
+    if not a.untie_embeddings_and_output_weights and pipeline > 1:
+        table = whole["embedding.word_embeddings.weight"]
+        out[pipeline - 1, chunks - 1]["word_embeddings_for_head.weight"] = table
     return out
 
 
@@ -114,16 +87,7 @@ def optimizer_state(kinds, half):
     return {"optimizer": base, "grad_scaler": scaler, "fp32_from_fp16_params": masters}
 
 
-def write(
-    root,
-    style,
-    tensor,
-    pipeline,
-    chunks,
-    version,
-    half,
-    **more,
-):
+def write(root, style, tensor=1, pipeline=1, chunks=1, version=3.0, half=True, **more):
     """Write a Megatron folder; return its arguments and whole tensors."""
     a = theirs.arguments(
         style,
@@ -192,7 +156,7 @@ def write(
 )
 def test_all_of_it_is_converted(tmp_path, style, tensor, pipeline, chunks, version, half):
     a, kinds = write(tmp_path / "old", style, tensor, pipeline, chunks, version, half)
-    plan = plan_conversion(read_source(find_source(tmp_path / "old")), {})
+    plan = converted(tmp_path / "old", tmp_path / "new")
     assert (plan.source.tensor_size, plan.source.pipeline_size, plan.source.optimizer_step) == (
         tensor,
         pipeline,
@@ -207,16 +171,7 @@ def test_all_of_it_is_converted(tmp_path, style, tensor, pipeline, chunks, versi
         60 * theirs.S,
         48 * theirs.S,
     )
-    convert(plan, tmp_path / "new")
-    found = whole_tensors(find_folder(tmp_path / "new"))
-    expected = {
-        f"{kind}.{name.removeprefix('encoder.')}": theirs.whole_in_our_shape(name, x, a)
-        for kind, whole in kinds.items()
-        for name, x in whole.items()
-    }
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+    check_tensors(tmp_path / "new", a, kinds)
 
 
 def test_an_optimizer_that_is_not_that_of_the_weights(tmp_path):
@@ -224,7 +179,7 @@ def test_an_optimizer_that_is_not_that_of_the_weights(tmp_path):
 
     Its tensors have no names: those that do not round to the weights are not taken.
     """
-    write(tmp_path / "old", "gpt", 1, 1, 1, 3.0, True)
+    write(tmp_path / "old", "gpt")
     path = tmp_path / "old" / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt"
     content = torch.load(path, weights_only=False)
     group = content["optimizer"]["fp32_from_fp16_params"][1]
@@ -249,7 +204,7 @@ FORGED = {
 @pytest.mark.parametrize("how", [*FORGED, "tracker"])
 def test_what_no_run_writes_is_no_checkpoint(tmp_path, how):
     """Folders that no run writes end in an error, soon, and without a traceback."""
-    write(tmp_path / "old", "gpt", 1, 1, 1, 3.0, True)
+    write(tmp_path / "old", "gpt")
     path = tmp_path / "old/iter_0000005/mp_rank_00/model_optim_rng.pt"
     tracker = tmp_path / "old" / TRACKER
     if how in FORGED:
@@ -258,26 +213,19 @@ def test_what_no_run_writes_is_no_checkpoint(tmp_path, how):
         torch.save(content, path)
     else:
         tracker.write_text("9" * 10_000)
-    with pytest.raises(MegatronError):
-        convert(plan_conversion(read_source(find_source(tmp_path / "old")), {}), tmp_path / "new")
-    assert not (tmp_path / "new").exists() or not list((tmp_path / "new").iterdir())
+    refused(tmp_path / "old", tmp_path / "new")
 
 
 def test_errors(tmp_path):
-    write(tmp_path / "old", "gpt", 2, 2, 1, 3.0, True, vocab_size=None)
-    source = read_source(find_source(tmp_path / "old"))
-    with pytest.raises(CheckpointError, match=r"--vocab-size.* 64"):
-        plan_conversion(source, {})
-    assert plan_conversion(source, {"vocab_size": 60}).shapes[
-        "embedding.word_embeddings.weight"
-    ] == (60, 32)
+    write(tmp_path / "old", "gpt", 2, 2, vocab_size=None)
+    refused(tmp_path / "old", tmp_path / "new", "--vocab-size", " 64")
+    shapes = planned(tmp_path / "old", {"vocab_size": 60}).shapes
+    assert shapes["embedding.word_embeddings.weight"] == (60, 32)
     last = tmp_path / "old" / "iter_0000005" / "mp_rank_01_001" / "model_optim_rng.pt"
     last.rename(tmp_path / "hidden")
-    with pytest.raises(CheckpointError, match=r"mp_rank_01_001/model_optim_rng\.pt"):
-        read_source(find_source(tmp_path / "old"))
+    refused(tmp_path / "old", tmp_path / "new", "mp_rank_01_001/model_optim_rng.pt")
     (tmp_path / "old" / "latest_checkpointed_iteration.txt").write_text("6")
-    with pytest.raises(CheckpointError, match="iter_0000006.*iter_0000005"):
-        find_source(tmp_path / "old")
+    refused(tmp_path / "old", tmp_path / "new", "iter_0000006", "iter_0000005")
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         read_source(tmp_path)
 
@@ -293,15 +241,14 @@ def test_errors(tmp_path):
         {"attn_sliding_window": 128},
     ],
 )
-def test_models_that_this_program_has_not(tmp_path, setting):
-    write(tmp_path / "old", "gpt", 1, 1, 1, 3.0, True, **setting)
+def test_models_that_this_program_has_not(setting):
     with pytest.raises(CheckpointError, match=next(iter(setting))):
-        plan_conversion(read_source(find_source(tmp_path / "old")), {})
+        settings_of(setting)
 
 
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
-    write(tmp_path / "old", "gpt", 1, 1, 1, 3.0, False)
-    plan = plan_conversion(read_source(find_source(tmp_path / "old"), optimizer=False), {})
+    write(tmp_path / "old", "gpt", half=False)
+    plan = planned(tmp_path / "old", optimizer=False)
     part = plan.source.parts["final_layernorm.weight"][0]
     (part.load or (lambda: part.weight))().fill_(float("nan"))
     with pytest.raises(CheckpointError, match="final_layernorm.weight"):

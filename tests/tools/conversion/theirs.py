@@ -1,10 +1,8 @@
 """GPT with Megatron-DeepSpeed's names and shapes, in plain torch, for DeepSpeed's own engine."""
 
 import argparse
-import math
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -86,65 +84,9 @@ def arguments(style, **more):
     return argparse.Namespace(**{**common, **ARGUMENTS[style], **more})
 
 
-TENSOR = None
-"""The group over which layers are cut (Shoeybi et al., arXiv 1909.08053, section 3), where a
-process sets one.
-"""
-
-
-class _Sum(torch.autograd.Function):
-    """Sum of terms on every rank; its gradient is each term's."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x, group=TENSOR)
-        return x
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy
-
-
-class _Copy(torch.autograd.Function):
-    """Copy to every rank; its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        dy = dy.clone()
-        dist.all_reduce(dy, group=TENSOR)
-        return dy
-
-
-class _Gather(torch.autograd.Function):
-    """Gather parts along the last dimension into the whole."""
-
-    @staticmethod
-    def forward(ctx, x):
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(TENSOR))]
-        dist.all_gather(parts, x.contiguous(), group=TENSOR)
-        return torch.cat(parts, -1)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy.chunk(dist.get_world_size(TENSOR), -1)[dist.get_rank(TENSOR)]
-
-
-def to_all(function, x):
-    return x if TENSOR is None else function.apply(x)
-
-
-def row_parallel(layer, x):
-    y = to_all(_Sum, F.linear(x, layer.weight))
-    return y if layer.bias is None else y + layer.bias
-
-
-def scores(x, weight):
-    return to_all(_Gather, F.linear(to_all(_Copy, x), weight))
+def push(module, x):
+    """Return x plus half the squares of all parameters: the gradient of each is itself."""
+    return x + sum(p.float().square().sum() / 2 for p in module.parameters())
 
 
 def norm(a):
@@ -174,18 +116,15 @@ class Attention(nn.Module):
     def forward(self, x):
         b, s, _ = x.shape
         d, share = HIDDEN // HEADS, HEADS // self.groups
-        mixed = self.query_key_value(to_all(_Copy, x)).view(b, s, -1, share + 2, d)
+        mixed = self.query_key_value(x).view(b, s, -1, share + 2, d)
         q = mixed[..., :share, :].reshape(b, s, -1, d).transpose(1, 2)
         k, v = (
             mixed[..., share + i, :].repeat_interleave(share, 2).transpose(1, 2) for i in (0, 1)
         )
         if self.rotary:
             q, k = turned(q), turned(k)
-        attention = (q @ k.transpose(2, 3)).float() / math.sqrt(d)
-        attention = attention.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), -math.inf)
-        return row_parallel(
-            self.dense, (attention.softmax(-1).to(v.dtype) @ v).transpose(1, 2).flatten(2)
-        )
+        weighed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.dense(weighed.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -198,11 +137,11 @@ class MLP(nn.Module):
         self.dense_4h_to_h = nn.Linear(a.ffn_hidden_size, HIDDEN, bias=a.add_bias_linear)
 
     def forward(self, x):
-        y = self.dense_h_to_4h(to_all(_Copy, x))
+        y = self.dense_h_to_4h(x)
         if self.swiglu:
             gate, value = y.chunk(2, -1)
-            return row_parallel(self.dense_4h_to_h, F.silu(gate) * value)
-        return row_parallel(self.dense_4h_to_h, F.gelu(y, approximate="tanh"))
+            return self.dense_4h_to_h(F.silu(gate) * value)
+        return self.dense_4h_to_h(F.gelu(y, approximate="tanh"))
 
 
 class Layer(nn.Module):
@@ -224,16 +163,10 @@ class Embedding(nn.Module):
             self.position_embeddings = nn.Embedding(S, HIDDEN)
 
     def forward(self, tokens):
-        table = self.word_embeddings.weight
-        rows = tokens if TENSOR is None else tokens - len(table) * dist.get_rank(TENSOR)
-        elsewhere = (rows < 0) | (rows >= len(table))
-        x = F.embedding(rows.masked_fill(elsewhere, 0), table)
-        x = to_all(_Sum, x.masked_fill(elsewhere.unsqueeze(-1), 0.0))
-        return (
-            x + self.position_embeddings.weight[: tokens.shape[1]]
-            if hasattr(self, "position_embeddings")
-            else x
-        )
+        x = self.word_embeddings(tokens)
+        if hasattr(self, "position_embeddings"):
+            x = x + self.position_embeddings.weight[: tokens.shape[1]]
+        return x
 
 
 class Encoder(nn.Module):
@@ -263,24 +196,19 @@ class GPTModel(nn.Module):
         x = m.embedding(tokens)
         for layer in m.encoder.layers:
             x = layer(x)
-        x = m.encoder.final_layernorm(x)
-        return scores(
-            x,
-            m.output_layer.weight
-            if hasattr(m, "output_layer")
-            else m.embedding.word_embeddings.weight,
-        )
+        head = m.output_layer if hasattr(m, "output_layer") else m.embedding.word_embeddings
+        return F.linear(m.encoder.final_layernorm(x), head.weight)
 
 
 def pipeline_layers(a):
-    """Return the same model for DeepSpeed's pipeline.
+    """Return the parameters of the same model for DeepSpeed's pipeline, and passes that only `push`.
 
     Layers are numbered as in Megatron-DeepSpeed's GPTModelPipe.
     """
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
     def head(embedding, x):
-        return scores(x, embedding.word_embeddings.weight)
+        return push(embedding.word_embeddings, x)
 
     def tied(**more):
         return TiedLayerSpec(
@@ -288,12 +216,12 @@ def pipeline_layers(a):
         )
 
     return [
-        lambda tokens: tokens,
+        lambda tokens: tokens.float(),
         tied(),
         *(LayerSpec(Layer, a) for _ in range(a.num_layers)),
         LayerSpec(nn.LayerNorm, HIDDEN),
         tied(forward_fn=head),
-        lambda logits: logits.float(),
+        lambda x: x,
     ]
 
 

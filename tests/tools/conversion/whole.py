@@ -1,10 +1,36 @@
-"""Checkpoint of ours as whole tensors, by torch's own reader, independent of this program."""
+"""Conversion, and the checkpoint of ours as whole tensors by torch's own reader."""
 
 import warnings
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megatron.checkpoint.find import find_folder
+from megatron.errors import MegatronError
+from megatron_conversion.convert import convert, find_source, plan_conversion, read_source
+from megatron_conversion.names import ours
+from tests.tools.conversion import theirs
+
+
+def planned(source, settings=None, **how):
+    """Return the plan of a conversion of this folder."""
+    return plan_conversion(read_source(find_source(source), **how), settings or {})
+
+
+def converted(source, target, settings=None, **how):
+    plan = planned(source, settings, **how)
+    convert(plan, target)
+    return plan
+
+
+def refused(source, target, *words):
+    """Check that a conversion ends in an error with these words, and that nothing is written."""
+    with pytest.raises(MegatronError) as caught:
+        converted(source, target)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert not target.exists() or not list(target.iterdir())
 
 
 def whole_tensors(folder):
@@ -19,3 +45,17 @@ def whole_tensors(folder):
         warnings.simplefilter("ignore", UserWarning)
         dcp.load(found, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     return found
+
+
+def check_tensors(root, a, kinds):
+    """Check that our checkpoint has their {kind: {name: values}} bit for bit, and no other tensors."""
+    found = whole_tensors(find_folder(root))
+    expected = {
+        f"{kind}.{ours(name)}": theirs.whole_in_our_shape(name, torch.as_tensor(value), a)
+        for kind, values in kinds.items()
+        for name, value in values.items()
+    }
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == torch.float32
+        assert torch.equal(found[name], value), name

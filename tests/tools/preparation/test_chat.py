@@ -287,7 +287,7 @@ HOSTILE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_a_template_ends_with_a_message_whatever_it_does(tmp_path, monkeypatch, source):
-    monkeypatch.setattr(limited, "_TIME_S", 1.0)
+    monkeypatch.setattr(limited, "_TIME_S", 0.5)
     monkeypatch.setattr(limited, "_MEMORY_BYTES", 1 << 28)
     (tmp_path / "t.jinja").write_text(source)
     with pytest.raises((ConfigError, DataError)):
