@@ -63,6 +63,24 @@ class Ended:
             call for call in self.calls if call.words[0] == name and program in ("", call.program)
         ]
 
+    @property
+    def requeued(self):
+        """Return the jobs that Slurm was asked to put back into the queue."""
+        return [call.words[2] for call in self.named("scontrol") if call.words[1] == "requeue"]
+
+
+def own_environment():
+    """Return the variables of this process without those of a job or a site."""
+    apart = ("SLURM", "SITE_", "MEGATRON_", "OUT")
+    return {name: value for name, value in os.environ.items() if not name.startswith(apart)}
+
+
+def shell(*words, timeout=50, **options):
+    """Run a command to its end; return its output and errors apart."""
+    return subprocess.run(
+        words, text=True, timeout=timeout, check=False, **{"capture_output": True, **options}
+    )
+
 
 def run_script(folder, script, *arguments, nodes="a1,a2", **variables):
     """Run `script` as Slurm would start it on `nodes`, in `folder`.
@@ -98,16 +116,8 @@ def run_script(folder, script, *arguments, nodes="a1,a2", **variables):
         "PREFLIGHT": "0",
         **variables,
     }
-    done = subprocess.run(
-        ["bash", str(script), *arguments],
-        env=environ,
-        cwd=folder,
-        text=True,
-        timeout=50,
-        check=False,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    output = dict(capture_output=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = shell("bash", str(script), *arguments, env=environ, cwd=folder, **output)
     found = []
     for record in calls.read_text().split("\1")[:-1]:
         *words, told = record.split("\2")

@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 from typing import Any
 
@@ -34,6 +33,7 @@ from megatron.jobs.experiment import (
 from megatron.jobs.runner import START_UP_S, LaunchTarget, Runner
 from megatron.planner.cluster import load_cluster
 from megatron.training.run.schedules import BatchSchedule
+from tests.examples.stubs import own_environment, shell
 from tests.helpers.clock import VirtualClock
 from tests.helpers.launching import ROOT
 from tests.tools.measured import paper_flops
@@ -352,21 +352,9 @@ def test_a_metrics_file_that_ends_early_is_not_complete(tmp_path):
 
 
 def script(name, *arguments, **environ):
-    kept = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(("SLURM", "SITE_", "MEGATRON_", "OUT"))
-    }
-    variables = {**kept, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **environ}
-    return subprocess.run(
-        ["bash", f"examples/frontier/{name}", *arguments],
-        cwd=ROOT,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    variables = {**own_environment(), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **environ}
+    words = "bash", f"examples/frontier/{name}", *arguments
+    return shell(*words, cwd=ROOT, env=variables, timeout=400)
 
 
 @pytest.mark.slow

