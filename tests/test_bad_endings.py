@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megatron.data.file_lock import FolderClaim
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.metrics_file import read_records
+from tests.data.implementations import write_documents
 from tests.helpers.launching import ROOT, TINY, launch
 from tests.helpers.processes import free_port, rank_environment
 
@@ -51,9 +51,7 @@ def test_a_vanished_validation_part_is_said_and_a_changed_index_refused(tmp_path
 
     1 % of 8 documents rounds to none. Only a digest reveals that samples come in another order.
     """
-    with IndexedDatasetWriter(tmp_path / "data", np.uint16) as writer:
-        for _ in range(8):
-            writer.add_document(range(60))
+    write_documents(tmp_path / "data", [range(60)] * 8)
     data = f"--data-path {tmp_path}/data --split 99,1,0 --eval-iters 1 --train-iters 1"
     arguments = [*(word for word in TINY if word != "--mock-data"), *data.split()]
     (outcome,) = launch(1, arguments)

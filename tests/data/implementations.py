@@ -1,9 +1,11 @@
-"""Functions of the index loops with short arrays, and requests for an index."""
+"""Functions of the index loops with short arrays, requests for an index, and small data sets."""
 
+import numpy as np
 import pytest
 
 from megatron.data import indexed_dataset
 from megatron.data.gpt_dataset import IndexRequest
+from megatron.data.indexed_writer import IndexedDatasetWriter
 
 
 def call(function, *arguments, int32_max=2**31 - 1):
@@ -14,13 +16,21 @@ def call(function, *arguments, int32_max=2**31 - 1):
         return getattr(indexed_dataset, function)(*arguments)
 
 
-def request_for(
-    indexed,
-    num_samples,
-    seq_length,
-    seed=1,
-    bounds=None,
-):
+def write_documents(prefix, documents, dtype=np.uint16):
+    """Write documents, lists of tokens; return the prefix as text."""
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return str(prefix)
+
+
+def ascending(sizes, first_token=0):
+    """Return documents of these sizes with ascending tokens, so that a token tells its position."""
+    stops = (first_token + np.cumsum(sizes)).tolist()
+    return [list(range(stop - size, stop)) for size, stop in zip(sizes, stops, strict=True)]
+
+
+def request_for(indexed, num_samples, seq_length, seed=1, bounds=None):
     """Return the request for training samples of these sequences, or of all."""
     start, stop = bounds or (0, len(indexed))
     tokens, sizes = indexed.tokens_between(start, stop), indexed.sizes

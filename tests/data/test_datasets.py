@@ -9,8 +9,8 @@ from megatron.config.io import DataConfig
 from megatron.config.pieces import Pieces
 from megatron.data.datasets import Datasets, Reading, build_datasets, data_prefixes
 from megatron.data.gpt_dataset import BlendedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import ConfigError, DataError
+from tests.data.implementations import write_documents
 
 SEQ_LENGTH = 8
 
@@ -27,11 +27,7 @@ def config(**data):
 
 def write(folder, name, documents, first_token=0):
     """Write documents of 20 equal tokens: document i holds first_token + i."""
-    prefix = str(folder / name)
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for i in range(documents):
-            writer.add_document([first_token + i] * 20)
-    return prefix
+    return write_documents(folder / name, [[first_token + i] * 20 for i in range(documents)])
 
 
 def tokens_in(dataset):
@@ -110,9 +106,7 @@ def test_corpora_of_their_own(tmp_path):
     assert tokens_in(built.corpora["y"]) == {100}
     assert tokens_in(build_datasets(config(valid_data_path=(b,)), 0, 9, 0).valid) == {100}
     assert not build_datasets(config(valid_data_path=(f"x={a}",)), 0, 0, 4).corpora
-    short = str(tmp_path / "short")
-    with IndexedDatasetWriter(short, np.uint16) as writer:
-        writer.add_document([1] * SEQ_LENGTH)
+    short = write_documents(tmp_path / "short", [[1] * SEQ_LENGTH])
     with pytest.raises(DataError, match=f"z={short}: {SEQ_LENGTH} "):
         build_datasets(config(valid_data_path=(f"x={a}", f"z={short}")), 0, 1, 0)
 

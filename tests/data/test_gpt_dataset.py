@@ -15,19 +15,15 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.packed_dataset import PackedDataset
 from megatron.errors import DataError
-from tests.data.implementations import request_for
+from tests.data.implementations import ascending, request_for, write_documents
 from tests.data.struct_format import packed
 from tests.helpers.examples import examples
 
 
 def write(prefix, sizes, first_token=0):
-    """Write documents of these sizes with ascending tokens, so that a token tells its position."""
-    documents, token = [], first_token
-    with IndexedDatasetWriter(prefix, np.int32) as writer:
-        for size in sizes:
-            documents.append(list(range(token, token + size)))
-            writer.add_document(documents[-1])
-            token += size
+    """Write documents of these sizes with ascending tokens, and return them."""
+    documents = ascending(sizes, first_token)
+    write_documents(prefix, documents, np.int32)
     return documents
 
 

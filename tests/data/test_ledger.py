@@ -10,21 +10,16 @@ from hypothesis import strategies as st
 from megatron.data import sampler
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.sampler import Consumed, Ledger, SampleOrder, is_consumed, sample_order
-from tests.data.implementations import request_for
+from tests.data.implementations import request_for, write_documents
 
 SEQ_LENGTH = 8
 
 
 def source(folder, name, tokens, token, num_samples):
     """Return documents of 10 tokens, all with the same id."""
-    prefix = folder / name
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for _ in range(tokens // 10):
-            writer.add_document([token] * 10)
-    indexed = IndexedDataset(prefix)
+    indexed = IndexedDataset(write_documents(folder / name, [[token] * 10] * (tokens // 10)))
     return GPTDataset(indexed, request_for(indexed, num_samples, SEQ_LENGTH))
 
 
@@ -115,10 +110,8 @@ def test_packed_samples_count_what_is_predicted(tmp_path):
     An epoch contains every sample once.
     """
     random = np.random.RandomState(5)
-    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
-        for size in random.randint(1, 30, 40).tolist():
-            writer.add_document([7] * size)
-    indexed = IndexedDataset(tmp_path / "x")
+    sizes = random.randint(1, 30, 40).tolist()
+    indexed = IndexedDataset(write_documents(tmp_path / "x", [[7] * size for size in sizes]))
     packed = PackedDataset(indexed, request_for(indexed, 100, SEQ_LENGTH))
     counted, by_hand, epochs = Ledger(packed, SampleOrder(len(packed))), 0, []
     for i in range(len(packed)):

@@ -5,10 +5,10 @@ import pytest
 
 from megatron.config import Config
 from megatron.data.datasets import Reading, build_datasets, open_data
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.sampler import MicroBatchStream, Share
 from megatron.errors import ConfigError, DataError
 from megatron.training.run.data import copy_to_node
+from tests.data.implementations import ascending, write_documents
 
 SEQ, PAD = 16, 7000
 FIELDS = dict(
@@ -28,15 +28,11 @@ FIELDS = dict(
 
 def write(prefix, first, sizes, *, masked=True):
     """Write documents of ids that count up from `first`; even ones are in the loss."""
-    starts = first + np.cumsum([0, *sizes])
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for start, size in zip(starts, sizes, strict=False):
-            writer.add_document(np.arange(start, start + size))
+    documents = ascending(sizes, first)
     if masked:
-        with IndexedDatasetWriter(f"{prefix}_mask", np.uint8) as writer:
-            for start, size in zip(starts, sizes, strict=False):
-                writer.add_document(np.arange(start, start + size) % 2 == 0)
-    return str(prefix)
+        masks = [[token % 2 == 0 for token in document] for document in documents]
+        write_documents(f"{prefix}_mask", masks, np.uint8)
+    return write_documents(prefix, documents)
 
 
 def config(**fields):

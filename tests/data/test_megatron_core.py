@@ -148,25 +148,9 @@ def core():
     # Installed under another name first, so that a killed installation does not pass for a whole
     # one.
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-deps",
-        ]
-        pip += [
-            "--only-binary",
-            ":all:",
-            "--retries",
-            "1",
-            "--timeout",
-            "15",
-            "--target",
-            f"{temporary}/core",
-        ]
+        pip = [sys.executable, *"-m pip install --quiet --disable-pip-version-check".split()]
+        pip += "--no-deps --only-binary :all: --retries 1 --timeout 15".split()
+        pip += ["--target", f"{temporary}/core"]
         done = subprocess.run([*pip, f"megatron-core=={VERSION}"], capture_output=True, text=True)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["pip failed"])[-1]

@@ -11,33 +11,20 @@ from hypothesis import strategies as st
 from megatron.data import packed_dataset
 from megatron.data.gpt_dataset import IndexRequest
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.packed_dataset import PackedDataset, build_packing
 from megatron.errors import DataError
-from tests.data.implementations import request_for
+from tests.data.implementations import ascending, request_for, write_documents
 from tests.helpers.examples import examples
 
 PAD = 10**6
 
 
 def write(prefix, sizes):
-    """Write documents with ascending tokens, so that a token tells its position."""
-    token = 0
-    with IndexedDatasetWriter(prefix, np.int32) as writer:
-        for size in sizes:
-            writer.add_document(list(range(token, token + size)))
-            token += size
+    write_documents(prefix, ascending(sizes), np.int32)
 
 
 def dataset(
-    prefix,
-    num_samples,
-    seq_length,
-    *,
-    mmap=True,
-    seed=7,
-    bounds=None,
-    data_cache_path=None,
+    prefix, num_samples, seq_length, *, mmap=True, seed=7, bounds=None, data_cache_path=None
 ):
     indexed = IndexedDataset(prefix, mmap=mmap)
     request = request_for(indexed, num_samples, seq_length, seed, bounds)

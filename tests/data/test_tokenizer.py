@@ -1,4 +1,3 @@
-import json
 from itertools import chain
 from pathlib import Path
 
@@ -8,9 +7,9 @@ import pytest
 from megatron import limited
 from megatron.config.settings import all_options
 from megatron.data.tokenizer import build_tokenizer
-from megatron.data.tokenizer_adapters import PATTERNS, byte_letters
+from megatron.data.tokenizer_adapters import PATTERNS
 from megatron.errors import ConfigError, DataError
-from tests.data.tokenizers.conftest import train_model
+from tests.data.tokenizers.conftest import train_model, write_byte_level
 from tests.data.tokenizers.test_tik_token import write_ranks
 
 
@@ -36,13 +35,6 @@ def write_hugging_face(path):
     return path
 
 
-def write_byte_level(folder):
-    names = [*byte_letters(), "ab", "<|endoftext|>"]
-    (folder / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
-    (folder / "merges.txt").write_text("a b\n")
-    return {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
-
-
 @pytest.fixture(scope="module")
 def families(tmp_path_factory):
     """Return build_tokenizer's arguments for one tokenizer of each library."""
@@ -56,7 +48,7 @@ def families(tmp_path_factory):
     fast = write_hugging_face(folder / "tokenizer.json")
     ranks = write_ranks(folder / "ranks", {bytes([i]): i for i in range(256)})
     return {
-        "GPT2BPETokenizer": write_byte_level(folder),
+        "GPT2BPETokenizer": write_byte_level(folder, [("a", "b")]),
         "GPTSentencePieceTokenizer": {"tokenizer_model": str(folder / "spm.model")},
         "HFTokenizer": {"tokenizer_model": str(fast)},
         "TikTokenizer": {"tokenizer_model": ranks, "tiktoken_pattern": "gpt2"},

@@ -8,11 +8,11 @@ import pytest
 
 from megatron.config import Config
 from megatron.data.datasets import check_data
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import DataError
 from megatron_preparation.encode import PreprocessOptions
 from megatron_preparation.preprocess import preprocess
+from tests.data.implementations import write_documents
 from tests.helpers.launching import TINY, launch
 from tests.helpers.preprocessing import EOD, NULL, byte_tokenizer, json_lines
 from tools import inspect_dataset, merge_datasets
@@ -98,8 +98,7 @@ def test_data_of_another_tokenizer_is_refused(tmp_path):
 
 def test_data_without_a_record_get_a_notice_and_their_largest_id_is_found(tmp_path):
     for name, largest in (("a", 99), ("b", 300)):
-        with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
-            writer.add_document([5, largest, 7, 1, 2, 3])
+        write_documents(tmp_path / name, [[5, largest, 7, 1, 2, 3]])
     assert check(f"{tmp_path}/a", NULL)[1] == 1
     with pytest.raises(DataError, match=r"/b: .*\b300\b"):
         check(f"1 {tmp_path}/a 1 {tmp_path}/b", NULL)
@@ -116,8 +115,7 @@ def test_a_record_goes_where_its_data_go(tmp_path, capsys):
     capsys.readouterr()
     assert merge_datasets.main([*words, first, third]) == 0
     assert first in capsys.readouterr().err and not (tmp_path / "all.tokenizer.json").exists()
-    with IndexedDatasetWriter(first, np.uint16) as writer:  # by another program
-        writer.add_document([1])
+    write_documents(first, [[1]])  # by another program
     assert check(first, bytes_)[1] == 1
 
 

@@ -6,8 +6,8 @@ import pytest
 from megatron.config import parse_args
 from megatron.data.datasets import build_datasets
 from megatron.data.index_cache import CacheEntry
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.training.run.schedules import BatchSchedule, planned_samples
+from tests.data.implementations import write_documents
 from tests.helpers.launching import TINY, launch
 from tools import build_index
 
@@ -22,10 +22,8 @@ ITERATIONS = ["--train-iters", "4", "--eval-interval", "2"]
 
 def write(folder, name, documents):
     random = np.random.RandomState(documents)
-    with IndexedDatasetWriter(folder / name, np.uint16) as writer:
-        for _ in range(documents):
-            writer.add_document(random.randint(0, 99, random.randint(5, 90)))
-    return str(folder / name)
+    sizes = random.randint(5, 90, documents)
+    return write_documents(folder / name, [random.randint(0, 99, size) for size in sizes])
 
 
 @pytest.fixture
@@ -71,14 +69,7 @@ CASES = {
         pytest.param("blend", "3", marks=pytest.mark.slow),
     ],
 )
-def test_the_run_finds_all_and_needs_all(
-    tmp_path,
-    data,
-    capsys,
-    monkeypatch,
-    case,
-    workers,
-):
+def test_the_run_finds_all_and_needs_all(tmp_path, data, capsys, monkeypatch, case, workers):
     flags = [*FLAGS, *ITERATIONS * (case != "samples"), *CASES[case].format(**data).split()]
     cache, reference = tmp_path / "cache", tmp_path / "reference"
     arguments = [*flags, "--data-cache-path", str(cache), "--world-size", "2", "--workers", workers]

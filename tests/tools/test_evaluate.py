@@ -15,11 +15,11 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from megatron.checkpoint.settings import plain
 from megatron.config import Config
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import DataError
 from megatron_inference import tokens
 from tests.checkpoint.made import make
+from tests.data.implementations import write_documents
 from tests.helpers import fault_points
 from tests.helpers.hugging_face import GPT2, S, V, from_gpt2, hugging_face
 from tests.helpers.launching import launch
@@ -45,14 +45,8 @@ def folder(tmp_path_factory):
     weights = {f"master.{name}": value.contiguous() for name, value in gpt2()[1].items()}
     make(folder / "checkpoint", 7, weights, config=plain(config))
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
-    write_tokens(folder / "data", [[*document, V - 1] for document in DOCUMENTS])
+    write_documents(folder / "data", [[*document, V - 1] for document in DOCUMENTS])
     return folder
-
-
-def write_tokens(prefix, documents):
-    with IndexedDatasetWriter(prefix, np.dtype("<u2")) as writer:
-        for document in documents:
-            writer.add_document(document)
 
 
 def run(folder, n, *words, **options):
@@ -175,7 +169,7 @@ def test_token_files_are_read_as_their_text(bos, tmp_path, monkeypatch):
     texts = ["ab", "x" * 130, "größer", *map(str, range(50))]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"k": t}) + "\n" for t in texts))
     prefix = str(tmp_path / "data")
-    write_tokens(tmp_path / "data", [[*tokenizer.encode(t), tokenizer.eod] for t in texts])
+    write_documents(tmp_path / "data", [[*tokenizer.encode(t), tokenizer.eod] for t in texts])
     theirs = list(
         tokens.text_parts(tokens.text_sources([str(tmp_path / "text.jsonl")]), "k", tokenizer)
     )
@@ -200,7 +194,7 @@ def test_unusable_texts_are_named(tmp_path):
 
 @pytest.mark.slow
 def test_impossible_requests_are_refused(folder, tmp_path):
-    write_tokens(tmp_path / "empty", [[]])
+    write_documents(tmp_path / "empty", [[]])
     shutil.copytree(folder / "checkpoint", tmp_path / "damaged")
     damaged = max(tmp_path.glob("damaged/iter_*/*"), key=lambda path: path.stat().st_size)
     content = damaged.read_bytes()

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from megatron import limited
 from megatron.data.tokenizer import build_tokenizer
-from megatron.data.tokenizer_adapters import GPT2Tokenizer, byte_letters, gpt2
+from megatron.data.tokenizer_adapters import GPT2Tokenizer, gpt2
 from megatron.errors import DataError
+from tests.data.tokenizers.conftest import write_byte_level
 
 # Text that GPT-2's pattern splits: spaces of several kinds, letters, numbers, marks, contractions.
 TEXTS = st.text(max_size=60) | st.text(
@@ -61,13 +62,6 @@ def test_every_character_in_two_engines(gpt2_files, reference):
     assert_same_for_code_points(gpt2_files, reference, [*range(0x32400), *range(0xE0000, 0xE0200)])
 
 
-def write_byte_level(folder, merges):
-    names = [*byte_letters(), *(dict.fromkeys(a + b for a, b in merges)), "<|endoftext|>"]
-    (folder / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
-    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges))
-    return folder / "vocab.json", folder / "merges.txt"
-
-
 def merged(text, merges):
     """Encode by the definition of byte-pair encoding.
 
@@ -98,9 +92,9 @@ def merge_lists(draw):
     texts=st.lists(st.text("abc", min_size=1, max_size=12), min_size=1, max_size=4),
 )
 def test_any_merges_against_the_definition(tmp_path_factory, merges, texts):
-    vocab, merge_file = write_byte_level(tmp_path_factory.mktemp("merges"), merges)
-    vocabulary = json.loads(vocab.read_text())
-    tokenizer = gpt2(vocab, merge_file)
+    files = write_byte_level(tmp_path_factory.mktemp("merges"), merges)
+    vocabulary = json.loads(Path(files["vocab_file"]).read_text())
+    tokenizer = gpt2(*map(Path, files.values()))
     assert tokenizer.encode_batch(texts) == [
         [vocabulary[t] for t in merged(text, merges)] for text in texts
     ]
@@ -115,11 +109,12 @@ def test_any_merges_against_the_definition(tmp_path_factory, merges, texts):
     ],
 )
 def test_a_vocabulary_that_is_none_is_refused(tmp_path, name, number, message):
-    vocab, merges = write_byte_level(tmp_path, [("a", "b")])
+    files = write_byte_level(tmp_path, [("a", "b")])
+    vocab = Path(files["vocab_file"])
     entries = json.loads(vocab.read_text()) | {name: number}
     vocab.write_text(json.dumps({k: v for k, v in entries.items() if v is not None}))
     with pytest.raises(DataError, match=rf"vocab.json: .*{message}"):
-        build_tokenizer("GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
+        build_tokenizer("GPT2BPETokenizer", **files)
 
 
 def word_level(folder, *, limited=True):

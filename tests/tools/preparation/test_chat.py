@@ -16,7 +16,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron import limited
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import ConfigError, DataError
 from megatron_inspection.dataset import inspect
 from megatron_preparation import chat as chat_module
@@ -24,6 +23,7 @@ from megatron_preparation import sources
 from megatron_preparation.chat import Chat, find_chat, rendered
 from megatron_preparation.encode import PreprocessOptions
 from megatron_preparation.preprocess import PreprocessStopped, preprocess
+from tests.data.implementations import write_documents
 from tests.helpers.preprocessing import NULL_FLAGS, documents, pair_bytes
 from tests.tools.preparation.test_preprocess_resume import stop_after
 from tools import inspect_dataset, merge_datasets, preprocess_data
@@ -385,17 +385,13 @@ def test_inspection_shows_and_checks_the_mask(tmp_path, capsys):
 
 
 def write_mask(prefix, masks):
-    with IndexedDatasetWriter(f"{prefix}_mask", np.uint8) as writer:
-        for marks in masks:
-            writer.add_document(marks)
+    write_documents(f"{prefix}_mask", masks, np.uint8)
 
 
 def test_merging_keeps_masks(tmp_path, capsys):
     (tmp_path / "parts").mkdir()
     for name, tokens in (("a", [[1, 2, 3], [4]]), ("b", [[5, 6]])):
-        with IndexedDatasetWriter(tmp_path / "parts" / name, np.uint16) as writer:
-            for document in tokens:
-                writer.add_document(document)
+        write_documents(tmp_path / "parts" / name, tokens)
     write_mask(f"{tmp_path}/parts/a", [[0, 1, 1], [0]])
     words = ["--input", str(tmp_path / "parts"), "--output-prefix", str(tmp_path / "all")]
     assert merge_datasets.main(words) == 0

@@ -1,6 +1,5 @@
 """Inspection of data sets: statistics against numpy on plain lists, and deliberate damage."""
 
-import json
 import re
 import struct
 import tracemalloc
@@ -14,11 +13,11 @@ from hypothesis import strategies as st
 from megatron.data.indexed_dataset import map_index
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.tokenizer import build_tokenizer
-from megatron.data.tokenizer_adapters import byte_letters
 from megatron.errors import DataError
 from megatron_inspection import dataset as library
 from megatron_inspection.dataset import count_lengths, decode_leniently, inspect
 from tests.data.struct_format import packed, write
+from tests.data.tokenizers.conftest import write_byte_level
 from tools import inspect_dataset
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "50"]
@@ -54,18 +53,8 @@ def test_lengths(tmp_path_factory, documents, block):
 def test_report(tmp_path, capsys):
     prefix = write(tmp_path / "a", [[[5, 6, 7], [50]], [], [[8] * 300]])
     plot = tmp_path / "plots" / "a.png"
-    arguments = [
-        prefix,
-        "--validate",
-        "--samples",
-        "3",
-        "--sample-tokens",
-        "4",
-        "--plot",
-        str(plot),
-        *NULL,
-    ]
-    assert inspect_dataset.main(arguments) == 0
+    shown = ["--samples", "3", "--sample-tokens", "4", "--plot", str(plot), *NULL]
+    assert inspect_dataset.main([prefix, "--validate", *shown]) == 0
     out = capsys.readouterr().out
     for figure in ("uint16", "304", "101.3", "300", "5 6 7 50\n", "8 8 8 8\n"):
         assert figure in out, figure
@@ -92,9 +81,7 @@ def test_decodes_text(tmp_path, capsys):
 
     Written text is recovered, and unknown ids are shown as such.
     """
-    (tmp_path / "vocab.json").write_text(json.dumps({**byte_letters(), "<|endoftext|>": 256}))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    files = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
+    files = write_byte_level(tmp_path)
     tokenizer = build_tokenizer("GPT2BPETokenizer", **files)
     ids = tokenizer.encode("Straße\nnumber two")
     prefix = write(tmp_path / "a", [[[*ids, tokenizer.eod]]])
