@@ -9,6 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from megatron.data import sampler
 from megatron.data.gpt_dataset import MockDataset
 from megatron.data.permutation import permute
 from megatron.data.sampler import (
@@ -206,7 +207,7 @@ def test_a_read_that_fails_names_its_sample(num_workers, error):
 
 
 def test_closing_does_not_wait_for_a_read_without_end(monkeypatch):
-    monkeypatch.setattr("megatron.data.sampler._READ_ENDS_S", 0.0)
+    monkeypatch.setattr(sampler, "_READ_ENDS_S", 0.0)
     entered, release, busy = threading.Event(), threading.Event(), []
 
     class Stuck(Counting):

@@ -143,45 +143,17 @@ def test_llama_3(tmp_path):
     assert tokenizer.decode([128000, 65, 128001, 128200]) == "<|begin_of_text|>A<|end_of_text|>"
 
 
-@pytest.fixture(scope="module")
-def gpt2_ranks(gpt2_files, tmp_path_factory):
+@pytest.mark.slow
+def test_the_published_rank_file_of_gpt2(gpt2_files, gpt2, published, tmp_path):
+    """It has the ids of the file of merges, of which test_fast.py knows that they are right."""
     letters = byte_letters()
     vocabulary = json.loads(Path(gpt2_files["vocab_file"]).read_text())
     del vocabulary["<|endoftext|>"]
-    path = tmp_path_factory.mktemp("ranks") / "gpt2.tiktoken"
-    write_ranks(
-        path, {bytes(letters[letter] for letter in name): i for name, i in vocabulary.items()}
-    )
-    return path
-
-
-@pytest.fixture(scope="module")
-def gpt2_by_ranks(gpt2_ranks):
-    return build(str(gpt2_ranks))
-
-
-@pytest.mark.slow
-def test_the_rank_file_of_gpt2_is_the_published_one(gpt2_ranks, published):
-    assert hashlib.sha256(gpt2_ranks.read_bytes()).hexdigest() == published["r50k_base"]["hash"]
-
-
-@pytest.fixture(scope="module")
-def gpt2_in_tokenizers(gpt2_files):
-    from tokenizers import Tokenizer as Fast
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    fast = Fast(BPE.from_file(gpt2_files["vocab_file"], gpt2_files["merge_file"]))
-    fast.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    return fast
-
-
-@pytest.mark.slow
-@given(text=TEXTS)
-def test_ranks_against_merges(gpt2_by_ranks, gpt2_in_tokenizers, text):
-    ids = gpt2_by_ranks.encode(text)
-    assert ids == gpt2_in_tokenizers.encode(text).ids
-    assert gpt2_by_ranks.decode(ids) == text
+    ranks = {bytes(letters[letter] for letter in name): i for name, i in vocabulary.items()}
+    path = Path(write_ranks(tmp_path / "gpt2.tiktoken", ranks))
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == published["r50k_base"]["hash"]
+    text = Path(__file__).read_text()
+    assert build(str(path)).encode(text) == gpt2.encode(text)
 
 
 def test_rank_file(small):

@@ -43,6 +43,33 @@ MARKED = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 UNMARKED = MARKED.replace("{%- generation %}", "").replace("{% endgeneration %}", "")
+# As Qwen3's: the reasoning of turns before the last question is left out, so that a turn is
+# written in another way when others follow.
+QWEN = """
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages[::-1] %}
+    {%- if ns.last < 0 and message.role == "user" %}{% set ns.last = messages|length - 1 - loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == "assistant" %}
+        {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
+        {%- set thought = message.reasoning_content or '' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- generation %}
+        {%- if loop.index0 > ns.last and (loop.last or thought) %}
+            {{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + content }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+TOOLS = "{{ tools | tojson(separators=(',', ':'), sort_keys=true, indent=1) }}"
+WITHOUT_MARKS = TOOLS + QWEN.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 WORDS = [
     "Größer?",
     " hello  world",
@@ -106,59 +133,33 @@ def written(output):
     return documents(prefix), documents(f"{prefix}_mask")
 
 
-def test_tokens_and_mask_are_those_of_transformers(folder, tmp_path):
+@pytest.mark.parametrize("marked", [True, False])
+def test_tokens_and_mask_are_those_of_transformers(folder, tmp_path, marked):
+    """A template without marks gives the turns with their ends, and the end of the text.
+
+    The tokenizer does not cut in front of white space: turns that begin with it are left out there.
+    """
+    apart = [any(m["content"][:1].isspace() for m in line["messages"]) for line in LINES]
+    lines = [line for line, one in zip(LINES, apart, strict=True) if marked or not one]
+    assert len(lines) > 5
+    unmarked = tmp_path / "t.jinja"
+    unmarked.write_text(WITHOUT_MARKS)
+    flags = [] if marked else ["--append-eod", "--chat-template", str(unmarked)]
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
-    expected = [
-        theirs.apply_chat_template(
+    assert run(folder, tmp_path / "o", lines, *flags) == 0
+    ids, masks = written(tmp_path / "o")
+    for line, found, mask in zip(lines, ids, masks, strict=True):
+        expected = theirs.apply_chat_template(
             line["messages"],
             tools=line.get("tools"),
+            chat_template=MARKED if marked else TOOLS + QWEN,
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
-        for line in LINES
-    ]
-    assert run(folder, tmp_path / "o", LINES) == 0
-    ids, masks = written(tmp_path / "o")
-    assert ids == [found["input_ids"] for found in expected]
-    assert masks == [found["assistant_masks"] for found in expected]
+        assert found == expected["input_ids"] + [theirs.eos_token_id] * (not marked)
+        assert mask == expected["assistant_masks"] + [1] * (not marked)
     share = np.mean([*chain.from_iterable(masks)])
     assert 0.1 < share < 0.9 and IndexedDataset(f"{tmp_path}/o_chat_document_mask").dtype == "u1"
-
-
-def test_a_template_without_marks_gives_the_turns_with_their_ends(folder, tmp_path):
-    """The reference tokenizes the text up to the beginning and the end of each turn.
-
-    All turns begin after a line end and end with one, at which the tokenizer cuts; in front of
-    other white space it does not, so turns that begin with it are left out here.
-    """
-    (tmp_path / "t.jinja").write_text(UNMARKED)
-    lines = [
-        line
-        for line in LINES
-        if not any(m["content"][:1].isspace() for m in line["messages"] if m["role"] != "user")
-    ]
-    assert len(lines) > 10
-    flags = ["--append-eod", "--chat-template", str(tmp_path / "t.jinja")]
-    assert run(folder, tmp_path / "o", lines, *flags) == 0
-    theirs = PreTrainedTokenizerFast.from_pretrained(folder, chat_template=UNMARKED)
-    for line, ids, mask in zip(lines, *written(tmp_path / "o"), strict=True):
-
-        def size(stop, generate, line=line):
-            text = theirs.apply_chat_template(
-                line["messages"][:stop],
-                tools=line.get("tools"),
-                add_generation_prompt=generate,
-                tokenize=False,
-            )
-            return len(theirs(text, add_special_tokens=False)["input_ids"])
-
-        by_hand = np.zeros(len(ids), int)
-        for i, message in enumerate(line["messages"]):
-            if message["role"] == "assistant":
-                by_hand[size(i, True) : size(i + 1, False)] = 1
-        by_hand[-1] = 1  # the end-of-document token follows a turn of the assistant
-        assert ids[-1] == theirs.eos_token_id and len(ids) == size(len(line["messages"]), False) + 1
-        assert mask == by_hand.tolist()
 
 
 def test_prompt_and_completion(tmp_path):
@@ -209,36 +210,7 @@ def test_a_template_runs_in_a_sandbox_and_its_mistakes_are_named(tmp_path):
             Chat(source).read({"messages": [*turns]})
 
 
-# As Qwen3's: the reasoning of turns before the last question is left out, so that a turn is
-# written in another way when others follow.
-QWEN = """
-{%- set ns = namespace(last=-1) %}
-{%- for message in messages[::-1] %}
-    {%- if ns.last < 0 and message.role == "user" %}{% set ns.last = messages|length - 1 - loop.index0 %}{% endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- if message.role == "assistant" %}
-        {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
-        {%- set thought = message.reasoning_content or '' %}
-        {{- '<|im_start|>assistant\\n' }}
-        {%- generation %}
-        {%- if loop.index0 > ns.last and (loop.last or thought) %}
-            {{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + content }}
-        {%- else %}
-            {{- content }}
-        {%- endif %}
-        {{- '<|im_end|>\\n' }}
-        {%- endgeneration %}
-    {%- else %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-TOOLS = "{{ tools | tojson(separators=(',', ':'), sort_keys=true, indent=1) }}"
-
-
 def test_the_turns_of_a_template_without_marks_are_those_of_the_same_with_them():
-    unmarked = TOOLS + QWEN.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
     tools = [{"b": "größe", "a": [1, 2]}]
     conversations = [copy.deepcopy(line["messages"]) for line in LINES]
     for number, turn in enumerate(chain.from_iterable(conversations)):
@@ -252,7 +224,7 @@ def test_the_turns_of_a_template_without_marks_are_those_of_the_same_with_them()
         return_assistant_tokens_mask=True,
     )
     for messages, text, places in zip(conversations, *theirs, strict=True):
-        assert rendered(Chat(unmarked), messages, tools) == (text, tuple(places))
+        assert rendered(Chat(WITHOUT_MARKS), messages, tools) == (text, tuple(places))
 
 
 def test_the_work_for_a_conversation_does_not_grow_with_the_square_of_its_turns(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron.data import indexed_dataset, indexed_writer
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import ConfigError, DataError
+from megatron_inspection import dataset
 from tests.data.struct_format import packed, unpacked, write
 from tools import merge_datasets
 from tools.merge_datasets import merge, prefixes_in
@@ -141,8 +142,10 @@ def test_refused(tmp_path, monkeypatch, capsys):
 def test_memory_is_flat(tmp_path, monkeypatch):
     """Memory is flat for 6.4 MB of tokens in 200,000 sequences, with 4 MB of index.
 
-    They pass through a few blocks.
+    They pass through a few blocks when they are merged, and in a full check.
     """
+    monkeypatch.setattr(dataset, "_BLOCK_ENTRIES", 1 << 12)
+    monkeypatch.setattr(dataset, "_BLOCK_BYTES", 1 << 16)
     monkeypatch.setattr(merge_datasets, "_BLOCK_ENTRIES", 1 << 12)
     monkeypatch.setattr(merge_datasets, "_COPY_BYTES", 1 << 16)
     monkeypatch.setattr(indexed_dataset, "_BLOCK", 1 << 12)
@@ -155,7 +158,9 @@ def test_memory_is_flat(tmp_path, monkeypatch):
     tracemalloc.start()
     try:
         merge([tmp_path / "a", tmp_path / "a"], tmp_path / "all")
+        result = dataset.inspect(tmp_path / "all", vocab_size=10, validate=True)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+    assert result.sound and result.lengths.documents == 200_000
     assert (tmp_path / "all.bin").stat().st_size == 6_400_000 and peak < 1 << 20, peak
