@@ -5,11 +5,17 @@ The refusals are tested where they are decided: tests/config, tests/data.
 
 import pytest
 
+from megatron.parallel import rendezvous
 from tests.helpers.launching import TINY, launch
 
 pytestmark = pytest.mark.slow
 
 REAL = [word for word in TINY if word != "--mock-data"]
+
+
+def serve_briefly():
+    """Arm a process: rank 0 stays to serve the store of the others for a moment only."""
+    rendezvous._LINGER_S = 0.5
 
 
 @pytest.mark.parametrize(
@@ -26,7 +32,7 @@ REAL = [word for word in TINY if word != "--mock-data"]
     ids=["configuration", "data", "folder"],
 )
 def test_an_error_is_clear_on_every_rank(arguments, words):
-    for outcome in launch(2, arguments):
+    for outcome in launch(2, arguments, arm=dict.fromkeys(range(2), (serve_briefly,))):
         assert outcome is not None and outcome.code == 2, outcome
         assert "Traceback" not in outcome.output and "Error" in outcome.output
         assert all(word in outcome.output for word in words), outcome.output

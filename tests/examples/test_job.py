@@ -70,12 +70,19 @@ def test_no_training_goes_on_from_a_trial_or_another_recipe(tmp_path, recipe, fl
     assert call.value("--error").startswith(f"{tmp_path}/runs/{name}/logs/77/0/")
 
 
-def test_a_setting_that_is_not_understood_is_refused(tmp_path):
-    wrong = "PREFLIGHT=yes DRY_RUN=y REQUEUE=true DEVICE=cuda GPU_VISIBILITY=two MAX_STARTS=many RECIPE=papper"
+def test_a_setting_that_cannot_be_is_refused_before_any_step(tmp_path):
+    """Misunderstood ones, too many nodes, no Python, and modules without the command for them."""
+    wrong = (
+        "PREFLIGHT=yes DRY_RUN=y REQUEUE=true DEVICE=cuda GPU_VISIBILITY=two MAX_STARTS=many RECIPE=papper "
+        "NODES_NEEDED=3 NODES_NEEDED=two SITE_VENV=/nowhere SITE_MODULES=rocm"
+    )
     for setting in wrong.split():
         name, value = setting.split("=")
-        ended = train(tmp_path, **{name: value})
-        assert (ended.code, ended.calls) == (2, []) and setting in ended.log
+        ended = train(
+            tmp_path, **{"DEVICE": "gpu" if name == "SITE_MODULES" else "cpu", name: value}
+        )
+        assert (ended.code, ended.named("srun"), ended.named("sbcast")) == (2, [], [])
+        assert (setting if name != "SITE_MODULES" else name) in ended.log
 
 
 def test_all_devices_visible_and_none(tmp_path):
@@ -323,9 +330,3 @@ def test_configurations_resolve(tmp_path, name):
                 recipe == "frontier",
                 recipe == "paper",
             )
-
-
-def test_without_the_module_command(tmp_path):
-    ended = train(tmp_path, DEVICE="gpu")
-    assert (ended.code, ended.named("srun")) == (2, [])
-    assert "SITE_MODULES" in ended.log

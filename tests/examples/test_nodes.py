@@ -119,13 +119,6 @@ def test_a_preflight_without_a_verdict(tmp_path, code, answer):
     assert not ended.requeued
 
 
-@pytest.mark.parametrize("needed", ["3", "two"])
-def test_more_nodes_needed_than_there_are(tmp_path, needed):
-    ended = train(tmp_path, NODES_NEEDED=needed)
-    assert (ended.code, ended.named("srun")) == (2, [])
-    assert f"NODES_NEEDED={needed}" in ended.log
-
-
 def test_variables_of_somebodys_shell_are_not_the_jobs(tmp_path):
     mine = dict(NODES="9", HOSTS="b1", LOGS="/mine", MASTER_ADDR="login", CODE="/c", PYTHON="/p")
     call = trained(train(tmp_path, **mine))
@@ -202,9 +195,3 @@ def test_an_environment_that_does_not_import_falls_back(tmp_path, packed):
     pack(tmp_path, "exit 1")
     ended = train(tmp_path, **packed)
     assert f"{tmp_path}/venv/bin/python" in trained(ended).words
-
-
-def test_without_any_python(tmp_path):
-    ended = train(tmp_path, SITE_VENV="/nowhere")
-    assert (ended.code, ended.named("srun")) == (2, [])
-    assert "SITE_VENV=/nowhere" in ended.log
