@@ -8,13 +8,10 @@ import torch
 import megatron
 from megatron.parallel.layout import Layout
 from tests.helpers.processes import run_processes
+from tests.helpers.tiny import INTERLEAVED, MODEL
 
 FIELDS = dict(
-    num_layers=4,
-    hidden_size=32,
-    num_attention_heads=4,
-    seq_length=16,
-    vocab_size=50,
+    **MODEL | {"num_layers": 4},
     micro_batch_size=2,
     global_batch_size=8,
     hidden_dropout=0.0,
@@ -24,17 +21,12 @@ FIELDS = dict(
 
 def micro_batches(count, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, 50, (count, 2, 17), generator=generator)
+    tokens = torch.randint(0, 24, (count, 2, 9), generator=generator)
     return [megatron.make_micro_batch(t.numpy(), first_sample=2 * i) for i, t in enumerate(tokens)]
 
 
 def own_loop(rank):
-    config = megatron.Config.create(
-        **FIELDS,
-        pipeline_model_parallel_size=2,
-        num_layers_per_virtual_pipeline_stage=1,
-        world_size=2,
-    )
+    config = megatron.Config.create(**FIELDS | INTERLEAVED, world_size=2)
     with megatron.connect(megatron.detect_launch()):
         topology = megatron.Topology.create(pipeline_model_parallel_size=2)
         chunks = megatron.build_chunks(config, topology)

@@ -25,6 +25,10 @@ def config(**data):
     )
 
 
+def build(*counts, reading=Reading(), **data):  # noqa: B008
+    return build_datasets(config(**data), *counts, reading=reading)
+
+
 def write(folder, name, documents, first_token=0):
     """Write documents of 20 equal tokens: document i holds first_token + i."""
     return write_documents(folder / name, [[first_token + i] * 20 for i in range(documents)])
@@ -37,7 +41,7 @@ def tokens_in(dataset):
 
 def test_split_of_one(tmp_path):
     prefix = write(tmp_path, "a", 10)
-    built = build_datasets(config(data_path=(prefix,), mmap_bin_files=False), 40, 7, 3)
+    built = build(40, 7, 3, data_path=(prefix,), mmap_bin_files=False)
     assert (tokens_in(built.train), tokens_in(built.valid), tokens_in(built.test)) == (
         set(range(8)),
         {8},
@@ -48,18 +52,16 @@ def test_split_of_one(tmp_path):
 
 def test_none_where_no_data_or_no_samples(tmp_path):
     prefix = write(tmp_path, "a", 10)
-    built = build_datasets(config(data_path=(prefix,), split="9,1,0"), 5, 0, 5)
+    built = build(5, 0, 5, data_path=(prefix,), split="9,1,0")
     assert built.train is not None and built.valid is None and built.test is None
-    assert build_datasets(config(data_path=(prefix,)), 0, 0, 0) == Datasets(None, None, None)
+    assert build(0, 0, 0, data_path=(prefix,)) == Datasets(None, None, None)
     with pytest.raises(DataError, match="--split .*'0,1'"):
-        build_datasets(config(data_path=(prefix,), split="0,1"), 5, 5, 0)
+        build(5, 5, 0, data_path=(prefix,), split="0,1")
 
 
 def test_blend(tmp_path):
     a, b = write(tmp_path, "a", 10), write(tmp_path, "b", 10, 100)
-    built = build_datasets(
-        config(data_path=("3", a, "1", b), data_cache_path=str(tmp_path / "cache")), 100, 8, 0
-    )
+    built = build(100, 8, 0, data_path=("3", a, "1", b), data_cache_path=str(tmp_path / "cache"))
     assert built.train is not None and len(built.train) == 100
     from_b = sum(int(built.train[i][0]) >= 100 for i in range(100))
     assert from_b == 25  # the greedy order keeps every share within one sample of its weight
@@ -70,13 +72,13 @@ def test_blend(tmp_path):
 def test_blend_with_a_part_too_small_for_a_split(tmp_path):
     """The share of a part that is too small for a split goes to parts that have samples for it."""
     a, b, c = write(tmp_path, "a", 10), write(tmp_path, "b", 1, 100), write(tmp_path, "c", 10, 200)
-    built = build_datasets(config(data_path=("1", b, "1", a)), 10, 10, 0)
+    built = build(10, 10, 0, data_path=("1", b, "1", a))
     assert (
         tokens_in(built.valid) == {8}
         and 100 in tokens_in(built.train)
         and len(built.valid or ()) >= 10
     )
-    three = build_datasets(config(data_path=("2", b, "1", a, "1", c)), 10, 20, 0).valid
+    three = build(10, 20, 0, data_path=("2", b, "1", a, "1", c)).valid
     assert isinstance(three, BlendedDataset) and tokens_in(three) == {8, 208}
     assert sum(int(three[i][0]) == 8 for i in range(20)) == 10
 
@@ -85,30 +87,28 @@ def test_paths_of_their_own(tmp_path):
     a, b = write(tmp_path, "a", 4), write(tmp_path, "b", 4, 100)
     # An index of the split of `a` with the same counts must not be taken for the index of all of
     # `a`.
-    build_datasets(config(data_path=(a,), split="1,1"), 4, 4, 0)
-    built = build_datasets(
-        config(train_data_path=(a,), valid_data_path=("1", b, "1", a), split="1,1"), 4, 40, 4
-    )
+    build(4, 4, 0, data_path=(a,), split="1,1")
+    built = build(4, 40, 4, train_data_path=(a,), valid_data_path=("1", b, "1", a), split="1,1")
     assert tokens_in(built.train) == {*range(4)}
     assert tokens_in(built.valid) == {*range(4), *range(100, 104)}
     assert built.test is None
     with pytest.raises(DataError, match="--train-data-path"):
-        build_datasets(config(valid_data_path=(b,)), 4, 4, 0)
+        build(4, 4, 0, valid_data_path=(b,))
 
 
 def test_corpora_of_their_own(tmp_path):
     a, b = write(tmp_path, "a", 4), write(tmp_path, "b=c", 1, 100)
-    built = build_datasets(config(valid_data_path=(f"x={a}", f"y={b}")), 0, 40, 4)
+    built = build(0, 40, 4, valid_data_path=(f"x={a}", f"y={b}"))
     assert built.valid is None and {n: len(d) for n, d in built.corpora.items()} == {
         "x": 79 // SEQ_LENGTH,
         "y": 19 // SEQ_LENGTH,
     }  # whole samples of one epoch, however many are asked for
     assert tokens_in(built.corpora["y"]) == {100}
-    assert tokens_in(build_datasets(config(valid_data_path=(b,)), 0, 9, 0).valid) == {100}
-    assert not build_datasets(config(valid_data_path=(f"x={a}",)), 0, 0, 4).corpora
+    assert tokens_in(build(0, 9, 0, valid_data_path=(b,)).valid) == {100}
+    assert not build(0, 0, 4, valid_data_path=(f"x={a}",)).corpora
     short = write_documents(tmp_path / "short", [[1] * SEQ_LENGTH])
     with pytest.raises(DataError, match=f"z={short}: {SEQ_LENGTH} "):
-        build_datasets(config(valid_data_path=(f"x={a}", f"z={short}")), 0, 1, 0)
+        build(0, 1, 0, valid_data_path=(f"x={a}", f"z={short}"))
 
 
 def test_prefixes_in_the_order_of_use(tmp_path):
@@ -129,7 +129,7 @@ def test_a_copy_is_read_in_place_of_the_data(tmp_path):
     """
     (tmp_path / "node").mkdir()
     prefix, copy = write(tmp_path, "a", 10), write(tmp_path / "node", "a", 10, first_token=100)
-    built = build_datasets(config(data_path=(prefix,)), 40, 7, 0, reading=Reading({prefix: copy}))
+    built = build(40, 7, 0, data_path=(prefix,), reading=Reading({prefix: copy}))
     assert tokens_in(built.train) == set(range(100, 108)) and tokens_in(built.valid) == {108}
     assert (tmp_path / "index-cache").is_dir() and not (tmp_path / "node" / "index-cache").exists()
 

@@ -20,6 +20,7 @@ from tests.data.forks import MOMENTS, killed_at_each
 from tests.data.struct_format import packed, unpacked
 from tests.helpers.examples import examples
 from tests.helpers.killing import forked, wait_for
+from tests.helpers.preprocessing import pair_bytes
 
 DOCUMENTS = [[[5, 6, 7], [8]], [], [[65535]], [[], [1, 2]]]
 OLD = [[[1, 2]], [[3]]]
@@ -38,10 +39,6 @@ def files(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def contents(prefix):
-    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
-
-
 @examples(10)
 @given(
     documents=LISTS,
@@ -58,7 +55,7 @@ def test_batches(tmp_path_factory, documents, cuts, dtype):
         assert writer.num_documents == len(documents)
         assert writer.num_sequences == sum(map(len, documents))
         assert writer.num_tokens == sum(len(s) for d in documents for s in d)
-    assert contents(folder / "a.b") == packed(documents, dtype)
+    assert pair_bytes(folder / "a.b") == packed(documents, dtype)
     assert files(folder) == ["a.b.bin", "a.b.idx"]
 
 
@@ -80,7 +77,7 @@ def test_continue_from_a_position(tmp_path_factory, before, lost, after):
     assert resumed.num_documents == len(before)
     add(resumed, after)
     resumed.close()
-    assert contents(folder / "corpus") == packed(before + after, "<u2")
+    assert pair_bytes(folder / "corpus") == packed(before + after, "<u2")
     assert files(folder) == ["corpus.bin", "corpus.idx", "corpus_partial"] and files(parts) == []
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pyarrow
 from pyarrow import parquet
+from tokenizers import Tokenizer as Fast
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.tokenizer_adapters import byte_letters
@@ -44,6 +46,19 @@ def byte_tokenizer(folder: Path) -> dict[str, Any]:
     path = folder / "bytes.json"
     path.write_text(json.dumps(settings))
     return {"tokenizer_type": "HFTokenizer", "tokenizer_model": str(path)}
+
+
+def trained_pairs(lines: Sequence[str], size: int, special: list[str]) -> Fast:
+    """Train byte pairs, so many entries with these special tokens first, for transformers."""
+    fast = Fast(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    fast.train_from_iterator(lines, trainer)
+    return fast
 
 
 def json_lines(

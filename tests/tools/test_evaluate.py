@@ -10,8 +10,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer as Fast
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 
 from megatron.checkpoint.settings import plain
 from megatron.config import Config
@@ -23,6 +22,7 @@ from tests.data.implementations import write_documents
 from tests.helpers import fault_points
 from tests.helpers.hugging_face import GPT2, S, V, from_gpt2, hugging_face
 from tests.helpers.launching import launch
+from tests.helpers.preprocessing import trained_pairs
 from tools import evaluate
 
 DOCUMENTS = [np.random.RandomState(n).randint(0, V - 1, n).tolist() for n in (3, 41, 1, 22)]
@@ -71,7 +71,6 @@ def expected(context, stride):
 @pytest.mark.parametrize(
     ("processes", "words", "stride"),
     [
-        (1, ["--text", "text.jsonl"], S // 2),
         (2, ["--text", "text.jsonl", "--stride", "3", "--micro-batch-size", "3"], 3),
         (2, ["--data-path", "data", "--stride", str(S), "--tensor-model-parallel-size", "2"], S),
         (2, ["--text", "text.jsonl", "--context-parallel-size", "2"], S // 2),
@@ -125,18 +124,8 @@ def test_windows_predict_each_token_once(context):
 
 
 def byte_pairs(path, *, bos):
-    """Train a tokenizer of 300 entries; with `bos` it puts a token before every text."""
-    fast = Fast(models.BPE())
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>", "<s>"],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    fast.train_from_iterator([LINES], trainer)
+    """Write a tokenizer of 300 entries; with `bos` it puts a token before every text."""
+    fast = trained_pairs([LINES], 300, ["<|endoftext|>", "<s>"])
     if bos:
         fast.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     fast.save(str(path))

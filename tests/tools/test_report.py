@@ -132,14 +132,12 @@ def told(*words):
 
 
 def rows(blocks, number=0):
-    found = [block for block in blocks if "rows" in block][number]["rows"]
-    return found
+    return [block for block in blocks if "rows" in block][number]["rows"]
 
 
 def traces(blocks):
     """Return the traces of the first plot."""
-    found = next(block for block in blocks if "traces" in block)["traces"]
-    return found
+    return next(block for block in blocks if "traces" in block)["traces"]
 
 
 # ---- content
@@ -412,8 +410,7 @@ def hostile(found):
             return {f"wiki {HOSTILE}" if k == "wiki" else k: v for k, v in named.items()}
         return [spoil(one) for one in value] if isinstance(value, list) else value
 
-    spoiled = spoil(found)
-    return spoiled
+    return spoil(found)
 
 
 def test_nothing_from_a_file_is_run_or_loaded(tmp_path):

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer as Fast
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -24,7 +23,7 @@ from megatron_preparation.chat import Chat, find_chat, rendered
 from megatron_preparation.encode import PreprocessOptions
 from megatron_preparation.preprocess import PreprocessStopped, preprocess
 from tests.data.implementations import write_documents
-from tests.helpers.preprocessing import NULL_FLAGS, documents, pair_bytes
+from tests.helpers.preprocessing import NULL_FLAGS, documents, pair_bytes, trained_pairs
 from tests.tools.preparation.test_preprocess_resume import stop_after
 from tools import inspect_dataset, merge_datasets, preprocess_data
 
@@ -96,17 +95,9 @@ LINES = [messages(seed) for seed in range(40)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Provide a tokenizer folder of transformers with the template MARKED."""
-    fast = Fast(models.BPE())
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>"]
+    fast = trained_pairs(["assistant user system hello world it's a\n" * 3], 330, special)
     fast.post_processor = processors.ByteLevel(trim_offsets=True)
-    fast.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        special_tokens=["<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    fast.train_from_iterator(["assistant user system hello world it's a\n" * 3], trainer)
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=fast, bos_token="<s>", eos_token="<|endoftext|>", chat_template=MARKED

@@ -15,7 +15,7 @@ from megatron.errors import DataError
 from megatron_preparation import progress, sources
 from megatron_preparation.preprocess import Totals
 from tests.helpers.clock import VirtualClock
-from tests.helpers.preprocessing import NULL_FLAGS, documents, pair_bytes, write_input
+from tests.helpers.preprocessing import NULL_FLAGS, documents, write_input
 from tools import build_corpus as corpus_tool
 from tools import preprocess_data, train_tokenizer
 from tools.build_corpus import build_corpus
@@ -78,28 +78,6 @@ def test_sentences(tmp_path, model):
         assert [tokenizer.decode(indexed[i].tolist()) for i in range(3)] == expected
         assert [indexed[i][-1] == tokenizer.eod for i in range(3)] == [False, False, True]
         assert indexed.document_indices.tolist() == [0, 3]
-
-
-@pytest.mark.slow
-def test_corpus_vocabulary_tokens(tmp_path, monkeypatch, model):
-    """Run the three tools in a row.
-
-    Tokens decode to the texts, and the number of workers changes no byte.
-    """
-    texts_file = tmp_path / "corpus.jsonl"
-    assert (
-        corpus_tool.main(["--output", str(texts_file), "--max-megabytes", "0.3", "--seed", "3"])
-        == 0
-    )
-    monkeypatch.setattr(sources, "BLOCK_BYTES", 30_000)  # several blocks for each worker
-    for workers in (1, 2):
-        assert run(tmp_path, *model, inputs=texts_file, name=f"o{workers}", workers=workers) == 0
-    assert pair_bytes(tmp_path / "o1_text_document") == pair_bytes(tmp_path / "o2_text_document")
-    texts = list(read_corpus(texts_file).values())
-    tokenizer = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=model[-1])
-    assert [
-        tokenizer.decode(ids) for ids in documents(tmp_path / "o1_text_document")
-    ] == texts and len(texts) > 6
 
 
 BAD_LINES = [
