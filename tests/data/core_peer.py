@@ -1,16 +1,21 @@
-"""megatron-core's IndexedDataset, in a process of its own: its package has the same name as ours.
+"""megatron-core's data sets and indices, in a process of its own: its package is named as ours.
 
     python core_peer.py FOLDER < jobs.json > results.json
 
 FOLDER is where megatron-core was installed with `pip install --no-deps --target FOLDER`. A job is
-one of {"write": prefix, "dtype", "documents", "modes"}, {"merge": prefix, "dtype", "inputs",
-"multimodal"} and {"read": prefix, "mmap", "multimodal"}; a result is null, or the data read.
+one of {"write": prefix, "dtype", "documents"}, {"merge": prefix, "dtype", "inputs"}, {"read":
+prefix, "mmap"}, {"order": {"sizes", "start", "stop", "num_samples", "seq_length", "seed"}} and
+{"blend": {"weights", "size"}}; a result is null, the data read, or the digest of the arrays.
 """
 
+import hashlib
 import json
+import logging
 import sys
 import types
 from pathlib import Path
+
+import numpy
 
 
 def import_core(folder):
@@ -33,61 +38,79 @@ def import_core(folder):
 
 def write(core, job):
     """Write documents alternately as one tensor with lengths and sequence by sequence."""
-    import numpy
     import torch
 
-    dtype = getattr(numpy, job["dtype"])
-    builder = core.IndexedDatasetBuilder(
-        job["write"] + ".bin", dtype=dtype, multimodal=job["modes"] is not None
-    )
-    modes = iter(job["modes"] or [])
+    builder = core.IndexedDatasetBuilder(job["write"] + ".bin", getattr(numpy, job["dtype"]))
     for number, document in enumerate(job["documents"]):
-        sequence_modes = [next(modes) for _ in document] if job["modes"] is not None else None
         if number % 2:
             joined = torch.tensor([token for sequence in document for token in sequence])
-            builder.add_document(joined, [len(sequence) for sequence in document], sequence_modes)
+            builder.add_document(joined, [len(sequence) for sequence in document])
             continue
-        for i, sequence in enumerate(document):
-            builder.add_item(
-                torch.tensor(sequence), *(sequence_modes[i : i + 1] if sequence_modes else [])
-            )
+        for sequence in document:
+            builder.add_item(torch.tensor(sequence))
         builder.end_document()
     builder.finalize(job["write"] + ".idx")
 
 
 def merge(core, job):
-    import numpy
-
-    dtype = getattr(numpy, job["dtype"])
-    builder = core.IndexedDatasetBuilder(
-        job["merge"] + ".bin", dtype=dtype, multimodal=job["multimodal"]
-    )
+    builder = core.IndexedDatasetBuilder(job["merge"] + ".bin", getattr(numpy, job["dtype"]))
     for prefix in job["inputs"]:
         builder.add_index(prefix)
     builder.finalize(job["merge"] + ".idx")
 
 
 def read(core, job):
-    dataset = core.IndexedDataset(job["read"], multimodal=job["multimodal"], mmap=job["mmap"])
-    items = [dataset[i] for i in range(len(dataset))]
+    dataset = core.IndexedDataset(job["read"], mmap=job["mmap"])
     return {
         "dtype": dataset.index.dtype.__name__,
-        "sequences": [(item[0] if job["multimodal"] else item).tolist() for item in items],
-        "modes": [int(item[1]) for item in items] if job["multimodal"] else None,
+        "sequences": [dataset[i].tolist() for i in range(len(dataset))],
         "lengths": dataset.sequence_lengths.tolist(),
         "document_indices": dataset.document_indices.tolist(),
     }
 
 
+def digest(arrays):
+    content = b"".join(numpy.ascontiguousarray(array).tobytes() for array in arrays)
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def order(core, job):
+    """Build the document, sample and shuffle index of one split, all that its data set reads set."""
+    from megatron.core.datasets import gpt_dataset
+
+    case = job["order"]
+    split = gpt_dataset.GPTDataset.__new__(gpt_dataset.GPTDataset)
+    split.config = gpt_dataset.GPTDatasetConfig.__new__(gpt_dataset.GPTDatasetConfig)
+    vars(split.config).update(
+        sequence_length=case["seq_length"],
+        random_seed=case["seed"],
+        add_extra_token_to_sequence=True,
+        drop_last_partial_validation_sequence=True,
+        defer_npy_index_mmap=False,
+        path_to_cache=None,
+        mock=True,
+    )
+    split.dataset = types.SimpleNamespace(sequence_lengths=numpy.array(case["sizes"], numpy.int32))
+    split.indices = numpy.arange(case["start"], case["stop"], dtype=numpy.int32)
+    split.num_samples = case["num_samples"]
+    split.index_split = gpt_dataset.Split.train
+    return digest(split._build_document_sample_shuffle_indices())
+
+
+def blend(core, job):
+    from megatron.core.datasets import helpers
+
+    size, weights = job["blend"]["size"], numpy.array(job["blend"]["weights"])
+    which, number = numpy.zeros(size, numpy.int16), numpy.zeros(size, numpy.int64)
+    helpers.build_blending_indices(which, number, weights, len(weights), size, False)
+    return digest([which, number])
+
+
 def main():
     core = import_core(sys.argv[1])
-    results = []
-    for job in json.load(sys.stdin):
-        action = next(
-            a for name, a in (("write", write), ("merge", merge), ("read", read)) if name in job
-        )
-        results.append(action(core, job))
-    json.dump(results, sys.stdout)
+    logging.disable(logging.WARNING)  # "Unable to save" for every index
+    actions = {action.__name__: action for action in (write, merge, read, order, blend)}
+    json.dump([actions[next(iter(job))](core, job) for job in json.load(sys.stdin)], sys.stdout)
 
 
 if __name__ == "__main__":

@@ -37,3 +37,8 @@ def request_for(indexed, num_samples, seq_length, seed=1, bounds=None):
     return IndexRequest(
         indexed.prefix, "train", "1", start, stop, tokens, num_samples, seq_length, seed, sizes
     )
+
+
+def names(folder):
+    """Return the names of a folder's files in order."""
+    return sorted(path.name for path in folder.iterdir())

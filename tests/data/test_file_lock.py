@@ -11,13 +11,10 @@ import pytest
 from megatron.data.file_lock import LOCK_NAME, FileLock, FolderClaim, renamed_into
 from megatron.errors import ConfigError
 from tests.data.forks import at_once
+from tests.data.implementations import names
 from tests.helpers.killing import forked, wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:flock not supported")
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def without_flock(*_):

@@ -16,6 +16,7 @@ from megatron.data.file_lock import FileLock
 from megatron.data.index_cache import forwarded_messages, load_or_build
 from megatron.errors import DataError
 from tests.data.forks import MOMENTS, at_once, context, killed_at_each
+from tests.data.implementations import names
 from tests.helpers.killing import forked, signal_at, wait_for
 from tests.helpers.processes import run_processes_raw
 
@@ -33,10 +34,6 @@ def load(directory, build, **options):
 
 def never():
     raise AssertionError("built although it was there")
-
-
-def names(directory):
-    return sorted(path.name for path in directory.iterdir())
 
 
 def same(arrays, wanted):

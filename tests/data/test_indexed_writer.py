@@ -17,6 +17,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter, WriterPosition
 from megatron.errors import DataError
 from tests.data.forks import MOMENTS, killed_at_each
+from tests.data.implementations import names
 from tests.data.struct_format import packed, unpacked
 from tests.helpers.examples import examples
 from tests.helpers.killing import forked, wait_for
@@ -33,10 +34,6 @@ def add(writer, documents, dtype="<i8"):
     sequences = [sequence for document in documents for sequence in document]
     tokens = np.array([token for sequence in sequences for token in sequence], dtype)
     writer.add_batch(tokens, list(map(len, sequences)), list(map(len, documents)))
-
-
-def files(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 @examples(10)
@@ -56,7 +53,7 @@ def test_batches(tmp_path_factory, documents, cuts, dtype):
         assert writer.num_sequences == sum(map(len, documents))
         assert writer.num_tokens == sum(len(s) for d in documents for s in d)
     assert pair_bytes(folder / "a.b") == packed(documents, dtype)
-    assert files(folder) == ["a.b.bin", "a.b.idx"]
+    assert names(folder) == ["a.b.bin", "a.b.idx"]
 
 
 @examples(10)
@@ -70,7 +67,7 @@ def test_continue_from_a_position(tmp_path_factory, before, lost, after):
     position = json.loads(json.dumps(dataclasses.asdict(writer.position())))
     add(writer, lost)
     writer.leave()
-    assert files(folder) == ["corpus_partial"]
+    assert names(folder) == ["corpus_partial"]
     resumed = IndexedDatasetWriter(
         folder / "corpus", "<u2", directory=parts, resume=WriterPosition(**position)
     )
@@ -78,7 +75,7 @@ def test_continue_from_a_position(tmp_path_factory, before, lost, after):
     add(resumed, after)
     resumed.close()
     assert pair_bytes(folder / "corpus") == packed(before + after, "<u2")
-    assert files(folder) == ["corpus.bin", "corpus.idx", "corpus_partial"] and files(parts) == []
+    assert names(folder) == ["corpus.bin", "corpus.idx", "corpus_partial"] and names(parts) == []
 
 
 def test_continue_refuses_short_parts(tmp_path):
@@ -116,7 +113,7 @@ def test_killed_at_any_moment(tmp_path, every):
     for folder in killed_at_each(tmp_path, write, every, lambda here: write(here, OLD)):
         old_or_new_or_none(folder / "a")
         write(folder)
-        assert unpacked(folder / "a")[1] == NEW and files(folder) == ["a.bin", "a.idx"]
+        assert unpacked(folder / "a")[1] == NEW and names(folder) == ["a.bin", "a.idx"]
 
 
 @pytest.mark.slow
@@ -140,7 +137,7 @@ def test_publish_may_be_killed(tmp_path, every):
         old_or_new_or_none(folder / "a")
         for _ in range(2):
             publish(folder)
-            assert unpacked(folder / "a")[1] == NEW and files(folder / "parts") == []
+            assert unpacked(folder / "a")[1] == NEW and names(folder / "parts") == []
 
 
 def test_one_process_writes_a_data_set(tmp_path):
@@ -158,7 +155,7 @@ def test_one_process_writes_a_data_set(tmp_path):
     ):
         writer.add_document([2])
         writer.add_document([65536])
-    assert files(tmp_path) == ["a.bin", "a.idx"] and unpacked(tmp_path / "a")[1] == OLD
+    assert names(tmp_path) == ["a.bin", "a.idx"] and unpacked(tmp_path / "a")[1] == OLD
 
 
 @pytest.mark.parametrize(
@@ -179,7 +176,7 @@ def test_ids_that_do_not_fit(tmp_path, dtype, tokens):
     with pytest.raises(DataError, match="2147483648"):
         writer.append_sequences([2**31])
     writer.discard()
-    assert files(tmp_path) == []
+    assert names(tmp_path) == []
     with pytest.raises(DataError, match="uint64"):
         IndexedDatasetWriter("x", "<u8")
 
@@ -201,4 +198,4 @@ def test_disk_full(tmp_path):
             for _ in range(8):
                 writer.add_batch(np.zeros(1 << 17, np.int64), [1 << 17], [1])
 
-    assert wait_for(forked(child)) == 0 and files(tmp_path) == []
+    assert wait_for(forked(child)) == 0 and names(tmp_path) == []

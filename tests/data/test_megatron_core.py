@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,6 @@ from tools.merge_datasets import merge
 VERSION = "0.16.1"
 GOLDEN = Path(__file__).with_name("core_golden.json")
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
-Documents = list[list[list[float]]]
 
 
 def documents_of(dtype):
@@ -120,7 +119,7 @@ def test_files_are_megatron_cores(tmp_path):
         prefix = write(tmp_path / dtype, dtype)
         assert digest_of(prefix) == expected, dtype
         indexed = IndexedDataset(prefix)
-        sequences = [sequence for document in documents_of(dtype) for sequence in document]
+        sequences = [*chain(*documents_of(dtype))]
         assert [indexed[i].tolist() for i in range(len(indexed))] == sequences
 
 
@@ -160,10 +159,10 @@ def core():
     return folder.resolve()
 
 
-def run_core(peer, *arguments, jobs=None):
-    """Run a script of this folder with megatron-core in place of our package; return its output."""
+def run_core(core, jobs):
+    """Let megatron-core, in place of our package, do these jobs; return its answers."""
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(peer)), *arguments],
+        [sys.executable, str(Path(__file__).with_name("core_peer.py")), str(core)],
         input=json.dumps(jobs),
         text=True,
         capture_output=True,
@@ -173,7 +172,7 @@ def run_core(peer, *arguments, jobs=None):
     if done.returncode and "ImportError" in done.stderr.strip().splitlines()[-1]:
         pytest.skip(f"megatron-core does not import here: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return json.loads(done.stdout)
 
 
 def check_golden(name, found):
@@ -191,36 +190,23 @@ def test_files_both_ways(core, tmp_path):
     for dtype in DTYPES:
         ours, theirs = (tmp_path / f"{side}_{dtype}" for side in ("ours", "theirs"))
         write(ours, dtype)
-        documents = documents_of(dtype)
+        inputs = [str(theirs), str(ours)]
         jobs += [
-            {"write": str(theirs), "dtype": dtype, "documents": documents, "modes": None},
-            {"read": str(ours), "mmap": True, "multimodal": False},
-            {"read": str(ours), "mmap": False, "multimodal": False},
-            {
-                "merge": f"{theirs}_merged",
-                "dtype": dtype,
-                "inputs": [str(theirs), str(ours)],
-                "multimodal": False,
-            },
+            {"write": str(theirs), "dtype": dtype, "documents": documents_of(dtype)},
+            {"read": str(ours), "mmap": True},
+            {"read": str(ours), "mmap": False},
+            {"merge": f"{theirs}_merged", "dtype": dtype, "inputs": inputs},
         ]
-    answers = json.loads(run_core("core_peer.py", str(core), jobs=jobs))
+    answers = run_core(core, jobs)
     for at, dtype in enumerate(DTYPES):
         ours, theirs = (tmp_path / f"{side}_{dtype}" for side in ("ours", "theirs"))
         documents = documents_of(dtype)
-        sequences = [sequence for document in documents for sequence in document]
+        sequences = [*chain(*documents)]
         starts = [0, *accumulate(map(len, documents))]
         assert digest_of(ours) == digest_of(theirs)
-        assert (
-            answers[4 * at + 1]
-            == answers[4 * at + 2]
-            == {
-                "dtype": dtype,
-                "sequences": sequences,
-                "modes": None,
-                "lengths": list(map(len, sequences)),
-                "document_indices": starts,
-            }
-        )
+        expected = dict(dtype=dtype, sequences=sequences, document_indices=starts)
+        expected["lengths"] = list(map(len, sequences))
+        assert answers[4 * at + 1] == answers[4 * at + 2] == expected
         merge([theirs, ours], f"{ours}_merged")
         assert digest_of(Path(f"{ours}_merged")) == digest_of(Path(f"{theirs}_merged"))
         for mapped in (True, False):
@@ -232,27 +218,11 @@ def test_files_both_ways(core, tmp_path):
 
 
 @pytest.mark.campaign("peers")
-def test_orders_and_blends(core, tmp_path):
-    wanted = {"orders": orders(150), "blends": blends(40)}
-    (tmp_path / "cases.json").write_text(json.dumps(wanted))
-    run_core(
-        "core_index_peer.py", str(core), str(tmp_path / "cases.json"), str(tmp_path / "out.npz")
-    )
-    theirs = np.load(tmp_path / "out.npz")
-    order = [
-        digest(
-            *(
-                np.ascontiguousarray(theirs[f"{name}_{i}"]).tobytes()
-                for name in ("doc", "sample", "shuffle")
-            )
-        )
-        for i in range(150)
-    ]
-    blend = [
-        digest(theirs[f"which_{i}"].tobytes(), theirs[f"number_{i}"].tobytes())
-        for i in range(len(wanted["blends"]))
-    ]
-    assert order == [our_order(case)[0] for case in wanted["orders"]]
-    assert blend == [our_blend(case) for case in wanted["blends"]]
+def test_orders_and_blends(core):
+    wanted = {"order": orders(150), "blend": blends(40)}
+    answers = run_core(core, [{name: case} for name, cases in wanted.items() for case in cases])
+    order, blend = answers[:150], answers[150:]
+    assert order == [our_order(case)[0] for case in wanted["order"]]
+    assert blend == [our_blend(case) for case in wanted["blend"]]
     check_golden("orders", order[:20])
     check_golden("blends", blend[: len(blends(6))])

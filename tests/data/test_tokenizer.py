@@ -10,6 +10,7 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.data.tokenizer_adapters import PATTERNS
 from megatron.errors import ConfigError, DataError
 from tests.data.tokenizers.conftest import train_model, write_byte_level
+from tests.data.tokenizers.test_fast import word_level
 from tests.data.tokenizers.test_tik_token import write_ranks
 
 
@@ -24,17 +25,6 @@ def test_null():
             tokenizer.encode(text)
 
 
-def write_hugging_face(path):
-    from tokenizers import Tokenizer as Fast
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    fast = Fast(WordLevel({"a": 0, "b": 1, "</s>": 2, "[UNK]": 3}, unk_token="[UNK]"))
-    fast.pre_tokenizer = Whitespace()
-    fast.save(str(path))
-    return path
-
-
 @pytest.fixture(scope="module")
 def families(tmp_path_factory):
     """Return build_tokenizer's arguments for one tokenizer of each library."""
@@ -45,7 +35,8 @@ def families(tmp_path_factory):
         vocab_size=400,
         byte_fallback=True,
     )
-    fast = write_hugging_face(folder / "tokenizer.json")
+    fast = word_level(folder)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     ranks = write_ranks(folder / "ranks", {bytes([i]): i for i in range(256)})
     return {
         "GPT2BPETokenizer": write_byte_level(folder, [("a", "b")]),

@@ -27,20 +27,21 @@ def byte_tokenizer(folder: Path) -> dict[str, Any]:
     """Write a tokenizer.json that maps each byte of a text to itself; 256 ends a document."""
     letters = byte_letters()
     vocabulary = {**letters, "<|endoftext|>": EOD}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     settings = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [],
         "normalizer": None,
-        "pre_tokenizer": {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": True,
-        },
-        "post_processor": None,
-        "decoder": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": byte_level,
+        "decoder": byte_level,
         "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
     }
     path = folder / "bytes.json"

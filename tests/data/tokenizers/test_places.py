@@ -1,11 +1,8 @@
 """Each token's range of characters, against the text that the tokens up to it decode to."""
 
-from tokenizers import Tokenizer as Fast
-from tokenizers import decoders, models, pre_tokenizers, processors
-
 from megatron.data.tokenizer import build_tokenizer
-from megatron.data.tokenizer_adapters import byte_letters
 from tests.data.tokenizers.test_tik_token import write_ranks
+from tests.helpers.preprocessing import byte_tokenizer
 
 TEXT = "Größer  hello\n\n\tworld 北京\u00a0it's 😀 \n"
 
@@ -25,12 +22,7 @@ def check(tokenizer, text=TEXT):
 
 
 def test_hugging_face(tmp_path):
-    fast = Fast(models.BPE({letter: i for i, letter in enumerate([*byte_letters(), "</s>"])}, []))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.post_processor = processors.ByteLevel(trim_offsets=True)
-    fast.decoder = decoders.ByteLevel()
-    fast.save(str(tmp_path / "tokenizer.json"))
-    check(build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path)))
+    check(build_tokenizer(**byte_tokenizer(tmp_path)))
 
 
 def test_tiktoken(tmp_path):

@@ -14,14 +14,10 @@ from megatron.data import indexed_dataset, indexed_writer
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import ConfigError, DataError
 from megatron_inspection import dataset
+from tests.data.implementations import names
 from tests.data.struct_format import packed, unpacked, write
 from tools import merge_datasets
 from tools.merge_datasets import merge, prefixes_in
-
-
-def files(folder):
-    return sorted(path.name for path in folder.iterdir())
-
 
 PARTS = st.tuples(
     st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]),
@@ -89,13 +85,13 @@ def test_folder(tmp_path, capsys):
 
 def test_output_is_an_input(tmp_path):
     one = write(tmp_path / "one", [[[1]]])
-    before = files(tmp_path)
+    before = names(tmp_path)
     (tmp_path / "link.bin").symlink_to(tmp_path / "one.bin")
     for output in (one, str(tmp_path / "x" / ".." / "one"), str(tmp_path / "link")):
         with pytest.raises(ConfigError, match=one):
             merge([one], output)
     (tmp_path / "link.bin").unlink()
-    assert files(tmp_path) == before and unpacked(one)[1] == [[[1]]]
+    assert names(tmp_path) == before and unpacked(one)[1] == [[[1]]]
 
 
 @pytest.mark.parametrize(
@@ -115,16 +111,16 @@ def test_damaged_inputs(tmp_path, damage, message):
     for suffix, content in zip((".bin", ".idx"), damage(data, index), strict=True):
         if content is not None:
             (tmp_path / f"b{suffix}").write_bytes(content)
-    before = files(tmp_path)
+    before = names(tmp_path)
     with pytest.raises(DataError, match=message):
         merge([good, tmp_path / "b"], tmp_path / "all")
-    assert files(tmp_path) == before and unpacked(tmp_path / "all")[1] == [[[8]]]
+    assert names(tmp_path) == before and unpacked(tmp_path / "all")[1] == [[[8]]]
 
 
 def test_refused(tmp_path, monkeypatch, capsys):
     one = write(tmp_path / "one", [[[1]]])
     real = write(tmp_path / "real", [[[1]]], "<f4")
-    before = files(tmp_path)
+    before = names(tmp_path)
     with pytest.raises(ConfigError):
         merge([], tmp_path / "all")
     with pytest.raises(ConfigError, match="one.*uint16.*real.*float32"):
@@ -136,7 +132,7 @@ def test_refused(tmp_path, monkeypatch, capsys):
     assert "0.000 GB" in capsys.readouterr().err
     with pytest.raises(DataError, match="/dev/null/x"):
         merge([one], "/dev/null/x/all")
-    assert files(tmp_path) == before
+    assert names(tmp_path) == before
 
 
 def test_memory_is_flat(tmp_path, monkeypatch):
