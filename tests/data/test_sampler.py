@@ -164,45 +164,43 @@ def test_workers_and_resuming_change_nothing(num_workers, kind):
     stream.close()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_end_of_data(num_workers):
-    stream = MicroBatchStream(Counting(10), Share(2, 0, 2), num_workers=num_workers)
-    assert samples(stream.take(2)) == [0, 1, 4, 5]  # reading ahead past the end is no error
-    with pytest.raises(DataError, match=r" 10 .* 11\b"):
-        stream.take(1)
-    assert stream.consumed_samples == 8
-    stream.close()
+class Failing(Counting):
+    """Data set of which sample 6 cannot be read."""
+
+    def __init__(self, error):
+        super().__init__(20)
+        self.error = error
+
+    def __getitem__(self, index, /):
+        if index == 6:
+            raise self.error
+        return super().__getitem__(index)
+
+
+BYTE = DataError("a.bin: byte 7: cannot be read")
+BROKEN = OSError(5, "Input/output error", "a.bin")
+NAMED = r"\b6\b.*numbers\.bin.* 6\b.* 0\b.*a\.bin"
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_bad_data_is_reported_when_it_is_taken(num_workers):
-    stream = MicroBatchStream(Counting(10), Share(1), num_workers=num_workers, vocab_size=5)
-    assert samples(stream.take(3)) == [0, 1, 2]
-    with pytest.raises(DataError, match=r"\b3\b.* 5\b.*numbers\.bin.* 3\b.* 16\b"):
-        stream.take(1)
-    stream.close()
-
-
 @pytest.mark.parametrize(
-    ("num_workers", "error"),
+    ("data", "share", "vocab_size", "expected", "match"),
     [
-        (0, DataError("a.bin: byte 7: cannot be read")),
-        (2, OSError(5, "Input/output error", "a.bin")),
+        (Counting(10), Share(2, 0, 2), None, [0, 1, 4, 5], r" 10 .* 11\b"),  # the end
+        (Counting(10), Share(1), 5, [0, 1, 2], r"\b3\b.* 5\b.*numbers\.bin.* 3\b.* 16\b"),
+        (Failing(BYTE), Share(2, 1, 2), None, [2, 3], NAMED),
+        (Failing(BROKEN), Share(2, 1, 2), None, [2, 3], NAMED),
     ],
 )
-def test_a_read_that_fails_names_its_sample(num_workers, error):
-    class Failing(Counting):
-        def __getitem__(self, index, /):
-            if index == 6:
-                raise error
-            return super().__getitem__(index)
-
-    stream = MicroBatchStream(
-        Failing(20), Share(2, 1, 2), num_workers=num_workers
-    )  # reads 2 3, 6 7, ...
-    assert samples(stream.take(1)) == [2, 3]
-    with pytest.raises(DataError, match=r"\b6\b.*numbers\.bin.* 6\b.* 0\b.*a\.bin"):
+def test_an_error_comes_when_its_sample_is_taken(
+    num_workers, data, share, vocab_size, expected, match
+):
+    """Reading ahead past the end, or over bad data, is no error."""
+    stream = MicroBatchStream(data, share, num_workers=num_workers, vocab_size=vocab_size)
+    assert samples(stream.take(len(expected) // share.micro_batch_size)) == expected
+    with pytest.raises(DataError, match=match):
         stream.take(1)
+    assert stream.consumed_samples == len(expected) * share.size
     stream.close()
 
 
