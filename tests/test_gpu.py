@@ -257,12 +257,18 @@ def close(found, expected, tolerance):
 # format too.
 @CASES
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
+    ("core", "dtype", "tolerance"),
+    [
+        ("torch", torch.float32, 1e-5),
+        ("torch", torch.bfloat16, 2e-2),
+        ("torch", torch.float16, 3e-3),
+        ("flash", torch.bfloat16, 2e-2),
+    ],
 )
-def test_torch_attention(groups, alibi, documents, dtype, tolerance):
+def test_attention(groups, alibi, documents, core, dtype, tolerance):
     case = attention_case(groups, alibi, documents)
     expected = run_attention(torch_attention, case, torch.float64, torch.device("cpu"))
-    close(run_attention(torch_attention, case, dtype, DEVICE), expected, tolerance)
+    close(run_attention(core_of(core), case, dtype, DEVICE), expected, tolerance)
 
 
 class AttentionOperators(TorchDispatchMode):
@@ -311,13 +317,6 @@ def core_of(backend):
     if backend == "flash":
         pytest.importorskip("flash_attn")
     return flash_attention if backend == "flash" else torch_attention
-
-
-@CASES
-def test_flash_attention(groups, alibi, documents):
-    case = attention_case(groups, alibi, documents)
-    expected = run_attention(torch_attention, case, torch.float64, torch.device("cpu"))
-    close(run_attention(core_of("flash"), case, torch.bfloat16, DEVICE), expected, 2e-2)
 
 
 @pytest.mark.parametrize("documents", [False, True])

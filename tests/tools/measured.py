@@ -9,6 +9,10 @@ SEQUENCE, VOCABULARY = 2048, 51200
 def paper_flops(model, batch, k=4):
     """Return the FLOPs of an iteration by Dash et al.'s formula, written here again."""
     layers, hidden, _ = SIZES[model]
+    return flops_of(layers, hidden, batch, k)
+
+
+def flops_of(layers, hidden, batch, k=4):
     inner = 1 + SEQUENCE / (6 * hidden) + VOCABULARY / (16 * layers * hidden)
     return 24 * k * batch * SEQUENCE * layers * hidden**2 * inner
 
@@ -56,13 +60,7 @@ def records(
     """
     world, batch = config["world_size"], config["global_batch_size"]
     layers, hidden = config["num_layers"], config["hidden_size"]
-    flops_per_sample = (
-        96
-        * SEQUENCE
-        * layers
-        * hidden**2
-        * (1 + SEQUENCE / (6 * hidden) + VOCABULARY / (16 * layers * hidden))
-    )
+    flops_per_sample = flops_of(layers, hidden, 1)
     layout = {
         "world": world,
         "tensor": config["tensor_model_parallel_size"],

@@ -11,8 +11,7 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.training.run.tasks import read_tasks, tokens_of
 from tests.helpers.hugging_face import S, V
-from tests.helpers.launching import launch
-from tests.tools.test_evaluate import byte_pairs, folder, gpt2  # noqa: F401 (a fixture)
+from tests.tools.test_evaluate import byte_pairs, folder, gpt2, run  # noqa: F401 (a fixture)
 
 RANDOM = np.random.RandomState(5)
 
@@ -101,11 +100,9 @@ def test_figures_are_those_of_transformers(
 ):
     tasks = [str(path) for path in files.values()]
     metrics = tmp_path / "metrics.jsonl"
-    arguments = ["--load", str(folder / "checkpoint"), "--format", "json", *flags.split()]
-    arguments += ["--tasks", *tasks, "--metrics-file", str(metrics)]
-    outcomes = launch(processes, arguments, script="tools/evaluate.py")
-    assert [outcome.code for outcome in outcomes if outcome] == [0] * processes, outcomes
-    assert outcomes[0] is not None
+    flags = [*flags.split(), "--tasks", *tasks, "--metrics-file", str(metrics)]
+    outcomes = run(folder, processes, *flags)
+    assert [outcome.code for outcome in outcomes] == [0] * processes, outcomes
     lines = [line for line in outcomes[0].output.splitlines() if line.startswith("{")]
     found = [json.loads(line) for line in lines]
     for record, wanted in zip(found, expected(), strict=True):

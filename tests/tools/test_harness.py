@@ -11,8 +11,7 @@ from megatron.checkpoint.settings import plain
 from megatron.config import Config
 from tests.checkpoint.made import make
 from tests.helpers.hugging_face import GPT2, from_gpt2
-from tests.helpers.launching import launch
-from tests.tools.test_evaluate import LINES, byte_pairs
+from tests.tools.test_evaluate import LINES, byte_pairs, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each process imports the harness
 CONTEXT = 48
@@ -168,11 +167,9 @@ def expected(folder):
 
 def figures(folder, processes, flags):
     """Return the figures that tools/evaluate.py prints, by task and metric."""
-    arguments = ["--load", str(folder / "checkpoint"), "--format", "json", *flags.split()]
-    arguments += ["--lm-eval-tasks", *KINDS, "--lm-eval-include-path", str(folder / "tasks")]
-    outcomes = launch(processes, arguments, 250, script="tools/evaluate.py")
-    assert [outcome.code for outcome in outcomes if outcome] == [0] * processes, outcomes
-    assert outcomes[0] is not None
+    tasks = ["--lm-eval-tasks", *KINDS, "--lm-eval-include-path", str(folder / "tasks")]
+    outcomes = run(folder, processes, *flags.split(), *tasks, timeout_s=250)
+    assert [outcome.code for outcome in outcomes] == [0] * processes, outcomes
     record = json.loads(outcomes[0].output.splitlines()[-1])
     assert record["event"] == "lm_eval" and record["results"].keys() == set(KINDS)
     found = {
@@ -191,6 +188,5 @@ def test_figures_of_any_layout_are_those_of_the_hf_model(folder, expected):
 
 
 def test_an_unknown_task_is_named(folder):
-    arguments = ["--load", str(folder / "checkpoint"), "--lm-eval-tasks", "no-such-task"]
-    (outcome,) = launch(1, arguments, script="tools/evaluate.py")
-    assert outcome is not None and outcome.code == 2 and "no-such-task" in outcome.output
+    (outcome,) = run(folder, 1, "--lm-eval-tasks", "no-such-task")
+    assert outcome.code == 2 and "no-such-task" in outcome.output

@@ -31,14 +31,7 @@ FRONTIER = load_cluster("frontier")
 ONE = ["--nodes", "1", "--global-batch", "16"]
 SMALL = [
     *ONE,
-    "--processes",
-    "1",
-    "--fix",
-    "tp=2,4",
-    "mbs=1,2",
-    "recompute=none,full",
-    "zero=1",
-    "sp=on",
+    *"--processes 1 --fix tp=2,4 mbs=1,2 recompute=none,full zero=1 sp=on".split(),
 ]
 MODEL = (
     "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --vocab-size "

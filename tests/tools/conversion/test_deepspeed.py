@@ -239,33 +239,27 @@ def other_group(state):
 
 MODEL_0, MODEL_1 = "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"
 SHARD_1 = "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
-DAMAGE = [
-    ("weights missing", remove(MODEL_1), (MODEL_1, "tensor-parallel", "2")),
-    ("shard missing", remove(SHARD_1), ("_mp_rank_01_optim_states.pt", "--no-optim")),
-    ("cut in the middle", cut_file(MODEL_1), (MODEL_1,)),
-    ("mixed iterations", change(MODEL_1, lambda s: s.update(iteration=4)), (MODEL_1, "4")),
-    (
-        "no end of data-parallel ranks",
-        change(
-            SHARD_1, lambda s: s["optimizer_state_dict"].update(partition_count=[10**15, 10**15])
-        ),
+DAMAGE = {
+    "weights missing": (remove(MODEL_1), (MODEL_1, "tensor-parallel", "2")),
+    "shard missing": (remove(SHARD_1), ("_mp_rank_01_optim_states.pt", "--no-optim")),
+    "cut in the middle": (cut_file(MODEL_1), (MODEL_1,)),
+    "mixed iterations": (change(MODEL_1, lambda s: s.update(iteration=4)), (MODEL_1, "4")),
+    "no end of data-parallel ranks": (
+        change(SHARD_1, lambda s: s["optimizer_state_dict"].update(partition_count=[10**15] * 2)),
         ("zero_pp_rank_1_mp_rank_01", str(10**15)),
     ),
-    ("masters of another step", change(SHARD_1, other_group), ("--no-optim",)),
-    (
-        "a tensor more",
+    "masters of another step": (change(SHARD_1, other_group), ("--no-optim",)),
+    "a tensor more": (
         change(
             MODEL_0, lambda s: s["module"].update({"language_model.pooler.weight": torch.ones(2)})
         ),
         ("pooler.weight",),
     ),
-]
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("damage", "words"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE]
-)
+@pytest.mark.parametrize(("damage", "words"), DAMAGE.values(), ids=DAMAGE)
 def test_damage_is_named_and_nothing_is_written(tmp_path, folder, wrote, damage, words):
     shutil.copytree(folder / "mixed", tmp_path / "old")
     damage(tmp_path / "old" / "global_step2")
