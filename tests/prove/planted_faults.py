@@ -3,8 +3,8 @@
     make prove ONLY=planted-faults [PROVE="--room data --room csrc"] [PROVE="--fault data-lock-kept"]
 
 The faults are those of tests/planted_faults/*.toml. A fault is found when tests fail that pass
-without it. Those that `found_by` names run first, then all others. A fault with `campaign` is found
-by that campaign alone; at most ten have one. Faults with `topics` are found by the numerical tests
+without it. Those that `found_by` names run first, then all others; all that are named run once
+without any fault before, and must pass. Faults with `topics` are found by the numerical tests
 of these kernels on the simulator of GPU lanes: all of a topic are planted into one build. A fault
 whose text is no longer in its file is out of date, which `make test` finds: rewrite it for the code
 that replaced it.
@@ -21,8 +21,9 @@ import sys
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,6 @@ from tests.helpers.kernels import (
 FAULTS = ROOT / "tests" / "planted_faults"
 LOOKED_FOR = "tests/prove/test_planted_faults.py"  # fails wherever a fault is planted
 LIMIT_S = 1800
-MOST_BY_CAMPAIGN = 10
 # The verdict on a fault: its name, "found" or another word, by which test or why not.
 Verdict = tuple[str, str, str]
 
@@ -68,7 +68,6 @@ class Fault:
     the file that follows `after`.
 
     found_by   tests that find it: paths, or node ids, of pytest
-    campaign   the campaign whose tests they are; "": `make test`
     topics     kernels whose numerical tests find it on the simulator
     sanitized  whether they need sanitizers to find it
     """
@@ -79,7 +78,6 @@ class Fault:
     new: str
     what: str = ""
     found_by: tuple[str, ...] = ()
-    campaign: str = ""
     topics: tuple[str, ...] = ()
     after: str = ""
     sanitized: bool = False
@@ -164,6 +162,19 @@ def copy_tree(folder: Path) -> None:
         shutil.copy2(built, target)
 
 
+@contextmanager
+def copied_tree() -> Iterator[tuple[Path, dict[str, str]]]:
+    """Yield a copy of the tree and the variables of the processes that run in it."""
+    with tempfile.TemporaryDirectory(prefix="planted-") as temporary:
+        folder = Path(temporary, "tree")
+        copy_tree(folder)
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+        environ |= {"PYTHONPATH": str(folder), "TMPDIR": temporary}
+        # With build_ext; the host library is built separately.
+        environ["MEGATRON_KERNELS_TARGETS"] = "none"
+        yield folder, environ
+
+
 def build(fault: Fault, folder: Path, environ: dict[str, str]) -> str:
     """Compile the part of csrc/ that contains the fault; return the output if it failed."""
     command = (
@@ -181,6 +192,36 @@ def build(fault: Fault, folder: Path, environ: dict[str, str]) -> str:
     return f"does not compile: {done.stderr[-500:]}" if done.returncode else ""
 
 
+def run_tests(
+    paths: Sequence[str], folder: Path, environ: dict[str, str], *options: str
+) -> tuple[list[str], str]:
+    """Run these tests in a copy of the tree; return those that failed, or why none could run."""
+    words = ["-q", "--tb=no", "-p", "no:cacheprovider", f"--ignore={LOOKED_FOR}", *options, *paths]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    ended = [line.split() for line in done.stdout.splitlines()]
+    failed = [words[1] for words in ended if words[:1] in (["FAILED"], ["ERROR"])]
+    if done.returncode in (0, 5) or (done.returncode == 1 and failed):
+        return failed, ""
+    return [], f"pytest could not run {list(paths)}: {(done.stdout + done.stderr)[-500:]}"
+
+
+def failing_without(chosen: Sequence[Fault], workers: int) -> str:
+    """Return which of the tests that `found_by` names fail without any fault; "": none does."""
+    named = sorted({test for fault in chosen if not outdated(fault) for test in fault.found_by})
+    if not named:
+        return ""
+    with copied_tree() as (folder, environ):
+        failed, reason = run_tests(named, folder, environ, "-n", str(workers), "--dist", "loadfile")
+    return reason or ", ".join(failed)
+
+
 def plant(fault: Fault, suite: str) -> list[Verdict]:
     """Plant a fault into a copy of the tree; run the tests that find it, then `suite`."""
     return [(fault.name, *_plant(fault, suite))]
@@ -189,52 +230,17 @@ def plant(fault: Fault, suite: str) -> list[Verdict]:
 def _plant(fault: Fault, suite: str) -> tuple[str, str]:
     if reason := outdated(fault):
         return "OUT OF DATE", reason
-    with tempfile.TemporaryDirectory(prefix="planted-") as temporary:
-        folder = Path(temporary, "tree")
-        copy_tree(folder)
+    with copied_tree() as (folder, environ):
         target = folder / fault.file
         target.write_text(target.read_text().replace(fault.old, fault.new))
-        environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        environ |= {"PYTHONPATH": str(folder), "TMPDIR": temporary}
-        # With build_ext; the host library is built separately.
-        environ["MEGATRON_KERNELS_TARGETS"] = "none"
         if fault.file.startswith("csrc/") and (reason := build(fault, folder, environ)):
             return "OUT OF DATE", reason
-        rest = [suite] if not fault.campaign else []
-        for paths in filter(None, [list(fault.found_by), rest]):
-            named = ["--campaign", fault.campaign] if fault.campaign else []
-            done = subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "pytest",
-                    "-x",
-                    "-q",
-                    "--tb=no",
-                    "-p",
-                    "no:cacheprovider",
-                    f"--ignore={LOOKED_FOR}",
-                    *named,
-                    *paths,
-                ],
-                cwd=folder,
-                env=environ,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S,
-            )
-            failed = [
-                line.split()[1]
-                for line in done.stdout.splitlines()
-                if line.startswith(("FAILED ", "ERROR "))
-            ]
-            if done.returncode == 1 and failed:
+        for paths in filter(None, [fault.found_by, [suite]]):
+            failed, reason = run_tests(paths, folder, environ, "-x")
+            if failed:
                 return "found", failed[0]
-            if done.returncode not in (0, 1, 5):
-                return (
-                    "MISSED",
-                    f"pytest could not run {paths}: {(done.stdout + done.stderr)[-500:]}",
-                )
+            if reason:
+                return "MISSED", reason
     return "MISSED", fault.what
 
 
@@ -312,6 +318,8 @@ def main() -> int:
         if (not options.room or fault.room in options.room)
         and (not options.fault or fault.name in options.fault)
     ]
+    if failed := failing_without(chosen, options.jobs):
+        sys.exit(f"planted faults: these tests fail without any fault, so they find none: {failed}")
     groups = sorted({(topic, fault.sanitized) for fault in chosen for topic in fault.topics})
     jobs = [partial(plant, fault, options.suite) for fault in chosen if not fault.topics]
     for topic, sanitized in groups:
@@ -323,12 +331,8 @@ def main() -> int:
             for label, verdict, note in verdicts:
                 counts[verdict] += 1
                 print(f"{verdict:12}{label}: {note}", flush=True)
-    campaigns = sum(bool(fault.campaign) for fault in chosen)
     unproved = f", {counts['NOT PROVED']} not proved" if counts["NOT PROVED"] else ""
-    print(
-        f"{counts['found']} of {counts.total()} planted faults found, {campaigns} of them by "
-        f"campaigns alone{unproved}"
-    )
+    print(f"{counts['found']} of {counts.total()} planted faults found{unproved}")
     return 1 if counts["MISSED"] or counts["OUT OF DATE"] or not chosen else 0
 
 
