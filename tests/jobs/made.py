@@ -111,40 +111,30 @@ class Made:
             (job.folder / "figures").write_text(json.dumps(found))
         run, complete = RunProcesses(), not interrupted and why is None
         run.exit_codes = [0]
-        begin, end = float(begun), float(self.turn)
-        source.ended(
-            Attempt(
-                job,
-                tuple(hosts),
-                run,
-                Watch(job, 0.0),
-                begin,
-                end,
-                None,
-                complete,
-                why,
-                interrupted,
-            )
-        )
+        times = float(begun), float(self.turn), None
+        watch = Watch(job, 0.0)
+        source.ended(Attempt(job, tuple(hosts), run, watch, *times, complete, why, interrupted))
 
 
 def no_files(monkeypatch):
     """Replace figures by those of the truth, which a trial leaves in place of metrics.
 
-    The first trials never end.
+    The first trials never end. Trials of real processes have their own figures.
     """
+    of_metrics, by_metrics = results.read_result, results.is_complete
 
-    def read(metrics, *_):
-        return Result(
-            DONE,
-            step_s=json.loads((metrics.parent / "figures").read_text()),
-            spread=0.0,
-            steady=5,
-            memory_bytes=2**30,
-        )
+    def read(metrics, *more):
+        figures = metrics.parent / "figures"
+        if not figures.exists():
+            return of_metrics(metrics, *more)
+        step_s = json.loads(figures.read_text())
+        return Result(DONE, step_s=step_s, spread=0.0, steady=5, memory_bytes=2**30)
+
+    def complete(folder, steps):
+        return (folder / "figures").exists() or by_metrics(folder, steps)
 
     monkeypatch.setattr(module, "read_result", read)
-    monkeypatch.setattr(results, "is_complete", lambda folder, steps: (folder / "figures").exists())
+    monkeypatch.setattr(results, "is_complete", complete)
     monkeypatch.setattr(searching, "_FIRST", 1000)
     monkeypatch.setattr("os.fsync", lambda _: None)
 
@@ -156,12 +146,7 @@ def candidates_of(made, change=lambda c: c):
     return found
 
 
-def search(
-    made,
-    runner=None,
-    change=lambda c: c,
-    say=lambda text: None,
-):
+def search(made, runner=None, change=lambda c: c, say=lambda text: None):
     """Start the search once; return it and why it ended."""
     found = TuningSearch(made, candidates_of(made, change), say)
     return found, (runner or Made()).run(found) or found.why
