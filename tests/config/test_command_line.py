@@ -154,14 +154,6 @@ def test_switches_can_be_turned_off_again():
     assert parse_args([*BASE, "--fp16", "false"]).precision.dtype_name == "float32"
 
 
-def test_no_pipeline_parallel():
-    (notice,) = parse_args([*BASE, "--no-pipeline-parallel"]).notices
-    assert notice.startswith("--no-pipeline-parallel ")
-    assert "--pipeline-model-parallel-size 2" in problems(
-        "--no-pipeline-parallel --pipeline-model-parallel-size 2", 2
-    )
-
-
 def test_world_size():
     assert parse_args(BASE, 8).parallel.data_parallel_size == 8
     assert parse_args([*BASE, "--tensor-model-parallel-size", "2"]).parallel.world_size == 2
@@ -299,11 +291,8 @@ def test_how_ranks_are_placed(monkeypatch):
     assert parsed("--rank-order=auto") == parsed("--rank-order", "none") == parsed()
     assert parsed("--rank-order", "tp-pp-dp", "--use-tp-pp-dp-mapping")[0] == "tp-pp-dp"
     monkeypatch.setenv("MEGATRON_CLUSTER", "frontier")
-    assert (parsed()[2], parsed("--cluster", "lumi")[2], parsed("--cluster", "none")[2]) == (
-        "frontier",
-        "lumi",
-        None,
-    )
+    clusters = [parsed(*words)[2] for words in ((), ("--cluster", "lumi"), ("--cluster", "none"))]
+    assert clusters == ["frontier", "lumi", None]
     assert parse_args(BASE).origin("cluster") == "variable MEGATRON_CLUSTER"
     monkeypatch.setenv("MEGATRON_CLUSTER", "none")
     assert parsed()[2] is None

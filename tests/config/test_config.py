@@ -14,12 +14,8 @@ SIZES = dict(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32)
 
 def test_derived_values():
     m = Config.create(**SIZES).model
-    assert (m.ffn_hidden_size, m.kv_channels, m.num_key_value_heads, m.max_position_embeddings) == (
-        256,
-        16,
-        4,
-        32,
-    )
+    derived = m.ffn_hidden_size, m.kv_channels, m.num_key_value_heads, m.max_position_embeddings
+    assert derived == (256, 16, 4, 32)
     # int(4h*2/3/64)*64, as Megatron-DeepSpeed computes it: 4096 -> 10922 -> 10880
     assert (
         Config.create(**{**SIZES, "hidden_size": 4096}, swiglu=True).model.ffn_hidden_size == 10880
@@ -36,11 +32,8 @@ def test_base_model_of_mup():
     wide = {**SIZES, "num_layers": 6, "hidden_size": 256, "num_attention_heads": 16}
     mup = dict(use_mup=True, mup_base_hidden_size=64, mup_base_num_layers=2)
     model = Config.create(**wide, **mup, num_key_value_heads=8).model
-    assert (model.softmax_scale, model.mup_output_mult, model.residual_scale) == (
-        1 / 16,
-        0.25,
-        1 / 3,
-    )
+    scales = model.softmax_scale, model.mup_output_mult, model.residual_scale
+    assert scales == (1 / 16, 0.25, 1 / 3)
     base = model.mup_base()
     assert (base.hidden_size, base.ffn_hidden_size, base.num_layers) == (64, 256, 6)
     assert (base.num_attention_heads, base.kv_channels, base.num_key_value_heads) == (4, 16, 2)
@@ -135,6 +128,9 @@ BILLIONS = {
 }
 
 
+SAME_AS_PAPER = ("model", "optimizer", "precision")
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_each_preset_resolves_prints_has_its_size_and_yields_to_flags(name, capsys):
     model = name.removesuffix("-frontier")
@@ -160,23 +156,14 @@ def test_each_preset_resolves_prints_has_its_size_and_yields_to_flags(name, caps
         assert model == "tiny"
     if model in PRESETS and name != model:
         paper = Config.create(model)
-        assert (m, config.optimizer, config.precision) == (
-            paper.model,
-            paper.optimizer,
-            paper.precision,
-        )
+        assert all(getattr(config, s) == getattr(paper, s) for s in SAME_AS_PAPER)
     with pytest.raises(SystemExit):
         parse_args(["--print-config", f"--preset={name}"])
     assert f"(preset {name})" in capsys.readouterr().out
     # Flags override a preset, before or after it.
-    change = [
-        "--num-layers",
-        "16",
-        "--tensor-model-parallel-size",
-        "2",
-        "--pipeline-model-parallel-size",
-        "2",
-    ]
+    change = (
+        "--num-layers 16 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
+    )
     run = ["--mock-data", "--train-iters", "3"]
     before = parse_args([*change, "--preset", name, *run])
     assert before == parse_args(["--preset", name, *change, *run])

@@ -3,25 +3,18 @@
 Each is a setting, accepted with a notice, or refused with a reason.
 """
 
+import re
+
 import pytest
 
 from megatron.config import parse_args
 from megatron.errors import ConfigError
 
-BASE = {
-    "--num-layers": "8",
-    "--hidden-size": "64",
-    "--num-attention-heads": "4",
-    "--seq-length": "64",
-    "--micro-batch-size": "1",
-    "--global-batch-size": "16",
-    "--train-iters": "100",
-    "--lr": "0.001",
-    "--vocab-size": "100",
-    "--mock-data": "",
-    "--save": "out",
-    "--load": "in",
-}
+BASE = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 "
+    "--global-batch-size 16 --train-iters 100 --lr 0.001 --vocab-size 100 --mock-data --save out "
+    "--load in"
+)
 WORLD_SIZE = 4
 
 # A flag, its words, and the setting of the same name with the same value, unless `=> name value`
@@ -599,78 +592,44 @@ lr_constant_plus_cooldown_frac profile-ranks trace-dir use-mics activations-chec
 model-parallel-size tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens
 """
 
-# Flags that a flag needs beside it to make sense; a flag that maps to None is removed from the
-# base.
-ROPE = {"--position-embedding-type": "rope"}
-SCALED = {kind: {**ROPE, "--rope-scaling": kind} for kind in ("linear", "llama3", "yarn")}
-MUP = [f"base-{size}" for size in ("hidden-size", "num-layers", "ffn-hidden-size", "head-dim")]
-MUP += ["base-num-attention-heads", "base-num-key-value-heads", "base-num-query-groups"]
-MUP += ["embedding-mult", "output-mult", "attn-scale-power"]
-SHARED = {"--moe-shared-expert-intermediate-size": "64", "--disable-bias-linear": ""}
-OF_EXPERTS = {
-    **{
-        f"--moe-{name}": {}
-        for name in (
-            *("layer-freq", "ffn-hidden-size", "aux-loss-coeff", "loss-coeff", "z-loss-coeff"),
-            *("input-jitter-eps", "expert-capacity-factor", "train-capacity-factor"),
-            "eval-capacity-factor",
-            *("router-topk", "router-topk-scaling-factor", "router-pre-softmax"),
-            *("router-score-function", "router-bias-update-rate", "token-drop-policy"),
-            "per-layer-logging",
-        )
-    },
-    "--topk": {"--moe-router-pre-softmax": ""},
-    "--moe-shared-expert-intermediate-size": {"--disable-bias-linear": ""},
-    "--moe-shared-expert-gate": SHARED,
-    "--moe-shared-expert-overlap": SHARED,
-    "--moe-router-num-groups": {"--moe-router-group-topk": "1"},
-    "--moe-router-group-topk": {"--moe-router-num-groups": "4"},
-    "--moe-router-load-balancing-type": {"--moe-aux-loss-coeff": "0.1 0.2"},
-    "--moe-router-enable-expert-bias": {"--moe-router-score-function": "sigmoid"},
-}
-BESIDE = {
-    "--qk-layernorm-over": {"--qk-layernorm": ""},
-    **{flag: {"--num-experts": "8", **more} for flag, more in OF_EXPERTS.items()},
-    **{f"--mup-{name}": {"--use-mup": ""} for name in MUP},
-    **dict.fromkeys(("--rotary-interleaved", "--rope-scaling", "--use-rope-scaling"), ROPE),
-    **dict.fromkeys(("--rope-scaling-factor", "--rotary-scaling-factor"), SCALED["linear"]),
-    "--rope-original-positions": SCALED["yarn"],
-    **dict.fromkeys(
-        ("--original-max-position-embeddings", "--rope-low-freq-factor", "--rope-high-freq-factor"),
-        SCALED["llama3"],
-    ),
-    **dict.fromkeys(
-        ("--yarn-beta-fast", "--yarn-beta-slow", "--yarn-attention-factor"), SCALED["yarn"]
-    ),
-    "--sequence-parallel": {"--tensor-model-parallel-size": "2"},
-    "--context-parallel-size": {"--attention-dropout": "0"},
-    "--ds-sequence-parallel-size": {"--attention-dropout": "0"},
-    "--hierarchical-context-parallel-sizes": {
-        "--attention-dropout": "0",
-        "--context-parallel-size": "4",
-        "--cp-comm-type": "a2a+p2p",
-    },
-    "--tp-comm-overlap": {"--tensor-model-parallel-size": "2"},
-    "--tp-comm-overlap-chunks": {"--tensor-model-parallel-size": "2", "--tp-comm-overlap": ""},
-    "--enable-zbh1-pipeline": {"--pipeline-model-parallel-size": "2"},
-    "--num-layers-per-virtual-pipeline-stage": {"--pipeline-model-parallel-size": "2"},
-    "--pipeline-layout": {"--pipeline-model-parallel-size": "2"},
-    "--encoder-seq-length": {"--seq-length": None},
-    "--encoder-num-layers": {"--num-layers": None},
-    "--activations-checkpoint-num-layers": {"--recompute-granularity": "full"},
-    "--recompute-method": {"--recompute-granularity": "full"},
-    "--train-samples": {"--train-iters": None},
-    "--lr-decay-samples": {"--train-iters": None, "--train-samples": "1000"},
-    "--lr-warmup-samples": {"--train-iters": None, "--train-samples": "1000"},
-    "--lr-wsd-decay-samples": {"--train-iters": None, "--train-samples": "1000"},
-    "--end-weight-decay": {"--weight-decay-incr-style": "cosine"},
-    "--start-weight-decay": {"--weight-decay-incr-style": "cosine"},
-    "--data-path": {"--mock-data": None},
-    "--train-data-path": {"--mock-data": None},
-    "--valid-data-path": {"--mock-data": None},
-    "--test-data-path": {"--mock-data": None},
-    "--data-file-list": {"--mock-data": None},
-}
+# Flags, and what they need beside them to make sense; "-" takes one out of the base.
+BESIDE = """
+--qk-layernorm-over => --qk-layernorm
+--moe-layer-freq --moe-ffn-hidden-size --moe-aux-loss-coeff --moe-loss-coeff --moe-z-loss-coeff \
+    --moe-input-jitter-eps --moe-expert-capacity-factor --moe-train-capacity-factor --moe-eval-capacity-factor \
+    --moe-router-topk --moe-router-topk-scaling-factor --moe-router-pre-softmax --moe-router-score-function \
+    --moe-router-bias-update-rate --moe-token-drop-policy --moe-per-layer-logging => --num-experts 8
+--topk => --num-experts 8 --moe-router-pre-softmax
+--moe-shared-expert-intermediate-size => --num-experts 8 --disable-bias-linear
+--moe-shared-expert-gate --moe-shared-expert-overlap => --num-experts 8 --moe-shared-expert-intermediate-size \
+    64 --disable-bias-linear
+--moe-router-num-groups => --num-experts 8 --moe-router-group-topk 1
+--moe-router-group-topk => --num-experts 8 --moe-router-num-groups 4
+--moe-router-load-balancing-type => --num-experts 8 --moe-aux-loss-coeff 0.1 0.2
+--moe-router-enable-expert-bias => --num-experts 8 --moe-router-score-function sigmoid
+--mup-base-hidden-size --mup-base-num-layers --mup-base-ffn-hidden-size --mup-base-head-dim \
+    --mup-base-num-attention-heads --mup-base-num-key-value-heads --mup-base-num-query-groups \
+    --mup-embedding-mult --mup-output-mult --mup-attn-scale-power => --use-mup
+--rotary-interleaved --rope-scaling --use-rope-scaling => --position-embedding-type rope
+--rope-scaling-factor --rotary-scaling-factor => --position-embedding-type rope --rope-scaling linear
+--rope-original-positions --yarn-beta-fast --yarn-beta-slow --yarn-attention-factor => \
+    --position-embedding-type rope --rope-scaling yarn
+--original-max-position-embeddings --rope-low-freq-factor --rope-high-freq-factor => --position-embedding-type \
+    rope --rope-scaling llama3
+--sequence-parallel --tp-comm-overlap => --tensor-model-parallel-size 2
+--context-parallel-size --ds-sequence-parallel-size => --attention-dropout 0
+--hierarchical-context-parallel-sizes => --attention-dropout 0 --context-parallel-size 4 --cp-comm-type a2a+p2p
+--tp-comm-overlap-chunks => --tensor-model-parallel-size 2 --tp-comm-overlap
+--enable-zbh1-pipeline --num-layers-per-virtual-pipeline-stage --pipeline-layout => \
+    --pipeline-model-parallel-size 2
+--encoder-seq-length => --seq-length -
+--encoder-num-layers => --num-layers -
+--activations-checkpoint-num-layers --recompute-method => --recompute-granularity full
+--train-samples => --train-iters -
+--lr-decay-samples --lr-warmup-samples --lr-wsd-decay-samples => --train-iters - --train-samples 1000
+--end-weight-decay --start-weight-decay => --weight-decay-incr-style cosine
+--data-path --train-data-path --valid-data-path --test-data-path --data-file-list => --mock-data -
+"""
 
 
 def rows(text):
@@ -683,11 +642,21 @@ def rows(text):
     return out
 
 
+def flags_of(text):
+    parts = re.split(r"\s+(?=--)", text.strip())
+    return {flag: words for flag, *words in map(str.split, parts)}
+
+
+NEEDS = {
+    flag: flags_of(needs)
+    for flags, _, needs in (line.partition("=>") for line in BESIDE.strip().splitlines())
+    for flag in flags.split()
+}
+
+
 def command(flag, words):
-    beside = {
-        k: v for k, v in {**BASE, **BESIDE.get(flag, {})}.items() if v is not None and k != flag
-    }
-    return [w for k, v in beside.items() for w in (k, *v.split())] + [flag, *words]
+    beside = {**flags_of(BASE), **NEEDS.get(flag, {}), flag: words}
+    return [w for k, v in beside.items() if v != ["-"] for w in (k, *v)]
 
 
 def test_settings():
@@ -729,7 +698,6 @@ def test_refused_with_what_to_use_instead():
 def test_every_documented_flag_is_tested_above():
     documented = DOCUMENTED.split()
     assert len(documented) == len(set(documented)) == 215
-    tested = {flag for text in (SETTINGS, ACCEPTED, REFUSED) for flag, *_ in rows(text)} | {
-        "--deepspeed_config"
-    }
+    tested = {flag for text in (SETTINGS, ACCEPTED, REFUSED) for flag, *_ in rows(text)}
+    tested.add("--deepspeed_config")
     assert {f"--{name}" for name in (*documented, *OTHER_NAMES.split())} - tested == set()
