@@ -32,7 +32,6 @@ import runpy
 import shlex
 import shutil
 import signal
-import stat
 import sys
 import tempfile
 import threading
@@ -142,26 +141,26 @@ Target = tuple[str, ...]
 TARGETS: Sequence[Target] = [
     tuple(line.split(" | ")) for line in Template(_TARGETS.strip()).substitute(_WORDS).splitlines()
 ]
-VARIABLES = (
-    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME "
-    "OMP_NUM_THREADS "
-    "TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_USE_AGENT_STORE SLURM_PROCID "
-    "SLURM_NTASKS "
-    "SLURM_LOCALID SLURM_NODEID SLURM_STEP_ID SLURM_JOB_ID SLURM_STEP_NUM_TASKS "
-    "SLURM_STEP_NUM_NODES "
-    "SLURM_TASKS_PER_NODE SLURM_STEP_TASKS_PER_NODE SLURM_NTASKS_PER_NODE SLURM_NODELIST "
-    "SLURM_STEP_NODELIST "
-    "SLURM_JOB_END_TIME SLURM_SUBMIT_HOST SLURM_RESTART_COUNT SLURM_ARRAY_JOB_ID "
-    "SLURM_ARRAY_TASK_ID SLURMD_NODENAME "
-    "SRUN_CPUS_PER_TASK OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK "
-    "PMI_RANK PMI_SIZE "
-    "PMIX_RANK PBS_NODEFILE MEGATRON_CLUSTER MEGATRON_KERNELS_LIBRARY MEGATRON_REVISION "
-    "MEGATRON_KERNELS_MEASURED "
-    "HIP_VISIBLE_DEVICES "
-    "ROCR_VISIBLE_DEVICES CUDA_VISIBLE_DEVICES GLIBC_TUNABLES TOKENIZERS_PARALLELISM "
-    "RAYON_NUM_THREADS TMPDIR HOME "
-    "USER COLUMNS LOADEDMODULES HOSTNAME"
-).split()
+VARIABLES = """
+RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME
+OMP_NUM_THREADS
+TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT TORCHELASTIC_USE_AGENT_STORE SLURM_PROCID
+SLURM_NTASKS
+SLURM_LOCALID SLURM_NODEID SLURM_STEP_ID SLURM_JOB_ID SLURM_STEP_NUM_TASKS
+SLURM_STEP_NUM_NODES
+SLURM_TASKS_PER_NODE SLURM_STEP_TASKS_PER_NODE SLURM_NTASKS_PER_NODE SLURM_NODELIST
+SLURM_STEP_NODELIST
+SLURM_JOB_END_TIME SLURM_SUBMIT_HOST SLURM_RESTART_COUNT SLURM_ARRAY_JOB_ID
+SLURM_ARRAY_TASK_ID SLURMD_NODENAME
+SRUN_CPUS_PER_TASK OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK
+PMI_RANK PMI_SIZE
+PMIX_RANK PBS_NODEFILE MEGATRON_CLUSTER MEGATRON_KERNELS_LIBRARY MEGATRON_REVISION
+MEGATRON_KERNELS_MEASURED
+HIP_VISIBLE_DEVICES
+ROCR_VISIBLE_DEVICES CUDA_VISIBLE_DEVICES GLIBC_TUNABLES TOKENIZERS_PARALLELISM
+RAYON_NUM_THREADS TMPDIR HOME
+USER COLUMNS LOADEDMODULES HOSTNAME
+""".split()
 LAUNCHERS: Sequence[Mapping[str, str]] = (
     {},
     rank_environment(0, 1, 29999),
@@ -182,11 +181,10 @@ WORDS = (
 )
 # Messages between our own processes. Nothing in them ever comes from a file.
 OWN_PICKLES = tuple(
-    (
-        "_codecs _thread collections concurrent.futures datetime functools megatron "
-        "multiprocessing numpy pathlib builtins.set builtins.frozenset builtins.complex "
-        "builtins.slice torch"
-    ).split()
+    """
+    _codecs _thread collections concurrent.futures datetime functools megatron multiprocessing numpy
+    pathlib builtins.set builtins.frozenset builtins.complex builtins.slice torch
+    """.split()
 )
 PRELOADED = (
     "tests.helpers.preload matplotlib.pyplot matplotlib.backends.backend_agg "
@@ -595,16 +593,11 @@ def campaign(
                     continue
                 found[signature].append(f"{kind}:{number}")
                 if len(found[signature]) == 1:
-                    kept = folder / "kept" / f"{kind}-{number}"
-                    remove(kept)
-                    shutil.copytree(
-                        bench.folder, kept, symlinks=True, ignore=not_files, dirs_exist_ok=True
-                    )
                     (folder / f"{kind}-{number}.txt").write_text(told, errors="replace")
                     again = f"python -m tests.prove.hostile --seed {seed} --case {kind}:{number}"
                     if len(targets) < len(TARGETS):
                         again += f" --made {shlex.join(sorted({made for _, _, made in targets}))}"
-                    print(f"{signature}\n    {again}    files: {kept}", flush=True)
+                    print(f"{signature}\n    {again}", flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
         working = [pool.submit(work, job) for job in range(jobs)]
@@ -614,17 +607,6 @@ def campaign(
         except KeyboardInterrupt:  # keep the counts so far
             stopped.set()
     return counts, found
-
-
-def not_files(folder: str, names: list[str]) -> list[str]:
-    """Return the names that cannot be kept: pipes, devices and files with holes."""
-    states = {name: os.lstat(os.path.join(folder, name)) for name in names}
-    kinds = (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)
-    return [
-        n
-        for n, s in states.items()
-        if not any(kind(s.st_mode) for kind in kinds) or s.st_size > FILE_BYTES
-    ]
 
 
 def main() -> int:

@@ -55,30 +55,6 @@ def tool(folder: Path, script: str, words: str, log: str = "made.log") -> None:
     (folder / log).unlink()
 
 
-def run(folder: Path) -> None:
-    words = (
-        f"{SMALL} --train-iters 2 --save-interval 1 --save {{f}}/run --vocab-size 128 --mock-data"
-    )
-    tool(folder, "pretrain_gpt.py", words)
-
-
-def spoken(folder: Path) -> None:
-    words = (
-        f"{SMALL} --train-iters 1 --save {{f}}/run --mock-data --tokenizer-type NullTokenizer "
-        "--vocab-size 127"
-    )
-    tool(folder, "pretrain_gpt.py", words)
-
-
-def trained(folder: Path) -> None:
-    data(folder)
-    tool(
-        folder,
-        "pretrain_gpt.py",
-        f"{SMALL} --train-iters 2 --save {{f}}/run --vocab-size 128 --data-path {{f}}/a",
-    )
-
-
 def legacy(folder: Path) -> None:
     """Forge a checkpoint: no manifest, an old format, and a pickle in place of torch's own."""
     from tests.checkpoint.made import make, tensors
@@ -118,11 +94,8 @@ def data(folder: Path) -> None:
         with IndexedDatasetWriter(folder / name, np.uint16) as writer:
             for length in range(1, 40):
                 writer.add_document([i % 128 for i in range(length)])
-    words = (
-        f"{SMALL} --train-iters 2 --data-path {{f}}/a --data-cache-path {{f}}/cache "
-        "--vocab-size 128 --world-size 1"
-    )
-    tool(folder, "tools/build_index.py", words)
+    words = f"{SMALL} --train-iters 2 --data-path {{f}}/a --data-cache-path {{f}}/cache"
+    tool(folder, "tools/build_index.py", f"{words} --vocab-size 128 --world-size 1")
 
 
 def settings(folder: Path) -> None:
@@ -174,19 +147,8 @@ def searched(folder: Path) -> None:
     from tests.jobs.test_tune import SPACE
 
     (folder / "space.toml").write_text(SPACE.replace("8192", "64"))
-    words = (
-        "--space {f}/space.toml --no-prior --search optuna --processes 2 --confirm 0 --max-trials 1"
-    )
-    tool(folder, "tools/tune.py", f"{words} --out {{f}}/tune")
-
-
-def points(folder: Path) -> None:
-    cluster(folder)
-    words = (
-        "tp --model tiny --values 1,2 --launcher local --cluster {f}/machine.toml --iterations "
-        "1 --warm-up 1"
-    )
-    tool(folder, "tools/run_experiment.py", f"{words} --limit 200 --out {{f}}/points")
+    words = "--space {f}/space.toml --no-prior --search optuna --processes 2 --confirm 0"
+    tool(folder, "tools/tune.py", f"{words} --max-trials 1 --out {{f}}/tune")
 
 
 def sources(folder: Path) -> None:
@@ -280,15 +242,6 @@ def ranks(folder: Path) -> None:
     )
 
 
-def pieces(folder: Path) -> None:
-    texts(folder)
-    tool(
-        folder,
-        "tools/train_tokenizer.py",
-        "--input {f}/e.txt --output {f}/spm.model --vocab-size 400",
-    )
-
-
 def megatron(folder: Path) -> None:
     from tests.tools.conversion.test_megatron import write
 
@@ -299,6 +252,18 @@ def torch_dist(folder: Path) -> None:
     from tests.tools.conversion.test_torch_dist import write
 
     write(folder / "megatron", "gpt")
+
+
+def by_tool(
+    script: str, words: str, before: Callable[[Path], None] = nothing
+) -> Callable[[Path], None]:
+    """Return a maker that runs a program after another maker."""
+
+    def make(folder: Path) -> None:
+        before(folder)
+        tool(folder, script, words)
+
+    return make
 
 
 def of_hugging_face(case: str) -> Callable[[Path], None]:
@@ -428,12 +393,18 @@ NORMALIZERS: tuple[Any, ...] = (
     {"type": "Prepend", "prepend": "e" * 10**6},
     {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
 )
-_Content = Callable[[bytes], bytes]
+# What a file's content becomes, or what is added at its end: the large ones are not made before.
+_Content = bytes | Callable[[bytes], bytes]
 
 
 def _changed(**values: Any) -> _Content:
     """Return what changes members of a JSON object."""
     return lambda content: json.dumps(json.loads(content) | values).encode()
+
+
+def _begun(lines: bytes) -> _Content:
+    """Return what puts lines at the beginning of a settings file in place of its last table."""
+    return lambda content: lines + b"\n" + content.partition(b"[start]")[0]
 
 
 def _listed(*templates: Any) -> _Content:
@@ -463,36 +434,32 @@ CONTENTS: Mapping[str, Sequence[_Content]] = {
     "merges.txt": (
         lambda content: content + 10**8 * b"e",
         lambda content: content + 10**6 * b"h e\n",
-        *(
-            lambda content, line=line: content + line  # type: ignore[misc]
-            for line in (b"h\0 e\n", b"\xff \xfe\n", b"h e l\n", b" \n", b"\xed\xa0\x80 e\n")
-        ),
+        b"h\0 e\n",
+        b"\xff \xfe\n",
+        b"h e l\n",
+        b" \n",
+        b"\xed\xa0\x80 e\n",
     ),
     "*.tiktoken": (
         lambda content: content + 10**8 * b"A" + b" 296\n",
         lambda content: content + _rank_lines([t.encode() for t in _DOUBLED[1:]]),
         lambda content: content + _rank_lines([b"%d" % i for i in range(1000, 10**6)]),
-        *(
-            lambda content, line=line: content + line  # type: ignore[misc]
-            for line in (
-                b"ZWVl %d\n" % 2**63,
-                b"ZWVl 999999999999999999\n",
-                b"\0 296\n",
-                b"\xff 296",
-            )
-        ),
+        b"ZWVl %d\n" % 2**63,
+        b"ZWVl 999999999999999999\n",
+        b"\0 296\n",
+        b"\xff 296",
     ),
     "*.model": (
-        lambda content: content + b"\x0a" + 9 * b"\xff" + b"\x01",
-        lambda content: content + 100 * b"\xff",
+        b"\x0a" + 9 * b"\xff" + b"\x01",
+        100 * b"\xff",
         lambda content: content + 10**6 * b"\x0b",
         lambda content: content + 10**6 * _field(1, b""),
         lambda content: content + _field(1, _field(1, 10**7 * b"e")),
-        lambda content: content + _field(1, _field(1, b"ee") + b"\x15\x00\x00\xc0\x7f"),
-        lambda content: content + _field(1, _field(1, b"e\0\xff") + b"\x18\x04"),
-        lambda content: content + _field(2, b"\x18\x09"),
-        lambda content: content + _field(3, _field(2, b"\xff\xff\xff\x7f" + 1000 * b"\xff")),
-        lambda content: content + _field(3, _field(2, b"\x00\x04\0\0" + 2000 * b"\xfe")),
+        _field(1, _field(1, b"ee") + b"\x15\x00\x00\xc0\x7f"),
+        _field(1, _field(1, b"e\0\xff") + b"\x18\x04"),
+        _field(2, b"\x18\x09"),
+        _field(3, _field(2, b"\xff\xff\xff\x7f" + 1000 * b"\xff")),
+        _field(3, _field(2, b"\x00\x04\0\0" + 2000 * b"\xfe")),
     ),
     "*.tokenizer.json": (
         *(_changed(vocab_size=n, eod=n, largest_id=n) for n in (2**62, 2**63 - 1, 2**63, -1, True)),
@@ -501,7 +468,7 @@ CONTENTS: Mapping[str, Sequence[_Content]] = {
         _changed(more={}),
         _changed(vocab_size=0),
         lambda content: 10**6 * b"[",
-        lambda content: content + 10**6 * b" ",
+        10**6 * b" ",
         lambda content: 50 * b'{"vocab_size":' + content + 50 * b"}",
         lambda content: content.decode().encode("utf-16"),
     ),
@@ -529,20 +496,20 @@ CONTENTS: Mapping[str, Sequence[_Content]] = {
         _changed(**{f"<{i}>": 259 + i for i in range(10**5)}),
     ),
     "run.toml": (
-        *(
-            lambda content, more=more: more + content.partition(b"[start]")[0]  # type: ignore[misc]
-            for more in (
-                b"start = 1\n",
-                b"start = []\n",
-                b"start.start.seed = 1\n",
-                b"start.optimizer.adam-eps = 1\n",
-                b"start.exit-interval = %d\n" % 2**70,
-                b"start.exit_interval = 1\nexit-interval = 1\n",
-                b'"exit-interval" = [1, [2, [3]]]\n',
-                b"--exit-interval = 3\n",
-                b'"' + 10**6 * b"a" + b'" = 1\n',
-                b"# Every setting of a run.\nlog_interval = 2\n",
-            )
+        *map(
+            _begun,
+            (
+                b"start = 1",
+                b"start = []",
+                b"start.start.seed = 1",
+                b"start.optimizer.adam-eps = 1",
+                b"start.exit-interval = %d" % 2**70,
+                b"start.exit_interval = 1\nexit-interval = 1",
+                b'"exit-interval" = [1, [2, [3]]]',
+                b"--exit-interval = 3",
+                b'"' + 10**6 * b"a" + b'" = 1',
+                b"# Every setting of a run.\nlog_interval = 2",
+            ),
         ),
         lambda content: content.replace(b"[start]", b"[[start]]"),
         lambda content: content + content[content.index(b"[start]") :].replace(b"-", b"_"),
@@ -614,7 +581,8 @@ def damage(folder: Path, chance: random.Random) -> str:
             in_torch(path, chance)
         elif draw < 0.65 and (pattern := _pattern(path)):
             what = "another content"
-            path.write_bytes(chance.choice(CONTENTS[pattern])(path.read_bytes()))
+            change, content = chance.choice(CONTENTS[pattern]), path.read_bytes()
+            path.write_bytes(content + change if isinstance(change, bytes) else change(content))
         else:
             content = path.read_bytes()
             ways = [
@@ -768,11 +736,31 @@ def _nodes(value: Any) -> list[tuple[Any, Any]]:
 
 
 _MADE = (
-    "nothing run spoken trained legacy measured data deepspeed_json settings cluster timeline space "
-    "searched points sources job texts unfinished gpt2 hugging_face ranks pieces megatron torch_dist "
-    "deepspeed conversations named_templates recorded nodes"
+    "nothing legacy measured data deepspeed_json settings cluster timeline space searched sources "
+    "job texts unfinished gpt2 hugging_face ranks megatron torch_dist deepspeed conversations "
+    "named_templates recorded nodes"
 )
-MAKERS: dict[str, Callable[[Path], None]] = {name: globals()[name] for name in _MADE.split()}
+_TRAIN = f"{SMALL} --save {{f}}/run --train-iters"
+MAKERS: dict[str, Callable[[Path], None]] = {
+    **{name: globals()[name] for name in _MADE.split()},
+    "run": by_tool("pretrain_gpt.py", f"{_TRAIN} 2 --save-interval 1 --vocab-size 128 --mock-data"),
+    "spoken": by_tool(
+        "pretrain_gpt.py",
+        f"{_TRAIN} 1 --mock-data --tokenizer-type NullTokenizer --vocab-size 127",
+    ),
+    "trained": by_tool("pretrain_gpt.py", f"{_TRAIN} 2 --vocab-size 128 --data-path {{f}}/a", data),
+    "points": by_tool(
+        "tools/run_experiment.py",
+        "tp --model tiny --values 1,2 --launcher local --cluster {f}/machine.toml --iterations 1 "
+        "--warm-up 1 --limit 200 --out {f}/points",
+        cluster,
+    ),
+    "pieces": by_tool(
+        "tools/train_tokenizer.py",
+        "--input {f}/e.txt --output {f}/spm.model --vocab-size 400",
+        texts,
+    ),
+}
 FAMILIES = (
     "gpt2 llama3 llama-biased llama31 llama-yarn mistral-window qwen2-window qwen3 olmo2 mixtral "
     "olmoe qwen3_moe qwen2_moe gemma2 pythia bloom"

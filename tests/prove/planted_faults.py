@@ -218,7 +218,8 @@ def failing_without(chosen: Sequence[Fault], workers: int) -> str:
     if not named:
         return ""
     with copied_tree() as (folder, environ):
-        failed, reason = run_tests(named, folder, environ, "-n", str(workers), "--dist", "loadfile")
+        parallel = ("-n", str(workers), "--dist", "loadfile") if workers > 1 else ()
+        failed, reason = run_tests(named, folder, environ, *parallel)
     return reason or ", ".join(failed)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -16,14 +15,11 @@ pytestmark = pytest.mark.slow
 CHEAP = [
     target
     for target in hostile.TARGETS
-    if target[2] in ("sources", "legacy")
-    or target[0] in ("tools/show_placement.py", "tools/show_schedule.py")
+    if target[2] == "sources" or target[0] in ("tools/show_placement.py", "tools/show_schedule.py")
 ]
 PLANTED = {
-    "TRACEBACK: ValueError": "raise ValueError('x')",
     "TRACEBACK: MemoryError": "bytearray(5 << 30)",
     "HANG": "import time; time.sleep(1000)",
-    "SIGNAL: SIGABRT": "import os; os.abort()",
     "CODE RUN: posix.mkdir": "import pickle, sys; pickle.load(open(sys.argv[1], "
     "'rb')); sys.exit(2)",
     "CODE RUN: a command ran": "import os, sys; os.system(sys.argv[2])",
@@ -31,29 +27,21 @@ PLANTED = {
 
 
 @pytest.mark.timeout(180)  # the first case makes each kind of files
-def test_a_few_cases(tmp_path: Path) -> None:
-    few = itertools.islice(hostile.cases(("files", "flags")), 6)
-    counts, found = hostile.campaign(0, few, tmp_path, targets=CHEAP)
-    assert not found
-    assert {kind: sum(verdicts.values()) for kind, verdicts in counts.items()} == {
-        "files": 4,
-        "flags": 2,
-    }
-    assert all(
-        sum(verdicts[each] for verdicts in counts.values()) for each in ("accepted", "refused")
-    )
+def test_a_few_cases(tmp_path):
+    few = itertools.islice(hostile.cases(("files", "flags")), 3)
+    counts, found = hostile.campaign(2, few, tmp_path, targets=CHEAP)
+    verdicts = [verdict for kind in counts.values() for verdict in kind.elements()]
+    assert not found and sorted(verdicts) == ["accepted", "refused", "refused"]
 
 
 @pytest.mark.parametrize(("signature", "code"), PLANTED.items(), ids=PLANTED)
-def test_what_may_not_happen_is_a_failure(signature: str, code: str, tmp_path: Path) -> None:
-    bench, script = (
-        Bench(tmp_path, 0.5 if signature == "HANG" else hostile.LIMIT_S),
-        tmp_path / "planted.py",
-    )
+def test_what_may_not_happen_is_a_failure(signature, code, tmp_path):
+    bench = Bench(tmp_path, 0.5 if signature == "HANG" else hostile.LIMIT_S)
+    script = tmp_path / "planted.py"
     script.write_text(code)
     words = ["{f}/file", "mkdir {f}/RAN"]
 
-    def plant(folder: Path) -> str:
+    def plant(folder):
         (folder / "file").write_bytes(hostile_files.payload(folder))
         return ""
 
@@ -61,20 +49,19 @@ def test_what_may_not_happen_is_a_failure(signature: str, code: str, tmp_path: P
     assert verdict == "FAILED" and found.startswith(signature), found
 
 
-def test_a_refusal_and_a_success_are_none(tmp_path: Path) -> None:
-    bench, script = Bench(tmp_path), tmp_path / "planted.py"
-    script.write_text("import sys; sys.exit(int(sys.argv[1]))")
-    assert [bench.run(Case(str(script), [[code]]))[:2] for code in "02"] == [
-        ("accepted", ""),
-        ("refused", ""),
-    ]
+def test_a_signal_and_a_traceback_are_failures_and_a_refusal_is_none():
+    frame = f'  File "{hostile.ROOT}/megatron/data/x.py", line 7, in read\n    x\n'
+    trace = f"Traceback (most recent call last):\n{frame}ValueError: no\n"
+    assert hostile.judge(-6, "") == "SIGNAL: SIGABRT"
+    assert hostile.judge(1, trace) == "TRACEBACK: ValueError: x.py:read < megatron/data/x.py:read"
+    assert hostile.judge(2, "error: --x is wrong") == hostile.judge(0, "") == ""
 
 
-def test_processes_with_other_files_that_end_well_are_a_failure(tmp_path: Path) -> None:
+def test_processes_with_other_files_that_end_well_are_a_failure(tmp_path):
     bench, script = Bench(tmp_path), tmp_path / "planted.py"
     script.write_text("import os, sys; sys.exit(2 if os.path.exists('file') else 0)")
 
-    def plant(folder: Path) -> str:
+    def plant(folder):
         for name in ("0", "1"):
             (folder / name).mkdir()
         (folder / "1" / "file").touch()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.prove.environments import NOT_OLDEST, bounds, environments
 
 
-def test_the_oldest_of_everything_is_that_of_pyproject() -> None:
+def test_the_oldest_of_everything_is_that_of_pyproject():
     """`bounds` fails where two lists of pyproject.toml differ in a package."""
     lowest, (oldest, *_) = bounds(), environments()
     exact = dict(line.split("==") for line in (oldest.torch, *oldest.others))
