@@ -14,7 +14,7 @@ import pytest
 
 from megatron.checkpoint.folder import TRACKER
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.jobs.check_job import check, count, directives, parse_options, winning
+from megatron.jobs.check_job import check, directives, parse_options, winning
 from megatron.planner.cluster import load_cluster
 from megatron.planner.timing import estimate
 from tests.helpers.launching import ROOT
@@ -150,10 +150,8 @@ def test_a_mistake_is_found(old, new, level, about):
 def test_variables_of_the_network(monkeypatch, name, value, level):
     monkeypatch.setenv(name, value)
     assert said(report()) == {(level, "network")}
-    assert (
-        said(report(command=COMMAND.replace("--bf16", "--bf16 --distributed-backend gloo")))
-        == set()
-    )
+    gloo = COMMAND.replace("--bf16", "--bf16 --distributed-backend gloo")
+    assert said(report(command=gloo)) == set()
 
 
 def test_room_for_checkpoints_is_one_more_than_are_kept(monkeypatch):
@@ -189,17 +187,15 @@ def test_what_it_costs():
 
     Jobs have the length of the wall time.
     """
-    job = report(command=COMMAND.replace("--train-iters 10", "--train-iters 5000000"))
+    long = COMMAND.replace("--train-iters 10", "--train-iters 5000000")
+    job = report(command=long)
     assert job.config is not None
     seconds = 5_000_000 * estimate(job.config, load_cluster("frontier")).seconds
     days, node_hours = cost(job)
-    assert days == pytest.approx(seconds / 86400, abs=0.01) and node_hours == pytest.approx(
-        2 * seconds / 3600, abs=1
-    )
+    assert days == pytest.approx(seconds / 86400, abs=0.01)
+    assert node_hours == pytest.approx(2 * seconds / 3600, abs=1)
     assert f" {math.ceil(seconds / 7200):,} job(s) of 02:00:00" in job.known["it costs"]
-    spare = report(
-        HEAD.replace("-N 2", "-N 3"), COMMAND.replace("--train-iters 10", "--train-iters 5000000")
-    )
+    spare = report(HEAD.replace("-N 2", "-N 3"), long)
     assert cost(spare)[1] == pytest.approx(3 * seconds / 3600, abs=1)
 
 
@@ -253,26 +249,22 @@ def test_a_checkpoint_that_is_broken(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "line",
     [
-        [],
-        ["look"],
-        ["check"],
-        ["check", "nothing.sbatch"],
-        ["check", "--cluster", "moon", "--", "python", "pretrain_gpt.py"],
-        ["check", "--wrap", "x"],
-        ["check", "--"],
-        ["check", "--cluster"],
-        ["check", "--", "python", "x.py"],
+        "look",
+        "check",
+        "check nothing.sbatch",
+        "check --cluster moon -- python pretrain_gpt.py",
+        "check --wrap x",
+        "check --",
+        "check --cluster",
+        "check -- python x.py",
     ],
-    ids=" ".join,
 )
-def test_mistakes_of_the_user(words, capsys):
-    code = main(words)
+def test_mistakes_of_the_user(line, capsys):
+    assert main(line.split()) == 2
     out, err = capsys.readouterr()
-    assert "Traceback" not in err and (
-        code == 0 and out if not words else code == 2 and "error: " in out + err
-    )
+    assert "Traceback" not in err and "error: " in out + err
 
 
 def test_exit_codes_and_output(capsys):
@@ -338,16 +330,6 @@ def test_lines_that_slurm_does_not_read_are_told():
     options, problems = directives(text)
     assert options["nodes"].value == "2"
     assert [problem.split(":")[0] for problem in problems] == ["line 2", "line 3", "line 5"]
-
-
-def test_numbers():
-    assert [count(text) for text in ("16", "16-20", "x", "", "9" * 5000)] == [
-        16,
-        16,
-        None,
-        None,
-        None,
-    ]
 
 
 # -- our own scripts -------------------------------------------------------------------------------

@@ -34,23 +34,14 @@ from tools.preflight import main
 def variables(rank, port):
     """Return the variables that srun sets for this task."""
     node, local = divmod(rank, 2)
-    return {
-        "SLURM_JOB_ID": "4711",
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(local),
-        "SLURM_NODEID": str(node),
-        "SLURM_NTASKS": "4",
-        "SLURM_STEP_NUM_TASKS": "4",
-        "SLURM_STEP_NUM_NODES": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-        "SLURM_STEP_NODELIST": "node[01-02]",
-        "SLURMD_NODENAME": f"node0{node + 1}",
-        "ROCR_VISIBLE_DEVICES": str(local),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RES_OPTIONS": "timeout:1",
-    }
+    line = (
+        "SLURM_JOB_ID=4711 SLURM_STEP_ID=0 SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=4 "
+        "SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_STEP_NODELIST=node[01-02] "
+        f"SLURM_PROCID={rank} SLURM_LOCALID={local} SLURM_NODEID={node} "
+        f"SLURMD_NODENAME=node0{node + 1} ROCR_VISIBLE_DEVICES={local} MASTER_ADDR=127.0.0.1 "
+        f"MASTER_PORT={port} RES_OPTIONS=timeout:1"
+    )
+    return dict(word.split("=") for word in line.split())
 
 
 def prepared(living):
@@ -62,28 +53,20 @@ def prepared(living):
 
 
 def measured(folder, ranks):
-    port, arguments = (
-        free_port(),
-        ["measure", "--out", str(folder), "--backend", "gloo", "--seconds", "600"],
-    )
+    port = free_port()
+    words = f"measure --out {folder} --backend gloo --seconds 600".split()
     with contextlib.ExitStack() as stack:
-        scripts = [
-            stack.enter_context(
-                Script(
-                    "tools/preflight.py",
-                    arguments,
-                    folder.with_name(f"rank_{rank}.log"),
-                    variables(rank, port),
-                    (prepared, ranks),
-                )
-            )
-            for rank in ranks
-        ]
+        scripts = []
+        for rank in ranks:
+            log = folder.with_name(f"rank_{rank}.log")
+            here = variables(rank, port), (prepared, ranks)
+            script = Script("tools/preflight.py", words, log, *here)
+            scripts.append(stack.enter_context(script))
         return [script.wait() for script in scripts]
 
 
-def hosts_of(folder, kind):
-    return (folder / f"{kind}_hosts").read_text().split()
+def hosts_of(folder):
+    return [(folder / f"{kind}_hosts").read_text().split() for kind in ("good", "bad")]
 
 
 @pytest.mark.slow
@@ -92,20 +75,14 @@ def test_a_good_allocation(tmp_path):
     assert [first.code, *others] == [0, *[Outcome(0, "")] * 3], first.output
     assert "2 of 2 nodes" in first.output and "--exclude" not in first.output
     assert all(f"{name}, {unit}: " in first.output for name, (unit, _, _) in FIGURES.items())
-    assert (hosts_of(tmp_path / "out", "good"), hosts_of(tmp_path / "out", "bad")) == (
-        ["node01", "node02"],
-        [],
-    )
+    assert hosts_of(tmp_path / "out") == [["node01", "node02"], []]
 
 
 @pytest.mark.slow
 def test_who_does_not_come_is_named(tmp_path):
     first, *_ = measured(tmp_path / "out", [0, 1, 2])
     assert first.code == 4 and "--exclude=node02" in first.output and "rank 3:" in first.output
-    assert (hosts_of(tmp_path / "out", "good"), hosts_of(tmp_path / "out", "bad")) == (
-        ["node01"],
-        ["node02"],
-    )
+    assert hosts_of(tmp_path / "out") == [["node01"], ["node02"]]
 
 
 def test_without_rank_0_the_others_end(tmp_path, monkeypatch, capsys):

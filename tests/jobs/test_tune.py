@@ -312,45 +312,37 @@ def test_a_dry_run_says_which_flags_win_and_counts_all_trials(capsys, words, tmp
         assert "--num-layers 3" in text and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ((), "--space FILE|NAME"),
-        (("--space", "nowhere"), "nowhere"),
-        (("--space", "two-cores"), "tools/calibrate.py"),
-        (("--space", "two-cores", "--no-prior", "--walltime", "soon"), "--walltime soon"),
-        (("--space", "two-cores", "--no-prior", "--parallel", "2"), "--launcher slurm"),
-        (("--space", "two-cores", "--no-prior", "--launcher", "local", "--nodes", "2"), "--nodes"),
-        (("--space", "paper-175b", "--launcher", "slurm"), "--hosts-file"),
-        (
-            ("--space", "paper-175b", "--launcher", "slurm", "--processes", "4", "--dry-run"),
-            "--tasks-per-node",
-        ),
-        (("--space", "paper-175b", "--hosts-file", "/nowhere"), "/nowhere"),
-        (("--space", "two-cores", "--no-prior", "--launcher", "slurm", "--report-only"), "--nodes"),
-        (("--space", "two-cores", "--no-prior", "--report-only"), "no trials"),
-        (("--space", "two-cores", "--no-prior", "--dry-run", "--report-only"), "--report-only"),
-        (
-            ("--space", "two-cores", "--cluster", "frontier", "--headroom", "200%"),
-            "--headroom 200%",
-        ),
-        (
-            ("--space", "two-cores", "--no-prior", "--dry-run", "--", "--train-iters", "5"),
-            "--iterations",
-        ),
-    ],
-)
-def test_mistakes_end_with_what_to_do(capsys, tmp_path, words, said):
-    here = list(words)
-    if here:
-        here[2:2] = ["--search", "optuna", "--out", str(tmp_path / "out")]
-    code, text = call(capsys, *here)
-    assert (
-        code == 2
-        and text.startswith("error: ")
-        and said in text
-        and not (tmp_path / "out").exists()
-    ), text
+# The words of a command line => what the message names.
+MISTAKES = """
+--space nowhere => nowhere
+--space two-cores => tools/calibrate.py
+--space two-cores --no-prior --walltime soon => --walltime soon
+--space two-cores --no-prior --parallel 2 => --launcher slurm
+--space two-cores --no-prior --launcher local --nodes 2 => --nodes
+--space paper-175b --launcher slurm => --hosts-file
+--space paper-175b --launcher slurm --processes 4 --dry-run => --tasks-per-node
+--space paper-175b --hosts-file /nowhere => /nowhere
+--space two-cores --no-prior --launcher slurm --report-only => --nodes
+--space two-cores --no-prior --report-only => no trials
+--space two-cores --no-prior --dry-run --report-only => --report-only
+--space two-cores --cluster frontier --headroom 200% => --headroom 200%
+--space two-cores --no-prior --dry-run -- --train-iters 5 => --iterations
+--space learning-rate --no-prior --dry-run => tokens_per_s
+--space learning-rate --no-prior --dry-run --objective valid_loss => --data-path
+--space learning-rate --no-prior --dry-run --objective valid_loss --iterations 3 -- --mock-data => --iterations
+--space two-cores --no-prior --dry-run --objective valid_loss => two-cores
+"""
+
+
+@pytest.mark.parametrize("line", ["=> --space FILE|NAME", *MISTAKES.strip().splitlines()])
+def test_mistakes_end_with_what_to_do(capsys, tmp_path, line):
+    words, said = line.split("=> ")
+    words = words.split()
+    if words:
+        words[2:2] = ["--search", "optuna", "--out", str(tmp_path / "out")]
+    code, text = call(capsys, *words)
+    assert code == 2 and text.startswith("error: ") and said in text, text
+    assert not (tmp_path / "out").exists()
 
 
 def test_hosts_of_a_file(capsys, tmp_path):
@@ -363,11 +355,8 @@ def test_hosts_of_a_file(capsys, tmp_path):
     hosts.write_text("\n".join(f"n{i}" for i in range(12)))
     found = make_setup(tune.build_parser().parse_args(words), [])
     assert found.target.hosts == tuple(f"n{i}" for i in range(12)) and found.machine.max_nodes == 12
-    assert (
-        found.target.launcher == "slurm"
-        and found.target.parallel == 12
-        and found.machine.processes_per_node == 8
-    )
+    assert (found.target.launcher, found.target.parallel) == ("slurm", 12)
+    assert found.machine.processes_per_node == 8
     assert found.machine.cluster and found.machine.cluster.name == "frontier" and found.prior
     # Without one and without --nodes: the largest number of nodes in the space.
     dry = tune.build_parser().parse_args(
@@ -474,17 +463,3 @@ def test_the_lowest_validation_loss_at_a_token_budget_wins(tmp_path, monkeypatch
     assert f"Best: {key}" in text and (tmp_path / "out/report/best.txt").is_file()
     code, text = call(capsys, *line)
     assert code == 0 and f"Best: {key}" in text and len(results(tmp_path / "out")) == 2
-
-
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [
-        ("", "tokens_per_s"),
-        ("--objective valid_loss", "--data-path"),
-        ("--objective valid_loss --iterations 3 -- --mock-data", "--iterations"),
-        ("--space two-cores --objective valid_loss", "two-cores"),
-    ],
-)
-def test_what_a_loss_needs(capsys, words, value):
-    code, text = call(capsys, *f"--space learning-rate --no-prior --dry-run {words}".split())
-    assert code == 2 and value in text
