@@ -48,18 +48,8 @@ def rules(tmp_path):
 
 
 def kernel(name, **values):
-    good = dict(
-        vgprs=60,
-        agprs=0,
-        sgprs=40,
-        lds_bytes=0,
-        scratch_bytes=0,
-        spills=0,
-        occupancy=8,
-        narrow=0,
-        wide=4,
-    )
-    return Kernel(name, **{**good, **values})
+    good = dict(vgprs=60, agprs=0, sgprs=40, lds_bytes=0, scratch_bytes=0, spills=0)
+    return Kernel(name, **{**good, "occupancy": 8, "narrow": 0, "wide": 4, **values})
 
 
 def test_budgets_are_found_beside_the_operation(rules):
@@ -238,7 +228,7 @@ def needs(target):
         pytest.skip(build.no_compiler(target))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign("simulator")
 def test_planted_violations_in_what_hipcc_makes(tmp_path):
     """Narrow loads and spills are found in real assembly, and a good kernel raises no finding."""
     needs("hip")
@@ -256,12 +246,7 @@ def test_planted_violations_in_what_hipcc_makes(tmp_path):
 def test_planted_spills_in_what_nvcc_makes(tmp_path):
     needs("cuda")
     plant(tmp_path)
-    text = (
-        (tmp_path / "planted.cpp")
-        .read_text()
-        .replace("held[24]", "held[96]")
-        .replace("< 24", "< 96")
-    )
+    text = PLANTED.replace("held[24]", "held[96]").replace("< 24", "< 96")
     (tmp_path / "planted.cpp").write_text(text.replace("j = 23", "j = 95"))
     wrong = resources.cuda_spills(folder=tmp_path)
     assert wrong and all("Spilling" in line for line in wrong)

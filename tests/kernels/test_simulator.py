@@ -151,21 +151,9 @@ def program(tmp_path_factory):
         if (wave, flags) not in made:
             place = tmp_path_factory.mktemp("misuse")
             (place / "misuse.cpp").write_text(KERNELS)
-            command = [
-                str(compiler("simulator")),
-                "-std=c++17",
-                f"-DMK_SIMULATE={wave}",
-                f"-I{SOURCES}",
-                *flags,
-                "-Wall",
-                "-Wextra",
-                "-Werror",
-                "-Wno-unknown-pragmas",
-                "-Wno-unused-function",
-                "misuse.cpp",
-                "-o",
-                "misuse",
-            ]
+            words = f"-std=c++17 -DMK_SIMULATE={wave} -Wall -Wextra -Werror -Wno-unknown-pragmas"
+            words += " -Wno-unused-function misuse.cpp -o misuse"
+            command = [str(compiler("simulator")), f"-I{SOURCES}", *flags, *words.split()]
             done = subprocess.run(command, capture_output=True, text=True, cwd=place)
             assert done.returncode == 0, done.stderr
             made[wave, flags] = place / "misuse"
