@@ -79,8 +79,9 @@ def test_replace_derives_anew():
             **{**SIZES, "hidden_size": 66},
             kv_channels=20,
             ffn_hidden_size=77,
-            train_samples=50,
             lr_decay_samples=40,
+            train_samples=50,
+            profile_ranks=(1, 2),
         ),
         dict(
             **SIZES,
@@ -88,12 +89,6 @@ def test_replace_derives_anew():
             global_batch_size=8,
             rampup_batch_size=(4, 4, 10),
             data_path=["1", "a"],
-        ),
-        dict(
-            **SIZES,
-            tensor_model_parallel_size=2,
-            sequence_parallel=True,
-            profile_ranks=(1, 2),
             extra={"a": {"b": 1}},
         ),
         *({"preset": name} for name in PRESETS),

@@ -3,7 +3,6 @@
 import math
 import random
 import re
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,6 @@ from megatron.jobs.scaling import (
 )
 from tests.tools.measured import SEQUENCE, paper_flops, records, settings, write
 
-Records = list[dict[str, Any]]
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
 
 
