@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from typing import NamedTuple
 
 from megatron.jobs.candidate_layouts import Candidate
@@ -37,10 +36,10 @@ class Table(NamedTuple):
         return index not in self.fails and self.costs[index] <= self.best + math.log(1.03)
 
 
-def candidates_of(parameters, keep):
+def candidates_of(keep):
     found = []
-    for values in itertools.product(*(p.values for p in parameters)):
-        named = dict(zip((p.name for p in parameters), values, strict=True))
+    for values in itertools.product(*(p.values for p in PARAMETERS)):
+        named = dict(zip((p.name for p in PARAMETERS), values, strict=True))
         if keep(named):
             key = ",".join(f"{name}={value}" for name, value in named.items())
             found.append(Candidate(len(found), key, named, 16, (), 2, 2048))
@@ -53,10 +52,8 @@ def _seconds(v, bubble, slow_tp, recompute):
     It has work, messages of tensor parallelism, a bubble, and better use of devices by larger
     micro-batches.
     """
-    tp, pp, mbs = (int(v[name] or 0) for name in ("tp", "pp", "mbs"))
-    again = {"none": 1.0, "selective": 1 + recompute / 4, "full": 1 + recompute}[
-        str(v["recompute"])
-    ]
+    tp, pp, mbs = v["tp"], v["pp"], v["mbs"]
+    again = 1 + recompute * {"none": 0, "selective": 0.25, "full": 1}[v["recompute"]]
     micro_batches = 64 / mbs
     work = again * (1 + 0.3 / mbs) * (1 + bubble * (pp - 1) / micro_batches)
     return work + slow_tp * math.log2(tp) * (0.8 if v["sp"] else 1.0) + 0.4 / (tp * pp)
@@ -70,9 +67,7 @@ def table(
 
     The planner underestimates messages, overestimates bubbles and takes recomputation for free.
     """
-    candidates = candidates_of(
-        PARAMETERS, lambda v: int(v["tp"] or 0) * int(v["pp"] or 0) <= 64 and keep(v)
-    )
+    candidates = candidates_of(lambda v: v["tp"] * v["pp"] <= 64 and keep(v))
     return Table(
         candidates,
         tuple(math.log(_seconds(c.values, 1.0, 0.09, 0.33)) for c in candidates),
@@ -81,14 +76,7 @@ def table(
     )
 
 
-def play(
-    search,
-    known,
-    trials,
-    prior=None,
-    seed=0,
-    until=lambda index: False,
-):
+def play(search, known, trials, prior=None, seed=0, until=lambda index: False):
     """Return a search's proposals, one trial after another.
 
     It ends after `trials` trials, when `until` returns true, or when nothing is left.
@@ -97,9 +85,8 @@ def play(
     found = []
     for count in range(min(trials, len(known.candidates))):
         open_ = [index for index in range(len(known.candidates)) if index not in seen]
-        index, by = propose(
-            search, seed, History(known.candidates, PARAMETERS, seen, open_, prior=prior), count
-        )
+        history = History(known.candidates, PARAMETERS, seen, open_, prior=prior)
+        index, by = propose(search, seed, history, count)
         assert index in open_
         seen[index] = None if index in known.fails else known.costs[index]
         found.append((index, by))
@@ -114,11 +101,7 @@ def trials_to_good(search, known, trials, prior, seed):
     return len(found) if known.good(found[-1][0]) else trials + 1
 
 
-def trials_by_chance(known, seed):
-    """Return the same number for draws without a search."""
-    left = list(range(len(known.candidates)))
-    for count in itertools.count():
-        if known.good(drawn := random.Random(f"{seed} {count}").choice(left)):
-            return count + 1
-        left.remove(drawn)
-    raise AssertionError("one is good")
+def trials_by_chance(known):
+    """Return the mean of the same number for draws without a search and without repetition."""
+    good = sum(map(known.good, range(len(known.costs))))
+    return (len(known.costs) + 1) / (good + 1)

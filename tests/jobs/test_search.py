@@ -46,7 +46,7 @@ def test_the_best_of_the_prior_come_first(name):
 @pytest.mark.parametrize(
     ("name", "prior", "seeds"),
     [
-        pytest.param("optuna", "none", 2, marks=SLOW),
+        pytest.param("optuna", "none", 3, marks=SLOW),
         pytest.param("deephyper", "wrong", 1, marks=SLOW),
         *(
             pytest.param(name, prior, 3, marks=LONG)
@@ -67,17 +67,14 @@ def test_it_needs_far_fewer_trials_than_random_search(name, prior, seeds):
     ]
     given = {"none": None, "wrong": wrong, "opposite": [-cost for cost in PLAIN.costs]}[prior]
     needed = [trials_to_good(name, PLAIN, 60, given, seed) for seed in range(seeds)]
-    by_chance = [trials_by_chance(PLAIN, seed) for seed in range(20)]
-    assert max(needed) <= 60 and statistics.median(needed) < statistics.median(by_chance) / 2, (
-        needed
-    )
+    assert max(needed) <= 60 and statistics.median(needed) < trials_by_chance(PLAIN) / 2, needed
 
 
 @SLOW
 @pytest.mark.parametrize("name", LEARNING)
 def test_a_region_that_fails_is_left(name):
     """A failing region is avoided. Half of the space fails, and the planner prefers that half."""
-    known = table(lambda v: int(v["tp"] or 0) >= 4)
+    known = table(lambda v: v["tp"] >= 4)
     found = play(name, known, 30, known.prior)
     failed = [index in known.fails for index, _ in found]
     assert failed[0] and sum(failed[15:]) <= 3, failed

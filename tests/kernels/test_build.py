@@ -127,9 +127,8 @@ def test_hip_is_compiled_for_amd_and_linked_without_a_runtime(compilers, sources
     archs = [f"--offload-arch={arch}" for arch in ("gfx90a", "gfx942", "gfx950")]
     assert len(compiled) == 2 and all(" ".join(archs) in c for c in compiled)
     assert [c.split()[0] for c in calls if "-shared" in c] == ["c++"]
-    assert path.name == "libmegatron-hip-gfx90a+gfx942+gfx950.so" and [
-        p.name for p in path.parent.iterdir()
-    ] == [path.name]
+    assert path.name == "libmegatron-hip-gfx90a+gfx942+gfx950.so"
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_what_a_compiler_does_not_know_is_left_out_by_name(compilers, sources, tmp_path):
@@ -189,6 +188,8 @@ def test_a_compiler_that_fails(compilers, sources, tmp_path):
 
 
 def test_an_installation_warns_and_goes_on(compilers, sources, tmp_path, monkeypatch):
+    # What is asked of torch needs no second to import it.
+    monkeypatch.setattr(build, "_TORCH", "print('2.0', 1, '/lib', '/include', sep='\\n')")
     said = []
     folder = tmp_path / "lib"
     folder.mkdir()

@@ -145,21 +145,23 @@ def run(name: str, extra: Sequence[str]) -> tuple[str, str]:
     )
 
 
+def outcomes(report: str) -> list[tuple[str, str]]:
+    """Return (test, passed, failure, error or skipped) of each test in a report of pytest."""
+    found = []
+    for case in ElementTree.parse(report).iter("testcase"):
+        kinds = (kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None)
+        found.append((f"{case.get('classname')}::{case.get('name')}", next(kinds, "passed")))
+    return found
+
+
 def run_pytest(words: Sequence[str]) -> tuple[str, str]:
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report.name}", *words]
         code = subprocess.run(command, cwd=ROOT).returncode
         try:
-            cases = list(ElementTree.parse(report.name).iter("testcase"))
+            counts = Counter(kind for _, kind in outcomes(report.name))
         except ElementTree.ParseError:
             return FAILED, f"pytest ended with exit code {code}"
-    counts = Counter(
-        next(
-            (kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None),
-            "passed",
-        )
-        for case in cases
-    )
     failed = counts["failure"] + counts["error"]
     figure = f"{counts['passed']} passed, {failed} failed, {counts['skipped']} not run"
     if failed or code not in (0, 5):

@@ -14,41 +14,18 @@ import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.prove.__main__ import ROOT, outcomes
 
 
 def answers(seed: int, workers: int) -> dict[str, str]:
     """Return {test: passed, failed, error or skipped} of one run."""
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
-        subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "--tb=short",
-                "-n",
-                str(workers),
-                "--dist",
-                "loadfile",
-                "-o",
-                "addopts=--strict-markers",
-                f"--randomly-seed={seed}",
-                f"--junitxml={report.name}",
-            ],
-            cwd=ROOT,
-        )
-        found = {}
-        for case in ElementTree.parse(report.name).iter("testcase"):
-            kind = next(
-                (k for k in ("failure", "error", "skipped") if case.find(k) is not None), "passed"
-            )
-            found[f"{case.get('classname')}::{case.get('name')}"] = kind
-        return found
+        words = f"-q --tb=short -n {workers} --dist loadfile --randomly-seed={seed}".split()
+        words += ["-o", "addopts=--strict-markers", f"--junitxml={report.name}"]
+        subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT)
+        return dict(outcomes(report.name))
 
 
 def main() -> int:
