@@ -1,4 +1,4 @@
 """DeepSpeed's ZeRO engine: optimizer groups, gradients, precision, learning rate.
 
-The pipeline around it is this project's own.
+The pipeline around it belongs to this project.
 """

@@ -1,4 +1,4 @@
-"""Division of parameters into buckets, the optimizer's groups: functions of their shardings."""
+"""Division of parameters into buckets, the optimizer's groups, by their shardings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PER_RANK = 1_000_000
 ALIGNMENT = 8
 """A rank's share of a bucket is a multiple of this number of elements, so that each share begins on
 a multiple of 16 bytes, in 16 and in 32 bit. With smaller multiples kernels load single elements,
-and NCCL leaves its wide path."""
+and NCCL does not use wide loads either."""
 
 Scales = Callable[[Sharding], tuple[float, float]]
 """Function from a parameter to the factors of its learning rate and of its epsilon."""
@@ -29,7 +29,7 @@ class BucketKind(NamedTuple):
     """Properties that the parameters of a bucket share. An optimizer's groups are sorted by it.
 
     frozen     whether the parameters do not train; such buckets are no groups of the optimizer
-    spared     whether weight decay spares them
+    spared     whether they are exempt from weight decay
     whole      whether the optimizer needs full parameters
     lr_scale   factor of the learning rate
     eps_scale  factor of AdamW's epsilon
@@ -98,8 +98,8 @@ class BucketRule:
 
         Buckets of a kind are filled in the reverse of that order, which is about the order in which
         a backward pass produces gradients. A bucket exceeds the limit only with a single parameter.
-        The tied embedding is a bucket of its own, so that the first and the last stage divide it
-        alike over their data-parallel ranks. Without parameters that train there is one empty
+        The tied embedding is a bucket of its own, so that the first and the last stage shard it
+        over their data-parallel ranks in the same way. If no parameters train there is one empty
         bucket: an optimizer needs a group.
         """
         numbers: dict[Hashable, int] = {}
@@ -147,7 +147,7 @@ class BucketRule:
 def bucket_limit(config: Config, ranks: int) -> float:
     """Return the number of elements at which a bucket of `ranks` data-parallel ranks is closed.
 
-    A single rank needs buckets only where 16-bit moments are widened, or offloaded state arrives,
+    A single rank needs buckets only if 16-bit moments are widened, or offloaded state is fetched,
     one bucket after another.
     """
     if ranks == 1 and not (has_16_bit_moments(config) or config.engine.cpu_offload):
@@ -169,26 +169,26 @@ def bucket_rule(config: Config, ranks: int) -> BucketRule:
 def bucket_elements(most: int, ranks: int) -> int:
     """Return the elements at which a bucket over `ranks` data-parallel ranks is closed.
 
-    It is at most `most`, unless that is 0. A million for each rank, so that each gets a message
-    worth its latency (4 MB in fp32) and a checkpoint has few shards; at least 4 million, where the
-    ranks are few and many buckets can be in flight during a backward pass.
+    At most `most`, unless that is 0. A million for each rank, so that each rank's message is worth
+    its latency (4 MB in fp32) and a checkpoint has few shards; at least 4 million, enough for few
+    ranks, where many buckets can be in flight during a backward pass.
     """
     size = max(_SMALLEST, ranks * _PER_RANK)
     return min(most, size) if most else size
 
 
 def mup_scales(config: Config) -> Scales:
-    """Return the function from a parameter to muP's factors of its learning rate and of epsilon.
+    """Return the function from a parameter to muP's factors on its learning rate and epsilon.
 
     By width: Yang et al., arXiv 2203.03466, table 8 and appendix B.3. By depth: Dey et al., arXiv
-    2505.01618, table 1 with alpha = 1; with it, Adam's rate does not depend on depth. SGD's is
-    proportional to it, because gradients in the layers have the factor of the residual branches.
-    Norms through which the residual stream passes have rates in proportion to 1 / depth: all of
-    them change it, and none has that factor.
+    2505.01618, table 1 with alpha = 1; with it, Adam's rate does not depend on depth. SGD's rate is
+    proportional to depth, because gradients in the layers contain the factor of the residual
+    branches. Norms that the residual stream passes through have rates proportional to 1 / depth:
+    each of them changes the stream, and none has that factor.
     Muon's updates should have the norm sqrt(outputs / inputs) (Yang et al., arXiv 2310.17813,
     section 3); they have the norm that --muon-scale-mode gives. All other optimizers, including the
-    user's own, are assumed to be like Adam: the size of an update does not depend on that of the
-    gradient.
+    user's own, are assumed to be like Adam: the size of an update does not depend on the size of
+    the gradient.
     """
     model = config.model
     if not model.use_mup:
@@ -218,8 +218,8 @@ def mup_scales(config: Config) -> Scales:
 def muon_scale(mode: str, shape: Sequence[int]) -> float:
     """Return the factor of Muon's orthogonal update of a matrix [.., rows, columns].
 
-    Liu et al., arXiv 2502.16982, section 2.2 (spectral), Jordan et al. 2024 (shape_scaling), Pethick
-    et al., arXiv 2502.07529 (unit_rms_norm).
+    Liu et al., arXiv 2502.16982, section 2.2 (spectral), Jordan et al. 2024 (shape_scaling),
+    Pethick et al., arXiv 2502.07529 (unit_rms_norm).
     """
     rows, columns = shape[-2:]
     scale = {

@@ -1,8 +1,8 @@
 """Bitwise comparison, by digests, of weights that several ranks hold copies of.
 
 Data-parallel ranks hold the same weights, tensor-parallel ranks the same norms and biases, the
-first and the last pipeline stage a tied embedding. Each rank updates its own copy, so a copy that
-differs stays different, and nothing else would show it.
+first and the last pipeline stage a tied embedding. Each rank updates its own copy. A copy that
+differs therefore stays different, and nothing else would show it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHOWN = 4  # digests of a parameter in a message, the most frequent first
 class FirstGradients:
     """Gradients of this rank's first step, before any reduction.
 
-    Only those of parameters that all tensor ranks hold.
+    Only parameters that all tensor ranks hold are included.
 
     partial  whether the gradient of each is treated as a term of a sum
     digests  int64 [parameters], 0 where a gradient is zero
@@ -40,10 +40,10 @@ class FirstGradients:
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
-    """Return a digest of a tensor on its device, an int64 scalar, by torch's operators.
+    """Return a digest of a tensor, an int64 scalar on its device, with torch's operators.
 
-    Integers are added up, so that the order of additions does not matter, and a change within one
-    word of 8 bytes always changes the sum. About 16 times the tensor's bytes are read and written.
+    Integers are added up: the order of additions does not matter, and a change within one word of
+    8 bytes always changes the sum. About 16 times the tensor's bytes are read and written.
     """
     flat = tensor.reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -56,8 +56,8 @@ def digest(tensor: Tensor) -> Tensor:
             fill = -len(chunk) % (8 // chunk.element_size())
             chunk = torch.cat([chunk, chunk.new_zeros(fill)])
         words = chunk.view(torch.int64)
-        # The steps of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) that let every bit reach all
-        # higher ones.
+        # The steps of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) through which every bit
+        # affects all higher bits.
         mixed = words ^ positions[: len(words)]
         mixed ^= mixed >> 32
         mixed *= 0x3F58476D1CE4E5B9
@@ -77,8 +77,8 @@ def check_copies(
     """Compare all copies of `parameters`; `arrived` yields them when their values have arrived.
 
     With `first`, also compare the gradients of the first step. All ranks call it. Raises
-    TrainingError on every rank where copies differ, ConfigError where gradients are not of the
-    assumed kind. `when` is part of the message.
+    TrainingError on every rank if copies differ, ConfigError if gradients are not of the assumed
+    kind. `when` is part of the message.
     """
     errors = [] if first is None else _wrong_gradients(first, topology.tensor)
     digests = torch.stack([digest(p) for p in arrived])
@@ -101,8 +101,8 @@ def check_copies(
             holders = _holders(gather_objects(int(digests[at]), group), group)
             names = _listed([shardings[which[i]].name for i in differing])
             errors.append(TrainingError(f"the copies of {names} differ {when}: {holders}. {cause}"))
-    # All raise the error of the first rank that has one; errors of gradients precede those of
-    # weights.
+    # All ranks raise the error of the first rank that has one; errors of gradients precede errors
+    # of weights.
     world = topology.world
     none = 2 * world.size
     local_key = (
@@ -116,7 +116,7 @@ def check_copies(
 
 _TENSOR = (
     "Tensor-parallel ranks must hold the same values. Likely causes: in some steps its gradient is "
-    "a term of a sum over them but is taken as whole (partial_gradient in docs/extending.md), an "
+    "a term of a sum over them but is treated as whole (partial_gradient in docs/extending.md), an "
     "operator that is not deterministic, or a memory fault"
 )
 _EMBEDDING = (
@@ -124,8 +124,8 @@ _EMBEDDING = (
     "that writes the weight on one of them, or a memory fault"
 )
 _DATA = (
-    "Data-parallel ranks get their weights from each other. Likely causes: a fault of memory, "
-    "of a device or of a link, or code that writes weights on some ranks only. Exclude the node "
+    "Data-parallel ranks get their weights from each other. Likely causes: a fault in memory, "
+    "a device or a link, or code that writes weights on some ranks only. Exclude the node "
     "and resume from a checkpoint"
 )
 
@@ -133,7 +133,7 @@ _DATA = (
 def _differing(digests: Tensor, group: Group, copies: int | None = None) -> list[int]:
     """Return the indices of the digests [n] that differ between ranks of the group.
 
-    With `copies`, between the ranks of any set of `copies` neighbours. One message is sent.
+    With `copies`, compare within each set of `copies` neighbouring ranks. One message is sent.
     """
     copies = copies or group.size
     sets = group.size // copies
@@ -147,9 +147,9 @@ def _differing(digests: Tensor, group: Group, copies: int | None = None) -> list
 def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]:
     """Return errors for first-step gradients that are not of the assumed kind.
 
-    These are gradients assumed to be whole that differ between ranks, and terms that do not
-    differ. If all tokens of a batch are the same, the terms of all ranks may be equal too, but
-    never those of some parameters only.
+    These are gradients assumed to be whole that differ between ranks, and assumed terms that do
+    not. If all tokens of a batch are the same, all terms may be equal on all ranks, but never the
+    terms of some parameters only.
     """
     differing = set(_differing(first.digests, group))
     digests = first.digests.tolist()
@@ -168,8 +168,8 @@ def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]
             ConfigError(
                 f"{_listed(unequal)}: the gradient is taken to be whole on each tensor-parallel "
                 f"rank, but in the first step it differs between ranks {ranks}, and so would the "
-                "copies. Likely causes: the parameter works on heads, features or tokens of each "
-                "rank, behind messages that autograd does not show (declare it with "
+                "copies. Likely causes: the parameter works on different heads, features or tokens "
+                "on each rank, and autograd does not show the messages after it (declare it with "
                 "partial_gradient=True, docs/extending.md), or an operator or a message does not "
                 "give all ranks the same bits"
             )

@@ -1,8 +1,8 @@
 """DeepSpeed through its documented interface: import, configuration, and start of its engine.
 
-It gets our optimizer as the client's, without ZeRO or mixed precision: to DeepSpeed the run is fp32
-training on one rank. Its `step` calls that optimizer; reduction, clipping and the gathering of
-weights are ours. One private name is replaced (_COMMUNICATION).
+It gets our optimizer as a client optimizer, without ZeRO or mixed precision: to DeepSpeed the run
+is fp32 training on one rank. Its `step` calls that optimizer; reduction, clipping and the gathering
+of weights are ours. One private name is replaced (_COMMUNICATION).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 OLDEST_TESTED = "0.15.0"
 NEWEST_TESTED = "0.19.8"
-OLDEST_PYDANTIC = "2.3"  # earlier ones refuse sys.maxsize, a default of DeepSpeed's
+OLDEST_PYDANTIC = "2.3"  # older versions refuse sys.maxsize, a default in DeepSpeed
 
 _COMMUNICATION = "deepspeed.comm.torch"
-"""Module whose `build_shm_op` is disabled on a CPU: for two minutes it would compile an extension
-that is not used."""
+"""Module whose `build_shm_op` is disabled on a CPU: it would spend two minutes on compiling an
+extension that is not used."""
 _MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
-"""Imported without torch.compile where there is one: otherwise every start costs 2 to 4 s more."""
+"""Imported without torch.compile if it exists: otherwise every start takes 2 to 4 s longer."""
 _MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
 
 class ChunksModule(torch.nn.Module):
-    """Module of DeepSpeed's engine: this rank's `chunks`, by global stage number.
+    """Module for DeepSpeed's engine: this rank's `chunks`, by global stage number.
 
     It hides its parameters from DeepSpeed, which would move, cast and broadcast them.
     """
@@ -62,8 +62,8 @@ class ModelParallelUnit:
     "Model parallel" is tensor times pipeline. The data group is this rank alone, so that DeepSpeed
     partitions nothing: its parameters are this rank's shards already.
 
-    It lacks DeepSpeed's methods for sequence parallelism (get_sequence_parallel_...,
-    initialize_sequence_parallel): they mean another technique, and would change the groups.
+    It lacks the methods for DeepSpeed's sequence parallelism (get_sequence_parallel_...,
+    initialize_sequence_parallel): that is another technique, and would change the groups.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -80,7 +80,7 @@ class ModelParallelUnit:
             setattr(self, f"get_{kind}_rank", partial(getattr, group, "rank"))
 
     def _handle(self, group: Group) -> Any:
-        """Return the group's torch process group; all groups of one share a single object."""
+        """Return the group's torch process group; all groups of one rank share a single object."""
         if group.size > 1:
             return group.handle
         if self._topology.world.size == 1:
@@ -94,10 +94,10 @@ class ModelParallelUnit:
 
 
 def ensure_process_group(device: Any = "cpu") -> None:
-    """Initialise torch.distributed where it is not initialised.
+    """Initialise torch.distributed if it is not initialised yet.
 
-    A single process gets a world of one, without any port. Raises ConfigError in a process that a
-    launcher started as one of several and that has not joined the others.
+    A single process gets a world of one rank, without any port. Raises ConfigError in a process
+    that a launcher started as one of several and that has not joined the others.
     """
     if dist.is_initialized():
         return
@@ -105,7 +105,7 @@ def ensure_process_group(device: Any = "cpu") -> None:
     if world_size > 1:
         raise ConfigError(
             f"WORLD_SIZE is {world_size} but torch.distributed is not initialised: connect the "
-            "processes before an Engine is made"
+            "processes before making an Engine"
         )
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -114,8 +114,8 @@ def ensure_process_group(device: Any = "cpu") -> None:
 def import_deepspeed(device: Any = "cpu") -> Any:
     """Import deepspeed without its messages and its slow start, and return the module.
 
-    Raises ConfigError when it or pydantic is missing or too old, when it cannot be imported, or
-    when it lacks the name that is replaced.
+    Raises ConfigError if it or pydantic is missing or too old, if it cannot be imported, or if it
+    lacks the name that is replaced.
     """
     # meta tensors can be made on any machine
     on_cpu = torch.device(device).type in ("cpu", "meta")
@@ -125,9 +125,9 @@ def import_deepspeed(device: Any = "cpu") -> Any:
     # each other out.
     private = os.path.join(tempfile.gettempdir(), f"torch_extensions_{os.getuid()}")
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", private)
-    # Its autotuner, which is not used, would import MLflow where that is installed: seconds. Its
-    # kernels for inference, not used either, ask Triton for a device: without one Triton 3.2 fails.
-    # torch may have imported it before.
+    # Its autotuner, which is not used, would import MLflow if it is installed, which takes seconds.
+    # Its kernels for inference, not used either, ask Triton for a device: without one Triton 3.2
+    # fails. torch may have imported Triton before.
     hidden = ["mlflow", "triton"] if on_cpu else ["mlflow"]
     before = {name: sys.modules[name] for name in hidden if name in sys.modules}
     try:
@@ -152,7 +152,7 @@ def import_deepspeed(device: Any = "cpu") -> Any:
             del sys.modules[name]
         sys.modules.update(before)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # DeepSpeed calls collectives by names for which newer versions of torch print a warning in
+    # DeepSpeed calls collectives by deprecated names: newer versions of torch print a warning in
     # every process.
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
     if on_cpu:
@@ -169,8 +169,8 @@ def deepspeed_json(config: Config) -> dict[str, Any]:
     """Return the configuration for DeepSpeed.
 
     Settings of the Engine override entries that the user passes through. Precision and ZeRO stage
-    are placeholders: the Engine has its own. So is the flops profiler, since DeepSpeed's engine
-    sees no forward pass (training/run/deepspeed_reports.py).
+    are placeholders: the Engine has its own. The flops profiler is one, too, since DeepSpeed's
+    engine sees no forward pass (training/run/deepspeed_reports.py).
     """
     extra: Mapping[str, Any] = config.engine.extra or {}
     batch = config.batch
@@ -204,8 +204,8 @@ def start_engine(
     index = device.index
     if index is None:
         index = torch.cuda.current_device() if device.type == "cuda" else 0
-    # Without these variables DeepSpeed looks for mpi4py. It compares mpirun's variable with them,
-    # although another launcher may have set them: that one is hidden.
+    # Without these variables DeepSpeed looks for mpi4py. It compares them with mpirun's variable,
+    # although another launcher may have set them: hide mpirun's.
     values = {
         "RANK": topology.rank,
         "WORLD_SIZE": topology.world.size,
@@ -216,8 +216,8 @@ def start_engine(
     variables = {name: str(value) for name, value in values.items() if name not in os.environ}
     hidden = {"OMPI_COMM_WORLD_LOCAL_RANK": None}
     with _quiet(), changed(os.environ, {**variables, **hidden}), _no_collections():
-        # The device is the one the topology chose: LOCAL_RANK is not its number where each task
-        # sees one device.
+        # The device is the one the topology chose: LOCAL_RANK is not its number if each task sees
+        # only one device.
         args = SimpleNamespace(device_rank=index)
         if dist.get_backend() == "fake":  # of a dry run, which writes nothing
             settings = {name: x for name, x in arguments["config"].items() if name not in _MONITORS}
@@ -234,13 +234,11 @@ def start_engine(
             raise ConfigError(
                 f"{where}DeepSpeed rejects this {error.title}: {wrong}, with {_installed()}{remedy}"
             ) from error
-    engine.set_gradient_accumulation_boundary(True)  # each step is that of a global batch
+    engine.set_gradient_accumulation_boundary(True)  # each step ends a global batch
     return engine
 
 
-_USE_A_TESTED_ONE = (
-    f"install DeepSpeed {OLDEST_TESTED} to {NEWEST_TESTED}, with which this was tested"
-)
+_USE_A_TESTED_ONE = f"install DeepSpeed {OLDEST_TESTED} to {NEWEST_TESTED}, the tested versions"
 
 
 def _check_version(package: str, version: str) -> None:
@@ -251,7 +249,7 @@ def _check_version(package: str, version: str) -> None:
 
 
 def _installed() -> str:
-    """Return the versions of DeepSpeed and of what it is built on."""
+    """Return the versions of DeepSpeed and of the packages it is built on."""
     versions = []
     for package in ("deepspeed", "torch", "pydantic", "numpy", "triton"):
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -1,10 +1,10 @@
 """The engine: DeepSpeed's optimizers around this rank's pipeline chunks, with all ZeRO stages.
 
 The executor calls the chunks directly. Gradients are summed in flat buckets, which are sent to the
-ranks that own them during the last backward passes. `step()` waits for that, clips, updates, and
-starts to send the new weights to all ranks; the forward passes that follow wait for those they
-need. DeepSpeed's own forward and backward are never called: they divide the gradients that enter
-each pipeline stage by the number of micro-batches.
+ranks that own them during the last backward passes. `step()` waits for these messages, clips,
+updates, and starts to send the new weights to all ranks; each of the next forward passes waits only
+for the weights it needs. DeepSpeed's own forward and backward are never called: they divide the
+gradients that enter each pipeline stage by the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class LossScale:
     """Loss scale: 1 in fp32 and bf16; fixed or dynamic in fp16 (arXiv 1710.03740, section 3.2).
 
     A dynamic scale halves after `hysteresis` overflows, never below its minimum. It doubles after
-    `loss_scale_window` steps in a row without overflow, which also restores the allowance of
-    overflows. Every rank makes the same updates, because all ranks agree on an overflow first.
+    `loss_scale_window` steps in a row without overflow, and `hysteresis` overflows are allowed
+    again. Every rank makes the same updates, because all ranks agree on an overflow first.
     """
 
     def __init__(self, precision: PrecisionConfig) -> None:
@@ -110,9 +110,9 @@ class LossScale:
         return {"scale": self.scale, "good_steps": self._good_steps, "allowance": self._allowance}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from the state of another run, perhaps of a fixed scale.
+        """Continue from the state of another run, whose scale may have been fixed.
 
-        A fixed scale of this run is a setting, and is kept.
+        If this run's scale is fixed, it is a setting and is kept.
         """
         if self.dynamic:
             self.scale = float(state["scale"])
@@ -125,7 +125,7 @@ class StepResult:
     """Results of one optimizer step on the host; the same on every rank.
 
     grad_norm    global L2 norm of the gradient before clipping, without the loss scale; None when
-                 skipped. At 0 weights and optimizer are unchanged, too
+                 skipped. If it is 0, weights and optimizer are unchanged, too
     skipped      True when the gradient was not finite: weights and optimizer are unchanged
     loss_scale   the scale with which this step's gradients were computed
     num_zeros    elements of the gradient that are exactly 0, if requested; None when skipped
@@ -142,34 +142,34 @@ class StepResult:
 class Engine:
     """ZeRO in fp32, bf16 or fp16, with fp32 master weights and gradient sums in fp32 or bf16.
 
-    chunks    this rank's model, with fp32 parameters that carry a Sharding each; they become fp16
-              or bf16 here. Those without requires_grad are frozen: they have no gradient and no
-              optimizer state, and are divided, gathered and saved like the rest
+    chunks    this rank's model: fp32 parameters, each with a Sharding; the engine converts them to
+              fp16 or bf16. Those without requires_grad are frozen: they have no gradient and no
+              optimizer state, but are sharded, gathered and saved like the rest
 
-    Stage 1 divides the optimizer's state over the data-parallel ranks; stages 2 and 3 are in
-    megatron/engine/sharded.py. Stage 0 is the same with a single shard, and all ranks get the sum
-    of the gradients.
+    Stage 1 shards the optimizer's state over the data-parallel ranks; stages 2 and 3 are in
+    megatron/engine/sharded.py. Stage 0 is stage 1 with a single shard: all ranks get the sum of the
+    gradients.
 
     With `config.engine.overlap_param_gather` weights arrive while the next forward passes run.
     Modules wait for their weights (WeightGather), and so does `state_dict()`. Code that reads
-    `chunks.parameters()` in another way after `step()`, or after a checkpoint was loaded, calls
-    `wait_for_weights()` before.
+    `chunks.parameters()` in another way after `step()`, or after loading a checkpoint, must call
+    `wait_for_weights()` first.
 
     The gradient is the sum over all backward passes of all data-parallel ranks: the loss must be
-    divided by the number of micro-batches of all ranks and multiplied by `loss_scale`. So fp16
-    overflows at the same values on every layout.
+    divided by the number of micro-batches of all ranks and multiplied by `loss_scale`. Thus fp16
+    overflows at the same values with every layout.
 
     deepspeed  the DeepSpeedEngine whose step runs the optimizer
 
     Attributes for checkpoints:
 
     copies                the data-parallel ranks that hold the same fragments as this one, and
-                          those for fragments of experts: groups of one where ZeRO partitions them
+                          the same for fragments of experts: groups of one where ZeRO shards them
     routers               routers of the layers with experts
-    persistent_tensors    fp32 tensors beside the parameters, by global name
-    host_state            optimizer state in host memory; None where the device has it
+    persistent_tensors    fp32 tensors besides the parameters, by global name
+    host_state            optimizer state in host memory; None if it is on the device
 
-    Raises ConfigError for a missing DeepSpeed and for ranks without parameters.
+    Raises ConfigError if DeepSpeed is missing or a rank has no parameters.
     """
 
     def __init__(self, config: Config, topology: Topology, chunks: nn.Module) -> None:
@@ -240,7 +240,7 @@ class Engine:
         self._hold_state(config, AVERAGE in state.tensors)
 
     def _find_experts(self) -> None:
-        """Find what layers of experts share, and their routers."""
+        """Find the state that the layers with experts share, and their routers."""
         contexts = (getattr(chunk, "context", None) for chunk in self.chunks.children())
         self._experts = next((c.experts for c in contexts if c is not None), None)
         if self._experts is None:
@@ -255,7 +255,7 @@ class Engine:
     def _divide(
         self, config: Config, parameters: Sequence[nn.Parameter]
     ) -> list[tuple[Bucket, Tensor]]:
-        """Put parameters into the plan's buckets; return these, and this rank's exact fp32 shares."""
+        """Put parameters into the plan's buckets; return them and this rank's exact fp32 shards."""
         for p in parameters:
             assert p.dtype == torch.float32, (
                 f"{sharding_of(p).name} is {p.dtype}: chunks arrive in fp32"
@@ -303,7 +303,7 @@ class Engine:
         self._masters = [tensors[MASTER] for tensors in states]
         self._averages = [tensors[AVERAGE] for tensors in states if AVERAGE in tensors]
         self.start_average()
-        # The optimizer that updates the average, too. None with QK-clip, which changes the weights
+        # The optimizer if it also updates the average. None with QK-clip, which changes the weights
         # after the update.
         self._averaging: FusedAdamW | None = None
         if self._averages and isinstance(self._basic, FusedAdamW) and not config.optimizer.qk_clip:
@@ -324,7 +324,7 @@ class Engine:
         self._qk_clip = QKClip(config.optimizer, self.topology, self.chunks, slices)
 
     def _connect(self, config: Config) -> None:
-        """Connect the parameters with their gradients' and weights' messages."""
+        """Connect the parameters to the messages of their gradients and weights."""
         plan = self.plan
         chunks = list(self.chunks.children())
         terms = Terms(
@@ -350,9 +350,9 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """Return the factor of the loss before the backward pass; 1 except in fp16.
+        """Return the factor on the loss before the backward pass; 1 except in fp16.
 
-        A dynamic one depends on the last step, for which this waits.
+        A dynamic scale depends on the last step: reading it waits for that step.
         """
         if self._scale.dynamic:
             self._settle()
@@ -365,7 +365,7 @@ class Engine:
 
     @property
     def has_moved(self) -> bool:
-        """Return whether a step has changed the weights, of those whose results were read."""
+        """Return whether any step whose result has been read has changed the weights."""
         return self._gradients.counted
 
     def frozen_parameters(self) -> int:
@@ -381,8 +381,8 @@ class Engine:
     def begin(self, micro_batches: int) -> None:
         """Announce the backward passes of `micro_batches`.
 
-        Complete buckets can then be reduced early, and balancing losses of experts get their
-        factor. Not needed without overlap or experts. Raises ConfigError, on every rank, for a
+        Complete buckets can then be reduced early, and the balancing losses of experts get their
+        factor. Not needed without overlap and experts. Raises ConfigError, on every rank, for a
         second call before `step`.
         """
         self._gradients.begin(micro_batches)
@@ -402,8 +402,9 @@ class Engine:
         """Return the gradient sum of a parameter since the last step, before any reduction.
 
         It includes the loss scale. With overlap_grad_reduce the reduction begins during the
-        backward passes, and the value is undefined after them. With ZeRO stages 2 and 3 it is what
-        is added to the sum, zero after a pass; all data-parallel ranks call this.
+        backward passes, and the value is undefined after them. With ZeRO stages 2 and 3 it is only
+        the part that has not been added to the sum yet, zero after a pass; all data-parallel ranks
+        call this.
         """
         return self._gradients.of(p)
 
@@ -428,7 +429,7 @@ class Engine:
             if p.requires_grad != trains:
                 raise ConfigError(
                     f"requires_grad of {sharding_of(p).name} was {trains} when the engine was made "
-                    f"and is {p.requires_grad} now, which its optimizer does not follow: set it "
+                    f"and is {p.requires_grad} now, but the optimizer cannot follow: set it "
                     "where the model is built, or make a new engine"
                 )
         groups = self._basic.param_groups
@@ -508,9 +509,9 @@ class Engine:
 
     @contextlib.contextmanager
     def local_gradients(self) -> Iterator[None]:
-        """Keep the full gradients of the passes within on this rank until they are cleared.
+        """Keep full gradients of the passes in this context on this rank until they are cleared.
 
-        With ZeRO stages 2 and 3 that takes more memory than training.
+        With ZeRO stages 2 and 3 that takes more memory than training does.
         """
         if not self.plan.zero.divides_gradients:
             yield
@@ -531,15 +532,15 @@ class Engine:
     def wait_for_weights(self) -> None:
         """Wait until all weights of the last step have arrived.
 
-        It is for code that reads them other than by a forward pass.
+        For code that reads weights outside of forward passes.
         """
         self._weights.wait()
 
     def arriving(self, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
         """Yield parameters; the weights of each are available until the next one is requested.
 
-        With ZeRO stage 3 all data-parallel ranks request the same ones in the same order. It takes
-        less memory than `wait_for_weights`.
+        With ZeRO stage 3 all data-parallel ranks request the same parameters in the same order.
+        This takes less memory than `wait_for_weights`.
         """
         return self._weights.each(parameters)
 
@@ -551,9 +552,9 @@ class Engine:
 
         All ranks call it, after a step that was not skipped, and then at intervals: it reads all
         weights once, and sends a few bytes for each parameter and one number over all ranks. Raises
-        TrainingError on every rank where copies differ, ConfigError where a gradient that is a term
-        of a sum over the tensor ranks is taken as whole, or the other way round. `when` is part of
-        the message.
+        TrainingError on every rank if copies differ, ConfigError if a gradient that is a term of a
+        sum over the tensor ranks is treated as whole, or the other way round. `when` is part of the
+        message.
         """
         self._settle()
         first = self._gradients.first
@@ -573,9 +574,9 @@ class Engine:
     def averaged_weights(self) -> Iterator[None]:
         """Let forward passes use the average of the weights.
 
-        Afterwards the weights are what they were, to the bit: a rank keeps a copy of its shard. All
-        data-parallel ranks enter and leave it together. After an exception within it the weights
-        are undefined: restoring them takes messages of all ranks.
+        Afterwards the weights are bitwise what they were: a rank keeps a copy of its shard. All
+        data-parallel ranks enter and leave it together. After an exception inside it the weights
+        are undefined: restoring them takes messages between all ranks.
         """
         self._settle()
         self._state_rests()
@@ -588,7 +589,7 @@ class Engine:
 
     @torch.no_grad()
     def _use(self, weights: list[Tensor], values: list[Tensor]) -> None:
-        """Put values into this rank's shard of the weights, and send it to the other ranks."""
+        """Put values into this rank's shards of the weights, and send them to the other ranks."""
         self._weights.settle()
         torch._foreach_copy_(weights, values)
         self._weights.start()
@@ -647,7 +648,7 @@ class Engine:
         return self._fragments
 
     def scalars(self) -> dict[str, Any]:
-        """Return the state that is the same on every rank, JSON-ready."""
+        """Return the state that is the same on every rank, ready for JSON."""
         self._settle()
         return {
             "optimizer_step": get_step(self._basic),
@@ -664,7 +665,7 @@ class Engine:
             self._scale.load_state(scalars["loss_scale"])
 
     def update_working_weights(self) -> None:
-        """Round the master weights to the weights of forward and backward.
+        """Write the rounded master weights to the weights of forward and backward passes.
 
         All data-parallel ranks call it.
         """
@@ -678,7 +679,7 @@ class Engine:
 
 
 def _shards_of(config: Config, topology: Topology) -> tuple[ShardGroups, ShardGroups]:
-    """Return the ranks that divide parameters, and those that divide experts."""
+    """Return the groups of ranks that shard ordinary parameters, and those that shard experts."""
     if config.engine.zero_stage > 0:
         return topology.shards, topology.expert_shards
     return ShardGroups.undivided(topology.data), ShardGroups.undivided(topology.expert_data)
@@ -733,8 +734,8 @@ def build_executor(
     captures = None
     message = hidden_state(config)
     if config.kernels.cuda_graph_impl is not None and topology.device.type != "meta":
-        # Kernels have to make the dropout masks of captured passes. The configuration has been
-        # checked: here there may be no kernels.
+        # Only kernels can make the dropout masks of captured passes. The checks of the
+        # configuration do not know whether this rank has them.
         model = config.model
         needed = set[str]()
         if model.hidden_dropout:
@@ -746,8 +747,8 @@ def build_executor(
             raise ConfigError(
                 f"--cuda-graph-impl local with --hidden-dropout {model.hidden_dropout} and "
                 f"--attention-dropout {model.attention_dropout} needs the kernels' masks, but "
-                f"{' and '.join(missing)} of this run {'are' if missing[1:] else 'is'} torch's, "
-                "which the log explains: build the kernels (make kernels), set dropout to 0, or use "
+                f"{' and '.join(missing)} of this run {'are' if missing[1:] else 'is'} torch's "
+                "(the log says why): build the kernels (make kernels), set dropout to 0, or use "
                 "--cuda-graph-impl none"
             )
         captures = Captures(

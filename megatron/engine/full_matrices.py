@@ -4,8 +4,8 @@ ZeRO gives each data-parallel rank a range of every bucket, and tensor paralleli
 shard of a matrix. Here every matrix has one owner among the data- and tensor-parallel ranks of its
 pipeline stage that hold it; each expert has matrices of its own. Two all-to-alls carry it to its
 owner: one over the data-parallel group for the ranges of a shard, one over the tensor group for the
-shards. Two carry the result back. In each, a rank sends about as many elements as it owns of the
-buckets: 1/(data-parallel size) of what it sends to reduce the gradients.
+shards. Two carry the result back. In each, a rank sends about as many elements as it owns in the
+buckets: 1/(data-parallel size) of the elements it sends to reduce the gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def work_of(shape: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class _Shards:
-    """Shardings of a tensor rank's parameters; their text, for dry runs, is the same on all."""
+    """Shardings of a tensor rank's parameters; their text, for dry runs, is the same everywhere."""
 
     of: tuple[Sharding, ...] = field(repr=False)
 
@@ -99,7 +99,7 @@ class FullMatrices:
     group_of  number of a parameter's group among those of full parameters, by the name that
               `change` gets
 
-    Owners have about the same work (work_of). The messages of a round are under way while another
+    Owners have about the same work (work_of). Messages of one round are in flight while another
     round computes.
     """
 
@@ -132,7 +132,7 @@ class FullMatrices:
     ) -> Iterator[list[_Matrix]]:
         """Give each matrix, the largest first, to the rank with the least work so far.
 
-        Yield rounds, in which every rank has the next of its matrices.
+        Yield rounds, in each of which every rank has the next of its matrices.
         """
         ranks = [(t, d) for d in range(data.size) for t in range(self._tensor.size)]
         work = dict.fromkeys(ranks, 0.0)
@@ -162,8 +162,8 @@ class FullMatrices:
     ) -> None:
         waiting = deque(self._round(*some, flats, change, dtype) for some in self._rounds)
         active = list[Iterator[None]]()
-        # The newest round goes first: what it and the next one send is under way while the third
-        # computes.
+        # The newest round goes first: its messages and those of the next one are in flight while
+        # the third computes.
         while waiting or active:
             if waiting:
                 active.insert(0, waiting.popleft())
@@ -240,7 +240,7 @@ class FullMatrices:
 
 
 def exchange(sent: Views, received: Views, group: Group, none: Tensor) -> Iterator[None]:
-    """Send the tensors `sent` to the ranks of a group, and fill the tensors `received` with theirs.
+    """Send the tensors `sent` to the ranks of a group, and receive theirs into `received`.
 
     The generator yields after the start of the message, an all-to-all in the dtype and on the
     device of `none`, which is empty.

@@ -2,9 +2,9 @@
 
 They are summed in flat buckets and reduced over ranks.
 
-Every parameter has an accumulator in its bucket (megatron.parallel.gradient_accumulator). A bucket
-that is complete is sent to its owners while the backward pass continues. Several ranks of a
-model-parallel group may hold terms of one sum; those are added up after the data-parallel
+Every parameter has an accumulator in its bucket (megatron.parallel.gradient_accumulator). A
+complete bucket is sent to its owners while the backward pass continues. Several ranks of a
+model-parallel group may hold terms of one sum; these are added up after the data-parallel
 reduction, on the owners alone, each of which has 1/(data-parallel size) of the elements.
 """
 
@@ -52,9 +52,9 @@ class Gradients:
     direct    layers may add weight gradients to the sums themselves
 
     A bucket is complete once each of its parameters has received all contributions of a step.
-    The first step counts the contributions per micro-batch. Therefore that step overlaps nothing,
-    nor do steps before the first that is not skipped (`counts`). Schedules that split the backward
-    pass, shared weights and layers that pass their gradient to autograd need no further care.
+    The first step counts the contributions per micro-batch. Nothing overlaps in that step, nor in
+    any step before the first that is not skipped (`counts`). Schedules that split the backward
+    pass, shared weights and layers that pass their gradient to autograd need no special treatment.
     Buckets are sent in their order, so that all ranks post the same messages, even if a parameter
     gets no gradient: its bucket and the later ones wait for `reduce`.
 
@@ -199,7 +199,7 @@ class Gradients:
     def of(self, p: torch.nn.Parameter) -> torch.Tensor:
         """Return the gradient sum of `p` in its shape.
 
-        It is zero without contributions, and undefined once it was sent.
+        It is zero without contributions, and undefined once it has been sent.
         """
         return self._accumulators[p].complete()
 
@@ -221,7 +221,7 @@ class Gradients:
         self._drain()
 
     def _over_model(self) -> None:
-        """Sum the owned ranges of gradients of which several ranks of the model have terms."""
+        """Sum the owned ranges of gradients whose terms are on several ranks of the model."""
         topology = self._topology
         embedding = topology.embedding
         # The neighbour at the other end of the pipeline may still compute: start early, wait late.
@@ -241,7 +241,7 @@ class Gradients:
             work.wait()
 
     def _look(self) -> None:
-        """Find which gradients of a first step are terms, and keep digests for checking them."""
+        """Find which gradients of the first step are terms, and keep digests for checking them."""
         if self._topology.tensor.size == 1:
             return
         partial = {
@@ -287,23 +287,22 @@ _OF_NODES = {
     "megatron::linear_with_partial_gradient": True,
     "megatron::linear_with_whole_gradient": False,
 }
-"""The attribute partial_gradient of nodes of csrc/nodes, by their names."""
+"""Attribute partial_gradient of the nodes in csrc/nodes, by name."""
 
 
 def too_many(p: torch.nn.Parameter, due: int, micro_batches: int) -> ConfigError:
-    """Return the error for a gradient that comes after the sum of all that were due was sent."""
+    """Return the error for a gradient that comes after the sum of the expected ones was sent."""
     return ConfigError(
-        f"{sharding_of(p).name} got a gradient more than the {due} that {micro_batches} "
+        f"{sharding_of(p).name} got another gradient than the {due} that {micro_batches} "
         "micro-batch(es) gave it in the first step, after their sum was sent: turn the overlap off "
-        "with --no-overlap-grad-reduce where parameters are used in some micro-batches only"
+        "with --no-overlap-grad-reduce if parameters are used in some micro-batches only"
     )
 
 
 def _sum_among_neighbours(shards: list[torch.Tensor], copies: int, group: Group) -> None:
-    """Sum flat tensors over each `copies` neighbouring ranks of a group, in place.
+    """Sum flat tensors, in place, over each set of `copies` neighbouring ranks of a group.
 
-    One message of the group, with a row for each set of neighbours: they need no group of their
-    own.
+    The group sends one message, with a row for each set: the sets need no groups of their own.
     """
     rows = shards[0].new_zeros(group.size // copies, sum(map(len, shards)))
     row = rows[group.rank // copies]
@@ -318,16 +317,16 @@ _NEVER = 1 << 62
 def _for_each(contributions: int, micro_batches: int) -> int:
     """Return the contributions of each micro-batch.
 
-    It is a number that is never reached if they differ or there were none.
+    If they differ, or there were none, return a number that is never reached.
     """
     count, rest = divmod(contributions, micro_batches)
     return count if count and not rest else _NEVER
 
 
 def to_accumulator(p: torch.Tensor) -> None:
-    """Move autograd's gradient to the accumulator; a hook of a backward pass without a graph.
+    """Move autograd's gradient to the accumulator; a hook for backward passes without a graph.
 
-    There is no such gradient where a layer has added its own to the accumulator.
+    There is no such gradient if a layer has added its own to the accumulator.
     """
     if p.grad is not None:
         p.gradient_accumulator.add(p.grad)  # type: ignore[attr-defined]
@@ -345,8 +344,8 @@ class Terms:
     in its forward pass, True where the gradients that it returns are terms. Every other function
     keeps the kind of gradient that it gets.
 
-    sequence_parallel  whether gradients that enter a chunk through its output are of this rank's
-                       tokens only
+    sequence_parallel  whether gradients that enter a chunk through its output are those of this
+                       rank's tokens only
     """
 
     def __init__(self, chunks: Iterable[torch.nn.Module], sequence_parallel: bool) -> None:
@@ -382,11 +381,11 @@ class Terms:
     def partial(self, p: torch.Tensor, used: bool) -> bool:
         """Return whether the gradients of `p` on the tensor ranks are terms of a sum.
 
-        Its Sharding may declare it.
+        Its Sharding may declare this.
 
         used  whether it has a gradient
 
-        Raises ConfigError where no path of the graph, or paths of both kinds, lead to it.
+        Raises ConfigError if no path of the graph, or paths of both kinds, lead to it.
         """
         sharding = sharding_of(p)
         if sharding.partial_gradient is not None or sharding.dim is not None:
@@ -410,10 +409,10 @@ class Terms:
 
 # --- buckets
 #
-# A bucket is a parameter group of the optimizer: its parameters, one after another, of which each
-# data-parallel rank owns an equal range, so that messages load all ranks alike, and neither the sum
+# A bucket is a parameter group of the optimizer: its parameters, one after another. Each
+# data-parallel rank owns an equal range of it: messages load all ranks equally, and neither the sum
 # of a bucket nor its new weights wait for another bucket. DeepSpeed gets each rank's range as a
-# parameter. With ShardGroups of two levels there are as many shards as inner ranks, each of which
+# parameter. With ShardGroups of two levels there are as many shards as inner ranks, and each shard
 # is cut into as many ranges as there are outer ranks.
 
 Messages = Iterator[list[Any]]
@@ -427,7 +426,7 @@ class Bucket:
     """One parameter group as flat tensors with the same layout; only the end is padding, of zeros.
 
     gradients     sums, in fp32 or bf16; without memory where the parameters are frozen  # [n]
-    weights       the weights of forward and backward, which the parameters are views of  # [n]
+    weights       the weights of forward and backward; the parameters are views of them  # [n]
     shards        the ranks that share the bucket
     sums          sums over micro-batches that this rank keeps, where `gradients` are those of one
                   micro-batch, without memory between its backward pass and the next  # [n / inner]
@@ -499,7 +498,8 @@ class Bucket:
     def owned(self) -> Iterator[tuple[torch.nn.Parameter, int, slice]]:
         """Yield each parameter of which this rank owns elements.
 
-        With it come the first of these elements and their slice in the rank's range.
+        Each comes with the number of the first such element and with their slice of the rank's
+        range.
         """
         size = len(self.own_weights)
         for p in self.parameters:
@@ -578,7 +578,7 @@ def owned_gradients(
 ) -> list[torch.Tensor]:
     """Return this rank's ranges of the gradients of some parameters.
 
-    Adjacent ones form one flat tensor.
+    Adjacent ranges form one flat tensor.
     """
     gradients = list[torch.Tensor]()
     selected = set(parameters)
@@ -597,7 +597,7 @@ def owned_gradients(
 def transfer(bucket: Bucket, op: BucketOp) -> Messages:
     """Carry out an instruction's collectives, one hop after another.
 
-    Summed gradients are on their owners alone; the rest of the tensor is undefined afterwards.
+    Afterwards only the owners have the summed gradients; the rest of the tensor is undefined.
     """
     of_weights = op in (BucketOp.GATHER, BucketOp.RETURN)
     flat = bucket.gradients
@@ -623,8 +623,8 @@ def transfer(bucket: Bucket, op: BucketOp) -> Messages:
 
 def _reduce_scatter(flat: torch.Tensor, out: torch.Tensor, group: Group) -> list[Any]:
     if flat.device.type == "cpu":
-        # gloo copies the input of a reduce-scatter and sums all of it on all ranks, but reduces to
-        # one rank in place. Measured for 40 MB on two ranks: 52 ms against 12.5 ms.
+        # gloo's reduce-scatter copies its input and sums all of it on all ranks; its reduce to one
+        # rank works in place. Measured for 40 MB on two ranks: 52 ms against 12.5 ms.
         chunks = zip(flat.chunk(group.size), group.ranks, strict=True)
         return [
             start(b"reduce", group, chunk.nbytes, dist.reduce, chunk, dst=rank)
@@ -643,10 +643,10 @@ _BLOCK = 1 << 16
 
 
 def sum_of_squares(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares of flat tensors by torch's operators; fp32, a scalar.
+    """Return the sum of squares of flat tensors, an fp32 scalar, with torch's operators.
 
-    Squares within a block are added up in fp32 and the blocks in fp64: with fp64 throughout, torch
-    takes eighteen times as long.
+    Squares within a block are added up in fp32 and the blocks in fp64: torch takes eighteen times
+    as long with fp64 throughout.
     """
     norms = []
     for t in tensors:
@@ -663,7 +663,7 @@ User = tuple[torch.nn.Module, Sequence[torch.nn.Parameter]]
 
 
 def weight_users(chunk: torch.nn.Module) -> list[User]:
-    """Return what a chunk calls; without a method `weight_users` it counts as one call."""
+    """Return the calls of a chunk; without a method `weight_users` it counts as one call."""
     users = getattr(chunk, "weight_users", None)
     return list(users()) if users else [(chunk, list(chunk.parameters()))]
 
@@ -683,7 +683,7 @@ def calls_of(chunk: torch.nn.Module, numbers: Mapping[torch.nn.Parameter, int]) 
 
 
 class WeightGather:
-    """Gathering of the weights of forward and backward on all data-parallel ranks.
+    """Gathers the weights of forward and backward passes on all data-parallel ranks.
 
     buckets  in the order in which forward passes need them: the same on all data-parallel ranks
     chunks   this rank's model: a module that is about to run waits for its weights
@@ -692,7 +692,7 @@ class WeightGather:
     A chunk's `weight_users()` returns which modules it calls, and which parameters each needs:
     pairs of a module and its parameters, those of its submodules included. A chunk without that
     method waits for all its weights before it runs. A state_dict of a chunk or of one of its
-    modules waits for all. Code that reads weights in another way calls `wait` before.
+    modules waits for all. Code that reads weights in another way must call `wait` first.
     """
 
     def __init__(
@@ -722,7 +722,7 @@ class WeightGather:
     def start(self, frozen: bool = False) -> None:
         """Gather the weights: all ranks of the group call it after their shards have changed.
 
-        `frozen`: those of frozen parameters, too.
+        `frozen`: include frozen parameters.
         """
         for bucket in self._buckets:
             if bucket.frozen and not frozen:
@@ -739,7 +739,7 @@ class WeightGather:
             self.settle()
 
     def begin(self, micro_batches: int) -> None:
-        """Note that forward and backward passes of this many micro-batches follow."""
+        """Announce the forward and backward passes of this many micro-batches."""
 
     def pass_ends(self) -> None:
         """Note that a backward pass has ended."""
@@ -754,7 +754,7 @@ class WeightGather:
         self._wait(list(self._begun))
 
     def wait(self) -> None:
-        """Wait until all weights have arrived, and may be read other than by forward passes."""
+        """Wait until all weights have arrived and can be read outside of forward passes."""
         self.settle()
 
     def _continue(self, bucket: Bucket, messages: Messages) -> None:

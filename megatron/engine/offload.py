@@ -1,9 +1,9 @@
 """Optimizer state in host memory (--cpu-offload), streamed through the device in each step.
 
-Groups of parameters are updated one after another: meanwhile the state of the next group arrives,
-and that of the previous one leaves. The device has two sets of working tensors, each as large as
-the largest group. Transfers use both directions of the link, and nothing is computed on the host:
-the update is bitwise that of other runs.
+Groups of parameters are updated one after another. During each update the state of the next group
+arrives, and the state of the previous one leaves. The device has two sets of working tensors, each
+as large as the largest group. Transfers use both directions of the link. Nothing is computed on the
+host: the update is bitwise the same as without offloading.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class HostState:
     optimizer  has one parameter in each group. Its parameters and their state are on the host at
                first; afterwards they have values only while their group is updated, on `device`
     masters    whether the parameters move; in fp32 they are the weights themselves
-    updated    called with a parameter after its update, while it has its values
-    uses       what a step is expected to use (ZeroPlan.updates): numbers of groups, and names
+    updated    called with a parameter after its update, while it still has its values
+    uses       expected uses of state in a step (ZeroPlan.updates): numbers of groups, and names
 
     on_host    state of each parameter by name, MASTER included, in host memory; valid after
                `settle` until the next `prefetch`
     working    the two sets of tensors on the device, by name and dtype
 
-    An optimizer of full parameters requests their state through its attribute `near`: near(groups,
-    *names) yields the groups one after another, each with its state of these names (MASTER: the
-    parameter) on the device until the next one is requested.
+    An optimizer that needs full parameters requests their state through its attribute `near`:
+    near(groups, *names) yields the groups one after another, each with its state of these names
+    (MASTER: the parameter) on the device until the next group is requested.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class HostState:
         full = [group for group in optimizer.param_groups if group.get("whole")]
         if full and not hasattr(optimizer, "near"):
             raise ConfigError(
-                f"--cpu-offload: {type(optimizer).__name__} takes parameters whole, and has no "
-                "attribute `near` by which it would get their state: see megatron/engine/offload.py"
+                f"--cpu-offload: {type(optimizer).__name__} needs full parameters, but has no "
+                "attribute `near` through which to get their state: see megatron/engine/offload.py"
             )
         parameters = [group["params"][0] for group in optimizer.param_groups]
 
@@ -138,7 +138,7 @@ class HostState:
             (p,) = group["params"]
             use = self._use(self._number[p], names)
             number = len(self._uses)
-            # not as expected: from now on, state is fetched when it is needed
+            # not the expected use: from now on, state is fetched when it is needed
             if not self._fetched or self._fetched[0] != use:
                 self._instructions = iter(())
                 self._fetched.clear()
@@ -170,7 +170,7 @@ class HostState:
         """Fetch state into the set of working tensors for the use's position in the step."""
         p = self._parameters[use[0]]
         with self._on(self._in):
-            if self._in is not None:  # the set's last state, and this one's last values
+            if self._in is not None:  # the set's previous state has to leave first
                 self._in.wait_stream(self._out)
             for name in use[1]:
                 stored = self.on_host[p][name]
@@ -184,7 +184,7 @@ class HostState:
         return self.working[number][name, stored.dtype][: stored.numel()].view(stored.shape)
 
     def _show(self, p: Tensor, number: int | None, names: Iterable[str] | None = None) -> None:
-        """Point a parameter and its state at a set; without one, at placeholders."""
+        """Point a parameter and its state to a set of working tensors, or to placeholders."""
         if number is not None and number in self._arrived:
             torch.cuda.current_stream().wait_event(self._arrived[number])
         for name in self.on_host[p] if names is None else names:
@@ -199,9 +199,9 @@ class HostState:
                 self._optimizer.state[p][name] = x
 
     def _locked(self, x: Tensor) -> Tensor:
-        """Return a copy in page-locked memory, so that the host need not wait for its transfers.
+        """Return a copy in page-locked memory: the host need not wait for its transfers.
 
-        torch allocates such memory in powers of two, this function in pages.
+        torch allocates such memory in powers of two; this function allocates it in pages.
         """
         pages = torch.frombuffer(mmap.mmap(-1, x.nbytes), dtype=x.dtype)
         runtime: Any = torch.cuda.cudart()

@@ -1,4 +1,4 @@
-"""The torch optimizer of this rank's master weights, its parameter groups and fragments."""
+"""The torch optimizer of this rank's master weights, with its parameter groups and fragments."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 def unique_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters, frozen ones included; a weight that two layers share appears once.
 
-    They are in the order of their first use, as far as chunks list them in `weight_users`, so that
-    backward passes complete buckets in about the reverse order.
+    They are in the order of their first use, as far as chunks list them in `weight_users`: backward
+    passes then complete buckets in about the reverse order.
     """
     users = (getattr(chunk, "weight_users", None) for chunk in (module, *module.children()))
     used = (p for of_chunk in users if of_chunk for _, some in of_chunk() for p in some)
@@ -48,8 +48,8 @@ class _Trained:
 def freeze_copies(parameters: Sequence[nn.Parameter], topology: Topology) -> None:
     """Freeze each parameter that another rank of the model has frozen under the same name.
 
-    In one process it is one parameter: a tied embedding, for example, which the last stage has too.
-    All ranks call it. Raises ConfigError, on every rank, where one has no parameters.
+    In one process they are one parameter: for example a tied embedding, which the last stage has,
+    too. All ranks call it. Raises ConfigError, on every rank, if any rank has no parameters.
     """
     frozen = {sharding_of(p).name for p in parameters if not p.requires_grad}
     gathered = gather_objects(_Trained(bool(parameters), frozen), topology.model)
@@ -76,9 +76,9 @@ def parameter_groups(
     parameters  of each group
 
     A group's key `decays` says whether its weight decay follows the schedule, its key `whole`
-    whether it consists of full parameters. Its learning rate is that of the schedule times its key
-    `lr_scale`; its weight decay is divided by it, so that their product, which AdamW subtracts, is
-    the same for all. Its key `eps_scale` is the factor of AdamW's epsilon.
+    whether it consists of full parameters. Its learning rate is the schedule's times its key
+    `lr_scale`, by which its weight decay is divided: their product, which AdamW subtracts, is the
+    same for all groups. Its key `eps_scale` is the factor on AdamW's epsilon.
     """
     kinds = (bucket.kind for bucket in buckets if not bucket.kind.frozen)
     return [
@@ -99,8 +99,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the optimizer of a configuration, which may be the user's own.
 
-    AdamW is apex's where --optimizer-implementation asks for it and it runs on this device; our
-    kernel where megatron.kernels.choose says so; otherwise torch's fused one. With bf16 moments the
+    AdamW is apex's if --optimizer-implementation asks for it and it runs on this device, our kernel
+    if megatron.kernels.choose says so, and otherwise torch's fused AdamW. With bf16 moments the
     last two are one class.
     """
     settings = config.optimizer
@@ -143,7 +143,7 @@ def create_state(
 
     models  tensors on whose device the state of a parameter is created instead
 
-    torch creates it at the first step. A fresh engine needs it earlier to load a checkpoint, and it
+    torch creates it in the first step. A new engine needs it earlier to load a checkpoint, and it
     is better to run out of memory at the start.
     """
     # fused, so that its steps are counted on the device
@@ -162,7 +162,7 @@ def create_state(
 
 
 def tensors_of(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of a parameter's state, of its shape, by name."""
+    """Return the tensors of a parameter's state that have its shape, by name."""
     state = optimizer.state[p].items()
     return {n: x for n, x in state if isinstance(x, Tensor) and x.shape == p.shape}
 
@@ -188,11 +188,11 @@ def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the fp32 tensors of a model beside its parameters, by global name.
+    """Return the fp32 tensors of a model besides its parameters, by global name.
 
     They are not sharded, are the same on all ranks of a stage, and are saved in checkpoints: for
-    example, biases of experts, which move with their load. A module's `persistent_tensors` returns
-    them.
+    example biases of experts, which move with the experts' load. A module's `persistent_tensors`
+    returns them.
     """
     methods = (getattr(module, "persistent_tensors", None) for module in model.modules())
     return {name: tensor for some in methods if some for name, tensor in some().items()}
@@ -202,7 +202,7 @@ def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
 #
 # ZeRO concatenates the parameters of a group and gives each data-parallel rank one range of the
 # result. A range of a row-major tensor consists of a few rectangles; each has a position in the
-# global tensor, whatever the layout.
+# global tensor that does not depend on the layout.
 
 Index = tuple[int, ...]
 
@@ -210,7 +210,7 @@ Index = tuple[int, ...]
 def boxes(start: int, stop: int, shape: Sequence[int]) -> list[tuple[Index, Index]]:
     """Return elements [start, stop) of a row-major array as rectangles (offsets, sizes).
 
-    They are in order, and at most 2 * dimensions - 1.
+    They are in order; there are at most 2 * dimensions - 1 of them.
 
     >>> boxes(2, 9, (3, 4))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
@@ -254,7 +254,7 @@ class Fragment:
         span: slice,
         tensors: Mapping[str, Tensor],
     ) -> Fragment:
-        """Return the fragment from element `start` on, which is at `span` of the flat tensors."""
+        """Return the fragment that begins at element `start`, at `span` of the flat tensors."""
         views = {name: flat[span] for name, flat in tensors.items()}
         master = views.pop(MASTER)
         numel = span.stop - span.start

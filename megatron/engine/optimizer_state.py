@@ -1,6 +1,6 @@
 """State that an optimizer keeps for each weight.
 
-Needs torch only for a user's own optimizer.
+This module needs torch only for a user's own optimizer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StepValues(NamedTuple):
 
     lr              learning rate
     weight_decay    of the decaying parameters
-    betas           of the optimizer, whose groups have `betas`
+    betas           of an optimizer whose groups have `betas`
     new_in_average  1 - decay of the average of the weights; 0: the average stays as it is
     """
 
@@ -48,7 +48,7 @@ class OptimizerState(NamedTuple):
     tensors  its tensors, which have one element for each weight: bytes of an element by name, 4 in
              fp32 and 2 in bf16
     step     type of the "step" that each tensor of weights has, a tensor or a number; None without
-    whole    state of full parameters (full_matrices.py); None: the same
+    whole    state of full parameters (full_matrices.py); None: the same state
     sweeps   passes over the full parameters in an update: names of the tensors that each uses; ():
              all
     """
@@ -68,11 +68,11 @@ class OptimizerState(NamedTuple):
         return sum(self.tensors.values())
 
     def traffic_bytes(self, gradient_bytes: float, kernel: bool, average_share: float) -> float:
-        """Return the bytes read and written for each weight by an update.
+        """Return the bytes that an update reads and writes for each weight.
 
-        Everything is read or written once: gradient in; master weight and state in and out. Without
-        our kernel, torch's operators scale gradients, widen bf16 tensors and round them where there
-        are some (adamw_reference_), and an average reads the new weights again.
+        The gradient is read once, master weight and state are read and written once. Without our
+        kernel, torch's operators also scale gradients and widen and round any bf16 tensors
+        (adamw_reference_), and an average reads the new weights again.
 
         average_share  share of the updates that also update the average
         """
@@ -87,8 +87,9 @@ class OptimizerState(NamedTuple):
 
 _ROUNDING_BYTES = 96.0
 _SCALING_BYTES = 8.0
-"""Bytes of torch's operators for each element of a bf16 tensor: 6 of widening, 4 more in the update,
-and 86 of ten passes over the bits; for each gradient: 8 of scaling it before the update."""
+"""Bytes of torch's operators for each element of a bf16 tensor: 6 for widening, 4 more in the
+update, and 86 for ten passes over the bits; for each gradient: 8 for scaling it before the
+update."""
 _MOMENTUM = OptimizerState({"momentum_buffer": 4})
 OPTIMIZERS = {
     "adam": OptimizerState({"exp_avg": 4, "exp_avg_sq": 4}),
@@ -100,13 +101,13 @@ OPTIMIZERS = {
         sweeps=(("momentum_buffer",), (MASTER,)),
     ),
 }
-"""State by --optimizer. Steps are counted by group, or created with the rest (optimizer.py)."""
+"""State by --optimizer. Steps are counted per group, or created with the rest (optimizer.py)."""
 
 
 def optimizer_state(config: Config) -> OptimizerState:
     """Return the state of a configuration's optimizer, which may be the user's own.
 
-    Raises ConfigError for state that ZeRO and checkpoints cannot hold.
+    Raises ConfigError for state that ZeRO and checkpoints do not support.
     """
     custom = config.pieces.optimizer
     settings = config.optimizer
@@ -137,7 +138,7 @@ WantsWhole = Callable[[str, tuple[int, ...]], bool]
 
 
 def wants_whole(config: Config) -> WantsWhole | None:
-    """Return the test, by global name and shape, for full parameters; None: none are needed."""
+    """Return the test for full parameters, by global name and shape; None: none are needed."""
     if config.pieces.optimizer is not None:
         return getattr(config.pieces.optimizer, "whole", None)
     if config.optimizer.optimizer != "muon":
@@ -176,8 +177,8 @@ def _state_of(make: Optimizer, settings: OptimizerConfig, on_host: bool) -> Opti
     )
     if not torch.allclose(joint, separate, rtol=1e-3, atol=1e-6):
         raise ConfigError(
-            f"{type(optimizer).__name__} updates a weight by others of its tensor, of which ZeRO gives "
-            "it only shards: let it take full parameters, as examples/extend/lamb.py does for FusedLamb"
+            f"{type(optimizer).__name__} updates a weight from others of its tensor, but ZeRO "
+            "gives it only shards: make it take full parameters, as examples/extend/lamb.py does"
         )
     return state
 
@@ -199,13 +200,13 @@ def _after_a_step(
             f"optimizer={make!r} makes a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
     for group in optimizer.param_groups:
-        group["lr"] = 0.1  # the schedule's may be too small to see
+        group["lr"] = 0.1  # the schedule's may be too small to show a change
     optimizer.step()
     return optimizer
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """Return the state of an optimizer of one tensor after a step."""
+    """Return the state of an optimizer with one tensor, after a step."""
     import torch
 
     (weights,) = (p for group in optimizer.param_groups for p in group["params"])
@@ -221,12 +222,12 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> OptimizerState:
             kind = f"{list(value.shape)} of {value.dtype}" if is_tensor else type(value).__name__
             raise ConfigError(
                 f"{type(optimizer).__name__} keeps {name!r}, {kind}, for weights "
-                f"{list(weights.shape)}: ZeRO and checkpoints take fp32 tensors of their shape, "
-                "and one number, 'step'"
+                f"{list(weights.shape)}: ZeRO and checkpoints take only fp32 tensors of their "
+                "shape and one number, 'step'"
             )
     return OptimizerState(tensors, step)
 
 
 ROUND = 1 << 22
 """Elements of an owner's full parameters at which a round of messages is closed (full_matrices.py):
-8 MiB in bf16, worth their latency, and at most one matrix more in memory."""
+8 MiB in bf16, worth the latency, with at most one more matrix in memory."""

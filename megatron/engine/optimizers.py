@@ -1,4 +1,4 @@
-"""Optimizers of --optimizer: torch's AdamW and SGD, Lion and Muon.
+"""Optimizers for --optimizer: torch's AdamW and SGD, Lion and Muon.
 
 AdamW with our kernel, or with bf16 moments, is in megatron/kernels/ops/optimizer.py.
 """
@@ -40,7 +40,7 @@ class AdamW(Untraced, torch.optim.AdamW):
 
 
 class SkipsOnDevice:
-    """Optimizer whose step tensors on the device can skip, so that the host need not wait.
+    """Optimizer whose step can be skipped by tensors on the device, without waiting on the host.
 
     The engine sets the attributes, as torch.amp.GradScaler does for torch's fused optimizers.
 
@@ -60,13 +60,13 @@ class SkipsOnDevice:
         return p.grad
 
     def step_counts(self, p: Tensor) -> Tensor:
-        """Return 1, or 0 in a step that is skipped: a factor of changes of weights and state."""
+        """Return 1, or 0 in a step that is skipped: a factor on changes to weights and state."""
         none = torch.zeros((), device=p.device)
         return 1.0 - (none if self.found_inf is None else self.found_inf)
 
     def move(self, p: Tensor, update: Tensor, group: dict[str, Any]) -> None:
         """Subtract the weight decay and the update, both times the learning rate."""
-        lr = group["lr"] * self.step_counts(p).double()  # rounded last, as a number on the host is
+        lr = group["lr"] * self.step_counts(p).double()  # rounded last, like a number on the host
         p.mul_(1.0 - lr * group["weight_decay"]).addcmul_(update, lr.float(), value=-1.0)
 
 
@@ -194,7 +194,7 @@ class Muon(SkipsOnDevice, AdamW):
         """Return the update of a parameter [.., rows, columns], which may be several matrices.
 
         The matrices of queries, keys and values are fused as [groups (queries, key, value) d,
-        columns]. A gated unit has gate and value as [2, rows, columns].
+        columns]. A gated unit stores gate and value as [2, rows, columns].
         """
         if self._settings.muon_split_qkv and name.endswith("query_key_value.weight"):
             groups = self._model.num_key_value_heads

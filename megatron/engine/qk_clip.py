@@ -1,9 +1,9 @@
-"""QK-clip: query and key weights of heads with large attention logits shrink after a step.
+"""QK-clip: after a step, shrinks query and key weights of heads with large attention logits.
 
-Kimi Team, arXiv 2507.20534, section 2.1. A head with largest logit S above the threshold t gets
-eta = t / S: its queries are multiplied by eta^alpha, its keys by eta^(1 - alpha), so that the same
-logits would be t. Where several heads share a key, that key gets the smallest of their factors, and
-each query the rest of its own eta. So the logits of a head never change because of another's.
+Kimi Team, arXiv 2507.20534, section 2.1. A head whose largest logit S exceeds the threshold t gets
+eta = t / S: its queries are multiplied by eta^alpha, its keys by eta^(1 - alpha), which would make
+that logit t. If several heads share a key, the key gets the smallest of their factors, and each
+query the rest of its own eta. Thus the logits of one head never change because of another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.parallel.topology import Topology
 class ParameterSlice(NamedTuple):
     """Elements of a parameter from `first` on that this rank's optimizer holds.
 
-    weights  those of forward and backward
+    weights  the weights of forward and backward passes
     """
 
     parameter: nn.Parameter
@@ -59,8 +59,8 @@ class QKClip:
     def apply(self, counts: Tensor) -> None:
         """Clip by the logits of a step, on all ranks; `counts`: whether the step counts, a scalar.
 
-        The master weights are scaled, and rounded to this rank's shard of the weights of forward
-        and backward.
+        The master weights are scaled, and their rounded values written to this rank's shard of the
+        weights of forward and backward.
         """
         if not self._layers:
             return

@@ -1,4 +1,4 @@
-"""ZeRO stages 2 and 3 on tensors: gradients, and with stage 3 weights, that passes allocate and free.
+"""ZeRO stages 2 and 3 on tensors: passes allocate and free gradients, and in stage 3 also weights.
 
 The order of these operations is in engine/zero_plan.py.
 """
@@ -43,9 +43,9 @@ from megatron.parallel.topology import Topology
 class ShardedGradients(Gradients):
     """Gradient sums of which this rank keeps a shard.
 
-    A bucket is complete once its parameters have all contributions of a pass. The first pass shows
-    how many a parameter gets; it assumes one. Sums over all ranks begin in the last pass once a
-    step has counted (Gradients) and the passes were announced.
+    A bucket is complete once its parameters have all contributions of a pass. The first pass
+    counts how many a parameter gets, and assumes one. Sums over all ranks begin in the last pass if
+    an earlier step has counted (Gradients) and the passes were announced.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ShardedGradients(Gradients):
             self._run(self._sums.complete(number, self._is_last(self._plan.stage_of(number))))
 
     def _is_last(self, stage: int) -> bool:
-        """Return whether a stage's pass is the step's last, whose sums go beyond the inner ranks."""
+        """Return whether a stage's pass is its last in the step, after which all ranks sum."""
         last = self.counted and self._ended[stage] == self._micro_batches - 1
         return last and self._plan.zero.early
 
@@ -146,7 +146,7 @@ class ShardedGradients(Gradients):
         super()._reduce_beyond(number)
 
     def of(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """Return what `p` adds to the sum, in its shape: zero after a pass, unless it is `local`.
+        """Return what `p` will add to the sum, in its shape; zero after a pass without `local`.
 
         All data-parallel ranks call it.
         """
@@ -166,7 +166,7 @@ class ShardedGradients(Gradients):
         self._over_model()
 
     def _digests(self, parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-        """Return digests of this rank's ranges: the same elements on all tensor ranks."""
+        """Return digests of this rank's ranges, which are the same elements on all tensor ranks."""
         gradients = {p: b.own_gradients[span] for b in self.buckets for p, _, span in b.owned()}
         none = torch.zeros((), dtype=torch.int64, device=self._topology.device)
         digests = [
@@ -204,10 +204,10 @@ def name_of(chunk: torch.nn.Module, module: torch.nn.Module) -> str:
 
 
 class ShardedWeights(WeightGather):
-    """Weights that are gathered for each call, and freed after it, as the plan's steps say.
+    """Weights that are gathered for each call and freed after it, following the plan's steps.
 
-    A model that calls its modules in another order gets its weights when they are needed, without
-    overlap, and a warning.
+    If a model calls its modules in another order, weights are gathered when they are needed,
+    without overlap and with a warning.
     """
 
     def __init__(
@@ -224,14 +224,14 @@ class ShardedWeights(WeightGather):
         # the step that runs, and its pass
         self._at = 0
         self._backward = False
-        self._keeps = False  # all weights stay gathered
+        self._keeps = False  # whether all weights stay gathered
         self._passes = 0  # backward passes that follow in this step
         self._warned = False
         self._index = {
             backward: self._indices(steps)
             for backward, steps in ((False, plan.forward(stage)), (True, plan.backward(stage)))
         }
-        # whether the backward pass of a look-up needs no weights
+        # whether a call is a look-up, whose backward pass needs no weights
         self._looks_up = [call.table for call in plan.calls[stage]]
         calls: dict[torch.nn.Module, list[int]] = {}
         for number, (module, _) in enumerate(self._users([chunk])):
@@ -300,7 +300,7 @@ class ShardedWeights(WeightGather):
             return
         backward = kind != FORWARD
         indices = self._index[backward]
-        # the backward pass follows what a model recomputes besides the plan's groups
+        # a model may also recompute calls outside the plan's groups: their backward pass follows
         index = indices.get((kind, call), indices.get((BACKWARD, call), len(indices)))
         if backward != self._backward or index < self._at or not self._steps:
             self._leave(len(self._steps))
@@ -318,7 +318,7 @@ class ShardedWeights(WeightGather):
         following = [instruction.bucket for instruction in step.beside]
         gathers = any(number not in self._here for number in needed)
         for number in list(self._works):
-            if gathers and number not in needed:  # of another call than planned
+            if gathers and number not in needed:  # gathered for the planned call, which is another
                 self._warn(call)
                 self._arrive_at([number])
                 self._free([number])
@@ -327,7 +327,7 @@ class ShardedWeights(WeightGather):
         self._gather(following)
 
     def _warn(self, call: int) -> None:
-        """Warn, once, of a call that does not follow the plan."""
+        """Warn, once, about a call that does not follow the plan."""
         if not self._warned and torch.is_grad_enabled():
             self._warned = True
             warnings.warn(
@@ -362,7 +362,7 @@ class ShardedWeights(WeightGather):
                 self._here.add(number)
 
     def _free(self, numbers: Iterable[int]) -> None:
-        """Free gathered weights, other than those under way."""
+        """Free gathered weights, except those in flight."""
         for number in numbers:
             if number in self._here:
                 self._here.discard(number)
@@ -372,7 +372,7 @@ class ShardedWeights(WeightGather):
         self._passes += micro_batches
 
     def pass_ends(self) -> None:
-        """Free the weights of calls whose end no gradient has signalled."""
+        """Free the weights of calls whose end was not signalled by a gradient."""
         self._passes -= 1
         self._leave(len(self._steps))
         if not self._keeps:
@@ -380,7 +380,7 @@ class ShardedWeights(WeightGather):
 
     @torch.no_grad()
     def start(self, frozen: bool = False) -> None:
-        """Gather the new weights; of sharded ones, only the shard that each rank keeps."""
+        """Gather the new weights; of sharded weights, only the shard that each rank keeps."""
         self._keeps = False
         self._passes = 0
         self._steps = ()

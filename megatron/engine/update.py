@@ -31,11 +31,11 @@ NormGradients = list[tuple[list[Tensor], list[Tensor]]]
 class Update:
     """One optimizer step on reduced gradients, run by DeepSpeed's engine.
 
-    Norm, clipping factor and the decision whether the step counts stay on the device for optimizers
-    that can read them there; with others the host waits for the norm.
+    For optimizers that can read them on the device, the norm, the clipping factor and the decision
+    whether the step counts stay there; with other optimizers the host waits for the norm.
 
     engine     DeepSpeed's, whose step calls `inner`
-    inner      the optimizer; its parameters, one in each group, get this rank's range of a bucket
+    inner      the optimizer; each of its groups has one parameter, this rank's range of a bucket
     buckets    one for each parameter group, in their order
     exact      this rank's range of the fp32 weights of each bucket  # [n / ranks]
     shards     the ranks that share parameters other than those of experts
@@ -97,8 +97,8 @@ class Update:
 
         limited = {p: kind for p in parameters if (kind := sharding_of(p).kind) in limits}
 
-        # This rank's gradients, first those of kinds without a limit: those that count in the norm,
-        # and those that another rank counts.
+        # This rank's gradients, kinds without a limit first: gradients that count in the norm, and
+        # gradients that another rank counts.
         def lists(parameters: Iterable[torch.nn.Parameter]) -> NormGradients:
             pairs = []
             for kind in (None, *limits):
@@ -134,14 +134,14 @@ class Update:
 
         in_fp32 = self._values[0] is self.buckets[0].own_weights
         if not in_fp32:
-            self._values.clear()  # so that memory that is copied can be freed
+            self._values.clear()  # lets copied memory be freed
         uses = [(number, names) for op, number, names in updates if op is BucketOp.UPDATE]
         self._host = HostState(self._inner, self._topology.device, not in_fp32, self._round, uses)
         self._values = self._values or [self._host.on_host[m][MASTER] for m in self.masters]
         return self._host
 
     def state_of(self, master: Tensor) -> dict[str, Tensor]:
-        """Return a master weight's tensors by name, MASTER included, where they are between steps."""
+        """Return a master weight's tensors between steps by name, MASTER included."""
         state = (
             tensors_of(self._inner, master) if self._host is None else self._host.on_host[master]
         )
@@ -155,12 +155,12 @@ class Update:
     def step(self, loss_scale: float) -> Tensor:
         """Take one step with the reduced gradients, which contain `loss_scale`.
 
-        No weights are gathered. Returns the global norm of the gradient, loss scale included, a
-        scalar on the device. Where `moves` is False for it nothing is changed, and the caller has to
-        call `not_taken` once it has read the norm.
+        No weights are gathered. Returns the global norm of the gradient, loss scale included, as a
+        scalar on the device. If `moves` is False for this norm nothing has changed, and the caller
+        has to call `not_taken` once it has read the norm.
         """
         squares = self._sum_of_squares()
-        if self._in_bf16:  # the root is rounded: runs of earlier versions continue bit for bit
+        if self._in_bf16:  # round the root: runs of earlier versions continue bit for bit
             squares = squares.sqrt().square()
         squares = all_reduce(squares, self._topology.model)
         norm = squares.sqrt()
@@ -195,7 +195,7 @@ class Update:
     def not_taken(self) -> None:
         """Remove the last step, which was skipped, from the bias correction.
 
-        torch's optimizers do so themselves, and others were not called.
+        torch's optimizers do this themselves, and other optimizers were not called.
         """
         if isinstance(self._inner, FusedAdamW):
             self._inner.uncount()
@@ -207,11 +207,11 @@ class Update:
                 bucket.own_weights.copy_(values)
 
     def _sum_of_squares(self) -> Tensor:
-        """Return the sum of squares of this replica group's gradients, for each of `_norm_gradients`.
+        """Return the sum of squares of the gradients, for each of `_norm_gradients`.
 
-        A parameter that several model-parallel ranks hold counts on one of them. A bad value in
-        another's copy must not go unnoticed, or the copies would differ from then on: 0 times their
-        squares is 0, or NaN where anything is not finite.
+        A parameter that several model-parallel ranks hold counts on one of them. A value that is
+        not finite in another copy must not go unnoticed, or the copies would differ from then on.
+        So the other copies contribute 0 times their squares: 0, or NaN if anything is not finite.
         """
         zero = torch.zeros((), device=self._topology.device)
         sums = list[Tensor]()
@@ -227,7 +227,7 @@ class Update:
         return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
     def _pass_gradients(self, factor: Tensor, loss_scale: float) -> None:
-        """Give the optimizer its gradients, and their factor where it takes one."""
+        """Give the optimizer its gradients, and their factor if it takes one."""
         inner: Any = self._inner
         if isinstance(inner, FusedAdamW):
             inner.gradient_scale = factor.float()
@@ -245,6 +245,7 @@ class Update:
 def moves(norm: Tensor) -> Tensor:
     """Return whether a gradient of this norm moves the weights: it is finite, and not exactly 0.
 
-    Without a gradient, as where no token is in the loss, momentum and weight decay would go on.
+    Without a gradient, for example if no token counts in the loss, momentum and weight decay would
+    still move them.
     """
     return norm.isfinite() & (norm > 0)

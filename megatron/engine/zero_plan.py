@@ -1,8 +1,8 @@
 """The plan of ZeRO: what each pass and the end of a step do with each bucket of parameters.
 
 Rajbhandari et al., arXiv 1910.02054, with shards of two sizes (Wang et al., arXiv 2306.10209; Zhang
-et al., arXiv 2205.00119). Pure functions of the parameters' records and of settings. The engine
-carries the plan out on tensors; memory, seconds and messages of the planner are sums over it.
+et al., arXiv 2205.00119). All functions are pure, of the parameters' records and of settings. The
+engine carries the plan out on tensors; the planner sums its memory, seconds and messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IN_FLIGHT = 2
 """Most buckets whose gradients ZeRO stages 2 and 3 reduce at a time."""
 
 REDUCED_ALREADY = (
-    "the gradients of the micro-batches before are being reduced already: call Engine.step() after "
+    "the gradients of earlier micro-batches are being reduced already: call Engine.step() after "
     "every Executor.train(), or turn the overlap off with --no-overlap-grad-reduce"
 )
 
@@ -36,7 +36,7 @@ REDUCED_ALREADY = (
 
 
 class BucketOp(Enum):
-    """Instruction on a bucket. Messages run beside what follows, until their result is needed.
+    """Operation on a bucket. Messages overlap with what follows until their result is needed.
 
     GATHER         allocate the weights and gather them from the inner ranks (stage 3)
     FREE           free gathered weights
@@ -66,7 +66,7 @@ class BucketInstruction(NamedTuple):
     """Operation on a bucket.
 
     bucket  its number in the plan
-    names   tensors of the state that a FETCH, UPDATE or STORE is about; (): all
+    names   tensors of the state that a FETCH, UPDATE or STORE applies to; (): all
     """
 
     op: BucketOp
@@ -78,7 +78,7 @@ class Hop(NamedTuple):
     """Collective of an instruction; an instruction's hops follow one another.
 
     kind     "reduce_scatter", "all_reduce" or "all_gather"
-    ranks    which of ShardGroups: "inner", "outer" or "copies"
+    ranks    group among ShardGroups: "inner", "outer" or "copies"
     divided  factor by which the collective's full tensor is smaller than the bucket
     """
 
@@ -103,8 +103,7 @@ class ShardSizes(NamedTuple):
     def hops(self, op: BucketOp, divided_weights: bool = False) -> tuple[Hop, ...]:
         """Return the collectives of an instruction.
 
-        divided_weights  whether the weights are gathered by passes, so that new ones go no further
-                         than to the inner ranks
+        divided_weights  whether passes gather the weights: new ones then go only to the inner ranks
         """
         inner, states, gradient_ranks = self
         outward = Hop("reduce_scatter", "outer", inner), states > inner
@@ -123,7 +122,7 @@ class ShardSizes(NamedTuple):
 class Zero(NamedTuple):
     """ZeRO's stage and sizes.
 
-    stage         in effect
+    stage         the stage in effect
     sizes         of parameters other than experts
     experts       expert-parallel size: ranks that share an expert are fewer by this factor
     ahead, early  whether weights are gathered, and gradients sent, while passes run
@@ -151,16 +150,16 @@ class Zero(NamedTuple):
         return ShardSizes(*(max(1, n // self.experts) for n in self.sizes))
 
     def divides_weights(self, bucket: BucketPlan) -> bool:
-        """Return whether a bucket's weights are divided outside of the passes that use them.
+        """Return whether a bucket's weights are sharded outside of the passes that use them.
 
-        Vectors have few weights, and messages for each layer would be small.
+        Vectors have few weights, and a message for each layer would be small: they are not sharded.
         """
         inner = self.sizes_of(bucket.kind.experts).inner
         return self.stage == 3 and not bucket.vectors and inner > 1
 
     @property
     def divides_gradients(self) -> bool:
-        """Return whether gradients have memory only from a pass's first one until they are sent."""
+        """Return whether gradients have memory only from a pass's first until they are sent."""
         return self.stage > 1
 
     def hops(self, op: BucketOp, bucket: BucketPlan) -> tuple[Hop, ...]:
@@ -168,7 +167,7 @@ class Zero(NamedTuple):
         return self.sizes_of(bucket.kind.experts).hops(op, self.divides_weights(bucket))
 
     def bytes_of_weight(self, bucket: BucketPlan) -> int:
-        """Return the bytes of an element of a bucket's weights."""
+        """Return the bytes per element of a bucket's weights."""
         return 4 if bucket.kind.fp32 else self.weight_bytes
 
     def weights_held(self, bucket: BucketPlan) -> float:
@@ -189,7 +188,7 @@ class Zero(NamedTuple):
 
 
 def zero_of(config: Config, layout: Layout | None = None) -> Zero:
-    """Return what ZeRO divides in a configuration.
+    """Return ZeRO's stage and sizes in a configuration.
 
     layout  of the job; without it, shards of a node (-1) count as undivided: see
             planner.placement.over_nodes
@@ -219,9 +218,10 @@ def zero_of(config: Config, layout: Layout | None = None) -> Zero:
 
 
 def stage_in_effect(stage: int, ranks: int) -> int:
-    """Return the stage that ZeRO follows where `ranks` ranks divide gradients.
+    """Return the stage that ZeRO follows if `ranks` ranks shard gradients.
 
-    A single rank would hold all gradients of a pass beside its sums: stages 2 and 3 then do what stage 1 does.
+    With a single rank stages 2 and 3 act as stage 1: it would hold all gradients of a pass beside
+    its sums.
     """
     return stage if ranks > 1 else min(stage, 1)
 
@@ -235,7 +235,7 @@ class ModuleCall(NamedTuple):
     parameters  numbers of the parameters that it uses
     outlives    whether these are used after the call, too, until the backward pass begins
     layer       whether it may be recomputed
-    table       whether it looks parameters up, which its backward pass does not need
+    table       whether it looks parameters up: its backward pass does not need them
     """
 
     parameters: tuple[int, ...]
@@ -248,8 +248,8 @@ FORWARD = "forward"
 RECOMPUTE = "again"
 BACKWARD = "backward"
 """Kinds of steps; RECOMPUTE is a forward pass that the backward pass repeats. For the last layer of
-a group it comes first, since autograd reaches that layer first, and computes nothing: the layer's
-BACKWARD does."""
+a group it comes first, since autograd reaches that layer first, but it computes nothing: the
+layer's BACKWARD does."""
 
 
 class ModulePass(NamedTuple):
@@ -257,9 +257,9 @@ class ModulePass(NamedTuple):
 
     kind    FORWARD, RECOMPUTE or BACKWARD
     call    number among the calls of the stage
-    before  has to be complete when it begins
-    beside  begins with it, and runs beside it
-    after   begins when it has ended
+    before  instructions that have to be complete when it begins
+    beside  instructions that begin with it and overlap with it
+    after   instructions that begin when it has ended
     """
 
     kind: str
@@ -272,11 +272,11 @@ class ModulePass(NamedTuple):
 class Reductions:
     """Gradients of a step on the way to their owners: which instructions follow which event.
 
-    Buckets are sent in their order, so that all ranks post the same messages; with stages 2 and 3
-    those of a pipeline stage once after each of its backward passes, otherwise once in a step. With
+    Buckets are sent in order, so that all ranks post the same messages: with stages 2 and 3 the
+    buckets of a pipeline stage once for each of its backward passes, otherwise once in a step. With
     overlap a bucket is sent as soon as it and all before it are complete.
 
-    flying  buckets whose REDUCE is under way
+    flying  buckets whose REDUCE is in flight
     """
 
     def __init__(self, plan: ZeroPlan) -> None:
@@ -288,7 +288,7 @@ class Reductions:
 
     @property
     def state(self) -> object:
-        """Return what the instructions of further events depend on."""
+        """Return everything that later instructions depend on."""
         fields = self._sent.items(), self._complete, self._final
         return tuple(self.flying), *(tuple(sorted(one)) for one in fields)
 
@@ -302,13 +302,13 @@ class Reductions:
         return made
 
     def use(self, bucket: int) -> Iterator[BucketInstruction]:
-        """Prepare the memory of a bucket, to whose gradients something is about to be added."""
+        """Prepare the memory of a bucket before something is added to its gradients."""
         while bucket in self.flying:
             yield from self._arrive()
         yield BucketInstruction(BucketOp.ALLOCATE, bucket)
 
     def complete(self, bucket: int, final: bool) -> Iterator[BucketInstruction]:
-        """Note that a bucket has all gradients of a pass; `final`: of the last one of a step."""
+        """Note that a bucket has all gradients of a pass; `final`: the step's last pass."""
         self._complete.add(bucket)
         if not self._plan.zero.early:
             return
@@ -338,7 +338,7 @@ class Reductions:
     def send(self, bucket: int, final: bool) -> Iterator[BucketInstruction]:
         """Send a bucket; `final`: the sum over the other ranks follows when it has arrived.
 
-        Raises ConfigError for one whose sum over the other ranks has begun.
+        Raises ConfigError for a bucket whose sum over the other ranks has begun.
         """
         if bucket in self._final:
             raise ConfigError(REDUCED_ALREADY)
@@ -412,7 +412,7 @@ class ZeroPlan:
         return {member: n for n, bucket in enumerate(self.buckets) for member in bucket.members}
 
     def stage_of(self, bucket: int) -> int:
-        """Return the stage after whose passes a bucket is sent: one for all before stage 2."""
+        """Return the stage after whose passes a bucket is sent; the same for all below ZeRO-2."""
         return self._stages[bucket] if self.zero.divides_gradients else 0
 
     @functools.cached_property
@@ -433,9 +433,9 @@ class ZeroPlan:
         return self._orders.get(stage, ())
 
     def in_flight(self, bucket: int) -> float:
-        """Return how many sums may be under way before another begins.
+        """Return how many sums may be in flight when another begins.
 
-        Before stage 2 any number, but the second hop of one begins before the first of the next.
+        Below ZeRO-2 any number, but the second hop of one begins before the first of the next.
         """
         if self.zero.divides_gradients:
             return IN_FLIGHT
@@ -464,7 +464,7 @@ class ZeroPlan:
     def backward(self, stage: int, final: bool = False) -> tuple[ModulePass, ...]:
         """Return the steps of a backward pass; `final`: no forward pass follows in this step.
 
-        Without the reduction of gradients: see `reducing`.
+        The reduction of gradients is not included: see `reducing`.
         """
         return self._passes[stage][3 if final else 2]
 
@@ -489,7 +489,7 @@ class ZeroPlan:
         return tuple(steps)
 
     def end(self, sums: Reductions) -> Iterator[BucketInstruction]:
-        """Yield what follows the passes of a step."""
+        """Yield the instructions after the passes of a step."""
         if not self.zero.divides_gradients:
             yield from sums.pass_ends(0, final=True)
         yield from sums.step_ends()
@@ -538,7 +538,8 @@ class ZeroPlan:
     def _backward_order(self, stage: int) -> Iterator[tuple[str, int]]:
         """Yield kinds and calls of a backward pass in order.
 
-        With stage 3, whose pipeline has one stage, it ends with the first call that trains anything.
+        With ZeRO-3, whose pipeline has one stage, it ends at the first call with trained
+        parameters.
         """
         calls = self.calls[stage]
         trained = (
@@ -553,11 +554,11 @@ class ZeroPlan:
             yield BACKWARD, call
 
     def _with_weights(self, stage: int, runs: Sequence[tuple[str, int]]) -> tuple[ModulePass, ...]:
-        """Return the steps of consecutive passes, with what gathers and frees weights.
+        """Return the steps of consecutive passes, with instructions that gather and free weights.
 
         A call's weights are gathered for its forward pass and again for its backward pass; a
         recomputed call keeps them until then. With overlap, the weights of a call are gathered
-        beside the previous call that gathers any.
+        during the previous call that gathers any.
         """
         here = set[int]()
         steps = list[ModulePass]()
@@ -585,7 +586,7 @@ class ZeroPlan:
 
     @functools.cached_property
     def _completed_by(self) -> Mapping[int, Mapping[int, list[int]]]:
-        """Buckets that have all gradients once a call's backward pass has ended, by stage and call."""
+        """Buckets that have all their gradients after a call's backward pass, by stage and call."""
         completed: dict[int, dict[int, list[int]]] = {stage: {} for stage in self.calls}
         for stage, calls in self.calls.items():
             first = dict[int, int]()
@@ -604,8 +605,8 @@ Use = tuple[int, tuple[str, ...]]
 def streamed(uses: Sequence[Use]) -> Iterator[BucketInstruction]:
     """Yield the updates of offloaded state.
 
-    The state of the next use arrives, and that of the previous one leaves, beside an UPDATE: two
-    sets of tensors. It does not arrive before a use that changes it has ended.
+    During an UPDATE the state of the next use arrives and the state of the previous one leaves,
+    which takes two sets of tensors. State is not fetched before a use that changes it has ended.
     """
     fetched = 0
     for now, (bucket, names) in enumerate(uses):
@@ -634,7 +635,7 @@ def zero_plan(
     """Return the plan of a rank.
 
     records  shardings of its parameters, in the order in which forward passes first use them
-    calls    by stage; a parameter without a call counts as one of the first stage
+    calls    by stage; a parameter without a call counts as part of the first stage
     frozen   see BucketRule.plan
     """
     first: dict[int, tuple[int, int]] = {}
