@@ -1,4 +1,4 @@
-"""Causal self-attention with heads cut over the tensor-parallel group.
+"""Causal self-attention with heads sharded over the tensor-parallel group.
 
 Its implementations are in attention_fused.py, attention_blocked.py and attention_unfused.py.
 """
@@ -85,9 +85,9 @@ class CoreAttention:
         return scoring._replace(dropout=self.dropout, seed=seed, row_layout=row_layout)
 
     def within(self, call: CallContext, heads: slice | None, *tensors: Tensor) -> Tensor:
-        """Return attention within the rows of the tensors, which are full sequences.
+        """Return attention over the rows of the tensors, which are full sequences.
 
-        heads  which of the tensor rank's heads these are; None: all of them
+        heads  the tensor rank's heads that these are; None: all of them
         """
         scoring = self.scoring_of(call, tensors[0].shape[0])
         if self.largest is not None and torch.is_grad_enabled():
@@ -112,7 +112,7 @@ class CoreAttention:
             return core(q, k, v, scoring)
         # These kernels number samples and heads from 0 in each call, so the seed has to distinguish
         # micro-batches and ranks.
-        assert scoring.row_layout is not None, "dropout has a place"
+        assert scoring.row_layout is not None, "dropout has a row layout"
         with seeded(q.device, mix(scoring.seed, scoring.row_layout.first())):
             return core(q, k, v, scoring)
 
@@ -124,8 +124,8 @@ class SelfAttention(torch.nn.Module):
 
     The rows of the fused weight are ordered [key-value group][queries ..., key, value][head
     dimension], so a cut along them gives every rank whole groups (the order of Megatron checkpoints
-    from version 2.0 on). With fewer groups than ranks, neighbouring ranks divide the queries of a
-    group and all hold its key and value.
+    from version 2.0 on). With fewer groups than ranks, neighbouring ranks share the queries of a
+    group, and each holds its key and value.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class SelfAttention(torch.nn.Module):
         self.norms_heads = config.qk_layernorm_over == "head"
         if config.qk_layernorm:
             of_q = of_k = None
-            each = heads, groups  # in the width of a norm, or in this rank's shard of it
+            each = heads, groups  # within the width of a norm, or within this rank's shard of it
             if self.norms_heads:
                 each = 1, 1
             else:
@@ -202,7 +202,7 @@ class SelfAttention(torch.nn.Module):
     def forward(
         self, x: Tensor, call: CallContext, recompute_input: RecomputeInput = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute attention within x; `recompute_input` recomputes x."""
+        """Compute attention over x; `recompute_input` recomputes x."""
         mixed = self.query_key_value(x, recompute_input)  # [s, b, groups/tp * (queries + 2) * d]
         s, b = mixed.shape[:2]
         plain = self.rotary is None and self.q_layernorm is None and call.cache is None
@@ -228,14 +228,14 @@ class SelfAttention(torch.nn.Module):
         nodes = nodes_for(mixed)
         fused = self.rotary is None or self.rotary.fused
         if nodes is not None and fused and self.q_layernorm is None:
-            # One node, whose gradient is written directly into that of the projection.
+            # One node, whose gradient is written directly into the projection's gradient.
             sizes = self.groups, self.queries, self.head_dim
             heads: tuple[Tensor, ...] = nodes.split_heads(mixed, *sizes, *(angles or (None, None)))
             if heads is not NotImplemented:
                 return heads
         mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
-        # The gradient of split is one concatenation; those of slices would each be as large as the
-        # whole.
+        # The gradient of split is one concatenation; the gradient of each slice would be as large
+        # as the whole.
         q, k, v = mixed.split((self.queries, 1, 1), dim=3)
         k = k.squeeze(3)
         v = v.squeeze(3)
@@ -247,6 +247,6 @@ class SelfAttention(torch.nn.Module):
         return q.reshape(s, b, self.groups * self.queries, self.head_dim), k, v
 
     def _normed(self, norm: Norm, x: Tensor) -> Tensor:
-        """Normalize x [s, b, .., d], each head or all of them."""
+        """Normalize x [s, b, .., d], each head separately or all together."""
         normed: Tensor = norm(x if self.norms_heads else x.flatten(2)).view(x.shape)
         return normed

@@ -1,4 +1,4 @@
-"""Attention in blocks of queries, whose scores fit a cache, and the largest products for QK-clip."""
+"""Attention in blocks of queries whose scores fit a cache, and the largest products for QK-clip."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def key_rows(x: Tensor) -> Tensor:
 def transposed(x: Tensor) -> Tensor:
     """Transpose [n, keys, d] to [n, d, keys], as the second matrix of a product.
 
-    It is copied first where products of copies are faster on this CPU.
+    It is copied first if products of copies are faster on this CPU.
     """
     copied = choose.copies_keys(str(x.dtype).removeprefix("torch."))
     return (x.contiguous() if copied else x).transpose(1, 2)
 
 
 def queries_at_once(x: Tensor) -> int:
-    """Return the queries of a block of x [s, ..], where a GPU needs no tiles of a kernel.
+    """Return the queries of a block of x [s, ..]; on a GPU blocks need not match a kernel's tiles.
 
-    There smaller products take no less time than a kernel's start.
+    Smaller products would take no less time there than the start of a kernel.
     """
     return block_length(len(x), x.dtype) if x.device.type == "cpu" else _FEWER_KERNELS
 
@@ -77,7 +77,7 @@ def _most_scores(block: int, length: int, share: int, window: int) -> int:
 
 
 def cut_heads(count: int, scores: int) -> list[slice]:
-    """Divide samples times groups into batches of about _SCORES scores, enough for every thread."""
+    """Divide samples times groups into batches of about _SCORES scores, enough for all threads."""
     size = min(count, max(_SCORES // scores, torch.get_num_threads()))
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
@@ -110,8 +110,8 @@ class _RowView:
 def _put_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute out = a b.
 
-    In fp32 MKL's batched product needs contiguous results: into others torch multiplies matrix by
-    matrix, at two thirds of the speed, which is more than a copy costs.
+    In fp32 MKL's batched product needs contiguous results: for other results torch multiplies
+    matrix by matrix, at two thirds of the speed, which costs more than a copy.
     """
     if out.is_contiguous() or out.dtype != torch.float32 or out.device.type != "cpu":
         torch.bmm(a, b, out=out)
@@ -155,7 +155,7 @@ class _Attention(Node):
         q, k, v = _split(tensors)
         operators, slopes, params = weigher
         s, b, groups, share, d = q.shape
-        # All blocks count as one pass of attention, whose rate is measured as such.
+        # All blocks count as one pass of attention, and their rate is measured together.
         keys_seen = min(s, params.window + 1)
         with counts_as(Attention(b, groups * share, s, d, keys=keys_seen)):
             out = q.new_empty(q.shape)
@@ -216,7 +216,8 @@ class _Attention(Node):
             sums = (
                 q.new_empty(batches[0].stop, s * share, d, dtype=torch.float32) if narrow else None
             )
-            # Each block is in two products, and oneDNN's copies what is not contiguous for each.
+            # Each block is in two products, and oneDNN copies inputs that are not contiguous for
+            # each.
             packs = narrow and q.device.type == "cpu"
             for batch in batches:
                 n = batch.stop - batch.start
@@ -253,7 +254,7 @@ class _Attention(Node):
 
 
 def blocked_attention(tensors: tuple[Tensor, ...], scoring: Scoring = PLAIN) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v, causal and inside of documents: [s, b, heads, d].
+    """Return softmax(q k^T / sqrt(d)) v, causal and within documents: [s, b, heads, d].
 
     tensors    the projection [s, b, groups, queries + 2, d] alone, in which a group's queries come
                before its key and its value; or q [s, b, heads, d], k and v [s, b, groups, d]
@@ -289,8 +290,8 @@ def update_largest(
     tensors  as in blocked_attention
     padding  queries that do not count  # [b, s]
 
-    Products are taken before soft cap and ALiBi, block by block, so that no scores [s, s] are
-    stored, whatever computes attention. They are half of the work of a forward pass.
+    Products are taken before soft cap and ALiBi, block by block: no scores [s, s] are stored,
+    whatever computes attention. They are half of the work of a forward pass.
     """
     q, k, _ = _split(tensors)
     s, b, groups, share, _ = q.shape
@@ -314,7 +315,7 @@ def update_largest(
             products = torch.bmm(
                 queries[batch, first * share : last * share], transposed(keys[batch, key:last])
             ).unflatten(1, (last - first, share))
-            # Keys before the block are all seen, unless there are a window or documents.
+            # All keys before the block are seen, unless there is a window or there are documents.
             start = first if document is None and window >= s else key
             behind = positions[first:last].unsqueeze(1) - positions[start:last]
             hidden = ((behind < 0) | (behind > window)).unsqueeze(0)

@@ -43,14 +43,14 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scoring: Scori
     return out.transpose(1, 2)
 
 
-# Queries of a block of attention in a window, by torch: larger blocks see more keys that are hidden
-# from some queries, smaller ones make smaller products.
+# Queries in a block of torch's attention in a window: larger blocks have more keys that are hidden
+# from some queries, smaller blocks make smaller products.
 _LEAST_QUERIES = 128
 _MOST_QUERIES = 512
 
 
 class _Ranges(Node):
-    """Ranges of x [n, l, ...] along l, which may overlap: views, whose gradients are added up."""
+    """Ranges of x [n, l, ...] along l as views, which may overlap; their gradients are added."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, ranges: list[slice]) -> tuple[Tensor, ...]:
@@ -69,9 +69,9 @@ class _Ranges(Node):
 def _in_window(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scoring: Scoring) -> Tensor:
     """Return causal attention in a window shorter than l; see _causal.
 
-    The first window + 1 queries see all keys before them; `bias` is for these. The others are
-    computed in blocks, each with the keys that its queries see: its first `window` keys precede the
-    block. One mask serves all blocks.
+    The first window + 1 queries see all keys before them; `bias` is for these queries. The others
+    are computed in blocks, each with the keys that its queries see: the first `window` of these
+    keys precede the block. One mask serves all blocks.
     """
     length = q.shape[1]
     window = scoring.window
@@ -99,10 +99,11 @@ def _in_window(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scoring: Sc
 def _one_sample(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """View each [s, b, heads, d], which may be part of a projection, as [1, s, b * heads, d].
 
-    To attention the heads of another sample are other heads. With one sample, all of torch's
+    For attention the heads of another sample are just more heads. With one sample, all of torch's
     kernels write, and read in the backward pass, the order [s, b, heads, d] of the layers around
-    them; with several samples, some write [b, s, heads, d], and most copy output and gradient into
-    it before their backward pass (aten/src/ATen/native/transformers/cuda/attention_backward.cu).
+    them; with several samples, some write [b, s, heads, d], and most copy output and gradient to
+    that order before their backward pass
+    (aten/src/ATen/native/transformers/cuda/attention_backward.cu).
     """
     q, k, v = (
         x.transpose(0, 1) if x.shape[1] == 1 else x.flatten(1, 2).unsqueeze(0) for x in (q, k, v)
@@ -113,7 +114,7 @@ def _one_sample(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
 def _by_bounds(
     attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, documents: Documents
 ) -> Tensor:
-    """Return attention inside documents: [s, b, heads, d].
+    """Return attention within documents: [s, b, heads, d].
 
     attend maps rows [b * s, heads, d] of q, k, v, the bounds of documents in queries and keys,
     and the lengths of the longest ones to rows.
@@ -128,8 +129,8 @@ def _by_bounds(
 def _takes_bounds(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
     """Return whether torch's flash attention computes such documents in one call.
 
-    Not on ROCm: logarithms of sums are [documents, heads, longest] there, and windows are ignored,
-    or their gradients exchanged, in some versions
+    Not on ROCm: its logarithms of sums are [documents, heads, longest], and some versions ignore
+    windows or exchange their gradients
     (aten/src/ATen/native/transformers/hip/flash_attn/aot/mha_all_aot.hip).
     """
     if q.device.type != "cuda" or torch.version.hip is not None or q.shape[-1] % 8:
@@ -151,14 +152,14 @@ def _without_cudnn() -> Iterator[None]:
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v by torch's kernels: [s, b, heads, d].
+    """Return softmax(q k^T / sqrt(d)) v, [s, b, heads, d], with torch's kernels.
 
     q [s, b, heads, d], k and v [s, b, kv heads, d].
 
-    On a GPU that can, all documents are one call of torch's flash attention, otherwise calls of
-    scaled_dot_product_attention: documents of similar length are one batch, padded at the end,
-    which no causal query sees, so that no mask of documents is needed. ALiBi's bias is as long as
-    the longest document and used for all. There is no soft cap.
+    If the GPU supports it, one call of torch's flash attention computes all documents. Otherwise
+    scaled_dot_product_attention is called for each batch of documents of similar length. They are
+    padded at the end, which no causal query sees: no mask of documents is needed. ALiBi's bias is
+    as long as the longest document and is used for all. There is no soft cap.
     """
     assert not scoring.cap, "torch has no soft cap: see choose_attention"
     alibi = scoring.alibi
@@ -197,7 +198,7 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -
         return inner(q, k, v, corner, scoring)
 
     # cuDNN plans for about a second for each new shape. Documents, prompts and the examples of an
-    # evaluation have new ones all the time.
+    # evaluation have new shapes all the time.
     fixed = documents is None and torch.is_grad_enabled()
     with contextlib.nullcontext() if fixed else _without_cudnn():
         if documents is not None:
@@ -210,11 +211,11 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v by the flash-attn package, which takes bounds of documents."""
+    """Return softmax(q k^T / sqrt(d)) v with the flash-attn package, which takes documents."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     slopes = None if scoring.alibi is None else scoring.alibi.slopes
-    # older versions lack some of the following
+    # older versions lack some of these arguments
     more: dict[str, object] = {"dropout_p": scoring.dropout, "causal": True}
     if scoring.scale is not None:
         more["softmax_scale"] = scoring.scale

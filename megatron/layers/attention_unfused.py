@@ -1,4 +1,4 @@
-"""Attention with explicit scores: of a full sequence, and of new tokens to cached ones."""
+"""Attention with explicit scores: over a full sequence, and from new tokens to cached ones."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Scoring(NamedTuple):
     cap         scores x become cap tanh(x / cap); 0: no cap
     window      number of keys before its own position that a query sees
     alibi       the bias of the scores
-    fusions     operators that go through kernels, which make their own dropout masks
-    documents   within which tokens see each other; None: within a sample
+    fusions     operators that use kernels, which make their own dropout masks
+    documents   documents within which tokens see each other; None: within a sample
     dropout     probability for the weights, with masks by `seed` (megatron.parallel.keyed_random)
-    row_layout  position of the weights among those of the job (DropoutKey.weights); None: these are
-                all
+    row_layout  position of the weights among all weights of the job (DropoutKey.weights); None:
+                these are all
     """
 
     scale: float | None = None
@@ -74,7 +74,7 @@ PLAIN = Scoring()
 
 
 def unfused_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Return explicit softmax(q k^T / sqrt(d)) v: [s, b, heads, d].
+    """Return softmax(q k^T / sqrt(d)) v, [s, b, heads, d], computed explicitly.
 
     q [s, b, heads, d], k, v [s, b, kv heads, d].
 
@@ -130,7 +130,7 @@ def cached_attention(
     padding: Tensor | None,
     scoring: Scoring = PLAIN,
 ) -> Tensor:
-    """Return attention of the newest token of each sample to all its tokens: [1, b, heads, d].
+    """Return the attention of each sample's newest token to all its tokens: [1, b, heads, d].
 
     q         [1, b, heads, d]
     k, v      [b, kv heads, n, d], the newest token last (KeyValueCache)

@@ -11,8 +11,8 @@ from torch import Tensor
 class KeyValueCache:
     """Keys, after rotation, and values of all tokens so far, of this rank's layers and heads.
 
-    All samples end at the same slot, and shorter ones start later. So the next token has one slot
-    in all samples, and the same distance from each slot.
+    All samples end at the same slot, and shorter ones start later. Thus the next token has the same
+    slot in all samples, and the same distance from each slot.
 
     lengths   tokens of each sample in the first pass, whose samples are padded at the end
     capacity  slots for the longest sample
@@ -30,7 +30,8 @@ class KeyValueCache:
             position = torch.arange(capacity, device=device)
             hidden = torch.zeros(len(lengths), capacity, device=device)
             self._hidden = hidden.masked_fill_(position < self._starts.unsqueeze(1), float("-inf"))
-            # Before a sample its first token is repeated: those values are finite and weigh 0.
+            # Slots before a sample repeat its first token: these values are finite and have weight
+            # 0.
             self._sources = (position[:longest].unsqueeze(1) - self._starts).clamp_(min=0)
 
     @property
@@ -46,7 +47,7 @@ class KeyValueCache:
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         """Add k and v [s, b, kv heads, d] of a layer.
 
-        Return all of them, [b, kv heads, n, d]; None in the first pass, which sees no others.
+        Return all tokens so far, [b, kv heads, n, d]; None in the first pass, which has no others.
         """
         s, b, groups, d = k.shape
         first = self.used

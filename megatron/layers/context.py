@@ -1,7 +1,7 @@
 """The context of layers: for their construction (LayerContext), and for each call (CallContext).
 
 A LayerContext makes the layers' parameters. Parameters have the same global values on any layout
-and any device. A global tensor is drawn in blocks along its tensor-parallel dimension; each block
+and any device. A global tensor is drawn in blocks along its tensor-parallel dimension. Each block
 has a separate generator, seeded by (seed, name, block). A rank draws only the blocks that its shard
 touches, on the CPU, in fp32: torch's CPU generator, logarithms and cosines have no exact equivalent
 on a device. Several threads draw, and finished blocks are copied to the device while the next are
@@ -37,12 +37,12 @@ from megatron.parallel.topology import Group
 
 BLOCK = 64
 _PIECE = 1 << 20
-"""Least elements that a thread draws at a time: some milliseconds, so that all threads end
-together.
+"""Least elements that a thread draws at a time: some milliseconds, so that all threads end at about
+the same time.
 """
 Fill = Callable[[Tensor, torch.Generator, tuple[int, ...]], object]
-"""Fills a block of a parameter: (block, generator, the parameter's global shape, in muP that of the
-base model). Several threads call it at once.
+"""Fills a block of a parameter: (block, generator, the parameter's global shape, in muP its shape
+in the base model). Several threads call it at once.
 """
 
 
@@ -72,7 +72,7 @@ def weight_fills(config: ModelConfig) -> tuple[Fill, Fill]:
     """Return the initial distributions of weights, and of those that write to the residual stream.
 
     N(0, std^2), and N(0, std^2 / 2L) for the second kind (Radford et al., GPT-2, section 2.3), or
-    Xavier's for all. In muP they are those of the base model, whose L layers count.
+    Xavier's for all. In muP they are the base model's, with its number of layers L.
     """
     if config.init_method_xavier_uniform:
         return xavier_uniform(), xavier_uniform()
@@ -84,11 +84,11 @@ def weight_fills(config: ModelConfig) -> tuple[Fill, Fill]:
 def draw(sharding: Sharding, fill: Fill, seed: int, device: torch.device | None = None) -> Tensor:
     """Draw the values of one shard, fp32 on `device` or on the CPU; padding is zero.
 
-    In muP a hidden matrix has the variance of its base model's, divided by the growth of its inputs
+    In muP a hidden matrix has the variance of the base model's, divided by the growth of its inputs
     (Yang et al., arXiv 2203.03466, table 8).
 
-    Each thread also needs at most two pieces of _PIECE elements, or of a block if that is larger,
-    on the host and on the device.
+    Each thread also needs memory for at most two pieces of _PIECE elements, or of a block if that
+    is larger, on the host and on the device.
     """
     dim = 0 if sharding.dim is None else sharding.dim
     device = device or torch.device("cpu")
@@ -175,9 +175,9 @@ class ParameterFactory:
         rows: Rows | None = None,
         **properties: Any,
     ) -> nn.Parameter:
-        """Create a parameter; `dim`, padded to `padded` entries, is cut over the tensor ranks.
+        """Create a parameter; `dim`, padded to `padded` entries, is sharded over the tensor ranks.
 
-        `rows` are this rank's entries of dimension 0 where the shards are uneven.
+        `rows` are this rank's entries of dimension 0 if the shards are uneven.
         """
         if rows is not None:
             offset = rows.first, *[0] * (len(global_shape) - 1)
@@ -206,11 +206,11 @@ class ParameterFactory:
 
 @dataclass
 class Experts:
-    """State that the layers of experts of one rank share.
+    """State that the layers with experts on one rank share.
 
     group       the ranks over which the experts of a layer are distributed
     hops        the groups over which a token is sent, one after the other; by default `group`
-    loss_scale  the factor of a micro-batch's balancing losses in the total loss; set before its
+    loss_scale  the factor on a micro-batch's balancing losses in the total loss; set before its
                 backward pass (Engine.begin)
     """
 
@@ -221,18 +221,17 @@ class Experts:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """The distribution of a layer.
+    """The distribution of a layer over ranks.
 
     tensor             the tensor-parallel group
     context_parallel   this rank's slice of each sequence, with context parallelism
     parameters         makes this rank's shard of each parameter
     overlap            whether the input gradient of a column-parallel layer is reduced while its
                        weight gradient is computed
-    chunks             number of chunks of a product, so that the message of one overlaps with the
-                       next
+    chunks             number of chunks of a product: the message of one overlaps with the next
     weight_gradients   the queue that zero-bubble schedules use
     fusions            which operators use the fused kernels; none by default
-    experts            what layers of experts share; None without experts
+    experts            state that layers with experts share; None without experts
     alibis, rotaries   cached results of alibi() and rotary()
     """
 
@@ -323,14 +322,14 @@ def _defer_gathered(
 
 @dataclass(frozen=True)
 class CallContext:
-    """Inputs of a forward pass over a micro-batch beside the hidden states.
+    """Inputs of a forward pass over a micro-batch besides the hidden states.
 
     position_ids   [b, s] when positions restart inside a sequence, else None (0 ... s-1)
     documents      when attention must not cross documents, else None
     dropout        the key of this micro-batch's masks; None switches dropout off
     cache          keys and values of earlier tokens, to which attention adds those of this pass;
                    None in training
-    padding        bool [b, s]: tokens of whole sequences that fill up a sample; None: there are none
+    padding        bool [b, s]: tokens of full sequences that pad a sample; None: there are none
 
     numbers        row counts of each layer with experts, for its recomputation
     """
@@ -345,9 +344,9 @@ class CallContext:
     def hidden_mask(
         self, x: Tensor, layer: int, site: Site, context: LayerContext
     ) -> tuple[int | None, RowLayout | list[RowLayout]]:
-        """Return seed and place of the mask of the residual stream x [s(/tp), b, h].
+        """Return seed and row layout of the dropout mask of the residual stream x [s(/tp), b, h].
 
-        No seed if dropout is off. With context parallelism there may be a place for each half.
+        No seed if dropout is off. With context parallelism there may be a row layout for each half.
         """
         if self.dropout is None:
             return None, ALL_ROWS

@@ -1,11 +1,11 @@
 """Context parallelism: each rank holds a slice of every sequence, and attention sees all of it.
 
-The c ranks of a context group are r rings of h neighbours, c = r h. Ring rank i holds chunks i and
-2 r - 1 - i of the 2 r equal chunks of a sequence, so that causal attention is the same work
-everywhere; its h ranks divide these rows once more, in order. For attention the h ranks exchange
-rows for heads (all-to-all; Jacobs et al., arXiv 2309.14509, section 3), then the keys and values
-rotate over the r ring ranks (ring.py). With h = 1 there is only the ring ("p2p"), with h = c only
-the all-to-all ("a2a").
+The c ranks of a context group form a ring of r ring ranks with h neighbours each, c = r h. Ring
+rank i holds chunks i and 2 r - 1 - i of the 2 r equal chunks of a sequence: causal attention is the
+same work everywhere. Its h ranks divide these rows once more, in order. For attention the h ranks
+exchange rows for heads (all-to-all; Jacobs et al., arXiv 2309.14509, section 3), then the keys and
+values rotate over the r ring ranks (ring.py). With h = 1 there is only the ring ("p2p"), with h = c
+only the all-to-all ("a2a").
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class ContextParallel:
     def starts(self, length: int, shard: int = 0, shards: int = 1) -> list[int]:
         """Return the first position of this rank's rows in a sequence of `length` tokens.
 
-        If they come from both chunks of this ring rank, of both halves of the rows. `shard`: only
-        that of `shards` equal shards of the rows, in order.
+        If the rows come from both chunks of this ring rank, return it for both halves. `shard`:
+        only that one of `shards` equal shards of the rows, in order.
 
         >>> ContextParallel(Group(range(4), 1)).starts(16)
         [2, 12]
@@ -120,7 +120,7 @@ class ContextParallel:
     def rows_for_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Return all rows [h s/c, b, heads/h, d] of this rank's shard of the heads.
 
-        If there are fewer keys and values, each is on as many ranks as need it.
+        If there are fewer key-value heads, each is on as many ranks as need it.
         """
         n = self.heads
         if (copies := n // math.gcd(n, k.shape[2])) > 1:
@@ -135,7 +135,7 @@ class ContextParallel:
         return self._exchanged(out.unflatten(0, (self.heads, -1))).movedim(0, 2).flatten(2, 3)
 
     def _exchanged(self, x: Tensor) -> Tensor:
-        """Send x[i] to rank i of those that exchange heads; return what came from each."""
+        """Send x[i] to rank i of those that exchange heads; return what each of them sent."""
         return _AllToAll.apply(x, self)
 
 
@@ -156,7 +156,7 @@ def _all_to_all(x: Tensor, context_parallel: ContextParallel) -> Tensor:
     group = context_parallel.group
     x = x.contiguous()
     received = torch.empty_like(x)
-    # The other ranks of the context group send and get nothing, so that no further group is needed.
+    # The other ranks of the context group send and receive nothing: no further group is needed.
     partners = [
         rank // context_parallel.heads == context_parallel.ring_rank for rank in range(group.size)
     ]

@@ -1,9 +1,9 @@
 """Dispatch of tokens to experts: rows ordered by expert, and messages to the ranks of the experts.
 
-A token is sent once to each rank with experts of its choice, passes through all of these, and the
-sum of their weighted outputs is sent back: messages have a row for each pair of token and rank, and
-are preceded by two small ones with numbers of rows and choices. Over several nodes, it is sent once
-to each node, and there to the ranks; results are summed on the node (X-MoE, arXiv
+A token is sent once to each rank with experts of its choice and passes through all of them; the sum
+of their weighted outputs is sent back. Messages have a row for each pair of token and rank, and
+follow two small messages with numbers of rows and choices. Over several nodes, a token is sent once
+to each node, and from there to the ranks; results are summed on the node (X-MoE, arXiv
 2508.13337). The host waits for the device once in a layer's forward pass, for the numbers of rows.
 """
 
@@ -59,22 +59,22 @@ def sorted_choices(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def count_choices(experts: Tensor, none: Tensor) -> Tensor:
-    """Return how many choices each expert has, [E] in fp32; `none` are zeros of this shape.
+    """Return the number of choices of each expert, [E] in fp32; `none` are zeros of this shape.
 
     -1 is no expert.
 
-    Unlike torch.bincount, this needs no wait. On a CPU it is faster in fp32 than in integers.
+    Unlike torch.bincount, this needs no wait for the device. On a CPU fp32 is faster than integers.
     """
     flat = experts.flatten()
     return none.scatter_add(0, flat.clamp(min=0), (flat >= 0).to(none.dtype))
 
 
 Numbers = Callable[[], list[int]]
-"""Returns numbers of rows on the host, which waits for them the first time."""
+"""Returns numbers of rows on the host; the first call waits for them."""
 
 
 def members_chosen(experts: Tensor, each: int, members: int) -> Tensor:
-    """Return which members, with `each` experts, a token's choices are on: [t, members].
+    """Return the members, with `each` experts, that hold a token's choices: [t, members].
 
     experts  -1: none  # [t, k]
     """
@@ -86,13 +86,14 @@ def exchange_numbers(experts: Tensor, hops: Sequence[Group], each: int) -> Tenso
     """Return all numbers of rows that the host needs for a layer, on the device.
 
     They are, for each hop, the rows sent to each member and those received, then the rows of each
-    of this rank's experts. Each hop has one message, of as many numbers for every member.
+    of this rank's experts. Each hop has one message, with the same count of numbers for every
+    member.
 
     experts  of this rank's tokens, -1: none  # [t, k]
     each     experts of a rank
     """
     count = each * math.prod(hop.size for hop in hops)
-    levels = list[Tensor]()  # what each member of a hop, and then each expert, gets
+    levels = list[Tensor]()  # rows for each member of a hop, and then for each expert
     members = 1
     for hop in hops:
         members *= hop.size
@@ -112,7 +113,7 @@ def exchange_numbers(experts: Tensor, hops: Sequence[Group], each: int) -> Tenso
 def read_numbers(
     numbers: HostCopy, choices: Sequence[int], hops: Sequence[Group], each: int
 ) -> list[int]:
-    """Return the numbers of `exchange_numbers`, which had `choices` [t, k].
+    """Return the numbers from `exchange_numbers`, which had `choices` [t, k].
 
     The planner, which has no data, replaces this.
     """
@@ -151,7 +152,7 @@ class Dispatch:
         self.positions = (
             where.masked_fill(absent, -1).view_as(chosen).t().contiguous()
         )  # [t, ranks]
-        pairs = where.new_empty(len(flat) + 1)  # the last one takes those that were not chosen
+        pairs = where.new_empty(len(flat) + 1)  # the last entry takes pairs that were not chosen
         every = torch.arange(len(flat), device=flat.device)
         pairs.scatter_(0, where.masked_fill(absent, len(flat)), every)
         self.sent = numbers()[at : at + size]
@@ -183,10 +184,10 @@ class Dispatch:
 
 
 class Arrival:
-    """A message under way in one direction, and its gradient in the other.
+    """A message in flight in one direction, and its gradient in the other.
 
-    Its two ends are different nodes of the graph: what is computed between them overlaps with the
-    message, in both passes.
+    Its two ends are different nodes of the graph: operations between them overlap with the message,
+    in both passes.
     """
 
     def __init__(self, group: Group, received: list[int], sent: list[int]) -> None:
@@ -232,11 +233,11 @@ class _Arrive(Node):
             gradient.contiguous(), arrival.group, arrival.received, arrival.sent
         )
         arrival.gradient, arrival.work = started
-        return gradient, None  # of the shape that autograd expects; _Send has the other one
+        return gradient, None  # has the shape that autograd expects; _Send has the other gradient
 
 
 class _Sum(Node):
-    """Sum of each token's rows. Unlike that of a weighted sum, its gradient needs no rows."""
+    """Sum of each token's rows, whose gradient, unlike a weighted sum's, needs no rows."""
 
     @staticmethod
     def forward(ctx: Context, rows: Tensor, dispatch: Dispatch) -> Tensor:
@@ -251,7 +252,7 @@ class _Sum(Node):
 
 
 class _SendChoices(Node):
-    """Exchange of weights and experts [n, k]: those of the rows sent for those received."""
+    """Exchange of weights and experts [n, k] of the rows sent for those of the rows received."""
 
     @staticmethod
     def forward(

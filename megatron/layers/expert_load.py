@@ -1,4 +1,4 @@
-"""Load of experts: updates of the routers' biases after a step, and figures of a log line."""
+"""Load of experts: updates of the routers' biases after a step, and figures for a log line."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ LOSS_NAMES = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-"""Megatron-LM's names of balancing losses in its log, by type."""
+"""Megatron-LM's names for balancing losses in its log, by type."""
 
 
 @torch.no_grad()
 def take_figures(
     routers: Sequence[Router], model: ModelConfig, topology: Topology
 ) -> dict[str, Any]:
-    """Return the figures of routers since the last call, as an Iteration event has them.
+    """Return the figures of routers since the last call, in the form of an Iteration event.
 
-    All ranks call it, with their routers. One message.
+    All ranks call it, with their routers. One message is sent.
     """
     kinds = zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, strict=True)
     names = [LOSS_NAMES[kind] for kind, factor in kinds if factor] + ["z_loss"]

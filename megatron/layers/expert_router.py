@@ -1,7 +1,7 @@
-"""Routers of layers of experts: the choice of experts for each token, and the losses that balance it.
+"""Routers: the choice of experts for each token, and the losses that balance it.
 
-Routers compute in fp32, and with sequence parallelism each tensor rank scores its own tokens and
-gathers the scores of all, so that losses and capacities are those of the full micro-batch.
+Routers compute in fp32. With sequence parallelism each tensor rank scores its own tokens and
+gathers the scores of all: losses and capacities are those of the full micro-batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.parallel.topology import Group
 
 
 def shared_by(context: LayerContext) -> Experts:
-    """Return what layers of experts share; by default that of one process."""
+    """Return the state that layers with experts share; by default a single process's."""
     return context.experts or Experts()
 
 
@@ -47,7 +47,7 @@ class _Gather(Node):
 
 
 class _Scores(Node):
-    """x [.., h] times the router's fp32 weights [E, h], in fp32; x is kept in its own type."""
+    """x [.., h] times the router's fp32 weights [E, h], in fp32; x is kept in its own dtype."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def balancing_loss(scores: Tensor, load: Tensor, real: Tensor | None = None) -> 
 
 
 def mean_over(values: Tensor, real: Tensor | None) -> Tensor:
-    """Return the mean of values [n, ..] over those that `real` [n] marks by 1; None: over all."""
+    """Return the mean of values [n, ..] over those that `real` [n] marks with 1; None: over all."""
     return values.mean(0) if real is None else real @ values / real.sum().clamp(min=1)
 
 
@@ -98,7 +98,7 @@ class Router(torch.nn.Module):
     """The choice of experts: x [s(/tp), b, h] -> weights and experts [s b, k], of all tokens.
 
     Weights are fp32, experts int64; a dropped choice has weight 0 and expert -1. So do the choices
-    of padding, which counts in no load, loss, capacity or figure.
+    of padding, which does not count in any load, loss, capacity or figure.
 
     load         number of choices of each expert since the last step, before drops  # [E], fp32
 
@@ -117,7 +117,7 @@ class Router(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.layer = layer
-        assert config.num_experts is not None, "the layer has experts"
+        assert config.num_experts is not None, "a layer with a router has experts"
         self.name = name
         self.context = context
         self.config = config
@@ -145,7 +145,7 @@ class Router(torch.nn.Module):
         self.measured = False
 
     def persistent_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are saved beside the weights, by global name."""
+        """Return the tensors that are saved besides the weights, by global name."""
         names = ("expert_bias", "last_load")
         tensors = {f"{self.name}.{name}": getattr(self, name) for name in names}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -246,14 +246,14 @@ class Router(torch.nn.Module):
         real: Tensor | None,
         counts: bool,
     ) -> Tensor:
-        """Return the weights, through whose gradient that of the losses of logits [s, b, E] flows.
+        """Return the weights, whose gradient also carries that of the losses of logits [s, b, E].
 
         real  see balancing_loss  # [s, b]
         """
         losses = list[Tensor]()
         if (
             context_parallel := self.context.context_parallel
-        ) is not None:  # losses are of whole sequences
+        ) is not None:  # losses are those of full sequences
             logits = _Gather.apply(logits, context_parallel.group, False)
             experts = self.choose(logits.detach().flatten(0, 1))[1]
             real = None if real is None else gather_first(real, context_parallel.group)
@@ -261,7 +261,7 @@ class Router(torch.nn.Module):
         if self.balancing and (
             self.expert_bias is not None or self.config.moe_router_num_groups is not None
         ):
-            # Losses are of the scores, without bias and groups (arXiv 2412.19437, eq. 18).
+            # Losses use the scores without bias and groups (arXiv 2412.19437, eq. 18).
             experts = shares.detach().topk(self.config.moe_router_topk, dim=-1).indices
         experts = experts.view(*logits.shape[:2], -1)
         if real is not None:
@@ -308,7 +308,7 @@ class Router(torch.nn.Module):
         if factor is None:
             return None
         if context_parallel is not None:
-            # The capacity is of whole sequences: [b k, s/c] -> [b k, s], and the order by position.
+            # The capacity is for full sequences: [b k, s/c] -> [b k, s], ordered by position.
             tokens *= context_parallel.size
             weights, experts = (
                 context_parallel.gather(y.view(-1, samples * k).t()).t().reshape(tokens, k)
@@ -317,9 +317,9 @@ class Router(torch.nn.Module):
         capacity = math.ceil(tokens * k / self.experts * factor)
         if capacity >= tokens:
             return None
-        # The capacity is that of the tokens without padding, whose number the host does not know.
+        # The capacity counts tokens without padding; the host does not have their number.
         limit = ((experts[:, 0] >= 0).sum().double() * k / self.experts * factor).ceil()
-        columns = experts + 1  # the first one takes the choices of padding
+        columns = experts + 1  # the first column takes the choices of padding
         table = weights.new_full((tokens, self.experts + 1), -1.0)
         if config.moe_token_drop_policy == "probs":
             best = table.scatter_(1, columns, weights).topk(capacity, dim=0).indices

@@ -1,12 +1,12 @@
 """A layer of experts in place of an MLP: router, balancing losses, experts, shared expert.
 
 A router scores all experts for each token; the token passes through the best k, and their outputs
-are added with weights (Shazeer et al., arXiv 1701.06538). Nothing is padded: an expert multiplies as
-many rows as it gets. With expert parallelism, a layer's experts are distributed over some of the
+are added with weights (Shazeer et al., arXiv 1701.06538). Nothing is padded: an expert multiplies
+as many rows as it gets. With expert parallelism, a layer's experts are distributed over some of the
 data-parallel ranks.
 
-A token's weights and choices are the same on any layout. Tensor parallelism divides the hidden size
-of each expert, as that of an MLP.
+A token's weights and choices are the same on any layout. Tensor parallelism divides the FFN size of
+each expert, as in an MLP.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class _ExpertWeights(nn.Module):
         self.context = context
         self.weight = self._make(f"{name}.weight", experts, shape, dim, fill)
         self.bias: nn.Parameter | None = None
-        # of a matrix that is cut along its input: on all tensor ranks, each of which adds a share
+        # a matrix that is cut along its input: all tensor ranks have the bias, and each adds a
+        # share
         self.divided = dim == len(shape) - 1
         if bias:
             bias_dim = None if self.divided else dim
@@ -110,7 +111,7 @@ class _ExpertWeights(nn.Module):
     def _make(
         self, name: str, experts: int, shape: tuple[int, ...], dim: int | None, fill: Fill
     ) -> nn.Parameter:
-        """Draw each expert by itself, so that it is the same wherever it is."""
+        """Draw each expert separately: it is the same on whichever rank it is."""
         factory = self.context.parameters
         group = shared_by(self.context).group
         cut = None if dim is None else dim + 1
@@ -212,7 +213,7 @@ class ExpertMLP(nn.Module):
         hidden = config.hidden_size
         ffn = config.moe_ffn_hidden_size
         experts = config.num_experts
-        assert ffn is not None and experts is not None, "they are derived where there are experts"
+        assert ffn is not None and experts is not None, "they are derived if there are experts"
         up, of_up = ((2, ffn, hidden), 1) if config.gated else ((ffn, hidden), 0)
         of = f"{name}.experts"
         bias = config.add_bias_linear
@@ -227,7 +228,7 @@ class ExpertMLP(nn.Module):
         if config.moe_shared_expert_intermediate_size is not None:
             of = f"{name}.shared_experts"
             width = replace(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
-            # within the region that the experts enter: without messages of its own
+            # in the tensor-parallel region of the experts: without messages of its own
             self.shared = MLP(context.alone(), of, width, *fills, recompute_activation)
             if config.moe_shared_expert_gate:
                 make = context.parameters.create
@@ -249,7 +250,7 @@ class ExpertMLP(nn.Module):
         choices = (weights, experts)
         numbers = self._numbers(experts, call)
         dispatches = list[Dispatch]()
-        # The device has something to do while the host waits for the numbers.
+        # This keeps the device busy while the host waits for the numbers.
         shared = None if self.hops and self.overlap else self._shared(x)
         each = self.dense_h_to_4h.weight.shape[0] * self.group.size
         at = 0
@@ -261,8 +262,8 @@ class ExpertMLP(nn.Module):
         for dispatch in dispatches:
             tokens, arrival = dispatch.send(tokens)
             if self.overlap and dispatch is dispatches[0]:
-                # Its position in the graph matters: in the backward pass it is computed while the
-                # gradients of the tokens are sent back.
+                # Its position in the graph matters: its backward pass runs while the gradients of
+                # the tokens are sent back.
                 shared = self._shared(x)
             tokens = arrival.wait(tokens)
         dropless = self.dropless and call.padding is None
@@ -286,7 +287,7 @@ class ExpertMLP(nn.Module):
         return out * (F.linear(x, self.gate) * self.router.config.router_scale).sigmoid()
 
     def _numbers(self, experts: Tensor, call: CallContext) -> Numbers:
-        """Return a reader of the numbers of rows; a recomputation uses those of the first pass."""
+        """Return a reader of the numbers of rows; recomputation uses those of the first pass."""
         layer = self.router.layer
         each = self.dense_h_to_4h.weight.shape[0]
         if not within_backward() or layer not in call.numbers:
@@ -298,7 +299,7 @@ class ExpertMLP(nn.Module):
     ) -> Tensor:
         """Return the sum over the choices [t, k] of weight times expert's output of tokens [t, h].
 
-        dropless  whether each choice is one of these experts, so that the host need not wait
+        dropless  whether each choice is one of these experts: the host then need not wait
         """
         order, positions, ends = sorted_choices(experts, self.dense_h_to_4h.weight.shape[0])
         counts = RowCounts(ends, sizes)

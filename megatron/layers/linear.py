@@ -1,22 +1,22 @@
-"""Linear layers whose weight is cut over the tensor-parallel group.
+"""Linear layers whose weights are sharded over the tensor-parallel group.
 
 Column parallel: the weight [out, in] is cut along `out`; every rank sees the full input and
 computes its shard of the output. Row parallel: the weight is cut along `in`; every rank sees its
 shard of the input and computes a term of the output's sum.
 
-A product that is not cut, and needs its input gathered or its output summed, waits for the message.
-In chunks of tokens, the message of one chunk is sent while the next is multiplied (the idea of Wang
-et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
+A product that needs its input gathered or its output summed has to wait for the message. If it is
+cut into chunks of tokens, the message of one chunk is sent while the next is multiplied (Wang et
+al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
 Models", ASPLOS 2023). Every element is the same sum over the same terms for any number of chunks.
 
-How many chunks: of a message of M seconds M/n stays visible, and each further chunk costs o seconds
-(its latency, the start of a kernel, half-empty tiles), so that n = sqrt(M/o) is best. 16 MiB (2048
-tokens of 4096 in 16 bits) take about 0.3 ms at the 50 GB/s between two GCDs of an MI250X, and o is
-some tens of microseconds: 4, the default.
+The number of chunks: with n chunks, M/n of a message of M seconds stays exposed, and each further
+chunk costs o seconds (its latency, the start of a kernel, half-empty tiles): n = sqrt(M/o) is best.
+16 MiB (2048 tokens of 4096 in 16 bits) take about 0.3 ms at the 50 GB/s between two GCDs of an
+MI250X, and o is some tens of microseconds. This gives the default of 4.
 
 With sequence parallelism a rank has the tokens [s/tp, b, ..] of its slice of the sequence. Chunk i
-consists of the i-th rows of every rank's slice, so that all ranks send alike and each gets its own
-rows back.
+consists of the i-th rows of every rank's slice: all ranks send the same amount, and each gets its
+own rows back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron.parallel.deferred_gradients import weight_gradients
 from megatron.parallel.sharding import Rows
 
 LEAST_TOKENS = 256
-"""Least tokens of a chunk: twice the rows of the largest tile of matrix products on GPUs and CPUs,
+"""Least tokens in a chunk: twice the rows of the largest tile of matrix products on GPUs and CPUs,
 so that few tiles are half empty."""
 
 
@@ -56,9 +56,9 @@ def _gather_async(x: Tensor, context: LayerContext) -> tuple[Tensor, Started]:
 
 
 def one_token(x: Tensor) -> bool:
-    """Return whether x [s, b, ..] is a token of generated text for each sample.
+    """Return whether x [s, b, ..] is one token of generated text for each sample.
 
-    That is too little for a fused kernel to be worth its call.
+    That is too little work for a fused kernel to be worth its call.
     """
     return x.shape[0] == 1 and not torch.is_grad_enabled()
 
@@ -86,7 +86,7 @@ def gathered_product(
 ) -> tuple[Tensor, Tensor | None]:
     """Return x [s(/tp), b, in] of all ranks times matrix [in, out], plus bias [out]: [s, b, out].
 
-    With `keep`, also the full x [s, b, in].
+    With `keep`, also return the full x [s, b, in].
     """
     group = context.tensor
     size = context.tensor.size
@@ -174,7 +174,7 @@ def _partial_gradient(column: bool, context: LayerContext) -> bool:
 
 
 RecomputeInput = Callable[[], Tensor] | None
-"""Recomputes a layer's input, to the same bits, in the backward pass, without autograd, instead of
+"""Recomputes a layer's input in the backward pass, bit for bit and without autograd, instead of
 keeping it.
 """
 
@@ -225,7 +225,7 @@ class _Linear(torch.autograd.Function):
     def compute(
         x: Tensor, column: bool, context: LayerContext, weights: Weights, bias: Tensor | None = None
     ) -> Tensor:
-        """Return y, without gradients; only a column-parallel one has a bias here."""
+        """Return y, without gradients; only a column-parallel layer adds its bias here."""
         matrix = _matrix(weights).t()
         if column:
             return gathered_product(x, matrix, context, False, bias)[0]
@@ -244,8 +244,8 @@ class _Linear(torch.autograd.Function):
             )
         saved = ctx.saved_tensors  # an error if the graph has been freed
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        # The graph lives until its pass ends; these are dropped earlier, with what x is computed
-        # from.
+        # The graph lives until its pass ends; these are dropped earlier, together with the tensors
+        # x is computed from.
         if ctx.hooks is not None:
             x = ctx.hooks[1](ctx.packed)
             if not keeps_graph:
@@ -318,7 +318,7 @@ class _Linear(torch.autograd.Function):
 def _defer(
     context: LayerContext, weights: Weights, dy: Tensor, x: Tensor, gathered: Started
 ) -> None:
-    """Leave the weight gradient in the queue; `gathered` is the message of dy or x."""
+    """Put the weight gradient into the queue; `gathered` is the message of dy or x."""
     if dy.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph has its own waits
         gathered.wait()
         gathered = collectives.DONE
@@ -331,7 +331,7 @@ def _wait(works: list[Started]) -> None:
 
 
 def _chunks(x: Tensor, column: bool, context: LayerContext) -> int:
-    """Return the number of chunks in which products with x, forward and backward, are computed."""
+    """Return the number of chunks for products with x, forward and backward."""
     if context.chunks == 1:
         return 1
     rows = len(x)
@@ -350,14 +350,14 @@ def linear(
     weights: Weights,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return y of _Linear. A node of autograd costs half as long as a token's other operators."""
+    """Return y of _Linear. For one token, a node of autograd takes half as long as all else."""
     nodes = nodes_for(x)
     usual = recompute_input is None and len(weights) == 1 and not one_token(x)
     if nodes is not None and usual and context.region is not NotImplemented:
         partial_sums = 0
         gathers = column and context.sequence_parallel
         if bias is not None and context.fusions.bias_dropout:
-            rows = x.numel() // x.shape[-1]  # of this rank; the gradient has those of all
+            rows = x.numel() // x.shape[-1]  # of this rank; the gradient has the rows of all ranks
             partial_sums = bias_parts(rows * context.tensor.size if gathers else rows, bias)
         made: Tensor = nodes.linear(
             x,
@@ -384,9 +384,9 @@ class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with W cut along its output: [s(/tp), b, in] -> [s, b, out/tp].
 
     `shape` is the global shape of the weight, [out, in] or [n, out, in] for n matrices side by side
-    (a gated unit), which are cut alike and give [s, b, n * out/tp].
+    (a gated unit), each cut in this way, giving [s, b, n * out/tp].
 
-    rows  this rank's rows where shards are uneven: its own, then those that it shares with others
+    rows  this rank's rows if shards are uneven: its own, then those that it shares with others
           (weight_shared, bias_shared); the rows of the result are in this order
     """
 
@@ -421,7 +421,7 @@ class ColumnParallelLinear(nn.Module):
     def apart(
         self, x: Tensor, recompute_input: RecomputeInput = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the product and the bias [out/tp], for a kernel that adds it and does more."""
+        """Return the product and the bias [out/tp], for a kernel that fuses its addition."""
         y = linear(x, True, self.context, recompute_input, self._weights())
         bias = self.bias
         shared = self.bias_shared
@@ -445,8 +445,8 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """y = x W^T with W [out, in] cut along its input: [s, b, in/tp] -> [s(/tp), b, out].
 
-    The bias, which every rank holds, is returned beside the product so that the caller adds it
-    together with dropout and the residual.
+    The bias, which every rank holds, is returned separately: the caller adds it together with
+    dropout and the residual.
 
     summed  False: return this rank's term of the sum, [s, b, out], for a caller that adds up terms
             of several layers before their message

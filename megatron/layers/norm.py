@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm of a layer, also over rows that are sharded over the tensor ranks."""
+"""LayerNorm and RMSNorm, also of rows that are sharded over the tensor ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Norm(nn.Module):
 
     Ba et al., arXiv 1607.06450; Zhang and Sennrich, arXiv 1910.07467. The result has the dtype of
     the weight; statistics are in fp32. With `one_plus` the stored weight is the gain minus one.
-    With a `shard`, this rank's range of h, statistics are those of the full rows.
+    With a `shard`, this rank's range of h, statistics are still those of the full rows.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Norm(nn.Module):
         return self._by_torch(x)
 
     def fuses(self, x: Tensor, residual: Tensor) -> bool:
-        """Return whether the kernel adds x and the residual in its pass, by `add`."""
+        """Return whether the kernel can also add x and the residual (`add`)."""
         return self.fused and x.dtype == residual.dtype == self.weight.dtype
 
     def add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return (norm(x + bias + residual), x + bias + residual) in one pass.
 
-        `bias`: of the layer that made x.
+        `bias`: the bias of the layer that computed x.
         """
         shift, of_norm = (None if each is None else wide(each) for each in (bias, self.bias))
         rest = self.epsilon, self.one_plus, self.rms
@@ -92,8 +92,8 @@ class Norm(nn.Module):
         bias: Tensor | None = self.bias
         if not one_token(x) or x.dtype != dtype or self.one_plus:
             gain = wide(gain)
-            # A residual stream in fp32 with bf16 weights: normalise in the wider type, return the
-            # narrower one.
+            # A residual stream in fp32 with bf16 weights: normalise in the wider dtype, return the
+            # narrower.
             x = x.to(torch.promote_types(x.dtype, gain.dtype))
             gain = gain.to(x.dtype) + 1.0 if self.one_plus else gain.to(x.dtype)
             bias = None if bias is None else wide(bias).to(x.dtype)

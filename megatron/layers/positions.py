@@ -20,7 +20,7 @@ def alibi_slopes(heads: int) -> Tensor:
     """Return the slope of each head, fp32 [heads] (Press et al., arXiv 2108.12409, section 3).
 
     A power of two gives 2^(-8/heads), 2^(-16/heads), ...; another count takes the slopes of the
-    power below, then every second one of the power above, as the authors' code does.
+    next lower power, then every second slope of the next higher power, like the authors' code.
     """
 
     def geometric(n: int) -> list[float]:
@@ -33,8 +33,8 @@ def alibi_slopes(heads: int) -> Tensor:
 def alibi_bias(slopes: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """Return additive scores [1, heads, length, length]: -slope * (i - j) for keys j <= i.
 
-    -infinity for other keys. They depend on the distance alone, so the top left corner serves a
-    shorter sequence. Apart from the result, a few matrices [length, length] are needed, not one for
+    -infinity for other keys. They depend on the distance alone: the top left corner can be used for
+    a shorter sequence. Besides the result, a few matrices [length, length] are needed, not one for
     each head.
     """
     index = torch.arange(
@@ -63,9 +63,9 @@ class Alibi:
     def bias(self, length: int, longest: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
         """Return alibi_bias(slopes / scale, length, dtype), which must not be written to.
 
-        It is a corner of a table, which is rebuilt when a longer one, or another kind, is needed:
-        for powers of two up to `longest`, the positions of a sequence. A row of the table is a
-        multiple of 16 entries long, so that a kernel loads many at once.
+        It is a corner of a table, which is rebuilt when a longer table or another kind is needed.
+        Lengths are powers of two up to `longest`, the positions of a sequence. A row of the table
+        is a multiple of 16 entries long, so that a kernel can load many at once.
         """
         table = self._table
         if (
@@ -74,7 +74,7 @@ class Alibi:
             or table.dtype != dtype
             or self._scale != scale
         ):
-            self._table = None  # not two of them at once
+            self._table = None  # no two tables in memory at once
             rows = max(length, min(1 << (length - 1).bit_length(), longest))
             self._table = table = alibi_bias(self.slopes / scale, -(-rows // 16) * 16, dtype)
             self._scale = scale
@@ -107,7 +107,7 @@ def rotary_frequencies(dimension: int, base: float, model: ModelConfig | None) -
         rotations = original * plain / (2 * math.pi)
         share = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
     else:
-        # the pair that turns this often within the original sequence
+        # the pair that makes this many turns within the original sequence
         first, last = (
             dimension * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
             for turns in (model.yarn_beta_fast, model.yarn_beta_slow)
@@ -139,7 +139,7 @@ class RotaryEmbedding:
         if model is not None and model.rope_scaling == "yarn":
             factor = model.yarn_attention_factor
             self.factor = factor or 0.1 * math.log(model.rope_scaling_factor) + 1.0
-        self._tables: dict[bool, tuple[int, Angles]] = {}  # of all positions, and of this rank's
+        self._tables: dict[bool, tuple[int, Angles]] = {}  # for all positions, and for this rank's
 
     def _all_angles(
         self, length: int, device: torch.device, context_parallel: ContextParallel | None
@@ -210,11 +210,11 @@ class RotaryEmbedding:
         return turned.view(s, b, groups * queries, d)
 
 
-# Documents share one call of the kernel if padding to the longest adds at most a quarter to each,
-# and those of up to four tokens always do. Measured on a CPU in fp32 and bf16 over 2048 tokens:
-# with documents of 100 tokens and more this costs what one call for each costs, with 5 to 30 tokens
+# Documents share one call of the kernel if padding to the longest adds at most a quarter to each;
+# documents of up to four tokens always do. Measured on a CPU in fp32 and bf16 over 2048 tokens:
+# with documents of 100 tokens and more this takes as long as one call for each, with 5 to 30 tokens
 # 10 to 50 % less; wider groups lose more by padding than they save in calls. On a GPU, where a call
-# costs more, there are at most 28 instead of hundreds.
+# costs more, there are at most 28 calls instead of hundreds.
 _FILL = 1.25
 _TINY = 4
 
@@ -225,7 +225,7 @@ class Groups:
 
     shapes    (documents, length of the longest) of each batch; the longest documents come first
     gather    int64 [sum of documents * length]: the row of [s, b] from which each slot of the
-              batches is read. A slot past the end of its document has the row that follows
+              batches is read. A slot past the end of its document has the row of the next one
     scatter   int64 [s * b]: the slot in the batches of each row of [s, b]
     """
 
@@ -241,7 +241,7 @@ class Groups:
 def group_documents(lengths: npt.NDArray[np.int64], samples: int) -> Groups:
     """Divide documents into batches of similar length.
 
-    `lengths` [documents]: one sample after the other.
+    `lengths` [documents]: the samples follow one another.
     """
     total = int(lengths.sum())
     starts = np.cumsum(lengths) - lengths
@@ -274,7 +274,7 @@ def group_documents(lengths: npt.NDArray[np.int64], samples: int) -> Groups:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro-batch, one sample after the other.
+    """The documents of a micro-batch, sample by sample.
 
     cu_seqlens   int32 [documents + 1] on the device: where each document starts; the last is b * s
     lengths      int64 [documents] in host memory
@@ -314,7 +314,7 @@ class Documents:
         device = self.cu_seqlens.device
         if device.type == "cpu":
             return groups
-        # From pageable memory the copies would wait for the work that is queued on the device.
+        # Copies from pageable memory would wait for the work that is queued on the device.
         gather, scatter = (
             x.pin_memory().to(device, non_blocking=True) for x in (groups.gather, groups.scatter)
         )
@@ -333,7 +333,7 @@ class Documents:
         """Return x [s, b, ...] as [documents, length, ...] for each batch of similar length."""
         shapes = self.groups.shapes
         rows = x.flatten(0, 1).index_select(0, self.groups.gather)
-        # The gradient of split is one concatenation; that of a slice would be as large as the full
-        # tensor, for each batch.
+        # The gradient of split is one concatenation; a slice's gradient would be as large as the
+        # full tensor, for each batch.
         padded = self.groups.split(rows)
         return [batch.unflatten(0, shape) for batch, shape in zip(padded, shapes, strict=True)]

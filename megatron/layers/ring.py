@@ -1,17 +1,17 @@
 """Attention in which keys and values rotate over the ranks of a ring (context_parallel.py).
 
 Ring attention (Liu et al., arXiv 2310.01889) in the zig-zag order of chunks: at each step a rank
-sends the keys and values that it has to the next rank, and computes with them while those of the
+sends its current keys and values to the next rank, and computes with them while those of the
 previous rank arrive. Partial softmaxes are merged in fp32 by the logarithms of their sums of
-exponentials. In the backward pass keys and values rotate once more, and the gradients of each, in
-fp32, follow them one step behind and end at their owners.
+exponentials. In the backward pass keys and values rotate once more. Their gradients, in fp32,
+follow one step behind and end at their owners.
 
-A step is a few rectangles of queries and keys, without keys that no query sees: those of later
-chunks, outside of a window, of other documents. A flash kernel computes a rectangle
-(ring_flash.py); where none can, it is computed in blocks.
+A step is a few rectangles of queries and keys, without keys that no query sees: keys of later
+chunks, outside a window or of other documents. A flash kernel computes a rectangle (ring_flash.py);
+if none can, it is computed in blocks.
 
-Bytes that a rank sends for n local rows of b samples, g key-value heads of d entries of e bytes, on
-a ring of r ranks: (r - 1) 2 n b g d e in the forward pass, and (r - 1) 2 n b g d (e + 4) in the
+With n local rows of b samples, and g key-value heads of d entries of e bytes, a rank on a ring of r
+ranks sends (r - 1) 2 n b g d e bytes in the forward pass, and (r - 1) 2 n b g d (e + 4) in the
 backward pass.
 """
 
@@ -51,7 +51,7 @@ from megatron.parallel.autograd import Context, Node
 from megatron.parallel.topology import Group
 
 _KEYS = 2048
-"""Most keys of a block: its scores are the largest tensor of a step."""
+"""Most keys in a block: its scores are the largest tensor of a step."""
 
 
 class Rectangle(NamedTuple):
@@ -80,11 +80,12 @@ class Rectangle(NamedTuple):
 class Ring:
     """One attention over the ring.
 
-    group, ring_size, stride  the context-parallel ranks, the ring's size, and the distance of its
+    group, ring_size, stride  the context-parallel ranks, the ring's size, and the distance between
                               neighbours
-    weigher                   makes weights of the scores of all rectangles
+    weigher                   turns the scores of all rectangles into weights
     flash                     kernels that compute a rectangle; None: it is computed in blocks
-    documents                 within which positions see each other; None: a sequence is one
+    documents                 documents within which positions see each other; None: a sequence is
+        one
     """
 
     group: Group
@@ -121,7 +122,7 @@ class Ring:
     def _seen(
         self, row: int, chunk: int, column: int, key_chunk: int, half: int, samples: int
     ) -> Iterator[Rectangle]:
-        """Yield the rectangles of a chunk of queries and one of keys, at local row and column."""
+        """Yield the rectangles of a chunk of queries and a chunk of keys, at local row, column."""
         query = chunk * half
         key = key_chunk * half
         window = self.params.window
@@ -183,7 +184,7 @@ class Ring:
                         )
 
     def products(self, step: int, q: Tensor) -> Iterator[tuple[slice, slice, slice, Mask]]:
-        """Yield a step's rectangles: batch, rows and keys as RingBlock has them, and the mask."""
+        """Yield a step's rectangles: batch, rows and keys as in RingBlock, and the mask."""
         n, samples, groups, share, _ = q.shape
         for of in self.rectangles(step, n, samples):
             batch = slice(of.samples.start * groups, of.samples.stop * groups)
@@ -193,8 +194,8 @@ class Ring:
     def _numbers(self, row: int, query: int, key: int) -> tuple[int, int]:
         """Return the positions of a block's first query and key for the kernels.
 
-        Only their difference counts, so that queries are numbered by local rows, of which there are
-        fewer; but masks of dropout depend on the positions.
+        Only their difference counts: queries are numbered by local rows, of which there are fewer.
+        But dropout masks depend on the positions.
         """
         return (query, key) if self.params.probability else (row, key - (query - row))
 
@@ -209,11 +210,11 @@ class Ring:
         return numbered
 
     def keys_of_step(self, rows: int) -> int:
-        """Return how many keys each of `rows` local queries sees at a step, on average."""
+        """Return the keys that each of `rows` local queries sees at a step, on average."""
         return min(rows, -(-(self.params.window + 1) // self.ring_size))
 
     def rotate(self, x: Tensor) -> Rotation:
-        """Start to send x to the next ring rank and to receive that of the previous one."""
+        """Start to send x to the next ring rank and to receive the previous rank's."""
         ranks = self.group.ranks
         size = self.group.size
         stride = self.stride
@@ -265,7 +266,7 @@ class Rotation:
         group.flight.enter(b"exchange", group.kind, x.nbytes, x.is_cpu, peer=self._source)
 
     def wait(self) -> Tensor:
-        """Return what the previous rank sent."""
+        """Return the tensor that the previous rank sent."""
         self._enter()
         for work in self._works:
             work.wait()
@@ -335,7 +336,7 @@ class _Ring(Node):
             sums = ring.by_number(sums)
         to_queries = torch.zeros_like(queries, dtype=sums.dtype)
         work = Attention(b, groups * share, n, d, True, ring.keys_of_step(n))
-        local = following = sums  # gradients of this rank's pairs, and of those of the step before
+        local = following = sums  # gradients of this step's pairs, and of the previous step's
         for step in range(ring.ring_size):
             coming = ring.rotate(pairs) if step + 1 < ring.ring_size else None
             behind = ring.rotate(following) if step > 1 else None
@@ -376,7 +377,7 @@ class _Ring(Node):
 
 
 def _of_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """Reshape rows [b groups, n share, d] to those of `like` [n, b, groups, share, d]."""
+    """Reshape rows [b groups, n share, d] to the shape of `like`, [n, b, groups, share, d]."""
     return put_rows(torch.empty(like.shape, dtype=like.dtype, device=like.device), rows)
 
 
@@ -401,7 +402,7 @@ def attend(
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
-    """Return attention within full sequences, of which each rank has its rows.
+    """Return attention over full sequences, of which each rank has its rows.
 
     q [s/c, b, heads, d], k and v [s/c, b, kv heads, d] -> [s/c, b, heads, d].
     """

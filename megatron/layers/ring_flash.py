@@ -1,8 +1,8 @@
-"""Attention of some queries to some keys by kernels that return logarithms of its sums.
+"""Attention of some queries to some keys, with kernels that also return the logarithms of its sums.
 
-These are flash-attn's (Dao, arXiv 2307.08691; from version 2.7 on), and those beneath torch's
-scaled_dot_product_attention. With these, partial softmaxes can be merged. A backward pass gets
-output and logarithms of the full softmax, and returns the gradients of these queries and keys.
+These are flash-attn's (Dao, arXiv 2307.08691; from version 2.7 on), and those behind torch's
+scaled_dot_product_attention. The logarithms allow partial softmaxes to be merged. A backward pass
+gets output and logarithms of the full softmax, and returns the gradients of these queries and keys.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Flash(NamedTuple):
     def forward(self, q: Tensor, pairs: Tensor, mask: Mask) -> tuple[Tensor, Tensor, list[Any]]:
         """Return out [n, rows * share, d], its logarithms [n, rows * share], and a kernel's state.
 
-        The state is that of dropout, which is off: any backward pass can use any of them.
+        It is the state of dropout, which is off: any backward pass can use any state.
         """
         tensors = [self._by_head(q), *pairs.unsqueeze(3)]
         if self.backend == "flash":

@@ -1,7 +1,7 @@
 """One transformer layer: attention and MLP with their norms, dropout and residual.
 
-By default the norm comes before and the MLP follows attention; --norm-position and
---parallel-residual change that.
+By default norms precede attention and MLP, and the MLP follows attention; --norm-position and
+--parallel-residual change this.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def bias_dropout_add(
 ) -> Tensor:
     """Return residual + dropout(x + bias), in the residual's dtype.
 
-    The kernel is not used if x has another dtype. `row_layout`: of the mask, see keyed_dropout.
+    The kernel is not used if x has another dtype. `row_layout` of the mask: see keyed_dropout.
     """
     if seed is None:
         probability = 0.0
@@ -114,7 +114,7 @@ class TransformerLayer(nn.Module):
         self.experts = model.has_experts(index)
         self.mlp: nn.Module
         if self.experts:
-            from megatron.layers.experts import ExpertMLP  # no part of other models
+            from megatron.layers.experts import ExpertMLP  # not needed by other models
 
             self.mlp = ExpertMLP(
                 context,
@@ -179,15 +179,15 @@ class TransformerLayer(nn.Module):
         return result
 
     def _before(self, norm: Norm | None, x: Tensor) -> Tensor:
-        """Return norm(x), or x in the type of the weights."""
+        """Return norm(x), or x in the dtype of the weights."""
         return x.to(self.self_attention.dense.weight.dtype) if norm is None else norm(x)
 
     def _after(
         self, norm: Norm | None, x: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return norm(x + bias), without a bias; x and bias if there is no norm.
+        """Return norm(x + bias) and no bias; without a norm, x and bias.
 
-        In muP times the factor of the depth.
+        In muP they are multiplied by the factor of the depth.
         """
         if norm is not None:
             x = norm(x if bias is None else x + wide(bias))

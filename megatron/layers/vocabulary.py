@@ -1,22 +1,22 @@
-"""Output layer and cross entropy over a vocabulary cut over the tensor-parallel group.
+"""Output layer and cross entropy over a vocabulary that is sharded over the tensor-parallel group.
 
 For each token a rank computes three numbers from its logits: the maximum, the sum of exponentials
 relative to it, and the label's logit. One message gives every rank the numbers of all, from which
 the loss and the gradient of its own logits follow (Shoeybi et al., arXiv
 1909.08053, section 3).
 
-Both layers work on chunks of tokens, so that only one chunk's logits exist at a time: they are
+Both work on chunks of tokens, so that only one chunk's logits exist at a time: they are
 overwritten by their gradient, which is added to the gradients of input and weight before the next
-chunk uses their memory. All of this happens in the backward pass, because only there the gradient
-of the loss is known: a loss scale must be applied before 16-bit rounding, the weight gradient is
+chunk uses their memory. All of this happens in the backward pass, because the gradient of the loss
+is known only then: a loss scale must be applied before 16-bit rounding, the weight gradient is
 added directly to its fp32 sum, and a schedule may defer it. With `late` the logits are computed
-once. The price: the loss has its value only after the backward pass, which is early enough for a
+once. In exchange the loss has its value only after the backward pass, which is early enough for a
 pipeline's executor.
 
 The alternatives were to compute gradients in the forward pass for a loss gradient of 1 and to scale
 them afterwards (Liger, Hsu et al., arXiv 2410.10989, section 3.2: an fp32 [vocabulary/tp, h] tensor
-that must wait and be read once more, and underflow in fp16), or to compute the logits a second time
-(a third more work in this layer), as is done for a loss that is needed immediately.
+has to be kept and read once more, and fp16 underflows), or to compute the logits twice (a third
+more work in this layer), which is done for a loss that is needed immediately.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from megatron.parallel.topology import Group
 
 CPU_TOKENS = 512
 GPU_TOKENS = 4096
-"""Tokens of a chunk by default. Each chunk reads and writes the fp32 weight gradient once: 4 /
-tokens bytes per FLOP of that product, a few percent of its time at these sizes, at the product and
-memory rates of such devices."""
+"""Tokens in a chunk by default. Each chunk reads and writes the fp32 weight gradient once: 4 /
+tokens bytes per FLOP of that product. At these sizes and at the rates of such devices this is a few
+percent of its time."""
 
 
 def _combine(local: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses, maxima and sums of exponentials over the vocabulary of all ranks, [n] each.
 
-    The sums are relative to the maxima. One message; all ranks add in the order of the ranks, so
-    they get the same bits.
+    The sums are relative to the maxima. One message is sent; all ranks add in the order of the
+    ranks and get the same bits.
     """
     if group.size == 1:
         maximum, total, target = local
@@ -71,7 +71,7 @@ class Vocabulary:
     weight   [vocab/tp, h], rows `first`, `first` + 1, ... of the vocabulary, of which the first
              `real` exist
     context  the tensor-parallel group, the queue of deferred weight gradients, fusions
-    tokens   number in a chunk; 0: all at once; None: the device's default
+    tokens   number of tokens in a chunk; 0: all at once; None: the device's default
     cap      limit of the logits x, which become cap tanh(x / cap); 0: none
     z_loss   coefficient z of the z-loss: z times the mean of log(sum exp(logits))^2 over the
              unmasked tokens is added to the loss in the gradient alone (Chowdhery et al., arXiv
@@ -119,16 +119,17 @@ def vocabulary_loss(
     late: bool = False,
     count: Tensor | None = None,
 ) -> Tensor:
-    """Return the mean cross entropy of the unmasked tokens: a scalar in fp32.
+    """Return the mean cross entropy of the unmasked tokens, a scalar in fp32.
 
-    It is the same on every rank of the tensor group.
+        It is the same on every rank of the tensor group.
 
-    x [s(/tp), b, h] in the weight's format, labels int64 [s, b], mask [s, b] of ones and zeros; 0
-    where all is masked. `count`: what the sum is divided by, if not the number of unmasked tokens.
+        x [s(/tp), b, h] in the weight's dtype, labels int64 [s, b], mask [s, b] of ones and zeros. The
+        result is 0 if all tokens are masked. `count`: divisor of the sum, by default the number of
+    unmasked tokens.
 
-    The logits are computed chunk by chunk: in the backward pass, and, without `late`, also in the
-    forward pass. With `late` the result is NaN until its backward pass fills in the value; where no
-    gradient is needed there is none, and `late` has no effect.
+        The logits are computed chunk by chunk: in the backward pass, and, without `late`, also in the
+        forward pass. With `late` the result is NaN until its backward pass fills in the value; if no
+        gradient is needed there is no backward pass, and `late` has no effect.
     """
     labels = labels.reshape(-1)
     mask = mask.reshape(-1).float()
@@ -140,9 +141,9 @@ def vocabulary_loss(
 def scores(x: Tensor, v: Vocabulary, positions: Tensor | None = None) -> Tensor:
     """Return this rank's fp32 logits [s, b, vocab/tp] of x [s(/tp), b, h].
 
-    -infinity where an entry does not exist.
+    Entries that do not exist have -infinity.
 
-    positions int64 [b]: only those of one position of each sample, [1, b, vocab/tp], and without
+    positions int64 [b]: only the logits of one position of each sample, [1, b, vocab/tp], without
     gradients.
     """
     if positions is None:
@@ -219,7 +220,7 @@ class _Loss(Node):
             statistics = _statistics(x, labels, v)  # one message for all chunks
             return _mean(_combine(statistics, v.context.tensor)[0], mask, count)
         loss = x.new_full((), float("nan"), dtype=torch.float32)
-        # the same memory; a view would keep the output alive, which keeps this node
+        # the same memory; a view would keep the output alive, and with it this node
         ctx.loss = loss.detach()
         return loss
 
@@ -256,7 +257,7 @@ class _Loss(Node):
                     dw.add_(product)
                 elif last:
                     dw = product
-                else:  # Of several chunks the sum is taken in fp32 and rounded once.
+                else:  # The sum over several chunks is taken in fp32 and rounded once.
                     dw = product.to(torch.promote_types(product.dtype, torch.float32))
         sent.wait()
         loss = _mean(losses, mask, count)
@@ -305,7 +306,7 @@ POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 
 
 class _LookUp(Node):
-    """Look-up in a table whose gradient has an accumulator: only the rows in use are added to it."""
+    """Look-up in a table whose gradient has an accumulator: only rows in use are added to it."""
 
     @staticmethod
     def forward(ctx: Context, weight: Tensor, rows: Tensor) -> Tensor:
@@ -339,7 +340,7 @@ def look_up(weight: nn.Parameter, rows: Tensor) -> Tensor:
 class VocabParallelEmbedding(nn.Module):
     """Token embedding: [b, s] -> [s(/tp), b, h].
 
-    Each rank looks up the tokens whose rows it holds; the sum over the ranks is complete.
+    Each rank looks up the tokens whose rows it holds; the results are summed over the ranks.
     """
 
     def __init__(self, context: LayerContext, weight: nn.Parameter) -> None:

@@ -47,8 +47,8 @@ _AWAY = -2
 class GroupLink(NamedTuple):
     """Group of ranks that run collectives: its size, nodes spanned, and stride between members.
 
-    words     how reports name it
-    rate      of the slowest such group while all of them run; None for a group of one
+    words     its name in reports
+    rate      GB/s of the slowest such group while all of them run; None for a group of one
     exchange  the same for an all-to-all: GB/s that a rank sends to all others together
     """
 
@@ -150,8 +150,8 @@ class Channels(FigureReader):
     def boundary(self, sender: int, forward: bool, n_bytes: float) -> tuple[float, float]:
         """Return the seconds that a message occupies its link, and its latency after that.
 
-        Both are those of the slowest replica. The message goes from pipeline rank `sender` to the
-        next one (forward) or the one before. With interleaved chunks, the first and the last rank
+        Both are for the slowest replica. The message goes from pipeline rank `sender` to the next
+        rank (forward) or to the previous one. With interleaved chunks, the first and the last rank
         are neighbours.
         """
         edge = sender if forward else (sender - 1) % self.placement.layout.pipeline
@@ -226,8 +226,8 @@ OF_PASSES = "tensor", "context", *EXCHANGES
 def lines_of(layout: Layout, heads: int) -> dict[str, RankGroup]:
     """Return the mesh dimensions in which collectives run.
 
-    heads  number of neighbouring context-parallel ranks that exchange heads; rings connect such
-           neighbourhoods
+    heads  number of neighbouring context-parallel ranks that exchange heads; rings connect sets of
+           such neighbours
     """
     excluded = "world", "pipeline", "data.states", "expert_data.states"
     dimensions = {
@@ -264,8 +264,8 @@ def _lanes(
     else:
         slowest_card = min(links.card_shares([(device,) for device in order]))
         ends = GroupLink(2, 2, stride * (size - 1), tied, slowest_card)
-    # largest seconds per byte of each boundary on a link or card, within and between nodes, while
-    # all boundaries send forward
+    # largest seconds per byte of each boundary on a link or card, within and between nodes, if all
+    # boundaries send forward at once
     nodes, messages = _messages_on_nodes(layout, devices, wraps)
     most: dict[tuple[int, int], float] = {}  # positions that send and receive, or _AWAY both
     for node in nodes:
@@ -295,7 +295,7 @@ def _lanes(
 def _group(
     links: NodeLinks, world: int, order: tuple[int, ...], dimension: RankGroup, exchange: bool
 ) -> GroupLink:
-    """Describe the groups of a mesh dimension by the slowest; exchange: include all-to-alls."""
+    """Describe the groups of a mesh dimension by the slowest one; exchange: include all-to-alls."""
     words, stride, size = dimension
     if size == 1:
         return GroupLink(1, 1, stride, words)

@@ -33,7 +33,7 @@ CLUSTERS = Path(__file__).with_name("clusters")
 # entry of a mapping whose keys are tuples.
 
 GIB = 2**30
-_MOST_BYTES = 1 << 22  # of a file: measured ones have about ten thousand
+_MOST_BYTES = 1 << 22  # of a file: files of measured machines have about ten thousand
 _MOST_COUNT = 10**7  # nodes, devices, cores
 _MOST = 1e30  # seconds, TFLOP/s, GB/s
 
@@ -73,7 +73,7 @@ class Facts:
         return value
 
     def take(self, key: str, kind: Any, default: Any = MISSING) -> Any:
-        """Return the value under `key`, converted as the annotation `kind` says."""
+        """Return the value under `key`, converted to the annotated type `kind`."""
         self._known.add(key)
         value = self.find(key)
         if value is None:
@@ -95,7 +95,7 @@ class Facts:
             ) from None
 
     def check_known(self, table: Mapping[str, Any] | None = None, prefix: str = "") -> None:
-        """Raise ConfigError for a key that was never asked for."""
+        """Raise ConfigError for a key that was never read."""
         for name, value in (self._tables if table is None else table).items():
             key = prefix + name
             if key in self._known:
@@ -143,21 +143,22 @@ class Cluster:
     nic_of_device        index in `nics` of the card that each device uses; nic_on_device: the
                          device at each card
     cores_of_device      first and last core next to each device
-    local_order          device that is closest to the cores of local rank i of a full node
+    local_order          for local rank i of a full node, the device closest to its cores
     device_orders        orders of a node's devices that are worth trying
     collective_gb_per_s  (stride of the group in devices, size of the group) -> published GB/s of
                          one group's collectives while all groups of a node run them, devices in
                          order; size 0: groups over several nodes
     bands                lower bounds of the figures that a healthy node measures
     wall_limits          longest jobs by number of nodes; partitions[0] and qos[0] are the defaults
-    host_memory_gib      host memory of a node; host_memory_gb_per_s: its bandwidth, reads and writes
-                         together; host_link_gb_per_s: between it and each device. None: not known
+    host_memory_gib      host memory of a node; host_memory_gb_per_s: its bandwidth, reads and
+                         writes together; host_link_gb_per_s: between it and each device. None:
+                         unknown
     nvme_path            node-local disk; "" for none
     sources              source of each figure: published, computed or assumed
     device_type          "cuda" for a GPU of any make, as in torch, or "cpu"
     compute              figures of the speed of devices and links by name (compute.py)
-    shared_cores         on a CPU machine, the cores that all processes of a node share; None if each
-                         device computes by itself
+    shared_cores         on a CPU machine, the cores that all processes of a node share; None if
+                         each device computes by itself
     """
 
     name: str = at("name")
@@ -197,7 +198,7 @@ class Cluster:
         return {**assumed_figures(self.peak_tflops), **self.compute}
 
     def with_figures(self, figures: Iterable[Figure]) -> Cluster:
-        """Return the machine with these figures replacing those of the same names."""
+        """Return the machine with these figures in place of those with the same names."""
         compute = {**self.compute, **{figure.name: figure for figure in figures}}
         return replace(self, compute=compute)
 
@@ -216,7 +217,7 @@ class Cluster:
 
     @property
     def host(self) -> Host:
-        """Facts of a node's host. Raises ConfigError if the machine's file lacks one."""
+        """Facts about a node's host. Raises ConfigError if the machine's file lacks one."""
         facts = {name: getattr(self, f"host_{name}") for name in Host._fields}
         missing = [name for name, value in facts.items() if value is None]
         if missing:
@@ -286,7 +287,7 @@ class Cluster:
         n = self.devices_per_node
         devices = set(range(n))
         if any(a == b or not {a, b} <= devices for a, b in self.links):
-            yield "links.gb_per_s", f"has a row that is not a pair of devices 0 to {n - 1}"
+            yield "links.gb_per_s", f"has a row that is not a pair of devices from 0 to {n - 1}"
         elif not self.reached(devices):
             yield "links.gb_per_s", "some devices of a node cannot reach each other"
         if len(self.cores_of_device) != n:

@@ -136,11 +136,11 @@ class FigureReader:
 
     @property
     def used(self) -> set[Used]:
-        """Figures that the results so far are based on."""
+        """Figures on which the results so far are based."""
         return set(self._used.values())
 
     def take(self, name: str) -> Figure:
-        """Return a figure that is used."""
+        """Return a figure, and record that it is used."""
         figure = self.figures[name]
         self._used.setdefault(name, figure.used)
         return figure

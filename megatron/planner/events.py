@@ -1,9 +1,9 @@
 """Steps of one device in a pass of a stage, in order, as planner/recorder.py records them.
 
-Computations run one after the other on the device, messages one after the other on the links of
+Computations run one after another on the device, messages one after another on the links of
 their group, and a `Wait` blocks the device until its message has arrived. The computations between
-a `Post` and its `Wait` therefore overlap with the message. An `Alloc` allocates a tensor's memory, a
-`Free` releases it once no reference is left. A `Sum` marks the addition of a gradient to its sum.
+a `Post` and its `Wait` therefore overlap with the message. An `Alloc` allocates a tensor's memory,
+a `Free` releases it once no reference is left. A `Sum` marks the addition of a gradient to its sum.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Recomputed(NamedTuple):
 class GroupMessage(NamedTuple):
     """Collective of a group over a whole tensor of `bytes` bytes.
 
-    kind   as in compute.py, "all_to_all" (bytes that a rank has for all members, itself included)
-           or "ring" (bytes from each rank to the next)
+    kind   as in compute.py, or "all_to_all" (bytes that a rank has for all members, itself
+           included) or "ring" (bytes from each rank to the next)
     group  of Channels.lanes
     """
 
@@ -120,7 +120,7 @@ class TracedModule:
     four share the numbers of tensors and messages: what `forward` allocates and does not free is
     kept for `backward`, or for `inputs`, which keeps the rest for `weights`.
 
-    parameters  records in the order of their use, with partial_gradient as a forward pass shows it
+    parameters  records in the order of their use, with partial_gradient as found by a forward pass
     hands_on    bytes of the output, which the next module keeps
     tables      bytes that the first pass of a run allocates and all later ones use
     """

@@ -1,7 +1,7 @@
 """Gradients of ZeRO stages 2 and 3 during a step: which buckets have memory in which pass.
 
-The plan (engine/zero_plan.py) says what follows the use of a gradient sum; the trace shows where a
-pass uses one (events.Sum).
+The plan (engine/zero_plan.py) defines the instructions after each use of a gradient sum; the trace
+shows where a pass uses one (events.Sum).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from megatron.engine.zero_plan import BucketInstruction, BucketOp, Reductions, Z
 from megatron.planner.events import Sum
 
 Gradients = tuple[tuple[tuple[int, int], ...], ...]
-"""Changes of the memory of gradients in a backward pass, or in a half of it: for each module, the
-last one first, (row that the change precedes, bytes allocated or, if negative, freed)."""
+"""Changes in the memory of gradients during a backward pass, or during a half of it: for each
+module, the last one first, (row that the change precedes, bytes allocated or, if negative,
+freed)."""
 
 Sums = Sequence[tuple[int, Sum]]
 """Uses of gradient sums in a pass, each with the number of the row that it precedes."""

@@ -16,7 +16,7 @@ _SIZES = "world batch tp pp chunks schedule micro cp ep".split()
 
 Value = str | int | tuple[int, ...]
 Restrictions = Mapping[str, tuple[Any, ...]]
-"""Allowed values by dimension; a dimension that is not named may have any value."""
+"""Allowed values by dimension; a dimension that is not listed may have any value."""
 
 
 class CandidateLayout(NamedTuple):
@@ -28,7 +28,8 @@ class CandidateLayout(NamedTuple):
     recompute     none, selective:MODULE+MODULE, full:uniform:LAYERS or full:block:LAYERS
     rank_order, device_order   "" and (): chosen by the machine
     offload       whether the optimizer's state is in host memory
-    shard, states  ranks over which ZeRO divides (EngineConfig.zero_shard_size, ..._state_...); 0: all
+    shard, states  ranks over which ZeRO shards (EngineConfig.zero_shard_size, ..._state_...); 0:
+        all
     """
 
     world: int
@@ -71,7 +72,7 @@ class CandidateLayout(NamedTuple):
         chunked = self.chunks > 1 and stages is None
         return {
             **{d.setting: getattr(self, d.field) for d in DIMENSIONS if d.setting},
-            # If the layers do not divide evenly, the configuration reports it.
+            # The configuration reports layers that do not divide evenly.
             "num_layers_per_virtual_pipeline_stage": max(1, layers // (self.pp * self.chunks))
             if chunked
             else None,
@@ -176,7 +177,7 @@ class Dimension(NamedTuple):
         return value
 
     def read(self, word: str) -> Value:
-        """Return the value of a word. Raises ValueError for an invalid word."""
+        """Return the value that a word stands for. Raises ValueError for an invalid word."""
         if word in self.values:
             return self.values[word]
         if self.values or not re.fullmatch(self.pattern, word):
@@ -271,8 +272,8 @@ def parse_layout(text: str, flag: str) -> dict[str, tuple[Value, ...]]:
 
 
 def narrowed(first: Restrictions, second: Restrictions) -> dict[str, tuple[Value, ...]]:
-    """Return what both restrictions allow. recompute=full stands for every value that begins with
-    it.
+    """Return the values that both restrictions allow. recompute=full stands for every value that
+    begins with it.
     """
     both = {**first, **second}
     for name in first.keys() & second.keys():

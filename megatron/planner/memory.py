@@ -1,9 +1,9 @@
 """Device memory of a training step: the tensors of a trace, summed over those that are alive.
 
 States follow from the parameters of each pipeline rank. With --cpu-offload a GPU has two sets of
-working tensors in place of the optimizer's state; a CPU has both. Not counted are the runtime and
-the communication library, which take a gigabyte or more on a GPU before training begins, workspaces
-inside kernels, and fragmentation. Needs torch if a trace is not cached.
+working tensors in place of the optimizer's state; a CPU has both. The runtime and the communication
+library, which take a gigabyte or more on a GPU before training begins, are not counted, nor are
+workspaces inside kernels or fragmentation. This module needs torch if a trace is not cached.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from megatron.planner.trace import GPT2_VOCABULARY, trace
 
 GPU_BLOCK = 512
 CPU_BLOCK = 64
-"""Allocation granularity in bytes: of the caching allocator of CUDA and ROCm (kMinBlockSize in
-CUDACachingAllocator), and of torch's allocator of host memory."""
+"""Allocation granularity in bytes: of the caching allocator for CUDA and ROCm (kMinBlockSize in
+CUDACachingAllocator), and of torch's allocator for host memory."""
 
 HEADROOM = 0.1
 """Share of a device's memory that a job leaves free for uncounted memory: an assumption."""
@@ -53,8 +53,8 @@ PROCESS_BYTES = 0.29 * 2**30
 """Interpreter, libraries and connections of a process on a CPU."""
 
 PROCESS_SHARES = (1.1, 1.3, 2.8)
-"""Memory that a process on a CPU holds for its tensors, as a multiple of their peak, with gaps
-between blocks that malloc keeps: the least, the median and the most of the runs in
+"""Memory that a process on a CPU holds for its tensors, including gaps between blocks that malloc
+keeps, as a multiple of their peak: least, median and most of the runs in
 docs/measured/predictions.md."""
 
 
@@ -67,8 +67,8 @@ class RankMemory:
     master       fp32 weights of the optimizer, under ZeRO this rank's shard; none in fp32
     moments      of the optimizer, sharded likewise; with --cpu-offload, master and moments count
                  only what is on the device
-    gradients    sums in fp32 or bf16; under ZeRO-2 and 3 this rank's shard, and the buckets that are
-                 being filled or reduced
+    gradients    sums in fp32 or bf16; under ZeRO-2 and 3 this rank's shard, and the buckets that
+                 are being filled or reduced
     activations  made by forward passes and kept for backward passes
     logits       of a chunk of tokens, and their gradient
     buffers      messages to and from neighbouring stages, and the micro-batches
@@ -99,9 +99,9 @@ _WEIGHTS, _GRADIENTS = map(CATEGORIES.index, ("weights", "gradients"))
 
 
 def process_bytes(tensors: float, device: str, share: float = PROCESS_SHARES[0]) -> float:
-    """Return the bytes that a memory limit counts for `tensors` bytes: on a CPU, the process's.
+    """Return the bytes that a memory limit counts for `tensors` bytes: on a CPU, of the process.
 
-    share  one of PROCESS_SHARES; by default the least, which every run needed
+    share  one of PROCESS_SHARES; by default the least, which every measured run needed
     """
     return PROCESS_BYTES + share * tensors if device == "cpu" else tensors
 
@@ -296,7 +296,7 @@ class _Chunk:
         return self._plan.zero.bytes_of_weight(of) * of.elements
 
     def sums(self, plan: ZeroPlan, number: int, ahead: int) -> Chunk:
-        """Return the stage's uses of gradient sums; it has `number` in the plan of its rank.
+        """Return the uses of gradient sums in stage `number` of its rank's plan.
 
         ahead  number of first halves of backward passes that run before the first second half
         """
@@ -354,7 +354,7 @@ def _row(weights: float = 0.0, gradients: float = 0.0) -> Bytes:
 def memory_of_ranks(config: Config, device: str = "cuda") -> tuple[RankMemory, ...]:
     """Return the memory of all pipeline ranks in a step of the full global batch.
 
-    device   "cpu", or any other for a GPU: operators and the rounding of memory differ
+    device   "cpu", or anything else for a GPU: operators and the rounding of memory differ
     """
     ranks = range(config.parallel.pipeline_model_parallel_size)
     return tuple(_memory(config, rank, device) for rank in ranks)

@@ -12,7 +12,7 @@ rates to link widths. The efficiencies for Frontier are:
     detour   36/50 = 0.72 of the narrowest link on a path through other devices: pairs 4 apart reach
              36
     card     40/100 = 0.40 of a node's network cards: groups over several nodes have 40, 20, 10, 5
-             for 1, 2, 4, 8 a node
+             for 1, 2, 4, 8 groups per node
 
 A collective of a group on direct links is estimated in two ways, and the larger result counts. One
 ring can run around a spanning tree, there and back, because links are full duplex; it is as fast as
@@ -21,10 +21,10 @@ narrowest cut: the split of the group into two parts with the least bandwidth in
 published groups that were not used to fit the efficiencies, the rules give 130 against 135 (the
 whole node) and 52 against 72 (every other device): at worst a quarter too low.
 
-The rate of {0, 1, 6, 7} is not known. Its ring is 100 GB/s wide, where that of {0, 1, 2, 3} is 50.
-The estimate is therefore 76 GB/s, against the published 52 for {0, 1, 2, 3} and 72 for
-{0, 2, 4, 6}; the narrowest cut of all three is 100 GB/s. If RCCL gets no more out of that cut than
-in {0, 1, 2, 3}, the rate is 52. Switches between nodes are not modelled.
+The rate of {0, 1, 6, 7} is unknown. Its ring is 100 GB/s wide, the ring of {0, 1, 2, 3} only 50.
+The estimate is therefore 76 GB/s, against the published 52 for {0, 1, 2, 3} and 72 for {0, 2, 4,
+6}; the narrowest cut of all three is 100 GB/s. If RCCL gets no more out of that cut than in {0, 1,
+2, 3}, the rate is 52. Switches between nodes are not modelled.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _IN = -2
 
 
 class Rate(NamedTuple):
-    """GB/s of one rank, whether published or estimated, and what limits it."""
+    """GB/s of one rank, whether it is published or estimated, and its bottleneck."""
 
     gb_per_s: float
     basis: str
@@ -139,7 +139,7 @@ class NodeLinks:
         return next((width for width in widths if self.cluster.reached(group, width, through)), 0.0)
 
     def narrowest_cut(self, group: Iterable[int]) -> float:
-        """Return the GB/s across the split of the group into two parts that has the least."""
+        """Return the GB/s across the group's narrowest split into two parts."""
         first, *rest = sorted(group)
         return min(
             sum(
@@ -160,7 +160,7 @@ class NodeLinks:
         return _rates(self, frozenset(map(frozenset[int], family)))
 
     def rate(self, group: frozenset[int], family: frozenset[frozenset[int]]) -> Rate:
-        """Return the rate of a group beside the others of its family."""
+        """Return the rate of a group while the others of its family run, too."""
         published = next((r for known, r in self._published.items() if family <= known), None)
         shown = ",".join(map(str, sorted(group)))
         if published is not None:
@@ -168,7 +168,7 @@ class NodeLinks:
         width = self.widest_ring(group)
         if not width:
             width = self.widest_ring(group, through=range(self.cluster.devices_per_node))
-            # It is not known which links the detours take: assume that all groups share the same.
+            # It is unknown which links the detours take: assume that all groups share the same.
             return Rate(self.detour * width / len(family), ESTIMATED, f"detours of {shown}")
         ring = self.rate_of_link(width)
         cut = self.cut * self.narrowest_cut(group)
@@ -177,8 +177,8 @@ class NodeLinks:
     def card_shares(self, crossing: Sequence[Sequence[int]]) -> list[Rate]:
         """Return the inter-node rate of each group of a node that spans nodes, all running at once.
 
-        A group uses the cards of all its devices here; groups that use the same card share it
-        evenly.
+        A group uses the cards of all its devices on the node; groups that use the same card share
+        it evenly.
         """
         cluster = self.cluster
         count = len(crossing)

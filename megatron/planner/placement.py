@@ -1,10 +1,11 @@
-"""Placement of ranks on devices, and the cost of a step's messages there.
+"""Placement of ranks on devices, and the cost of a step's messages on it.
 
-A node's ranks are numbered along `device_order`; the layout's order says which parallel dimension
-varies fastest over the ranks. Together they give every rank its node, device and position in the
-layout. They are chosen by the seconds of a step's messages without any overlap (channels.py), an
-upper bound. Candidates are the six orders of dimensions, and the device orders in the machine's
-description. Frontier's are the best of all 40,320 for the layouts in tests/planner.
+A node's ranks are numbered along `device_order`; the layout's order defines which parallel
+dimension varies fastest over the ranks. Together they give every rank its node, device and position
+in the layout. They are chosen by the seconds of a step's messages without any overlap
+(channels.py), an upper bound. Candidates are the six orders of dimensions and the device orders in
+the machine's description. Frontier's device orders are the best of all 40,320 for the layouts in
+tests/planner.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ class PlacementCost:
     def order(self) -> tuple[float, float]:
         """Key that orders placements: time of the messages of layers, then of all messages.
 
-        Every layer waits for messages of its tensor, context and expert groups, whereas other ones
-        overlap with computation. Times are rounded so that equal costs compare equal.
+        Every layer waits for messages of its tensor, context and expert groups, whereas other
+        messages overlap with computation. Times are rounded so that equal costs compare equal.
         """
         layers = sum(map(self.seconds_of, OF_PASSES))
         return float(f"{layers:.9g}"), float(f"{self.seconds:.9g}")
@@ -209,7 +210,7 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
         for order in rank_orders
         for device_order in device_orders
     )
-    sent: dict[int, StepMessages] = {}  # by the experts' ranks on a node, which the order decides
+    sent: dict[int, StepMessages] = {}  # by the experts' ranks on a node, which depend on the order
 
     def cost(placement: Placement) -> tuple[float, float]:
         each = placement.layout.expert_node
@@ -294,7 +295,7 @@ def _devices_used(config: Config, cluster: Cluster) -> int:
 
 
 def plan_ranks(config: Config, launch: Launch) -> RankPlan:
-    """Choose the order and devices of this job's ranks on --cluster, alike in every process.
+    """Choose the order and devices of this job's ranks on --cluster, the same in every process.
 
     Raises ConfigError for an unknown cluster, and for orders that do not fit it.
     """

@@ -13,7 +13,7 @@ class Published:
     """Published results of one model.
 
     percent      of 191.5 TFLOP/s, the peak of an MI250X GCD in fp16
-    tflops       hardware TFLOP/s of a GCD by `formulas.paper_flops`, recomputation counted
+    tflops       hardware TFLOP/s of a GCD by `formulas.paper_flops`, including recomputation
     weak, strong (GCDs, efficiency) of the largest run
     per_replica, total
                  sequences of each replica in weak scaling, of all replicas in strong scaling

@@ -9,21 +9,21 @@ is linear in 1 / e, so that
 
 where a and b follow from the two neighbouring points: a is the time for arithmetic, b the time for
 traffic and for filling and draining the pipeline. The lines are extended beyond the outermost
-points; for large products the rate is limited to the peak. a and b are never negative, so that
-along the lines a product takes longer if any side grows, and has a lower rate if any side shrinks.
-To this end, points whose rate falls with e are averaged with their neighbours first (isotonic
-regression), and a rate that falls faster than e toward small sizes is taken to fall like e. The
-remaining deviation of each point from the lines is added back near that point, with a weight that
-falls with the squared distance of the logarithms of the sides, so that measured shapes keep their
-measured times.
+points; for large products the rate is limited to the peak. a and b are never negative: along the
+lines a product takes longer if any side grows, and has a lower rate if any side shrinks. To this
+end, points whose rate falls with e are first averaged with their neighbours (isotonic regression),
+and a rate that falls faster than e toward small sizes is taken to fall like e. The remaining
+deviation of each point from the lines is added back near that point, with a weight that falls with
+the squared distance of the logarithms of the sides. Thus measured shapes keep their measured times.
 
-**Attention.** Rates by sequence length in the same way (1 / rate over 1 / length); between head
-sizes, linear in their logarithm. Causal attention counts the operations of half of all pairs, the
-backward pass 2.5 times those of the forward pass (Dao, arXiv 2307.08691, section 4.1). In a sliding
-window it has the rate of a sequence in which a query sees as many keys on average.
+**Attention.** Rates follow the sequence length in the same way (1 / rate over 1 / length); between
+head sizes they are linear in the logarithm. Causal attention counts the operations of half of all
+pairs, and the backward pass 2.5 times the operations of the forward pass (Dao, arXiv 2307.08691,
+section 4.1). In a sliding window it has the rate of a sequence in which a query sees as many keys
+on average.
 
-**Memory.** Bytes divided by a bandwidth that is linear in the logarithm of the bytes between
-points; at least the shortest time of a kernel.
+**Memory.** The time is the bytes divided by a bandwidth that is linear in the logarithm of the
+bytes between points, and at least the shortest time of a kernel.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NEAR = math.log(1.5) ** 2
 
 
 class DeviceRates(FigureReader):
-    """Compute times of one device, in the dtype 'float16', 'bfloat16' or 'float32'.
+    """Compute times on one device, in the dtype 'float16', 'bfloat16' or 'float32'.
 
     Raises ConfigError for a dtype with neither a peak nor figures in the machine's file.
     """
@@ -111,7 +111,7 @@ def causal_pairs(seq: int, keys: int | None) -> float:
 
 
 def attention_operations(work: Attention) -> float:
-    """Return the operations of a pass, counted for the pairs that a query sees."""
+    """Return the operations of a pass, counted for the visible pairs of query and key."""
     operations = 4.0 * work.batch * work.heads * causal_pairs(work.seq, work.keys) * work.head_dim
     return operations * (BACKWARD_OPERATIONS if work.backward else 1.0)
 

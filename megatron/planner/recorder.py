@@ -3,7 +3,7 @@
 The modules that train run forward and backward on tensors without data (tensors.py): the embedding,
 one layer, and the last norm with the output layer and the loss. A dispatch mode records every
 operator that does work, the post and the wait of every message, and the allocation and release of
-every storage. This module has no knowledge of a layer's structure. Seconds, FLOPs, traffic and
+every storage. This module contains nothing about a layer's structure. Seconds, FLOPs, traffic and
 memory are computed from the record.
 """
 
@@ -105,7 +105,7 @@ class _Recorder(OperatorRecorder):
 
     @contextlib.contextmanager
     def recorded(self, category: str) -> Iterator[None]:
-        """Record a pass, in `last` at the end. category: of the memory allocated in it."""
+        """Record a pass into `last`. category: of the memory allocated in it."""
         self._steps = []
         self._labels = []
         self.category = category
@@ -115,7 +115,7 @@ class _Recorder(OperatorRecorder):
         self._steps = None
 
     def begin(self) -> None:
-        """Reset numbers, so that each recording is numbered alike."""
+        """Reset numbers, so that each recording has the same ones."""
         self.number = self._sent = 0
 
     def note(self, step: PassEvent, *_: object) -> None:
@@ -141,7 +141,7 @@ class _Recorder(OperatorRecorder):
         self._owners.append(self._modules[-1])
 
     def _look(self) -> None:
-        """Find the operator's module: the running one, or in a backward pass the node's."""
+        """Find the operator's module: the running one, or in a backward pass that of the node."""
         if len(self._modules) > 1 or self.category == "activations":
             self._label = self._modules[-1]
         elif (node := torch._C._current_autograd_node()) is not None:
@@ -191,7 +191,7 @@ class _Recorder(OperatorRecorder):
     # -- messages ----------------------------------------------------------------------------------
 
     def sent(self, name: str, args: Arguments, tensors: list[Tensor], work: Work) -> None:
-        if name == "send":  # arrives with what the rank receives in the same step of a ring
+        if name == "send":  # arrives with the message received in the same step of a ring
             return
         self._sent += 1
         work.number = self._sent
@@ -234,7 +234,7 @@ def _rule(func: Operator) -> _Rule:
     if name in _PRODUCTS:
         return _product
     if "scaled_dot_product" in name:
-        queries_at = int("backward" in name)  # of the queries
+        queries_at = int("backward" in name)  # position of the queries
 
         def attention(args: Arguments, kwargs: Keywords, out: object) -> Computation:
             batch, heads, queries, head_dim = args[queries_at].shape
@@ -263,7 +263,7 @@ def _rule(func: Operator) -> _Rule:
         # An operator may write to an input and return another tensor.
         written_to = [*into, *(kwargs[n] for n in names if n in kwargs)]
         results = {id(t): t for t in tensors_of([*written_to, out])}.values()
-        # none for queries of a tensor's device or shape
+        # none for operators that only ask for a tensor's device or shape
         written_bytes = _bytes(results)
         return Memory(_bytes(inputs) + written_bytes, 1, declared) if written_bytes else None
 
@@ -398,7 +398,7 @@ class _Piece:
 
 
 def _topology(config: Config, device: str) -> Topology:
-    """Create one rank of the groups of a layer, whose messages are dropped."""
+    """Create one rank of a layer's groups, whose messages are dropped."""
     parallel = config.parallel
     layout = Layout.for_world(
         parallel.tensor_model_parallel_size * parallel.gradient_ranks,
@@ -486,7 +486,7 @@ def record(config: Config, device: str, kind: str) -> TracedModule:
 def record_update(
     config: Config, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, Pass], int]:
-    """Record the optimizer's work on parameters that it takes whole, by name.
+    """Record the optimizer's work on full parameters, by name.
 
     Also return the bytes per element of the tensors that it gets.
     """

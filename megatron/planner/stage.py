@@ -1,6 +1,6 @@
 """Work of a pipeline stage for one micro-batch, composed from a trace's parts, and ZeRO's messages.
 
-timing/passes.py has its time.
+Its time is in timing/passes.py.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ ALONE = Zero(
     weight_bytes=0,
     gradient_bytes=0,
 )
-"""ZeRO of a rank that shares nothing."""
+"""ZeRO on a rank that shares nothing."""
 
 
 class PlannedRank(NamedTuple):
@@ -235,8 +235,8 @@ def plan_in_passes(config: Config, traced: Trace, stage: StageWork) -> ZeroPlan 
 
 
 def elements_of_rank(config: Config, traced: Trace, rank: int) -> tuple[BucketPlan, ...]:
-    """Return the parameters of a pipeline rank in the fewest buckets that separate experts, vectors
-    and parameters taken whole: enough for results that depend only on numbers of elements."""
+    """Return a pipeline rank's parameters in the fewest buckets that separate experts, vectors and
+    full parameters: enough for results that depend only on numbers of elements."""
     size = config.parallel.pipeline_model_parallel_size
     takes_full = bucket_rule(config, 1).whole
     key = config.optimizer, config.pieces
@@ -267,7 +267,7 @@ def stage_passes(trace: Trace, stage: StageWork) -> dict[str, list[RepeatedPass]
     If the backward pass is split, "backward" is its first half and "weight" its second. Runs are in
     order, except that recomputation and backward passes of layers alternate.
 
-    In a group of layers of which only the input is kept, all layers are recomputed before the first
+    In a group of layers that keeps only its input, all layers are recomputed before the first
     backward pass. The last one stops early, as in torch: at the last tensor that is kept.
     """
     first = int(stage.first)
@@ -318,7 +318,7 @@ def _kinds(
     groups = len(stage.recomputed)
     for kind in sorted(set(stage.layer_kinds)):
         recomputed = stage.layer_kinds[: sum(stage.recomputed)].count(kind)
-        # Layers of several kinds alternate: groups end with each in proportion.
+        # Layers of several kinds alternate: groups end with each kind in proportion.
         alone = round(groups * recomputed / left) if left else 0
         left = left - recomputed
         groups = groups - alone
@@ -340,7 +340,7 @@ def stage_flops(
 
 
 def parameters_of(trace: Trace, stage: StageWork) -> int:
-    """Count parameters of one tensor rank of a stage, including the last one's tied embedding."""
+    """Count parameters of one tensor rank of a stage, including the last stage's tied embedding."""
     return sum(bucket.elements for bucket in _elements(_weights_of(trace), (stage,), BucketRule()))
 
 
@@ -359,7 +359,7 @@ def first_layer(stage: StageWork, plan: ZeroPlan) -> int:
 def computed(
     trace: Trace, stage: StageWork, plan: ZeroPlan, step: ModulePass, half: str
 ) -> tuple[TracedModule | None, str]:
-    """Return what a step of the plan computes: a module, and the name of its pass (TracedModule).
+    """Return the computation of a step of the plan: a module and the name of its pass.
 
     plan  has the stage as number 0
     half  of a backward pass, or "backward"
@@ -389,7 +389,7 @@ class ZeroStep(NamedTuple):
     """A module's pass with the messages of ZeRO around it (engine.zero_plan.ModulePass).
 
     name     of the pass, as in stage_passes
-    of       what is computed; None: nothing
+    of       the computation; None: nothing
     buckets  of the computed module's parameters; () for an embedding, whose tables have separate
              calls
     """

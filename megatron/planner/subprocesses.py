@@ -28,8 +28,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def seconds_waited() -> float:
-    """Return the seconds that this thread waited for a core in use by others; 0 where Linux does
-    not report it.
+    """Return the seconds that this thread waited for a core in use by others; 0 if Linux does not
+    report it.
 
     Source: sched-stats.rst in the kernel's documentation.
     """
@@ -42,9 +42,9 @@ def seconds_waited() -> float:
 def reserve_port() -> socket.socket:
     """Return a socket that holds a free port (getsockname()[1]) until it is closed.
 
-    Bound with SO_REUSEADDR and not listening, it keeps the port from other processes that ask for
-    any port and from outgoing connections; a server that sets SO_REUSEADDR too, as torch's store
-    does, can still listen there.
+    It is bound with SO_REUSEADDR and does not listen: no outgoing connection and no process that
+    asks for any port can get this port. A server that sets SO_REUSEADDR, such as torch's store, can
+    still listen on it.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -81,19 +81,19 @@ def gpus_here() -> int:
 def process_pool(processes: int, killed: str) -> Iterator[Callable[..., Iterator[Any]]]:
     """Yield map(function, items), computed in order by other processes.
 
-    They are forked by the first call, so that loaded data need not be sent; no thread that matters
-    there may be running.
+    The first call forks them, so that loaded data need not be sent. No thread whose work they need
+    may be running at that time.
 
     Ctrl-C reaches all processes of a terminal: only this one handles it, and ends the others. They
-    also end when this process is killed. Raises MegatronError with the text `killed` when one of
-    them is killed.
+    also end when this process is killed. Raises MegatronError with the text `killed` if one of them
+    is killed.
     """
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(processes, context, _begin, (os.getpid(),))
 
     def run(function: Callable[[T], object], items: Iterable[T]) -> Iterator[object]:
-        # A process that starts here gets no Ctrl-C before _begin: it would end with a traceback.
-        # This process gets one a moment later.
+        # Block Ctrl-C in new processes until _begin: they would end with a traceback. This process
+        # gets it a moment later.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return pool.map(function, items)
@@ -110,7 +110,7 @@ def process_pool(processes: int, killed: str) -> Iterator[Callable[..., Iterator
 
 def _begin(parent: int) -> None:
     def end_with_parent() -> None:
-        # a process that waits for tasks does not notice that their source was killed
+        # a process that waits for tasks does not notice when their source is killed
         while os.getppid() == parent:
             time.sleep(1.0)
         os._exit(1)

@@ -1,4 +1,4 @@
-"""Tables of texts, for a terminal or a document."""
+"""Tables of text for a terminal or a document."""
 
 from __future__ import annotations
 

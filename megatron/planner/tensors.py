@@ -134,7 +134,7 @@ class OperatorRecorder(TorchDispatchMode):
         """Handle a storage's allocation by the operator that returned this tensor."""
 
     def freed(self, step: Free) -> None:
-        """Handle a storage's release; storages that do not count have numbers, too."""
+        """Handle a storage's release; it is also called for storages that do not count."""
 
     def resized(self, number: int, has_memory: bool) -> None:
         """Handle a storage whose memory was freed, or allocated again."""
@@ -201,9 +201,9 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Replace scaled_dot_product_attention by a GPU's single kernel, which keeps no scores.
+    """Replace scaled_dot_product_attention with a GPU's single kernel, which keeps no scores.
 
-    That is flash attention without a mask in 16 bits, otherwise the memory-efficient kernel. For
+    This is flash attention in 16 bits without a mask, otherwise the memory-efficient kernel. For
     meta tensors torch would choose the explicit softmax.
     """
     if attn_mask is None and q.dtype != torch.float32:
@@ -225,8 +225,8 @@ def _fused_attention(
 def _add_in_fp32(total: Tensor, dy: Tensor, x: Tensor, _: float) -> None:
     """Replace gradient_accumulator.add_in_fp32, which not every torch has for tensors without data.
 
-    A prediction assumes a GPU whose torch has it, whatever the local torch. The kernel also reads
-    the sum, and writes it in fp32.
+    A prediction assumes a GPU whose torch has it, whatever the local torch supports. The kernel
+    also reads the sum, and writes it in fp32.
     """
     tokens, rows = dy.shape
     columns = x.shape[1]
@@ -242,7 +242,7 @@ _BLOCKS = ring.Ring.blocks
 
 
 def _first_block(self: ring.Ring, step: int, q: Tensor) -> Iterator[ring.RingBlock]:
-    """Return one of the thousands of blocks of a step, whose work is declared as a whole."""
+    """Return one of a step's thousands of blocks; the work of the step is declared as a whole."""
     return itertools.islice(_BLOCKS(self, step, q), 1)
 
 
@@ -312,7 +312,7 @@ def _apply(
 @contextlib.contextmanager
 def without_data(device: str, follower: OperatorRecorder) -> Iterator[None]:
     """Create tensors on `device` ("cpu"; "meta" for a GPU) without data; `follower` runs them."""
-    sgd = importlib.import_module("torch.optim.sgd")  # which torch takes out of its package
+    sgd = importlib.import_module("torch.optim.sgd")  # torch deletes it from its package
     replaced: list[tuple[object, str, object]] = [
         (torch.UntypedStorage, "resize_", lambda *args: follower.resize(*args)),
         (Tensor, "tolist", _as_list),
@@ -324,14 +324,14 @@ def without_data(device: str, follower: OperatorRecorder) -> Iterator[None]:
     ]
     with contextlib.ExitStack() as stack:
         if device == "cpu":
-            # DeepSpeed queries the alignment of its flat weights, here that of address 0.
+            # DeepSpeed queries the alignment of its flat weights, whose address is 0.
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             replaced.append((torch.nn.Module, "_apply", _apply))
         else:
-            # Our layers look it up there at each call. A mode for torch's functions is off in
-            # backward passes.
+            # Our layers look it up in this module at each call. A mode for torch's functions would
+            # be off in backward passes.
             attention = torch.nn.functional, "scaled_dot_product_attention", _fused_attention
             replaced += [attention, (gradient_accumulator, "add_in_fp32", _add_in_fp32)]
         for patched in replaced:

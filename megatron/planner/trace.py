@@ -1,8 +1,8 @@
 """Traces of a model's modules, recorded from the code (recorder.py) and cached by their inputs.
 
 They are cached in memory, and in files in $XDG_CACHE_HOME/megatron/traces (default ~/.cache), under
-a digest of the sources, so that traces of other code are never read. MEGATRON_TRACE_CACHE names
-another folder, or "none". Needs torch if a trace is not cached.
+a digest of the sources: traces of other code are never read. MEGATRON_TRACE_CACHE names another
+folder, or "none". This module needs torch if a trace is not cached.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ GPT2_VOCABULARY = 50257
 def trace(config: Config, device: str) -> Trace:
     """Trace the model's modules for one micro-batch on one "cuda" (any GPU) or "cpu" device.
 
-    For a GPU, which this machine need not have, all kernels count as built; for a CPU, those of this
-    machine.
+    For a GPU, which this machine need not have, all kernels count as built; for a CPU, only the
+    kernels of this machine.
     """
     device = "cpu" if device == "cpu" else "cuda"
     pieces = config.pieces.layer, config.pieces.model
@@ -109,7 +109,7 @@ def kinds_of_layers(model: ModelConfig) -> tuple[tuple[LayerKind, ...], tuple[in
 def _layers(
     config: Config, device: str, kind: LayerKind
 ) -> tuple[TracedModule, TracedModule | None]:
-    """Trace a layer of a kind, and the same with full recomputation if that is on."""
+    """Trace a layer of a kind, and the same layer with full recomputation if that is on."""
     model = dataclasses.replace(
         config.model,
         window_size=None if kind.unlimited else config.model.window_size,
@@ -153,7 +153,7 @@ def _counted() -> Callable[[Any], Any]:
 
 
 def that_counts(config: Config, kind: str) -> Config:
-    """Return the configuration with defaults for all settings that do not affect a trace."""
+    """Return the configuration with default values for all settings that do not affect a trace."""
     sections = {}
     for name, section in SECTIONS.items():
         reset = {

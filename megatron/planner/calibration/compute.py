@@ -1,8 +1,8 @@
 """Tasks that measure one device: a model's products, attention, other kernels and optimizer.
 
 The operators in a trace of the model (planner/recorder.py) are called as in the code, on tensors of
-the same shapes and strides. Each call uses other tensors, for inputs and outputs, as in a model
-that is larger than the caches.
+the same shapes and strides. Each call uses other tensors for inputs and outputs, like a model that
+is larger than the caches.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _calls(
     return [each for kind in kinds for each in calls(that_counts(one, kind), device.type, kind)]
 
 
-# -- work out of operators without data ------------------------------------------------------------
+# -- work made from operators without data ---------------------------------------------------------
 
 
 def _with_data(operators: Sequence[Call], device: torch.device) -> list[Call]:
@@ -184,7 +184,7 @@ def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Ite
 
 
 def _update(config: Config, device: torch.device) -> FigureTask:
-    """Task for gradient norm and AdamW, over the elements of a layer or more."""
+    """Return the task for gradient norm and AdamW, over the elements of a layer or more."""
     elements = max(1 << 20, min(12 * config.model.hidden_size**2, 1 << 24))
     dtype_name = config.precision.dtype_name
     kernels = config.kernels

@@ -109,7 +109,7 @@ def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
 
 _HOST_SHARE = 0.1
 _COMPUTE_SHARE = 0.6
-"""Share of the time for the host, and share of the rest for compute if messages are measured."""
+"""Share of the time for the host, and compute's share of the rest if messages are measured."""
 _TIMEOUT = datetime.timedelta(minutes=5)
 _KERNEL_S = {"cpu": 1e-6, "cuda": 4e-6}
 _KERNEL = "assumed: shortest time of an operator on a CPU, or of a small kernel on a GPU"
@@ -141,7 +141,7 @@ class MachineMeasurements:
 def run(config: Config, launch: Launch, seconds: float) -> MachineMeasurements | None:
     """Measure for about `seconds`; return the results on the first rank, None on the others.
 
-    A collective call. Raises MegatronError.
+    All processes call it. Raises MegatronError.
     """
     measuring_s = (1 - _HOST_SHARE) * seconds
     with connect(launch, _TIMEOUT, config.parallel.distributed_backend) as rendezvous:
@@ -228,7 +228,7 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
 
 
 def machine(measurements: MachineMeasurements, name: str, argv: Sequence[str]) -> Cluster:
-    """Describe the machine by measurements over the shapes of a model with the flags `argv`."""
+    """Describe the machine from measurements over the shapes of a model with the flags `argv`."""
     text = (
         f"measured on {platform.node()} on {datetime.date.today().isoformat()} by "
         f"tools/calibrate.py, {measurements.nodes * measurements.per_node} process(es) of {measurements.threads} "
@@ -295,7 +295,7 @@ def _overheads(measurements: MachineMeasurements) -> dict[str, float]:
 
 
 def _peaks(measurements: MachineMeasurements) -> dict[str, float]:
-    """Return peaks by dtype: published ones of a known GPU, otherwise the fastest product."""
+    """Return peaks by dtype: published ones for a known GPU, otherwise the fastest product."""
     rows = {dtype: measurements.points.get(f"products.{dtype}") for dtype in DTYPES}
     return {
         dtype: peak_tflops(measurements.device, dtype) or max(row[-1] for row in points)

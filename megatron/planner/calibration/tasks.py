@@ -26,7 +26,7 @@ from megatron.planner.subprocesses import seconds_waited
 Work = Callable[[], object]
 Make = Callable[[], Work]
 Largest = Callable[[float], float]
-"""Function that returns the maximum over all processes that measure together; a collective."""
+"""Function that returns the maximum over all processes that measure together, a collective."""
 
 PASSES = 3
 _ROUNDS = 3
@@ -63,7 +63,7 @@ def finish(device: torch.device) -> None:
 
 
 def _elapsed(work: Work, calls: int, device: torch.device, synchronized: bool) -> float:
-    """Time this many calls: on a GPU by events on its stream, on a CPU by the clock.
+    """Time this many calls: on a GPU with events on its stream, on a CPU with the clock.
 
     CPU times exclude waits of this thread for a core, unless processes wait for each other.
     """
@@ -95,7 +95,7 @@ def seconds_per_call(
 ) -> list[float]:
     """Time one call, after a warm-up, in three rounds of about `seconds` in total.
 
-    A call that takes that long is timed once. largest: synchronizes the processes that take part.
+    A call that takes this long is timed once. largest: synchronizes the processes that take part.
     """
     work()
     finish(device)
@@ -185,7 +185,7 @@ def members(kind: GroupShape, rank: int) -> range:
 
 
 def open_groups(kinds: list[GroupShape], world: int, rank: int) -> dict[GroupShape, Group]:
-    """Create this rank's group of each kind; a collective call of the world."""
+    """Create this rank's group of each kind; all ranks call it."""
     opened = {}
     for kind in kinds:
         for group in sorted({tuple(members(kind, r)) for r in range(world)}):
@@ -199,12 +199,12 @@ def message_tasks(groups: dict[GroupShape, Group], device: torch.device) -> Iter
     """Yield the tasks of all collectives and messages of this rank.
 
     On a CPU each follows a product, as in a step: cores are busy when it begins, ranks arrive at
-    different times, and its data are not in a cache. Without the product, messages took a third of
+    different times, and its data is not in a cache. Without the product, messages took a third of
     the time.
     """
     before = _product if device.type == "cpu" else None
     pairs = sorted((k for k in groups if k.ranks == 2), key=lambda k: k.stride)
-    # Between the nearest ranks of a node, and the most distant ones of two nodes.
+    # Between the nearest ranks on a node, and the most distant ranks on two nodes.
     neighbours = [k for k in pairs if k.nodes == 1][:1] + [k for k in pairs if k.nodes > 1][-1:]
     sizes = SIZES[device.type]
     for (kind, group), name, size in itertools.product(groups.items(), KINDS, sizes):

@@ -1,6 +1,6 @@
 """Dry run of one rank: the stages, engine and executor of a run, without data.
 
-Its allocations and messages are recorded, and the messages checked against its schedule and against
+Its allocations and messages are recorded. The messages are checked against its schedule and against
 the other ranks.
 """
 
@@ -99,9 +99,9 @@ def check_messages(
 ) -> list[RankProblem]:
     """Find a rank's first message that differs from its schedule, or from this shape and dtype.
 
-    Messages have no tags: the n-th that one rank sends to another is the n-th that the other
-    receives from it. The lists of a schedule match each other (pipeline/schedule.py), so it is
-    enough to compare each rank with its list.
+    Messages have no tags: the n-th message that one rank sends to another is the n-th that the
+    other receives from it. The lists of a schedule match each other (pipeline/schedule.py), so it
+    is enough to compare each rank with its list.
     """
     expected = [RankMessage(i, shape, dtype) for i in plan if i.op in SENDS | RECEIVES]
     for n, (actual, planned) in enumerate(itertools.zip_longest(posted, expected), 1):
@@ -115,7 +115,7 @@ def check_messages(
 
 
 def check_collectives(posted: Mapping[int, Collectives]) -> list[RankProblem]:
-    """Find the first differing collective of each two ranks that share a group."""
+    """Find the first collective that differs, for each two ranks that share a group."""
     findings = []
     for (a, of_a), (b, of_b) in itertools.combinations(sorted(posted.items()), 2):
         for group in dict.fromkeys((*of_a, *of_b)):
@@ -167,7 +167,7 @@ class RankRecorder(tensors.OperatorRecorder):
 
     def run(self, func: Operator, args: Arguments, kwargs: Keywords) -> object:
         out = func(*args, **kwargs)
-        # a tensor created like one in host memory does not count either
+        # zeros_like of a tensor in host memory does not count either
         like_there = func is _aten.zeros_like.default and self.number_of(args[0]) not in self.alive
         self.see(out, counts=not like_there)
         return out
@@ -238,7 +238,7 @@ class RankRecorder(tensors.OperatorRecorder):
     def gather_objects(
         self, results: list[object], value: object, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Replace dist.all_gather_object by this rank's value for all members; compared later."""
+        """Replace dist.all_gather_object with this rank's value for all members; compared later."""
         self._of(group or dist.group.WORLD).append(Collective("all_gather_object", (), repr(value)))
         results[:] = [value] * len(results)
 
@@ -295,7 +295,7 @@ class RankRun:
     largest      tensors at the peak: bytes, category and description
     messages     of the last step
     collectives  of set-up and steps
-    stands_for   number of ranks of this kind, which need at most as much memory
+    stands_for   number of ranks of this kind, none of which needs more memory
     """
 
     rank: int
@@ -342,7 +342,7 @@ def member(
             changed(os.environ, dict.fromkeys((*LAUNCHED, "OMPI_COMM_WORLD_LOCAL_RANK")))
         )
         for name, value in replaced.items():
-            setattr(accelerator, name, value)  # on the instance, over the methods of its class
+            setattr(accelerator, name, value)  # on the instance, hiding the methods of its class
             stack.callback(delattr, accelerator, name)
         dist.init_process_group(
             "fake", store=FakeStore(), rank=rank, world_size=parallel.world_size
@@ -380,15 +380,15 @@ def run_rank(
 ) -> RankRun:
     """Set up `rank` of the job that `config` describes, and run two steps.
 
-    The first step is short: the engine counts in it how often each gradient is added to. The second
-    one has `micro_batches` micro-batches and sends buckets early, as all later steps do.
+    The first step is short: in it the engine counts how often each gradient is added to. The second
+    step has `micro_batches` micro-batches and sends buckets early, like all later steps.
 
     device  "cpu", or "meta" for a GPU
 
     Exceptions of the run's code propagate.
     """
     import_deepspeed(device)
-    optimizer_state(config)  # a user's optimizer is measured by a step with data
+    optimizer_state(config)  # a user's optimizer is measured in a step with data
     follower = RankRecorder(device)
     with member(config, rank, device, follower.flight) as topology, followed(follower):
         if topology.context.handle is not None:

@@ -1,4 +1,4 @@
-"""Dry run of a job: one rank of each kind runs its steps without data, and they are compared."""
+"""Dry run of a job: one rank of each kind runs its steps without data, and ranks are compared."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _HELPS = {
     "gradients": f"--zero-stage 2 or 3; {_SMALLER_MODEL}",
     **dict.fromkeys(
         ("master", "moments"),
-        "more data-parallel ranks, over which --zero-stage 1 divides the optimizer",
+        "more data-parallel ranks, over which --zero-stage 1 shards the optimizer state",
     ),
     **dict.fromkeys(
         ("activations", "temporary", "buffers"),
@@ -87,8 +87,8 @@ def members_of(config: Config) -> list[Member]:
     deferred weight gradients. Tensor-parallel ranks hold tensors of the same shape, padding
     included, and data-parallel ranks equal shards of each bucket. Therefore few ranks are only
     compared: the last tensor rank of the first and of the last stage and, on the first stage, the
-    last data rank and the last rank of the first context group, expert group and ZeRO group. Experts
-    get equally many rows (planner/tensors.py).
+    last data rank and the last rank of the first context group, expert group and ZeRO group.
+    Experts get equally many rows (planner/tensors.py).
     """
     layout = layout_of(config)
     stages = stages_of(config)
@@ -115,14 +115,14 @@ def members_of(config: Config) -> list[Member]:
 def enough_micro_batches(config: Config) -> int:
     """Count the micro-batches beyond which memory and message patterns of a step repeat.
 
-    After its warm-up a rank alternates between one forward and one backward pass, so that its
-    memory repeats from round to round. A round is one micro-batch; with several chunks it is a
-    group of at least as many micro-batches as there are ranks. The first rank has the longest
-    warm-up: p passes with one chunk, 2 (p - 1) + (v - 1) g + 1 passes with v chunks and g
-    micro-batches in the step's first group (pipeline/orders.py). At least one more round follows
-    here. With several chunks these are the first groups of the real step, since another number of
-    micro-batches may be grouped differently. Under zb-h1, weight gradients are deferred by up to p
-    more passes. A rank also keeps the last few messages that it has sent.
+    After its warm-up a rank alternates between one forward and one backward pass: its memory
+    repeats from round to round. A round is one micro-batch; with several chunks it is a group of at
+    least as many micro-batches as there are ranks. The first rank has the longest warm-up: p passes
+    with one chunk, 2 (p - 1) + (v - 1) g + 1 passes with v chunks and g micro-batches in the step's
+    first group (pipeline/orders.py). The result includes at least one more round. With several
+    chunks it consists of the first groups of the real step, since another number of micro-batches
+    may be grouped differently. Under zb-h1, weight gradients are deferred by up to p more passes. A
+    rank also keeps the last few messages that it has sent.
     """
     m = config.num_micro_batches()
     p = config.parallel.pipeline_model_parallel_size
@@ -145,7 +145,7 @@ class Rehearsal:
     """Results of all kinds of ranks.
 
     device          "gpu" or "cpu"
-    micro_batches   of the simulated steps; the run may have more, without needing more memory
+    micro_batches   number in the simulated steps; the run may have more without needing more memory
     capacity_bytes  for tensors of a rank, without HEADROOM; None if unknown
     """
 
@@ -168,7 +168,7 @@ def rehearse(
     device   "gpu" or "cpu"; None: the cluster's, or this machine's without a cluster
 
     A model without a vocabulary gets GPT-2's. Raises ConfigError for a job without a valid layout,
-    and if this process already belongs to a job. Exceptions of the ranks' code become findings.
+    and if this process already belongs to a job. Exceptions in the ranks' code become findings.
     """
     config = settled(config, cluster)
     device = device or device_of(cluster)
@@ -258,7 +258,7 @@ def memory_limit_bytes(
         kind, name = _CGROUPS[controllers]
         folder = root / kind / path.lstrip("/")
         for level in (folder, *folder.parents):
-            with contextlib.suppress(OSError, ValueError):  # not visible here, or "max"
+            with contextlib.suppress(OSError, ValueError):  # not visible on this machine, or "max"
                 limits.append(int((level / name).read_text()))
     return min(limits)
 
@@ -320,7 +320,8 @@ _ACROSS = 8  # kinds of ranks in one table
 def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN) -> int:
     """Print the memory that a job with these flags needs, and return the exit code.
 
-    The caller is the first of `launched` processes, the default of --world-size. Raises ConfigError.
+    The caller is the first of `launched` processes, the default of --world-size. Raises
+    ConfigError.
     """
     words = list(arguments)
     if launched > 1 and not any(word.split("=")[0] == "--world-size" for word in words):
@@ -428,7 +429,7 @@ def _foot(rehearsal: Rehearsal) -> Iterator[str]:
             + (
                 "runtime, communication library and fragmentation (assumed)."
                 if on_gpu
-                else "others (assumed), and the rest for what a process holds besides. Ranks on this "
+                else "others (assumed), and the rest for what else a process holds. Ranks on this "
                 "machine share its memory, or the job's limit."
             )
         )
@@ -440,8 +441,8 @@ def _foot(rehearsal: Rehearsal) -> Iterator[str]:
         yield (
             f"A process holds about {median} GiB, which a job's memory limit counts: tensors, gaps "
             f"that malloc keeps between them (in runs that were measured {least} to {most} GiB in "
-            f"all), and {gib(PROCESS_BYTES)} GiB of program and libraries. Too much is what does "
-            "not fit with the smallest gaps."
+            f"all), and {gib(PROCESS_BYTES)} GiB of program and libraries. Only a rank that does "
+            "not fit with the smallest gaps counts as too large."
         )
     if copy := max((run.copy_bytes for run in rehearsal.ranks), default=0):
         yield (f"--async-save keeps a copy of up to {gib(copy)} GiB per rank in host memory.")
@@ -472,7 +473,7 @@ def _foot(rehearsal: Rehearsal) -> Iterator[str]:
         yield (
             "It runs, and it fits."
             if rehearsal.capacity_bytes is not None
-            else ("It runs. To learn whether it fits, name the machine with --cluster.")
+            else ("It runs. To check whether it fits, name the machine with --cluster.")
         )
 
 

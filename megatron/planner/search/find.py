@@ -41,9 +41,9 @@ from megatron.planner.trace import trace
 
 ESTIMATED = 50
 OF_EACH_VALUE = 8
-"""Numbers of layouts to estimate: of all layouts, and of those with each value of a dimension."""
+"""Numbers of layouts to estimate: among all, and among those with each value of a dimension."""
 _CLOSE = 1.01
-"""Largest ratio of a placement's folded cost to the best one's at which it is estimated."""
+"""Largest ratio of a placement's folded cost to the best folded cost at which it is estimated."""
 _ROUND = 64
 """Layouts per batch of memory checks; fixed, so that results do not depend on --processes."""
 _PLACED = ("order", "devices")
@@ -107,7 +107,7 @@ class SearchResult:
 
 
 def values_of(layout: CandidateLayout, per_node: int) -> list[Choice]:
-    """List a layout's choices as (dimension, value), without dimensions that leave no choice."""
+    """List a layout's choices as (dimension, value), without dimensions that have no choice."""
     layout = _without_counts(layout)
     return [
         (d.name, d.value(layout, per_node))
@@ -251,7 +251,7 @@ class LayoutSearch:
         return self.capacity * cluster.host.memory_gib / cluster.memory_gib
 
     def _folded(self, layout: CandidateLayout, config: Config) -> float:
-        """Score by the folded cost, on the best placement of the first variant of these sizes."""
+        """Score by the folded cost, on the best placement for the first variant of these sizes."""
         key = layout.sizes._replace(shard=layout.shard, states=layout.states)
         if key not in self._known:
             alike = next(
@@ -307,7 +307,7 @@ class LayoutSearch:
 
 
 def _thrift(layout: CandidateLayout) -> tuple[float, ...]:
-    """Return a key of a layout's switches, the greater the less memory they need."""
+    """Return a key of a layout's switches that is greater the less memory they need."""
     divided = (1 / (n or layout.world) for n in (layout.shard, layout.states))
     switches = layout.sp, not layout.overlap
     return layout.offload, layout.zero, *(-share for share in divided), *switches
@@ -443,7 +443,7 @@ def _workers(
         yield lambda kind, tasks: (getattr(layout_search, kind)(task) for task in tasks)
         return
     global _search_of_process
-    _search_of_process = layout_search  # which forked processes inherit
+    _search_of_process = layout_search  # forked processes inherit it
     killed = (
         "a process of the search was killed, possibly for lack of memory: use fewer --processes, "
         "or narrow the search with --fix"
@@ -477,7 +477,7 @@ def worthwhile_placements(
     devices = min(config.parallel.world_size, cluster.devices_per_node)
     layout = layout_of(config, devices=devices)
     sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.data}
-    different: dict[tuple[str, ...], str] = {}  # orders that number the ranks alike, once each
+    different: dict[tuple[str, ...], str] = {}  # one of the orders that number the ranks equally
     for order in RANK_ORDERS:
         if order in restrictions.get("order", RANK_ORDERS):
             different.setdefault(tuple(d for d in order.split("-") if sizes[d] > 1), order)

@@ -38,8 +38,8 @@ _CHOOSE = "another --output folder"
 class ChosenLayout(NamedTuple):
     """Layout with its estimate.
 
-    record  values and figures by name, as in the files; days and node-hours of the whole run, or
-            per billion tokens
+    record  values and figures by name, as in the files; days and node-hours are for the whole run,
+            or per billion tokens
     """
 
     layout: CandidateLayout
@@ -216,7 +216,9 @@ def losses_table(lost: Mapping[str, Mapping[str, float]]) -> Table:
         )
         for name, values in lost.items()
     ]
-    return Table("throughput lost with each value, the rest optimized", ("choice", "values"), rows)
+    return Table(
+        "throughput lost with each value, with the rest optimized", ("choice", "values"), rows
+    )
 
 
 def rejection_table(rejections: Rejections, title: str) -> Table:
@@ -309,7 +311,7 @@ _RATES = (
     *((5e9, 1.6e-4), (1e10, 1.2e-4), (5e10, 1e-4), (math.inf, 6e-5)),
 )
 """Largest number of parameters and learning rate (Brown et al. 2020, arXiv 2005.14165, table 2.1);
-the limits are about half way between its models.
+the limits are about halfway between its models.
 """
 
 
@@ -336,7 +338,7 @@ def _site_script(
     return f"""\
 #!/bin/bash
 # {model} on {nodes} node(s) of {cluster.name}, the choice of tools/plan.py. From the repository:
-#     source {site} && sbatch FOLDER/job.sbatch [flags of pretrain_gpt.py, which win over these]
+#     source {site} && sbatch FOLDER/job.sbatch [flags of pretrain_gpt.py, which override these]
 #     source {site} && python tools/preflight.py check FOLDER/job.sbatch
 {comments}#SBATCH -J {name}
 #SBATCH -N {nodes}
@@ -357,8 +359,8 @@ for root in "${{MEGATRON_ROOT:-}}" "${{SLURM_SUBMIT_DIR:-}}" "$PWD"; do
     [[ ! -f $root/examples/frontier/job.sh ]] || break
 done
 # shellcheck source=/dev/null
-source "$root/examples/frontier/job.sh" || {{ echo "source site.env first, then sbatch" >&2 && exit 2; }}
-train_job "${{FLAGS[@]}}" "$@"
+source "$root/examples/frontier/job.sh" || {{ echo "source site.env first, then sbatch" >&2 && exit
+2; }} train_job "${{FLAGS[@]}}" "$@"
 """
 
 
@@ -382,8 +384,9 @@ def write_script(
 ) -> Path:
     """Write job.sbatch, or command.sh if the launch scripts do not support the machine.
 
-    Nor do they support part of a node. If no flag gives the length of the run, it is
-    `tokens`; in job.sbatch by default tokens per parameter, as `notes` then say. Raises ConfigError.
+    They do not support a part of a node either. If no flag gives the length of the run, it is
+    `tokens`; by default job.sbatch uses a number of tokens per parameter, and `notes` then say so.
+    Raises ConfigError.
     """
     flags = [word for word in command_line_of(config) if not word.startswith("--world-size")]
     flags += ["--distributed-backend", "gloo"] if cluster.device_type == "cpu" else []
@@ -394,8 +397,8 @@ def write_script(
     if on_site and tokens is None:
         tokens = _TOKENS_FOR_EACH_PARAMETER * parameters
         notes.append(
-            f"--train-tokens is {_TOKENS_FOR_EACH_PARAMETER} for each parameter, as no length was "
-            "given; the tables have days and node-hours of 1e9 tokens: choose yours"
+            f"--train-tokens is {_TOKENS_FOR_EACH_PARAMETER} for each parameter, since no length "
+            "was given; the tables have days and node-hours of 1e9 tokens: choose yours"
         )
     lengths = {"train_iters", "train_samples", "train_tokens"}
     if tokens is not None and not lengths & config.explicit.keys():
@@ -403,7 +406,7 @@ def write_script(
     if on_site and "lr" not in config.explicit:
         rate = next(rate for most, rate in _RATES if parameters <= most)
         flags += ["--lr", f"{rate:g}"]
-        notes.append(f"--lr {rate:g} is GPT-3's for this size, as none was given: choose yours")
+        notes.append(f"--lr {rate:g} is GPT-3's for this size, since none was given: choose yours")
     if on_site:
         text = _site_script(flags, config, preset, cluster, notes)
         return write_text(folder / "job.sbatch", text, choose=_CHOOSE)

@@ -20,7 +20,7 @@ from megatron.planner.layout import MODULES, CandidateLayout, Restrictions, allo
 from megatron.planner.memory import room_bytes
 
 LONG = 32768
-"""Sequence length from which a search also divides sequences."""
+"""Sequence length from which a search also tries context parallelism."""
 
 # Only plain attention keeps scores, so that recomputing them saves memory only there.
 _KEEPS_SCORES = ("unfused", "local")
@@ -29,7 +29,7 @@ _KEEPS_SCORES = ("unfused", "local")
 def make_config(preset: str | None, flags: Sequence[str], batch: int) -> Config:
     """Configure a model from a preset and flags of pretrain_gpt.py, on one device.
 
-    Raises ConfigError, also for a flag of a setting that the search decides.
+    Raises ConfigError, also for flags that the search chooses.
     """
     settings = read_settings(with_preset(preset, flags), checkpoint=settings_to_take)
     stages = 1 + settings.explicit.get("pipeline_layout", "").count(",")
@@ -137,8 +137,7 @@ class LayoutSpace:
     def _context_and_expert_sizes(self, ranks: int) -> list[tuple[int, int]]:
         """List the context- and expert-parallel sizes to try on `ranks` data-parallel ranks.
 
-        By default sequences are divided where they are long, into powers of two, and the experts in
-        every way.
+        By default long sequences are divided into powers of two, and experts in every possible way.
         """
         model = self.base.model
         long = model.seq_length >= LONG
@@ -225,16 +224,16 @@ class LayoutSpace:
             )
 
     def _zeros(self, size: CandidateLayout) -> list[tuple[int, int, int]]:
-        """List ZeRO's stages, with the ranks over which weights and states are divided; 0: all.
+        """List ZeRO's stages, with the ranks over which weights and states are sharded; 0: all.
 
-        By default stages 2 and 3 divide weights over all ranks, or over those of a node, and states
-        over all.
+        By default stages 2 and 3 shard weights over all ranks or over the ranks of a node, and
+        states over all.
         """
         if not size.has_choice("zero"):
             return [(size.zero, size.shard, size.states)]
         ranks = size.gradient_ranks
         stages = (1, 0, 2) if size.pp > 1 else (1, 0, 2, 3)
-        # neighbours in the data dimension on a node, where tensor-parallel ranks are, too
+        # neighbours in the data dimension on a node, which also holds tensor-parallel ranks
         node = self.cluster.devices_per_node // size.tp
         names = "zero", "shard", "states"
         triples = [(stage, 0, 0) for stage in stages]
@@ -270,7 +269,7 @@ class LayoutSpace:
             choices += [f"selective:{'+'.join(chosen)}" for chosen in sets]
         choices += [f"full:uniform:{n}" for n in range(1, most + 1) if most % n == 0]
         choices += [f"full:block:{n}" for n in range(1, most)]
-        # A full name may select one that the search leaves out.
+        # A full name may select a recomputation that the search leaves out.
         asked = (*self.restrictions.get("recompute", ()), *self.more.get("recompute", ()))
         choices += [p for p in asked if p.count(":") == (2 if p.startswith("full") else 1)]
         yield from dict.fromkeys(t for t in choices if allowed(t, "recompute", self.restrictions))

@@ -1,7 +1,7 @@
 """Time of a training step of any configuration on any described machine, and its parts.
 
 The passes of the stages (planner/stage.py) run on the clock of the schedule (pipeline/clock.py),
-with the messages between stages. After the last pass come the gradients that are not reduced yet,
+with the messages between stages. After the last pass follow the gradients that are not reduced yet,
 the optimizer, and the wait for new weights at the beginning of the next step. Messages of different
 kinds are assumed not to slow down each other or computations. Recording a trace that is not cached
 needs torch, but no device.
@@ -66,7 +66,7 @@ PARTS = (
 """forward, backward    computations of the passes
 recompute            recomputation within backward passes
 layer messages       waiting for messages of tensor, context and expert groups in all passes
-bubble               neither computing nor waiting for a message that is being sent
+bubble               neither computing nor waiting for a message in flight
 pipeline messages    waiting for messages between stages whose content has been computed
 data-parallel        gradients and weights that no pass hides, and the tied embedding
 optimizer            the update
@@ -115,7 +115,7 @@ class Estimate:
         return self._flops(recompute=None)
 
     def _flops(self, *, recompute: bool | None) -> float:
-        """Count the FLOPs of a step, without those of the vocabulary's padding."""
+        """Count the FLOPs of a step, without the vocabulary's padding."""
         config = self.config
         parallel = self.config.parallel
         traced = trace(self.config, self.cluster.device_type)
@@ -316,7 +316,7 @@ def exchange(
 ) -> DataParallelSeconds:
     """Time the engine's buckets that overlap with the last backward and first forward passes.
 
-    stages  seconds of all stages, which include what ZeRO stages 2 and 3 send in each pass
+    stages  seconds of all stages, including the messages of ZeRO stages 2 and 3 in each pass
     hides   whether messages overlap with computation
     """
     if zero_of(config).gradient_ranks == 1:
@@ -330,7 +330,7 @@ def exchange(
             [pick(moments[member][i] for member in bucket.members) for bucket in plan.buckets]
             for i, pick in ((0, min), (1, max))
         )
-        # the stage of this rank's first chunk is its first to begin a step, and its last to end one
+        # this rank begins and ends a step with the stage of its first chunk
         first = stages[rank].first
         last = stages[rank].last
         end = max(ready) + last
@@ -359,8 +359,8 @@ def _late(
 ) -> float:
     """Return by how much new weights come later than they are due, by bucket.
 
-    Messages of a group follow one another, and all do that need the cores. The second hop of a
-    bucket begins when the first has arrived, which is waited for before the first pass
+    Messages of a group follow one another, and so do all messages that need the cores. The second
+    hop of a bucket begins when the first has arrived, which is waited for before the first pass
     (engine.gradients.WeightGather.start).
     """
     late = 0.0
@@ -380,7 +380,7 @@ def _late(
 def _moments(
     plan: ZeroPlan, stages: Sequence[StageWork], run: PipelineRun
 ) -> list[tuple[float, float]]:
-    """Return when a rank first needs each parameter, and when its gradient of a step is computed.
+    """Return when a rank first needs each parameter, and when its gradient in a step is complete.
 
     Layers are spread evenly over a pass, with embedding and head at its ends.
     """
@@ -403,7 +403,7 @@ def seconds_of_all(channels: Channels, messages: Iterable[GroupMessage]) -> floa
 # -- the optimizer ---------------------------------------------------------------------------------
 
 _WHOLE_BYTES = 40.0
-"""Additional bytes for each element that is taken whole: its fp32 update, read and written; and
+"""Additional bytes for each element of a full parameter: its fp32 update, read and written; and
 four copies in bf16, from its bucket into and out of a message and into the next tensor."""
 
 
@@ -411,7 +411,7 @@ def bytes_per_element(config: Config, device: str, full: bool = False) -> float:
     """Count bytes read and written per element of the master weights
     (engine/update.py).
 
-    full  for parameters that the optimizer takes whole
+    full  for full parameters
     """
     norm = gradient = float(config.precision.gradient_bytes)
     kernels = config.kernels
@@ -445,10 +445,10 @@ def streamed_bytes(config: Config, full: bool = False) -> float:
 def optimizer_seconds(config: Config, cluster: Cluster, rates: DeviceRates) -> float:
     """Time the update, or the stream of state from and to host memory beside it (--cpu-offload).
 
-    The stream is as fast as a device's link in one direction, while the other one carries as much,
-    or as the device's share of the memory's bandwidth for both directions together. It assumes
-    published peaks, all devices of a node streaming at once, and many buckets: the first, which
-    arrives before the step, and the last, which leaves after its update, count like all others.
+    The stream is as fast as a device's link in one direction, with as much traffic in the other, or
+    as the device's share of the memory's bandwidth for both directions together. Published peaks
+    are assumed, all devices of a node streaming at once, and many buckets: the first, which arrives
+    before the step, and the last, which leaves after its update, count like all others.
     """
     update = update_seconds(config, cluster.device_type, rates)
     if not config.engine.cpu_offload or cluster.device_type == "cpu":
@@ -470,7 +470,7 @@ def update_seconds(config: Config, device: str, rates: DeviceRates) -> float:
 
 
 def updated_elements(config: Config, device: str) -> tuple[float, float]:
-    """Return the most elements that a device owns: regular ones, and those taken whole."""
+    """Return the most elements that a device owns: of other and of full parameters."""
     traced = trace(config, device)
     zero = zero_of(config)
     ranks = range(config.parallel.pipeline_model_parallel_size)
@@ -485,11 +485,11 @@ def updated_elements(config: Config, device: str) -> tuple[float, float]:
 
 
 def full_matrix_seconds(config: Config, cluster: Cluster, channels: Channels) -> float:
-    """Time the work on parameters that the optimizer takes whole, and its messages.
+    """Time the optimizer's work on full parameters, and its messages.
 
-    The ranks of a stage share the parameters (engine/full_matrices.py). On a GPU the messages of a round
-    overlap with the work of another; the messages of one round remain. An all-to-all takes as long as
-    an all-gather in which a rank sends as much.
+    The ranks of a stage share the parameters (engine/full_matrices.py). On a GPU the messages of a
+    round overlap with the work of another; the messages of one round remain. An all-to-all takes as
+    long as an all-gather in which a rank sends the same amount.
     """
     device = cluster.device_type
     zero = zero_of(config)
@@ -517,7 +517,7 @@ def full_matrix_seconds(config: Config, cluster: Cluster, channels: Channels) ->
     seconds = [
         sum(seconds_of(each, rates) for each in update[p.name].computations()) for p in parameters
     ]
-    # without ZeRO, too, the ranks of an expert group have different experts
+    # even without ZeRO the ranks of an expert group have different experts
     owners = zero.sizes.states
     ranks = owners, max(owners, config.parallel.expert_model_parallel_size)
     shares = (
@@ -538,16 +538,17 @@ def full_matrix_seconds(config: Config, cluster: Cluster, channels: Channels) ->
 _updates: dict[tuple[object, ...], tuple[dict[str, Pass], int]] = {}
 
 
-# -- by a formula, without a clock: the score that ranks layouts ------------------------------------
+# -- by a formula, without a clock: the score that ranks layouts
+# ------------------------------------
 
 
 def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> float:
-    """Approximate estimate().seconds of this configuration, in a hundredth of its time.
+    """Approximate estimate().seconds of this configuration in a hundredth of its time.
 
-    Counted are the work of the slowest rank, with the passes of other ranks that its first and last
-    passes wait for; the messages between stages on the way through all of them; and the gradients
-    and weights that are not hidden by the last and the first micro-batch of the first rank. Raises
-    ConfigError as estimate does for a dtype without rates.
+    The score counts the work of the slowest rank, with the passes of other ranks that its first and
+    last passes wait for; the messages between stages on the way through all of them; and the
+    gradients and weights that the last and the first micro-batch of the first rank do not hide.
+    Raises ConfigError, like estimate, for a dtype without rates.
     """
     config = over_nodes(config, channels.placement.layout)
     rates = rates_of(cluster, config.precision.dtype_name)
@@ -565,7 +566,7 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
     m = config.num_micro_batches()
     passes = _passes(seconds, size, m)
     crowd = crowding(config, cluster)
-    if crowd > 1.0:  # the shared cores do all of the work
+    if crowd > 1.0:  # the shared cores do all the work
         passes = max(passes, m * sum(map(sum, seconds)) / size * crowd)
     if size > 1:
         occupies, latency = _boundary(channels, size, traced.layer.hands_on)
@@ -592,7 +593,7 @@ def _seconds(
 ) -> tuple[_Seconds, float]:
     """Time a stage's passes, and what ZeRO adds before the first and after the last of a step.
 
-    Cached for placements with the same kind of groups in them.
+    Results are cached for placements with the same kinds of groups.
     """
     groups = set[str]()
     if plan is not None:
@@ -616,9 +617,9 @@ def _passes(stages: Sequence[_Seconds], size: int, micro_batches: int) -> float:
     """Time the passes of a step.
 
     A rank's first pass waits for the forward passes of the earlier stages; their backward passes
-    follow its last one. In between it does all its work, except for the weight gradients of a split
-    backward pass that follow its last backward pass: of one micro-batch on the first rank, of one
-    more on each later rank.
+    follow its last pass. In between it does all its work, except for the weight gradients of a
+    split backward pass that follow its last backward pass: for one micro-batch on the first rank,
+    and one more on each later rank.
     """
     most = ahead = behind = 0.0
     busy = [sum(stage) for stage in stages]
@@ -638,8 +639,8 @@ def _exchanged(
 ) -> float:
     """Return the seconds of gradients and weights that the first rank's passes do not hide.
 
-    Gradients overlap with its last backward passes, weights with its first forward passes. A chunk's
-    messages are sent while each earlier chunk runs one micro-batch per rank.
+    Gradients overlap with its last backward passes, weights with its first forward passes. A
+    chunk's messages are sent while each earlier chunk runs one micro-batch per rank.
     """
     engine = config.engine
     zero = zero_of(config)

@@ -227,7 +227,7 @@ def _zero(zero: Zero) -> list[tuple[str, str, str]]:
 
 
 def _zero_steps(plan: ZeroPlan) -> Table:
-    """Tabulate what ZeRO does around and beside the steps of a stage's passes; merge equal rows."""
+    """Tabulate ZeRO's instructions around the steps of a stage's passes; merge equal rows."""
     steps = (*plan.forward(0), *plan.reducing(0, True, Reductions(plan)))
     rows = list[tuple[str, int, tuple[str, ...]]]()
     begun = set[BucketInstruction]()

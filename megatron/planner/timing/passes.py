@@ -41,7 +41,7 @@ def rates_of(cluster: Cluster, dtype_name: str) -> DeviceRates:
 @functools.lru_cache(maxsize=1 << 16)
 def seconds_of(operation: Computation, rates: DeviceRates) -> float:
     if isinstance(operation, Product):
-        if not operation.flops:  # of an expert without rows
+        if not operation.flops:  # an expert without rows
             return 0.0
         moved = rates.memory_s(operation.moved, 0) if operation.moved else 0.0
         return max(rates.product_s(*operation[:4]), moved)
@@ -114,7 +114,7 @@ def pass_seconds(
     """Simulate a pass. A message without a wait in it overlaps with the next pass.
 
     message_s  None: messages take no time
-    hides      messages overlap with computation; otherwise each is waited for when it is posted
+    hides      whether messages overlap with computation; otherwise each blocks until it arrives
     """
     timed, compute, recompute, _ = _timed(of, rates)
     if message_s is None:
@@ -177,7 +177,7 @@ def stage_seconds(
 ) -> StageSeconds:
     """Time a stage; message_s None: messages take no time.
 
-    plan  of ZeRO, for the stage as number 0, where passes send its messages
+    plan  of ZeRO, with this stage as number 0, if passes send its messages
     """
     passes = {}
     of_pass = dict[Pass, TimedPass]()
@@ -244,7 +244,7 @@ def zero_waits(
 ) -> ZeroWaits:
     """Simulate the messages of ZeRO in two micro-batches; the second represents most others.
 
-    hides  messages overlap with computation; otherwise each is waited for
+    hides  whether messages overlap with computation; otherwise each blocks until it arrives
 
     The messages of a group follow one another.
     """
