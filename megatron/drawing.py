@@ -16,7 +16,7 @@ from megatron.errors import ConfigError
 def pyplot(instead: str = "") -> Any:
     """Import matplotlib.pyplot for drawing to files, with text shown literally.
 
-    Raises ConfigError where matplotlib cannot be imported; `instead` is what the user can do
+    Raises ConfigError if matplotlib cannot be imported; `instead` is what the user can do
     without it.
     """
     try:

@@ -98,7 +98,7 @@ SETTINGS: Kinds = {
 
 
 def check_kinds(values: Mapping[str, Any], kinds: Kinds, where: object) -> None:
-    """Raise DataError where a value does not pass its check."""
+    """Raise DataError if a value does not pass its check."""
     for is_right, names in kinds.items():
         for name in names:
             if (value := values.get(name)) is not None and not is_right(value):
@@ -151,7 +151,7 @@ def _record(line: str) -> dict[str, Any] | None:
 def read_beside(path: Path, kinds: Kinds) -> dict[str, Any]:
     """Return the JSON object in a file beside a metrics file, without nulls; {} where there is none.
 
-    Raises DataError where it cannot be read.
+    Raises DataError if it cannot be read.
     """
     if not path.exists():
         return {}

@@ -43,7 +43,7 @@ def pretrain(
     pieces       the user's layer, model, datasets, optimizer, schedule or callbacks, instead of
                  the project's (megatron.config.pieces.Pieces)
 
-    Raises MegatronError where the user can fix the cause; the peers of a process that fails learn
+    Raises MegatronError if the user can fix the cause; the peers of a process that fails learn
     of it through the rendezvous.
     """
     started = time.monotonic()

@@ -183,7 +183,7 @@ def _integer(bits: int, digits: str) -> int:
 
 
 def check_depth(value: Any, levels: int = _DEPTH) -> None:
-    """Raise RecursionError where a value has more than `levels`.
+    """Raise RecursionError if a value has more than `levels`.
 
     Recursive code that walks over it would do the same.
     """

@@ -277,7 +277,7 @@ class Input:
 
     names       of the files
     size_bytes  of the files
-    bytes       of the text so far; None where it is unknown, and on ranks other than the first
+    bytes       of the text so far; None if it is unknown, and on ranks other than the first
     """
 
     def __init__(self, args: argparse.Namespace, trained: Trained) -> None:

@@ -173,7 +173,7 @@ def report(schedule: Schedule, timeline: ScheduleTimeline) -> str:
 def recorded(path: Path) -> tuple[ScheduleTimeline, int]:
     """Return the passes of the first pipeline in a run's timeline, and the iteration.
 
-    Raises DataError where the file is not such a timeline.
+    Raises DataError if the file is not such a timeline.
     """
     try:
         events = read_json(path, _MOST_BYTES, error=DataError)["traceEvents"]

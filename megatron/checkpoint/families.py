@@ -80,7 +80,7 @@ class Family:
 
         experts   number of experts, for a parameter of experts
 
-        Raises CheckpointError where this family has no such parameter.
+        Raises CheckpointError if this family has no such parameter.
         """
         module, _, kind = parameter.rpartition(".")
         head, _, rest = module.partition(".")

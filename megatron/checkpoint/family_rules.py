@@ -71,7 +71,7 @@ def _layers(fields: Fields, name: str = "num_hidden_layers") -> range:
 
 
 def check_type(name: str, hf_name: str, fields: Fields) -> None:
-    """Raise ValueError where a field cannot be the value of a setting."""
+    """Raise ValueError if a field cannot be the value of a setting."""
     kind = str(ModelConfig.__dataclass_fields__[name].type)
     if name == "num_layers":
         _layers(fields, hf_name)

@@ -1,10 +1,10 @@
 """Choice of the checkpoint to load: the newest good one, or the requested one.
 
-A good checkpoint has its final name, a valid manifest, and every small file as the manifest lists
-it. The bytes in data files are checked by the ranks that read them (load.py). The tracker file
-names the last checkpoint of the run, but it may be lost: the folders are enough, because a folder
-gets its name only when all of it is on disk. Times of files or saves are never used, as clocks may
-be wrong.
+A good checkpoint has its final name, a valid manifest, and every small file that the manifest
+lists, undamaged. The bytes in data files are checked by the ranks that read them (load.py). The
+tracker file names the last checkpoint of the run, but it may be lost: the folders are enough,
+because a folder gets its name only when all of it is on disk. Times of files or saves are never
+used, since clocks may be wrong.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class RejectedCheckpoint:
 class CheckpointChoice:
     """Result of a search.
 
-    folder     the newest good checkpoint; None where there is none
+    folder     the newest good checkpoint; None if there is none
     rejected   newer ones that are broken, newest first
-    notes      what else the user should know, one sentence each
+    notes      further information for the user, one sentence each
     """
 
     folder: Path | None = None
@@ -100,8 +100,8 @@ class Checkpoint:
 class Tracker:
     """The tracker file of a directory.
 
-    iteration   the iteration that it names; None where it names none
-    problem     what is wrong with it; None where it is valid or missing
+    iteration   the iteration that it names; None if it names none
+    problem     what is wrong with it; None if it is valid or missing
     """
 
     path: Path
@@ -126,7 +126,7 @@ def read_tracker(directory: StrPath) -> Tracker:
 def iteration_of(folder: Path) -> int | None:
     """Return the iteration in a folder's name.
 
-    None where it is not the name of a finished checkpoint.
+    None if it is not the name of a finished checkpoint.
 
     >>> iteration_of(Path("run/iter_0000100")), iteration_of(Path("run/iter_0000100.tmp"))
     (100, None)
@@ -138,15 +138,15 @@ def iteration_of(folder: Path) -> int | None:
 def number_of(folder: Path) -> int:
     """Return the iteration of a folder that `folders` lists."""
     iteration = iteration_of(folder)
-    assert iteration is not None, f"{folder} is not named as a checkpoint"
+    assert iteration is not None, f"{folder} does not have a checkpoint's name"
     return iteration
 
 
 def folders(directory: StrPath) -> list[Path]:
     """List the folders with the name of a finished checkpoint, newest first.
 
-    A checkpoint that was about to be replaced when its run was killed may exist under the name
-    ".old" alone (folder.commit_folder). It counts. Raises CheckpointError.
+    A checkpoint that was about to be replaced when its run was killed may exist only under the name
+    ".old" (folder.commit_folder). It counts. Raises CheckpointError.
     """
     names = set(_names(Path(directory)))
     candidates = [
@@ -172,7 +172,7 @@ def generations(numbered: Iterable[Path]) -> dict[Path, int]:
 
 
 def next_generation(*directories: StrPath) -> int:
-    """Return a generation that is later than those of all checkpoints in some directories.
+    """Return a generation later than those of all checkpoints in some directories.
 
     Raises CheckpointError.
     """
@@ -184,7 +184,7 @@ def overtaken(known: Mapping[Path, int]) -> list[Path]:
     """Return the checkpoints that were saved before one of an earlier iteration.
 
     `known` is {folder: generation}. The run rolled back past these checkpoints. They do not replace
-    a broken one, as they contain what made the run roll back.
+    a broken one, since they contain the cause of the rollback.
     """
     passed: list[Path] = []
     latest = 0
@@ -226,8 +226,8 @@ def find(
     tag      an iteration or a folder
     before   only checkpoints of earlier iterations, without notes
 
-    Raises CheckpointError where the checkpoint of a `tag` does not exist or is broken, and where
-    the directory holds checkpoints of other programs only.
+    Raises CheckpointError if the checkpoint of a `tag` does not exist or is broken, or if the
+    directory holds only checkpoints of other programs.
     """
     root = Path(directory)
     if tag is not None:
@@ -283,7 +283,7 @@ def find(
 def required(directory: StrPath, choice: CheckpointChoice) -> Path:
     """Return the folder of a search's result.
 
-    Raises CheckpointError, naming the broken checkpoints, where there is none.
+    Raises CheckpointError, naming the broken checkpoints, if there is none.
     """
     if choice.folder is not None:
         return choice.folder
@@ -301,7 +301,7 @@ def required(directory: StrPath, choice: CheckpointChoice) -> Path:
 def find_folder(directory: StrPath, tag: str | int | None = None) -> Path:
     """Return the newest good checkpoint, or the one that `tag` names.
 
-    Raises CheckpointError where there is none.
+    Raises CheckpointError if there is none.
     """
     return required(directory, find(directory, tag))
 
@@ -322,8 +322,8 @@ def _skipped(candidates: list[Path], tracker: Tracker) -> list[Path]:
 
     These are checkpoints that the run rolled back past, and checkpoints later than the tracker's
     iteration. The latter belong to another run, or are older than a user's edit of the tracker.
-    Where the save was killed just before the tracker was renamed, the temporary tracker file still
-    exists and the checkpoint counts. A tracker that names a missing folder says nothing about
+    If the save was killed just before the tracker was renamed, the temporary tracker file still
+    exists and the checkpoint counts. A tracker that names a missing folder is no reason to ignore
     others: it may be damaged, e.g. cut to fewer digits.
     """
     newest = tracker.iteration

@@ -290,7 +290,7 @@ class SafetensorsReader:
 
 
 def check_finite(values: torch.Tensor, what: str) -> None:
-    """Raise CheckpointError where values are not finite."""
+    """Raise CheckpointError if values are not finite."""
     # The extremes are not finite where any value is not; counting needs copies of the tensor.
     if values.numel() and not all(map(math.isfinite, map(float, torch.aminmax(values)))):
         bad = values.numel() - int(torch.isfinite(values).sum())

@@ -211,7 +211,7 @@ def has_kind(checkpoint: Checkpoint, kind: str) -> bool:
 
 
 def require_kind(checkpoint: Checkpoint, kind: str) -> None:
-    """Raise CheckpointError where a checkpoint lacks the weights of a kind, MASTER or AVERAGE."""
+    """Raise CheckpointError if a checkpoint lacks the weights of a kind, MASTER or AVERAGE."""
     if kind == AVERAGE and not has_kind(checkpoint, kind):
         raise CheckpointError(
             f"{checkpoint.folder} has no average of the weights: it was saved without --ema-decay, "
@@ -233,7 +233,7 @@ def _newest_that_loads(
 
     attempt   loads a checkpoint; raises _Damage, the same on all ranks
 
-    All ranks call it and get the same result. Raises CheckpointError where none is left, and for
+    All ranks call it and get the same result. Raises CheckpointError if none is left, and for
     the first damaged one if `tag` names it or `allow_older` is False.
     """
     choice = CheckpointChoice(folder)
@@ -285,7 +285,7 @@ def _read(
 
     Return, on rank 0, the frozen parameters for which the checkpoint has optimizer state.
 
-    source   returns the name of a parameter in the checkpoint; None where it has none
+    source   returns the name of a parameter in the checkpoint; None if it has none
 
     Raises _Damage, or CheckpointError where the tensors do not fit the model.
     """

@@ -95,7 +95,7 @@ class _Pending:
     tensors     shards that this rank writes
     texts       small files that rank 0 writes, by name
     temporary   the folder that is written; Path() until rank 0 has created it
-    future      of the thread; None where the calling thread writes
+    future      of the thread; None if the calling thread writes
     progress    counts what the thread has written
     """
 

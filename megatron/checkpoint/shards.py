@@ -138,7 +138,7 @@ def overlap(
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return the intersection of two rectangular parts of a tensor.
 
-    It is given in coordinates of the first and of the second; None where it is empty.
+    It is given in coordinates of the first and of the second; None if it is empty.
 
     >>> overlap((0, 4), (2, 4), (1, 6), (3, 9))
     ((slice(1, 2, None), slice(2, 4, None)), (slice(0, 1, None), slice(0, 2, None)))

@@ -153,7 +153,7 @@ class Snapshot:
     def reserve(self, tensors: Tensors) -> None:
         """Get the memory for a copy of `tensors`, unless there is enough.
 
-        Raises OSError where it is not available.
+        Raises OSError if it is not available.
         """
         needed = snapshot_bytes(tensors)
         if needed <= self.bytes:
@@ -191,7 +191,7 @@ class Snapshot:
     def take(self, tensors: Tensors) -> Tensors:
         """Return a copy of `tensors`, valid until the next one is taken.
 
-        The originals may change afterwards. Raises OSError where there is no memory for it.
+        The originals may change afterwards. Raises OSError if there is no memory for it.
         """
         self.reserve(tensors)
         at = 0

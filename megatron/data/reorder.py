@@ -50,7 +50,7 @@ def reordered(
 ) -> dict[str, Reordered]:
     """Return what happens to each source of `after` between `consumed` and `end` samples.
 
-    `consumed` samples were taken in the order `before`; None where it is unknown. `changed` are
+    `consumed` samples were taken in the order `before`; None if it is unknown. `changed` are
     sources of `before` with other content under the same name.
     """
     share = min(1.0, _MOST / max(1, 2 * consumed + end))

@@ -31,7 +31,7 @@ class FirstGradients:
     Only parameters that all tensor ranks hold are included.
 
     partial  whether the gradient of each is treated as a term of a sum
-    digests  int64 [parameters], 0 where a gradient is zero
+    digests  int64 [parameters], 0 if a gradient is zero
     """
 
     partial: Mapping[nn.Parameter, bool]

@@ -293,7 +293,7 @@ _OF_NODES = {
 def too_many(p: torch.nn.Parameter, due: int, micro_batches: int) -> ConfigError:
     """Return the error for a gradient that comes after the sum of the expected ones was sent."""
     return ConfigError(
-        f"{sharding_of(p).name} got another gradient than the {due} that {micro_batches} "
+        f"{sharding_of(p).name} got more than the {due} gradient(s) that {micro_batches} "
         "micro-batch(es) gave it in the first step, after their sum was sent: turn the overlap off "
         "with --no-overlap-grad-reduce if parameters are used in some micro-batches only"
     )
@@ -341,7 +341,7 @@ class Terms:
     values that are the same on all. If each rank has separate heads, features or tokens, the
     gradient on a rank is one term of a sum. The messages between the parameter and the loss decide
     which: an autograd function that communicates over the tensor group sets `ctx.partial_gradient`
-    in its forward pass, True where the gradients that it returns are terms. Every other function
+    in its forward pass, True if the gradients that it returns are terms. Every other function
     keeps the kind of gradient that it gets.
 
     sequence_parallel  whether gradients that enter a chunk through its output are those of this

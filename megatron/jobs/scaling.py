@@ -393,7 +393,7 @@ class Series:
         """Return throughput per device relative to the base; None without a base or if invalid.
 
         The ends compare the slow end of one run's interval with the fast end of the other's, so
-        that they are on different sides of 1 where the intervals overlap.
+        that they are on different sides of 1 if the intervals overlap.
         """
         base = self.base and throughput(self.base)
         rates = throughput(member)

@@ -283,7 +283,7 @@ def _bind_nodes(device_type: str, handle: Any, sources: str) -> str:
 
 
 def nodes_for(x: Tensor) -> Any:
-    """Return the nodes for a call with x; None where the general way must be taken.
+    """Return the nodes for a call with x; None if the general way must be taken.
 
     A node returns NotImplemented for a device of whose kernels it was given none.
     """

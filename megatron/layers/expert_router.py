@@ -76,7 +76,7 @@ class _WithLoss(Node):
 
 
 def balancing_loss(scores: Tensor, load: Tensor, real: Tensor | None = None) -> Tensor:
-    """Return E sum_i f_i P_i, of E experts: 1 where the load is even (fp32, a scalar).
+    """Return E sum_i f_i P_i, of E experts: 1 if the load is even (fp32, a scalar).
 
     Fedus et al., arXiv 2101.03961, eq. 4 to 6.
 

@@ -27,7 +27,7 @@ class Context(Protocol):
 
 
 class Node(torch.autograd.Function):
-    """Base of functions whose backward pass is not differentiated: torch raises where it would be."""
+    """Base of functions without a second derivative: torch raises an error if one is needed."""
 
     if TYPE_CHECKING:
 

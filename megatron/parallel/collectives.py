@@ -1,4 +1,4 @@
-"""Collectives over a `Group`, without gradients except for the last; no-ops in a group of one.
+"""Collectives over a `Group`, all but the last without gradients; no-ops in a group of one.
 
 The group's flight recorder has an entry for each call, and one for the wait if it was only started.
 """
@@ -31,7 +31,8 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 class Started:
     """A work handle of a collective in progress, which records the wait for it.
 
-    Without `work`, the handle of a collective that had nothing to do. `enter` begins the record.
+    Without `work` it is the handle of a collective that had nothing to do. `enter` begins the
+    record.
     """
 
     work: dist.Work | None = None
@@ -114,9 +115,9 @@ def reduce_scatter_first_async(x: Tensor, group: Group) -> tuple[Tensor, Started
 
 
 def reduce_scatter_into_async(shard: Tensor, x: Tensor, group: Group) -> Started:
-    """Sum `x` [n, ...] over the ranks into `shard` [n / size, ...], this rank's of dimension 0.
+    """Sum `x` [n, ...] over the ranks into `shard` [n / size, ...], this rank's rows.
 
-    For a group of more than one; `shard` is contiguous. Returns the work handle.
+    The group has more than one rank; `shard` is contiguous. Returns the work handle.
     """
     return start(b"reduce_scatter", group, x.nbytes, _reduce_scatter, shard, x.contiguous())
 
@@ -145,7 +146,7 @@ def all_to_all_async(
 
 
 def all_to_all(x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """Send rows of x to each rank of the group; return the received ones, see all_to_all_async."""
+    """Send rows of x to each rank of the group; return the received rows, see all_to_all_async."""
     result, work = all_to_all_async(x, group, sent, received)
     work.wait()
     return result
@@ -202,8 +203,8 @@ def post(call: bytes, x: Tensor, group: Group, peer: int) -> dist.Work:
         posted = operation(x, peer, group=handle)
         assert posted is not None, "this rank is in the group"
         return posted
-    # A batch uses the communicator of the pair's group. Without one torch would make a communicator
-    # of its own in the middle of a step, and warn.
+    # A batch uses the communicator of the pair's group. Otherwise torch would make a separate
+    # communicator in the middle of a step, and warn.
     (work,) = dist.batch_isend_irecv([dist.P2POp(operation, x, peer, handle)])
     return work
 
@@ -215,13 +216,13 @@ def use_groups(topology: Topology, ring: bool = False) -> int:
     """Use each group of this rank once, before anything depends on it; return the number of uses.
 
     NCCL and RCCL connect a group at its first collective and two pipeline neighbours at their first
-    message, where they may hang without an error, on the host or on the device; the host therefore
-    waits for the device. Each rank sums one number over every group (over the pipeline only if that
-    is also its model or embedding group), sends one to each rank with other experts, and exchanges
-    one with each neighbour, all in the same order, so that groups do not wait for each other in a
-    cycle. The world comes last: no rank continues before all groups work. All ranks call this. With
-    `ring`, the last pipeline rank also exchanges messages with the first. Raises LaunchError if a
-    result is wrong.
+    message. They may hang without an error at that point, on the host or on the device; the host
+    therefore waits for the device. Each rank sums one number over every group (over the pipeline
+    only if that is also its model or embedding group), sends one to each rank with other experts,
+    and exchanges one with each neighbour. The order is the same on all ranks, so that groups do not
+    wait for each other in a cycle. The world comes last: no rank continues before all groups work.
+    All ranks call this. With `ring`, the last pipeline rank also exchanges messages with the first.
+    Raises LaunchError if a result is wrong.
     """
     device = topology.device
     world = topology.world
@@ -308,8 +309,8 @@ class _SumOverRanks(Node):
 def reduce_from_tensor_region(x: Tensor, group: Group, sequence_parallel: bool = False) -> Tensor:
     """Sum the partial results [s, b, h] of the tensor ranks, with gradients.
 
-    Returns [s, b, h] on every rank, or with sequence parallelism this rank's [s/tp, b, h]. Backward
-    passes are those of Shoeybi et al. (arXiv 1909.08053, section 3, g) and Korthikanti et al.
+    Returns [s, b, h] on every rank, or with sequence parallelism this rank's [s/tp, b, h]. The
+    backward passes follow Shoeybi et al. (arXiv 1909.08053, section 3, g) and Korthikanti et al.
     (arXiv 2205.05198, section 4.2.2).
     """
     return x if group.size == 1 else _SumOverRanks.apply(x, group, sequence_parallel)

@@ -15,14 +15,14 @@ from megatron.parallel.gradient_accumulator import accumulator_of, deliver
 class WeightGradients:
     """The queue of deferred weight gradients, shared by a rank's linear layers and its executor.
 
-    For the split backward pass of zero-bubble schedules (Qi et al., arXiv 2401.10241, sec. 2): in a
-    BACKWARD_INPUT instruction the linear layers compute only the gradient of their input and queue
-    the weight gradient here as a callable; the BACKWARD_WEIGHT instruction of the same micro-batch
-    runs it later.
+    Used by the split backward pass of zero-bubble schedules (Qi et al., arXiv 2401.10241, sec. 2):
+    in a BACKWARD_INPUT instruction the linear layers compute only the gradient of their input and
+    put the weight gradient into this queue as a callable; the BACKWARD_WEIGHT instruction of the
+    same micro-batch runs it later.
     """
 
     def __init__(self) -> None:
-        self.deferring = False  # layers must leave their weight gradients here
+        self.deferring = False  # whether layers must put their weight gradients into the queue
         self._waiting: list[Callable[[], None]] = []
 
     def begin(self) -> None:
@@ -50,7 +50,7 @@ class WeightGradients:
         self.add(partial(_deferred, weights, dy, x.detach(), gathered))
 
     def take(self) -> list[Callable[[], None]]:
-        """Stop deferring and return what was deferred, in order."""
+        """Stop deferring and return the deferred gradients in order."""
         waiting = self._waiting
         self._waiting = []
         self.deferring = False

@@ -1,4 +1,4 @@
-"""The environment: variables of launchers and of torch, HIP and CUDA, and Slurm's commands."""
+"""The environment: variables of launchers, torch, HIP and CUDA, and Slurm's commands."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _CUDA = ("cuda",)
 _ROCM = ("rocm",)
 TRACE_FILE = ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE")
-"""The prefix of the files of torch's flight recorder: its name in older versions of torch, and in
-newer ones.
+"""The prefix of the files of torch's flight recorder: its names in older and in newer versions of
+torch.
 """
 
 
@@ -29,7 +29,7 @@ class Setting(NamedTuple):
     """A variable of a job on GPUs.
 
     name         its name, which every supported torch reads; other_names: further ones
-    value        its value for a job; None if that job does not need it
+    value        its value for a job; None if the job does not need it
     reason       why it is set, for the log
     builds       builds of torch for which it is set
     """
@@ -60,37 +60,37 @@ SETTINGS = (
     Setting(
         "GPU_MAX_HW_QUEUES",
         lambda config: "8",
-        "HIP maps the streams of each priority onto 4 queues, in which one stream waits for "
-        "another: with 8 the seven communicators of a rank (world, tensor, data, model, embedding, "
-        "two neighbours) have one each",
+        "HIP maps the streams of each priority onto 4 queues, and streams in one queue wait for "
+        "each other: with 8 the seven communicators of a rank (world, tensor, data, model, "
+        "embedding, two neighbours) have one each",
         builds=_ROCM,
     ),
     Setting(
         "TORCH_NCCL_HIGH_PRIORITY",
         lambda config: "1",
-        "a message that is ready starts before products that are; on ROCm streams of high priority "
-        "have separate queues, so that a receive which is posted early does not spin in front "
-        "of products",
+        "messages that are ready start before products that are ready; on ROCm streams of high "
+        "priority have separate queues, so that a receive that is posted early does not spin in "
+        "front of products",
     ),
     Setting(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         _overlaps_products,
         "kernels start in the order in which they are launched, so that a tensor-parallel message "
-        "gets its multiprocessors before the product beside it; Blackwell does not need it, ROCm "
+        "gets its multiprocessors before the concurrent product; Blackwell does not need it, ROCm "
         "does not read it",
         builds=_CUDA,
     ),
     Setting(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         lambda c: "0" if c.training.hang_timeout else "3",
-        "--hang-timeout tells which rank hangs and requeues the job; torch's own threads would end "
+        "--hang-timeout reports the rank that hangs and requeues the job; torch's threads would end "
         "the process by SIGABRT before that (3: without --hang-timeout they do)",
         ("NCCL_ASYNC_ERROR_HANDLING",),
     ),
     Setting(
         "TORCH_NCCL_ENABLE_MONITORING",
         lambda c: "0" if c.training.hang_timeout else None,
-        "torch's monitor would end the process by SIGABRT where --hang-timeout is longer than its "
+        "torch's monitor would end the process by SIGABRT if --hang-timeout is longer than its "
         "own limits",
     ),
     Setting(
@@ -102,7 +102,7 @@ SETTINGS = (
     Setting(
         "TORCH_NCCL_DUMP_ON_TIMEOUT",
         lambda config: "1",
-        "torch writes its flight recorder where it sees a time-out first",
+        "torch writes its flight recorder if it sees a time-out first",
     ),
     Setting(
         TRACE_FILE[0],
@@ -117,12 +117,12 @@ SETTINGS = (
         "--deterministic-mode",
         builds=_CUDA,
     ),
-    # Not on ROCm: older torch and ROCm before 7 cannot, and with ROCm 7 it hangs or leaks file
-    # descriptors (github.com/pytorch/pytorch/issues/192259 and pull/192814).
+    # Not on ROCm: older torch and ROCm before 7 do not support it, and with ROCm 7 it hangs or
+    # leaks file descriptors (github.com/pytorch/pytorch/issues/192259 and pull/192814).
     Setting(
         "PYTORCH_CUDA_ALLOC_CONF",
         lambda config: "expandable_segments:True",
-        "blocks of other sizes than those that were freed leave no holes",
+        "new blocks of other sizes than the freed ones leave no holes",
         ("PYTORCH_ALLOC_CONF",),
         builds=_CUDA,
     ),
@@ -130,9 +130,9 @@ SETTINGS = (
 
 
 def torch_build() -> str | None:
-    """Return what the installed torch was built for: "cuda", "rocm", or None for a CPU.
+    """Return the kind of device the installed torch was built for: "cuda", "rocm" or None (CPU).
 
-    Does not import torch, because HIP may read its variables then.
+    Does not import torch, because HIP may read its variables at that moment.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -146,7 +146,7 @@ def torch_build() -> str | None:
 
 @contextlib.contextmanager
 def changed(environ: MutableMapping[str, str], values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set these variables inside the block, unset those that are None; restore all afterwards."""
+    """Set these variables inside the block, or unset those with None; restore all afterwards."""
     before = {name: environ.get(name) for name in values}
     try:
         _put(environ, values)
@@ -169,9 +169,10 @@ def job_environment(
 ) -> Iterator[list[str]]:
     """Set the variables of SETTINGS around a job, before torch is imported.
 
-    Variables that the user has set are not changed. `environ` defaults to this process's and is
-    restored afterwards; `build` is that of torch (default: the installed one's). Nothing is set for
-    a job on CPUs. Yields lines for the log: what was set, and where the user's values differ.
+    Variables that the user has set are not changed. `environ` defaults to this process's
+    environment and is restored afterwards; `build` is torch's (default: of the installed one).
+    Nothing is set for a job on CPUs. Yields lines for the log about variables that were set, and
+    about differing values of the user.
     """
     environ = os.environ if environ is None else environ
     build = torch_build() if build is None else build
@@ -230,7 +231,7 @@ class Variables:
 def job_name(environ: Mapping[str, str]) -> str | None:
     """Return the name of this process's job for Slurm's commands; None outside of a job.
 
-    In a job array it consists of array and task: the array's number alone names all of its tasks.
+    In a job array it consists of array and task: the array's number alone would mean all its tasks.
     """
     array = environ.get("SLURM_ARRAY_JOB_ID")
     task = environ.get("SLURM_ARRAY_TASK_ID")
@@ -239,7 +240,7 @@ def job_name(environ: Mapping[str, str]) -> str | None:
 
 def ask_slurm(*command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's commands. Raises OSError and SubprocessError."""
-    # squeue also takes formats and filters from variables, which are not meant for these commands.
+    # squeue also takes formats and filters from variables; they are not meant for these commands.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     return subprocess.run(
         command,

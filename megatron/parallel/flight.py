@@ -1,13 +1,13 @@
-"""Flight records: each rank's current activity, readable by others when it cannot answer.
+"""Flight records: each rank's current activity, readable by others if it cannot answer.
 
 Each rank has a record of fixed size, one page of a file that all ranks of its node map into memory:
 step and phase, the last instruction of the schedule, the last collective or message that it entered
-and whether it has left it, and how many collectives it has posted in each kind of group. Writing
-makes no system call and takes no lock. So other ranks of the node can describe a rank that is
-stopped, stuck in a kernel or dead (megatron.training.safety.watchdog). Where a host is far ahead of
-its device, `DeviceCalls` measures which call the device has reached.
+and whether it has left it, and the number of collectives it has posted in each kind of group.
+Writing makes no system call and takes no lock. Thus other ranks of the node can describe a rank
+that is stopped, stuck in a kernel or dead (megatron.training.safety.watchdog). If a host is far
+ahead of its device, `DeviceCalls` measures which call the device has reached.
 
-Needs no torch.
+This module needs no torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _clock = time.monotonic  # one clock for all processes of a node
 
 
 class CallRecord(Structure):
-    """A `PendingCall` as a record stores it; one without a name means no call."""
+    """The form of a `PendingCall` in a record; without a name it means no call."""
 
     _fields_ = (
         ("name", c_char * 24),
@@ -84,7 +84,7 @@ class _Record(Structure):
 class FlightRecorder:
     """The writer of this rank's record.
 
-    memory  RECORD_BYTES of writable memory; by default of this process, where no other can read it
+    memory  RECORD_BYTES of writable memory; by default private memory, which no other process reads
     meter   measures calls and computations on the device; None: not measured
 
     Only the training thread calls these methods, except `alive`, `answer` and `device_is`, which
@@ -104,7 +104,7 @@ class FlightRecorder:
         self._counts = record.posted
 
     def detach(self) -> None:
-        """Release the memory: what is written from now on is lost."""
+        """Release the memory: later writes are lost."""
         self._attach(_Record.from_buffer_copy(self._record))
 
     def describe(self, rank: int, pid: int, location: str, process_start: int = 0) -> None:
@@ -121,13 +121,13 @@ class FlightRecorder:
     def alive(self) -> None:
         """Record progress.
 
-        Every write below does so; call this during long work without collectives, such as reading,
-        writing or building.
+        Every write below does this, too; call it during long work without collectives, such as
+        reading, writing or building.
         """
         self._writes += 1
         self._record.moved_at = _clock()
 
-    # -- where the rank is -----------------------------------------------------------------------
+    # -- the rank's activity ---------------------------------------------------------------------
 
     def step(self, iteration: int) -> None:
         """Begin the step after `iteration`."""
@@ -162,11 +162,11 @@ class FlightRecorder:
             self.meter.end()
 
     def schedule_ends(self) -> None:
-        """Leave the schedule: the rank is in no instruction."""
+        """Leave the schedule: the rank is not in any instruction."""
         self._record.operation = b""
         self.alive()
 
-    # -- what it waits in ------------------------------------------------------------------------
+    # -- calls that may block --------------------------------------------------------------------
 
     def enter(
         self,
@@ -186,8 +186,8 @@ class FlightRecorder:
         peer      the global rank to or from which a message goes; -1: a collective
         sequence  the number of a collective that was posted before; 0: it is posted now
 
-        Returns a collective's number among those of its kind of group, the same on all ranks of the
-        group.
+        Returns a collective's number among those of its kind of group; it is the same on all ranks
+        of the group.
         """
         call = self._call
         number = _NUMBER_OF[kind]
@@ -213,7 +213,7 @@ class FlightRecorder:
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:
-        """Neither count nor time calls inside the block: a recorded pass, whose replays make none."""
+        """Neither count nor time calls inside the block: replays of a pass make none."""
         meter = self.meter
         posted = list(self.posted)
         self.meter = None
@@ -226,18 +226,18 @@ class FlightRecorder:
     # -- for the watchdog ------------------------------------------------------------------------
 
     def progress(self) -> int:
-        """Return a number that every write except an answer changes."""
+        """Return a number that changes with every write except an answer."""
         return self._writes
 
     def answer(self, inquiry: int, text: str = "") -> None:
-        """Write an answer to an inquiry: this rank's stacks, truncated where they are too long."""
+        """Write an answer to an inquiry: this rank's stacks, truncated if they are too long."""
         self._record.text = text.encode(errors="replace")[:_TEXT_BYTES]
         self._record.inquiry = inquiry
 
     def device_is(self, call: CallRecord | None, reached: list[int] | None) -> None:
         """Write the device's current call and how many collectives of each kind it has reached.
 
-        For a host that is ahead of its device; `reached` None: not known, or no longer valid.
+        For a host that is ahead of its device; `reached` None: unknown, or no longer valid.
         """
         record = self._record
         record.device_call = call or CallRecord()
@@ -246,7 +246,7 @@ class FlightRecorder:
 
     @property
     def buffer(self) -> bytes:
-        """The record as it is now."""
+        """The current record."""
         return bytes(self._record)
 
 
@@ -278,16 +278,15 @@ class PendingCall(NamedTuple):
 
 @dataclass(frozen=True)
 class FlightState:
-    """A record as another process reads it.
+    """The content of a record, read by another process.
 
     process        the system's state of the process (megatron.parallel.host_processes)
     instruction    "" outside of a schedule; call: None outside of collectives and messages
     quiet_s        seconds since its last progress
-    posted         collectives posted, by kind of group; it and `call` are the device's where that
-                   is known
+    posted         collectives posted, by kind of group; it and `call` are the device's if those
+                   are known
     inquiry        the number of the last inquiry that the rank has answered; 0: none
-    stack          its answer: Python stacks, as python_stacks of megatron.parallel.host_processes
-                   returns them
+    stack          its answer: Python stacks from python_stacks of megatron.parallel.host_processes
     """
 
     rank: int
@@ -321,7 +320,7 @@ class FlightState:
 
     @classmethod
     def read(cls, page: bytes) -> FlightState | None:
-        """Read a record of this host; None where none has been written."""
+        """Read a record of this host; None if none has been written."""
         record = _Record.from_buffer_copy(page)
         if record.magic != _MAGIC:
             return None
@@ -363,7 +362,7 @@ class FlightState:
 def file_name(launch: Launch) -> str:
     """Return a name that only the ranks of this job on this node share.
 
-    No other job of this user on the host has it.
+    No other job of this user on this host has it.
     """
     digest = hashlib.sha256(os.fsencode(f"{launch.master_port}-{launch.job}-{launch.node}"))
     return f"megatron-{os.getuid()}-{digest.hexdigest()[:32]}.flight"
@@ -372,9 +371,9 @@ def file_name(launch: Launch) -> str:
 class FlightFile:
     """A node's file of one job's flight records: this process's page, and a view of all others.
 
-    It is in /dev/shm, which is memory, otherwise in the folder for temporary files. Once all ranks
-    of the node have opened it, its name is removed: the file disappears with the last process,
-    however that ends. Where no file can be created, each rank sees only its own page.
+    It is in /dev/shm, which is memory, or else in the folder for temporary files. Once all ranks of
+    the node have opened it, its name is removed: the file disappears with the last process, however
+    that ends. If no file can be created, each rank sees only its own page.
     """
 
     def __init__(self, launch: Launch, folder: Path | None = None) -> None:
@@ -387,7 +386,7 @@ class FlightFile:
             self._fd = os.open(
                 self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
             )
-            # If pages are not allocated and memory runs out, the process ends with a bus error.
+            # Without allocated pages the process would end with a bus error if memory runs out.
             os.posix_fallocate(self._fd, start, _PAGE)
         except OSError:
             self._fd = os.memfd_create(self._path.name)
@@ -472,7 +471,7 @@ class DeviceCalls:
 
     Events are recorded into the device's stream around every collective and every wait for one and,
     while `marks` are kept, around every compute instruction. Events that have not happened yet show
-    where a device hangs. Nothing waits for the device. On a CPU, events happen when they are
+    where a device hangs. No method waits for the device. On a CPU, events happen when they are
     recorded.
 
     new_event   makes an event such as torch.cuda.Event
@@ -507,7 +506,7 @@ class DeviceCalls:
         return event
 
     def add(self, what: object, begun: DeviceEvent, ended: DeviceEvent | None = None) -> None:
-        """Add what ran between two events to the marks, if they are kept; without `ended`, to now."""
+        """Add what ran between two events to the marks, if they are kept; by default until now."""
         if self.marks is not None and len(self.marks) < MOST_MARKS:
             self.marks.append((what, begun, ended or self.mark()))
 
@@ -536,11 +535,11 @@ class DeviceCalls:
             self.add(*self._begun)
 
     def where(self, posted: list[int]) -> tuple[CallRecord | None, list[int]]:
-        """Return the device's current call, or None, and how many collectives it reached.
+        """Return the device's current call, or None, and how many collectives it has reached.
 
         Collectives are counted by kind.
 
-        posted  numbers of collectives that its host has posted
+        posted  number of collectives of each kind that the host has posted
 
         Another thread calls this while the recording thread is blocked.
         """

@@ -1,10 +1,10 @@
 """Sums of a parameter's gradients, to which layers add.
 
 An optimizer that keeps the sums attaches a `GradientAccumulator` to each parameter. A layer that
-computes a weight gradient itself adds it there and returns None to autograd, so that no second
-tensor of the weight's size is needed and nothing iterates over all parameters after a backward
-pass. A parameter without an accumulator, or with one that is not `direct`, gets its gradient from
-autograd as usual; in the second case the accumulator's owner takes it from `.grad`.
+computes a weight gradient itself adds it to the accumulator and returns None to autograd: no second
+tensor of the weight's size is needed, and no loop over all parameters after a backward pass. A
+parameter without an accumulator, or with one that is not `direct`, gets its gradient from autograd
+as usual; in the second case the accumulator's owner takes it from `.grad`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _GPU_BYTES = 1 << 27
 def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch can add a product of 16-bit matrices to an fp32 matrix without rounding.
 
-    CUDA since torch 2.8, ROCm since 2.10, not on a CPU. Builds that lack it raise, and some
-    returned wrong sums (pytorch issue 154086), so a small product whose sum is exact is tried once
-    for each device.
+    CUDA can since torch 2.8, ROCm since 2.10, a CPU cannot. Builds that lack it raise, and some
+    returned wrong sums (pytorch issue 154086). Therefore a small product whose sum is exact is
+    tried once for each device.
     """
     if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -50,8 +50,8 @@ def add_in_fp32(total: Tensor, dy: Tensor, x: Tensor, keep: float) -> None:
 def rows_at_once(device_type: str, rows: int, columns: int, element_bytes: int) -> int:
     """Return how many rows of a weight [rows, columns] one product computes through a buffer.
 
-    On a CPU the buffer stays in the cache: a product the size of an embedding table would be read
-    from memory once more, and from fresh pages where the allocator has no such block (464 ms
+    On a CPU the buffer stays in the cache: a product of the size of an embedding table would be
+    read from memory once more, and from new pages if the allocator has no such block (464 ms
     instead of 323 for [50304, 1024] times [1024, 768] in bf16 on one core). A GPU needs large
     products: all rows, in equal blocks if they exceed 128 MiB.
     """
@@ -64,11 +64,11 @@ def rows_at_once(device_type: str, rows: int, columns: int, element_bytes: int) 
 class GradientAccumulator:
     """The gradient sum of one parameter.
 
-    total   fp32 or bf16, in the parameter's shape; a view of whatever the optimizer reduces and
-            reads
+    total   fp32 or bf16, in the parameter's shape; a view of the tensor that the optimizer reduces
+            and reads
     added   called with the parameter after each complete contribution, e.g. to count those of a
             bucket
-    direct  whether layers may add here; False leaves it to autograd
+    direct  whether layers may add to it themselves; False leaves this to autograd
             (--no-gradient-accumulation-fusion)
 
     before_use  called before the sum is read or written, if its memory is not always allocated
@@ -94,7 +94,7 @@ class GradientAccumulator:
         self.in_fp32 = total.dtype == torch.float32
         self.before_use: Callable[[], None] | None = None
         self.fresh = True
-        self.widens = False  # whether torch adds products in 16 bits to the sum: not known yet
+        self.widens = False  # whether torch adds products in 16 bits to the sum: unknown yet
 
     @property
     def total(self) -> Tensor:
@@ -108,14 +108,14 @@ class GradientAccumulator:
         self.fresh = True
 
     def complete(self) -> Tensor:
-        """Return the sum; zeros where nothing was contributed."""
+        """Return the sum; zeros if nothing was contributed."""
         if self.fresh:
             self.total.zero_()
             self.fresh = False
         return self.total
 
     def add(self, gradient: Tensor) -> None:
-        """Add a gradient in the parameter's shape, in any floating format, without autograd."""
+        """Add a gradient in the parameter's shape, in any floating dtype, without autograd."""
         if self.fresh:
             self.total.copy_(gradient)
         else:
@@ -129,7 +129,7 @@ class GradientAccumulator:
         last: bool = True,
         counts: Sequence[int] | None = None,
     ) -> None:
-        """Add dy^T x, without autograd: dy [tokens, out], x [tokens, in], of one format.
+        """Add dy^T x, without autograd: dy [tokens, out], x [tokens, in], of one dtype.
 
         The last dimension of the weight is `in`.
 
@@ -170,7 +170,7 @@ class GradientAccumulator:
     def done(self) -> None:
         """Complete a contribution.
 
-        Also called by a layer that added to the sum returned by `complete()`.
+        It is also called by layers that added to the sum that `complete()` returned.
         """
         self.fresh = False
         if self.added is not None:
@@ -182,7 +182,7 @@ def _any_accumulator(parameter: Tensor) -> GradientAccumulator | None:
 
 
 def accumulator_of(parameter: Tensor) -> GradientAccumulator | None:
-    """Return the accumulator to which a layer adds; None where it leaves its gradient to autograd.
+    """Return the accumulator to which a layer adds; None if it leaves its gradient to autograd.
 
     A parameter that was frozen after it got an accumulator has none: autograd drops its gradient.
     """
@@ -195,9 +195,9 @@ def accumulator_of(parameter: Tensor) -> GradientAccumulator | None:
 
 
 def gradient_output(parameter: Tensor | None) -> tuple[Tensor | None, bool]:
-    """Return where a kernel writes the fp32 gradient of a parameter, and whether it adds it there.
+    """Return the tensor for a kernel's fp32 gradient of a parameter, and whether to add to it.
 
-    It is the parameter's sum where that is in fp32; `gradient_written` follows. Without a parameter
+    It is the parameter's sum if that is in fp32; `gradient_written` follows. Without a parameter
     there is no gradient: None.
     """
     if parameter is None:
@@ -210,7 +210,7 @@ def gradient_output(parameter: Tensor | None) -> tuple[Tensor | None, bool]:
 
 
 def gradient_written(parameter: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """Complete the contribution of `gradient_output`: return the gradient where autograd adds it."""
+    """Complete the contribution of `gradient_output`; return the gradient if autograd adds it."""
     if parameter is None or gradient is None:
         return None
     accumulator = accumulator_of(parameter)
@@ -238,9 +238,9 @@ class _Wide(Node):
 def wide(parameter: Tensor) -> Tensor:
     """Return an fp16 parameter with an accumulator in fp32, so that its gradient is not rounded.
 
-    Others are returned unchanged. For vectors whose gradient is a sum over tokens: with sequence
-    parallelism each rank sums over its own tokens, and in fp16 the full sum could overflow where the
-    partial sums do not.
+    Other parameters are returned unchanged. Used for vectors whose gradient is a sum over tokens:
+    with sequence parallelism each rank sums over its own tokens, and in fp16 the full sum could
+    overflow although the partial sums do not.
     """
     if parameter.dtype != torch.float16:
         return parameter
@@ -252,8 +252,8 @@ def wide(parameter: Tensor) -> Tensor:
 def deliver(parameter: Tensor, gradient: Tensor) -> None:
     """Add a gradient outside of a backward pass, where no hook would see `.grad`.
 
-    It is added to the accumulator, otherwise to `.grad`; a parameter that was frozen meanwhile gets
-    nothing.
+    It is added to the accumulator, or without one to `.grad`; a parameter that has been frozen in
+    the meantime gets nothing.
     """
     if not parameter.requires_grad:
         return
@@ -267,5 +267,5 @@ def deliver(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def within_backward() -> bool:
-    """Return whether a backward pass is under way: a forward pass within it is a recomputation."""
+    """Return whether a backward pass is running: a forward pass within it is a recomputation."""
     return bool(torch._C._current_graph_task_id() != -1)

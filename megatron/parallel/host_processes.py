@@ -1,4 +1,4 @@
-"""This process and other processes of this host. Needs no torch."""
+"""This process and other processes on this host. Needs no torch."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def bounded(
     failure: str = "the store gave no answer",
     failed: Future[None] | None = None,
 ) -> T:
-    """Return the function's result; raise LaunchError when it takes too long.
+    """Return the function's result; raise LaunchError if it takes too long.
 
-    Also raises when `failed` is done first: another rank has failed.
+    Also raises it if `failed` is done first: another rank has failed.
 
     For calls into torch that cannot be interrupted: a store whose host lost power never answers,
     and gloo waits five times its time limit for a peer that died before it connected. After an
@@ -103,8 +103,8 @@ def python_stacks(limit: int) -> str:
 def release_free_memory() -> None:
     """Return the free pages of glibc's heap to the system; do nothing with another C library.
 
-    A phase leaves gaps that one with other tensor sizes cannot use. Call it between
-    phases: pages that are used again afterwards cost a fault each.
+    A phase leaves gaps that a phase with other tensor sizes cannot use. Call this between phases:
+    each page that is used again afterwards costs a page fault.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -128,9 +128,9 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 def process_start(pid: int) -> int:
-    """Return a process's start time, which distinguishes it from a later one with the same number.
+    """Return a process's start time, which distinguishes it from later ones with its number.
 
-    0 where unknown.
+    0 if unknown.
     """
     return _stat(pid)[1]
 

@@ -1,10 +1,10 @@
 """Random numbers by global position.
 
 They depend on their purpose, not on earlier draws. Whether an element is dropped depends on (seed,
-layer, site) and on its position in the job's full tensor: sample, head, position, column. So masks
-are the same on any layout, for any size of the micro-batch, with and without recomputation and
-after a resume, and no generator state needs to be stored. A rank that holds a shard of the tensor
-has that shard of the mask.
+layer, site) and on its position in the job's full tensor: sample, head, position, column. Thus
+masks are the same on any layout, for any micro-batch size, with and without recomputation and after
+a resume, and no generator state needs to be stored. A rank that holds a shard of the tensor has
+that shard of the mask.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Bits = TypeVar("_Bits", int, npt.NDArray[Any])
 
 
 def scramble(bits: _Bits) -> _Bits:
-    """Return SplitMix64's finaliser of 64 bits, or of each of an array (Steele et al., OOPSLA 2014)."""
+    """Return SplitMix64's finaliser of 64 bits, or of an array's (Steele et al., OOPSLA 2014)."""
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & _MASK
     bits ^= bits >> 31
@@ -61,11 +61,11 @@ class Site(enum.IntEnum):
 class RowLayout(NamedTuple):
     """The position of a tensor's rows among the rows [samples, heads, positions] of the full job.
 
-    Row r is number start + r // period * outer + r % period * inner of them; a head has `positions`
+    Row r is their number start + r // period * outer + r % period * inner; a head has `positions`
     rows. By default the tensor is the full one, in one piece.
 
-    of_sample  number of rows of a sample
-    samples    number of samples before `start`, int64 [1] on the device, where a replayed pass
+    of_sample  number of rows in a sample
+    samples    number of samples before `start`, int64 [1] on the device, so that a replayed pass
                reads its current value; None: none
     """
 
@@ -78,7 +78,7 @@ class RowLayout(NamedTuple):
     samples: Tensor | None = None
 
     def after(self, rows: Tensor) -> Tensor:
-        """Return the numbers of the rows at these distances from the first one."""
+        """Return the numbers of the rows at these distances from the first row."""
         numbers = rows + self.start
         return numbers if self.samples is None else numbers + self.samples * self.of_sample
 
@@ -127,7 +127,7 @@ def dropout_mask(
 ) -> Tensor:
     """Return a boolean mask of `like`'s shape, True with probability 1 - `probability`.
 
-    Each head of each sample has a mask of its own, of which this is a slice.
+    Each head of each sample has a separate mask, of which this is a slice.
     """
     keep = torch.empty(like.shape, dtype=torch.bool, device=like.device)
     return _draw(
@@ -139,7 +139,7 @@ def dropout_mask(
 
 
 def placed_noise(like: Tensor, most: float, seed: int, layout: RowLayout) -> Tensor:
-    """Return numbers of U(1 - most, 1 + most) in `like`'s shape and type, a slice per sample."""
+    """Return numbers from U(1 - most, 1 + most) in `like`'s shape and type, a slice per sample."""
     noise = torch.empty_like(like, memory_format=torch.contiguous_format)
     return _draw(
         noise,
@@ -155,8 +155,8 @@ def _draw(
     layout: RowLayout,
     fill: Callable[[Tensor, torch.Generator], object],
 ) -> Tensor:
-    """Fill `out` by a generator for each head of each sample, and return it."""
-    if out.is_meta:  # without data nothing is drawn
+    """Fill `out` with a generator for each head of each sample, and return it."""
+    if out.is_meta:  # no data, nothing to draw
         return out
     generator = torch.Generator(device=out.device)
     if not layout.positions:
@@ -165,7 +165,7 @@ def _draw(
     _, period, outer, inner, positions, *_ = layout
     start = layout.first()
     rows = out.view(-1, out.shape[-1])
-    # The rows of a head are adjacent or, where samples are, `period` apart.
+    # The rows of a head are adjacent or, if samples are adjacent, `period` apart.
     heads = (
         rows.split(positions) if inner == 1 else [rows[sample::period] for sample in range(period)]
     )

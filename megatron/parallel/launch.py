@@ -1,7 +1,7 @@
 """The launch of this process: its rank, from the variables of torchrun, srun or mpirun.
 
-A process without these variables is the only one. No ssh, no host file, no mpi4py: each launcher
-gives every process its rank, and the ranks meet at a store that the first of them serves
+A process without these variables is the only one. There is no ssh, no host file, no mpi4py: each
+launcher gives every process its rank, and the ranks meet at a store that the first of them serves
 (rendezvous.py).
 """
 
@@ -26,10 +26,10 @@ from megatron.parallel.rank_mapping import VISIBLE, RankMapping, near_index, vis
 if TYPE_CHECKING:
     import torch
 
-# Ports below the range from which Linux takes those of outgoing connections (32768 and up).
+# Ports below the range that Linux uses for outgoing connections (32768 and up).
 _FIRST_PORT = 20000
 _PORTS = 12000
-# Slurm numbers its own steps (batch script, interactive shell) from here; tasks of srun are below.
+# Slurm numbers its own steps (batch script, interactive shell) from here on; srun's are below.
 _FIRST_SPECIAL_STEP = 4294967280
 _ONE_VARIABLE = "HIP_VISIBLE_DEVICES counts within ROCR_VISIBLE_DEVICES; set only the latter"
 _TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
@@ -63,16 +63,16 @@ _MOST = 1 << 20  # processes of a job: more are a mistake
 class Launch:
     """A process's position among all processes of the job.
 
-    rank          its number in the job; `task` is the launcher's own number for it, which is
-                  different where ranks are placed on devices (rank_mapping.py)
+    rank          its number in the job; `task` is the launcher's own number for it, which differs
+                  if ranks are placed on devices (rank_mapping.py)
     launcher      "none", "torchrun", "slurm" or "mpi": whose variables were read
     master_addr   host where the first process serves the store; master_port its port (0: any free
-                  one, for one process)
-    node          name of this host, as the launcher calls it
+                  port, for one process)
+    node          the launcher's name for this host
     job           distinguishes this run from others on the same host; the same on all its ranks
     store_served  whether the launcher serves a store at master_addr:master_port (torchrun does)
-    notices       where the launch differs from what the variables say, for the log
-    token         MEGATRON_JOB_TOKEN: a random text known only to this job's processes, part of the
+    notices       differences between the launch and the variables, for the log
+    token         MEGATRON_JOB_TOKEN: a random text that only this job's processes have, part of the
                   keys of the store
     """
 
@@ -121,7 +121,7 @@ class Launch:
         return {name.upper(): str(getattr(self, name)) for name in names.split()}
 
 
-_FLAGS = {  # of pretrain_gpt.py, beside the launcher's variable with the same meaning
+_FLAGS = {  # of pretrain_gpt.py, for the launcher's variable with the same meaning
     "MASTER_ADDR": ("--master-addr",),
     "MASTER_PORT": ("--master-port",),
     "LOCAL_RANK": ("--local_rank", "--local-rank"),
@@ -133,7 +133,7 @@ def variables_with_flags(
 ) -> dict[str, str]:
     """Return the environment, completed by --master-addr, --master-port and --local_rank.
 
-    Raises LaunchError where a flag contradicts its variable.
+    Raises LaunchError if a flag contradicts its variable.
     """
     variables = dict(os.environ if environ is None else environ)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -156,8 +156,8 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
     """Read the launcher's variables from `environ` (default: this process's).
 
     torchrun's names come first, then MPI's, then those of an srun task. A plain `python` inside a
-    batch script or an interactive allocation is one process, although Slurm's variables of the job
-    are set. Raises LaunchError for variables that are missing, no numbers, or contradict each
+    batch script or an interactive allocation is one process, although Slurm's variables for the job
+    are set. Raises LaunchError for variables that are missing, are not numbers, or contradict each
     other.
     """
     env = Variables(os.environ if environ is None else environ)
@@ -178,7 +178,7 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
             f"rank {launch.rank} of world size {launch.world_size} {source}: ranks go from 0 to "
             f"{launch.world_size - 1}"
         )
-    # LOCAL_RANK of a process without a launcher is the number of its device.
+    # Without a launcher, LOCAL_RANK is the number of the process's device.
     ranks = min(_MOST, _MOST if launch.launcher == "none" else launch.local_world_size)
     if launch.local_rank >= ranks:
         raise LaunchError(
@@ -190,7 +190,7 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
             f"MASTER_PORT={launch.master_port} is not a port: use one from 1024 to 65535"
         )
     try:
-        launch.master_addr.encode("idna")  # as every look-up of a name does
+        launch.master_addr.encode("idna")  # like every look-up of a name
     except UnicodeError as error:
         raise LaunchError(
             f"MASTER_ADDR={launch.master_addr} is not a host name ({error}): set it to the host of "
@@ -261,15 +261,15 @@ def _find(env: Variables) -> Launch:
             notices=notices,
             token=env.text("MEGATRON_JOB_TOKEN"),
         )
-    # One process; LOCAL_RANK, where it is set, still chooses the device.
+    # One process; LOCAL_RANK, if it is set, still chooses the device.
     return Launch(local_rank=env.number("LOCAL_RANK", 0), node=node, job=f"alone.{os.getpid()}")
 
 
 def _is_srun_task(env: Variables) -> bool:
     """Return whether srun started this process as a task.
 
-    A batch script has SLURM_PROCID and SLURM_NTASKS too, but no step; an interactive shell is a
-    step of Slurm's own.
+    A batch script has SLURM_PROCID and SLURM_NTASKS too, but no step; an interactive shell is one
+    of Slurm's own steps.
     """
     step = env.first(_STEP_VARIABLES)
     if not env.has("SLURM_PROCID") or (step and env.number(step) >= _FIRST_SPECIAL_STEP):
@@ -282,7 +282,7 @@ def _master(
 ) -> tuple[str, tuple[str, ...]]:
     """Return the host of rank 0 and notices about a different MASTER_ADDR.
 
-    `local_world_size` is None where it is not known.
+    `local_world_size` is None if it is not known.
     """
     # `hostname -i` prints an address for each of a host's interfaces
     addresses = env.text("MASTER_ADDR").split()
@@ -299,7 +299,7 @@ def _master(
         # Older scripts export MASTER_ADDR=$SLURM_SUBMIT_HOST: the login node.
         wrong = "the host that submitted the job"
     elif first and addresses:
-        # Scripts export the first node of the job, but rank 0 may be on another one of its nodes.
+        # Scripts export the first node of the job, but rank 0 may be on another of its nodes.
         usual = {first_host(env.text(name)) for name in _NODE_VARIABLES if env.has(name)} - {first}
         if any(_same_host(addresses[0], host) for host in usual):
             wrong = "not the node of rank 0"
@@ -320,9 +320,9 @@ def _master(
 
 
 def _first_of_layout(env: Variables, optional: bool) -> str:
-    """Return the node of rank 0, which with --distribution=arbitrary may be any of the step's.
+    """Return the node of rank 0, which with --distribution=arbitrary may be any node of the step.
 
-    No variable names it: Slurm sorts its lists of nodes. Where it is unknown, return "" if it is
+    No variable names it: Slurm sorts its lists of nodes. If it is unknown, return "" if it is
     `optional`, otherwise raise LaunchError.
     """
     step = f"{env.text('SLURM_JOB_ID')}.{env.text(env.first(_STEP_VARIABLES) or '')}"
@@ -337,7 +337,7 @@ def _first_of_layout(env: Variables, optional: bool) -> str:
         return ""
     raise LaunchError(
         "srun --distribution=arbitrary puts rank 0 on any node, and sattach --layout "
-        f"{step} does not tell which ({said.strip()[:200]}): export MASTER_ADDR with the host of "
+        f"{step} does not report which ({said.strip()[:200]}): export MASTER_ADDR with the host of "
         "the first task, or use another distribution"
     )
 
@@ -369,7 +369,7 @@ def first_host(nodelist: str) -> str:
 def _slurm_local_size(env: Variables, world: int) -> int:
     """Return the number of tasks of this step on this node.
 
-    If it is not known, return the number of tasks up to this one. Slurm lists tasks by node:
+    If it is unknown, return the number of tasks up to this one. Slurm lists tasks by node:
     "8(x3),2" is 8 on each of three nodes and 2 on the fourth.
     """
     name = env.first(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
@@ -392,17 +392,15 @@ def select_device(
 ) -> torch.device:
     """Return the device on which this process computes.
 
-    If the launcher gives each process one device, this is the only visible one. If all devices of a
-    node are visible, it is the one next to this local rank's cores by `mapping`, otherwise the one
-    with the local rank's number. It is the CPU if there is no device or the backend is "gloo".
-    Raises LaunchError if this process has no device.
+    If the launcher gives each process one device, it is the only visible one. If all devices of a
+    node are visible, it is the device next to this local rank's cores according to `mapping`, or
+    else the device with the local rank's number. It is the CPU if there is no device or the backend
+    is "gloo". Raises LaunchError if this process has no device.
     """
     import torch
 
     if backend not in (None, "nccl", "gloo"):
-        raise LaunchError(
-            f"backend {backend!r} is not known: use nccl (CUDA and ROCm) or gloo (CPU)"
-        )
+        raise LaunchError(f"backend {backend!r} is unknown: use nccl (CUDA and ROCm) or gloo (CPU)")
     if backend == "gloo":
         return torch.device("cpu")
     environ = os.environ if environ is None else environ

@@ -1,8 +1,8 @@
 """Sizes of the mesh dimensions, and the groups of ranks that communicate.
 
-Rank order: unless another one is chosen, the tensor-parallel rank varies fastest, then the
-data-parallel rank, then the pipeline rank. So neighbouring ranks, which launchers put on one node,
-form the groups that communicate most. Needs no torch.
+Unless another rank order is chosen, the tensor-parallel rank varies fastest, then the data-parallel
+rank, then the pipeline rank. Thus neighbouring ranks, which launchers put on one node, form the
+groups that communicate most. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def line_of(rank: int, stride: int, size: int) -> range:
 class LayoutSizes:
     """Sizes that a job chooses for its layout; fields are named like the settings.
 
-    expert_ranks_per_node  None: as many as there are on nodes of `ranks_per_node` ranks, or 1 if
-                           expert groups divide them unevenly
+    expert_ranks_per_node  None: their number on nodes of `ranks_per_node` ranks, or 1 if expert
+                           groups divide these unevenly
     rank_order             None: DEFAULT_ORDER
     """
 
@@ -73,8 +73,8 @@ class Layout:
     >>> list(Layout(tensor=2, pipeline=2, data=2).ranks("data", 7))
     [5, 7]
 
-    Gradients are reduced over the data dimension. Its members m are divided further: into replicas,
-    each of `context` neighbours that share the replica's sequences (m = replica * context + context
+    Gradients are reduced over the data dimension. Its members m are divided further: into replicas
+    of `context` neighbours that share the replica's sequences (m = replica * context + context
     rank), and into groups of `expert` neighbours that hold different experts. Members with the same
     m % expert hold the same experts.
 
@@ -133,7 +133,7 @@ class Layout:
     def for_world(cls, world_size: int, sizes: LayoutSizes) -> Layout:
         """Return the layout of `world_size` processes; the data dimension takes what remains.
 
-        Raises ConfigError when the processes do not divide into whole replicas.
+        Raises ConfigError if the processes do not divide into whole replicas.
         """
         tensor = sizes.tensor_model_parallel_size
         pipeline = sizes.pipeline_model_parallel_size
@@ -153,7 +153,7 @@ class Layout:
         zero = sizes.zero_shard_size, sizes.zero_state_shard_size
         if -1 in zero and not each:
             raise ConfigError(
-                f"the nodes have no neighbouring data-parallel ranks of their own in rank order "
+                f"no node has neighbouring data-parallel ranks to itself in rank order "
                 f"{order}: give --zero-shard-size and --zero-state-shard-size as numbers"
             )
         shard, states = (each if size == -1 else size for size in zero)
@@ -165,7 +165,7 @@ class Layout:
 
     @property
     def shard_sizes(self) -> tuple[int, int]:
-        """Return how many ranks ZeRO shards gradients or weights over, and optimizer states."""
+        """Return the numbers of ranks over which ZeRO shards gradients or weights, and states."""
         return self.shard or self.data, self.states or self.data
 
     @property
@@ -212,7 +212,7 @@ class Layout:
 
     @functools.cached_property
     def lines(self) -> dict[str, RankGroup]:
-        """Groups of ranks that communicate, by name; for ZeRO's see ShardGroups."""
+        """Groups of ranks that communicate, by name; for ZeRO's groups see ShardGroups."""
         tensor, data, pipeline = self.strides
         each = self.expert_node
         nodes = self.expert // self.expert_node

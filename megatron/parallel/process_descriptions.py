@@ -1,4 +1,4 @@
-"""Descriptions of processes at the rendezvous, and their comparison by the first of them."""
+"""Descriptions of processes at the rendezvous, and their comparison by the first process."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from megatron.parallel.rank_mapping import (
 from megatron.parallel.topology import Group, compress_ranks
 
 Alike = Mapping[str, Mapping[str, Any]]
-"""Values that must be equal on all ranks, by kind and name; JSON-serialisable. A rank without a kind
-is not compared in it.
+"""Values that must be equal on all ranks, by kind and name; JSON-serialisable. A rank without a
+kind is not compared in it.
 """
 
 _SHOWN = 8  # groups of ranks, and names, in the description of a difference
-_LONGEST = 200  # characters of a value in it
+_LONGEST = 200  # characters of a value in a description
 
 
 def bus_address(device: torch.device) -> tuple[int, ...]:
-    """Return PCI domain, bus and device; empty for the CPU or where torch has none."""
+    """Return PCI domain, bus and device; empty for the CPU or if torch has none."""
     if device.type == "cpu":
         return ()
     properties = torch.cuda.get_device_properties(device)
@@ -44,14 +44,14 @@ def bus_address(device: torch.device) -> tuple[int, ...]:
 
 
 def device_identity(device: torch.device) -> str:
-    """Return an identifier of this device on its node; "" for the CPU or where torch has none."""
+    """Return an identifier of this device on its node; "" for the CPU or if torch has none."""
     if device.type == "cpu":
         return ""
     if not torch.version.hip:
         # Parts of one card share its bus address but not the uuid.
         return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    # Each die of an MI250X has a separate bus address. The partitions of an MI300 share theirs;
-    # where a process sees several of them, the number distinguishes them.
+    # Each die of an MI250X has a separate bus address. The partitions of an MI300 share one; if a
+    # process sees several of them, the number distinguishes them.
     address = bus_address(device)
     return f"{address}:{device.index}" if address else ""
 
@@ -76,7 +76,7 @@ def describe_process(
 
 
 def conflict(tasks: Sequence[LaunchedProcess]) -> str:
-    """Return why these processes, by the launcher's numbers, cannot work together, or ""."""
+    """Return why these processes, in the launcher's order, cannot work together, or ""."""
     first = tasks[0]
     users = dict[tuple[str, str], int]()
     for rank, process in enumerate(tasks):
@@ -102,9 +102,10 @@ def digests(alike: Alike) -> dict[str, tuple[str, str]]:
 
 
 def compare(alike: Alike, world: Group) -> str:
-    """Return a description of what differs between ranks and must not, or "".
+    """Return a description of the values that differ between ranks but must not, or "".
 
-    All ranks call this after the rendezvous, for values that were unknown there, and get the same.
+    All ranks call this after the rendezvous, for values that were unknown then, and get the same
+    result.
     """
     here = digests(alike)
     number = int.from_bytes(hashlib.sha256(json.dumps(here).encode()).digest()[:7])
@@ -118,7 +119,7 @@ def compare(alike: Alike, world: Group) -> str:
 
 
 def difference(of_ranks: Sequence[Mapping[str, str]], text_of: Callable[[str], str | bytes]) -> str:
-    """Return a description of what differs between ranks and must not, or "".
+    """Return a description of the values that differ between ranks but must not, or "".
 
     of_ranks  digests of each rank, by kind
     text_of   returns the text of a digest; called for those of the largest groups only

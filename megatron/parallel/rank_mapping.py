@@ -1,17 +1,17 @@
-"""Placement: the device of a process where several are visible, and its rank on a node.
+"""Placement: the device of a process that sees several, and its rank on a node.
 
 Placement changes ranks, never devices: the launcher binds a process to cores, and so to the device
 and the network card next to them. The machine's links then decide in which order the devices of a
 node are best numbered (`device_order`), and a process takes the rank that belongs to its device.
-Processes meet under the launcher's numbers (Launch.task) and one of them computes the ranks of all
-(`assign`): the ranks of a node are permuted among its own processes or left alone, so that two
-processes never get the same rank, even if they are wrong about their devices.
+Processes meet under the launcher's numbers (Launch.task), and one of them computes all ranks
+(`assign`). The ranks of a node are permuted among its own processes or left as they are: two
+processes never get the same rank, even if they report a wrong device.
 
 A process that sees all devices of a node takes the one that belongs to its local rank, which no
-other takes. It does not choose by the cores that it was bound to: several processes may be bound
-next to one device (as -c2 packs them). If its cores belong to other devices, a notice says so.
+other takes. It does not choose by the cores that it is bound to: several processes may be bound
+to cores next to one device (-c2 does this). If its cores belong to other devices, a notice says so.
 
-Needs no torch.
+This module needs no torch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import NamedTuple
 from megatron.errors import LaunchError
 from megatron.parallel.environment import natural_number
 
-# The variables of ROCm, HIP, and CUDA; HIP reads CUDA's where its own is not set.
+# The variables of ROCm, HIP, and CUDA; HIP reads CUDA's if its own is not set.
 VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-_SHOWN = 4  # nodes that a notice names
+_SHOWN = 4  # nodes in a notice
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class RankMapping:
     device_order     devices of a node in the order of its ranks; empty: ranks stay as the launcher
                      numbers them
     local_order      local rank i runs next to device local_order[i]; empty: next to device i
-    cores_of_device  first and last core next to each device; empty: not known
-    rank_order       order of the directions (Layout.order), compared over all processes
+    cores_of_device  first and last core next to each device; empty: unknown
+    rank_order       order of the mesh dimensions (Layout.order), compared over all processes
     """
 
     device_order: tuple[int, ...] = ()
@@ -70,11 +70,11 @@ class RankPlan:
 class LaunchedProcess(NamedTuple):
     """A process as the launcher started it and as it describes itself to the others.
 
-    node, number, address  its node, and its device's number there and PCI address, where known
+    node, number, address  its node, and its device's number on it and PCI address, if known
     near                   the devices next to the cores that it may use
-    pid, backend           its process, and what torch.distributed uses
-    device, identity       its device as torch names it, and what identifies it within the node
-    alike                  digests of what must be the same for all, by kind
+    pid, backend           its process, and the backend of torch.distributed
+    device, identity       torch's name for its device, and an identifier of it within the node
+    alike                  digests of values that must be the same for all, by kind
     """
 
     node: str
@@ -91,7 +91,7 @@ class LaunchedProcess(NamedTuple):
     def location(self) -> str:
         """Return "node:device".
 
-        The device's number is that on the node if the process counts it differently.
+        The number is the device's number on the node if the process counts differently.
         """
         other = self.number is not None and self.device != f"cuda:{self.number}"
         return f"{self.node}:{self.device}" + (f" (device {self.number})" if other else "")
@@ -102,7 +102,7 @@ class Assignment:
     """The ranks of all tasks.
 
     ranks    of each task
-    devices  number of each task's device on its node; None where it is not known
+    devices  number of each task's device on its node; None if it is not known
     notices  deviations from what is expected
     """
 
@@ -116,12 +116,12 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def visible_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Return the numbers on the node of the devices that this process can see, in its order.
+    """Return the node's numbers for the devices that this process can see, in its order.
 
-    None where nothing limits them, or where they are named otherwise (such as "GPU-..."). ROCm
+    None if nothing limits them, or if they are named otherwise (such as "GPU-..."). ROCm
     filters twice: HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES, which HIP reads too) counts within
     the list of ROCR_VISIBLE_DEVICES, up to the first number that this list does not have. If a
-    launcher writes the same list into all of them, it means the devices of the node.
+    launcher writes the same list into all of them, the list means devices of the node.
     """
     rocr, hip, cuda = (environ.get(name, "").strip() for name in VISIBLE)
     outer = _numbers(rocr)
@@ -149,10 +149,10 @@ def _numbers(text: str) -> tuple[int, ...] | None:
 def near_index(
     mapping: RankMapping | None, local_rank: int, visible: int, shown: tuple[int, ...] | None
 ) -> int | None:
-    """Return which of `visible` devices is next to this local rank's cores.
+    """Return the index of the `visible` device next to this local rank's cores.
 
-    None if the machine is not known, or this process sees only some of its devices. `shown` are
-    their numbers, see visible_devices.
+    None if the machine is unknown, or this process sees only some of its devices. `shown` are their
+    numbers, see visible_devices.
     """
     order = () if mapping is None else mapping.local_order
     if len(order) != visible or local_rank >= visible:
@@ -170,7 +170,7 @@ def device_number(
 ) -> int | None:
     """Return the number on its node of this process's device, the `index`th of `visible` ones.
 
-    None where it is not known.
+    None if it is not known.
 
     index  None: the process uses no device; the result is for the one that it would use
     """
@@ -185,9 +185,9 @@ def device_number(
 
 
 def near_devices(mapping: RankMapping, cores: Collection[int]) -> tuple[int, ...]:
-    """Return the devices next to these cores of a process; empty where the machine is not known."""
+    """Return the devices next to these cores of a process; empty if the machine is not known."""
     spans = mapping.cores_of_device
-    # The second hardware threads of the cores are numbered after all first ones.
+    # The second hardware threads of all cores are numbered after the first ones.
     total = 1 + max((last for _, last in spans), default=0)
     near = {core % total for core in cores}
     return tuple(
@@ -199,7 +199,7 @@ def assign(tasks: Sequence[LaunchedProcess], device_order: Sequence[int]) -> Ass
     """Return ranks for all tasks: a permutation.
 
     A node's ranks follow `device_order` if it has as many tasks as devices, with consecutive
-    numbers, on different devices; otherwise they stay, as they do without a device order.
+    numbers, on different devices; otherwise, and without a device order, they stay as launched.
     """
     ranks = list(range(len(tasks)))
     device_of_task = [task.number for task in tasks]
@@ -243,9 +243,9 @@ def assign(tasks: Sequence[LaunchedProcess], device_order: Sequence[int]) -> Ass
 
 
 def ranks_per_node(nodes: Sequence[str]) -> int:
-    """Return how many consecutive ranks each node has, by the node of each rank.
+    """Return the number of consecutive ranks on each node, from the node of each rank.
 
-    1 where nodes have different numbers, or ranks that do not follow each other.
+    1 if nodes have different numbers of ranks, or ranks that are not consecutive.
     """
     runs = [len(list(run)) for _, run in itertools.groupby(nodes)]
     return runs[0] if len(set(runs)) == 1 and len(runs) == len(set(nodes)) else 1
@@ -254,7 +254,7 @@ def ranks_per_node(nodes: Sequence[str]) -> int:
 def _devices(
     tasks: Sequence[LaunchedProcess], members: Sequence[int], count: int
 ) -> list[int] | str:
-    """Return the device of each of a node's tasks, or why it does not matter or is not known."""
+    """Return the device of each of a node's tasks, or why it does not matter or is unknown."""
     if len(tasks) != count:
         return f"{len(tasks)} process(es) on a node of {count} devices"
     if members[-1] - members[0] + 1 != count:
@@ -267,10 +267,10 @@ def _devices(
         return known
     addresses = [tuple(task.address) for task in tasks]
     if all(addresses) and len(set(addresses)) == count:
-        in_order = sorted(addresses)  # as the numbers are where no variable changes them
+        in_order = sorted(addresses)  # the order of the numbers unless a variable changes it
         return [in_order.index(address) for address in addresses]
     if len(known) < count:
-        return f"the device of {count - len(known)} of {count} processes is not known"
+        return f"the device of {count - len(known)} of {count} processes is unknown"
     return f"their devices are {_listed(known)}, not each of 0 to {count - 1} once"
 
 

@@ -1,17 +1,17 @@
-"""The rendezvous of all processes, and the detection of those that fail later.
+"""The rendezvous of all processes, and the detection of processes that fail later.
 
 Every process writes a description of itself, under the launcher's number for it (Launch.task), to a
 store that the first process or the launcher serves. The first process compares the descriptions,
-gives each process its rank (rank_mapping.py) and publishes a verdict: the ranks, or an error that names
-processes that are missing, conflict or differ.
+gives each process its rank (rank_mapping.py) and publishes a verdict: the ranks, or an error that
+names processes that are missing, conflict or differ.
 
-After that a daemon thread of each rank looks for calls in the store. On a roll call every rank
-answers: a rank that does not is dead, and the others can name it. All ranks learn the findings at
-the same time. So a rank that sees the failure late, when the store is gone, names the rank that
-died and not the one that it waited for. Calls are numbered, so a watchdog may make any number.
+After that a daemon thread on each rank looks for calls in the store. Every rank answers a roll
+call: a rank that does not is dead, and the others can name it. All ranks get the findings at the
+same time. Thus a rank that sees the failure late, when the store is gone, names the rank that died
+and not the one that it waited for. Calls are numbered, so a watchdog may make any number of them.
 
 A rank has two connections to the store, because a connection on which a thread waits for a key does
-not serve other threads: torch has one to itself, and nothing here waits on the other.
+not serve other threads: torch has one to itself, and this module never waits on the other.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from megatron.parallel.store import (
 from megatron.parallel.topology import compress_ranks
 
 AS_LAUNCHED = RankMapping()
-# the path under which gloo was compiled, which is of no use to users
+# the path at which gloo was compiled, which is of no use to users
 _SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")
 _SHOWN = 64  # missing ranks that are looked for, and places in the code that a finding lists
 _LINGER_S = 5.0  # how long the rank that serves the store stays for others at the end
@@ -77,7 +77,7 @@ _LINGER_S = 5.0  # how long the rank that serves the store stays for others at t
 _FULL_MESH = 1024
 _ROLL = "roll"  # a call of all ranks
 _INQUIRY = "inquiry"  # a call of a watchdog
-_NOBODY = -1  # instead of a rank that reported why it failed
+_NOBODY = -1  # in place of a rank, if a rank reported why it failed
 _OPEN = (
     "any process that connects to the ranks' store can guess its keys and end this job: export "
     "MEGATRON_JOB_TOKEN, a random text, before srun, mpirun or torchrun"
@@ -85,19 +85,19 @@ _OPEN = (
 
 
 class Rendezvous(StoreConnection):
-    """A connection of this process to all others; after `join`, also by torch.distributed.
+    """A connection of this process to all others; after `join`, also through torch.distributed.
 
-    A context manager.
+    It is a context manager.
 
-    launch, device       this process, with its final rank; `timeout` is for all to arrive
-    mapping              which ranks the processes of a node take; by default the launcher's
+    launch, device       this process, with its final rank; all must arrive within `timeout`
+    mapping              the ranks that the processes of a node take; by default the launcher's
     alike                values that must be equal on all ranks
     notices              lines for the log about launch and placement; the same on all ranks
     ranks_per_node       see rank_mapping.py
     flight, flight_file  this rank's flight recorder, and its node's file of them
     on_inquiry           called in a separate thread with the number of an inquiry
     judged               cleared while a watchdog finds out whether the job hangs
-    acts_on_failure      whether this rank acts on what `explain` found
+    acts_on_failure      whether this rank acts on the findings of `explain`
     """
 
     acts_on_failure = False
@@ -135,7 +135,7 @@ class Rendezvous(StoreConnection):
         self._answers_ended = threading.Event()  # no more calls are answered
         self._pause = self._answers_ended.wait if sleep is time.sleep else sleep
         self._torch_store: dist.Store  # torch's own connection to the store
-        self._answer_s = ANSWER_S + self.pause_s  # for a rank to receive a call and to answer it
+        self._answer_s = ANSWER_S + self.pause_s  # time for a rank to receive and answer a call
         self._listener: threading.Thread | None = None
         self._variables = contextlib.ExitStack()  # set until the end
         self._explained: LaunchError | None = None
@@ -155,9 +155,9 @@ class Rendezvous(StoreConnection):
     def join(self) -> Self:
         """Meet all other ranks, take the rank that `mapping` gives and start torch.distributed.
 
-        Raises LaunchError within `timeout` when ranks are missing (it names them and the location
-        of the others), when they differ in a value of `alike`, or when the store cannot be
-        reached. Exports the launcher-independent variables (RANK, ...) until close().
+        Raises LaunchError within `timeout` if ranks are missing (it names them and the location of
+        the others), if they differ in a value of `alike`, or if the store cannot be reached.
+        Exports the launcher-independent variables (RANK, ...) until close().
         """
         if dist.is_initialized():
             raise LaunchError(
@@ -176,7 +176,7 @@ class Rendezvous(StoreConnection):
             self.flight = self.flight_file.recorder
             atexit.register(self._leave)
             try:
-                # It keeps the deadline by itself unless the store's host hangs or lost power.
+                # It keeps the deadline by itself unless the store's host hangs or has lost power.
                 left = max(deadline - self.clock(), 0.0)
                 failure = f"{self._myself}: {self.store_name} gave no answer"
                 bounded(lambda: self._meet(deadline), left + ANSWER_S, failure)
@@ -226,7 +226,7 @@ class Rendezvous(StoreConnection):
         elif store.compare_set(f"participant/{task}", "", told).decode() != told:
             verdict = {
                 "error": f"two processes have rank {task}: {self._location_of_task(task)}, and "
-                f"{description.location}, process {description.pid}: every process needs a rank of its own"
+                f"{description.location}, process {description.pid}: each process needs its own rank"
             }
         elif task == 0:
             verdict = self._judge(deadline)
@@ -238,7 +238,7 @@ class Rendezvous(StoreConnection):
             verdict = {"error": self._absent()}
         if "error" in verdict:
             raise LaunchError(verdict["error"])
-        # From here on this process uses the rank that it was given.
+        # From now on this process uses the rank that it was given.
         self.server = verdict["server"]
         self.notices = verdict["notices"]
         self.ranks_per_node = verdict["ranks_per_node"]
@@ -253,7 +253,7 @@ class Rendezvous(StoreConnection):
             except (RuntimeError, TypeError) as error:  # TypeError: a name that is not text
                 reason = str(error).splitlines()[0]
                 return (
-                    f"{self._myself}: gloo cannot use the interface {name!r} of "
+                    f"{self._myself}: gloo cannot use the interface {name!r} in "
                     f"GLOO_SOCKET_IFNAME ({reason})"
                 )
         return ""
@@ -271,7 +271,7 @@ class Rendezvous(StoreConnection):
         self._absentees = len(missing)
         if not missing:
             first = self._location_of_task(0)
-            return f"all ranks arrived, but rank 0 ({first}) gave no verdict within {within}"
+            return f"all ranks arrived, but rank 0 ({first}) did not answer within {within}"
         present = "not listed"
         more = " and perhaps more"
         if len(missing) < _SHOWN:
@@ -339,8 +339,8 @@ class Rendezvous(StoreConnection):
         def start() -> None:
             if on_device:
                 torch.cuda.set_device(self.device)  # the current device is per thread
-            # No device_id: with it torch makes groups by splitting the whole world's communicator,
-            # in which every rank would have to take part in every group.
+            # No device_id: with it torch makes groups by splitting the world's communicator, and
+            # every rank would have to take part in every group.
             dist.init_process_group(
                 self.backend,
                 store=dist.PrefixStore("torch", self._torch_store),
@@ -355,11 +355,11 @@ class Rendezvous(StoreConnection):
         self.unless_failed(start, seconds, "torch.distributed did not start")
 
     def unless_failed(self, function: Callable[[], T], seconds: float, failure: str) -> T:
-        """Call `bounded`, which ends immediately when another rank fails."""
+        """Call `bounded`, but end immediately if another rank fails."""
         return bounded(function, seconds, failure, self._alarm)
 
     def _try(self, function: Callable[[], T], seconds: float) -> T | None:
-        """Return the function's result, or None where the store is gone or does not answer."""
+        """Return the function's result, or None if the store is gone or does not answer."""
         if not self._store_lost:
             try:
                 return bounded(function, seconds)
@@ -375,8 +375,8 @@ class Rendezvous(StoreConnection):
         said = json.dumps([self.launch.rank, f"{self._myself} failed: {message}"])
 
         def write() -> None:
-            # The first to fail is the cause. The others learn of it before this process, and
-            # perhaps the store, ends.
+            # The first rank to fail is the cause. The others learn of it before this process,
+            # and perhaps the store, ends.
             if self.store.compare_set("findings", "", said).decode() == said:
                 self._call_all(_ROLL)
 
@@ -385,8 +385,8 @@ class Rendezvous(StoreConnection):
     def explain(self, error: BaseException) -> LaunchError:
         """Return the cause of a failed or timed-out collective.
 
-        It names the ranks that failed or died, as far as they are known. Takes some seconds. The
-        result is a LostRankError, unless a rank reported why it failed. Raise it from `error`.
+        It names the ranks that failed or died, as far as they are known. This takes some seconds.
+        The result is a LostRankError, unless a rank reported why it failed. Raise it from `error`.
         """
         if self._explained is None:
             self._failed = True
@@ -398,7 +398,7 @@ class Rendezvous(StoreConnection):
                 lambda: self._diagnose(seen), 4 * self._answer_s
             )
             text = text or self._roll_findings or self._store_gone()
-            if self._store_lost:  # together with the rank that served it
+            if self._store_lost:  # and with it the rank that served it
                 self.acts_on_failure = self.launch.task == 1
             kind = LaunchError if self._reported else LostRankError
             self._explained = kind(f"{self._myself}: {text}. Seen here as {seen}")
@@ -412,7 +412,7 @@ class Rendezvous(StoreConnection):
 
     def _diagnose(self, seen: str) -> str:
         if self.launch.world_size == 1:
-            return "no other rank takes part"
+            return "there is no other rank"
         if not self.store.check(["findings"]) and self.store.add("explainers", 1) == 1:
             self.acts_on_failure = True
             findings = json.dumps([_NOBODY, self._call_roll(seen)])
@@ -448,7 +448,7 @@ class Rendezvous(StoreConnection):
         activities = [
             f"rank {compress_ranks(of)} {where}" for where, of in list(at.items())[:_SHOWN]
         ]
-        # The others may only have stopped because this rank called.
+        # The others may have stopped only because this rank called.
         return f"no rank died; {', '.join(activities)}; rank {self.launch.rank} was the first to see {seen}"
 
     # -- calls -----------------------------------------------------------------------------------
@@ -528,7 +528,7 @@ class Rendezvous(StoreConnection):
             # After a failure NCCL would wait for dead ranks; the end of the process frees its
             # communicators.
             with contextlib.suppress(RuntimeError, LaunchError):
-                if self._failed:  # gloo waits for what is still in progress
+                if self._failed:  # gloo waits for messages that are still in progress
                     bounded(dist.destroy_process_group, ANSWER_S, "torch.distributed did not end")
                 else:
                     dist.destroy_process_group()
@@ -538,7 +538,7 @@ class Rendezvous(StoreConnection):
     def _leave(self) -> None:
         """Write that this rank has left.
 
-        The rank that serves the store stays briefly for those that still ask.
+        The rank that serves the store stays briefly for ranks that still need it.
         """
         if self._closed:
             return
@@ -586,10 +586,10 @@ def connect(
     """Bring all processes together and initialise torch.distributed.
 
     The rendezvous is a context manager. If `backend` is None, nccl (which is RCCL on ROCm) is used
-    where there is a device and gloo elsewhere. `timeout` applies to the rendezvous and to every
+    if there is a device, otherwise gloo. `timeout` applies to the rendezvous and to every
     collective after it. `mapping` determines which ranks the processes of a node take: from then on
-    the rendezvous's `launch` is valid. `alike` has the values that must be equal on all ranks. Raises
-    LaunchError that names the ranks that are missing, or those that differ and in what.
+    use the rendezvous's `launch`. `alike` has the values that must be equal on all ranks. Raises a
+    LaunchError that names the missing ranks, or the ranks that differ and the values.
     """
     device = select_device(launch, backend, check_devices(mapping))
     return Rendezvous(launch, device, timeout, mapping, alike=alike).join()

@@ -1,8 +1,8 @@
 """The record of a parameter: which shard of which global tensor a rank has, and how it is used.
 
-Every parameter has a `Sharding` as `parameter.sharding`. From it the engine reads how gradients are
-reduced and which optimizer state belongs to it, the checkpoint under which name and offset a tensor
-is stored, and the planner what all of that costs; none of them needs to know the layer that made it.
+Every parameter has a `Sharding` as `parameter.sharding`. The engine reads from it how gradients are
+reduced and which optimizer state belongs to it, the checkpoint its name and offset, and the planner
+the cost of all this. None of them depends on the layer that made the parameter.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Kind = Literal["hidden", "embedding", "output", "vector"]
 def kind_of(name: str, global_shape: Sequence[int]) -> Kind:
     """Return the kind of a parameter, on which its optimizer and its learning rate may depend.
 
-    hidden     a matrix of a layer, from features to features; several side by side have 3 dimensions
+    hidden     a matrix of a layer, from features to features; several matrices have 3 dimensions
     embedding  a table from tokens or positions to features
     output     any other matrix, normally from features to the vocabulary
     vector     a norm or a bias
 
-    A tied embedding is an embedding. A router, or the gate of a shared expert, is an output: from
+    A tied embedding is an embedding. A router, or the gate of a shared expert, is an output, from
     features to experts.
 
     >>> kind_of("layers.0.mlp.dense_h_to_4h.weight", (2, 8, 4))
@@ -49,18 +49,18 @@ class Sharding:
     global_shape     shape without padding
     shape            of the local tensor, with padding
     offset           global index of the local tensor's first element
-    extent           how much of the local tensor, from its first element, is real; the rest is
+    extent           size of the real part of the local tensor, from its first element; the rest is
                      padding
-    dim              the dimension that tensor parallelism divides; None when every tensor rank
-                     holds the same values
-    partial_gradient whether the gradients of the tensor ranks are terms of a sum; None: as the
-                     autograd graph of the first forward pass says (engine/gradients.py)
+    dim              the dimension that tensor parallelism divides; None if every tensor rank holds
+                     the same values
+    partial_gradient whether the gradients of the tensor ranks are terms of a sum; None: derived
+                     from the autograd graph of the first forward pass (engine/gradients.py)
     tied             whether this is the tied embedding weight, held by the first and the last stage
     decay            whether weight decay applies
-    copies           number of neighbouring tensor ranks that hold this shard of a divided dimension;
-                     the gradients of more than one are terms of a sum
+    copies           number of neighbouring tensor ranks that hold this shard of a divided
+                     dimension; the gradients of more than one are terms of a sum
     base_shape       global shape in the base model of muP; None without muP
-    fp32             whether forward and backward passes use it in fp32, also beside 16-bit weights
+    fp32             whether forward and backward passes use it in fp32, even beside 16-bit weights
     experts          whether expert-parallel ranks hold different slices of dimension 0
     """
 
@@ -89,9 +89,9 @@ class Sharding:
 
     @property
     def growth(self) -> tuple[float, float]:
-        """Return the ratios of outputs and of inputs to those of muP's base model.
+        """Return the ratios of outputs and inputs to those of muP's base model.
 
-        A vector has outputs only. The features of a table are its inputs.
+        A vector has only outputs. The features of a table are its inputs.
         """
         shape = self.global_shape
         base = self.base_shape or shape

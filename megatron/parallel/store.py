@@ -26,10 +26,10 @@ from megatron.parallel.launch import Launch
 T = TypeVar("T")
 
 ANSWER_S = 5.0  # how long the store, or a rank, may take to answer
-_BATCH = 1024  # keys in one request: the store's time for a request grows faster than its keys
+_BATCH = 1024  # keys in one request, whose time grows faster than the number of its keys
 _PATIENCE_S = 3.0  # how long torch may look for a store that has not started yet
-_FOREVER = timedelta(days=20)  # longer ones do not fit torch's 31 bits of milliseconds
-# requests a second of all ranks together for a key that they wait for: 0.2 of a core of rank 0
+_FOREVER = timedelta(days=20)  # longer times do not fit torch's 31 bits of milliseconds
+# requests per second of all ranks together for a key that they wait for: 0.2 cores of rank 0
 _ASKED = 10_000
 
 
@@ -38,7 +38,7 @@ class StoreConnection:
     """A connection to this job's part of the store, which the first process or the launcher serves.
 
     launch        this process
-    timeout       for the store to start, and for requests of torch
+    timeout       for the store to start, and for torch's requests
     clock, sleep  measure and spend the time between requests for a key that is awaited
     server        the rank that serves the store
     """
@@ -49,7 +49,7 @@ class StoreConnection:
     sleep: Callable[[float], object] = time.sleep
     server: int = field(default=0, init=False)
     store: dist.Store = field(init=False)
-    """A host that lost power never answers: call its methods through `bounded`."""
+    """A host that has lost power never answers: call its methods through `bounded`."""
 
     @property
     def serves_store(self) -> bool:
@@ -77,7 +77,7 @@ class StoreConnection:
     def another(self) -> dist.Store:
         """Return another connection to the store.
 
-        While a thread waits for a key in one, other threads get no answer there.
+        While a thread waits for a key on a connection, other threads get no answer on it.
         """
         if isinstance(self.store, dist.HashStore):
             return self.store
@@ -110,7 +110,7 @@ class StoreConnection:
             raise LaunchError(
                 f"rank 0 on node {self.launch.node} cannot serve port {port}, perhaps because "
                 "another run or another process with rank 0 uses it: set MASTER_PORT to a free "
-                f"port, and give every process a rank of its own ({str(error).splitlines()[0]})"
+                f"port, and give every process its own rank ({str(error).splitlines()[0]})"
             ) from error
 
     def _client(self) -> dist.Store:
@@ -124,7 +124,8 @@ class StoreConnection:
         deadline = self.clock() + seconds
 
         def connect() -> dist.Store:
-            # torch retries after ever longer pauses, and its own time limit ends in stack traces.
+            # torch retries after longer and longer pauses, and its own time limit ends in stack
+            # traces.
             return dist.TCPStore(
                 *address, None, is_master=False, timeout=_FOREVER, wait_for_workers=False
             )
@@ -149,8 +150,8 @@ class StoreConnection:
     def _await_listener(self, address: tuple[str, int], deadline: float) -> None:
         """Wait until a process listens at the address; raise OSError after the deadline.
 
-        If rank 0 starts late, torch would retry less and less often, and connect up to minutes
-        after that.
+        If rank 0 started late, torch would retry less and less often, and connect up to minutes
+        after the start.
         """
         while True:
             try:
@@ -185,7 +186,7 @@ class StoreConnection:
     def ranks_without(self, kind: str, most: int) -> list[int]:
         """Return the first ranks without a key `kind/rank`, at most `most`.
 
-        Ranges are halved, so that few missing keys cost few requests.
+        Ranges are halved: few missing keys take few requests.
         """
         missing: list[int] = []
         ranges = list(batches(range(self.launch.world_size)))[::-1]
@@ -232,11 +233,11 @@ def host_name_is_local() -> bool:
 
 @contextlib.contextmanager
 def without_dns() -> Iterator[None]:
-    """Let this process look up host names in /etc/hosts only (glibc; elsewhere no effect).
+    """Let this process look up host names in /etc/hosts only (with glibc; otherwise no effect).
 
     For the process that serves the store: torch looks up the name of every address that connects,
-    in the store's only thread and for its log. If an answer takes 50 ms, those of 75,264 ranks
-    would take an hour.
+    in the store's only thread and only for its log. If an answer takes 50 ms, the answers for
+    75,264 ranks would take an hour.
     """
     configure = getattr(
         ctypes.CDLL(None), "__nss_configure_lookup", lambda database, services: None

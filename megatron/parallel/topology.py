@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     GroupFactory = Callable[[Sequence[int]], ProcessGroup]
 
-_LATE_S = 5.0  # torch's own, more detailed message may come this late
+_LATE_S = 5.0  # torch's own, more detailed message may be this late
 
 
 def compress_ranks(ranks: Iterable[int]) -> str:
@@ -37,7 +37,7 @@ def compress_ranks(ranks: Iterable[int]) -> str:
 
 
 def neighbours(size: int) -> list[list[tuple[int, int]]]:
-    """Return the pairs of neighbours in a ring of `size`, in rounds in which each member has one.
+    """Return the pairs of neighbours in a ring of `size`, in rounds with one pair per member.
 
     >>> neighbours(4)
     [[(0, 1), (2, 3)], [(1, 2)], [(3, 0)]]
@@ -54,8 +54,8 @@ class Group:
 
     `handle` is the torch process group; None for a group of one, which never communicates.
     Communication over the group is recorded in `flight`, under the group's `kind` (one of
-    flight.KINDS). `pairs` has, by the global rank of the other member, groups of two for messages
-    (collectives.post).
+    flight.KINDS). `pairs` has groups of two for messages (collectives.post), by the global rank of
+    the other member.
     """
 
     ranks: Sequence[int]
@@ -80,10 +80,10 @@ class Group:
 
 @dataclass(frozen=True)
 class ShardGroups:
-    """The groups over which ZeRO shards what every data-parallel rank would hold.
+    """The groups over which ZeRO shards the state that every data-parallel rank would hold.
 
     inner   neighbours that together hold gradients, and with stage 3 weights, once
-    outer   ranks with the same shard of these, each with another shard of its optimizer states
+    outer   ranks with the same shard of these, each with a different shard of its optimizer states
     states  the ranks that together hold the optimizer's state once: inner times outer
     copies  ranks with the same shard of the optimizer's state
     """
@@ -101,7 +101,7 @@ class ShardGroups:
 
     @property
     def part(self) -> int:
-        """Return the index of this rank's optimizer shard, of `states.size` equal ones."""
+        """Return the index of this rank's optimizer shard among `states.size` equal ones."""
         return self.part_of(self.states.rank)
 
     def part_of(self, member: int) -> int:
@@ -125,7 +125,7 @@ class _Groups:
     flight: FlightRecorder
 
     def make(self, kind: str, *known: Group) -> Group:
-        """Return the group of a kind: the one of `known` with the same ranks, if any."""
+        """Return the group of a kind: a `known` one with the same ranks, if any."""
         ranks = self.layout.ranks(kind, self.rank)
         for group in known:
             if len(group.ranks) == len(ranks) and all(map(operator.eq, group.ranks, ranks)):
@@ -147,7 +147,7 @@ class _Groups:
         for pairs in neighbours(group.size):
             ends = next((each for each in pairs if group.rank in each), (group.rank,))
             ranks = sorted(group.ranks[member] for member in ends)
-            handle = self.new_group(ranks)  # also where it is alone: see tied embeddings
+            handle = self.new_group(ranks)  # even if it is alone: see tied embeddings
             for peer in set(ranks) - {self.rank}:
                 group.pairs[peer] = self._group(ranks, handle, group.kind)
 
@@ -166,8 +166,8 @@ class Topology:
     `data` is the full group over which gradients are summed and ZeRO shards: all replicas, and all
     context ranks of each. `context` and the expert groups are subgroups of it (Layout). `shards`
     divides it for ZeRO, `expert_shards` the ranks with the same experts.
-    `embedding` joins the first and last pipeline stages where both hold a tied embedding;
-    None elsewhere.
+    `embedding` joins the first and last pipeline stages if both hold a tied embedding; otherwise it
+    is None.
     """
 
     layout: Layout
@@ -229,12 +229,12 @@ class Topology:
     ) -> Topology:
         """Build the groups of this process over the initialised default process group.
 
-        Without one there is a single process. `tied_embeddings` False saves the group that only a
-        tied embedding needs. `flight` records what this rank waits in (Rendezvous.flight); by
-        default the record is not read. `sizes`, the same on all ranks, are all sizes instead of the
-        first two.
+        Without a process group there is a single process. `tied_embeddings` False omits the group
+        that only a tied embedding needs. `flight` records the calls in which this rank waits
+        (Rendezvous.flight); by default the record is not read. `sizes`, the same on all ranks, are
+        all sizes instead of the first two.
 
-        Raises ConfigError when the world does not divide, and LaunchError when ranks do not form a
+        Raises ConfigError if the world does not divide, and LaunchError if ranks do not form a
         group in time.
         """
         import torch
@@ -253,8 +253,8 @@ class Topology:
             def form() -> ProcessGroup:
                 if device.type == "cuda" and device.index is not None:
                     torch.cuda.set_device(device)  # the current device is per thread
-                # Only the members take part: at thousands of ranks a call of the world per group
-                # takes minutes.
+                # Only the members take part: with thousands of ranks, a call of the world for each
+                # group takes minutes.
                 made: ProcessGroup = dist.new_group(
                     list(ranks), timeout=timeout, use_local_synchronization=True
                 )
@@ -284,10 +284,10 @@ class Topology:
         tied_embeddings: bool = True,
         flight: FlightRecorder | None = None,
     ) -> Topology:
-        """Return the view of `rank` on `layout`.
+        """Return the topology of `rank` on `layout`.
 
         Without `new_group` nothing communicates: for planning and tests. `all_ranks` is the handle
-        of the world where there is one; `new_group` makes the others.
+        of the world, if there is one; `new_group` makes the others.
         """
         import torch
 
@@ -302,8 +302,8 @@ class Topology:
         if tied_embeddings and layout.pipeline > 1 and p in (0, layout.pipeline - 1):
             embedding = groups.make("embedding", pipeline)
         elif tied_embeddings and layout.pipeline > 2 and new_group is not None:
-            # torch names a group by its ranks and the number of groups that this one knows. Members
-            # of the next group, perhaps of another topology, must know as many.
+            # torch names a group after its ranks and this rank's number of groups. Members of the
+            # next group, perhaps of another topology, must have the same number.
             new_group((rank,))
         made |= {kind: groups.make(kind) for kind in ("context", "expert")}
         made["expert_data"] = groups.make("expert_data", made["data"])
@@ -324,7 +324,7 @@ class Topology:
     def describe(self, locations: Sequence[str] = ()) -> str:
         """Return the layout in a few lines; `locations` are node and device of each rank.
 
-        One rank alone has no groups to show.
+        A single rank has no groups to show.
         """
 
         def show(ranks: Sequence[int]) -> str:

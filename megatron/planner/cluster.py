@@ -119,7 +119,7 @@ class WallLimit(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """Partition or quality of service; None where the machine's limit applies."""
+    """Partition or quality of service; None if the machine's limit applies."""
 
     name: str
     max_nodes: Count | None = None

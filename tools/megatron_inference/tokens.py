@@ -41,7 +41,7 @@ _ROWS = {".jsonl", ".json", ".ndjson", ".parquet", ".pq"}
 class Part:
     """Consecutive tokens, the bytes of their text, and the bytes of the input read so far.
 
-    text_bytes   in UTF-8, without EOD; None where it was not asked for or there is no tokenizer
+    text_bytes   in UTF-8, without EOD; None if it was not asked for or there is no tokenizer
     """
 
     tokens: Ids

@@ -140,7 +140,7 @@ def matching(found: Contents, pattern: str | None) -> list[str]:
 
 
 def read_whole(found: Contents, name: str) -> torch.Tensor:
-    """Return a whole tensor. Raises CheckpointError where a part of it is damaged."""
+    """Return a whole tensor. Raises CheckpointError if a part of it is damaged."""
     entry = found.stored[name]
     whole = torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]))
     wanted = [(name, shard) for shard in entry["boxes"]]

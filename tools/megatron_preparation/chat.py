@@ -196,7 +196,7 @@ def _turns(chat: Chat, text: str, messages: list[dict[str, Any]], tools: Any) ->
     """Return the ranges of the assistant's turns in a text, from one pass of the template's loop.
 
     A turn is what the pass of a loop over the messages writes for it, without the beginning that
-    add_generation_prompt writes; what follows the loop belongs to the last one. None where no loop
+    add_generation_prompt writes; what follows the loop belongs to the last one. None if no loop
     writes each turn once, or the text is another one with marks in it.
     """
     places = _passes(_text(chat, messages, tools, turns=True), text)

@@ -99,7 +99,7 @@ def sections(runs: Sequence[Run]) -> Iterator[Section]:
 
 
 def summary(run: Run) -> Record:
-    """Return what was run and how it went, by name; None where it is not known."""
+    """Return what was run and how it went, by name; None if it is not known."""
     config, found, steps = run.config, run.measured, run.of("iteration")
     last = next((r for r in reversed(run.kept) if r.get("iteration") is not None), {})
     layout = run.start.get("layout") or {}

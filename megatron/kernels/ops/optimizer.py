@@ -75,7 +75,7 @@ class AdamWInputs(NamedTuple):
                      moments in bf16 are then rounded stochastically (round_). Rounded to nearest, a
                      second moment would stay where it was: with beta2 = 0.999 it falls by at most
                      0.1 % in a step, a quarter of half the distance of two bf16 numbers
-    copies           fp16 or bf16 tensors that get the new weights, rounded; empty where there are
+    copies           fp16 or bf16 tensors that get the new weights, rounded; empty if there are
                      none
     averages         fp32 averages of the weights, which move to the new ones by the share
                      `new_in_average`, as with torch.lerp; at 0 they are not read

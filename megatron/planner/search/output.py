@@ -359,8 +359,8 @@ for root in "${{MEGATRON_ROOT:-}}" "${{SLURM_SUBMIT_DIR:-}}" "$PWD"; do
     [[ ! -f $root/examples/frontier/job.sh ]] || break
 done
 # shellcheck source=/dev/null
-source "$root/examples/frontier/job.sh" || {{ echo "source site.env first, then sbatch" >&2 && exit
-2; }} train_job "${{FLAGS[@]}}" "$@"
+source "$root/examples/frontier/job.sh" || {{ echo "source site.env first, then sbatch" >&2 && exit 2; }}
+train_job "${{FLAGS[@]}}" "$@"
 """
 
 

@@ -72,7 +72,7 @@ class EnergyMeter:
         return [math.nan] * len(self._counters)
 
     def used_j(self) -> float:
-        """Return the energy since the last call, or since the beginning; NaN where unknown."""
+        """Return the energy since the last call, or since the beginning; NaN if unknown."""
         before = self._before
         self._before = self._read()
         used = sum(

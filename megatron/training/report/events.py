@@ -119,7 +119,7 @@ class Iteration(Event):
 
     lm_loss is None when every step of the interval was skipped or had no token in the loss; `empty`
     counts the latter, whose loss is None in step_losses. mfu and hfu are fractions of the
-    device's peak, None where that is unknown. memory_bytes is the most that any rank has held since
+    device's peak, None if that is unknown. memory_bytes is the most that any rank has held since
     the job began, not only in the interval, memory_rank that rank. reserved_bytes is the most that
     the allocator of any rank has reserved, None on a CPU.
 
@@ -127,7 +127,7 @@ class Iteration(Event):
                         without one
     stage_memory_bytes  most memory held by a rank of each pipeline stage
     energy_j            energy of all nodes in the interval, also per token (joules_per_token) and,
-                        since this job began, in kWh (energy_kwh); None where unknown
+                        since this job began, in kWh (energy_kwh); None if unknown
     times_ms            {phase: its time on each rank}, summarized by phases_ms
     balancing           {Megatron-LM's name of a loss of routers: its mean over layers and tokens,
                         without its coefficient}
@@ -347,7 +347,7 @@ class NotFinite(Event):
 class LossSpike(Event):
     """A loss was too high, compared with the `median` of the steps before.
 
-    The run went back to an iteration, and leaves out these samples of the data order; None where it
+    The run went back to an iteration, and leaves out these samples of the data order; None if it
     had no checkpoint to go back to.
     """
 
@@ -364,7 +364,7 @@ class LossSpike(Event):
 class TimelineRecorded(Event):
     """Bubble of a step, the share of the pipeline's time without computation, and its prediction.
 
-    predicted_bubble   None where the extension that computes it is not built
+    predicted_bubble   None if the extension that computes it is not built
     file               Perfetto trace of the step, beside the metrics file; None without one
     """
 
@@ -390,7 +390,7 @@ class Generated(Event):
 
 
 class Evaluated(Event):
-    """Loss of a checkpoint on whole files, by tools/evaluate.py; None where bytes are unknown."""
+    """Loss of a checkpoint on whole files, by tools/evaluate.py; None if bytes are unknown."""
 
     event = "evaluate"
     checkpoint: str
@@ -410,7 +410,7 @@ class Evaluated(Event):
 class End(Event):
     """A run ends for this reason, "done" after the last iteration. A failed run has no such event.
 
-    energy_j   of all nodes in this job; NaN where unknown
+    energy_j   of all nodes in this job; NaN if unknown
     """
 
     event = "end"

@@ -80,7 +80,7 @@ class Interval:
     No rank communicates or waits for its device before `reduce`.
 
     meter   energy meter of this node; None: unknown
-    used_j  energy of all nodes until the last log line; NaN where unknown
+    used_j  energy of all nodes until the last log line; NaN if unknown
     """
 
     def __init__(self, topology: Topology, rates: FlopRates) -> None:
@@ -267,7 +267,7 @@ def part_of_loss(loss: Tensor | None, counted: Tensor | None) -> Tensor:
 def mean_of_counted(loss: float, counted: float, every: float) -> float | None:
     """Return the mean loss over the `counted` micro-batches, from the mean over all `every` of them.
 
-    The loss of the others, which have no token in the loss, is 0. None where none is counted.
+    The loss of the others, which have no token in the loss, is 0. None if none is counted.
     """
     if counted == every:
         return loss

@@ -25,7 +25,7 @@ _MOST_TEXT = 500  # characters of a parameter
 
 
 class Begin(TypedDict):
-    """The run to write to; None where it is left to MLflow.
+    """The run to write to; None if it is left to MLflow.
 
     id_file  has the id of the tracker's run, from the start on
     resumes  continue the run with that id

@@ -165,7 +165,7 @@ class Background(Callback):
 def trackers(config: Config, say: Say) -> list[Background]:
     """Return the trackers that the flags select, and on_event of the user's own callbacks.
 
-    Raises ConfigError where a package is missing, and where a folder cannot be created.
+    Raises ConfigError if a package is missing or a folder cannot be created.
     """
     logging = config.logging
     selected = list[tuple[Callback, str, str]]()
@@ -355,7 +355,7 @@ def _remember(file: Path | None, id_: str) -> None:
 
 
 def _package(module: str, flag: str, package: str) -> Any:
-    """Import a tracker's module. Raises ConfigError where it is missing."""
+    """Import a tracker's module. Raises ConfigError if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

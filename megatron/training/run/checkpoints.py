@@ -227,7 +227,7 @@ class Saves:
 def check_save_folder(config: Config, topology: Topology, reporter: Reporter) -> None:
     """Report checkpoints in the --save folder that this start does not continue.
 
-    Raises CheckpointError where only a settings file names the folder: continuing is meant, or
+    Raises CheckpointError if only a settings file names the folder: continuing is meant, or
     another folder.
     """
     save = config.checkpoint.save

@@ -80,7 +80,7 @@ def staged_locations(
 ) -> dict[str, str]:
     """Copy the data to --stage-data-to, once per node; return where to read each prefix.
 
-    On each node, one process that reads the data makes the copy. The result is empty where nothing
+    On each node, one process that reads the data makes the copy. The result is empty if nothing
     is staged. All ranks call this and return when all copies are complete. Data that cannot be
     copied is read from its original place. Raises LaunchError when some rank is not done after
     WAIT_S.

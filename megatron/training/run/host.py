@@ -107,7 +107,7 @@ def share_cores(device: torch.device, local_world_size: int) -> str:
         if dist.is_initialized() and dist.get_world_size() > 1
         else [allowed] * local_world_size
     )
-    # torchrun sets the variable to 1 where the user has not.
+    # torchrun sets the variable to 1 if the user has not.
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     if os.environ.get("OMP_NUM_THREADS") and not by_torchrun:
         return f"threads: {torch.get_num_threads()} per process, as OMP_NUM_THREADS says"

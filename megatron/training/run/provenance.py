@@ -222,7 +222,7 @@ def ends_digest(path: Path, end: int) -> tuple[int, str]:
 
 
 def _version(package: str) -> str | None:
-    """Return the version of a package; None where it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

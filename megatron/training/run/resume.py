@@ -77,7 +77,7 @@ class Stored:
 
 
 def stored_settings(folder: Path, config: Config) -> Stored:
-    """Return the settings of a checkpoint. Raises CheckpointError where they are not those of a run."""
+    """Return the settings in a checkpoint. Raises CheckpointError if they are not a run's."""
     manifest = read_manifest(folder)
     stored = manifest.read_json(CONFIG)
     if not all(isinstance(stored.get(section), dict) for section in ("model", "optimizer")):
@@ -297,7 +297,7 @@ def describe_data(
     """Report the samples that are repeated or skipped because the order of the data has changed.
 
     `dataset` was made for `train_samples`; the run takes its samples from `progress` to `end`.
-    Raises CheckpointError where the checkpoint's settings give no length of its run.
+    Raises CheckpointError if the checkpoint's settings give no length of its run.
     """
     former = _FormerData(stored, config)
     changes = former.changes(train_samples)

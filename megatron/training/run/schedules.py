@@ -209,7 +209,7 @@ class RunCosts:
     """Size of a run on a number of nodes, and its remaining time.
 
     `flops` counts matrix products and attention, without recomputation. seconds and node_hours are
-    None where the speed is unknown.
+    None if the speed is unknown.
     """
 
     nodes: int

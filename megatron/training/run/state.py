@@ -82,7 +82,7 @@ class Run:
     """The parts of a run on this rank.
 
     saves      None without --save
-    wall_time  None where the end of the job is unknown
+    wall_time  None if the end of the job is unknown
     watchdog   patient until the first step is done; None with --hang-timeout 0
     callbacks  the project's and the user's, in the order in which they are called
     """

@@ -225,7 +225,7 @@ class SlurmEnd:
         self.thread.start()
 
     def left_s(self) -> float | None:
-        """Return the seconds until the job ends; None where that is unknown or never."""
+        """Return the seconds until the job ends; None if that is unknown or never."""
         return None if self._end is None else self._end - self.clock()
 
     def close(self) -> None:
@@ -277,7 +277,7 @@ class WallTime:
 
     Time ends with the job or --exit-duration-in-mins.
 
-    left_s             returns the seconds until the job ends; None where that is unknown or never
+    left_s             returns the seconds until the job ends; None if that is unknown or never
     checkpoint_bytes   what one rank writes into a checkpoint, which gives the time of the first
                        save
     eval_iters         iterations of an evaluation of all corpora, each assumed to take as long as a
