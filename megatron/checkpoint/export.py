@@ -1,4 +1,4 @@
-"""Choice of the Hugging Face family that describes a model. Needs no torch."""
+"""Selection of the Hugging Face family that describes a model. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def export_problem(model: ModelConfig, pieces: Pieces) -> str:
     """Return why --save-hf could not write a model; "" if it could."""
     for name in ("layer", "model"):
         if getattr(pieces, name) is not None:
-            return f"it writes no model with a {name} of your own: its parts have no names there"
+            return f"it writes no model with your own {name}, for whose parts there are no names"
     try:
         # Every family has a vocabulary size; a tokenizer may supply it later.
         family_of(dataclasses.replace(model, vocab_size=model.vocab_size or 1))
@@ -28,7 +28,7 @@ def export_problem(model: ModelConfig, pieces: Pieces) -> str:
 
 
 def family_of(model: ModelConfig, preferred: str | None = None) -> str:
-    """Return the model_type that describes a model: the preferred one, or the first that can.
+    """Return the model_type that describes a model: the preferred one, or the first suitable one.
 
     A family describes a model if its config.json, read back, gives the same model. Raises
     ConfigError naming the settings in which the nearest family differs.
@@ -81,8 +81,8 @@ def _effective(model: ModelConfig) -> Values:
     settings["embedding_scale"] = model.embedding_scale or 1.0
     if model.position_embedding_type == "learned_absolute":
         settings["max_position_embeddings"] = model.max_position_embeddings
-    # Settings of features that a model lacks keep their defaults (NEEDED in validate.py); these do
-    # not.
+    # Settings of features that a model lacks keep their defaults (NEEDED in validate.py), except
+    # these.
     names = ["window_attn_skip_freq", *(["ffn_hidden_size"] if all(sparse) else [])]
     if model.position_embedding_type != "rope":
         names += ["rotary_base", "rotary_percent"]
@@ -92,7 +92,7 @@ def _effective(model: ModelConfig) -> Values:
 
 
 def without_mup(model: ModelConfig) -> ModelConfig:
-    """Return the settings of the same function without muP, for parameters changed by `take_up`."""
+    """Return settings without muP that give the same function, for parameters from `take_up`."""
     if not model.use_mup:
         return model
     unset: Values = dict.fromkeys(n for n in ARCHITECTURE if n.startswith("mup_"))

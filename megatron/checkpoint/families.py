@@ -1,4 +1,4 @@
-"""Hugging Face model families, each a table that is read in both directions.
+"""Hugging Face model families. Each is a table that is read in both directions.
 
 A table maps fields of config.json to our settings, and our parameters to Hugging Face tensors. A
 new family is one more entry of FAMILIES. Needs no torch.
@@ -28,9 +28,9 @@ ONLY: Fields = {
 
 @dataclass(frozen=True)
 class HFModules:
-    """Hugging Face modules that hold the rows of one of our matrices, one after the other.
+    """Hugging Face modules that hold the rows of one of our matrices, one after another.
 
-    by_head      their rows are all queries, then all keys, then all values; ours are
+    by_head      whether their rows are all queries, then all keys, then all values; ours are
                  [group][queries, key, value] (SelfAttention)
     transposed   their weights are [in, out]
     by_expert    each expert has these modules; its number fills the second {}
@@ -57,7 +57,8 @@ class Family:
     older          names of fields, and the names that some published files use instead
     prefix         prefix of tensor names, which some published files omit
 
-    A field that is neither here nor one without effect (huggingface_config.py) is refused.
+    Fields that are neither listed in the family nor without effect (huggingface_config.py) are
+    refused.
     """
 
     architecture: str
@@ -102,7 +103,7 @@ class Family:
 def _modules(layer: str, table: str) -> dict[str, HFModules]:
     """Parse a table: each line has our module, the Hugging Face modules and their properties.
 
-    Names that begin with a dot are within a layer, which Hugging Face calls `layer`.
+    Names that begin with a dot are within a layer, whose name in Hugging Face is `layer`.
     """
 
     def full_name(name: str, before: str) -> str:
@@ -327,7 +328,7 @@ FAMILIES: Mapping[str, Family] = {
             """,
         ),
         _EXPERTS_ALONE,
-        # it also scales the experts' inputs, which no setting here does
+        # it also scales the experts' inputs, for which there is no setting
         {**_SILU, "router_jitter_noise": 0.0},
         {"num_local_experts": "num_experts"},
     ),
@@ -473,4 +474,4 @@ FAMILIES: Mapping[str, Family] = {
         prefix="transformer.",
     ),
 }
-"""Families by model_type. Where several compute the same function, the first is written."""
+"""Families by model_type. If several compute the same function, the first is written."""

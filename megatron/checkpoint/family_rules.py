@@ -1,7 +1,7 @@
 """Rules that convert between fields of a Hugging Face config.json and our settings.
 
-They cover settings that are not a single field with the same value. The tables of
-megatron.checkpoint.families name them. Needs no torch.
+They cover settings that are not a single field with the same value. The tables in
+megatron.checkpoint.families refer to them. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.config.option import MOST_POSITIONS, pairs
 
 # Far beyond any model: a small file must not ask for hours of work.
 _MOST_LAYERS = 1 << 12
-_MOST_EXPERTS = 1 << 18  # of all layers
+_MOST_EXPERTS = 1 << 18  # in all layers
 
 Fields = Mapping[str, Any]
 """Fields of a config.json."""
@@ -88,7 +88,7 @@ TIED = Rule(
 
 
 def gelu(name: str) -> Rule:
-    """Return the rule of a field that names a form of GELU."""
+    """Return the rule for a field that names a form of GELU."""
 
     def read(fields: Fields) -> Values:
         if fields[name] not in ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"):
@@ -124,14 +124,14 @@ _ROPE_SCALING: Mapping[str, Mapping[str, str]] = {
 
 
 def rope(base: str = "rope_theta", share: str = "") -> Rule:
-    """Return the rule of the rotary embedding.
+    """Return the rule for the rotary embedding.
 
     base, share   names of the fields for the base and for the rotated fraction of a head; without
                   `share`, whole heads are rotated
 
     transformers 5 writes rope_parameters, which has all values; older versions, whose files it
-    still reads, write single fields and rope_scaling. Where a value is in several fields, the
-    precedence is that of transformers 5.23.
+    still reads, write single fields and rope_scaling. If a value is in several fields, the
+    precedence is the same as in transformers 5.23.
     """
 
     def read(fields: Fields) -> Values:
@@ -211,7 +211,7 @@ def _window(size: object, windowed: list[bool]) -> Values:
 
 
 def _layer_types(fields: Fields, usual: Callable[[int], bool]) -> list[bool]:
-    """Return which layers have a window, by layer_types or, without it, by `usual`."""
+    """Return which layers have a window, according to layer_types or, without it, to `usual`."""
     layers = _layers(fields)
     types = fields["layer_types"]
     if types is None:
@@ -234,7 +234,7 @@ def _layer_types(fields: Fields, usual: Callable[[int], bool]) -> list[bool]:
 
 
 def _window_size(model: ModelConfig) -> Values:
-    """Return the field of the window, which counts the token itself, too."""
+    """Return the field of the window, which includes the token itself."""
     sizes = [size for size in windows_of(model) if size is not None]
     return {"sliding_window": sizes[0] + 1 if sizes else None}
 
@@ -250,7 +250,7 @@ WINDOW_OF_ALL = Rule(lambda f: _window(f["sliding_window"], [True]), _window_siz
 
 
 def _window_by_layer(windowed: Callable[[int, int], bool]) -> Rule:
-    """Return the rule of a window; `windowed(layer, max_window_layers)` replaces layer_types."""
+    """Return the rule for a window; `windowed(layer, max_window_layers)` replaces layer_types."""
 
     def write(model: ModelConfig) -> Values:
         without = [size is None for size in windows_of(model)]
@@ -279,7 +279,7 @@ WINDOW_OF_EVERY_OTHER = Rule(
 
 
 def experts(count: str, normalised: str | None = "norm_topk_prob") -> Rule:
-    """Return the rule of experts and their router.
+    """Return the rule for experts and their router.
 
     count        field of their number
     normalised   field that says whether the weights of the chosen experts add up to one; None: they
@@ -344,7 +344,7 @@ SCALES = Rule(  # Gemma scales scores by a separate number, and embeddings by th
         else round(m.softmax_scale**-2)
     },
 )
-LENGTH = Rule(  # no positions are learned or scaled; old files have it for information
+LENGTH = Rule(  # no positions are learned or scaled; old files have it only for information
     lambda f: {"seq_length": _number(f, "seq_length", int)},
     lambda m: {"seq_length": m.seq_length},
 )

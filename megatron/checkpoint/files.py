@@ -3,14 +3,14 @@
     {"format": 3, "generation": 17, "files": {NAME: [bytes, digest], ...}, "digest": digest of the
     rest}
 
-The manifest has size and digest of every file except the data files, and its own digest. Shards in
-data files have their digests in the shard lists (shards.py), which the manifest covers in turn. So
-a flipped bit or a truncation anywhere in a checkpoint is found by the reader of the affected part,
-before it is used.
+The manifest has size and digest of every file except the data files, and its own digest. The
+digests of shards in data files are in the shard lists (shards.py), which the manifest covers in
+turn. Thus the reader of the affected part finds a flipped bit or a truncation anywhere in a
+checkpoint before using it.
 
-The generation gives the order in which the checkpoints of a folder were saved. Iterations do not,
+The generation gives the order in which the checkpoints in a folder were saved. Iterations do not,
 because a run may roll back, nor do clocks, which may be wrong. Each save uses the largest existing
-generation plus one; checkpoints without a generation are older than all others.
+generation plus one; checkpoints without a generation count as older than all others.
 
 Digests are 128-bit XXH3 in hex (Y. Collet, https://github.com/Cyan4973/xxHash), which is about as
 fast as memory can be read. They detect accidents but are not a signature.
@@ -49,7 +49,7 @@ _OTHER = "load another checkpoint"
 # of the manifest, and of a file that it lists
 _MANIFEST_LIMIT_BYTES = 64 << 20
 _FILE_LIMIT_BYTES = 1 << 30
-_BLOCK_BYTES = 4096  # of a sample of a file
+_BLOCK_BYTES = 4096  # of each sample of a file
 _LARGEST_GENERATION = 1 << 62  # the next save can still count up
 
 
@@ -107,7 +107,7 @@ def to_json(value: object, what: str) -> str:
 def write_text(path: Path, text: str) -> Written:
     """Write a file, sync it to disk, and return its size and digest. Raises OSError.
 
-    Use it only for files that are not read yet: a crash may leave a partial one.
+    Use it only for files that nobody reads yet: a crash may leave a partial file.
     """
     data = text.encode()
     with open(path, "wb") as f:
@@ -162,8 +162,8 @@ def write_manifest(
 ) -> Written:
     """Write the manifest for the files `names` of a folder and return its size and digest.
 
-    known   {name: (bytes, digest)} from write_text. These files are not read again, so that
-            corruption on the way to the disk is found when they are loaded
+    known   {name: (bytes, digest)} from write_text. These files are not read again: corruption on
+            the way to the disk is found when they are loaded
 
     Raises OSError.
     """
@@ -175,7 +175,7 @@ def write_manifest(
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint.
 
-    Raises CheckpointError naming the file when it is missing or damaged.
+    Raises CheckpointError naming the file if it is missing or damaged.
     """
     path = folder / MANIFEST
     text = read_bytes(path, _MANIFEST_LIMIT_BYTES, error=CheckpointError)
@@ -207,7 +207,7 @@ def _checked(name: str, size: Any, value: str) -> Written:
 def _text(content: Mapping[str, object]) -> str:
     """Return the text of a manifest.
 
-    It has `content`, which determines every byte, and the digest of its compact form.
+    It has `content`, which determines every byte, and the digest of the content's compact form.
     """
     content_digest = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
     return json.dumps({**content, "digest": content_digest}, indent=1, sort_keys=True) + "\n"

@@ -1,7 +1,7 @@
 """Directory of checkpoints: names, the commit of a new one, and the removal of old ones.
 
 A folder has a temporary name until all of it is on disk, and loses its final name before anything
-in it is deleted. So a folder with a checkpoint's name is always complete.
+in it is deleted. Thus a folder with a checkpoint's name is always complete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def folder_name(iteration: int) -> str:
 
 
 def tagged_name(tag: str) -> str:
-    """Return the name of the folder that a user gives by its iteration or by its name.
+    """Return the name of a folder that the user specifies by its iteration or by its name.
 
     >>> tagged_name("100"), tagged_name("best")
     ('iter_0000100', 'best')
@@ -61,9 +61,9 @@ def new_tracker(folder: Path, generation: int) -> Path:
 def commit_folder(temporary: Path, folder: Path, iteration: int, generation: int) -> None:
     """Give a complete folder its final name and write the tracker file.
 
-    On OSError both are as before. The only exception is a failure of the very last sync: then a
-    power failure could still undo the commit. An older checkpoint of the same name is replaced. At
-    no moment does the tracker name a checkpoint that does not exist.
+    After an OSError both are as before. The only exception is a failure of the very last sync: then
+    a power failure could still undo the commit. An older checkpoint of the same name is replaced.
+    The tracker never names a checkpoint that does not exist.
     """
     tracker = folder.parent / TRACKER
     renewed = new_tracker(folder, generation)
@@ -115,8 +115,8 @@ def to_remove(
     """Return the iterations whose checkpoints are to be removed, oldest first.
 
     iterations    of good checkpoints. Damaged ones neither count as kept nor are removed
-    newest_good   of the newest checkpoint of this run. It is kept, and so are newer ones, which
-                  this run did not write
+    newest_good   iteration of this run's newest checkpoint. It is kept, and so are newer ones,
+                  which this run did not write
     keep_last     number of checkpoints to keep, including `newest_good`; None keeps all
     keep_every    iterations that are multiples of it are kept in addition
     keep          iterations that are kept in any case
@@ -151,10 +151,9 @@ def retire(directory: Path, iterations: Iterable[int]) -> list[Path]:
 def left_over(directory: Path, current: Path | None = None) -> list[Path]:
     """Return the leftover folders of killed saves and removals.
 
-    `current`, which is being written, is excluded. A checkpoint gets its name back where the one
-    that was to replace it was never completed. A folder that another run may still be writing is
-    renamed before anything in it is deleted: that run's save fails and leaves no partial
-    checkpoint.
+    `current`, which is being written, is excluded. A checkpoint gets its name back if its
+    replacement was never completed. A folder that another run may still be writing is renamed
+    before anything in it is deleted: that run's save fails and leaves no partial checkpoint.
     """
     leftovers = []
     for path in sorted(directory.iterdir()):
@@ -164,7 +163,7 @@ def left_over(directory: Path, current: Path | None = None) -> list[Path]:
         if path.suffix == ".old" and not final.exists():
             os.rename(path, final)
         elif path.suffix == ".tmp":
-            # it has just got its final name, or is removed next time
+            # it has just got its final name, or will be removed next time
             with contextlib.suppress(OSError):
                 leftovers.append(path.rename(path.with_suffix(".removed")))
         else:

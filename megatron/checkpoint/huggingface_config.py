@@ -22,7 +22,7 @@ _CONFIG_LIMIT_BYTES = 1 << 24
 _MAY_BE_NULL = "num_key_value_heads n_inner attn_logit_softcapping final_logit_softcapping".split()
 
 _WITHOUT_EFFECT = frozenset(
-    # names, versions and formats; ids of tokens, which are read with the tokenizer
+    # names, versions and formats; token ids, which are read with the tokenizer
     """
     _name_or_path name_or_path architectures model_type auto_map transformers_version torch_dtype
     dtype quantization_config tokenizer_class bos_token_id eos_token_id pad_token_id unk_token_id
@@ -58,13 +58,13 @@ _WITHOUT_EFFECT = frozenset(
     repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
     """.split()
 )
-"""Fields that no family reads, and that do not change what the model computes."""
+"""Fields that no family reads and that do not change the model's results."""
 
 
 def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
     """Return (model_type, our settings of the model) from the fields of a config.json.
 
-    Raises CheckpointError, naming the file `where`, for models that are not supported here.
+    Raises CheckpointError, naming the file `where`, for models that are not supported.
     """
     kind = str(fields.get("model_type"))
     family = FAMILIES.get(kind)
@@ -75,7 +75,7 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
     classes = fields.get("architectures")
     if classes is not None and classes != [family.architecture]:
         raise CheckpointError(
-            f"{where} is of {classes!r:.100}; of {kind} only {family.architecture} is supported"
+            f"{where} is for {classes!r:.100}; for {kind} only {family.architecture} is supported"
         )
     if fields.get("quantization_config") is not None:
         raise CheckpointError(f"{where} describes a quantized model: use the one it was made from")
@@ -98,7 +98,7 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
         unknown = fields.keys() - read - _WITHOUT_EFFECT
         if unknown := {name for name in unknown if fields[name] is not None}:
             raise ValueError(
-                f"{', '.join(sorted(unknown)[:8]):.200} of {kind} is not known here: if it does not "
+                f"{', '.join(sorted(unknown)[:8]):.200} of {kind} is unknown: if it does not "
                 "change the model, remove it from the file"
             )
         for setting, hf_name in family.fields.items():
@@ -164,7 +164,7 @@ def read_model(folder: Path) -> tuple[str, ModelConfig]:
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the tokens that end a text, as transformers reads them from a folder: none or several.
+    """Return the tokens that end a text, read from a folder like transformers: none or several.
 
     Raises CheckpointError for files or fields that are wrong.
     """
@@ -199,7 +199,7 @@ def tokenizer_settings(folder: Path, at: Path | None = None) -> Values:
         begins = fields.get("add_bos_token", True)
         extra = {}
         kind = "Llama2Tokenizer" if begins else "GPTSentencePieceTokenizer"
-        if fields.get("eos_token") == "<EOD>":  # with the tokens that Megatron appends
+        if fields.get("eos_token") == "<EOD>":  # has the tokens that Megatron appends
             kind = "SentencePieceTokenizer"
             extra["vocab_extra_ids"] = str(fields.get("added_tokens_decoder")).count("<extra_id_")
         return {"tokenizer_type": kind, "tokenizer_model": str(at / "tokenizer.model"), **extra}

@@ -1,7 +1,7 @@
-"""Loading of models in Hugging Face's format: config.json and safetensors files.
+"""Loads models in Hugging Face's format: config.json and safetensors files.
 
-Each rank reads the rows and columns that it needs of each tensor, from one memory-mapped file after
-the other. Nothing in the folder is executed.
+Each rank reads the rows and columns of each tensor that it needs, from one memory-mapped file after
+another. Nothing in the folder is executed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _INDEX_LIMIT_BYTES = 1 << 28
 Shapes = Mapping[str, Index]
 """Global shapes of tensors, by name."""
-# Constants that old files have beside the parameters.
+# Constants that old files have besides the parameters.
 _NO_PARAMETERS = re.compile(
     r"\.(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$"
 )
@@ -62,7 +62,7 @@ def rows_by_head(heads: int, groups: int, width: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One of our parameters, whose rows are those of Hugging Face tensors in another order.
+    """One of our parameters, whose rows are the rows of Hugging Face tensors in another order.
 
     shape        of our parameter
     counts       rows of each Hugging Face tensor, by name
@@ -97,7 +97,7 @@ class Matrix:
         return index if self.order is None else self.order[index]
 
     def cut(self, full: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the Hugging Face tensors of our full parameter, one after the other."""
+        """Yield the Hugging Face tensors of our full parameter, one after another."""
         flat = full.reshape(-1) if self.columns is None else full.reshape(-1, self.columns)
         if self.order is not None:
             flat = flat.index_select(0, self.order.argsort())
@@ -134,7 +134,7 @@ def tensors_of(family: Family, model: ModelConfig, shapes: Shapes) -> Shapes:
 # ---- files
 
 TensorLocations = Mapping[str, tuple[str, str]]
-"""File of each tensor and its name in that file, by its name in transformers."""
+"""File of each tensor and its name in the file, by its name in transformers."""
 
 
 def open_tensors(path: Path) -> Any:
@@ -195,8 +195,8 @@ def find_tensors(folder: Path, family: Family, shapes: Shapes) -> TensorLocation
         stored = [read(name) for name in (head, embedding)]
         if stored[0].dtype != stored[1].dtype or not torch.equal(*stored):
             raise CheckpointError(
-                f"{folder}: its {CONFIG} says tie_word_embeddings, but {head} and {embedding} are "
-                "not the same: set it to false, as transformers takes such a model, or remove "
+                f"{folder}: its {CONFIG} has tie_word_embeddings, but {head} and {embedding} are "
+                "not equal: set it to false, as transformers treats such a model, or remove "
                 f"{head} from its files"
             )
         del locations[head]
@@ -206,12 +206,13 @@ def find_tensors(folder: Path, family: Family, shapes: Shapes) -> TensorLocation
 def _files(folder: Path) -> list[str]:
     """Return the names of a folder's safetensors files. Raises CheckpointError.
 
-    As in transformers, a whole file comes before an index, which may be of an earlier model.
+    As in transformers, a single file takes precedence over an index, which may be an earlier
+    model's.
     """
     if (folder / ADAPTER).exists():
         raise CheckpointError(
             f"{folder} has an {ADAPTER}, which changes the model: merge it into the weights "
-            "(merge_and_unload() of peft), or remove it to load the model without"
+            "(merge_and_unload() of peft), or remove it to load the model without it"
         )
     if (folder / SINGLE).exists():
         return [SINGLE]
@@ -225,7 +226,7 @@ def _files(folder: Path) -> list[str]:
     if any(folder.glob("pytorch_model*.bin")):
         hint = (
             "; its pytorch_model.bin is a pickle, which is not read: AutoModelForCausalLM."
-            "from_pretrained(FOLDER).save_pretrained(NEW) of transformers writes safetensors"
+            "from_pretrained(FOLDER).save_pretrained(NEW) in transformers writes safetensors"
         )
     raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}{hint}")
 
@@ -242,7 +243,7 @@ class SafetensorsReader:
     def __call__(self, name: str) -> torch.Tensor:
         file, key = self._locations[name]
         if file != self._file:
-            self._opened = None  # unmapped before another one is mapped
+            self._opened = None  # unmapped before another file is mapped
             self._file = file
             self._opened = open_tensors(self._folder / file)
         try:
@@ -291,7 +292,7 @@ class SafetensorsReader:
 
 def check_finite(values: torch.Tensor, what: str) -> None:
     """Raise CheckpointError if values are not finite."""
-    # The extremes are not finite where any value is not; counting needs copies of the tensor.
+    # The extremes are not finite if any value is not; counting would need copies of the tensor.
     if values.numel() and not all(map(math.isfinite, map(float, torch.aminmax(values)))):
         bad = values.numel() - int(torch.isfinite(values).sum())
         raise CheckpointError(

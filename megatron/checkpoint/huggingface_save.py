@@ -1,4 +1,4 @@
-"""Writing of models in Hugging Face's format.
+"""Writes models in Hugging Face's format.
 
     FOLDER/config.json, generation_config.json     the model
            model.safetensors                       its tensors; for a large model
@@ -6,8 +6,8 @@
            model.safetensors.index.json            the file of each tensor
            tokenizer.json ...                      files of the tokenizer
 
-Each file is written by one rank, tensor by tensor, several files at once. The folder has a temporary
-name until all of it is on disk.
+One rank writes each file, tensor by tensor; several files are written at once. The folder has a
+temporary name until all of it is on disk.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def take_up(model: ModelConfig, name: str, values: torch.Tensor) -> torch.Tensor
     """Return a full parameter of a muP model with the model's factors folded in.
 
     The embedding factor goes into the embedding tables, or into the norm of the word embeddings;
-    the factor of output scores into the final norm, which a tied table does not change; the factor
-    of a residual branch into its last matrix or norm; the attention factor into the queries or
-    their norm; factors of routers and gates into their weights.
+    the factor on output scores into the final norm, which does not change a tied table; the factor
+    on a residual branch into its last matrix or norm; the attention factor into the queries or
+    their norm; factors on routers and gates into their weights.
     """
     embed = model.mup_embedding_mult
     scores = model.mup_output_mult
@@ -128,7 +128,7 @@ class Companions:
     files   of the tokenizer, and generation_config.json, by name
     ids     fields of config.json that name special tokens
     kind    model_type of the folder they come from
-    note    what the folder will lack; "" if nothing
+    note    parts that the folder will lack; "" if none
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -152,17 +152,17 @@ def lacking(model: ModelConfig) -> list[str]:
         if option.name in _OF_TRAINING and (value := getattr(model, option.name)) != option.default
     ]
     if flags:
-        notes.append(f"config.json does not hold {', '.join(flags)}: to train on, give them again")
+        notes.append(f"config.json lacks {', '.join(flags)}: to continue training, give them again")
     if (factor := model.moe_eval_capacity_factor) is not None:
         notes.append(
-            "transformers drops no tokens, evaluation here does (--moe-eval-capacity-factor "
+            "transformers drops no tokens, this evaluation does (--moe-eval-capacity-factor "
             f"{factor}): results differ"
         )
     return notes
 
 
 def companions_of(config: Config) -> Companions:
-    """Return the files of the tokenizer of `config`, as transformers reads them.
+    """Return the files of the tokenizer of `config`, in the form that transformers reads.
 
     Raises DataError or CheckpointError for files that cannot be read.
     """
@@ -189,7 +189,7 @@ def companions_of(config: Config) -> Companions:
         notes.insert(
             0,
             f"no tokenizer is written: transformers has none for the files of {kind}; "
-            "docs/huggingface.md says how to add it",
+            "see docs/huggingface.md for how to add one",
         )
     named = {name: i for name, i in ids.items() if i is not None}
     files.setdefault(GENERATION, to_json(named, GENERATION).encode())
@@ -215,7 +215,7 @@ def _of_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> tuple[dict[str, b
     known = build_tokenizer(**dataclasses.asdict(tokenizer))
     target = "megatron.data.tokenizer_adapters:sentence_piece_facts"
     facts = LimitedProcess(target, model, str(model), model.stat().st_size).ask(None, 0)
-    # SentencePieceTokenizer appends tokens to those of the file.
+    # SentencePieceTokenizer appends tokens to those in the file.
     appended = {i: known.decode([i]) for i in range(len(facts["names"]), known.vocab_size)}
     ids = {f"{name}_token": i for name, i in facts["ids"].items()} | {"eos_token": known.eod}
     ids = {name: i for name, i in ids.items() if i >= 0}
@@ -259,8 +259,9 @@ class Parameters:
     """Parameters of this rank's pipeline stages.
 
     shapes   their global shapes, by name
-    full     returns a full parameter on the first rank of its tensor- and expert-parallel groups, None
-             on the others; all of these ranks call it, for the same names in the same order
+    full     returns a full parameter on the first rank of its tensor- and expert-parallel groups,
+             and None on the others; all of these ranks call it, for the same names in the same
+             order
     passes   called in place of `full` for parameters that other data-parallel ranks write, where
              gathering one needs all of them
     """
@@ -321,7 +322,7 @@ def _write_file(
     values: Iterator[torch.Tensor | None],
     dtype: torch.dtype,
 ) -> Exception | None:
-    """Write a file, or only join its collectives where `path` is None; return the error, if any.
+    """Write a file, or only join its collectives if `path` is None; return the error, if any.
 
     values   the parameters of the file, in order; None on ranks that do not write
     """
@@ -409,7 +410,7 @@ def write_model(
         )
     finally:
         if topology.world.is_first:
-            shutil.rmtree(temporary, ignore_errors=True)  # unless it has its final name
+            shutil.rmtree(temporary, ignore_errors=True)  # gone if it has got its final name
 
 
 def _file_name(number: int, total: int) -> str:
@@ -470,8 +471,8 @@ def export(
     `arriving` yields parameters when their values are available (Engine.arriving); with `on_all`
     all data-parallel ranks must call it for the same parameters.
 
-    All ranks call it. In addition to the model, a rank needs memory for a parameter that it gathers
-    from its tensor-parallel and its expert-parallel group. Errors are those of `write_model`.
+    All ranks call it. In addition to the model, a rank needs memory for one parameter that it
+    gathers from its tensor- and expert-parallel groups. Errors are those of `write_model`.
     """
     owned: dict[str, list[torch.nn.Parameter]] = {}
     for p in unique_parameters(chunks):
@@ -495,8 +496,8 @@ def export(
 def _gathered(parameters: Iterable[torch.Tensor], topology: Topology) -> torch.Tensor | None:
     """Return a full parameter in host memory, on the first rank of its groups.
 
-    These are its tensor- and expert-parallel groups; None on their other ranks. A rank may hold
-    several shards of it.
+    These are its tensor- and expert-parallel groups; other ranks return None. A rank may hold
+    several shards of the parameter.
     """
     tensor = topology.tensor
     expert = topology.expert

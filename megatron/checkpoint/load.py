@@ -1,11 +1,12 @@
-"""Loading of a checkpoint, on the layout that wrote it or on any other.
+"""Loads a checkpoint on the layout that wrote it or on any other.
 
-Damage and misfit are different errors. Where bytes are missing or are not those that were written,
-the previous checkpoint is loaded, and the result reports it. A good checkpoint that does not fit
-the model is an error: an older one of the same run would not fit either.
+A damaged checkpoint and one that does not fit are different errors. If bytes are missing or are not
+those that were written, the previous checkpoint is loaded, and the result reports this. A good
+checkpoint that does not fit the model is an error: an older one of the same run would not fit
+either.
 
 Every shard is compared with its digest before it is used. It is stored in the format of torch.save,
-from which torch.load(weights_only=True) loads nothing but tensors.
+from which torch.load(weights_only=True) loads only tensors.
 """
 
 from __future__ import annotations
@@ -69,14 +70,14 @@ from megatron.untrusted_pickle import check_torch_file
 class LoadedState:
     """State from which training resumes.
 
-    iteration   iterations done; 0 when fine-tuning
-    state       the caller's state that was saved; empty when fine-tuning
+    iteration   completed iterations; 0 when fine-tuning
+    state       the caller's saved state; empty when fine-tuning
     optimizer   whether the optimizer's state was loaded
     folder      the checkpoint
     rejected    newer checkpoints that are broken, newest first
-    dense       whether experts were made from its MLPs; then iteration and state are those of
+    dense       whether experts were made from its MLPs; iteration and state are then as when
                 fine-tuning, too
-    notes       what else the user should know about the choice, one sentence each
+    notes       further information about the choice for the user, one sentence each
     """
 
     iteration: int
@@ -107,11 +108,11 @@ def load(
     config   .checkpoint.load_tag names a checkpoint, which must be good; without it the newest good
              one is loaded. .checkpoint.no_load_optim and .finetune leave the optimizer as it is.
              .model is compared with the checkpoint's; with .moe_use_upcycling that may be dense
-    folder   the newest good one, where `find` was called before
+    folder   the newest good checkpoint, if `find` has been called before
     alive    called after every shard that was read
 
-    Raises CheckpointError on every rank, when there is no checkpoint, when it does not fit, or when
-    none can be read. After an error while reading, the engine's weights are undefined.
+    Raises CheckpointError on every rank if there is no checkpoint, if it does not fit, or if none
+    can be read. After an error while reading, the engine's weights are undefined.
     """
     settings = config.checkpoint
     optimizer = not (settings.no_load_optim or settings.finetune)
@@ -147,7 +148,7 @@ def load(
         if optimizer:
             try:
                 engine.load_scalars(checkpoint.state["engine"])
-            except Exception as error:  # the content of a forged file can raise any exception
+            except Exception as error:  # a forged file can raise any exception
                 raise _Damage(
                     f"{checkpoint.folder / STATE} has no optimizer counters ({describe(error)})"
                 ) from error
@@ -183,14 +184,14 @@ def load_weights(
 ) -> LoadedState:
     """Load only the weights, into parameters of any dtype, without an Engine.
 
-    It is for evaluation and for generating text.
+    For evaluation and text generation.
 
     chunks       the model of this rank; each parameter carries a Sharding
     tag          an iteration or the name of a folder instead of the newest good checkpoint
-    allow_older  if the newest is broken, take the one before; otherwise that is an error
+    allow_older  whether to load the previous checkpoint if the newest is broken, instead of raising
     kind         AVERAGE loads the average of the weights in their place
 
-    All ranks of the topology call it. Raises CheckpointError as `load` does.
+    All ranks of the topology call it. Raises CheckpointError like `load`.
     """
     parameters = unique_parameters(chunks)
     tensors = weights_to_load(chunks, kind)
@@ -229,7 +230,7 @@ def _newest_that_loads(
 ) -> LoadedState:
     """Pass checkpoints to `attempt`, newest first, until one is not damaged.
 
-    Return what was loaded.
+    Return its result.
 
     attempt   loads a checkpoint; raises _Damage, the same on all ranks
 
@@ -245,14 +246,14 @@ def _newest_that_loads(
         at = required(directory, CheckpointChoice(choice.folder, rejected))
         if rejected and not allow_older:
             raise CheckpointError(
-                f"the newest checkpoint is broken: {rejected[0]}. Restore it, or load the one "
-                f"before, {at}, with --allow-older (allow_older=True) or --load-tag {at.name}"
+                f"the newest checkpoint is broken: {rejected[0]}. Restore it, or load the previous "
+                f"one, {at}, with --allow-older (allow_older=True) or --load-tag {at.name}"
             )
         try:
             opened = decided_by_first(topology, partial(open_checkpoint, at), _Damage)
             with errors_on_all_ranks(topology, f"comparing {at} on all ranks"):
                 manifest = opened.manifest
-                # damage of this rank's copy is found when its files are read
+                # damage in this rank's copy is found when its files are read
                 with contextlib.suppress(CheckpointError):
                     manifest = read_manifest(at)
                 if manifest != opened.manifest:
@@ -293,7 +294,7 @@ def _read(
     with errors_on_all_ranks(topology, f"reading the lists of {folder}", _Damage):
         stored = read_stored(checkpoint.manifest, {name for name, _ in tensors})
         if problems := incomplete(stored):
-            raise CheckpointError(f"the shard lists are wrong: {named(problems)}")
+            raise CheckpointError(f"the shard lists have errors: {named(problems)}")
         names = read_index(checkpoint.manifest) if topology.world.is_first else {}
     tensors = [(n, t) for n, t in tensors if n in stored or n.partition(".")[0] != KEPT]
     # The ranks of one pipeline hold every parameter.
@@ -340,7 +341,7 @@ def _fill(
     stored: Entries,
     alive: Alive,
 ) -> None:
-    """Fill the views of `tensors` in place from the shards that overlap with them.
+    """Fill the views of `tensors` in place from the shards that overlap them.
 
     Values are converted to their dtypes. There is no communication. Raises CheckpointError naming
     the file that is damaged; what was filled before stays.
@@ -364,7 +365,7 @@ def read_shards(
 ) -> Iterator[tuple[str, Shard, torch.Tensor]]:
     """Yield (name, shard, values) of shards of some tensors, in their order in the files.
 
-    The values are those of a buffer, which the next shard overwrites: new memory for each takes
+    The values are in a buffer that the next shard overwrites: new memory for each shard would take
     longer than reading. Raises CheckpointError naming the file that is damaged.
     """
     buffer = torch.empty(0, dtype=torch.uint8)
@@ -425,7 +426,7 @@ def read_tensor(
 
 
 class _Stream(io.RawIOBase):
-    """Bytes as a file, which io.BytesIO would copy."""
+    """Bytes as a file, without the copy that io.BytesIO makes."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -474,7 +475,7 @@ def _tensor_in(data: torch.Tensor, path: Path, name: str, shard: Shard, dtype: s
     actual = getattr(values, "shape", None), getattr(values, "dtype", None)
     if actual != (shard.sizes, getattr(torch, dtype)):
         raise CheckpointError(
-            f"{path} is damaged: at byte {shard.start} there is {actual} where {shard.sizes} of "
+            f"{path} is damaged: at byte {shard.start} it has {actual}, but {shard.sizes} of "
             f"{dtype} of {name} were written"
         )
     return values

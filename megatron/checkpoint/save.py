@@ -1,4 +1,4 @@
-"""Saving of checkpoints, while training waits or continues."""
+"""Saves checkpoints while training waits or continues."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.topology import Topology
 
 METADATA_MAX_RANKS = 4096
-"""Ranks of the largest job that writes .metadata: at about 10 shards per rank it takes 5 MB and a
+"""Ranks of the largest job that writes .metadata: with about 10 shards per rank it takes 5 MB and a
 second on rank 0.
 """
 _POLL_S = 0.1  # how often a rank that waits for a thread looks for progress
@@ -76,7 +76,7 @@ class Saved:
 
     bytes       size of all its files
     elapsed_s   time from the start of the save to the end of its commit
-    stall_s     time of that during which training waited on this rank
+    stall_s     part of that time during which training waited on this rank
     """
 
     folder: Path
@@ -94,9 +94,9 @@ class _Pending:
 
     tensors     shards that this rank writes
     texts       small files that rank 0 writes, by name
-    temporary   the folder that is written; Path() until rank 0 has created it
+    temporary   the folder being written; Path() until rank 0 has created it
     future      of the thread; None if the calling thread writes
-    progress    counts what the thread has written
+    progress    counts the thread's writes
     """
 
     folder: Path
@@ -149,9 +149,9 @@ class Saver:
     alive    called on the calling thread whenever more has been written
 
     A checkpoint gets its name only when all ranks have written and synced their files and together
-    they hold every element once; the tracker file follows. When any rank fails, CheckpointError is
+    they hold every element once; the tracker file follows. If any rank fails, CheckpointError is
     raised on all: no checkpoint has appeared, temporary files are gone, older checkpoints and the
-    tracker are as before, and the next save may start.
+    tracker are unchanged, and the next save may start.
     """
 
     def __init__(
@@ -188,8 +188,8 @@ class Saver:
     def prepare(self, engine: Engine) -> str:
         """Allocate and pin the host memory for saves in the background.
 
-        This takes seconds. Return a note where the memory could not be pinned on this rank. Raises
-        CheckpointError on every rank where one has no memory.
+        This takes seconds. Returns a note if the memory could not be pinned on this rank. Raises
+        CheckpointError on every rank if any has no memory.
         """
         with errors_on_all_ranks(self._topology, "getting host memory for --async-save"):
             self._snapshot.reserve(tensors_to_save(engine, self._topology, self._optimizer))
@@ -205,12 +205,12 @@ class Saver:
     ) -> Saved | None:
         """Save the engine's state. Without `background`, return when the checkpoint is complete.
 
-        state        the caller's own counters, JSON-ready and the same on every rank; `load`
+        state        the caller's own counters, ready for JSON and the same on every rank; `load`
                      returns them
-        provenance   provenance of the run, JSON-ready; that of rank 0 is written
-        background   copy the state to host memory, which takes as much as a rank's part of it, and
-                     let a thread write the copy. Returns None as soon as the copy is made: from
-                     then on the engine may change. `commit` completes the checkpoint.
+        provenance   provenance of the run, ready for JSON; rank 0's is written
+        background   copy this rank's part of the state to host memory, and let a thread write the
+                     copy. Returns None as soon as the copy is made: from then on the engine may
+                     change. `commit` completes the checkpoint.
 
         An earlier save that is still pending is committed first; if that fails, its error is raised
         and no new save is started.
@@ -240,7 +240,7 @@ class Saver:
         return None if background else self.commit()
 
     def commit(self) -> Saved:
-        """Complete the pending save; waits where a rank is still writing."""
+        """Complete the pending save; wait while any rank is still writing."""
         pending = self._pending
         self._pending = None
         assert pending is not None, "a save was started before it is committed"
@@ -296,7 +296,8 @@ class Saver:
                 raise CheckpointError(f"{pending.what} failed: {describe(error)}") from error
             tag = settings.load_tag
             keep = set() if tag is None else {iteration_of(Path(tagged_name(tag)))}
-            # The checkpoint is complete: what cannot be removed now is removed after the next one.
+            # The checkpoint is complete: files that cannot be removed now are removed after the
+            # next.
             with contextlib.suppress(OSError, CheckpointError):
                 good = generations(folders(self._directory))
                 old = to_remove(
@@ -324,7 +325,7 @@ class Saver:
 
 _GroupShards = tuple[tuple[str, Written], Totals, int, Entries]
 """Entry of a data-parallel group for rank 0: its piece, its totals of each tensor, bytes of data,
-and its shards where .metadata is written.
+and its shards if .metadata is written.
 """
 
 

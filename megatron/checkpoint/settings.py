@@ -1,6 +1,6 @@
-"""The configuration in a checkpoint, its comparison with another one, and a checkpoint's size.
+"""The configuration in a checkpoint, its comparison with another, and a checkpoint's size.
 
-Needs no torch.
+This module needs no torch.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ _OF_TRAINING = frozenset(
     """.split()
 )
 ARCHITECTURE = [o.name for o in options_of(ModelConfig) if o.name not in _OF_TRAINING]
-"""Settings of the model that determine which weights exist or what they mean."""
+"""Settings of the model that determine which weights exist, or their meaning."""
 EXPERTS = [name for name in ARCHITECTURE if name.startswith(("num_experts", "moe_"))]
 """Settings of the architecture that a model without experts does not have."""
 
 
-# Megatron-LM's --use-checkpoint-args takes these as well.
+# Megatron-LM's --use-checkpoint-args takes these, too.
 _TAKEN = ("seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout")
 
 
 def settings_to_take(
     explicit: Mapping[str, Any],
 ) -> tuple[str, dict[str, object], dict[str, object]]:
-    """Return what --use-checkpoint-args takes from the checkpoint of --load and --load-tag.
+    """Return the settings that --use-checkpoint-args takes from the checkpoint to load.
 
-    It is also what --load hf:FOLDER takes from that folder.
+    For --load hf:FOLDER they come from that folder.
 
-    These are the file, the settings that must equal the checkpoint's, and settings that apply
+    The result is the file, the settings that must equal the checkpoint's, and settings that apply
     unless `explicit` has others. Every rank reads the file for itself, and no other file if the
-    tracker names a good checkpoint. Loading compares the architecture of the checkpoint that rank 0
-    chooses later. Raises CheckpointError.
+    tracker names a good checkpoint. Loading later compares the architecture of the checkpoint that
+    rank 0 chooses. Raises CheckpointError.
     """
     source = hugging_face_folder(explicit["load"])
     if source is None:
@@ -83,8 +83,8 @@ def settings_to_take(
         defaults |= {o.name: tokenizer.get(o.name) for o in options_of(TokenizerConfig)}
     if kind == "NullTokenizer" and isinstance(fixed.get("vocab_size"), int):
         fixed["vocab_size"] -= 1  # it adds one id
-    elif kind not in (None, "HFTokenizer"):  # whose models often have more entries
-        fixed.pop("vocab_size", None)  # the tokenizer knows it
+    elif kind not in (None, "HFTokenizer"):  # models of HFTokenizer often have more entries
+        fixed.pop("vocab_size", None)  # given by the tokenizer
     return str(file), fixed, defaults
 
 
@@ -119,7 +119,7 @@ def plain(value: object) -> Any:
 def check_architecture(stored: dict[str, Any], config: Config, where: str) -> None:
     """Raise CheckpointError listing every architecture flag that differs from the checkpoint's.
 
-    A checkpoint from before a flag existed has its default.
+    A checkpoint that is older than a flag has the flag's default.
     """
     saved = stored.get("model", {})
     current = plain(config.model)
@@ -140,7 +140,7 @@ def check_architecture(stored: dict[str, Any], config: Config, where: str) -> No
 
 
 def check_optimizer(stored: dict[str, Any], config: Config, where: str) -> None:
-    """Raise CheckpointError if another optimizer, of those of --optimizer, wrote the checkpoint."""
+    """Raise CheckpointError if another optimizer of --optimizer wrote the checkpoint."""
     saved = stored.get("optimizer", {}).get("optimizer")
     current = config.optimizer.optimizer
     custom = config.pieces.optimizer is not None or stored.get("pieces", {}).get("optimizer")
@@ -154,7 +154,7 @@ def check_optimizer(stored: dict[str, Any], config: Config, where: str) -> None:
 def checkpoint_bytes(config: Config) -> int:
     """Return the size of a checkpoint in bytes.
 
-    It has 4 bytes for each weight and, with the optimizer, its state.
+    It has 4 bytes for each weight and, unless it is left out, the optimizer's state.
     """
     if config.checkpoint.no_save_optim:
         return 4 * parameters_of(config)

@@ -1,9 +1,9 @@
 """Lists of the shards in a checkpoint's data files.
 
-They are collected from the ranks, written, and read back. A shard is a rectangular part of a
+Lists are collected from the ranks, written, and read back. A shard is a rectangular part of a
 tensor. A large job has hundreds of thousands of them. A single list would cost the rank that writes
-it, and each rank that reads it, minutes and gigabytes. So they are collected in two steps, from the
-ranks of a data-parallel group to its first, and from those to rank 0:
+it, and each rank that reads it, minutes and gigabytes. Therefore lists are collected in two steps,
+from the ranks of a data-parallel group on its first rank, and from these ranks on rank 0:
 
     boxes.json           the pieces in which each tensor's shards are listed
     boxes_00017.json     a piece: the shards written by the data-parallel group of model-parallel
@@ -34,12 +34,12 @@ _DTYPES = {
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
 
-_OVERHEAD_BYTES = 1 << 16  # upper bound of what torch.save adds to a tensor's numbers
+_OVERHEAD_BYTES = 1 << 16  # upper bound for the bytes that torch.save adds to a tensor's numbers
 _NAMED = 8
 
 Stored = dict[str, Any]
-"""A tensor's entry: {"shape": [...], "dtype": "float32", "boxes": [Shard, ...]}; plain values,
-ready for JSON.
+"""A tensor's entry: {"shape": [...], "dtype": "float32", "boxes": [Shard, ...]}, plain values ready
+for JSON.
 """
 Entries = Mapping[str, Stored]
 """Entries of tensors, by name."""
@@ -88,7 +88,7 @@ def stored_bytes(stored: Entries) -> int:
 def check_complete(groups: Iterable[Totals]) -> None:
     """Raise CheckpointError unless the groups together have all elements of every tensor.
 
-    Only the numbers of elements are compared.
+    Only numbers of elements are compared.
     """
     lacking: dict[str, int] = {}
     for group in groups:
@@ -138,7 +138,7 @@ def overlap(
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return the intersection of two rectangular parts of a tensor.
 
-    It is given in coordinates of the first and of the second; None if it is empty.
+    It is given in coordinates of the first and of the second part; None if it is empty.
 
     >>> overlap((0, 4), (2, 4), (1, 6), (3, 9))
     ((slice(1, 2, None), slice(2, 4, None)), (slice(0, 1, None), slice(0, 2, None)))
@@ -167,7 +167,7 @@ def _write(folder: Path, name: str, content: Mapping[str, object]) -> tuple[str,
 
 
 def write_index(folder: Path, groups: list[Totals]) -> tuple[str, Written]:
-    """Write which pieces list each tensor; `groups` has the totals of each piece, in order."""
+    """Write the index of the pieces that list each tensor; `groups` has each piece's totals."""
     pieces: dict[str, list[int]] = {}
     for number, group in enumerate(groups):
         for name in group:
@@ -176,8 +176,8 @@ def write_index(folder: Path, groups: list[Totals]) -> tuple[str, Written]:
 
 
 def write_metadata(folder: Path, stored: Entries) -> None:
-    """Write .metadata, the list of all shards in torch's form, with torch's own writer."""
-    # These imports take half a second, which reading avoids.
+    """Write .metadata, the list of all shards in torch's format, with torch's own writer."""
+    # These imports take half a second, and reading does not need them.
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
@@ -241,7 +241,7 @@ def read_stored(manifest: Manifest, names: Iterable[str] | None = None) -> Entri
 def checked_entry(stored: Any) -> Stored:
     """Return a tensor's entry from a file, with tuples where `Stored` has them.
 
-    Raises KeyError, TypeError or ValueError where it is malformed.
+    Raises KeyError, TypeError or ValueError if it is malformed.
     """
     shape = tuple(stored["shape"])
     dtype = stored["dtype"]

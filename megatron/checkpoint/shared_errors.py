@@ -1,6 +1,6 @@
-"""Errors of one rank that are raised on all.
+"""Errors on one rank that are raised on all.
 
-No rank then continues alone or waits for one that has stopped.
+Then no rank continues alone or waits for one that has stopped.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def describe(error: BaseException) -> str:
 def errors_on_all_ranks(
     topology: Topology, what: str, damage: type[CheckpointError] = CheckpointError
 ) -> Iterator[None]:
-    """Run the body on all ranks; where it fails on any, raise an error on all.
+    """Run the body on all ranks; if it fails on any, raise an error on all.
 
     The error names ranks and reasons.
 
     damage   type of the error if only CheckpointErrors occurred; otherwise it is CheckpointError
 
-    Every rank must enter. The body may make collective calls only where those share their errors
+    Every rank must enter. The body may make collective calls only if those share their errors
     themselves.
     """
     caught: Exception | None = None
@@ -48,7 +48,7 @@ def errors_on_all_ranks(
     worst = all_reduce(torch.tensor([severity], dtype=torch.int32), world, dist.ReduceOp.MAX).item()
     if not worst:
         return
-    ranks: dict[str, list[int]] = {}  # a problem that several ranks have is listed once
+    ranks: dict[str, list[int]] = {}  # a problem of several ranks is listed once
     for rank, reason in enumerate(
         gather_objects(None if caught is None else describe(caught), world)
     ):
@@ -73,8 +73,8 @@ def decided_by_first(
 ) -> T:
     """Return on all ranks the result of `decide` on rank 0.
 
-    Its errors are raised on all, as by `errors_on_all_ranks`. Nodes may see a file system
-    differently for a moment: one rank looks, so that all load the same.
+    Its errors are raised on all, as with `errors_on_all_ranks`. Nodes may see a file system
+    differently for a moment: only one rank looks, so that all load the same checkpoint.
     """
     result: Any = None
     failure: CheckpointError | None = None
@@ -82,7 +82,7 @@ def decided_by_first(
     if topology.world.is_first:
         try:
             result = decide()
-        except Exception as error:  # of any type, as the other ranks wait for an answer
+        except Exception as error:  # of any type, since the other ranks wait for an answer
             caught = error
             error_type = damage if isinstance(error, CheckpointError) else CheckpointError
             failure = error_type(describe(error))

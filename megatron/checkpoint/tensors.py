@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint, the shards that a rank holds, and a copy of these in host memory.
+"""Tensors of a checkpoint, the shards that a rank holds, and a copy of the shards in host memory.
 
 master.NAME       fp32 weights
 exp_avg.NAME, exp_avg_sq.NAME or momentum_buffer.NAME      optimizer state of trained parameters
-kept.NAME         tensors beside the weights (persistent_tensors); may be missing
+kept.NAME         tensors besides the weights (persistent_tensors); may be missing
 ema.NAME          the average of the weights, with the optimizer's state
 """
 
@@ -56,8 +56,8 @@ def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> Tens
     """Return the shards that this rank writes, by name.
 
     Exactly one rank writes each element of the model. Padding is omitted, and so are copies that
-    another model-parallel rank writes. Where all data-parallel ranks hold the same (ZeRO stage 0),
-    each writes a part.
+    another model-parallel rank writes. If all data-parallel ranks hold the same values (ZeRO stage
+    0), each writes a part.
     """
     out: Tensors = {}
     for f in engine.fragments():
@@ -88,7 +88,7 @@ def _add(
     sharding: Sharding,
     views: Iterable[tuple[Index, torch.Tensor]],
 ) -> None:
-    """Add views to those of a tensor: a rank may hold several parameters of one."""
+    """Add views to those of a tensor: a rank may hold several of its parameters."""
     name = f"{kind}.{sharding.name}"
     known = out[name].views if name in out else {}
     out[name] = LocalShards(sharding.global_shape, {**known, **dict(views)})
@@ -118,7 +118,7 @@ def clear_padding(engine: Engine, optimizer: bool) -> None:
 def weights_to_load(model: torch.nn.Module, kind: str = MASTER) -> Tensors:
     """Return views of the parameters themselves, without padding, to be filled from a `kind`.
 
-    It is for a model that has no engine.
+    For a model that has no engine.
     """
     out = _beside_weights(persistent_tensors(model))
     for p in unique_parameters(model):
@@ -130,13 +130,13 @@ def weights_to_load(model: torch.nn.Module, kind: str = MASTER) -> Tensors:
 class Snapshot:
     """Host memory for a copy of the shards that a rank writes, reused by later saves.
 
-    It is as large as this rank's part of the state; torch's allocator of pinned memory would round
-    it up to a power of two. Where the state is on a GPU, the driver of CUDA or HIP pins the memory
+    It is as large as this rank's part of the state; torch's allocator for pinned memory would round
+    it up to a power of two. If the state is on a GPU, the driver of CUDA or HIP pins the memory
     once, in `reserve`: copies run at the speed of the bus while the GPU computes.
 
     cudart   object with cudaHostRegister and cudaHostUnregister; by default torch's, if tensors are
              on a GPU
-    note     why the memory could not be pinned; "" where it was or need not be
+    note     why the memory could not be pinned; "" if it was or need not be
     """
 
     def __init__(self, cudart: Any = None) -> None:
@@ -164,7 +164,7 @@ class Snapshot:
         self._memory = torch.empty(0, dtype=torch.uint8)
         mapping = mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError, AttributeError):  # a kernel may have no huge pages
-            # Otherwise writes after a fork could go to other pages than the device's.
+            # Otherwise writes after a fork could go to pages other than the device's.
             mapping.madvise(mmap.MADV_DONTFORK)
             mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
         self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -184,12 +184,12 @@ class Snapshot:
             f"(cudaHostRegister: error {code}; see ulimit -l): training pauses longer while the "
             "copy is made"
         )
-        # The runtime would report the error again at the check after the next kernel launch.
+        # The runtime would report the error again in the check after the next kernel launch.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=device)
 
     def take(self, tensors: Tensors) -> Tensors:
-        """Return a copy of `tensors`, valid until the next one is taken.
+        """Return a copy of `tensors`, valid until the next copy is taken.
 
         The originals may change afterwards. Raises OSError if there is no memory for it.
         """

@@ -1,7 +1,7 @@
-"""Writing of data files: tensors in the format of torch.save, with a digest of each shard.
+"""Writes data files: tensors in the format of torch.save, with a digest of each shard.
 
-torch's own checkpoint writer copies every view before it writes it, and has no digests. Here a
-contiguous view in host memory is written without a copy; any other is copied first. So a save
+torch's own checkpoint writer copies every view before it writes it, and has no digests. This module
+writes a contiguous view in host memory without a copy; other views are copied first. Thus a save
 needs, in addition to the state, at most as much memory as the largest shard that is on a device or
 not contiguous.
 
@@ -36,7 +36,7 @@ def nothing() -> None:
 
 
 class SyncedFile:
-    """A new file that goes to disk while more is written: at most two parts wait for the disk.
+    """A new file that is synced to disk while more is written: at most two parts wait for the disk.
 
     Raises OSError with the system's own reason.
     """
@@ -112,7 +112,7 @@ class ShardWriter:
             with _without_checksums():
                 torch.save(_with_own_storage(view), cast(IO[bytes], self))
         except Exception:
-            # torch's zip writer replaces it by a line of its own source
+            # torch's zip writer replaces it with a line of its own source
             if self._error is not None:
                 raise self._error from None
             raise
@@ -140,7 +140,7 @@ class ShardWriter:
         """Do nothing: torch.save calls this after every tensor; a sync flushes the file."""
 
     def finish(self) -> Entries:
-        """Sync the file and return the shards in it; remove it where there are none."""
+        """Sync the file and return the shards in it; remove it if there are none."""
         if self._stored:
             self._file.finish()
         else:
@@ -167,8 +167,8 @@ def write_tensors(tensors: Tensors, folder: Path, rank: int, alive: Alive = noth
 def _without_checksums() -> Iterator[None]:
     """Turn off torch.save's CRC-32.
 
-    The setting is global: files that another thread saves at the same time have none either, which
-    torch.load accepts.
+    The setting is global: files that another thread saves at the same time have no checksum either,
+    which torch.load accepts.
     """
     usual = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
@@ -181,7 +181,7 @@ def _without_checksums() -> Iterator[None]:
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """Return the values in host memory, in a separate storage.
 
-    torch.save writes whole storages. Values are copied only where they are on a device or not
+    torch.save writes whole storages. Values are copied only if they are on a device or not
     contiguous.
     """
     view = view.detach().cpu().contiguous()

@@ -1,1 +1,1 @@
-"""Token files, samples drawn from them, tokenizers, and the micro-batches that training reads."""
+"""Token files, samples from them, tokenizers, and the micro-batches that training reads."""

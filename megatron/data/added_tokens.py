@@ -1,4 +1,4 @@
-"""Tokens that only the files beside a tokenizer.json name, added as transformers 5 adds them."""
+"""Tokens that only files beside a tokenizer.json define, added as in transformers 5."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def files_beside(file: Path) -> list[Path]:
 
 
 def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
-    """Add to the `tokenizers.Tokenizer` of a tokenizer.json the tokens that files beside it name.
+    """Add tokens that files beside a tokenizer.json define to its `tokenizers.Tokenizer`.
 
-    Their ids follow those of the file in transformers' order: added_tokens_decoder of
+    Their ids follow the file's ids in transformers' order: added_tokens_decoder in
     tokenizer_config.json by its ids, or else the older added_tokens.json; then the named tokens,
-    such as eos_token, and the extra ones. Return the named tokens. Without added_tokens_decoder,
-    special_tokens_map.json counts more than tokenizer_config.json. Raises DataError for values of
-    other types.
+    such as eos_token, and the extra ones. Returns the named tokens. Without added_tokens_decoder,
+    special_tokens_map.json takes precedence over tokenizer_config.json. Raises DataError for values
+    of other types.
     """
     config, added, extra, named = _read(file)
     beside = next(iter(files_beside(file)), file)
     decoder = config.get("added_tokens_decoder")
-    if isinstance(extra, dict):  # a list goes with the older name
+    if isinstance(extra, dict):  # a list belongs to the older name
         extra = config.get("additional_special_tokens") or []
     extras = [
         _token(
@@ -78,7 +78,7 @@ def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
 
 
 def named_tokens(file: Path) -> dict[str, str]:
-    """Return the tokens that the files beside a tokenizer.json name, such as eos_token."""
+    """Return the named tokens in the files beside a tokenizer.json, such as eos_token."""
     return {name: token.content for name, token in _read(file)[3].items()}
 
 

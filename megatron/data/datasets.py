@@ -1,4 +1,4 @@
-"""The training, validation and test data that a configuration names."""
+"""The training, validation and test data of a configuration."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MOST_EPOCHS = 16
 class Datasets:
     """The three data sets; None for one without data or without samples.
 
-    corpora   named validation sets, each one epoch; there is no `valid` beside them
+    corpora   named validation sets, each for one epoch; they replace `valid`
     """
 
     train: TokenDataset | None = None
@@ -67,7 +67,7 @@ Blend = tuple[BlendPart, ...]
 class SplitPlan:
     """The data sets of one split and the part of each that it takes: a --split text, or WHOLE.
 
-    names   of the data sets, if they are separate instead of a blend
+    names   names of the data sets, if they are separate instead of a blend
     """
 
     blend: Blend
@@ -130,8 +130,8 @@ def parse_data_path(values: Sequence[str]) -> Blend:
 def read_data_file_list(path: str) -> Blend:
     """Read a blend from a file with lines `weight prefix [corpus]`.
 
-    Empty lines and lines with # are skipped. Raises DataError if the file cannot be read and
-    ConfigError, with file and line, for a line of another form.
+    Empty lines and lines that begin with # are skipped. Raises DataError if the file cannot be read
+    and ConfigError, with file and line, for a line of another form.
     """
     lines = read_text(path, _MOST_BYTES, error=DataError).splitlines()
     pairs = []
@@ -161,7 +161,7 @@ def _normalised(pairs: Sequence[tuple[float, str]]) -> Blend:
 
 
 def samples_of_part(num_samples: int, weight: float) -> int:
-    """Return the number of samples to prepare of one data set of a blend.
+    """Return the number of samples to prepare from one data set of a blend.
 
     It is half a percent more than the share, as in Megatron.
     """
@@ -169,7 +169,7 @@ def samples_of_part(num_samples: int, weight: float) -> int:
 
 
 def plan_splits(data: DataConfig) -> list[SplitPlan | None]:
-    """Return the data that the flags name for each split; None if they name none.
+    """Return the data that the flags give for each split; None if they give none.
 
     The splits are training, validation and test. Raises ConfigError if no split has data, DataError
     for a --data-file-list that cannot be read.
@@ -216,9 +216,9 @@ def open_data(prefix: str, data: DataConfig, location: str | None = None) -> Ind
     _, _, *mask = data_files(dataset.location)
     if data.loss_mask is None and mask:
         raise DataError(
-            f"{mask[0]}: this data set has a loss mask, and the run does not say whether to use "
-            "it: --loss-mask required trains on the tokens that it marks, --loss-mask ignore on "
-            "all tokens"
+            f"{mask[0]}: this data set has a loss mask, but no flag says whether to use it: "
+            "--loss-mask required trains on the tokens that it marks, --loss-mask ignore on all "
+            "tokens"
         )
     if data.loss_mask == "required" or (data.loss_mask == "optional" and mask):
         dataset.open_mask()
@@ -260,7 +260,7 @@ def check_data(
 
 
 def describe_epochs(epochs: Mapping[str, float]) -> tuple[str, str]:
-    """Return how often a run reads its data, and a warning where that is too often ("" if not)."""
+    """Return how often a run reads its data, and a warning if that is too often (otherwise "")."""
     if not any(epochs.values()):
         return "", ""
     most = max(epochs, key=epochs.__getitem__)
@@ -289,9 +289,9 @@ def build_datasets(
 ) -> Datasets:
     """Return the data sets of a run, with at least as many samples as requested; 0 requests none.
 
-    Of several callers, one builds each index and the others wait for its files. `plans` replaces the
-    data that the flags name. Raises DataError for files that are missing or damaged, and for
-    training without data; ConfigError for contradictory data flags.
+    If several processes call it, one builds each index and the others wait for its files. `plans`
+    replaces the data that the flags give. Raises DataError for files that are missing or damaged,
+    and for training without data; ConfigError for contradictory data flags.
     """
     counts = (train_samples, valid_samples, test_samples)
     if config.pieces.datasets is not None:
@@ -340,7 +340,7 @@ def build_datasets(
 
 
 def _user_datasets(config: Config, counts: tuple[int, int, int]) -> Datasets:
-    """Return the user's own data sets as a run reads them.
+    """Return the user's own data sets in the form that a run reads.
 
     Raises DataError if they have too few samples.
     """
@@ -348,8 +348,8 @@ def _user_datasets(config: Config, counts: tuple[int, int, int]) -> Datasets:
     made = list(config.pieces.datasets(config, *counts))
     if len(made) != len(SPLIT_NAMES):
         raise DataError(
-            f"your function made {len(made)} data sets: make {len(SPLIT_NAMES)}, None for one "
-            "without data"
+            f"your function returned {len(made)} data sets: return {len(SPLIT_NAMES)}, with None "
+            "for one without data"
         )
     datasets: list[UserDataset | None] = []
     for name, count, dataset in zip(SPLIT_NAMES, counts, made, strict=True):
@@ -357,8 +357,8 @@ def _user_datasets(config: Config, counts: tuple[int, int, int]) -> Datasets:
         needed = count if config.data.dataloader_type == "single" else min(count, 1)
         if name == "train" and size < needed:
             raise DataError(
-                f"your data set has {size} training samples and the run takes {count}: make as "
-                "many, or give --dataloader-type cyclic"
+                f"your data set has {size} training samples but the run takes {count}: provide "
+                "enough, or give --dataloader-type cyclic"
             )
         used = dataset is not None and count
         datasets.append(UserDataset(dataset, name, config.model.seq_length) if used else None)
@@ -433,7 +433,7 @@ def _samples_of_exact_epochs(
 ) -> int:
     """Return the number of samples of --train-data-exact-num-epochs epochs.
 
-    The length of the run does not change it. `tokens` are those of each data set. Raises
+    It does not depend on the length of the run. `tokens` has those of each data set. Raises
     ConfigError for a blend, and for a run that needs more samples.
     """
     epochs = data.train_data_exact_num_epochs

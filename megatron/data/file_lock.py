@@ -1,10 +1,10 @@
 """Locks between processes that share a file system, and files that appear complete or not at all.
 
 The lock is the kernel's `flock`, through the package `filelock`: it ends with the process that
-holds it, however that ends. It works between nodes on NFS, and on Lustre if mounted with `-o flock`
-(with `-o localflock` only within a node). On a file system without flock, `filelock` takes the
-existence of the file as the lock: the file is removed if its holder has ended on this host; if the
-holder was on another host, the user removes it.
+holds it, however that process ends. It works between nodes on NFS, and on Lustre if mounted with
+`-o flock` (with `-o localflock` only within a node). On a file system without flock, `filelock`
+uses the existence of the file as the lock: the file is removed if its holder has ended on this
+host; if the holder was on another host, the user must remove it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import filelock
 from megatron.errors import ConfigError
 
 LOCK_NAME = ".in_use"
-# Lustre notices after about 150 s that a node is gone, and only then frees its locks
+# Lustre detects after about 150 s that a node is gone, and only then releases its locks
 WAIT_S = 180.0
 _POLL_S = 0.2
 _MOST_CHARACTERS = 1000
@@ -73,7 +73,7 @@ class FileLock:
         try:
             with open(self.path, errors="replace") as file:
                 pid, host, *_ = file.read(_MOST_CHARACTERS).split()
-            return int(pid), host.split("?")[0]  # the rest is filelock's mark of a container
+            return int(pid), host.split("?")[0]  # the rest is filelock's mark for a container
         except (OSError, ValueError):
             return None
 
@@ -86,7 +86,8 @@ class FileLock:
         """Release the lock and remove its file. Harmless if the lock is not held."""
         if self._lock.is_locked:
             if not self._is_soft:
-                # Before the release: a waiter with the old file open notices and tries again.
+                # Before the release: a waiter that has the old file open detects this and tries
+                # again.
                 self.path.unlink(missing_ok=True)
             self._lock.release()
 
@@ -97,7 +98,7 @@ class FolderClaim:
 
     It prevents a script that was submitted twice from writing to the folder twice.
 
-    folder  is created if missing
+    folder  created if missing
     what    its name in messages, such as "--save FOLDER"
     wait_s  seconds to wait for a program on another host, whose node may have died unnoticed
     """
@@ -158,7 +159,7 @@ def temporary_name(path: Path) -> Path:
 
 
 def flush_to_disk(file: BinaryIO) -> None:
-    """Sync a file: after a crash of the machine it could otherwise be full of zeros."""
+    """Sync a file, which could otherwise be full of zeros after a crash of the machine."""
     file.flush()
     os.fsync(file.fileno())
 

@@ -1,12 +1,12 @@
-"""Samples of seq_length + 1 tokens: of one data set, a blend, a user's data set, or generated.
+"""Samples of seq_length + 1 tokens: from one data set, a blend, a user's data set, or generated.
 
-All have a length and return int64 arrays, so a training loop accepts any of them.
+All data sets have a length and return int64 arrays, so a training loop accepts any of them.
 
 GPTDataset cuts samples out of the concatenated documents. Three arrays determine them: document,
 sample and shuffle index. The order of random draws is Megatron's, so the same data, seed and counts
 give the same samples: one RandomState(seed) shuffles the documents of all epochs together, then the
-samples. When the last epoch gives less than 80% of an epoch's samples, its documents and samples
-are shuffled separately, so that the earlier epochs are used up first.
+samples. If the last epoch gives less than 80% of an epoch's samples, its documents and samples are
+shuffled separately, so that the earlier epochs are used up first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BySource = Iterator[tuple["SourceDataset", Int64Array]]
 MOCK = "mock data"
 PARTS = ("doc_idx", "sample_idx", "shuffle_idx")
 _UINT32_LIMIT = 2**32 - 2
-BLOCK = 1 << 20  # sequences or pieces processed at once: bounds temporary memory
+BLOCK = 1 << 20  # sequences or pieces processed at once, to limit temporary memory
 _SPOT_CHECKS = 16
 
 
@@ -58,8 +58,8 @@ class TokenDataset(ABC):
     def by_source(self, indices: Int64Array) -> BySource:
         """Yield each source of the samples that exist, and their numbers within it.
 
-        A checkpoint without a record may have consumed more than the data set of a run with nothing
-        left to do.
+        A checkpoint without a record may have consumed more samples than the data set has, in a run
+        with nothing left to do.
         """
 
     @abstractmethod
@@ -79,9 +79,9 @@ class TokenDataset(ABC):
         return None
 
     def loss_tokens(self, index: int, /) -> Int64Array | None:
-        """Return which tokens of sample `index` are in the loss as labels, 0 or 1, like the sample.
+        """Return which tokens of sample `index` count in the loss as labels, 0 or 1, in its shape.
 
-        None if all are.
+        None if all of them do.
         """
         return None
 
@@ -94,8 +94,8 @@ class SourceDataset(TokenDataset):
     """A data set whose samples come from one pair of files.
 
     It is a part of a blend, and the unit whose consumption is counted. `name` is the prefix of the
-    files, `description` names the index in the cache, `tokens_per_epoch` counts all tokens of the
-    split.
+    files, `description` identifies the index in the cache, `tokens_per_epoch` counts all tokens of
+    the split.
     """
 
     name: str
@@ -120,7 +120,7 @@ class SourceDataset(TokenDataset):
         return len(indices) * self.seq_length
 
     def spans(self, indices: Int64Array, /) -> Spans:
-        """Return the tokens that these samples train on, each once, by their positions in the data.
+        """Return the tokens that these samples train on, each once, as positions in the data.
 
         Without positions each sample is a span, as if it were a separate sequence.
         """
@@ -155,7 +155,7 @@ class IndexRequest:
     def num_epochs(self) -> int:
         """Return the smallest number of epochs that gives num_samples.
 
-        That is the smallest e >= 1 with (e * tokens_per_epoch - 1) // seq_length >= num_samples.
+        This is the smallest e >= 1 with (e * tokens_per_epoch - 1) // seq_length >= num_samples.
         """
         return max(1, -(-(self.num_samples * self.seq_length + 1) // self.tokens_per_epoch))
 
@@ -164,14 +164,14 @@ class IndexRequest:
         return bool(self.start <= sequences.min() and sequences.max() < self.stop)
 
     def piece_lengths(self, sequences: IntArray, offsets: Int64Array) -> Int64Array:
-        """Return the tokens of each piece of a bin: to the end of its sequence, or a whole bin."""
+        """Return the tokens of each piece in a bin: to the end of its sequence, or a whole bin."""
         left: Int64Array = self.sizes[sequences].astype(np.int64) - offsets
         return np.minimum(left, self.sample_tokens)
 
     def samples_in(self, epochs: int) -> int:
         """Return the number of whole samples in `epochs` epochs.
 
-        A sample begins with the last token of the one before.
+        A sample begins with the last token of the previous one.
         """
         return (epochs * self.tokens_per_epoch - 1) // self.seq_length
 
@@ -214,9 +214,9 @@ def build_index(request: IndexRequest) -> Arrays:
     build_sample_index; shuffle_idx uint32 [n] (int64 for 2^32 - 2 samples or more), the sample that
     the i-th read returns.
 
-    Memory is that of the arrays: 4 bytes per document and epoch, and 12 per sample (8 more if
-    doc_idx has 2^31 entries, 4 more for the int64 of shuffle_idx). Before the samples are counted,
-    4 more bytes per document are needed.
+    The arrays need 4 bytes per document and epoch, and 12 per sample (8 more if doc_idx has 2^31
+    entries, 4 more if shuffle_idx is int64). Before the samples are counted, 4 more bytes per
+    document are needed.
     """
     random = np.random.RandomState(request.seed)
     epochs = request.num_epochs
@@ -238,11 +238,11 @@ def build_index(request: IndexRequest) -> Arrays:
 
 
 class FileDataset(SourceDataset):
-    """Samples concatenated from pieces of the sequences that `request` names.
+    """Samples concatenated from pieces of the sequences in `request`.
 
-    `description` names the index in the cache. It is looked up in `index-cache` beside the data,
-    then in `data_cache_path`, and built if it is missing. `pad_id` fills samples. Raises DataError
-    for an .idx file with impossible sizes, and the errors of load_or_build.
+    `description` identifies the index in the cache. It is looked up in `index-cache` beside the
+    data, then in `data_cache_path`, and built if it is missing. `pad_id` fills samples. Raises
+    DataError for an .idx file with impossible sizes, and the errors of load_or_build.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ class FileDataset(SourceDataset):
 
     @abstractmethod
     def _load(self) -> None:
-        """Get the index from the cache, or build it."""
+        """Load the index from the cache, or build it."""
 
     @abstractmethod
     def _find(self, index: int) -> SequenceSlices | None:
@@ -339,7 +339,7 @@ class FileDataset(SourceDataset):
         if slices is None:
             self._check_sizes()  # reports the data instead if they are damaged
             raise DataError(
-                f"{self.name}: entry {index} of the cached index does not lead to a sample of "
+                f"{self.name}: entry {index} of the cached index does not give a sample of "
                 f"{self.seq_length + 1} tokens: the index is damaged or was built from other data; "
                 "delete its folder, index-cache beside the data or --data-cache-path, to have it "
                 "built again"
@@ -407,7 +407,7 @@ class GPTDataset(FileDataset):
 
 
 def within(counts: Int64Array) -> Int64Array:
-    """Return 0 .. n-1 for each n of `counts`, one after the other."""
+    """Return 0 .. n-1 for each n in `counts`, one after another."""
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
@@ -422,7 +422,7 @@ class BlendedDataset(TokenDataset):
 
     Their order keeps every share as close as possible to its weight. Each data set must have at
     least samples_of_part(size, weight) samples. The index is kept in memory, or in
-    `data_cache_path` if given, where all processes of a machine share it.
+    `data_cache_path` if that is given, where all processes on a machine share it.
     """
 
     def __init__(
@@ -497,9 +497,9 @@ class BlendedDataset(TokenDataset):
 class UserDataset(SourceDataset):
     """A user's data set, completed by the other members of SourceDataset.
 
-    It has a length and samples by number. Members of SourceDataset that it defines are used;
-    without them a sample is one text, and all samples are an epoch. Raises DataError for a sample
-    of another form.
+    It has a length and numbered samples. Members of SourceDataset that it defines are used; without
+    them a sample is one text, and an epoch is all samples. Raises DataError for a sample of another
+    form.
     """
 
     def __init__(self, dataset: Dataset, name: str, seq_length: int) -> None:

@@ -5,12 +5,12 @@ One process builds them while the others wait for its lock.
 An entry is `{md5}.dsc`, the hashed text and digests of the arrays, and one `{md5}_{name}.npy` per
 array: the names that Megatron-DeepSpeed uses, so that its caches are found. Files are renamed into
 place after they are synced, so a reader sees a whole file or none. The lock `{md5}.lock`
-(file_lock.py) only saves work: two processes that built the same entry would rename the same bytes
-into place.
+(file_lock.py) only saves work: two processes that build the same entry rename the same bytes into
+place.
 
-`verify` compares arrays with their digests, which reads all of them: gigabytes, of which the
-processes of a job need a few pages each. One process does it for all. An entry of
-Megatron-DeepSpeed has no digests.
+`verify` compares arrays with their digests and has to read all of them: gigabytes, of which each
+process of a job needs only a few pages. One process does this for all. Entries written by
+Megatron-DeepSpeed have no digests.
 
 Entries found, built or waited for are logged at level INFO.
 """
@@ -97,7 +97,7 @@ class CacheEntry:
         """
         for left in self.directory.glob(f".{self.key}*.tmp"):  # by a process that was killed here
             left.unlink(missing_ok=True)
-        # arrays of two builds, of different data, must never be seen together
+        # arrays of two builds, from different data, must never appear together
         for path in (*map(self.array_path, self.names), self.description_path):
             path.unlink(missing_ok=True)
         for name in self.names:
@@ -129,11 +129,11 @@ def load_or_build(
     """Return the arrays of an entry from the first directory that has it, or build it.
 
     A new entry is written to the last directory. `fits` rejects arrays built from other data under
-    the same description; they are built again. With `verify` an entry that is found is read
-    completely and must match its digests. Waits up to WAIT_S seconds for another process that is
-    building. Raises DataError if the entry does not match its digests, the directory cannot be
-    written, the build fails for lack of memory or on a file, or the wait times out; then the
-    message names the lock and its holder.
+    the same description; they are built again. With `verify` an existing entry is read completely
+    and must match its digests. Waits up to WAIT_S seconds for another process that is building.
+    Raises DataError if the entry does not match its digests, the directory cannot be written, the
+    build fails for lack of memory or on a file, or the wait times out; the message then names the
+    lock and its holder.
     """
     entries = [CacheEntry(Path(directory), description, tuple(names)) for directory in directories]
     target = entries[-1]

@@ -1,7 +1,7 @@
 """Token sequences in a pair of files, `<prefix>.bin` and `<prefix>.idx`.
 
 The format is Megatron's, byte for byte. The .bin file has the token ids of all sequences, one after
-the other. The .idx file, little-endian and without padding:
+another. The .idx file, little-endian and without padding:
 
     9 bytes      magic "MMIDIDX", two zero bytes
     8 bytes      uint64 version, 1
@@ -17,9 +17,9 @@ gpt-neox swaps the type codes 6 and 7, float64 and float32. Token ids are intege
 are unaffected.
 
 A loss mask is a second pair of files in the same format, `<prefix>_mask.bin` and `.idx`, of type
-uint8: 1 for each token that is in the loss as a label, 0 for the others, in sequences and documents
-of the same lengths. The pair with the tokens does not change, so every program of Megatron's family
-reads it.
+uint8: 1 for each token that counts in the loss as a label, 0 for the others, in sequences and
+documents of the same lengths. The pair with the tokens does not change: every program of Megatron's
+family can read it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def idx_path(prefix: StrPath) -> Path:
 
 
 def record_path(prefix: StrPath) -> Path:
-    """Return the name of the file that says which tokenizer wrote a data set."""
+    """Return the name of the file that identifies the tokenizer of a data set."""
     return Path(f"{prefix}.tokenizer.json")
 
 
@@ -84,7 +84,7 @@ def mask_prefix(prefix: StrPath) -> str:
 
 
 def data_files(prefix: StrPath) -> list[Path]:
-    """Return the names of the two files of a data set, and those of its loss mask that exist."""
+    """Return the names of the two files of a data set, and of its loss mask's files that exist."""
     mask = mask_prefix(prefix)
     return [bin_path(prefix), idx_path(prefix)] + [
         path for path in (bin_path(mask), idx_path(mask)) if path.exists()
@@ -94,7 +94,7 @@ def data_files(prefix: StrPath) -> list[Path]:
 def token_dtype(vocab_size: int) -> DType:
     """Return the type that Megatron writes.
 
-    It is uint16 for a vocabulary under 65,500 entries, int32 from there on.
+    It is uint16 for a vocabulary of less than 65,500 entries, otherwise int32.
     """
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
@@ -113,7 +113,7 @@ class IndexedDataset:
     `mmap=False` reads .bin by position instead of mapping it, for file systems where mapped reads
     are slow; .idx is always mapped. `location` is the prefix of a copy to read; `prefix` remains
     the name of the data. Opening takes the same time for any size. Raises DataError with the file
-    if one is missing, truncated, of another format, or if the two do not belong together. Damage
+    if one is missing, truncated or in another format, or if the two do not belong together. Damage
     that only a full scan finds is reported, with file and byte, when it is read.
 
     sizes: int32 [N], tokens of each sequence.
@@ -139,8 +139,8 @@ class IndexedDataset:
         for path in (self._idx_path, self._bin_path):
             if not path.is_file():
                 raise DataError(
-                    f"{path}: no such file: a data path is the common part of a .bin and an .idx "
-                    "file, as tools/preprocess_data.py writes them, without the suffix"
+                    f"{path}: no such file: a data path is the common part of the names of a .bin and "
+                    "an .idx file, which tools/preprocess_data.py writes, without the suffix"
                 )
         try:
             index = map_index(self._idx_path)
@@ -190,7 +190,7 @@ class IndexedDataset:
             if not path.is_file():
                 raise DataError(
                     f"{path}: no such file: it is a part of the loss mask of {self.prefix}, which "
-                    "--loss-mask names; tools/preprocess_data.py --chat writes it with the data"
+                    "--loss-mask requires; tools/preprocess_data.py --chat writes it with the data"
                 )
         mask = IndexedDataset(
             mask_prefix(self.prefix),
@@ -226,9 +226,9 @@ class IndexedDataset:
         return self.tokens_between(0, len(self))
 
     def tokens_between(self, start: int, stop: int) -> int:
-        """Return the number of tokens of the sequences start..stop-1.
+        """Return the number of tokens in the sequences start..stop-1.
 
-        It follows from their ends: sequences are contiguous.
+        It follows from their ends, since sequences are contiguous.
         """
         if start >= stop:
             return 0
@@ -259,18 +259,18 @@ class IndexedDataset:
     def gather(self, slices: SequenceSlices, out: Int64Array) -> None:
         """Read many slices, concatenated in this order, into `out`, which has exactly their length.
 
-        Raises as `read` does, and DataError for tokens that are not integers.
+        Raises the errors of `read`, and DataError for tokens that are not integers.
         """
         if self.dtype.kind not in "iu":
             raise DataError(
-                f"{self._idx_path}: tokens of type {self.dtype}, and a model reads integers"
+                f"{self._idx_path}: tokens of type {self.dtype}, but a model reads integers"
             )
         starts, counts = self._byte_starts(slices)
         assert len(out) == int(counts.sum()), f"{int(counts.sum())} tokens for {len(out)} places"
         if self._map is not None:
             code = TYPE_CODES[self.dtype]
             outside = _loops().gather_tokens(self._map, code, starts, counts, out)
-            assert outside < 0, "slices lie within their sequences, and those within the file"
+            assert outside < 0, "slices lie within their sequences, and sequences within the file"
             return
         at = 0
         for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
@@ -278,20 +278,20 @@ class IndexedDataset:
             at += count
 
     def gather_mask(self, slices: SequenceSlices, out: Int64Array) -> None:
-        """Read the mask of slices as `gather` does; raises also for values other than 0 and 1."""
+        """Read the mask of slices like `gather`; also raise for values other than 0 and 1."""
         assert self.mask is not None, "open_mask has opened it"
         self.mask.gather(slices, out)
         if len(out) and not 0 <= out.min() <= out.max() <= 1:
             bad = int(np.argmax((out < 0) | (out > 1)))
             raise DataError(
                 f"{self.mask.where(slices, bad)}: {out[bad]} in a loss mask, "
-                "which has 0 and 1: the file is damaged; copy or preprocess it again"
+                "which has only 0 and 1: the file is damaged; copy or preprocess it again"
             )
 
     def check(self, start: int, stop: int) -> None:
         """Raise DataError for the first damaged sequence of start..stop-1.
 
-        The error is that of `read`. Reads 12 bytes of each.
+        It is the error of `read`. 12 bytes of each sequence are read.
         """
         for first in range(start, stop, _BLOCK):
             last = min(first + _BLOCK, stop)
@@ -330,8 +330,8 @@ class IndexedDataset:
     def _entries(self, sequences: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return sizes and pointers of sequences.
 
-        Raises DataError for the first one that is damaged. Sequences are contiguous, so a size, its
-        pointer and the next pointer have to agree: most damage is found where it is read.
+        Raises DataError for the first damaged one. Sequences are contiguous, so a size, its pointer
+        and the next pointer have to agree: most damage is found when it is read.
         """
         itemsize = self.dtype.itemsize
         sizes = self.sizes[sequences].astype(np.int64)
@@ -439,13 +439,13 @@ def map_index(path: Path) -> Index:
 compiled: ModuleType | None
 try:
     from megatron.data import _index_helpers as compiled  # type: ignore[attr-defined,no-redef,unused-ignore]
-except ImportError:  # a checkout that was not built: enough for planning and for --mock-data
+except ImportError:  # a checkout without built extensions: enough for planning and --mock-data
     compiled = None
 if getattr(compiled, "interface", None) != 2:  # built from an older csrc/index_helpers.cpp
     compiled = None
 
 INT32_MAX = 2**31 - 1
-_FEW = 4096  # shuffling a shorter array is faster than passing the state of the generator
+_FEW = 4096  # a shorter array is shuffled faster than the generator's state is passed
 
 
 def _loops() -> ModuleType:
@@ -461,7 +461,7 @@ def _loops() -> ModuleType:
 def shuffle(array: IntArray, random: np.random.RandomState) -> None:
     """Do `random.shuffle(array)` for integers of 4 or 8 bytes, with the same result.
 
-    Order and state of the generator afterwards are the same. In C++ it is several times faster for
+    The order, and the generator's state afterwards, are the same. C++ is several times faster for
     arrays larger than the caches, without temporary memory or the GIL.
     """
     if len(array) < _FEW:
@@ -479,13 +479,13 @@ def build_sample_index(
     seq_length: int,
     num_samples: int,
 ) -> IntArray:
-    """Return where each sample starts: [num_samples + 1, 2] of (document, token offset).
+    """Return the start of each sample: [num_samples + 1, 2] of (document, token offset).
 
     The document is a position in document_index. Sample i starts at token i * seq_length of the
     documents `sizes[document_index]` concatenated in this order; it ends with the first token of
     sample i+1, which belongs to both. int32, or int64 if document_index has more entries than int32
-    holds. `sizes` need not be aligned, and nothing is copied: only the result takes memory. Raises
-    ValueError if the documents have fewer than num_samples * seq_length + 1 tokens.
+    can hold. `sizes` need not be aligned, and nothing is copied: only the result takes memory.
+    Raises ValueError if the documents have fewer than num_samples * seq_length + 1 tokens.
     """
     sizes = np.ascontiguousarray(sizes, np.int32)  # no copy for the unaligned ones of an index file
     document_index = np.require(document_index, np.int32, ["C", "A"])
@@ -500,20 +500,20 @@ def build_blend_index(weights: Sequence[float], size: int) -> tuple[IntArray, In
     """Return the data set of each of `size` samples of a blend, and the sample's number in it.
 
     Sample k comes from the data set with the largest weight * max(k, 1) - (samples taken from it so
-    far), the lowest number among equal ones. Returns (uint8 [size], or int32 for more than 255 data
-    sets; int64 [size]).
+    far), or among equal ones from that with the lowest number. Returns (uint8 [size], or int32 for
+    more than 255 data sets; int64 [size]).
 
-    Of n data sets with weights w that add up to 1, every prefix of K samples has `taken` samples of
-    data set i with taken - w_i K <= 1 - w_i and w_i K - taken <= 1 + 1/2 + ... + 1/(n - 1), up to
-    the rounding of w_i K. Proof: the differences w_i K - taken add up to 0, so the data set drawn
-    from has a difference that is not negative: the first bound. For the second, let A_m be the
-    largest mean of m differences. If the m largest after a draw exclude the data set just drawn
+    For n data sets with weights w that add up to 1, every prefix of K samples has `taken` samples
+    from data set i with taken - w_i K <= 1 - w_i and w_i K - taken <= 1 + 1/2 + ... + 1/(n - 1), up
+    to the rounding of w_i K. Proof: the differences w_i K - taken add up to 0, so the data set
+    drawn from has a difference that is not negative: the first bound. For the second, let A_m be
+    the largest mean of m differences. If the m largest after a draw exclude the data set just drawn
     from, their mean was at most A_{m+1} and has grown by at most 1/m; otherwise it has not grown.
-    So A_m <= A_{m+1} + 1/m, and A_n is 0. No more samples than the rounded-up share plus one are
-    ever taken.
+    Hence A_m <= A_{m+1} + 1/m, and A_n is 0. Never more samples are taken than the rounded-up share
+    plus one.
 
-    Takes time proportional to size * n, and memory for the result. A sample takes about 25 ns +
-    0.15 ns * n: 10^9 samples of 100 data sets take 40 seconds.
+    The time is proportional to size * n, and memory is needed only for the result. A sample takes
+    about 25 ns + 0.15 ns * n: 10^9 samples from 100 data sets take 40 seconds.
     """
     few = len(weights) <= 255
     build: Callable[..., tuple[IntArray, Int64Array]] = (
@@ -526,13 +526,14 @@ def best_fit_pack(lengths: Int32Array, capacity: int) -> tuple[IntArray, int]:
     """Return the bin of each piece, for bins of `capacity` tokens, and the number of bins.
 
     Best fit, decreasing (Ding et al., "Fewer Truncations Improve Language Modeling", ICML 2024,
-    section 3): the longest piece first, equal ones in order, each into the bin where it leaves the
-    least room; of bins with equal room the one that has had it for the shortest time; a new bin if
-    none has room. Bins are numbered in the order they are opened: int32, or int64 for more pieces
-    than int32 holds. Raises ValueError for a length outside of 1..capacity.
+    section 3): the longest piece first, equal ones in order, each into the bin in which it leaves
+    the least room; among bins with equal room into the one that has had this room for the shortest
+    time; into a new bin if none has room. Bins are numbered in the order they are opened: int32, or
+    int64 for more pieces than int32 can hold. Raises ValueError for a length outside of
+    1..capacity.
 
-    O(n) for n pieces (a counting sort, and a bitmap of the room left in bins), with 8 bytes per
-    piece (result and order) and 4 per bin besides the lengths.
+    It takes O(n) time for n pieces (a counting sort, and a bitmap of the room left in bins), and 8
+    bytes per piece (result and order) and 4 per bin besides the lengths.
     """
     small = len(lengths) <= INT32_MAX
     pack: Callable[..., tuple[IntArray, int]] = (

@@ -1,7 +1,7 @@
 """Writer of the pair of files that indexed_dataset.py describes.
 
-An unfinished data set is three part files: the tokens, int32 sizes and int64 document ends. They
-are only appended to, so memory does not grow with the data, and a run that was killed can truncate
+An unfinished data set consists of three part files: tokens, int32 sizes and int64 document ends.
+Data is only appended to them, so memory does not grow with the data, and a killed run can truncate
 them to a known length and resume. `seal` joins the two small ones into the .idx; `publish` renames
 both files.
 """
@@ -53,11 +53,11 @@ class WriterPosition:
 class IndexedDatasetWriter:
     """Writer of a pair of files under temporary names; `close` renames them, .idx last.
 
-    Part files are in the folder PREFIX_parts, for this writer only: leftovers of a killed writer
-    are removed. As a context manager it leaves nothing behind after an exception, and existing
-    files stay. With `directory`, the part files are there and stay after an exception, so that a
-    later writer can `resume` from a saved `position()`; `directory` must be in the file system of
-    the prefix.
+    Part files are in the folder PREFIX_parts, which belongs to this writer: leftovers of a killed
+    writer are removed. As a context manager it leaves nothing behind after an exception, and
+    existing files stay. With `directory`, part files are in that folder and stay after an
+    exception, so that a later writer can `resume` from a saved `position()`; `directory` must be on
+    the prefix's file system.
 
     Raises DataError for files that cannot be written, for parts shorter than `resume`, and while
     another process writes the same data set.
@@ -132,14 +132,14 @@ class IndexedDatasetWriter:
         self.append_document_ends(self._ended + np.cumsum(document_sequences, dtype=np.int64))
 
     def add_document(self, tokens: Sequence[int] | IntArray) -> None:
-        """Append a document of one sequence; raises as `add_batch`."""
+        """Append a document of one sequence; raises the errors of `add_batch`."""
         self.add_batch(np.asarray(tokens, None if len(tokens) else self.dtype), [len(tokens)], [1])
 
     def append_tokens(self, tokens: IntArray) -> None:
         """Append to .bin only.
 
-        Use it with append_sequences and append_document_ends, for data in pieces that do not end
-        with sequences; `seal` checks that all agree.
+        Use it with append_sequences and append_document_ends for pieces of data that do not end at
+        ends of sequences; `seal` checks that all agree.
         """
         written = np.ascontiguousarray(tokens)
         if tokens.dtype != self.dtype:
@@ -191,7 +191,7 @@ class IndexedDatasetWriter:
         return WriterPosition(self.num_tokens, self.num_sequences, self.num_documents)
 
     def seal(self) -> None:
-        """Sync the parts in their final form. Then nothing can be added, only `publish` remains."""
+        """Sync the parts in their final form. After this only `publish` may be called."""
         self.position()
         self._close_files()
         expected = self.num_tokens * self.dtype.itemsize
@@ -224,7 +224,7 @@ class IndexedDatasetWriter:
             flush_directory(self._folder)
 
     def close(self) -> None:
-        """Seal and publish. The last document must have been ended."""
+        """Seal and publish. The last document must have ended."""
         self.seal()
         self.publish(self.prefix, self._folder)
         self.discard()
@@ -278,7 +278,7 @@ class IndexedDatasetWriter:
 
     def _close_files(self) -> None:
         for file in self._files.values():
-            # a full disk rejects the rest of the buffer; it was reported before
+            # a full disk rejects the rest of the buffer; this was reported before
             with contextlib.suppress(OSError):
                 file.close()
 

@@ -2,17 +2,17 @@
 
 A bin is a sample of seq_length + 1 tokens. A document that fits is one piece; a longer one is cut
 into pieces of seq_length + 1 tokens that overlap by one, so that each of its predictions (of a
-token from those before it) is in exactly one piece. Pieces are assigned to bins by best fit, the
+token from the preceding ones) is in exactly one piece. Pieces are assigned to bins by best fit, the
 longest first (indexed_dataset.best_fit_pack); unused room is padding. Every epoch reads every bin
 once, in a different order, so every prediction within a document counts exactly once per epoch. The
-batch excludes predictions across pieces, by the lengths that `segments` returns. A document of one
-token is dropped, because it has no prediction.
+batch excludes predictions across pieces, using the lengths that `segments` returns. A document of
+one token is dropped, because it has no prediction.
 
 The share of padding depends on the lengths. With enough documents to fill the last bins, most of
 them much shorter than a sample (web text, mean 300 to 700 tokens, sequence length 2048), it is
-under 0.1 %. It stays high if no short pieces are left to fill the bins: all documents over half a
-sample (of 1,100 tokens each: 46 %), all of one length that does not divide the sample (of 900: 12
-%), or so few that the last bin counts.
+under 0.1 %. It stays high if no short pieces are left to fill the bins: if all documents are longer
+than half a sample (with 1,100 tokens each: 46 %), if all have a length that does not divide the
+sample (900: 12 %), or if there are so few that the last bin matters.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ def build_packing(request: IndexRequest) -> Arrays:
     counts int64 [3]: tokens of the split, predictions (which an epoch trains on), and a checksum of
     some sizes.
 
-    Uses 24 bytes per piece and 8 per bin, of which 8 each are the arrays, and some 40 MB. Raises
-    DataError if no sequence has two tokens.
+    This takes 24 bytes per piece and 8 per bin, of which the arrays are 8 each, and about 40 MB.
+    Raises DataError if no sequence has two tokens.
     """
     pieces, lengths = _cut(request)
     if not len(pieces):
         raise DataError(
             f"{request.prefix}: none of the sequences {request.start}..{request.stop} has two "
-            "tokens, and a document of one takes part in no prediction: there is nothing to pack"
+            "tokens, and a document of one token has no prediction: there is nothing to pack"
         )
     predictions = int(lengths.sum(dtype=np.int64)) - len(lengths)
     bins, num_bins = best_fit_pack(lengths, request.sample_tokens)
     del lengths
     starts, order = group_by_bin(bins, num_bins)
     del bins
-    # One number of 8 bytes for each row is gathered several times faster than rows of two.
+    # One number of 8 bytes for each row is gathered several times faster than two numbers.
     rows = pieces.view(np.int64)[:, 0]
     grouped = np.empty(len(pieces), np.int64)
     for at in range(0, len(order), BLOCK):
@@ -102,7 +102,7 @@ def _cut(request: IndexRequest) -> tuple[Int32Array, Int32Array]:
 def _probe(request: IndexRequest) -> int:
     """Return a checksum of the sizes of some sequences.
 
-    It detects other data under the same name.
+    It reveals other data under the same name.
     """
     where = np.linspace(request.start, request.stop - 1, _PROBES).astype(np.int64)
     return zlib.crc32(request.sizes[where].astype("<i4").tobytes())

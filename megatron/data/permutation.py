@@ -1,4 +1,4 @@
-"""Permutations of any length, each of whose values is computed independently."""
+"""Permutations of any length whose values are computed independently."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _ROUNDS = 8
 def permute(positions: Int64Array, size: int, key: int) -> Int64Array:
     """Return the values at `positions` of permutation number `key` of 0..size-1.
 
-    Each value is computed independently, so that 10^9 samples need neither memory nor time to
-    shuffle. `positions` and `key` are not negative. A Feistel network permutes the numbers r *
+    Each value is computed independently: 10^9 samples need neither memory nor time to shuffle.
+    `positions` and `key` are not negative. A Feistel network permutes the numbers r *
     columns + c of the smallest table that holds `size`: each round adds a hash of one coordinate to
     the other, which is invertible (Black and Rogaway, "Ciphers with arbitrary finite domains",
     CT-RSA 2002, section 5); a number beyond `size` passes through the network again (section 4).
@@ -30,7 +30,7 @@ def permute(positions: Int64Array, size: int, key: int) -> Int64Array:
     columns = np.uint64(width)
     rows = np.uint64(-(-size // width))
     golden = np.uint64(GOLDEN)
-    # An array of one: numpy warns when scalars overflow, which a hash does on purpose.
+    # An array of one element: numpy warns if scalars overflow, which a hash does on purpose.
     number = scramble(np.array([key], np.uint64) + golden)
     keys = scramble(number + golden * np.arange(_ROUNDS, dtype=np.uint64))
     result = np.empty(len(positions), np.int64)

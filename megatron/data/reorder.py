@@ -1,8 +1,8 @@
 """Samples that are repeated or skipped when a run continues with another order of its data.
 
-A run counts the samples that it has consumed and continues after them. In another order (of more
-samples, by another seed, from another blend) the samples before that position are not those that
-were consumed: some of the consumed ones come again, and others never come.
+A run counts the samples that it has consumed and continues after them. In another order (with more
+samples, another seed or another blend) the samples before that position are not those that were
+consumed: some of the consumed samples are repeated, and others are never used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.data.sampler import SampleOrder
 from megatron.parallel.keyed_random import GOLDEN
 
 _BLOCK = 1 << 20  # samples looked up at once
-_MOST = 1 << 24  # samples compared; of longer runs those that begin in some blocks of the text
+_MOST = 1 << 24  # samples compared; in longer runs those that begin in some blocks of the text
 _PART_BITS = 20  # size of these blocks, which a hash chooses
 _NOTHING = np.zeros(0, np.int64)
 
@@ -32,11 +32,10 @@ class Ordered:
 
 @dataclass(frozen=True)
 class Reordered:
-    """Samples of one source that a change of the order concerns.
+    """Samples of one source that are affected by a change of the order.
 
     repeated  still to come, though consumed before
-    skipped   not consumed, and not to come where they were due: the new order counts them as
-              consumed
+    skipped   not consumed, and not to come: the new order counts them as consumed
     exact     whether all samples were compared
     """
 
@@ -48,7 +47,7 @@ class Reordered:
 def reordered(
     before: Ordered | None, after: Ordered, consumed: int, end: int, changed: Collection[str] = ()
 ) -> dict[str, Reordered]:
-    """Return what happens to each source of `after` between `consumed` and `end` samples.
+    """Return the effect on each source of `after` between `consumed` and `end` samples.
 
     `consumed` samples were taken in the order `before`; None if it is unknown. `changed` are
     sources of `before` with other content under the same name.
@@ -104,8 +103,8 @@ def _collect(data: Ordered, start: int, stop: int, share: float) -> dict[str, _C
 def _compare(spans: list[Spans]) -> tuple[int, int]:
     """Return the tokens that are repeated and those that are skipped.
 
-    `spans` are those consumed, those that the new order has before this position, and those after
-    it.
+    `spans` are the consumed ones, those that the new order has before this position, and those
+    after it.
     """
     bounds = np.concatenate([end for starts, length in spans for end in (starts, starts + length)])
     sizes = [len(starts) for starts, _ in spans]

@@ -63,14 +63,14 @@ def around(positions: Int64Array, ranges: Sequence[Range]) -> Int64Array:
     [0, 2, 3, 6, 7]
     """
     starts, stops = np.array(ranges, np.int64).reshape(-1, 2).T
-    # left out before each range, and after the last one
+    # numbers left out before each range, and after the last one
     missing = np.concatenate(([0], np.cumsum(stops - starts)))
     # A range comes before the entry with this position.
     return positions + missing[np.searchsorted(starts - missing[:-1], positions, side="right")]
 
 
 def are_ranges(value: object) -> bool:
-    """Return whether this is a list of [start, stop] as in a checkpoint.
+    """Return whether this is a list of [start, stop], as in a checkpoint.
 
     Both are whole numbers with 0 <= start < stop.
     """
@@ -93,8 +93,8 @@ class SampleOrder:
     total     samples of the data set
     cyclic    repeat the data set, each epoch in a different order, keyed by its number; otherwise
               one pass in the original order
-    left_out  ranges of positions to skip, as `merged` returns them. The run needs as many samples
-              as before, so at the end of a single pass its first samples replace those left out.
+    left_out  ranges of positions to skip, from `merged`. The run needs as many samples as before:
+              at the end of a single pass its first samples replace those left out.
     """
 
     total: int
@@ -165,7 +165,7 @@ class Separation:
 
     @classmethod
     def of(cls, data: DataConfig, tokenizer: Tokenizer | None) -> Separation:
-        """Return the separation that the flags ask for, by the end that the tokenizer writes."""
+        """Return the separation that the flags request, for the tokenizer's end of documents."""
         eod = None if tokenizer is None else tokenizer.eod
         return cls(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
 
@@ -186,12 +186,12 @@ class MicroBatchStream:
     demand. With workers, as many micro-batches are read ahead as the last `take` returned, at least
     two per worker. This changes neither order nor content. Call `take` from one thread only.
 
-    dataset           None on ranks that read no data: micro-batches without content, which have
-                      only the number of their first sample
-    order             by default the samples as they are, once
+    dataset           None on ranks that read no data: their micro-batches have no content except
+                      the number of the first sample
+    order             by default each sample once, in the original order
     consumed_samples  counts the samples that all ranks together have taken, without those that the
                       order leaves out
-    separation        applies where the data set does not separate pieces itself
+    separation        applies if the data set does not separate pieces itself
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class MicroBatchStream:
         self._vocab_size = vocab_size
         self._num_workers = num_workers if dataset is not None else 0
         # These threads end with the process, even during a read that a dead file system never
-        # answers; those of concurrent.futures would block its exit.
+        # answers; threads of concurrent.futures would block its exit.
         self._threads = ThreadPool(self._num_workers) if self._num_workers else None
         self._ahead: deque[AsyncResult[MicroBatch]] = deque()
         self._next_read = consumed_samples  # start of the next micro-batch to read ahead
@@ -241,8 +241,8 @@ class MicroBatchStream:
     def close(self) -> None:
         """Stop reading ahead, and wait a moment for reads in progress.
 
-        A closed stream returns no more micro-batches. A thread that comes back from C++ while the
-        interpreter ends would abort the process; one whose file system is dead never comes back.
+        A closed stream returns no more micro-batches. A thread that returns from C++ while the
+        interpreter ends would abort the process; a thread whose file system is dead never returns.
         """
         self._ahead.clear()
         if self._threads is not None:
@@ -283,7 +283,7 @@ class MicroBatchStream:
     def _sample(
         self, dataset: TokenDataset, position: int, index: int
     ) -> tuple[Int64Array, Int64Array | None, Int64Array | None]:
-        """Return the tokens and pieces of a sample, and which tokens are in the loss.
+        """Return the tokens and pieces of a sample, and which tokens count in the loss.
 
         Raises DataError with the sample, the fault and its location.
         """
@@ -326,8 +326,7 @@ class MicroBatch:
         keys dropout. Recorded passes (pipeline/captured.py) get it as int64 [1].
     document_lengths: int64 [documents], the differences of cu_seqlens; None together with it.
         Attention needs them on the host, and reading them from a device would synchronise with it.
-    padding: bool [b, s], positions that only fill up a sample, and count nowhere; None: there are
-        none.
+    padding: bool [b, s], positions that only pad a sample and count nowhere; None: there are none.
     """
 
     tokens: torch.Tensor
@@ -375,8 +374,8 @@ def make_micro_batch(
     within, and a position whose label is in another piece or in the padding is excluded from the
     loss. The two resets of `separation` have no effect.
 
-    loss_tokens: for each sample, which of its s + 1 tokens are in the loss as labels, 0 or 1; None:
-    all of them.
+    loss_tokens: for each sample, which of its s + 1 tokens count in the loss as labels, 0 or 1;
+    None: all of them.
 
     Raises DataError for pieces that do not fit their sample, and if one of the three options needs
     eod and it is unknown.
@@ -428,13 +427,13 @@ def make_micro_batch(
 def _piece_starts(
     segments: Sequence[Int64Array], shape: tuple[int, ...], first_sample: int
 ) -> tuple[BoolArray, BoolArray]:
-    """Return which of tokens 1 ... s start a piece or the padding, and which are no padding.
+    """Return which of tokens 1 ... s start a piece or the padding, and which are not padding.
 
     Samples are [b, s + 1].
     """
     samples, size = shape
     assert len(segments) == samples, f"{len(segments)} lists of pieces for {samples} samples"
-    opens = np.zeros((samples, size + 1), bool)  # one more: a full sample ends there
+    opens = np.zeros((samples, size + 1), bool)  # one more, for the end of a full sample
     filled = np.zeros((samples, 1), np.int64)
     for row, lengths in enumerate(segments):
         ends = np.cumsum(lengths, dtype=np.int64)
@@ -457,7 +456,7 @@ class Consumed:
     """Counts of one source.
 
     Tokens are those trained on, without padding. An epoch is all tokens of the source in this
-    split, so epochs are fractions. `left_out` counts the samples that training skipped.
+    split: epochs may be fractions. `left_out` counts the samples that training skipped.
     """
 
     samples: int = 0
@@ -472,7 +471,7 @@ class Consumed:
 
 
 class Ledger:
-    """Counter of the samples, tokens and epochs consumed of each source.
+    """Counter of the samples, tokens and epochs consumed from each source.
 
     A source is identified by the prefix of its files. The counts depend only on the samples
     consumed: nothing is counted twice, and a resumed run continues from the counts of its
@@ -501,7 +500,7 @@ class Ledger:
     def advance(self, consumed_samples: int) -> list[tuple[str, int]]:
         """Count up to `consumed_samples`.
 
-        Return the sources that began a second or later epoch, with its number.
+        Returns the sources that began a second or later epoch, with its number.
         """
         before = {name: max(count.epoch, 1) for name, count in self.counts.items()}
         while self._position < consumed_samples:
@@ -549,7 +548,7 @@ class Ledger:
     def record(self) -> dict[str, dict[str, Any]]:
         """Return {source: {samples, tokens, epochs}} for checkpoint and metrics file.
 
-        It has left_out if that is not 0.
+        left_out is included if it is not 0.
         """
         records = {name: dataclasses.asdict(count) for name, count in self.counts.items()}
         for record in records.values():

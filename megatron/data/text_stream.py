@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from megatron.data.tokenizer_adapters import Tokenizer
 
-_REPLACEMENT = "\ufffd"  # what tokenizers return for bytes that are not a character
-_MOST_OPEN = 3  # bytes that may wait for the last one of a character in UTF-8
+_REPLACEMENT = "\ufffd"  # tokenizers return it for bytes that are not a character
+_MOST_OPEN = 3  # bytes that may wait for the last byte of a character in UTF-8
 
 
 class TextStream:
     """Text after `before`, passed on in whole characters and without a stop string.
 
-    before   the ids that precede: a tokenizer may join words differently at the start of a text
+    before   the preceding ids: a tokenizer may join words differently at the start of a text
     stop     strings at which the text ends, and which are not part of it
     text     everything passed on so far
     stopped  the stop string that was found; None before
@@ -29,9 +29,9 @@ class TextStream:
         self.text = ""
         self._waiting = ""
         self.stopped: str | None = None
-        # The text of a few tokens depends on where they start. So each text is decoded from the
-        # last but one position at which it ended with a whole character, and the known text is cut
-        # off.
+        # The text of a few tokens depends on where they start. Each text is therefore decoded from
+        # the last but one position at which it ended with a whole character, and the known text is
+        # cut off.
         self._ids = list(before)
         self._ended = len(before)
         self._known = len(self._decode(self._ids))
@@ -51,7 +51,7 @@ class TextStream:
         return self._passed(fresh)
 
     def end(self) -> str:
-        """Return the rest of the text, which nothing follows."""
+        """Return the rest of the text."""
         if self.stopped is not None:
             return ""
         shown = self._passed(self._decode(self._ids)[self._known :])

@@ -1,4 +1,4 @@
-"""TikTokenizer: OpenAI's .tiktoken rank files and Megatron-LM's JSON vocabularies of the same kind.
+"""TikTokenizer: OpenAI's .tiktoken rank files, and Megatron-LM's JSON vocabularies of this kind.
 
 A JSON vocabulary is numbered as in Megatron-LM: ids 0 to N - 1 are special tokens (<unk>, <s>,
 </s>, <mask>, <pad>, <cls>, <sep> and <SPECIAL_7>, ...; N is 1000 unless given), rank r has id N +
@@ -15,8 +15,8 @@ their number of ranks:
 | 128000 | Llama 3's tokenizer.model | llama3 | <|end_of_text|> 128001 | 128256 |
 | 199998 | o200k_base | o200k | <|endoftext|> 199999 | 200019 |
 
-Other files need --tiktoken-pattern, and <|endoftext|> follows the last rank. In any file, special
-tokens that --tiktoken-special-tokens names follow it instead.
+Other files need --tiktoken-pattern, and <|endoftext|> follows the last rank. For any file, the
+special tokens of --tiktoken-special-tokens follow the last rank instead.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MEGATRON_VOCAB_SIZE = 2**17
 # The first of these among the named special tokens ends a document.
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 WHAT_ELSE = (
-    "--tokenizer-model of TikTokenizer is a .tiktoken rank file or Megatron-LM's JSON list "
+    "--tokenizer-model for TikTokenizer is a .tiktoken rank file or Megatron-LM's JSON list "
     "of tokens; a vocab.json is for GPT2BPETokenizer, a tokenizer.json for HFTokenizer, a "
     "SentencePiece model for GPTSentencePieceTokenizer"
 )
@@ -69,8 +69,8 @@ PUBLISHED: Mapping[int, tuple[str, Mapping[str, int]]] = {
     ),
     128000: (
         "llama3",
-        # The names of the other 253 differ between versions of Llama 3; none of them is ever
-        # written.
+        # The names of the other 253 tokens differ between versions of Llama 3; none of them is
+        # ever written.
         {
             "<|begin_of_text|>": 128000,
             "<|end_of_text|>": 128001,
@@ -158,8 +158,8 @@ def _from_ranks(path: Path, settings: TokenizerConfig) -> RankTokenizer:
     pattern = settings.tiktoken_pattern or pattern
     if not pattern:
         raise ConfigError(
-            f"{path}: a rank file does not say how text is cut into pieces: give the "
-            f"--tiktoken-pattern that the vocabulary was made with, one of {', '.join(PATTERNS)}"
+            f"{path}: a rank file does not define how text is cut into pieces: give the "
+            f"--tiktoken-pattern of the vocabulary, one of {', '.join(PATTERNS)}"
         )
     chosen = (settings.tiktoken_special_tokens, settings.tiktoken_num_special_tokens)
     if special and chosen == (None, None):
@@ -203,7 +203,7 @@ def _json_entries(path: Path) -> Entries:
 def _ranks(entries: Entries) -> dict[bytes, int]:
     """Return the rank of each token.
 
-    Raises DataError, with its location, for one that is not base64 or that repeats another.
+    Raises DataError, with its location, for a token that is not base64 or that repeats another.
     """
     ranks: dict[bytes, int] = {}
     for where, word, rank in entries:

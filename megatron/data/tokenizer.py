@@ -12,8 +12,8 @@
 
 A text that spells out a special token is encoded as text, except in HFTokenizer, which follows its
 file: it recognises special tokens and puts those of its template around a text (Llama's: <s> before
-it). The two SentencePiece types encode in the same way and differ in eod and size, as Megatron's
-do: do not train with one on data that were written with the other.
+it). The two SentencePiece types encode in the same way and differ in eod and size, as in Megatron:
+do not train with one on data written with the other.
 """
 
 from __future__ import annotations
@@ -77,13 +77,15 @@ def build_tokenizer(
 ) -> Tokenizer:
     """Return the tokenizer of --tokenizer-type; `flags` are the other fields of TokenizerConfig.
 
-    `vocab_extra_ids` appends <extra_id_0>, ... to a SentencePieceTokenizer. `num_threads` is for
-    Hugging Face's library, the others use one: it sets TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS
-    for the whole process (the second has no effect once the library has started its threads).
+        `vocab_extra_ids` appends <extra_id_0>, ... to a SentencePieceTokenizer. `num_threads` is for
+        Hugging Face's library (the others use one thread): it sets TOKENIZERS_PARALLELISM and
+        RAYON_NUM_THREADS for the whole process (the latter has no effect once the library has started
+        its
+    threads).
 
-    Raises ConfigError for an unknown type, a missing flag or a vocab_size that is not the
-    tokenizer's (of HFTokenizer it may be larger, as in many published models), and DataError, with
-    path and flag, for a file that is missing or of another kind.
+        Raises ConfigError for an unknown type, a missing flag or a vocab_size that is not the
+        tokenizer's (for HFTokenizer it may be larger, as in many published models), and DataError, with
+        path and flag, for a file that is missing or of another kind.
     """
     settings = settings_of(tokenizer_type, vocab_size=vocab_size, **flags)
     kind = settings.tokenizer_type
@@ -140,7 +142,7 @@ def adapter_of(
 def with_vocabulary(config: Config) -> tuple[Config, Tokenizer | None, str]:
     """Return the configuration with the size of its tokenizer's vocabulary, and the tokenizer.
 
-    Also return why the size is not known ("" if it is).
+    Also return why the size is unknown ("" if it is known).
     """
     known = config.model.vocab_size
     if config.tokenizer.tokenizer_type is None:
@@ -155,8 +157,8 @@ def with_vocabulary(config: Config) -> tuple[Config, Tokenizer | None, str]:
 class LimitedTokenizer(Tokenizer):
     """The tokenizer that `build` returns in a process with limits of time and memory.
 
-    It reads `files`. Rules of a tokenizer.json can double a text again and again, and a damaged
-    model can end the process of the library that reads it.
+    It reads `files`. Rules in a tokenizer.json can double a text again and again, and a damaged
+    model can crash the process that reads it.
     """
 
     def __init__(self, build: Callable[[], Tokenizer], files: Sequence[Path]) -> None:
@@ -165,7 +167,7 @@ class LimitedTokenizer(Tokenizer):
         if size > MOST_BYTES:
             largest = max(sizes, key=lambda file: sizes[file])
             raise DataError(
-                f"{largest} has {sizes[largest]:,} bytes, and the files of a tokenizer have at most "
+                f"{largest} has {sizes[largest]:,} bytes, but the files of a tokenizer have at most "
                 f"{MOST_BYTES:,} in all: give the right file"
             )
         self._process = LimitedProcess(f"{__name__}:serve", build, str(files[0]), size)
@@ -198,7 +200,7 @@ class LimitedTokenizer(Tokenizer):
 
 
 def serve(build: Callable[[], Tokenizer]) -> Callable[[Any], Any]:
-    """Return the function with which the child process answers LimitedTokenizer's requests."""
+    """Return the function that answers LimitedTokenizer's requests in the child process."""
     tokenizer = build()
 
     def answer(request: Any) -> Any:

@@ -26,11 +26,11 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 Ids = Sequence[int] | IntArray
 Places = Int64Array | Sequence[tuple[int, int]]
 Placed = tuple[Ids, Places]
-# Names that end a text in published models, for a tokenizer.json without the files that name it.
+# Names of the end of a text in published models, for a tokenizer.json without files that define it.
 USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-# The patterns that cut a text into pieces before pairs are merged. The ids of data depend on them,
+# The patterns that cut a text into pieces before pairs are merged. The ids in data depend on them,
 # so they are formats: gpt2 as published with GPT-2, cl100k and o200k as in tiktoken 0.14, llama3 as
-# published with that model, v1 and v2 of Megatron-LM. llama3 is an early cl100k: they differ in
+# published with that model, v1 and v2 from Megatron-LM. llama3 is an early cl100k: they differ in
 # line ends and spaces at the very end of a text.
 PATTERNS: Mapping[str, str] = {
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -54,10 +54,10 @@ class Tokenizer(ABC):
     """Text to token ids and back.
 
     `vocab_size` is one more than the highest id; `eod` ends a document. The adapter of a library
-    implements `_encode` and `_decode`. `names` are the texts of ids unknown to the library.
+    implements `_encode` and `_decode`. `names` has the texts of ids that the library lacks.
 
     behind    number of tokens that the tokenizer puts after every text
-    bos       token that its files name as the beginning of a text
+    bos       token for the beginning of a text, from its files
     special   ids that stand for no text
     """
 
@@ -72,7 +72,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _encode(self, texts: list[str]) -> Sequence[Ids]:
-        """Return the ids of each text, as the library returns them."""
+        """Return the ids of each text from the library."""
 
     def _encode_with_places(self, text: str, special: bool) -> Placed:
         """Return ids and ranges of characters of one text, see encode_with_places.
@@ -83,14 +83,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str:
-        """Return the text of ids that the library knows."""
+        """Return the text of ids that the library has."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without eod."""
         return self.encode_batch([text])[0]
 
     def encode_beginning(self, text: str) -> list[int]:
-        """Return the ids of a text that continues, without those that are put after every text."""
+        """Return the ids of a text that continues, without the tokens after every text."""
         ids = self.encode(text)
         return ids[: len(ids) - self.behind]
 
@@ -128,12 +128,11 @@ class Tokenizer(ABC):
         """Return the ids of a text, and the characters of each: int64 [ids, 2], start and end.
 
         A token without a character of its own, such as one that the tokenizer puts around a text,
-        has an empty range. `special`: put the tokens around the text that the tokenizer puts around
-        every text.
+        has an empty range. `special`: include the tokens that the tokenizer puts around every text.
         """
         ids, places = self._encode_with_places(text, special)
         ranges = np.array(places, np.int64).reshape(len(ids), 2)
-        # White space that the library leaves out of its ranges belongs to the token after it.
+        # White space outside of the library's ranges belongs to the following token.
         before = np.maximum.accumulate(np.concatenate([[0], ranges[:, 1]]))
         ranges[:, 0] = np.minimum(ranges[:, 0], before[:-1])
         return list(map(int, ids)), ranges
@@ -169,7 +168,7 @@ class Tokenizer(ABC):
             for text in texts:
                 if match := _SURROGATE.search(text):
                     raise DataError(
-                        f"the text holds half of a surrogate pair, {match.group()!r} at character "
+                        f"the text contains half of a surrogate pair, {match.group()!r} at character "
                         f"{match.start()}, which is not a character: replace it before tokenizing"
                     ) from None
             raise
@@ -201,8 +200,8 @@ class NullTokenizer(Tokenizer):
 class RankTokenizer(Tokenizer):
     """Byte-pair encoding with tiktoken.
 
-    Of neighbours, those whose joint byte string has the lowest id merge first. `ids` has every
-    single byte. No text can spell a special token. Bytes that are not a character decode to U+FFFD.
+    Neighbours whose joint byte string has the lowest id merge first. `ids` has every single byte.
+    No text can spell a special token. Bytes that are not a character decode to U+FFFD.
     """
 
     def __init__(
@@ -214,8 +213,8 @@ class RankTokenizer(Tokenizer):
         known = set(ids.values())
         names = {i: "" for i in range(size) if i not in known}
         super().__init__(size, eod, names | {i: name for name, i in special.items()})
-        # tiktoken requires at least one special token to look for in texts; `_encode_text` lets it
-        # match nothing.
+        # tiktoken requires at least one special token to search for in texts; `_encode_text` lets
+        # it match nothing.
         self._encoding = tiktoken.Encoding(
             "ranks",
             pat_str=pattern,
@@ -337,14 +336,14 @@ def byte_letters() -> dict[str, int]:
 def gpt2(vocab_file: Path, merge_file: Path) -> Tokenizer:
     """Return the GPT2BPETokenizer. Raises DataError for files that do not belong together."""
 
-    # The library does not say where a file is damaged, and reads 2^32 as 0.
+    # The library does not report where a file is damaged, and reads 2^32 as 0.
     for token, i in read_json(vocab_file, MOST_BYTES, error=DataError).items():
         if type(i) is not int or not 0 <= i < 1 << 32:
             raise DataError(
                 f"{vocab_file}: the token {token!r:.60} has the id {i!r:.60}, which is not an integer "
                 "from 0 to 2^32 - 1: the file is damaged"
             )
-    with reading(vocab_file, f"a byte-level BPE vocabulary that goes with {merge_file}"):
+    with reading(vocab_file, f"a byte-level BPE vocabulary that belongs to {merge_file}"):
         from tokenizers import Tokenizer as Fast
         from tokenizers.decoders import ByteLevel as ByteLevelDecoder
         from tokenizers.models import BPE
@@ -377,17 +376,18 @@ def hugging_face(file: Path) -> Tokenizer:
             "GPTSentencePieceTokenizer or TikTokenizer, vocab.json and merges.txt of GPT-2 for "
             "GPT2BPETokenizer; with transformers, "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes a tokenizer.json "
-            "of others"
+            "for others"
         )
 
     with reading(file, "a tokenizer.json"):
         from tokenizers import Tokenizer as Fast
 
         tokenizer = Fast.from_file(str(file))
-    # Files are saved with the limits of their last use; here a text is never truncated or padded.
+    # Files are saved with the limits of their last use; this program never truncates or pads a
+    # text.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    with reading(file, "a tokenizer.json that goes with the files beside it"):
+    with reading(file, "a tokenizer.json that belongs to the files beside it"):
         named = add_tokens(tokenizer, file)
     bos = named.get("bos_token")
     eos = named.get("eos_token")
@@ -497,7 +497,7 @@ def _megatrons_names(processor: Any, vocab_extra_ids: int) -> list[str]:
     ends = {"<PAD>": processor.pad_id(), "<BOS>": processor.bos_id(), "<EOS>": processor.eos_id()}
     names += [processor.id_to_piece(i) if i >= 0 else name for name, i in ends.items()]
     names += [f"<extra_id_{i}>" for i in range(vocab_extra_ids)]
-    return list(dict.fromkeys(names))  # each once, at its first position
+    return list(dict.fromkeys(names))  # each name once, at its first position
 
 
 @contextlib.contextmanager

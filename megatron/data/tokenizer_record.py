@@ -1,8 +1,8 @@
 """The tokenizer that wrote a data set, in `<prefix>.tokenizer.json` beside its .bin and .idx.
 
-It has the tokenizer's type, vocabulary size, end-of-document id and digest, the largest id of the
-data, and a digest of the job that wrote them ("" if it is not known). The tokenizer's digest covers
-what ids mean: the ids of a sample of text, and the texts of the ids. So another file with the same
+It has the tokenizer's type, vocabulary size, end-of-document id and digest, the largest id in the
+data, and a digest of the job that wrote it ("" if it is unknown). The tokenizer's digest covers the
+meaning of ids: the ids of a sample text, and the texts of the ids. Thus another file with the same
 tokenizer, or one with added tokens, has the same digest.
 """
 
@@ -23,10 +23,10 @@ from megatron.errors import DataError
 from megatron.untrusted import is_count, read_json
 
 _MOST_BYTES = 1 << 16
-# of a .bin: all of a shorter one, else blocks all over it
+# bytes read from a .bin: all of a shorter one, else blocks all over it
 _SCANNED_BYTES = 1 << 24
 _PLACES = 16
-# Several scripts, numbers, code, spaces: no two tokenizers in use cut it alike.
+# Several scripts, numbers, code, spaces: no two tokenizers in use cut it in the same way.
 _SAMPLE = (
     "The quick brown fox doesn't jump over 1234567 lazy dogs.\n\n\tdef f(x):\n        return x**2\n"
     "Größe, naïve façade; Москва, Ελλάδα, 北京市, 東京, 서울, العربية, हिन्दी, ไทย  \r\n 3.14159 ≤ π² 🙂 "
@@ -36,7 +36,7 @@ _SAMPLE = (
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """Content of PREFIX.tokenizer.json; see the head of this module."""
+    """Content of PREFIX.tokenizer.json; see the module's docstring."""
 
     tokenizer: str
     vocab_size: int
@@ -46,7 +46,7 @@ class TokenizerRecord:
     job: str = ""
 
     def write(self, prefix: StrPath) -> None:
-        """Write it beside a data set. Raises OSError."""
+        """Write the record beside a data set. Raises OSError."""
         with renamed_into(record_path(prefix)) as file:
             file.write(json.dumps(asdict(self)).encode())
 
@@ -58,7 +58,7 @@ def record_of(kind: str, tokenizer: Tokenizer, largest_id: int, job: str) -> Tok
 
 
 def digest(tokenizer: Tokenizer, size: int) -> str:
-    """Return a digest of what the first `size` ids mean; "" for texts that are ids."""
+    """Return a digest of the meaning of the first `size` ids; "" for texts that are ids."""
     if isinstance(tokenizer, NullTokenizer):
         return ""
     ids, _ = tokenizer.encode_with_places(_SAMPLE, special=False)
@@ -119,7 +119,7 @@ def check_tokenizer(
     texts = tokenizer if not isinstance(tokenizer, NullTokenizer) else None
     for dataset in datasets:
         record = read_record(dataset.prefix)
-        # another program may have written over the data and left the record
+        # another program may have overwritten the data and left the record
         most = max(largest_id(dataset), 0 if record is None else record.largest_id)
         if most >= vocab_size:
             limit = f"the vocabulary of this run has {vocab_size} ids"
@@ -129,11 +129,11 @@ def check_tokenizer(
                 size = f"--vocab-size {most} or more, or "
             elif tokenizer is None:
                 size = f"--vocab-size {most + 1} or more, or "
-            wrote = "no file beside it says which tokenizer wrote it"
+            wrote = "no file beside it names the tokenizer that wrote it"
             if record is not None:
                 wrote = f"{record.tokenizer} of {record.vocab_size} ids wrote it"
             raise DataError(
-                f"{dataset.prefix}: has the id {most}, but {limit}; {wrote}. A model of it needs "
+                f"{dataset.prefix}: has the id {most}, but {limit}; {wrote}. A model for it needs "
                 f"{size}the tokenizer of the data"
             )
         if record is None:
@@ -156,7 +156,7 @@ def check_tokenizer(
         if record.eod != texts.eod:
             ends.append(f"{dataset.prefix} ({record.eod})")
     notices = {
-        "do not say which tokenizer wrote them, so only the size of their ids was compared": unknown,
+        "do not name their tokenizer: only the size of their ids was compared": unknown,
         f"are not compared with --tokenizer-type {kind}: one of the two has ids for text": other,
         f"end documents with another id than this run's tokenizer ({texts and texts.eod})": ends,
     }

@@ -1,4 +1,4 @@
-"""List of layouts that may be tried: the combinations of a space that are valid and fit.
+"""List of layouts that may be tried: combinations of a space that are valid and fit.
 
 The list is finite and known before the first trial. A search can therefore rank all of it, try
 nothing twice, and reject layouts before they cost a trial.
@@ -45,8 +45,8 @@ LOSS = "valid_loss"
 _MOST = 50_000  # combinations, each of which takes about a millisecond
 DATA = {"data_path", "data_file_list", "train_data_path", "mock_data"}
 _PRECISION = {"fp16", "bf16", "initial_loss_scale"}
-# With Megatron's initial loss scale of 2^32, the first steps in fp16 overflow and are skipped,
-# which would be all steps of a trial.
+# With Megatron's initial loss scale of 2^32, the first steps in fp16, and so all steps of a trial,
+# would overflow and be skipped.
 _FIRST_LOSS_SCALE = 4096
 
 
@@ -103,7 +103,7 @@ class Machine:
 
 @dataclass
 class Enumeration:
-    """Candidates in the order of the combinations, and why others were rejected."""
+    """Candidates in the order of the combinations, and the reasons for rejecting others."""
 
     candidates: list[Candidate] = field(default_factory=list)
     rejections: Rejections = field(default_factory=Rejections)
@@ -383,7 +383,7 @@ def _fit(
         )
     words = list[str]()
     step_s = None
-    # Placement matters if a node's devices are not all alike, and all of them are used.
+    # Placement matters if a node's devices differ in their links, and all of them are used.
     ordered = len(cluster.device_orders) > 1 and layout.world % cluster.devices_per_node == 0
     if predict:
         restrictions = {

@@ -282,7 +282,7 @@ def ask_slurm(job: CheckedJob, words: Sequence[str]) -> None:
     """
     if "account" not in job.options:
         job.warn("account", "no -A, no SBATCH_ACCOUNT: Slurm uses your default account or refuses")
-    job.unchecked.append("the node-hours that the account has left, and the wait in the queue")
+    job.unchecked.append("the account's remaining node-hours, and the wait in the queue")
     try:
         code, told = output_of(["sbatch", "--test-only", *words])
         said = " / ".join(told[-3:]).replace("sbatch: ", "").replace("error: ", "")
@@ -312,7 +312,7 @@ def check_options(job: CheckedJob) -> None:
                 nodes, job.value("partition"), job.value("qos")
             )
             if wall_s is not None and wall_s > most_s:
-                text = f"more than {nodes} nodes get on {cluster.name}"
+                text = f"more than the limit for {nodes} nodes on {cluster.name}"
                 job.error("time", f"{limit} is {text}: request at most {show_duration(most_s)}")
         except ConfigError as problem:
             job.error("nodes", str(problem))
@@ -364,7 +364,7 @@ def dry_run(job: CheckedJob, content: bytes, arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="megatron-check-") as folder:
         copy = Path(folder, "slurm_script")
         copy.write_bytes(content)
-        Path(folder, "hsn0").mkdir()  # so that env.sh behaves as on a node with Slingshot
+        Path(folder, "hsn0").mkdir()  # makes env.sh behave as on a node with Slingshot
         environ = os.environ | {
             "DRY_RUN": "1",
             "SLURM_JOB_NUM_NODES": str(job.nodes),
@@ -478,7 +478,7 @@ def check_data(job: CheckedJob, config: Config) -> None:
     if not (prefixes := datasets.data_prefixes(config)):
         return
     job.unchecked.append(
-        "whether the data's indices are built (tools/build_index.py with the same flags does it)"
+        "whether the data's indices are built (tools/build_index.py with the same flags builds them)"
     )
     if local := [prefix for prefix in prefixes if job.is_local(prefix)]:
         job.unchecked.append(f"data {', '.join(local)}, on node-local disks")
@@ -527,7 +527,7 @@ def check_saving(job: CheckedJob, config: Config) -> None:
 
 
 def check_memory(job: CheckedJob, config: Config) -> None:
-    """Compare the planner's peak memory of a device with what the machine has, if it is known."""
+    """Compare the planner's peak memory of a device with the machine's, if that is known."""
     if (cluster := job.cluster) is None:
         return
     peak = max(rank.total for rank in memory_of_ranks(config, cluster.device_type))

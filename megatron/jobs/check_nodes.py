@@ -1,4 +1,4 @@
-"""Test of the nodes of an allocation before a training (`tools/preflight.py measure`).
+"""Test of the nodes in an allocation before a training (`tools/preflight.py measure`).
 
 Every process multiplies matrices on its device. Processes on nodes whose devices work then
 all-reduce within their node and with their counterparts on both neighbouring nodes. Each writes its
@@ -124,7 +124,7 @@ class Process:
         return results
 
     def share(self, phase: str, ranks: Iterable[int], limit: timedelta) -> Results:
-        """Send this process's results to rank 0; return there those in time, publish good nodes."""
+        """Send results to rank 0, which returns those that are in time and publishes good nodes."""
         launch = self.launch
         store = self._connection.store
         told = {
@@ -201,7 +201,7 @@ class Process:
 class NodeVerdict(NamedTuple):
     """Hosts to use and to leave out, and the report.
 
-    No host is good if the fault cannot be assigned to one.
+    No host is good if a fault cannot be assigned to a host.
     """
 
     good: list[str]

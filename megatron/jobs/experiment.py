@@ -1,8 +1,8 @@
 """Scaling experiments: their points and costs, and a job source that runs them.
 
 Every point is resolved by pretrain_gpt.py's parser, so that contradictions are found before
-anything is queued. Costs come from the published throughput and the limits of the machine. Does not
-need torch.
+anything is queued. Costs come from the published throughput and the limits of the machine. This
+module does not need torch.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ KINDS: Mapping[str, ExperimentKind] = {
     "pp": ExperimentKind("pipeline-parallel size, batch fixed", "pp", (8, 16, 24, 48), 128),
     "pp-bubble": ExperimentKind("pipeline-parallel size, bubble fixed", "pp", (8, 16, 24, 48), 16),
     "batch": ExperimentKind("global batch size", "batch", (8, 16, 32, 64, 128, 256, 640)),
-    # Two replicas share the optimizer's states: on the 8 GCDs of a single one, a micro-batch of 8
-    # does not fit.
+    # Two replicas share the optimizer's states: on the 8 GCDs of a single replica, a micro-batch
+    # of 8 does not fit.
     "micro-batch": ExperimentKind("micro-batch size", "mbs", (1, 2, 4, 8), 512, 2),
 }
 
@@ -215,7 +215,7 @@ def _point(request: ExperimentRequest, base: Config, value: int) -> Point:
     tensor, pipeline, micro, batch = (sizes[name] for name in ("tp", "pp", "mbs", "batch"))
     world = tensor * pipeline * sizes["dp"]
     tasks = min(world, request.tasks_per_node)
-    # Use a smaller batch during the warm-up if that is shorter: once the pipeline is full,
+    # Use a smaller batch during the warm-up if that is faster: once the pipeline is full,
     # compilation, allocation and connections do not depend on the number of micro-batches.
     step = micro * sizes["dp"]
     small = _WARM_UP_DEPTHS * pipeline * step

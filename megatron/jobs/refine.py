@@ -1,10 +1,10 @@
 """Correction of a machine's description by the step times of runs on it.
 
 According to the estimate, a step of a run computes for C seconds (including bubbles and the host's
-work) and waits M seconds for messages; measured were T seconds. The factors a and b of T = a C + b
-M correct the machine: seconds are multiplied and rates divided by them. Both are the median of T /
-(C + M), unless two different factors explain the runs much better. Medians limit the influence of a
-few disturbed runs.
+work) and waits M seconds for messages; the measured time is T seconds. The factors a and b in T = a
+C + b M correct the machine: seconds are multiplied and rates divided by them. Both are the median
+of T / (C + M), unless two different factors explain the runs much better. Medians limit the
+influence of a few disturbed runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.planner.timing import Estimate, estimate
 
 WARM_UP = 3
 LEAST_STEPS = 3
-"""Number of ignored steps (the first has no overlap, memory settles), and of steps needed after."""
+"""Number of ignored steps (the first has no overlap, memory settles), and of steps needed then."""
 _LEAST_RUNS = 4  # for two factors: some pair of factors fits any three runs
 _BETTER = 0.5  # two factors must reduce the error of one factor to less than this share
 # ratios of the message factor to the compute factor that are tried, 2.5 % apart
@@ -43,7 +43,7 @@ class RefinementRun(NamedTuple):
     name: str
     config: Config
     seconds: float
-    remark: str = ""  # on lines of its file that were left out
+    remark: str = ""  # about lines of its file that were left out
 
 
 Factors = tuple[float, float]

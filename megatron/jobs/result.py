@@ -181,7 +181,7 @@ class Result:
 
     @property
     def figure(self) -> float | None:
-        """Return what counts: the validation loss, or the seconds of a step."""
+        """Return the figure that counts: the validation loss, or the seconds of a step."""
         return self.step_s if self.loss is None else self.loss
 
     @property

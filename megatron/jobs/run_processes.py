@@ -1,8 +1,8 @@
 """Start and end the processes of a run, on this machine or as a step of a Slurm job.
 
-Nothing here blocks: the caller that started a run polls it, and each poll sends the signals that
-are due. Each process has its own session, and none outlives the process that started it, however
-that ends.
+This module never blocks: the caller that started a run polls it, and each poll sends the signals
+that are due. Each process has its own session, and none outlives the process that started it,
+however that process ends.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Steady steps are those after the warm-up, of the full batch, that were not skipped and had a finite
 loss. Figures use the median of their times; the spread is their range divided by the median. Two
-runs differ only if the 95 % intervals of their medians do not overlap. Does not need torch.
+runs differ only if the 95 % intervals of their medians do not overlap. No torch is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ METRICS = "metrics.jsonl"
 POINT = "point.json"
 RESULT = "result.json"
 # Best square matrix product measured on an MI250X GCD (4096 to 8192, fp16, ROCm 7.0): a training
-# step cannot beat it.
+# step cannot be faster.
 _MEASURED_DEVICE = "MI250"
 _MEASURED_GEMM_TFLOPS = 115.3
 _PLAUSIBLE_PART_OF_PEAK = 0.9  # out of reach for a training run: a higher figure is wrong
@@ -78,7 +78,7 @@ class MeasuredRun:
         """Notice of the lines left out of its file; empty without any."""
         if not self.left_out:
             return ""
-        return f"{self.left_out} line(s) of {self.path} are no records of a run, left out"
+        return f"{self.left_out} line(s) of {self.path} are not records of a run and were left out"
 
     def get(self, name: str) -> Any:
         """Return a setting; None if unknown."""
@@ -260,7 +260,7 @@ def figures(
     problems = list(itertools.islice(_contradictions(run), 1))
     if highest > ceiling:
         problems.append(
-            f"{highest:.4g} TFLOP/s per device are above the plausible limit of {ceiling:.4g}: the "
+            f"{highest:.4g} TFLOP/s per device is above the plausible limit of {ceiling:.4g}: the "
             f"best matrix product on such a device, or {_PLAUSIBLE_PART_OF_PEAK:g} of its peak"
         )
     notes = {
@@ -348,7 +348,7 @@ def _contradictions(run: MeasuredRun) -> Iterator[str]:
         took = line.step_time_s * line.steps
         if took > 1.05 * passed + 1.0:  # tolerance for reading clocks
             yield (
-                f"iteration {line.iteration}: says {took:.4g} s, but the clock moved by "
+                f"iteration {line.iteration}: reports {took:.4g} s, but the clock moved by "
                 f"{passed:.4g} s since iteration {before.iteration}"
             )
 

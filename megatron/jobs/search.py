@@ -230,9 +230,9 @@ def _deephyper(history: History, chance: random.Random) -> int:
     logging.getLogger("deephyper").setLevel(logging.ERROR)
     seed = chance.getrandbits(31)
     # A forest predicts the same for many candidates, and the first sample of these is taken:
-    # shuffle, so that it is not the next one of the list.
+    # shuffle, so that it is not always the next one in the list.
     sampled = chance.sample(list(history.open), len(history.open))
-    names = sorted(p.name for p in history.parameters)  # as DeepHyper orders them
+    names = sorted(p.name for p in history.parameters)  # DeepHyper's order
     points = [
         {p.name: p.values.index(c.values[p.name]) for p in history.parameters}
         for c in history.candidates
@@ -243,7 +243,7 @@ def _deephyper(history: History, chance: random.Random) -> int:
         warnings.simplefilter("ignore")  # about kinds of arrays, and repeated points
         problem = HpProblem()
         for parameter in history.parameters:
-            # By index: trees split indices and DeepHyper's labels of categories alike.
+            # By index: trees split indices in the same way as DeepHyper's labels of categories.
             problem.add_hyperparameter(
                 OrdinalHyperparameter(parameter.name, list(range(len(parameter.values))))
             )

@@ -113,8 +113,8 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
     search = args.search if shows else find_search(args.search)
     if (args.objective == LOSS) != bool(space.tokens):
         raise ConfigError(
-            f"--objective {args.objective}: {LOSS} is for spaces with tokens in their [trial], and "
-            f"such a space is for it; {space.name} has {space.tokens or 'none'}"
+            f"--objective {args.objective}: {LOSS} is for spaces with tokens in their [trial], which "
+            f"allow no other objective; {space.name} has {space.tokens or 'none'}"
         )
     if space.tokens:
         if not DATA & read_settings((*space.flags, *flags)).explicit.keys():
@@ -125,8 +125,8 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
             raise ConfigError("--iterations and --warm-up are for spaces without tokens in [trial]")
         args.confirm = 0  # the same seed gives the same loss
         if space.halving and not shows:
-            find_search("optuna")  # whose rule stops trials
-    prior = not args.no_prior and not space.tokens  # which ranks by time
+            find_search("optuna")  # its rule stops trials
+    prior = not args.no_prior and not space.tokens  # the planner ranks by time
     if prior and cluster is None:
         raise ConfigError(
             "the planner's ranking needs a machine description: measure this machine with 'python "
@@ -166,7 +166,7 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
 
 
 def _processes(args: argparse.Namespace, space: SearchSpace, cluster: Cluster | None) -> int:
-    """Return the number of processes here: GPUs, otherwise cores, or more if the space needs it."""
+    """Return the number of local processes: GPUs, or else cores, or what the space needs."""
     for name in ("nodes", "tasks_per_node", "parallel"):
         if getattr(args, name) not in (None, 1):
             raise ConfigError(
@@ -179,7 +179,7 @@ def _processes(args: argparse.Namespace, space: SearchSpace, cluster: Cluster | 
 
 
 def _most(space: SearchSpace, name: str) -> int:
-    """Return the largest number of nodes or processes that a space names, or 0."""
+    """Return the largest number of nodes or processes in a space, or 0."""
     values = {parameter.name: parameter.values for parameter in space.parameters}.get(name, ())
     text = space.derived[name].text if name in space.derived else ""
     fixed = int(text) if text.isdigit() else 0

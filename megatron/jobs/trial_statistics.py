@@ -53,9 +53,9 @@ class MeasuredCandidate:
     """Candidate with its finished trials (at least one), by number.
 
     A layout that fails now and then is unreliable. It has a cost only while more of its trials gave
-    valid figures than failed, and none ran out of memory: all steps of a trial are alike, so a
-    layout that once ran out of memory is at the limit. Lost ranks do not count, because they say
-    nothing about a layout.
+    valid figures than failed, and none ran out of memory: all steps of a trial are similar, so a
+    layout that once ran out of memory is at the limit. Lost ranks do not count, because they are
+    not caused by a layout.
 
     steps     seconds of a step in its valid trials, or their validation losses
     failures  trials that count against the layout

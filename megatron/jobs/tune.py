@@ -212,7 +212,7 @@ class TuningSearch(JobSource):
 
     @property
     def objective(self) -> str:
-        """Name of what is minimized."""
+        """Name of the minimized quantity."""
         return str(self.setup.args.objective)
 
     def _read(self, folder: Path, by_key: dict[str, Candidate]) -> None:
@@ -235,7 +235,7 @@ class TuningSearch(JobSource):
         self._trials.append(trial)
         self.results[trial.name] = RUNNING if repeated else before
 
-    # -- what is next ------------------------------------------------------------------------------
+    # -- the next trial ----------------------------------------------------------------------------
 
     def next(self, runner: Runner) -> Job | None:
         if not runner.room(min(c.nodes for c in self.enumeration.candidates)):
@@ -313,7 +313,7 @@ class TuningSearch(JobSource):
         """Collect the state that the next proposal depends on."""
         candidates = self.enumeration.candidates
         trials = list(self.trials.values())
-        # A lost rank says nothing about the layout.
+        # A lost rank is not caused by the layout.
         seen = {
             one.candidate.index: math.log(one.cost) if one.cost < math.inf else None
             for one in self.layouts

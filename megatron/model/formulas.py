@@ -4,7 +4,7 @@ The built-in model needs no torch for this.
 
 Operations are counted for matrix products only, a multiplication and an addition for each element:
 2 m n k for [m, k] x [k, n]. Norms, activations, softmax and dropout are left out, as in the papers
-whose figures are compared with.
+with whose figures they are compared.
 
 Letters: h hidden size, f MLP size, n heads, g key and value heads, d head size, s sequence length,
 V vocabulary, L layers, B global batch size.
@@ -22,8 +22,8 @@ from megatron.config.parallel import RecomputeConfig
 _TERA = 1e12
 
 # Dense peak of matrix units in fp32, fp16 and bf16, TFLOP/s, from the vendors' data sheets, by a
-# part of the name. The first match counts. A device is what torch calls one: for an MI250X or
-# MI250, one of its two dies.
+# part of the name. The first match counts. A device is a device to torch: for an MI250X or MI250,
+# one of its two dies.
 _PEAKS = (
     ("MI355X", 157.3, 2516.6, 2516.6),
     ("MI350X", 144.2, 2306.9, 2306.9),
@@ -57,7 +57,7 @@ def _experts(model: ModelConfig, layer: int, active: bool) -> tuple[int, int]:
     """Return the number of MLPs in a layer, and their width."""
     if model.num_experts is None or not model.has_experts(layer):
         return 1, model.ffn_hidden_size
-    assert model.moe_ffn_hidden_size is not None, "it is derived where there are experts"
+    assert model.moe_ffn_hidden_size is not None, "it is derived if there are experts"
     return model.moe_router_topk if active else model.num_experts, model.moe_ffn_hidden_size
 
 
@@ -101,7 +101,7 @@ def total_parameters(model: ModelConfig, active: bool = False) -> int:
 def parameters_of(config: Config) -> int:
     """Return all parameters of a configuration's model.
 
-    Builds it, without memory, if it has user-defined pieces.
+    The model is built, without memory, if it has user-defined pieces.
     """
     if config.pieces.layer is None and config.pieces.model is None:
         return total_parameters(config.model)
@@ -113,8 +113,8 @@ def parameters_of(config: Config) -> int:
 def flops_per_token_of(config: Config) -> float:
     """Return model_flops_per_token of a configuration's model.
 
-    Each further parameter of user-defined pieces counts as one product forward and two backward,
-    and attention as that of the built-in layer.
+    Each further parameter of user-defined pieces counts as one product forward and two backward;
+    attention counts as in the built-in layer.
     """
     more = parameters_of(config) - total_parameters(config.model)
     return model_flops_per_token(config.model) + 6.0 * more
@@ -163,7 +163,7 @@ def _mean_over_layers(model: ModelConfig, flops: Callable[[ModelConfig, int], fl
 def model_flops_per_token(model: ModelConfig) -> float:
     """Return the FLOPs of one token's forward and backward pass, without recomputation.
 
-    The backward pass takes twice the forward's. The logits take 2 h V.
+    The backward pass takes twice as many as the forward pass. The logits take 2 h V.
     """
     head = 2.0 * model.hidden_size * _vocab(model)
     return 3.0 * (model.num_layers * _mean_over_layers(model, layer_flops) + head)
@@ -206,7 +206,7 @@ def paper_flops(
         24 k B s L h^2 (1 + s / (6 h) + V / (16 L h)),  k = 4 with activation checkpointing and 3
         without.
 
-    The vocabulary's term is right for k = 4 and logits that are not recomputed (Narayanan et al.,
+    The vocabulary's term is exact for k = 4 and logits that are not recomputed (Narayanan et al.,
     arXiv 2104.04473, section 5.1); with k = 3 it is a quarter too small.
     """
     k = 4 if checkpointing else 3
@@ -218,8 +218,8 @@ def paper_flops(
 def peak_tflops(device_name: str, dtype_name: str) -> float | None:
     """Return the peak of a device's matrix units in TFLOP/s (dense; fp32 without TF32).
 
-    `device_name` as torch.cuda.get_device_name gives it, `dtype_name` 'float32', 'bfloat16' or
-    'float16'. None for a CPU or a device or dtype that is not in the table.
+    `device_name` is the result of torch.cuda.get_device_name, `dtype_name` 'float32', 'bfloat16' or
+    'float16'. None for a CPU, and for a device or dtype that is not in the table.
 
     >>> peak_tflops("AMD Instinct MI250X", "bfloat16")
     191.5
@@ -230,7 +230,7 @@ def peak_tflops(device_name: str, dtype_name: str) -> float | None:
 
 
 def device_unit(device_name: str) -> str:
-    """Return the unit of figures per device: a GCD for the MI250, or a device.
+    """Return the unit of figures per device: a GCD for the MI250, otherwise a device.
 
     Each half of an MI250 is a device to programs.
 
@@ -248,7 +248,7 @@ def achieved_tflops(flops: float, seconds: float, devices: int) -> float:
 def utilization(flops: float, seconds: float, devices: int, peak: float | None) -> float | None:
     """Return the used fraction of the peak (TFLOP/s per device).
 
-    It is the MFU for model FLOPs and the HFU for hardware FLOPs. None if the peak is not known. A
+    It is the MFU for model FLOPs and the HFU for hardware FLOPs. None if the peak is unknown. A
     value above 1 means that the FLOPs, the time or the peak is wrong.
     """
     return None if peak is None else achieved_tflops(flops, seconds, devices) / peak

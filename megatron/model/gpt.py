@@ -55,8 +55,8 @@ class GPTChunk(nn.Module):
 
     With a `cache`, which each pass extends, the tokens of the batch follow those of earlier passes.
 
-    With late_loss=True, for an executor that needs the loss only after its backward pass, it is NaN
-    until then, and the full logits never exist at once (megatron.layers.vocabulary).
+    With late_loss=True, for an executor that needs the loss only after its backward pass, the loss
+    is NaN until then, and the full logits never exist at once (megatron.layers.vocabulary).
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class GPTChunk(nn.Module):
         mask = batch.loss_mask
         count = None
         if (context_parallel := self.context.context_parallel) is not None:
-            # So that the mean over the ranks is the mean over the tokens of the full sequences.
+            # The mean over the ranks is then the mean over the tokens of the full sequences.
             count = mask.sum().clamp(min=1.0) / context_parallel.size
         labels, mask = (self.context.cut(y).t() for y in (batch.labels, mask))
         return vocabulary_loss(x, labels, mask, self._vocabulary(), late_loss, count)
@@ -153,7 +153,7 @@ class GPTChunk(nn.Module):
             for name in ("word_embeddings", "embedding_layernorm", "position_embeddings")
         )
         calls = [(m, list(m.parameters())) for m in (*embeddings, *self.layers) if m is not None]
-        # the norm is called right before the product with the output weight, which no module holds
+        # the norm is called right before the product with the output weight, which is in no module
         if self.is_last:
             calls.append(
                 (self.final_layernorm, [*self.final_layernorm.parameters(), self.output_weight])
@@ -171,7 +171,7 @@ class GPTChunk(nn.Module):
 
         Padding entries are included (-infinity).
 
-        `positions` int64 [b]: only those of one position of each sample, [1, b, vocab/tp], and
+        `positions` int64 [b]: only the scores of one position of each sample, [1, b, vocab/tp],
         without gradients.
         """
         assert self.is_last, "logits exist on the last stage"
@@ -179,7 +179,7 @@ class GPTChunk(nn.Module):
         return scores(x, self._vocabulary(), positions)
 
     def _outputs(self, hidden: Tensor) -> Tensor:
-        """Return the input of the output layer, with the factor of its scores."""
+        """Return the input of the output layer, including the factor on its scores."""
         x: Tensor = self.final_layernorm(hidden)
         scale = self.config.model.mup_output_mult
         return x if scale is None or scale == 1.0 else x * scale
@@ -198,14 +198,14 @@ class GPTChunk(nn.Module):
         if bounds is not None and lengths is not None and len(lengths) > len(batch.tokens):
             # otherwise each sample is a single document
             documents = Documents(bounds, lengths, len(batch.tokens))
-        # Positions that cannot restart are those that the layers count themselves.
+        # Positions that cannot restart are counted by the layers themselves.
         restart = documents is not None or self.config.data.reset_position_ids
         explicit = restart if cache is None else cache.used > 0
         ids = self.context.cut(batch.position_ids) if explicit else None
         call = CallContext(ids, documents, dropout, cache, batch.padding)
         if self.is_first:
             hidden = self._embed(batch, call)
-        assert hidden is not None, f"stage {self.stage} needs the hidden states of the stage before"
+        assert hidden is not None, f"stage {self.stage} needs the previous stage's hidden states"
         return self._run_layers(hidden, call)
 
     def _embed(self, batch: MicroBatch, call: CallContext) -> Tensor:
@@ -260,7 +260,7 @@ class GPTChunk(nn.Module):
 def layer_context(
     config: Config, topology: Topology, perform_initialization: bool = True, late: bool = False
 ) -> LayerContext:
-    """Return how the layers of this rank are distributed, see ParameterFactory."""
+    """Return the distribution of this rank's layers over ranks, see ParameterFactory."""
     model = config.model
     base_shapes = dict[str, tuple[int, ...]]()
     if model.use_mup:
@@ -300,9 +300,9 @@ def build_chunks(
 
     Parameters are in fp32 on the topology's device.
 
-    Global stage g is on pipeline rank g mod pp. A tied embedding is one parameter where first and
-    last stage share a process, and two synchronised copies where they do not. Stages or layers may
-    be user-defined (Config.with_pieces).
+    Global stage g is on pipeline rank g mod pp. A tied embedding is one parameter if first and last
+    stage share a process, otherwise two synchronised copies. Stages or layers may be user-defined
+    (Config.with_pieces).
     """
     context = context or layer_context(config, topology)
     stages = config.parallel.num_stages
@@ -321,7 +321,7 @@ def build_chunks(
 
 def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the global shape of each parameter of the model, by name; no memory is used."""
-    # with all stages, not cut over tensor ranks
+    # with all stages, not sharded over tensor ranks
     one = Topology.from_layout(Layout(), 0, device=torch.device("meta"))
     shardings = [sharding_of(p) for p in build_chunks(config, one).parameters()]
     return {s.name: s.global_shape for s in shardings}
@@ -332,7 +332,7 @@ def stages_of(
 ) -> dict[int, Callable[[MicroBatch, Tensor | None], Tensor]]:
     """Return the functions that an executor runs, by global stage: the chunks.
 
-    They get their loss from the backward pass.
+    They get their loss in the backward pass.
     """
     return {int(stage): partial(chunk, late_loss=True) for stage, chunk in chunks.items()}
 

@@ -11,15 +11,15 @@ def assign_layers(num_layers: int, num_stages: int, layout: str | None = None) -
 
     Global stage g is on pipeline rank g % pipeline size.
 
-    Without a layout every stage gets num_layers // num_stages layers, and the remaining k go one
-    each to the k stages before the last. So the last stage, which also computes the output
+    Without a layout every stage gets num_layers // num_stages layers, and the remaining k layers go
+    one each to the k stages before the last. Thus the last stage, which also computes the output
     projection and the loss, never gets one, and the first, which also holds the embedding and the
     most activations under 1F1B, gets one only if all stages between them do.
 
-    `layout` is the number of layers of each stage, as "3,4,4,3".
+    `layout` has the number of layers of each stage, such as "3,4,4,3".
 
-    Raises ConfigError when a stage would be empty, or when the layout does not have one positive
-    number per stage that together make num_layers.
+    Raises ConfigError if a stage would be empty, or if the layout does not have one positive number
+    per stage that together make num_layers.
 
     >>> [len(layers) for layers in assign_layers(10, 4)]
     [2, 3, 3, 2]
@@ -62,8 +62,7 @@ def _parse(layout: str, num_layers: int, num_stages: int) -> list[int]:
         )
     if sum(counts) != num_layers:
         raise ConfigError(
-            f"{where} places {sum(counts)} layers, but the model has {num_layers}: make the sum "
-            "equal"
+            f"{where} places {sum(counts)} layers, but the model has {num_layers}: make them equal"
         )
     return counts
 

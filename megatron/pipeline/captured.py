@@ -2,17 +2,17 @@
 
 After some eager steps each pass is recorded as a CUDA or HIP graph, which the host launches in
 one call. Decisions of the host stay outside: messages between stages, buckets of gradients, the
-factor of a loss. A chunk has as many slots as its schedule has micro-batches in flight: a slot has
+factor on a loss. A chunk has as many slots as its schedule has micro-batches in flight: a slot has
 static inputs, and the memory of the activations that its forward pass keeps for its backward pass.
 Integers of a micro-batch are inputs on the device as well: dropout masks depend on the number of
 its first sample.
 
-The forward pass is recorded with autograd and the backward pass through its graph, in one memory
-pool, as torch.cuda.make_graphed_callables does. Its graph is retained, so that the backward pass of
-the last micro-batch, during which gradients are sent, can run eagerly.
+Like torch.cuda.make_graphed_callables, it records the forward pass with autograd and the backward
+pass through its graph, in one memory pool. The graph is retained, so that the backward pass of the
+last micro-batch, during which gradients are sent, can run eagerly.
 
 On a CPU there are no such graphs. A rehearsal records the operators instead, and calls them again
-on the same memory. It enforces the rules of a capture, so that tests show what would break one.
+on the same memory. It enforces the rules of a capture: tests then find code that would break one.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def _operators(names: str) -> frozenset[OpOverloadPacket[..., object]]:
 DATA_DEPENDENT = _operators(
     "equal nonzero masked_select _unique2 unique_dim unique_consecutive bincount repeat_interleave"
 )
-"""Operators that compute an answer for the host, or a tensor whose size depends on values."""
+"""Operators that return a value to the host, or a tensor whose size depends on values."""
 INDEXED = _operators("index index_put index_put_ _index_put_impl_")
-"""Operators that do so if an index is a mask."""
+"""Operators that do this if an index is a mask."""
 _MOVES = _operators("set_ resize_ resize_as_")
 _EMPTY = _operators("empty empty_like new_empty empty_strided new_empty_strided")
 
@@ -78,8 +78,8 @@ class _Rules(TorchDispatchMode):
 
     what   name of the pass in errors
     names  names of the chunk's modules, by id
-    calls  list to which a rehearsal appends each operator's repetition; None: a device's graph has
-           them
+    calls  list to which a rehearsal appends each operator's repetition; None: they are in a
+           device's graph
 
     Tensors from outside, such as tables of angles, are kept: a replay reads their memory.
     """
@@ -117,7 +117,7 @@ class _Rules(TorchDispatchMode):
             func is _aten.copy_.default
             and _storage(args[0]) in self._sent
             and _storage(args[1]) not in self._made
-        ):  # gloo sums in memory of its own, and copies it when it is waited for
+        ):  # gloo sums in its own memory, and copies the sum during the wait
             return out
         for x in used:
             if (storage := _storage(x)) not in self._made:
@@ -135,7 +135,7 @@ class _Rules(TorchDispatchMode):
         problem = ""
         masks = (torch.bool, torch.uint8)
         if packet is _aten._local_scalar_dense or packet in DATA_DEPENDENT:
-            problem = "gives the host a value, or a size that depends on values"
+            problem = "returns a value to the host, or a size that depends on values"
         elif packet in INDEXED and any(x is not None and x.dtype in masks for x in args[1]):
             problem = "selects by a mask, so that a size depends on values"
         elif packet in _MOVES:
@@ -173,8 +173,8 @@ def _repeated(
     """Return a function that repeats an operator, writing to the memory of its results."""
 
     def bare(x: Tensor) -> Tensor:
-        # Without autograd, and with a separate version counter: those that autograd has recorded
-        # stay.
+        # Without autograd, and with a separate version counter: the counters that autograd has
+        # recorded stay.
         return x.data
 
     args, kwargs = tree_map_only(Tensor, bare, (args, kwargs))
@@ -197,9 +197,9 @@ def _repeated(
 
 
 class Recorded:
-    """One recorded pass; `device` decides whether as a graph or as a rehearsal.
+    """One recorded pass: a graph, or a rehearsal, depending on `device`.
 
-    The constructor also runs `function` once, as `replay` does.
+    The constructor also runs `function` once, like `replay`.
 
     added  parameters that got a contribution to their gradient, in order
     """
@@ -255,7 +255,7 @@ class Recorded:
         self._tell()
 
     def _tell(self) -> None:
-        """Count the contributions to gradients, as the layers do in an eager pass."""
+        """Count the contributions to gradients, like the layers in an eager pass."""
         for p in self.added:
             added = p.gradient_accumulator.added  # type: ignore[attr-defined]
             if added is not None:
@@ -267,9 +267,9 @@ Message = tuple[tuple[int, ...], torch.dtype]
 
 
 class Pool:
-    """Stream on which all recorded passes are recorded, their memory, and messages.
+    """Stream and memory of all recorded passes, and their messages.
 
-    None on a CPU.
+    The stream is None on a CPU.
     """
 
     def __init__(self, device: torch.device, flight: FlightRecorder, message: Message) -> None:
@@ -286,7 +286,7 @@ class Pool:
 class Slot:
     """Slot of one micro-batch in flight in a stage: its static inputs and recorded passes.
 
-    loss  that of the last stage, once the backward pass has been replayed
+    loss  the last stage's loss, once the backward pass has been replayed
     """
 
     def __init__(self, stage: CapturedStage, batch: MicroBatch, hidden: Tensor | None) -> None:
@@ -310,14 +310,14 @@ class Slot:
         inputs = [(x, getattr(batch, name)) for name, x in _tensors(self._batch).items()]
         if self._hidden is not None:
             inputs.append((self._hidden, hidden))
-        for buffer, x in inputs:  # autograd must not see that saved tensors have changed
+        for buffer, x in inputs:  # autograd must not detect that saved tensors have changed
             if isinstance(x, Tensor):
                 buffer.data.copy_(x)
             else:  # an argument of a kernel: the host copies nothing
                 buffer.data.fill_(x)
         self._run("forward pass", self._forward)
         output = self._stage.output if self.loss is None else self.loss
-        assert output is not None, "a stage that is not the last has an output"
+        assert output is not None, "every stage except the last has an output"
         return output.clone()
 
     def _forward(self) -> None:
@@ -329,7 +329,7 @@ class Slot:
             self._stage.output.copy_(output.detach())
 
     def backward(self, gradient: Tensor, eager: bool) -> Tensor | None:
-        """Run the backward pass from the output's gradient; return that of the input.
+        """Run the backward pass from the output's gradient; return the input's gradient.
 
         eager  run it operator by operator, through the graph of the recorded forward pass
         """
@@ -358,7 +358,7 @@ class Slot:
     def later(self, deferred: list[Callable[[], None]]) -> list[Callable[[], None]]:
         """Return functions that compute the deferred weight gradients and release this slot.
 
-        deferred  what the backward pass left in the queue: nothing if it was replayed
+        deferred  functions that the backward pass left in the queue: none if it was replayed
         """
         if self._eager:
             return [*deferred, self.release]
@@ -392,11 +392,11 @@ class Slot:
 class CapturedStage:
     """A stage of this rank, with the tensors that its slots share.
 
-    chunk     what the executor calls
-    module    whose parameters and modules it uses
+    chunk     the function that the executor calls
+    module    has the parameters and modules that it uses
     last      whether its output is the loss
 
-    Each is in use within one pass only: output, its gradient, and the gradient of the input.
+    Output, its gradient, and the gradient of the input are each in use within one pass only.
     """
 
     def __init__(
@@ -429,7 +429,7 @@ class Captures:
     """Recorded passes of this rank's stages, for an executor.
 
     stages   functions that the executor runs, and the modules they use, by global stage
-    warmup   training steps that run eagerly first: they measure what later steps rely on
+    warmup   training steps that run eagerly first: they measure values that later steps rely on
     before   called before the first pass of a step whose passes are replayed
     """
 
@@ -453,7 +453,7 @@ class Captures:
     def begin(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Begin a training step; return whether its passes are replayed.
 
-        Raises ConfigError, in eager steps too, if one pass cannot serve all micro-batches.
+        Raises ConfigError, also in eager steps, if one pass cannot be used for all micro-batches.
         """
         for batch in micro_batches:
             self._check(batch)
@@ -478,13 +478,13 @@ class Captures:
         return True
 
     def _check(self, batch: MicroBatch) -> None:
-        """Check that a micro-batch has no arrays, and tensors like those of all before."""
+        """Check that a micro-batch has no arrays, and tensors like those of all earlier ones."""
         for name, value in vars(batch).items():
             if isinstance(value, np.ndarray):
                 raise ConfigError(
-                    f"--cuda-graph-impl local replays passes, but by the {name} of a micro-batch the "
-                    "host decides which kernels run: leave the flag out, or use data whose samples "
-                    "are not divided"
+                    "--cuda-graph-impl local replays passes, but the host chooses kernels by the "
+                    f"{name} of a micro-batch: leave the flag out, or use data whose samples are "
+                    "not divided"
                 )
         inputs: dict[str, _Form] = {n: (x.shape, x.dtype) for n, x in _tensors(batch).items()}
         if self._inputs is None:
@@ -494,7 +494,7 @@ class Captures:
             name = next(n for n in different if inputs.get(n) != self._inputs.get(n))
             raise ConfigError(
                 f"--cuda-graph-impl local replays passes over tensors of fixed shapes, but "
-                f"{name} of a micro-batch is {_words(inputs.get(name))} where it was "
+                f"{name} of a micro-batch is {_words(inputs.get(name))} and was "
                 f"{_words(self._inputs.get(name))} before: leave the flag out"
             )
 
@@ -502,9 +502,9 @@ class Captures:
     def stream(self) -> Iterator[None]:
         """Run training passes on the stream on which they are, or will be, recorded.
 
-        Libraries make their handles and memory for each stream: eager steps do that before a
-        capture, which must not (pytorch pull request 187745). Nodes of autograd run on the stream
-        where they were made.
+        Libraries make their handles and memory for each stream: eager steps do this first, since a
+        capture must not (pytorch pull request 187745). Nodes of autograd run on the stream on which
+        they were made.
         """
         stream = self._pool.stream
         if stream is None:

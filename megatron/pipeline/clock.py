@@ -1,9 +1,9 @@
 """Times of the passes of a training step, from seconds per stage and per boundary.
 
-The executor's instruction lists run on a clock. Each rank executes its list of a schedule as the
-executor does: receives are posted ahead, sends are in flight, and messages follow each other on
-their links (schedule.py, executor.py). There is no formula for a bubble. Times are counted in whole
-ticks, a power of two of the caller's unit, so that sums are exact in any order.
+The executor's instruction lists run on a clock. Each rank executes its list of a schedule like the
+executor: receives are posted ahead, sends are in flight, and messages follow each other on their
+links (schedule.py, executor.py). There is no formula for the bubble. Times are counted in whole
+ticks, the caller's unit divided by a power of two, so that sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ScheduleTimeline:
         return 1 - busy / total if total else 0.0
 
 
-# (time that a message keeps its link, time from leaving the link to arriving)
+# (time that a message occupies its link, time from leaving the link to arrival)
 Boundary = tuple[float, float]
 
 
@@ -82,10 +82,10 @@ class StageTimes:
 class Boundaries:
     """Cost of messages, by the pipeline rank that sends: (seconds on the link, seconds of latency).
 
-    forward   to the next rank, from the last one to the first (only with several chunks)
-    backward  to the previous rank, from the first one to the last
+    forward   to the next rank, from the last rank to the first (only with several chunks)
+    backward  to the previous rank, from the first rank to the last
     duplex    whether the two directions of a pair of ranks are independent. Otherwise a pair's
-              messages follow each other in the order in which they are posted, as in the single
+              messages follow each other in the order in which they are posted, as on the single
               communicator that NCCL and RCCL have for a pair.
     """
 
@@ -98,11 +98,11 @@ class Boundaries:
 class Pipeline:
     """A training step of a pipeline, with times in any unit.
 
-    schedule, size, chunks, micro_batches   as build_schedule takes them
+    schedule, size, chunks, micro_batches   see build_schedule
     times        by global stage: size * chunks values each
     boundaries   by pipeline rank; None for messages that cost nothing
     cores        number of cores that the ranks share: while more are needed, all ranks slow down
-                 equally. None: nothing is shared.
+                 equally. None: they share nothing.
     demand       cores that a rank keeps busy while it computes
     """
 
@@ -137,7 +137,7 @@ class PipelineRun:
     first_forward_start   start of its first forward pass
     last_backward_start   start of the last pass that computes gradients of weights (under 'zb-h1' a
                           second half)
-    last_backward_end     end of it
+    last_backward_end     end of that pass
     """
 
     pipeline: Pipeline
@@ -182,7 +182,7 @@ def run_pipeline(pipeline: Pipeline) -> PipelineRun:
     )
 
 
-@lru_cache(maxsize=1)  # a plot and a trace are made of the same run
+@lru_cache(maxsize=1)  # a plot and a trace are made from the same run
 def timeline(run: PipelineRun) -> ScheduleTimeline:
     """Return the passes of each rank of a run with start and end, in order.
 
@@ -195,7 +195,7 @@ def timeline(run: PipelineRun) -> ScheduleTimeline:
 def simulate(
     schedule: Schedule, durations: Mapping[Op, float], latency: float = 0.0
 ) -> ScheduleTimeline:
-    """Run the computations of all ranks; results arrive `latency` later without being posted."""
+    """Run the computations of all ranks; results arrive `latency` later, without messages."""
     passes = [
         np.array([i for i in instructions if i.op <= Op.BACKWARD_WEIGHT], np.int32)
         for instructions in schedule
@@ -241,7 +241,7 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
         [times.forward, times.backward, times.backward, times.weight or none, times.first or none]
     )
     if not isinstance(pipeline.schedule, str) or ORDERS[pipeline.schedule].splits:
-        # a full pass, as on a pipeline of one rank, or where an order splits only some
+        # a full pass, as on a pipeline of one rank, or if an order splits only some passes
         passes[Op.BACKWARD] += passes[Op.BACKWARD_WEIGHT]
     messages = np.zeros((4, stages))
     boundaries = pipeline.boundaries

@@ -36,21 +36,21 @@ Shape = Sequence[int] | Callable[[MicroBatch], Sequence[int]]
 class Executor:
     """Forward and backward passes of this rank's chunks over the micro-batches of a step.
 
-    topology          gives the pipeline group, and the device on which received tensors are
+    topology          has the pipeline group, and the device on which received tensors are
                       allocated.
     chunks            by global stage (chunk * pipeline size + pipeline rank): called as
                       chunk(micro_batch, hidden). The first stage gets hidden=None; the last stage
                       returns the scalar loss of the micro-batch, the others a tensor like
                       `message`. In training the value of the loss is read after its backward pass,
-                      which may be where it is computed.
+                      which may compute it.
     schedule          '1f1b', 'interleaved', 'zb-h1' or an order itself (orders.py), with the same
                       number of chunks on every rank.
     message           shape and dtype of the hidden state between stages; the shape may be a
                       function of the micro-batch.
-    weight_gradients  the queue in which linear layers leave their weight gradients; needed by
-                      'zb-h1' only, and by other orders that split backward passes.
+    weight_gradients  the queue in which linear layers leave their weight gradients; needed only
+                      by 'zb-h1' and other orders that split backward passes.
     before_training   called by `train` with the number of micro-batches, before the first pass: the
-                      Engine needs it to find which gradient of a parameter is the last.
+                      Engine uses it to find the last gradient of each parameter.
     after_backward    called with the global stage after each backward pass that leaves no weight
                       gradients for later.
     captures          records and replays the passes of training steps; None: all run eagerly.
@@ -108,13 +108,13 @@ class Executor:
     ) -> list[Tensor]:
         """Add the gradients of loss_scale * sum(weight_i * loss_i) to the parameters.
 
-        `loss_weights` are one per micro-batch, by default 1 / the number of micro-batches on all
+        There is one loss weight per micro-batch, by default 1 / the number of micro-batches on all
         data-parallel ranks, so that values rounded to 16 bits do not depend on the layout. Each
-        is a number or a scalar on the device, and is read after the forward pass of its
+        weight is a number or a scalar on the device, and is read after the forward pass of its
         micro-batch. Returns the detached, unscaled losses of the micro-batches in order on the rank
-        of the last stage, an empty list elsewhere. No value is copied from the device.
+        of the last stage, and an empty list on other ranks. No value is copied from the device.
 
-        Raises LaunchError, with the peer's rank, when a neighbour is lost.
+        Raises LaunchError, with the peer's rank, if a neighbour is lost.
         """
         count = len(micro_batches)
         plan = self._plan(count, False)
@@ -139,7 +139,7 @@ class Executor:
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the losses of the micro-batches on the rank of the last stage, without gradients.
 
-        An empty list elsewhere.
+        Other ranks return an empty list.
         """
         with torch.no_grad():
             return _Pass(self, micro_batches, None, ()).run(self._plan(len(micro_batches), True))
@@ -158,13 +158,13 @@ class Executor:
         )
 
 
-_NAMES = {op: op.name.encode() for op in Op}  # as the flight recorder takes them
+_NAMES = {op: op.name.encode() for op in Op}  # for the flight recorder
 
 
 class _Saved(NamedTuple):
     """Graph of a chunk's forward pass (through root), its input, and the list for the gradient.
 
-    Of a recorded pass its slot, which has the input.
+    A recorded pass has its slot instead, which has the input.
     """
 
     root: Tensor | Slot
@@ -192,8 +192,8 @@ class _Pass:
         self._last_stage = executor.last_stage
         self._captures = captures
         self._saved: dict[tuple[int, int], _Saved] = {}
-        self._activations: dict[tuple[int, int], Tensor] = {}  # of the stage that made them
-        # of the input of the stage that made them
+        self._activations: dict[tuple[int, int], Tensor] = {}  # by the stage that made them
+        # gradients of inputs, by the stage that made them
         self._gradients: dict[tuple[int, int], Tensor] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self._losses: dict[int, Tensor] = {}
@@ -273,8 +273,8 @@ class _Pass:
         if tuple(output.shape) != tuple(shape) or output.dtype != dtype:
             raise ConfigError(
                 f"{instruction} returned shape {list(output.shape)} of {output.dtype}, but the "
-                f"next stage expects shape {list(shape)} of {dtype}: make message that of the "
-                "chunk's output"
+                f"next stage expects shape {list(shape)} of {dtype}: set message to the shape and "
+                "dtype of the chunk's output"
             )
 
     def _backward(self, instruction: Instruction) -> None:
@@ -294,13 +294,13 @@ class _Pass:
             torch.autograd.backward(saved.root)
         if saved.hidden is not None:
             gradient_of_input = saved.hidden.grad
-            if gradient_of_input is None:  # and need not use its input
+            if gradient_of_input is None:  # or need not use its input
                 gradient_of_input = torch.zeros_like(saved.hidden)
             self._gradients[stage, index] = gradient_of_input.detach()
 
     def _backward_again(self, slot: Slot, gradient: Tensor, instruction: Instruction) -> None:
         op, stage, index = instruction
-        assert self._captures is not None, "a slot is of recorded passes"
+        assert self._captures is not None, "a slot belongs to recorded passes"
         gradient_of_input = slot.backward(gradient, self._captures.eager(stage, index))
         if gradient_of_input is not None:
             self._gradients[stage, index] = gradient_of_input
@@ -335,8 +335,8 @@ class _Pass:
 #
 # Sends and receives are posted one by one, without tags. On NCCL and RCCL the messages of a pair of
 # ranks, in both directions, run in the order in which they were posted. This cannot deadlock,
-# because a schedule lists the messages of all ranks in one common sequence (schedule.py). So never
-# post a message that is not in the schedule.
+# because a schedule lists the messages of all ranks in one common sequence (schedule.py). Therefore
+# never post a message that is not in the schedule.
 
 
 class _Message(NamedTuple):
@@ -354,7 +354,7 @@ class StageMessages:
         self._received: dict[Instruction, _Message] = {}
 
     def send(self, instruction: Instruction, tensor: Tensor) -> None:
-        """Start to send `tensor`, which is kept alive, and must not change, until it has been sent."""
+        """Start to send `tensor`; it is kept alive and must not change until it has been sent."""
         tensor = tensor.contiguous()
         self._release(SENDS_IN_FLIGHT - 1)
         with self._recorded(instruction, tensor):
@@ -366,7 +366,7 @@ class StageMessages:
         instruction: Instruction,
         buffer: Tensor,
     ) -> None:
-        """Post a receive; `take` with the same instruction returns the tensor, which is `buffer`."""
+        """Post a receive into `buffer`; `take` with the same instruction returns it."""
         with self._recorded(instruction, buffer):
             work = post(b"receive", buffer, self._pipeline, self._peer(instruction))
         self._received[instruction] = _Message(instruction, work, buffer)

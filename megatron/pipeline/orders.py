@@ -25,8 +25,8 @@ from megatron.errors import ConfigError
 class Op(IntEnum):
     """Kind of an instruction.
 
-    BACKWARD is the full backward pass; zero-bubble schedules split it in two. The numbers are those
-    of csrc/schedule_clock.cpp.
+    BACKWARD is the full backward pass; zero-bubble schedules split it in two.
+    csrc/schedule_clock.cpp uses the same numbers.
     """
 
     FORWARD = 0
@@ -50,8 +50,8 @@ RECEIVES = frozenset((Op.RECV_FORWARD, Op.RECV_BACKWARD))
 
 SENDS_IN_FLIGHT = 4
 """Maximum number of sends that a rank has in flight. Their tensors are kept until they have been
-sent, which some backends (gloo) report only to a wait, so a rank waits for the oldest. Waiting
-cannot deadlock: the schedules run even where every send blocks."""
+sent. Some backends (gloo) report this only to a wait, so a rank waits for the oldest send. Waiting
+cannot deadlock: the schedules run even if every send blocks."""
 
 
 class Instruction(NamedTuple):
@@ -73,7 +73,7 @@ class Instruction(NamedTuple):
 # -- orders ----------------------------------------------------------------------------------------
 
 Rows = npt.NDArray[np.int32]  # [instructions, 3]: op, stage, micro-batch
-AnyOrder = str | Callable[..., Any]  # a name of ORDERS, or a megatron.protocols.Order
+AnyOrder = str | Callable[..., Any]  # a name in ORDERS, or a megatron.protocols.Order
 
 
 def one_forward_one_backward(
@@ -90,11 +90,11 @@ def one_forward_one_backward(
 
 
 def zero_bubble_h1(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
-    """ZB-H1: 1F1B whose weight gradients are deferred to idle time.
+    """ZB-H1: 1F1B with weight gradients deferred to idle time.
 
-    Source: Qi et al., arXiv 2401.10241, section 2.3. Rank r defers r of them, so that live
-    micro-batches plus deferred weight gradients stay within pipeline_size on every rank, which is
-    what the first rank of 1F1B holds.
+    Source: Qi et al., arXiv 2401.10241, section 2.3. Rank r defers r of them: live micro-batches
+    plus deferred weight gradients stay within pipeline_size on every rank, as many as the first
+    rank holds under 1F1B.
     """
     order = one_forward_one_backward(pipeline_size, chunks, micro_batches, rank)
     backward = np.flatnonzero(order[:, 0] == Op.BACKWARD)
@@ -110,9 +110,9 @@ def group_sizes(pipeline_size: int, micro_batches: int) -> list[int]:
     """Return the sizes of the groups of micro-batches, larger ones first.
 
     A group passes through one chunk before the next chunk starts. Groups have pipeline_size
-    micro-batches if that divides their number. Otherwise the remainder is spread over the groups,
-    so that none is smaller than the pipeline (a rank would wait for its own output to come round)
-    and few are much larger.
+    micro-batches if that divides their number. Otherwise the remainder is spread over the groups:
+    none is smaller than the pipeline (a rank would wait for its own output to come round), and few
+    are much larger.
 
     >>> group_sizes(4, 8), group_sizes(4, 11), group_sizes(4, 3)
     ([4, 4], [6, 5], [3])
@@ -155,7 +155,7 @@ def interleaved(pipeline_size: int, chunks: int, micro_batches: int, rank: int) 
 
 
 def one_rank(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
-    """A pipeline of one rank: every micro-batch forward through all chunks, then back."""
+    """Order of a pipeline of one rank: every micro-batch forward through all chunks, then back."""
     op = np.repeat([Op.FORWARD, Op.BACKWARD], chunks)
     chunk = np.r_[:chunks, chunks - 1 : -1 : -1]
     return _rows(
@@ -180,7 +180,7 @@ def _alternate(forward: Rows, backward: Rows, warm_up: int) -> Rows:
 class NamedOrder(NamedTuple):
     """A named order.
 
-    interleaves  needs several chunks per rank, not one, if there are several ranks
+    interleaves  whether it needs several chunks per rank, not one, if there are several ranks
     splits       whether it splits backward passes in two
     """
 

@@ -1,28 +1,29 @@
 """Pipeline schedules: which rank computes, sends and receives what, in which order.
 
-Also runs a schedule on a clock, and counts the activations that a rank holds. Pure data; needs no
-torch.
+This module also runs a schedule on a clock, and counts the activations that a rank holds. It is
+pure data and needs no torch.
 
 >>> for instructions in build_schedule("1f1b", pipeline_size=2, chunks=1, micro_batches=2):
 ...     print(" ".join(f"{i.op.letters}{i.micro_batch}" for i in instructions))
 F0 SF0 F1 SF1 RB0 B0 RB1 B1
 RF0 RF1 F0 B0 SB0 F1 B1 SB1
 
-The passes of each rank come from orders.py. The messages between them are placed here by one rule.
-They carry no tags: the n-th message that one rank sends to another is the n-th that the other
-receives. Nor may they deadlock if a send blocks its rank until the receive is posted, as on a NCCL
-or RCCL communicator. Therefore all messages of a step form one sequence, and every rank posts its
-sends and receives in that sequence: a cycle of ranks that wait for each other would need a message
-that precedes itself.
+The passes of each rank come from orders.py. This module places the messages between them by one
+rule. They carry no tags: the n-th message that one rank sends to another is the n-th that the other
+receives. And they must not deadlock if a send blocks its rank until the receive is posted, as on an
+NCCL or RCCL communicator. Therefore all messages of a step form one sequence, and every rank posts
+its sends and receives in that sequence: a cycle of ranks that wait for each other would need a
+message that precedes itself.
 
-The sequence is the order in which messages are produced in a step with nominal times. So no message
-waits behind one that is produced later, as long as computations take about their nominal times.
+The sequence is the order in which messages are produced in a step with nominal times. Thus no
+message waits behind one that is produced later, as long as computations take about their nominal
+times.
 
-With several chunks messages travel around a ring, and in a step without latency a rank produces one
-at the very moment when its neighbour does. On a network each rank runs a little behind the one
-before it, so a rank that must send before it posts its receive would post it too late. For several
+With several chunks messages travel around a ring, and in a step without latency a rank produces a
+message at the very moment when its neighbour does. On a network each rank runs a little behind the
+previous one: a rank that must send before it posts its receive would post it too late. For several
 chunks, the nominal messages therefore take `planned_latency`, which puts them in the order of the
-real ones. With one chunk ranks compute in turn, and the order without latency is the best one.
+real ones. With one chunk ranks compute in turn, and the order without latency is the best.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ try:
 except ImportError:
     compiled = None
 
-Numbers = npt.NDArray[Any]  # whole numbers of ticks; floating point where ranks share cores
+Numbers = npt.NDArray[Any]  # whole numbers of ticks; floating point if ranks share cores
 _OPS = tuple(Op)
 
 
@@ -95,11 +96,11 @@ def build_schedule(
 ) -> Schedule:
     """Return the instructions of every pipeline rank for one step.
 
-    With `forward_only`, they are those of one evaluation.
+    With `forward_only`, they are the instructions of one evaluation.
 
-    name           '1f1b' and 'zb-h1' have one chunk of layers per rank, 'interleaved' two or more.
-                   A pipeline of one rank computes micro-batch by micro-batch under any name. Or an
-                   order itself (orders.py).
+    name           '1f1b' and 'zb-h1' have one chunk of layers per rank, 'interleaved' two or more;
+                   or an order itself (orders.py). A pipeline of one rank computes micro-batch by
+                   micro-batch under any name.
     chunks         chunks (virtual stages) per rank; global stage g is on rank g % pipeline_size.
     micro_batches  any positive number.
 
@@ -146,7 +147,7 @@ def build_lists(
 def splits_backward(
     schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int
 ) -> bool:
-    """Return whether backward passes run in two halves, of inputs and of weights."""
+    """Return whether backward passes run in two halves, for inputs and for weights."""
     if isinstance(schedule, str):
         return pipeline_size > 1 and ORDERS[schedule].splits
     rows = passes_of_rank(schedule, pipeline_size, chunks, micro_batches, 0)
@@ -215,8 +216,8 @@ class ScheduleCosts:
 
     passes    FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, and the additional time of the
               first FORWARD  # [5, stages]
-    messages  by the stage that sends: forward on the link, and latency behind it; backward likewise
-              # [4, stages]
+    messages  by the sending stage: time of a forward message on the link, and its latency; the same
+              for backward messages  # [4, stages]
     """
 
     passes: Numbers
@@ -227,7 +228,7 @@ class ScheduleCosts:
 class Times:
     """Start and end times of the instructions of `Lists`, by row.
 
-    By rank: when it is done, and how long it waited for results that had already been computed.
+    By rank: when it was done, and how long it waited for results that had already been computed.
     """
 
     starts: Numbers
@@ -237,13 +238,13 @@ class Times:
 
 
 def check_clock() -> None:
-    """Raise MegatronError if `run` cannot run here, for callers that need it only at their end."""
+    """Raise MegatronError if `run` cannot run, for callers that need it only at the end."""
     if missing := clock_missing():
         raise MegatronError(missing)
 
 
 def clock_missing() -> str:
-    """Return why `run` cannot run here, and what to do; empty if it can."""
+    """Return why `run` cannot run, and what to do; empty if it can."""
     if getattr(compiled, "interface", None) == 3:
         return ""
     return (
@@ -260,13 +261,13 @@ def run(
     duplex: bool = True,
     at_once: float = math.inf,
 ) -> Times:
-    """Run the lists on a clock, as the executor does (csrc/schedule_clock.cpp).
+    """Run the lists on a clock, like the executor (csrc/schedule_clock.cpp).
 
-    Times are in ticks, or in floating point where `costs` are.
+    Times are in ticks, or in floating point if `costs` are.
 
-    posted   the lists post the messages; otherwise results travel by themselves as soon as they are
-             computed
-    duplex   the two directions of a pair of ranks are separate links
+    posted   whether the lists post the messages; otherwise results travel by themselves as soon as
+             they are computed
+    duplex   whether the two directions of a pair of ranks are separate links
     at_once  number of ranks that can compute at full speed at a time; more of them share the speed
              equally
 
@@ -295,7 +296,7 @@ def run(
 
 
 # A backward pass multiplies twice as many matrices as a forward pass: half for the gradient of its
-# input, half for those of its weights.
+# input, half for the gradients of its weights.
 NOMINAL_DURATIONS: Mapping[Op, float] = {
     Op.FORWARD: 1.0,
     Op.BACKWARD: 2.0,
@@ -309,7 +310,7 @@ def planned_latency(chunks: int) -> float:
 
     Measured on simulated links with latencies from 0.05 to 0.5 and passes of unequal length: 8
     ranks with 4 chunks wait 0.1 % of the step for messages that were posted too late, instead of 3
-    to 7 %. A latency of a sixteenth does as well.
+    to 7 %. A latency of a sixteenth works as well.
     """
     return 0.25 if chunks > 1 else 0.0
 
@@ -319,12 +320,12 @@ def with_messages(passes: Lists) -> Lists:
 
     Sends directly follow the pass whose result they send; receives are posted ahead of need. Each
     rank's passes and messages are sorted by the (time, rank) at which the nominal step computes
-    what they produce or carry. So a receive is posted before the pass that its rank computes while
-    the message is produced, and the message travels during that pass; later only where a send of
-    this rank precedes it in the sequence. It is never posted earlier, which bounds the buffers to
-    messages that are produced but not yet used, and those being produced: 2 per rank with one
-    chunk; with more at most 3 plus the largest group of micro-batches (orders.py), usually a third
-    of that.
+    the tensors that they produce or carry. A receive is thus posted before the pass that its rank
+    computes while the message is produced, and the message travels during that pass; it is posted
+    later only if a send of this rank precedes it in the sequence. It is never posted earlier. This
+    bounds the buffers to messages that are produced but not yet used, and those being produced: 2
+    per rank with one chunk; with more chunks at most 3 plus the largest group of micro-batches
+    (orders.py), usually a third of that.
     """
     size = len(passes)
     stages = len(passes.owner)
@@ -341,11 +342,11 @@ def with_messages(passes: Lists) -> Lists:
     op, stage, _ = np.ascontiguousarray(passes.rows.T)
     rank = np.repeat(np.arange(size), np.diff(passes.offsets))
     back = op != Op.FORWARD
-    # stage -1 is the one after the last
+    # stage -1 is the stage after the last
     to = np.append(passes.owner, -1)[np.minimum(stage + 1 - 2 * back, stages)]
     leaves = (to >= 0) & (to != rank) & (op != Op.BACKWARD_WEIGHT)
-    # At the same time: a pass, its send, messages of later ranks; a pass that sends nothing comes
-    # after all messages.
+    # Order at equal times: a pass, its send, messages of later ranks; a pass that sends nothing
+    # comes after all messages.
     time = (2 * size + 1) * ends
     key = time + np.where(leaves, 2 * rank, 2 * size)
     forward_sends, backward_sends = (np.flatnonzero(leaves & of) for of in (~back, back))
@@ -380,12 +381,12 @@ class Moments(NamedTuple):
 
     op         of the pass
     chunk      of this rank, from 0
-    in_flight  micro-batches of each chunk between their forward and their backward pass (where it
-               is split, its first half), without that of the pass itself  # [moments, chunks]
-    waiting    micro-batches whose weight gradients are deferred, in all chunks, without that of the
-               pass itself
-    messages   sent ones that are kept, and those for which a receive has been posted, without the
-               one that the pass uses
+    in_flight  micro-batches of each chunk between their forward and their backward pass (or its
+               first half, if it is split), without the pass's own  # [moments, chunks]
+    waiting    micro-batches whose weight gradients are deferred, in all chunks, without the pass's
+               own
+    messages   sent messages that are kept, and messages for which a receive has been posted,
+               without the one that the pass uses
     """
 
     op: Numbers
@@ -397,8 +398,8 @@ class Moments(NamedTuple):
 
 _GROUPS = 3
 """Number of equal groups of micro-batches after which a rank's memory use repeats, in any order of
-ORDERS: the warm-up is shorter than two groups, and from then on each group holds what the one
-before it held."""
+ORDERS: the warm-up is shorter than two groups, and from then on each group holds as much as the
+previous one."""
 
 _lists = lru_cache(maxsize=16)(build_lists)
 

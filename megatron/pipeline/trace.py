@@ -1,6 +1,6 @@
 """Trace of a pipeline's step: JSON for chrome://tracing and https://ui.perfetto.dev.
 
-It has one row for each rank.
+The trace has one row for each rank.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ NAMES = {
     Op.BACKWARD_INPUT: "backward of inputs",
     Op.BACKWARD_WEIGHT: "backward of weights",
 }
-# Arrows of messages, which triple the size of the file, are omitted above this number of passes.
+# Arrows for messages triple the size of the file: they are omitted above this number of passes.
 _WITH_ARROWS = 20_000
 _MICROSECONDS = 1e6  # the format's unit
 
 
 def trace_of(run: PipelineRun) -> str:
-    """Return the JSON of a run whose times are seconds.
+    """Return the JSON of a run whose times are in seconds.
 
     Each pass is one event of the trace event format (phase X), named by its kind and its
     micro-batch; in steps of up to 20,000 passes each message is an arrow.

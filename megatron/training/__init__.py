@@ -1,1 +1,1 @@
-"""The run (`run`), its reports (`report`) and what protects it (`safety`)."""
+"""The run (`run`), its reports (`report`) and its protection against faults (`safety`)."""

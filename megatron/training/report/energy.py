@@ -1,4 +1,4 @@
-"""Energy used by this node, where the system reports it.
+"""Energy used by this node, if the system reports it.
 
 - Cray's pm_counters, /sys/cray/pm_counters/energy: the whole node. The file has one line,
   "123 J 456 us": the energy since the node started, and the time of the reading (docs.cscs.ch,
@@ -10,8 +10,8 @@
 - GPUs by AMD's amdsmi (amdsmi_get_energy_count: a count and its unit in microjoules) or NVIDIA's
   pynvml (nvmlDeviceGetTotalEnergyConsumption: millijoules), if the Python package is installed.
 
-Other jobs on the node are counted too. A counter that wraps twice between two log lines, which
-takes RAPL about half an hour, reports too little.
+Other jobs on the node are counted, too. A counter that wraps twice between two log lines (for RAPL,
+in about half an hour) reports too little.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Counter(NamedTuple):
 class EnergyMeter:
     """Reads the counters of this node.
 
-    reads   False on all ranks of the node but one: they report 0
+    reads   True on one rank of the node; the others report 0
     root    where the system's files are
     load    imports a module
     source  names of the counters; "" without any
@@ -56,7 +56,7 @@ class EnergyMeter:
             ("NVML", _nvidia(load)),
         )
         for name, counters in sources if reads else ():
-            # no such file, no permission, no driver: each raises another exception
+            # no such file, no permission, no driver: each raises a different exception
             with suppress(Exception):
                 readable = [counter for counter in counters if counter.read_j() >= 0]
                 if readable:
@@ -92,7 +92,7 @@ def _cray(root: Path) -> Iterator[Counter]:
 
 
 def _rapl(root: Path) -> Iterator[Counter]:
-    """Yield the counters of processor packages and, where it is separate, their memory."""
+    """Yield the counters of processor packages and of their memory, if that is separate."""
     for zone in root.glob("class/powercap/intel-rapl:*"):
         name = (zone / "name").read_text()
         if name.startswith(("package", "dram")):

@@ -63,7 +63,7 @@ class StepRecord:
 class Event:
     """Something that happened at `time`, in seconds since 1970. Subclasses are dataclasses too.
 
-    shown   {field: its name in trackers}; Megatron-LM's name where it has one
+    shown   {field: its name in trackers}; Megatron-LM's name if it has one
     """
 
     event: ClassVar[str] = ""
@@ -74,7 +74,7 @@ class Event:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def shown_as(self) -> Mapping[str, str]:
-        """Return `shown`, where it does not depend on the event."""
+        """Return `shown`, which does not depend on the event by default."""
         return self.shown
 
     def as_record(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Start(Event):
     differs: Record | None = None
 
     def settings(self) -> dict[str, Any]:
-        """Return what trackers show as the configuration of the run."""
+        """Return the configuration of the run for trackers."""
         about = {"parameters": self.parameters, "device": self.device, "versions": self.versions}
         return {**self.config, **about}
 
@@ -117,11 +117,11 @@ class Iteration(Event):
     Times and rates are means over the interval; losses exclude skipped steps, and micro-batches
     without a token in the loss.
 
-    lm_loss is None when every step of the interval was skipped or had no token in the loss; `empty`
-    counts the latter, whose loss is None in step_losses. mfu and hfu are fractions of the
-    device's peak, None if that is unknown. memory_bytes is the most that any rank has held since
-    the job began, not only in the interval, memory_rank that rank. reserved_bytes is the most that
-    the allocator of any rank has reserved, None on a CPU.
+    lm_loss is None if every step of the interval was skipped or had no token in the loss; `empty`
+    counts the latter, whose loss is None in step_losses. mfu and hfu are fractions of the device's
+    peak, None if that is unknown. memory_bytes is the most that any rank has held since the job
+    began, not only in the interval; memory_rank is that rank. reserved_bytes is the most that the
+    allocator of any rank has reserved, None on a CPU.
 
     phases_ms           {phase: {"min", "mean", "max"}} over the ranks, for the recorded step; None
                         without one
@@ -362,7 +362,7 @@ class LossSpike(Event):
 
 
 class TimelineRecorded(Event):
-    """Bubble of a step, the share of the pipeline's time without computation, and its prediction.
+    """Bubble of a step (share of the pipeline's time without computation), and its prediction.
 
     predicted_bubble   None if the extension that computes it is not built
     file               Perfetto trace of the step, beside the metrics file; None without one
@@ -408,9 +408,9 @@ class Evaluated(Event):
 
 
 class End(Event):
-    """A run ends for this reason, "done" after the last iteration. A failed run has no such event.
+    """End of a run and its reason, "done" after the last iteration. Failed runs have no such event.
 
-    energy_j   of all nodes in this job; NaN if unknown
+    energy_j   energy of all nodes in this job; NaN if unknown
     """
 
     event = "end"

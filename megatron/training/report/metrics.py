@@ -98,11 +98,11 @@ class Interval:
     ) -> tuple[list[float | None], Peak]:
         """Return the loss over all ranks of each step of the interval, and memory and energy.
 
-        The losses of the `unfinished` steps come last; see mean_of_counted. `memory_bytes` is the
-        peak memory held by this rank, `reserved_bytes` that reserved by its allocator.
+        The losses of the `unfinished` steps come last; see mean_of_counted. `memory_bytes` is this
+        rank's peak memory in use, `reserved_bytes` the peak reserved by its allocator.
 
-        One collective call of the world: each rank has separate elements for its bytes, to which
-        the sum adds zeros; exact in float64 up to 2**53. Waits for the device.
+        This is one collective of the world: each rank has separate elements for its bytes, to which
+        the sum adds zeros; exact in float64 up to 2**53. It waits for the device.
         """
         steps = [*self.steps, *unfinished]
         world = self._topology.world
@@ -230,9 +230,9 @@ class TokenWeights(Sequence[Tensor]):
 def local_loss(losses: list[Tensor], weights: Tensor | None, topology: Topology) -> Tensor | None:
     """Return this rank's term of the global batch's mean loss, for a sum over the world.
 
-    `losses` are the micro-batch losses of the last pipeline stage, empty elsewhere; `weights`
-    [micro-batches] their weights, equal when None. All tensor ranks of a stage have the same
-    losses: the first one counts.
+    `losses` are the micro-batch losses of the last pipeline stage, empty on other stages; `weights`
+    [micro-batches] are their weights, equal if None. All tensor ranks of a stage have the same
+    losses: the first rank counts.
     """
     if not topology.pipeline.is_last or topology.tensor.rank != 0:
         return None
@@ -259,7 +259,7 @@ def counted(
 
 def part_of_loss(loss: Tensor | None, counted: Tensor | None) -> Tensor:
     """Return a rank's terms of mean_of_counted's arguments, for a sum over the world; fp64 [3]."""
-    assert loss is not None, "the rank has a part"
+    assert loss is not None, "the rank has a term"
     none = torch.zeros(2, dtype=torch.float64, device=loss.device)
     return torch.cat([loss.double().view(1), none if counted is None else counted])
 
@@ -352,11 +352,11 @@ class Stopwatch:
 class Profiler:
     """Records iterations --profile-step-start up to --profile-step-end on --profile-ranks.
 
-    Off without --profile. Writes one Chrome trace per rank into --trace-dir, otherwise next to
-    TensorBoard's files, otherwise next to the metrics file, otherwise into the current folder, and
-    reports it through `say`. With --record-memory-history the same ranks record which code
-    allocates device memory, and write a snapshot when the run ends, also after an error. Raises
-    ConfigError when the folder cannot be created.
+    It is off without --profile. It writes one Chrome trace per rank into --trace-dir, or else next
+    to TensorBoard's files, next to the metrics file or into the current folder, and reports it
+    through `say`. With --record-memory-history the same ranks record which code allocates device
+    memory, and write a snapshot when the run ends, also after an error. Raises ConfigError if the
+    folder cannot be created.
 
     steps   the iterations of the run, counted from 0
     device  type of the device
@@ -435,10 +435,10 @@ class Profiler:
         )
 
     def close(self) -> None:
-        """Write what is not written yet, or report that no step was profiled."""
+        """Write remaining data, or report that no step was profiled."""
         self.finish()
         if self._missing:
-            self._say(f" warning: --profile catches no step: {self._missing}")
+            self._say(f" warning: --profile records no step: {self._missing}")
         if self._snapshot is not None:
             self._write("memory snapshot", self._snapshot, torch.cuda.memory._dump_snapshot)
 

@@ -3,7 +3,7 @@
 In a thread of the training process, MLflow's Python code would hold the interpreter's lock for a
 third of a millisecond per scalar.
 
-Reads JSON lines from its standard input: the settings (Begin), then [milliseconds since 1970,
+It reads JSON lines from its standard input: the settings (Begin), then [milliseconds since 1970,
 {iteration: {name: value}}] for each event, and finally the status of the run; without a status the
 run has failed. After an error it prints the error to standard output and exits with code 1.
 """
@@ -47,7 +47,7 @@ def begin(mlflow: Any, run: Begin) -> str:
         mlflow.set_tracking_uri(run["uri"])
     mlflow.set_experiment(run["experiment"])
     if run["resumes"] and file is not None and file.is_file():
-        with contextlib.suppress(mlflow.exceptions.MlflowException):  # a run of another store
+        with contextlib.suppress(mlflow.exceptions.MlflowException):  # a run in another store
             return str(mlflow.start_run(run_id=file.read_text().strip()).info.run_id)
     id_ = str(mlflow.start_run(run_name=run["name"]).info.run_id)
     if file is not None:

@@ -1,4 +1,4 @@
-"""Output of a run: log lines, progress line, and the events for everything else.
+"""Output of a run: log lines, progress line, and events for everything else.
 
 Only rank 0 writes. Log parsers read the lines: fields, order and formats are Megatron-DeepSpeed's.
 """
@@ -33,7 +33,7 @@ _SHOWN = 8  # slow ranks in the log: as many as one node has
 _EVERY_S = 30.0  # longest time without a line
 _BAR = 40  # columns
 _GROWTH = 1.05  # of memory since the last report, after which it is reported again
-# no training run comes near it; a higher figure is an error in time or peak
+# no training run comes close to this; a higher figure is an error in time or peak
 _PLAUSIBLE_UTILISATION = 0.9
 
 
@@ -41,8 +41,8 @@ def format_iteration(report: Iteration) -> str:
     """Return the iteration line.
 
     `TFLOPs:` is hardware FLOP/s per device, recomputation included, as parsers expect; MFU and HFU
-    follow where the device's peak is known. lm loss, loss scale, grad norm, num zeros and params
-    norm appear only where they exist.
+    follow if the device's peak is known. lm loss, loss scale, grad norm, num zeros and params norm
+    appear only if they exist.
     """
     fields = [
         f"iteration {report.iteration:8d}/{report.total_iterations:8d}",
@@ -88,7 +88,7 @@ def format_validation(prefix: str, loss: float, ema_loss: float | None = None) -
 def format_timers(times_ms: Mapping[str, Sequence[float]], option: str = "minmax") -> str:
     """Return the milliseconds per step of each part of a step; `times_ms` has one value per rank.
 
-    `option` as in --timing-log-option: minmax, max, or all for one value per rank.
+    `option` is that of --timing-log-option: minmax, max, or all for one value per rank.
     """
     rows = [
         {"minmax": "(min, max) time", "max": "max time", "all": "times"}[option]
@@ -109,10 +109,10 @@ def format_timers(times_ms: Mapping[str, Sequence[float]], option: str = "minmax
 class Console:
     """Prints on the rank that reports; does nothing on the others.
 
-    On a terminal a line about the current work stays below the printed lines. Elsewhere such a line
-    is printed after the second step and whenever nothing was printed for 30 s. The first unit of
-    work is excluded from rates: it may compile or connect. Lines are never cut or coloured, so that
-    they can be parsed.
+    On a terminal a line about the current work stays below the printed lines. Without a terminal
+    the line is printed after the second step and whenever nothing has been printed for 30 s. The
+    first unit of work is excluded from rates: it may compile or connect. Lines are never cut or
+    coloured, so that they can be parsed.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Console:
 
     @property
     def width(self) -> int:
-        """Return the columns of the terminal, 100 elsewhere."""
+        """Return the columns of the terminal; 100 without one."""
         return shutil.get_terminal_size().columns if self._stream.isatty() else 100
 
     def say(self, text: str) -> None:
@@ -144,7 +144,7 @@ class Console:
             print(f"{text}\n", end="", file=self._stream, flush=True)
 
     def say_wrapped(self, text: str) -> None:
-        """Print a text in as many lines as the width needs."""
+        """Print a text, wrapped to the width."""
         fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
         self.say(fill(text, self.width, initial_indent=" ", subsequent_indent="   "))
 
@@ -199,7 +199,7 @@ class Console:
             work.fields["note"] = text
 
     def tell(self, silent_s: float = 0.0) -> None:
-        """Draw the progress line on a terminal; elsewhere print it after `silent_s` of silence."""
+        """Draw the progress line on a terminal, or print it after `silent_s` of silence."""
         if self._live is not None:
             self._live.refresh()
         elif self._clock() - self._said >= silent_s:
@@ -207,7 +207,7 @@ class Console:
                 self.say(f" {' | '.join(self._fields(work))}")
 
     def _fields(self, work: Any) -> list[str]:
-        """Return the fields of the progress line; the first one names the work."""
+        """Return the fields of the progress line; the first is the name of the work."""
         done = f" {work.completed:.0f}/{work.total:.0f}" if work.total else ""
         location = work.fields["where"]() if self._clock() - self._moved >= _EVERY_S else ""
         fields = [work.description + done, work.fields["note"], location]
@@ -243,7 +243,7 @@ class Console:
             self.tell(_EVERY_S)
 
     def line(self) -> Any:
-        """Return the line on a terminal: as many fields as fit, and a bar where there is room."""
+        """Return the line on a terminal: as many fields as fit, and a bar if there is room."""
         from rich.text import Text
 
         text = ""
@@ -258,7 +258,7 @@ class Console:
 
 
 class LogLines(Callback):
-    """Prints the events that have lines of their own in the log."""
+    """Prints the events that have their own lines in the log."""
 
     def __init__(self, config: Config, console: Console) -> None:
         logging = config.logging
@@ -316,7 +316,7 @@ class LogLines(Callback):
             if report.reserved_bytes is not None:
                 most += f"; reserved by an allocator: {report.reserved_bytes / 2**30:.2f} GiB"
             else:
-                most += " (the whole process, with libraries and what malloc keeps)"
+                most += " (the whole process, with libraries and memory that malloc keeps)"
             self._say(most)
             self._memory_reported = peak_bytes
         if report.lm_loss is not None:
@@ -326,8 +326,8 @@ class LogLines(Callback):
 class Reporter:
     """Reports a run to people and tools. Every rank may call it; rank 0 writes.
 
-    Log and metrics file have an event when `publish` returns; trackers and the user's on_event may
-    lag behind.
+    Log and metrics file contain an event when `publish` returns; trackers and the user's on_event
+    may lag behind.
     """
 
     def __init__(self, config: Config, rank: int) -> None:

@@ -1,9 +1,9 @@
-"""Timeline of a recorded step: when each rank did what, and its time by phase.
+"""Timeline of a recorded step: the activities of each rank, and its time by phase.
 
 A rank's `Recording` keeps the events that its device passed in the step. At the next log line
 `Timeline` gathers the times of these events on the first rank, by its clock, and writes
-timeline.json beside the metrics file, which Perfetto, chrome://tracing and
-`tools/show_schedule.py --timeline` read.
+timeline.json beside the metrics file. Perfetto, chrome://tracing and
+`tools/show_schedule.py --timeline` can read this file.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _OF_KIND = {
     "data": "data-parallel",
     "expert_data": "data-parallel",
 }
-_ALL_RANKS = 64  # the largest job of which all ranks are gathered
+_ALL_RANKS = 64  # the largest job whose ranks are all gathered
 _MOST_EVENTS = 60_000  # in the file, about 9 MB
 _ROUND_TRIPS = 5
 _EVERY_S = 60.0  # between two writings of the file, each of which may take half a second
 
 
 class Activity(NamedTuple):
-    """A pass without waiting for its message, a call or another phase of a step, in seconds."""
+    """A pass (without the wait for its message), a call or another phase of a step, in seconds."""
 
     what: Any  # an Instruction, a Call or the name of a part
     start: float
@@ -108,9 +108,9 @@ class Recording:
         self._flight.meter = self._before
 
     def activities(self, clock: Callable[[], float]) -> list[Activity]:
-        """Return what this rank did, in order, by its clock. Waits for the device.
+        """Return this rank's activities in order, by its clock. Waits for the device.
 
-        Empty if the step had more calls than can be recorded.
+        The list is empty if the step had more calls than can be recorded.
         """
         self._meter.marks = []  # for an event with a time
         now = self._meter.mark()
@@ -171,8 +171,8 @@ def bubbles(lanes: Sequence[Sequence[Activity]], executor: Executor) -> tuple[fl
 
     The second is None without that clock's extension (csrc/schedule_clock.cpp).
 
-    `lanes` are the passes of each rank of one pipeline. By the clock all stages take the mean times
-    of these passes, and messages take no time.
+    `lanes` are the passes of each rank of one pipeline. For the clock all stages take the mean
+    times of these passes, and messages take no time.
     """
     lengths = [(one.what.op, one.end - one.start) for lane in lanes for one in lane]
     span_s = max(lane[-1].end for lane in lanes) - min(lane[0].start for lane in lanes)
@@ -196,8 +196,8 @@ def bubbles(lanes: Sequence[Sequence[Activity]], executor: Executor) -> tuple[fl
 def clock_ahead(group: Group, peer: int, clock: Callable[[], float]) -> tuple[float, float]:
     """Return how far the clock of rank `peer` is ahead of the first rank's, after the largest error.
 
-    Both ranks call this; only the first gets the result. The shortest of some round trips counts;
-    the other clock is taken to be read in its middle (RFC 5905, section 8).
+    Both ranks call this; only the first gets the result. The shortest of several round trips
+    counts; the other clock is assumed to be read in its middle (RFC 5905, section 8).
     """
     word = torch.zeros(1, dtype=torch.float64)
     best = (math.inf, 0.0)
@@ -240,7 +240,7 @@ class Timeline:
     def __post_init__(self) -> None:
         topology = self.topology
         if topology.rank == 0 and (missing := clock_missing()):
-            self.say(f" timeline: the bubble is measured and not predicted: {missing}")
+            self.say(f" timeline: the bubble is measured, but not predicted: {missing}")
         small = topology.world.size <= _ALL_RANKS
         self._group = topology.world if small else topology.pipeline
         self._takes_part = small or topology.layout.coordinates(topology.rank)[:2] == (0, 0)
@@ -257,8 +257,9 @@ class Timeline:
     ) -> tuple[dict[str, list[float]], TimelineRecorded | None]:
         """Return the milliseconds of each phase on each rank, and the event of the step.
 
-        {} and None on all ranks but the first, and if the step had more calls than can be recorded.
-        `save_s` is this rank's time in the phase "save" per step, which is outside of steps.
+        They are {} and None on all other ranks, and if the step had more calls than can be
+        recorded. `save_s` is this rank's time in the phase "save" per step, which is outside of
+        steps.
         """
         activities = recording.activities(self.clock)
         spent = {**phases_s(activities), "save": save_s} if activities else None
@@ -290,7 +291,7 @@ class Timeline:
             if host not in ahead:
                 other = peer and group.rank in (0, peer)
                 ahead[host] = clock_ahead(group, peer, self.clock)[1] if other else 0.0
-        # shorter activities are omitted, so that the file does not grow with the model
+        # shorter activities are omitted: the file does not grow with the model
         least_s = 0.0
         if activities:
             least_s = (activities[-1].end - activities[0].start) * group.size / _MOST_EVENTS

@@ -29,9 +29,9 @@ from megatron.training.report.events import End, Event, Start, scalars
 from megatron.untrusted import without_waiting
 
 _WAITING = 1000  # events by which a slow tracker may lag behind
-_CLOSE_S = 30.0  # that the end of a run waits for a tracker
+_CLOSE_S = 30.0  # time that the end of a run waits for a tracker
 _FLUSH_S = 30  # seconds of TensorBoard's data that a killed run may lose
-_LOGIN_S = 30.0  # that Weights & Biases waits for an answer on a terminal
+_LOGIN_S = 30.0  # time that Weights & Biases waits for an answer on a terminal
 _MLFLOW = "mlflow-skinny sqlalchemy alembic"  # the last two for stores in files
 
 Say = Callable[[str], object]
@@ -45,8 +45,8 @@ class JsonLines(Callback):
     killed run loses nothing that it reported. NaN and infinity are written as null, because JSON
     has no such numbers; nan iterations are counted.
 
-    Raises ConfigError when the file cannot be opened; the message names `flag`, which selected it.
-    If the disk fills up later, records are lost but the run continues; `warn` is called once.
+    Raises ConfigError if the file cannot be opened; the message names `flag`, which selected it. If
+    the disk fills up later, records are lost but the run continues; `warn` is called once.
     """
 
     def __init__(self, path: str | Path, *, flag: str = "--metrics-file", warn: Say = print):
@@ -65,7 +65,7 @@ class JsonLines(Callback):
                     self._torn = written.read(1) != b"\n"
         except OSError as error:
             raise ConfigError(
-                f"{flag}: {self.path}: {error.strerror}: choose a place that can be written"
+                f"{flag}: {self.path}: {error.strerror}: choose a place that is writable"
             ) from error
 
     def on_event(self, event: Event) -> None:
@@ -93,10 +93,10 @@ class JsonLines(Callback):
 class Background(Callback):
     """Passes events to another callback in a thread, so that it cannot stop or slow the run.
 
-    At most `size` events wait; more are lost. An exception turns the callback off. Each is noted
-    once through `say`, with the `name` of the callback and its `remedy`, by the thread that
-    publishes the events. `finish` asks for the end, and `close` waits for it with `wait`, which
-    returns whether the given event was set in time.
+    At most `size` events wait; more are lost. An exception turns the callback off. The thread that
+    publishes the events reports each of these once through `say`, with the `name` of the callback
+    and its `remedy`. `finish` requests the end, and `close` waits for it with `wait`, which returns
+    whether the given event was set in time.
     """
 
     callback: Callback
@@ -135,14 +135,14 @@ class Background(Callback):
         elif self._waiting.qsize() < self.size:
             self._waiting.put(event)
         else:
-            self._note("takes too long, so that some of what follows is left out")
+            self._note("takes too long: some of the following events are left out")
 
     def finish(self) -> None:
-        """Let the callback take what is waiting, and close."""
+        """Let the callback take the waiting events, and close."""
         self._waiting.put(None)
 
     def close(self) -> None:
-        """Wait for the end of the thread, for a limited time, and note what was lost."""
+        """Wait for the end of the thread, for a limited time, and report lost events."""
         ended = self.wait(self._ended)
         if not ended and isinstance(self.callback, MLflow):
             self.callback.kill()
@@ -218,7 +218,7 @@ class TensorBoard(Callback):
                 self._writer.add_scalar(name, value, iteration, walltime=event.time)
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Write buffered data."""
         if self._writer is not None:
             self._writer.close()
 
@@ -226,8 +226,8 @@ class TensorBoard(Callback):
 class WandB(Callback):
     """Logs to --wandb-project. A resumed run continues the run whose id is beside metrics.jsonl.
 
-    Its steps continue, too: offline, where no server knows the last one, they would begin again,
-    and a later upload would replace what was logged before.
+    Its steps continue, too: offline, without a server that has the last one, they would begin
+    again, and a later upload would replace earlier entries.
     """
 
     def __init__(self, config: Config) -> None:
@@ -261,7 +261,7 @@ class WandB(Callback):
             )
             before = _known(self._step_file, event) if known else None
             self._step = max(run.starting_step, natural_number(before or "") or 0)
-            # Steps of Weights & Biases only grow; iterations begin again after a roll-back.
+            # Steps of Weights & Biases only increase; iterations begin again after a rollback.
             self._wandb.define_metric("*", step_metric="iteration")
             _remember(self._id, id_)
         if isinstance(event, End):
@@ -292,8 +292,8 @@ class MLflow(Callback):
     def on_event(self, event: Event) -> None:
         """Log the scalars of an event, over iterations; begin with the configuration."""
         if isinstance(event, Start):
-            # A separate session: Ctrl-C is for the training process, which then reports how it
-            # ended.
+            # A separate session: Ctrl-C is meant for the training process, which then reports its
+            # end.
             self._writer = subprocess.Popen(
                 [sys.executable, "-P", mlflow_writer.__file__],
                 stdin=subprocess.PIPE,
@@ -330,7 +330,7 @@ class MLflow(Callback):
                 raise RuntimeError(output.strip() or f"the writer ended with code {code}")
 
     def kill(self) -> None:
-        """End the writer at once."""
+        """End the writer immediately."""
         if self._writer is not None:
             self._writer.kill()
 
@@ -340,7 +340,7 @@ def _name_of(config: Config) -> str | None:
 
 
 def _beside(config: Config, name: str) -> Path | None:
-    """Return the file for the id of a tracker's run, beside metrics.jsonl; None without that."""
+    """Return the file for the id of a tracker's run, beside metrics.jsonl; None without a file."""
     return config.metrics_path and config.metrics_path.with_name(name)
 
 

@@ -1,4 +1,4 @@
-"""Callbacks for what is optional in the training loop."""
+"""Callbacks for the optional parts of the training loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.training.run.tasks import EvaluationTask
 
 @dataclass(eq=False)
 class Recorder(Callback):
-    """Records what --profile asks for and, for the timeline, the phases of some steps."""
+    """Records the profile of --profile and, for the timeline, the phases of some steps."""
 
     profiler: Profiler
     timeline: Timeline
@@ -62,8 +62,8 @@ class Routers(Callback):
 class SameCopies(Callback):
     """Compares the copies of weights on several ranks.
 
-    It does so after the first step that moved the weights, at the flag's interval, and before a
-    save, which writes one of the copies. Where they differ, raises TrainingError or ConfigError on
+    It does this after the first step that moved the weights, at the flag's interval, and before a
+    save, which writes one of the copies. If they differ, it raises TrainingError or ConfigError on
     every rank.
     """
 
@@ -89,7 +89,7 @@ class SameCopies(Callback):
 
 @dataclass(eq=False)
 class DataLedger(Callback):
-    """Counts what is taken of each source of the training data, and reports it."""
+    """Counts and reports the amount taken from each source of the training data."""
 
     _ledger: Ledger
     _iteration: int  # of the last report
@@ -160,13 +160,13 @@ class EmptySteps(Callback):
         limit = run.config.training.max_consecutive_skips
         steps = list(zip(figures.steps, figures.step_losses, strict=True))
         if figures.empty:
-            effect = "weights and optimizer stay as they were"
+            effect = "weights and optimizer are unchanged"
             if any(step.grad_norm for step, loss in steps if loss is None):
                 effect = "only balancing losses of the experts moved the weights"
             run.reporter.say(
                 f"WARNING: {figures.empty} of the {len(figures.steps)} steps up to iteration "
                 f"{figures.iteration} had no token in the loss: the loss mask marks none in their "
-                f"samples, so they are in no mean, and {effect}"
+                f"samples, so they are excluded from means, and {effect}"
             )
         for step, loss in steps:
             self._in_a_row = 0 if loss is not None else self._in_a_row + 1

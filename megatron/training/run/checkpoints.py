@@ -1,6 +1,6 @@
 """Checkpoints of a run: when it saves, and where it resumes.
 
-A failed save costs nothing but that save.
+A failed save affects nothing else.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Saves:
     """--save-interval, --save-interval-minutes and --async-save, over the Saver of this rank.
 
     All ranks call every method. Rank 0 decides on minutes and on the next try after a failure;
-    through `agreement` all ranks learn this, and whether a rank still writes. `saved_iteration` is
-    the last one with a checkpoint in the --save folder, None for none. Each function in
-    `after_save` is called with the time a save took.
+    `agreement` gives all ranks this decision, and whether any rank still writes. `saved_iteration`
+    is the last iteration with a checkpoint in the --save folder; None if there is none. Each
+    function in `after_save` is called with the time a save took.
     """
 
     config: Config
@@ -89,7 +89,7 @@ class Saves:
         return self._started is not None
 
     def is_due(self, iteration: int, agreed: Mapping[str, int]) -> bool:
-        """Return whether to save after `iteration`, given what the ranks agreed on."""
+        """Return whether to save after `iteration`, given the ranks' agreement."""
         return iteration not in (self.saved_iteration, self._started) and (
             self.at_interval(iteration) or bool(agreed.get(_DUE))
         )
@@ -102,7 +102,8 @@ class Saves:
     def ahead(self, iteration: int, steps: int = 1) -> int:
         """Return the number of saves if the run ends after `steps` more steps.
 
-        Counts the last save, those due and one under way. Valid on rank 0 only: its clock decides.
+        Counts the last save, those due and one in progress. Valid on rank 0 only: its clock
+        decides.
         """
         due = sum(self.at_interval(iteration + i) for i in range(steps))
         return 1 + int(self.under_way) + max(due, int(self._is_time()))
@@ -144,14 +145,14 @@ class Saves:
         self._complete(self.saver.finish)
 
     def close(self) -> None:
-        """Complete a save under way, and wait until old checkpoints are removed."""
+        """Complete a save in progress, and wait until old checkpoints are removed."""
         self.settle()
         self.saver.finish()
 
     def check(self) -> None:
-        """Raise CheckpointError when the last save failed.
+        """Raise CheckpointError if the last save failed.
 
-        Called at the end of the run, which is then incomplete.
+        It is called at the end of the run, which is then incomplete.
         """
         if self.failure is None:
             return
@@ -227,8 +228,8 @@ class Saves:
 def check_save_folder(config: Config, topology: Topology, reporter: Reporter) -> None:
     """Report checkpoints in the --save folder that this start does not continue.
 
-    Raises CheckpointError if only a settings file names the folder: continuing is meant, or
-    another folder.
+    Raises CheckpointError if only a settings file names the folder: the user means to continue, or
+    to use another folder.
     """
     save = config.checkpoint.save
     load = config.checkpoint.load
@@ -258,10 +259,10 @@ def checkpoint_to_load(
 ) -> Path | None:
     """Return the newest good checkpoint in the --load folder.
 
-    None without --load, with hf:FOLDER, or where the folder has no checkpoint at all.
+    None without --load, with hf:FOLDER, or if the folder has no checkpoint at all.
 
     Rank 0 searches for all ranks. Broken checkpoints and a wrong tracker file are reported. Raises
-    CheckpointError where all checkpoints are broken, and where --load-tag, --use-checkpoint-args or
+    CheckpointError if all checkpoints are broken, or if --load-tag, --use-checkpoint-args or
     --exit-on-missing-checkpoint requires a missing one.
     """
     settings = config.checkpoint
@@ -339,7 +340,7 @@ def load_checkpoint(
 
 
 def progress_from(state: Record, folder: Path) -> Progress:
-    """Return the counters that a run saved. Raises CheckpointError when they are missing."""
+    """Return the counters that a run saved. Raises CheckpointError if they are missing."""
     lists = ("sources", "left_out", "recent_losses")  # older checkpoints have none
     names = {field.name for field in dataclasses.fields(Progress)} - set(lists)
     missing = sorted(name for name in names if not is_count(state.get(name)))
@@ -359,7 +360,7 @@ def progress_from(state: Record, folder: Path) -> Progress:
         and all(isinstance(loss, float) for loss in losses)
     ):
         raise CheckpointError(
-            f"{folder} holds a damaged list of data sources, left-out samples or losses: load "
+            f"{folder} has a damaged list of data sources, left-out samples or losses: load "
             "another checkpoint with --load-tag"
         )
     return Progress(

@@ -1,7 +1,7 @@
 """The data of a run: copies on the nodes' disks, index files, and the micro-batches of this rank.
 
-Ranks with nothing to do wait at the store, not in a collective: a copy or an index can take longer
-than the timeout of collectives.
+Ranks with nothing to do wait for a key in the store, not in a collective: a copy or an index can
+take longer than the timeout of collectives.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ WAIT_S = 4 * 3600.0
 def reads_data(config: Config, topology: Topology) -> bool:
     """Return whether this rank's stages read micro-batches.
 
-    The first stage needs tokens, the last one labels, and all of them need data when positions or
-    attention depend on where documents end, as they may in a user's own data.
+    The first stage needs tokens, the last one labels, and all stages need data if positions or
+    attention depend on the ends of documents, as they may in a user's own data.
     """
     ends = topology.pipeline.is_first or topology.pipeline.is_last
     ends |= config.pieces.datasets is not None
@@ -57,7 +57,7 @@ def open_stream(
     """Return this rank's micro-batches of `dataset` after the first `consumed_samples`.
 
     Positions in `left_out` are skipped. `cyclic`: as with --dataloader-type cyclic. Micro-batches
-    have no content where this rank reads no data. Close the stream when done.
+    have no content if this rank reads no data. Close the stream when done.
     """
     data = config.data
     if not reads_data(config, topology):
@@ -82,8 +82,7 @@ def staged_locations(
 
     On each node, one process that reads the data makes the copy. The result is empty if nothing
     is staged. All ranks call this and return when all copies are complete. Data that cannot be
-    copied is read from its original place. Raises LaunchError when some rank is not done after
-    WAIT_S.
+    copied is read from its original place. Raises LaunchError if any rank is not done after WAIT_S.
     """
     target = config.data.stage_data_to
     prefixes = [] if target is None else data_prefixes(config)
@@ -124,8 +123,8 @@ def copy_to_node(prefix: str, folder: Path) -> str:
     """Copy the files of a data set into `folder`, unless a copy exists; return its prefix.
 
     The copy's name depends on the paths, sizes and times of the originals, so that changed data is
-    copied again. It appears when complete. Raises OSError, also when the files do not fit or change
-    during the copy.
+    copied again. The copy appears when it is complete. Raises OSError, also if the files do not fit
+    or change during the copy.
     """
     files = _identity(prefix)
     mark = hashlib.md5(repr(files).encode(), usedforsecurity=False).hexdigest()[:16]
@@ -168,8 +167,8 @@ def first_builds(
 ) -> Callable[[int, int, int], Datasets]:
     """Wrap `build` for all ranks to call: rank 0 builds the index files, then the others find them.
 
-    An error on rank 0 becomes a DataError on all ranks. `say` receives a line for what is built and
-    for what a rank waits for. Rank 0 calls `check` before its first build.
+    An error on rank 0 becomes a DataError on all ranks. `say` gets a line about each build and each
+    wait. Rank 0 calls `check` before its first build.
     """
     if not data_prefixes(config):
         return build

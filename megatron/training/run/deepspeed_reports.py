@@ -25,14 +25,14 @@ _OPERATIONS = {
     b"reduce_scatter": "reduce_scatter_tensor",
     b"all_to_all": "all_to_all_single",
 }
-"""DeepSpeed's names of our collectives; its logger ends the process for unknown names."""
+"""DeepSpeed's names for our collectives; its logger ends the process at an unknown name."""
 
 
 class LoggedCalls(DeviceCalls):
     """A meter of the flight recorder that measures how long this rank waits for each collective.
 
-    The host waits for its stream before and after each call. It does not wait for the device, on
-    which a message may wait for what the host has yet to send.
+    The host waits for its stream before and after each call. It does not wait for the device, where
+    a message may wait for one that the host has yet to send.
     """
 
     def __init__(self, new_event: Callable[[], DeviceEvent], on_host: bool = False) -> None:
@@ -60,7 +60,7 @@ class LoggedCalls(DeviceCalls):
             torch.cuda.current_stream().synchronize()
 
     def next_step(self) -> list[tuple[CallRecord, float]]:
-        """Return the collectives of the previous step, each with its seconds; none is under way."""
+        """Return the collectives of the previous step with their seconds; all have ended."""
         complete = list(self._before.values())
         self._before = self._spent
         self._spent = {}
@@ -99,8 +99,8 @@ class DeepSpeedReports(Callback):
         self._communication: Any = importlib.import_module("deepspeed.comm")
         if not hasattr(self._communication, "comms_logger"):
             raise ConfigError(
-                "comms_logger: this DeepSpeed has no deepspeed.comm.comms_logger, to which calls are "
-                "added: remove it from --deepspeed_config, and read the phases of --metrics-file"
+                "comms_logger: this DeepSpeed lacks deepspeed.comm.comms_logger, which logs calls: "
+                "remove it from --deepspeed_config, and read the phases in --metrics-file"
             )
         on_host = run.topology.device.type == "cpu"
         # with times, for the timeline, which uses this meter, too
@@ -175,5 +175,5 @@ class DeepSpeedReports(Callback):
     def on_end(self, run: Run) -> None:
         if self._calls is not None:
             self._log_calls(run, self._calls)  # of the last step
-            self._log_calls(run, self._calls)  # and of what followed it
+            self._log_calls(run, self._calls)  # and of everything after it
             self._communication.log_summary()

@@ -1,4 +1,4 @@
-"""The first screen of a run: what runs, on what, on which data and for how long."""
+"""The first screen of a run: model, machine, data and length."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def describe_setup(
     reporter: Reporter,
     host: Sequence[str],
 ) -> None:
-    """Print what runs, on what and with which settings, and where it writes."""
+    """Print model, machine and settings, and where the run writes."""
     model = config.model
     say = reporter.console.say_wrapped
     assert model.vocab_size is not None, "the tokenizer was read"
@@ -49,7 +49,7 @@ def describe_setup(
     name = device_name(topology.device)
     per = "; TFLOPs, MFU and HFU are per GCD" if formulas.device_unit(name) == "GCD" else ""
     say(f"device: {name}, {config.precision.dtype_name}{per}")
-    pieces = (f"{name} of your own: {where}" for name, where in config.pieces.describe().items())
+    pieces = (f"your own {name}: {where}" for name, where in config.pieces.describe().items())
     kernels = choose.report(config, topology.device)
     if config.kernels.cuda_graph_impl is not None:
         how = "recorded as graphs" if topology.device.type == "cuda" else "rehearsed, no faster"
@@ -83,7 +83,7 @@ def describe_length(
     end: int,
     reporter: Reporter,
 ) -> None:
-    """Print what is left to train."""
+    """Print the length of the remaining training."""
     training = config.training
     length = config.model.seq_length
     if training.skip_train or progress.iteration >= end:
@@ -107,7 +107,7 @@ def report_data(
     staged: Mapping[str, str],
     say: Callable[[str], None],
 ) -> None:
-    """Print what a check of the data against the tokenizer finds, and the epochs of the run."""
+    """Print the findings of a check of the data against the tokenizer, and the run's epochs."""
     epochs, notices = check_data(config, tokenizer, samples, staged)
     text, warning = describe_epochs(epochs)
     if text:
@@ -131,7 +131,7 @@ def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> Non
         masked = [source.masked for source in datasets.train.sources]
         reporter.say(
             f" > loss masks: {sum(masked)} of {len(masked)} sources of training data have one, "
-            "and the loss is on the tokens that it marks"
+            "and only the tokens that it marks count in the loss"
         )
     if datasets.train is not None and config.data.data_packing == "best-fit":
         padding = {
@@ -160,10 +160,10 @@ def check_loss_masks(
     tokenizer: Tokenizer | None,
     reporter: Reporter,
 ) -> None:
-    """Print how many samples have no token in the loss, where masks may exclude all.
+    """Print how many samples have no token in the loss, if masks may exclude all.
 
     The run reads the first `samples` of its three data sets. If there are many, rank 0 checks some,
-    evenly spaced. Raises DataError on all ranks if no training sample has one.
+    evenly spaced. Raises DataError on all ranks if no training sample has a token in the loss.
     """
     length = config.model.seq_length
     sets = {name: getattr(datasets, name) for name in SPLIT_NAMES} | dict(datasets.corpora)
@@ -188,14 +188,14 @@ def check_loss_masks(
                 without += not batch.loss_mask.any()
             line = f"{without} of {looked} {name} samples have no token in the loss"
             if looked < among:
-                line += f" (looked at of {among}, at equal distances)"
+                line += f" (a check of evenly spaced samples among {among})"
             if 0 < without == looked and name == "train":
                 problem = (
                     f"{line}: prompts fill all of --seq-length {length}, or the loss mask marks "
                     "nothing. Raise --seq-length, shorten the prompts, or leave out --loss-mask"
                 )
             elif without:
-                reporter.say(f"WARNING: {line}: they teach nothing")
+                reporter.say(f"WARNING: {line}: the model learns nothing from them")
     except DataError as error:
         problem = str(error)
     if problem := collectives.broadcast_object(problem, topology.world):

@@ -61,7 +61,7 @@ class Tasks(Callback):
             size = run.config.batch.micro_batch_size
             with run.reporter.console.doing(f"task {task.name}"):
                 figures = evaluate_task(run, task, micro_batch_size=size)
-            run.no_first_time()  # on no rank, as the figures are of all
+            run.no_first_time()  # on any rank, since all ranks took part
             seconds = time.perf_counter() - start
             run.reporter.publish(
                 TaskEvaluated(iteration=run.progress.iteration, elapsed_s=seconds, **figures)
@@ -75,7 +75,8 @@ class Losses(Callback):
 
     The evaluation before the first step and the next one use the same samples, so a run needs as
     many samples as in Megatron. Losses measured after the last step are not measured again at the
-    end, and none are if a signal or the time limit ends the run: everything is saved by then.
+    end. If a signal or the time limit ends the run, no losses are measured: everything is saved by
+    then.
     """
 
     def __init__(self) -> None:
@@ -141,8 +142,8 @@ def evaluate(
     """Measure and report the loss on the next eval_iters global batches of 'valid' or 'test'.
 
     For a named `corpus` these are the same every time, at most its samples, each once, and the loss
-    is the mean over tokens. Returns the loss, and with --eval-ema that of the averaged weights; an
-    empty list if no token is in the loss, None if a signal interrupted.
+    is the mean over tokens. Returns the loss, and with --eval-ema the loss of the averaged weights;
+    an empty list if no token is in the loss, None if a signal interrupted it.
     """
     progress = run.progress
     start = time.perf_counter()
@@ -188,7 +189,7 @@ def evaluate(
 def measure(
     run: Run, dataset: TokenDataset, samples: range, corpus: str | None
 ) -> list[tuple[float, float]]:
-    """Return the loss on these samples and its weight; an empty list if a signal interrupted."""
+    """Return the loss on these samples and its weight; an empty list if a signal interrupted it."""
 
     def forward(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         losses = run.executor.evaluate(micro_batches)
@@ -281,12 +282,12 @@ def mean_loss(
 ) -> tuple[float, float] | None:
     """Return the mean loss over `batches`, micro-batches of this data rank, and their weight.
 
-    All ranks have equally many. `forward` maps micro-batches to their losses on the last pipeline
-    stage and to an empty list elsewhere. Micro-batches with an unmasked token have equal weight;
-    with `per_token` each is weighted by these tokens, so that the result is the mean over tokens.
-    Without any, the weight is 0 and the loss NaN. `interrupted` is called on all ranks before each
-    item of `batches` except the first; once it returns True the result is None. A collective call
-    of the world; every rank gets the result.
+    All ranks have the same number of micro-batches. `forward` maps them to their losses on the last
+    pipeline stage and to an empty list on other stages. Micro-batches with an unmasked token have
+    equal weight; with `per_token` each is weighted by the number of these tokens, so that the
+    result is the mean over tokens. Without any such token the weight is 0 and the loss NaN.
+    `interrupted` is called on all ranks before each item of `batches` except the first; once it
+    returns True the result is None. All ranks call this and get the result.
     """
     total = torch.zeros(2, dtype=torch.float64, device=topology.device)
     for number, micro_batches in enumerate(batches):
@@ -294,7 +295,7 @@ def mean_loss(
             return None
         losses = forward(micro_batches)
         if not losses or topology.tensor.rank != 0:
-            continue  # every tensor rank has the same losses: the first one counts
+            continue  # every tensor rank has the same losses: the first rank counts
         values = torch.stack(losses).double()
         weights = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).to(values)
         if not per_token:
@@ -306,7 +307,7 @@ def mean_loss(
 
 
 def interrupted(run: Run) -> bool:
-    """Return whether a signal or the end of the time had asked to end at the previous call.
+    """Return whether, at the previous call, a signal or the time limit had asked to end.
 
     Called between two iterations of an evaluation.
     """

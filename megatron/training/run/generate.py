@@ -30,7 +30,7 @@ from megatron.pipeline.executor import Executor
 
 Ids = Sequence[int]
 OnText = Callable[[int, str, bool], object]
-"""Called on every rank with the number of a prompt, further text, and whether the text ends."""
+"""Called on every rank with the number of a prompt, more text, and whether the text ends."""
 
 
 class GenerativeModel(Protocol):
@@ -51,10 +51,10 @@ class Sampling:
     """Choice of a token from the scores.
 
     temperature   divides the scores; 0 takes the most probable token (greedy)
-    top_k         only the k most probable tokens; 0 all
+    top_k         only the k most probable tokens; 0: all
     top_p         only the smallest set of tokens that together have this probability (Holtzman et
-                  al., arXiv 1904.09751); 1 all. With top_k: of the probabilities among those k
-    seed          of the first prompt; the others get the numbers that follow it
+                  al., arXiv 1904.09751); 1: all. With top_k, probabilities are among those k
+    seed          seed of the first prompt; the others get the following numbers
     """
 
     temperature: float = 1.0
@@ -77,10 +77,10 @@ class Limits:
 
     stop       a text ends at one of these strings
     end_token  token that ends a text; by default see ends_of
-    context    most tokens of prompt and text; by default max_position_embeddings. More is for models
-               without learned positions
-    cut        cut prompts from their left if they leave less than max_new_tokens of the context.
-               Without it, a prompt that leaves none is an error
+    context    most tokens of prompt and text; by default max_position_embeddings. Only models
+               without learned positions may have more
+    cut        whether to cut prompts on the left if they leave less than max_new_tokens of the
+               context. Otherwise a prompt that leaves none is an error
     """
 
     stop: Sequence[str] = ()
@@ -94,10 +94,10 @@ class Continuation:
     """Text that was generated after a prompt.
 
     ids      new token ids, with the end token and all of a stop string
-    text     their text, without end token and stop string; "" where there is no tokenizer
-    finish   why it ends: "end_token", "stop_string", "max_new_tokens", or "context" where the
-             model has no further position
-    cut      tokens that were cut from the left of the prompt
+    text     their text, without end token and stop string; "" if there is no tokenizer
+    finish   why it ends: "end_token", "stop_string", "max_new_tokens", or "context" if the model
+             has no further position
+    cut      number of tokens cut from the left of the prompt
     """
 
     ids: list[int]
@@ -110,7 +110,7 @@ class Continuation:
 class Prompt:
     """A prompt that is ready for generation.
 
-    cut     how many tokens were cut from its left
+    cut     number of tokens cut from its left
     room    most new tokens after it
     limit   reason for `room`: "max_new_tokens" or "context"
     """
@@ -137,13 +137,13 @@ def generate(
 
     model            see load_model; its dropout is off meanwhile
     prompts          texts, or token ids
-    max_new_tokens   after which a text ends, if no end token comes first
+    max_new_tokens   number of tokens after which a text ends, if no end token comes first
     seeds            one for each prompt, instead of sampling.seed, sampling.seed + 1, ... A text
                      depends on its prompt and seed, not on the rest of the batch (except for
                      rounding in products of other sizes)
     on_text          called with each piece of text as soon as it is certain, in whole characters
-    cached           keep keys and values of all layers. Otherwise, and with layers or models of
-                     your own, each token costs a pass over the whole text
+    cached           whether to keep keys and values of all layers. Otherwise, and with your own
+                     layers or models, each token costs a pass over the whole text
 
     All ranks call this with the same arguments, and each gets the result. Raises ConfigError for
     prompts that are empty, too long or outside the model's vocabulary, and if scores are not
@@ -152,10 +152,10 @@ def generate(
     config = model.config
     tokenizer = model.tokenizer
     if isinstance(prompts, str):
-        raise ConfigError("prompts are a list: put a single one into brackets")
+        raise ConfigError("prompts must be a list: put a single prompt into brackets")
     ready = prepare(model, prompts, max_new_tokens, limits)
     if tokenizer is None and (limits.stop or on_text):
-        raise ConfigError("stop strings and text need the tokenizer, and the model has none")
+        raise ConfigError("stop strings and text need a tokenizer, but the model has none")
     if "" in limits.stop:
         raise ConfigError("an empty stop string ends every text: leave it out")
     if seeds is None:
@@ -188,8 +188,9 @@ def generate(
 def ends_of(model: GenerativeModel) -> frozenset[int]:
     """Return the tokens at which a text of a model ends.
 
-    For a Hugging Face folder they are those of its generation_config.json; for a trained model the
-    tokenizer's end of a document, and those in files beside the tokenizer. Raises CheckpointError.
+    For a Hugging Face folder they are in its generation_config.json; for a trained model they are
+    the tokenizer's end-of-document token, and tokens in files beside the tokenizer. Raises
+    CheckpointError.
     """
     tokenizer = model.tokenizer
     files = model.config.tokenizer.tokenizer_model
@@ -217,14 +218,14 @@ def prepare(
     learned = settings.position_embedding_type == "learned_absolute"
     if context is not None and (context < 2 or (learned and context > most)):
         raise ConfigError(
-            f"a context of {context} tokens: give 2 or more, and at most the {most} learned "
-            "positions of a model that has such"
+            f"a context of {context} tokens: give 2 or more, and at most {most} for a model with "
+            "learned positions"
         )
     most = most if context is None else context
     if max_new_tokens < 1 or (limits.cut and max_new_tokens >= most):
         raise ConfigError(
-            f"{max_new_tokens} new tokens in a context of {most}: give 1 or more, and with prompts "
-            "that are cut fewer than the context, so that some of the prompt remains"
+            f"{max_new_tokens} new tokens in a context of {most}: give 1 or more, and if prompts "
+            "are cut fewer than the context, so that some of the prompt remains"
         )
     assert settings.vocab_size is not None, "the model was built with a vocabulary"
     ready = []
@@ -255,7 +256,7 @@ def prepare(
 
 @dataclass(eq=False)
 class _Sample:
-    """A growing text; `finish` is the reason why it has ended, and "" before."""
+    """A growing text; `finish` is the reason for its end, and "" before that."""
 
     number: int
     prompt: Prompt
@@ -310,7 +311,7 @@ def _draw(scores: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     probabilities = scores.softmax(dim=-1).double()
     sums = probabilities.cumsum(dim=-1)
     if sampling.top_p < 1:
-        # drop the tokens before which the sum suffices
+        # drop tokens that are preceded by a sufficient sum
         sums = probabilities.masked_fill(sums - probabilities >= sampling.top_p, 0.0).cumsum(dim=-1)
     threshold = uniform.unsqueeze(1) * sums[:, -1:]
     # The first sum above the threshold: its token has a positive probability.
@@ -346,7 +347,7 @@ def forward_passes(
 ) -> Executor:
     """Return an executor of forward passes, with `more` arguments for the chunks.
 
-    last   is called in place of the chunk of the last stage, with it; returns a scalar
+    last   called with the chunk of the last stage, in place of it; returns a scalar
     ranks  over which sequences are divided
     """
     config = model.config
@@ -358,7 +359,7 @@ def forward_passes(
     def shape(batch: MicroBatch) -> tuple[int, ...]:
         return batch.tokens.shape[1] // ranks, len(batch.tokens), config.model.hidden_size
 
-    # without backward passes all schedules are one of these two
+    # without backward passes every schedule equals one of these two
     schedule = "1f1b" if config.parallel.num_chunks == 1 else "interleaved"
     return Executor(model.topology, stages, schedule, (shape, hidden_state(config)[1]))
 
@@ -371,7 +372,7 @@ class _Decoder:
         self._topology = model.topology
         size = self._config.model.vocab_size
         assert size is not None, "the model was built with a vocabulary"
-        # The model may have more entries than the tokenizer knows.
+        # The model may have more entries than the tokenizer.
         self._known = size if model.tokenizer is None else min(size, model.tokenizer.vocab_size)
         self._texts = [list(prompt.ids) for prompt in prompts]
         self._cache: KeyValueCache | None = None
@@ -416,7 +417,7 @@ class _Decoder:
             replica = layout.coordinates(self._topology.rank)[1]
             source = layout.rank(tensor=0, data=replica, pipeline=layout.pipeline - 1)
             dist.broadcast(chosen, source, group=group.handle)
-        if (group := self._topology.expert).size > 1:  # whose ranks make the same passes
+        if (group := self._topology.expert).size > 1:  # its ranks run the same passes
             dist.broadcast(chosen, group.ranks[0], group=group.handle)
         tokens: list[int] = chosen.tolist()
         if -1 in tokens:
@@ -442,7 +443,7 @@ class _Decoder:
     def _batch(self) -> tuple[MicroBatch, Tensor]:
         """Return the tokens of the next pass, and the position of each text's last one, int64 [b].
 
-        Texts are padded at the end, where no real token attends to the padding.
+        Texts are padded at the end, so that no real token attends to the padding.
         """
         device = self._topology.device
         cache = self._cache

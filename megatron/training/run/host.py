@@ -3,10 +3,10 @@
 glibc's malloc is set to keep the memory that a training step frees. By default it returns large
 blocks to the system as soon as they are free, and the next tensor of that size gets new pages, each
 of which the kernel clears when it is first touched. A training step frees and allocates the same
-sizes over and over, so on a CPU this costs between a few per cent and half of its time.
+sizes over and over: on a CPU this costs between a few per cent and half of its time.
 
-Huge pages are turned off: in a heap that keeps its blocks, the smallest block in a gap would hold 2
-MiB, and processes kept growing, to three to five times their tensors.
+Huge pages are turned off: in a heap that keeps its blocks, even the smallest block in a gap would
+hold 2 MiB. Processes grew to three to five times the size of their tensors.
 
 The settings are made in the running process by mallopt(3) and prctl(2). The user's settings take
 precedence: with a variable for malloc, or a preloaded library, malloc is unchanged.
@@ -35,19 +35,19 @@ from megatron.parallel.launch import Launch
 from megatron.parallel.process_descriptions import compare
 from megatron.parallel.topology import Topology
 
-# The parameters of mallopt(3) as malloc.h numbers them.
+# Numbers of the parameters of mallopt(3), from malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
 # Blocks up to this size come from the heap and stay in it: activations and the logits of a chunk of
 # tokens. Larger ones are flat buffers, allocated once; in the heap they would only leave gaps.
-# GPT-2 124M in bf16, sequence 512, has its peak at 3,067 MiB by glibc's own rules, at 3,069 with
-# blocks up to 32 MiB kept, and at 3,105 with those up to 1 GiB. glibc before 2.35 accepts no size
-# above half of its HEAP_MAX_SIZE, which is the second one here.
+# GPT-2 124M in bf16, sequence 512, has its peak at 3,067 MiB with glibc's own rules, at 3,069 if
+# blocks up to 32 MiB are kept, and at 3,105 if blocks up to 1 GiB are. glibc before 2.35 accepts no
+# size above half of its HEAP_MAX_SIZE, which is the second value.
 KEEP_BLOCKS_BYTES = (256 << 20, 32 << 20)
 # The heap's free end is never returned: its blocks change in every step. A process keeps the
 # peak of its blocks of this size, which it needs again in the next step; this does not add up over
-# steps or processes of a node.
+# steps or over the processes of a node.
 _NEVER_TRIM = -1
 # While a model is set up, blocks of at least this size are mapped one by one.
 _SET_UP_BLOCK_BYTES = 1 << 20
@@ -71,7 +71,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory held so far: by the device's allocator, or on a CPU by the process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    # ru_maxrss starts with the pages of the parent process: used only where VmHWM is missing
+    # ru_maxrss starts with the pages of the parent process: used only if VmHWM is missing
     match = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text(errors="replace"))
     return 1024 * (int(match[1]) if match else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
@@ -90,18 +90,18 @@ def reserved_memory_bytes(device: torch.device) -> int | None:
 def share_cores(device: torch.device, local_world_size: int) -> str:
     """Give each process of a CPU node its share of the cores; return a line for the log.
 
-    Otherwise every process starts a thread per core and they compete. All processes call this after
-    they are connected. OMP_NUM_THREADS takes precedence, except for torchrun's 1.
-    No process is bound to cores: srun and mpirun do that, and two runs on one node that both bind
-    to its first cores would leave the others idle.
+    Otherwise every process would start a thread per core, and they would compete. All processes
+    call this after they are connected. OMP_NUM_THREADS takes precedence, except for torchrun's 1.
+    Processes are not bound to cores: srun and mpirun do that, and two runs on one node that both
+    bind to its first cores would leave the others idle.
     """
     if device.type != "cpu":
         return (
-            f"threads: {torch.get_num_threads()} per process, for what the CPU does beside the "
-            "device"
+            f"threads: {torch.get_num_threads()} per process, for the CPU's work besides the "
+            "device's"
         )
     allowed = os.sched_getaffinity(0)
-    # On every rank, used or not: others may have another environment, and the call is collective.
+    # On every rank, used or not: environments may differ, and all ranks have to make the call.
     masks = (
         masks_on_this_node(allowed)
         if dist.is_initialized() and dist.get_world_size() > 1
@@ -110,7 +110,7 @@ def share_cores(device: torch.device, local_world_size: int) -> str:
     # torchrun sets the variable to 1 if the user has not.
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     if os.environ.get("OMP_NUM_THREADS") and not by_torchrun:
-        return f"threads: {torch.get_num_threads()} per process, as OMP_NUM_THREADS says"
+        return f"threads: {torch.get_num_threads()} per process, from OMP_NUM_THREADS"
     # A process bound to separate cores uses all of them; processes with the same cores share them.
     threads = max(1, len(allowed) // masks.count(allowed))
     torch.set_num_threads(threads)
@@ -121,7 +121,7 @@ def share_cores(device: torch.device, local_world_size: int) -> str:
 
 
 def masks_on_this_node(allowed: set[int]) -> list[set[int]]:
-    """Return the cores that each process of this node may use. A collective call of the world."""
+    """Return the cores that each process on this node may use. All ranks call it."""
     everywhere: list[tuple[str, set[int]]] = [("", set())] * dist.get_world_size()
     dist.all_gather_object(everywhere, (socket.gethostname(), allowed))
     return [mask for host, mask in everywhere if host == socket.gethostname()]
@@ -133,12 +133,12 @@ def masks_on_this_node(allowed: set[int]) -> list[set[int]]:
 def tune_allocator() -> str:
     """Set malloc up for training on a CPU; return a line for the log.
 
-    The line says what was changed, or why nothing was. The settings apply to blocks allocated
+    The line reports the changes, or why there are none. The settings apply to blocks allocated
     afterwards; repeated calls are harmless.
     """
     libc, reason = _malloc()
     if reason:
-        return f"malloc: {reason}: left as it is"
+        return f"malloc: {reason}: unchanged"
     threshold = _set_first(libc, _M_MMAP_THRESHOLD, KEEP_BLOCKS_BYTES)
     _set_first(libc, _M_TRIM_THRESHOLD, (_NEVER_TRIM,))
     huge = os.environ.get(_TORCH_HUGE_PAGES) == "1"
@@ -155,10 +155,10 @@ def mapped_blocks() -> Iterator[None]:
     """Map blocks of 1 MiB and more individually inside the context.
 
     For set-up, after tune_allocator(). Weights and flat buffers stay until the end of the run, with
-    short-lived copies between them. In a heap that keeps its blocks, those would leave gaps that a
-    step's activations fit badly. A mapping returns to the system when it is freed. At the end
-    malloc is as tune_allocator has set it, and free pages are returned. Does nothing where malloc
-    is not to be changed.
+    short-lived copies between them. In a heap that keeps its blocks, the copies would leave gaps
+    that a step's activations fit badly. A mapping returns to the system when it is freed. At the
+    end malloc has the settings of tune_allocator again, and free pages are returned. Does nothing
+    if malloc must not be changed.
     """
     libc, reason = _malloc()
     if reason:
@@ -175,7 +175,7 @@ def mapped_blocks() -> Iterator[None]:
 
 
 def _malloc() -> tuple[ctypes.CDLL, str]:
-    """Return the C library, and why its malloc must not be changed, "" where it may."""
+    """Return the C library, and why its malloc must not be changed, "" if it may."""
     libc = ctypes.CDLL(None)
     environ = os.environ
     if not hasattr(libc, "gnu_get_libc_version") or not hasattr(libc, "mallopt"):
@@ -189,7 +189,7 @@ def _malloc() -> tuple[ctypes.CDLL, str]:
 
 
 def _set_first(libc: ctypes.CDLL, parameter: int, values: tuple[int, ...]) -> int | None:
-    """Set `parameter` to the first of `values` that malloc accepts; return that one."""
+    """Set `parameter` to the first of `values` that malloc accepts; return that value."""
     return next(
         (v for v in values if libc.mallopt(ctypes.c_int(parameter), ctypes.c_int(v)) == 1), None
     )
@@ -207,7 +207,7 @@ def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[st
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     if device.type == "cpu":
         tuned = config.training.allocator_tuning
-        lines.append(tune_allocator() if tuned else "malloc: left as it is (--no-allocator-tuning)")
+        lines.append(tune_allocator() if tuned else "malloc: unchanged (--no-allocator-tuning)")
     return [share_cores(device, launch.local_world_size), *lines]
 
 
@@ -215,7 +215,7 @@ def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[st
 
 
 def agree_on_times(topology: Topology) -> None:
-    """Let all ranks choose implementations by the measurement of rank 0's CPU."""
+    """Let all ranks choose implementations by the measurements on rank 0's CPU."""
     if topology.world.size > 1 and topology.device.type == "cpu":
         measured_times.agree(collectives.broadcast_object(measured_times.find(), topology.world))
 
@@ -224,7 +224,7 @@ def check_kernels(config: Config, topology: Topology) -> None:
     """Raise ConfigError on every rank unless all ranks have the same fused kernels and operators.
 
     Tensor-parallel ranks drop entries of their copies of a tensor. The mask differs with and
-    without kernels, so one rank without the library would let the copies drift apart unnoticed.
+    without kernels: if one rank lacked the library, the copies would drift apart unnoticed.
     """
     device = topology.device
     fusions = choose.choose_fusions(config.kernels, device, config.precision.dtype_name)

@@ -1,9 +1,9 @@
-"""Comparison of what all ranks of a run must share: settings, code, and files that they read.
+"""Comparison of the settings, code and files that all ranks of a run must share.
 
 Each rank publishes digests of them at the rendezvous, before torch connects anything, and rank 0
 compares them. A difference ends the run on every rank: with another seed, learning rate, model or
-index file on one of them, the ranks would silently train something else. The samples of the data
-sets, which are known only later, are compared then.
+index file on any rank, the ranks would silently train something else. The samples of the data sets
+are known only later, and compared then.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.parallel.process_descriptions import Alike
 from megatron.training.run.provenance import versions
 
 MAY_DIFFER = {
-    # a process's rank on its node, and how it reaches the first process
+    # a process's rank on its node, and the address of the first process
     "local_rank",
     "master_addr",
     "master_port",
@@ -42,13 +42,13 @@ MAY_DIFFER = {
     "trace_dir",
     "kill_switch_file",
 }
-"""Names of settings that may differ between ranks. Those without an effect may differ as well."""
+"""Names of settings that may differ between ranks. Settings without an effect may differ, too."""
 
 
 _PACKAGE = Path(__file__).parents[2]
 # Files of a tokenizer's folder.
 _TOKENIZER = (".json", ".model", ".txt", ".tiktoken", ".jinja")
-# Bytes that a process reads of all its files together, and of one: at least, and at most.
+# Bytes that a process reads from all its files together, and from one: at least, and at most.
 _ALL_BYTES = 32 << 20
 _LEAST_BYTES = 32 << 10
 _MOST_BYTES = 4 << 20
@@ -59,12 +59,12 @@ _SAMPLES = 16  # of each data set
 def identity(config: Config, placement: str = "") -> Alike:
     """Return the settings of this process, and digests of code and files.
 
-    `placement` describes how ranks are placed on devices (RankMapping.agreed). Every process reads
+    `placement` describes the ranks' placement on devices (RankMapping.agreed). Every process reads
     its files, not only one on each node: a relative path or a mount can lead each to another file.
-    It is a small part of what it is about to read anyway.
+    This is a small part of the data that it is about to read anyway.
     """
     values = config.to_dict()
-    pieces = {f"{name} of your own": where for name, where in config.pieces.describe().items()}
+    pieces = {f"your own {name}": where for name, where in config.pieces.describe().items()}
     settings: dict[str, object] = {
         option.flag: values[name]
         for name, option in all_options().items()
@@ -79,7 +79,7 @@ def identity(config: Config, placement: str = "") -> Alike:
 
 
 def code_digests(config: Config, package: Path = _PACKAGE) -> dict[str, str]:
-    """Return the digest of each source file, by its name: ours, and those of the user's pieces.
+    """Return the digest of each source file, by its name: our files and those of the user's pieces.
 
     The content is compared, because copies of one clone have different times.
     """
@@ -95,10 +95,10 @@ def code_digests(config: Config, package: Path = _PACKAGE) -> dict[str, str]:
 
 
 def inputs(config: Config) -> list[Path]:
-    """Return the files besides code that decide what a run computes.
+    """Return the files besides code that determine a run's results.
 
-    A native checkpoint is not among them: the ranks load the one that rank 0 finds, whose manifest
-    has the digests of all its parts.
+    A native checkpoint is not among them: the ranks load the one that rank 0 finds, and its
+    manifest has the digests of all its parts.
     """
     model = hugging_face_folder(config.checkpoint.load)
     paths = [] if model is None else model_files(model)
@@ -120,15 +120,15 @@ def inputs(config: Config) -> list[Path]:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return the files of a model in a folder of Hugging Face."""
+    """Return the files of a model in a Hugging Face folder."""
     return _in_folder(folder, (".json", ".safetensors"))
 
 
 def file_digests(paths: Sequence[Path]) -> dict[str, str]:
     """Return size and digest of each file, or why it cannot be read.
 
-    Long files are sampled: all files together cost at most 32 MiB, or 32 KiB each where there are
-    more than a thousand.
+    Long files are sampled: at most 32 MiB are read from all files together, or 32 KiB from each if
+    there are more than a thousand.
     """
     share = max(_ALL_BYTES // max(len(paths), 1), _LEAST_BYTES)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -164,7 +164,7 @@ def _samples(dataset: TokenDataset) -> str:
 def _in_folder(folder: Path, suffixes: Iterable[str]) -> list[Path]:
     try:
         return sorted(path for path in folder.iterdir() if path.suffix in suffixes)
-    except OSError:  # its readers say what is wrong
+    except OSError:  # its readers report the problem
         return [folder]
 
 

@@ -1,6 +1,6 @@
-"""Loading a checkpoint's model and tokenizer, without optimizer and data.
+"""Loads a checkpoint's model and tokenizer, without optimizer and data.
 
-torch is imported when a model is loaded.
+torch is imported only when a model is loaded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Trained:
     config     of the model, its tokenizer and the separation of documents
     tokenizer  None if the model was trained without one
     chunks     this rank's stages, without dropout
-    loaded     which checkpoint it is, and why
+    loaded     the loaded checkpoint, and why it was chosen
     publish    takes events about its use; a tool adds them to --metrics-file on rank 0
     """
 
@@ -60,10 +60,10 @@ def load_model(
                  default this process alone, on its GPU if it has one. The layout may differ from
                  the training's
     tag          an iteration, or the name of a checkpoint's folder
-    allow_older  if the newest is damaged, load the one before; .loaded.rejected lists it
+    allow_older  if the newest is damaged, load the previous one; .loaded.rejected lists the damaged
     ema          load the average of the weights (--ema-decay) in their place
-    settings     that override the checkpoint's, by their names in the configuration, such as
-                 bf16=True (fp32 by default) or tokenizer_model="moved.model"; None changes nothing
+    settings     settings that override the checkpoint's, by their names in the configuration, such
+                 as bf16=True (fp32 by default) or tokenizer_model="moved.model"; None: no change
 
     Raises CheckpointError, ConfigError or DataError for settings and tokenizer files, and
     LaunchError if ranks read different files.

@@ -26,7 +26,7 @@ from megatron.training.safety.bad_steps import Spike, roll_back
 def train(run: Run) -> Stop | None:
     """Train to the last iteration or to a reason to stop, which is returned.
 
-    Measures, reports and saves on the way. Raises CheckpointError at the end when the last
+    It measures, reports and saves on the way. Raises CheckpointError at the end if the last
     checkpoint could not be written.
     """
     progress = run.progress
@@ -77,7 +77,7 @@ def train(run: Run) -> Stop | None:
 
 
 def train_steps(run: Run) -> Stop | None:
-    """Take steps up to the last iteration; return why to stop where training ends earlier."""
+    """Take steps up to the last iteration; return the reason if training stops earlier."""
     training = run.config.training
     progress = run.progress
     for callback in run.callbacks:
@@ -111,9 +111,9 @@ def train_steps(run: Run) -> Stop | None:
 
 
 def between_steps(run: Run) -> Stop | None:
-    """Do what was agreed on during the last step, then start the next agreement.
+    """Do what the ranks agreed on during the last step, then start the next agreement.
 
-    That is to complete a save in the background, to save, or to stop.
+    Ranks agree to complete a save in the background, to save, or to stop.
     """
     iteration = run.progress.iteration
     agreed = run.agreement.read()
@@ -164,7 +164,7 @@ def report(run: Run) -> None:
 
 
 def watch_the_end(run: Run, seconds: float) -> None:
-    """Note the seconds of a step, and what may follow before the end of the job stops the run."""
+    """Note the seconds of a step, and the evaluations and saves that may follow before the end."""
     if run.wall_time is None:
         return
     iteration = run.progress.iteration
@@ -228,7 +228,7 @@ def export(run: Run, folder: Path, stop: Stop | None) -> None:
 
 @contextmanager
 def saving_what_is_under_way(run: Run) -> Iterator[None]:
-    """Complete the save under way after a TrainingError, which all ranks raise together."""
+    """Complete the save in progress after a TrainingError, which all ranks raise together."""
     try:
         yield
     except TrainingError:
@@ -241,8 +241,8 @@ def saving_what_is_under_way(run: Run) -> Iterator[None]:
 def garbage_collection(automatic: bool) -> Iterator[None]:
     """Exclude objects made before the block from Python's garbage collections.
 
-    Collections are off inside the block unless `automatic`. One over all objects of torch and
-    DeepSpeed takes up to half a second, at another time on each rank.
+    Collections are off inside the block unless `automatic`. A collection over all objects of torch
+    and DeepSpeed takes up to half a second, at a different time on each rank.
     """
     before = gc.isenabled()
     gc.collect()

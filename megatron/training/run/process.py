@@ -1,7 +1,7 @@
 """Signals, errors and lost output of a process: one clear message, the right exit code, no hang.
 
-Imports no torch: a mistake on the command line is reported at once, and a signal may arrive while
-torch is imported.
+This module does not import torch: a mistake on the command line is reported immediately, and a
+signal may arrive while torch is imported.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _ONE_PRESS_S = 1.0
 class Signals:
     """Requests to end the run: the signals of SIGNALS, noted inside the context when `enabled`.
 
-    Only the first one counts: Slurm and people send several. But a second SIGINT ends the process
-    at once with exit code 130; while `saving` returns True, a third one does. SIGHUP, which a
-    terminal or a connection sends when it closes, and SIGINT stay ignored where they were, as under
-    nohup or in the background of a shell script. Nothing is noted outside of the main thread, where
-    Python allows no signal handlers.
+    Only the first signal counts: Slurm and people send several. But a second SIGINT ends the
+    process immediately with exit code 130; while `saving` returns True, a third one does. SIGHUP,
+    which a terminal or a connection sends when it closes, and SIGINT remain ignored if they already
+    were, as under nohup or in the background of a shell script. Signals are not noted outside of
+    the main thread, since Python allows handlers only there.
 
-    prints  whether this process prints what SIGINT does
+    prints  whether this process prints the effect of SIGINT
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class _Output(io.FileIO):
     lost = False
 
     def write(self, data: Any, /) -> int:
-        """Write what can be written; return the length of `data` in any case.
+        """Write as much as possible; return the length of `data` in any case.
 
         Otherwise a buffer would keep the rest.
         """
@@ -152,7 +152,7 @@ class _Output(io.FileIO):
 
 
 def _check_terminal_size() -> None:
-    """Remove invalid variables of the terminal's size: libraries that print would fail."""
+    """Remove invalid variables for the terminal's size: libraries that print would fail."""
     for name in ("COLUMNS", "LINES"):
         value = os.environ.get(name, "")
         if not (value.isascii() and value.isdecimal() and len(value) < 6):
@@ -160,10 +160,10 @@ def _check_terminal_size() -> None:
 
 
 def guard_output() -> None:
-    """Replace standard output and standard error by streams whose writes never fail.
+    """Replace standard output and standard error with streams whose writes never fail.
 
     Call this before any file is opened. A closed stream gets its descriptor back, so that no file
-    of the run receives what is printed.
+    of the run receives printed text.
     """
     _check_terminal_size()
     for number in range(3):
@@ -189,10 +189,10 @@ def _output_lost() -> bool:
 
 @contextlib.contextmanager
 def results_apart() -> Iterator[None]:
-    """Reserve standard output for what Python prints, in programs that print results there.
+    """Reserve standard output for Python's prints, in programs that print their results.
 
-    What libraries write to its descriptor goes to standard error: Gloo of torch 2.10 writes a line
-    for each group, RCCL its version.
+    Text that libraries write to its descriptor goes to standard error: Gloo in torch 2.10 writes a
+    line for each group, RCCL its version.
     """
     old = sys.stdout
     try:
@@ -218,14 +218,14 @@ def results_apart() -> Iterator[None]:
 def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefix: str = "") -> int:
     """Call `body` and return the exit code; error messages go to standard error.
 
-    `rank` is the rank of this process, or a function that returns it where `body` may change it. A
+    `rank` is the rank of this process, or a function that returns it if `body` may change it. A
     MegatronError is shown without traceback: in full on rank 0, after `prefix` (default: the
     error's type, which identifies the end of a run in its log), and in one line on the others. Any
     other exception is shown with its traceback and the rank. After a fatal signal, such as the bus
     error of a mapped file that was truncated, Python shows where it occurred.
     """
     if not faulthandler.is_enabled():
-        # standard error is no file
+        # standard error may not be a file
         with contextlib.suppress(OSError, AttributeError, RuntimeError):
             faulthandler.enable(all_threads=False)
     who = rank if callable(rank) else lambda: rank
@@ -259,7 +259,7 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
 
 
 def _tell_torchrun(text: str) -> None:
-    """Write why this process fails to the file whose text torchrun shows last.
+    """Write why this process failed to the file whose text torchrun shows last.
 
     The format is that of torch.distributed.elastic.multiprocessing.errors.
     """
@@ -274,8 +274,8 @@ def _tell_torchrun(text: str) -> None:
 def as_tool(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     """Wrap the `main` of a tool: its arguments default to those of this process.
 
-    Errors of the user or of the system end in a message and exit code 2. Characters that the
-    output's encoding lacks, for example in a file name, are shown as escapes.
+    Errors of the user or the system end in a message and exit code 2. Characters that the output's
+    encoding lacks, for example in a file name, are shown as escapes.
     """
 
     @functools.wraps(main)

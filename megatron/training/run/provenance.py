@@ -22,7 +22,7 @@ from megatron.kernels import choose
 from megatron.parallel.topology import Topology
 from megatron.training.run.host import device_name
 
-# Prefixes of the variables that change what a job computes, or where.
+# Prefixes of variables that change a job's results, or where it computes.
 _KEPT = tuple(
     (
         "SLURM_JOB SLURM_NNODES SLURM_NTASKS SLURM_CLUSTER SLURM_RESTART_COUNT SLURM_ARRAY HIP_ "
@@ -37,7 +37,7 @@ _PACKAGE = Path(__file__).parents[2]
 _GIT_S = 20.0
 _WAIT_S = 60.0
 
-# Bytes read at each end of an .idx file, and of a .bin file. Offsets add up, so that a longer document
+# Bytes read at each end of an .idx file, and of a .bin file. Offsets add up: a longer document
 # anywhere shows at the end of an .idx file.
 _INDEX_END = 16 << 20
 _BIN_SAMPLE = 1 << 20
@@ -46,9 +46,9 @@ _BIN_SAMPLE = 1 << 20
 class Provenance:
     """The provenance of a checkpoint, written beside it as JSON by rank 0; empty on other ranks.
 
-    A thread collects what takes time (hashes of index files, git) while training begins; where it
-    failed, the record has the reason instead. `places` are node and device of every rank, see
-    Rendezvous. `train_samples` is the number of samples of the training data set.
+    A thread collects slow parts (hashes of index files, git) while training begins; if it fails,
+    the record has the reason instead. `places` are node and device of every rank, see Rendezvous.
+    `train_samples` is the number of samples of the training data set.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Provenance:
             return {}
         self._thread.join(self._wait_s)
         self._wait_s = 0.0  # do not wait at every save for a call that hangs
-        absent = {"reason": "not found out in time"}
+        absent = {"reason": "not found in time"}
         return {
             **self._here,
             "git": absent,
@@ -125,7 +125,7 @@ def layout_record(config: Config, topology: Topology) -> dict[str, object]:
 
 
 def order_record(config: Config, train_samples: int | None) -> dict[str, object]:
-    """Return what determines the order of the training data besides the settings."""
+    """Return the facts that determine the order of the training data, besides the settings."""
     blend = None
     if config.data.data_file_list:
         plan = plan_splits(config.data)[0]
@@ -149,7 +149,7 @@ def versions() -> dict[str, str | None]:
 
 
 def git_revision(folder: Path) -> dict[str, object]:
-    """Return {"revision", "dirty"} of the work tree that holds `folder`.
+    """Return {"revision", "dirty"} of the work tree that contains `folder`.
 
     Without a work tree "revision" is None and "reason" says why. For a copy without .git the
     variable MEGATRON_REVISION supplies it, as "<revision>" or "<revision> dirty".
@@ -180,10 +180,10 @@ def git_revision(folder: Path) -> dict[str, object]:
 
 
 def data_identity(prefix: str) -> dict[str, object]:
-    """Return what distinguishes a pair of data files from another pair of the same name.
+    """Return facts that distinguish a pair of data files from another pair of the same name.
 
     These are sizes in bytes, a digest of the .idx file, which holds the length of every document,
-    and one of samples of the .bin file.
+    and a digest of samples of the .bin file.
     """
     try:
         index_size, index_digest = ends_digest(Path(prefix + ".idx"), _INDEX_END)

@@ -1,7 +1,6 @@
 """Differences between a resumed run and the run of its checkpoint.
 
-It compares settings, the values that schedules give over the rest of the run, and the order of the
-data.
+It compares settings, the values of schedules over the rest of the run, and the order of the data.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ from megatron.training.run.schedules import (
 )
 from megatron.untrusted import is_count
 
-# Settings of the run that change no weight and no loss, besides those of logging and of checkpoints.
+# Settings of the run that change no weight and no loss, besides the logging and checkpoint
+# settings.
 UNCOMPARED = {
     *("cluster", "distributed_timeout_minutes", "data_cache_path", "stage_data_to", "num_workers"),
     *("mmap_bin_files", "exit_signal_handler", "hang_timeout", "manual_gc", "manual_gc_interval"),
@@ -65,8 +65,7 @@ class Stored:
     """The settings in a checkpoint.
 
     values      as stored, by name
-    config      the same as a configuration; settings that the checkpoint lacks are those of this
-                run
+    config      the same as a configuration; settings that the checkpoint lacks are this run's
     provenance  empty for a checkpoint without one
     """
 
@@ -82,7 +81,7 @@ def stored_settings(folder: Path, config: Config) -> Stored:
     stored = manifest.read_json(CONFIG)
     if not all(isinstance(stored.get(section), dict) for section in ("model", "optimizer")):
         raise CheckpointError(
-            f"{folder / CONFIG} does not hold the settings of a run: load another checkpoint"
+            f"{folder / CONFIG} does not contain the settings of a run: load another checkpoint"
         )
     values: dict[str, object] = {"pieces": stored.get("pieces", {})}
     sections = {}
@@ -140,7 +139,7 @@ def describe_resume(
     device: torch.device,
     reporter: Reporter,
 ) -> None:
-    """Report where the rest of the run differs from the checkpoint's run.
+    """Report how the rest of the run differs from the checkpoint's run.
 
     The rest goes from `progress` to iteration `end`; `dataset` was made for `train_samples`
     samples. Raises CheckpointError.
@@ -159,9 +158,9 @@ def describe_resume(
 def describe_changes(
     stored: Stored, config: Config, progress: Progress, end: int, say: Say
 ) -> None:
-    """Report what differs from the run of the checkpoint, from `progress` to iteration `end`.
+    """Report differences from the checkpoint's run, from `progress` to iteration `end`.
 
-    Raises CheckpointError for settings of the checkpoint that give no schedule.
+    Raises CheckpointError if the checkpoint's settings give no schedule.
     """
     settings = list(_other_settings(stored, config))
     if settings:
@@ -190,8 +189,8 @@ def describe_implementations(
     ]
     if differ:
         say(
-            f"note: implementations differ from those of {stored.folder}, so that figures are "
-            f"not the same to the bit: {'; '.join(differ)}"
+            f"note: implementations differ from those of {stored.folder}, so figures are not "
+            f"bitwise equal: {'; '.join(differ)}"
         )
 
 
@@ -215,9 +214,9 @@ def _other_settings(stored: Stored, config: Config) -> Iterator[str]:
 
 
 def other_values(stored: Stored, config: Config, progress: Progress, end: int) -> Iterator[str]:
-    """Yield each scheduled quantity that takes other values over the rest of the run.
+    """Yield each scheduled quantity whose values differ over the rest of the run.
 
-    It is shown with its values at the first step where they differ.
+    It is shown with its values at the first step at which they differ.
     """
     with _checked(stored):
         before = _Course(stored.config, progress)
@@ -243,7 +242,7 @@ class _Course:
         self._progress = progress
 
     def steps(self, end: int) -> Iterator[int]:
-        """Yield the steps to compare: evenly spaced ones, and those beside the bounds of phases."""
+        """Yield the steps to compare: evenly spaced steps, and those next to bounds of phases."""
         p = self._progress
         left = end - self._progress.iteration
         yield from range(0, left, max(1, left // _LOOKED_AT))
@@ -327,7 +326,7 @@ def describe_data(
     ]
     listed = (f"{record['samples']} of {name}" for name, record in progress.sources.items())
     say(
-        "WARNING: the data have another order than in the checkpoint's run: "
+        "WARNING: the order of the data differs from that of the checkpoint's run: "
         f"{', '.join(changes)}. {consumed} samples were taken ({', '.join(listed)}). Of the "
         f"{max(0, end - consumed)} to come {about}{repeated} repeat some of these, and {about}"
         f"{skipped} others are skipped, because the first {consumed} of the new order count as taken"
@@ -372,7 +371,7 @@ class _FormerData:
             self.changed_sources.add(MOCK)
 
     def changes(self, train_samples: int) -> list[str]:
-        """Return what may change the order: each setting, the length, the blend and the files."""
+        """Return changes that may affect the order: in settings, length, blend and files."""
         values = self._stored.values
         differences = list[str]()
         for name in _ORDER:
@@ -442,6 +441,6 @@ def _checked(stored: Stored) -> Iterator[None]:
         yield
     except (ConfigError, ValueError, ArithmeticError) as error:
         raise CheckpointError(
-            f"{stored.folder / CONFIG} holds settings that cannot be used ({error}): load another "
+            f"{stored.folder / CONFIG} has settings that cannot be used ({error}): load another "
             "checkpoint"
         ) from error

@@ -1,13 +1,13 @@
 """Schedules of batch size, length, learning rate, weight decay and betas as functions of progress.
 
-Pure arithmetic, no torch. The schedules take what was consumed before a step (iterations, samples,
-tokens) and return the value for that step. With warm-up the very first step therefore has learning
-rate 0, as in Megatron. The unit is the decay's: tokens before samples before iterations;
-phases use the unit of the run. A warm-up given in another unit is converted with the full global
-batch and the sequence length.
+This module is pure arithmetic, without torch. Schedules take the amounts consumed before a step
+(iterations, samples, tokens) and return the value for that step. With warm-up the very first step
+therefore has learning rate 0, as in Megatron. The unit is the decay's: tokens before samples before
+iterations; phases use the unit of the run. A warm-up given in another unit is converted with the
+full global batch and the sequence length.
 
 Every schedule is a list of pieces, whatever flags describe it. With q the consumed fraction of a
-piece, and n everything consumed, the value between its first and its last one is
+piece, and n the total consumed, the value between its first and its last value is
 
     constant             first
     warmup               first + (last - first) * q
@@ -20,8 +20,8 @@ piece, and n everything consumed, the value between its first and its last one i
                          (exponential), 1 - sqrt(q) (minus_sqrt; Haegele et al., arXiv 2405.18392)
 
 WSD is warm-up, constant and one of the others (Hu et al., arXiv 2404.06395, section 4), a warm
-restart (arXiv 1608.03983) a piece that begins with the first value again. After the length of
---lr-decay-style the learning rate is min, except with constant.
+restart (arXiv 1608.03983) a piece that begins with the first value again. After the decay of
+--lr-decay-style the learning rate is the minimum, except with constant.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 class BatchSchedule:
     """Global batch size as a function of the samples consumed.
 
-    `sizes` is a list of (samples, batch size from there on), which begins at 0 samples.
+    `sizes` is a list of (samples, batch size from then on), which begins at 0 samples.
     `replica_batch_size` is micro-batch size x data-parallel size. `Config` has checked that all
     sizes divide into micro-batches.
 
@@ -139,13 +139,13 @@ class Progress:
     skipped_iterations        steps with non-finite gradients, which moved no weight
     scheduled_...             the first three without skipped steps: learning rate and weight decay
                               follow these, as in Megatron
-    sources                   what was taken from each source of training data, see
+    sources                   amounts taken from each source of training data, see
                               megatron.data.sampler; as of the checkpoint that was loaded or is
                               written
     left_out                  ranges [start, stop) of positions in the order of samples that are
                               left out after loss spikes; consumed samples are counted without them
-    recent_losses             losses of the last steps, oldest first: what --loss-spike-factor
-                              compares with
+    recent_losses             losses of the last steps, oldest first, with which
+                              --loss-spike-factor compares
     """
 
     iteration: int = 0
@@ -180,8 +180,8 @@ def total_iterations(
 ) -> int:
     """Return the iteration at which a run at `iteration` with `consumed_samples` will be done.
 
-    --train-samples is never exceeded; --train-tokens ends with the step that reaches it; of several
-    ends the earliest counts.
+    --train-samples is never exceeded; --train-tokens ends with the step that reaches it; if there
+    are several ends, the earliest counts.
     """
     batch = config.batch
     ends = list[int]()
@@ -221,7 +221,7 @@ class RunCosts:
     node_hours: float | None = None
 
     def at(self, tokens_per_s: float, done: int = 0) -> RunCosts:
-        """Return the costs with the time at a speed, after `done` tokens."""
+        """Return the costs with the time at this speed, after `done` tokens."""
         seconds = (self.tokens - done) / tokens_per_s
         return replace(self, seconds=seconds, node_hours=self.nodes * seconds / 3600)
 
@@ -268,8 +268,8 @@ def planned_samples(config: Config, batches: BatchSchedule) -> tuple[int, int, i
     planned = train, (end // training.eval_interval + 1) * evaluation, evaluation
     if max(planned) > MOST_SAMPLES:
         raise ConfigError(
-            f"the run takes {train} samples for training and {planned[1]} for validation, at most "
-            f"{MOST_SAMPLES} are possible: make it shorter than {end} iterations, lower "
+            f"the run takes {train} samples for training and {planned[1]} for validation, but at "
+            f"most {MOST_SAMPLES} are possible: make it shorter than {end} iterations, lower "
             f"--eval-iters {training.eval_iters}, or raise --eval-interval {training.eval_interval}"
         )
     return planned
@@ -339,7 +339,7 @@ def _length(
 
 
 def _run_length(config: Config) -> tuple[float, str] | None:
-    """Return the length of the run; a limit of tokens only shortens one of samples or iterations."""
+    """Return the run's length; a limit of tokens only shortens one of samples or iterations."""
     return _length(config.batch, "train", ("samples", "iters", "tokens"))
 
 
@@ -382,14 +382,14 @@ class Piece:
 class PhaseSchedule:
     """A value that follows `pieces`, one after the other; the last value holds after them.
 
-    unit  "iterations", "samples" or "tokens": what the pieces count
+    unit  unit of the pieces: "iterations", "samples" or "tokens"
     """
 
     pieces: tuple[Piece, ...]
     unit: str
 
     def at(self, iteration: int = 0, samples: int = 0, tokens: int = 0) -> float:
-        """Return the value of the step that starts after this much was consumed."""
+        """Return the value for the step that starts after these amounts were consumed."""
         n = {"iterations": iteration, "samples": samples, "tokens": tokens}[self.unit]
         for piece in reversed(self.pieces):
             if n > piece.begin or (piece.jumps and n == piece.begin):
@@ -413,7 +413,7 @@ def _phased(config: Config, name: str, start: float, low: float) -> PhaseSchedul
     """Return the schedule of phases in the setting `name`, from `start`; decays end at `low`.
 
     A schedule that is not set stays at `start`. Raises ConfigError for a phase that needs the
-    length of the run where it has none.
+    length of the run if it has none.
     """
     written = getattr(config.optimizer, name)
     total, unit = _run_length(config) or (math.inf, "iterations")
@@ -429,8 +429,8 @@ def _phased(config: Config, name: str, start: float, low: float) -> PhaseSchedul
             length = phase.length * total / 100 if phase.percent else phase.length
         if math.isinf(length) and shape not in _ENDLESS:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {written}: '{shape}' takes a part of the run, which "
-                "has no length: set train-iters or train-samples"
+                f"--{name.replace('_', '-')} {written}: '{shape}' is relative to the run, which has "
+                "no length: set train-iters or train-samples"
             )
         before = pieces[-1].at(math.inf) if pieces else 0.0 if shape == "warmup" else start
         first = numbers.get("from", start if shape == "power" else before)
@@ -474,7 +474,7 @@ def learning_rate(config: Config) -> PhaseSchedule:
     """Return the schedule of the learning rate.
 
     Raises ConfigError for lengths in several units that contradict each other; megatron.config
-    checks the others.
+    checks all other lengths.
     """
     o = config.optimizer
     lr = float(o.lr)
@@ -520,7 +520,7 @@ def learning_rate(config: Config) -> PhaseSchedule:
 def weight_decay(config: Config) -> PhaseSchedule:
     """Return the schedule of the weight decay, over the whole run unless it has phases.
 
-    Raises ConfigError for a change over a run without a length.
+    Raises ConfigError if it changes over a run without a length.
     """
     o = config.optimizer
     if o.weight_decay_schedule is not None:
@@ -542,7 +542,7 @@ def weight_decay(config: Config) -> PhaseSchedule:
 class Schedules:
     """Values that may change from step to step.
 
-    named  each schedule by its name; "beta1" and "beta2" only where they change
+    named  each schedule by its name; "beta1" and "beta2" only if they change
     """
 
     settings: OptimizerConfig
@@ -556,7 +556,7 @@ class Schedules:
         named = {"learning rate": learning_rate(config), "weight decay": weight_decay(config)}
         scheduled = (o.adam_beta1_schedule, o.adam_beta2_schedule) != (None, None)
         if o.schedule_basis and o.optimizer == "adam" and config.pieces.optimizer is None:
-            scheduled = True  # the engine has the betas given here
+            scheduled = True  # the engine gets its betas from this schedule
         if scheduled:
             named["beta1"] = _phased(config, "adam_beta1_schedule", o.adam_beta1, 0.0)
             named["beta2"] = _phased(config, "adam_beta2_schedule", o.adam_beta2, 0.0)

@@ -104,10 +104,10 @@ def run_training(
 ) -> None:
     """Connect, assemble, train, disconnect. See megatron.pretrain.
 
-    `signals` are entered already; `started` is when the program began, by time.monotonic, for
-    --walltime. `environment` are lines for the log (see
-    megatron.parallel.environment.job_environment). `ranks` is their placement on a known machine;
-    without it only --rank-order and --device-order have an effect.
+    `signals` is already entered; `started` is the start time of the program by time.monotonic, for
+    --walltime. `environment` has lines for the log (see
+    megatron.parallel.environment.job_environment). `ranks` is the placement of the ranks on a known
+    machine; without it only --rank-order and --device-order have an effect.
     """
     save = config.checkpoint.save
     claim = FolderClaim(Path(save), f"--save {save}") if save else None
@@ -171,17 +171,14 @@ def run_training(
 def requeue_lost(run: Run) -> None:
     """Requeue the job after another rank is lost, if --requeue is given.
 
-    One rank calls this. A job that has not saved anything is not requeued: it would be requeued
+    One rank calls this. A job that has not saved anything is not requeued: it could be requeued
     forever.
     """
     if not run.config.training.requeue:
         return
     say = partial(print, file=sys.stderr, flush=True)
     if run.saves is None or run.saves.elapsed_s is None:
-        say(
-            " note: the job is not put back into the queue: it has not saved a checkpoint since it "
-            "began"
-        )
+        say(" note: the job is not requeued: it has not saved a checkpoint since it began")
         return
     requeue(os.environ, say)
 
@@ -213,7 +210,7 @@ def connect_groups(
         flight=rendezvous.flight,
     )
     with topology.flight.phase("groups"):
-        # Sooner than torch, whose message says less, and RCCL, which never gives up.
+        # Earlier than torch, whose message is less specific, and RCCL, which never gives up.
         rendezvous.unless_failed(
             partial(use_groups, topology, config.parallel.num_chunks > 1),
             _FIRST_SHARE * timeout.total_seconds(),
@@ -233,7 +230,8 @@ def assemble(
 ) -> Run:
     """Build this rank's parts of the run that `config` describes. Raises MegatronError.
 
-    Rank 0 prints layout, `host` (lines about ranks and processes), arguments, kernels and sizes.
+    Rank 0 prints the layout, `host` (lines about ranks and processes), arguments, kernels and
+    sizes.
     """
     torch.manual_seed(config.training.seed)
     reporter = Reporter(config, topology.rank)
@@ -299,7 +297,7 @@ def assemble(
     run.callbacks.extend(build_callbacks(run, places, tasks, costs))
     if saves is not None:
         saves.after_save.append(run.saved)
-    torch.cuda.empty_cache()  # set-up and loading have freed blocks of sizes that no step allocates
+    torch.cuda.empty_cache()  # set-up and loading have freed blocks of sizes that steps do not use
     return run
 
 
@@ -350,7 +348,7 @@ def build_model(
     config: Config, topology: Topology, reporter: Reporter
 ) -> tuple[torch.nn.ModuleDict, Engine]:
     """Build this rank's stages and their engine. Raises ConfigError if all weights are frozen."""
-    # On a CPU, permanent buffers are kept out of the heap that the steps use.
+    # On a CPU, permanent buffers are kept outside the heap that the steps use.
     tuned = topology.device.type == "cpu" and config.training.allocator_tuning
     mapped = mapped_blocks() if tuned else contextlib.nullcontext()
     with mapped, reporter.console.doing("building the model and the engine"):
@@ -360,7 +358,7 @@ def build_model(
     chunks.train()
     if frozen := engine.frozen_parameters():
         if frozen == formulas.parameters_of(config):
-            raise ConfigError(f"all {frozen:,} parameters of the model are frozen: none trains")
+            raise ConfigError(f"all {frozen:,} parameters of the model are frozen: nothing trains")
         reporter.say(
             f" > {frozen:,} of {formulas.parameters_of(config):,} parameters are frozen: they are "
             "saved like the others, without optimizer state"
@@ -404,7 +402,7 @@ def compare_samples(datasets: Datasets, topology: Topology) -> None:
 
 
 def describe_export(config: Config, topology: Topology, reporter: Reporter) -> None:
-    """Check --save-hf on rank 0 for all ranks, and print what it will not write."""
+    """Check --save-hf on rank 0 for all ranks, and print the parts that it will not write."""
     if config.checkpoint.save_hf is None:
         return
     if note := decided_by_first(topology, partial(check_export, config)):
@@ -412,9 +410,9 @@ def describe_export(config: Config, topology: Topology, reporter: Reporter) -> N
 
 
 def check_export(config: Config) -> str:
-    """Raise MegatronError at the start where --save-hf could not write the model at the end.
+    """Raise MegatronError at the start if --save-hf could not write the model at the end.
 
-    Returns what it will not write; "" if nothing.
+    Returns a note on parts that it will not write; "" if there are none.
     """
     from megatron.checkpoint.huggingface_save import companions_of
 
@@ -435,7 +433,7 @@ def check_export(config: Config) -> str:
 def record_settings(config: Config, topology: Topology, reporter: Reporter, iteration: int) -> None:
     """Write the settings of a run from `iteration` on into its folder, for --config.
 
-    `config` does not have the vocabulary size yet, which the tokenizer will supply again.
+    `config` does not have the vocabulary size yet; the tokenizer will supply it again.
     """
     metrics = config.metrics_path
     # /dev/null has no folder of a run beside it
@@ -453,8 +451,8 @@ def build_watchdog(config: Config, topology: Topology, rendezvous: Rendezvous) -
     if not config.training.hang_timeout:
         return None
     folder = config.metrics_path.parent if config.metrics_path is not None else None
-    # The first use of anything may take nearly as long as torch waits; a report that names the late
-    # rank is better than torch's timeout.
+    # The first use of anything may take nearly as long as torch's timeout; a report that names the
+    # late rank is better than that timeout.
     first_s = 60 * _FIRST_SHARE * config.parallel.distributed_timeout_minutes
     return Watchdog(rendezvous, topology, config.training.hang_timeout, folder, first_s)
 
@@ -467,7 +465,7 @@ def build_saves(
     places: Sequence[str],
     train_samples: int,
 ) -> Saves | None:
-    """Return when and how the run saves; None without --save."""
+    """Return the saves of the run; None without --save."""
     if not config.checkpoint.save:
         return None
     from megatron.checkpoint.save import Saver  # imports torch's checkpoints, which takes long
@@ -532,14 +530,14 @@ def build_wall_time(
     if saves is not None:
         saves.after_save.append(wall_time.after_save)
     reporter.say(
-        " wall time: the run saves and ends in time. Until its first save is measured, one is "
-        f"assumed to take {wall_time.save_s:.0f} s"
+        " wall time: the run saves and ends in time. Until the first save is measured, a save "
+        f"is assumed to take {wall_time.save_s:.0f} s"
     )
     return wall_time
 
 
 def load_tokenizer(config: Config) -> Tokenizer | None:
-    """Return the tokenizer that the flags name; None when only a vocabulary size is given."""
+    """Return the tokenizer that the flags specify; None if only a vocabulary size is given."""
     if config.tokenizer.tokenizer_type is None:
         if config.model.vocab_size is None:
             raise ConfigError(
@@ -559,9 +557,9 @@ def extended(
     planned: tuple[int, int, int],
     train_samples: int,
 ) -> Datasets:
-    """Return `datasets`, or longer ones where a run takes more training samples than planned.
+    """Return `datasets`, or longer ones if a run takes more training samples than planned.
 
-    That happens when it is resumed with another batch size.
+    This happens when it is resumed with another batch size.
     """
     if config.training.skip_train or train_samples <= planned[0]:
         return datasets

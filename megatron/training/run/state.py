@@ -1,4 +1,4 @@
-"""The run: everything that the loop works with, put together by setup.py."""
+"""The run: everything that the loop uses, assembled by setup.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from megatron.training.safety.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class StepUnderWay:
-    """A step that may still be running on the device, with what is needed to count it later.
+    """A step that may still be running on the device, with the values needed to count it later.
 
     step                            its record, without figures that are not read yet
     micro_batches, losses, weights  of this rank, to find out why it was skipped
@@ -53,8 +53,8 @@ class StepUnderWay:
 class Skips:
     """Skipped steps in a row.
 
-    first, scale  the first of them that can be repeated exactly, and its loss scale: no weight
-                  changes while steps are skipped, but the scale does
+    first, scale  the first of them that can be repeated exactly, and its loss scale: while steps
+                  are skipped the weights do not change, but the scale does
     """
 
     consecutive: int = 0
@@ -117,7 +117,7 @@ class Run:
 
     @contextmanager
     def aside(self, phase: str) -> Iterator[None]:
-        """Name work between steps, which does not count as their time, in the flight record."""
+        """Mark work between steps, which does not count as step time, in the flight record."""
         with self.watch.paused(phase), self.topology.flight.phase(phase):
             yield
 
@@ -132,7 +132,7 @@ class Run:
             self.watchdog.patient = False
 
     def saved(self, seconds: float) -> None:
-        """Tell the callbacks that a checkpoint is complete, after `seconds`."""
+        """Notify the callbacks that a checkpoint is complete, after `seconds`."""
         for callback in self.callbacks:
             callback.on_save(self)
 

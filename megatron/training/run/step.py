@@ -35,7 +35,7 @@ def train_step(run: Run) -> Spike | None:
     finish_step(run)  # the previous one
     values = run.schedules.at(progress)
     samples = batches.global_batch_size(progress.consumed_samples)
-    deepspeed = run.engine.deepspeed  # which knows neither a resumed run nor sizes by schedule
+    deepspeed = run.engine.deepspeed  # has no notion of resumed runs or batch-size schedules
     deepspeed.global_steps = progress.iteration
     deepspeed.global_samples = progress.consumed_samples + samples - deepspeed.train_batch_size()
     with run.timers("optimizer"):
@@ -67,7 +67,7 @@ def train_step(run: Run) -> Spike | None:
 def finish_step(run: Run) -> StepRecord | None:
     """Count the last step, skipped or not, add it to the interval, and return it.
 
-    None if that was done already. All ranks call this; waits for the device.
+    None if this was done already. All ranks call this; it waits for the device.
     """
     under_way = run.loop.under_way
     run.loop.under_way = None

@@ -33,7 +33,7 @@ _ANSWER_S = 30.0  # a busy controller takes long to answer
 _RECENT_STEPS = 100  # the next step is expected to take as long as the longest of these
 # a save may take this much longer than the longest so far: a parallel file system is shared
 _SPREAD = 1.5
-# to end the processes; Slurm counts whole seconds and checks limits only periodically
+# time to end the processes; Slurm counts whole seconds and checks limits only periodically
 _MARGIN_S = 30.0
 _DURATION_SHARE = 0.05  # of --exit-duration-in-mins, which nobody enforces, if that is less
 # per rank, until the first save is measured: low even for a busy file system
@@ -48,7 +48,7 @@ class Agreement:
     of the device, and no step waits for them: `post` starts the reduction after one step, `read`
     returns the result after the next, the same on every rank. `number` is called when the reduction
     starts, so its value must still be valid one step later. Nothing is communicated while all
-    numbers are off. A single rank gets its own numbers at once.
+    numbers are off. A single rank gets its own numbers immediately.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -69,7 +69,7 @@ class Agreement:
     def add_first(
         self, name: str, decide: Callable[[], bool], on: Callable[[], bool] = lambda: True
     ) -> None:
-        """Agree on rank 0's yes (1) or no (0) alone; otherwise like `add`.
+        """Agree only on rank 0's yes (1) or no (0); otherwise like `add`.
 
         Clocks and files may differ on other ranks.
         """
@@ -101,7 +101,7 @@ class Agreement:
         return dict(zip(names, numbers.tolist(), strict=True))
 
     def now(self) -> Mapping[str, int]:
-        """Return the current maxima and discard those under way. All ranks call this and wait."""
+        """Return the current maxima and discard those in progress. All ranks call this and wait."""
         self.read()
         self.post()
         return self.read()
@@ -112,9 +112,9 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Stop:
-    """Reason why a run ends early.
+    """Reason for the early end of a run.
 
-    `requeue` is set when the job ends although the user wants the run to continue.
+    `requeue` is set if the job ends although the user wants the run to continue.
     """
 
     reason: str
@@ -152,7 +152,7 @@ class StopRules:
             agreement.add_first("leave", wall_time.must_leave)
 
     def check(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
-        """Return why to stop after `iteration`, given what was agreed on; None to continue."""
+        """Return why to stop after `iteration`, given the ranks' agreement; None to continue."""
         stop = self._stop(iteration, agreed)
         if stop is None and self._interval and iteration % self._interval == 0:
             return Stop(f"exiting program at iteration {iteration}")
@@ -168,7 +168,7 @@ class StopRules:
         if stop is None or self.signalled(agreed) or not stop.requeue:
             return stop
         return Stop(
-            f"{stop.reason}: not enough for one step, so another job like it would not help either"
+            f"{stop.reason}: not enough for one step, so another job like it would not help"
         )
 
     def _stop(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
@@ -204,8 +204,8 @@ class SlurmEnd:
 
     A thread queries it, so that no step waits for Slurm's controller.
 
-    The last answer counts down between queries and when one fails. A failure is reported once.
-    Without any answer SLURM_JOB_END_TIME is used where this Slurm sets it; otherwise the end is
+    The last answer counts down between queries and if a query fails. A failure is reported once.
+    Without any answer SLURM_JOB_END_TIME is used if this Slurm sets it; otherwise the end is
     unknown.
     """
 
@@ -278,14 +278,14 @@ class WallTime:
     Time ends with the job or --exit-duration-in-mins.
 
     left_s             returns the seconds until the job ends; None if that is unknown or never
-    checkpoint_bytes   what one rank writes into a checkpoint, which gives the time of the first
-                       save
+    checkpoint_bytes   bytes that one rank writes into a checkpoint, to estimate the time of the
+                       first save
     eval_iters         iterations of an evaluation of all corpora, each assumed to take as long as a
                        step until one is measured
-    steps_ahead        steps taken before a decision can end the run: 2 where the ranks agree on it
-                       meanwhile
+    steps_ahead        steps taken before a decision can end the run: 2 if the ranks have to agree
+                       on it meanwhile
     close              called at the end of the run
-    duration_s         --exit-duration-in-mins, None without
+    duration_s         --exit-duration-in-mins; None without it
     elapsed_s          returns the seconds since the program began
     """
 
@@ -309,7 +309,7 @@ class WallTime:
         """Note that a step took `seconds`.
 
         The next `steps_ahead` include `evaluations`. `saves_ahead` is the number of saves needed
-        before the run can end: the last one, and those that are due or under way.
+        before the run can end: the last one, and those that are due or in progress.
         """
         self._steps_s.append(seconds)
         self._evaluations = evaluations
@@ -363,7 +363,7 @@ class WallTime:
         return self.duration_s - margin_s - self.elapsed_s()
 
     def must_leave(self) -> bool:
-        """Return whether an evaluation under way leaves no time for a save and the end."""
+        """Return whether a running evaluation leaves no time for a save and the end."""
         left = self.left_s()
         left_s = min(math.inf if left is None else left - _MARGIN_S, self._duration_left_s())
         return left_s < (0.0 if self.saved else _SPREAD * self.save_s)

@@ -5,15 +5,15 @@ A task is a file of JSON lines, all of one kind:
     {"context": "The capital of France is", "choices": [" Paris", " Rome"], "answer": 0}
     {"context": "The capital of France is", "ending": " Paris"}
 
-In the first kind, multiple choice, the model chooses the most likely choice: by the sum of the
+In the first kind, multiple choice, the model selects the most likely choice: by the sum of the
 log-likelihoods of its tokens, by this sum divided by the choice's bytes, and divided by its tokens.
 In the second, cloze, the ending counts as right if each of its tokens is the most likely one after
-those before it.
+the preceding ones.
 
-The tokens of an ending are those of context and ending encoded together, minus the number that the
-context alone has; white space at the end of the context belongs to the ending. An empty context is
-what the tokenizer puts before every text, or else the end-of-document token. A text that is longer
-than the model's context is cut on the left.
+The tokens of an ending are those of context and ending encoded together, without as many as the
+context alone has; white space at the end of the context belongs to the ending. An empty context
+stands for the tokens that the tokenizer puts before every text, or else the end-of-document token.
+A text that is longer than the model's context is cut on the left.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PER_STAGE = 4  # micro-batches of a step for each pipeline stage: a bubble of a
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A text to score: the tokens from number `start` on, each given those before it."""
+    """A text to score: the tokens from number `start` on, each given the preceding ones."""
 
     ids: Sequence[int]
     start: int
@@ -119,7 +119,7 @@ def score(
                 for i, row in enumerate(rows)
             ]
         )
-        # every tensor and context rank has the same
+        # every tensor and context rank has the same scores
         if topology.tensor.is_first and context.is_first:
             for i, values in by_micro_batch.items():
                 totals[rows[i]] = values[: len(rows[i])]
@@ -159,15 +159,15 @@ def request_of(context: Sequence[int], ending: Sequence[int], longest: int) -> S
     """
     if not context or not ending or len(ending) > longest:
         raise DataError(
-            f"{len(context)} tokens of context and {len(ending)} of an ending: both need one, and "
-            f"the ending at most {longest}, the context of the model"
+            f"{len(context)} tokens of context and {len(ending)} of an ending: both need at least "
+            f"one, and the ending at most {longest}, the context of the model"
         )
     ids = [*context, *ending][-(longest + 1) :]
     return ScoreRequest(ids, len(ids) - len(ending))
 
 
 def tokens_of(tokenizer: Tokenizer, context: str, ending: str) -> tuple[list[int], list[int]]:
-    """Return the token ids of a context and of an ending, see the head of this module."""
+    """Return the token ids of a context and of an ending, see the module's docstring."""
     joined = tokenizer.encode_beginning(context + ending)
     size = len(tokenizer.encode_beginning(context.rstrip() or context))
     if not context and (not size or joined[:size] != tokenizer.encode_beginning("")):
@@ -186,7 +186,7 @@ class EvaluationTask:
     lengths    bytes of their texts
     starts     number of the first request of each example, and of all requests
     answers    number of the right choice of each example; None for a cloze task
-    cut        how many texts were cut on the left
+    cut        number of texts that were cut on the left
     """
 
     name: str
@@ -203,10 +203,10 @@ def read_tasks(
     """Read tasks, named after their files; `longest` is the context of the model in tokens.
 
     Raises DataError, with file and line, for a file that is not a task and for endings that do not
-    fit, and ConfigError for two of the same name, or without a tokenizer.
+    fit, and ConfigError for two tasks with the same name, or without a tokenizer.
     """
     if paths and tokenizer is None:
-        raise ConfigError(f"{paths[0]}: tasks are texts, and the model has no tokenizer")
+        raise ConfigError(f"{paths[0]}: tasks are texts, but the model has no tokenizer")
     tasks = [_read(path, tokenizer, longest) for path in paths if tokenizer is not None]
     names = [task.name for task in tasks]
     for path, name in zip(paths, names, strict=True):
@@ -277,10 +277,10 @@ def evaluate_task(
 ) -> dict[str, Any]:
     """Return the figures of a task: the same on every rank and for every layout.
 
-    All ranks call this. task (its name), examples, tokens (of the endings), cut; of multiple choice
-    accuracy, accuracy_bytes and accuracy_tokens, the shares of right answers by the three
-    likelihoods; of cloze accuracy, log_likelihood (the mean over endings) and perplexity (over
-    their tokens).
+    All ranks call this. The figures are task (its name), examples, tokens (of the endings) and cut;
+    for multiple choice accuracy, accuracy_bytes and accuracy_tokens, the shares of right answers by
+    the three likelihoods; for cloze accuracy, log_likelihood (the mean over endings) and perplexity
+    (over their tokens).
     """
     scores = score(model, task.requests, micro_batch_size=micro_batch_size, on_progress=on_progress)
     sums = np.array([result.log_likelihood for result in scores])

@@ -38,7 +38,8 @@ from megatron.training.run.state import Run, Skips, StepUnderWay
 
 MOST = 5
 """Times that a run goes back to one checkpoint. Each time the samples of one more step are left out;
-a loss that spikes again after that is caused by the weights, and no choice of samples will help."""
+if the loss spikes again after that, the weights are the cause, and no choice of samples will
+help."""
 _NOTHING = (
     "none on any rank: when the step was run again, every value was finite. A value that does not "
     "recur points to faulty memory, a faulty device or a race: check the health of the nodes"
@@ -54,7 +55,7 @@ class Spike:
 
     iteration    the step, from 1
     loss         mean loss of its global batch; may be infinite or NaN
-    median       of the steps before it; None while there were too few
+    median       median loss of the steps before it; None while there were too few
     start, stop  its samples, as consumed samples before and after it
     """
 
@@ -96,7 +97,7 @@ def find_spike(run: Run, step: StepRecord, loss: float | None) -> Spike | None:
     """
     factor = run.config.training.loss_spike_factor
     window = run.config.training.loss_spike_window
-    assert factor is not None, "spikes are looked for"
+    assert factor is not None, "the run searches for spikes"
     if loss is None:
         return None
     losses = run.progress.recent_losses
@@ -106,7 +107,7 @@ def find_spike(run: Run, step: StepRecord, loss: float | None) -> Spike | None:
     if not math.isfinite(loss) or (median is not None and loss > factor * median):
         start = step.consumed_samples - step.global_batch_size
         return Spike(step.iteration, loss, median, start, step.consumed_samples)
-    if not step.skipped:  # a skipped step moved no weight: its loss would count twice
+    if not step.skipped:  # a skipped step moves no weight: its loss would count twice
         losses.append(loss)
         del losses[:-window]
     return None
@@ -116,12 +117,12 @@ def roll_back(run: Run, spike: Spike) -> bool:
     """Restore `run` from its newest good checkpoint before the spike, without that step's samples.
 
     Weights, optimizer, counters, ledger and stream are as if a run had been resumed from that
-    checkpoint with the samples in `Progress.left_out`, which later checkpoints contain. Where there
-    is no such checkpoint, returns False and changes nothing but the log. All ranks call this
-    between two steps, after they agreed on `spike`.
+    checkpoint with the samples in `Progress.left_out`, which later checkpoints contain. If there is
+    no such checkpoint, returns False and only writes to the log. All ranks call this between two
+    steps, after they agreed on `spike`.
 
-    Raises TrainingError when the run has already gone back to the same checkpoint MOST times,
-    CheckpointError when none can be loaded.
+    Raises TrainingError if the run has already gone back to the same checkpoint MOST times,
+    CheckpointError if none can be loaded.
     """
     reporter = run.reporter
     saves = run.saves
@@ -132,7 +133,7 @@ def roll_back(run: Run, spike: Spike) -> bool:
         saves.settle()  # saves under way predate the spike
     if saves is not None and saves.saved_iteration is not None:
         directory = run.config.checkpoint.save
-        assert directory is not None, "a run that saves has a folder"
+        assert directory is not None, "a run that saves has a --save folder"
         before = min(spike.iteration, saves.saved_iteration + 1)  # later ones are another run's
         choice = decided_by_first(run.topology, lambda: find(directory, before=before))
         report_choice(choice, reporter.say, reporter.publish)
@@ -206,7 +207,7 @@ class _Tracer:
 
     `first` is the first bad value on this rank, with its key. The rank with the smallest key has
     the cause: keys are (phase, micro-batch, position in the direction of the pass, number of the
-    check within the stage), with the phases in the order of causes.
+    check within the stage), with phases ordered from cause to effect.
     """
 
     WEIGHT, FORWARD, GRADIENT = range(3)
@@ -290,10 +291,10 @@ def diagnose(
 ) -> str:
     """Return a sentence on the first non-finite value of a step over these micro-batches.
 
-    It names the value's rank. All ranks call this while no step is under way, and get the same
+    It names the value's rank. All ranks call this while no step is running, and get the same
     sentence. The order is: weights before activations, activations before gradients; activations by
     micro-batch, stage and module; gradients from the last stage and parameter to the first, as in
-    backward passes. Weights are those of the step when it was skipped.
+    backward passes. The weights are the same as when the step was skipped.
     """
     run.engine.wait_for_weights()
     tracer = _Tracer(micro_batches, run.config.batch.micro_batch_size)
@@ -310,7 +311,7 @@ def diagnose(
     for stage, p in reversed(parameters):
         if not p.requires_grad:
             continue
-        # The norm is infinite as well where a square exceeds the range of fp32.
+        # The norm is also infinite if a square exceeds the range of fp32.
         squares = run.engine.gradient(p).float().square()
         text = (
             f"gradient of {sharding_of(p).name}, summed over its micro-batches and squared in fp32"
@@ -337,9 +338,9 @@ def named_modules(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
     """Count a skipped step, before the weights change again. All ranks call this.
 
-    A non-finite loss makes its gradients non-finite (layers/vocabulary.py), so that the engine's
-    decision, which is the same on all ranks, covers losses as well. After --max-consecutive-skips
-    in a row, raises TrainingError on every rank, naming the first bad value; except in fp16 while
+    A non-finite loss makes its gradients non-finite (layers/vocabulary.py), so the engine's
+    decision, which is the same on all ranks, covers losses, too. After --max-consecutive-skips in a
+    row this raises TrainingError on every rank, naming the first bad value, except in fp16 while
     the scale can still fall and the losses are finite: then only the scale was wrong.
     """
     skips = run.loop.skips

@@ -1,15 +1,15 @@
-"""Detection of hangs: a report on which rank waits in which call for which others.
+"""Detection of hangs, with a report on which rank waits in which call for which others.
 
-A thread of each rank checks the rank's flight record. When nothing was written there for the time
-limit, the first rank to notice asks all others for their state, over the store of the rendezvous.
-Each answers with its record and its Python stacks. The first living rank of a node answers for
-those of its node that cannot: stopped, dead, or with a blocked interpreter. From the answers
-`judge` distinguishes a hang from a slow rank. After a hang the report is printed once, every other
-rank prints one line, torch's flight recorders are written, processes that cannot end themselves are
-killed, and all end with exit code 75. Where the store does not answer, each node reports for
-itself. An error that NCCL or RCCL reports is investigated immediately.
+A thread on each rank checks the rank's flight record. If nothing has been written to it for the
+time limit, the first rank to notice asks all others for their state, through the store of the
+rendezvous. Each answers with its record and its Python stacks. The first living rank of a node
+answers for those on its node that cannot: stopped, dead, or with a blocked interpreter. From the
+answers `judge` distinguishes a hang from a slow rank. After a hang the report is printed once,
+every other rank prints one line, torch's flight recorders are written, processes that cannot end
+themselves are killed, and all end with exit code 75. If the store does not answer, each node
+reports for itself. An error that NCCL or RCCL reports is investigated immediately.
 
-Nothing here needs the main thread, which may be in a C call that never returns.
+This module does not need the main thread, which may be in a C call that never returns.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _ALL_STACKS = 10**7
 _SHOWN = 64  # lines of ranks, and half as many stacks
 _NAMED = 8  # places, or calls, in a conclusion
 _ALONE = -1  # the number of an inquiry within the node
-# A rank with a blocked interpreter prints its stacks at this signal. Where it is not registered it
+# A rank with a blocked interpreter prints its stacks at this signal. If it is not registered it
 # does nothing.
 _DUMP_SIGNAL = signal.SIGURG
 
@@ -69,16 +69,16 @@ class Watchdog:
     timeout_s  seconds without progress; greater than 0
     folder     of hang_report.txt; None: the report is only printed
     first_s    seconds without progress while `patient`, if more than `timeout_s`
-    clock, sleep    the clock in seconds and a pause; by default real ones, with pauses that `stop`
-                    ends
-    broken     returns what NCCL reports, "" for nothing; default on a GPU: nccl_error
+    clock, sleep    the clock in seconds and a pause; by default the real clock, with pauses that
+                    `stop` ends
+    broken     returns the error that NCCL reports, "" for none; default on a GPU: nccl_error
     trace      returns the contents of torch's flight recorder; None without one
-    patient    whether the ranks do something for the first time, which may compile and connect, and
-               so take long
+    patient    whether the ranks do something for the first time, which may compile and connect and
+               therefore take long
     before_leaving  called on the rank that reports, before any rank ends
 
-    Start it on all ranks when they begin to work together, with `patient` set. Progress is whatever
-    is written to the flight record: instructions, collectives, steps, phases and `flight.alive()`.
+    Start it on all ranks when they begin to work together, with `patient` set. Every write to the
+    flight record is progress: instructions, collectives, steps, phases and `flight.alive()`.
     """
 
     rendezvous: Rendezvous
@@ -108,7 +108,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Start watching."""
-        # standard error is no file
+        # standard error may not be a file
         with suppress(OSError, RuntimeError, AttributeError, ValueError):
             faulthandler.register(_DUMP_SIGNAL, all_threads=True)
         if self.topology.device.type == "cuda" and self._recorder.meter is None:
@@ -118,7 +118,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching: at the end of the run, when ranks leave one after the other."""
+        """Stop watching, at the end of the run, when ranks leave one after another."""
         self._stopped.set()
         self.rendezvous.on_inquiry = None
         self.rendezvous.judged.set()
@@ -127,7 +127,7 @@ class Watchdog:
             self._thread.join(timeout=_LONGEST_PAUSE_S)
 
     def first_time(self, work: str) -> None:
-        """Be patient if this `work` was not begun before."""
+        """Be patient if this `work` has not begun before."""
         self.patient |= work not in self._begun
         self._begun.add(work)
 
@@ -163,7 +163,7 @@ class Watchdog:
                 at = self.clock()
 
     def _investigate(self) -> None:
-        """Find out whether the job hangs, when this rank makes no progress, and end it if so."""
+        """If this rank makes no progress, find out whether the job hangs, and end it if so."""
         self.rendezvous.judged.clear()
         self._cleared.clear()
         sys.audit("megatron.training.inquiry")
@@ -233,7 +233,7 @@ class Watchdog:
         for state in states:
             if is_first and state.inquiry != number:
                 store.set(f"hang/{number}/{state.rank}", state.to_json())
-        # Where no verdict arrives in time, each rank without progress reports alone.
+        # If no verdict arrives in time, each rank without progress reports alone.
         if self.rendezvous.comes(f"hang/{number}/verdict", 6 * _ANSWER_S + self.rendezvous.pause_s):
             conclusion = store.get(f"hang/{number}/verdict").decode()
             if not conclusion:
@@ -327,7 +327,7 @@ class Watchdog:
             bounded(append, _ANSWER_S)
 
     def _leave(self, number: int | None) -> None:
-        """End this process, and those of this node that cannot end themselves.
+        """End this process, and those on this node that cannot end themselves.
 
         The process with the store stays until the others have read the verdict.
         """
@@ -385,10 +385,10 @@ class Watchdog:
 def nccl_error(topology: Topology) -> str:
     """Return which of this rank's groups NCCL or RCCL has given up, and why.
 
-    "" for none, and where torch cannot tell.
+    "" for none, and if torch cannot report it.
 
-    torch's threads notice an error, but under TORCH_NCCL_ASYNC_ERROR_HANDLING=0 do not act on it.
-    Local.
+    torch's threads notice an error, but with TORCH_NCCL_ASYNC_ERROR_HANDLING=0 do not act on it.
+    There is no communication.
     """
     for group in (*topology.groups, *topology.pipeline.pairs.values()):
         error = "SUCCESS"
@@ -400,13 +400,13 @@ def nccl_error(topology: Topology) -> str:
     return ""
 
 
-# -- who waits for whom ----------------------------------------------------------------------------
+# -- which ranks wait for which --------------------------------------------------------------------
 #
 # A rank in a collective waits for the members of its group that have posted fewer collectives of
-# that kind than the one it is in; a rank that waits for a message waits for its neighbour. A rank
-# that others wait for and that waits for none holds up the rest: it is stopped, dead, stuck, or
-# still busy. Without such a rank, ranks wait for each other in a circle, or are in different
-# calls with the same number: one of them has left out a collective.
+# that kind than it has; a rank in a message waits for its neighbour. A rank that others wait for
+# and that waits for none holds up the rest: it is stopped, dead, stuck, or still busy. Without such
+# a rank, ranks wait for each other in a circle, or are in different calls with the same number: one
+# of them has left out a collective.
 
 
 @dataclass(frozen=True)
@@ -451,7 +451,7 @@ def awaited_ranks(seen: Mapping[int, FlightState], layout: Layout) -> dict[int, 
 def judge(
     seen: Mapping[int, FlightState], layout: Layout, timeout_s: float, places: Sequence[str] = ()
 ) -> HangVerdict | None:
-    """Return who holds up the job; None if some rank made progress within the time limit.
+    """Return which ranks hold up the job; None if any made progress within the time limit.
 
     `places` are node and device of every rank, for those that are not in `seen`.
     """
@@ -463,7 +463,7 @@ def judge(
     candidates = sorted(roots | dead | idle)
     stuck = [r for r in candidates if r not in seen or r in dead or seen[r].quiet_s >= timeout_s]
     if stuck:
-        # A lost process explains why others are stuck.
+        # A lost process is the reason why others are stuck.
         culprits = [r for r in stuck if r not in seen or seen[r].lost] or stuck
         behind = [r for r, of in awaited.items() if of]
         return HangVerdict(_describe(culprits, behind, seen, places), culprits, awaited)
@@ -517,7 +517,7 @@ def _trouble(of: FlightState | None) -> str:
 def _without_root(
     seen: Mapping[int, FlightState], awaited: Mapping[int, Sequence[int]]
 ) -> HangVerdict:
-    """Return the verdict where all ranks wait, and for each other."""
+    """Return the verdict if all ranks wait for each other."""
     if circle := _circle(awaited):
         listed = "; ".join(
             f"rank {rank} waits in {seen[rank].call} for rank {other}"
@@ -535,8 +535,8 @@ def _without_root(
             calls.setdefault(str(seen[rank].call), []).append(rank)
     listed = "; ".join(f"{_ranks(ranks)} in {call}" for call, ranks in list(calls.items())[:_NAMED])
     return HangVerdict(
-        f"no rank is late, and no call ends: {listed}: where calls of a group differ but have the "
-        "same number, a rank has left out a collective or made an extra one; otherwise look at "
+        f"no rank is late, and no call ends: {listed}: if calls of a group differ but have the "
+        "same number, a rank has left out a collective or made an extra one; otherwise check "
         "network and devices",
         [rank for ranks in calls.values() for rank in ranks],
         awaited,
@@ -544,9 +544,9 @@ def _without_root(
 
 
 def _circle(awaited: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return ranks of which each waits for the next and the last for the first.
+    """Return ranks each of which waits for the next, and the last for the first.
 
-    Empty where there are none.
+    The list is empty if there are none.
     """
     for start in sorted(awaited):
         path: list[int] = []
