@@ -1,6 +1,6 @@
 """Helpers for all plots: matplotlib without a display, plain axes, atomic file replacement.
 
-matplotlib is imported only when something is drawn, as training does not need it.
+matplotlib is imported only when something is drawn, since training does not need it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megatron.errors import ConfigError
 def pyplot(instead: str = "") -> Any:
     """Import matplotlib.pyplot for drawing to files, with text shown literally.
 
-    Raises ConfigError if matplotlib cannot be imported; `instead` is what the user can do
-    without it.
+    Raises ConfigError if matplotlib cannot be imported; `instead` says what the user can do without
+    it.
     """
     try:
         import matplotlib
@@ -37,8 +37,8 @@ def save(figure: Any, path: Path, *, dpi: int = 130, choose: str = "another --ou
     """Write a figure in the format of the file's suffix (default .png), close it; return the path.
 
     Parent folders are created. An existing file is replaced when the new one is complete. Raises
-    ConfigError where it cannot be written or the suffix is not an image format; `choose` is what
-    the user can choose instead.
+    ConfigError if it cannot be written or the suffix is not an image format; `choose` says what the
+    user can choose instead.
     """
     if path.is_dir():
         raise ConfigError(f"{path}: it is a folder: choose {choose}")

@@ -1,9 +1,9 @@
 """Child process for untrusted chat templates and tokenizers, with limits of time and memory.
 
 Both are programs in all but name: a few lines of either can run for years or fill the memory, in
-code that no signal handler interrupts. So they run in a child, whose limits of CPU time and address
-space grow with the size of a request. Replies are JSON and bytes, because whoever breaks out of a
-template's sandbox could write anything.
+code that no signal handler interrupts. Therefore they run in a child, whose limits on CPU time and
+address space grow with the size of a request. Replies are JSON and bytes, because a template that
+breaks out of its sandbox could write anything.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LimitedProcess:
     target: str
     argument: Any
     what: str
-    size_bytes: int = 0  # of what it reads at its start
+    size_bytes: int = 0  # of the files that it reads at its start
 
     def __post_init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
@@ -174,7 +174,7 @@ def serve(target: str, number: int) -> None:
                 content = value
                 value = None
             reply = json.dumps({"value": value, "bytes": is_bytes})
-        except BaseException as error:  # a panic of Rust is no Exception
+        except BaseException as error:  # a panic in Rust is not an Exception
             reply = json.dumps({"error": [type(error).__name__, f"{error!s:.2000}"]})
         built = True
         connection.send_bytes(reply.encode())

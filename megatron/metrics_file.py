@@ -1,6 +1,6 @@
-"""Reading of a run's metrics file, one JSON record per line, and of the JSON files beside it.
+"""Reads a run's metrics file, with one JSON record per line, and the JSON files beside it.
 
-Needs no torch.
+This module needs no torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _table_of(is_right: Check) -> Check:
 
 
 def _samples(value: object) -> bool:
-    return is_count(value) or _counts(value)  # how many of an evaluation, or which are left out
+    return is_count(value) or _counts(value)  # number in an evaluation, or those left out
 
 
 def _yes_or_no(value: object) -> bool:
@@ -103,8 +103,8 @@ def check_kinds(values: Mapping[str, Any], kinds: Kinds, where: object) -> None:
         for name in names:
             if (value := values.get(name)) is not None and not is_right(value):
                 raise DataError(
-                    f"{where}: {name} is {repr(value)[:60]}, which no run writes: the file is "
-                    "damaged, or another one"
+                    f"{where}: {name} is {repr(value)[:60]}, which no run writes: the file is damaged, "
+                    "or it is another file"
                 )
 
 
@@ -118,12 +118,12 @@ def read_records(path: Path, event: str | None = None) -> Records:
     """Return the records of a metrics file, of one event if given.
 
     A truncated line is left out, and so is a start or an iteration without its number. Raises
-    DataError where the file cannot be read or has a record that no run writes.
+    DataError if the file cannot be read or has a record that no run writes.
     """
     records = Records()
     with open_regular(path, error=DataError) as raw:
         if path.stat().st_size > _MOST_BYTES:
-            raise DataError(f"{path} has more than {_MOST_BYTES:,} bytes: no run writes as many")
+            raise DataError(f"{path} has more than {_MOST_BYTES:,} bytes: no run writes that many")
         file = io.TextIOWrapper(raw, errors="replace")
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), ""), 1):
             record = _record(line)
@@ -149,7 +149,7 @@ def _record(line: str) -> dict[str, Any] | None:
 
 
 def read_beside(path: Path, kinds: Kinds) -> dict[str, Any]:
-    """Return the JSON object in a file beside a metrics file, without nulls; {} where there is none.
+    """Return the JSON object in a file beside a metrics file, without nulls; {} if there is none.
 
     Raises DataError if it cannot be read.
     """

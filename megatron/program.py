@@ -19,7 +19,7 @@ from megatron.training.run.process import Signals, guard_output, leave, run_guar
 
 
 def main(arguments: Sequence[str] | None = None, **pieces: Any) -> NoReturn:
-    """Train, or dry-run, as `arguments` say (default: those of this process), and exit.
+    """Train, or dry-run, according to `arguments` (default: this process's), and exit.
 
     `pieces` are the user's own, as in `pretrain`.
     """
@@ -35,16 +35,16 @@ def pretrain(
     renumbered: Callable[[int], object] | None = None,
     **pieces: Any,
 ) -> None:
-    """Train as `config` says, with the peer processes, to the end or until an exit condition.
+    """Train according to `config`, with the peer processes, to the end or an exit condition.
 
-    launch       which process this is; by default read from the environment
+    launch       identity of this process; by default read from the environment
     renumbered   called with this process's rank once that is known: it may differ from the
                  launcher's, see megatron.parallel.rank_mapping
     pieces       the user's layer, model, datasets, optimizer, schedule or callbacks, instead of
                  the project's (megatron.config.pieces.Pieces)
 
-    Raises MegatronError if the user can fix the cause; the peers of a process that fails learn
-    of it through the rendezvous.
+    Raises MegatronError if the user can fix the cause; the peers of a failed process are informed
+    through the rendezvous.
     """
     started = time.monotonic()
     config = config.with_pieces(**pieces)
@@ -69,7 +69,7 @@ def pretrain(
 
 
 def run(arguments: list[str], **pieces: Any) -> int:
-    """Run as `main` does, and return the exit code instead of ending the process."""
+    """Run like `main`, and return the exit code instead of ending the process."""
     launch = Launch()
     problem = None
     try:

@@ -29,7 +29,7 @@ class Layer(Protocol):
     x         input, and the output has the same shape  # [s(/tp), b, h]
     call      positions, documents and dropout key of the micro-batch
               (megatron.layers.context.CallContext)
-    context   how the layer is distributed, and what creates its parameters
+    context   the distribution of the layer, and the factory of its parameters
     """
 
     def __call__(self, context: LayerContext, config: Config, index: int, /) -> torch.nn.Module: ...
@@ -40,7 +40,7 @@ class Stage(Protocol):
 
     A stage may be derived from GPTChunk. The stage is called as stage(batch, hidden,
     late_loss=True), see GPTChunk, and has `context` as an attribute. `tied_weight` is the embedding
-    of the first stage where that is on the same rank, and None elsewhere.
+    of the first stage if that is on the same rank, otherwise None.
     """
 
     def __call__(
@@ -97,7 +97,7 @@ class Optimizer(Protocol):
 
 
 class Order(Protocol):
-    """Function that returns what `rank` of a pipeline computes in a training step, in order.
+    """Function that returns the passes of `rank` of a pipeline in a training step, in order.
 
     An array has the numbers of instructions in rows.
 
@@ -156,7 +156,7 @@ class Callback:
         """Called when a checkpoint is complete; run.saves.saved_iteration is its iteration."""
 
     def on_rollback(self, run: Run, samples: range) -> None:
-        """Called when the run went back to a checkpoint from before a loss spike.
+        """Called after the run went back to a checkpoint from before a loss spike.
 
         `samples` are those of the spike's step, as consumed samples before it went back.
         """
@@ -167,9 +167,9 @@ class Callback:
     def on_event(self, event: Event) -> None:
         """Called on rank 0 with everything that is reported, in order.
 
-        The call is made in a thread of its own, and does not stop or slow the run: events are left
-        out while too many wait, and no more follow an exception. So it neither communicates with
-        other ranks nor uses the run.
+        The call is made in a separate thread, and does not stop or slow the run: events are left
+        out while too many wait, and no more follow after an exception. It must therefore neither
+        communicate with other ranks nor use the run.
         """
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Reading and writing files that another user may have put there.
+"""Reads and writes files that may come from another user.
 
 Only regular files are read, up to a limit, because a name may be a fifo, on which a reader waits
 forever, or /dev/zero, which has no end. JSON may be nested deeper than Python's stack, or have a
@@ -22,7 +22,7 @@ _DEPTH = 100  # levels of JSON, a tenth of Python's stack
 
 
 def open_regular(path: str | os.PathLike[str], *, error: type[MegatronError]) -> BinaryIO:
-    """Open a file for reading. Raises `error` where it is missing, unreadable or not regular."""
+    """Open a file for reading. Raises `error` if it is missing, unreadable or not regular."""
     try:
         # Without O_NONBLOCK, opening a fifo waits for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -48,7 +48,7 @@ def without_waiting(path: str, flags: int) -> int:
 def write_text(path: Path, text: str, *, choose: str) -> Path:
     """Write text in UTF-8, and create the folders above it; return the path.
 
-    Raises ConfigError, which ends with `choose`: what the user can choose instead.
+    Raises ConfigError, which ends with `choose`, the user's alternative.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,8 +72,8 @@ def read_bytes(
         size = os.fstat(file.fileno()).st_size
         if size > limit_bytes:
             raise error(
-                f"{path} has more than {limit_bytes} bytes, too many for what it should be: is it "
-                "another file?"
+                f"{path} has more than {limit_bytes} bytes, too many for such a file: is it another "
+                "one?"
             )
         try:
             return file.read(size)
@@ -115,7 +115,7 @@ def read_toml(
 ) -> dict[str, Any]:
     """Return the tables of a regular TOML file of at most `limit_bytes`.
 
-    Raises `error`, naming the file, where it is not TOML or nested too deeply.
+    Raises `error`, naming the file, if it is not TOML or nested too deeply.
     """
     text = read_text(path, limit_bytes, error=error)
     try:
@@ -144,8 +144,8 @@ def parse_json(
     hooks    further arguments of json.loads, such as object_pairs_hook; their errors other than
              ValueError are passed on
 
-    Raises `error` where the text is not JSON or of another type, is nested too deeply, or has
-    larger integers.
+    Raises `error` if the text is not JSON or has another type, is nested too deeply, or has larger
+    integers.
     """
     try:
         text = text if isinstance(text, str) else text.decode("utf-8-sig")
@@ -160,7 +160,7 @@ def parse_json(
         ) from None
     if not isinstance(value, kind):
         raise error(
-            f"{source} holds a JSON {type(value).__name__} where a {kind.__name__} is expected"
+            f"{source} has a JSON {type(value).__name__} where a {kind.__name__} is expected"
         )
     return value
 

@@ -1,10 +1,10 @@
 """Bounds on untrusted pickles, checked before any of their values is created.
 
 A pickle can share a value: sixty nested pairs of one and the same pair are a file of 300 bytes and
-2^60 steps of hashing, printing or copying. Readers that execute nothing still take them. Here the
-instructions are followed without values, only with sizes. A pickle is refused for a tuple or number
-that is too large to hash, for a structure that is far larger than its file, nested too deeply or
-holds itself, and for repeated copies of large containers.
+2^60 steps of hashing, printing or copying. Readers that execute nothing still accept them. This
+module follows the instructions without values, only with sizes. A pickle is refused for a tuple or
+number that is too large to hash, for a structure that is far larger than its file, is nested too
+deeply or contains itself, and for repeated copies of large containers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _MARK = _Value([])
 def check_torch_file(file: BinaryIO, source: object, error: type[MegatronError]) -> None:
     """Check the pickles of a file that torch.save wrote, as torch.load will read them.
 
-    The position of `file` is at its start, before and after. Raises `error`, naming `source`.
+    `file` is positioned at its start, before and after. Raises `error`, naming `source`.
     """
     try:
         if file.read(len(_ZIP)) == _ZIP:
@@ -92,7 +92,7 @@ def check_pickle(content: bytes | BinaryIO, source: object, error: type[Megatron
     """Check a pickle: bytes, or the one at a file's position, which moves to the end of it.
 
     Raises `error`, naming `source`, for one that would take time or memory out of proportion to its
-    size, and LookupError or ValueError where it is damaged.
+    size, and LookupError or ValueError if it is damaged.
     """
     stack: list[_Value] = []
     memo: dict[int, _Value] = {}
@@ -155,7 +155,7 @@ def check_pickle(content: bytes | BinaryIO, source: object, error: type[Megatron
 
 
 def _check_size(top: _Value, most: int, source: object, error: type[MegatronError]) -> None:
-    """Raise `error` where a value with its content is too large, too deep, or holds itself."""
+    """Raise `error` if a value with its content is too large, too deep, or contains itself."""
     sizes = {id(_PLAIN): (1, 1)}  # values with those inside, and levels
     started: set[int] = set()
     pending = [top]
@@ -178,12 +178,12 @@ def _check_size(top: _Value, most: int, source: object, error: type[MegatronErro
             for one in value.inside:
                 if id(one) not in sizes:
                     if id(one) in started:
-                        raise error(_refusal(source, "a value that holds itself"))
+                        raise error(_refusal(source, "a value that contains itself"))
                     pending.append(one)
 
 
 def _refusal(source: object, what: str) -> str:
     return (
-        f"{source} is not read: it has {what}, which no checkpoint needs and which would take a "
+        f"{source} is not read: it has {what}, which no checkpoint needs and which would take "
         "time or memory out of proportion to the file"
     )

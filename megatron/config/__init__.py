@@ -1,6 +1,6 @@
 """The configuration: frozen dataclasses.
 
-They are made from a command line, from keyword arguments or from a saved dictionary.
+They are created from a command line, keyword arguments or a saved dictionary.
 
 >>> config = Config.create(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=32)
 >>> config.model.ffn_hidden_size, config.origin("ffn_hidden_size")

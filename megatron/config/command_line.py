@@ -28,7 +28,7 @@ from megatron.config.validate import DATA, REQUIRED
 from megatron.errors import CheckpointError, ConfigError
 
 # Returns the file of a checkpoint's settings, the settings that must hold, and those that apply
-# where none is given. Its argument has the settings given so far, among them `load`. Raises
+# unless others are given. Its argument has the settings given so far, among them `load`. Raises
 # CheckpointError.
 ReadCheckpoint = Callable[
     [Mapping[str, object]], tuple[str, Mapping[str, object], Mapping[str, object]]
@@ -37,15 +37,15 @@ ReadCheckpoint = Callable[
 OWN_SWITCHES = frozenset("--help -h --print-config --complete --dry-run --trust-config".split())
 OWN_FLAGS = OWN_SWITCHES | {"--rank", "--preset", "--pieces", "--config"}
 _FLAG = re.compile(r"-(?!\.?[0-9])\S+")  # neither a negative number nor text with spaces
-GROUPED = "--group-query-attention"  # without which --num-query-groups has no effect
+GROUPED = "--group-query-attention"  # without it --num-query-groups has no effect
 
 
 @dataclass(frozen=True)
 class Flag:
     """Meaning of one spelling.
 
-    settings: the names of the settings that it may set, to `value` unless words are given, or by
-    `read`. weak: it yields to any other flag that sets them.
+    settings: the names of the settings that it may set, to `value` unless words are given, or
+    through `read`. weak: any other flag that sets them overrides it.
     """
 
     settings: tuple[str, ...] = ()
@@ -182,9 +182,9 @@ def parse_args(
     """Return the configuration of a training command line.
 
     world_size: number of processes that the launcher started; None without a launcher. checkpoint:
-    reads what --use-checkpoint-args takes; without it nothing is taken. export: see finish. --help
+    reads the settings for --use-checkpoint-args; None: none are taken. export: see finish. --help
     and --print-config print and raise SystemExit(0); with --complete the latter requires the
-    settings of a run. Raises ConfigError with all problems as a numbered list.
+    settings that a run needs. Raises ConfigError with all problems as a numbered list.
     """
     scanned = scan(argv)
     if "--help" in scanned.flags or "-h" in scanned.flags:
@@ -257,7 +257,7 @@ def _give_flags(settings: Settings, flags: Flags, checkpoint: ReadCheckpoint | N
     if (
         groups is not None
         and "--num-query-groups" in groups.written
-        and "--preset" not in flags  # whose models may group queries
+        and "--preset" not in flags  # a preset's model may group queries
         and is_off(flags.get(GROUPED, ["none"]))
     ):
         del chosen["num_key_value_heads"]
@@ -300,7 +300,7 @@ def _give_flags(settings: Settings, flags: Flags, checkpoint: ReadCheckpoint | N
 
 
 def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
-    """Give the settings of the checkpoint, and record what contradicts its architecture."""
+    """Give the settings of the checkpoint, and record contradictions to its architecture."""
     source = ""
     fixed: Mapping[str, object] = {}
     suggested: Mapping[str, object] = {}
@@ -309,7 +309,7 @@ def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
             source, fixed, suggested = read(settings.explicit)
     except CheckpointError as error:
         settings.problems.append(f"--load {settings.explicit['load']}: {error}")
-    if not source:  # their absence is no further problem
+    if not source:  # their absence is not an additional problem
         settings.bad.update((*REQUIRED, "vocab_size"))
     for name, value in {**suggested, **fixed}.items():
         chosen = settings.explicit.get(name)
@@ -330,12 +330,12 @@ def _flags_of_file(
 ) -> tuple[dict[str, list[str]], dict[str, str], set[str]]:
     """Return the flags of the file that --config names, with their words, and their origins.
 
-    Also return the origins of values that were a run's defaults: while they still are, nobody chose
-    them. `explicit` are the flags of the command line, `chosen` its settings. If a run wrote the
-    file, also with an older version, settings of one start are omitted and, with another --save,
-    the locations of that run's outputs; a notice lists them, except those that are chosen again.
-    Flags that name code are a problem, unless overridden or with --trust-config: such files are
-    passed on.
+    Also return the origins of values that were a run's defaults: while they still are, nobody has
+    chosen them. `explicit` has the flags of the command line, `chosen` its settings. If a run wrote
+    the file, even with an older version, settings of one start are omitted and, with another
+    --save, the locations of that run's outputs; a notice lists them, except those that are chosen
+    again. Flags that name code are a problem unless they are overridden or --trust-config is given,
+    since such files are shared.
     """
     from megatron.config.settings_file import read_settings_file, words_of
 
@@ -398,8 +398,8 @@ def _chosen_values(
 ) -> dict[str, ChosenValue]:
     """Return the chosen value of each setting.
 
-    `origins` are those of flags that are not on the command line. Two flags with different values
-    for a setting are a problem.
+    `origins` has the origins of flags that are not on the command line. Two flags with different
+    values for a setting are a problem.
     """
     chosen: dict[str, ChosenValue] = {}
     weak: dict[str, ChosenValue] = {}
@@ -470,7 +470,7 @@ def _values(settings: Settings, spelling: str, flag: Flag, words: list[str], ori
             elif flag.value is not None and not words:
                 value = flag.value
             elif flag.value is None or (option.kind is bool and flag.value and len(words) == 1):
-                value = option.parse(words)  # also of --flag true, --flag=false
+                value = option.parse(words)  # also for --flag true, --flag=false
             else:
                 raise ValueError(f"takes no value, got {shown(' '.join(words))}")
             values[option.name] = value

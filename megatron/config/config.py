@@ -234,7 +234,7 @@ def _located(settings: Settings, problem: str) -> str:
 
 # For library users and tests: a training run must give the value; see run_requirements.
 _STAND_IN_ORIGIN = "default; a training run must give it"
-# Setting -> value and origin, where it is unset.
+# Setting -> value and origin if it is unset.
 _FALLBACKS: Mapping[str, tuple[object, str]] = {
     "micro_batch_size": (1, _STAND_IN_ORIGIN),
     "lr": (1e-4, _STAND_IN_ORIGIN),
@@ -248,7 +248,7 @@ def default_of(name: str) -> object:
     return _FALLBACKS[name][0] if name in _FALLBACKS else all_options()[name].default
 
 
-# Setting -> the setting whose value it takes if it is unset.
+# Setting -> the setting from which it takes its value if it is unset.
 _SAME_AS = pairs(
     "num_key_value_heads=num_attention_heads max_position_embeddings=seq_length "
     "start_weight_decay=weight_decay end_weight_decay=weight_decay "
@@ -302,7 +302,7 @@ def resolve(s: Settings) -> None:
 
 
 def _context(s: Settings) -> None:
-    """Exchange heads where cp_comm_type has its default and a ring is impossible."""
+    """Exchange heads if cp_comm_type has its default and a ring is impossible."""
     v = s.values
     name = "cp_comm_type"
     size = s.values["context_parallel_size"]
@@ -310,7 +310,7 @@ def _context(s: Settings) -> None:
         return
     limits = [limit for limit, _ in ring_limits(s.sections(), size)]
     if limits and v["num_attention_heads"] % (v["tensor_model_parallel_size"] * size) == 0:
-        s.derive(name, "a2a", "derived: a ring cannot do it")
+        s.derive(name, "a2a", "derived: a ring does not support it")
         s.notices.append(f"--cp-comm-type is a2a: {'; '.join(limits)}")
 
 
@@ -350,7 +350,7 @@ def _model(s: Settings) -> None:
 
 
 def _experts(s: Settings) -> None:
-    """Derive the settings of experts; without experts they are their defaults."""
+    """Derive the settings of experts; without experts they have their defaults."""
     v = s.values
     if v["num_experts"] in (0, 1):
         s.notices.append(f"--num-experts {v['num_experts']} has no effect: it means no experts")

@@ -1,9 +1,9 @@
-"""Merging of a DeepSpeed JSON into the settings.
+"""Merges a DeepSpeed JSON into the settings.
 
 "auto" leaves a value to the command line. A value that only the JSON has is used. A value that
 contradicts a chosen one is a problem that names both values, both places and the line of the file.
 deepspeed_json.toml lists the entries that set something, are refused, have no effect or are passed
-to DeepSpeed; so are unknown ones, with a notice.
+to DeepSpeed; unknown entries are passed on, too, with a notice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.config.settings import Settings, all_options, did_you_mean
 from megatron.errors import ConfigError
 from megatron.untrusted import parse_json, read_text
 
-_MOST_BYTES = 1 << 20  # such a file has a few thousand
+_MOST_BYTES = 1 << 20  # such a file normally has a few thousand
 _STEPS = "gradient_accumulation_steps"
 
 

@@ -37,7 +37,7 @@ _START = (
         "--print-config",
         "Print the resolved configuration with the origin of each value, and exit.",
     ),
-    ("--complete", "With --print-config: require what a training needs, such as its length."),
+    ("--complete", "With --print-config: require all settings of a run, such as its length."),
     (
         "--dry-run",
         "Run one training step without data or devices, for any --world-size and --cluster, and "
@@ -54,7 +54,7 @@ _START = (
     ),
     (
         "--config FILE",
-        "Read settings from a TOML file, by name, such as the settings.toml that a run writes. "
+        "Read settings by name from a TOML file, such as the settings.toml that a run writes. "
         "They override a preset; flags override them.",
     ),
     ("--trust-config", "Accept --pieces and --callback in the file of --config, which run code."),
@@ -177,7 +177,7 @@ def differences(config: Config) -> dict[str, object]:
 
 
 def render_differences(config: Config) -> list[str]:
-    """Return the settings of `differences` in a line for the command line and each other source."""
+    """Return the settings of `differences`, one line for the command line and each other source."""
     lines: dict[str, str] = {}
     for name in differences(config):
         source = config.origin(name)

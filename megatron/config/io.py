@@ -52,8 +52,7 @@ class TokenizerConfig:
     )
     tokenizer_model: str | None = option(
         None,
-        "SentencePiece model, Hugging Face tokenizer.json or the folder that has it, or .tiktoken "
-        "file.",
+        "SentencePiece model, Hugging Face tokenizer.json or its folder, or .tiktoken file.",
         metavar="PATH",
         flags="--tokenizer-model --tokenizer-name-or-path --tokenizer-file --hf_tokenizer_path",
     )
@@ -66,14 +65,14 @@ class TokenizerConfig:
         None,
         "Pre-tokenization pattern of a TikTokenizer.",
         choices="v1 v2 gpt2 cl100k llama3 o200k",
-        derived="v2 for a JSON vocabulary; that of the tokenizer for a published .tiktoken file",
+        derived="v2 for a JSON vocabulary; the tokenizer's for a published .tiktoken file",
     )
     tiktoken_num_special_tokens: int | None = option(
         None,
         "Number of ids that a TikTokenizer reserves for special tokens.",
         WIDTH,
         derived="1000 for a JSON vocabulary; for a .tiktoken file the number of names in "
-        "--tiktoken-special-tokens, else that of the published tokenizer",
+        "--tiktoken-special-tokens, else the published tokenizer's",
     )
     tiktoken_special_tokens: tuple[str, ...] | None = option(
         None,
@@ -87,7 +86,7 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Training data and how it is read."""
+    """Training data and options for reading it."""
 
     data_path: tuple[str, ...] | None = option(
         None,
@@ -104,8 +103,8 @@ class DataConfig:
     valid_data_path: tuple[str, ...] | None = option(
         None,
         "Validation data: a prefix, WEIGHT PREFIX pairs, or NAME=PREFIX words, each of which is "
-        "evaluated and reported alone, on the same samples every time. Write ./A=B for a file "
-        "whose name has an =.",
+        "evaluated and reported separately, on the same samples every time. Write ./A=B for a "
+        "file whose name has an =.",
         metavar="[WEIGHT] PREFIX ...",
     )
     test_data_path: tuple[str, ...] | None = option(
@@ -117,21 +116,21 @@ class DataConfig:
     mock_data: bool = option(False, "Use synthetic data.")
     data_cache_path: str | None = option(
         None,
-        "Folder for index files. Required where the data folder is read-only; otherwise they are "
+        "Folder for index files. Required if the data folder is read-only; otherwise they are "
         "stored in index-cache beside the data.",
         metavar="FOLDER",
     )
     stage_data_to: str | None = option(
         None,
-        "Copy the data to this folder on each node's disk before training, as far as they fit. "
+        "Copy the data to this folder on each node's disk before training, as far as it fits. "
         "Environment variables ($NAME) are expanded.",
         metavar="FOLDER",
     )
     data_packing: str = option(
         "concat",
         "How documents are packed into samples. concat: concatenate documents and cut them. "
-        "best-fit: keep documents whole, pad, and separate them as --reset-position-ids and "
-        "--reset-attention-mask do.",
+        "best-fit: keep documents whole, pad, and separate them, as with --reset-position-ids "
+        "and --reset-attention-mask.",
         choices="concat best-fit",
     )
     num_workers: int = option(
@@ -164,9 +163,9 @@ class DataConfig:
         None,
         "Use of the loss masks beside the data, which tools/preprocess_data.py --chat writes for "
         "fine-tuning: PREFIX_mask.bin and .idx. required: every data set must have one, and only "
-        "the tokens that it marks are in the loss. optional: all tokens of a data set without one "
-        "are in the loss. ignore: all tokens of all data sets. Without this flag, data with a mask "
-        "are refused.",
+        "the tokens that it marks count in the loss. optional: all tokens of a data set without "
+        "one count. ignore: all tokens of all data sets count. Without this flag, data with a "
+        "mask is refused.",
         choices="required optional ignore",
     )
     mmap_bin_files: bool = option(True, "Memory-map .bin files.")
@@ -209,8 +208,7 @@ class CheckpointConfig:
     )
     save_hf: str | None = option(
         None,
-        "Folder for the trained model in the format of Hugging Face, written at the end of "
-        "training.",
+        "Folder for the trained model in Hugging Face's format, written at the end of training.",
         metavar="FOLDER",
         of_folder=True,
     )
@@ -222,7 +220,7 @@ class CheckpointConfig:
     load: str | None = option(
         None,
         "Folder to load the latest checkpoint from. hf:FOLDER: weights, model and, unless given, "
-        "tokenizer from a model of Hugging Face; training starts at iteration 0.",
+        "tokenizer from a Hugging Face model; training starts at iteration 0.",
         metavar="FOLDER",
         one_start=True,
     )
@@ -245,13 +243,13 @@ class CheckpointConfig:
     )
     use_checkpoint_args: bool = option(
         False,
-        "Take the model from the checkpoint of --load; where none are given also its sequence "
-        "length, dropout and tokenizer.",
+        "Take the model from the checkpoint of --load, and its sequence length, dropout and "
+        "tokenizer unless they are given.",
         one_start=True,
     )
     exit_on_missing_checkpoint: bool = option(
         False,
-        "Exit with an error if --load holds no checkpoint, instead of starting from scratch.",
+        "Exit with an error if --load has no checkpoint, instead of starting from scratch.",
         one_start=True,
     )
     override_opt_param_scheduler: bool = option(
@@ -400,8 +398,8 @@ class LoggingConfig:
     )
     timeline_interval: int | None = option(
         None,
-        "Number of iterations from one step whose timeline is recorded to the next. The last "
-        "step is recorded too. 0: none.",
+        "Number of iterations between steps whose timeline is recorded. The last step is "
+        "recorded, too. 0: none.",
         NATURAL,
         derived="--log-interval, at least 10",
     )

@@ -80,10 +80,10 @@ class ModelConfig:
     swiglu: bool = option(False, "Use SwiGLU instead of GELU in the MLP.")
     geglu: bool = option(False, "Use GELU-gated linear units instead of GELU in the MLP.")
     squared_relu: bool = option(False, "Use squared ReLU instead of GELU in the MLP.")
-    exact_gelu: bool = option(False, "Compute GELU exactly, by erf, instead of its tanh form.")
+    exact_gelu: bool = option(False, "Compute GELU exactly, with erf, instead of its tanh form.")
     openai_gelu: bool = option(
         False,
-        "Use the tanh approximation of GELU, as GPT-2 does.",
+        "Use the tanh approximation of GELU, as in GPT-2.",
         inert="GELU is always computed in its tanh form",
     )
     norm_position: str = option(
@@ -98,7 +98,7 @@ class ModelConfig:
     qk_layernorm: bool = option(False, "Normalize queries and keys.")
     qk_layernorm_over: str = option(
         "head",
-        "What --qk-layernorm normalizes: each head (Qwen 3), or all heads together (OLMo 2).",
+        "Scope of --qk-layernorm: each head (Qwen 3), or all heads together (OLMo 2).",
         choices="head all",
     )
     add_bias_linear: bool = option(
@@ -143,7 +143,7 @@ class ModelConfig:
     )
     window_attn_skip_freq: tuple[int, ...] | None = option(
         None,
-        "Layers without the window: every N-th, or by a list over the layers, 1 with window and 0 "
+        "Layers without the window: every N-th, or a list over the layers, 1 with window and 0 "
         "without.",
         Range(0, MOST_LAYERS),
         metavar="N",
@@ -257,8 +257,8 @@ class ModelConfig:
     )
     mup_base_head_dim: int | None = option(
         None,
-        "muP: size of each attention head of the base model. Attention scores have the factor "
-        "sqrt(mup-base-head-dim) / kv-channels, or 1 / kv-channels without it.",
+        "muP: size of each attention head of the base model. The factor of attention scores is "
+        "sqrt(mup-base-head-dim) / kv-channels, or 1 / kv-channels without this flag.",
         WIDTH,
     )
     mup_base_num_attention_heads: int = option(
@@ -294,7 +294,7 @@ class ModelConfig:
     )
     moe_layer_freq: tuple[int, ...] = option(
         (1,),
-        "Layers with experts: every N-th, beginning with the first, or by a list over the layers, "
+        "Layers with experts: every N-th, beginning with the first, or a list over the layers, "
         "1 with experts and 0 without, such as ([0]*1+[1]*23).",
         Range(0, MOST_LAYERS),
         metavar="N",
@@ -304,7 +304,7 @@ class ModelConfig:
     )
     moe_shared_expert_intermediate_size: int | None = option(
         None,
-        "Hidden size of the shared experts together, through which all tokens pass.",
+        "Total hidden size of the shared experts, through which all tokens pass.",
         FFN_WIDTH,
         derived="no shared expert",
     )
@@ -315,31 +315,32 @@ class ModelConfig:
         one_start=True,
     )
     moe_shared_expert_gate: bool = option(
-        False, "Multiply the output of the shared expert by a learned sigmoid of each token."
+        False, "Multiply the output of the shared expert by a learned sigmoid for each token."
     )
     moe_shared_expert_overlap: bool = option(
         False, "Compute the shared expert while tokens are sent to their experts."
     )
     moe_router_topk: int = option(
-        2, "Experts of each token.", WIDTH, flags="--moe-router-topk --topk"
+        2, "Number of experts for each token.", WIDTH, flags="--moe-router-topk --topk"
     )
     moe_router_score_function: str = option(
         "softmax", "Scores of the router.", choices="softmax sigmoid"
     )
     moe_router_pre_softmax: bool = option(
-        False, "Softmax over all experts, before the choice, instead of over the chosen ones."
+        False, "Softmax over all experts, before choosing, instead of over the chosen ones."
     )
     moe_router_topk_scaling_factor: float | None = option(
         None, "Factor of the weights of the chosen experts.", FACTOR, derived="1"
     )
     moe_router_num_groups: int | None = option(
         None,
-        "Divide the experts into this many equal groups, and choose only from some of them.",
+        "Number of equal groups of experts; each token chooses only from some of them.",
         WIDTH,
     )
     moe_router_group_topk: int | None = option(
         None,
-        "Groups of each token: those with the largest sums of their best topk / group-topk scores.",
+        "Number of groups for each token: those with the largest sums of their best topk / "
+        "group-topk scores.",
         WIDTH,
     )
     moe_router_load_balancing_type: tuple[str, ...] = option(
@@ -352,7 +353,7 @@ class ModelConfig:
     )
     moe_aux_loss_coeff: tuple[float, ...] = option(
         (0.0,),
-        "Coefficient of the balancing loss, or of each.",
+        "Coefficient of the balancing loss, or one for each.",
         Range(0, 1e6),
         metavar="X ...",
         flags="--moe-aux-loss-coeff --moe-loss-coeff",
@@ -362,8 +363,8 @@ class ModelConfig:
     )
     moe_router_enable_expert_bias: bool = option(
         False,
-        "Balance without a loss: a bias of each expert, for the choice only, moves with its load "
-        "after each step. Needs sigmoid scores.",
+        "Balance without a loss: each expert has a bias, used only for choosing, which moves with "
+        "its load after each step. Needs sigmoid scores.",
     )
     moe_router_bias_update_rate: float = option(1e-3, "Step of the experts' biases.", Range(0, 1e3))
     moe_input_jitter_eps: float | None = option(
@@ -382,14 +383,13 @@ class ModelConfig:
     )
     moe_eval_capacity_factor: float | None = option(
         None,
-        "The same for evaluation, tasks and generation, whose results then depend on what is "
-        "computed together.",
+        "The same for evaluation, tasks and generation, whose results then depend on the batch.",
         FACTOR,
         derived="nothing is dropped",
     )
     moe_token_drop_policy: str = option(
         "probs",
-        "Choices that are kept: those with the largest weights, or the first of the sequences.",
+        "Choices that are kept: those with the largest weights, or the first in the sequences.",
         choices="probs position",
     )
 
@@ -435,9 +435,9 @@ class ModelConfig:
     def key_value_scale(self) -> float:
         """Return the factor of the initial weights of keys and values; 1 without muP.
 
-        If they are fewer than the inputs, as in multi-query attention, their weights are smaller:
-        sqrt(outputs / inputs) times those of a square matrix (Yang et al., arXiv 2310.17813,
-        section 3). Otherwise gradients through them would outgrow all others.
+        If there are fewer of them than inputs, as in multi-query attention, their weights are
+        smaller: sqrt(outputs / inputs) times those of a square matrix (Yang et al., arXiv
+        2310.17813, section 3). Otherwise gradients through them would outgrow all others.
         """
         if not self.use_mup:
             return 1.0
@@ -456,7 +456,7 @@ class ModelConfig:
         return self.mup_base_hidden_size / self.hidden_size if self.use_mup else 1.0
 
     def mup_base(self) -> ModelConfig:
-        """Return the base model of muP, with as many layers, and experts in proportion to MLPs."""
+        """Return the base model of muP, with its layers, and experts in proportion to MLPs."""
         moe, shared = (
             width and width * self.mup_base_ffn_hidden_size // (self.ffn_hidden_size or 1)
             for width in (self.moe_ffn_hidden_size, self.moe_shared_expert_intermediate_size)
@@ -474,7 +474,7 @@ class ModelConfig:
         )
 
     def window(self, layer: int) -> int | None:
-        """Return how many keys before its own a query of `layer`, from 0, sees; None: all."""
+        """Return the number of earlier keys that a query in `layer`, from 0, sees; None: all."""
         if self.window_size is None or self.window_size[0] < 0:
             return None
         skip = self.window_attn_skip_freq
@@ -491,7 +491,7 @@ class ModelConfig:
 
     @property
     def upcycling_granularity(self) -> int:
-        """Return how many experts are together as wide as the dense MLP."""
+        """Return the number of experts that together are as wide as the dense MLP."""
         assert self.ffn_hidden_size and self.moe_ffn_hidden_size, "both are derived"
         return self.ffn_hidden_size // self.moe_ffn_hidden_size
 

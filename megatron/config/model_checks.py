@@ -84,7 +84,7 @@ def _window(config: Sections) -> Problems:
     if size is not None and (size[1:] not in ((), (0,)) or not size):
         yield (
             f"--window-size {','.join(map(str, size))} is not LEFT or LEFT,0: attention is causal, "
-            "so a token sees none after itself"
+            "so a token sees no later ones"
         )
 
 
@@ -173,7 +173,7 @@ def _upcycling(config: Sections) -> Problems:
         )
     if model.moe_shared_expert_intermediate_size is not None:
         yield (
-            "--moe-use-upcycling has nothing of which to make a shared expert: leave "
+            "--moe-use-upcycling has no source for a shared expert: leave "
             "--moe-shared-expert-intermediate-size out"
         )
 

@@ -73,7 +73,7 @@ TOKENS = Range(1, MOST_TOKENS)
 class Option:
     """One setting, declared with `option(...)`.
 
-    `name` and `kind` are read from the dataclass field.
+    `name` and `kind` come from the dataclass field.
 
     flags: spellings that take a value (or switch a bool on). off_flags: spellings that switch a
     bool off. shortcuts: spellings without a value that set the field to the given one.
@@ -99,13 +99,13 @@ class Option:
     hint: str = ""
     metavar: str | None = None
     shown_off: bool = False  # a bool that is on unless turned off: --help shows the flag that does
-    # the value meant by the flag without a value, for the few flags that allow it
+    # the meaning of the flag without a value, for the few flags that allow it
     implied: object = None
     limits: Range = ANY
     derived: str = ""  # how an absent value is filled in, for --help
     internal: bool = False  # never set from outside: always computed
-    # a setting of one start, such as what it loads and when it ends; settings.toml repeats the
-    # others
+    # a setting of one start, such as the checkpoint it loads and when it ends; settings.toml
+    # repeats the others
     one_start: bool = False
     of_folder: bool = False  # names an output of the run in --save; another run has its own
     names_code: bool = False  # its value is imported or run: for the command line, not for files
@@ -281,7 +281,7 @@ def shown(value: Any) -> str:
     """Return a value for a message, shortened."""
     try:
         text = str(value)
-    except ValueError:  # of thousands of digits
+    except ValueError:  # too many digits
         text = f"{'-' * (value < 0)}2**{value.bit_length() - 1} or more"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 

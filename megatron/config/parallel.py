@@ -14,11 +14,11 @@ SIZES = (
     "expert_model_parallel_size",
 )
 SCHEDULES = ("1f1b", "interleaved", "zb-h1")  # pipeline/orders.py
-# Which direction varies fastest over the ranks, which next, which slowest; the first is Megatron's.
+# Which dimension varies fastest over the ranks, which next, which slowest; the first is Megatron's.
 RANK_ORDERS = ("tp-dp-pp", "tp-pp-dp", "dp-tp-pp", "dp-pp-tp", "pp-tp-dp", "pp-dp-tp")
 
 TILE = 32
-"""Kernels of attention divide sequences at multiples of this many positions."""
+"""Attention kernels divide sequences at multiples of this many positions."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class ParallelConfig:
         "--hierarchical-context-parallel-sizes.",
         choices="p2p a2a a2a+p2p",
         hint="all layers use the same",
-        derived="p2p, or a2a for what a ring cannot do",
+        derived="p2p, or a2a if a ring is impossible",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] = option(
         (),
-        "Two sizes for --cp-comm-type a2a+p2p: neighbouring ranks that exchange heads, and places "
-        "of the ring. Their product is --context-parallel-size.",
+        "Two sizes for --cp-comm-type a2a+p2p: neighbouring ranks that exchange heads, and the "
+        "size of the ring. Their product is --context-parallel-size.",
         PROCESSES,
         metavar="N",
     )
@@ -60,9 +60,9 @@ class ParallelConfig:
     expert_ranks_per_node: int | None = option(
         None,
         "Expert-parallel ranks on each node. A token is sent once to each node of its experts, and "
-        "there to their ranks. 1: directly to their ranks.",
+        "from there to their ranks. 1: directly to their ranks.",
         PROCESSES,
-        derived="those of the launcher's nodes, 1 where groups of experts divide them unevenly",
+        derived="the number on the launcher's nodes, or 1 if expert groups divide these unevenly",
     )
     expert_tensor_parallel_size: int = option(
         None,
@@ -105,7 +105,7 @@ class ParallelConfig:
     )
     tp_comm_overlap_chunks: int = option(
         4,
-        "Number of chunks for --tp-comm-overlap. Fewer are used where a chunk would have less than "
+        "Number of chunks for --tp-comm-overlap. Fewer are used if a chunk would have less than "
         "256 tokens.",
         Range(2),
     )
@@ -142,8 +142,8 @@ class ParallelConfig:
     )
     cluster: str | None = option(
         None,
-        "Machine whose links decide how ranks are placed: a known name or a TOML file. none: keep "
-        "the launcher's order.",
+        "Machine whose links determine the placement of ranks: a known name or a TOML file. none: "
+        "keep the launcher's order.",
         metavar="NAME|FILE",
         none_word=True,
         derived="variable MEGATRON_CLUSTER",
@@ -170,7 +170,7 @@ class ParallelConfig:
         one_start=True,
     )
     data_parallel_size: int = option(
-        1, "Data-parallel size: number of replicas with samples of their own.", internal=True
+        1, "Data-parallel size: number of replicas with separate samples.", internal=True
     )
 
     @property
@@ -189,7 +189,7 @@ class ParallelConfig:
 
     @property
     def head_ranks(self) -> int:
-        """Return the number of context-parallel ranks that exchange rows for heads."""
+        """Return the number of context-parallel ranks that exchange rows for attention heads."""
         if self.cp_comm_type == "a2a":
             return self.context_parallel_size
         return self.hierarchical_context_parallel_sizes[0] if self.cp_comm_type != "p2p" else 1
@@ -234,7 +234,7 @@ class RecomputeConfig:
         "Modules to recompute with --recompute-granularity selective: core_attn (attention "
         "scores), mlp_act (output of the activation function), layernorm (output of the norms). "
         "mlp_act and layernorm cost at most about 1 % of a step each. moe: whole layers of experts, "
-        "with their messages; moe_act: output of the activation function of experts.",
+        "with their messages; moe_act: output of the experts' activation function.",
         choices="core_attn mlp_act layernorm moe moe_act",
         metavar="MODULE ...",
         derived="core_attn",
@@ -279,14 +279,14 @@ class EngineConfig:
     zero_shard_size: int = option(
         0,
         "Number of neighbouring data-parallel ranks over which ZeRO stages 2 and 3 shard gradients "
-        "and weights; other such groups have the same. world, 0: all; node, -1: those of a node.",
+        "and weights; other such groups hold the same. world, 0: all; node, -1: those on a node.",
         _SHARD,
         value_names=_SHARD_NAMES,
     )
     zero_state_shard_size: int = option(
         0,
         "Number of neighbouring data-parallel ranks over which ZeRO shards the optimizer state, a "
-        "multiple of --zero-shard-size. world, 0: all; node, -1: those of a node.",
+        "multiple of --zero-shard-size. world, 0: all; node, -1: those on a node.",
         _SHARD,
         value_names=_SHARD_NAMES,
     )

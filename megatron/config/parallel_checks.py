@@ -21,7 +21,7 @@ def _tensor_parallel(config: Sections) -> Problems:
     names = ["num_attention_heads", "ffn_hidden_size"]
     groups = config.model.num_key_value_heads
     size = config.parallel.tensor_model_parallel_size
-    # if there are fewer heads than ranks, each is on several ranks
+    # if there are fewer heads than ranks, each head is on several ranks
     if groups and groups != config.model.num_attention_heads and size % groups:
         names.append("num_key_value_heads")
     if config.parallel.sequence_parallel:
@@ -92,7 +92,7 @@ def _interleaving(layers: int, pp: int, per_chunk: int) -> Problems:
         yield f"{text}: use {' or '.join(map(str, near))}"
     else:
         yield (
-            f"{text}: no number of layers per chunk does; use {nearest_multiples(layers, 2 * pp)} "
+            f"{text}: no number of layers per chunk fits; use {nearest_multiples(layers, 2 * pp)} "
             "layers, or "
             f"--pipeline-layout with {2 * pp} counts"
         )
@@ -157,7 +157,7 @@ def _zero(config: Sections) -> Problems:
         )
     if not stage and (engine.zero_shard_size or engine.zero_state_shard_size):
         yield (
-            "--zero-shard-size and --zero-state-shard-size divide nothing with --zero-stage 0: "
+            "--zero-shard-size and --zero-state-shard-size have no effect with --zero-stage 0: "
             "leave them out, or use stage 1, 2 or 3"
         )
         return
@@ -189,7 +189,7 @@ def _context_parallel(config: Sections) -> Problems:
     if kind == "a2a+p2p" and (len(levels) != 2 or math.prod(levels) != size):
         yield (
             f"--cp-comm-type a2a+p2p with --context-parallel-size {size} needs "
-            "--hierarchical-context-parallel-sizes A P: ranks that exchange heads, and places of "
+            "--hierarchical-context-parallel-sizes A P: ranks that exchange heads, and the size of "
             f"the ring, with A x P = {size}, not {' '.join(map(str, levels)) or 'none'}"
         )
         return
@@ -215,7 +215,7 @@ def _context_parallel(config: Sections) -> Problems:
 
 
 def ring_limits(config: Sections, ring_size: int) -> Iterator[tuple[str, str]]:
-    """Yield what ring attention cannot do and --cp-comm-type a2a can, and another remedy."""
+    """Yield limits of ring attention that --cp-comm-type a2a does not have, and another remedy."""
     length = config.model.seq_length
     dropout = config.model.attention_dropout
     if config.kernels.attention_backend in ("unfused", "local"):

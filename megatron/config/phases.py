@@ -4,9 +4,9 @@ A schedule is a list of phases, separated by commas or line ends:
 
     SHAPE [LENGTH] [NAME VALUE ...]         warmup 1000, constant 50K, cosine 10% to 1e-5
 
-LENGTH is a number, with K, M, B or T for thousands and more, in the unit that --train-iters,
---train-samples or --train-tokens gives the run, or a percentage of the run. Only the last phase may
-omit it: it takes the rest of the run. The names:
+LENGTH is a number, with K, M, B or T for thousands and more, in the unit of the run (--train-iters,
+--train-samples or --train-tokens), or a percentage of the run. Only the last phase may omit it: it
+takes the rest of the run. The names:
 
     from, to             value at its beginning (default: the end of the previous phase) and at its
                          end
@@ -51,9 +51,9 @@ _NUMBER = re.compile(r"(\d{1,20}(?:\.\d{1,20})?(?:E\d{1,2})?)([KMBT]?)")
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a schedule as it is written.
+    """A phase of a schedule as written.
 
-    length   in the unit of the run, or its share of the run with `percent`; None: the rest
+    length   in the unit of the run, or with `percent` a share of the run; None: the rest
     numbers  by name
     """
 

@@ -44,9 +44,9 @@ class Pieces:
                 yield name, piece
 
     def describe(self) -> dict[str, str]:
-        """Return where each of the user's own pieces is defined.
+        """Return the place where each of the user's own pieces is defined.
 
-        Logs show it, and ranks compare it.
+        Logs show these places, and ranks compare them.
         """
         return {
             name: f"{getattr(p, '__module__', '')}.{getattr(p, '__qualname__', p)}"
@@ -65,7 +65,7 @@ class Pieces:
 
 
 PLAIN = Pieces()
-"""Pieces of a run that has none of the user's own."""
+"""Pieces of a run without any of the user's own."""
 
 
 def load_pieces(file: str) -> Pieces:

@@ -27,7 +27,7 @@ def _read() -> dict[str, dict[str, object]]:
 
 PRESETS: Mapping[str, Mapping[str, object]] = _read()
 
-# A setting chosen in addition to a preset or a file -> its settings that become meaningless.
+# A setting chosen in addition to a preset or a file -> settings there that become meaningless.
 _YIELDS: Mapping[str, tuple[str, ...]] = {
     "recompute_granularity": ("recompute_method", "recompute_num_layers", "recompute_modules"),
     "num_layers": ("num_layers_per_virtual_pipeline_stage",),
@@ -43,7 +43,7 @@ _ALTERNATIVES = (
     ("weight_decay_schedule", "weight_decay_incr_style"),
     ("pipeline_layout", "num_layers_per_virtual_pipeline_stage"),
 )
-_EVALUATED = ("valid_data_path", "test_data_path")  # which do not replace what is trained on
+_EVALUATED = ("valid_data_path", "test_data_path")  # they do not replace training data
 
 
 def give_preset(settings: Settings, name: str, chosen: Mapping[str, object]) -> None:

@@ -137,12 +137,12 @@ class Settings:
         self.origins[name] = origin
 
     def fill(self, name: str, value: object, origin: str) -> None:
-        """Derive a value where there is none, valid or not."""
+        """Derive a value if there is none, valid or not."""
         if self.is_unset(name):
             self.derive(name, value, origin)
 
     def sections(self) -> Sections:
-        """Return `values` as sections; what has no valid value is None or the default."""
+        """Return `values` as sections; settings without a valid value are None or the default."""
         return Sections(
             **{
                 attribute: section(**{o.name: self.values[o.name] for o in options_of(section)})
@@ -185,7 +185,7 @@ def nearest_multiples(value: int, step: int) -> str:
 
 
 def multiple(config: Sections, name: str, of: str, remedy: str = "") -> Problems:
-    """Yield a problem where a setting that has a value is not a multiple of another one."""
+    """Yield a problem if a setting that has a value is not a multiple of another setting."""
     size = config.get(name)
     divisor = config.get(of)
     if size is not None and size % divisor:

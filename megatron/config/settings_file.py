@@ -1,9 +1,9 @@
-"""Settings as a TOML file: reading of --config, and the resolved settings beside a run.
+"""Settings as a TOML file: the file of --config, and the resolved settings beside a run.
 
 A key is the name of a setting or any flag, with underscores or dashes. Tables named after the
-sections of a configuration may group keys; as names are unique, a key may stand in any of them.
-TOML is written here because each line carries the origin of its value, which a library that writes
-only data would lose. Settings of one start stand in [start], which --config does not repeat.
+sections of a configuration may group keys; since names are unique, a key may be in any of them.
+TOML is written by this module because each line has the origin of its value, which a library that
+writes only data would lose. Settings of one start are in [start], which --config does not repeat.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def render_settings(config: Config) -> str:
     """Return all settings as a TOML file that --config accepts, each with its origin.
 
     Values that follow from others or from the launch are comments: they are derived again. Chosen
-    settings of one start stand apart.
+    settings of one start are in a separate table.
     """
     lines = [f"{_FIRST_LINE} --config takes this file; flags override its values."]
     start = ["", f"[{_START}]  # of the start that wrote this file: --config does not repeat it"]
@@ -109,7 +109,7 @@ def written(value: object) -> str:
         return f"[{', '.join(map(written, value))}]"
     if value is None:
         return "unset"
-    # JSON's strings, numbers and booleans are TOML's, but for one character
+    # JSON's strings, numbers and booleans are TOML's, except for one character
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -117,8 +117,8 @@ def write_settings(path: Path, text: str, iteration: int) -> None:
     """Write the result of `render_settings` beside a run that starts at `iteration`.
 
     Settings that were read from this file keep their lines, with the first origin. A file with
-    other settings is kept as settings-ITERATION.toml, unless there is one: between two starts at
-    the same iteration nothing was trained that counts. Raises OSError and ValueError.
+    other settings is kept as settings-ITERATION.toml, unless that exists: between two starts at the
+    same iteration no training counts. Raises OSError and ValueError.
     """
     try:
         before = read_toml(path, _MOST_BYTES, error=ConfigError)

@@ -70,7 +70,7 @@ class OptimizerConfig:
     optimizer: str = option(
         "adam",
         "Optimizer. adam is AdamW (decoupled weight decay). muon orthogonalizes the updates of the "
-        "layers' matrices; other parameters have AdamW.",
+        "layers' matrices; other parameters use AdamW.",
         choices="adam sgd lion muon",
         value_names="adamw=adam fusedadam=adam fusedadamw=adam dist_muon=muon",
         hint="use --optimizer adam",
@@ -144,8 +144,8 @@ class OptimizerConfig:
     )
     schedule_basis: dict[str, object] = option(  # noqa: RUF009
         dict,
-        "The settings that the schedules follow, where --use-checkpoint-opt_param-scheduler took "
-        "them from a checkpoint.",
+        "Settings that the schedules follow if --use-checkpoint-opt_param-scheduler has taken them "
+        "from a checkpoint.",
         flags="",
     )
     clip_grad: float = option(1.0, "Maximum global gradient norm. 0: no clipping.", NATURAL)
@@ -153,7 +153,7 @@ class OptimizerConfig:
         None,
         "Maximum norms of the gradients of some kinds of parameters: embedding (of tokens and "
         "positions), output, hidden (matrices of layers), vector (norms and biases). These are "
-        "clipped first; --clip-grad holds for the norm of the result.",
+        "clipped first; --clip-grad then limits the norm of the result.",
         metavar="KIND=NORM ...",
     )
     adam_beta1: float = option(0.9, "Adam beta1.", SHARE)
@@ -178,7 +178,7 @@ class OptimizerConfig:
     ema_decay: float | None = option(
         None,
         "Keep an exponential moving average of the weights with this decay, as an fp32 tensor "
-        "beside the optimizer's state. It is saved and loaded with that. Unset: off.",
+        "beside the optimizer's state. It is saved and loaded with this state. Unset: off.",
         SHARE,
     )
     ema_warmup: bool = option(
@@ -212,8 +212,8 @@ class OptimizerConfig:
     muon_num_ns_steps: int = option(5, "Number of Muon's Newton-Schulz steps.", Range(1, 100))
     muon_coefficient_type: str = option(
         "quintic",
-        "Coefficients of the Newton-Schulz steps. simple: the same in all. quintic: of 5 steps, "
-        "repeated. polar_express: of 8 steps, the last repeated.",
+        "Coefficients of the Newton-Schulz steps. simple: the same in all steps. quintic: those of "
+        "5 steps, repeated. polar_express: those of 8 steps, the last repeated.",
         choices="simple quintic polar_express",
     )
     muon_fp32_matmul_prec: str = option(
@@ -270,7 +270,7 @@ class PrecisionConfig:
     main_grads_dtype: str = option(
         "fp32",
         "Type in which gradients are accumulated and reduced. bf16 (only with --bf16) saves 2 "
-        "bytes per parameter and half of the communication, and rounds every sum.",
+        "bytes per parameter and half of the communication, but rounds every sum.",
         choices="fp32 bf16",
         value_names="float32=fp32 bfloat16=bf16",
         shortcuts="--grad-reduce-in-bf16=bf16 --accumulate-allreduce-grads-in-fp32=fp32",
@@ -296,22 +296,22 @@ class PrecisionConfig:
 class KernelConfig:
     """Fused kernels and attention implementation.
 
-    Each kernel has a plain torch equivalent, equal up to rounding. A fusion is used where a kernel
-    library for the device is loaded and, on a CPU, where it is faster than torch.
+    Each kernel has a plain torch equivalent, equal up to rounding. A fusion is used if a kernel
+    library for the device is loaded and, on a CPU, if it is faster than torch.
     megatron.kernels.choose decides, and the log reports the decision.
     """
 
     use_flash_attn: bool = option(
         False,
-        "Use flash-attn where it is installed and supports the device.",
+        "Use flash-attn if it is installed and supports the device.",
         inert="--attention-backend auto uses flash-attn wherever it runs",
         flags="--use-flash-attn --use-flash-attn-v2 --use-flash-attn-triton "
         "--use-flash-attn-v1 --use-flash-attn-builder",
     )
     attention_backend: str = option(
         "auto",
-        "Attention implementation. auto: flash-attn where it runs; else blocked where that is "
-        "faster (on a CPU, but no ring: bf16, and fp32 up to 512 tokens); else torch's. "
+        "Attention implementation. auto: flash-attn if it runs; else blocked if that is "
+        "faster (on a CPU without a ring: bf16, and fp32 up to 512 tokens); else torch's. "
         "flash: flash-attn, else torch's. fused: torch's. blocked: matrix products over blocks of "
         "queries, without storing scores. unfused, local: explicit softmax(q k^T) v.",
         choices="auto flash fused blocked unfused local",
@@ -319,11 +319,11 @@ class KernelConfig:
     cuda_graph_impl: str | None = option(
         None,
         "local: record each forward and backward pass of a micro-batch over a chunk once, as a CUDA "
-        "or HIP graph, and replay it: the host launches a pass in one call. On a CPU this is "
-        "rehearsed, for tests: no faster. The same values as without. transformer_engine, for "
-        "Megatron's scripts, is local. Not with attention dropout unless --attention-backend is "
+        "or HIP graph, and replay it: the host launches a pass in one call. Values do not change. "
+        "On a CPU this is rehearsed, for tests: it is not faster. transformer_engine, for "
+        "Megatron's scripts, means local. Not with attention dropout unless --attention-backend is "
         "blocked or unfused, nor with experts, separated documents, ring attention, ZeRO 2 and 3, "
-        "layers or models of your own.",
+        "or your own layers or models.",
         choices="local",
         value_names="transformer_engine=local",
         shortcuts="--enable-cuda-graph=local --external-cuda-graph=local",
@@ -374,8 +374,8 @@ class KernelConfig:
     )
     norm_implementation: str = option(
         "auto",
-        "Norm kernels. auto: ours where available and faster, else torch's. fused: ours where "
-        "available. apex: apex's where installed for the device. If the chosen one is not "
+        "Norm kernels. auto: ours if available and faster, else torch's. fused: ours if "
+        "available. apex: apex's if installed for the device. If the chosen one is not "
         "available, the log says so.",
         choices=_IMPLEMENTATIONS,
     )
@@ -397,7 +397,7 @@ class TrainingConfig:
     deterministic_mode: bool = option(
         False,
         "On a GPU, use only algorithms that give the same bits each time, so that a resumed run is "
-        "bit-identical; slower attention. On a CPU all are.",
+        "bit-identical; attention is slower. On a CPU all algorithms do.",
     )
     eval_iters: int = option(
         100,
@@ -435,7 +435,7 @@ class TrainingConfig:
     exit_signal_handler: bool = option(
         None,
         "On SIGTERM, SIGUSR1, SIGINT (Ctrl-C) or SIGHUP (except under nohup), save and exit with "
-        "code 0. A second SIGINT exits at once with code 130.",
+        "code 0. A second SIGINT exits immediately with code 130.",
         derived="on with --save",
     )
     walltime: str | None = option(

@@ -122,7 +122,7 @@ def _weight_decay(config: Sections) -> Problems:
     if style == "constant" and not start == end == optimizer.weight_decay:
         yield (
             f"--start-weight-decay {start:g} and --end-weight-decay {end:g} need "
-            "--weight-decay-incr-style linear or cosine; with constant only --weight-decay counts"
+            "--weight-decay-incr-style linear or cosine; with constant only --weight-decay has an effect"
         )
     if style != "constant" and optimizer.weight_decay_schedule is not None:
         yield (
@@ -138,7 +138,7 @@ def _schedules(config: Sections) -> Problems:
             for unit in _units(config, what):
                 if unit != run[0]:
                     flag = f"--{what.replace('_', '-')}"
-                    yield f"{flag}-{unit} does not go with --train-{run[0]}: use {flag}-{run[0]}"
+                    yield f"{flag}-{unit} does not fit --train-{run[0]}: use {flag}-{run[0]}"
     limit = config.training.walltime
     if limit not in (None, "none") and not duration_s(limit or ""):
         yield f"--walltime {limit}: give D-HH:MM:SS, HH:MM:SS, MM:SS, minutes or none"
@@ -186,8 +186,8 @@ def _newton_schulz(config: Sections) -> Problems:
 def _qk_clip(config: Sections) -> Problems:
     if config.optimizer.qk_clip and config.model.qk_layernorm:
         yield (
-            "--qk-clip scales the weights of queries and keys, which --qk-layernorm makes without "
-            "effect: use one of them"
+            "--qk-clip scales the weights of queries and keys, which has no effect with "
+            "--qk-layernorm: use one of them"
         )
 
 
@@ -205,9 +205,9 @@ def own_passes(cuda_graph_impl: str | None, pieces: Pieces) -> Problems:
     for name, piece in {"layer": pieces.layer, "model": pieces.model}.items():
         if cuda_graph_impl is not None and piece is not None:
             yield (
-                f"a {name} of your own ({pieces.describe()[name]}) does not work with "
-                f"--cuda-graph-impl {cuda_graph_impl}: what its Python code does in each pass would "
-                "be left out of replays. Use --cuda-graph-impl none"
+                f"your own {name} ({pieces.describe()[name]}) does not work with "
+                f"--cuda-graph-impl {cuda_graph_impl}: replays would not run its Python code in each "
+                "pass. Use --cuda-graph-impl none"
             )
 
 
@@ -219,7 +219,7 @@ def _captured_passes(config: Sections) -> Problems:
     if kernels.cuda_graph_impl is None:
         return
     masks = "a replay would repeat the masks, which come from torch's generator"
-    documents = "how documents are divided decides which kernels run"
+    documents = "the division into documents determines which kernels run"
     narrow = config.precision.dtype_name != "float32"
     unfused = kernels.attention_backend in ("unfused", "local")
     torch_drops = model.attention_dropout and not unfused
@@ -266,7 +266,7 @@ def _captured_passes(config: Sections) -> Problems:
         (
             parallel.context_parallel_size > 1 and parallel.cp_comm_type != "a2a",
             "cp_comm_type",
-            "the messages of a ring are no collectives",
+            "the messages of a ring are not collectives",
             "--cp-comm-type a2a",
         ),
     ):

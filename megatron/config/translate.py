@@ -61,7 +61,7 @@ class Direct:
 
 
 def is_off(words: Sequence[str]) -> bool:
-    """Return whether the words reset a flag, as null and false in YAML do."""
+    """Return whether the words reset a flag, like null and false in YAML."""
     return len(words) == 1 and words[0].lower() in ("none", "null", "false")
 
 
@@ -105,7 +105,7 @@ def _profiled_steps(words: list[str]) -> Values:
 
 def _step(words: list[str]) -> Values:
     number = Option(kind=int, limits=NATURAL).parse(words)
-    return {"load_tag": str(number)} if number else {}  # Megatron-LM takes 0 as none
+    return {"load_tag": str(number)} if number else {}  # 0 means none in Megatron-LM
 
 
 def _timeout(words: list[str]) -> Values:
@@ -239,7 +239,7 @@ def translate_late(settings: Settings, flags: Flags) -> None:
 class _Late:
     """Settings from flags that depend on others, and layers per stage.
 
-    The latter are from flags that describe the first and the last stage, which also hold the
+    The latter come from flags that describe the first and the last stage, which also hold the
     embedding and the loss.
     """
 
@@ -315,7 +315,7 @@ class _Late:
             if min(counts) < 1:
                 raise ValueError(
                     f"{flags_written} leaves stage {counts.index(min(counts))} of {len(counts)} without "
-                    "layers, and each needs one: use fewer stages, or --pipeline-layout"
+                    "layers, but each needs one: use fewer stages, or --pipeline-layout"
                 )
             if len(counts) > self.pipeline or self._is_preset(_PER_CHUNK):
                 self.settings.give(_PER_CHUNK, None, flags_written)  # implied by the layout

@@ -39,7 +39,7 @@ ASCENDING = (
     ("min_loss_scale", "initial_loss_scale"),
     ("start_weight_decay", "end_weight_decay"),
 )
-# In each line a setting that must be set or have a value, and settings that need it unless they
+# Each line has a setting that must be set or have a value, and settings that need it unless they
 # have their defaults.
 NEEDED = """
     save_hf  save_hf_ema
@@ -156,7 +156,7 @@ def run_requirements(settings: Settings) -> None:
         add("no data: give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
     if not known & {"tokenizer_type", "vocab_size"} and not {"vocab_file", "merge_file"} <= known:
         add("the vocabulary is unknown: give --tokenizer-type with its files, or --vocab-size")
-    # A requeued job has the same command, with which it must not lose what it saved.
+    # A requeued job has the same command, and must not lose its checkpoints.
     if explicit.get("requeue") and "save" in explicit:
         names = ("finetune", "reset_iteration", "load_tag", "no_load_optim")
         conflicts = [

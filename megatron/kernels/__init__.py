@@ -1,1 +1,1 @@
-"""Fused kernels of this machine, and the torch operators over them."""
+"""Fused kernels of this machine, and torch operators that call them."""

@@ -1,8 +1,8 @@
 """Compile csrc/kernels/ into plain shared libraries, for HIP, CUDA or this machine's processor.
 
 `python setup.py build_kernels --target hip|cuda|host` and `pip install` call this; nothing is
-compiled when a job starts. Needs no torch and nothing else of this package: setup.py loads this
-file by its path.
+compiled when a job starts. This module needs neither torch nor the rest of this package: setup.py
+loads the file by its path.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _COMPILERS = {
 }
 _COMPILERS["simulator"] = ("CXX", ("g++",), "apt-get install g++")
 
-_CAUSE_LINES = 60  # of a compiler's output: the first ones name the cause
+_CAUSE_LINES = 60  # of a compiler's output: the first lines contain the cause
 
-# What each level of x86-64 needs beyond the one before (x86-64 psABI, section 3.1.1), as
-# /proc/cpuinfo writes it.
+# Features that each level of x86-64 adds to the previous one (x86-64 psABI, section 3.1.1), with
+# their names in /proc/cpuinfo.
 _LEVELS = (
     (
         "x86-64-v4",
@@ -133,9 +133,9 @@ def _needed_compiler(target: str) -> str:
 
 
 def default_archs(target: str) -> list[str]:
-    """Return the architectures without --arch.
+    """Return the default architectures.
 
-    For the host this processor; for HIP those that the compiler knows.
+    For the host it is this processor; for HIP those that the compiler supports.
     """
     if target == "simulator":
         return ["wave64"]
@@ -147,11 +147,11 @@ def default_archs(target: str) -> list[str]:
 
 
 def without_kernels(arch: str) -> str:
-    """Return why there can be no kernels for one of AMD's GPUs; "" for those that can have them."""
+    """Return why kernels are impossible for one of AMD's GPUs; "" if they are possible."""
     if re.fullmatch(r"gfx9[0-9a-f]{2}", arch):
         return ""
     return (
-        f"the kernels assume waves of 64 lanes, as gfx9 has ({', '.join(DEFAULT_ARCHS['hip'])}), "
+        f"the kernels assume waves of 64 lanes, as on gfx9 ({', '.join(DEFAULT_ARCHS['hip'])}), "
         f"and cannot run on {arch}"
     )
 
@@ -287,8 +287,8 @@ def written_atomically(path: Path) -> Iterator[Path]:
 def _link(target: str, tool: str, flags: Sequence[str]) -> list[str]:
     """Return the linker's command, which does not link HIP's runtime.
 
-    torch brings its own, and a process must not have two. So its functions are found at load time
-    in the one that torch has loaded (see library.py).
+    torch brings its own, and a process must not have two. Its functions are therefore found at load
+    time in the one that torch has loaded (see library.py).
     """
     if target != "hip":
         return [tool, *flags, "-shared"]
@@ -317,13 +317,13 @@ def _is_whole_with(path: Path, text: str) -> bool:
 def missing_bytes(path: Path) -> int:
     """Return how many bytes a 64-bit ELF file lacks: loading a truncated one kills the process.
 
-    A truncated file is a bus error once it is mapped. Linkers write the table of sections last
+    A mapped file that is truncated causes a bus error. Linkers write the table of sections last
     (System V ABI, chapter 4: e_shoff, e_shentsize, e_shnum).
     """
     with path.open("rb") as file:
         head = file.read(64)
     if head[:5] != b"\x7fELF\x02":
-        return 0  # another format: the loader reports what is wrong
+        return 0  # another format: the loader reports the problem
     if len(head) < 64:
         return 64 - len(head)
     (at,) = struct.unpack_from("<Q", head, 0x28)
@@ -348,13 +348,13 @@ def nodes_hash() -> str:
 def build_nodes(folder: Path = LIBRARIES, *, force: bool = False) -> tuple[Path, bool]:
     """Compile csrc/nodes/ for this Python's torch; return its path, and whether it was made now.
 
-    Raises BuildError, also where this Python has no torch or no headers.
+    Raises BuildError, also if this Python has no torch or no headers.
     """
     tool = _needed_compiler("host")
-    # In a process of its own: this one must not import torch for the rest of its life.
+    # In a separate process: this one must not import torch for the rest of its life.
     asked = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True)
     if asked.returncode:
-        raise BuildError(f"{sys.executable} cannot import torch, which the nodes are part of")
+        raise BuildError(f"{sys.executable} cannot import torch, which the nodes extend")
     version, abi, libraries, *includes = asked.stdout.split("\n")[:-1]
     path = folder.resolve() / nodes_name(version)
     digest = nodes_hash()
@@ -389,11 +389,11 @@ def plan(targets: Sequence[str], archs: Sequence[str]) -> list[tuple[str, list[s
 
     Without targets: the targets of `archs`, or all targets with a compiler. One library holds all
     architectures of hip and cuda; the host has one library for each. Raises BuildError for unknown
-    names and where there is no compiler at all.
+    names and if there is no compiler at all.
     """
     for target in targets:
         if target not in TARGETS:
-            raise BuildError(f"--target {target} is not known; there are {', '.join(TARGETS)}")
+            raise BuildError(f"--target {target} is unknown; there are {', '.join(TARGETS)}")
     of_target: dict[str, list[str]] = {}
     for arch in archs:
         of_target.setdefault(_target_of(arch), []).append(arch)
@@ -429,7 +429,7 @@ def make(
         if target == "hip" and not any(arch.startswith("gfx") for arch in archs):
             unknown = ", ".join(arch for arch in DEFAULT_ARCHS["hip"] if arch not in names)
             if unknown:
-                say(f"hip: left out {unknown}, which {tool} does not know; a newer ROCm does")
+                say(f"hip: left out {unknown}, which {tool} does not support; a newer ROCm does")
         if not force and is_current(path, target, names):
             say(f"{target} {'+'.join(names)}: up to date, {path}")
         else:
@@ -444,12 +444,12 @@ def make(
 def make_nodes(
     folder: Path = LIBRARIES, *, force: bool = False, say: Callable[[str], None] = print
 ) -> list[Path]:
-    """Build the nodes, or report why not: Python then does the same, but takes longer."""
+    """Build the nodes, or report why not: Python then does their work, but takes longer."""
     start = time.monotonic()
     try:
         path, made = build_nodes(folder, force=force)
     except (BuildError, OSError) as error:
-        say(f"nodes: not built, calls of kernels take the host twice as long: {error}")
+        say(f"nodes: not built, kernel calls take the host twice as long: {error}")
         return []
     took = f"{time.monotonic() - start:.1f} s" if made else "up to date"
     say(f"nodes: {took}, {path}")
@@ -459,10 +459,10 @@ def make_nodes(
 def install(folder: Path, *, alone: bool, say: Callable[[str], None] = print) -> None:
     """Build the kernels of an installation.
 
-    For this processor, or for the targets that MEGATRON_KERNELS_TARGETS lists.
+    They are built for this processor, or for the targets in MEGATRON_KERNELS_TARGETS.
 
-    A failed build is a warning, since torch's own operators do the same. `alone` removes libraries
-    of earlier builds from `folder`, which becomes part of a wheel.
+    A failed build is a warning, since torch's own operators can do the same. `alone` removes
+    libraries of earlier builds from `folder`, which becomes part of a wheel.
     """
     if not source_hash():
         return

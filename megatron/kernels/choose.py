@@ -1,7 +1,7 @@
 """Choose, once per run, how attention is computed and which operators use fused kernels.
 
-The others use torch's operators or other packages. Optional packages are imported only when they
-are requested; this module needs no torch when imported.
+Other operators use torch's or other packages. Optional packages are imported only if they are
+requested; importing this module does not need torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class OptionalPackage:
 
     usable    whether it is installed and runs on the device and in the requested precision
     reason    why not; "" if usable
-    fallback  what is used instead
+    fallback  its replacement
     """
 
     package: str
@@ -65,12 +65,13 @@ class OptionalPackage:
 class AttentionFeatures:
     """Features that a layer needs of its attention.
 
-    drops     attention weights are dropped
-    windowed  there is a sliding window
-    capped    scores have a soft cap, which torch lacks
-    ring      keys and values rotate over context-parallel ranks, so that a kernel must return the
-              logarithms with which partial softmaxes are merged
-    biased    there is ALiBi, or a head size that flash kernels lack; matters only for a ring
+    drops     whether attention weights are dropped
+    windowed  whether there is a sliding window
+    capped    whether scores have a soft cap, which torch lacks
+    ring      whether keys and values rotate over context-parallel ranks: a kernel must then return
+              the logarithms with which partial softmaxes are merged
+    biased    whether there is ALiBi, or a head size that flash kernels lack; matters only for a
+        ring
     """
 
     drops: bool = False
@@ -122,7 +123,7 @@ def _why_no_flash(
         return f"does not compute in {dtype_name}"
     if reason := _import_problem("flash_attn", "flash_attn_func") or _too_old_for_flash_attention():
         return reason
-    # its window_size and softcap came with these versions
+    # its window_size and softcap were added in these versions
     if features.windowed and _older(version, (2, 3)):
         return "has no windows before version 2.3"
     if features.capped and (reason := _why_no_softcap(version, features.drops)):
@@ -169,9 +170,9 @@ def choose_attention(
     """Choose the attention: "flash", "torch", "blocked" or "unfused".
 
     "flash" is flash-attn, "torch" torch's attention. `device` None means the CPU, `sequence` 0 a
-    short one. It is no error if flash-attn cannot be used, since torch's attention computes the
-    same; the log names the choice (see report). With dropout of attention weights torch has no
-    kernel on a CPU and would store all scores.
+    short sequence. It is not an error if flash-attn cannot be used, since torch's attention
+    computes the same; the log reports the choice (see report). With dropout of attention weights
+    torch has no kernel on a CPU and would store all scores.
     """
     backend = kernels.attention_backend
     device_type = device.type if device is not None else "cpu"
@@ -197,10 +198,10 @@ def choose_attention(
 def fastest_attention(dtype_name: str, sequence: int, windowed: bool = False) -> str:
     """Return "torch" or, for blocks, their length in positions.
 
-    As measured on this CPU, otherwise on others: in bf16 blocks are 1.3 to 2.8 times as fast as
-    torch at sequences of 512 to 2048; in fp32 1.2 times at 512 and in a window, but 0.9 to 0.96 from
-    1024 on, where torch's own blocks fill its products. In fp16 torch's batched products have no
-    fast path on most processors.
+    It is based on measurements on this CPU, or else on others: in bf16 blocks are 1.3 to 2.8 times
+    as fast as torch at sequences of 512 to 2048; in fp32 1.2 times at 512 and in a window, but 0.9
+    to 0.96 from 1024 on, since torch's own blocks then fill its products. In fp16 torch's batched
+    products have no fast path on most processors.
     """
     short = dtype_name == "float32" and (sequence <= 512 or windowed)
     usual = short or dtype_name == "bfloat16"
@@ -220,8 +221,8 @@ def block_length(dtype_name: str, length: int) -> int:
 def usual_block(dtype_name: str, length: int) -> int:
     """Return the positions of a block of attention on CPUs that were not measured.
 
-    Smaller blocks skip more above the diagonal, larger ones make faster products, which matters
-    more in 16 bits. They are multiples of the kernels' tiles.
+    Smaller blocks skip more above the diagonal, larger ones make faster products, which matter
+    more in 16 bits. The lengths are multiples of the kernels' tiles.
     """
     least = 64 if dtype_name == "float32" else 128
     return max(least, min(-(-length // 256) * TILE, 2 * least))
@@ -244,9 +245,9 @@ def _case(dtype_name: str, windowed: bool) -> str:
 def _returns_logarithms(device_type: str, dtype_name: str) -> bool:
     """Return whether torch's flash attention runs, and returns the logarithms that a ring needs.
 
-    On ROCm they were of base 2 before torch 2.8 (ROCm/aotriton, pull request 108); on a CPU it had
-    no grouped keys before 2.9. Tensors without data ("meta") stand for a GPU of which this machine,
-    with its torch, knows nothing: it is assumed to run there.
+    On ROCm they had base 2 before torch 2.8 (ROCm/aotriton, pull request 108); on a CPU there were
+    no grouped keys before 2.9. Tensors without data ("meta") stand for a GPU about which this
+    machine and its torch have no information: the kernel is assumed to run there.
     """
     import torch
 
@@ -299,7 +300,7 @@ def _apex(
 ) -> OptionalPackage:
     """Check whether `module` has `name` and the compiled `extension` that it calls.
 
-    The package called apex on PyPI is another project; it is recognised and not used.
+    The package named apex on PyPI is another project; it is recognised and not used.
     """
     version = _version("apex", "apex")
     if version is None:
@@ -310,7 +311,7 @@ def _apex(
         reason = f"does not run on {device_type}"
     else:
         reason = _import_problem(module, name)
-    fallback = f"what --{flag}-implementation auto takes"
+    fallback = f"the choice of --{flag}-implementation auto"
     return OptionalPackage(f"apex {feature}", version, not reason, reason, fallback)
 
 
@@ -368,7 +369,7 @@ class Fusions:
     cross_entropy    the local passes of the vocabulary-parallel cross entropy
     permute          tokens to the rows of their experts, and back
     optimizer        AdamW; in bf16 also the gradients' norm and clipping and the 16-bit weights
-    apex_norm        normalisation goes through apex
+    apex_norm        whether apex computes normalisation
     """
 
     attention_block: bool = False
@@ -385,7 +386,7 @@ class Fusions:
 
 
 OPERATORS = tuple(field.name for field in dataclasses.fields(Fusions) if field.name != "apex_norm")
-"""The names of the operators, as Fusions has them."""
+"""The names of the operators, as in Fusions."""
 
 NORMS = ("layer_norm", "rms_norm")
 
@@ -431,7 +432,7 @@ _SETTINGS = {
 
 
 def choose_fusions(kernels: KernelConfig, device: torch.device | None, dtype_name: str) -> Fusions:
-    """Choose what uses the kernels on `device` (None: the CPU) when computing in `dtype_name`.
+    """Choose the operators that use kernels on `device` (None: the CPU) in `dtype_name`.
 
     An operator does if a library is loaded for the device, no flag forbids it, and, on a CPU,
     the kernel is faster (faster_on_host) or `--...-implementation fused` requests it.
@@ -483,9 +484,9 @@ def report(config: Config, device: torch.device) -> list[str]:
 
 
 def implementations(config: Config, device: torch.device) -> dict[str, str]:
-    """Return what computes attention, and the operators that use fused kernels.
+    """Return the implementation of attention, and the operators that use fused kernels.
 
-    Runs in which these differ have figures that differ by rounding, and other dropout masks where
+    Runs in which these differ have figures that differ by rounding, and other dropout masks if
     torch draws them.
     """
     attention, _ = _attention(config, device)
@@ -502,7 +503,7 @@ def implementations(config: Config, device: torch.device) -> dict[str, str]:
 def _attention(config: Config, device: torch.device) -> tuple[str, AttentionFeatures]:
     """Return how a run computes attention, and the features that it needs."""
     model = config.model
-    # a windowed layer, where there is one: it needs more
+    # a windowed layer, if there is one: it needs more
     some = (layer for layer in range(model.num_layers) if model.window(layer) is not None)
     features = AttentionFeatures.of_layer(config, next(some, 0))
     dtype_name = config.precision.dtype_name
@@ -552,7 +553,7 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
     if name in NORMS and name.replace("_", "") != model.normalization:
         return f"--normalization {model.normalization}"
     if name == "optimizer" and config.pieces.optimizer is not None:
-        return "an optimizer of your own"
+        return "your own optimizer"
     if name == "optimizer" and config.optimizer.optimizer != "adam":
         return f"--optimizer {config.optimizer.optimizer}"
     unfused = config.kernels.attention_backend in UNFUSED_BACKENDS
@@ -564,7 +565,7 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
     if wider and name in NORMS and reason in ("", _APEX):
         return "--fp32-residual-connection"
     if wider and name == "bias_dropout" and not reason:
-        return "--fp32-residual-connection, but for embeddings and attention weights"
+        return "--fp32-residual-connection, except for embeddings and attention weights"
     return reason
 
 
@@ -587,6 +588,6 @@ def _why_not(name: str, kernels: KernelConfig, device_type: str, dtype_name: str
 
 
 def faster_on_host(name: str, dtype_name: str) -> bool:
-    """Return whether an operator's kernel is faster than torch: measured here, or HOST_FASTER."""
+    """Return whether an operator's kernel is faster than torch: measured, or from HOST_FASTER."""
     default = "fused" if dtype_name in HOST_FASTER[name] else "torch"
     return measured_times.find().fastest(f"{name} {dtype_name}", default) == "fused"

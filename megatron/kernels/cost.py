@@ -1,8 +1,8 @@
 """Costs of operators, and marks for code whose cost its operators do not show.
 
-An operator of ours declares its cost where it is defined (operators.operator). Code that consists
-of many operators but is one computation is marked with `counts_as`, code that recomputes a value
-with `recomputed`. The planner's recorder (planner/trace.py) reads the marks, and so does the
+Our operators declare their cost in their definition (operators.operator). Code that consists of
+many operators but is one computation is marked with `counts_as`, code that recomputes a value with
+`recomputed`. The planner's recorder (planner/recorder.py) reads the marks, and so does the
 recording of a training step (training/report/timeline.py).
 """
 
@@ -47,7 +47,7 @@ class Attention(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Count as model/formulas.py does: all pairs, the backward pass twice the forward's."""
+        """Count as in model/formulas.py: all pairs, and the backward pass as two forward passes."""
         pairs = 4.0 * self.batch * self.heads * self.seq * (self.keys or self.seq)
         return (2 if self.backward else 1) * pairs * self.head_dim
 

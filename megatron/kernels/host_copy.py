@@ -1,4 +1,4 @@
-"""Numbers on their way from a device to the host."""
+"""Asynchronous copies of numbers from a device to the host."""
 
 from __future__ import annotations
 

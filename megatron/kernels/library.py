@@ -1,9 +1,9 @@
-"""The compiled kernels: found, loaded and called.
+"""Finds, loads and calls the compiled kernels.
 
 There is one library for each kind of device, loaded on first use. A C function is declared once,
-with the types of its arguments (`Function`), and called with the tensor whose device and stream it
-runs on. For each micro-batch, layers call nodes of autograd's graph in C++ (csrc/nodes) if these
-are built for this torch: see `nodes_for`.
+with the types of its arguments (`Function`), and called with a tensor on whose device and stream it
+runs. For each micro-batch, layers call nodes of autograd's graph in C++ (csrc/nodes) if these are
+built for this torch: see `nodes_for`.
 """
 
 from __future__ import annotations
@@ -59,13 +59,12 @@ class KernelLibrary:
     """The result of the search for a kind of device.
 
     path          the library file, if one was loaded
-    target, arch  what it was built for
+    target, arch  target and architecture of its build
     reason        why there is none; "" if there is one
     handle        the loaded library; None if there is none
     sources       hash of the sources it was built from
     functions     its functions that were called, by name
-    no_nodes      why Python calls its functions; "" if nodes of autograd's graph (csrc/nodes) call
-                  them
+    no_nodes      why Python calls its functions; "" if nodes of autograd's graph (csrc/nodes) do
     """
 
     path: Path | None = None
@@ -152,7 +151,7 @@ def fingerprint(device_type: str) -> str:
 
 
 def device_arch(index: int | None = None) -> tuple[str, str]:
-    """Return what a GPU's library must be built for: ("hip", "gfx90a") or ("cuda", "sm_90")."""
+    """Return target and architecture of a GPU: ("hip", "gfx90a") or ("cuda", "sm_90")."""
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
         return "hip", properties.gcnArchName.split(":")[0]  # without the ECC and XNACK modes
@@ -161,7 +160,7 @@ def device_arch(index: int | None = None) -> tuple[str, str]:
 
 def _named(path: Path) -> KernelLibrary:
     """Load the library that the user named; raise KernelError if it cannot be used."""
-    if not os.path.isfile(path):  # also where the path is too long for the system
+    if not os.path.isfile(path):  # also if the path is too long for the system
         reason = "there is no such file"
     elif path.name.startswith(("libmegatron-hip-", "libmegatron-cuda-")):
         reason = (
@@ -266,7 +265,7 @@ def _load_nodes() -> tuple[Any, str]:
 
 
 def _bind_nodes(device_type: str, handle: Any, sources: str) -> str:
-    """Give the nodes the kernels of a kind of device; return why they cannot call these, or ""."""
+    """Give the nodes the kernels for a kind of device; return why they cannot call them, or ""."""
     global _nodes
     nodes, reason = _load_nodes()
     if nodes is None:
@@ -285,7 +284,7 @@ def _bind_nodes(device_type: str, handle: Any, sources: str) -> str:
 def nodes_for(x: Tensor) -> Any:
     """Return the nodes for a call with x; None if the general way must be taken.
 
-    A node returns NotImplemented for a device of whose kernels it was given none.
+    A node returns NotImplemented for a device for which it has no kernels.
     """
     if _nodes is None or torch.compiler.is_dynamo_compiling() or not x.dim():
         return None
@@ -315,8 +314,8 @@ class _Recomputation(Scope):
 def _once_and_again() -> tuple[contextlib.nullcontext[None], Scope]:
     """Return the contexts of a forward pass and of its recomputation for torch.utils.checkpoint.
 
-    Both call kernels in the same way, or they would save different tensors: a profiler, or a mode
-    that records operators, may run during one of them only.
+    Both must call kernels in the same way, or they would save different tensors: a profiler, or a
+    mode that records operators, may be active during only one of them.
     """
     return contextlib.nullcontext(), _Recomputation(_nodes is None or _nodes.watched())
 
@@ -353,7 +352,7 @@ def _share_hip_runtime() -> None:
 
 
 def _try_on_gpu(handle: Any) -> str:
-    """Return why a kernel cannot be launched here; "" if it can.
+    """Return why a kernel cannot be launched on this GPU; "" if it can.
 
     One reason is a driver older than the compiler.
     """

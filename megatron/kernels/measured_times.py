@@ -1,4 +1,4 @@
-"""Times of implementations on this kind of CPU, from which the fastest are chosen.
+"""Times of implementations on this kind of CPU, for choosing the fastest.
 
 `tools/check_kernels.py --measure` measures them once and stores them beside the kernels' library,
 in a file for each kind of CPU, so that different nodes can share a folder. A file has one
@@ -67,9 +67,9 @@ class MeasuredTimes:
         )
 
     def fastest(self, case: str, default: str, without: str = "") -> str:
-        """Return the fastest implementation of a case but one, or a default that is about as fast.
+        """Return a case's fastest implementation, except `without`, or a default about as fast.
 
-        The default, too, if the case was not measured.
+        Return the default, too, if the case was not measured.
         """
         times = {
             implementation: s
@@ -137,7 +137,7 @@ def find() -> MeasuredTimes:
 
 
 def agree(one: MeasuredTimes) -> None:
-    """Use another process's measurement from now on, so that all ranks of a job choose alike."""
+    """Use another process's measurement from now on, so that all ranks of a job choose the same."""
     _agreed[:] = [one]
 
 
@@ -159,7 +159,7 @@ def _from_file() -> MeasuredTimes:
         return MeasuredTimes(reason=f"{OVERRIDE} is none")
     if library.find("cpu").handle is None:
         return MeasuredTimes(reason="there are no kernels")
-    if not os.path.exists(file):  # also where the path is too long for the system
+    if not os.path.exists(file):  # also if the path is too long for the system
         return MeasuredTimes(reason=f"not measured on this CPU ({file}): {COMMAND}")
     try:
         stored = read(file)
@@ -168,7 +168,7 @@ def _from_file() -> MeasuredTimes:
     here = str(torch.__version__), library.find("cpu").build
     usable = [one for one in stored if (one.torch, one.kernels) == here]
     if not usable:
-        return MeasuredTimes(reason=f"{file} is of another torch or other kernels: {COMMAND}")
+        return MeasuredTimes(reason=f"{file} is for another torch or other kernels: {COMMAND}")
     threads = torch.get_num_threads()
     return min(usable, key=lambda one: abs(math.log(one.threads / threads)))
 
@@ -215,8 +215,8 @@ def _is_implementation(case: str, implementation: str) -> bool:
 def write(file: Path, one: MeasuredTimes) -> None:
     """Write a measurement to a file, which is replaced atomically.
 
-    It replaces one with the same number of threads; those of another torch or other kernels are
-    dropped, and a damaged file is replaced. Raises KernelError.
+    It replaces one with the same number of threads; measurements for another torch or other kernels
+    are dropped, and a damaged file is replaced. Raises KernelError.
     """
     try:
         earlier = read(file)
@@ -237,6 +237,6 @@ def write(file: Path, one: MeasuredTimes) -> None:
             partial.write_text(text)
     except OSError as error:
         raise KernelError(
-            f"cannot write {file}: {error.strerror}. {OVERRIDE} names another file for these times, "
-            "here and in the environment of runs"
+            f"cannot write {file}: {error.strerror}. Set {OVERRIDE} to another file for these times, "
+            "now and in the environment of runs"
         ) from error

@@ -1,9 +1,9 @@
 """Operators under `torch.ops.megatron`, and checks of their inputs.
 
 Each has an implementation for CPU and CUDA (ROCm) tensors, a rule for the shapes of its results, so
-that torch.compile can trace it, and, where it has a gradient, an autograd rule. The implementation
+that torch.compile can trace it, and, if it has a gradient, an autograd rule. The implementation
 calls the compiled kernel if there is one, and torch's own operators otherwise. Only tracers and
-profilers need torch's dispatcher, which costs the host more than the kernel's launch, so ordinary
+profilers need torch's dispatcher, which takes the host longer than the kernel's launch, so ordinary
 calls bypass it.
 """
 
@@ -65,7 +65,7 @@ def operator(
     """Define `megatron::<schema>` and return it, ready to call.
 
     kernel     computes it with the compiled library: (results of `shapes`, if there are any,
-               *inputs); called only if the first input is not an empty tensor
+               *inputs); called only if the first input is not empty
     reference  computes it with torch's operators
     shapes     makes empty results of the right shape, dtype and device; None for an operator
                without results
@@ -107,7 +107,7 @@ def operator(
     differentiable = None if gradient is None else _differentiable(name, run, gradient, record)
     visible = gradient.visible if gradient is not None and gradient.hidden else None
     registered = getattr(torch.ops.megatron, name).default
-    writes = shapes is None  # to its inputs: autograd has to know, where it records
+    writes = shapes is None  # to its inputs: autograd must be told if it records
 
     def call(*inputs: Any) -> Any:
         records = torch.is_grad_enabled()
@@ -148,7 +148,7 @@ def _differentiable(
         gradient.save(ctx, inputs if record is None else record(*inputs), output)
 
     def save_all(ctx: Context, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
-        """Save the same where torch's dispatcher differentiates, and returns all results."""
+        """Save the same when torch's dispatcher differentiates, and return all results."""
         save(ctx, inputs, output)
         if hidden:
             ctx.mark_non_differentiable(*output[-hidden:])
@@ -187,13 +187,13 @@ def _ordinary(x: Any, *rest: object) -> bool:
 
 
 def _check_no_tangent(name: str, inputs: Iterable[object]) -> None:
-    """Check that no input has a derivative in forward mode, which torch would leave out."""
+    """Check that no input has a forward-mode derivative, which torch would leave out."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     for x in inputs:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
             raise KernelError(
-                f"{name} has no derivative in forward mode; use torch's own operators where one is "
+                f"{name} has no forward-mode derivative; use torch's own operators where one is "
                 "needed"
             )
 
@@ -204,7 +204,7 @@ def empty_like_first(first: Tensor, *_: object) -> Tensor:
 
 
 def narrow(parameter: Tensor, x: Tensor) -> Tensor:
-    """Convert a parameter in fp32, whose gradient is not to be rounded, to the type of x."""
+    """Convert an fp32 parameter, whose gradient must not be rounded, to the type of x."""
     return parameter.to(x.dtype) if parameter.dtype == torch.float32 else parameter
 
 
@@ -275,7 +275,7 @@ def check_all(
 ) -> None:
     """Check that the tensors have one floating type and device, are contiguous, and not scalars.
 
-    `shape`: that of each of them, if it is given.
+    `shape`: the shape of each of them, if it is given.
     """
     first = next(tensor for tensor in tensors.values() if tensor is not None)
     check_beside(operator, first, TYPES, shape, **tensors)
@@ -294,7 +294,7 @@ def check_beside(
 ) -> None:
     """Check that the tensors have one type of `allowed`, the device of x, and are contiguous.
 
-    `shape`: that of each of them, if it is given.
+    `shape`: the shape of each of them, if it is given.
     """
     check_type(operator, allowed, **tensors)
     check_device(operator, x, **tensors)
@@ -310,7 +310,7 @@ def check_beside(
 # The minimum rows of a block: its sums, 8 bytes a column, stay below 6 % of what it reads and
 # writes
 PART_ROWS = 32
-# of 256 threads: more than two for each place that 110 (MI250X) or 132 (H100) compute units have
+# of 256 threads: more than two for each slot of 110 (MI250X) or 132 (H100) compute units
 _BLOCKS = 2048
 HOST_PARTS = 64  # more than threads
 
@@ -321,7 +321,7 @@ def partial_sums(like: Tensor, needed: bool, sums: int = 1) -> tuple[int, Tensor
     The memory is fp32 [parts, sums, n]. Each part's sums are added up afterwards, as for the
     gradient of a bias.
 
-    sums    how many sums each column has
+    sums    number of sums for each column
     needed  if false, there is nothing to sum: (0, None)
     """
     if not needed:

@@ -3,11 +3,11 @@
 The matrix products around it are torch's (megatron/layers/attention_{unfused,blocked}.py).
 
 Bytes moved for N scores of e bytes, all at once: forward N e in and N e out, and the mask, one byte
-an element, in each of three passes, of which the heads share what a cache holds; backward 2 N e in
-and N e out. A causal row is read up to its last visible key: half of the input. Rows that are not
-made of full, aligned packs of 16 bytes are processed element by element and read up to three times.
-The same holds, by packs, for rows of more than 65,536 elements (fp32: 32,768; in the backward pass
-half of that on CUDA), which do not fit into registers.
+per element, in each of three passes (heads share the part that is in a cache); backward 2 N e in
+and N e out. A causal row is read up to its last visible key: half of the input. Rows that do not
+consist of full, aligned packs of 16 bytes are processed element by element and read up to three
+times. Rows of more than 65,536 elements (fp32: 32,768; in the backward pass half of that on CUDA),
+which do not fit into registers, are also read up to three times, by packs.
 
 For causal attention in blocks, the forward pass keeps for each row the logarithm of the sum of
 exponentials, as in Dao et al., arXiv 2205.14135, and the backward pass recomputes the weights from
@@ -61,9 +61,9 @@ NO_WINDOW = 1 << 30
 
 
 class AttentionParameters(NamedTuple):
-    """Attention parameters: how scores become weights, in all blocks alike.
+    """Attention parameters: how scores become weights, the same in all blocks.
 
-    share    how many queries of a group see the same keys
+    share    number of queries of a group that see the same keys
     scale    factor of the scores
     probability, seed, origins, positions  dropout, see attention_weights_
     cap      scores x become cap tanh(x / cap); 0: no cap
@@ -87,7 +87,7 @@ def first_key(first: int, window: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """The inputs of attention_weights_; those of attention_gradient_ add two."""
+    """The inputs of attention_weights_; attention_gradient_ has two more."""
 
     scores: Tensor
     logarithms: Tensor
@@ -226,7 +226,7 @@ def _mask(block: AttentionBlock) -> Tensor:
     scores = block.scores
     sample = block.sample
     params = block.params
-    assert params.origins is not None, "a mask depends on which samples these are"
+    assert params.origins is not None, "a mask depends on the samples' numbers"
     count, rows, keys = scores.shape
     share = params.share
     groups = len(block.logarithms) // len(params.origins)
@@ -253,7 +253,7 @@ def _mask(block: AttentionBlock) -> Tensor:
 def _logits(block: AttentionBlock) -> Tensor:
     """Return the scaled, capped and biased scores in fp32 (fp64 for fp64).
 
-    They are -infinity where a key is later than the query or before its window.
+    They are -infinity for keys that are later than the query or before its window.
     """
     scores = block.scores
     slopes = block.slopes
@@ -264,7 +264,7 @@ def _logits(block: AttentionBlock) -> Tensor:
         wide = soft_cap(wide, params.cap)
     row = torch.arange(rows, device=scores.device)
     query = (row // params.share + block.first).unsqueeze(1)
-    # 0 or less where the query sees the key
+    # 0 or less if the query sees the key
     distance = torch.arange(keys, device=scores.device) + block.start - query
     if slopes is not None:
         of_sample = torch.arange(block.sample, block.sample + samples, device=scores.device)
@@ -489,9 +489,9 @@ def _check_softmax(
 
 
 def hidden_keys(hidden: Tensor | None, scores: Tensor, window: int) -> Tensor:
-    """Return where scores [.., queries, keys] are masked.
+    """Return the mask of hidden scores [.., queries, keys].
 
-    That is by `hidden`, or by causality without it, and outside of the window.
+    Scores are hidden by `hidden`, or without it by causality, and outside of the window.
     """
     queries, keys = scores.shape[-2:]
     all_pairs = partial(torch.ones, queries, keys, dtype=torch.bool, device=scores.device)
@@ -509,7 +509,7 @@ def softmax_reference(
     hidden = hidden_keys(hidden, scores, window)
     wide = wider(scores)
     out = (wide * scale).masked_fill(hidden, float("-inf")).softmax(-1)
-    # A row that sees nothing above -infinity is all zero, rather than all NaN.
+    # A row that sees nothing above -infinity is all zeros, not all NaN.
     nothing = (hidden | (wide == float("-inf"))).all(-1, keepdim=True)
     return out.masked_fill(nothing, 0.0).to(scores.dtype)
 

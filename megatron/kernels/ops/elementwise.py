@@ -11,8 +11,8 @@ column for each block of rows, below 6 % (operators.partial_sums).
 Dropout: the mask is computed from a seed wherever it is needed and never stored. Element i is kept
 where word i % 4 of Philox4x32-10 (Salmon et al., SC 2011), with key `seed` and counter i // 4, is
 below floor((1 - p) 2^32): p is exact to 2^-32. i counts the elements of the whole job, of which the
-tensor holds some rows (RowLayout). So the mask depends on seed, position and p alone, not on the
-layout, the device, its wave size, the type, or the number of threads. Bytes moved for N elements of
+tensor holds some rows (RowLayout). Thus the mask depends on seed, position and p alone, not on the
+layout, the device, its wave size, the type or the number of threads. Bytes moved for N elements of
 e bytes: forward N e in for each of x and residual, N e out; backward N e in, N e out (the
 residual's gradient is dy itself), and the bias as above.
 """
@@ -100,7 +100,7 @@ def reference(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
-    """Apply the activation in the type of x, by torch: see bias_activation."""
+    """Apply the activation in the type of x, with torch: see bias_activation."""
     assert kind in KINDS, f"unknown activation {kind}"
     if kind == "squared_relu":
         return F.relu(x).square()
@@ -194,8 +194,8 @@ def _gradients(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor | None, N
     return dx, gradient_written(ctx.bias, dbias), None
 
 
-# Apart: inductor cannot compile an operator that returns a tensor and would write to one that is
-# None (torch 2.13).
+# Separate operators: inductor cannot compile one that returns a tensor and would write to a tensor
+# that is None (torch 2.13).
 _activation_backward = operator(
     "activation_backward(Tensor gradient, Tensor x, str kind) -> Tensor",
     _backward,
@@ -246,7 +246,7 @@ def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
 
 
 def activation(x: Tensor, bias: Tensor | None, kind: str, fused: bool) -> Tensor:
-    """Return activation(x + bias) by the kernel, or of x alone by torch."""
+    """Return activation(x + bias) with the kernel, or activation(x) with torch."""
     return bias_activation(x, bias, kind) if fused else activate(x, kind)
 
 
@@ -264,9 +264,9 @@ def check_key(name: str, probability: float, seed: int) -> None:
 
 
 def threshold(probability: float) -> tuple[int, float]:
-    """Return what the kernels take for `probability`.
+    """Return the kernels' arguments for `probability`.
 
-    The bound below which a random word means "keep", and the factor of what is kept.
+    They are the bound below which a random word means "keep", and the factor for kept elements.
     """
     return min(int((1.0 - probability) * 2**32), 2**32 - 1), 1.0 / (1.0 - probability)
 
@@ -305,14 +305,14 @@ def _reference_sum(
 
 
 def _in_c(probability: float, seed: int, row_layout: Sequence[Any]) -> tuple[float, ...]:
-    """Return the arguments that determine a mask as the nodes take them."""
+    """Return the arguments that determine a mask, in the form of the nodes."""
     return seed, *threshold(probability), int(probability > 0.0), *row_layout[:4]
 
 
 def _in_kernel(
     probability: float, seed: int, row_layout: Sequence[int], samples: Tensor | None
 ) -> tuple[object, ...]:
-    """Return the arguments that determine a mask as the kernels take them."""
+    """Return the arguments that determine a mask, in the form of the kernels."""
     return *_in_c(probability, seed, row_layout), samples, row_layout[5]
 
 
@@ -394,7 +394,7 @@ _column_sums_ = operator(
 
 
 def bias_parts(rows: int, bias: Tensor) -> int:
-    """Return how many blocks the rows of a gradient are divided into for a bias."""
+    """Return the number of blocks of rows into which a gradient is divided for a bias."""
     columns = bias.shape[0]
     return count_row_blocks(rows * columns, columns, bias.element_size(), bias.is_cpu)
 
@@ -480,7 +480,7 @@ def keyed_dropout(
 ) -> Tensor:
     """Zero entries of x with `probability` and scale the others by 1 / (1 - probability).
 
-    Without a seed, return x itself. `row_layout`: of the mask; a list has those of equal chunks of
+    Without a seed, return x itself. `row_layout` of the mask; a list has those of equal chunks of
     x.
     """
     if probability == 0.0 or seed is None:
@@ -498,7 +498,7 @@ def keyed_dropout(
 
 
 class _Dropout(Node):
-    """Dropout by torch's operators. Its backward pass recomputes the mask."""
+    """Dropout with torch's operators. Its backward pass recomputes the mask."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
 """Operators of a layer with experts: permutation of tokens to experts' rows, and grouped products.
 
 Each token has k choices. The rows of an expert follow each other, those of expert 0 first. `order`
-names the token of each row, `positions` the row of each choice; they are inverse to each other.
+has the token of each row, `positions` the row of each choice; they are inverse to each other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _UNPERMUTE_BACKWARD = Function("mk_unpermute_backward", "ppppppllll")
 
 
 def _check_map(name: str, x: Tensor, rows: int, **maps: Tensor) -> None:
-    """Check x [.., h], and on a CPU that the maps name some of its `rows` or, with -1, none."""
+    """Check x [.., h], and on a CPU that the maps have numbers of its `rows` or -1 for none."""
     check_all(name, x=x)
     check(name, x.dim() == 2, f"x has {x.dim()} dimension(s); [rows, h] is needed")
     check_beside(name, x, [torch.int64], **maps)
@@ -184,7 +184,7 @@ def permute(x: Tensor, order: Tensor, positions: Tensor) -> Tensor:
     The gradient of a token is the sum over its rows, in fp32 and in the order of its choices.
     Bytes moved for rows of N elements of e bytes: forward 2 N e, backward (1 + 1 / k) N e. Raises
     KernelError for other types and shapes, and on a CPU for rows and tokens that do not exist; on a
-    GPU these count as -1.
+    GPU those count as -1.
     """
     return _permuted(x.contiguous(), order, positions)
 
@@ -196,9 +196,9 @@ def unpermute(y: Tensor, positions: Tensor, weights: Tensor, padded: bool = Fals
     weights    fp32  # [t, k]
     padded     whether y has rows without a choice; they get a gradient of zero
 
-    The sum is in fp32 and in the order of the choices; so is the weights' gradient, which the same
-    pass computes as that of y. Bytes moved for rows of N elements of e bytes: forward (1 + 1 / k) N
-    e, backward (2 + 1 / k) N e. Raises KernelError as `permute` does.
+    The sum is in fp32 and in the order of the choices; so is the weights' gradient, which is
+    computed in the same pass as the gradient of y. Bytes moved for rows of N elements of e bytes:
+    forward (1 + 1 / k) N e, backward (2 + 1 / k) N e. Raises KernelError like `permute`.
     """
     return _unpermuted(y.contiguous(), positions, weights.contiguous(), padded)
 
@@ -224,10 +224,10 @@ def why_no_grouped_product(device: torch.device, dtype: torch.dtype) -> str:
     """Return why torch has no kernel for products of groups of rows (grouped_mm); "" if it has.
 
     torch 2.9 to 2.13 have one in bf16 on CUDA devices of capability 9 and 10. On ROCm, gfx942 and
-    gfx950 have one in builds with composable kernels, since 2.10 only where
-    ROCM_ALLOW_GROUP_GEMM_CK=1 (pytorch pull request 170159). Elsewhere torch copies `ends` to the
-    host in each call and loops, or raises. So a small product whose result is exact is tried once
-    for each device, and torch reports whether the host waited.
+    gfx950 have one in builds with composable kernels, since 2.10 only with
+    ROCM_ALLOW_GROUP_GEMM_CK=1 (pytorch pull request 170159). On other devices torch copies `ends`
+    to the host in each call and loops, or raises. Therefore a small product whose result is exact
+    is tried once for each device, and torch reports whether the host waited.
     """
     if device.type != "cuda":
         return f"no faster than a loop on {device.type}"
@@ -334,7 +334,7 @@ def grouped_product(
     counts  rows of each expert, in all n; may be 0
     queue   the queue for the weight's gradient if a schedule defers it
 
-    The host reads the counts for the weight's gradient; for products only where torch has no kernel
+    The host reads the counts for the weight's gradient; for products only if torch has no kernel
     for them. The weight's gradient is added to its accumulator, without a second tensor of its size.
     """
     return _GroupedProduct.apply(x, weight, counts, queue)

@@ -1,14 +1,15 @@
-"""LayerNorm and RMSNorm, each with a residual added first where one is given.
+"""LayerNorm and RMSNorm, each with an optional residual that is added first.
 
 Bytes moved for N elements of e bytes: forward N e in and N e out, with a residual 2 N e in and 2 N
 e out; backward 2 N e in and N e out, with a gradient of the sum N e more in. The gradients of
 weight and bias come from the same pass over the rows; their partial sums, fp32, out and in again,
-add at most a twelfth to that where a compute unit has 32 rows or more, and more where it has fewer.
+add at most a twelfth if a compute unit has 32 rows or more, and more if it has fewer.
 
-Rows that are too wide for registers, or not made of full packs of 16 bytes, take more. Forward:
-above 65,536 elements (fp32 32,768; on CUDA a quarter of either) the input of the norm is read up to
-three times. Backward: where the sums of the columns do not fit (above 16,384 elements, RMSNorm of
-16 bits 32,768; on CUDA 16,384 and, fp32, 8,192), a second kernel reads dy and x once more for them.
+Rows that are too wide for registers, or do not consist of full packs of 16 bytes, take more.
+Forward: above 65,536 elements (fp32 32,768; on CUDA a quarter of either) the input of the norm is
+read up to three times. Backward: if the sums of the columns do not fit (above 16,384 elements,
+RMSNorm in 16 bits 32,768; on CUDA 16,384 and, fp32, 8,192), a second kernel reads dy and x once
+more for them.
 
 On a CPU the rows stay in its cache from one reading to the next.
 """
@@ -134,7 +135,7 @@ def _compute_units(index: int) -> int:
 
 
 def _row_blocks(x: Tensor, rows: int, sums: int) -> int:
-    """Return how many blocks the rows of x are divided into; see _count_row_blocks."""
+    """Return the number of blocks of rows of x; see _count_row_blocks."""
     return _count_row_blocks(
         rows, x.shape[-1] * x.element_size(), x.element_size(), x.get_device(), sums
     )
@@ -142,12 +143,12 @@ def _row_blocks(x: Tensor, rows: int, sums: int) -> int:
 
 @functools.lru_cache(1024)
 def _count_row_blocks(rows: int, row_bytes: int, element_size: int, device: int, sums: int) -> int:
-    """Return how many blocks the rows are divided into, one for each thread block of a GPU.
+    """Return the number of blocks of rows, one for each thread block of a GPU.
 
     Each has separate sums. The number depends on the shape and the device alone, so that results
     are reproducible. There are as many as the compute units hold at once, but fewer if their sums
-    were more than a twelfth of the bytes moved, down to one for each unit. On CUDA they are those
-    that were fastest on an H200, with up to a third.
+    were more than a twelfth of the bytes moved, down to one for each unit. On CUDA the numbers are
+    those that were fastest on an H200, with up to a third.
     """
     if device < 0:  # a CPU
         return min(HOST_PARTS, -(-rows // PART_ROWS))
@@ -189,7 +190,7 @@ def _backward(dx: Tensor, of: _Gradient) -> None:
     sums = (1 if of.rms else 2) + (of.dshift is not None)
     row_blocks = _row_blocks(x, rows, sums)
     partial = x.new_empty((row_blocks, sums, n), dtype=torch.float32)
-    # An RMS norm has no bias. A LayerNorm without one has its gradient's place in the workspace.
+    # An RMS norm has no bias. For a LayerNorm without bias, its gradient goes to the workspace.
     if dbias is None and not of.rms:
         dbias = x.new_empty((n,), dtype=torch.float32)
     _BACKWARD(

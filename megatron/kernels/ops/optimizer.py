@@ -3,9 +3,9 @@
 AdamW exists alone and as a torch optimizer.
 
 Bytes moved for N elements. AdamW with gradients of g bytes: in 12 N (weights, both moments) + g N,
-out 12 N; 4 N less for each moment in bf16, 2 N more where the weights have a 16-bit copy, and 8 N
-more where their average is updated. Scaling of elements of e bytes: in N e, out N e; without a
-factor only in.
+out 12 N; 4 N less for each moment in bf16, 2 N more if the weights have a 16-bit copy, and 8 N more
+if their average is updated. Scaling of elements of e bytes: in N e, out N e; without a factor only
+in.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megatron.kernels.operators import check, check_beside, check_shape, operato
 _ADAMW = Function("mk_adamw", "iippllpffffffif")
 _SCALE_AND_NORM = Function("mk_scale_and_norm", "ppppllf")
 
-# Each block has a chunk of a tensor: `_SMALLEST` elements (csrc/kernels/tensor_list.h wants a
-# multiple of it), more where there would be too many blocks. The norm leaves one number for each,
-# which one block adds up.
+# Each block has a chunk of a tensor: `_SMALLEST` elements (csrc/kernels/tensor_list.h requires a
+# multiple of it), or more if there would be too many blocks. The norm leaves one number for each
+# block, and one block adds them up.
 _SMALLEST = 4096
 _MOST_UPDATES = 1 << 18
 _MOST_SUMS = 1 << 14
@@ -72,15 +72,15 @@ class AdamWInputs(NamedTuple):
     gradients              fp32, fp16 or bf16, all of one type; multiplied by `gradient_scale`
                            before use
     exp_avgs, exp_avg_sqs  fp32 or bf16, all of one type. The step is computed in fp32, and new
-                     moments in bf16 are then rounded stochastically (round_). Rounded to nearest, a
-                     second moment would stay where it was: with beta2 = 0.999 it falls by at most
-                     0.1 % in a step, a quarter of half the distance of two bf16 numbers
+                     moments in bf16 are then rounded stochastically (round_). With rounding to
+                     nearest, a second moment would never fall: with beta2 = 0.999 it falls by at
+                     most 0.1 % in a step, a quarter of half the distance between two bf16 numbers
     copies           fp16 or bf16 tensors that get the new weights, rounded; empty if there are
                      none
     averages         fp32 averages of the weights, which move to the new ones by the share
                      `new_in_average`, as with torch.lerp; at 0 they are not read
     step             counts from 1: the bias correction is that of `step` steps
-    gradient_scale   a number, or one fp32 number on the device; where it is not finite the step is
+    gradient_scale   a number, or one fp32 number on the device; if it is not finite the step is
                      skipped: nothing is written
 
     Tensors at the same index of the lists have the same shape; all are contiguous and on one
@@ -136,9 +136,10 @@ def round_(target: Tensor, x: Tensor, step: int) -> None:
     """Round fp32 numbers stochastically to one of the two nearest in bf16.
 
     The probability of rounding up is the share of the gap below the number. The 16 random bits that
-    decide are a hash of the number and the step. So all ranks that hold the same number round it
-    alike, on any layout and after a resume, and no generator is needed. Numbers that bf16
-    represents are unchanged. The kernel uses the same hash (`stochastic` in csrc/kernels/adamw.cpp).
+    decide are a hash of the number and the step. Thus all ranks that hold the same number round it
+    in the same way, on any layout and after a resume, and no generator is needed. Numbers that bf16
+    can represent are unchanged. The kernel uses the same hash (`stochastic` in
+    csrc/kernels/adamw.cpp).
     """
     bits = x.view(torch.int32)
     random = (bits * _ODDS[0]).add_((step * _ODDS[1] + 2**31) % 2**32 - 2**31)
@@ -300,7 +301,7 @@ class Untraced:
     """Methods of torch's optimizers without their marks for torch's compiler.
 
     torch marks them as not to be traced, and imports the compiler when they are first called, which
-    takes half as long as importing torch. Nothing here is traced.
+    takes half as long as importing torch. These methods are never traced.
     """
 
     add_param_group: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -310,7 +311,7 @@ class Untraced:
 class FusedAdamW(Untraced, torch.optim.Optimizer):
     """AdamW through `adamw_`: fp32 weights, gradients in fp32 or 16 bit.
 
-    params  as torch's optimizers take them; weight_decay is 0.01 in groups that have none
+    params  as for torch's optimizers; weight_decay is 0.01 in groups that have none
 
     Each group counts its steps in `group["step"]`, on the host. A parameter without a gradient is
     left out. State: `exp_avg` and `exp_avg_sq`, fp32 unless they are there in bf16.
@@ -321,8 +322,8 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
     average         name of an fp32 average among a parameter's state, which moves to the new
                     weights in the same pass, by the share `new_in_average`; "" for none
     gradients       {parameter: gradient}, instead of .grad, which has the parameter's format
-    gradient_scale  factor of all gradients, e.g. of clipping: one fp32 number on their device,
-                    which the host need not know. Where it is not finite the step changes nothing,
+    gradient_scale  factor of all gradients, e.g. for clipping: one fp32 number on their device,
+                    which the host need not read. If it is not finite the step changes nothing,
                     and the caller must call `uncount`
     """
 

@@ -1,8 +1,8 @@
-"""Rotary position embedding of queries or keys inside of a fused projection.
+"""Rotary position embedding of queries or keys inside a fused projection.
 
 Su et al., arXiv 2104.09864.
 
-Bytes moved for x of N elements of e bytes: N e in and N e out, forward and backward alike, and the
+Bytes moved for x of N elements of e bytes: N e in and N e out, both forward and backward, and the
 tables of cosines and sines, 4 r bytes for each position, or for each position of each sample if
 samples have separate positions. For one sample of 16 heads with d = r = 128 in bf16 the tables add
 6 percent.
@@ -43,7 +43,7 @@ def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
 def reference(
     x: Tensor, cos: Tensor, sin: Tensor, back: bool = False, neighbours: bool = False
 ) -> Tensor:
-    """Compute `rotate` with torch's operators; `back`: by the opposite angles.
+    """Compute `rotate` with torch's operators; `back`: with the opposite angles.
 
     `neighbours`: the pairs are (x[.., 2c], x[.., 2c + 1]).
     """

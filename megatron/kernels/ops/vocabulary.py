@@ -190,8 +190,8 @@ local_pass = operator(
 
 logits [.., v], contiguous, of the entries first, first + 1, ..., of which only the first `real`
 exist; labels int64 [..], ids in the full vocabulary. With a cap other than 0 a logit x counts as
-cap tanh(x / cap). The sum is of exp(logit - maximum); where no
-logit is above -inf the maximum is -inf and the sum 0. A NaN shows in the sum, never in the maximum.
+cap tanh(x / cap). The sum is over exp(logit - maximum); if no logit is above -inf the maximum is
+-inf and the sum 0. A NaN shows in the sum, never in the maximum.
 The target is 0 if the label is another rank's. Has no gradient: see `gradient_`. Raises
 KernelError for other types, shapes or layouts.
 """
