@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ class Pieces:
     datasets: Piece | None = None
     optimizer: Piece | None = None
     schedule: Piece | None = None
-    callbacks: Sequence[Any] = ()
+    callbacks: Sequence[Any] = field(default=(), hash=False)  # often a list
     file: str | None = None
 
     def __post_init__(self) -> None:

@@ -239,7 +239,7 @@ def elements_of_rank(config: Config, traced: Trace, rank: int) -> tuple[BucketPl
     full parameters: enough for results that depend only on numbers of elements."""
     size = config.parallel.pipeline_model_parallel_size
     takes_full = bucket_rule(config, 1).whole
-    key = config.optimizer, config.pieces
+    key = config.optimizer, config.pieces.optimizer
     stages = tuple(stages_of(config)[rank::size])
     return _elements(_weights_of(traced), stages, BucketRule(whole=takes_full, settings=key))
 
