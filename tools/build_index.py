@@ -33,7 +33,7 @@ from megatron.training.run.process import as_tool, leave, run_guarded
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[int, list[str]]:
-    """Return the workers and the flags of pretrain_gpt.py. Raises ConfigError."""
+    """Return the number of workers and the flags of pretrain_gpt.py. Raises ConfigError."""
     parser = Parser(add_help=False)
     parser.add_argument("--workers", type=whole(1, 1024), default=1)
     own, flags = parser.parse_known_args(list(argv))

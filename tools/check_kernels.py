@@ -84,8 +84,8 @@ def dropout(device: torch.device, dtype: torch.dtype) -> Pairs:
 def adamw(device: torch.device, dtype: torch.dtype, moments: torch.dtype = torch.float32) -> Pairs:
     """Compare three steps over tensors of odd sizes, with gradients and 16-bit copies in `dtype`.
 
-    The average of the weights is updated as well. With bf16 moments it is one step: a number that
-    the sides have apart by a rounding may be rounded apart, and later steps differ.
+    The average of the weights is updated as well. With bf16 moments it is one step: a value that
+    differs by one rounding between the sides may be rounded further apart, and later steps differ.
     """
     settings: dict[str, Any] = {
         "lr": 1e-3,

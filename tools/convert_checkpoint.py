@@ -124,7 +124,7 @@ def model_settings(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def rows_of(plan: Any) -> list[tuple[str, str]]:
-    """Return a description of what was found, as names and values."""
+    """Return a description of the source, as names and values."""
     source = plan.source
     step = "none" if source.optimizer_step is None else f"Adam, step {source.optimizer_step}"
     if source.data_size is not None:
@@ -188,7 +188,7 @@ def show_progress(done: int, total: int) -> None:
 
 
 def provenance() -> dict[str, Any]:
-    """Return what a checkpoint records of its making."""
+    """Return the provenance that the checkpoint records."""
     return {"command_line": [Path(__file__).name, *sys.argv[1:]]}
 
 
@@ -245,7 +245,7 @@ def run_huggingface(args: argparse.Namespace, settings: dict[str, Any], incoming
 def from_huggingface(
     args: argparse.Namespace, settings: dict[str, Any], topology: Topology
 ) -> None:
-    """Convert a folder of Hugging Face to a checkpoint. Raises MegatronError."""
+    """Convert a Hugging Face folder to a checkpoint. Raises MegatronError."""
     from megatron.checkpoint.shared_errors import decided_by_first
     from megatron_conversion.huggingface import read_folder, to_checkpoint
 
@@ -262,7 +262,7 @@ def from_huggingface(
 
 
 def to_huggingface(args: argparse.Namespace, settings: dict[str, Any], topology: Topology) -> None:
-    """Convert a checkpoint to a folder of Hugging Face. Raises MegatronError."""
+    """Convert a checkpoint to a Hugging Face folder. Raises MegatronError."""
     from megatron.checkpoint.huggingface_save import companions_of, config_fields
     from megatron.checkpoint.shared_errors import decided_by_first, errors_on_all_ranks
     from megatron.checkpoint.tensors import MASTER

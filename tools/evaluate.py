@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from megatron.data.sampler import MicroBatch
 
 _SHOWN = 4  # files in the table
-_PER_STAGE = 4  # micro-batches of a step for each pipeline stage: a bubble of a fifth
+_PER_STAGE = 4  # micro-batches per step and pipeline stage: a bubble of a fifth
 
 
 def build_parser() -> argparse.ArgumentParser:

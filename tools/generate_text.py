@@ -233,7 +233,7 @@ def continue_prompts(args: argparse.Namespace, trained: Trained) -> None:
 
 
 def read_prompts(path: str, json_key: str, seed: int) -> list[Prompt]:
-    """Return the prompts of a file. Raises DataError, with the line, for one that is none."""
+    """Return the prompts of a file. Raises DataError, with the line, for an invalid prompt."""
     rows, prompts = path.endswith(_ROWS), []
     with open_regular(path, error=DataError) as file:
         for number, line in enumerate(file, 1):

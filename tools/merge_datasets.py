@@ -70,7 +70,7 @@ _BLOCK_ENTRIES = 1 << 18
 def prefixes_in(folder: str | os.PathLike[str]) -> list[str]:
     """Return the data sets of a folder by name, which is Megatron's order. Other files are ignored.
 
-    Raises DataError if there is none, and for a .bin or .idx without the other.
+    Raises DataError if there is none, or if a .bin or .idx is missing its counterpart.
     """
     path = Path(folder)
     if not path.is_dir():

@@ -39,7 +39,7 @@ Exit codes of rank 0: 0 all nodes are good; 4 some are not; 2 error in the input
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of `measure`; that of `check` is in check_job.py."""
+    """Return the parser of `measure`; check_job.py has the parser of `check`."""
     parser = Parser("preflight.py measure", description=MEASURE)
     parser.add_argument(
         "--cluster",

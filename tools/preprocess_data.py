@@ -260,7 +260,7 @@ def options_of(
 
 
 class StopSignal:
-    """Records the first signal to stop; the second ends the process at once."""
+    """Records the first signal to stop; the second ends the process immediately."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -110,7 +110,7 @@ def peak_activations(schedule: Schedule, *, until_weights: bool = True) -> tuple
 
 
 def peak_receives(schedule: Schedule) -> tuple[int, ...]:
-    """Return for each rank the most receive buffers from their posting until their message is used."""
+    """Return each rank's largest number of receive buffers posted and not yet used."""
     peaks = []
     for instructions in schedule:
         held: set[tuple[bool, int, int]] = set()
@@ -126,7 +126,7 @@ def peak_receives(schedule: Schedule) -> tuple[int, ...]:
 
 
 def label(instruction: Instruction, schedule: Schedule) -> str:
-    """The operation's letter, the micro-batch and, where there are several, the chunk: F3, or
+    """The operation's letter, the micro-batch and, if there are several, the chunk: F3, or
     F3.1.
     """
     chunk = f".{instruction.stage // schedule.pipeline_size}" if schedule.chunks > 1 else ""

@@ -3,7 +3,7 @@
 Creates a corpus from the Python standard library and trains a vocabulary on it; both are kept in
 --folder and reused. Then runs pretrain_gpt.py on 2 processes (interleaved pipeline of 2 stages,
 ZeRO-1), or on the machine's accelerators, and writes a report. Exit code 1 if the validation loss
-does not fall as expected. After Ctrl-C the same command goes on from the checkpoint that was saved.
+does not fall as expected. After Ctrl-C the same command continues from the saved checkpoint.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron.training.run.process import as_tool
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ("def main(", "import ", '"""Return the')
-UNFINISHED = "unfinished.json"  # there until all parts have ended: what is trained, and where
+UNFINISHED = "unfinished.json"  # exists until all parts have ended: what is trained, and where
 PEERS_LEAVE_S = 60.0  # time for the other processes to end after one failed
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ONE_PRESS_S = 1.0  # `timeout` sends a signal twice
@@ -417,8 +417,8 @@ def run_together(
     """Run commands at the same time and return their exit codes.
 
     After a failure the others get time to report; None for those that did not end in it. Raises
-    Interrupted after a signal, once all have ended. They are in sessions of their own, so that a
-    terminal's Ctrl-C reaches them once, from here: a second one makes them end without saving. The
+    Interrupted after a signal, once all have ended. They run in their own sessions, so that a
+    terminal's Ctrl-C reaches them once, from this process: a second one makes them end without saving. The
     kernel kills them with this process.
     """
     processes: list[subprocess.Popen[bytes]] = []

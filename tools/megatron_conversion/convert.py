@@ -56,7 +56,7 @@ class Plan:
 
 
 def find_source(directory: str | os.PathLike[str], tag: str | None = None) -> Path:
-    """Return the folder to read: DIRECTORY itself, that of its tracker file, or `tag` in it.
+    """Return the folder to read: DIRECTORY itself, the one its tracker file names, or `tag` in it.
 
     Raises CheckpointError.
     """
@@ -94,7 +94,7 @@ def _tracked(root: Path) -> str:
 
 
 def reader_of(folder: Path) -> Callable[..., Source] | None:
-    """Return the reader of a foreign checkpoint's folder; None if no reader knows it."""
+    """Return the reader of a foreign checkpoint's folder; None if no reader supports it."""
     for is_theirs, read in (
         (is_deepspeed, read_deepspeed),
         (is_megatron, read_megatron),
@@ -230,7 +230,7 @@ def convert(
     """
     source = plan.source
     state = dict(source.counters)
-    # without arguments only our settings have the length of a sample
+    # without arguments only our settings contain the length of a sample
     for kind in ("consumed", "scheduled"):
         state[f"{kind}_tokens"] = (
             state[f"{kind}_tokens"] or state[f"{kind}_samples"] * plan.config.model.seq_length

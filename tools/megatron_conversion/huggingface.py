@@ -1,4 +1,4 @@
-"""Conversion between folders of Hugging Face and checkpoints, tensor by tensor.
+"""Conversion between Hugging Face folders and checkpoints, tensor by tensor.
 
 Both directions share the work over all processes, whatever the layout of the training was.
 """
@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Incoming:
-    """A folder of Hugging Face that is to become a checkpoint."""
+    """A Hugging Face folder to convert to a checkpoint."""
 
     folder: Path
     kind: str
@@ -79,7 +79,7 @@ class Incoming:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A checkpoint that is to become a folder of Hugging Face.
+    """A checkpoint to convert to a Hugging Face folder.
 
     whole   returns a parameter by its name, in fp32 or in `dtype`
     notes   for the user
@@ -99,7 +99,7 @@ class Outgoing:
 
 
 def read_folder(folder: Path, chosen: Mapping[str, Any]) -> Incoming:
-    """Read what is in a folder of Hugging Face, without the tensors.
+    """Read a Hugging Face folder, without the tensors.
 
     chosen   settings that the checkpoint gets in addition
 
@@ -160,12 +160,12 @@ def to_checkpoint(
         decided_by_first(topology, lambda: put_in_place(temporary, beside))
     finally:
         if topology.world.is_first:
-            shutil.rmtree(temporary, ignore_errors=True)  # where it has not got its name
+            shutil.rmtree(temporary, ignore_errors=True)  # if it was not renamed
     return folder
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yield items, of which each is made in a thread while the one before is used."""
+    """Yield items; a thread makes each one while the previous one is in use."""
     with ThreadPoolExecutor(1) as thread:
         made = thread.submit(next, items, None)
         while (item := made.result()) is not None:
@@ -189,7 +189,7 @@ def _masters(
     """
     family, read = FAMILIES[incoming.kind], SafetensorsReader(incoming.folder, incoming.places)
     mine = list(incoming.shapes)[topology.rank :: topology.world.size]
-    # Of one buffer a shard is written, the other one is filled. New memory would take longer.
+    # One buffer is written while the other is filled. New memory would take longer.
     buffers = [torch.empty(0), torch.empty(0)]
     for done, name in enumerate(mine, 1):
         shape = incoming.shapes[name]
@@ -208,7 +208,7 @@ def _masters(
 def read_checkpoint(
     directory: Path, tag: str | None, chosen: Mapping[str, Any], kind: str = MASTER
 ) -> Outgoing:
-    """Read what is in a checkpoint of ours, without the tensors.
+    """Read one of our checkpoints, without the tensors.
 
     chosen   settings to replace, such as the path of a tokenizer that was moved
     kind     AVERAGE: the average of the weights in their place
@@ -257,7 +257,7 @@ def foreign_folder(directory: Path, tag: str | None) -> Path | None:
 def read_foreign(
     folder: Path, chosen: Mapping[str, Any], version: float | None, plain_classes: Sequence[str]
 ) -> Outgoing:
-    """Read what is in a checkpoint of Megatron or DeepSpeed, whose tensors stay in its files.
+    """Read a checkpoint of Megatron or DeepSpeed; its tensors stay in the files.
 
     Arguments and errors are those of `read_source` and `plan_conversion`.
     """

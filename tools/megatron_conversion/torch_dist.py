@@ -1,8 +1,8 @@
 """Reader of Megatron's torch_dist format: iter_0000100/ with common.pt, .metadata, __R_S.distcp.
 
 Megatron core writes it with torch.distributed.checkpoint: whole tensors in pieces, so the layout
-of the writer does not matter. Layers are tensors of their own, or the first dimension of a tensor
-of all layers. .metadata, a pickle, lists the pieces; its classes are read as Records. The tensors
+of the writer does not matter. Each layer has its own tensors, or is an index of the first dimension
+of a tensor of all layers. .metadata, a pickle, lists the pieces; its classes are read as Records. The tensors
 of an optimizer are used if they have the names and shapes of the parameters.
 """
 
@@ -83,7 +83,7 @@ def read_torch_dist(
     source.files += [folder / METADATA, *_data_files(folder, stored)]
     for name, places in weights.items():
         dtype = getattr(torch, stored[places[0].key]["dtype"])
-        # where there are no masters, the weights are in fp32
+        # without masters, the weights are in fp32
         kinds = {"master": places, **{kind: found[name] for kind, found in state.items()}}
         source.parts[name] = [
             Part(
@@ -277,7 +277,7 @@ class _Unpickler(pickle._Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a class or a dtype. Raises UnpicklingError for other names."""
+        """Return the replacement for a class or a dtype. Raises UnpicklingError for other names."""
         match module, name:
             case "torch", "Size":
                 return tuple

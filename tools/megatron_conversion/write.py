@@ -54,7 +54,7 @@ def write_offline(
     It becomes the last checkpoint. One process, or several together, write it without a model,
     shard by shard, in bounded memory.
 
-    shards       of whole tensors. They are taken one at a time. Each process has others
+    shards       shards of whole tensors, taken one at a time; different on each process
     state        counters of the training loop
     scalars      those of the engine: optimizer_step, skipped_steps, loss_scale
     optimizer    whether its state is among the shards
@@ -85,12 +85,12 @@ def write_offline(
         decided_by_first(topology, complete)
     finally:
         if topology.world.is_first:
-            shutil.rmtree(temporary, ignore_errors=True)  # where it was not committed
+            shutil.rmtree(temporary, ignore_errors=True)  # if it was not committed
     return folder
 
 
 def _write(folder: Path, topology: Topology, shards: Iterator[Piece]) -> Entries:
-    """Write a process's shards into files of its own; return what is stored."""
+    """Write a process's shards into its own files; return their entries."""
     written: list[Entries] = []
     for number in itertools.count(topology.rank, topology.world.size):
         with ShardWriter(folder, number) as writer:

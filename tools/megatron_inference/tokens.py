@@ -181,7 +181,7 @@ def file_parts(
     PART_TOKENS is decoded in parts. Raises DataError for damaged files and for ids of another
     vocabulary.
     """
-    # What a tokenizer puts around every text is no part of it.
+    # Tokens that a tokenizer puts around every text are not part of it.
     marks = [] if tokenizer is None else [tokenizer.eod, *tokenizer.encode("")]
     before = 0
     for prefix in prefixes:

@@ -110,7 +110,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def locate(path: Path, tag: str | None = None) -> Path:
-    """Return the checkpoint at a path: itself, the newest valid one in it, or the one of `tag`.
+    """Return the checkpoint at a path: itself, the newest valid one in it, or the one named `tag`.
 
     Raises CheckpointError.
     """

@@ -202,7 +202,7 @@ def inspect(
 
 
 def _same_structure(found: Inspection, mask: Inspection) -> bool:
-    """Return whether the mask is of tokens in sequences and documents of the same lengths."""
+    """Return whether the mask has sequences and documents of the same lengths as the data."""
     assert found.index is not None and mask.index is not None, "both are sound"
     return mask.index.dtype == MASK_DTYPE and all(
         np.array_equal(getattr(found.index, name), getattr(mask.index, name))

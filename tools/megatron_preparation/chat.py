@@ -53,7 +53,7 @@ _MOST_BYTES = 1 << 24
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _TURN, _NAMED, _LEFT = "\ufdd2", "\ufdd3", "\ufdd4"
 _MARKS = (_BEGIN, _END, _TURN, _NAMED, _LEFT)
-_NUMBERS = "numbers of messages"  # no name that a template could have
+_NUMBERS = "numbers of messages"  # a name that no template can have
 _MARKED = re.compile(r"\{%[-+]?\s*generation\b")
 Spans = tuple[tuple[int, int], ...]
 
@@ -163,7 +163,7 @@ def _process_of(chat: Chat) -> LimitedProcess:
 
 
 def serve(about: dict[str, Any]) -> Callable[[Any], tuple[str, Spans] | None]:
-    """Return what the child does with messages and tools. Raises ConfigError for a mistake."""
+    """Return the child's function of messages and tools. Raises ConfigError for a mistake."""
     chat = Chat(**about)
     compiled(chat.template)
     return lambda request: None if request is None else rendered(chat, *request)
@@ -224,7 +224,7 @@ def _turns(chat: Chat, text: str, messages: list[dict[str, Any]], tools: Any) ->
 
 
 def _passes(marked: str, text: str) -> dict[int, tuple[int, int]] | None:
-    """Return the range in `text` of what was written for each message; None if it is not clear."""
+    """Return the range in `text` of what was written for each message; None if ambiguous."""
     places, bare, opened, length = dict[int, tuple[int, int]](), list[str](), list[Any](), 0
     for piece in re.split(f"({_TURN}[0-9]*{_NAMED}|{_LEFT})", marked):
         if piece[:1] == _TURN:
@@ -260,7 +260,7 @@ def _text(
         )
     except MemoryError:
         raise
-    except Exception as error:  # whatever a template does with a message it does not expect
+    except Exception as error:  # a template may fail in any way on an unexpected message
         raise DataError(
             f"the chat template fails: {type(error).__name__}: {error!s:.300}"
         ) from error
@@ -400,7 +400,7 @@ def find_chat(
 ) -> tuple[Chat, str]:
     """Return the chat template of --chat-template, of the tokenizer, or the built-in one.
 
-    Also return where it is from. `tokenizer_model` is the path of an HFTokenizer, whose folder may
+    Also return its origin. `tokenizer_model` is the path of an HFTokenizer, whose folder may
     have templates with names, as in transformers: "default", and "tool_use" for conversations with
     tools. Raises DataError for files that cannot be read, ConfigError for a template with a
     mistake.

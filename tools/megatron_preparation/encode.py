@@ -265,7 +265,7 @@ def _encode_texts(
     document_sequences = counts[counts > 0]
     if options.append_eod and len(sizes):
         last, ends = np.cumsum(document_sequences) - 1, np.cumsum(sizes, dtype=np.int64)
-        last = last[tokens[ends[last] - 1] != tokenizer.eod]  # the tokenizer may put one itself
+        last = last[tokens[ends[last] - 1] != tokenizer.eod]  # the tokenizer may append one itself
         tokens = np.insert(tokens, ends[last], tokenizer.eod)
         sizes[last] += 1
     return EncodedKey(tokens, sizes, document_sequences, len(counts) - len(document_sequences))

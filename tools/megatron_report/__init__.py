@@ -1,8 +1,8 @@
 """Report about one run, or several side by side.
 
-reading.py    runs as their files tell them
+reading.py    runs as recorded in their files
 content.py    sections with tables and plots, from runs
-values.py     their names and values as a reader sees them
+values.py     names and values of tables as displayed
 pages.py      the content as HTML, Markdown or JSON
 picture.py    loss curves as an image file
 """

@@ -26,7 +26,7 @@ _SPEED = (
     "run verdict value devices layout tokens_per_s noise efficiency efficiency_interval state remarks"
 ).split()
 _MEASURED = ("step_s", "model_tflops", "mfu", "hfu", "memory_bytes")
-_MANY = 5  # runs from which on they are told of in tables only
+_MANY = 5  # number of runs from which on only tables describe them
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Section:
 
 
 def sections(runs: Sequence[Run]) -> Iterator[Section]:
-    """Yield the sections of a report; what no run has recorded is one line that says so."""
+    """Yield the sections of a report; a line lists what no run has recorded."""
     shown = runs if len(runs) < _MANY else ()
     yield Section("At a glance", [*map(_verdict, shown), _overview(runs)])
     if len(runs) > 1:
@@ -142,7 +142,7 @@ def summary(run: Run) -> Record:
 
 
 def _verdict(run: Run) -> str:
-    """Say in one sentence how a run went."""
+    """Describe in one sentence how a run went."""
     told = summary(run)
     names = ("iteration", "lm_loss", "valid_loss", "tokens_per_s", "mfu")
     parts = [f"{head(k)} {shown(k, told[k])}" for k in names if told.get(k) is not None]
@@ -273,7 +273,7 @@ def loss(runs: Sequence[Run]) -> Iterator[Block]:
 
 
 def rates(runs: Sequence[Run]) -> Iterator[Block]:
-    """Yield the learning rate and, where it varies, the batch."""
+    """Yield the learning rate and, if it varies, the batch."""
     scientific = {"yaxis": {"rangemode": "tozero", "exponentformat": "power"}}
     yield from _curves(runs, "Learning rate", "learning_rate", "learning rate", scientific)
     batches = {r.get("global_batch_size") for run in runs for r in run.of("iteration")}

@@ -1,4 +1,4 @@
-"""A run as its files tell it: records that still hold, events, the pipeline's timeline, provenance.
+"""A run as recorded in its files: valid records, events, the pipeline's timeline, provenance.
 
 Needs no torch. Nothing that the files name is opened: only files of fixed names in the run's folder.
 """
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def ended(self) -> str:
-        """Say how the run ended."""
+        """How the run ended, in words."""
         last = next((r for r in reversed(self.records) if r["event"] in ("start", "end")), {})
         if last.get("event") == "end":
             reason = last.get("reason") or "without a reason"

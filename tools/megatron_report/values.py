@@ -1,4 +1,4 @@
-"""Names and values of tables as a reader sees them, by the units in the names."""
+"""Names and values of tables as displayed, by the units in the names."""
 
 from __future__ import annotations
 
