@@ -192,14 +192,6 @@ def on_two(rank, root, cases):
     return errors
 
 
-def synchronous(root, training):
-    saver = training.saver(root)
-    saved = saver.start(
-        7, training.engine, {"samples": 3}, {"who": f"rank {training.topology.rank}"}
-    )
-    assert saved is not None and not saver.pending and saver.finish() is None
-
-
 def copy_of_the_moment_it_was_asked_for(root, training):
     """Continue training while the copy waits to be written, and appears with its commit.
 
@@ -378,7 +370,7 @@ def failure_in_the_background(root, training):
 
 
 CASES = """
-    synchronous copy_of_the_moment_it_was_asked_for one_at_a_time two_runs_in_one_folder retention
+    copy_of_the_moment_it_was_asked_for one_at_a_time two_runs_in_one_folder retention
     no_clock_is_believed another_branch failure_anywhere_leaves_no_trace failure_in_the_background
 """.split()
 

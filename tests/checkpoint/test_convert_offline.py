@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from megatron.checkpoint import save as save_module
-from megatron.checkpoint.files import CONFIG, PROVENANCE, STATE, read_manifest
+from megatron.checkpoint.files import PROVENANCE, STATE, read_manifest
 from megatron.checkpoint.find import find_folder
 from megatron.checkpoint.shards import read_stored
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron_conversion import write as write_module
 from megatron_conversion.write import pieces, write_offline
+from megatron_inspection.checkpoint import verify
 from tests.tools.conversion.whole import whole_tensors
 
 SHAPES = {"a": (7, 5), "b": (3,), "c": (2, 6, 4), "d": (1,), "e": (4, 3)}
@@ -51,39 +52,17 @@ def test_boxes_of_any_size(tmp_path, monkeypatch, box, of_file):
     assert found.keys() == tensors().keys()
     assert all(torch.equal(found[name], value) for name, value in tensors().items())
     manifest = read_manifest(folder)
-    for name in manifest.files:
-        manifest.read_bytes(name)
-    assert manifest.read_json(STATE)["state"] == {"iteration": 3} and manifest.read_json(
-        PROVENANCE
-    ) == {"from": "a test"}
-    assert manifest.read_json(CONFIG)["model"]["num_layers"] == 2
+    assert manifest.read_json(STATE)["state"] == {"iteration": 3}
+    assert manifest.read_json(PROVENANCE) == {"from": "a test"}
     stored = read_stored(manifest)
     for entry in stored.values():
-        for _, sizes, _, _, _, digest in entry["boxes"]:
+        for _, sizes, *_ in entry["boxes"]:
             assert torch.Size(sizes).numel() * 4 <= box or sizes[0] == 1
-            assert digest is not None
     boxes = [box for entry in stored.values() for box in entry["boxes"]]
     files = {box[2] for box in boxes}
     assert len(files) == 1 if of_file == 1 << 30 else len(files) > 1
     assert len(files) == len(boxes) or of_file > 1
-    assert {p.name for p in folder.iterdir()} == {*manifest.files, *files, "manifest.json"}
-
-
-def test_one_tensor_at_a_time(tmp_path):
-    """Each tensor is released before the next one is made."""
-    import weakref
-
-    alive = []
-
-    def given():
-        for i in range(4):
-            assert sum(ref() is not None for ref in alive) <= 1
-            tensor = torch.full((8,), float(i))
-            alive.append(weakref.ref(tensor))
-            yield f"master.{i}", tensor
-            del tensor
-
-    write(tmp_path, given())
+    assert verify(folder) == []
 
 
 def test_after_an_error_all_is_as_before(tmp_path, monkeypatch):

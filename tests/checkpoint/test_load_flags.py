@@ -38,10 +38,6 @@ RUNS = {
     "no optim": ("5 --no-load-optim", (5, 1, 4)),
     "reset": ("1 --reset-iteration", (1, 5, 4)),
     "finetune": ("1 --finetune", (1, 1, 4)),
-    "finetune, all others": (
-        "1 --finetune --no-load-optim --reset-iteration --no-load-rng",
-        (1, 1, 4),
-    ),
     "args": ("5 --use-checkpoint-args", (5, 5, 4)),
     "args, finetune": ("1 --use-checkpoint-args --hidden-size 16 --finetune", (1, 1, 4)),
     "args, other sizes": (

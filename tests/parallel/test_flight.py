@@ -164,15 +164,6 @@ def test_a_file_of_a_job_that_was_killed_is_used_again(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_folder_a_rank_sees_its_own_record_alone(tmp_path):
-    files = [FlightFile(launch(rank), tmp_path / "missing") for rank in range(2)]
-    for rank, file in enumerate(files):
-        file.recorder.describe(rank, os.getpid(), "n1:cpu")
-    assert [[state.rank for state in file.states()] for file in files] == [[0], [1]]
-    for file in files:
-        file.close()
-
-
 def test_a_process_is_known_by_its_start():
     """A process is known by its start, if suspended or if never waited for.
 
@@ -222,31 +213,6 @@ class Event:
 
 def call(kind, peer, size_bytes, sequence):
     return CallRecord(b"call", kind, peer, size_bytes, sequence)
-
-
-def test_marks_are_kept_of_a_step_alone():
-    stream = Stream([float(i) for i in range(1, 20)])
-    calls, info = DeviceCalls(stream.event), call(1, -1, 8, 1)
-
-    def step():
-        calls.begin(b"FORWARD", 0, 1)
-        calls.enter(info)
-        calls.leave()
-        calls.end()
-        calls.begin(b"SEND_FORWARD", 0, 1)  # no computation
-        calls.add("part", calls.mark())
-
-    step()
-    calls.marks = marks = []
-    step()
-    calls.marks = None
-    step()
-    found = [(what, begun.at, ended.at) for what, begun, ended in marks]
-    assert found == [
-        (info, 5.0, 6.0),
-        ((b"FORWARD", 0, 1), 4.0, 7.0),
-        ("part", 9.0, 10.0),
-    ]
 
 
 def test_where_a_device_is_that_its_host_has_left_behind():
