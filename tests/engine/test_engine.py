@@ -140,16 +140,6 @@ def test_parameters_that_are_missing_or_frozen_too_late_are_refused_on_all_ranks
     assert all("requires_grad" in late for _, late in messages)
 
 
-@pytest.mark.parametrize("precision", cases.PRECISIONS)
-def test_stages_may_have_other_kinds_of_parameters(runs, precision):
-    """Parameters train the same if the last stage lacks a kind of parameter."""
-    whole, lacking = (
-        toy.assemble([states[i] for states in runs[f"unequal groups {precision}"]]) for i in (0, 1)
-    )
-    assert {name.partition(".")[2] for name in whole.keys() - lacking.keys()} == {"final.norm"}
-    assert all(np.array_equal(values, whole[name]) for name, values in lacking.items())
-
-
 # -- overlap ---------------------------------------------------------------------------------------
 
 
@@ -194,14 +184,4 @@ def test_missing_gradient_counts_as_zero(runs, overlap):
         norm = reference.step(gradients, cases.lr(s))
         assert runs[f"overlap missing fp32 {overlap}"][0]["results"][s].grad_norm == pytest.approx(
             norm, rel=2e-6
-        )
-
-
-def test_what_a_step_refuses(runs):
-    for betas, late, twice in runs["refused"]:
-        assert (
-            "SGD" in betas
-            and "3" in late
-            and "--no-overlap-grad-reduce" in late
-            and "Engine.step()" in twice
         )

@@ -41,14 +41,3 @@ def test_state_continues():
     run(a, "x..")
     b.load_state(a.state())
     assert run(b, ".x") == run(a, ".x") == [32, 32]
-
-
-def test_choice():
-    def chosen(**fields):
-        found = LossScale(PrecisionConfig(**({"fp16": True} | fields)))
-        return found.scale, found.dynamic
-
-    assert chosen() == (2.0**32, True)
-    assert chosen(loss_scale=128.0) == (128.0, False)
-    assert chosen(loss_scale=0.0) == (2.0**32, True)
-    assert chosen(fp16=False, loss_scale=128.0) == (1.0, False)

@@ -48,15 +48,6 @@ def test_newton_schulz_maps_singular_values(shape):
     torch.testing.assert_close(exact, orthogonal(x), rtol=0, atol=1e-12)
 
 
-def test_newton_schulz_in_bf16_is_torchs():
-    muon = pytest.importorskip("torch.optim._muon")  # since torch 2.9
-    x = matrix(24, 40)
-    theirs = muon._zeropower_via_newtonschulz(x, coefficients("simple", 1)[0], 5, 1e-7)
-    ours = newton_schulz(x.bfloat16(), coefficients("simple", 5))
-    # the matrix is rounded once before it is normalized here, there after it
-    assert (ours - theirs).norm() < 0.02 * theirs.norm()
-
-
 @pytest.mark.parametrize(
     ("kind", "steps", "far"), [("quintic", 5, 0.35), ("polar_express", 8, 0.01)]
 )

@@ -320,18 +320,6 @@ def watched(run, tensors):
     return max(elements), sum(flops)
 
 
-@pytest.mark.parametrize(("alibi", "dropout"), [(False, 0.0), (True, 0.1)])
-def test_documents_by_torch_take_no_memory_of_the_sample_squared(alibi, dropout):
-    lengths, heads = [[32] * 30 + [16] * 4, [20, 30] * 20 + [24]], 2
-    s = sum(lengths[0])
-    tensors = inputs(s, 2, heads, heads, torch.float32)
-    slopes = alibi_slopes(heads) if alibi else None
-    run = attend("torch", Scoring(dropout=dropout), slopes, documents_of(lengths))
-    largest, _ = watched(run, tensors)
-    # Padded scores of documents, for dropout: b * s * 1.25 * 32 for each head.
-    assert largest <= 2 * s * 1.25 * 32 * heads < s * s / 4
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["torch", *PATHS[3:]])
 def test_blocks_and_windows_take_no_memory_of_the_sample_squared(path):

@@ -1,10 +1,9 @@
-"""Arguments of the kernels of each backend, tensors that layers keep, and their windows.
+"""Arguments of the kernels of each backend, and bits of recomputed attention.
 
 Numbers are compared in test_attention.py; packages that are not installed have stand-ins with their
 interfaces.
 """
 
-import contextlib
 import sys
 import types
 
@@ -19,17 +18,10 @@ from megatron.layers.attention_fused import flash_attention, torch_attention
 from megatron.layers.attention_unfused import PLAIN, Scoring
 from megatron.layers.context import CallContext
 from megatron.layers.positions import Alibi, alibi_slopes
-from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.keyed_random import DropoutKey
-from megatron.parallel.layout import Layout
-from megatron.parallel.topology import Topology
-from megatron.planner.dryrun.rank import member
-from megatron.planner.tensors import OperatorRecorder, without_data
 from tests.helpers.fusions import context
-from tests.helpers.operators import Watch
 from tests.layers.test_attention import (
     TWO_SAMPLES,
-    D,
     dense,
     documents_of,
     inputs,
@@ -153,134 +145,3 @@ def test_torch_gets_all_documents_at_once_on_a_gpu(monkeypatch, scoring):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert seen == [(BOUNDS, BOUNDS, 23, 23)]
-
-
-def test_cudnn_gets_fixed_shapes_alone(monkeypatch):
-    """cuDNN, which plans for each new shape, may compute training without documents alone."""
-    allowed, attend = [], torch.nn.functional.scaled_dot_product_attention
-
-    def watched(*args, **kwargs):
-        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return attend(*args, **kwargs)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    tensors, documents = inputs(23, 2, 4, 2), documents_of(TWO_SAMPLES)
-    for alibi in (None, Alibi(alibi_slopes(4))):
-        scoring = Scoring(alibi=alibi)
-        torch_attention(*tensors, scoring)
-        assert allowed == [True]
-        torch_attention(*tensors, scoring._replace(documents=documents))
-        with torch.no_grad():
-            torch_attention(*tensors, scoring)
-        assert len(allowed) > 2 and not any(allowed[1:])
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-        allowed.clear()
-
-
-def copies(elements, run):
-    """Count the operators that only copy `elements` or more elements into another layout.
-
-    Before its backward pass each of torch's kernels copies an output and a gradient that are not
-    contiguous as [samples, s, heads, d]
-    (aten/src/ATen/native/transformers/cuda/attention_backward.cu): they are counted too.
-    """
-    copied = []
-
-    def look(name, args, _):
-        if name in ("clone", "copy_", "contiguous") and args[0].numel() >= elements:
-            copied.append(name)
-        if name.startswith("_scaled_dot_product") and name.endswith("backward"):
-            both = args[0], args[4]  # gradient and output
-            copied.extend(name for x in both if not x.transpose(1, 2).is_contiguous())
-
-    with Watch(look):
-        run()
-    return len(copied)
-
-
-@pytest.mark.parametrize(
-    ("groups", "rope"), [(8, True), (4, False), (4, True)], ids=["MHA, rope", "GQA", "GQA, rope"]
-)
-@pytest.mark.parametrize(
-    ("device", "tp", "kernels"),
-    [("cpu", 1, True), ("cpu", 1, False), ("meta", 1, True), ("meta", 2, True)],
-    ids=["CPU", "CPU, no kernels", "GPU", "GPU, TP 2, SP"],
-)
-def test_nothing_is_copied_into_another_layout(device, tp, kernels, groups, rope):
-    """No tensor is copied into another layout.
-
-    On a CPU this is torch's CPU attention; on tensors without data, a GPU's kernels as torch
-    describes them.
-
-    Queries of groups that no rotation rewrites are copied once: heads of different groups have no
-    common stride.
-    """
-    heads, s, b = 8, 16, 2
-    config = configured(
-        hidden_size=heads * D,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        seq_length=s,
-        attention_dropout=0.0,
-        bf16=device == "meta" or None,
-        position_embedding_type="rope" if rope else "none",
-        tensor_model_parallel_size=tp,
-        world_size=tp,
-        sequence_parallel=tp > 1,
-        attention_backend="fused",
-        rope_fusion=kernels,
-    )
-    dtype = torch.bfloat16 if device == "meta" else torch.float32
-    with contextlib.ExitStack() as stack:
-        if device == "meta":
-            topology = stack.enter_context(member(config, 0, device))
-            stack.enter_context(without_data(device, OperatorRecorder()))
-        else:
-            topology = Topology.from_layout(Layout(), 0, device=torch.device(device))
-        chunk = build_chunks(config, topology, layer_context(config, topology)).to(dtype)["0"]
-        layer = chunk.layers[0].self_attention
-        x = torch.randn(s // tp, b, heads * D, device=device, dtype=dtype).requires_grad_()
-        gradient = torch.empty_like(x)
-        layer(x, CallContext())  # builds the tables of the rotation
-
-        def both_passes():
-            out, _ = layer(x, CallContext())
-            leaves = [x, layer.query_key_value.weight, layer.dense.weight]
-            torch.autograd.grad(out, leaves, gradient)
-
-        count = copies(s * b * groups * D // tp, both_passes)
-    assert count == (1 if groups < heads and not rope else 0)
-
-
-def test_all_layers_of_a_rank_share_one_bias_of_alibi():
-    """All layers of a rank, in two chunks, keep one ALiBi bias for the backward pass.
-
-    It has the size of all pairs of positions.
-    """
-    heads, s, b = 4, 64, 2
-    config = configured(
-        num_layers=8,
-        hidden_size=heads * D,
-        seq_length=s,
-        global_batch_size=2 * b,
-        attention_dropout=0.0,
-        position_embedding_type="alibi",
-        attention_backend="fused",
-        pipeline_model_parallel_size=2,
-        num_layers_per_virtual_pipeline_stage=2,
-        world_size=2,
-    )
-    topology = Topology.from_layout(Layout(pipeline=2), 0, device=torch.device("cpu"))
-    layers = [layer for chunk in build_chunks(config, topology).values() for layer in chunk.layers]
-    kept = {}
-
-    def keep(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    hidden = torch.randn(s, b, heads * D, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        for layer in layers:
-            hidden, _ = layer.self_attention(hidden, CallContext())
-    assert len(layers) == 4
-    assert [n for n in kept.values() if n >= 4 * heads * s * s] == [4 * heads * s * s]

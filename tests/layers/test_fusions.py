@@ -1,14 +1,10 @@
-"""Layers beside the fused kernels: where torch or apex computes, and sums that do not overflow.
+"""Layers beside the fused kernels: where torch computes, and sums that do not overflow.
 
 Kernels against float64: tests/kernels/numerics; models with and without them: tests/model.
 """
 
-import sys
-import types
-
 import pytest
 import torch
-import torch.nn.functional as F
 
 from megatron.config import Config
 from megatron.kernels.choose import ALL, Fusions
@@ -40,39 +36,6 @@ def test_a_residual_stream_in_fp32_stays_with_torch(kind):
         assert norm(randn(5, 64)).dtype == torch.bfloat16
         assert not norm.fuses(randn(5, 64).bfloat16(), randn(5, 64))
     assert not seen.calls
-
-
-@pytest.mark.parametrize("one_plus", [False, True])
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-def test_norm_through_apex(monkeypatch, kind, one_plus):
-    """Norms may use apex.
-
-    Stand-ins have apex's names and arguments; for mixed types torch computes.
-    """
-    calls = []
-
-    def layer(x, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False):
-        calls.append("layernorm")
-        return F.layer_norm(x, normalized_shape, weight, bias, eps)
-
-    def rms(x, weight, normalized_shape, eps=1e-6, memory_efficient=False):
-        calls.append("rmsnorm")
-        return F.rms_norm(x, normalized_shape, weight, eps)
-
-    module = types.ModuleType("apex.normalization.fused_layer_norm")
-    module.fused_layer_norm_affine, module.fused_rms_norm_affine = layer, rms
-    for name in ("apex", "apex.normalization"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    x, out = randn(5, 64), []
-    for fusions in (Fusions(apex_norm=True), NONE):
-        norm = Norm(context(fusions), "n", 64, kind, 1e-3, one_plus)
-        settle(norm, torch.float32)
-        out.append(norm(x))
-    assert calls == [kind] and torch.equal(*out)
-    mixed = Norm(context(Fusions(apex_norm=True)), "n", 64, kind, 1e-3, one_plus).bfloat16()
-    mixed(x)
-    assert calls == [kind]
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])

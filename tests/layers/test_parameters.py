@@ -1,8 +1,5 @@
 """Initial weights: the same on any layout, with the right distribution."""
 
-import threading
-import weakref
-
 import pytest
 import torch
 
@@ -81,12 +78,6 @@ def test_distribution():
     assert abs(u.std() - bound / 3**0.5) < 0.01 * bound
 
 
-def test_seed_changes_everything():
-    a = ParameterFactory(1, 0, 1, CPU).create("w", (64, 64), 0, normal(1.0))
-    b = ParameterFactory(2, 0, 1, CPU).create("w", (64, 64), 0, normal(1.0))
-    assert not torch.any(a == b)
-
-
 @pytest.mark.parametrize(("shape", "dim"), [((1000, 24), 0), ((24, 1000), 1), ((2, 1000, 12), 1)])
 def test_threads_draw_what_one_block_after_the_other_gives(threads, shape, dim):
     """Threads draw the same as block after block, even if a shard begins and ends inside a block.
@@ -104,21 +95,3 @@ def test_threads_draw_what_one_block_after_the_other_gives(threads, shape, dim):
             )
         )
     assert torch.equal(whole("w", shape, dim, 4), torch.cat(blocks).movedim(0, dim))
-
-
-def test_few_pieces_exist_at_a_time_and_errors_come_back(threads):
-    lock, alive, most = threading.Lock(), {}, 0
-
-    def fill(block, generator, shape):
-        nonlocal most
-        key = id(block._base)
-        with lock:
-            alive[key] = weakref.ref(block._base, lambda _: alive.pop(key, None))
-            most = max(most, len(alive))
-        if len(shape) == 3:
-            raise ZeroDivisionError
-
-    draw(shard("w", (100 * BLOCK, 24), 0, 0, 1), fill, 1)
-    assert 0 < most <= 2 * 3 + 1  # of 50
-    with pytest.raises(ZeroDivisionError):
-        draw(shard("w", (100 * BLOCK, 24, 1), 0, 0, 1), fill, 1)

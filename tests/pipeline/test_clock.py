@@ -3,12 +3,10 @@
 import dataclasses
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.errors import MegatronError
 from megatron.pipeline import clock
 from megatron.pipeline import schedule as schedule_module
 from megatron.pipeline.clock import (
@@ -182,14 +180,6 @@ def test_both_share_cores_alike(pipeline, cores, demand):
         assert getattr(run, name) == pytest.approx(getattr(expected, name), rel=1e-9, abs=1e-9)
 
 
-def test_without_the_extension_the_command_that_builds_it_is_named(
-    monkeypatch,
-):
-    monkeypatch.setattr(schedule_module, "compiled", None)
-    with pytest.raises(MegatronError, match="build_ext --inplace"):
-        run_pipeline(Pipeline("1f1b", 2, 1, 3, even(2)))
-
-
 @given(pipelines(most=24))
 def test_what_holds_of_every_step(pipeline):
     run = run_pipeline(pipeline)
@@ -211,20 +201,6 @@ def test_what_holds_of_every_step(pipeline):
         assert run.last_backward_start[stage] == pytest.approx(max(span.start for span in gives))
 
 
-# The rest of the interface.
-
-
-@pytest.mark.parametrize("unit", [1e-12, 1e-3, 1e18])
-def test_any_unit_will_do(unit):
-    def makespan(unit):
-        boundaries = Boundaries(((unit / 8, 0.0),) * 4, ((0.0, unit / 4),) * 4)
-        return run_pipeline(
-            Pipeline("interleaved", 4, 2, 9, even(8, unit, 2 * unit), boundaries)
-        ).makespan
-
-    assert makespan(unit) == pytest.approx(unit * makespan(1.0), rel=1e-10)
-
-
 def test_the_first_forward_pass_may_take_longer():
     times = dataclasses.replace(even(2), first=(3.0, 20.0))
     run = run_pipeline(Pipeline("1f1b", 2, 1, 4, times))
@@ -238,20 +214,3 @@ def test_the_first_forward_pass_may_take_longer():
         ).makespan
         == 3 * 4 + 5
     )
-
-
-@pytest.mark.parametrize(
-    "passes",
-    [
-        [[(1, 0, 0), (0, 0, 0)], [(0, 1, 0), (1, 1, 0)]],  # backward before forward
-        [[(0, 0, 0), (1, 0, 0)], [(0, 2, 0), (1, 2, 0)]],  # no rank has stage 1
-        [[(9, 0, 0)], [(0, 1, 0)]],
-        [[(0, 0, -1)], [(0, 1, 0)]],
-    ],
-)
-def test_lists_that_cannot_be_run_are_refused(passes):
-    micro_batches = 1 + max(i for rank in passes for *_, i in rank)
-    lists = schedule_module.Lists.of([np.array(rank) for rank in passes], micro_batches)
-    free = [np.zeros((kinds, len(lists.owner)), np.int64) for kinds in (5, 4)]
-    with pytest.raises(ValueError):
-        schedule_module.run(lists, schedule_module.ScheduleCosts(*free), posted=False)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.errors import ConfigError, LaunchError
+from megatron.errors import LaunchError
 from megatron.parallel.deferred_gradients import WeightGradients
 from megatron.parallel.flight import FlightRecorder, FlightState, PendingCall
 from megatron.parallel.topology import Group, Topology
@@ -382,29 +382,3 @@ def test_messages_are_recorded_and_blamed_by_global_ranks(monkeypatch):
         with pytest.raises(LaunchError) as caught:
             exchange.take(instruction)
         assert f"rank {peer}," in str(caught.value) and "10000ms" in str(caught.value)
-
-
-def test_refused():
-    topology = Topology.create()
-    chunk = Stage(0, 1)
-
-    def build(chunks, schedule="1f1b", **options):
-        return Executor(topology, chunks, schedule, ((ROWS, WIDTH), torch.float64), **options)
-
-    with pytest.raises(ConfigError, match=r"\[0\].*\[1\]"):
-        build({1: chunk})
-
-    def split(size, chunks, micro_batches, rank):
-        each = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-        return [Instruction(op, rank, i) for i in range(micro_batches) for op in each]
-
-    with pytest.raises(ConfigError, match="weight_gradients"):
-        build({0: chunk}, split)
-    with pytest.raises(ConfigError, match="gpipe"):
-        build({0: chunk}, "gpipe")
-    with pytest.raises(ConfigError, match=r"2 .*3 "):
-        build({0: chunk}).train(micro_batches(3), loss_weights=[1.0, 1.0])
-    with pytest.raises(ConfigError, match="0"):
-        build({0: chunk}).train([])
-    with pytest.raises(ConfigError, match=r"\[3, 6\]"):
-        build({0: lambda batch, hidden: batch["x"]}).train(micro_batches(1))

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.errors import ConfigError
 from megatron.model import stages
 from megatron.pipeline import orders
 from megatron.pipeline import schedule as schedule_module
@@ -213,22 +212,6 @@ def test_receives_are_posted_while_the_message_is_made(schedule):
                 )
                 assert end_before < produced or (end_before == produced and sent_since)
                 assert next(end for end in following[position:] if end is not None) >= produced
-
-
-@pytest.mark.parametrize(
-    "arguments, named",
-    [
-        (("gpipe", 2, 1, 4), "gpipe"),
-        (("1f1b", 2, 2, 4), "2"),
-        (("zb-h1", 2, 2, 4), "zb-h1"),
-        (("interleaved", 2, 1, 4), "1"),
-        (("1f1b", 0, 1, 4), "0"),
-        (("1f1b", 2, 1, 0), "0"),
-    ],
-)
-def test_what_does_not_exist_is_refused(arguments, named):
-    with pytest.raises(ConfigError, match=named):
-        build_schedule(*arguments)
 
 
 @pytest.mark.parametrize("module", [orders, schedule_module, stages])

@@ -12,8 +12,6 @@ from megatron.pipeline.clock import (
     run_pipeline,
     timeline,
 )
-from megatron.pipeline.orders import SENDS
-from megatron.pipeline.schedule import build_schedule
 from megatron.pipeline.trace import trace_of
 
 
@@ -45,25 +43,3 @@ def test_passes(schedule, chunks):
         )
         named = [e["args"] for e in found if e["ph"] == "M" and e.get("tid") == rank]
         assert {"name": f"pipeline rank {rank}"} in named
-
-
-@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
-def test_an_arrow_for_each_message(schedule, chunks):
-    found = events(a_run(schedule, 3, chunks))
-    begins = {event["id"]: event for event in found if event["ph"] == "s"}
-    ends = {event["id"]: event for event in found if event["ph"] == "f"}
-    listed = build_schedule(schedule, 3, chunks, 5)
-    sends = sum(i.op in SENDS for instructions in listed for i in instructions)
-    assert len(begins) == len(ends) == sends
-    assert begins.keys() == ends.keys()
-    starts = {(e["tid"], e["ts"]) for e in found if e["ph"] == "X"}
-    for number, begin in begins.items():
-        end = ends[number]
-        assert end["tid"] == (begin["tid"] + (1 if begin["name"] == "activation" else -1)) % 3
-        assert end["ts"] >= begin["ts"] + (100 if begin["name"] == "activation" else 200) - 0.01
-        assert (end["tid"], end["ts"]) in starts
-
-
-def test_large_traces_have_no_arrows(monkeypatch):
-    monkeypatch.setattr(trace, "_WITH_ARROWS", 10)
-    assert {event["ph"] for event in events(a_run())} == {"M", "X"}
