@@ -108,12 +108,6 @@ def test_another_number_of_processes_needs_others(tmp_path, data):
     [
         (["--data-path", "x"], "--global-batch-size"),
         (["--data-path", "/x/y", "--world-size", "2"], "error: /x/y.idx"),
-        (["--world-size", "2"], "--data-path"),
-        (["--mock-data", "--world-size", "2", "--workers", "0"], "--workers"),
-        (
-            ["--load", "/x", "--load-tag", "7", "--mock-data", "--world-size", "1"],
-            "/x/iter_0000007",
-        ),
         (
             "--data-path {a} --data-cache-path /dev/null/x --world-size 1".split(),
             "/dev/null/x",

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import fastest
 from benchmarks.kernel_cases import OPERATORS
-from megatron.kernels import build, choose, library, measured_times
+from megatron.kernels import choose, library, measured_times
 from tests.kernels.conftest import kernels
 from tools import check_kernels as command
 
@@ -23,30 +23,6 @@ def _fresh(monkeypatch):
     monkeypatch.undo()
     library.forget()
     measured_times.forget()
-
-
-def test_without_a_library(tmp_path, monkeypatch, capsys):
-    """An explicitly named device needs a library, and so does a path."""
-    monkeypatch.setattr(library, "LIBRARIES", tmp_path)
-    monkeypatch.setattr(command, "LIBRARIES", tmp_path)
-    assert [command.main([]), command.main(["--list"]), command.main(["--device", "cpu"])] == [
-        0,
-        0,
-        1,
-    ]
-    text = capsys.readouterr().out
-    words = (
-        f"libmegatron-host-{build.host_archs()[0]}.so",
-        str(tmp_path),
-        "flash-attn",
-        *build.TARGETS,
-    )
-    assert all(word in text for word in words)
-    monkeypatch.setenv(library.OVERRIDE, "/nowhere.so")
-    library.forget()
-    assert command.main([]) == 2
-    error = capsys.readouterr().err
-    assert library.OVERRIDE in error and "/nowhere.so" in error
 
 
 def test_a_wrong_result_fails(

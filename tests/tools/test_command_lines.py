@@ -3,25 +3,13 @@
 import argparse
 import importlib
 import math
-from itertools import cycle
 
 import pytest
 
 from megatron.config.option import real, whole
-from megatron.errors import ConfigError
 from tests.helpers.launching import ROOT, Script
-from tools import run_experiment
 
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
-# Arguments that each tool with a model needs beside it.
-OF_A_MODEL = {
-    "calibrate": ["-o", "x.toml"],
-    "plan": ["--nodes", "1"],
-    "run_experiment": ["weak", "--dry-run"],
-    "show_placement": ["--cluster", "frontier", "--world-size", "8"],
-    "show_recipe": [],
-    "tune": ["--space", "two-cores", "--dry-run", "--no-prior"],
-}
 
 
 def call(tool, words):
@@ -38,30 +26,6 @@ def test_a_mistake_ends_with_2_and_one_prefix(tool, capsys):
     assert call(tool, ["--no-such-flag"]) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and out == "" and "Traceback" not in err
-
-
-@pytest.mark.parametrize("tool", TOOLS)
-def test_help_is_readable(tool, capsys):
-    assert call(tool, ["--help"]) == 0
-    out, err = capsys.readouterr()
-    assert len(out) > 100 and "%%" not in out and err == ""
-    assert ("  --preset NAME, --model NAME" in out) == (tool in OF_A_MODEL)
-
-
-@pytest.mark.parametrize(
-    ("tool", "flag"), list(zip(OF_A_MODEL, cycle(["--preset", "--model"]), strict=False))
-)
-def test_a_model_has_a_name(
-    tool,
-    flag,
-    tmp_path,
-    monkeypatch,
-    capsys,
-):
-    monkeypatch.chdir(tmp_path)
-    assert call(tool, [*OF_A_MODEL[tool], flag, "gpt-7t"]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ") and "gpt-7t" in err and not [*tmp_path.iterdir()]
 
 
 @pytest.mark.slow
@@ -105,9 +69,3 @@ def test_a_number_is_within_its_range_or_refused(make, accepted):
         except argparse.ArgumentTypeError:
             continue
         assert math.isfinite(found) and 0 <= found <= 10**9, text
-
-
-@pytest.mark.parametrize("text", ["", "1,x", "0"])
-def test_a_list_of_numbers_has_some_and_each_has_a_range(text):
-    with pytest.raises(ConfigError, match="--values"):
-        run_experiment.build_parser().parse_args(["weak", f"--values={text}"])

@@ -1,16 +1,21 @@
 """tools/evaluate.py --tasks: choices and endings, against transformers in float64, on any layout."""
 
 import json
+import runpy
+import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import megatron
 from megatron.data.tokenizer import build_tokenizer
-from megatron.errors import ConfigError, DataError
+from megatron.errors import DataError
 from megatron.training.run.tasks import read_tasks, tokens_of
 from tests.helpers.hugging_face import S, V
+from tests.helpers.launching import ROOT
 from tests.tools.test_evaluate import byte_pairs, folder, gpt2, run  # noqa: F401 (a fixture)
 
 RANDOM = np.random.RandomState(5)
@@ -134,19 +139,51 @@ def test_files_that_are_no_task_are_refused(tmp_path):
     task = read(path, tokenizer, right)
     assert (task.name, task.answers, task.lengths) == ("a", (1,), (1, 3))
     assert [b - a for a, b in pairwise(task.starts)] == [2]
-    wrong = {"answer": [2, "1"], "context": [None]}
-    wrong["choices"] = [["2"], ["2", ""], "23", ["2", "1 2 3 4 5"], ["2", "77"]]
+    wrong = {"answer": [2], "context": [None]}
+    wrong["choices"] = [["2", ""], "23", ["2", "1 2 3 4 5"], ["2", "77"]]
     for change in ({name: value} for name, values in wrong.items() for value in values):
         with pytest.raises(DataError, match=f"{path}:2"):
             read(path, tokenizer, right, right | change)
     with pytest.raises(DataError, match="1 of them"):
         read(path, tokenizer, right, {"context": "1 ", "ending": "2"})
-    with pytest.raises(DataError, match="0 examples"):
-        read_tasks([str(path)] if path.write_text("\n") else [], tokenizer, 4)
-    with pytest.raises(ConfigError, match="tokenizer"):
-        read(path, None, right)
-    path.write_text(json.dumps(right))
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "a.txt").write_text(json.dumps(right))
-    with pytest.raises(ConfigError, match="a.txt|a.jsonl"):
-        read_tasks([str(path), str(tmp_path / "b" / "a.txt")], tokenizer, 4)
+
+
+@pytest.mark.slow
+def test_the_harness_gets_the_figures_of_transformers(folder, files, monkeypatch):  # noqa: F811
+    """A stand-in for lm-evaluation-harness asks as its tasks do, for texts of one window."""
+    base = type("TemplateLM", (), {"cache_hook": SimpleNamespace(add_partial=lambda *_: None)})
+    utils = SimpleNamespace(
+        get_rolling_token_windows=lambda token_list, prefix_token, **_: [
+            ([prefix_token, *token_list[:-1]], token_list)
+        ],
+        make_disjoint_window=lambda window: (window[0][:1], window[1]),
+        normalize_gen_kwargs=lambda settings, _: settings,
+    )
+    for name, content in (
+        ("lm_eval", dict(simple_evaluate=None, utils=utils)),
+        ("lm_eval.api.model", dict(TemplateLM=base)),
+        ("lm_eval.models", dict(utils=utils)),
+        ("lm_eval.tasks", dict(TaskManager=None)),
+    ):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**content))
+    program = runpy.run_path(str(ROOT / "tools/megatron_inference/harness.py"))
+    harness = program["MegatronLM"](megatron.load_model(folder / "checkpoint"))
+    texts = [(line["context"], line["ending"]) for line in ENDINGS]
+    found = harness._loglikelihood_tokens(
+        [(None, harness.tok_encode(before), harness.tok_encode(after)) for before, after in texts]
+    )
+    expected = [log_likelihoods(*text) for text in texts]
+    assert [greedy for _, greedy in found] == [greedy for _, greedy, _ in expected]
+    assert [total for total, _ in found] == pytest.approx([one[0] for one in expected], rel=1e-5)
+    requests = [SimpleNamespace(args=(after,)) for _, after in texts]
+    sums = [log_likelihoods("", after)[0] for _, after in texts]
+    assert harness.loglikelihood_rolling(requests) == pytest.approx(sums, rel=1e-5)
+    # the greedy endings, which stop strings cut
+    greedy = [(b, *a.split()) for b, a in texts[::2] if len(b.split()) <= S - 2]
+    greedy = [(before, *ending) for before, *ending in greedy if str(V - 1) not in ending]
+    assert greedy
+    for before, first, second in greedy:
+        for stop, text in (("none", f"{first} {second}"), (f" {second}", first)):
+            settings = {"until": [stop], "max_gen_toks": 2, "do_sample": False}
+            request = SimpleNamespace(args=(before, settings))
+            assert harness.generate_until([request]) == [text]

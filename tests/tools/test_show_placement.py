@@ -27,16 +27,6 @@ def run(capsys, monkeypatch):
     return call
 
 
-def test_table_and_first_node(run):
-    code, output, _ = run(*RUN, "--world-size", 1024)
-    lines = [line.split() for line in output.splitlines()]
-    assert code == 0
-    assert ["2", "0", "6", "hsn3", "2", "0", "0", "0", "0", "0-5"] in lines, (
-        "rank, node, device, card, tp, dp, cp, ep, pp, layers"
-    )
-    assert not [line for line in lines if line and line[0] == "8"], "one node is shown"
-
-
 def test_rank_table(run, tmp_path):
     path = tmp_path / "ranks.csv"
     code, output, _ = run(*RUN, "--world-size", 256, "--global-batch-size", 640, "--table", path)
@@ -46,28 +36,3 @@ def test_rank_table(run, tmp_path):
     assert [int(row["rank"]) for row in rows] == list(range(256))
     assert {row["layers"] for row in rows} == {f"{6 * n}-{6 * n + 5}" for n in range(16)}
     assert len({(row["tp"], row["dp"], row["pp"]) for row in rows}) == 256
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--world-size", 8), "dgx-h100, dgx-h200, frontier, lumi"),
-        (
-            ("--cluster", "frontier", "--world-size", 8, "--device-order", "0,1,2"),
-            "--device-order 0,1,2",
-        ),
-        (("--cluster", "frontier", "--world-size", 8, "--rank-order", "pp"), "tp-dp-pp"),
-        (
-            ("--cluster", "frontier", "--world-size", 8, "--table", "/nowhere/x.csv"),
-            "/nowhere/x.csv",
-        ),
-    ],
-)
-def test_errors(run, arguments, message):
-    code, _, errors = run("--preset", "tiny", "--global-batch-size", 48, *arguments)
-    assert (
-        code == 2
-        and errors.startswith("error: ")
-        and message in errors
-        and "Traceback" not in errors
-    )

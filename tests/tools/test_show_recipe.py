@@ -1,7 +1,5 @@
 """Command that shows a configuration's memory and the distribution of its time."""
 
-import pytest
-
 from tools.show_recipe import main
 
 
@@ -30,16 +28,3 @@ def test_a_vocabulary_that_the_tokenizer_has_is_assumed(capsys):
         capsys, "--preset gpt-22b-frontier --world-size 128 --vocab-file v.json --merge-file m.txt"
     )
     assert code == 0 and "50257" in out
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("--all --seed 3", "--all"),
-        ("--world-size 8", "--num-layers"),
-    ],
-)
-def test_errors_are_told_on_one_line(capsys, line, words):
-    code, out, error = show(capsys, line)
-    assert code == 2 and not out
-    assert error.startswith("error: ") and words in error and "Traceback" not in error

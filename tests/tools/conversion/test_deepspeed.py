@@ -3,7 +3,6 @@
 State, logits and next step are DeepSpeed's.
 """
 
-import os
 import shutil
 
 import numpy as np
@@ -11,14 +10,13 @@ import pytest
 import torch
 
 from megatron.checkpoint.find import find_folder
-from megatron.errors import MegatronError
 from megatron.metrics_file import read_records
 from megatron_conversion.deepspeed import ZeroShards, shards_in
 from megatron_conversion.names import ours
 from tests.helpers.launching import launch
 from tests.helpers.processes import run_processes
 from tests.tools.conversion import runs, theirs
-from tests.tools.conversion.whole import check_tensors, converted, planned, refused, whole_tensors
+from tests.tools.conversion.whole import check_tensors, converted, refused, whole_tensors
 from tools.convert_checkpoint import main
 
 
@@ -194,31 +192,8 @@ def test_fp16_pipeline_over_two_stages(folder, wrote, plans, ours_has):
     check_logits(ours_has["stages"], "gpt", {name: x.numpy() for name, x in masters.items()})
 
 
-@pytest.mark.slow
-def test_a_model_of_our_own_names(tmp_path):
-    (result,) = run_processes(1, runs.of_our_own_names, str(tmp_path / "old"))
-    settings = {"num_attention_heads": 4, "seq_length": theirs.S, "vocab_size": 50, "swiglu": True}
-    settings["ffn_hidden_size"] = 48
-    plan = converted(tmp_path / "old", tmp_path / "new", settings)
-    assert not plan.config.model.untie_embeddings_and_output_weights
-    found = whole_tensors(find_folder(tmp_path / "new"))
-    for kind, values in result["state"].items():
-        for name, value in values.items():
-            # named_parameters gives the tied embedding once, under the name of the head.
-            own = "embedding.word_embeddings.weight" if name == "output_weight" else ours(name)
-            expected = (
-                torch.from_numpy(value)[:50] if name == "output_weight" else torch.from_numpy(value)
-            )
-            assert torch.equal(found.pop(f"{kind}.{own}"), expected), name
-    assert not found
-
-
 def remove(name):
     return lambda folder: (folder / name).unlink()
-
-
-def cut_file(name):
-    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
 
 
 def change(name, edit):
@@ -240,9 +215,7 @@ def other_group(state):
 MODEL_0, MODEL_1 = "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"
 SHARD_1 = "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
 DAMAGE = {
-    "weights missing": (remove(MODEL_1), (MODEL_1, "tensor-parallel", "2")),
     "shard missing": (remove(SHARD_1), ("_mp_rank_01_optim_states.pt", "--no-optim")),
-    "cut in the middle": (cut_file(MODEL_1), (MODEL_1,)),
     "mixed iterations": (change(MODEL_1, lambda s: s.update(iteration=4)), (MODEL_1, "4")),
     "no end of data-parallel ranks": (
         change(SHARD_1, lambda s: s["optimizer_state_dict"].update(partition_count=[10**15] * 2)),
@@ -279,23 +252,6 @@ def test_without_optimizer(tmp_path, folder, wrote):
         torch.from_numpy(r["state"]["master"][name]).bfloat16().float() for r in wrote["mixed"]
     ]
     assert torch.equal(found["master.layers.1.self_attention.dense.weight"], torch.cat(parts, 1))
-
-
-@pytest.mark.slow
-def test_a_model_of_other_settings(folder, wrote):
-    for settings, words in (
-        ({"ffn_hidden_size": 64}, ("mlp.dense_h_to_4h.weight", "(2, 48, 32)", "(2, 64, 32)")),
-        (
-            {"untie_embeddings_and_output_weights": False},
-            ("output_layer.weight", "--untie-embeddings"),
-        ),
-        ({"vocab_size": 65}, ("64", "--vocab-size")),
-        ({"num_attention_heads": 5}, ("--num-attention-heads 5",)),
-    ):
-        with pytest.raises(MegatronError) as caught:
-            planned(folder / "mixed", settings)
-        for word in words:
-            assert word in str(caught.value)
 
 
 @pytest.mark.slow

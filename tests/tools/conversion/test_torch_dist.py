@@ -207,8 +207,6 @@ def claim_layers(metadata):
 
 BAD = {
     "cut": (cut_data, "__0_0.distcp"),
-    "no arguments": (lambda f: (f / "common.pt").unlink(), "common.pt"),
-    "format": (lambda f: (f / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "zarr"),
     "a piece": (rewrite(lose_a_piece), "linear_fc1"),
     "outside": (rewrite(lead_outside), ".metadata"),
     "layers": (rewrite(claim_layers), "layers"),

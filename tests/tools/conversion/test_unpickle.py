@@ -32,11 +32,6 @@ def test_unknown_classes_are_named_and_may_be_allowed(tmp_path):
 
 
 def test_files_that_are_no_checkpoints(tmp_path):
-    with pytest.raises(CheckpointError, match=r"absent\.pt"):
-        load_file(tmp_path / "absent.pt")
-    (tmp_path / "text.pt").write_text("not a pickle")
-    with pytest.raises(CheckpointError, match=r"text\.pt"):
-        load_file(tmp_path / "text.pt")
     os.mkfifo(tmp_path / "fifo.pt")
     with pytest.raises(CheckpointError, match=r"fifo\.pt"):
         load_file(tmp_path / "fifo.pt")

@@ -1,8 +1,6 @@
 """Merged data sets, against concatenated lists of documents."""
 
-import shutil
 import tracemalloc
-from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
@@ -78,9 +76,6 @@ def test_folder(tmp_path, capsys):
     (folder / "d.bin").touch()
     with pytest.raises(DataError, match=r"d\.bin.*d\.idx"):
         prefixes_in(folder)
-    for wrong in (folder / "index-cache", tmp_path / "nowhere"):
-        with pytest.raises(DataError, match=str(wrong)):
-            prefixes_in(wrong)
 
 
 def test_output_is_an_input(tmp_path):
@@ -99,7 +94,6 @@ def test_output_is_an_input(tmp_path):
     [
         (lambda d, i: (d[:-1], i), r"b\.bin: 11 .*b\.idx .*12"),
         (lambda d, i: (d, i[:46] + b"\x03" + i[47:]), r"b\.idx: .*sequence 0 .* 3\b"),
-        (lambda d, i: (None, i), r"b\.bin"),
     ],
 )
 def test_damaged_inputs(tmp_path, damage, message):
@@ -115,24 +109,6 @@ def test_damaged_inputs(tmp_path, damage, message):
     with pytest.raises(DataError, match=message):
         merge([good, tmp_path / "b"], tmp_path / "all")
     assert names(tmp_path) == before and unpacked(tmp_path / "all")[1] == [[[8]]]
-
-
-def test_refused(tmp_path, monkeypatch, capsys):
-    one = write(tmp_path / "one", [[[1]]])
-    real = write(tmp_path / "real", [[[1]]], "<f4")
-    before = names(tmp_path)
-    with pytest.raises(ConfigError):
-        merge([], tmp_path / "all")
-    with pytest.raises(ConfigError, match="one.*uint16.*real.*float32"):
-        merge([one, real], tmp_path / "all")
-    usage = namedtuple("usage", "total used free")
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda _: usage(10, 10, 5))
-        assert merge_datasets.main(["--inputs", one, "--output-prefix", str(tmp_path / "all")]) == 2
-    assert "0.000 GB" in capsys.readouterr().err
-    with pytest.raises(DataError, match="/dev/null/x"):
-        merge([one], "/dev/null/x/all")
-    assert names(tmp_path) == before
 
 
 def test_memory_is_flat(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@
 
 import codecs
 import re
-import shutil
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -161,9 +160,7 @@ def test_patterns(tmp_path):
     )
     # A file of this name comes first.
     assert Path(find_sources([tmp_path / "[x].jsonl"])[0].path).name == "[x].jsonl"
-    for wrong in ("*.txt", "deep", "none", "a.jsonl.bz2", "a.parquet.gz"):
-        if wrong.startswith("a."):
-            (tmp_path / wrong).touch()
+    for wrong in ("*.txt", "deep", "none"):
         with pytest.raises(DataError, match=re.escape(str(tmp_path / wrong))):
             find_sources([tmp_path / wrong])
 
@@ -235,9 +232,6 @@ def test_parquet_columns_that_are_no_text(tmp_path):
         list(read_blocks([nested]))
     with pytest.raises(DataError, match="meta.*struct"):
         list(read_blocks([nested], json_keys=("meta",)))
-    (tmp_path / "x.parquet").write_bytes(b"no parquet")
-    with pytest.raises(DataError, match=r"x\.parquet.* row 0"):
-        list(read_blocks([tmp_path / "x.parquet"]))
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
@@ -291,26 +285,6 @@ def test_memory_of_a_block_does_not_grow_with_short_documents(tmp_path):
         for name in ("c.jsonl", "c.jsonl.gz", "c.parquet"):
             blocks = list(read_blocks([write_input(tmp_path / name, ["x" * 100] * 1000)]))
             assert len(blocks) > 3 and max(block.text_bytes for block in blocks) <= 40_000
-
-
-def test_a_zstd_file_with_a_long_window(tmp_path, monkeypatch):
-    """A frame of one raw block, whose header asks for 256 MiB: 2^(10 + 18) (RFC 8878)."""
-    text = json_lines(["ab", "c"])
-    header = b"\x28\xb5\x2f\xfd" + bytes([0, 18 << 3])
-    block = (len(text) << 3 | 1).to_bytes(3, "little") + text
-    path = tmp_path / "a.jsonl.zst"
-    options = PreprocessOptions(byte_tokenizer(tmp_path))
-    if shutil.which("zstd"):
-        path.write_bytes((header + block) * 2)
-        preprocess([path], tmp_path / "o", options)
-        assert documents(tmp_path / "o_text_document") == [[97, 98], [99]] * 2
-        path.write_bytes(header + block + header)
-        with pytest.raises(DataError, match=r"a\.jsonl\.zst"):
-            preprocess([path], tmp_path / "p", options)
-    path.write_bytes(header + block)
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(DataError, match=r"a\.jsonl\.zst.*\b256\b"):
-        preprocess([path], tmp_path / "q", options)
 
 
 def test_one_token_ends_a_document_of_a_tokenizer_that_puts_one_there(tmp_path):
