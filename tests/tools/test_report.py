@@ -282,16 +282,6 @@ def test_a_line_of_another_type_is_named(tmp_path, event, field, value, capsys):
     assert f"line {len(a_run()) + 1}" in capsys.readouterr().err
 
 
-def test_lines_that_are_no_records_are_counted(tmp_path, capsys):
-    folder = written(tmp_path / "run", a_run())
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"event": "iteration", "iter\n\n[1]\n{"event": "iteration"}\n')
-    name = f"{folder / 'metrics.jsonl'}"
-    (summary,) = rows(told(folder)["At a glance"])
-    assert summary["remarks"].startswith(f"3 line(s) of {name} ")
-    assert f"3 line(s) of {name} " in capsys.readouterr().err
-
-
 # ---- files and errors
 
 
@@ -315,7 +305,6 @@ RUN = records(settings("22b", 1, 8, 1, 640), [420.0] * 4)
     [
         ({}, ["{tmp}/nothing"]),
         ({"log/metrics.jsonl": "nothing of interest\n"}, ["{tmp}/log/metrics.jsonl"]),
-        ({"x/metrics.jsonl": json.dumps(RUN[1] | {"phases_ms": {"a": 3}})}, ["{tmp}/x"]),
         ({"x/metrics.jsonl": json.dumps(RUN[1])}, ["{tmp}/x", "--picture", "{tmp}/a.nothing"]),
     ],
 )

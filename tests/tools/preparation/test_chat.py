@@ -40,7 +40,6 @@ MARKED = """
     {{- '\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-UNMARKED = MARKED.replace("{%- generation %}", "").replace("{% endgeneration %}", "")
 # As Qwen3's: the reasoning of turns before the last question is left out, so that a turn is
 # written in another way when others follow.
 QWEN = """

@@ -1,6 +1,5 @@
 """Inspection of data sets: statistics against numpy on plain lists, and deliberate damage."""
 
-import re
 import struct
 from pathlib import Path
 
@@ -16,10 +15,6 @@ from tests.data.struct_format import packed, write
 from tools import inspect_dataset
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "50"]
-
-
-def texts(prefix, **options):
-    return [str(problem) for problem in inspect(prefix, **options).problems]
 
 
 @pytest.mark.slow
@@ -44,18 +39,6 @@ def test_lengths(tmp_path_factory, documents, block):
         assert lengths.quantile(fraction) == np.quantile(expected, fraction, method="inverted_cdf")
 
 
-@pytest.mark.slow  # matplotlib
-def test_report(tmp_path, capsys):
-    prefix = write(tmp_path / "a", [[[5, 6, 7], [50]], [], [[8] * 300]])
-    plot = tmp_path / "plots" / "a.png"
-    shown = ["--samples", "3", "--sample-tokens", "4", "--plot", str(plot), *NULL]
-    assert inspect_dataset.main([prefix, "--validate", *shown]) == 0
-    out = capsys.readouterr().out
-    for figure in ("uint16", "304", "101.3", "300", "5 6 7 50\n", "8 8 8 8\n"):
-        assert figure in out, figure
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
 def test_an_id_that_the_tokenizer_lacks(tmp_path, capsys):
     good, bad = (
         write(tmp_path / "good", [[[1, 2]], [[3]]]),
@@ -69,42 +52,6 @@ def test_an_id_that_the_tokenizer_lacks(tmp_path, capsys):
         and "| 3\n" in first
     )
     assert f"problem: {bad}.bin: byte 2: id 60" in second and "| <id 60>\n" in second
-
-
-DATA, INDEX = packed([[[1, 2, 3], [4]], [[5, 6]]], "<u2")
-SIZES, POINTERS, BOUNDARIES = 34, 46, 70
-
-
-def patched(index, at, value):
-    return index[:at] + value + index[at + len(value) :]
-
-
-def index_with(at, kind, value):
-    return lambda d, i: (d, patched(i, at, struct.pack(f"<{kind}", value)))
-
-
-@pytest.mark.parametrize(
-    ("damage", "expected"),
-    [
-        (lambda d, i: (d, i[:60]), ["a.idx: 60 .* 94"]),
-        (lambda d, i: (d[:-3], i), ["a.bin: .* 9\\b.* 12 .* 2 "]),
-        (
-            index_with(SIZES + 4, "i", -5),
-            ["a.idx: .* 38\\b.* 1 .*-5", "a.idx: .* 62\\b.* 2 .* 8 .*-4"],
-        ),
-        (index_with(BOUNDARIES + 16, "q", 2), ["a.idx: .* 86\\b.* 2\\b.* 3"]),
-    ],
-)
-def test_damage(tmp_path, damage, expected):
-    """Each kind of damage is found and named with its byte; nothing else is reported."""
-    for suffix, content in zip((".bin", ".idx"), damage(DATA, INDEX), strict=True):
-        if content is not None:
-            (tmp_path / f"a{suffix}").write_bytes(content)
-    found = texts(str(tmp_path / "a"), validate=True)
-    assert len(found) == len(expected), found
-    for text, problem in zip(expected, found, strict=True):
-        assert re.search(f"/{text}", problem), problem
-    assert inspect_dataset.main([str(tmp_path / "a"), "--samples", "2"]) == 2
 
 
 @pytest.mark.slow

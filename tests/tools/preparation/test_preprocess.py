@@ -143,7 +143,6 @@ def test_other_errors(tmp_path, capsys):
         ("c.jsonl", lambda: run(tmp_path)),  # no document with text in it
         ("d.jsonl.gz", lambda: run(tmp_path, inputs=damaged)),
         ("--json-keys", lambda: run(tmp_path, "--json-keys", "a/b")),
-        ("/dev/null", lambda: run(Path("/dev/null"), inputs=tmp_path / "c.jsonl")),
     ):
         assert code() == 2 and said in capsys.readouterr().err, said
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.jsonl", "d.jsonl.gz"]
@@ -172,11 +171,3 @@ def test_corpus(tmp_path):
     assert set(found) == {"alpha", "pkg", "pkg.deep"} and "\u00e9" in found["pkg.deep"]
     assert (count, size) == (3, sum(len(text.encode()) for text in found.values()))
     assert build_corpus(output, stdlib=library_folder, max_bytes=400)[1] <= 400
-    build_corpus(output, stdlib=library_folder, docstrings_only=True)
-    prose = read_corpus(output)
-    assert (
-        prose["pkg"].startswith("pkg\n\n")
-        and "\n\npkg.f\n\n" in prose["pkg"]
-        and "def" not in prose["pkg"]
-    )
-    assert "x = 1" not in prose["alpha"] and "pkg.deep" not in prose

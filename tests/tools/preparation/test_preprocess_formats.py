@@ -226,14 +226,6 @@ def test_parquet_that_is_not_utf8(tmp_path, tokenizer):
     assert bad.where == f"{path}: row 2" and "byte 0" in bad.why
 
 
-def test_parquet_columns_that_are_no_text(tmp_path):
-    nested = parquet_file(tmp_path / "n.parquet", pyarrow.array([{"text": "a"}]), "meta")
-    with pytest.raises(DataError, match="text.*meta.*--json-keys"):
-        list(read_blocks([nested]))
-    with pytest.raises(DataError, match="meta.*struct"):
-        list(read_blocks([nested], json_keys=("meta",)))
-
-
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_text_files(tmp_path, tokenizer, suffix):
     path = tmp_path / f"c.txt{suffix}"

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.tokenizer_adapters import sentence_piece
-from megatron.errors import ConfigError, DataError
 from tools import train_tokenizer
 from tools.train_tokenizer import train_vocabulary
 
@@ -38,15 +37,3 @@ def test_bad_lines_are_refused_or_left_out(model, tmp_path):
     assert train_tokenizer.main(words) == 2 and not (tmp_path / "m").exists()
     assert train_tokenizer.main([*words, "--on-bad-input", "skip"]) == 0
     assert (tmp_path / "m").read_bytes() == model.read_bytes()
-
-
-def test_vocabulary_refuses(tmp_path):
-    corpus = tmp_path / "c.jsonl"
-    corpus.write_text('{"text": "few words"}\n')
-    for size in (100, 4096):  # fewer than the bytes alone need, more than nine characters give
-        with pytest.raises(ConfigError, match=f"--vocab-size {size}"):
-            train_vocabulary([corpus], tmp_path / "m", vocab_size=size)
-    corpus.write_text('{"text": " "}\n')
-    with pytest.raises(DataError):
-        train_vocabulary([corpus], tmp_path / "m")
-    assert not (tmp_path / "m").exists()
