@@ -7,7 +7,7 @@ import pytest
 
 from megatron.config.io import DataConfig
 from megatron.config.pieces import Pieces
-from megatron.data.datasets import Datasets, Reading, build_datasets, data_prefixes
+from megatron.data.datasets import Datasets, Reading, build_datasets
 from megatron.data.gpt_dataset import BlendedDataset
 from megatron.errors import ConfigError, DataError
 from tests.data.implementations import write_documents
@@ -37,17 +37,6 @@ def write(folder, name, documents, first_token=0):
 def tokens_in(dataset):
     assert dataset is not None
     return {int(token) for i in range(len(dataset)) for token in dataset[i]}
-
-
-def test_split_of_one(tmp_path):
-    prefix = write(tmp_path, "a", 10)
-    built = build(40, 7, 3, data_path=(prefix,), mmap_bin_files=False)
-    assert (tokens_in(built.train), tokens_in(built.valid), tokens_in(built.test)) == (
-        set(range(8)),
-        {8},
-        {9},
-    )
-    assert len(built.train or ()) >= 40 and len(built.valid or ()) >= 7
 
 
 def test_none_where_no_data_or_no_samples(tmp_path):
@@ -106,32 +95,6 @@ def test_corpora_of_their_own(tmp_path):
     assert tokens_in(built.corpora["y"]) == {100}
     assert tokens_in(build(0, 9, 0, valid_data_path=(b,)).valid) == {100}
     assert not build(0, 0, 4, valid_data_path=(f"x={a}",)).corpora
-    short = write_documents(tmp_path / "short", [[1] * SEQ_LENGTH])
-    with pytest.raises(DataError, match=f"z={short}: {SEQ_LENGTH} "):
-        build(0, 1, 0, valid_data_path=(f"x={a}", f"z={short}"))
-
-
-def test_prefixes_in_the_order_of_use(tmp_path):
-    assert data_prefixes(config(mock_data=True)) == []
-    assert data_prefixes(config(data_path=("1", "b", "2", "a"))) == ["b", "a"]
-    per_split = config(
-        train_data_path=("t",), valid_data_path=("1", "v", "1", "t"), test_data_path=("x",)
-    )
-    assert data_prefixes(per_split) == ["t", "v", "x"]
-    assert data_prefixes(config(valid_data_path=("a=v", "b=./w=1"))) == ["v", "./w=1"]
-
-
-def test_a_copy_is_read_in_place_of_the_data(tmp_path):
-    """A staged copy is read in place of the data.
-
-    The copy differs, so that the test can tell which one is read; the index is that of the data's
-    own name and place.
-    """
-    (tmp_path / "node").mkdir()
-    prefix, copy = write(tmp_path, "a", 10), write(tmp_path / "node", "a", 10, first_token=100)
-    built = build(40, 7, 0, data_path=(prefix,), reading=Reading({prefix: copy}))
-    assert tokens_in(built.train) == set(range(100, 108)) and tokens_in(built.valid) == {108}
-    assert (tmp_path / "index-cache").is_dir() and not (tmp_path / "node" / "index-cache").exists()
 
 
 def test_exact_epochs(tmp_path):

@@ -124,17 +124,6 @@ def test_a_folder_belongs_to_one_run(tmp_path):
     assert "--save x" in said.pop()
 
 
-def test_what_a_lock_file_holds_is_never_trusted(tmp_path):
-    path = tmp_path / "x.lock"
-    # the last like earlier versions
-    for content in (b"", b"\xff" * 5000, b"host pid", b'{"host": "n", "pid": 3}'):
-        path.write_bytes(content)
-        lock = FileLock(path)
-        assert lock.holder() is None and lock.describe()
-        assert lock.acquire()
-        lock.release()
-
-
 def test_a_file_appears_complete_or_not_at_all(tmp_path):
     path = tmp_path / "x"
     with renamed_into(path) as file:

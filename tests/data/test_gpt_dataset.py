@@ -1,7 +1,6 @@
 """Samples and their order, against a plain reading of the format: join, cut, shuffle."""
 
 import hashlib
-import re
 import struct
 
 import numpy as np
@@ -9,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, IndexRequest, MockDataset
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, IndexRequest
 from megatron.data.index_cache import CacheEntry
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.packed_dataset import PackedDataset
 from megatron.errors import DataError
 from tests.data.implementations import ascending, request_for, write_documents
@@ -149,46 +147,6 @@ def test_sizes_that_cannot_be_right_are_found_before_an_index_is_built(
         (PackedDataset if packed_samples else GPTDataset)(indexed, request)
 
 
-def test_where_a_token_stands(tmp_path):
-    """The byte that `where` names holds the token, and the document holds the byte.
-
-    Documents have several sequences.
-    """
-    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
-        for first in range(0, 90, 10):
-            writer.add_batch(np.arange(first, first + 10), [3, 0, 7], [3])
-    built = dataset(tmp_path / "x", 20, 8)
-    raw = np.fromfile(tmp_path / "x.bin", np.uint16)
-    for index in range(len(built)):
-        for position, token in enumerate(built[index].tolist()):
-            where = re.fullmatch(
-                r"(\S+)\.bin, document (\d+), byte (\d+)", built.where(index, position)
-            )
-            assert where is not None and where[1] == str(tmp_path / "x")
-            assert (
-                int(where[2]) == token // 10
-                and raw[int(where[3]) // 2] == token
-                and int(where[3]) % 2 == 0
-            )
-    assert built.segments(0) is None
-
-
-def test_a_damaged_index_is_named(tmp_path):
-    write(tmp_path / "x", [30, 30])
-    built = dataset(tmp_path / "x", 5, 10)
-    sample = int(built._shuffle[2])
-    for row in ([1, 25], [0, 0], [7, 3], [-3, 0]):
-        rows = np.array(built._rows)
-        rows[sample] = row
-        damaged = dataset(tmp_path / "x", 5, 10)
-        damaged._rows = rows
-        with pytest.raises(DataError, match=f"{tmp_path}/x.* 2 .*--data-cache-path"):
-            damaged[2]
-    built._documents = np.array([0, 99], np.int32)
-    with pytest.raises(DataError, match="--data-cache-path"):
-        [built[i] for i in range(5)]
-
-
 @pytest.mark.parametrize("sizes", [[40, 60], [50, 50, 20]])
 def test_data_that_changed_under_its_cache(tmp_path, sizes):
     write(tmp_path / "x", [10, 50, 40])
@@ -220,15 +178,3 @@ def test_blend(tmp_path):
     assert blend.segments(3) is None
     with pytest.raises(IndexError):
         blend[12]
-
-
-def test_mock():
-    samples = np.stack([MockDataset("train", 20, 63, 50, seed=1)[i] for i in range(20)])
-    assert samples.shape == (20, 64) and samples.dtype == np.int64
-    assert (samples.min(), samples.max()) == (0, 49)
-    longer = MockDataset("train", 99, 63, 50, seed=1)
-    assert (samples == np.stack([longer[i] for i in range(20)])).all()
-    others = (MockDataset("train", 20, 63, 50, seed=2), MockDataset("valid", 20, 63, 50, seed=1))
-    assert len({sample.tobytes() for sample in (*samples, *(other[0] for other in others))}) == 22
-    with pytest.raises(DataError, match="--vocab-size"):
-        MockDataset("train", 1, 4, 1, 0)

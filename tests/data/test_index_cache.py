@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import index_cache
-from megatron.data.file_lock import FileLock
 from megatron.data.index_cache import forwarded_messages, load_or_build
 from megatron.errors import DataError
 from tests.data.forks import MOMENTS, at_once, context, killed_at_each
@@ -75,29 +73,6 @@ def test_one_of_four_builds_and_all_get_what_came_of_it(tmp_path, fails):
     assert names(tmp_path) == ([] if fails else FILES)
     if not fails:
         assert (tmp_path / f"{KEY}.dsc").read_text().startswith(ENTRY)
-
-
-def test_waiting_ends_with_the_name_of_the_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(index_cache, "WAIT_S", 0.1)
-    lock, waits = FileLock(tmp_path / f"{KEY}.lock"), []
-    assert lock.acquire()
-    with (
-        waiting(lambda: waits.append(1)),
-        pytest.raises(DataError, match=rf"{lock.path}.* {os.getpid()}\b"),
-    ):
-        load(tmp_path, never)
-    lock.release()
-    assert waits == [1] and same(load(tmp_path, lambda: VALUE), VALUE)
-
-
-def test_directories_in_order(tmp_path):
-    near, far = tmp_path / "near", tmp_path / "far"
-    load_or_build(ENTRY, ["a", "b"], [near, far], lambda: VALUE)
-    assert not near.exists() and names(far) == FILES
-    load_or_build(ENTRY, ["a", "b"], [near, far], never)
-    load_or_build(ENTRY, ["a", "b"], [far, near], never)
-    load(near, lambda: OLD)
-    assert same(load_or_build(ENTRY, ["a", "b"], [near, far], never), OLD)
 
 
 def test_what_does_not_fit_is_built_again(tmp_path):

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data import sampler
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.packed_dataset import PackedDataset
@@ -54,37 +53,6 @@ def test_counts(blend, kind, steps):
         assert counted.counts[part.name] == Consumed(
             taken[token], tokens, pytest.approx(tokens / size)
         )
-
-
-def test_an_epoch_is_announced_with_the_sample_that_opens_it(blend):
-    counted, begun = Ledger(blend, SampleOrder(60, cyclic=True)), {}
-    for consumed in range(1, 121):
-        for name, epoch in counted.advance(consumed):
-            begun[name, epoch] = consumed
-    expected = {}
-    tokens = {1: 0, 2: 0}
-    for consumed, index in enumerate(
-        SampleOrder(60, cyclic=True).indices(np.arange(120)).tolist(), 1
-    ):
-        token = int(blend[index][0])
-        before, tokens[token] = tokens[token], tokens[token] + SEQ_LENGTH
-        size = {1: 100, 2: 300}[token]
-        # Token number n, from 0, is in epoch n // size + 1. Compare the last token before with the
-        # last one now.
-        epoch_before, epoch = (before - 1) // size + 1, (tokens[token] - 1) // size + 1
-        if epoch > max(epoch_before, 1):
-            expected["ab"[token - 1], epoch] = consumed
-    assert begun == expected and len(begun) == 3 + 2  # 40 samples of a: 3.2 epochs; 80 of b: 2.13
-
-
-def test_blocks_and_catching_up(blend, monkeypatch):
-    whole = Ledger(blend, SampleOrder(60, cyclic=True), 100)
-    monkeypatch.setattr(sampler, "_BLOCK", 7)
-    assert Ledger(blend, SampleOrder(60, cyclic=True), 100).record() == whole.record()
-    assert whole.record() != Ledger(blend, SampleOrder(60, cyclic=True), 93).record()
-    # A checkpoint without a record, of a run with more data than this one: only present data
-    # counts.
-    assert sum(count.samples for count in Ledger(blend, SampleOrder(60), 100).counts.values()) == 60
 
 
 def test_the_blend_changes_in_between(blend, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from megatron.config import Config
 from megatron.data.datasets import Reading, build_datasets, open_data
 from megatron.data.sampler import MicroBatchStream, Share
-from megatron.errors import ConfigError, DataError
+from megatron.errors import DataError
 from megatron.training.run.data import copy_to_node
 from tests.data.implementations import ascending, write_documents
 
@@ -108,22 +108,8 @@ def test_a_mask_has_to_be_asked_for_and_to_belong_to_the_data(tmp_path):
     mask.write_bytes(content)
     with pytest.raises(DataError, match="a_mask.bin.*byte 7"):
         list(batches(settings, 4))
-    mask.write_bytes(content[:-1])
-    with pytest.raises(DataError, match="a_mask.bin"):
-        open_data(prefix, settings.data)
-    mask.unlink()
-    for use in ("required", "optional", None):
-        with pytest.raises(DataError, match=r"a_mask\.(bin|idx)"):
-            open_data(prefix, config(data_path=(prefix,), loss_mask=use).data)
     write(tmp_path / "b", 0, [10, 40])
     for end in (".bin", ".idx"):
         (tmp_path / f"b_mask{end}").rename(tmp_path / f"a_mask{end}")
     with pytest.raises(DataError, match="a_mask.idx.*other data"):
         open_data(prefix, settings.data)
-
-
-def test_each_token_counts_equally():
-    assert config().batch.calculate_per_token_loss
-    assert not config(loss_mask=None).batch.calculate_per_token_loss
-    with pytest.raises(ConfigError, match="--loss-mask required"):
-        config(calculate_per_token_loss=False)

@@ -1,11 +1,8 @@
 """permute: a permutation that is statistically random."""
 
-import itertools
 import math
-from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,23 +24,6 @@ def test_a_place_has_the_same_number_however_it_is_asked_for(size, key, data):
     found = permute(np.array(places, np.int64), size, key).tolist()
     assert len(set(found)) == len(places) and all(0 <= number < size for number in found)
     assert [int(permute(np.array([place]), size, key)[0]) for place in places] == found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [3, 4])
-def test_all_orders_of_a_few_are_alike(size):
-    """All orders of a few keys are equally frequent.
-
-    Chi-square over the size! orders of 40 keys for each: a value beyond mean + 5 standard
-    deviations is significant.
-    """
-    orders = list(itertools.permutations(range(size)))
-    seen = Counter(
-        tuple(permute(np.arange(size), size, key).tolist()) for key in range(40 * len(orders))
-    )
-    chi_square = sum((seen[order] - 40) ** 2 / 40 for order in orders)
-    freedom = math.factorial(size) - 1
-    assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
 
 
 def test_neighbours_are_strangers():

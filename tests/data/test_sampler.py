@@ -227,8 +227,3 @@ def test_closing_does_not_wait_for_a_read_without_end(monkeypatch):
         thread.join(60)
         assert not thread.is_alive()
     assert len(busy) <= 2  # what had not been started was never read
-
-
-def test_no_samples():
-    with pytest.raises(DataError, match="--seq-length"):
-        MicroBatchStream(Counting(0), Share(1), order=sample_order("cyclic", 0)).take(1)

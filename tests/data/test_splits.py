@@ -3,19 +3,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.datasets import (
-    BlendPart,
-    read_data_file_list,
     split_bounds,
 )
-from megatron.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize(
     ("split", "size", "bounds"),
     [
         ("969, 30, 1", 1000, ((0, 969), (969, 999), (999, 1000))),
-        ("98/2", 50, ((0, 49), (49, 50), (50, 50))),
-        ("1", 7, ((0, 7), (7, 7), (7, 7))),
         # Shares .5 .5: cuts round(2.5) = 2 (to even) and 4, one sequence short, so both cuts move
         # up by one.
         ("1,1", 5, ((0, 3), (3, 5), (5, 5))),
@@ -42,18 +37,3 @@ def test_split_covers_everything_once(shares, size):
         assert 0 <= start <= stop
         # rounding of each of three parts, and of their sum
         assert abs((stop - start) - share / total * size) <= 2
-
-
-def test_data_file_list(tmp_path):
-    path = tmp_path / "list"
-    path.write_text("# weights\n1.0 a/b web\n\n3 c/d\n")
-    assert read_data_file_list(str(path)) == (BlendPart(0.25, "a/b"), BlendPart(0.75, "c/d"))
-    for line in ("b", "-1 b", "nan b"):
-        path.write_text(f"1.0 a\n{line}\n")
-        with pytest.raises(ConfigError, match=f"{path}:2"):
-            read_data_file_list(str(path))
-    path.write_text("0 a\n")
-    with pytest.raises(ConfigError, match=f"{path}: "):
-        read_data_file_list(str(path))
-    with pytest.raises(DataError, match=f"{tmp_path}/none"):
-        read_data_file_list(str(tmp_path / "none"))

@@ -5,9 +5,7 @@ import numpy as np
 import pytest
 
 from megatron import limited
-from megatron.config.settings import all_options
 from megatron.data.tokenizer import build_tokenizer
-from megatron.data.tokenizer_adapters import PATTERNS
 from megatron.errors import ConfigError, DataError
 from tests.data.tokenizers.conftest import train_model, write_byte_level
 from tests.data.tokenizers.test_fast import word_level
@@ -116,28 +114,14 @@ VOCAB = dict(vocab_file=__file__)
     ("kind", "arguments", "error", "message"),
     [
         ("Nope", {}, ConfigError, "Nope.*GPT2BPETokenizer"),
-        ("Llama3Tokenizer", {}, ConfigError, "TikTokenizer"),
         ("NullTokenizer", {}, ConfigError, "--vocab-size"),
         ("GPT2BPETokenizer", VOCAB, ConfigError, "--merge-file"),
-        (
-            "GPT2BPETokenizer",
-            dict(vocab_file="none.json", merge_file="no"),
-            DataError,
-            "none.json.*--vocab-file",
-        ),
         ("GPT2BPETokenizer", dict(**VOCAB, merge_file=__file__), DataError, __file__),
         ("GPTSentencePieceTokenizer", HERE, DataError, __file__),
-        ("TikTokenizer", {}, ConfigError, "--tokenizer-model"),
         ("TikTokenizer", HERE, DataError, r"test_tokenizer.py:1: "),
-        ("HFTokenizer", dict(tokenizer_model="org/name"), DataError, "org/name"),
         ("HFTokenizer", HERE, DataError, __file__),
     ],
 )
 def test_refuses(kind, arguments, error, message):
     with pytest.raises(error, match=message):
         build_tokenizer(kind, **arguments)
-
-
-def test_patterns_are_those_of_the_command_line():
-    patterns = all_options()["tiktoken_pattern"].choices
-    assert patterns is not None and sorted(patterns) == sorted(PATTERNS)

@@ -77,18 +77,9 @@ def test_data_of_another_tokenizer_is_refused(tmp_path):
     assert check(prefix, {**NULL, "vocab_size": 300})[1] == 1  # its ids may mean anything
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "z"}')
     assert check(prefix, bytes_)[1] == 1  # another end of a document
-    with pytest.raises(DataError, match=r"a_text_document.*\b101\b.*\b50\b") as beyond:
+    with pytest.raises(DataError, match=r"a_text_document.*\b101\b.*\b50\b"):
         check(prefix, {**NULL, "vocab_size": 50})
-    assert "51" not in str(beyond.value).replace(
-        str(tmp_path), ""
-    )  # the flag, not its number of ids
     (tmp_path / "tokenizer_config.json").unlink()
-    Path(f"{prefix}.tokenizer.json").write_text(json.dumps({**record, "vocab_size": 10**15}))
-    assert check(prefix, bytes_)[1] == 0  # the ids that both have mean the same
-    Path(f"{prefix}.tokenizer.json").write_text(json.dumps({**record, "eod": EOD + 1}))
-    with pytest.raises(DataError, match=rf"tokenizer.json.*\b{EOD + 1}\b"):  # beyond its ids
-        check(prefix, bytes_)
-    Path(f"{prefix}.tokenizer.json").write_text(json.dumps(record))
     tokens = np.fromfile(f"{prefix}.bin", np.uint16)  # by a program that does not know the record
     tokens[-1] = 300
     tokens.tofile(f"{prefix}.bin")
@@ -117,14 +108,6 @@ def test_a_record_goes_where_its_data_go(tmp_path, capsys):
     assert first in capsys.readouterr().err and not (tmp_path / "all.tokenizer.json").exists()
     write_documents(first, [[1]])  # by another program
     assert check(first, bytes_)[1] == 1
-
-
-def test_epochs(tmp_path):
-    prefixes = [write(tmp_path, n, NULL, ["1 2 3 4"] * size) for n, size in (("a", 2), ("b", 8))]
-    assert check(prefixes[0], NULL, samples=60)[0] == {prefixes[0]: 30.0}
-    blend = f"3 {prefixes[0]} 1 {prefixes[1]}"
-    # 3/4 and 1/4 of 60 samples of 4 tokens, of 8 and of 32 tokens
-    assert check(blend, NULL, samples=60)[0] == {prefixes[0]: 22.5, prefixes[1]: 1.875}
 
 
 @pytest.mark.slow

@@ -7,8 +7,6 @@ from megatron.checkpoint.huggingface_config import tokenizer_settings
 from megatron.checkpoint.huggingface_save import companions_of
 from megatron.config import Config
 from megatron.data.tokenizer import build_tokenizer
-from megatron.training.run.setup import check_export
-from tests.data.tokenizers.test_tik_token import write_ranks
 
 TEXT = "Größer  hello\n\n\tworld 北京 it's 😀"
 
@@ -35,13 +33,3 @@ def test_sentence_piece(settings, model, tmp_path):
     assert theirs(TEXT).input_ids == ours.encode(TEXT) == back.encode(TEXT)
     assert len(theirs) == ours.vocab_size == back.vocab_size
     assert theirs.eos_token_id == ours.eod == back.eod
-
-
-def test_a_tokenizer_that_is_not_written(tmp_path):
-    """The run says so at its start; the model has the id that ends a document."""
-    ranks = {bytes([i]): i for i in range(256)}
-    path = write_ranks(tmp_path / "a.tiktoken", ranks)
-    settings = dict(tokenizer_type="TikTokenizer", tokenizer_model=path, tiktoken_pattern="gpt2")
-    config = Config.create(preset="tiny", vocab_size=257, save_hf=str(tmp_path / "new"), **settings)
-    assert "TikTokenizer" in check_export(config)
-    assert companions_of(config).ids == {"eos_token_id": 256}

@@ -38,9 +38,3 @@ def test_sentence_piece(model):
     ids, places = llama.encode_with_places("a b")
     assert ids == llama.encode("a b") and places[0].tolist() == [0, 0]
     assert llama.encode_with_places("a b", special=False)[0] == ids[1:]
-
-
-def test_ids():
-    tokenizer = build_tokenizer("NullTokenizer", vocab_size=99)
-    ids, places = tokenizer.encode_with_places(" 12  3")
-    assert (ids, places.tolist()) == ([12, 3], [[0, 3], [3, 6]])

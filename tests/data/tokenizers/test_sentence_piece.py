@@ -80,12 +80,3 @@ def test_models_without_the_usual_pieces(tmp_path):
     no_bos = train(tmp_path / "no_bos.model", bos_id=-1)
     with pytest.raises(DataError, match="GPTSentencePieceTokenizer"):
         build_tokenizer("Llama2Tokenizer", tokenizer_model=no_bos)
-
-
-def test_pieces_of_megatrons_names_are_not_appended_again(tmp_path):
-    path = train(tmp_path / "own.model", pad_id=3, user_defined_symbols=["<EOD>", "<MASK>"])
-    plain = build_tokenizer("SentencePieceTokenizer", tokenizer_model=path, vocab_extra_ids=1)
-    pieces = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=path).vocab_size
-    # user-defined pieces follow <unk> <s> </s> <pad>; only <CLS>, <SEP> and <extra_id_0> are new
-    assert (plain.eod, plain.vocab_size) == (4, pieces + 3)
-    assert plain.decode([pieces, pieces + 1, pieces + 2]) == "<CLS><SEP><extra_id_0>"

@@ -221,13 +221,6 @@ def test_json_vocabulary_is_cut(tmp_path):
     )
     # hell o
     assert tokenizer.vocab_size == 269 and tokenizer.encode("hello") == [10 + 258, 10 + ord("o")]
-    for name, value in (
-        ("vocab_size", 2000),
-        ("vocab_size", 1100),
-        ("tiktoken_num_special_tokens", 5),
-    ):
-        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} {value}\\b"):
-            build(path, **{name: value})
     assert build(path, tiktoken_special_tokens=["</s>", "<x>"]).vocab_size == 1264
     own = build(path, tiktoken_num_special_tokens=3, tiktoken_special_tokens=["</s>", "<x>"])
     assert (own.eod, own.vocab_size, own.decode([0, 1, 2])) == (0, 267, "</s><x><SPECIAL_2>")
@@ -236,7 +229,6 @@ def test_json_vocabulary_is_cut(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"tiktoken_pattern": "gpt9"}, "--tiktoken-pattern.*gpt9"),
         # No token ends a document.
         ({"tiktoken_special_tokens": ["<s>", "<x>"]}, "--tiktoken-special-tokens"),
         (
@@ -266,32 +258,20 @@ ALL = [line(token, i) for i, token in enumerate(BYTES)]
     [
         ("", "file"),
         ("\n".join([*ALL, "aGU="]), "file:257: "),
-        ("\n".join([*ALL, line(b"", 256)]), "file:257: "),
         ("\n".join([*ALL, line(b"A", 256)]), "file:257: .*b'A' .* 65$"),
-        ("\n".join([*ALL, "", line(b"he", 65)]), "file: .* 65\\b"),
         ("\n".join([*ALL, line(b"he", 258)]), "file: .* 258\\b.* 257\\b"),
         ("\n".join(ALL[:-2]), "file: .* 2 .* 0xfe"),
-        ("\n".join([*ALL[:-1], line(b"\xff", 10**12)]), "file: .* 10{12}\\b.* 256\\b"),
         (f'[{{"rank": {"9" * 5000}, "token_bytes": "AA=="}}]', "file .*5000"),
         (
             '[{"rank": 0, "token_bytes": "AA=="}, {"rank": 1, "token_bytes": "AA=="}]',
             "file: .* 1\\b",
         ),
-        ("\u4e2d\u6587 1", "file:1: b'.*'"),
     ],
 )
 def test_files_that_are_none(tmp_path, text, message):
     (tmp_path / "file").write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=message):
         build(str(tmp_path / "file"), tiktoken_pattern="gpt2")
-
-
-def test_an_id_of_another_tokenizer(small):
-    tokenizer = build(small, tiktoken_pattern="gpt2")
-    for ids in ([3, 265], [-1]):
-        with pytest.raises(DataError, match=f"id {ids[-1]} .*265"):
-            tokenizer.decode(ids)
-    assert tokenizer.decode([0xE4, 0xB8]) == "\ufffd", "half of a character"
 
 
 @pytest.mark.slow
