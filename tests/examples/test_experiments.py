@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from megatron.data.file_lock import FolderClaim
-from megatron.errors import ConfigError
 from megatron.jobs import experiment as show
 from megatron.jobs import runner as running
 from megatron.jobs.experiment import (
@@ -25,7 +24,6 @@ from megatron.jobs.experiment import (
     ExperimentRequest,
     Point,
     bubble_of,
-    least_time_s,
     plan,
     priced,
     state_of,
@@ -39,7 +37,6 @@ from tests.helpers.launching import ROOT
 from tests.tools.measured import paper_flops
 
 FRONTIER = load_cluster("frontier")
-SCALED = list(itertools.product(("weak", "strong"), ("175b", "1t")))
 
 
 def layouts(points):
@@ -111,19 +108,6 @@ def test_a_batch_that_does_not_divide_is_refused_not_rounded():
     assert any(all(part in line for part in ("gcds-02560 ", "8015", "8020")) for line in lines)
 
 
-def test_layouts_and_requests_that_make_no_sense():
-    for point in plan(ExperimentRequest("tp", "22b", values=(5, 32))) + plan(
-        ExperimentRequest("pp", "22b", values=(96, 12))
-    ):
-        assert point.config is None and point.problem
-    for request, words in (
-        (ExperimentRequest("weak", "gpt-9000"), "gpt-9000"),
-        (ExperimentRequest("weak", "175b", flags=("--lr", "x")), "--lr"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            plan(request)
-
-
 @pytest.mark.parametrize("kind", ["weak", "strong", "batch"])
 def test_the_warm_up_takes_a_small_batch_and_measured_steps_the_full_one(kind):
     for point in plan(
@@ -158,51 +142,6 @@ def test_times_are_those_of_the_published_throughput():
     assert priced(point, FRONTIER, tflops=138.4).iteration_s == pytest.approx(
         seconds / (1 - bubble) / 2
     )
-
-
-def test_points_that_outlast_a_small_job_are_named():
-    """Points that outlast a small job are named.
-
-    Up to 91 nodes a job may last 2 hours: too short for 8000 sequences of 175B on 8 and 16, and for
-    1T on 64.
-    """
-    too_long = {}
-    for kind, model in SCALED:
-        points = [priced(p, FRONTIER) for p in plan(ExperimentRequest(kind, model))]
-        too_long[kind, model] = [p.nodes for p in points if not p.fits_alone]
-    assert too_long == {
-        ("weak", "175b"): [],
-        ("weak", "1t"): [],
-        ("strong", "175b"): [8, 16],
-        ("strong", "1t"): [64],
-    }
-
-
-def _costs_row(kind, model):
-    """Return a row of EXPERIMENTS.md's table of costs."""
-    points = [priced(p, FRONTIER) for p in plan(ExperimentRequest(kind, model))]
-    steps = [p.iteration_s or 0.0 for p in points]
-    totals = [(p.nodes, p.total_s or 0.0) for p in points]
-    nodes = max(p.nodes for p in points)
-    least_s = least_time_s(totals, nodes)
-
-    def span(values):
-        low, high = f"{min(values):,.0f}", f"{max(values):,.0f}"
-        return low if low == high else f"{low} to {high}"
-
-    return (
-        f"| {kind} {model} | {span([p.world for p in points])} | {span(steps)} | {nodes} | "
-        f"{int(least_s // 3600)} h {round(least_s % 3600 / 60):02d} min | "
-        f"{nodes * least_s / 3600:,.0f} | {sum(n * t for n, t in totals) / 3600:,.0f} |"
-    )
-
-
-def test_costs_in_the_documentation_are_those_of_a_dry_run():
-    text = (ROOT / "examples/frontier/EXPERIMENTS.md").read_text()
-    for kind, model in SCALED:
-        assert _costs_row(kind, model) in text
-    for kind in ("tp", "pp", "pp-bubble", "batch", "micro-batch"):
-        assert _costs_row(kind, "22b") in text
 
 
 # ---- running points

@@ -16,10 +16,8 @@ import torch
 
 from megatron import program
 from megatron.config import Config
-from megatron.config.pieces import load_pieces
 from megatron.data.datasets import build_datasets
-from megatron.engine.optimizer import build_optimizer
-from megatron.engine.optimizer_state import OPTIMIZERS, optimizer_state
+from megatron.engine.optimizer_state import optimizer_state
 from megatron.errors import ConfigError, DataError
 from megatron.pipeline.orders import Instruction, Op
 from megatron.pipeline.schedule import build_rank_schedule
@@ -180,7 +178,7 @@ def test_callbacks_of_a_script_of_ones_own_hear_of_a_run_on_every_rank(tmp_path)
         assert told == "told: start, step 1, step 2, log 2, step 3, log 3, save 3"
 
 
-def test_pieces_that_cannot_serve_are_refused(tmp_path):
+def test_pieces_that_cannot_serve_are_refused():
     config = Config.create(**MODEL)
 
     def backward_first(size, chunks, micro_batches, rank):
@@ -212,24 +210,3 @@ def test_pieces_that_cannot_serve_are_refused(tmp_path):
     )
     with pytest.raises(DataError, match="4"):
         build_datasets(short, 3, 0, 0).train[0]
-    with pytest.raises(DataError, match="3"):
-        build_datasets(config.with_pieces(datasets=lambda *_: ([], None, None)), 3, 0, 0)
-    (tmp_path / "none.py").write_text("PIECES = 3")
-    for file in ("none.py", "absent.py"):
-        with pytest.raises(ConfigError, match=file):
-            load_pieces(str(tmp_path / file))
-    with pytest.raises(ConfigError, match="layer=7"):
-        config.with_pieces(layer=7)
-
-
-def test_what_the_projects_optimizers_keep_is_what_a_step_makes():
-    for name, state in OPTIMIZERS.items():
-        config = Config.create(**MODEL, optimizer=name)
-
-        def plain(groups, settings, config=config):
-            return build_optimizer(groups, config, torch.device("cpu"))
-
-        plain.whole = lambda name, shape: True
-        found = optimizer_state(config.with_pieces(optimizer=plain))
-        assert found.tensors == state.tensors
-        assert found.of(True).tensors == state.of(True).tensors

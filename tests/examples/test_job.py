@@ -85,12 +85,6 @@ def test_a_setting_that_cannot_be_is_refused_before_any_step(tmp_path):
         assert (setting if name != "SITE_MODULES" else name) in ended.log
 
 
-def test_all_devices_visible_and_none(tmp_path):
-    (call,) = train(tmp_path, GPU_VISIBILITY="all").named("srun", PROGRAM)
-    assert "--gpus-per-node=8" in call.words
-    assert not [word for word in call.words if word.startswith(("--gpus-per-task", "--gpu-bind"))]
-
-
 def test_recipe_and_flags(tmp_path):
     (call,) = train(tmp_path, "--lr", "1e-4", "--title", "two words", "*").named("srun", PROGRAM)
     assert not [word for word in call.words if word.startswith("--gpu")]  # DEVICE=cpu
@@ -102,18 +96,6 @@ def test_recipe_and_flags(tmp_path):
     # Last, so that they win, and unchanged.
     assert program[-8:] == [*TINY, "--lr", "1e-4", "--title", "two words", "*"]
     assert "--train-tokens" not in program  # a length was given
-
-
-def test_recipe_of_the_paper(tmp_path):
-    """Each other script's flags are resolved below; the batch of 1T grows with its nodes."""
-    paper = {"RECIPE": "paper", "SLURM_JOB_NUM_NODES": "128"}
-    ended = run_script(tmp_path, SCRIPTS["1t"], "--mock-data", **paper)
-    (call,) = ended.named("srun", PROGRAM)
-    flags = ("--preset", "--rank-order", "--device-order", "--global-batch-size")
-    # 1600 samples for each replica of 64 nodes
-    expected = ["gpt-1t", "tp-dp-pp", "0,1,2,3,4,5,6,7", "3200"]
-    assert [call.value(flag) for flag in flags] == expected and "--fp16" in call.words
-    assert int(call.value("--train-tokens")) > 1e10
 
 
 def test_data_of_the_site(tmp_path):

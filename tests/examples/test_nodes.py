@@ -64,24 +64,6 @@ def test_spare_nodes_take_the_place_of_bad_ones(tmp_path):
     assert python.value("--world-size") == "16"
 
 
-def test_one_of_several_nodes_needs_no_network_plugin(tmp_path):
-    (tmp_path / "net" / "hsn0").mkdir(parents=True)
-    one = {
-        "nodes": "a1,a2",
-        "PREFLIGHT": "1",
-        "NODES_NEEDED": "1",
-        "SITE_NET_FOLDER": str(tmp_path / "net"),
-    }
-    ended = train(tmp_path, **one, STUB_srun=measured("a1 a2"))
-    (measure,) = ended.named("srun", MEASURE)
-    assert measure.environ["NCCL_NET"] == "OFI" and not [
-        word for word in measure.words if "--network" in word
-    ]
-    assert trained(ended).environ["NCCL_NET"] == "Socket"
-    # A step on one node gets its part of the network only with this.
-    assert trained(ended).value("--network") == "single_node_vni"
-
-
 def test_too_few_good_nodes(tmp_path):
     """A job for which too few nodes are good is requeued without the bad ones.
 
@@ -103,12 +85,6 @@ def test_too_few_good_nodes(tmp_path):
     asked = [call.words[1:] for call in ended.named("scontrol")]
     update = ["update", "JobId=77", "ExcNodeList=b[1-2],a1"]
     assert asked.index(["requeue", "77"]) < asked.index(update)
-
-
-def test_without_requeue_only_the_line_is_printed(tmp_path):
-    ended = train(tmp_path, PREFLIGHT="1", REQUEUE="0", STUB_srun=measured("a2", "a1", code=4))
-    assert (ended.code, "--exclude=a1" in ended.log) == (4, True)
-    assert not ended.requeued
 
 
 @pytest.mark.parametrize(("code", "answer"), [(2, 2), (143, 4)])

@@ -57,14 +57,6 @@ def test_one_process_and_several(tmp_path):
         parse_args(shlex.split(flags), int(settings["PROCESSES"]))
 
 
-def test_local_mistakes():
-    for setting in ("PROCESSES=two", "PYTHON=/nowhere/python"):
-        done = local(**dict([setting.split("=")]))
-        assert (done.returncode, setting in done.stderr) == (2, True)
-    done = local("--mock-data", DRY_RUN="1", PROCESSES="2")  # no length
-    assert (done.returncode, "--train-iters" in done.stderr) == (2, True)
-
-
 def on_lumi(script, *arguments, **variables):
     text = f'source {LUMI} && env -0 && printf "\\1" && bash {FRONTIER}/{script} "$@"'
     return bash(text, *arguments, DRY_RUN="1", **variables)

@@ -103,45 +103,6 @@ def test_every_variable_of_env_can_be_set_before(tmp_path):
     assert on_frontier(tmp_path, SLURM_JOB_NUM_NODES="2", **mine) == {}
 
 
-@pytest.mark.parametrize(("before", "after"), [("", "/cpe/lib"), ("/mine", "/cpe/lib:/mine")])
-def test_libraries_of_a_cpe_that_is_not_the_default_come_first(before, after):
-    """CRAY_LD_LIBRARY_PATH precedes LD_LIBRARY_PATH, as in the user guide."""
-    environ = {
-        "PATH": os.environ["PATH"],
-        "SITE_MODULES": "cpe",
-        "BASH_FUNC_module%%": "() { export CRAY_LD_LIBRARY_PATH=/$2/lib; }",
-        **({"LD_LIBRARY_PATH": before} if before else {}),
-    }
-    code = 'source "$0"; load_site_modules; echo "$LD_LIBRARY_PATH"'
-    done = shell("bash", "-euc", code, FRONTIER / "env.sh", env=environ)
-    assert (done.returncode, done.stdout) == (0, f"{after}\n"), done.stderr
-
-
-def test_site_asks_for_an_account():
-    done, _ = sourced(FRONTIER / "site.env")
-    assert done.returncode == 2
-    lines = (FRONTIER / "site.env").read_text().splitlines()
-    number = 1 + next(i for i, line in enumerate(lines) if line.startswith("_account="))
-    assert f"line {number} of {FRONTIER / 'site.env'}" in done.stderr
-
-
-def test_site_finds_the_clone_and_yields():
-    _, changed = sourced(FRONTIER / "site.env", SBATCH_ACCOUNT="abc123", MEMBERWORK="/orion/ada")
-    assert changed["MEGATRON_ROOT"] == str(ROOT)
-    assert changed["SBATCH_PARTITION"] == "batch"
-    assert changed["SITE_RUNS"] == "/orion/ada/abc123/megatron-runs"
-    assert changed["SITE_NVME"] == "/mnt/bb/ada"
-    done, mine = sourced(
-        FRONTIER / "site.env",
-        SBATCH_ACCOUNT="abc123",
-        SITE_RUNS="/mine",
-        SITE_MODULES="",
-        SBATCH_PARTITION="extended",
-    )
-    assert done.returncode == 0
-    assert not {"SITE_RUNS", "SITE_MODULES", "SBATCH_PARTITION"} & set(mine)
-
-
 def test_lines_to_edit_come_first_and_are_used(tmp_path):
     """Values that a user writes into the first lines are set; the environment overrides them."""
     text = (FRONTIER / "site.env").read_text()

@@ -4,12 +4,11 @@ import itertools
 import math
 import os
 import re
-import sys
 
 import pytest
 
 from megatron.jobs.space import load_space
-from tests.examples.stubs import FRONTIER, own_environment, run_script, shell
+from tests.examples.stubs import FRONTIER, run_script, shell
 from tests.helpers.launching import ROOT
 from tests.helpers.preflight import checked
 
@@ -83,19 +82,6 @@ def test_a_job_that_somebody_ends_stays_out_of_the_queue(tmp_path, state, requeu
     assert ended.requeued == ["77"] * requeued
 
 
-def test_a_job_that_is_requeued_does_not_run_failed_trials_again_and_again(tmp_path):
-    def start(number, job="77"):
-        words = planner(
-            tune(tmp_path, RETRY_FAILED="1", SLURM_RESTART_COUNT=str(number), SLURM_JOB_ID=job)
-        )
-        return "--retry-failed" in words
-
-    assert [start(0), start(1)] == [True, False]
-    assert start(1, "78"), (
-        "the tuner has not run in a start that ended before, such as for want of good nodes"
-    )
-
-
 def test_starts_without_a_new_trial_are_bounded(tmp_path):
     result = tmp_path / "runs/tune-paper-175b/trials/0001/result.json"
     result.parent.mkdir(parents=True)
@@ -160,16 +146,6 @@ def test_the_guard_acts_when_the_scripts_node_has_left_the_job():
         assert guard(refuses, turns, "scontrol", "requeue") == ends
 
 
-def test_filters_of_somebodys_shell_do_not_hide_the_job(tmp_path):
-    """Filters of a user's shell do not hide the job.
-
-    A job that squeue does not show has not ended: squeue heeds SQUEUE_STATES and others.
-    """
-    hides = "[[ -n ${SQUEUE_STATES-} ]] || echo COMPLETING None"
-    ended = tune(tmp_path, ENDS="3", STUB_squeue=hides, SQUEUE_STATES="PENDING")
-    assert ended.code == 3 and not ended.requeued
-
-
 @pytest.mark.parametrize(("left", "requeued"), [(2, True), (3, False)])
 def test_a_node_that_dies_before_the_first_trial_sends_the_job_back(tmp_path, left, requeued):
     """A node that dies before the first trial sends the job back.
@@ -180,32 +156,6 @@ def test_a_node_that_dies_before_the_first_trial_sends_the_job_back(tmp_path, le
     ended = tune(tmp_path, nodes="a1,a2,a3", PREFLIGHT="1", STUB_squeue=squeue, STUB_srun="exit 1")
     assert ended.code == 4 and not ended.named("python", "tune.py")
     assert ended.requeued == ["77"] * requeued
-
-
-def on_a_login_node(*arguments, **variables):
-    return shell("bash", str(TUNE), *arguments, env={**own_environment(), **variables})
-
-
-def test_nothing_is_started_by_accident():
-    done = on_a_login_node(PYTHON=sys.executable)
-    assert done.returncode == 2 and done.stderr
-    shown = on_a_login_node("--help").stdout
-    assert "SPACE" in shown and "#SBATCH" not in shown
-
-
-def test_a_dry_run_has_the_headers_nodes_or_those_given(tmp_path):
-    echo = tmp_path / "python"
-    echo.write_text('#!/bin/bash\necho "$@"\n')
-    echo.chmod(0o755)
-    said = on_a_login_node("--dry-run", PYTHON=str(echo), OUT="/runs").stdout.split()
-    header = next(line for line in TUNE.read_text().splitlines() if line.startswith("#SBATCH -N"))
-    assert said[said.index("--nodes") + 1] == header.split()[-1]
-    more = on_a_login_node(
-        "--nodes", "64", "--dry-run", PYTHON=str(echo), OUT="/runs"
-    ).stdout.split()
-    assert more[-3:] == ["--nodes", "64", "--dry-run"]
-    after = on_a_login_node("--", "--dry-run", PYTHON=str(echo))
-    assert after.returncode == 2, "a flag of pretrain_gpt.py is none of the tuner's"
 
 
 @pytest.mark.parametrize(
