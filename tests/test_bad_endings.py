@@ -11,7 +11,6 @@ from megatron.data.file_lock import FolderClaim
 from megatron.metrics_file import read_records
 from tests.data.implementations import write_documents
 from tests.helpers.launching import ROOT, TINY, launch
-from tests.helpers.processes import free_port, rank_environment
 
 pytestmark = pytest.mark.slow
 
@@ -115,37 +114,6 @@ def test_the_exit_code_is_right_without_output(arguments, redirected, code):
     assert "Traceback" not in said and said.count("note: standard") == (code > 0)
 
 
-@pytest.mark.campaign("kills")
-def test_a_lost_store_is_told_without_frames_of_cpp():
-    """A lost store is reported without frames of C++.
-
-    Rank 0 serves it. torch reads its verbosity when it is imported: these are real processes.
-    """
-    code = (
-        "import runpy, sys; from tests.helpers.fault_points import strike\nif sys.argv[1] == "
-        "'0': strike('megatron.run.step', 5, 'kill')\ndel sys.argv[1]; "
-        "runpy.run_path('pretrain_gpt.py', run_name='__main__')"
-    )
-    port = free_port()
-    arguments = [*TINY, "--train-iters", "100000", "--distributed-timeout-minutes", "3"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), *arguments],
-            cwd=ROOT,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **rank_environment(rank, 2, port)},
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate()[0] for process in processes]
-    assert processes[1].returncode == 75, outputs
-    error = outputs[1][outputs[1].index("LostRankError") :]
-    assert "rank 0" in error and len(error.splitlines()) == 1
-    assert not any(noise in outputs[1] for noise in ("frame #", "Traceback", "/gloo/transport"))
-
-
 def test_a_fatal_signal_says_where_it_struck():
     """A fatal signal reports where it struck.
 
@@ -158,12 +126,3 @@ def test_a_fatal_signal_says_where_it_struck():
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode < 0 and "Bus error" in ended.stderr and "run_guarded" in ended.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("MEGATRON_KERNELS_LIBRARY", "a" * 5000), ("GLOO_SOCKET_IFNAME", "\udcff")],
-)
-def test_a_variable_that_names_nothing_can_be_told(name, value):
-    (outcome,) = launch(1, [*TINY, "--train-iters", "1"], env={name: value})
-    refused(outcome)
