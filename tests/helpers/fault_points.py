@@ -69,7 +69,7 @@ def strike(event: str, nth: int, what: str, containing: str = "") -> None:
     """Arm this process to fail at an event.
 
     "kill", "stop" and "terminate" send it a signal, "fail" raises RuntimeError, "full" makes the
-    system refuse (OSError ENOSPC), and "hold:PATH" blocks it until the FIFO is written to.
+    system refuse (OSError ENOSPC).
     """
     on(event, lambda *_: _act(what, event), nth, containing)
 
@@ -150,8 +150,4 @@ def _act(what: str, where: str) -> None:
         raise RuntimeError(f"planted at {where}")
     if what == "full":
         raise OSError(28, "No space left on device")
-    if what.startswith("hold:"):
-        with open(what.removeprefix("hold:"), "rb") as gate:
-            gate.read(1)
-        return
     os.kill(os.getpid(), _SIGNALS[what])

@@ -8,7 +8,6 @@ and a window of -1 is none.
 from __future__ import annotations
 
 import types
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     assert (dropout_p, alibi_slopes, return_softmax) == (0.0, None, False)
     window = window_size_left, 0 if causal else window_size_right
-    scores, _, v = _scores(q, k, v, softmax_scale, window, softcap)
+    scores, v = _scores(q.double(), k.double(), v.double(), softmax_scale, window, softcap)
     out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v).to(q.dtype)
     of_sums = torch.promote_types(q.dtype, torch.float32)
     return out, scores.logsumexp(-1).to(of_sums), torch.empty(0), torch.empty(2)
@@ -65,30 +64,28 @@ def _backward(
     assert (dropout_p, alibi_slopes) == (0.0, None) and softmax_lse.is_contiguous()
     assert dq is not None and dk is not None and dv is not None and rng_state is not None
     window = window_size_left, 0 if causal else window_size_right
-    q, k, dout, out = (x.double() for x in (q, k, dout, out))
-    scores, slope, values = _scores(q, k, v, softmax_scale, window, softcap)
-    weights = (scores - softmax_lse.unsqueeze(-1)).exp()
-    dots = torch.einsum("bihd,bihd->bhi", dout, out)
-    dscores = torch.einsum("bihd,bjhd->bhij", dout, values) - dots.unsqueeze(-1)
-    dscores = dscores * weights * slope * softmax_scale
-    share = q.shape[2] // k.shape[2]
-    dq.copy_(torch.einsum("bhij,bjhd->bihd", dscores, k.repeat_interleave(share, dim=2)))
-    for total, x, by in ((dk, dscores, q), (dv, weights, dout)):
-        total.copy_(torch.einsum("bhij,bihd->bjhd", x, by).unflatten(2, (-1, share)).sum(3))
+    dots = torch.einsum("bihd,bihd->bhi", dout.double(), out.double())
+    with torch.enable_grad():
+        inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        scores, values = _scores(*inputs, softmax_scale, window, softcap)
+        weights = (scores - softmax_lse.unsqueeze(-1)).exp()
+        products = torch.einsum("bihd,bjhd->bhij", dout.double(), values)
+        total = (weights * (products - dots.unsqueeze(-1))).sum()
+    for found, gradient in zip((dq, dk, dv), torch.autograd.grad(total, inputs), strict=True):
+        found.copy_(gradient)
     return dots
 
 
 def _scores(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int], cap: float
-) -> tuple[Tensor, Any, Tensor]:
-    """Return scores [b, heads, rows, keys], their derivative by scaled products, and v per head."""
+) -> tuple[Tensor, Tensor]:
+    """Return scores [b, heads, rows, keys], and v per head."""
     share = q.shape[2] // k.shape[2]
-    k, v = (x.double().repeat_interleave(share, dim=2) for x in (k, v))
-    scores, slope = torch.einsum("bihd,bjhd->bhij", q.double(), k) * scale, 1.0
+    k, v = (x.repeat_interleave(share, dim=2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
     if cap:
         scores = cap * torch.tanh(scores / cap)
-        slope = 1 - (scores / cap) ** 2
     rows, keys = q.shape[1], k.shape[1]
     ahead = (torch.arange(keys) - keys) - (torch.arange(rows) - rows).unsqueeze(1)
     left, right = (keys + rows if side < 0 else side for side in window)
-    return scores.masked_fill((ahead > right) | (ahead < -left), -torch.inf), slope, v
+    return scores.masked_fill((ahead > right) | (ahead < -left), -torch.inf), v

@@ -9,7 +9,7 @@ import torch
 from tests.helpers.fault_points import on
 
 # 'what': weight, forward or backward; 'module': its global name; 'rank': where; 'step': the first
-# one; 'times': how often a hook strikes (0: always).
+# one that is poisoned.
 
 
 def poisoned(poison: dict[str, Any]) -> None:
@@ -27,12 +27,10 @@ def poisoned(poison: dict[str, Any]) -> None:
 
 
 def install(run: Any, poison: dict[str, Any]) -> None:
-    what, left = poison["what"], [poison.get("times", 0) or 1 << 30]
+    what = poison["what"]
 
     def strikes() -> bool:
-        due = run.progress.iteration + 1 >= poison["step"] and left[0] > 0
-        left[0] -= due
-        return due
+        return run.progress.iteration + 1 >= poison["step"]
 
     def spoil(x: torch.Tensor) -> torch.Tensor:
         x = x.clone()

@@ -5,9 +5,8 @@ and a rank can be blocked by its own sends. Any program can be expressed this wa
 expresses a pipeline schedule as the executor runs it. It is independent of csrc/schedule_clock.cpp,
 so that each checks the other.
 
-Ranks may share a machine's cores (processor sharing): with n ranks computing at a time, each of
-which keeps `demand` cores busy, every one of them runs at min(1, cores / (n demand)) of its speed.
-Messages take no cores.
+Ranks may share a machine's cores (processor sharing): with n ranks computing at a time, every one of
+them runs at min(1, at_once / n) of its speed. Messages take no cores.
 
 Units are the caller's, usually seconds; whole numbers stay whole where no cores are shared.
 """
@@ -27,8 +26,7 @@ from megatron.pipeline.clock import ScheduleTimeline, Span
 from megatron.pipeline.orders import COMPUTE, SENDS, SENDS_IN_FLIGHT, Instruction, Op
 from megatron.pipeline.schedule import NOMINAL_DURATIONS, Lists, ScheduleCosts, Times
 
-Durations = Mapping[Op, float] | Callable[[Instruction], float]
-Latency = float | Callable[[Instruction], float]
+TimeOf = Callable[[Instruction], float]
 
 
 class Compute(NamedTuple):
@@ -66,15 +64,6 @@ class Lane(NamedTuple):
     end: float
 
 
-class Crossing(NamedTuple):
-    """Transfer of a message."""
-
-    link: Hashable
-    begun: float
-    departs: float
-    arrives: float
-
-
 @dataclass(frozen=True)
 class Replay:
     """Result of a replay: `computed` and `waited` of each rank in order of time.
@@ -85,23 +74,14 @@ class Replay:
     computed: tuple[tuple[Lane, ...], ...]
     waited: tuple[tuple[Lane, ...], ...]
     ends: tuple[float, ...]
-    crossings: Mapping[Hashable, Crossing]
-
-    @property
-    def makespan(self) -> float:
-        """Return the time at which the last rank is done."""
-        return max(self.ends, default=0.0)
 
 
-def replay(
-    ranks: Sequence[Sequence[Action]], cores: float | None = None, demand: float = 1.0
-) -> Replay:
+def replay(ranks: Sequence[Sequence[Action]], at_once: float = math.inf) -> Replay:
     """Run each rank's actions in order; a deadlock raises ValueError.
 
-    cores, demand   that all ranks share, and that one of them keeps busy while it computes; None:
-                    nothing is shared
+    at_once   so many ranks compute at full speed; more share the cores
     """
-    return _Machine(ranks, cores, demand).run()
+    return _Machine(ranks, at_once).run()
 
 
 class _Link:
@@ -112,7 +92,7 @@ class _Link:
         self._begun: dict[Hashable, tuple[float, Post]] = {}
         self._free: float = 0
 
-    def post(self, post: Post, time: float) -> list[tuple[Hashable, Crossing]]:
+    def post(self, post: Post, time: float) -> list[tuple[Hashable, float]]:
         """Post a message; return the messages whose arrival this determines, with the arrival."""
         self.order[post.message] -= 1
         self._begun[post.message] = time, post
@@ -120,31 +100,25 @@ class _Link:
         while self.order and not self.order[oldest := next(iter(self.order))]:
             del self.order[oldest]
             begun, of = self._begun.pop(oldest)
-            departs = max(begun, self._free)
-            self._free = departs + of.occupies
-            known.append((oldest, Crossing(of.link, begun, departs, self._free + of.latency)))
+            self._free = max(begun, self._free) + of.occupies
+            known.append((oldest, self._free + of.latency))
         return known
 
 
 class _Machine:
-    def __init__(
-        self, ranks: Sequence[Sequence[Action]], cores: float | None, demand: float
-    ) -> None:
-        assert demand > 0 and (cores is None or cores > 0), (
-            f"{cores} cores, {demand} wanted by a rank"
-        )
+    def __init__(self, ranks: Sequence[Sequence[Action]], at_once: float) -> None:
         self._todo = [deque(actions) for actions in ranks]
         self._links: dict[Hashable, _Link] = defaultdict(_Link)
         for post in (action for actions in ranks for action in actions if isinstance(action, Post)):
             order = self._links[post.link].order
             order[post.message] = order.get(post.message, 0) + 1
-        self._at_once = float("inf") if cores is None else cores / demand  # ranks at full speed
+        self._at_once = at_once
         self._now: float = 0
         self._work: float = 0  # work that a rank computing all the time would have done
         # heap: that work when a rank is done, and the rank
         self._computing: list[tuple[float, int]] = []
         self._since: dict[int, float] = {}  # when ranks began to compute or to wait
-        self._crossings: dict[Hashable, Crossing] = {}
+        self._arriving: dict[Hashable, float] = {}
         # for messages not yet in flight
         self._waiting: dict[Hashable, list[int]] = defaultdict(list)
         self._arrivals: list[tuple[float, int]] = []  # heap of those in flight: (when, rank)
@@ -157,16 +131,12 @@ class _Machine:
             self._go_on(rank)
         while self._computing or self._arrivals:
             self._advance()
-        stuck = [
-            f"rank {rank} waits for {todo[0][0]}" for rank, todo in enumerate(self._todo) if todo
-        ]
-        if stuck:
-            raise ValueError("the ranks deadlock: " + "; ".join(stuck))
+        if any(self._todo):
+            raise ValueError(f"the ranks deadlock: {self._todo}")
         return Replay(
             tuple(map(tuple, self._computed)),
             tuple(map(tuple, self._waited)),
             tuple(self._ends),
-            self._crossings,
         )
 
     def _advance(self) -> None:
@@ -207,13 +177,13 @@ class _Machine:
 
     def _arrived(self, rank: int, message: Hashable) -> bool:
         """Return whether the message has arrived; if not, the rank continues when it has."""
-        crossing = self._crossings.get(message)
-        if crossing is None or crossing.arrives > self._now:
+        arrives = self._arriving.get(message)
+        if arrives is None or arrives > self._now:
             self._since.setdefault(rank, self._now)
-            if crossing is None:
+            if arrives is None:
                 self._waiting[message].append(rank)
             else:
-                heapq.heappush(self._arrivals, (crossing.arrives, rank))
+                heapq.heappush(self._arrivals, (arrives, rank))
             return False
         since = self._since.pop(rank, self._now)
         if since < self._now:
@@ -221,44 +191,38 @@ class _Machine:
         return True
 
     def _post(self, action: Post) -> None:
-        for message, crossing in self._links[action.link].post(action, self._now):
-            self._crossings[message] = crossing
+        for message, arrives in self._links[action.link].post(action, self._now):
+            self._arriving[message] = arrives
             for rank in self._waiting.pop(message, ()):
-                heapq.heappush(self._arrivals, (crossing.arrives, rank))
+                heapq.heappush(self._arrivals, (arrives, rank))
 
 
 def actions_of(
     ranks: Sequence[Sequence[Instruction]],
-    durations: Durations = NOMINAL_DURATIONS,
-    occupies: Latency = 0.0,
-    latency: Latency = 0.0,
+    duration: TimeOf,
+    occupies: TimeOf,
+    latency: TimeOf,
     *,
-    sends_in_flight: int = SENDS_IN_FLIGHT,
     posted: bool = True,
-    posted_ahead: bool = True,
     duplex: bool = True,
 ) -> list[list[Action]]:
     """Return the actions of each rank of a pipeline in one step.
 
     ranks            instructions of each; stage g is on rank g % len(ranks)
-    durations        time of a computation: by its Op, or a function of the instruction
-    occupies         time that a message keeps its link busy, bytes / bandwidth: a number, or a
-                     function of the send
-    latency          time from leaving the link to arriving, likewise
-    sends_in_flight  limit on a rank's messages in flight: it waits for the oldest before it sends
-                     another (executor.py)
+    duration         time of a computation
+    occupies         time that a message, by its send, keeps its link busy: bytes / bandwidth
+    latency          time from leaving the link to arriving
     posted           by the lists; without, results travel by themselves as soon as they are
                      computed
-    posted_ahead     as in the lists; without, receives are posted where their message is needed
     duplex           the two directions of a pair of ranks are separate links; without, a pair's
                      messages follow each other in both directions, as on one NCCL communicator
     """
     size, last = len(ranks), max(i.stage for instructions in ranks for i in instructions)
-    duration, occupied, behind = _function(durations), _function(occupies), _function(latency)
 
     def post(send: Instruction, to: int) -> Post:
         link = send.stage % size, to % size
-        return Post(send, link if duplex else (min(link), max(link)), occupied(send), behind(send))
+        link = link if duplex else (min(link), max(link))
+        return Post(send, link, occupies(send), latency(send))
 
     found: list[list[Action]] = []
     for instructions in ranks:
@@ -271,8 +235,6 @@ def actions_of(
             needed = Instruction(kind, before, micro_batch)
             if op in COMPUTE:
                 if op is not Op.BACKWARD_WEIGHT and 0 <= before <= last and size > 1:
-                    if posted and not posted_ahead:
-                        actions.append(post(needed, stage))
                     actions.append(Wait(needed))
                 actions.append(Compute(instruction, duration(instruction)))
                 if not posted and op is not Op.BACKWARD_WEIGHT:
@@ -280,20 +242,14 @@ def actions_of(
             elif not posted:
                 continue
             elif op in SENDS:
-                if len(sent) >= sends_in_flight:
+                if len(sent) >= SENDS_IN_FLIGHT:  # as in executor.py
                     actions.append(Wait(sent.popleft()))
                 actions.append(post(instruction, to))
                 sent.append(instruction)
-            elif posted_ahead:
+            else:
                 actions.append(post(needed, stage))
         found.append(actions + [Wait(message) for message in sent])
     return found
-
-
-def _function(of: Durations | Latency) -> Callable[[Instruction], float]:
-    if callable(of):
-        return of
-    return (lambda i: of[i.op]) if isinstance(of, Mapping) else (lambda _: of)
 
 
 _FORWARDS = (Op.FORWARD, Op.SEND_FORWARD, Op.RECV_FORWARD)
@@ -301,11 +257,13 @@ _FORWARDS = (Op.FORWARD, Op.SEND_FORWARD, Op.RECV_FORWARD)
 
 def simulate(
     ranks: Sequence[Sequence[Instruction]],
-    durations: Durations = NOMINAL_DURATIONS,
-    latency: Latency = 0.0,
+    durations: Mapping[Op, float] = NOMINAL_DURATIONS,
+    latency: float = 0.0,
 ) -> ScheduleTimeline:
     """Run the computations of all ranks on a clock. Results travel by themselves in `latency`."""
-    done = replay(actions_of(ranks, durations, latency=latency, posted=False))
+    done = replay(
+        actions_of(ranks, lambda i: durations[i.op], lambda _: 0.0, lambda _: latency, posted=False)
+    )
     return ScheduleTimeline(tuple(tuple(Span(*lane) for lane in lanes) for lanes in done.computed))  # type: ignore[arg-type]
 
 
@@ -325,11 +283,11 @@ def run_lists(
         first: float = passes[4][i.stage] if i.op is Op.FORWARD and i.micro_batch == 0 else 0
         return first + passes[i.op][i.stage]
 
-    def message(part: int) -> Latency:
+    def message(part: int) -> TimeOf:
         return lambda send: messages[part + (0 if send.op is Op.SEND_FORWARD else 2)][send.stage]
 
     actions = actions_of(ranks, duration, message(0), message(1), posted=posted, duplex=duplex)
-    done = replay(actions, None if math.isinf(at_once) else at_once)
+    done = replay(actions, at_once)
     dtype = costs.passes.dtype
     starts, ends = np.zeros((2, len(lists.rows)), dtype)
     computes = lists.rows[:, 0] <= Op.BACKWARD_WEIGHT

@@ -301,9 +301,6 @@ TOGETHER = [
     (name, size, {"steps": 3 if "poison" in fields else 2, **fields})
     for name, size, fields in TOGETHER
 ]
-ALL = DOCUMENTS | dict(
-    tp=2, pp=2, sp=True, schedule="interleaved", packed=True, recompute=SELECTIVE
-)
 CONTEXT = [
     layout(cp=4, recompute=FULL, **LLAMA),
     layout(cp=3, seq_length=24, max_position_embeddings=24, micro_batch_size=2),
@@ -437,10 +434,6 @@ CAMPAIGN = [
     ],
     *[layout(tp=2, sp=True, **DROPOUT, **FAMILIES[name]) for name in ("bloom", "gptj", "gemma2")],
     *[
-        layout(**{**MIXTURES[name], **ALL})
-        for name in ("documents", "documents-rope", "documents-alibi")
-    ],
-    *[
         layout(**shape, **MUP, **FAMILIES[name])
         for name in ("bloom", "gptj", "qwen3", "olmo2")
         for shape in (
@@ -493,28 +486,20 @@ CAMPAIGN = [
     experts(2, dp=2, poison=(1, 1), **FP16, **BIASED),
     experts(2, tp=2, dp=2, zero=0, poison=(1, 2), **EXPERTS),
     experts(2, dp=2, clip_grad_by_kind=("output=0.02", "hidden=0.1"), zero=0, **EXPERTS),
-    # uneven
-    layout(pp=4, num_layers=6, pipeline_layout="2,1,2,1"),
     # micro-batches no multiple of the stages
     layout(pp=2, schedule="interleaved", global_batch_size=5),
     layout(pp=4, schedule="interleaved", global_batch_size=3),  # fewer micro-batches than stages
     layout(pp=4, schedule="zb-h1", global_batch_size=3),
     layout(tp=2, pp=2, dp=2, sp=True, micro_batch_size=2),
     # the order of the ranks
-    layout(tp=2, pp=2, dp=2, rank_order="tp-pp-dp"),
     layout(tp=2, pp=2, dp=2, sp=True, schedule="zb-h1", rank_order="pp-dp-tp"),
     layout(tp=2, pp=2, dp=2, zero=0, rank_order="pp-tp-dp"),
-    layout(tp=2, pp=4, rank_order="dp-tp-pp"),
     # dropout
     layout(recompute=SELECTIVE, **DROPOUT),
-    layout(tp=2, sp=True, hidden_dropout=0.2),
     layout(tp=2, pp=2, sp=True, schedule="zb-h1", **DROPOUT),
     layout(tp=2, pp=2, sp=True, packed=True, **DROPOUT, **LLAMA, **DOCUMENTS),
-    layout(tp=2, dp=2, sp=True, fused=True, **BLOCKED, **DROPOUT, **LLAMA),
     layout(tp=2, fused=True, **UNFUSED, **DROPOUT),
-    layout(pp=2, schedule="interleaved", recompute=FULL, **DROPOUT),
     layout(pp=4, dp=2, schedule="zb-h1", **DROPOUT),
-    layout(tp=2, pp=2, hidden_dropout=0.2),
     # Kernels: they change only the order of fp32 sums.
     layout(tp=2, pp=2, sp=True, recompute=FULL, fused=True, **UNFUSED),
     layout(tp=2, pp=2, sp=True, schedule="interleaved", fused=True, **LLAMA),
@@ -538,7 +523,6 @@ CAMPAIGN = [
         **LLAMA,
         **DOCUMENTS,
     ),
-    layout(pp=2, dp=2, schedule="zb-h1", recompute=FULL, fused=True, **UNFUSED, **DROPOUT),
     # products in chunks
     layout(tp=2, pp=2, sp=True, schedule="zb-h1", **CHUNKS),
     # windows and caps, key and value heads that ranks share
@@ -566,9 +550,7 @@ CAMPAIGN = [
             dict(tp=2, dp=2, zero=0),
         )
     ],
-    layout(tp=4, dp=2, **MUON, **{**LLAMA, **MULTI_QUERY}),
     layout(tp=2, dp=2, sp=True, **MUON, **QK_CLIP, **LLAMA, **BF16),
-    layout(tp=2, dp=2, **MUON, **QK_CLIP, **FP16),
     layout(tp=2, pp=2, schedule="zb-h1", recompute=FULL, **QK_CLIP, **UNFUSED, **DOCUMENTS),
     layout(tp=2, fused=True, packed=True, **QK_CLIP, **BLOCKED, **WINDOW, **DOCUMENTS, **LLAMA),
     layout(pp=2, dp=2, poison=(1, 2), **MUON, **QK_CLIP),
@@ -585,7 +567,6 @@ CAMPAIGN = [
         )
     ],
     layout(tp=2, pp=2, sp=True, schedule="interleaved", **BF16, main_grads_dtype="bf16"),
-    layout(dp=2, **BF16, main_grads_dtype="bf16"),
     # gradients that are not finite
     *[
         layout(**shape, **FP16, poison=(1, rank))

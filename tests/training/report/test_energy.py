@@ -64,15 +64,8 @@ def test_processors_and_memory_are_summed_and_their_counters_begin_again(tmp_pat
 
 
 def test_without_a_counter_or_permission_energy_is_unknown(tmp_path):
-    def denied(name):
-        def start():
-            raise RuntimeError(f"{name}: no driver")
-
-        return SimpleNamespace(amdsmi_init=start, nvmlInit=start)
-
-    for load in (no_library, denied):
-        meter = EnergyMeter(root=tmp_path, load=load)
-        assert meter.source == "" and math.isnan(meter.used_j())
+    meter = EnergyMeter(root=tmp_path, load=no_library)
+    assert meter.source == "" and math.isnan(meter.used_j())
     file = zone(tmp_path, "intel-rapl:0", "package-0", 5)
     file.unlink()
     file.mkdir()  # which cannot be read by root either
@@ -87,15 +80,17 @@ def test_other_ranks_of_a_node_have_no_part(tmp_path):
     assert (meter.source, meter.used_j(), meter.used_j()) == ("", 0.0, 0.0)
 
 
-@pytest.mark.parametrize("count", ["energy_accumulator", "power"])
-def test_gpus_are_added_to_processors(tmp_path, count):
+def test_gpus_are_added_to_processors(tmp_path):
     file = zone(tmp_path, "intel-rapl:0", "package-0", 0)
     used = {"a": 100, "b": 200}
     amd = SimpleNamespace(
         amdsmi_init=lambda: None,
         amdsmi_get_processor_handles=lambda: list(used),
         # 15.3 microjoules are a count of the MI200 series
-        amdsmi_get_energy_count=lambda gpu: {count: used[gpu], "counter_resolution": 15.3},
+        amdsmi_get_energy_count=lambda gpu: {
+            "energy_accumulator": used[gpu],
+            "counter_resolution": 15.3,
+        },
     )
 
     meter = EnergyMeter(root=tmp_path, load=only("amdsmi", amd))
@@ -103,17 +98,3 @@ def test_gpus_are_added_to_processors(tmp_path, count):
     file.write_text("3000000\n")
     used |= {"a": 1_000_100, "b": 2_000_200}
     assert meter.used_j() == pytest.approx(3.0 + 3 * 15.3)
-
-
-def test_nvidia_gpus(tmp_path):
-    millijoules = [5_000, 7_000]
-    library = SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: 2,
-        nvmlDeviceGetHandleByIndex=lambda number: number,
-        nvmlDeviceGetTotalEnergyConsumption=lambda gpu: millijoules[gpu],
-    )
-
-    meter = EnergyMeter(root=tmp_path, load=only("pynvml", library))
-    millijoules[:] = [6_500, 7_250]
-    assert meter.source == "NVML" and meter.used_j() == 1.75

@@ -10,7 +10,6 @@ import threading
 from functools import partial
 
 import pytest
-import torch
 
 from megatron.config.duration import show_duration
 from megatron.errors import ConfigError
@@ -86,43 +85,6 @@ def test_a_file_gets_a_line_when_nothing_else_was_printed_for_30_s():
                 console.say(said)
             console.tell(30)
             assert len(stream.getvalue().splitlines()) - before == lines
-        with console.doing("evaluation: batch", 8):
-            for _ in range(2):
-                clock.now += 20
-                console.advance()
-            console.tell(30)
-    line = stream.getvalue().splitlines()[-1]
-    assert "evaluation: batch 2/8" in line and "2:00 left" in line
-
-
-def test_a_long_step_tells_where_it_is():
-    stream, clock = io.StringIO(), VirtualClock()
-    console = Console(True, stream, clock)
-    with console.doing("step", 9, where=lambda: "micro-batch 3 of 512"):
-        for text in ("", "micro-batch 3 of 512"):
-            clock.now += 20
-            console.tell()
-            assert (" | micro-batch 3 of 512 |" in stream.getvalue()) == bool(text)
-
-
-@pytest.mark.parametrize("width", [20, 80, 200])
-def test_the_line_on_a_terminal_fits(width, monkeypatch):
-    from rich.console import Console as RichConsole
-
-    monkeypatch.setenv("COLUMNS", str(width))
-    clock = VirtualClock()
-    console = Console(True, Terminal(), clock)
-    with console.doing("step", 500_000, 41_000):
-        for step in (41_001, 41_002):
-            clock.now += 3.0
-            console.advance(step, tokens=4_000_000)
-        console.note("loss 10.812")
-        (segments,) = RichConsole(width=width).render_lines(console.line())
-    shown = "".join(segment.text for segment in segments)
-    assert len(shown) == width
-    if width >= 80:
-        for text in ("41002/500000", "loss 10.812", "1,333,333 tokens/s", "15-22:29:54 left"):
-            assert text in shown
 
 
 def train_on_a_terminal(rank):
@@ -181,44 +143,6 @@ def test_a_profile_is_written_beside_the_metrics(tmp_path):
     profiler.close()
     # iterations are counted from 0 in the flags, and from 1 in the log
     assert len(said) == 1 and f"3 to 4 written to {tmp_path}/trace_rank0.json" in said[0]
-
-
-@pytest.mark.parametrize(
-    ("fields", "first", "end", "stops", "known"),
-    [
-        (dict(), 0, 8, 8, True),  # ends before the first iteration of the profile, which is 10
-        (dict(), 20, 40, 40, True),  # resumed behind it
-        (dict(profile_ranks=(5, 7)), 0, 20, 20, True),  # ranks of a larger job
-        (dict(), 0, 20, 9, False),  # a signal ends it before
-        (dict(profile_ranks=(1,)), 0, 20, 20, None),  # another rank than the one that speaks
-        (dict(profile=None), 0, 8, 8, None),
-    ],
-)
-def test_a_profile_that_catches_no_step_says_so(fields, first, end, stops, known):
-    said = []
-    profiler = Profiler(profile_config(**fields), 0, said.append, range(first, end))
-    assert len(said) == (known is True)
-    for iteration in range(first, stops):
-        profiler.step(iteration)
-    profiler.close()
-    assert len(said) == {True: 2, False: 1, None: 0}[known]
-
-
-def test_memory_is_recorded_on_chosen_ranks_of_a_gpu(tmp_path, monkeypatch):
-    calls = []
-    for name in ("_record_memory_history", "_dump_snapshot"):
-        monkeypatch.setattr(
-            torch.cuda.memory, name, lambda *of, n=name, **_: calls.append((n, *of))
-        )
-    config = profile_config(
-        profile=None, record_memory_history=True, save=str(tmp_path), profile_ranks=(1,)
-    )
-    said = []
-    for rank, device in ((0, "cuda"), (1, "cuda"), (0, "cpu")):
-        Profiler(config, rank, said.append, range(4), device).close()
-    file = str(tmp_path / "snapshot_rank1.pickle")
-    assert calls == [("_record_memory_history",), ("_dump_snapshot", file)]
-    assert len(said) == 2 and file in said[0]
 
 
 def test_stopwatch_leaves_pauses_out():

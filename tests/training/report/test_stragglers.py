@@ -21,7 +21,6 @@ from tests.helpers.tiny import values
             [(5, "n1:cuda:1", 1.5, 3000.0)],
         ),
         (Layout(pipeline=2), [1.0, 3.0], []),  # without peers nothing is said about slowness
-        (Layout(data=2), [1.0, 1.01], []),
     ],
 )
 def test_ranks_are_compared_with_those_of_their_stage(layout, seconds, slow):

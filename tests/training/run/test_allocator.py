@@ -5,11 +5,9 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
-from megatron.training.run import host
 from tests.helpers.launching import ROOT
 
 # Four blocks of 16 MiB are allocated and freed, then one of 400 MiB is allocated. By glibc's own
@@ -79,28 +77,3 @@ def test_blocks_of_a_step_are_kept_and_a_process_knows_its_own_peak():
     assert tuned[0] == tuned[1] == tuned[2] >= MOST and not huge
     assert len(said) == 3 and all("256 MiB" in line for line in said)
     assert within == 0 and after > 0
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "calls"),
-    [
-        ("GLIBC_TUNABLES", "glibc.malloc.check=0:glibc.malloc.mmap_threshold=65536", set()),
-        ("MALLOC_TRIM_THRESHOLD_", "1048576", set()),
-        ("LD_PRELOAD", "/opt/libother.so", set()),
-        ("THP_MEM_ALLOC_ENABLE", "1", {"mallopt"}),
-    ],
-)
-def test_what_the_user_has_set_is_left_alone_and_named(monkeypatch, name, value, calls):
-    made = []
-
-    def record(call):
-        return lambda *_: made.append(call) or 1
-
-    for other in ("GLIBC_TUNABLES", "LD_PRELOAD"):
-        monkeypatch.delenv(other, raising=False)
-    monkeypatch.setenv(name, value)
-    library = SimpleNamespace(
-        gnu_get_libc_version=None, mallopt=record("mallopt"), prctl=record("prctl")
-    )
-    monkeypatch.setattr(host.ctypes, "CDLL", lambda _: library)
-    assert name in host.tune_allocator() and {*made} == calls

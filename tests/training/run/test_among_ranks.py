@@ -5,7 +5,6 @@ Four processes run all cases one after another, over several layouts.
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 from pathlib import Path
@@ -21,12 +20,8 @@ from megatron.data.sampler import MicroBatch, MicroBatchStream, Share
 from megatron.errors import ConfigError
 from megatron.kernels import choose, library, measured_times
 from megatron.model.gpt import build_chunks
-from megatron.parallel import flight as flight_module
-from megatron.parallel.collectives import all_reduce
 from megatron.parallel.layout import Layout, LayoutSizes
 from megatron.parallel.topology import Topology
-from megatron.pipeline.executor import Executor
-from megatron.training.report import timeline as timeline_module
 from megatron.training.report.events import StepRecord
 from megatron.training.report.metrics import (
     FlopRates,
@@ -34,9 +29,7 @@ from megatron.training.report.metrics import (
     Peak,
     counted,
     local_loss,
-    summarise,
 )
-from megatron.training.report.timeline import Recording, Timeline
 from megatron.training.run.evaluation import mean_loss
 from megatron.training.run.generate import Sampling, generate
 from megatron.training.run.host import (
@@ -45,7 +38,8 @@ from megatron.training.run.host import (
     masks_on_this_node,
     share_cores,
 )
-from megatron.training.run.stopping import Agreement
+from megatron.training.run.process import Signals
+from megatron.training.run.stopping import Agreement, StopRules
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 from tests.helpers.text import GPT, PROMPTS, TextModel, one_process
@@ -90,6 +84,18 @@ def agree(topology, folder):
         agreement.post()
         agreement.read()
         return [*answers, dict(agreement.read())], sent
+
+
+def stop(topology, folder):
+    """Look for a kill switch that the others have from the start, and rank 0 from the second time."""
+    switch = Path(folder if topology.rank else f"{folder}/stop")
+    flags = SimpleNamespace(exit_interval=None, kill_switch_file=str(switch))
+    agreement = Agreement(topology)
+    rules = StopRules(SimpleNamespace(training=flags), agreement, Signals(enabled=False))
+    seen = [rules.check(1, agreement.now())]
+    if topology.rank == 0:
+        switch.touch()
+    return [reason is not None for reason in (*seen, rules.check(2, agreement.now()))]
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -165,41 +171,6 @@ def evaluate(topology, folder):
     return measure(False), measure(True)
 
 
-def stragglers(topology, folder):
-    """Slow down ranks 1 and 3 in every forward pass.
-
-    Ranks 0 and 2 wait for them in a collective of it.
-    """
-    plain, now, slow = dist.all_reduce, [0.0], topology.rank % 2 == 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flight_module, "_clock", lambda: now[0])
-
-        def wait_and_reduce(*args, **kwargs):
-            now[0] += 0.0 if slow else 0.029
-            return plain(*args, **kwargs)
-
-        patch.setattr(dist, "all_reduce", wait_and_reduce)
-
-        def chunk(_, hidden):
-            now[0] += 0.03 if slow else 0.001
-            all_reduce(torch.ones(4), topology.tensor)
-            return torch.zeros((), requires_grad=True) * 1.0
-
-        executor = Executor(topology, {0: chunk}, "1f1b", ((1,), torch.float32))
-        # as if the job were too large to gather all ranks
-        patch.setattr(timeline_module, "_ALL_RANKS", RANKS - 1)
-        path = Path(folder) / "timeline.json"
-        timeline = Timeline(topology, executor, path, print, clock=lambda: now[0])
-        executor.train([0, 1])
-        recording = Recording(topology, 2)
-        executor.train([0, 1])
-        recording.end()
-        executor.train([0, 1])
-        times_ms, _ = timeline.report(recording, 0.0)
-        events = json.loads(path.read_text())["traceEvents"] if times_ms else []
-        return times_ms, {event["tid"] for event in events}
-
-
 # -- kernels and cores -----------------------------------------------------------------------------
 
 MODEL = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50)
@@ -209,7 +180,6 @@ LIBRARIES = {
     "none": ([None] * RANKS, [0] * RANKS, True),
     "equal": (["/l.so"] * RANKS, [LARGE] * RANKS, True),
     "missing": (["/l.so", "/l.so", None, "/l.so"], [LARGE, LARGE, 0, LARGE], True),
-    "first": (["/l.so"] * RANKS, [-1, 0, 0, 0], True),  # the same path on each node's own disk
     "choices": (["/l.so"] * RANKS, [5] * RANKS, False),
 }
 
@@ -314,11 +284,11 @@ def texts(topology, folder):
 
 CASES = (  # the case, tensor and pipeline size
     (agree, (1, 1)),
+    (stop, (1, 1)),
     (figures, (2, 2)),
     (figures, (1, 2)),
     (evaluate, (1, 2)),
     (evaluate, (2, 1)),
-    (stragglers, (2, 1)),
     (kernels, (2, 1)),
     (times, (1, 1)),
     (bound_cores, (1, 1)),
@@ -354,6 +324,10 @@ def test_ranks_get_the_largest_number_of_the_moment_they_were_asked_in_one_reduc
     assert found(agree) == [([{}, late, {}, now, {}], [3, 3, 3])] * RANKS
 
 
+def test_the_kill_switch_is_the_view_of_rank_0_alone(found):
+    assert found(stop) == [[False, True]] * RANKS
+
+
 @pytest.mark.parametrize(("tensor", "replicas"), [(2, 1), (1, 2)])
 def test_losses_are_averaged_over_micro_batches_and_replicas(found, tensor, replicas):
     every = np.array([[0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]])[:replicas]
@@ -386,16 +360,6 @@ def test_an_evaluation_is_the_mean_over_micro_batches_and_replicas(found, tensor
         np.testing.assert_allclose(per_token, (mean, tokens.sum()), rtol=1e-6)
 
 
-def test_waiting_for_a_slow_rank_does_not_make_a_rank_slow(found):
-    (times_ms, shown), *others = found(stragglers, 2)
-    assert others == [({}, set())] * 3 and shown == {0}
-    assert times_ms["forward"] == pytest.approx([2.0, 60.0, 2.0, 60.0])
-    assert times_ms["tensor-parallel"] == pytest.approx([58.0, 0.0, 58.0, 0.0])
-    # The median of 2, 60, 2 and 60 ms is 31.
-    slow = summarise(times_ms["forward"], Layout(tensor=2, data=2))["slow"]
-    assert [one["rank"] for one in slow] == [1, 3]
-
-
 def test_ranks_with_different_kernels_stop_on_every_rank(found):
     said = found(kernels, 2)
     assert said == [said[0]] * RANKS
@@ -404,7 +368,6 @@ def test_ranks_with_different_kernels_stop_on_every_rank(found):
     assert "rank 0-1, 3" in missing and "rank 2" in missing and "/l.so" in missing
     assert "nobody built one" in missing
     assert "MEGATRON_KERNELS_LIBRARY" in missing
-    assert "1 on rank 0" in said[0]["first"] and "0 on rank 1-3" in said[0]["first"]
     assert "rank 0" in choices and "rank 1-3" in choices and "bias_activation" in choices
 
 

@@ -16,7 +16,6 @@ from tests.training.run.test_interrupts import torchrun
         (range(64), [range(64)] * 3, 21),
         (range(7), [range(7 * i, 7 * i + 7) for i in range(8)], 7),  # srun -c 7
         (range(16), [range(16)] * 4 + [range(16, 32)] * 4, 4),  # mpirun --bind-to numa
-        (range(2), [range(2)] * 4, 1),
     ],
 )
 def test_cores_are_shared_by_those_that_may_use_them(
@@ -34,15 +33,6 @@ def test_cores_are_shared_by_those_that_may_use_them(
     monkeypatch.setattr(host, "masks_on_this_node", lambda _: [set(mask) for mask in masks])
     host.share_cores(torch.device("cpu"), len(masks))
     assert chosen == [threads]
-
-
-def test_an_empty_setting_is_none(monkeypatch):
-    """An empty setting counts as none, as in OpenMP."""
-    chosen = []
-    monkeypatch.setenv("OMP_NUM_THREADS", "")
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    host.share_cores(torch.device("cpu"), 1)
-    assert chosen == [len(os.sched_getaffinity(0))]
 
 
 @pytest.mark.slow

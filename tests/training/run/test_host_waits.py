@@ -4,7 +4,6 @@ It is counted in passes and optimizer without data, and in whole runs on the CPU
 """
 
 import pytest
-import torch
 
 from benchmarks.host_waits import HostWaits
 from megatron.config import Config
@@ -32,38 +31,6 @@ MODEL = dict(
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True, tp_comm_overlap=True)
 PP2 = dict(pipeline_model_parallel_size=2)
 LLAMA = dict(LLAMA, hidden_dropout=0.0, attention_dropout=0.0)
-
-
-def test_each_way_to_wait_is_seen():
-    x = torch.arange(4.0)
-    ways = [
-        lambda: float(x[1]),
-        lambda: bool(x.sum() > 1),
-        x.tolist,
-        x.numpy,
-        x.nonzero,
-        lambda: x[x > 1],
-        lambda: torch.equal(x, x + 1),
-        lambda: torch.tensor([1.0]),
-        lambda: x.new_tensor([1.0]),
-        lambda: x.unique(),
-    ]
-    for way in ways:
-        with HostWaits("cpu") as waits:
-            x.add_(0)
-            way()
-        assert len(waits.recorded) == 1, waits.recorded
-    with HostWaits("meta") as waits:
-        torch.zeros(2).to("meta", non_blocking=True)
-        y = torch.zeros(2).to("meta")
-        y.copy_(torch.ones(2))
-        y.copy_(torch.ones(2), non_blocking=True)
-    assert len(waits.recorded) == 2
-    with HostWaits("cpu") as waits:
-        x[0].item(), x[1].item()
-        x.add_(1)
-        x[0].item()
-    assert len(waits.recorded) == 2, "numbers of one moment are one wait"
 
 
 def counting(plain, found):

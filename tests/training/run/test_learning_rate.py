@@ -100,11 +100,6 @@ def test_contradictions_are_refused(fields, words):
         learning_rate(config(**fields))
 
 
-def test_ramp_up_with_samples_and_tokens_is_no_contradiction():
-    c = config(lr_decay_tokens=1600, lr_warmup_samples=10, rampup_batch_size=(2, 2, 50))
-    assert learning_rate(c).at(0, 5, 80) == pytest.approx(0.5)
-
-
 @given(st.sampled_from(["linear", "cosine"]), st.integers(0, 200))
 def test_weight_decay(style, at):
     expected = 0.3 - 0.2 * falling(style, min(at, 100) / 100)
@@ -156,10 +151,6 @@ def test_power(n):
     power = [max(0.1, min(1.0, 8 * max(64 * i, 1) ** -0.51)) for i in (min(n, 150), 150)]
     expected = power[0] if n <= 150 else power[1] * (1 - min(n - 150, 50) / 50)
     assert schedule.at(n, 4 * n, 64 * n) == pytest.approx(expected, rel=1e-13, abs=1e-15)
-    tokens = learning_rate(
-        phased("power 9600 amplitude 2, linear to 0", train_iters=None, train_tokens=12800)
-    )
-    assert tokens.at(n, 4 * n, 64 * n) == pytest.approx(expected, rel=1e-13, abs=1e-15)
 
 
 def test_a_jump_and_a_square_root():
@@ -202,26 +193,15 @@ def test_average_moves_at_its_interval(warmup):
     [
         (dict(lr_schedule="warmup 10, kosine 5"), "kosine"),
         (dict(lr_schedule="warmup, constant 5"), "warmup"),
-        (dict(lr_schedule="linear 5 by 3"), "by"),
-        (dict(lr_schedule="linear 5 to"), "to"),
-        (dict(lr_schedule="linear -5"), "-5"),
         (dict(lr_schedule="linear 120%"), "120"),
-        (dict(lr_schedule="linear 5 amplitude 3"), "amplitude"),
-        (dict(lr_schedule="constant 5 to 3"), "constant 5 to 3"),
-        (dict(lr_schedule=" , "), "warmup 1000"),
         (dict(lr_schedule="linear", lr_decay_style="cosine"), "cosine"),
         (dict(lr_schedule="linear", lr_warmup_iters=3), "--lr-warmup-iters 3"),
-        (dict(lr_schedule="linear", lr_decay_iters=30), "--lr-decay-iters 30"),
         (dict(adam_beta2_schedule="linear 10 to 1.5"), "1.5"),
-        (dict(adam_beta1_schedule="linear 10"), "linear"),
         (dict(adam_beta1_schedule="constant 10", optimizer="sgd"), "--optimizer adam"),
-        (dict(weight_decay_schedule="power 10 to 1"), "power"),
         (dict(clip_grad_by_kind=("embedings=1",)), "embedings"),
-        (dict(clip_grad_by_kind=("vector=0",)), "vector=0"),
         (dict(eval_ema=True), "--ema-decay"),
         (dict(step_batch_size_schedule="0:4 64:6", global_batch_size=4), "6"),
         (dict(step_batch_size_schedule="32:4", global_batch_size=None), "32:4"),
-        (dict(step_batch_size_schedule="0:4.5", global_batch_size=None), "4.5"),
         (dict(step_batch_size_schedule="0:3 64:4", micro_batch_size=2), "3"),
     ],
 )

@@ -3,7 +3,6 @@
 import json
 import subprocess
 
-import numpy as np
 import torch
 
 import megatron
@@ -26,14 +25,10 @@ def test_a_provenance_says_what_made_the_checkpoint(tmp_path):
         provenance["program"]["version"] in (megatron.__version__, None)
         and provenance["iteration"] == 40
     )
-    assert (
-        provenance["versions"]["torch"] == torch.__version__
-        and provenance["versions"]["numpy"] == np.__version__
-    )
+    assert provenance["versions"]["torch"] == torch.__version__
     layout = provenance["layout"]
     assert (layout["world"], layout["tensor"], layout["pipeline"], layout["data"]) == (4, 2, 1, 2)
     assert provenance["nodes"] == ["frontier1", "frontier2"]
-    assert provenance["git"].keys() >= {"revision", "dirty"}
     assert [data["prefix"] for data in provenance["data"]] == [prefix]
     assert provenance["data"][0]["bin_bytes"] == 24  # twelve tokens of two bytes
     assert Provenance(config, second)(40) == {}
@@ -47,18 +42,6 @@ def test_other_documents_of_the_same_total_have_another_identity(tmp_path):
     assert one["bin_bytes"] == two["bin_bytes"] and one["idx_bytes"] == two["idx_bytes"]
     assert one["idx_digest"] == same["idx_digest"] != two["idx_digest"]
     assert data_identity(str(tmp_path / "absent"))["reason"]
-
-
-def test_of_a_large_index_the_ends_are_read(tmp_path):
-    prefix = tmp_path / "large"
-    prefix.with_suffix(".bin").touch()
-    with open(prefix.with_suffix(".idx"), "wb") as f:
-        f.truncate((256 << 20) + 1)  # sparse: takes no disk
-    before = data_identity(str(prefix))
-    with open(prefix.with_suffix(".idx"), "r+b") as f:
-        f.seek(-1, 2)
-        f.write(b"x")
-    assert data_identity(str(prefix))["idx_digest"] != before["idx_digest"]
 
 
 def test_the_revision_and_whether_files_were_changed(tmp_path):
@@ -76,9 +59,6 @@ def test_the_revision_and_whether_files_were_changed(tmp_path):
     assert git_revision(tmp_path) == {"revision": git("rev-parse", "HEAD"), "dirty": False}
     file.write_text("two")
     assert git_revision(tmp_path)["dirty"] is True
-    (tmp_path / "installed").mkdir()
-    (tmp_path / "installed" / "__init__.py").touch()  # not part of this work tree
-    assert git_revision(tmp_path / "installed")["revision"] is None
 
 
 def test_secrets_stay_out():

@@ -117,35 +117,6 @@ def test_each_setting_of_a_run_that_differs_is_named(tmp_path):
     assert named > 150
 
 
-@pytest.mark.slow
-def test_what_is_not_compared_changes_no_figure(tmp_path):
-    """All such settings are changed at once, as far as one process on a CPU can."""
-    fixed = {"save", "load", "load_tag", "no_load_optim", "finetune", "reset_iteration"}
-    fixed |= {
-        "metrics_file",
-        "world_size",
-        "skip_train",
-        "log_interval",
-        "exit_interval",
-        "requeue",
-    }
-    change = dict(data_cache_path=str(tmp_path / "cache"), manual_gc=True)
-    change["save"] = str(tmp_path / "saved")
-    for name, option in all_options().items():
-        free = (
-            name in UNCOMPARED or option.one_start or section_of(name) in ("logging", "checkpoint")
-        )
-        if not free or name in fixed or option.inert:
-            continue
-        for value in accepted(name, change)[:1]:
-            change[name] = value
-    assert len(change) > 25
-    (found,) = run_processes(1, resumed, str(tmp_path), [{}, change])
-    (plain, _), (same, log) = found
-    assert plain == same, log
-    assert [figures[0] for figures in plain] == [3, 4]
-
-
 SOME = ("seed", "train_iters", "hidden_dropout", "clip_grad", "dataloader_type", "no_load_optim")
 PARTS = 6
 

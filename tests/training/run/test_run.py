@@ -1,6 +1,5 @@
 """Whole runs through `pretrain`: their output, their ends, and equality of resumed ones."""
 
-import gc
 import json
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 
 from megatron.data.sampler import MicroBatchStream
 from megatron.training.report.reporter import Console
-from megatron.training.run.loop import garbage_collection
 from tests.helpers.fault_points import strike
 from tests.helpers.indexed import write_documents
 from tests.helpers.processes import run_processes, run_processes_raw
@@ -65,23 +63,16 @@ def test_a_run_writes_what_happened(tmp_path):
         (4, "timeline.json"),
         (5, "timeline.json"),
     ]
-    assert all(0 < r["bubble"] < 1 and 0 < r["predicted_bubble"] < 1 for r in found["timeline"])
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     assert {e["args"]["iteration"] for e in events if e["ph"] == "M"} == {5}
-    assert {e["tid"] for e in events if e.get("cat") == "backward"} == {0, 1}
     unrecorded, *recorded = (record.get("phases_ms") for record in found["iteration"])
     assert unrecorded is None
     for phases in recorded:
-        assert all(0 <= of["min"] <= of["mean"] <= of["max"] for of in phases.values())
         assert all(
             phases[of]["min"] > 0
             for of in ("data", "forward", "backward", "recompute", "pipeline-wait", "optimizer")
         )
     assert recorded[1]["save"]["min"] > 0  # of iteration 4
-    steps_ms = [e["dur"] / 1e3 for e in events if e["name"] == "step"]
-    assert (
-        sum(of["mean"] for name, of in recorded[1].items() if name != "save") <= sum(steps_ms) / 2
-    )
     assert [len(record["stage_memory_bytes"]) for record in found["iteration"]] == [2, 2, 2]
     # An untrained model with small weights gives all 24 entries about the same probability.
     assert found["validation"][0]["lm_loss"] == pytest.approx(np.log(24), abs=0.05)
@@ -254,10 +245,3 @@ def test_an_evaluation_changes_no_step_and_depends_on_the_weights_alone(tmp_path
     ]
     first, second, third, _, again, _ = values(found["validation"], "lm_loss")
     assert len({first, second, third}) == 3 and again == third
-
-
-def test_collections_inside_a_training_skip_what_was_there_before():
-    automatic = gc.isenabled()
-    with garbage_collection(automatic=False):
-        assert gc.get_freeze_count() > 10_000 and not gc.isenabled()
-    assert gc.get_freeze_count() == 0 and gc.isenabled() == automatic

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.errors import ConfigError
-from megatron.training.run.schedules import BatchSchedule, Progress, planned_samples, run_costs
+from megatron.training.run.schedules import BatchSchedule, Progress, run_costs
 from tests.helpers.tiny import tiny
 
 ramps = st.tuples(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.integers(1, 500))
@@ -78,12 +77,6 @@ def test_costs_are_those_of_all_tokens_and_the_time_is_that_of_the_rest():
     rest = run_costs(config, 3, iteration=4, consumed_samples=12).at(2.0, 12 * s)
     assert rest.tokens == whole.tokens and rest.seconds == 6 * 4 * s / 2
     assert rest.node_hours == pytest.approx(3 * 6 * 4 * s / 2 / 3600)
-
-
-def test_more_samples_than_an_index_could_list_are_refused():
-    config = tiny(global_batch_size=1, train_iters=10**6, eval_iters=10**6, eval_interval=1)
-    with pytest.raises(ConfigError, match=str((10**6 + 1) * 10**6)):
-        planned_samples(config, BatchSchedule.from_config(config))
 
 
 def test_skipped_steps_count_as_iterations_but_do_not_move_the_schedule():

@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from megatron.errors import DataError
-from megatron.training.report.events import TaskEvaluated, scalars
 from tests.helpers.launching import launch
 from tests.helpers.processes import run_processes
 from tests.helpers.tiny import INTERLEAVED, records, run
@@ -61,19 +59,3 @@ def test_figures_at_each_evaluation_are_those_of_any_layout(tmp_path):
     for ours, theirs in zip(one[-2:], lines, strict=True):
         names = set(ours) - OTHERS
         assert {k: theirs[k] for k in names} == pytest.approx({k: ours[k] for k in names}, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_a_file_that_is_no_task_ends_the_run_at_its_start(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    tasks = (write(tmp_path / "a.jsonl", [{"context": "1"}]),)
-    with pytest.raises(DataError, match=r"a\.jsonl:1"):
-        run(0, {**FIELDS, "eval_tasks": tasks})
-
-
-def test_each_task_has_its_scalars():
-    event = TaskEvaluated(
-        iteration=3, task="a", examples=2, tokens=5, accuracy=0.5, perplexity=7.0, elapsed_s=1.0
-    )
-    assert scalars(event) == {3: {"task a accuracy": 0.5, "task a perplexity": 7.0}}
-    assert "accuracy_bytes" not in event.as_record()

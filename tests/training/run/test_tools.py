@@ -1,13 +1,12 @@
 """The whole example from corpus to text on a tiny model, and its command line."""
 
 import signal
-import subprocess
 import sys
 
 import pytest
 
 from megatron.metrics_file import read_records
-from tests.helpers.launching import ROOT, Script, launch
+from tests.helpers.launching import Script, launch
 from tools import train_example
 
 
@@ -65,14 +64,3 @@ def test_a_signal_reaches_the_processes_of_the_example_and_they_end_first(tmp_pa
     with pytest.raises(train_example.Interrupted):
         train_example.execute([sys.executable, "-c", code, str(tmp_path / "file")])
     assert (tmp_path / "file").read_text() == "saved"
-
-
-def test_arguments_are_checked_before_torch_is_imported():
-    code = (
-        "import sys, megatron.program; print(megatron.program.run(['--nmu-layers', '3']), "
-        "'torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
-    )
-    assert done.stdout.split() == ["2", "False"] and "--num-layers" in done.stderr

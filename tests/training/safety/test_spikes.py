@@ -12,7 +12,6 @@ from megatron.errors import TrainingError
 from megatron.training.report.events import StepRecord
 from megatron.training.run.schedules import Progress
 from megatron.training.safety.bad_steps import Spike, find_spike, loss_over_ranks
-from tests.helpers.poison import poisoned
 from tests.helpers.processes import run_processes
 from tests.helpers.tiny import rank_topology, records, run, tiny, values
 
@@ -30,7 +29,7 @@ def rule(progress, window=4):
 
 
 def note(found, number, loss, skipped=False):
-    counted = torch.tensor([0.0 if loss == 0 else 4.0, 4.0], dtype=torch.float64)
+    counted = torch.tensor([4.0, 4.0], dtype=torch.float64)
     step = StepRecord(number, 4 * number, 0, 4, 0.1, torch.tensor(loss), skipped, counted=counted)
     return find_spike(found, step, loss_over_ranks(found, step))
 
@@ -49,16 +48,6 @@ def test_a_loss_is_compared_with_the_median_of_the_window():
     assert spike is not None and spike.iteration == 8 and math.isnan(spike.loss)
 
 
-def test_steps_without_a_token_in_the_loss_are_not_in_the_window():
-    progress = Progress()
-    losses = (2.0, 0.0, 2.0, 0.0, 2.0, 2.0, 0.0, 4.0)
-    assert [note(rule(progress), i, loss) for i, loss in enumerate(losses, 1)] == [None] * 8
-    assert progress.recent_losses == [2.0, 2.0, 2.0, 4.0]
-    assert "2" in str(note(rule(progress), 9, 4.1))
-    older = rule(Progress(recent_losses=[0.0] * 4))  # as earlier versions wrote them
-    assert note(older, 5, 5.0) is None
-
-
 def test_it_needs_some_losses_but_sees_at_once_what_is_not_finite():
     found = rule(Progress(), window=100)
     assert [note(found, i, 1.0 if i < 10 else 1e6) for i in range(1, 11)] == [None] * 10
@@ -69,13 +58,7 @@ def test_it_needs_some_losses_but_sees_at_once_what_is_not_finite():
 # -- whole runs ------------------------------------------------------------------------------------
 
 
-def run_and_note(
-    rank,
-    fields,
-    bad,
-    around=(0, 0),
-    poison=None,
-):
+def run_and_note(rank, fields, bad, around=(0, 0)):
     """Return (numbers of the training samples that were read, in order; the error).
 
     All samples are equal except the `bad` ones, whose tokens occur nowhere else: their loss jumps.
@@ -92,8 +75,6 @@ def run_and_note(
         return tokens + 12 if index in bad else tokens
 
     MockDataset.__getitem__ = get
-    if poison is not None:
-        poisoned(poison)
     try:
         run(rank, dict(num_workers=1, train_iters=30) | fields)
     except TrainingError as error:
@@ -178,27 +159,6 @@ def test_without_a_checkpoint_before_it_training_goes_on(tmp_path):
     (record,) = records(tmp_path)["loss_spike"]
     assert text == "" and (record["iteration"], record.get("back_to_iteration")) == (13, None)
     assert sorted(set(read)) == list(range(64)) and state(tmp_path, 16)["left_out"] == []
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_not_finite_is_a_spike_and_no_skips_in_a_row(tmp_path):
-    """A loss that is not finite is a spike, and its skips are not counted in a row.
-
-    Step 16 is NaN both times that it is taken, which would be one skip too many without the returns
-    between.
-    """
-    fields = dict(
-        save=str(tmp_path), load=str(tmp_path), train_iters=20, max_consecutive_skips=2, **RULE
-    )
-    poison = dict(what="forward", module="layers.1.mlp", rank=0, step=16, times=8)
-    ((_, text),) = run_processes(1, run_and_note, fields, [], (0, 0), poison)
-    spikes = records(tmp_path)["loss_spike"]
-    assert text == "" and values(spikes, "iteration", "lm_loss", "samples") == [
-        (16, None, [60, 64]),
-        (16, None, [64, 68]),
-    ]
-    last = state(tmp_path, 20)
-    assert (last["skipped_iterations"], last["consumed_samples"]) == (0, 80)
 
 
 @pytest.mark.slow
