@@ -17,7 +17,6 @@ import heapq
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -64,26 +63,6 @@ class Lane(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True)
-class Replay:
-    """Result of a replay: `computed` and `waited` of each rank in order of time.
-
-    Zero waits are left out.
-    """
-
-    computed: tuple[tuple[Lane, ...], ...]
-    waited: tuple[tuple[Lane, ...], ...]
-    ends: tuple[float, ...]
-
-
-def replay(ranks: Sequence[Sequence[Action]], at_once: float = math.inf) -> Replay:
-    """Run each rank's actions in order; a deadlock raises ValueError.
-
-    at_once   so many ranks compute at full speed; more share the cores
-    """
-    return _Machine(ranks, at_once).run()
-
-
 class _Link:
     """Messages of one link not yet in flight, in the order of posting by the first rank."""
 
@@ -105,8 +84,14 @@ class _Link:
         return known
 
 
-class _Machine:
-    def __init__(self, ranks: Sequence[Sequence[Action]], at_once: float) -> None:
+class Replay:
+    """What ranks did that ran their actions in order: `computed` and `waited` of each, in order of time.
+
+    Zero waits are left out. `at_once` ranks compute at full speed; more share the cores. A deadlock
+    raises ValueError.
+    """
+
+    def __init__(self, ranks: Sequence[Sequence[Action]], at_once: float = math.inf) -> None:
         self._todo = [deque(actions) for actions in ranks]
         self._links: dict[Hashable, _Link] = defaultdict(_Link)
         for post in (action for actions in ranks for action in actions if isinstance(action, Post)):
@@ -122,22 +107,15 @@ class _Machine:
         # for messages not yet in flight
         self._waiting: dict[Hashable, list[int]] = defaultdict(list)
         self._arrivals: list[tuple[float, int]] = []  # heap of those in flight: (when, rank)
-        self._computed: list[list[Lane]] = [[] for _ in ranks]
-        self._waited: list[list[Lane]] = [[] for _ in ranks]
-        self._ends: list[float] = [0] * len(ranks)
-
-    def run(self) -> Replay:
-        for rank in range(len(self._todo)):
+        self.computed: list[list[Lane]] = [[] for _ in ranks]
+        self.waited: list[list[Lane]] = [[] for _ in ranks]
+        self.ends: list[float] = [0] * len(ranks)
+        for rank in range(len(ranks)):
             self._go_on(rank)
         while self._computing or self._arrivals:
             self._advance()
         if any(self._todo):
             raise ValueError(f"the ranks deadlock: {self._todo}")
-        return Replay(
-            tuple(map(tuple, self._computed)),
-            tuple(map(tuple, self._waited)),
-            tuple(self._ends),
-        )
 
     def _advance(self) -> None:
         """Advance to the next time at which a computation ends or a message arrives."""
@@ -154,7 +132,7 @@ class _Machine:
         else:
             self._work, rank = heapq.heappop(self._computing)
             self._now = ends
-            self._computed[rank].append(
+            self.computed[rank].append(
                 Lane(self._todo[rank].popleft()[0], self._since.pop(rank), ends)
             )
         self._go_on(rank)
@@ -173,7 +151,7 @@ class _Machine:
             elif not self._arrived(rank, action.message):
                 return
             todo.popleft()
-        self._ends[rank] = self._now
+        self.ends[rank] = self._now
 
     def _arrived(self, rank: int, message: Hashable) -> bool:
         """Return whether the message has arrived; if not, the rank continues when it has."""
@@ -187,7 +165,7 @@ class _Machine:
             return False
         since = self._since.pop(rank, self._now)
         if since < self._now:
-            self._waited[rank].append(Lane(message, since, self._now))
+            self.waited[rank].append(Lane(message, since, self._now))
         return True
 
     def _post(self, action: Post) -> None:
@@ -261,7 +239,7 @@ def simulate(
     latency: float = 0.0,
 ) -> ScheduleTimeline:
     """Run the computations of all ranks on a clock. Results travel by themselves in `latency`."""
-    done = replay(
+    done = Replay(
         actions_of(ranks, lambda i: durations[i.op], lambda _: 0.0, lambda _: latency, posted=False)
     )
     return ScheduleTimeline(tuple(tuple(Span(*lane) for lane in lanes) for lanes in done.computed))  # type: ignore[arg-type]
@@ -287,7 +265,7 @@ def run_lists(
         return lambda send: messages[part + (0 if send.op is Op.SEND_FORWARD else 2)][send.stage]
 
     actions = actions_of(ranks, duration, message(0), message(1), posted=posted, duplex=duplex)
-    done = replay(actions, at_once)
+    done = Replay(actions, at_once)
     dtype = costs.passes.dtype
     starts, ends = np.zeros((2, len(lists.rows)), dtype)
     computes = lists.rows[:, 0] <= Op.BACKWARD_WEIGHT

@@ -66,10 +66,8 @@ def test_a_job_that_ends_is_continued_also_where_the_duration_is_over():
 
 def test_kill_switch(tmp_path):
     switch = tmp_path / "stop"
-    rules = Rules(kill_switch_file=str(switch))
-    assert rules.stop(1) is None
     switch.touch()
-    stop = rules.stop(2)
+    stop = Rules(kill_switch_file=str(switch)).stop(2)
     # A user wants the run to end, not to begin again.
     assert str(switch) in stop.reason and not stop.requeue
 
