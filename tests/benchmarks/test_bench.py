@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bench, results, shared, sides, workloads
+from benchmarks import results, shared, sides, workloads
 from megatron.config import parse_args
-from tests.helpers.clock import VirtualClock
 
 # ---- the same work -------------------------------------------------------------------------------
 
@@ -135,51 +134,6 @@ def test_ratios_are_taken_within_a_round():
     assert row["share_of_ceiling"] == pytest.approx(case.flops / 2.25 / 1e12)
 
 
-def test_a_round_after_a_failure_repeats_no_figures(monkeypatch, tmp_path):
-    case = workloads.cpu_cases()[4]
-    good = outcomes([1.0])[0]
-    bad = sides.Outcome(reason="killed")
-    answers = iter([good, bad])
-    monkeypatch.setattr(bench, "run", lambda *_, **__: next(answers))
-    monkeypatch.setattr(bench, "measure_ceilings", lambda *_: {})
-    key = (case, case.sides[0])
-    options = bench.parse(["--rounds", "3"])
-    found, _ = bench.play([key], options, 1, tmp_path)
-    assert found[key] == [good, bad, bad]
-    row = results.row_of(*key, found[key], found[key], None)
-    assert row["step_s"]["count"] == 1
-    assert any("killed" in note for note in results.notes({"rows": [row]}))
-
-
-def test_further_rounds_take_what_fits_and_start_no_variant_again(monkeypatch, tmp_path):
-    """A start of W0 takes 10 s, one of W1 100 s: of 8 minutes, one round takes 310 s."""
-    cases = workloads.cpu_cases()
-    clock = VirtualClock()
-    keys = [(cases[0], side) for side in cases[0].sides[:3]] + [(cases[4], cases[4].sides[0])]
-    started = []
-
-    def run(case, side, **more):
-        seconds = 10.0 if case.workload == "W0" else 100.0
-        started.append(f"{case.workload} {side.name}")
-        clock.advance(seconds)
-        return sides.Outcome(step_s=[1.0], wall_s=seconds)
-
-    monkeypatch.setattr(bench, "run", run)
-    monkeypatch.setattr(bench, "measure_ceilings", lambda *_: {})
-    monkeypatch.setattr(bench.time, "monotonic", clock)
-    first = ["W1 ours", "W1 ours, nothing set", "W1 torch, eager", "W0 ours"]
-    for minutes, expected in (
-        (5.0, first),
-        (6.0, [*first, *["W0 ours"] * 4]),
-        (8.7, [*first, "W0 ours", "W1 torch, eager", "W1 ours"]),
-    ):
-        started.clear()
-        options = bench.parse(["--minutes", str(minutes)])
-        found, _ = bench.play(keys, options, 1, tmp_path)
-        assert started == expected
-        assert len({len(rounds) for rounds in found.values()}) == 1
-
-
 def run_record(step, values, **more):
     case = workloads.cpu_cases()[0]
     row = results.row_of(
@@ -199,18 +153,6 @@ def test_changes_within_the_larger_spread_are_no_changes():
         compared = results.compare(run_record(step, values), run_record(1.0, [1.0] * 3))
         lines = {name: figures for name, *figures in compared}
         assert lines["W1 bf16 s=512, ours, s/step"][2:] == [pytest.approx(step - 1), verdict]
-
-
-def test_the_last_run_is_that_of_the_same_machine(tmp_path):
-    dates = {"a": "2026-01-01T00:00:00", "b": "2026-01-01T12:00:00", "c": "2026-01-01T23:00:00"}
-    for name, date in dates.items():
-        results.write(run_record(1.0, [1.0], date=date, quick=name == "b"), tmp_path)
-    other = run_record(1.0, [1.0], date="2026-01-01T23:30:00", machine={"processor": "q"})
-    results.write(other, tmp_path)
-    (tmp_path / "rows.json").write_text("[1]")  # other programs' files
-    (tmp_path / "bytes.json").write_bytes(b"\xff")
-    assert results.last_of(tmp_path, run_record(1.0, [1.0]))["date"] == dates["c"]
-    assert results.last_of(tmp_path, run_record(1.0, [1.0], quick=True))["date"] == dates["b"]
 
 
 # ---- the program ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench, gpu_check, kernels, parity, results, shared, sides, workloads
+from benchmarks import bench, gpu_check, parity, results, sides, workloads
 from tests.helpers.clock import VirtualClock
 from tests.helpers.launching import ROOT
 
@@ -137,35 +137,6 @@ def test_what_cannot_be_done_has_its_reason_and_no_failure(here):
     assert "no such package" in (here.folder / "REPORT.md").read_text()
 
 
-def test_the_report_has_tables_figures_commands_and_the_log_of_a_failure(here):
-    here.says["fast"] = (
-        "$ python x\n| a | b |\n|---|--:|\n| 1 | 2.5 |\n\n| no rows |\n|---|\n4 of 5 are good\n"
-    )
-    here.says["slow"] = "Traceback\nValueError: 17\n"
-    here.codes["slow"] = 1
-    (here.folder / "other").mkdir()
-    for name, value in (("1.md", "old"), ("2.md", "new")):
-        (here.folder / "other" / name).write_text(f"| value |\n| --- |\n| {value} |\n")
-    here.check(1000)
-    steps = here.report()
-    text = (here.folder / "REPORT.md").read_text().splitlines()
-    assert (steps["fast"]["tables"], steps["fast"]["figures"]) == (
-        [[["a", "b"], ["1", "2.5"]]],
-        "4 of 5 are good",
-    )
-    assert steps["other"]["tables"] == [[["value"], ["new"]]]
-    assert steps["slow"]["seconds"] == 100 and "17" in steps["slow"]["reason"]
-    assert (
-        "| 1 | 2.5 |" in text
-        and "ValueError: 17" in text
-        and f"{sys.executable} fast 'a b'" in text
-    )
-    assert shared.tables_of("\n".join(text))[0][1:3] == [
-        ["fast", "passed", "10", "4 of 5 are good"],
-        ["slow", "FAILED", "100", steps["slow"]["reason"]],
-    ]
-
-
 def test_what_only_skips_proves_nothing(here):
     for line, verdict in (
         ("3 failed, 71 passed, 2 skipped in 9 s", "passed"),
@@ -196,28 +167,6 @@ def test_the_share_of_the_peak_is_in_the_figures():
         assert first == f"ours {case.tokens / seconds:,.0f} {said}" and second.startswith(
             "ours, torch's kernels"
         )
-
-
-def test_shares_of_the_copy_are_medians():
-    """Shares of the copy rate are medians over operators.
-
-    400 MB, where a copy takes 1 ms for 1 GB, are 0.8 and 0.5 of its rate in 0.5 and 0.8 ms.
-    """
-    rows = [
-        kernels.Row(
-            name,
-            (1,),
-            "bfloat16",
-            {"forward": 4e8},
-            {"copy": {"forward": 1e-3}, "ours": {"forward": ours}, "torch": {"forward": 2e-3}},
-            {},
-        )
-        for name, ours in (("causal_softmax", 5e-4), ("rms_norm", 8e-4))
-    ]
-    said = gpu_check.shares(
-        "", shared.tables_of("\n".join(shared.markdown(kernels.gpu_table(rows, 10**9))))
-    )
-    assert "ours 0.65" in said and "torch 0.20" in said
 
 
 # ---- the steps -----------------------------------------------------------------------------------
@@ -266,34 +215,6 @@ def test_what_does_not_fit_or_has_no_compiler_cannot_be_done(
     small["memory_bytes"] = 16 * 2**30  # 1.3B takes 18 bytes a parameter
     found = {step.name for step in gpu_check.steps_of(small, Path("out")) if step.cannot}
     assert found == {"kernels", "bandwidth", "numerics", "MFU", "G2", "lost-rank"}
-
-
-def test_correctness_mfu_and_the_peers_come_within_ten_minutes():
-    """Steps that a GPU session must answer come first, also where kernels are still to be built.
-
-    What takes two ranks comes next on two devices, and last on one.
-    """
-    first = ["extensions", "kernels", "parity", "MFU", "G1", "G2"]
-    several = ["ranks", "lost-rank"]
-    alone, two = (
-        gpu_check.steps_of(GPU | {"count": count, "arch": "sm_1"}, Path("out")) for count in (1, 2)
-    )
-    assert [step.name for step in alone[:6]] == first
-    assert 5 + sum(step.seconds for step in alone[:6]) <= 600
-    assert [step.name for step in alone[-2:]] == several
-    assert [step.name for step in two[:8]] == [*first, *several]
-
-
-def test_parity_is_of_what_the_machine_has():
-    """Parity covers what the machine has: a pipeline's messages need two devices."""
-
-    def names(device, count):
-        return {case.name.split(",")[0] for case in parity.cases(device, count)}
-
-    on_one = {"one process", "captured passes", "TP 2", "ZeRO-1"}
-    assert names("cuda", 1) == on_one and names("cuda", 2) == {*on_one, "PP 2"}
-    assert all(case.shared for case in parity.cases("cuda", 1) if case.ranks == 2)
-    assert not any(case.shared for case in parity.cases("cuda", 2) + parity.cases("cpu", 0))
 
 
 def test_the_furthest_step_counts():

@@ -129,10 +129,3 @@ def test_gaps_are_those_of_the_busiest_stream_and_name_what_the_host_did():
         1:
     ] == ["0.5", "0.09"]
     assert whole[1][3:] == ["37.0 %", "2.5"] and len(gaps) == 3  # 5 pieces of work in 2 steps
-
-
-def test_a_trace_without_a_device_shows_what_python_takes():
-    stream = idle_gaps.fold(
-        [event("cpu_op", "aten::mm", 0, 10), event("cpu_op", "aten::add", 30, 10)]
-    )
-    assert [gap.ms for gap in stream.gaps] == [pytest.approx(0.02)]

@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import shlex
 import shutil
 import sys
 from contextlib import ExitStack
@@ -15,16 +16,21 @@ from tests.helpers.launching import Script
 from tests.helpers.processes import free_port, rank_environment
 
 
-def forked(command, logs, env, limit_s, **_):
+def forked(command, logs, env, limit_s, *, awaited=(), **_):
     """Stand in for benchmarks.shared.launch: the ranks need not import torch."""
     script, *words = command[1:]
+    if script == "-c":
+        program, *words = words
+        script = logs[0].with_suffix(".py")
+        script.write_text(program)
     port, count = free_port(), len(logs)
     with ExitStack() as stack:
         scripts = [
             stack.enter_context(Script(script, words, log, env | rank_environment(i, count, port)))
             for i, log in enumerate(logs)
         ]
-        return [script.wait().code for script in scripts], [2**20] * count
+        codes = [scripts[i].wait().code for i in awaited or range(count)]
+        return codes, [2**20] * count
 
 
 @pytest.fixture
@@ -42,10 +48,12 @@ def run(monkeypatch, capsys):
     return call
 
 
-# Those of `make gpu-check` that start no process of their own kind; the campaign rehearses all.
 SCRIPTS = {
+    "parity": ("--device cpu --ranks 2 --output OUT", "1 of 1 trainings follow"),
+    "lost_rank": ("--device cpu --output OUT", "1 of 1 lost ranks"),
     "step_waits": ("--device cpu --output OUT", "beside those of a report: tiny"),
     "idle_gaps": ("--device cpu --output OUT", "ms a step beside"),
+    "memory_model": ("--part formulas --only '1 rank' --markdown", "the limits hold"),
     "mup": ("coordinates --widths 64 --steps 2 --seeds 1", "largest ratio 1.000"),
 }
 
@@ -54,18 +62,28 @@ SCRIPTS = {
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script(name, run, tmp_path):
     arguments, figures = SCRIPTS[name]
-    words = arguments.replace("OUT", str(tmp_path)).split()
+    words = shlex.split(arguments.replace("OUT", str(tmp_path)))
     assert figures in run(name, *words)
 
 
 @pytest.mark.slow
-def test_bench_has_a_row_of_ours(run, tmp_path, monkeypatch):
+def test_bench_has_a_row_of_ours_and_all_parts(run, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "measure_ceilings", lambda *_: {"bf16, 1 x 1 thread(s)": 1.0})
-    run("bench", *"--quick --threads 1 --only W0 --output".split(), str(tmp_path))
+    run("bench", *"--quick --threads 1 --only W0 parts --output".split(), str(tmp_path))
     (path,) = tmp_path.glob("*.json")
-    (row,) = json.loads(path.read_text())["rows"]
+    record = json.loads(path.read_text())
+    (row,) = record["rows"]
     assert row["side"] == "ours" and row["step_s"]
+    assert len({part["name"] for part in record["parts"] if "value" in part}) == 3
     assert "| W0 one process | ours |" in run("bench", "--markdown", str(path))
+
+
+@pytest.mark.slow
+def test_gpu_check_measures_kernels_and_their_calls(run, tmp_path):
+    run("gpu_check", "--only", "bandwidth", "--output", str(tmp_path))
+    assert "a C function through ctypes alone" in (tmp_path / "bandwidth.log").read_text()
+    table = shared.tables_of((tmp_path / "REPORT.md").read_text())[0]
+    assert [row[:2] for row in table[1:]] == [["device", "passed"], ["bandwidth", "passed"]]
 
 
 @pytest.mark.slow
