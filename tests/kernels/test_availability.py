@@ -40,14 +40,6 @@ def without(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
 
 
-def test_nothing_installed(monkeypatch):
-    without(monkeypatch)
-    wished = KernelConfig(norm_implementation="apex", optimizer_implementation="apex")
-    for config, lines in ((KernelConfig(), 1), (wished, 3)):
-        assert len(choose.packages(config, "cuda", "bfloat16", "torch")) == lines
-    assert choose.choose_attention(KernelConfig(), torch.device("cuda"), "bfloat16") == "torch"
-
-
 @pytest.fixture
 def flash(packages, monkeypatch):
     """Provide a working stand-in for flash-attn on a GPU."""
@@ -66,14 +58,7 @@ def test_flash_attention_where_it_cannot_run(packages, device, dtype, named):
 
 
 def test_flash_attention_that_works(flash):
-    expected = {
-        "auto": "flash",
-        "flash": "flash",
-        "fused": "torch",
-        "blocked": "blocked",
-        "unfused": "unfused",
-        "local": "unfused",
-    }
+    expected = {"auto": "flash", "flash": "flash", "fused": "torch", "local": "unfused"}
     for dtype in ("bfloat16", "float16"):
         assert choose.flash_attention("cuda", dtype).usable
         for backend, chosen in expected.items():
@@ -86,18 +71,12 @@ def test_flash_attention_that_works(flash):
     [
         ("2.8.3", None, dict(windowed=True, capped=True), "flash", ""),
         ("2.2.5", None, dict(windowed=True), "torch", "2.3"),
-        ("2.2.5", None, dict(), "flash", ""),
-        ("2.5.9", None, dict(windowed=True), "flash", ""),
         ("2.5.9", None, dict(capped=True), "blocked", "2.6"),
         ("2.8.3", None, dict(capped=True, drops=True), "blocked", "dropout"),
         ("2.8.3", "6.2", dict(capped=True), "blocked", "ROCm"),
-        ("2.8.3", "6.2", dict(windowed=True), "flash", ""),
         # its kernels within a ring
         ("2.7.0", None, dict(ring=True, windowed=True, capped=True), "flash", ""),
-        ("2.7.0", "6.2", dict(ring=True, windowed=True), "flash", ""),
         ("2.6.3", None, dict(ring=True), "torch", "2.7"),
-        ("2.6.3", None, dict(ring=True, windowed=True), "blocked", "2.7"),
-        ("2.8.3", "6.2", dict(ring=True, capped=True), "blocked", "ROCm"),
         ("2.8.3", None, dict(ring=True, biased=True), "blocked", "ALiBi"),
         ("2.8.3", None, dict(ring=True, drops=True), "blocked", "dropout"),
     ],
@@ -169,23 +148,8 @@ def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch):
         found = [chosen("auto", dtype, 1024) for dtype in ("float32", "bfloat16")]
         assert found == ["torch", expected]
     drops = choose.AttentionFeatures(drops=True)
-    dropping = {
-        b: choose.choose_attention(KernelConfig(attention_backend=b), cpu, "float16", 512, drops)
-        for b in ("auto", "fused", "local")
-    }
-    assert dropping == {"auto": "blocked", "fused": "blocked", "local": "unfused"}, (
-        "the masks of any layout"
-    )
-
-
-def test_flash_attention_on_a_device_that_is_too_old(packages, monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
-    make(packages, "flash_attn", "def flash_attn_func(): ...")
-    found = choose.flash_attention("cuda", "float16")
-    assert not found.usable and "8.0, Tesla V100" in found.reason
+    found = choose.choose_attention(KernelConfig(), cpu, "float16", 512, drops)
+    assert found == "blocked", "the masks of any layout"
 
 
 @pytest.mark.parametrize(
@@ -201,23 +165,13 @@ def test_flash_attention_that_is_broken(packages, source, reason):
     assert not found.usable and reason in found.line
 
 
-def test_an_apex_that_is_another_project_or_lacks_the_optimizer(packages):
-    make(packages, "apex", "", version="0.9.10")
-    assert not choose.fused_adam("cuda").usable
-    make(packages, "apex.optimizers", "")
-    make(packages, "amp_C")
-    assert "FusedAdam" in choose.fused_adam("cuda").reason
-
-
 def test_the_real_apex(packages):
     make(packages, "apex")
     make(packages, "apex.optimizers", "class FusedAdam: ...")
     make(packages, "amp_C")
     assert choose.fused_adam("cuda").usable
-    assert "cpu" in choose.fused_adam("cpu").reason
     make(packages, "apex.normalization")
     make(packages, "apex.normalization.fused_layer_norm", "def fused_rms_norm_affine(): ...")
     assert not choose.fused_norm("cuda").usable  # without its C++ extensions
     make(packages, "fused_layer_norm_cuda")
     assert choose.fused_norm("cuda").usable
-    assert "cpu" in choose.fused_norm("cpu").reason

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 
-from megatron.config import Config
 from megatron.config.training import KernelConfig
 from megatron.kernels import choose, library
 from megatron.kernels.choose import (
@@ -109,42 +108,3 @@ def test_apex_only_when_asked_for_and_there(monkeypatch):
     monkeypatch.setattr(choose, "fused_norm", lambda device_type: finding(False))
     monkeypatch.setattr(choose, "fused_adam", lambda device_type: finding(False))
     assert choose_fusions(wish, CUDA, "bfloat16") == ALL
-
-
-def report(device, **values):
-    """Return (the log's list of what goes through kernels, {operator: why not}) of a model."""
-    line = choose.report(Config.create(**MODEL, **values), device)[1]
-    used, _, left = line.partition("; others: ")
-    reasons = {}
-    for group in left.split("; "):
-        names, _, reason = group.partition(" (")
-        reasons |= dict.fromkeys(names.split(", "), reason.rstrip(")"))
-    assert all((name in used) != (name in reasons) for name in OPERATORS)
-    return used, reasons
-
-
-def test_the_log_names_what_runs_and_why_not(monkeypatch):
-    load(monkeypatch, "cuda")
-    assert "/lib/l.so" in choose.report(Config.create(**MODEL), CUDA)[0]
-    used, reasons = report(CUDA, persist_layer_norm=False, bf16=True)
-    assert all(
-        name in used for name in ("bias_activation", "bias_dropout", "cross_entropy", "optimizer")
-    )
-    for name, flag in (
-        ("attention_block", "--attention-backend blocked"),
-        ("masked_softmax", "--attention-backend unfused"),
-        ("layer_norm", "--no-persist-layer-norm"),
-        ("rms_norm", "--normalization layernorm"),
-        ("rotary", "--position-embedding-type learned_absolute"),
-        ("permute", "--num-experts"),
-    ):
-        assert flag in reasons[name]
-    used, reasons = report(
-        CUDA, attention_backend="unfused", position_embedding_type="rope", bf16=True
-    )
-    assert set(reasons) == {"attention_block", "rms_norm", "permute"}
-    reasons = report(CUDA, bf16=True, fp32_residual_connection=True, optimizer="sgd")[1]
-    assert all(
-        "--fp32-residual-connection" in reasons[name] for name in ("layer_norm", "bias_dropout")
-    )
-    assert "--optimizer sgd" in reasons["optimizer"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -276,7 +275,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.calls: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {}
+        self.calls = {}
         self.grad = True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -83,13 +83,6 @@ def test_each_rule(rules, values, figures):
     assert resources.check(kernel(CAUSAL, vgprs=128), rules) == []
 
 
-def test_scalar_registers_may_spill_where_the_kernels_are_not_tuned(
-    rules,
-):
-    assert resources.check(kernel(CAUSAL, spills=2), rules, "gfx942") == []
-    assert resources.check(kernel(CAUSAL, spills=2, scratch_bytes=8), rules, "gfx942")
-
-
 def test_announced_narrow_accesses(rules):
     """Narrow accesses may be announced by an operation, a struct argument or a __global__ function.
 
@@ -117,12 +110,6 @@ def test_an_announcement_that_is_too_generous(rules):
     )
     assert [line.partition(":")[0] for line in wrong] == ["part_kernel", "Step", "Masked"]
     assert "16" in wrong[1]
-
-
-def test_an_announcement_without_a_reason(tmp_path):
-    (tmp_path / "op.cpp").write_text("struct Op {\n    // narrow: 2\n};\n")
-    with pytest.raises(build.BuildError, match="op.cpp:2"):
-        resources.read_rules(tmp_path)
 
 
 ASSEMBLY = """
@@ -243,63 +230,6 @@ def test_planted_violations_in_what_hipcc_makes(tmp_path):
 
 
 @pytest.mark.campaign("simulator")
-def test_planted_spills_in_what_nvcc_makes(tmp_path):
-    needs("cuda")
-    plant(tmp_path)
-    text = PLANTED.replace("held[24]", "held[96]").replace("< 24", "< 96")
-    (tmp_path / "planted.cpp").write_text(text.replace("j = 23", "j = 95"))
-    wrong = resources.cuda_spills(folder=tmp_path)
-    assert wrong and all("Spilling" in line for line in wrong)
-
-
-@pytest.mark.campaign("simulator")
 def test_no_cuda_kernel_spills():
     needs("cuda")
     assert resources.cuda_spills() == []
-
-
-@pytest.mark.parametrize(
-    ("known", "compiled", "code"),
-    [
-        (["gfx90a", "gfx940"], ["gfx90a", "gfx940"], 0),
-        (["gfx90a", "gfx942", "gfx950"], ["gfx90a", "gfx942", "gfx950"], 0),
-        ([], [], 1),
-    ],
-)
-def test_each_gpu_is_checked_or_named(
-    known,
-    compiled,
-    code,
-    monkeypatch,
-    capsys,
-):
-    """A sample that an older compiler knows stands in for the GPU; what is unknown is named."""
-    built = []
-
-    def compile_kernels(arch, **_):
-        built.append(arch)
-        return []
-
-    monkeypatch.setattr(resources, "compiler", lambda target: "hipcc")
-    monkeypatch.setattr(
-        resources, "known_archs", lambda tool, archs: [arch for arch in archs if arch in known]
-    )
-    monkeypatch.setattr(resources, "compile_kernels", compile_kernels)
-    assert resources.main([]) == code and built == compiled
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3
-    assert [line for line in lines if "hipcc" in line] == [
-        line
-        for line, arch in zip(lines, ("gfx90a", "gfx942", "gfx950"), strict=True)
-        if line.startswith(f"{arch}:")
-    ]
-
-
-def test_what_checks_nothing_is_refused(monkeypatch, capsys):
-    for arguments in (["--only", "nonsense"], ["--jobs", "0"]):
-        with pytest.raises(SystemExit) as stop:
-            resources.main(arguments)
-        assert stop.value.code == 2 and arguments[1] in capsys.readouterr().err
-    monkeypatch.setenv("HIPCC", "nowhere")
-    assert resources.main([]) == 1
-    assert "$HIPCC" in capsys.readouterr().err
