@@ -1,7 +1,6 @@
 """List of candidates against every combination, by pretrain_gpt.py's parser and the planner."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -72,16 +71,6 @@ def test_every_combination_is_put_to_the_parser(read, pp, mbs, batches):
     assert all(c.tokens == config_of(c).batch.global_batch_size * 64 for c in found.candidates)
 
 
-def test_a_size_may_be_written_as_a_word(read):
-    space = read(
-        "[parameters]\nnum-layers = ['8', 12]\npp = [2]\nchunks = [2]",
-        ONE.replace("--num-layers 8 ", ""),
-    )
-    assert [
-        c.values["num_layers"] for c in found_of(space, "--global-batch-size 8").candidates
-    ] == [8, 12]
-
-
 def test_a_schedule_that_would_be_another_is_no_candidate(read):
     space = read(
         "[parameters]\npp = [1, 4]\nchunks = [1, 2, 4]\n"
@@ -145,12 +134,6 @@ def test_the_size_of_a_job(read):
         (4, 1, 256),
         (8, 2, 512),
     ]
-    whole = found_of(read("[parameters]\nmbs = [2]", MODEL), machine=Machine(None, 4, 2))
-    assert [(c.processes, c.tokens) for c in whole.candidates] == [(8, 16 * 64)]
-    shared = found_of(
-        read("[parameters]\nnodes = [1, 2]\n[derived]\nmbs = '16 // processes'", MODEL)
-    )
-    assert [(c.values["nodes"], c.tokens) for c in shared.candidates] == [(1, 16 * 64)]
 
 
 def test_flags_of_the_command_line_win_over_the_space_s(read):
@@ -171,14 +154,11 @@ def test_flags_of_the_command_line_win_over_the_space_s(read):
         ("--tensor-model-parallel-size 2", "true", "--tensor-model-parallel-size 2|tp|space.toml"),
         ("--global-batch-size 2", "true", "--global-batch-size 2|gbs"),
         ("--save x --train-tokens 1e9", "true", "--save x|--train-tokens 1e9"),
-        ("--tp 2", "true", "--tp"),
-        ("--num-layers many", "true", "--num-layers|many"),
         ("--fp16 --no-fp16", "true", "--fp16|--no-fp16"),
         ("--cluster frontier", "true", "--cluster frontier"),
         ("", "tp.x", "space.toml|[constraints] 'a'|tp.x"),
         ("", "64 % tp", "space.toml|[constraints] 'a'|neither true nor false"),
         ("", "tp > tp // 0", "space.toml|[constraints] 'a'|tp // 0"),
-        ("", "chunks > 1", "space.toml|chunks"),
         ("", "gbs > 1", "space.toml|[derived] gbs"),
     ],
 )
@@ -190,15 +170,6 @@ def test_flags_and_expressions_that_cannot_be_are_named_with_their_place(read, f
     assert all(word in str(found.value) for word in words.split("|")), str(found.value)
 
 
-def test_a_derived_value_that_a_flag_cannot_have_is_a_reason(read):
-    space = read("[parameters]\ntp = [1, 2]\n[derived]\nprocesses = 'tp / 2'\nseed = 'tp - 3'")
-    found = found_of(space)
-    assert list(reasons(found).values()) == [1, 1] and complete(found, space)
-    first, second = (example for _, example in found.rejections.nearest.values())
-    assert "tp=1" in first and "0.5" in first
-    assert "tp=2" in second and "seed" in second and "-1" in second
-
-
 @pytest.mark.parametrize("value", ["0", "-1", "0.5", "'a'", "none", "[1, 2]"])
 def test_a_derived_size_that_is_none_leaves_nothing_and_ends_well(read, value):
     for name in ("pp", "tp", "nodes", "processes", "mbs"):
@@ -206,15 +177,6 @@ def test_a_derived_size_that_is_none_leaves_nothing_and_ends_well(read, value):
             read(f'[parameters]\nchunks = [1, 2]\n[derived]\n{name} = "{value}"', MODEL)
         )
         assert not found.candidates and found.rejections.counts
-
-
-def test_a_layout_is_named_by_what_varies(read):
-    text = "[parameters]\ntp = [1, 2]\nnodes = [1]\nsp = [true]\nlr = [1e-4]"
-    found = found_of(read(text, ONE.replace("--lr 1e-3", "")))
-    assert [c.key for c in found.candidates] == ["tp=1", "tp=2"]
-    assert found.candidates[1].values == {"tp": 2, "nodes": 1, "sp": True, "lr": 1e-4}
-    (only,) = found_of(read("[parameters]\nnodes = [1]\nsp = [true]")).candidates
-    assert only.key == "nodes=1,sp=on"
 
 
 # -- with a described machine ----------------------------------------------------------------------
@@ -283,29 +245,6 @@ def test_orders_that_are_fixed_are_kept(read, frontier):
     config = config_of(one)
     assert config.parallel.rank_order == "dp-tp-pp"
     assert config.parallel.device_order == tuple(range(8))
-    placed = place_with(config, frontier, "dp-tp-pp", tuple(range(8)))
-    assert one.step_s == pytest.approx(estimate(config, frontier, placed).seconds)
-
-
-def test_a_part_of_a_node_stays_on_its_devices(read, frontier):
-    space = read("[parameters]\ntp = [2]\n[derived]\nprocesses = '4'", SMALL)
-    (one,) = found_of(space, machine=Machine(frontier, 8, 2), predict=True).candidates
-    assert (
-        "--device-order" not in one.flags
-        and "--cluster" not in one.flags
-        and "--rank-order" in one.flags
-    )
-
-
-def test_a_description_is_found_from_any_folder(read, tmp_path, monkeypatch):
-    own = Path(load_cluster("frontier").path).read_text()
-    (tmp_path / "mine.toml").write_text(own)
-    monkeypatch.chdir(tmp_path)
-    machine = Machine(load_cluster("mine.toml"), 8, 2)
-    (one,) = found_of(
-        read("[parameters]\ntp = [2]", SMALL), machine=machine, predict=True
-    ).candidates
-    assert one.flags[one.flags.index("--cluster") + 1] == str(tmp_path / "mine.toml")
 
 
 # -- many ------------------------------------------------------------------------------------------

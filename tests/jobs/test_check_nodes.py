@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import subprocess
 from collections import defaultdict
 from datetime import timedelta
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.jobs import check_nodes
 from megatron.jobs.check_nodes import (
     BETWEEN,
     FIGURES,
@@ -19,7 +17,6 @@ from megatron.jobs.check_nodes import (
     WITHIN,
     Process,
     judge,
-    rank_hosts,
 )
 from megatron.parallel.launch import Launch
 from megatron.parallel.store import StoreConnection
@@ -99,12 +96,6 @@ def test_without_rank_0_the_others_end(tmp_path, monkeypatch, capsys):
     assert "rank 0" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("words", [["--cluster", "nowhere"], ["--out", "/proc/nothing"]])
-def test_wrong_settings_are_refused(words, capsys):
-    assert main(["measure", *words]) == 2
-    assert " ".join(words) in capsys.readouterr().err
-
-
 def test_a_device_that_computes_wrongly(monkeypatch):
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", lambda *shape, **options: ones(*shape, **options).fill_(1.5))
@@ -165,18 +156,6 @@ def test_the_better_neighbour_counts(bad):
             assert process.figures == {WITHIN: 50.0, BETWEEN: 50.0} and process.errors == {}
         elif failure:
             assert process.figures == {WITHIN: 50.0} and process.errors == {BETWEEN: "timed out"}
-
-
-def test_who_fails_within_its_node_meets_nobody():
-    names = []
-
-    def speed(name, place):
-        names.append(name)
-        raise RuntimeError("it did not end")
-
-    process = process_of(2, 8, speed)
-    process.meet([0, 1, 2, 3])
-    assert names == ["within/1"] and list(process.errors) == [WITHIN]
 
 
 def test_nodes_with_bad_devices_take_part_in_no_collective():
@@ -296,34 +275,3 @@ def test_a_machine_below_its_band_is_compared_with_itself():
 def test_nobody_is_accused_of_a_slow_cpu():
     for name in (BETWEEN, PRODUCT):
         assert not verdict(3, figure(name, 0.001, 1), device="cpu").bad
-
-
-def test_normal_differences_accuse_nobody():
-    """Normal differences accuse no node.
-
-    With 3 % of noise on 1,000 nodes the slowest of 8,000 values is some four deviations below the
-    median.
-    """
-    torch.manual_seed(1)
-    noise = (1.0 + 0.03 * torch.randn(8000)).tolist()
-    assert min(noise) < 0.91
-
-    def change(told):
-        for rank, one in told.items():
-            one["figures"][PRODUCT] = 110.0 * noise[rank]
-
-    assert not verdict(1000, change, each=8).bad
-
-
-def test_the_hosts_of_those_who_did_not_come(monkeypatch):
-    """Missing hosts come from the launcher's list, if there is one; the others name themselves."""
-    launch = Launch(world_size=6, local_world_size=2)
-    monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
-    assert rank_hosts(launch, {3: {"host": "b"}})[2:] == ["b", "b", "node 2", "node 2"]
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "a[1-3]")
-    monkeypatch.setattr(
-        check_nodes,
-        "ask_slurm",
-        lambda *command: subprocess.CompletedProcess(command, 0, "a1\na2\na3\n"),
-    )
-    assert rank_hosts(launch, {0: {"host": "a1"}}) == ["a1", "a1", "a2", "a2", "a3", "a3"]

@@ -13,10 +13,6 @@ srun: error: step_launch_notify_io_failure: aborting, io error with slurmstepd o
 srun: Job step aborted: Waiting up to 7 seconds for job step to finish.
 srun: error: node04: task 1: Killed
 """
-LAUNCH = """srun: error: Task launch for StepId=1.2 failed on node node03: Communication connection failure
-srun: error: Application launch failed: Communication connection failure
-srun: Job step aborted
-"""
 
 
 @pytest.mark.parametrize(
@@ -28,21 +24,13 @@ srun: Job step aborted
         (-6, "terminate called after throwing an instance of 'std::bad_alloc'", OUT_OF_MEMORY, ""),
         (1, "  x\nMemoryError\n", OUT_OF_MEMORY, ""),
         (1, "MemoryErrors are fine", CRASH, ""),
-        (1, "cannot allocate memory for thread-local data: ABORT", OUT_OF_MEMORY, ""),
         (1, "DefaultCPUAllocator: can't allocate memory: you tried", OUT_OF_MEMORY, ""),
-        (
-            1,
-            "torch.OutOfMemoryError: Allocation on device 0 would exceed allowed memory.",
-            OUT_OF_MEMORY,
-            "",
-        ),
         (
             1,
             "RuntimeError: CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling hipblasCreate",
             OUT_OF_MEMORY,
             "",
         ),
-        (1, "HIP failure 'out of memory'", OUT_OF_MEMORY, ""),
         (1, "hipErrorOutOfMemory", OUT_OF_MEMORY, ""),
         (
             1,
@@ -57,16 +45,11 @@ srun: Job step aborted
         (75, "rank 1: the job hangs: rank 0 is stopped", HANG, "the job hangs: rank 0 is stopped"),
         (1, "srun: error: Node failure on node02", LOST_RANK, "Node failure on node02"),
         (2, "noise\nerror: --x is wrong\nmore", REFUSED, "error: --x is wrong"),
-        (2, "ConfigError: 1. --pp", REFUSED, "ConfigError: 1. --pp"),
         (2, "TrainingError: loss is nan", CRASH, "2: TrainingError: loss is nan"),
-        (0, "", CRASH, ""),
         (None, "", CRASH, ""),
-        (9, "ValueError: bad", CRASH, "9: ValueError: bad"),
         (-11, "", CRASH, "signal 11"),
-        (139, "", CRASH, "signal 11"),
         # A node that died before Slurm knew it, in srun's words; srun itself killed the task.
         (137, SERVER, LOST_RANK, "on node"),
-        (137, LAUNCH, LOST_RANK, "on node"),
     ],
 )
 def test_one_log(tmp_path, codes, text, kind, words):
@@ -123,18 +106,11 @@ def test_a_long_log_is_read_at_its_end(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "program",
-    [
-        "x = [0] * 10**9",
-        "import ctypes; import mmap; [mmap.mmap(-1, 1 << 30, mmap.MAP_PRIVATE) for _ in range(4)]",
-    ],
-)
-def test_real_programs_at_a_real_limit(tmp_path, program):
+def test_a_real_program_at_a_real_limit(tmp_path):
     """Recognise Python's own messages when memory runs out."""
     log = tmp_path / "log"
     with open(log, "wb") as file:
         limited = ["bash", "-c", 'ulimit -d 524288; exec "$@"', "limited"]
-        command = [*limited, sys.executable, "-c", program]
+        command = [*limited, sys.executable, "-c", "x = [0] * 10**9"]
         code = subprocess.run(command, stdout=file, stderr=file).returncode
     assert code == 1 and ending([code], [log]).kind == OUT_OF_MEMORY, log.read_text()

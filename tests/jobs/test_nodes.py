@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from megatron.jobs.runner import Inquiry, Nodes
+from megatron.jobs.runner import Inquiry
 from tests.jobs.waiting import until
 
 # Answers of srun to a task on the node behind -w.
@@ -35,16 +35,3 @@ def test_who_is_dead(srun, dead, tmp_path, monkeypatch):
     asked = Inquiry(["n2", "n3"])
     until(lambda: asked.dead is not None)
     assert asked.dead == dead
-
-
-def test_nodes_keep_their_order_and_do_not_come_back():
-    said = []
-    nodes = Nodes(["a", "b", "c", "d"], said.append)
-    assert nodes.take(2) == ("a", "b") and nodes.take(1) == ("c",) and nodes.usable == 4
-    nodes.leave_out(["b", "d"])
-    nodes.leave_out(["b"])
-    assert nodes.free == [] and nodes.usable == 2
-    assert len(said) == 2 and "b" in said[0] and "3 of 4" in said[0]
-    nodes.give_back(["c"])
-    nodes.give_back(["a", "b"])
-    assert nodes.take(2) == ("a", "c")

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from megatron.jobs.run_processes import (
     slurm_command,
     start_here,
     start_step,
-    step_environment,
 )
 from tests.helpers.clock import VirtualClock
 from tests.helpers.killing import forked, wait_for
@@ -74,9 +72,6 @@ def test_ranks_whose_peer_is_lost_have_time_to_say_so_and_are_ended_then(
     assert {sent[1:] for sent in ranks.sent} == {(0, "KILL"), (1, "KILL"), (2, "KILL")}
     ranks.codes[0] = -9
     assert ranks.look_for(1) and ranks.run.exit_codes == [1, 75]
-    done = Ranks(monkeypatch, 2)
-    done.codes[0] = 0
-    assert not done.look_for(1000) and done.sent == [], "one that has ended well is no lost peer"
 
 
 def test_what_srun_does_not_heed_slurm_is_told_and_force_takes_the_tasks_first(
@@ -197,33 +192,3 @@ def test_a_step_is_launched_by_the_jobs_own_functions(site, monkeypatch):
 def test_slurm_ends_the_step_of_a_starter_that_was_killed(site, deaf):
     kill_the_starter(lambda: start_step(slurm_command([]), STEP, site), deaf)
     assert (site / "told").read_text() == "-s KILL 7.2\n"
-
-
-@pytest.mark.slow
-def test_slurm_is_told_by_the_number_of_the_step(site, deaf):
-    clock = VirtualClock()
-    run = start_step(slurm_command([]), STEP, site, clock=clock)
-    deaf.started()
-    run.stop()
-    clock.advance(6.0)
-    assert not run.poll()
-    deaf.gone()
-    until(run.poll)
-    assert run.exit_codes == [143] and (site / "told").read_text() == "-s TERM 7.2\n"
-    assert (site / "asked").read_text().startswith("-h -s -j 7 ")
-
-
-def test_what_a_step_is_told():
-    """A step gets Slurm's time limit, a name to find it by, and no placement of its starter."""
-    step = SlurmStep("trial-7", ["n1", "n2"], 8, 7, 100.0)
-    found = step_environment(
-        {"MASTER_ADDR": "old", "SRUN_FLAGS": "-l", "MASTER_PORT": "5000"}, step, Path("/x")
-    )
-    assert (
-        found["SRUN_FLAGS"].split() == ["-l", "--time=2", "--job-name=trial-7"]
-        and "MASTER_ADDR" not in found
-    )
-    assert (found["HOSTS"], found["NODES"], found["MASTER_PORT"]) == ("n1,n2", "2", "5007")
-    assert found["SRUN_WAIT"] == "60"
-    wrapped = step_environment({"MASTER_PORT": "65530"}, step, Path("/x"))["MASTER_PORT"]
-    assert wrapped == "1025", "no port is above 65535"

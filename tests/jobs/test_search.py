@@ -1,14 +1,10 @@
 """Searches on tables with a known best candidate."""
 
-import os
 import statistics
-import sys
-import warnings
 
 import pytest
 
-from megatron.errors import ConfigError
-from megatron.jobs.search import Halving, find_search
+from megatron.jobs.search import Halving
 from tests.jobs.tables import play, table, trials_by_chance, trials_to_good
 
 SLOW, LONG = pytest.mark.slow, pytest.mark.campaign("search")
@@ -23,16 +19,6 @@ def test_a_space_is_exhausted_with_each_candidate_once(name, prior):
     known = table(lambda v: v["mbs"] == 8, keep=lambda v: v["pp"] == v["tp"] == 1 and not v["sp"])
     found = play(name, known, 100, known.prior if prior else None)
     assert sorted(index for index, _ in found) == list(range(12))
-
-
-@SLOW
-@pytest.mark.parametrize("name", LEARNING)
-def test_it_writes_nothing_and_warns_of_nothing(name, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        play(name, table(lambda v: v["pp"] == 1), 9)
-    assert os.listdir(tmp_path) == [] and capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("name", LEARNING)
@@ -78,36 +64,6 @@ def test_a_region_that_fails_is_left(name):
     found = play(name, known, 30, known.prior)
     failed = [index in known.fails for index, _ in found]
     assert failed[0] and sum(failed[15:]) <= 3, failed
-
-
-@pytest.mark.parametrize(
-    ("name", "lacks", "extra"),
-    [
-        ("deephyper", "deephyper", "deephyper"),
-        ("optuna", "optuna", "tune"),
-        ("auto", "optuna", "tune"),
-    ],
-)
-def test_a_missing_library_is_named(name, lacks, extra, monkeypatch):
-    for library in {lacks, "deephyper"}:
-        monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ConfigError, match=rf"{lacks}.*pip install .*megatron-frontier\[{extra}\]"):
-        find_search(name)
-
-
-@SLOW
-def test_a_library_of_another_version_is_named_and_auto_does_without(
-    monkeypatch,
-):
-    """A library of another version is named, and auto does without it.
-
-    DeepHyper before 0.9 has no deephyper.hpo.
-    """
-    assert find_search("auto") == "deephyper"
-    monkeypatch.setitem(sys.modules, "deephyper.hpo", None)
-    assert find_search("auto") == "optuna"
-    with pytest.raises(ConfigError, match=r"deephyper.*\[deephyper\]"):
-        find_search("deephyper")
 
 
 def test_a_trial_goes_on_while_it_is_among_the_best_half():

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import os
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -12,8 +10,6 @@ import pytest
 from megatron.data.file_lock import FolderClaim
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import ConfigError
-from megatron.jobs import setup as own_setup
-from megatron.jobs import tune as module
 from megatron.jobs.result import DONE, OUT_OF_MEMORY, STOPPED, Ending, valid_losses
 from megatron.jobs.runner import TIME
 from megatron.jobs.setup import make_setup
@@ -102,11 +98,8 @@ def test_killed_at_any_turn_and_started_again_it_is_as_if_it_had_not_been(
 
     def noisy(values):
         found = truth(values)
-        return (
-            found
-            if isinstance(found, Ending)
-            else 1 + 0.01 * found + 0.001 * (7 * values["number"] % 5)
-        )
+        scatter = 0.001 * (7 * values["number"] % 5)
+        return found if isinstance(found, Ending) else 1 + 0.01 * found + scatter
 
     undisturbed, why = search(setup(tmp_path / "whole", *words), runner := Made(noisy))
     turns = range(1, runner.turn, 7 if slow else 1)
@@ -115,11 +108,7 @@ def test_killed_at_any_turn_and_started_again_it_is_as_if_it_had_not_been(
         first, _ = search(own, Made(noisy, stop=lambda now, turn=turn: now == turn))
         second, ended = search(own, again := Made(noisy))
         assert told(second) == told(undisturbed) and ended == why, turn
-        assert (
-            len(first.finished + second.finished)
-            == len(told(undisturbed))
-            == len(undisturbed.finished)
-        ), "nothing is run again"
+        assert len(first.finished + second.finished) == len(told(undisturbed)), turn
         assert sum(what == "start" for what, _ in again.log) == len(second.finished)
 
 
@@ -215,10 +204,8 @@ def test_what_a_dead_node_ended_runs_again_and_too_few_nodes_are_another_start_s
     found, why = search(
         setup(tmp_path / "few", "--confirm", "2"), Made(hosts=("n1", "n2", "n3")), larger
     )
-    assert (
-        why == EXHAUSTED
-        and sum(t.by != CONFIRM and bool(t.result.status) for t in found.trials.values()) == 12
-    )
+    done = [t for t in found.trials.values() if t.by != CONFIRM and t.result.status]
+    assert why == EXHAUSTED and len(done) == 12
 
 
 def test_a_folder_of_another_search_or_of_none_is_refused(tmp_path):
@@ -227,7 +214,6 @@ def test_a_folder_of_another_search_or_of_none_is_refused(tmp_path):
         search(setup(tmp_path, "--seed", "1"))
     for name, text in (
         ("result.json", '{"status": "failed", "reason": 3}'),
-        ("point.json", "[]"),
         ("point.json", '{"key": ["mbs=1,seed=0"], "by": "x"}'),
         ("result.json", "{"),
     ):
@@ -297,21 +283,6 @@ def test_dry_run_of_a_described_machine(tmp_path, capsys):
     )
 
 
-def test_a_dry_run_says_which_flags_win_and_counts_all_trials(capsys, words, tmp_path):
-    """A dry run reports which flags win and counts all trials.
-
-    Trials last half an hour on one node; a single layout needs no confirmation.
-    """
-    for more, trials, hours in (
-        ((), 2, "2.5"),
-        (("--confirm", "0"), 2, "1.0"),
-        (("--max-trials", "1"), 1, "0.5"),
-    ):
-        code, text = call(capsys, *words, "--dry-run", *more, "--", "--num-layers", "3")
-        assert code == 0 and f"{trials} trials" in text and f"{hours} node-hours" in text, text
-        assert "--num-layers 3" in text and not (tmp_path / "out").exists()
-
-
 # The words of a command line => what the message names.
 MISTAKES = """
 --space nowhere => nowhere
@@ -348,44 +319,15 @@ def test_mistakes_end_with_what_to_do(capsys, tmp_path, line):
 def test_hosts_of_a_file(capsys, tmp_path):
     hosts = tmp_path / "hosts"
     words = ["--space", "paper-175b", "--hosts-file", str(hosts), "--search", "optuna"]
-    for content, said in ((b"", ""), (b"\xff\xfe", ""), (b"n1\nn2\nn1\n", "n1")):
-        hosts.write_bytes(content)
-        code, text = call(capsys, *words)
-        assert code == 2 and str(hosts) in text and said in text
+    hosts.write_text("n1\nn2\nn1\n")
+    code, text = call(capsys, *words)
+    assert code == 2 and str(hosts) in text and "n1" in text
     hosts.write_text("\n".join(f"n{i}" for i in range(12)))
     found = make_setup(tune.build_parser().parse_args(words), [])
     assert found.target.hosts == tuple(f"n{i}" for i in range(12)) and found.machine.max_nodes == 12
     assert (found.target.launcher, found.target.parallel) == ("slurm", 12)
     assert found.machine.processes_per_node == 8
     assert found.machine.cluster and found.machine.cluster.name == "frontier" and found.prior
-    # Without one and without --nodes: the largest number of nodes in the space.
-    dry = tune.build_parser().parse_args(
-        ["--space", "paper-175b", "--launcher", "slurm", "--dry-run"]
-    )
-    assert make_setup(dry, []).machine.max_nodes == 16
-
-
-@pytest.mark.parametrize(("said", "gpus", "found"), [("4", 0, 4), ("tp", 0, 2), ("4", 3, 3)])
-def test_processes_that_a_space_names_may_share_cores(space, monkeypatch, said, gpus, found):
-    space.write_text(SPACE.replace('processes = "1"', f'processes = "{said}"'))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(own_setup, "gpus_here", lambda: gpus)
-    args = tune.build_parser().parse_args(["--space", str(space), "--no-prior", "--dry-run"])
-    assert make_setup(args, []).machine.processes_per_node == found
-
-
-@pytest.mark.parametrize(
-    ("why", "done", "code"), [("", 1, 1), (TIME, 1, 3), (TIME, 0, 4), ("SIGTERM", 0, 3)]
-)
-def test_exit_codes_of_what_has_no_best(words, monkeypatch, capsys, why, done, code):
-    """Exit codes of searches without a best trial: one that started none would do so again."""
-
-    def ends(runner, source):
-        source.finished, source.why = ["0001"] * done, BUDGET
-        return why
-
-    monkeypatch.setattr(module.Runner, "run", ends)
-    assert call(capsys, *words)[0] == code
 
 
 def test_one_tuner_at_a_time(words, tmp_path, capsys):
@@ -398,15 +340,6 @@ def test_one_tuner_at_a_time(words, tmp_path, capsys):
 
 def results(out):
     return [json.loads(path.read_text()) for path in sorted(out.glob("trials/*/result.json"))]
-
-
-def test_a_report_alone_needs_no_library_that_searches(tmp_path, monkeypatch, capsys):
-    own = setup(tmp_path, "--max-trials", "3")
-    search(own)
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    words = f"--space {tmp_path}/made.toml --no-prior --out {own.out} --report-only"
-    code, text = call(capsys, *words.split())
-    assert code == 0 and (own.out / "report/trials.md").exists() and "Best: " in text
 
 
 @pytest.mark.slow
@@ -424,17 +357,9 @@ def test_the_lowest_validation_loss_at_a_token_budget_wins(tmp_path, monkeypatch
     (tmp_path / "small.toml").write_text(space.replace("valid_samples = 256", "valid_samples = 16"))
     flags = "--split 80,20,0 --tokenizer-type NullTokenizer --vocab-size 16 --num-layers 1"
     flags += " --hidden-size 16 --seq-length 16"
-    words = f"--space {tmp_path}/small.toml --objective valid_loss --tokens 1000"
-    words += f" --search optuna --out {tmp_path}/out"
-    line = [
-        "--max-trials",
-        "2",
-        *words.split(),
-        "--",
-        "--data-path",
-        f"{tmp_path}/text",
-        *flags.split(),
-    ]
+    words = f"--space {tmp_path}/small.toml --objective valid_loss --tokens 1000 --search optuna"
+    words += f" --out {tmp_path}/out -- --data-path {tmp_path}/text {flags}"
+    line = ["--max-trials", "2", *words.split()]
     code, text = call(capsys, "--max-trials", "1", *line[2:])
     assert code == 0 and len(results(tmp_path / "out")) == 1, text
     code, text = call(capsys, *line)
@@ -452,10 +377,6 @@ def test_the_lowest_validation_loss_at_a_token_budget_wins(tmp_path, monkeypatch
             steps = 4 * -(-1000 // (4 * values["gbs"] * 16))
             assert records[-1]["iteration"] == steps and len(losses) == 4
             assert result["loss"] == losses[-1]
-            steps = [r["step_time_s"] for r in records if r["event"] == "iteration"]
-            assert min(steps) <= result["step_s"] <= max(steps)
-            tokens_per_s = values["gbs"] * 16 / result["step_s"]
-            assert result["tokens_per_s"] == pytest.approx(tokens_per_s)
         else:
             assert result["kind"] == STOPPED
     best = min((r["loss"], n) for n, r in enumerate(found, 1) if r["status"] == DONE)[1]
