@@ -1,6 +1,7 @@
-"""Recipes for Frontier resolve on their scripts' number of nodes, and pages say what tools print."""
+"""Recipes for Frontier fit, their ranks fit together, and pages say what tools print."""
 
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,24 @@ def test_batches_of_the_scaling_experiments_are_legal(model, nodes, kind):
         else:
             with pytest.raises(ConfigError, match=rf"= {replicas}\b"):
                 plan(preset, n, *strong)
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if "scaling" not in r.note], ids=name_of)
+def test_every_rank_of_a_recipe(recipe):
+    """Tensor-parallel groups are neighbours in a node; each replica has every layer once."""
+    config = parse_plan(recipe.argv())
+    rows = list(rank_rows(config, choose_placement(config, load_cluster("frontier"))))
+    assert [row.rank for row in rows] == list(range(recipe.nodes * 8))
+    assert len({(row.tp, row.dp, row.pp) for row in rows}) == len(rows)
+    assert len({(row.node, row.device) for row in rows}) == len(rows)
+    layers, groups = defaultdict(list), defaultdict(set)
+    for row in rows:
+        assert (row.node, row.nic) == (row.rank // 8, f"hsn{row.device // 2}")
+        layers[row.dp, row.tp] += [layer for chunk in row.chunks for layer in chunk]
+        neighbours = row.device // config.parallel.tensor_model_parallel_size
+        groups[row.dp, row.pp].add((row.node, neighbours))
+    assert all(sorted(each) == [*range(config.model.num_layers)] for each in layers.values())
+    assert all(len(places) == 1 for places in groups.values())
 
 
 # -- the scripts and the document ------------------------------------------------------------------

@@ -97,33 +97,10 @@ def test_the_tensor_parallel_ranks_of_axonn():
     assert "--row-tensor-model-parallel-size 2" in text and "size 4" in text
 
 
-def test_a_model_without_experts_has_none_to_divide():
-    line = "--num-layers 8 --mock-data --tensor-model-parallel-size 2"
-    plain, (config, notices) = (
-        resolve(line, world_size=2)[0],
-        resolve(f"{line} --expert-tensor-parallel-size 1", world_size=2),
-    )
-    assert config == plain and any("--expert-tensor-parallel-size 1" in text for text in notices)
-
-
 def test_the_step_of_a_checkpoint():
     line = "--num-layers 8 --mock-data --load runs/a --ckpt-step"
     assert resolve(f"{line} 7")[0].checkpoint.load_tag == "7"
     assert resolve(f"{line} 0")[0].checkpoint.load_tag is None  # Megatron-LM loads the latest
-
-
-def test_chunks():
-    sizes = "--num-layers 8 --pipeline-model-parallel-size 2 --mock-data"
-    for flag in (
-        "--num-virtual-stages-per-pipeline-rank",
-        "--virtual-pipeline-model-parallel-size",
-    ):
-        parallel = resolve(f"{sizes} {flag} 2", world_size=2)[0].parallel
-        assert (parallel.num_layers_per_virtual_pipeline_stage, parallel.num_chunks) == (2, 2)
-        assert resolve(f"{sizes} {flag} 1", world_size=2)[0].parallel.num_chunks == 1
-        assert resolve(f"{sizes} {flag} none", world_size=2)[0].parallel.num_chunks == 1
-        text = problem(f"{sizes} {flag} 3", world_size=2)
-        assert all(word in text for word in (f"{flag} 3", "8 layers", "--pipeline-layout"))
 
 
 WITHOUT_EFFECT = """
@@ -232,13 +209,8 @@ def test_weighted_paths_that_cannot_be_had(tmp_path):
     train, valid = "--train-weighted-split-paths", "--valid-weighted-split-paths"
     for words, named in (
         ([train, "t: 1 0:0.95 a"], ["0:0.95", "a", "--split"]),
-        ([train, "t: 1 a"], ["1 a", "WEIGHT"]),
-        ([train, "t: 1 0:1 a,"], ["WEIGHT"]),
-        ([train], ["--train-data-path"]),
-        ([valid, "en: 1 0:1 a", "fr: 1 0:1 b"], ["2 data sets", "--valid-data-path"]),
         ([f"{valid}-path", str(two)], ["2 data sets", "--valid-data-path"]),
         ([f"{train}-path", str(empty)], [str(empty)]),
-        ([f"{train}-path", str(tmp_path)], [str(tmp_path)]),
         ([train, "t: 1 0:1 a", "--train-data-path", "b"], ["--train-data-path b", "t: 1 0:1 a"]),
         ([train, "t: x 0:1 a, 1 0:1 b"], ["--train-data-path x a 1 b"]),
     ):
@@ -260,11 +232,8 @@ def test_files_that_list_data(tmp_path):
         ("c",),
         None,
     )
-    for content in ('{"train": 3}', "[1]", "{"):
-        splits.write_text(content)
-        assert str(splits) in problem(
-            ["--num-layers", "2", "--per-split-data-args-path", str(splits)]
-        )
+    splits.write_text('{"train": 3}')
+    assert str(splits) in problem(["--num-layers", "2", "--per-split-data-args-path", str(splits)])
 
 
 # ---- others
@@ -274,6 +243,7 @@ def test_files_that_list_data(tmp_path):
 SINGLE = """
 4 1 --attention-head-type multiquery => num_key_value_heads 1
 4 1 --attention-head-type multihead => num_key_value_heads 4
+8 2 --virtual-pipeline-model-parallel-size 2 => num_layers_per_virtual_pipeline_stage 2
 4 1 --glu-activation swiglu => swiglu True
 4 1 --glu-activation geglu => exact_gelu True
 4 1 --rotary-seq-len-interpolation-factor 4 --position-embedding-type rope => rope_scaling_factor 4.0
@@ -325,16 +295,6 @@ def test_any_words_give_a_configuration_or_a_config_error():
                     ["--num-layers", "4", "--pipeline-model-parallel-size", "2", flag, *words],
                     world_size=2,
                 )
-
-
-def test_the_tokenizer_of_llama_3():
-    flags = (
-        "--num-layers 4 --mock-data --tokenizer-type Llama3Tokenizer --tokenizer-model "
-        "tokenizer.model"
-    )
-    tokenizer = resolve(flags)[0].tokenizer
-    assert (tokenizer.tokenizer_type, tokenizer.tiktoken_pattern) == ("TikTokenizer", "llama3")
-    assert resolve(f"{flags} --tiktoken-pattern v2")[0].tokenizer.tiktoken_pattern == "v2"
 
 
 def test_values_that_have_to_be_those_of_a_setting():
