@@ -18,7 +18,6 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,7 +125,7 @@ CAMPAIGNS = {
 _SELECTED = {"hypothesis": "-m hypothesis --hypothesis-profile prove -o timeout=3600"}
 
 
-def run(name: str, extra: Sequence[str]) -> tuple[str, str]:
+def run(name, extra):
     """Run a campaign; return (verdict, figures)."""
     campaign, start = CAMPAIGNS[name], time.monotonic()
     found = []
@@ -145,7 +144,7 @@ def run(name: str, extra: Sequence[str]) -> tuple[str, str]:
     )
 
 
-def outcomes(report: str) -> list[tuple[str, str]]:
+def outcomes(report):
     """Return (test, passed, failure, error or skipped) of each test in a report of pytest."""
     found = []
     for case in ElementTree.parse(report).iter("testcase"):
@@ -154,7 +153,7 @@ def outcomes(report: str) -> list[tuple[str, str]]:
     return found
 
 
-def run_pytest(words: Sequence[str]) -> tuple[str, str]:
+def run_pytest(words):
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report.name}", *words]
         code = subprocess.run(command, cwd=ROOT).returncode
@@ -169,7 +168,7 @@ def run_pytest(words: Sequence[str]) -> tuple[str, str]:
     return (NOT_PROVED if counts["skipped"] or not counts["passed"] else PROVED), figure
 
 
-def run_program(words: Sequence[str]) -> tuple[str, str]:
+def run_program(words):
     """Run a program, whose last line is its figures.
 
     It says "not proved" there for parts that it could not run.
@@ -187,7 +186,7 @@ def run_program(words: Sequence[str]) -> tuple[str, str]:
     return (NOT_PROVED if "not proved" in last.lower() else PROVED), last
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(prog="make prove ONLY=", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="campaigns; none: all of them; list: their names")
     parser.add_argument(

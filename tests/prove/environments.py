@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,7 +34,7 @@ class Impossible(Exception):
     """pip refuses the versions, or cannot build them."""
 
 
-def bounds() -> dict[str, str]:
+def bounds():
     """Return {package: lower bound} of all dependencies of pyproject.toml, optional ones too."""
     lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
     pairs = [line.split(">=") for lines in lists for line in lines]
@@ -63,7 +62,7 @@ class Environment:
     newest: bool = False
 
 
-def environments() -> list[Environment]:
+def environments():
     """Return the oldest of everything, Frontier's and the newest.
 
     Frontier has the torch of its set-up script and, as there, the versions that were tested
@@ -89,7 +88,7 @@ def environments() -> list[Environment]:
     ]
 
 
-def interpreter(version: str) -> str:
+def interpreter(version):
     """Return a Python that can make environments and compile: on PATH, of pyenv or of uv."""
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
     candidates = [f"python{version}"]
@@ -109,7 +108,7 @@ def interpreter(version: str) -> str:
     raise Unavailable(f"no Python {version} with venv and headers on PATH, of pyenv or of uv")
 
 
-def prepare(environment: Environment, cache: Path) -> tuple[Path, Path]:
+def prepare(environment, cache):
     """Make or complete an environment; return its interpreter and its copy of the clone.
 
     Raises Unavailable or Impossible.
@@ -139,11 +138,11 @@ def prepare(environment: Environment, cache: Path) -> tuple[Path, Path]:
     return python, tree
 
 
-def _pip(python: Path, words: Sequence[str]) -> None:
+def _pip(python, words):
     _run([str(python), "-m", "pip", "install", "-q", "--no-cache-dir", *words])
 
 
-def _run(command: Sequence[str]) -> None:
+def _run(command):
     environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     environ |= {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True)

@@ -8,17 +8,14 @@ import io
 import json
 import os
 import pickle
-import random
 import re
 import resource
 import shutil
 import stat
 import struct
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from tests.helpers.launching import ROOT, Script
 
@@ -42,11 +39,11 @@ CHAT = (
 )
 
 
-def nothing(folder: Path) -> None:
+def nothing(folder):
     pass
 
 
-def tool(folder: Path, script: str, words: str, log: str = "made.log") -> None:
+def tool(folder, script, words, log="made.log"):
     arguments = [word.replace("{f}", str(folder)) for word in words.split()]
     limit = (resource.setrlimit, resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     with Script(script, arguments, folder / log, arm=limit) as running:
@@ -55,7 +52,7 @@ def tool(folder: Path, script: str, words: str, log: str = "made.log") -> None:
     (folder / log).unlink()
 
 
-def legacy(folder: Path) -> None:
+def legacy(folder):
     """Forge a checkpoint: no manifest, an old format, and a pickle in place of torch's own."""
     from tests.checkpoint.made import make, tensors
 
@@ -67,7 +64,7 @@ def legacy(folder: Path) -> None:
     (made / "manifest.json").unlink()
 
 
-def measured(folder: Path) -> None:
+def measured(folder):
     from tests.tools.measured import records, settings, write
 
     cluster(folder)
@@ -85,7 +82,7 @@ def measured(folder: Path) -> None:
     )
 
 
-def data(folder: Path) -> None:
+def data(folder):
     import numpy as np
 
     from megatron.data.indexed_writer import IndexedDatasetWriter
@@ -98,7 +95,7 @@ def data(folder: Path) -> None:
     tool(folder, "tools/build_index.py", f"{words} --vocab-size 128 --world-size 1")
 
 
-def settings(folder: Path) -> None:
+def settings(folder):
     (folder / "run.toml").write_text(
         "seed = 7\n[optimizer]\nweight-decay = 0.1\nadam_beta2 = 0.95\n"
         '[data]\nsplit = "90,5,5"\n[logging]\nprofile_ranks = [0, 1]\nlog-interval = 1\n'
@@ -106,44 +103,44 @@ def settings(folder: Path) -> None:
     )
 
 
-def deepspeed_json(folder: Path) -> None:
+def deepspeed_json(folder):
     (folder / "ds.json").write_text(
-        json.dumps(
-            {
-                "train_micro_batch_size_per_gpu": 2,
-                "gradient_clipping": 1.0,
-                "zero_optimization": {"stage": 1},
-                "bf16": {"enabled": True},
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999]}},
-            },
-            indent=1,
-        )
+        """{"train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": true},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999]}}}"""
     )
 
 
-def cluster(folder: Path) -> None:
+def cluster(folder):
     shutil.copy(ROOT / "megatron/planner/clusters/frontier.toml", folder / "machine.toml")
 
 
-def timeline(folder: Path) -> None:
-    events: list[dict[str, Any]] = []
-    for rank in range(2):
-        row = {"pid": 0, "tid": rank}
-        args = {"name": f"rank {rank}", "pipeline": rank, "tensor": 0, "iteration": 10}
-        events.append({"ph": "M", "name": "thread_name", "args": args, **row})
-        for op, ts in ((0, 5.0 * rank), (1, 20.0 - 5.0 * rank)):
-            args = {"op": op, "stage": rank, "micro_batch": 0}
-            cat = ("forward", "backward")[op]
-            events.append({"ph": "X", "cat": cat, "ts": ts, "dur": 5.0, "args": args, **row})
-    (folder / "timeline.json").write_text(json.dumps({"traceEvents": events}))
+def timeline(folder):
+    (folder / "timeline.json").write_text(
+        """{"traceEvents": [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0,
+         "args": {"name": "rank 0", "pipeline": 0, "tensor": 0, "iteration": 10}},
+        {"ph": "X", "cat": "forward", "ts": 0, "dur": 5.0, "pid": 0, "tid": 0,
+         "args": {"op": 0, "stage": 0, "micro_batch": 0}},
+        {"ph": "X", "cat": "backward", "ts": 20.0, "dur": 5.0, "pid": 0, "tid": 0,
+         "args": {"op": 1, "stage": 0, "micro_batch": 0}},
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": 1,
+         "args": {"name": "rank 1", "pipeline": 1, "tensor": 0, "iteration": 10}},
+        {"ph": "X", "cat": "forward", "ts": 5.0, "dur": 5.0, "pid": 0, "tid": 1,
+         "args": {"op": 0, "stage": 1, "micro_batch": 0}},
+        {"ph": "X", "cat": "backward", "ts": 15.0, "dur": 5.0, "pid": 0, "tid": 1,
+         "args": {"op": 1, "stage": 1, "micro_batch": 0}}]}"""
+    )
 
 
-def space(folder: Path) -> None:
+def space(folder):
     cluster(folder)
     shutil.copy(ROOT / "megatron/jobs/spaces/two-cores.toml", folder / "space.toml")
 
 
-def searched(folder: Path) -> None:
+def searched(folder):
     from tests.jobs.test_tune import SPACE
 
     (folder / "space.toml").write_text(SPACE.replace("8192", "64"))
@@ -151,13 +148,13 @@ def searched(folder: Path) -> None:
     tool(folder, "tools/tune.py", f"{words} --max-trials 1 --out {{f}}/tune")
 
 
-def sources(folder: Path) -> None:
+def sources(folder):
     (folder / "lib").mkdir()
     for name in ("ast", "bisect", "cmd"):
         shutil.copy(Path(io.__file__).with_name(f"{name}.py"), folder / "lib")
 
 
-def job(folder: Path) -> None:
+def job(folder):
     cluster(folder)
     (folder / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 2}')
     (folder / "job.sh").write_text(
@@ -166,7 +163,7 @@ def job(folder: Path) -> None:
     )
 
 
-def texts(folder: Path) -> None:
+def texts(folder):
     from tests.helpers.preprocessing import write_input
 
     for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet"):
@@ -174,32 +171,7 @@ def texts(folder: Path) -> None:
     shutil.copy(io.__file__, folder / "e.txt")
 
 
-def unfinished(folder: Path) -> None:
-    """Stop a run of preprocessing after its first block."""
-    from megatron_preparation import sources as blocks
-    from megatron_preparation.preprocess import Listeners, PreprocessStopped, preprocess
-    from tests.helpers.preprocessing import null_options, write_input
-
-    write_input(folder / "a.jsonl", TEXTS)
-    size, blocks.BLOCK_BYTES, seen = blocks.BLOCK_BYTES, 200, list[int]()
-    try:
-        listeners = Listeners(
-            on_progress=lambda totals: seen.append(1), should_stop=lambda: len(seen) >= 1
-        )
-        preprocess(
-            [folder / "a.jsonl"],
-            folder / "o",
-            null_options(),
-            journal_interval_s=0.0,
-            listeners=listeners,
-        )
-    except PreprocessStopped:
-        pass
-    blocks.BLOCK_BYTES = size
-    assert (folder / "o_partial" / "journal.json").exists()
-
-
-def gpt2(folder: Path) -> None:
+def gpt2(folder):
     from megatron.data.tokenizer_adapters import byte_letters
 
     texts(folder)
@@ -211,14 +183,14 @@ def gpt2(folder: Path) -> None:
     (folder / "merges.txt").write_text("#version: 0.2\nh e\nhe l\n")
 
 
-def recorded(folder: Path) -> None:
+def recorded(folder):
     """Make two data sets with records of their tokenizer."""
     gpt2(folder)
     for name in "ab":
         tool(folder, "tools/preprocess_data.py", f"{GPT2} --output-prefix {{f}}/{name}")
 
 
-def hugging_face(folder: Path) -> None:
+def hugging_face(folder):
     from tests.helpers.preprocessing import byte_tokenizer
 
     texts(folder)
@@ -232,7 +204,7 @@ def hugging_face(folder: Path) -> None:
     (folder / "hf" / "added_tokens.json").write_text('{"<|user|>": 257, "<|assistant|>": 258}')
 
 
-def ranks(folder: Path) -> None:
+def ranks(folder):
     texts(folder)
     tokens = [*(bytes([b]) for b in range(256)), *(b"%02d" % i for i in range(40))]
     coded = [base64.b64encode(token).decode() for token in tokens]
@@ -242,34 +214,32 @@ def ranks(folder: Path) -> None:
     )
 
 
-def megatron(folder: Path) -> None:
+def megatron(folder):
     from tests.tools.conversion.test_megatron import write
 
     write(folder / "megatron", "gpt", 2, 1, 1, 3.0, True)
 
 
-def torch_dist(folder: Path) -> None:
+def torch_dist(folder):
     from tests.tools.conversion.test_torch_dist import write
 
     write(folder / "megatron", "gpt")
 
 
-def by_tool(
-    script: str, words: str, before: Callable[[Path], None] = nothing
-) -> Callable[[Path], None]:
+def by_tool(script, words, before=nothing):
     """Return a maker that runs a program after another maker."""
 
-    def make(folder: Path) -> None:
+    def make(folder):
         before(folder)
         tool(folder, script, words)
 
     return make
 
 
-def of_hugging_face(case: str) -> Callable[[Path], None]:
+def of_hugging_face(case):
     """Return a maker of a model of transformers, in several files with an index, and a tokenizer."""
 
-    def make(folder: Path) -> None:
+    def make(folder):
         from tests.helpers import hugging_face as models
 
         models.make(case, folder / "hf", max_shard_size="40KB")
@@ -279,7 +249,7 @@ def of_hugging_face(case: str) -> Callable[[Path], None]:
     return make
 
 
-def conversations(folder: Path) -> None:
+def conversations(folder):
     hugging_face(folder)
     turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]
     lines = [{"messages": turns * 3}, {"messages": turns, "tools": [{"name": "f"}]}]
@@ -289,7 +259,7 @@ def conversations(folder: Path) -> None:
     (folder / "hf" / "additional_chat_templates" / "tool_use.jinja").write_text(CHAT)
 
 
-def named_templates(folder: Path) -> None:
+def named_templates(folder):
     """Make the same with the templates in a list of tokenizer_config.json."""
     conversations(folder)
     (folder / "hf" / "chat_template.jinja").unlink()
@@ -299,7 +269,7 @@ def named_templates(folder: Path) -> None:
     (folder / "hf" / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def nodes(folder: Path) -> None:
+def nodes(folder):
     """Make two folders with the same files: a model, data, tasks and a list."""
     first = folder / "0"
     first.mkdir()
@@ -310,7 +280,7 @@ def nodes(folder: Path) -> None:
     shutil.copytree(first, folder / "1")
 
 
-def deepspeed(folder: Path) -> None:
+def deepspeed(folder):
     from tests.helpers.processes import run_processes
     from tests.tools.conversion.runs import of_our_own_names
 
@@ -320,7 +290,7 @@ def deepspeed(folder: Path) -> None:
 # -- damage ----------------------------------------------------------------------------------------
 
 _INTEGERS = (0, 1, -1, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63), 255)
-_VALUES: tuple[Any, ...] = (
+_VALUES = (
     *json.loads(
         """[null, true, 0, -1, 1, 2, 0.5, 1000000, 2147483648, 9223372036854775808,
         18446744073709551616, -9223372036854775808, 1e308, -1e308, NaN, Infinity, "", "x",
@@ -341,10 +311,10 @@ _MAGIC = {b"\x1f\x8b": "gzip", b"PK": "zip"}
 class _Calls:
     """Unpickle by a call that leaves a folder behind."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.mkdir, (self.path,)
 
 
@@ -381,63 +351,52 @@ TEMPLATES = (
     "",
 )
 # Rules of a tokenizer.json for whose result there is no room, or no time.
-NORMALIZERS: tuple[Any, ...] = (
+NORMALIZERS = (
     {
         "type": "Sequence",
-        "normalizers": [
-            {"type": "Replace", "pattern": {"String": "e"}, "content": "ee"} for _ in range(40)
-        ],
+        "normalizers": 40 * [{"type": "Replace", "pattern": {"String": "e"}, "content": "ee"}],
     },
     {"type": "Replace", "pattern": {"Regex": "(e+)+$"}, "content": ""},
     {"type": "Replace", "pattern": {"String": ""}, "content": "e" * 10000},
     {"type": "Prepend", "prepend": "e" * 10**6},
     {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
 )
+
+
 # What a file's content becomes, or what is added at its end: the large ones are not made before.
-_Content = bytes | Callable[[bytes], bytes]
-
-
-def _changed(**values: Any) -> _Content:
+def _changed(**values):
     """Return what changes members of a JSON object."""
     return lambda content: json.dumps(json.loads(content) | values).encode()
 
 
-def _begun(lines: bytes) -> _Content:
+def _begun(lines):
     """Return what puts lines at the beginning of a settings file in place of its last table."""
     return lambda content: lines + b"\n" + content.partition(b"[start]")[0]
 
 
-def _listed(*templates: Any) -> _Content:
-    return _changed(chat_template=templates)
-
-
-def _field(tag: int, content: bytes) -> bytes:
+def _field(tag, content):
     """Return a field of a protobuf, with the length of its content before it."""
     length = bytes(len(content) >> 7 * i & 127 | 128 * (i < 4) for i in range(5))
     return bytes([tag << 3 | 2]) + length + content
 
 
-def _rank_lines(tokens: Sequence[bytes]) -> bytes:
+def _rank_lines(tokens):
     return b"".join(base64.b64encode(t) + b" %d\n" % (296 + i) for i, t in enumerate(tokens))
 
 
 _DOUBLED = ["e" * 2**i for i in range(23)]
 # What no damage of a file would make: numbers, lengths, lines and levels beyond all use.
-CONTENTS: Mapping[str, Sequence[_Content]] = {
+CONTENTS = {
     "vocab.json": (
         *(_changed(he=i) for i in (2**22, 2**30, 2**31 - 1, 2**32 - 1, 2**63, 2**64, -1, 1.5)),
         _changed(**{token: 1000 + i for i, token in enumerate(_DOUBLED[1:])}),
         _changed(**{f"{i}": 1000 + i for i in range(10**6)}),
-        _changed(**{"\0": 258, "\U0010ffff": 259}),
         lambda content: b'{"' + 10**8 * b"a" + b'": 0, ' + content[1:],
     ),
     "merges.txt": (
         lambda content: content + 10**8 * b"e",
         lambda content: content + 10**6 * b"h e\n",
         b"h\0 e\n",
-        b"\xff \xfe\n",
-        b"h e l\n",
-        b" \n",
         b"\xed\xa0\x80 e\n",
     ),
     "*.tiktoken": (
@@ -445,70 +404,32 @@ CONTENTS: Mapping[str, Sequence[_Content]] = {
         lambda content: content + _rank_lines([t.encode() for t in _DOUBLED[1:]]),
         lambda content: content + _rank_lines([b"%d" % i for i in range(1000, 10**6)]),
         b"ZWVl %d\n" % 2**63,
-        b"ZWVl 999999999999999999\n",
-        b"\0 296\n",
         b"\xff 296",
     ),
     "*.model": (
         b"\x0a" + 9 * b"\xff" + b"\x01",
-        100 * b"\xff",
-        lambda content: content + 10**6 * b"\x0b",
         lambda content: content + 10**6 * _field(1, b""),
         lambda content: content + _field(1, _field(1, 10**7 * b"e")),
         _field(1, _field(1, b"ee") + b"\x15\x00\x00\xc0\x7f"),
-        _field(1, _field(1, b"e\0\xff") + b"\x18\x04"),
-        _field(2, b"\x18\x09"),
         _field(3, _field(2, b"\xff\xff\xff\x7f" + 1000 * b"\xff")),
-        _field(3, _field(2, b"\x00\x04\0\0" + 2000 * b"\xfe")),
     ),
     "*.tokenizer.json": (
         *(_changed(vocab_size=n, eod=n, largest_id=n) for n in (2**62, 2**63 - 1, 2**63, -1, True)),
         _changed(tokenizer="\x1b[2J\0\ud800"),
         _changed(digest="a" * 10**6),
-        _changed(more={}),
-        _changed(vocab_size=0),
         lambda content: 10**6 * b"[",
-        10**6 * b" ",
-        lambda content: 50 * b'{"vocab_size":' + content + 50 * b"}",
         lambda content: content.decode().encode("utf-16"),
-    ),
-    "tokenizer_config.json": (
-        _listed(),
-        _listed({"name": "tool_use", "template": CHAT}),
-        _listed({"name": "default"}),
-        _listed({"name": ["default"], "template": CHAT}),
-        _listed({"name": "default", "template": {"default": CHAT}}),
-        _listed(*({"name": "default", "template": t} for t in (CHAT, "{{ 9 ** 9 ** 9 }}"))),
-        _listed(*({"name": f"{i}", "template": "x"} for i in range(10**5))),
-        _listed({"name": "default", "template": CHAT}, {"name": "tool_use", "template": "{%"}),
-        _changed(chat_template={"default": CHAT}),
-        _changed(added_tokens_decoder={f"{i}": {"content": f"<{i}>"} for i in range(10**5)}),
-        _changed(added_tokens_decoder={f"{2**63}": {"content": "<a>"}}),
-    ),
-    "special_tokens_map.json": (
-        *(_changed(eos_token=token) for token in ("e", "e" * 10**7, "\0", "\ud800", ["e"], {})),
-        _changed(additional_special_tokens=[f"<{i}>" for i in range(10**5)]),
-        _changed(additional_special_tokens=[[["e"]]]),
-    ),
-    "added_tokens.json": (
-        *(_changed(**{"<a>": i}) for i in (0, -1, 2**31, 2**63, "1", None, 1.5)),
-        _changed(**{"": 259}),
-        _changed(**{f"<{i}>": 259 + i for i in range(10**5)}),
     ),
     "run.toml": (
         *map(
             _begun,
             (
                 b"start = 1",
-                b"start = []",
                 b"start.start.seed = 1",
-                b"start.optimizer.adam-eps = 1",
                 b"start.exit-interval = %d" % 2**70,
                 b"start.exit_interval = 1\nexit-interval = 1",
                 b'"exit-interval" = [1, [2, [3]]]',
-                b"--exit-interval = 3",
                 b'"' + 10**6 * b"a" + b'" = 1',
-                b"# Every setting of a run.\nlog_interval = 2",
             ),
         ),
         lambda content: content.replace(b"[start]", b"[[start]]"),
@@ -517,7 +438,7 @@ CONTENTS: Mapping[str, Sequence[_Content]] = {
 }
 
 
-def _pattern(path: Path) -> str:
+def _pattern(path):
     return next((pattern for pattern in CONTENTS if fnmatch(path.name, pattern)), "")
 
 
@@ -535,21 +456,22 @@ PICKLES = (
 )
 
 
-def payload(folder: Path, chance: random.Random | None = None) -> bytes:
+def payload(folder, chance=None):
     if chance is not None and chance.random() < 0.5:
         return b"\x80\x02" + chance.choice(PICKLES) + b"."
     return pickle.dumps({"args": _Calls(str(folder / "RAN"))}, protocol=2)
 
 
-def damage(folder: Path, chance: random.Random) -> str:
+def damage(folder, chance):
     """Damage one file of the case, occasionally two; report how."""
-    done = dict[Path, str]()
+    done = {}
     for _ in range(1 if chance.random() < 0.8 else 2):
-        files = sorted(
-            path for path in folder.rglob("*") if path.parent != folder or path.name not in _SPECIAL
-        )
         files = [
-            path for path in files if path.is_file() and not path.is_symlink() and path not in done
+            path
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+            and not (path.is_symlink() or path in done)
+            and (path.parent != folder or path.name not in _SPECIAL)
         ]
         if not files:
             break
@@ -585,12 +507,10 @@ def damage(folder: Path, chance: random.Random) -> str:
             path.write_bytes(content + change if isinstance(change, bytes) else change(content))
         else:
             content = path.read_bytes()
-            ways = [
-                way
-                for way in (in_json, in_json, in_text, in_bytes)
-                if way is not in_json or _is_json(content)
-            ]
-            way = chance.choice(ways if _is_text(content) else [in_bytes])
+            ways = [in_text, in_bytes] if _is_text(content) else [in_bytes]
+            if _is_json(content):
+                ways += [in_json, in_json]
+            way = chance.choice(ways)
             what = way.__name__
             path.write_bytes(way(content, chance))
         done[path] = what
@@ -600,7 +520,7 @@ def damage(folder: Path, chance: random.Random) -> str:
 _SPECIAL = ("fifo", "loop", "zero", "folder", "empty")
 
 
-def special(path: Path, what: str) -> None:
+def special(path, what):
     """Replace a file by something else."""
     path.unlink(missing_ok=True)
     if what == "fifo":
@@ -621,7 +541,7 @@ def special(path: Path, what: str) -> None:
         os.truncate(path, MEMORY_BYTES + 1)  # a hole: too large to hold, soon read piece by piece
 
 
-def _plant(path: Path, folder: Path, chance: random.Random) -> None:
+def _plant(path, folder, chance):
     """Plant a pickle in place of the file, or of the pickle within a file by torch.save."""
     try:
         with zipfile.ZipFile(path) as old:
@@ -635,31 +555,29 @@ def _plant(path: Path, folder: Path, chance: random.Random) -> None:
             new.writestr(name, payload(folder, chance) if hostile else content)
 
 
-def _is_text(content: bytes) -> bool:
+def _is_text(content):
     return b"\0" not in content[:4096] and not content.startswith(tuple(_MAGIC))
 
 
-def _is_json(content: bytes) -> bool:
+def _is_json(content):
     return content.lstrip()[:1] in (b"{", b"[")
 
 
-def in_bytes(content: bytes, chance: random.Random) -> bytes:
+def in_bytes(content, chance):
     if not content:
         return chance.randbytes(100)
-    at, way = chance.randrange(len(content)), chance.randrange(7)
+    at, length, way = chance.randrange(len(content)), chance.randint(1, 40), chance.randrange(6)
     # Half of all places are in the first hundred bytes, where headers are.
     at = at if chance.random() < 0.5 else at % 100
+    before, after = content[:at], content[at:]
     if way == 0:
-        return content[:at]
+        return before
     if way == 1:
-        return content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :]
+        return before + bytes([after[0] ^ 1 << chance.randrange(8)]) + after[1:]
     if way == 2:
-        return content[:at] + chance.randbytes(chance.randint(1, 40)) + content[at:]
+        return before + chance.randbytes(length) + after
     if way == 3:
-        return content + chance.randbytes(chance.randint(1, 40))
-    if way == 4:
-        end = min(len(content), at + chance.randint(1, 64))
-        return content[:at] + bytes(end - at) + content[end:]
+        return before + bytes(min(length, len(after))) + after[length:]
     number, form = chance.choice(_INTEGERS), chance.choice("iqq")
     at -= at % 4 if chance.random() < 0.5 else 0
     size = struct.calcsize(form)
@@ -667,7 +585,7 @@ def in_bytes(content: bytes, chance: random.Random) -> bytes:
     return content[:at] + new + content[at + size :]
 
 
-def in_text(content: bytes, chance: random.Random) -> bytes:
+def in_text(content, chance):
     """Replace, double or drop a word, a number, a string or a line."""
     text, way = content.decode("utf-8", "surrogateescape"), chance.randrange(6)
     if way < 4:
@@ -684,9 +602,9 @@ def in_text(content: bytes, chance: random.Random) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def in_json(content: bytes, chance: random.Random) -> bytes:
+def in_json(content, chance):
     """Replace, rename or drop a value somewhere in the document, or in one of its lines."""
-    lines: list[bytes] = [content]
+    lines = [content]
     try:
         json.loads(content)
     except ValueError:
@@ -701,7 +619,7 @@ def in_json(content: bytes, chance: random.Random) -> bytes:
     return b"".join(lines)
 
 
-def in_torch(path: Path, chance: random.Random) -> None:
+def in_torch(path, chance):
     """Do the same in a file by torch.save."""
     import torch
 
@@ -710,7 +628,7 @@ def in_torch(path: Path, chance: random.Random) -> None:
     torch.save(document[0], path)
 
 
-def _change(document: list[Any], chance: random.Random) -> None:
+def _change(document, chance):
     holder, key = chance.choice(_nodes(document))
     way = chance.random()
     if way < 0.15 and holder is not document:
@@ -721,9 +639,9 @@ def _change(document: list[Any], chance: random.Random) -> None:
         holder[key] = chance.choice(_VALUES)
 
 
-def _nodes(value: Any) -> list[tuple[Any, Any]]:
+def _nodes(value):
     """Return (container, key) of all values within, in order."""
-    found: list[tuple[Any, Any]] = []
+    found = []
     open_ = [value]
     while open_:
         holder = open_.pop()
@@ -737,11 +655,11 @@ def _nodes(value: Any) -> list[tuple[Any, Any]]:
 
 _MADE = (
     "nothing legacy measured data deepspeed_json settings cluster timeline space searched sources "
-    "job texts unfinished gpt2 hugging_face ranks megatron torch_dist deepspeed conversations "
+    "job texts gpt2 hugging_face ranks megatron torch_dist deepspeed conversations "
     "named_templates recorded nodes"
 )
 _TRAIN = f"{SMALL} --save {{f}}/run --train-iters"
-MAKERS: dict[str, Callable[[Path], None]] = {
+MAKERS = {
     **{name: globals()[name] for name in _MADE.split()},
     "run": by_tool("pretrain_gpt.py", f"{_TRAIN} 2 --save-interval 1 --vocab-size 128 --mock-data"),
     "spoken": by_tool(

@@ -21,7 +21,6 @@ import sys
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +33,6 @@ from tests.helpers.kernels import (
     PLAIN,
     ROOT,
     SANITIZED,
-    Outcome,
     run_numerics,
     simulator_library,
 )
@@ -42,8 +40,6 @@ from tests.helpers.kernels import (
 FAULTS = ROOT / "tests" / "planted_faults"
 LOOKED_FOR = "tests/prove/test_planted_faults.py"  # fails wherever a fault is planted
 LIMIT_S = 1800
-# The verdict on a fault: its name, "found" or another word, by which test or why not.
-Verdict = tuple[str, str, str]
 
 # A failed test, the simulator's abort, AddressSanitizer's exit code, a crash, an endless loop.
 # Anything else (no test found, the library not loaded) is an error.
@@ -83,18 +79,16 @@ class Fault:
     sanitized: bool = False
 
     @property
-    def room(self) -> str:
+    def room(self):
         return self.name.partition("-")[0]
 
 
-def faults() -> list[Fault]:
-    found = []
-    for file in sorted(FAULTS.glob("*.toml")):
-        for entry in tomllib.loads(file.read_text())["fault"]:
-            found.append(
-                Fault(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})
-            )
-    return found
+def faults():
+    return [
+        Fault(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()})
+        for file in sorted(FAULTS.glob("*.toml"))
+        for entry in tomllib.loads(file.read_text())["fault"]
+    ]
 
 
 @dataclass(frozen=True)
@@ -111,19 +105,19 @@ class Topic:
     wide: bool = False
 
 
-def topics() -> dict[str, Topic]:
+def topics():
     tables = tomllib.loads((FAULTS / "csrc_kernels.toml").read_text())["topic"]
     return {name: Topic(f"{NUMERICS}/test_{name}.py", **table) for name, table in tables.items()}
 
 
-def simulated_position(fault: Fault, root: Path = ROOT) -> int:
+def simulated_position(fault, root=ROOT):
     """Return the index of a simulated fault's text in its file; -1: nowhere."""
     text = (root / fault.file).read_text()
     anchor = text.find(fault.after)
     return text.find(fault.old, anchor + len(fault.after)) if anchor >= 0 else -1
 
 
-def outdated(fault: Fault, root: Path = ROOT) -> str:
+def outdated(fault, root=ROOT):
     """Return why a fault cannot be planted or no test named; "" when both can."""
     if gone := [test for test in fault.found_by if not (root / test.partition("::")[0]).exists()]:
         return f"{', '.join(gone)} does not exist"
@@ -140,7 +134,7 @@ def outdated(fault: Fault, root: Path = ROOT) -> str:
     return ""
 
 
-def copy_tree(folder: Path) -> None:
+def copy_tree(folder):
     """Copy what git tracks, in its present state, with what was built."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
@@ -154,8 +148,8 @@ def copy_tree(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
     for built in [
         *(ROOT / "megatron").rglob("*.so"),
-        *ROOT.glob("megatron/**/*.pyc"),
-        *ROOT.glob("tests/**/*.pyc"),
+        *(ROOT / "megatron").rglob("*.pyc"),
+        *(ROOT / "tests").rglob("*.pyc"),
     ]:
         target = folder / built.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +157,7 @@ def copy_tree(folder: Path) -> None:
 
 
 @contextmanager
-def copied_tree() -> Iterator[tuple[Path, dict[str, str]]]:
+def copied_tree():
     """Yield a copy of the tree and the variables of the processes that run in it."""
     with tempfile.TemporaryDirectory(prefix="planted-") as temporary:
         folder = Path(temporary, "tree")
@@ -175,26 +169,19 @@ def copied_tree() -> Iterator[tuple[Path, dict[str, str]]]:
         yield folder, environ
 
 
-def build(fault: Fault, folder: Path, environ: dict[str, str]) -> str:
+def build(fault, folder, environ):
     """Compile the part of csrc/ that contains the fault; return the output if it failed."""
     command = (
         "build_kernels --target host"
         if fault.file.startswith("csrc/kernels/")
         else "build_ext --inplace --force"
     )
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", *command.split()],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-    )
+    words = [sys.executable, "setup.py", "-q", *command.split()]
+    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True)
     return f"does not compile: {done.stderr[-500:]}" if done.returncode else ""
 
 
-def run_tests(
-    paths: Sequence[str], folder: Path, environ: dict[str, str], *options: str
-) -> tuple[list[str], str]:
+def run_tests(paths, folder, environ, *options):
     """Run these tests in a copy of the tree; return those that failed, or why none could run."""
     words = ["-q", "--tb=no", "-p", "no:cacheprovider", f"--ignore={LOOKED_FOR}", *options, *paths]
     done = subprocess.run(
@@ -212,7 +199,7 @@ def run_tests(
     return [], f"pytest could not run {list(paths)}: {(done.stdout + done.stderr)[-500:]}"
 
 
-def failing_without(chosen: Sequence[Fault], workers: int) -> str:
+def failing_without(chosen, workers):
     """Return which of the tests that `found_by` names fail without any fault; "": none does."""
     named = sorted({test for fault in chosen if not outdated(fault) for test in fault.found_by})
     if not named:
@@ -223,12 +210,12 @@ def failing_without(chosen: Sequence[Fault], workers: int) -> str:
     return reason or ", ".join(failed)
 
 
-def plant(fault: Fault, suite: str) -> list[Verdict]:
+def plant(fault, suite):
     """Plant a fault into a copy of the tree; run the tests that find it, then `suite`."""
     return [(fault.name, *_plant(fault, suite))]
 
 
-def _plant(fault: Fault, suite: str) -> tuple[str, str]:
+def _plant(fault, suite):
     if reason := outdated(fault):
         return "OUT OF DATE", reason
     with copied_tree() as (folder, environ):
@@ -245,14 +232,14 @@ def _plant(fault: Fault, suite: str) -> tuple[str, str]:
     return "MISSED", fault.what
 
 
-def plant_simulated(faults: Mapping[int, Fault], folder: Path) -> None:
+def plant_simulated(faults, folder):
     """Write a copy of the kernels' sources to `folder`, with each fault behind its number."""
     shutil.copytree(
         SOURCES,
         folder,
         ignore=lambda _, names: [n for n in names if not n.endswith((".h", ".cpp"))],
     )
-    choices: dict[tuple[str, int, str], list[tuple[int, str]]] = {}
+    choices = {}
     for number, fault in faults.items():
         assert not outdated(fault), outdated(fault)
         text = (fault.file, simulated_position(fault), fault.old)
@@ -272,7 +259,7 @@ def plant_simulated(faults: Mapping[int, Fault], folder: Path) -> None:
         target.write(_CONDITION)
 
 
-def plant_topic(name: str, sanitized: bool, faults: Sequence[Fault]) -> list[Verdict]:
+def plant_topic(name, sanitized, faults):
     """Plant these faults into one simulator library; run the topic's tests with each."""
     labels = [f"{fault.name} ({name})" for fault in faults]
     if compiler("simulator") is None:
@@ -289,14 +276,13 @@ def plant_topic(name: str, sanitized: bool, faults: Sequence[Fault]) -> list[Ver
         )
     if not outcomes.pop("none").passed:
         return [(label, "OUT OF DATE", f"{topic.tests} fails without it") for label in labels]
-    verdicts = []
-    for label, outcome in outcomes.items():
-        word = "found" if outcome.code in _FAILED else "MISSED"
-        verdicts.append((label, word, reason(outcome)))
-    return verdicts
+    return [
+        (label, "found" if outcome.code in _FAILED else "MISSED", reason(outcome))
+        for label, outcome in outcomes.items()
+    ]
 
 
-def reason(outcome: Outcome) -> str:
+def reason(outcome):
     """Return the line of the output that says what was wrong."""
     marks = ("simulator: ", "ERROR: AddressSanitizer", "E   ", "FAILED")
     lines = outcome.output.splitlines()
@@ -304,7 +290,7 @@ def reason(outcome: Outcome) -> str:
     return next(named, f"exit code {outcome.code}")
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--room", action="append", help="faults of this room alone; repeatable")
     parser.add_argument("--fault", action="append", help="this fault alone; repeatable")
@@ -326,7 +312,7 @@ def main() -> int:
     for topic, sanitized in groups:
         of_topic = [f for f in chosen if topic in f.topics and f.sanitized == sanitized]
         jobs.append(partial(plant_topic, topic, sanitized, of_topic))
-    counts: Counter[str] = Counter()
+    counts = Counter()
     with ThreadPoolExecutor(options.jobs) as pool:
         for verdicts in pool.map(lambda job: job(), jobs):
             for label, verdict, note in verdicts:

@@ -17,7 +17,7 @@ from megatron import make_micro_batch
 from megatron.training.run.load_model import load_model
 
 
-def main(run: str, folder: str) -> None:
+def main(run, folder):
     trained = load_model(run)
     model = trained.config.model
     generator = torch.Generator().manual_seed(1)

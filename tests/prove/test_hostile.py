@@ -30,8 +30,8 @@ PLANTED = {
 def test_a_few_cases(tmp_path):
     few = itertools.islice(hostile.cases(("files", "flags")), 3)
     counts, found = hostile.campaign(2, few, tmp_path, targets=CHEAP)
-    verdicts = [verdict for kind in counts.values() for verdict in kind.elements()]
-    assert not found and sorted(verdicts) == ["accepted", "refused", "refused"]
+    verdicts = sorted(verdict for _, verdict in counts.elements())
+    assert not found and verdicts == ["accepted", "refused", "refused"]
 
 
 @pytest.mark.parametrize(("signature", "code"), PLANTED.items(), ids=PLANTED)
