@@ -1,7 +1,5 @@
 """`make gpu-check`: the steps started, cut and repeated within a budget, and the report."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

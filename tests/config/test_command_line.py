@@ -34,11 +34,9 @@ def test_last_of_a_repeated_flag_counts():
 def test_unknown_flags_get_a_suggestion():
     for argument, meant in {
         "--num-layer 4": "--num-layers",
-        "--micro-batch-siz 4": "--micro-batch-size",
         # a prefix that upstream would have accepted
         "--tensor-model 2": "--tensor-model-parallel-size",
         "--pipeline-lay=3": "--pipeline-layout",
-        "--deepspeed-confg x": "--deepspeed_config",
     }.items():
         text = problems(argument)
         assert meant in text.partition(re.split("[ =]", argument)[0])[2], text

@@ -118,8 +118,7 @@ CASES = {
     **{name: ["--preset", name] for name in PRESETS},
     **{name_of(recipe): recipe.argv() for recipe in RECIPES},
     "best fit": "--preset tiny --data-path a --data-packing best-fit --train-samples 9".split(),
-    "off": "--preset tiny --sequence-parallel --save-interval 5 --loss-scale 0 --fp16".split(),
-    "words": "--preset tiny --tokenizer-model é\"\\ --tiktoken-special-tokens <s> '".split(),
+    "words": "--preset tiny --loss-scale 0 --fp16 --tokenizer-model é\"\\ --tiktoken-special-tokens <s> '".split(),
 }
 
 

@@ -1,7 +1,5 @@
 """Searches without processes: trials take turns, a function is the truth, nodes are counted."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -11,7 +9,7 @@ from megatron.jobs import tune as module
 from megatron.jobs.candidate_layouts import enumerate_candidates
 from megatron.jobs.result import DONE, Ending, Result
 from megatron.jobs.run_processes import RunProcesses
-from megatron.jobs.runner import Attempt, Job, Watch, write_json
+from megatron.jobs.runner import Attempt, Watch, write_json
 from megatron.jobs.setup import make_setup
 from megatron.jobs.tune import TuningSearch
 from tools import tune
@@ -62,7 +60,7 @@ class Made:
     ):
         self.truth, self.hosts, self.turns, self.stop, self.die = truth, [*hosts], turns, stop, die
         self.turn, self.log, self._left_s = 0, [], left_s
-        self._running: list[tuple[Job, list[str], int]] = []
+        self._running = []
 
     def left_s(self):
         return self._left_s(self.turn)

@@ -1,7 +1,5 @@
 """Spaces with known costs, for testing searches."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Small programs stand in for training, and seconds are virtual; test_tune.py has 
 trials.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ This holds forward and backward, and also without a compiled library, where an o
 torch's own. The numbers themselves are tested in numerics/.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 

@@ -4,8 +4,6 @@ The general way is tested in numerics/ and in tests/layers; both run through nod
 built.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import weakref
@@ -217,14 +215,6 @@ def test_hooks_on_saved_tensors_are_used_as_by_autograd(name, way):
 
     for plain, hooked in zip(passes(False), passes(True), strict=True):
         assert torch.equal(plain, hooked)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", CALLS)
-def test_a_traced_call_computes_with_new_inputs(name, way):
-    first, second = torch.randn(2, 4, 2, 8)
-    traced = torch.jit.trace(CALLS[name], (first, *PARAMETERS), check_trace=False)
-    assert torch.equal(traced(second, *PARAMETERS), CALLS[name](second, *PARAMETERS))
 
 
 class _Products(TorchDispatchMode):

@@ -9,8 +9,6 @@ Slurm, root or a compiler, are reported as not proved. Exit code: 0 proved, 1 so
 nothing failed but something was not proved.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

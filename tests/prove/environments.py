@@ -4,8 +4,6 @@ Each has its own copy of the clone, installed in place. They stay in a folder, a
 pip's torch has CUDA, and are used again while they would be made of the same.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

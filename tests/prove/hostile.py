@@ -17,8 +17,6 @@ than 4 GiB, more than 64 processes, or code run that came from a file, is a fail
 determined by seed, kind and number alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import io
@@ -134,7 +132,6 @@ _WORDS = {
     "TIKTOKEN": "--tokenizer-type TikTokenizer --tokenizer-model",
     "PIECES": "--tokenizer-model {f}/spm.model",
 }
-Target = tuple[str, ...]
 TARGETS = [
     tuple(line.split(" | ")) for line in Template(_TARGETS.strip()).substitute(_WORDS).splitlines()
 ]
@@ -378,6 +375,7 @@ class Bench:
         self._lay_out(case.made)
         done = case.damage(self.folder) if case.damage is not None else ""
         note, outcomes = self.root / "note", []
+        places = case.folders or [""] * len(case.words)
         note.unlink(missing_ok=True)
         with ExitStack() as stack:
             started = [
@@ -392,12 +390,7 @@ class Bench:
                     )
                 )
                 for rank, (words, environ, at) in enumerate(
-                    zip(
-                        case.words,
-                        case.environ,
-                        case.folders or [""] * len(case.words),
-                        strict=True,
-                    )
+                    zip(case.words, case.environ, places, strict=True)
                 )
             ]
             for script in started:

@@ -1,7 +1,5 @@
 """Whole files of every format that this project reads, and ways to damage them."""
 
-from __future__ import annotations
-
 import argparse
 import base64
 import io
@@ -305,7 +303,7 @@ _LITERALS = (
     *("9" * 20, "9" * 5000, "[" * 5000, '{"a":' * 5000, "[" * 2000 + "]" * 2000, "\x00"),
     *('"' + "a" * 10000 + '"', "$(mkdir RAN)", "(lambda: 0)()", "x" * 5000),
 )
-_MAGIC = {b"\x1f\x8b": "gzip", b"PK": "zip"}
+_MAGIC = (b"\x1f\x8b", b"PK")  # gzip, zip
 
 
 class _Calls:
@@ -331,17 +329,12 @@ TEMPLATES = (
     "{{ " + "(" * 400 + "1" + ")" * 400 + " }}",
     "{% for i in [1] %}" * 21 + "{{ i }}" + "{% endfor %}" * 21,
     "{% for i in [1] %}" * 300 + "{% endfor %}" * 300,
-    "{{ [1, 2] | batch(0) | list }}",
     "{{ messages | tojson(indent=10 ** 9) }}",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ cycler.__init__.__globals__.os.mkdir('RAN') }}",
-    "{{ self._TemplateReference__context }}",
     "{% include '/etc/passwd' %}",
     "{% macro f(x) %}{{ f(x + 1) }}{% endmacro %}{{ f(0) }}",
     "{{ messages[99].content }}",
-    "{{ raise_exception('no') }}",
-    "{{ 1 // 0 }}",
-    "{{ undefined.attribute }}",
     "{{ range(10 ** 18) | list }}",
     "{{ ('a' * 30 + '!') | regex_replace('(a+)+$', '') }}",
     "{% generation %}{% generation %}{% endgeneration %}{% endgeneration %}",
@@ -388,7 +381,7 @@ _DOUBLED = ["e" * 2**i for i in range(23)]
 # What no damage of a file would make: numbers, lengths, lines and levels beyond all use.
 CONTENTS = {
     "vocab.json": (
-        *(_changed(he=i) for i in (2**22, 2**30, 2**31 - 1, 2**32 - 1, 2**63, 2**64, -1, 1.5)),
+        *(_changed(he=i) for i in (2**22, 2**31 - 1, 2**63, -1, 1.5)),
         _changed(**{token: 1000 + i for i, token in enumerate(_DOUBLED[1:])}),
         _changed(**{f"{i}": 1000 + i for i in range(10**6)}),
         lambda content: b'{"' + 10**8 * b"a" + b'": 0, ' + content[1:],
@@ -556,7 +549,7 @@ def _plant(path, folder, chance):
 
 
 def _is_text(content):
-    return b"\0" not in content[:4096] and not content.startswith(tuple(_MAGIC))
+    return b"\0" not in content[:4096] and not content.startswith(_MAGIC)
 
 
 def _is_json(content):

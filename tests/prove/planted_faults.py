@@ -10,8 +10,6 @@ whose text is no longer in its file is out of date, which `make test` finds: rew
 that replaced it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -5,8 +5,6 @@
 Prints {"difference": largest difference, "largest": largest logit} as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

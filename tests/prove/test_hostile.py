@@ -1,7 +1,5 @@
 """Campaign of hostile input: a few of its cases, and its detection of planted failures."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The planted faults fit the code of today: `make prove ONLY=planted-faults` can plant each."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

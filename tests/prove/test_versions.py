@@ -1,7 +1,5 @@
 """The versions that `make prove ONLY=versions` runs with."""
 
-from __future__ import annotations
-
 from tests.prove.environments import NOT_OLDEST, bounds, environments
 
 

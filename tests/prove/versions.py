@@ -15,8 +15,6 @@ environments  the token file, the text and the losses of the first one
 Prints a line for each part and a line of figures.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """AdamW and the norm over many tensors, against float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest
