@@ -10,6 +10,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import KernelError
@@ -46,6 +47,12 @@ WIDTHS = st.one_of(
 ROWS = st.one_of(
     st.just(0), st.integers(1, 9), st.sampled_from([31, 64, 65] if not SIMULATED else [17])
 )
+
+
+def drawn(**strategies):
+    """Run a test on every device and with every type, each time for some random cases and seeds."""
+    strategies = {"seed": st.integers(0, 99), **strategies}
+    return lambda test: devices(types(EXAMPLES(given(**strategies)(test))))
 
 
 def random(shape, dtype, device, seed, scale=1.0):
@@ -86,31 +93,52 @@ def refused(call, *figures):
     assert not missing, f"{missing} not in {error.value}"
 
 
-def assert_close(
-    found,
-    expected,
-    dtype,
-    arithmetic,
-    roundings=1,
-):
-    """Check |found - expected| <= roundings * ROUNDING[dtype] * |expected| + arithmetic.
+def assert_close(actual, expected, dtype, arithmetic, roundings=1):
+    """Check |actual - expected| <= roundings * ROUNDING[dtype] * |expected| + arithmetic.
 
     The bound holds element by element. `arithmetic` is the absolute error allowed for fp32
-    arithmetic: a number or a tensor that broadcasts.
+    arithmetic: a number or a tensor that broadcasts. None is as expected where None is.
     """
-    assert found.dtype == dtype and tuple(found.shape) == tuple(expected.shape)
+    if actual is expected is None:
+        return
+    assert actual.dtype == dtype and tuple(actual.shape) == tuple(expected.shape)
     expected = expected.detach()
-    error = (found.detach().double().cpu() - expected).abs()
+    error = (actual.detach().double().cpu() - expected).abs()
     bound = (
         roundings * ROUNDING[dtype] * expected.abs()
         + SMALLEST[dtype]
-        + torch.as_tensor(arithmetic).double()
+        + torch.as_tensor(arithmetic).detach().double()
     )
     worst = (error - bound).max() if error.numel() else torch.tensor(0.0)
     assert not error.isnan().any() and worst <= 0, (
         f"off by {float(error.max()):.3e}, {float(worst):.3e} more than allowed, at "
         f"{int((error - bound).argmax())}"
     )
+
+
+def differentiated(call, leaves, incoming):
+    """Return the results of a call, then each leaf's gradient; None for a leaf that is None."""
+    results = call(*leaves)
+    results = results if isinstance(results, tuple) else (results,)
+    inputs = [leaf for leaf in leaves if leaf is not None]
+    gradients = iter(torch.autograd.grad(results, inputs, incoming))
+    return [*results, *(leaf if leaf is None else next(gradients) for leaf in leaves)]
+
+
+def compared(call, reference, leaves, *incoming):
+    """Differentiate an operator by its leaves, and its reference by theirs in float64.
+
+    Return the results and gradients of both, the reference's leaves, and in float64 the gradients
+    that come in. The operator must give the same bits a second time.
+    """
+    leaves = [leaf if leaf is None else leaf.requires_grad_() for leaf in leaves]
+    actual = differentiated(call, leaves, incoming)
+    if not SIMULATED:
+        second = differentiated(call, leaves, incoming)
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(actual, second, strict=True))
+    wide = [leaf if leaf is None else exact(leaf) for leaf in leaves]
+    upstream = [exact(gradient).detach() for gradient in incoming]
+    return actual, differentiated(reference, wide, upstream), wide, upstream
 
 
 def layer_norm(x, weight, bias, eps, one_plus=False):
