@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.kernel_cases import whole_cross_entropy as cross_entropy
@@ -13,11 +12,11 @@ from megatron.kernels.ops import vocabulary as module
 from megatron.kernels.ops.vocabulary import gradient_, local_pass
 from tests.helpers.operators import Watch
 from tests.kernels.numerics.reference import (
-    EXAMPLES,
     ROWS,
     WIDTHS,
     assert_close,
     devices,
+    drawn,
     exact,
     random,
     refused,
@@ -36,156 +35,80 @@ FAR = [-(2**63), -100, -1, 2**31 - 1, 2**31, 2**32, 2**63 - 1]
 """Labels that nobody holds: among them some that look like columns where 64 bits are cut to 32."""
 
 
+def check(logits, labels, first, real, cap=0.0, relative=RELATIVE):
+    """Check both passes over some logits.
+
+    The tanh of a cap is off by 2^-21, so that exponentials are by cap times as much. Its derivative
+    is a product of exp(-2 |x| / cap), whose argument is rounded, and three more numbers.
+    """
+    x, device, off = logits.clone(), logits.device, 2.0**-21 * cap
+    hidden = torch.arange(x.shape[1]) >= real
+    wide = exact(x).detach().masked_fill(hidden, 0.0)
+    bent = (wide / cap if cap else torch.zeros_like(wide)).clamp(-1e6, 1e6)
+    capped = (cap * bent.tanh() if cap else wide).masked_fill(hidden, -INFINITY)
+    here = (labels >= first) & (labels < first + real)
+    columns = (labels - first).where(here, 0).unsqueeze(-1)
+    onehot = torch.zeros_like(wide).scatter_(-1, columns, here.unsqueeze(-1).double())
+    maximum = capped.amax(-1)
+    total = (capped - maximum.unsqueeze(-1).clamp_min(-1e300)).exp().sum(-1)
+    target = capped.gather(-1, columns).squeeze(-1).where(here, 0.0)
+
+    results = [t.cpu() for t in local_pass(logits, labels.to(device), first, real, cap)]
+    for result, expected in zip(results[::2], (maximum, target), strict=True):
+        bound = {"rtol": 2.0**-21 if cap else 0.0, "atol": off}  # without a cap, bit for bit
+        torch.testing.assert_close(result.double(), expected, **bound)
+    shifted = results[1] * (results[0] - maximum.float()).nan_to_num().exp()
+    assert_close(shifted, total, torch.float32, (relative + 2 * off) * total)
+    assert torch.equal(logits.nan_to_num(1e4), x.nan_to_num(1e4))
+
+    if real == 0:  # those of the other ranks
+        maximum, total = torch.zeros_like(total), torch.ones_like(total)
+    upstream = random(maximum.shape, torch.float32, device, 5)
+    statistics = (t.float().to(device) for t in (maximum, total))
+    gradient_(logits, labels.to(device), *statistics, upstream, first, real, cap)
+    g = upstream.double().cpu().unsqueeze(-1)
+    p = (capped - maximum.unsqueeze(-1)).exp() / total.unsqueeze(-1)
+    slope = bent.cosh() ** -2
+    expected = (p - onehot) * g * slope
+    error = g.abs() * ((RELATIVE + 2 * off) * p + 2.0**-22 * onehot + VANISHED * (p != 0)) * slope
+    if cap:
+        error += 2.0**-20 * (1 + bent.abs()) * expected.abs() + 1e-30
+    assert_close(logits, expected, x.dtype, error)
+    assert not logits[:, real:].any()
+
+
 def drawn_labels(tokens, low, high, seed):
     return torch.randint(low, high, (tokens,), generator=torch.Generator().manual_seed(seed))
 
 
-def in_a_buffer(x, shift):
-    """Put x as a contiguous view into a larger array of sevens.
-
-    It is `shift` elements after an aligned address.
-    """
-    buffer = torch.full((x.numel() + 64,), 7.0, dtype=x.dtype, device=x.device)
-    view = buffer[32 + shift : 32 + shift + x.numel()].view(x.shape)
-    view.copy_(x)
-    return view, buffer
-
-
-def expected_pass(x, labels, first, real):
-    """Return the three numbers, by their definition, in float64."""
-    wide = exact(x).detach()[:, :real]
-    if real == 0:
-        zeros = torch.zeros(len(x), dtype=torch.float64)
-        return zeros - INFINITY, zeros, zeros
-    maximum = wide.amax(-1)
-    total = (wide - maximum.unsqueeze(-1).clamp_min(-1e300)).exp().sum(-1)
-    target = torch.zeros_like(maximum)
-    for token, label in enumerate(labels.tolist()):
-        if first <= label < first + real:
-            target[token] = wide[token, label - first]
-    return maximum, total, target
-
-
-def expected_gradient(
-    x,
-    labels,
-    maximum,
-    total,
-    upstream,
-    first,
-    real,
-):
-    """Return the gradient in float64, and the fp32 error of its terms before they cancel."""
-    p = (exact(x).detach() - maximum.unsqueeze(-1)).exp() / total.unsqueeze(-1)
-    p[:, real:] = 0
-    onehot = torch.zeros_like(p)
-    for token, label in enumerate(labels.tolist()):
-        if first <= label < first + real:
-            onehot[token, label - first] = 1
-    g = upstream.double().cpu().unsqueeze(-1)
-    bound = g.abs() * (RELATIVE * p + 2.0**-22 * onehot + VANISHED * (p != 0))
-    return (p - onehot) * g, bound
-
-
-def check_pass(found, want):
-    maximum, total, target = (t.cpu() for t in found)
-    assert torch.equal(maximum.double(), want[0])  # no arithmetic: bit for bit
-    assert torch.equal(target.double(), want[2])
-    assert_close(total, want[1], torch.float32, RELATIVE * want[1])
-
-
-@devices
-@types
-@EXAMPLES
-@given(
-    tokens=ROWS,
-    width=WIDTHS,
-    padding=st.integers(0, 40),
-    cap=st.sampled_from([0.5, 30.0]),
-    seed=st.integers(0, 99),
-)
-def test_capped_logits(device, dtype, tokens, width, padding, cap, seed):
-    """A logit x counts as cap tanh(x / cap), also at 1000 caps; the gradient is that of x.
-
-    The tanh is off by 2^-21, so that exponentials are by cap times as much. Its derivative is a
-    product of exp(-2 |x| / cap), whose argument is rounded, and three more numbers.
-    """
-    real = max(1, width - padding)
-    x = random((tokens, max(width, 1)), dtype, device, seed, scale=3.0)
-    x[:1, :2] *= 1000.0 * cap
-    x[:, real:] = float("nan")
-    labels = drawn_labels(tokens, 0, real, seed)
-    wide = exact(x).detach()
-    capped = cap * torch.tanh(wide / cap)
-    found = [t.cpu().double() for t in local_pass(x, labels.to(device), 0, real, cap)]
-    want = expected_pass(capped, labels, 0, real)
-    off = 2.0**-21 * cap
-    torch.testing.assert_close(found[0], want[0], rtol=2.0**-21, atol=off)
-    torch.testing.assert_close(found[2], want[2], rtol=2.0**-21, atol=off)
-    both = [t.log() + top for t, top in ((found[1], found[0]), (want[1], want[0]))]
-    torch.testing.assert_close(*both, rtol=2.0**-21, atol=2 * off + RELATIVE)
-
-    upstream = random((tokens,), torch.float32, device, seed + 1)
-    maximum, total = (t.float().to(device) for t in want[:2])
-    gradient_(x, labels.to(device), maximum, total, upstream, 0, real, cap)
-    expected, bound = expected_gradient(capped, labels, want[0], want[1], upstream, 0, real)
-    slope = torch.cosh(wide / cap) ** -2
-    slope[:, real:] = 0
-    more = upstream.double().cpu().unsqueeze(-1).abs() * 2 * off
-    error = (bound + more * (expected != 0)) * slope
-    error += (2.0**-20 * (1 + (wide / cap).abs()) * expected * slope).abs()
-    assert_close(x, expected.nan_to_num() * slope, dtype, error.nan_to_num() + 1e-30)
-
-
-@devices
-@types
-@EXAMPLES
-@given(
+@drawn(
     tokens=ROWS,
     width=WIDTHS,
     padding=st.integers(0, 40),
     first=st.sampled_from([0, 1, 77, 2**33]),
     shift=st.sampled_from([0, 0, 1, 8]),
     far=st.sampled_from(FAR),
-    seed=st.integers(0, 99),
+    cap=st.sampled_from([0.0, 0.0, 0.5, 30.0]),
 )
 def test_local_pass_and_gradient(
-    device,
-    dtype,
-    tokens,
-    width,
-    padding,
-    first,
-    shift,
-    far,
-    seed,
+    device, dtype, tokens, width, padding, first, shift, far, cap, seed
 ):
-    """Run one rank's part.
+    """Run one rank's part, `shift` elements after an aligned address, between guards.
 
-    Padding columns hold NaN and do not count; labels are here, elsewhere, and nowhere.
+    Padding columns hold NaN and do not count; labels are here, elsewhere, and nowhere. With a cap
+    a logit x counts as cap tanh(x / cap), also at 1000 caps; the gradient is that of x.
     """
     real = max(0, width - padding)
-    x = random((tokens, width), dtype, device, seed, scale=3.0)
-    x[:, real:] = float("nan")
+    guarded = torch.full((tokens * width + 64,), 7.0, dtype=dtype, device=device)
+    logits = guarded[32 + shift :][: tokens * width].view(tokens, width)
+    logits.copy_(random((tokens, width), dtype, device, seed, scale=3.0))
+    logits[:1, :2] *= 1000.0 * cap or 1.0
+    logits[:, real:] = float("nan")
     labels = drawn_labels(tokens, max(0, first - 9), first + real + 9, seed)
     labels[tokens // 2 : tokens // 2 + 1] = far
-    logits, buffer = in_a_buffer(x, shift)
-    found = local_pass(logits, labels.to(device), first, real)
-    want = expected_pass(x, labels, first, real)
-    check_pass(found, want)
-    assert torch.equal(logits.nan_to_num(1e4), x.nan_to_num(1e4))
-
-    if real == 0:
-        # of the other ranks
-        want = (torch.zeros(tokens).double(), torch.ones(tokens).double(), want[2])
-    upstream = random((tokens,), torch.float32, device, seed + 1)
-    maximum, total = (t.float().to(device) for t in want[:2])
-    gradient_(logits, labels.to(device), maximum, total, upstream, first, real)
-    expected, bound = expected_gradient(x, labels, want[0], want[1], upstream, first, real)
-    assert_close(logits, expected, dtype, bound)
-    assert (logits[:, real:] == 0).all()
-    end = 32 + shift + x.numel()
-    assert (buffer[: 32 + shift] == 7).all() and (buffer[end:] == 7).all()
+    check(logits, labels, first, real, cap)
+    logits.fill_(7.0)
+    assert (guarded == 7.0).all()
 
 
 @devices
@@ -198,16 +121,9 @@ def test_ends_of_strips(device, dtype, strip):
     """
     for width, more in itertools.product((strip + 8, strip + 1), (-1, 0, 1)):
         x = random((2, width), dtype, device, 1)
-        real = strip + more
-        x[:, real - 1] = 9.0  # most of the sum
-        labels = torch.full((2,), real - 1)
-        found = local_pass(x, labels.to(device), 0, real)
-        want = expected_pass(x, labels, 0, real)
-        check_pass(found, want)
-        upstream = torch.ones(2, device=device)
-        expected, bound = expected_gradient(x, labels, want[0], want[1], upstream, 0, real)
-        gradient_(x, labels.to(device), found[0], found[1], upstream, 0, real)
-        assert_close(x, expected, dtype, bound)
+        last = strip + more - 1
+        x[:, last] = 9.0  # most of the sum
+        check(x, torch.full((2,), last), 0, last + 1)
 
 
 @pytest.mark.slow
@@ -229,19 +145,9 @@ def test_a_wide_vocabulary(device, dtype, width, order):
     x = random((3, width), dtype, device, 1, scale=3.0)
     if order != "random":
         x = x.sort(descending=order == "descending")[0].contiguous()
-    labels = torch.tensor([0, width // 2, width - 1], device=device)
-    want = expected_pass(x, labels.cpu(), 0, width)
-    maximum, total, target = local_pass(x, labels, 0, width)
-    assert torch.equal(maximum.double().cpu(), want[0]) and torch.equal(
-        target.double().cpu(), want[2]
-    )
+    labels = torch.tensor([0, width // 2, width - 1])
     # Up to 64 strips, each of which may cost the sum so far two units in the last place.
-    assert_close(total, want[1], torch.float32, (RELATIVE + 64 * 2.0**-22) * want[1])
-    upstream = torch.tensor([1.0, -2.0, 0.5], device=device)
-    statistics = maximum.double().cpu(), total.double().cpu()
-    expected, bound = expected_gradient(x, labels.cpu(), *statistics, upstream, 0, width)
-    gradient_(x, labels, maximum, total, upstream, 0, width)
-    assert_close(x, expected, dtype, bound)
+    check(x, labels, 0, width, relative=RELATIVE + 64 * 2.0**-22)
 
 
 @devices
@@ -263,15 +169,14 @@ def test_what_is_not_finite_shows(device, width):
     assert maximum.tolist()[2:4] == [INFINITY, -INFINITY] and not maximum.isnan().any()
     assert total.isnan().tolist() == [False, True, True, False, False, False]
     leaf = x.clone().requires_grad_()
-    found = cross_entropy(leaf * 1.0, labels)
+    losses = cross_entropy(leaf * 1.0, labels)
     assert (
-        found.isnan().tolist() == want.isnan().tolist() == [False, True, True, True, False, False]
+        losses.isnan().tolist() == want.isnan().tolist() == [False, True, True, True, False, False]
     )
-    assert_close(found[[0, 4, 5]], want[[0, 4, 5]], torch.float32, RELATIVE + 2.0**-20)
+    assert_close(losses[[0, 4, 5]], want[[0, 4, 5]], torch.float32, RELATIVE + 2.0**-20)
     upstream = torch.ones(6, device=device)
     upstream[4] = float("nan")
-    found.backward(upstream)
-    assert leaf.grad is not None
+    losses.backward(upstream)
     assert leaf.grad.isnan().any(-1).tolist() == [False, True, True, True, True, False]
     assert leaf.grad[4].isnan().all() and leaf.grad[1].isnan().all()
     assert (leaf.grad[0, : width - 5] == 0).all() and leaf.grad[5, 0] == 0
@@ -290,20 +195,6 @@ def test_a_rank_without_logits_above_minus_infinity(device):
         assert maximum.tolist() == [-INFINITY] * 2 and total.tolist() == [0.0, 0.0]
 
 
-def linear_losses(x, weight, labels):
-    logits = x @ weight
-    return logits, cross_entropy(logits, labels)
-
-
-def problem(device, tokens=6, width=40):
-    labels = drawn_labels(tokens, 0, width, 5).to(device)
-    x, weight = (
-        random((tokens, 4), torch.float32, device, 3),
-        random((4, width), torch.float32, device, 4),
-    )
-    return x.requires_grad_(), weight.requires_grad_(), labels
-
-
 @devices
 def test_who_reads_the_logits_later_is_told(device):
     """Using the logits later raises an error.
@@ -311,9 +202,9 @@ def test_who_reads_the_logits_later_is_told(device):
     They have become their gradient, which would be wrong for a second backward pass and for other
     readers.
     """
-    x, weight, labels = problem(device)
-    logits, losses = linear_losses(x, weight, labels)
+    logits = random((6, 40), torch.float32, device, 3).requires_grad_() * 1.0
     squares = logits.square()
+    losses = cross_entropy(logits, drawn_labels(6, 0, 40, 5).to(device))
     losses.sum().backward(retain_graph=True)
     for late in (losses, squares):
         with pytest.raises(RuntimeError, match="inplace"):
@@ -345,19 +236,19 @@ def test_no_second_array_of_the_logits_size(device, kernel, monkeypatch):
     if not kernel:
         monkeypatch.setattr(operators, "library_of", lambda x: library.KernelLibrary())
         monkeypatch.setattr(module, "_AT_A_TIME", 1024)
-    _, _, labels = problem(device, 64, 512)
-    logits = random((64, 512), torch.float32, device, 0).requires_grad_() * 1.0
+    labels = drawn_labels(64, 0, 512, 5).to(device)
+    x = random((64, 512), torch.float32, device, 0).requires_grad_()
+    logits, inner = x * 1.0, x.detach().clone()
     upstream = torch.ones(64, device=device)
 
-    def both_passes():
-        return torch.autograd.grad(cross_entropy(logits, labels), logits, upstream)[0]
-
-    gradient = large_arrays(logits, both_passes)
+    gradient = large_arrays(
+        logits,
+        lambda: torch.autograd.grad(cross_entropy(logits, labels), logits, upstream)[0],
+    )
     assert gradient.data_ptr() == logits.data_ptr()
-    want = exact(random((64, 512), torch.float32, device, 0))
+    want = exact(x)
     torch.nn.functional.cross_entropy(want, labels.cpu(), reduction="sum").backward()
     assert_close(gradient, want.grad, torch.float32, RELATIVE)
-    inner = random((64, 512), torch.float32, device, 0)
 
     def inside():
         if kernel:
