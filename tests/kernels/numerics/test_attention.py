@@ -1,11 +1,10 @@
 """Weights of a block of attention scores, and the scores' gradients, against float64."""
 
+import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.kernels.ops.attention import (
@@ -20,18 +19,17 @@ from megatron.kernels.ops.attention import (
     row_dots,
 )
 from tests.kernels.numerics.reference import (
-    EXAMPLES,
     SIMULATED,
     WIDTHS,
     assert_close,
     devices,
+    drawn,
     exact,
     moved_on,
     random,
     refused,
-    types,
 )
-from tests.kernels.numerics.test_dropout import words
+from tests.kernels.numerics.test_dropout import mask
 
 # The logarithm of a sum is good to 2^-20 and below 128 in size, so that its rounding is 2^-18; exp
 # is good to 2^-21, its argument to 2^-24 of a size below 128, and sums to 2^-20: together less than
@@ -41,6 +39,8 @@ RELATIVE = 2.0**-16
 LOST = 2.0**-120
 SCALE = 0.37
 POSITIONS = 80
+SEED = 2**40 + 5
+LENGTHS = WIDTHS.filter(lambda n: n <= (257 if SIMULATED else 520))
 
 
 class Case:
@@ -50,153 +50,138 @@ class Case:
         self,
         device,
         dtype,
-        samples,
-        groups,
-        share,
-        length,
-        alibi,
         seed,
+        samples=1,
+        groups=1,
+        share=1,
+        length=40,
+        alibi=False,
         window=NO_WINDOW,
         cap=0.0,
+        moved=False,
+        probability=0.0,
     ):
-        self.window, self.cap = window, cap
-        self.device, self.dtype, self.share, self.length = device, dtype, share, length
-        self.samples = samples * groups
+        self.share, self.length, self.window, self.moved = share, length, window, moved
+        self.samples, rows, dtypes = samples * groups, length * share, (dtype, dtype, torch.float32)
+        shape = self.samples, rows, length
+        self.scores, self.gradients, self.dots = (
+            random(size, kind, device, seed + i, scale)
+            for i, (size, kind, scale) in enumerate(
+                zip((shape, shape, shape[:2]), dtypes, (3.0, 1.0, 1.0), strict=True)
+            )
+        )
         # Each belongs to another sample and starts somewhere inside it; this rank's heads are not
         # the first.
-        self.origins = torch.tensor(
-            [1000 * POSITIONS * (i + 1) + 7 * i for i in range(samples)], device=device
-        )
-        rows = length * share
-        self.scores = random((self.samples, rows, length), dtype, device, seed, scale=3.0)
-        self.gradients = random((self.samples, rows, length), dtype, device, seed + 1)
-        self.slopes = (
-            torch.rand(groups * share, generator=torch.Generator().manual_seed(seed))
-            if alibi
-            else None
-        )
-        position = torch.arange(rows) // share
-        distance = torch.arange(length) - position.unsqueeze(1)
+        origins = [1000 * POSITIONS * (i + 1) + 7 * i for i in range(samples)]
+        dropout = probability, SEED, torch.tensor(origins, device=device), POSITIONS
+        self.params = AttentionParameters(share, SCALE, *dropout, cap, window)
+
+        distance = torch.arange(length) - torch.arange(rows).unsqueeze(1) // share
         logits = exact(self.scores).detach() * SCALE
-        self.slope = torch.ones_like(logits)  # of the cap
+        self.slope = torch.full_like(logits, SCALE)  # of the cap
         if cap:
             bent = (logits / cap).tanh()
-            logits, self.slope = cap * bent, 1 - bent**2
-        if self.slopes is not None:
-            # [samples groups, rows]
-            head = self.slopes.double().view(groups, share).repeat(samples, length)
-            logits = logits + head.unsqueeze(-1) * distance
+            logits, self.slope = cap * bent, SCALE * (1 - bent**2)
+        self.slopes = None
+        if alibi:
+            slopes = torch.rand(groups * share, generator=torch.Generator().manual_seed(seed))
+            self.slopes = slopes.to(device)
+            of_rows = slopes.double().view(groups, share).repeat(samples, length)
+            logits = logits + of_rows.unsqueeze(-1) * distance
         self.hidden = ((distance > 0) | (distance < -window)).expand_as(logits)
         logits = logits.masked_fill(self.hidden, float("-inf"))
         self.weights, self.logarithms = logits.softmax(-1), logits.logsumexp(-1)
-        self.dots = random((self.samples, rows), torch.float32, device, seed + 2)
-        if self.slopes is not None:
-            self.slopes = self.slopes.to(device)
+        self.factors = torch.ones_like(logits)
+        if probability:
+            width = -(-POSITIONS // TILE) * TILE
+            places = itertools.product(origins, range(groups), range(length), range(share))
+            stay = [
+                mask(SEED, (origin + (g * share + i) * POSITIONS + q) * width, length, probability)
+                for origin, g, q, i in places
+            ]
+            self.factors = torch.stack(stay).view(shape) / (1 - probability)
 
-    def params(self, p, seed):
-        return AttentionParameters(
-            self.share, SCALE, p, seed, self.origins, POSITIONS, self.cap, self.window
-        )
+    def cut(self, part, queries, keys, *tensors):
+        """Return the block of each of the tensors [samples, rows, keys]."""
+        place = part, slice(queries.start * self.share, queries.stop * self.share), keys
+        blocks = (x[place].clone(memory_format=torch.contiguous_format) for x in tensors)
+        return [moved_on(x) if self.moved else x for x in blocks]
 
     def keys(self, queries):
         """Return the keys that a block of queries needs."""
         return slice(first_key(queries.start, self.window), queries.stop)
 
-    def cut(self, x, part, queries, keys, moved=False):
-        x = x[part, queries.start * self.share : queries.stop * self.share, keys]
-        return moved_on(x) if moved else x.clone(memory_format=torch.contiguous_format)
-
-    def weigh(self, part, queries, p=0.0, seed=0, moved=False):
+    def weigh(self, part, queries):
         """Return (weights of the block from the kernel, all logarithms, NaN outside the block)."""
-        scores = self.cut(self.scores, part, queries, self.keys(queries), moved)
-        logarithms = torch.full(
-            (self.samples, self.length * self.share), float("nan"), device=self.device
-        )
-        place = (self.slopes, part.start, queries.start)
-        attention_weights_(AttentionBlock(scores, logarithms, *place, None, self.params(p, seed)))
+        (scores,) = self.cut(part, queries, self.keys(queries), self.scores)
+        logarithms = torch.full_like(self.dots, float("nan"))
+        place = self.slopes, part.start, queries.start, None
+        attention_weights_(AttentionBlock(scores, logarithms, *place, self.params))
         return scores, logarithms
 
-    def differentiate(
-        self,
-        part,
-        queries,
-        keys,
-        p=0.0,
-        seed=0,
-        moved=False,
-    ):
+    def differentiate(self, part, queries, keys):
         """Return (weights, gradients of the scores) of a block."""
-        scores = self.cut(self.scores, part, queries, keys, moved)
-        gradients = self.cut(self.gradients, part, queries, keys, moved)
-        logarithms = self.logarithms.float().to(self.device)
-        place = (part.start, queries.start, keys.start)
-        block = (scores, logarithms, self.slopes, *place, self.params(p, seed))
+        scores, gradients = self.cut(part, queries, keys, self.scores, self.gradients)
+        logarithms = self.logarithms.float().to(self.dots.device)
+        block = scores, logarithms, self.slopes, part.start, queries.start, keys.start, self.params
         attention_gradient_(GradientBlock(*block, gradients, self.dots))
         return scores, gradients
 
+    def check_weights(self, part, queries):
+        y, logarithms = self.weigh(part, queries)
+        tensors = self.weights * self.factors, self.hidden
+        want, hidden = self.cut(part, queries, self.keys(queries), *tensors)
+        assert_close(y, want, y.dtype, RELATIVE * want + LOST)
+        assert not y.cpu()[hidden].any()
+        rows = part, slice(queries.start * self.share, queries.stop * self.share)
+        expected = self.logarithms[rows]
+        error = 2.0**-19 * (1 + expected.abs())
+        assert_close(logarithms[rows], expected, torch.float32, error)
+        logarithms[rows] = float("nan")
+        assert logarithms.isnan().all()
 
-LENGTHS = WIDTHS.filter(lambda n: n <= (257 if SIMULATED else 520))
+    def check_gradients(self, part, queries, keys):
+        weights, gradients = self.differentiate(part, queries, keys)
+        g = exact(self.gradients).detach() * self.factors
+        dots = exact(self.dots).detach().unsqueeze(-1)
+        size = SCALE * self.weights * (g.abs() + dots.abs())  # of the terms that cancel
+        expected = self.slope * self.weights * (g - dots)
+        tensors = self.weights * self.factors, expected, size
+        want, expected, size = self.cut(part, queries, keys, *tensors)
+        assert_close(weights, want, weights.dtype, RELATIVE * want + LOST)
+        assert_close(gradients, expected, weights.dtype, RELATIVE * size + LOST)
 
 
-@devices
-@types
-@EXAMPLES
-@given(
-    samples=st.integers(1, 2),
-    groups=st.integers(1, 3),
-    share=st.integers(1, 3),
-    length=LENGTHS,
-    alibi=st.booleans(),
+@drawn(
+    case=st.fixed_dictionaries(
+        {
+            "samples": st.integers(1, 2),
+            "groups": st.integers(1, 3),
+            "share": st.integers(1, 3),
+            "length": LENGTHS,
+            "alibi": st.booleans(),
+            "moved": st.booleans(),
+            "window": st.one_of(st.just(NO_WINDOW), st.integers(0, 300)),
+            "cap": st.sampled_from([0.0, 0.0, 0.9, 30.0]),
+        }
+    ),
     cut=st.integers(0, 9),
-    moved=st.booleans(),
-    seed=st.integers(0, 99),
-    window=st.one_of(st.just(NO_WINDOW), st.integers(0, 300)),
-    cap=st.sampled_from([0.0, 0.0, 0.9, 30.0]),
 )
-def test_blocks(
-    device,
-    dtype,
-    samples,
-    groups,
-    share,
-    length,
-    alibi,
-    cut,
-    moved,
-    seed,
-    window,
-    cap,
-):
+def test_blocks(device, dtype, case, cut, seed):
     """Compute a block of queries with all its keys, then a block of keys with queries from anywhere.
 
     Some of the queries see none of the keys.
     """
-    case = Case(device, dtype, samples, groups, share, length, alibi, seed, window, cap)
-    tiles = -(-length // TILE)
-    queries = slice(cut % tiles * TILE, min(cut % tiles * TILE + (cut % 3 + 1) * TILE, length))
-    part = slice(cut % case.samples, case.samples)
-    everything = case.keys(queries)
-    y, logarithms = case.weigh(part, queries, moved=moved)
-    want = case.cut(case.weights, part, queries, everything)
-    assert_close(y, want, dtype, RELATIVE * want + LOST)
-    assert not y.cpu()[case.cut(case.hidden, part, queries, everything)].any()
-    rows = slice(queries.start * share, queries.stop * share)
-    expected = case.logarithms[part, rows]
-    assert_close(logarithms[part, rows], expected, torch.float32, 2.0**-19 * (1 + expected.abs()))
-    outside = torch.ones_like(logarithms, dtype=torch.bool)
-    outside[part, rows] = False
-    assert logarithms[outside].isnan().all()
+    case = Case(device, dtype, seed, **case)
+    tiles = -(-case.length // TILE)
 
-    keys = slice(cut * 7 % tiles * TILE, length)
-    keys = slice(keys.start, min(keys.start + (cut % 2 + 1) * TILE, length))
-    weights, gradients = case.differentiate(part, queries, keys, moved=moved)
-    want = case.cut(case.weights, part, queries, keys)
-    assert_close(weights, want, dtype, RELATIVE * want + LOST)
-    g = case.cut(exact(case.gradients).detach(), part, queries, keys)
-    dots = exact(case.dots).detach()[part, rows].unsqueeze(-1)
-    size = SCALE * want * (g.abs() + dots.abs())  # of the terms that cancel
-    want = SCALE * want * (g - dots) * case.cut(case.slope, part, queries, keys)
-    assert_close(gradients, want, dtype, RELATIVE * size + LOST)
+    def some(first, count):
+        start = first % tiles * TILE
+        return slice(start, min(start + count * TILE, case.length))
+
+    queries, part = some(cut, cut % 3 + 1), slice(cut % case.samples, case.samples)
+    case.check_weights(part, queries)
+    case.check_gradients(part, queries, some(cut * 7, cut % 2 + 1))
 
 
 @devices
@@ -205,14 +190,17 @@ def test_what_is_not_seen_may_be_anything(device):
 
     Buffers are reused: old contents remain beyond the diagonal.
     """
-    case = Case(device, torch.float32, 1, 1, 1, 40, False, 1)
-    whole = slice(0, 40)
-    clean = [*case.weigh(slice(0, 1), whole), *case.differentiate(slice(0, 1), whole, whole)]
+    case = Case(device, torch.float32, 1)
+    part, block = slice(0, 1), slice(0, 40)
+
+    def results():
+        return *case.weigh(part, block), *case.differentiate(part, block, block)
+
+    clean = results()
     for dirt in (float("nan"), float("inf")):
-        case.scores.masked_fill_(case.hidden.to(device), dirt)
-        case.gradients.masked_fill_(case.hidden.to(device), dirt)
-        dirty = [*case.weigh(slice(0, 1), whole), *case.differentiate(slice(0, 1), whole, whole)]
-        assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+        for x in (case.scores, case.gradients):
+            x.masked_fill_(case.hidden.to(device), dirt)
+        assert all(map(torch.equal, clean, results()))
 
 
 @devices
@@ -223,40 +211,13 @@ def test_dropout_is_the_same_however_it_is_cut(device, length, window):
     Each head has a row of whole tiles for each position of a sample, counted from the sample's
     origin; the gradient has the same mask.
     """
-    p, seed, share = 0.4, 2**40 + 5, 2
-    case = Case(device, torch.float32, 2, 2, share, length, False, 3, window)
-    width, bound = -(-POSITIONS // TILE) * TILE, np.uint64(int((1 - p) * 2**32))
-    rows = [
-        int(case.origins[sample // 2]) + (sample % 2 * share + head) * POSITIONS + position
-        for sample in range(4)
-        for position in range(length)
-        for head in range(share)
-    ]
-    kept = np.stack([words(seed, row * width, length) < bound for row in rows])
-    mask = torch.from_numpy(kept).view(4, length * share, length) / (1 - p)
+    sizes = {"samples": 2, "groups": 2, "share": 2, "length": length, "window": window}
+    case = Case(device, torch.float32, 3, **sizes, probability=0.4)
     for part in (slice(0, 4), slice(1, 3)):
         for queries in (slice(0, length), slice(TILE, length)):
-            y, _ = case.weigh(part, queries, p, seed)
-            cut = (part, queries, case.keys(queries))
-            want = case.cut(case.weights * mask, *cut)
-            assert_close(y, want, torch.float32, RELATIVE * want)
+            case.check_weights(part, queries)
             for keys in (slice(0, TILE), slice(TILE, length)):
-                cut = (part, queries, keys)
-                weights, gradients = case.differentiate(*cut, p, seed)
-                w, m = case.cut(case.weights, *cut), case.cut(mask, *cut)
-                assert_close(weights, w * m, torch.float32, RELATIVE * w * m)
-                rows = slice(queries.start * share, length * share)
-                g, dots = (
-                    case.cut(case.gradients, *cut).double().cpu(),
-                    case.dots[part, rows].double().cpu(),
-                )
-                want = SCALE * w * (m * g - dots.unsqueeze(-1))
-                assert_close(
-                    gradients,
-                    want,
-                    torch.float32,
-                    RELATIVE * w * (2 * g.abs() + dots.unsqueeze(-1).abs()),
-                )
+                case.check_gradients(part, queries, keys)
 
 
 @devices
@@ -291,15 +252,12 @@ def test_scores_without_bound(device):
     assert undefined.isnan()[0].diagonal().all()
 
 
-@devices
-@types
-@EXAMPLES
-@given(rows=st.integers(0, 70), n=LENGTHS, moved=st.booleans(), seed=st.integers(0, 99))
+@drawn(rows=st.integers(0, 70), n=LENGTHS, moved=st.booleans())
 def test_row_dots(device, dtype, rows, n, moved, seed):
     a, b = (random((rows, n), dtype, device, seed + i) for i in range(2))
-    found = row_dots(moved_on(a), moved_on(b)) if moved else row_dots(a, b)
-    x, y = exact(a).detach(), exact(b).detach()
-    assert_close(found, (x * y).sum(-1), torch.float32, 2.0**-20 * (x * y).abs().sum(-1))
+    dots = row_dots(moved_on(a), moved_on(b)) if moved else row_dots(a, b)
+    terms = exact(a).detach() * exact(b).detach()
+    assert_close(dots, terms.sum(-1), torch.float32, 2.0**-20 * terms.abs().sum(-1))
 
 
 @devices
@@ -308,14 +266,13 @@ def test_dropout_far_into_a_large_whole(device):
 
     The tensor has 2^15 samples of 8,192 by 8,192 scores.
     """
-    sample, total, n, p, seed = 1 << 15, 8192, 40, 0.4, 2**40 + 5
+    sample, total, n, p = 1 << 15, 8192, 40, 0.4
     weights, logarithms = torch.zeros(1, n, n, device=device), torch.empty(1, n, device=device)
     origins = torch.tensor([sample * total], device=device)
-    params = AttentionParameters(1, SCALE, p, seed, origins, total)
+    params = AttentionParameters(1, SCALE, p, SEED, origins, total)
     attention_weights_(AttentionBlock(weights, logarithms, None, 0, 0, None, params))
-    below = np.uint64(int((1 - p) * 2**32))
-    mask = np.stack([words(seed, (sample * total + i) * total, n) < below for i in range(n)])
-    want = torch.from_numpy(mask).double().tril() / torch.arange(1, n + 1).unsqueeze(1) / (1 - p)
+    bits = torch.stack([mask(SEED, (sample * total + i) * total, n, p) for i in range(n)])
+    want = bits.double().tril() / torch.arange(1, n + 1).unsqueeze(1) / (1 - p)
     assert_close(weights[0], want, torch.float32, RELATIVE * want)
 
 

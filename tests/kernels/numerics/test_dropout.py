@@ -3,18 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.kernels.ops.elementwise import bias_dropout_add
 from megatron.parallel.keyed_random import DropoutKey, RowLayout
 from tests.kernels.numerics.reference import (
-    EXAMPLES,
     ROWS,
     WIDTHS,
     assert_close,
+    compared,
     devices,
-    exact,
+    drawn,
     moved_on,
     random,
     refused,
@@ -25,63 +24,38 @@ from tests.kernels.numerics.reference import (
 SEEDS = st.one_of(st.integers(0, 9), st.integers(0, 2**63 - 1), st.just(2**63 - 1))
 PROBABILITIES = st.sampled_from([0.1, 0.5, 0.9, 2.0**-20])
 
-# (counter, key, words) as published by the authors with their code (Random123, tests/kat_vectors).
-KNOWN = [
-    ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-    ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-    (
-        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-        [0xA4093822, 0x299F31D0],
-        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
-    ),
-]
+LOW = 0xFFFFFFFF
 
 
 def philox(counter, key):
     """Compute Philox4x32-10 on arrays of uint64 that hold 32 bits each (SC 2011, section 3.3)."""
-    half, low, (c0, c1, c2, c3), (k0, k1) = np.uint64(32), np.uint64(0xFFFFFFFF), counter, key
+    (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(10):
-        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (
-            (b >> half) ^ c1 ^ np.uint64(k0),
-            b & low,
-            (a >> half) ^ c3 ^ np.uint64(k1),
-            a & low,
-        )
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & LOW, (a >> 32) ^ c3 ^ k1, a & LOW
+        k0, k1 = (k0 + 0x9E3779B9) & LOW, (k1 + 0xBB67AE85) & LOW
     return [c0, c1, c2, c3]
 
 
-def words(seed, first, count):
-    """Return the random words of elements first ... first + count - 1; first is a multiple of 4."""
+def mask(seed, first, count, probability):
+    """Return which of the elements first ... first + count - 1 stay."""
     block = np.arange(first // 4, (first + count + 3) // 4, dtype=np.uint64)
     zero = np.zeros_like(block)
-    four = philox(
-        [block & np.uint64(0xFFFFFFFF), block >> np.uint64(32), zero, zero],
-        [seed & 0xFFFFFFFF, seed >> 32],
-    )
-    return np.stack(four, axis=1).reshape(-1)[:count]
-
-
-def kept(shape, probability, seed):
-    bound = np.uint64(int((1 - probability) * 2**32))
-    return torch.from_numpy(words(seed, 0, int(np.prod(shape, dtype=np.int64))) < bound).reshape(
-        shape
-    )
+    words = philox([block & LOW, block >> 32, zero, zero], [seed & LOW, seed >> 32])
+    words = np.stack(words, axis=1).reshape(-1)[first % 4 :][:count]
+    return torch.from_numpy(words < int((1 - probability) * 2**32))
 
 
 @without_simulator
 def test_known_words():
-    """Check the Philox of this file."""
-    for counter, key, expected in KNOWN:
-        found = philox([np.array([c], dtype=np.uint64) for c in counter], key)
-        assert [int(w[0]) for w in found] == expected
+    """Check the Philox of this file by words published with it (Random123, tests/kat_vectors)."""
+    counter = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]
+    counter = [np.array([c], dtype=np.uint64) for c in counter]
+    words = [int(word[0]) for word in philox(counter, [0xA4093822, 0x299F31D0])]
+    assert words == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
 
 
-@devices
-@types
-@EXAMPLES
-@given(
+@drawn(
     rows=ROWS,
     columns=WIDTHS,
     probability=st.one_of(st.just(0.0), PROBABILITIES),
@@ -90,40 +64,31 @@ def test_known_words():
     added=st.booleans(),
     seed=SEEDS,
 )
-def test_against_float64(
-    device,
-    dtype,
-    rows,
-    columns,
-    probability,
-    moved,
-    biased,
-    added,
-    seed,
-):
-    case, shape = seed % 1000, (rows, columns)
-    x, residual, dy = (random(shape, dtype, device, case + i) for i in range(3))
-    bias = random((columns,), dtype, device, case + 3).requires_grad_() if biased else None
-    if moved:
-        x = moved_on(x)
-    x.requires_grad_()
-    residual.requires_grad_()
-    y = bias_dropout_add(x, bias, residual if added else None, probability, seed)
-    y.backward(dy)
+def test_against_float64(device, dtype, rows, columns, probability, moved, biased, added, seed):
+    shape = rows, columns
+    x, residual, dy = (random(shape, dtype, device, seed % 1000 + i) for i in range(3))
+    bias = random((columns,), dtype, device, seed % 1000 + 3) if biased else None
+    factor = mask(seed, 0, rows * columns, probability).view(shape) / (1 - probability)
+    factor = factor.double()
 
-    factor = kept(shape, probability, seed).double() / (1 - probability)
-    wide = (exact(x) + (exact(bias) if bias is not None else 0)).detach() * factor
-    want = wide + (exact(residual).detach() if added else 0)
+    def reference(x, bias, residual):
+        wide = (x if bias is None else x + bias) * factor
+        return wide if residual is None else wide + residual
+
+    actual, (want, *gradients), wide, _ = compared(
+        lambda *leaves: bias_dropout_add(*leaves, probability, seed),
+        reference,
+        [moved_on(x) if moved else x, bias, residual if added else None],
+        dy,
+    )
     # Sum, factor, product and second sum each round once, to half a unit of their own results.
-    assert_close(y, want, dtype, 3 * 2.0**-24 * wide.abs() + 2.0**-24 * want.abs())
-    g = exact(dy).detach()
-    assert_close(x.grad, g * factor, dtype, 2.0**-23 * (g * factor).abs())
-    if added:
-        assert torch.equal(residual.grad, dy)
-    if bias is not None:
-        # One term after another in fp32: each addition rounds the sum so far.
-        error = (rows + 2) * 2.0**-24 * (g * factor).abs().sum(0)
-        assert_close(bias.grad, (g * factor).sum(0), dtype, error)
+    dropped = reference(*wide[:2], None)
+    assert_close(actual[0], want, dtype, 3 * 2.0**-24 * dropped.abs() + 2.0**-24 * want.abs())
+    dx = gradients[0].abs()
+    assert_close(actual[1], gradients[0], dtype, 2.0**-23 * dx)
+    # One term after another in fp32: each addition rounds the sum so far.
+    assert_close(actual[2], gradients[1], dtype, (rows + 2) * 2.0**-24 * dx.sum(0))
+    assert not added or torch.equal(actual[3], dy)
 
 
 @devices
@@ -133,7 +98,9 @@ def test_bias_gradient_of_many_rows(device, columns):
     x = torch.zeros(4100, columns, device=device, requires_grad=True)
     bias = torch.zeros(columns, device=device, requires_grad=True)
     bias_dropout_add(x, bias, None, 0.5, 3).backward(torch.ones_like(x))
-    assert torch.equal(bias.grad.cpu(), 2.0 * kept((4100, columns), 0.5, 3).sum(0))
+    assert torch.equal(
+        bias.grad.cpu(), 2.0 * mask(3, 0, 4100 * columns, 0.5).view(4100, columns).sum(0)
+    )
 
 
 @devices
@@ -141,16 +108,12 @@ def test_seed_and_place_alone_count(device):
     """The mask depends on seed and place alone: equal in any shape, different for another seed."""
     x = torch.ones(4, 6, 10, device=device)
     y = bias_dropout_add(x, None, None, 0.5, 7)
-    assert torch.equal(bias_dropout_add(x, None, None, 0.5, 7), y)
-    assert torch.equal(bias_dropout_add(x.view(8, 30), None, None, 0.5, 7).view(x.shape), y)
-    assert torch.equal(bias_dropout_add(x.view(-1), None, None, 0.5, 7).view(x.shape), y)
+    for shape in ((8, 30), (240,)):
+        assert torch.equal(bias_dropout_add(x.view(shape), None, None, 0.5, 7).view(x.shape), y)
     assert not torch.equal(bias_dropout_add(x, None, None, 0.5, 8), y)
     strided = random((10, 6, 4), torch.float32, device, 0).transpose(0, 2)
-    packed = strided.contiguous()
-    assert torch.equal(
-        bias_dropout_add(strided, None, strided, 0.5, 7),
-        bias_dropout_add(packed, None, packed, 0.5, 7),
-    )
+    both = [bias_dropout_add(x, None, x, 0.5, 7) for x in (strided, strided.contiguous())]
+    assert torch.equal(*both)
 
 
 @devices
@@ -162,15 +125,12 @@ def test_a_part_has_its_part_of_the_mask(device, dtype, columns):
     Parts are tokens [positions, samples] of a part of the sequence, and attention weights [samples,
     heads, positions] of some of the heads.
     """
-    p, seed, whole = 0.4, 2**40 + 5, (3, 4, 5)  # samples, heads, positions
-    for sample in (0, 2**59 // columns):
-        first = sample * 20
-        skipped = first * columns % 4
-        mask = words(seed, (first * columns - skipped) % 2**64, 60 * columns + skipped)[skipped:]
-        mask = torch.from_numpy(mask < np.uint64(int((1 - p) * 2**32))).view(*whole, columns)
+    p, seed = 0.4, 2**40 + 5
+    for sample in (0, 2**59 // columns):  # of three samples, four heads and five positions
+        bits = mask(seed, sample * 20 * columns, 60 * columns, p).view(3, 4, 5, columns)
         # six of twenty tokens of two samples
-        tokens = mask.view(3, 20, columns)[1:, 5:11].transpose(0, 1)
-        heads = mask[1:, 2:]
+        tokens = bits.view(3, 20, columns)[1:, 5:11].transpose(0, 1)
+        heads = bits[1:, 2:]
         in_memory = torch.tensor([sample], device=device)
         for key in (DropoutKey(0, sample + 1), DropoutKey(0, 1, in_memory)):
             of_tokens = RowLayout(key.sample * 20 + 5, 2, 1, 20, 20, 20, key.samples)
@@ -188,10 +148,7 @@ def test_the_gradient_of_a_bias_in_fp32_is_not_rounded(device, dtype):
     x = torch.zeros(4000, 8, dtype=dtype, device=device)
     bias = torch.zeros(8, device=device, requires_grad=True)
     bias_dropout_add(x, bias, x, 0.0, 1).backward(torch.full_like(x, 257 * 2.0**7))
-    assert (
-        bias.grad.tolist()
-        == [4000 * 257 * 2.0**7 if dtype == torch.float16 else 4000 * 256 * 2.0**7] * 8
-    )
+    assert bias.grad.tolist() == [4000 * (257 if dtype == torch.float16 else 256) * 2.0**7] * 8
 
 
 @devices
