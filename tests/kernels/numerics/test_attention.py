@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,14 +63,11 @@ class Case:
         probability=0.0,
     ):
         self.share, self.length, self.window, self.moved = share, length, window, moved
-        self.samples, rows, dtypes = samples * groups, length * share, (dtype, dtype, torch.float32)
+        self.samples, rows = samples * groups, length * share
         shape = self.samples, rows, length
-        self.scores, self.gradients, self.dots = (
-            random(size, kind, device, seed + i, scale)
-            for i, (size, kind, scale) in enumerate(
-                zip((shape, shape, shape[:2]), dtypes, (3.0, 1.0, 1.0), strict=True)
-            )
-        )
+        self.scores = random(shape, dtype, device, seed, scale=3.0)
+        self.gradients = random(shape, dtype, device, seed + 1)
+        self.dots = random(shape[:2], torch.float32, device, seed + 2)
         # Each belongs to another sample and starts somewhere inside it; this rank's heads are not
         # the first.
         origins = [1000 * POSITIONS * (i + 1) + 7 * i for i in range(samples)]
@@ -294,47 +292,34 @@ def test_long_rows(device):
 
 
 def test_what_is_refused():
-    scores, rows = torch.zeros(2, 6, 35), torch.zeros(2, 70)
-
-    def weights(
-        scores=scores,
-        rows=rows,
-        slopes=None,
-        sample=0,
-        first=32,
-        share=2,
-        p=0.0,
-        seed=1,
-        origins=None,
-        cap=0.0,
-        window=NO_WINDOW,
-    ):
-        params = AttentionParameters(share, 1.0, p, seed, origins, 70, cap, window)
-        attention_weights_(AttentionBlock(scores, rows, slopes, sample, first, None, params))
-
-    weights()
-    for figures, values in (
-        (("float64",), dict(scores=scores.double())),
-        (("scores", "strides"), dict(scores=torch.zeros(2, 35, 6).transpose(1, 2))),
-        ((35, 3), dict(first=0)),
+    scores, rows, origins = torch.zeros(2, 6, 35), torch.zeros(2, 70), torch.zeros(3).long()
+    params = AttentionParameters(2, 1.0, positions=70)
+    block = AttentionBlock(scores, rows, None, 0, 32, None, params)
+    attention_weights_(block)
+    dropped = params._replace(probability=0.5, origins=origins[:2])
+    for change, *figures in (
+        ({"scores": scores.double()}, "float64"),
+        ({"scores": torch.zeros(2, 35, 6).transpose(1, 2)}, "scores", "strides"),
+        ({"first": 0}, 35, 3),
         # where masks of dropout would begin within a tile
-        (
-            ("first", 33, TILE),
-            dict(first=33, p=0.5, origins=torch.zeros(2, dtype=torch.int64)),
-        ),
-        (("logarithms", "float16"), dict(rows=rows.half())),
-        (("logarithms", 2, 1), dict(sample=1)),
-        (("slopes", [3]), dict(slopes=torch.zeros(3))),
-        (("probability", 1.0), dict(p=1.0)),
-        (("probability", 0.5, "origins"), dict(p=0.5)),
-        (("origins", [3]), dict(origins=torch.zeros(3, dtype=torch.int64))),
-        (("seed", -1), dict(seed=-1)),
-        (("cap", -1.0), dict(cap=-1.0)),
-        (("window", -1), dict(window=-1)),
-        ((32, 35), dict(scores=torch.zeros(2, 6, 32), window=40)),
+        ({"first": 33, "params": dropped}, "first", 33, TILE),
+        ({"logarithms": rows.half()}, "logarithms", "float16"),
+        ({"sample": 1}, "logarithms", 2, 1),
+        ({"slopes": torch.zeros(3)}, "slopes", [3]),
+        ({"scores": torch.zeros(2, 6, 32), "params": params._replace(window=40)}, 32, 35),
     ):
-        refused(lambda values=values: weights(**values), *figures)
+        refused(lambda change=change: attention_weights_(replace(block, **change)), *figures)
+    for change, *figures in (
+        ({"probability": 1.0}, "probability", 1.0),
+        ({"probability": 0.5}, "probability", 0.5, "origins"),
+        ({"origins": origins}, "origins", [3]),
+        ({"seed": -1}, "seed", -1),
+        ({"cap": -1.0}, "cap", -1.0),
+        ({"window": -1}, "window", -1),
+    ):
+        wrong = replace(block, params=params._replace(**change))
+        refused(lambda wrong=wrong: attention_weights_(wrong), *figures)
     short = torch.zeros(2, 6, 34)
-    block = GradientBlock(scores, rows, None, 0, 32, 0, AttentionParameters(2, 1.0), short, rows)
-    refused(lambda: attention_gradient_(block), "gradients", [2, 6, 34])
+    wrong = GradientBlock(scores, rows, None, 0, 32, 0, params, short, rows)
+    refused(lambda: attention_gradient_(wrong), "gradients", [2, 6, 34])
     refused(lambda: row_dots(torch.zeros(2), torch.zeros(3)), [3], [2])

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.kernels.ops.experts import (
@@ -12,98 +11,72 @@ from megatron.kernels.ops.experts import (
     unpermute_reference,
 )
 from tests.kernels.numerics.reference import (
-    EXAMPLES,
     WIDTHS,
     assert_close,
-    devices,
-    exact,
+    compared,
+    differentiated,
+    drawn,
     moved_on,
     random,
     refused,
-    types,
 )
 
 
 def routed(tokens, choices, padding, seed):
     """Draw (order, places): a fifth of the choices is dropped, rows of padding are added."""
     generator = torch.Generator().manual_seed(seed)
-    kept = torch.rand(tokens, choices, generator=generator) < 0.8
-    count = int(kept.sum())
+    there = torch.rand(tokens, choices, generator=generator) < 0.8
+    count = int(there.sum())
     rows = torch.randperm(count + padding, generator=generator)[:count]
     places, order = torch.full((tokens, choices), -1), torch.full((count + padding,), -1)
-    places[kept] = rows
-    order[rows] = kept.nonzero()[:, 0]
+    places[there] = rows
+    order[rows] = there.nonzero()[:, 0]
     return order, places
 
 
-@devices
-@types
-@EXAMPLES
-@given(
+@drawn(
     tokens=st.sampled_from([0, 1, 3, 17, 40]),
     choices=st.sampled_from([1, 2, 3, 4, 5, 8, 11]),
     padding=st.sampled_from([0, 0, 1, 5]),
     width=WIDTHS,
     moved=st.booleans(),
-    seed=st.integers(0, 99),
 )
-def test_values_and_gradients(
-    device,
-    dtype,
-    tokens,
-    choices,
-    padding,
-    width,
-    moved,
-    seed,
-):
+def test_values_and_gradients(device, dtype, tokens, choices, padding, width, moved, seed):
     """A sum of k products is off by k 2^-24 of the sum of their magnitudes (Higham, 2002, 3.1).
 
     No chain of additions in a row's dot product is longer than width / 32, beside the lanes' tree.
     """
-    order, places = (each.to(device) for each in routed(tokens, choices, padding, seed))
-    make = moved_on if moved else torch.clone
-    x = make(random((tokens, width), dtype, device, seed)).requires_grad_()
-    y = make(random((len(order), width), dtype, device, seed + 1)).requires_grad_()
-    weights = random((tokens, choices), torch.float32, device, seed + 2).requires_grad_()
-    rows, sums = permute(x, order, places), unpermute(y, places, weights, padded=bool(padding))
-    drows, dsums = (
-        make(random(tuple(each.shape), dtype, device, seed + 3)) for each in (rows, sums)
+    order, places = routed(tokens, choices, padding, seed)
+    maps = [each.to(device) for each in (order, places)]
+    x, y, drows, dsums = (
+        (moved_on if moved else torch.clone)(random((count, width), dtype, device, seed + i))
+        for i, count in enumerate((tokens, len(order), len(order), tokens))
     )
-    (dx,) = torch.autograd.grad(rows, x, drows)
-    dy, dweights = torch.autograd.grad(sums, (y, weights), dsums)
+    weights = random((tokens, choices), torch.float32, device, seed + 4)
+    each = (choices + 1) * 2.0**-24
 
-    order, places = order.cpu(), places.cpu()
-    wide_x, wide_y, wide_w = exact(x), exact(y), exact(weights)
-    want_rows = permute_reference(wide_x, order, places)
-    want_sums = unpermute_reference(wide_y, places, wide_w)
-    (want_dx,) = torch.autograd.grad(want_rows, wide_x, exact(drows))
-    want_dy, want_dw = torch.autograd.grad(want_sums, (wide_y, wide_w), exact(dsums))
-    with torch.no_grad():
-        each = (choices + 1) * 2.0**-24
-        assert torch.equal(exact(rows), want_rows)
-        sizes = unpermute_reference(exact(drows).abs(), places, None)
-        assert_close(dx, want_dx, dtype, each * sizes)
-        sizes = unpermute_reference(wide_y.abs(), places, wide_w.abs())
-        assert_close(sums, want_sums, dtype, each * sizes)
-        assert_close(dy, want_dy, dtype, 2.0**-24 * want_dy.abs())
-        sizes = torch.autograd.functional.vjp(
-            lambda w: unpermute_reference(wide_y.abs(), places, w), wide_w, exact(dsums).abs()
-        )[1]
-        assert_close(dweights, want_dw, torch.float32, (width / 32 + 32) * 2.0**-24 * sizes)
+    (rows, dx), (want_rows, want_dx), _, (g,) = compared(
+        lambda x: permute(x, *maps), lambda x: permute_reference(x, order, places), [x], drows
+    )
+    assert torch.equal(rows.cpu().double(), want_rows)
+    assert_close(dx, want_dx, dtype, each * unpermute_reference(g.abs(), places, None))
 
+    def reference(y, weights):
+        return unpermute_reference(y, places, weights)
 
-@devices
-@types
-def test_the_same_bits_every_time(device, dtype):
-    order, places = (each.to(device) for each in routed(40, 8, 0, 0))
-    found = []
-    for _ in range(3):
-        x = random((40, 96), dtype, device, 1).requires_grad_()
-        weights = random((40, 8), torch.float32, device, 2).requires_grad_()
-        sums = unpermute(permute(x, order, places), places, weights)
-        found.append((sums, *torch.autograd.grad(sums, (x, weights), torch.ones_like(sums))))
-    assert all(torch.equal(a, b) for other in found for a, b in zip(other, found[0], strict=True))
+    (sums, dy, dweights), (want, want_dy, want_dweights), wide, (g,) = compared(
+        lambda y, weights: unpermute(y, maps[1], weights, padded=bool(padding)),
+        reference,
+        [y, weights],
+        dsums,
+    )
+    sizes, _, of_weights = differentiated(
+        reference, [leaf.detach().abs().requires_grad_() for leaf in wide], g.abs()
+    )
+    assert_close(sums, want, dtype, each * sizes)
+    assert_close(dy, want_dy, dtype, 2.0**-24 * want_dy.abs())
+    error = (width / 32 + 32) * 2.0**-24 * of_weights
+    assert_close(dweights, want_dweights, torch.float32, error)
 
 
 def test_what_is_refused():

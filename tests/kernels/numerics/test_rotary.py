@@ -1,18 +1,16 @@
 """Rotary embedding against float64, for slices of a fused projection and any kind of tables."""
 
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.kernels.ops.rotary import rotate
 from tests.kernels.numerics.reference import (
-    EXAMPLES,
     assert_close,
+    compared,
     devices,
-    exact,
+    drawn,
     random,
     refused,
-    types,
     without_simulator,
     zeros,
 )
@@ -28,9 +26,9 @@ HEADS = st.one_of(
 )
 
 
-def tables(s, b, half, own, device, seed):
-    """Return cos and sin [s, 1 or b, 1, half] of random angles."""
-    angles = 7 * random((s, b if own else 1, 1, half), torch.float32, "cpu", seed).double()
+def tables(s, b, half, device, seed):
+    """Return cos and sin [s, b, 1, half] of random angles."""
+    angles = 7 * random((s, b, 1, half), torch.float64, "cpu", seed)
     return angles.cos().float().to(device), angles.sin().float().to(device)
 
 
@@ -49,63 +47,44 @@ def size(x, half):
     return torch.cat((both, both, torch.zeros_like(x[..., 2 * half :])), dim=-1)
 
 
-@devices
-@types
-@EXAMPLES
-@given(
+@drawn(
     s=st.integers(0, 9),
     b=st.integers(1, 3),
     heads=st.integers(0, 5),
     d=HEADS,
     rest=st.sampled_from([0, 0, 1, 8, 32, 96]),
-    own=st.booleans(),
-    layout=st.sampled_from(["alone", "interleaved", "side by side", "shifted", "transposed"]),
-    seed=st.integers(0, 99),
+    shared=st.booleans(),
+    transposed=st.booleans(),
+    head=st.sampled_from([0, 0, 1]),
+    place=st.sampled_from([(0, 0), (0, 0), (1, 16), (64, 128)]),
 )
-def test_rotary(
-    device,
-    dtype,
-    s,
-    b,
-    heads,
-    d,
-    rest,
-    own,
-    layout,
-    seed,
-):
-    """Rotate whole tensors, slices of a projection, misaligned ones, and [b, s, ..].
+def test_rotary(device, dtype, s, b, heads, d, rest, shared, transposed, head, place, seed):
+    """Rotate entire tensors, slices of a projection, misaligned ones, and [b, s, ..].
 
-    Slices are of [.., heads, 3 d] or of [.., (heads + 2) d].
+    Slices are of [.., heads, d + more] or of [.., heads + 2, d].
     """
     half = max(0, d - rest) // 2
-    if layout == "transposed":
-        whole = random((b, s, heads, d), dtype, device, seed)
-        x = whole.requires_grad_().transpose(0, 1)
-    elif layout == "side by side":
-        whole = random((s, b, heads + 2, d), dtype, device, seed)
-        x = whole.requires_grad_()[:, :, 1 : 1 + heads]
-    else:
-        before, width = {"alone": (0, d), "interleaved": (d, 3 * d), "shifted": (1, d + 16)}[layout]
-        whole = random((s, b, heads, width), dtype, device, seed)
-        x = whole.requires_grad_()[..., before : before + d]
-    cos, sin = tables(s, b, half, own, device, seed + 1)
-    y = rotate(x, cos, sin)
+    entry, more = place
+
+    def part(x):
+        x = x.transpose(0, 1) if transposed else x
+        return x[:, :, head : head + heads, entry : entry + d]
+
+    cos, sin = tables(s, 1 if shared else b, half, device, seed + 1)
+    order = (b, s) if transposed else (s, b)
+    (y, gradient), (want, want_gradient), (x,), (g,) = compared(
+        lambda x: rotate(part(x), cos, sin),
+        lambda x: turned(part(x), cos, sin),
+        [random((*order, heads + 2 * head, d + more), dtype, device, seed)],
+        random((s, b, heads, d), dtype, device, seed + 2),
+    )
     assert y.is_contiguous()
-    wide = exact(x)
-    want = turned(wide, cos, sin)
-    assert_close(y, want, dtype, ARITHMETIC * size(wide, half))
-    assert torch.equal(y[..., 2 * half :], x[..., 2 * half :])
-    dy = random(tuple(y.shape), dtype, device, seed + 2)
-    y.backward(dy)
-    assert whole.grad is not None
-    found = torch.zeros_like(whole.grad)
-    with torch.no_grad():  # the gradient of the whole is at x, and is 0 elsewhere
-        place = found.as_strided(x.shape, x.stride(), x.storage_offset())
-        place.copy_(whole.grad.as_strided(x.shape, x.stride(), x.storage_offset()))
-    assert torch.equal(found, whole.grad)
-    want.backward(exact(dy).detach())
-    assert_close(place, wide.grad, dtype, ARITHMETIC * size(exact(dy), half))
+    x = part(x)
+    assert_close(y, want, dtype, ARITHMETIC * size(x, half))
+    assert torch.equal(y[..., 2 * half :].cpu().double(), x[..., 2 * half :])
+    error = torch.zeros_like(want_gradient)  # where x is not
+    part(error).copy_(ARITHMETIC * size(g, half))
+    assert_close(gradient, want_gradient, dtype, error)
 
 
 @devices
@@ -115,21 +94,20 @@ def test_other_strides(device):
     A last dimension that is not contiguous is copied.
     """
     x = random((4, 2, 3, 16), torch.float32, device, 0)
-    cos, sin = tables(4, 2, 8, False, device, 1)
+    cos, sin = tables(4, 1, 8, device, 1)
     one = x[:, :, :1].expand(4, 2, 3, 16)
     assert torch.equal(rotate(one, cos, sin), rotate(one.contiguous(), cos, sin))
     backwards = x.transpose(0, 3).contiguous().transpose(0, 3)
     assert backwards.stride(-1) != 1
     assert torch.equal(rotate(backwards, cos, sin), rotate(x, cos, sin))
-    assert torch.equal(
-        rotate(x, cos.expand(4, 2, 1, 8), sin.expand(4, 2, 1, 8)), rotate(x, cos, sin)
-    )
+    each = (table.expand(4, 2, 1, 8) for table in (cos, sin))
+    assert torch.equal(rotate(x, *each), rotate(x, cos, sin))
 
 
 @devices
 def test_nan_stays_with_its_pair(device):
     x = random((1, 1, 2, 40), torch.float32, device, 0)
-    cos, sin = tables(1, 1, 16, False, device, 1)
+    cos, sin = tables(1, 1, 16, device, 1)
     x[0, 0, 0, 3] = x[0, 0, 1, 35] = float("nan")
     assert rotate(x, cos, sin).isnan().nonzero()[:, 2:].tolist() == [[0, 3], [0, 19], [1, 35]]
 
@@ -141,7 +119,7 @@ def test_positions_more_than_2_31_elements_apart(device):
     apart = 2**31 + 8
     x = zeros(apart + 8, device).as_strided((2, 1, 1, 8), (apart, 8, 8, 1))
     x.copy_(random((2, 1, 1, 8), torch.bfloat16, device, 0))
-    cos, sin = tables(2, 1, 4, False, device, 1)
+    cos, sin = tables(2, 1, 4, device, 1)
     assert torch.equal(rotate(x, cos, sin), rotate(x.contiguous(), cos, sin))
 
 

@@ -1,20 +1,18 @@
 """Softmax of scores: values and gradients against float64."""
 
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.kernels.ops.attention import NO_WINDOW, causal_softmax, masked_softmax
 from tests.kernels.numerics.reference import (
-    EXAMPLES,
     ROWS,
     WIDTHS,
     assert_close,
     devices,
+    drawn,
     exact,
     random,
     refused,
-    types,
 )
 
 # exp is good to 2^-21 of itself, sums of up to 16,384 terms of one sign to 2^-20, the argument's
@@ -22,96 +20,53 @@ from tests.kernels.numerics.reference import (
 RELATIVE = 2.0**-16
 
 
-def expected_softmax(x, hidden, scale):
-    return (x * scale).masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0)
+WINDOWS = st.one_of(st.just(NO_WINDOW), st.integers(0, 300))
 
 
-def compare(
-    y,
-    x,
-    hidden,
-    scale,
-    dtype,
-    seed,
-):
+def compare(softmax, x, hidden, scale, seed):
     """Compare values and gradients with float64.
 
     The gradient starts from the rounded probabilities.
     """
-    wide = exact(x)
-    want = expected_softmax(wide, hidden, scale)
-    assert_close(y, want, dtype, RELATIVE * want.detach())
-    assert (y[hidden.expand_as(y)] == 0).all()
-    dy = random(tuple(y.shape), dtype, str(x.device), seed + 1)
+    y, dtype = softmax(x.requires_grad_()), x.dtype
+    want = (exact(x).detach() * scale).masked_fill(hidden, float("-inf"))
+    want = want.softmax(-1).nan_to_num(0.0)
+    assert_close(y, want, dtype, RELATIVE * want)
+    assert not y[hidden.expand_as(y)].any()
+    dy = random(y.shape, dtype, x.device, seed + 1)
     y.backward(dy)
     p, g = exact(y).detach(), exact(dy).detach()
-    dot = (p * g).sum(-1, keepdim=True)
-    size = scale * p * (g.abs() + (p * g.abs()).sum(-1, keepdim=True))  # of the terms that cancel
+    dot, size = ((p * each).sum(-1, keepdim=True) for each in (g, g.abs()))
+    size = scale * p * (g.abs() + size)  # of the terms that cancel
     assert_close(x.grad, scale * p * (g - dot), dtype, RELATIVE * size)
 
 
-@devices
-@types
-@EXAMPLES
-@given(
-    batch=st.integers(0, 3),
-    queries=ROWS,
-    more=st.integers(0, 40),
-    keys=WIDTHS,
-    seed=st.integers(0, 99),
-    window=st.one_of(st.just(NO_WINDOW), st.integers(0, 300)),
-)
-def test_causal(
-    device,
-    dtype,
-    batch,
-    queries,
-    more,
-    keys,
-    seed,
-    window,
-):
+@drawn(batch=st.integers(0, 3), queries=ROWS, more=st.integers(0, 40), keys=WIDTHS, window=WINDOWS)
+def test_causal(device, dtype, batch, queries, more, keys, window, seed):
     """Apply the causal mask, also with more keys than queries, as in generation."""
     keys = max(keys, queries) if more else max(queries, 1)
     scale = 0.3 + seed / 50
-    x = random((batch, queries, keys), dtype, device, seed, scale=3.0).requires_grad_()
+    x = random((batch, queries, keys), dtype, device, seed, scale=3.0)
     pairs = torch.ones(queries, keys, dtype=torch.bool)
     hidden = pairs.triu(keys - queries + 1) | pairs.tril(keys - queries - window - 1)
-    compare(causal_softmax(x, scale, window), x, hidden, scale, dtype, seed)
+    compare(lambda x: causal_softmax(x, scale, window), x, hidden, scale, seed)
 
 
-@devices
-@types
-@EXAMPLES
-@given(
-    batch=st.integers(1, 3),
-    heads=st.integers(1, 3),
-    queries=st.integers(1, 5),
-    keys=WIDTHS,
+@drawn(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 5), WIDTHS),
     shared=st.booleans(),
     share=st.sampled_from([0.0, 0.3, 0.95, 1.0]),
-    seed=st.integers(0, 99),
-    window=st.one_of(st.just(NO_WINDOW), st.integers(0, 300)),
+    window=WINDOWS,
 )
-def test_masked(
-    device,
-    dtype,
-    batch,
-    heads,
-    queries,
-    keys,
-    shared,
-    share,
-    seed,
-    window,
-):
+def test_masked(device, dtype, shape, shared, share, window, seed):
     """Apply a mask; a row that sees no key is zero and has no gradient."""
-    x = random((batch, heads, queries, keys), dtype, device, seed, scale=3.0).requires_grad_()
+    x = random(shape, dtype, device, seed, scale=3.0)
+    batch, _, queries, keys = shape
     generator = torch.Generator().manual_seed(seed)
-    hidden = torch.rand(1 if shared else batch, 1, queries, keys, generator=generator) < share
+    mask = torch.rand(1 if shared else batch, 1, queries, keys, generator=generator) < share
     earlier = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries - window - 1)
-    y = masked_softmax(x, hidden.to(device), 0.7, window)
-    compare(y, x, hidden | earlier, 0.7, dtype, seed)
+    hidden = mask | earlier
+    compare(lambda x: masked_softmax(x, mask.to(device), 0.7, window), x, hidden, 0.7, seed)
 
 
 @devices
