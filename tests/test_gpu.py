@@ -25,10 +25,11 @@ from megatron.layers import ring
 from megatron.layers.attention_blocked import Weigher
 from megatron.layers.attention_fused import flash_attention, torch_attention
 from megatron.layers.attention_unfused import PLAIN, Scoring
+from megatron.layers.context import ParameterFactory, normal
 from megatron.layers.positions import Alibi, Documents, alibi_slopes
 from megatron.layers.ring_flash import Flash
 from megatron.model.gpt import build_chunks
-from megatron.parallel.keyed_random import seeded
+from megatron.parallel.keyed_random import dropout_mask, seeded
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Group, Topology
 from tests.engine.test_offload import assert_offloading_changes_nothing
@@ -116,6 +117,14 @@ def test_captured_passes_have_the_bits_and_the_memory_of_eager_ones(tmp_path, la
     assert captured[6]["memory_bytes"] <= 1.05 * eager[6]["memory_bytes"]
 
 
+def test_phases_of_a_recorded_step_are_measured_on_the_device(tmp_path):
+    for iteration, record in train(tmp_path, ["--timeline-interval", "2"]).items():
+        measured = {phase for phase, of in record.get("phases_ms", {}).items() if of["min"] > 0}
+        expected = {"forward", "backward", "optimizer"} if iteration % 2 == 0 else set()
+        assert measured >= expected and bool(measured) == bool(expected)
+        assert record["stage_memory_bytes"] == [record["memory_bytes"]]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_resumed_run_continues_with_the_same_masks(tmp_path, precision):
     """A resumed run continues with the same dropout masks as the uninterrupted run."""
@@ -185,6 +194,19 @@ def test_loss_and_gradients_of_a_model(positions, recompute, segments):
     assert loss_there == pytest.approx(loss, rel=1e-5)
     for name, gradient in gradients.items():
         assert (gradients_there[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((5000, 2000), 0), ((2000, 5000), 1)])
+def test_weights_drawn_in_pieces_are_those_of_a_cpu(shape, dim):
+    """Weights drawn in pieces equal the CPU's.
+
+    Ten million elements are copied in several pieces while others are drawn.
+    """
+    there, here = (
+        ParameterFactory(1, 1, 4, torch.device(d)).create("w", shape, dim, normal(0.02))
+        for d in (DEVICE, "cpu")
+    )
+    assert torch.equal(there.cpu(), here)
 
 
 CASES = pytest.mark.parametrize(
@@ -276,6 +298,20 @@ def test_torch_gets_all_documents_in_one_call(scoring, groups, head_dim):
     assert seen.names == ["_flash_attention_forward", "_flash_attention_backward"]
 
 
+@pytest.mark.parametrize("alibi", [False, True])
+def test_cudnn_makes_no_plans_for_shapes_that_change(alibi):
+    """Neither batches of documents nor passes without gradients are cuDNN's."""
+    q, k, v, bias, lengths = attention_case(8, alibi, True)
+    q, k, v = (x.to(DEVICE, torch.bfloat16).requires_grad_() for x in (q, k, v))
+    bias = None if bias is None else Alibi(bias.slopes.to(DEVICE))
+    with AttentionOperators() as seen:
+        scoring = Scoring(alibi=bias, documents=documents_on(DEVICE, lengths))
+        torch_attention(q, k, v, scoring).sum().backward()
+        with torch.no_grad():
+            torch_attention(q, k, v, Scoring(alibi=bias))
+    assert len(seen.names) >= 3 and not any("cudnn" in name for name in seen.names)
+
+
 def core_of(backend):
     """Return attention by torch or by flash_attn, which may be missing."""
     if backend == "flash":
@@ -302,6 +338,18 @@ def test_a_ring_of_one_place(monkeypatch, backend, groups, documents):
     case = attention_case(groups, False, documents)
     expected = run_attention(torch_attention, case, torch.float64, torch.device("cpu"))
     close(run_attention(attend, case, torch.bfloat16, DEVICE), expected, 2e-2)
+
+
+def test_a_mask_is_a_function_of_its_key():
+    like = torch.empty(1000, 1000, device=DEVICE, dtype=torch.bfloat16)
+    before = torch.cuda.get_rng_state(DEVICE)
+    first, same, other = (dropout_mask(like, 0.25, seed) for seed in (5, 5, 6))
+    assert torch.equal(first, same) and not torch.equal(first, other)
+    # Standard deviation of the share: sqrt(0.25 * 0.75 / 1e6) = 4.3e-4.
+    assert first.float().mean().item() == pytest.approx(0.75, abs=5 * 4.4e-4)
+    assert torch.equal(torch.cuda.get_rng_state(DEVICE), before), (
+        "the default generator must not move"
+    )
 
 
 @pytest.mark.parametrize("core", ["torch", "flash"])

@@ -92,6 +92,14 @@ def test_a_room_imports_only_rooms_below_it():
     assert not wrong
 
 
+def test_the_order_has_no_circle():
+    below = set()
+    while waiting := set(ROOMS) - below:
+        ready = {name for name in waiting if ROOMS[name] <= below}
+        assert ready, f"these rooms import each other: {sorted(waiting)}"
+        below |= ready
+
+
 def test_no_module_imports_itself_through_others():
     """No module imports itself through others, not even inside a function or for type checkers."""
     graph = {name: set(imports(name, tree)) - {name} for name, tree in modules().items()}
@@ -130,3 +138,12 @@ assert state() == before
 assert [m for m in sys.modules if m.startswith("megatron")] == ["megatron"], sys.modules
 """
     assert run_python(code) == ""
+
+
+def test_a_class_name_stands_in_one_module():
+    homes = {}
+    for name, tree in modules().items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(name)
+    assert not {name: places for name, places in homes.items() if len(places) > 1}

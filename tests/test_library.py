@@ -1,9 +1,12 @@
 """Library without pretrain_gpt.py: a user's own loop, on two processes and without DeepSpeed."""
 
+import inspect
+
 import pytest
 import torch
 
 import megatron
+from megatron.parallel.layout import Layout
 from tests.helpers.processes import run_processes
 from tests.helpers.tiny import INTERLEAVED, MODEL
 
@@ -54,3 +57,15 @@ def test_two_steps_in_a_users_own_loop():
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert last[0][0] == pytest.approx(loss.item(), rel=1e-6)
     assert last[0][1] == pytest.approx(norm.item(), rel=1e-5)
+
+
+def test_everything_offered_is_there_and_documented():
+    assert len(megatron.__all__) > 10 and set(megatron.__all__) <= set(dir(megatron))
+    for name in megatron.__all__:
+        piece = getattr(megatron, name)
+        assert isinstance(piece, str) or (
+            callable(piece) and (inspect.getdoc(piece) or "").strip()
+        ), name
+    assert megatron.Layout is Layout
+    with pytest.raises(AttributeError, match="no_such_piece"):
+        megatron.no_such_piece  # noqa: B018

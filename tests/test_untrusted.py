@@ -6,6 +6,8 @@ import pytest
 
 from megatron.errors import ConfigError, DataError
 from megatron.untrusted import (
+    is_count,
+    is_file_name,
     parse_json,
     read_bytes,
     read_json,
@@ -82,3 +84,19 @@ def test_json_that_is_sound(tmp_path, text, value):
 def test_json_that_is_not(text):
     with pytest.raises(DataError, match=r"^here "):
         parse_json(text, "here", error=DataError)
+
+
+def test_another_kind_and_hooks():
+    assert parse_json("[1]", "here", error=DataError, kind=list) == [1]
+    assert parse_json('{"a": 1}', "here", error=DataError, kind=list, object_pairs_hook=list) == [
+        ("a", 1)
+    ]
+
+
+def test_counts_and_names():
+    assert all(map(is_count, (0, 1, 2**63 - 1))) and not any(
+        map(is_count, (-1, 2**63, True, 1.0, "1", None))
+    )
+    assert all(map(is_file_name, ("a", ".metadata", "..."))) and not any(
+        map(is_file_name, ("", ".", "..", "a/b", "/a", "a\0", 3, None))
+    )

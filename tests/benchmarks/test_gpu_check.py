@@ -215,6 +215,22 @@ def test_what_does_not_fit_or_has_no_compiler_cannot_be_done(
     assert found == {"kernels", "bandwidth", "numerics", "MFU", "G2", "lost-rank"}
 
 
+def test_correctness_mfu_and_the_peers_come_within_ten_minutes():
+    """Steps that a GPU session must answer come first, also where kernels are still to be built.
+
+    What takes two ranks comes next on two devices, and last on one.
+    """
+    first = ["extensions", "kernels", "parity", "MFU", "G1", "G2"]
+    several = ["ranks", "lost-rank"]
+    alone, two = (
+        gpu_check.steps_of(GPU | {"count": count, "arch": "sm_1"}, Path("out")) for count in (1, 2)
+    )
+    assert [step.name for step in alone[:6]] == first
+    assert 5 + sum(step.seconds for step in alone[:6]) <= 600
+    assert [step.name for step in alone[-2:]] == several
+    assert [step.name for step in two[:8]] == [*first, *several]
+
+
 def test_the_furthest_step_counts():
     expected = {i: {"loss": 5.0, "skipped": 0} for i in (1, 2)}
     for records, off in (

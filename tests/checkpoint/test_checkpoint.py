@@ -4,6 +4,8 @@ They can be read by torch too.
 """
 
 import dataclasses
+import json
+import shutil
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -13,9 +15,12 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from megatron.checkpoint import save as save_module
+from megatron.checkpoint import shards
+from megatron.checkpoint.files import read_manifest
 from megatron.checkpoint.load import load, load_weights
 from megatron.engine import buckets
 from megatron.engine.engine import Engine
+from megatron.errors import CheckpointError
 from megatron.parallel.topology import Topology
 from tests.checkpoint.saver_cases import loaded, message, save
 from tests.engine import toy
@@ -123,6 +128,24 @@ def test_loads_exactly_on_any_layout(saved, four):
     assert parts[0] != parts[1]
 
 
+def test_only_the_pieces_of_the_wanted_tensors_are_read(root, four, tmp_path):
+    """Only the pieces of the wanted tensors are read.
+
+    A tensor that is not cut is on the first tensor rank alone, and so in one piece; the other piece
+    may be missing.
+    """
+    folder = shutil.copytree(root / "pieces" / "iter_0000002", tmp_path / "copy")
+    (folder / "boxes_00001.json").unlink()
+    listed = json.loads((folder / "boxes.json").read_text())["pieces"]
+    alone = [name for name, pieces in listed.items() if pieces == [0]]
+    assert alone and len(alone) < len(listed)
+    manifest = read_manifest(folder)
+    assert shards.read_stored(manifest, alone).keys() == set(alone)
+    assert shards.read_stored(manifest, ["unheard of"]) == {}
+    with pytest.raises(CheckpointError, match="boxes_00001"):
+        shards.read_stored(manifest, listed)
+
+
 def test_torch_reads_what_we_write(root, four, saved):
     tensors = {name: torch.zeros(values.shape) for name, values in saved.items()}
     reader = dcp.FileSystemReader(root / "whole" / "iter_0000002")
@@ -130,6 +153,22 @@ def test_torch_reads_what_we_write(root, four, saved):
         warnings.simplefilter("ignore")
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     toy.assert_same({name: tensor.double().numpy() for name, tensor in tensors.items()}, saved)
+
+
+def test_what_is_missing_or_double_is_seen():
+    halves = [shards.Shard((row, 0), (2, 2), "__0_0.distcp", 0, 16, "") for row in (0, 2)]
+    part, rest = ({"w": {"shape": (4, 2), "dtype": "float32", "boxes": [half]}} for half in halves)
+    shards.check_complete([shards.totals(part), shards.totals(rest)])
+    shards.check_complete([shards.totals(shards.merged([part, rest]))])
+    assert len(part["w"]["boxes"]) == 1, "merging leaves its parts as they are"
+    for wrong in ([part], [part, rest, part]):
+        with pytest.raises(CheckpointError, match=r"\bw\b"):
+            shards.check_complete([shards.totals(p) for p in wrong])
+
+
+def test_weights_without_engine(saved, four):
+    for dtype in (torch.float32, torch.bfloat16):
+        toy.assert_same(assembled(four[str(dtype)], "weights"), masters(saved, dtype))
 
 
 def test_errors_reach_every_rank(four):

@@ -65,6 +65,23 @@ def test_boxes_of_any_size(tmp_path, monkeypatch, box, of_file):
     assert verify(folder) == []
 
 
+def test_one_tensor_at_a_time(tmp_path):
+    """Each tensor is released before the next one is made."""
+    import weakref
+
+    alive = []
+
+    def given():
+        for i in range(4):
+            assert sum(ref() is not None for ref in alive) <= 1
+            tensor = torch.full((8,), float(i))
+            alive.append(weakref.ref(tensor))
+            yield f"master.{i}", tensor
+            del tensor
+
+    write(tmp_path, given())
+
+
 def test_after_an_error_all_is_as_before(tmp_path, monkeypatch):
     write(tmp_path, tensors().items())
     before = sorted(p.name for p in tmp_path.iterdir())

@@ -171,3 +171,12 @@ def test_tensors_that_the_model_has_not_are_an_error(ranks):
         and "exp_avg" not in first
         and "iter_0000001" not in first
     )
+
+
+def test_errors_where_nothing_sound_is_left(ranks):
+    first, second = ranks
+    assert (first["tag"], first["nothing left"]) == (second["tag"], second["nothing left"])
+    # Only the second stage reads the file that is named.
+    assert all(words in first["tag"] for words in ("iter_0000002", "__1_0.distcp", "rank 1"))
+    named = ("iter_0000002", "__1_0.distcp has 0 bytes", "iter_0000001", "boxes.json")
+    assert all(words in first["nothing left"] for words in named)

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from megatron_inspection.checkpoint import (
     TensorDifference,
     compare,
     contents,
+    norms,
     tensor_difference,
     verify,
 )
@@ -116,6 +119,19 @@ def test_lists_that_were_forged_are_damage(tmp_path, line):
     assert verify(folder)
     with pytest.raises(CheckpointError, match=str(folder)):
         compare(contents(folder), contents(other))
+
+
+def test_data_that_is_no_regular_file(tmp_path):
+    folder = make(tmp_path, 1, VALUES)
+    for put in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
+        path = folder / "__0_0.distcp"
+        path.unlink()
+        put(path)
+        assert verify(folder)
+        with pytest.raises(CheckpointError, match="__0_0.distcp"):
+            dict(norms(contents(folder), list(VALUES)))
+        if path.is_dir():
+            path.rmdir()
 
 
 # --- comparison

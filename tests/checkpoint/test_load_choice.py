@@ -277,6 +277,24 @@ def test_what_a_run_went_back_from_does_not_stand_in_for_a_broken_one(tmp_path):
     assert find(tmp_path).folder == made[4]
 
 
+def test_those_from_before_saves_were_counted_are_the_oldest(tmp_path):
+    """Checkpoints from before saves were counted are the oldest.
+
+    The exception is a counted one of an earlier iteration.
+    """
+    made = {
+        i: checkpoint(tmp_path, i, generation) for i, generation in {2: 0, 4: 0, 6: 0, 8: 1}.items()
+    }
+    for folder in list(made.values())[:3]:
+        content = json.loads((folder / "manifest.json").read_text())
+        del content["generation"], content["digest"]
+        (folder / "manifest.json").write_text(signed(content))
+    (made[8] / "config.json").write_text("")
+    assert find(tmp_path).folder == made[6]
+    expected = checkpoint(tmp_path, 3, generation=2)
+    assert find(tmp_path).folder == expected
+
+
 SIZES = dict(num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=8)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint.files import write_manifest
 from megatron.checkpoint.find import folders, generations, number_of
-from megatron.checkpoint.folder import folder_name, left_over, to_remove
+from megatron.checkpoint.folder import clear, folder_name, left_over, retire, to_remove
 
 
 def test_what_a_run_went_back_from_does_not_count_among_the_last():
@@ -63,6 +63,18 @@ def test_only_good_checkpoints_are_counted(tmp_path):
     for other in ("iter_0000050.tmp", "iter_60", "iter_0000070x", "release"):
         (tmp_path / other).mkdir()
     assert good_iterations(tmp_path) == [10, 40]
+
+
+def test_removal_is_a_renaming_first(tmp_path):
+    for iteration in (10, 20, 30):
+        checkpoint(tmp_path, iteration)
+    (tmp_path / "iter_0000010.removed").mkdir()  # of a killed removal
+    renamed = retire(tmp_path, [10, 20, 99])
+    assert [p.name for p in renamed] == ["iter_0000010.removed", "iter_0000020.removed"]
+    assert good_iterations(tmp_path) == [30]
+    assert all((p / "manifest.json").exists() for p in renamed)
+    clear(renamed)
+    assert [p.name for p in tmp_path.iterdir()] == ["iter_0000030"]
 
 
 def test_left_overs(tmp_path):

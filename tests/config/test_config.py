@@ -43,6 +43,20 @@ def test_base_model_of_mup():
     assert Config.create(**wide, **mup, mup_base_head_dim=64).model.softmax_scale == 8 / 16
 
 
+@pytest.mark.parametrize(
+    ("true_size", "multiple", "tp", "padded"),
+    [
+        (50257, 128, 1, 50304),
+        (50257, 128, 8, 51200),
+        (51200, 128, 8, 51200),
+        (1, 4, 2, 8),
+    ],
+)
+def test_padded_vocabulary(true_size, multiple, tp, padded):
+    config = Config.create(**SIZES, vocab_size=true_size, make_vocab_size_divisible_by=multiple)
+    assert config.model.padded_vocab_size(tp) == padded
+
+
 def test_replace_derives_anew():
     config = Config.create(**SIZES, world_size=4)
     wider = config.replace(hidden_size=128, tensor_model_parallel_size=2, vocab_size=10)

@@ -153,6 +153,16 @@ def test_a_loss_scale_beside_a_dynamic_one_says_nothing(merge):
     assert config.precision.loss_scale == 64
 
 
+def test_an_optimizer_that_is_handed_over_keeps_its_weight_decay(merge):
+    params = {"torch_adam": False, "adam_w_mode": False, "lr": "auto"}
+    config, notices = merge({"optimizer": {"type": "Adam", "params": params}})
+    assert config.optimizer.optimizer == "adam" and config.engine.extra == {}
+    assert [n.split(": ")[1].split()[0] for n in notices] == [
+        "optimizer.params.adam_w_mode",
+        "optimizer.params.torch_adam",
+    ]
+
+
 def test_loss_scale_entries_of_a_switched_off_fp16_say_nothing(merge):
     content = {
         "fp16": {"enabled": False, "loss_scale": 99, "initial_scale_power": 3},

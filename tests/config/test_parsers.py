@@ -1,5 +1,6 @@
 """Flags of other GPT programs' parsers: each is a setting, maps to some, or has a reason."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -19,6 +20,9 @@ RUN = (
 FOREIGN = foreign_flags()
 
 
+FAMILIES = {(flag.refused, flag.reason) for flag in FOREIGN.values()}
+
+
 def test_every_flag_of_every_parser_is_known():
     """Every flag of every parser is known, and no setting is also listed as unsupported."""
     flags = {f"--{name}" for names in PARSERS.values() for name in names.split()}
@@ -27,6 +31,16 @@ def test_every_flag_of_every_parser_is_known():
     assert [f for f in sorted(flags) if not known & {f, f.replace("_", "-")}] == []
     assert [flag for flag in FOREIGN if flag in settings_flags()] == []
     assert "--no-such-flag" not in flag_table()
+
+
+def test_each_reason_is_there_once_and_a_refusal_has_a_remedy():
+    reasons = [reason for _, reason in FAMILIES]
+    assert len(set(reasons)) == len(reasons) and all(
+        reason and "\n" not in reason for reason in reasons
+    )
+    for refused, reason in FAMILIES:
+        assert not refused or re.search(r"\b(use|remove)\b", reason), reason
+        assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", reason)) <= set(settings_flags()), reason
 
 
 def notices_of(words):
@@ -84,3 +98,13 @@ def test_underscores_and_dashes_are_the_same_in_them():
     assert notices_of(["--use_turbo_gemm", "true"])[0].startswith("--use_turbo_gemm true ")
     assert "--bf16" in problem_of(["--fp8_hybrid"])
     assert parse_args([*RUN, "--log_interval", "7"], 1).logging.log_interval == 7
+
+
+def test_no_flag_is_offered_that_is_refused():
+    for spelling in sorted(FOREIGN)[::10]:
+        for typo in (spelling[:-1], spelling + "s"):
+            if typo in flag_table():
+                continue
+            text = problem_of([typo])
+            offered = re.findall(r"--[\w-]+", text.partition("did you mean")[2])
+            assert all(flag in settings_flags() for flag in offered), text

@@ -97,10 +97,33 @@ def test_the_tensor_parallel_ranks_of_axonn():
     assert "--row-tensor-model-parallel-size 2" in text and "size 4" in text
 
 
+def test_a_model_without_experts_has_none_to_divide():
+    line = "--num-layers 8 --mock-data --tensor-model-parallel-size 2"
+    plain, (config, notices) = (
+        resolve(line, world_size=2)[0],
+        resolve(f"{line} --expert-tensor-parallel-size 1", world_size=2),
+    )
+    assert config == plain and any("--expert-tensor-parallel-size 1" in text for text in notices)
+
+
 def test_the_step_of_a_checkpoint():
     line = "--num-layers 8 --mock-data --load runs/a --ckpt-step"
     assert resolve(f"{line} 7")[0].checkpoint.load_tag == "7"
     assert resolve(f"{line} 0")[0].checkpoint.load_tag is None  # Megatron-LM loads the latest
+
+
+def test_chunks():
+    sizes = "--num-layers 8 --pipeline-model-parallel-size 2 --mock-data"
+    for flag in (
+        "--num-virtual-stages-per-pipeline-rank",
+        "--virtual-pipeline-model-parallel-size",
+    ):
+        parallel = resolve(f"{sizes} {flag} 2", world_size=2)[0].parallel
+        assert (parallel.num_layers_per_virtual_pipeline_stage, parallel.num_chunks) == (2, 2)
+        assert resolve(f"{sizes} {flag} 1", world_size=2)[0].parallel.num_chunks == 1
+        assert resolve(f"{sizes} {flag} none", world_size=2)[0].parallel.num_chunks == 1
+        text = problem(f"{sizes} {flag} 3", world_size=2)
+        assert all(word in text for word in (f"{flag} 3", "8 layers", "--pipeline-layout"))
 
 
 WITHOUT_EFFECT = """
@@ -295,6 +318,16 @@ def test_any_words_give_a_configuration_or_a_config_error():
                     ["--num-layers", "4", "--pipeline-model-parallel-size", "2", flag, *words],
                     world_size=2,
                 )
+
+
+def test_the_tokenizer_of_llama_3():
+    flags = (
+        "--num-layers 4 --mock-data --tokenizer-type Llama3Tokenizer --tokenizer-model "
+        "tokenizer.model"
+    )
+    tokenizer = resolve(flags)[0].tokenizer
+    assert (tokenizer.tokenizer_type, tokenizer.tiktoken_pattern) == ("TikTokenizer", "llama3")
+    assert resolve(f"{flags} --tiktoken-pattern v2")[0].tokenizer.tiktoken_pattern == "v2"
 
 
 def test_values_that_have_to_be_those_of_a_setting():

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config import Config
-from megatron.config.command_line import parse_plan
-from megatron.config.settings import all_options
+from megatron.config.command_line import parse_plan, read_settings
+from megatron.config.settings import all_options, raise_problems
 from megatron.errors import ConfigError
 
 NO_DROPOUT = dict(attention_dropout=0.0)
@@ -279,6 +279,31 @@ def test_every_number_has_a_range_and_what_is_outside_is_refused():
             assert option.name not in ("adam_eps", "layernorm_epsilon") or np.float32(number) > 0
             with contextlib.suppress(ConfigError):
                 Config.create(**{**SIZES, option.name: found})
+
+
+LIMITS = """
+--seed 18446744073709551616 => 4294967295
+--train-iters 1e308 => 1000000000
+--loss-scale 1e308 --fp16 => 1152921504606846976
+--num-workers 100000 => 512
+--hidden-size 1e308 => 1048576
+--num-layers 1e9 => 65536
+--lr 1e308 => 1000
+--eval-iters 1e9 => 1000000
+--global-batch-size 2147483648 => 1048576
+--adam-eps 1e308 => 1
+"""
+
+
+def test_a_number_beyond_its_range_is_refused_with_both():
+    for case in LIMITS.strip().splitlines():
+        flags, limit = case.split(" => ")
+        with pytest.raises(ConfigError) as raised:
+            raise_problems(read_settings(flags.split()).problems)
+        flag, value = flags.split()[:2]
+        text = str(raised.value)
+        assert flag in text and (limit in text or str(float(limit)) in text), text
+        assert value in text or str(float(value)) in text
 
 
 def test_context_parallelism_alone_does_what_a_ring_cannot():

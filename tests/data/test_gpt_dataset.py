@@ -147,6 +147,22 @@ def test_sizes_that_cannot_be_right_are_found_before_an_index_is_built(
         (PackedDataset if packed_samples else GPTDataset)(indexed, request)
 
 
+def test_a_damaged_index_is_named(tmp_path):
+    write(tmp_path / "x", [30, 30])
+    built = dataset(tmp_path / "x", 5, 10)
+    sample = int(built._shuffle[2])
+    for row in ([1, 25], [0, 0], [7, 3], [-3, 0]):
+        rows = np.array(built._rows)
+        rows[sample] = row
+        damaged = dataset(tmp_path / "x", 5, 10)
+        damaged._rows = rows
+        with pytest.raises(DataError, match=f"{tmp_path}/x.* 2 .*--data-cache-path"):
+            damaged[2]
+    built._documents = np.array([0, 99], np.int32)
+    with pytest.raises(DataError, match="--data-cache-path"):
+        [built[i] for i in range(5)]
+
+
 @pytest.mark.parametrize("sizes", [[40, 60], [50, 50, 20]])
 def test_data_that_changed_under_its_cache(tmp_path, sizes):
     write(tmp_path / "x", [10, 50, 40])

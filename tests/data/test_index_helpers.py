@@ -5,8 +5,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron.data import indexed_dataset
+from megatron.data import gpt_dataset, indexed_dataset
 from megatron.data.datasets import samples_of_part
+from megatron.data.gpt_dataset import IndexRequest, build_index
 from tests.data.implementations import call
 
 # shuffle
@@ -59,6 +60,19 @@ def test_shuffle_draws_for_huge_arrays(last):
     )
     after = random.get_state()
     assert partners.tolist() == expected and (state == after[1]).all() and position == after[2]
+
+
+def test_shuffle_index_of_more_samples_than_uint32(monkeypatch):
+    """Numbers need 64 bits from 2^32 - 2 on, as in Megatron's source; the order stays the same."""
+    assert np.iinfo(np.uint32).max - 1 == gpt_dataset._UINT32_LIMIT
+    sizes = np.array([4000, 5000, 1], np.int32)
+    request = IndexRequest("p", "train", "1", 0, 3, 9001, 9000, 1, 3, sizes)
+    orders = []
+    for limit, dtype in ((9001, np.uint32), (9000, np.int64)):
+        monkeypatch.setattr(gpt_dataset, "_UINT32_LIMIT", limit)
+        orders.append(build_index(request)["shuffle_idx"])
+        assert orders[-1].dtype == dtype
+    assert len(orders[0]) == 9000 and orders[0].tolist() == orders[1].tolist()
 
 
 # sample index

@@ -110,6 +110,40 @@ def test_nothing_outside_is_read(tmp_path, mmap, piece):
 SIZES_AT, POINTERS_AT = 34, 34 + 4 * 4
 
 
+@pytest.mark.parametrize(
+    ("mmap", "at", "value", "damaged"),
+    [
+        (True, SIZES_AT + 4, struct.pack("<i", -2), {1}),
+        (False, SIZES_AT + 4, struct.pack("<i", 3), {1}),
+        (True, POINTERS_AT + 8, struct.pack("<q", 2**62), {0, 1}),
+        (False, POINTERS_AT + 16, struct.pack("<q", -(2**63)), {1, 2}),
+    ],
+)
+def test_damaged_entries(tmp_path, at, value, damaged, mmap):
+    """Damage that opening cannot see is reported on reading, with file and byte.
+
+    Undamaged entries are still read.
+    """
+    sequences = [[1, 2, 3], [4, 5], [6], [7]]
+    write(tmp_path / "a", [sequences])
+    with open(tmp_path / "a.idx", "r+b") as file:
+        file.seek(at)
+        file.write(value)
+    indexed = IndexedDataset(tmp_path / "a", mmap=mmap)
+    for sequence, tokens in enumerate(sequences):
+        for read in (
+            lambda: indexed.read(sequence).tolist(),  # noqa: B023
+            lambda: gathered(indexed, (sequence, 0, len(tokens))),  # noqa: B023
+        ):
+            if sequence in damaged:
+                places = (SIZES_AT + 4 * sequence, sequence, POINTERS_AT + 8 * sequence)
+                message = r"a\.idx\b" + "".join(rf".* {place}\b" for place in places)
+                with pytest.raises(DataError, match=message):
+                    read()
+            else:
+                assert read() == tokens
+
+
 @given(
     documents=st.lists(
         st.lists(st.lists(st.integers(0, 65535), max_size=5), max_size=3), min_size=1, max_size=5

@@ -140,6 +140,16 @@ def test_parameters_that_are_missing_or_frozen_too_late_are_refused_on_all_ranks
     assert all("requires_grad" in late for _, late in messages)
 
 
+@pytest.mark.parametrize("precision", cases.PRECISIONS)
+def test_stages_may_have_other_kinds_of_parameters(runs, precision):
+    """Parameters train the same if the last stage lacks a kind of parameter."""
+    whole, lacking = (
+        toy.assemble([states[i] for states in runs[f"unequal groups {precision}"]]) for i in (0, 1)
+    )
+    assert {name.partition(".")[2] for name in whole.keys() - lacking.keys()} == {"final.norm"}
+    assert all(np.array_equal(values, whole[name]) for name, values in lacking.items())
+
+
 # -- overlap ---------------------------------------------------------------------------------------
 
 

@@ -1,11 +1,13 @@
 """Memory of an engine: every byte is needed for training, and none exists twice."""
 
 import gc
+import weakref
 
 import pytest
 import torch
 
 from megatron.engine.engine import Engine
+from megatron.engine.gradients import Terms
 from megatron.parallel.sharding import attach, shard
 from tests.engine import toy
 from tests.helpers.groups import join
@@ -74,3 +76,13 @@ def test_nothing_is_held_twice(ranks):
             ELEMENTS * BYTES[precision] - (divided - divided // ranks if stage == 1 else 0)
         )
     assert run_processes(ranks, held_in_each, CASES[ranks]) == [expected] * ranks
+
+
+def test_what_a_chunk_is_given_is_not_kept_to_know_whose_gradients_are_terms():
+    chunk = torch.nn.Linear(4, 4)
+    terms = Terms([chunk], sequence_parallel=True)
+    x = torch.ones(2, 4, requires_grad=True)
+    chunk(x).sum().backward()
+    gone = weakref.ref(x)
+    del x
+    assert gone() is None and set(terms._seen) == set(chunk.parameters())

@@ -165,3 +165,8 @@ def test_state_that_is_used_twice_in_a_row():
             optimizer.step()
         found.append(p.detach() if host is None else host.on_host[p]["master"])
     assert torch.equal(*found)
+
+
+def test_an_optimizer_of_whole_parameters_must_ask_for_their_state(runs):
+    messages = [message for _, message in runs]
+    assert "Whole" in messages[0] and "near" in messages[0] and len(set(messages)) == 1

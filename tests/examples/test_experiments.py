@@ -24,6 +24,7 @@ from megatron.jobs.experiment import (
     ExperimentRequest,
     Point,
     bubble_of,
+    least_time_s,
     plan,
     priced,
     state_of,
@@ -37,6 +38,9 @@ from tests.helpers.launching import ROOT
 from tests.tools.measured import paper_flops
 
 FRONTIER = load_cluster("frontier")
+
+
+SCALED = list(itertools.product(("weak", "strong"), ("175b", "1t")))
 
 
 def layouts(points):
@@ -142,6 +146,33 @@ def test_times_are_those_of_the_published_throughput():
     assert priced(point, FRONTIER, tflops=138.4).iteration_s == pytest.approx(
         seconds / (1 - bubble) / 2
     )
+
+
+def _costs_row(kind, model):
+    """Return a row of EXPERIMENTS.md's table of costs."""
+    points = [priced(p, FRONTIER) for p in plan(ExperimentRequest(kind, model))]
+    steps = [p.iteration_s or 0.0 for p in points]
+    totals = [(p.nodes, p.total_s or 0.0) for p in points]
+    nodes = max(p.nodes for p in points)
+    least_s = least_time_s(totals, nodes)
+
+    def span(values):
+        low, high = f"{min(values):,.0f}", f"{max(values):,.0f}"
+        return low if low == high else f"{low} to {high}"
+
+    return (
+        f"| {kind} {model} | {span([p.world for p in points])} | {span(steps)} | {nodes} | "
+        f"{int(least_s // 3600)} h {round(least_s % 3600 / 60):02d} min | "
+        f"{nodes * least_s / 3600:,.0f} | {sum(n * t for n, t in totals) / 3600:,.0f} |"
+    )
+
+
+def test_costs_in_the_documentation_are_those_of_a_dry_run():
+    text = (ROOT / "examples/frontier/EXPERIMENTS.md").read_text()
+    for kind, model in SCALED:
+        assert _costs_row(kind, model) in text
+    for kind in ("tp", "pp", "pp-bubble", "batch", "micro-batch"):
+        assert _costs_row(kind, "22b") in text
 
 
 # ---- running points

@@ -4,11 +4,12 @@ import itertools
 import math
 import os
 import re
+import sys
 
 import pytest
 
 from megatron.jobs.space import load_space
-from tests.examples.stubs import FRONTIER, run_script, shell
+from tests.examples.stubs import FRONTIER, own_environment, run_script, shell
 from tests.helpers.launching import ROOT
 from tests.helpers.preflight import checked
 
@@ -80,6 +81,19 @@ def test_a_job_that_somebody_ends_stays_out_of_the_queue(tmp_path, state, requeu
     ended = tune(tmp_path, ENDS="3", STUB_squeue=f"echo {state}")
     assert ended.code == 3
     assert ended.requeued == ["77"] * requeued
+
+
+def test_a_job_that_is_requeued_does_not_run_failed_trials_again_and_again(tmp_path):
+    def start(number, job="77"):
+        words = planner(
+            tune(tmp_path, RETRY_FAILED="1", SLURM_RESTART_COUNT=str(number), SLURM_JOB_ID=job)
+        )
+        return "--retry-failed" in words
+
+    assert [start(0), start(1)] == [True, False]
+    assert start(1, "78"), (
+        "the tuner has not run in a start that ended before, such as for want of good nodes"
+    )
 
 
 def test_starts_without_a_new_trial_are_bounded(tmp_path):
@@ -156,6 +170,17 @@ def test_a_node_that_dies_before_the_first_trial_sends_the_job_back(tmp_path, le
     ended = tune(tmp_path, nodes="a1,a2,a3", PREFLIGHT="1", STUB_squeue=squeue, STUB_srun="exit 1")
     assert ended.code == 4 and not ended.named("python", "tune.py")
     assert ended.requeued == ["77"] * requeued
+
+
+def on_a_login_node(*arguments, **variables):
+    return shell("bash", str(TUNE), *arguments, env={**own_environment(), **variables})
+
+
+def test_nothing_is_started_by_accident():
+    done = on_a_login_node(PYTHON=sys.executable)
+    assert done.returncode == 2 and done.stderr
+    shown = on_a_login_node("--help").stdout
+    assert "SPACE" in shown and "#SBATCH" not in shown
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,24 @@ def test_a_long_log_is_read_at_its_end(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "program",
+    [
+        "x = [0] * 10**9",
+        "import ctypes; import mmap; [mmap.mmap(-1, 1 << 30, mmap.MAP_PRIVATE) for _ in range(4)]",
+    ],
+)
+def test_real_programs_at_a_real_limit(tmp_path, program):
+    """Recognise Python's own messages when memory runs out."""
+    log = tmp_path / "log"
+    with open(log, "wb") as file:
+        limited = ["bash", "-c", 'ulimit -d 524288; exec "$@"', "limited"]
+        command = [*limited, sys.executable, "-c", program]
+        code = subprocess.run(command, stdout=file, stderr=file).returncode
+    assert code == 1 and ending([code], [log]).kind == OUT_OF_MEMORY, log.read_text()
+
+
+@pytest.mark.slow
 def test_a_real_program_at_a_real_limit(tmp_path):
     """Recognise Python's own messages when memory runs out."""
     log = tmp_path / "log"

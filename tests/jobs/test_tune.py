@@ -10,6 +10,7 @@ import pytest
 from megatron.data.file_lock import FolderClaim
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import ConfigError
+from megatron.jobs import tune as module
 from megatron.jobs.result import DONE, OUT_OF_MEMORY, STOPPED, Ending, valid_losses
 from megatron.jobs.runner import TIME
 from megatron.jobs.setup import make_setup
@@ -328,6 +329,20 @@ def test_hosts_of_a_file(capsys, tmp_path):
     assert (found.target.launcher, found.target.parallel) == ("slurm", 12)
     assert found.machine.processes_per_node == 8
     assert found.machine.cluster and found.machine.cluster.name == "frontier" and found.prior
+
+
+@pytest.mark.parametrize(
+    ("why", "done", "code"), [("", 1, 1), (TIME, 1, 3), (TIME, 0, 4), ("SIGTERM", 0, 3)]
+)
+def test_exit_codes_of_what_has_no_best(words, monkeypatch, capsys, why, done, code):
+    """Exit codes of searches without a best trial: one that started none would do so again."""
+
+    def ends(runner, source):
+        source.finished, source.why = ["0001"] * done, BUDGET
+        return why
+
+    monkeypatch.setattr(module.Runner, "run", ends)
+    assert call(capsys, *words)[0] == code
 
 
 def test_one_tuner_at_a_time(words, tmp_path, capsys):

@@ -40,6 +40,14 @@ def without(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
 
 
+def test_nothing_installed(monkeypatch):
+    without(monkeypatch)
+    wished = KernelConfig(norm_implementation="apex", optimizer_implementation="apex")
+    for config, lines in ((KernelConfig(), 1), (wished, 3)):
+        assert len(choose.packages(config, "cuda", "bfloat16", "torch")) == lines
+    assert choose.choose_attention(KernelConfig(), torch.device("cuda"), "bfloat16") == "torch"
+
+
 @pytest.fixture
 def flash(packages, monkeypatch):
     """Provide a working stand-in for flash-attn on a GPU."""
@@ -150,6 +158,16 @@ def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch):
     drops = choose.AttentionFeatures(drops=True)
     found = choose.choose_attention(KernelConfig(), cpu, "float16", 512, drops)
     assert found == "blocked", "the masks of any layout"
+
+
+def test_flash_attention_on_a_device_that_is_too_old(packages, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
+    make(packages, "flash_attn", "def flash_attn_func(): ...")
+    found = choose.flash_attention("cuda", "float16")
+    assert not found.usable and "8.0, Tesla V100" in found.reason
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,22 @@ def test_norm_of_a_tensor_past_2_31(device):
     assert float(scale_and_norm_([x])) == pytest.approx(want, rel=1e-6)
 
 
+@pytest.mark.gpu
+def test_past_2_32_elements():
+    """Address tensors in which an unsigned 32-bit index would wrap too."""
+    if free_bytes("cuda") < 40 * GiB:
+        pytest.skip("needs 40 GiB of free device memory")
+    rows = (1 << 32) // WIDTH + 2
+    x = torch.zeros(rows, WIDTH, dtype=torch.bfloat16, device="cuda")
+    x[-2:] = random((2, WIDTH), torch.bfloat16, "cuda", 1)
+    for run in (
+        lambda x: bias_activation(x, None, "squared_relu"),
+        lambda x: rms_norm(x, x[-1], 1e-5),
+    ):
+        y = run(x)
+        assert torch.equal(y[-2:], run(x[-2:])) and not y[:2].any()
+
+
 # ---- wide rows -----------------------------------------------------------------------------------
 # Each holds the row in another way: 1,024, 2,048, 4,096 and 8,192 packs of bf16, then rows too wide
 # to hold, then one that is not made of packs. Norms and cross entropy have theirs in numerics/.

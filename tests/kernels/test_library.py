@@ -1,5 +1,6 @@
 """Choice of the library to load, messages where there is none, and calls into it."""
 
+import contextlib
 import ctypes
 import ctypes.util
 import shutil
@@ -110,6 +111,26 @@ def test_a_library_that_cannot_serve(folder, monkeypatch):
     monkeypatch.setattr(library, "source_hash", lambda: "")
     library.forget()
     assert library.find("cpu").sources == "0123456789abcdef"
+
+
+def test_a_file_that_is_cut_off_is_built_again(folder, monkeypatch):
+    """Make a file again as the message asks that says why it cannot be loaded."""
+    tool = build.compiler("host") or pytest.skip(build.no_compiler("host"))
+    text = build.description("host", [ARCH], tool, build.compile_flags("host", [ARCH]))
+    path = fake(folder / HOST, text)
+    nodes = fake(folder / build.nodes_name(torch.__version__), build.nodes_hash())
+    built = []
+    monkeypatch.setattr(build, "_run", lambda *_: built.append(1))
+    monkeypatch.setattr(build, "written_atomically", contextlib.nullcontext)
+    # What a process that imports torch would say.
+    about = SimpleNamespace(returncode=0, stdout=f"{torch.__version__}\n1\n/lib\n/include\n")
+    monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: about)
+    for cut in (0, 1):
+        for file in (path, nodes):
+            file.write_bytes(file.read_bytes()[: len(file.read_bytes()) - cut])
+        assert build.is_current(path, "host", [ARCH]) == (not cut)
+        assert build.build_nodes(folder)[1] == bool(cut)
+    assert len(built) == 1
 
 
 def test_the_named_library(folder, monkeypatch):

@@ -5,6 +5,7 @@ built.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import weakref
 from typing import Any
@@ -215,6 +216,21 @@ def test_hooks_on_saved_tensors_are_used_as_by_autograd(name, way):
 
     for plain, hooked in zip(passes(False), passes(True), strict=True):
         assert torch.equal(plain, hooked)
+
+
+def test_tensors_without_data_are_not_for_the_kernels_of_a_gpu(built):
+    nodes = library.nodes_for(torch.ones(1))
+    handle = library.find("cpu").handle
+    addresses = {
+        name: ctypes.cast(getattr(handle, name), ctypes.c_void_p).value
+        for name in library._CALLED_BY_NODES
+    }
+    x = torch.empty(4, 8, device="meta", requires_grad=True)
+    nodes.bind("cuda", addresses)
+    try:
+        assert bias_activation(x, None, "gelu").shape == x.shape
+    finally:
+        nodes.bind("cuda", {})
 
 
 class _Products(TorchDispatchMode):

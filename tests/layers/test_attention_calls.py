@@ -145,3 +145,25 @@ def test_torch_gets_all_documents_at_once_on_a_gpu(monkeypatch, scoring):
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert seen == [(BOUNDS, BOUNDS, 23, 23)]
+
+
+def test_cudnn_gets_fixed_shapes_alone(monkeypatch):
+    """cuDNN, which plans for each new shape, may compute training without documents alone."""
+    allowed, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args, **kwargs):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    tensors, documents = inputs(23, 2, 4, 2), documents_of(TWO_SAMPLES)
+    for alibi in (None, Alibi(alibi_slopes(4))):
+        scoring = Scoring(alibi=alibi)
+        torch_attention(*tensors, scoring)
+        assert allowed == [True]
+        torch_attention(*tensors, scoring._replace(documents=documents))
+        with torch.no_grad():
+            torch_attention(*tensors, scoring)
+        assert len(allowed) > 2 and not any(allowed[1:])
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        allowed.clear()

@@ -3,7 +3,7 @@
 import torch
 
 from megatron.kernels.ops.elementwise import keyed_dropout
-from megatron.parallel.keyed_random import DropoutKey, dropout_mask, mix, seeded
+from megatron.parallel.keyed_random import DropoutKey, Site, dropout_mask, mix, seeded
 
 X = torch.ones(64, 8, 128)
 
@@ -17,6 +17,20 @@ def test_probability_and_scale():
     assert torch.equal(keyed_dropout(X, 0.0, 5), X)
     assert torch.equal(keyed_dropout(X, p, None), X)
     assert torch.count_nonzero(keyed_dropout(X, 1.0, 5)) == 0
+
+
+def test_gradient_uses_the_same_mask():
+    x = torch.randn(32, 4, 16, requires_grad=True)
+    out = keyed_dropout(x, 0.5, 11)
+    out.sum().backward()
+    assert torch.equal(x.grad != 0, dropout_mask(x, 0.5, 11))
+
+
+def test_keys_differ_where_masks_must():
+    base = DropoutKey(1, 40)
+    seeds = {base.at(3, Site.MLP_OUTPUT), base.at(4, Site.MLP_OUTPUT), base.at(3, Site.ATTENTION)}
+    seeds.add(DropoutKey(2, 40).at(3, Site.MLP_OUTPUT))
+    assert len(seeds) == 4
 
 
 def test_a_part_has_its_part_of_the_mask():

@@ -9,6 +9,7 @@ from megatron.layers.vocabulary import (
     PositionEmbedding,
     VocabParallelEmbedding,
 )
+from tests.helpers.operators import Watch
 from tests.helpers.sinks import hang_sink
 
 S, B, H, V = 6, 3, 4, 20
@@ -53,3 +54,19 @@ def test_rows_in_sinks_equal_dense_gradients(position_ids):
             torch.testing.assert_close(
                 accumulator.total, passes * other.weight.grad, rtol=1e-5, atol=1e-6
             )
+
+
+def test_nothing_of_the_tables_size_is_made():
+    context = LayerContext.single()
+    words = VocabParallelEmbedding(context, table(context, 1000, 1000))
+    accumulator, _ = hang_sink(words.weight)
+    tokens, target = data()
+    known = [x.untyped_storage().data_ptr() for x in (words.weight, accumulator.total)]
+    made = []
+
+    def look(name, args, returned):
+        made.extend(x.numel() for x in returned if x.untyped_storage().data_ptr() not in known)
+
+    with Watch(look):
+        (words(tokens) * target).sum().backward()
+    assert max(made) == S * B * H

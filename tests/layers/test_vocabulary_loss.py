@@ -195,6 +195,20 @@ def test_fp16_needs_the_loss_scale_before_rounding():
     torch.testing.assert_close(x.grad.float() * 2.0**-16, expected, rtol=2**-11, atol=0)
 
 
+def test_bf16_in_chunks_without_a_sink_is_rounded_once():
+    """Chunks without an accumulator are rounded once in bf16.
+
+    The products equal those with an accumulator, which adds in fp32: the same bits after one rounding.
+    """
+    found = []
+    for sunk in (True, False):
+        x, labels, mask, v = one_rank(fused=True, tokens=3, dtype=torch.bfloat16)
+        accumulator = hang_sink(v.weight)[0] if sunk else None
+        vocabulary_loss(x, labels, mask, v, late=True).backward()
+        found.append(accumulator.total.bfloat16() if accumulator else v.weight.grad)
+    assert torch.equal(*found)
+
+
 PARALLEL = [
     # (padding, sequence parallel, fused, deferred, overlap, sunk, limits); with 128 the second rank
     # has no entry.

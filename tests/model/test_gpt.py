@@ -133,6 +133,18 @@ def gradients(model, batch):
     }
 
 
+def test_padding_changes_no_number():
+    batch = micro_batch(tokens())
+    loss, grads = gradients(build(make_vocab_size_divisible_by=1), batch)
+    padded = build(make_vocab_size_divisible_by=64)
+    loss_padded, grads_padded = gradients(padded, batch)
+    assert padded.output_weight.shape[0] == 64
+    assert not padded.output_weight.grad[V:].any()
+    torch.testing.assert_close(loss_padded, loss, rtol=1e-6, atol=0)
+    for name, g in grads.items():
+        torch.testing.assert_close(grads_padded[name], g, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("recompute", [FULL2, BLOCK, SELECTIVE, CHEAP])
 @pytest.mark.parametrize(
     ("fields", "documents"),

@@ -5,15 +5,21 @@ If one hangs, every rank lists its members.
 
 import threading
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.errors import LaunchError
 from megatron.parallel import rendezvous
 from megatron.parallel.collectives import use_groups
+from megatron.parallel.flight import FlightState
 from megatron.parallel.launch import detect_launch
+from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
 from tests.helpers.fault_points import on
 from tests.helpers.processes import run_processes
@@ -90,3 +96,86 @@ def test_where_a_group_hangs_every_rank_tells_who_is_in_which():
         before, _, own = text.partition("Seen here as")
         assert kind == "LostRankError" and own, text
         assert all(part in before for part in ("rank 0 in", "tensor group", "rank 2-3 in", "data"))
+
+
+EXPERTS = Layout(tensor=2, pipeline=2, data=8, context=2, expert=4, expert_node=2, shard=4)
+
+
+class Handle:
+    """Stand-in for the process group of some ranks."""
+
+    def __init__(self, ranks):
+        self.ranks = sorted(ranks)
+
+
+class Device(TorchDispatchMode):
+    """A device on which calls have no effect before a number is read.
+
+    `done` has the kind of group, the call and the peer that the flight record names while one is
+    read. `wrong` is the kind of group whose sums are one too small.
+    """
+
+    def __init__(self, rank, layout, wrong=""):
+        super().__init__()
+        self.topology = Topology.from_layout(
+            layout, rank, device=torch.device("cpu"), new_group=Handle
+        )
+        self.topology.flight.describe(rank, 1, "n")
+        self.wrong, self.done = wrong, []
+        self.pending = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default and self.pending:
+            state = FlightState.read(self.topology.flight.buffer)
+            assert state is not None and state.call is not None
+            self.done.append((state.call.kind, state.call.name, state.call.peer))
+            while self.pending:
+                self.pending.pop()()
+        return func(*args, **(kwargs or {}))
+
+    def all_reduce(self, x, group):
+        kinds = {id(each.handle): each.kind for each in reversed(self.topology.groups)}
+        total = len(group.ranks) - (kinds[id(group)] == self.wrong)
+        self.pending.append(lambda: x.fill_(total))
+
+    def all_to_all_single(self, x, sent, group):
+        assert set(sent.tolist()) == {group.ranks.index(self.topology.rank)}
+        self.pending.append(lambda: x.copy_(torch.arange(len(x))))
+
+    def isend(self, x, peer, group):
+        assert group.ranks == sorted([peer, self.topology.rank])
+        self.pending.append(lambda: None)
+        return SimpleNamespace(wait=lambda: None)
+
+    def irecv(self, x, peer, group):
+        self.pending.append(lambda: x.fill_(peer))
+        return SimpleNamespace(wait=lambda: None)
+
+    def use(self, monkeypatch):
+        for name in ("all_reduce", "all_to_all_single", "isend", "irecv"):
+            monkeypatch.setattr(f"torch.distributed.{name}", getattr(self, name))
+        with self:
+            use_groups(self.topology)
+
+
+def test_the_device_is_waited_for_in_the_record_of_each_group(
+    monkeypatch,
+):
+    """A hang on the device is therefore in the group that hangs.
+
+    Rank 19 is the second of its tensor and of its data line, on the second of two stages.
+    """
+    device = Device(19, EXPERTS)
+    device.use(monkeypatch)
+    assert not device.pending
+    calls = Counter((kind, call) for kind, call, _ in device.done)
+    sums = "tensor pipeline data context model expert expert_data world expert_between "
+    sums += "expert_within data.inner data.outer data.copies expert_data.copies"
+    assert {kind for kind, call in calls if call == "all_reduce"} <= set(sums.split())
+    assert calls["expert", "all_reduce"] == 1
+    assert calls["expert_between", "all_to_all"] == calls["expert_within", "all_to_all"] == 1
+    assert [call[1:] for call in device.done if call[1] in ("send", "receive")] == [
+        ("receive", 3),
+        ("send", 3),
+    ]
+    assert set(calls.values()) == {1} and device.done[-1][:2] == ("world", "all_reduce")

@@ -143,6 +143,35 @@ def test_a_failure_reaches_the_others(failing):
         assert f"rank {failing} (n{failing}:cpu" in text and "DataError: corpus.bin" in text
 
 
+def test_what_was_heard_outlives_the_store():
+    """A failure is remembered after the store is gone.
+
+    Rank 0 fails and ends, with the store, before the others notice.
+    """
+    heard, gone, met = threading.Barrier(3), threading.Event(), threading.Barrier(3)
+
+    def fail_or_ask(rank):
+        met.wait()
+        if rank.launch.rank == 0:
+            rank.fail("DataError: corpus.bin")
+            heard.wait()
+            rank._answers_ended.set()
+            rank._listener.join()
+            rank.store, rank._store_lost = None, True
+            gone.set()
+            return str, ""
+        while not rank._roll_findings:
+            threading.Event().wait(0.002)
+        heard.wait()
+        gone.wait()
+        rank._listener.join()
+        error = rank.explain(RuntimeError("closed"))
+        return type(error), str(error)
+
+    for kind, text in ranks_in_threads([0, 1, 2], 3, fail_or_ask, kind=Apart)[1:]:
+        assert kind is LaunchError and "DataError: corpus.bin" in text
+
+
 def test_a_rank_hears_while_torch_waits_in_the_store():
     """A rank learns of a failure while torch waits in the store, as gloo does for a failed rank."""
     waits, told = threading.Event(), threading.Event()

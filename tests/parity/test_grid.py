@@ -25,9 +25,14 @@ from tests.helpers.fusions import force
 from tests.helpers.processes import SETUP_LIMIT_S, run_processes
 from tests.helpers.training import STEPS, assemble, model_fields, routes, train_plainly
 from tests.parity.cases import (
+    BF16,
     CAMPAIGN,
+    DROPOUT,
     FP16,
+    FULL,
+    SELECTIVE,
     TOGETHER,
+    UNFUSED,
     layout,
     train,
 )
@@ -162,3 +167,20 @@ def test_fp16_that_starts_in_overflow_skips_the_steps_of_one_process():
             assert taken == expected
             assert loss == pytest.approx(loss_1, rel=TOLERANCES["fp16"][0])
             assert (norm or 0.0) == pytest.approx(norm_1 or 0.0, rel=TOLERANCES["fp16"][1])
+
+
+@pytest.mark.campaign("parity")
+@pytest.mark.parametrize("recompute", [FULL, SELECTIVE], ids=["full", "selective"])
+def test_bf16_with_dropout_on_all_parallelisms_repeats_under_recomputation(
+    recompute,
+):
+    """Recomputation repeats the run bit for bit."""
+    _, world_size, fields = layout(tp=2, pp=2, sp=True, fused=True, **UNFUSED, **DROPOUT, **BF16)
+    for kept, again in run_processes(
+        world_size, train, [fields, {**fields, **recompute}], timeout_s=600
+    ):
+        assert kept["history"] == again["history"]
+        assert all(
+            (kept["parameters"][n][1] == again["parameters"][n][1]).all()
+            for n in kept["parameters"]
+        )

@@ -3,6 +3,7 @@
 import dataclasses
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -214,3 +215,20 @@ def test_the_first_forward_pass_may_take_longer():
         ).makespan
         == 3 * 4 + 5
     )
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [
+        [[(1, 0, 0), (0, 0, 0)], [(0, 1, 0), (1, 1, 0)]],  # backward before forward
+        [[(0, 0, 0), (1, 0, 0)], [(0, 2, 0), (1, 2, 0)]],  # no rank has stage 1
+        [[(9, 0, 0)], [(0, 1, 0)]],
+        [[(0, 0, -1)], [(0, 1, 0)]],
+    ],
+)
+def test_lists_that_cannot_be_run_are_refused(passes):
+    micro_batches = 1 + max(i for rank in passes for *_, i in rank)
+    lists = schedule_module.Lists.of([np.array(rank) for rank in passes], micro_batches)
+    free = [np.zeros((kinds, len(lists.owner)), np.int64) for kinds in (5, 4)]
+    with pytest.raises(ValueError):
+        schedule_module.run(lists, schedule_module.ScheduleCosts(*free), posted=False)

@@ -114,6 +114,38 @@ def test_the_arithmetic_of_a_layout(capsys, words):
     assert code == 0 and "TP 2 x PP 2 x DP 2" in text and "[2048, 2048] x [2048, 3072]" in text
 
 
+def test_bounds_and_the_formula_of_the_paper_are_options(capsys):
+    """Bounds, and the paper's formula, are options.
+
+    The formula is 24 k B s L h^2 (1 + s / 6 h + V / 16 L h), k = 4; a bound contains the
+    prediction.
+    """
+
+    def cells(*words):
+        code, text = call(capsys, *SMALL, "--markdown", "--layout", LAYOUT, *words)
+        assert code == 0, text
+        tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("| #")]
+        split = [
+            [[c.strip() for c in row.strip("|").split("|")] for row in (table[0], table[2])]
+            for table in tables
+        ]
+        return {table[0][1]: dict(zip(*table, strict=True)) for table in split}
+
+    plain, full = cells(), cells("--bounds", "--paper-flops")
+    assert len(full) == len(plain) + 1 and {*full["TP"]} - {*plain["TP"]} == {"TFLOP/s (paper)"}
+    vocabulary, seconds = 50432, float(full["TP"]["s/step"])  # padded to a multiple of 2 x 128
+    terms = 1 + 2048 / (6 * 2048) + vocabulary / (16 * 4 * 2048)
+    tflops = 24 * 4 * 16 * 2048 * 4 * 2048**2 * terms / 8 / seconds / 1e12
+    assert float(full["TP"]["TFLOP/s (paper)"]) == pytest.approx(tflops, rel=5e-3)
+    bounds = full["s/step"]
+    assert bounds["s/step"] == full["TP"]["s/step"]
+    order = [float(bounds[name]) for name in ("at the peak", "s/step", "slow ends")]
+    assert order == sorted(order) and 0 < float(bounds["fast ends"]) < seconds
+    assert float(bounds["at the peak"]) == pytest.approx(
+        float(full["TP"]["HFU"].strip(" %")) / 100 * seconds, rel=0.01
+    )
+
+
 def test_nothing_fits(capsys):
     for words in ([], ["--explain"]):
         code, text = call(capsys, *SMALL, "--headroom", "99.9%", *words)

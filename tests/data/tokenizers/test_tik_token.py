@@ -274,6 +274,14 @@ def test_files_that_are_none(tmp_path, text, message):
         build(str(tmp_path / "file"), tiktoken_pattern="gpt2")
 
 
+def test_an_id_of_another_tokenizer(small):
+    tokenizer = build(small, tiktoken_pattern="gpt2")
+    for ids in ([3, 265], [-1]):
+        with pytest.raises(DataError, match=f"id {ids[-1]} .*265"):
+            tokenizer.decode(ids)
+    assert tokenizer.decode([0xE4, 0xB8]) == "\ufffd", "half of a character"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["gpt2", "o200k"])
 def test_more_white_space_than_the_pattern_can_go_back_over(pattern):

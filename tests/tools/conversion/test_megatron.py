@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.folder import TRACKER
-from megatron_conversion.convert import find_source, read_source
+from megatron.errors import CheckpointError
+from megatron_conversion.convert import find_source, read_source, whole_tensor
 from megatron_conversion.names import PipelineNames, ours
 from megatron_conversion.source import settings_of
 from tests.tools.conversion import theirs
@@ -223,6 +224,15 @@ def test_errors(tmp_path):
     last = tmp_path / "old" / "iter_0000005" / "mp_rank_01_001" / "model_optim_rng.pt"
     last.rename(tmp_path / "hidden")
     refused(tmp_path / "old", tmp_path / "new", "mp_rank_01_001/model_optim_rng.pt")
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
+    write(tmp_path / "old", "gpt", half=False)
+    plan = planned(tmp_path / "old", optimizer=False)
+    part = plan.source.parts["final_layernorm.weight"][0]
+    (part.load or (lambda: part.weight))().fill_(float("nan"))
+    with pytest.raises(CheckpointError, match="final_layernorm.weight"):
+        whole_tensor(plan, "master", "final_layernorm.weight")
 
 
 def test_gelu_without_fusion_is_the_exact_one():

@@ -1,5 +1,6 @@
 """Inspection of data sets: statistics against numpy on plain lists, and deliberate damage."""
 
+import re
 import struct
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from tests.data.struct_format import packed, write
 from tools import inspect_dataset
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "50"]
+
+
+def texts(prefix, **options):
+    return [str(problem) for problem in inspect(prefix, **options).problems]
 
 
 @pytest.mark.slow
@@ -106,3 +111,19 @@ def test_any_inconsistency_is_found(
     else:
         consistent = False
     assert bool(found) != consistent, found
+
+
+def test_ids_out_of_vocabulary(tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "_BLOCK_BYTES", 64)
+    ids = np.arange(1000) % 90
+    ids[[333, 700, 701]] = [100, 99, 65535]
+    prefix = write(tmp_path / "a", [[ids[:300].tolist(), []], [ids[300:].tolist()]])
+    found = texts(prefix, vocab_size=99, validate=True)
+    assert [re.findall(r"\d+", problem.removeprefix(f"{prefix}.bin: ")) for problem in found] == [
+        ["666", "100", "2", "99"],
+        ["1400", "99", "2", "99"],
+        ["1402", "65535", "2", "99"],
+        ["3", "1000"],
+    ]
+    assert not texts(prefix, validate=True) and not texts(prefix, vocab_size=65536, validate=True)
+    assert not texts(prefix, vocab_size=99)  # the index alone

@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from megatron.training.report.events import StepRecord
@@ -40,3 +41,18 @@ def test_interval_leaves_skipped_steps_out_and_counts_them():
     assert report.stage_memory_bytes == (77,)
     assert (report.energy_j, report.joules_per_token) == (40.0, 40.0 / (20 * 8))
     assert len(interval.steps) == 0  # counts start anew at each log line
+
+
+def test_energy_is_counted_per_token_and_in_all():
+    interval = Interval(SINGLE, FlopRates(1, 8, 100.0, 150.0))
+    joules = iter([40.0, 24.0, math.nan, 1.0])
+    interval.meter = SimpleNamespace(used_j=lambda: next(joules))
+    for expected, used in ((40.0, 40.0), (24.0, 64.0), (None, math.nan), (1.0, math.nan)):
+        interval.steps.append(step(1, 3.0))
+        losses, memory = interval.reduce(77, None)
+        phases = {"forward": [1.0, 3.0, 8.0]}
+        report = interval.report(losses, 10, elapsed_s=2.0, memory=memory, phases=phases)
+        assert report.energy_j == expected
+        assert report.joules_per_token == (expected and expected / 32)
+        assert interval.used_j == pytest.approx(used, nan_ok=True)
+        assert report.phases_ms == {"forward": {"min": 1.0, "mean": 4.0, "max": 8.0}}

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.kernels.cost import Memory, counts_as, recomputed
 from megatron.parallel import flight as flight_module
 from megatron.parallel.deferred_gradients import WeightGradients
+from megatron.parallel.flight import DeviceCalls
 from megatron.pipeline.executor import Executor
 from megatron.pipeline.orders import COMPUTE, Op
 from megatron.pipeline.schedule import build_schedule
@@ -24,6 +25,7 @@ from tests.helpers.clock import VirtualClock
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 from tests.helpers.tiny import rank_topology
+from tests.parallel.test_flight import Stream
 
 SINGLE = rank_topology()
 
@@ -108,6 +110,37 @@ def test_time_counts_for_one_phase(clock):
     # A pass begins when its message has arrived.
     forward = next(one for one in activities if one.phase == "forward")
     assert (forward.start, forward.end) == (1000.0 + 1 + 2 + 4, 1000.0 + 7 + 8.78125)
+
+
+def test_times_of_a_device_are_moved_to_the_clock_of_its_host():
+    """The device begins a step 30 s after its host, and its clock is another one."""
+    stream, now = Stream([]), [0.0]
+    stream.now = 1e9
+
+    class Event:
+        def record(self):
+            self.at = now[0] + 30.0
+
+        def query(self):
+            return True
+
+        def synchronize(self):
+            now[0] = max(now[0], self.at)
+
+        def elapsed_time(self, later):
+            return float(1000 * (later.at - self.at))
+
+    topology = rank_topology()
+    meter = topology.flight.meter = DeviceCalls(Event, on_host=True)
+
+    def advance(seconds):
+        now[0] += seconds
+
+    recording = a_step(topology, advance)
+    assert topology.flight.meter is meter and meter.marks is None
+    activities = recording.activities(lambda: now[0])
+    step = next(one for one in activities if one.what == "step")
+    assert (step.start, step.end) == pytest.approx((30.0, 130.0))
 
 
 def of_one_rank(path, say, clock):

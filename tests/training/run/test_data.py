@@ -88,6 +88,25 @@ def test_a_disk_that_takes_no_copy_is_no_reason_to_stop(tmp_path):
     assert len(said) == 1 and prefix in said[0]
 
 
+def test_one_process_of_a_node_copies_and_only_stages_that_read_data(tmp_path):
+    """One process of a node copies, only stages that read data need it, and all leave together.
+
+    The middle one of three pipeline stages on a node reads nothing.
+    """
+    prefix, store, said = write_numbers(tmp_path / "x", 80), dist.HashStore(), []
+    fields = dict(num_layers=3, pipeline_model_parallel_size=3, world_size=3)
+    asked = staging(prefix, tmp_path / "disk", **fields)
+    staged = side_by_side(
+        3, lambda rank: staged_locations(asked, rank_topology(rank, pipeline=3), said.append, store)
+    )
+    assert (
+        staged[0] == staged[2]
+        and Path(staged[0][prefix]).is_relative_to(tmp_path / "disk")
+        and staged[1] == {}
+    )
+    assert len(said) == 1 and len(list((tmp_path / "disk").iterdir())) == 1
+
+
 def test_the_wait_has_an_end(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "WAIT_S", 0.0)
     asked = staging(write_numbers(tmp_path / "x", 80), tmp_path / "disk", world_size=2)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import megatron
+from megatron.data.sampler import MicroBatch
 from megatron.errors import ConfigError
 from megatron.layers.transformer import TransformerLayer
 from megatron.model.gpt import build_chunks
@@ -90,6 +91,18 @@ def test_cache_and_batch_change_nothing(name):
         for prompt, seed in zip(PROMPTS, (3, 4, 5), strict=True)
     ] == drawn
     assert ids(model, sampling=Sampling(seed=3)) == drawn != ids(model, sampling=Sampling(seed=4))
+
+
+@pytest.mark.parametrize("name", ["rope", "alibi"])
+def test_a_model_can_be_trained_after_it_has_generated(name):
+    """Tables that are made meanwhile take part in gradients."""
+    model = one_process(**{**FIELDS, **ARCHITECTURES[name]})
+    ids(model)
+    tokens = torch.tensor([PROMPTS[2] * 4])
+    batch = MicroBatch(tokens, tokens, torch.ones(1, 20), torch.arange(20)[None], None, 0)
+    chunk = model.chunks["0"].train()
+    chunk(batch, None).backward()
+    assert all(p.grad is not None for p in chunk.parameters())
 
 
 class WithTheTokenBefore(TransformerLayer):

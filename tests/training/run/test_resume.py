@@ -270,6 +270,17 @@ def test_the_settings_of_a_run_do_not_repeat_one_of_its_starts(tmp_path):
     assert outcome.code == 2 and f"--load {a}" in outcome.output
 
 
+def test_a_checkpoint_without_settings_is_refused(tmp_path):
+    checkpoint = store(tmp_path, config())
+    for content in ("{}", '{"model": {"num_layers": "x"}}', '{"model": 3}'):
+        (checkpoint / "config.json").write_text(content)
+        write_manifest(checkpoint, ["config.json", "state.json"])
+        with pytest.raises(CheckpointError, match="config.json"):
+            stored_settings(checkpoint, config(load=str(tmp_path)))
+        with pytest.raises(ConfigError, match="config.json"):
+            taken(tmp_path)
+
+
 def test_counters_come_back_or_the_checkpoint_is_refused(tmp_path):
     sources = {"web": {"samples": 40, "tokens": 320, "epochs": 0.5}}
     for progress in (Progress(5, 40, 320, 8, 1, 4, 32, 256, of) for of in ({}, sources)):

@@ -138,3 +138,16 @@ def test_a_file_with_other_content_is_named(tmp_path, data, same_size):
     assert f"{data[0]} has other content" in line and data[1] + " has" not in line
     # none of its 20 samples that count as taken was; those of the other file go on
     assert numbers(line) == (0, 20)
+
+
+def test_a_list_of_data_with_other_weights_is_another_blend(tmp_path, data):
+    listed = tmp_path / "list.txt"
+    fields = dict(data_path=None, data_file_list=str(listed))
+    listed.write_text(f"1 {data[0]} a\n1 {data[1]} b\n")
+    checkpoint = save(tmp_path, config(data, **fields))
+    assert said(checkpoint, config(data, **fields)) == ""
+    listed.write_text(f"3 {data[0]} a\n1 {data[1]} b\n")
+    line = said(checkpoint, config(data, **fields))
+    repeated, skipped = numbers(line)
+    # 30 samples of the first source count as taken, and 10 of the other one: 20 of each were
+    assert "blend" in line and repeated >= 10 and skipped >= 10

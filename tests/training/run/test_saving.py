@@ -157,6 +157,18 @@ def test_a_failed_save_is_tried_again_after_a_minute_of_steps():
     assert not case.failure and case.saves.saved_iteration == 30
 
 
+def test_a_background_save_that_fails_is_the_one_of_its_iteration():
+    case = Case(save_interval=2, async_save=True)
+    case.saver.broken = {"commit"}
+    case.step(2)
+    case.saver.written = True
+    case.step(3)
+    assert case.records == [("checkpoint_failed", 2)] and case.saves.saved_iteration is None
+    case.saver.broken = set()
+    case.saves.save(3, {}, last=True)
+    assert case.records[1:] == [("checkpoint", 3)] and not case.failure
+
+
 def test_the_last_save_does_not_rely_on_one_of_the_same_iteration_that_fails():
     case = Case(save_interval=2, async_save=True)
     case.saver.broken = {"commit"}

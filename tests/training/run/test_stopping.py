@@ -98,6 +98,14 @@ def test_a_signal_ends_the_run_unless_it_was_ignored(number, ignored):
         signal.signal(number, before)
 
 
+def test_only_the_first_signal_counts():
+    with Signals() as signals:
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        stop = Rules(signals=signals).stop(1)
+        assert stop.requeue and "SIGUSR1" in stop.reason
+
+
 def test_the_end_of_the_job_is_a_reason_to_go_on_in_another():
     """20 s of a step, 1.5 * 50 s of a save and 30 s of margin are 125."""
     left_s = [126.0]

@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import itertools
 import os
 import re
 import signal
@@ -74,6 +75,30 @@ def test_a_run_whose_last_save_failed_ends_with_an_error_and_keeps_the_old_check
     assert iterations(tmp_path) == [2, 3]
 
 
+def run_and_give_up(rank, fields):
+    """Make the third step impossible on any rank."""
+    from megatron.engine.engine import Engine
+    from megatron.errors import TrainingError
+
+    finish_step, calls = Engine.finish_step, itertools.count(1)
+
+    def third_fails(engine):
+        if next(calls) == 3:
+            raise TrainingError("NaN")
+        return finish_step(engine)
+
+    Engine.finish_step = third_fails
+    with pytest.raises(TrainingError) as caught:
+        run(rank, fields)
+    return str(caught.value)
+
+
+def test_a_save_under_way_is_completed_when_training_cannot_go_on(tmp_path):
+    fields = dict(save=str(tmp_path), save_interval=2, train_iters=5, async_save=True)
+    assert run_processes(1, run_and_give_up, fields) == ["NaN"]
+    assert iterations(tmp_path) == [2]
+
+
 # -- signals ---------------------------------------------------------------------------------------
 
 
@@ -126,6 +151,19 @@ def test_a_signal_at_any_time_saves_and_ends_with_exit_code_0(
     (end,) = found["end"]
     assert end["iteration"] == stopped and number.name in end["reason"]
     assert iterations(tmp_path)[-1] == stopped and len(found.get("validation", ())) == evaluations
+
+
+def test_a_signal_in_the_last_evaluation_costs_nothing_but_evaluations(tmp_path):
+    fields = dict(
+        save=str(tmp_path), train_iters=2, eval_iters=1, eval_interval=99, eval_at_start=True
+    )
+    where = "megatron.training.run.loop.evaluate"
+    assert run_processes(1, run_and_signal, fields, where, 2, int(signal.SIGTERM)) == [0]
+    found = records(tmp_path)
+    assert values(found["end"], "iteration", "reason") == [(2, "done")] and iterations(
+        tmp_path
+    ) == [2]
+    assert values(found["validation"], "iteration") == [(0,)]
 
 
 # -- the end of the job ----------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from megatron.layers.vocabulary import Vocabulary, vocabulary_loss
 from megatron.training.report.events import StepRecord
 from megatron.training.run.state import Skips, StepUnderWay
 from megatron.training.safety import bad_steps
+from tests.helpers.launching import TINY, launch
 from tests.helpers.poison import poisoned
 from tests.helpers.processes import run_processes
 from tests.helpers.tiny import INTERLEAVED, rank_topology, records, run, tiny, values
@@ -123,6 +124,30 @@ def test_the_first_bad_value_is_named(
     assert bad == 0 or [(nan, loss) for *_, nan, loss in counts[2:]] == [(1, None)] * 2
 
 
+@pytest.mark.slow
+def test_gradients_beyond_the_range_are_named():
+    """Gradients beyond the range are named.
+
+    Every gradient is finite, but not its square in fp32: the norm is infinite and all steps are
+    skipped.
+    """
+    ((text, state),) = run_processes(1, end_of_run_with_large_loss, {})
+    assert "rank 0 " in text and "gradient of " in text and "squared in fp32" in text, text
+    assert state == "unchanged"
+
+
+def end_of_run_with_large_loss(rank, fields):
+    from megatron.pipeline.executor import Executor
+
+    plain = Executor.train
+
+    def train(self, batches, loss_scale=1.0, loss_weights=None):
+        return plain(self, batches, 1e25, loss_weights)
+
+    Executor.train = train
+    return end_of_run(rank, fields, None)
+
+
 FP16 = dict(fp16=True, loss_scale_window=1000, hysteresis=1, initial_loss_scale=2.0**28)
 
 
@@ -150,6 +175,34 @@ def test_in_fp16_a_loss_that_is_not_finite_is_a_fault_at_any_scale():
         name in text
         for name in ("1 to 3", "step 3", "6.71089e+07", "forward", "8 to 8", "layers.1.mlp")
     ), text
+
+
+@pytest.mark.slow
+def test_the_program_ends_with_the_name_on_all_ranks():
+    """The program ends with the name on all ranks.
+
+    Two tensor ranks of pretrain_gpt.py. The row-parallel product after the bad value is a sum over
+    both: on rank 0 it comes later.
+    """
+    poison = dict(what="forward", module="layers.3.self_attention.query_key_value", rank=1, step=2)
+    flags = "--tensor-model-parallel-size 2 --sequence-parallel"
+    flags += " --max-consecutive-skips 2 --train-iters 9 --bf16"
+    flags += " --recompute-granularity full --recompute-method uniform"
+    arm = dict.fromkeys(range(2), (poisoned, poison))
+    outcomes = launch(2, [*TINY, *flags.split()], arm=arm)
+    expected = (
+        "TrainingError",
+        "2 to 3",
+        "step 2",
+        "rank 1 ",
+        "8 to 9",
+        "layers.3.self_attention.query_key_value",
+    )
+    for outcome in outcomes:
+        assert outcome.code == 2, outcome
+        assert (
+            all(name in outcome.output for name in expected) and "Traceback" not in outcome.output
+        ), outcome
 
 
 # -- the counting, without a model -----------------------------------------------------------------

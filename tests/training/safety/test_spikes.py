@@ -48,6 +48,16 @@ def test_a_loss_is_compared_with_the_median_of_the_window():
     assert spike is not None and spike.iteration == 8 and math.isnan(spike.loss)
 
 
+def test_steps_without_a_token_in_the_loss_are_not_in_the_window():
+    progress = Progress()
+    losses = (2.0, 0.0, 2.0, 0.0, 2.0, 2.0, 0.0, 4.0)
+    assert [note(rule(progress), i, loss) for i, loss in enumerate(losses, 1)] == [None] * 8
+    assert progress.recent_losses == [2.0, 2.0, 2.0, 4.0]
+    assert "2" in str(note(rule(progress), 9, 4.1))
+    older = rule(Progress(recent_losses=[0.0] * 4))  # as earlier versions wrote them
+    assert note(older, 5, 5.0) is None
+
+
 def test_it_needs_some_losses_but_sees_at_once_what_is_not_finite():
     found = rule(Progress(), window=100)
     assert [note(found, i, 1.0 if i < 10 else 1e6) for i in range(1, 11)] == [None] * 10
@@ -159,6 +169,27 @@ def test_without_a_checkpoint_before_it_training_goes_on(tmp_path):
     (record,) = records(tmp_path)["loss_spike"]
     assert text == "" and (record["iteration"], record.get("back_to_iteration")) == (13, None)
     assert sorted(set(read)) == list(range(64)) and state(tmp_path, 16)["left_out"] == []
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_is_a_spike_and_no_skips_in_a_row(tmp_path):
+    """A loss that is not finite is a spike, and its skips are not counted in a row.
+
+    Step 16 is NaN both times that it is taken, which would be one skip too many without the returns
+    between.
+    """
+    fields = dict(
+        save=str(tmp_path), load=str(tmp_path), train_iters=20, max_consecutive_skips=2, **RULE
+    )
+    poison = dict(what="forward", module="layers.1.mlp", rank=0, step=16, times=8)
+    ((_, text),) = run_processes(1, run_and_note, fields, [], (0, 0), poison)
+    spikes = records(tmp_path)["loss_spike"]
+    assert text == "" and values(spikes, "iteration", "lm_loss", "samples") == [
+        (16, None, [60, 64]),
+        (16, None, [64, 68]),
+    ]
+    last = state(tmp_path, 20)
+    assert (last["skipped_iterations"], last["consumed_samples"]) == (0, 80)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 The culprit is named, and all ranks end with the exit code of a hang.
 """
 
+import dataclasses
 import os
 import threading
 from types import SimpleNamespace
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from megatron.parallel import flight
+from megatron.parallel.host_processes import GONE, process_start
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
 from megatron.training.run.process import EXIT_LOST_RANK
-from megatron.training.safety.watchdog import REPORT_NAME, Watchdog
+from megatron.training.safety.watchdog import REPORT_NAME, Watchdog, nccl_error
 from tests.helpers.clock import VirtualClock
 from tests.helpers.killing import forked, wait_for
 from tests.helpers.processes import run_processes_raw
@@ -36,6 +38,22 @@ def note_the_end(folder, clock):
         exit_(code)
 
     os._exit = leave
+
+
+def watchdog(folder, clock, layout, recorder, states, store=None, **more):
+    """Return the watchdog of rank 0 with a limit of 30 s, 300 s for first-time operations."""
+    meeting = SimpleNamespace(
+        on_inquiry=None,
+        judged=threading.Event(),
+        flight_file=SimpleNamespace(states=states),
+        server=layout.data - 1,
+        store=store,
+    )
+    topology = Topology.from_layout(layout, 0, device=torch.device("cpu"), flight=recorder)
+    timing = dict(first_s=300.0, clock=clock, sleep=clock.sleep)
+    dog = Watchdog(meeting, topology, 30.0, folder, **timing, **more)
+    dog.patient = False
+    return dog
 
 
 def watch(folder, clock, changes):
@@ -103,6 +121,75 @@ def test_a_rank_is_given_up_after_its_time_without_a_sign_of_life(
     assert (tmp_path / "traces" / "rank_0").read_bytes() == b"NCCL", "torch's flight recorder"
     # It looks once a second, and takes its time to report.
     assert at <= float((tmp_path / "at").read_text()) <= at + 6
+
+
+def test_an_error_of_nccl_is_looked_into_at_once_and_the_flight_recorder_is_written(
+    tmp_path, monkeypatch
+):
+    """An error of NCCL is examined at once, and the flight recorder is written.
+
+    Rank 1 is gone. Without the error rank 0 would ask for it after 30 s. The store is gone with it.
+    """
+    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(tmp_path / "traces" / "rank_"))
+    clock, gone = VirtualClock(), forked(lambda: None)
+    wait_for(gone)
+
+    def body():
+        flight._clock = clock
+        here, there = flight.FlightRecorder(), flight.FlightRecorder()
+        here.describe(0, os.getpid(), "n:0", process_start(os.getpid()))
+        there.describe(1, gone, "n:1", 1)
+
+        def claim(*_):
+            raise RuntimeError("Connection reset by peer")
+
+        def states():
+            found = [flight.FlightState.read(each.buffer) for each in (here, there)]
+            return [
+                dataclasses.replace(state, process=GONE if state.rank else "running")
+                for state in found
+                if state
+            ]
+
+        errors = [""]
+        nccl = dict(broken=lambda: errors[0], trace=lambda: b"what NCCL did")
+        store = SimpleNamespace(compare_set=claim)
+        dog = watchdog(tmp_path, clock, Layout(data=2), here, states, store, **nccl)
+        clock.at(10.0, lambda: errors.__setitem__(0, "NCCL reports COMM_ERROR"))
+        note_the_end(tmp_path, clock)
+        dog.start()
+        threading.Event().wait()
+
+    assert wait_for(forked(body)) == EXIT_LOST_RANK
+    assert 10.0 <= float((tmp_path / "at").read_text()) <= 16.0
+    assert "rank 1" in (tmp_path / REPORT_NAME).read_text()
+    assert (tmp_path / "traces" / "rank_0").read_bytes() == b"what NCCL did"
+
+
+def test_what_nccl_reports_of_a_group_is_named():
+    def handle(error):
+        backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name=error))
+        return SimpleNamespace(_get_backend=lambda device: backend)
+
+    def error_of(**errors):
+        # in the order of Topology's groups
+        made = iter(["world", "tensor", "data", "pipeline", "model", "embedding"])
+        return nccl_error(
+            Topology.from_layout(
+                Layout(tensor=2, data=2, pipeline=3),
+                0,
+                device=torch.device("cpu"),
+                new_group=lambda ranks: handle(errors.get(next(made, "pair"), "SUCCESS")),
+            )
+        )
+
+    assert error_of() == ""
+    assert "REMOTE_ERROR in the data group of 2 ranks" in error_of(data="REMOTE_ERROR")
+    assert "TIMEOUT in the world group" in error_of(world="TIMEOUT")
+    assert "TIMEOUT in the pipeline group of 2 ranks" in error_of(pair="TIMEOUT")
+    # of a torch that cannot be asked
+    old = SimpleNamespace(_get_backend=lambda device: object())
+    assert nccl_error(Topology.from_layout(Layout(data=2), 0, new_group=lambda ranks: old)) == ""
 
 
 # -- several ranks ---------------------------------------------------------------------------------
