@@ -22,9 +22,12 @@ from tests.slurm.site import CAMPAIGN, FRONTIER, submit, wait_until, write_pytho
 pytestmark = CAMPAIGN
 
 NODES = 4
-# Two processes of a trial, one on each of two nodes. A micro-batch of 64 needs more than a
-# gigabyte, one of 3 hangs.
-SPACE = """
+# Two processes of a trial, one on each of two nodes. A micro-batch of 3 hangs. The activation of
+# one MLP needs a gibibyte (of sequences of 256 tokens with 4 * 128 features of 4 bytes) with the
+# largest micro-batch, more than a process may have; one of 1 to 3 needs 0.35 GiB for everything.
+LIMIT_KIB = 900 << 10
+LARGEST = (1 << 30) // (256 * 4 * 128 * 4)
+SPACE = f"""
 title = "two pipeline sizes and some micro-batches"
 flags = [
     "--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4", "--seq-length", "256",
@@ -33,7 +36,7 @@ flags = [
 ]
 [parameters]
 pp = [1, 2]
-mbs = [1, 2, 3, 64]
+mbs = [1, 2, 3, {LARGEST}]
 [derived]
 gbs = "2 * mbs * dp"
 nodes = "2"
@@ -43,8 +46,8 @@ nodes = "2"
 iterations = 3
 warm_up = 1
 """
-HANGS, TOO_BIG = "pp=1,mbs=3", "pp=1,mbs=64"
-_LIMIT = "ulimit -d 943718  # KiB, of each process"
+HANGS, TOO_BIG = "pp=1,mbs=3", f"pp=1,mbs={LARGEST}"
+_LIMIT = f"ulimit -d {LIMIT_KIB}"
 # Stops itself after the first step, in every rank, so that no other can report it. It has more
 # steps, so that it does not end before.
 PYTHON = f"""#!/bin/bash
