@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import faulthandler
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import time
@@ -96,9 +99,13 @@ class Script:
         timeout_s = timeout_s or limit_s()
         self.process.join(timeout_s)
         code = self.process.exitcode
-        assert code is not None, (
-            f"{self.log.name} did not end within {timeout_s:.0f} s:\n{self.output[-3000:]}"
-        )
+        if code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGUSR2)  # shows its stacks
+            self.process.join(1.0)
+            raise AssertionError(
+                f"{self.log.name} did not end within {timeout_s:.0f} s:\n{self.output[-6000:]}"
+            )
         return Outcome(code, self.output)
 
 
@@ -112,6 +119,7 @@ def _run_script(
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.register(signal.SIGUSR2, 2)
     sys.stdin = open(os.devnull)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115 - as Python's own
@@ -167,10 +175,13 @@ def launch(
             )
             for rank in range(n)
         ]
+        outcomes: list[Outcome | None] = []
         try:
-            return [
-                None if s is None else s.wait(max(1.0, end - time.monotonic())) for s in scripts
-            ]
+            for s in scripts:
+                outcomes.append(s and s.wait(max(1.0, end - time.monotonic())))
+            return outcomes
+        except AssertionError as error:
+            raise AssertionError(f"{error}\nranks before it: {outcomes}") from None
         finally:
             for s in scripts:
                 if s is not None:
