@@ -165,7 +165,7 @@ def no_signal(testbed: Testbed, folder: Path) -> Result:
     """The program asks Slurm itself how much time is left."""
     what = "time limit without a signal, requeued by the program"
     return near_the_limit(
-        testbed, folder, clock=True, reason=r"exiting program .* left of the job", what=what
+        testbed, folder, clock=True, reason=r"exiting program .* left in the job", what=what
     )
 
 

@@ -1,4 +1,6 @@
-"""Files of a Hugging Face model besides weights: config.json in both directions, and the tokenizer.
+"""Files of a Hugging Face model other than its weights.
+
+Reads and writes config.json, and reads the settings of the tokenizer.
 
 Needs no torch.
 """
@@ -45,7 +47,7 @@ _WITHOUT_EFFECT = frozenset(
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     task_specific_params
     """
-    # other names of the longest sequence
+    # other names for the maximum sequence length
     """
     max_sequence_length n_ctx
     """
@@ -88,7 +90,8 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
                 raise ValueError(f"{old} is null")
             if None not in (fields.get(new), fields.get(old)) and fields[new] != fields[old]:
                 raise ValueError(
-                    f"{old} {fields[old]!r:.60} and {new} {fields[new]!r:.60} are one field"
+                    f"{old} {fields[old]!r:.60} and {new} {fields[new]!r:.60} name the "
+                    "same field, but differ"
                 )
         for name, value in {**ONLY, **family.only}.items():
             if (known[name] or None) != (value or None):
@@ -98,8 +101,8 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
         unknown = fields.keys() - read - _WITHOUT_EFFECT
         if unknown := {name for name in unknown if fields[name] is not None}:
             raise ValueError(
-                f"{', '.join(sorted(unknown)[:8]):.200} of {kind} is unknown: if it does not "
-                "change the model, remove it from the file"
+                f"unknown fields for {kind}: {', '.join(sorted(unknown)[:8]):.200}. Remove from "
+                "the file those that do not change the model"
             )
         for setting, hf_name in family.fields.items():
             settings[setting] = known[hf_name]
@@ -164,9 +167,9 @@ def read_model(folder: Path) -> tuple[str, ModelConfig]:
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the tokens that end a text, read from a folder like transformers: none or several.
+    """Return the ids of the tokens that end a text, as transformers reads them; possibly none.
 
-    Raises CheckpointError for files or fields that are wrong.
+    Raises CheckpointError for invalid files or fields.
     """
     for name in (GENERATION, CONFIG):
         if not (folder / name).is_file():
@@ -175,15 +178,17 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
         ids = fields.get("eos_token_id")
         ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
         if any(type(i) is not int or i < 0 for i in ids):
-            raise CheckpointError(f"{folder / name}: eos_token_id is {ids!r:.60}, expected ids")
+            raise CheckpointError(
+                f"{folder / name}: eos_token_id is {ids!r:.60}, expected token ids"
+            )
         return tuple(ids)
     return ()
 
 
 def tokenizer_settings(folder: Path, at: Path | None = None) -> Values:
-    """Return our settings of the tokenizer in a Hugging Face folder; empty without one.
+    """Return our settings for the tokenizer in a Hugging Face folder; empty if it has none.
 
-    at   folder in which its files will be; by default the same one
+    at   folder that will hold its files; `folder` by default
 
     Raises CheckpointError for a damaged file.
     """

@@ -159,11 +159,11 @@ class Settings:
         return all(n not in self.bad and self.values.get(n) is not None for n in names)
 
 
-# --- checks of resolved settings, each beside the settings that it is about: see *_checks.py
+# --- checks of resolved settings, defined next to the settings that they check, in *_checks.py
 
 
 Problems = Iterator[str]
-"""Problems of a configuration, a sentence each."""
+"""Problems with a configuration, one sentence each."""
 
 
 class Check(NamedTuple):
@@ -174,7 +174,7 @@ class Check(NamedTuple):
 
 
 def check(*needs: str) -> Callable[[Callable[[Sections], Problems]], Check]:
-    """Make a check of a function that yields problems; validate.py collects them."""
+    """Turn a function that yields problems into a check; validate.py collects the checks."""
     return functools.partial(Check, needs)
 
 

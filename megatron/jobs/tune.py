@@ -1,7 +1,8 @@
 """Search for the best layout by trials (tools/tune.py), and its report.
 
-The state of a search is in the folders of its trials, as for experiments: point.json from the
-start, metrics.jsonl, result.json from the end. A killed search resumes from there.
+The state of a search is kept in the folders of its trials, as for experiments: point.json, written
+when a trial starts, metrics.jsonl, and result.json, written when it ends. A killed search resumes
+from there.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ from megatron.planner.table import Table, print_table
 from megatron.untrusted import read_json, write_text
 
 EXHAUSTED = "all layouts were tried"
-BUDGET = "the trials are used up"
+BUDGET = "the trial budget is used up"
 NODES = "too few nodes remain"
 _IDENTITY = "search.json"
-_MOST_BYTES = 1 << 24  # of a file of the folder
+_MOST_BYTES = 1 << 24  # of a file in the folder
 _RESERVE_S = 120.0  # of an allocation, to stop running trials and to write the report
 _SHOWN = 10
 _KINDS: Kinds = {is_text: ("key", "by")}
@@ -145,7 +146,7 @@ def _report(search: TuningSearch) -> bool:
 
 
 class TuningSearch(JobSource):
-    """A search: proposes trials and learns from them, until the budget is used.
+    """A search: proposes trials and learns from them until the budget is used up.
 
     At the end of the search the layouts that may be the best are measured again.
 
@@ -216,7 +217,7 @@ class TuningSearch(JobSource):
         return str(self.setup.args.objective)
 
     def _read(self, folder: Path, by_key: dict[str, Candidate]) -> None:
-        """Load a trial of an earlier start. Raises ConfigError for a file not of the tuner."""
+        """Load a trial of an earlier start. Raises ConfigError for invalid files."""
         try:
             point = read_beside(folder / POINT, _KINDS)
             candidate = by_key.get(point.get("key", ""))
@@ -240,7 +241,7 @@ class TuningSearch(JobSource):
     def next(self, runner: Runner) -> Job | None:
         if not runner.room(min(c.nodes for c in self.enumeration.candidates)):
             return None
-        # nodes died meanwhile
+        # too many nodes may have died in the meantime
         if self._queued is None or not runner.ever(self._queued.candidate.nodes):
             self._queued = self._choose(runner)
         trial = self._queued
@@ -250,7 +251,7 @@ class TuningSearch(JobSource):
         if left_s is not None and self._took_s and left_s <= statistics.median(self._took_s):
             self.why = TIME
             return None
-        # Smaller trials must not overtake the first in the queue: it could wait forever.
+        # Smaller trials must not overtake the first in the queue, or it could wait forever.
         if not runner.room(trial.candidate.nodes):
             return None
         self._queued = None
@@ -269,7 +270,7 @@ class TuningSearch(JobSource):
         return self._job(trial)
 
     def _choose(self, runner: Runner) -> Trial | None:
-        """Return the next trial to start; None for none, with the reason in `why`."""
+        """Return the next trial to start, or None, with the reason in `why`."""
         args = self.setup.args
         trials = list(self.trials.values())
         number = max([self._last, *self.trials]) + 1
@@ -299,8 +300,8 @@ class TuningSearch(JobSource):
         confirmed = sum(trial.by == CONFIRM and trial.number > last for trial in trials)
         runs = any(not t.result.status for t in searched)
         if not (waiting or lacking or runs) and confirmed < args.confirm:
-            # After nodes died, the first in turn may have too few. Do not skip it: other layouts,
-            # measured more often instead, would win on more evidence.
+            # Once nodes have died, too few may be left for the next layout in turn. Do not skip it:
+            # other layouts would be measured more often instead, and win on more evidence.
             turn = in_turn(trials, self.objective)
             for candidate in turn:
                 if runner.ever(candidate.nodes):
@@ -376,9 +377,7 @@ class TuningSearch(JobSource):
         if self._halving is not None:
             self._halving.stops(int(job.folder.name), losses)  # others are compared with it
         if len(losses) < self.setup.space.evaluations:
-            return Result(
-                INVALID, None, f"{len(losses)} validation losses: is there data for them?"
-            )
+            return Result(INVALID, None, f"{len(losses)} validation losses: is there enough data?")
         return dataclasses.replace(result, loss=losses[-1])
 
     def report(self, end: Attempt, result: Result) -> None:
@@ -402,7 +401,7 @@ class TuningSearch(JobSource):
         self.say(f"{head}: {said}; {finished} trials finished")
 
 
-# -- before it -------------------------------------------------------------------------------------
+# -- before a search ------------------------------------------------------------------------------
 
 
 def _dry_run(setup: Setup, enumeration: Enumeration) -> None:
@@ -450,13 +449,13 @@ def _dry_run(setup: Setup, enumeration: Enumeration) -> None:
     dearest = sorted((c.nodes * setup.limit_s(c) / 3600 for c in first), reverse=True)[:count]
     print(
         f"at most {count:,} trials of {trial}, and {confirmations} to "
-        "measure the leading layouts again, each at most "
+        "measure the leading layouts again, each taking at most "
         f"{show_duration(max(map(setup.limit_s, first)))}: at most "
         f"{sum(dearest) + confirmations * dearest[0]:,.1f} node-hours"
     )
 
 
-# -- after it --------------------------------------------------------------------------------------
+# -- after a search -------------------------------------------------------------------------------
 
 FOLDER = "report"
 

@@ -10,7 +10,7 @@ import torch
 class HostCopy:
     """Asynchronous copy of numbers [n] from a device to the host.
 
-    `read` waits until they have arrived, but not for later work of the device.
+    `read` waits until they have arrived, but not for work queued on the device after the copy.
     """
 
     def __init__(self, x: torch.Tensor) -> None:

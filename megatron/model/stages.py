@@ -19,7 +19,7 @@ def assign_layers(num_layers: int, num_stages: int, layout: str | None = None) -
     `layout` has the number of layers of each stage, such as "3,4,4,3".
 
     Raises ConfigError if a stage would be empty, or if the layout does not have one positive number
-    per stage that together make num_layers.
+    per stage, adding up to num_layers.
 
     >>> [len(layers) for layers in assign_layers(10, 4)]
     [2, 3, 3, 2]
@@ -70,8 +70,8 @@ def _parse(layout: str, num_layers: int, num_stages: int) -> list[int]:
 def recomputed_groups(layers: int, recompute: RecomputeConfig) -> list[int]:
     """List the sizes, in order, of the groups of a stage's layers that are fully recomputed.
 
-    uniform: every n layers keep only their input (Chen et al., arXiv 1604.06174). block: the first
-    n layers of the stage do, one by one; the others keep everything.
+    uniform: each group of n layers keeps only its input (Chen et al., arXiv 1604.06174). block: each
+    of the stage's first n layers keeps only its input; the others keep everything.
     """
     n = recompute.recompute_num_layers
     if recompute.recompute_granularity != "full":

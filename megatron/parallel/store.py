@@ -29,7 +29,8 @@ ANSWER_S = 5.0  # how long the store, or a rank, may take to answer
 _BATCH = 1024  # keys in one request, whose time grows faster than the number of its keys
 _PATIENCE_S = 3.0  # how long torch may look for a store that has not started yet
 _FOREVER = timedelta(days=20)  # longer times do not fit torch's 31 bits of milliseconds
-# requests per second of all ranks together for a key that they wait for: 0.2 cores of rank 0
+# requests per second from all ranks together for a key that they wait for; they cost rank 0 about
+# 0.2 cores
 _ASKED = 10_000
 
 
@@ -49,7 +50,7 @@ class StoreConnection:
     sleep: Callable[[float], object] = time.sleep
     server: int = field(default=0, init=False)
     store: dist.Store = field(init=False)
-    """A host that has lost power never answers: call its methods through `bounded`."""
+    """A host that has lost power never answers: call the store's methods through `bounded`."""
 
     @property
     def serves_store(self) -> bool:
@@ -68,7 +69,7 @@ class StoreConnection:
         return f"{served_by} at {self.launch.store_host}:{self.launch.master_port}"
 
     def open(self) -> None:
-        """Connect to the store, or serve it; it may start within `timeout`. Raises LaunchError."""
+        """Connect to the store, which may take `timeout` to start, or serve it. Raises LaunchError."""
         if self.launch.world_size == 1 and not self.launch.store_served:
             self.store = dist.HashStore()
         else:
@@ -108,13 +109,13 @@ class StoreConnection:
             )
         except (RuntimeError, OSError) as error:
             raise LaunchError(
-                f"rank 0 on node {self.launch.node} cannot serve port {port}, perhaps because "
+                f"rank 0 on node {self.launch.node} cannot listen on port {port}, perhaps because "
                 "another run or another process with rank 0 uses it: set MASTER_PORT to a free "
                 f"port, and give every process its own rank ({str(error).splitlines()[0]})"
             ) from error
 
     def _client(self) -> dist.Store:
-        """Connect to the store's server, which may start within `timeout`."""
+        """Connect to the store's server, which may take `timeout` to start."""
         # Rank 0 reaches its own store through the loopback device, whatever its name resolves to.
         address = (
             "127.0.0.1" if self.serves_store else self.launch.store_host,
@@ -139,10 +140,10 @@ class StoreConnection:
                 client = bounded(connect, left, "a process listens there, but does not answer")
         except (RuntimeError, OSError, LaunchError) as error:
             raise LaunchError(
-                f"rank {self.launch.rank} on node {self.launch.node} does not reach "
+                f"rank {self.launch.rank} on node {self.launch.node} could not reach "
                 f"{self.store_name} within {show_duration(seconds)}: {error}. Either rank 0 "
-                "did not start (look at its output), or it runs on another host or port than "
-                "MASTER_ADDR and MASTER_PORT say"
+                "did not start (look at its output), or its host or port is not the one in "
+                "MASTER_ADDR and MASTER_PORT"
             ) from error
         client.set_timeout(self.timeout)
         return client
@@ -150,8 +151,8 @@ class StoreConnection:
     def _await_listener(self, address: tuple[str, int], deadline: float) -> None:
         """Wait until a process listens at the address; raise OSError after the deadline.
 
-        If rank 0 started late, torch would retry less and less often, and connect up to minutes
-        after the start.
+        If rank 0 started late, torch would retry less and less often, and might connect only
+        minutes after the start.
         """
         while True:
             try:
@@ -163,7 +164,7 @@ class StoreConnection:
                 self.sleep(0.1)
 
     def poll(self, keys: Sequence[str], deadline: float, unless: str = "") -> bool:
-        """Return whether all keys exist before the deadline, and before the key `unless` does."""
+        """Return whether all keys appear before the deadline, and before the key `unless` does."""
         pause = 0.005
         longest = 0.2 if self.launch.task == 0 else self.pause_s
         for batch in batches(keys):
@@ -176,7 +177,7 @@ class StoreConnection:
         return True
 
     def comes(self, key: str, seconds: float) -> bool:
-        """Return whether the key exists within `seconds`."""
+        """Return whether the key appears within `seconds`."""
         return self.poll([key], self.clock() + seconds)
 
     def values(self, keys: Sequence[str]) -> list[bytes]:
@@ -236,8 +237,8 @@ def without_dns() -> Iterator[None]:
     """Let this process look up host names in /etc/hosts only (with glibc; otherwise no effect).
 
     For the process that serves the store: torch looks up the name of every address that connects,
-    in the store's only thread and only for its log. If an answer takes 50 ms, the answers for
-    75,264 ranks would take an hour.
+    in the store's only thread and only for its log. If each answer takes 50 ms, those for 75,264
+    ranks take an hour.
     """
     configure = getattr(
         ctypes.CDLL(None), "__nss_configure_lookup", lambda database, services: None

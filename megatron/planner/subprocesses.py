@@ -43,7 +43,7 @@ def reserve_port() -> socket.socket:
     """Return a socket that holds a free port (getsockname()[1]) until it is closed.
 
     It is bound with SO_REUSEADDR and does not listen: no outgoing connection and no process that
-    asks for any port can get this port. A server that sets SO_REUSEADDR, such as torch's store, can
+    asks for just any free port can get this one. A server that sets SO_REUSEADDR, such as torch's store, can
     still listen on it.
     """
     reserved = socket.socket()
@@ -92,8 +92,8 @@ def process_pool(processes: int, killed: str) -> Iterator[Callable[..., Iterator
     pool = ProcessPoolExecutor(processes, context, _begin, (os.getpid(),))
 
     def run(function: Callable[[T], object], items: Iterable[T]) -> Iterator[object]:
-        # Block Ctrl-C in new processes until _begin: they would end with a traceback. This process
-        # gets it a moment later.
+        # Block Ctrl-C in new processes until _begin: otherwise they would end with a traceback.
+        # This process gets it a moment later.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return pool.map(function, items)
@@ -110,7 +110,7 @@ def process_pool(processes: int, killed: str) -> Iterator[Callable[..., Iterator
 
 def _begin(parent: int) -> None:
     def end_with_parent() -> None:
-        # a process that waits for tasks does not notice when their source is killed
+        # a process that waits for tasks does not notice when its parent is killed
         while os.getppid() == parent:
             time.sleep(1.0)
         os._exit(1)

@@ -2,7 +2,7 @@
 
 They are cached in memory, and in files in $XDG_CACHE_HOME/megatron/traces (default ~/.cache), under
 a digest of the sources: traces of other code are never read. MEGATRON_TRACE_CACHE names another
-folder, or "none". This module needs torch if a trace is not cached.
+folder; with "none", no files are used. This module needs torch if a trace is not cached.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.planner.events import GroupMessage, Pass, PassEvent, Trace, Traced
 
 FOLDER = "MEGATRON_TRACE_CACHE"
 
-# Settings that a trace does not depend on. All others of these sections count, including new ones.
+# Settings that a trace does not depend on. All others in these sections count, including new ones.
 _DOES_NOT_COUNT = {
     "model": (
         "num_layers layernorm_epsilon rotary_base init_method_std init_method_xavier_uniform"
@@ -52,7 +52,7 @@ _DOES_NOT_COUNT = {
     "kernels": "optimizer_implementation",
 }
 _COUNTS = {"data": "reset_position_ids", "optimizer": "qk_clip"}
-"""Settings of the other sections that a trace depends on."""
+"""Settings in the other sections that a trace does depend on."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SOURCES = (
     "layers",
@@ -99,7 +99,7 @@ class LayerKind(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def kinds_of_layers(model: ModelConfig) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
-    """Return the kinds of a model's layers, and the number of each layer's kind."""
+    """Return the kinds of a model's layers, and for each layer the index of its kind."""
     layers = range(model.num_layers)
     kind_of_layer = [LayerKind(model.window(i) is None, model.has_experts(i)) for i in layers]
     kinds = sorted(set(kind_of_layer))
@@ -109,7 +109,7 @@ def kinds_of_layers(model: ModelConfig) -> tuple[tuple[LayerKind, ...], tuple[in
 def _layers(
     config: Config, device: str, kind: LayerKind
 ) -> tuple[TracedModule, TracedModule | None]:
-    """Trace a layer of a kind, and the same layer with full recomputation if that is on."""
+    """Trace a layer of this kind, and the same layer with full recomputation if that is on."""
     model = dataclasses.replace(
         config.model,
         window_size=None if kind.unlimited else config.model.window_size,
@@ -146,7 +146,7 @@ def _names() -> dict[str, list[str]]:
 
 @functools.cache
 def _counted() -> Callable[[Any], Any]:
-    """Return a function that reads all of these settings from a configuration."""
+    """Return a function that reads from a configuration all settings that a trace depends on."""
     return operator.attrgetter(
         *(f"{section}.{name}" for section, names in _names().items() for name in names)
     )

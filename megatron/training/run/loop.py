@@ -24,9 +24,9 @@ from megatron.training.safety.bad_steps import Spike, roll_back
 
 
 def train(run: Run) -> Stop | None:
-    """Train to the last iteration or to a reason to stop, which is returned.
+    """Train until the last iteration or a reason to stop; return this reason.
 
-    It measures, reports and saves on the way. Raises CheckpointError at the end if the last
+    Measures, reports and saves along the way. Raises CheckpointError at the end if the last
     checkpoint could not be written.
     """
     progress = run.progress
@@ -113,7 +113,7 @@ def train_steps(run: Run) -> Stop | None:
 def between_steps(run: Run) -> Stop | None:
     """Do what the ranks agreed on during the last step, then start the next agreement.
 
-    Ranks agree to complete a save in the background, to save, or to stop.
+    They may have agreed to complete a background save, to start a save, or to stop.
     """
     iteration = run.progress.iteration
     agreed = run.agreement.read()
@@ -138,7 +138,7 @@ def go_back(run: Run, spike: Spike) -> bool:
 
 
 def evaluate(run: Run, *, last: bool = False) -> None:
-    """Measure validation losses and tasks, which are callbacks; `last`: at the end of the run."""
+    """Run the evaluations, which are callbacks; `last` is true at the end of the run."""
     for callback in run.callbacks:
         callback.on_evaluation(run, last)
 
@@ -164,7 +164,7 @@ def report(run: Run) -> None:
 
 
 def watch_the_end(run: Run, seconds: float) -> None:
-    """Note the seconds of a step, and the evaluations and saves that may follow before the end."""
+    """Record a step's time, and the evaluations and saves that may follow before the end."""
     if run.wall_time is None:
         return
     iteration = run.progress.iteration
@@ -177,7 +177,7 @@ def watch_the_end(run: Run, seconds: float) -> None:
 
 
 def save(run: Run, *, last: bool = False) -> None:
-    """Save the current state, unless there is no --save folder or it is saved already.
+    """Save the current state, unless there is no --save folder or it has been saved already.
 
     The `last` save of a run is complete when this returns; others may continue in the background.
     """
@@ -202,9 +202,9 @@ def save(run: Run, *, last: bool = False) -> None:
 def export(run: Run, folder: Path, stop: Stop | None) -> None:
     """Write the model for --save-hf, unless training ended early. Raises CheckpointError."""
     if stop is not None:
-        run.reporter.say(f" the model is not written to {folder}: training has not ended")
+        run.reporter.say(f" the model is not written to {folder}: training stopped early")
         return
-    from megatron.checkpoint.huggingface_save import export as write  # takes long to import
+    from megatron.checkpoint.huggingface_save import export as write  # slow to import
 
     finish_step(run)
     shown = run.reporter.console.doing(f"writing the model to {folder}")

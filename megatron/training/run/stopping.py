@@ -29,13 +29,14 @@ from megatron.parallel.topology import Topology
 from megatron.training.run.process import Signals
 
 _ASK_EVERY_S = 60.0  # a job's time may be extended or reduced
-_ANSWER_S = 30.0  # a busy controller takes long to answer
+_ANSWER_S = 30.0  # a busy controller is slow to answer
 _RECENT_STEPS = 100  # the next step is expected to take as long as the longest of these
-# a save may take this much longer than the longest so far: a parallel file system is shared
+# a save may take this many times as long as the longest so far: parallel file systems are shared
 _SPREAD = 1.5
 # time to end the processes; Slurm counts whole seconds and checks limits only periodically
 _MARGIN_S = 30.0
-_DURATION_SHARE = 0.05  # of --exit-duration-in-mins, which nobody enforces, if that is less
+# margin for --exit-duration-in-mins as a share of it, if that is less: nothing kills the processes
+_DURATION_SHARE = 0.05
 # per rank, until the first save is measured: low even for a busy file system
 _GUESSED_BYTES_PER_S = 100e6
 
@@ -194,7 +195,7 @@ class StopRules:
         return bool(agreed.get("signal"))
 
     def must_leave(self, agreed: Mapping[str, int]) -> bool:
-        """Return whether an evaluation must end, by a signal or because the time is needed."""
+        """Return whether an evaluation must end, on a signal or because its time is needed."""
         return self.signalled(agreed) or bool(agreed.get("leave"))
 
 
@@ -263,7 +264,7 @@ class SlurmEnd:
         self._warned = True
         left = self.left_s()
         self.say(
-            f" warning: the time left to job {self._job} is unknown ({reason}): the run continues "
+            f" warning: the time left in job {self._job} is unknown ({reason}): the run continues "
             "without it; set it with --walltime"
             if left is None
             else f" warning: {reason}; job {self._job} is assumed to have {show_duration(left)} "
@@ -275,7 +276,7 @@ class SlurmEnd:
 class WallTime:
     """Decides whether the time left is enough for another step and the saves that follow.
 
-    Time ends with the job or --exit-duration-in-mins.
+    It is limited by the job and by --exit-duration-in-mins.
 
     left_s             returns the seconds until the job ends; None if that is unknown or never
     checkpoint_bytes   bytes that one rank writes into a checkpoint, to estimate the time of the
@@ -348,7 +349,7 @@ class WallTime:
         return steps + _SPREAD * self.save_s * self._saves_ahead
 
     def is_ending(self) -> bool:
-        """Return whether to end now, because the job ends."""
+        """Return whether to end now, because the job is about to end."""
         left = self.left_s()
         return left is not None and left < self.needed_s
 
@@ -372,15 +373,15 @@ class WallTime:
         left = self.left_s()
         times = list[str]()
         if left is not None:
-            times.append(f"{show_duration(left)} left of the job")
+            times.append(f"{show_duration(left)} left in the job")
         if self.duration_s is not None:
             elapsed = self.elapsed_s() / 60
             limit = self.duration_s / 60
             times.append(
-                f"{elapsed:.2f} of the {limit:.2f} minutes of --exit-duration-in-mins over"
+                f"{elapsed:.2f} of the {limit:.2f} minutes of --exit-duration-in-mins used"
             )
         return (
-            f"{' and '.join(times) or 'an unknown time left of the job'}; "
+            f"{' and '.join(times) or 'an unknown time left in the job'}; "
             + (f"a step takes up to {self._step_s:.1f} s" if self._steps_s else "no step was taken")
             + f", a save {self.save_s:.1f} s"
             + ("" if self._save_s else " (estimated from its size)")
@@ -388,12 +389,13 @@ class WallTime:
 
 
 def _answer(*command: str, timeout_s: float = 60.0) -> tuple[str, str]:
-    """Return what a command of Slurm prints, and why it failed ("" if it did not)."""
+    """Return what a Slurm command prints, and why it failed ("" if it did not)."""
     try:
         answer = ask_slurm(*command, timeout_s=timeout_s)
     except (OSError, subprocess.SubprocessError) as error:
         return "", str(error)
-    # Slurm ends the processes of a requeued job, sometimes scontrol before it has its answer.
+    # Slurm ends the processes of a requeued job, sometimes including scontrol before it has its
+    # answer.
     if answer.returncode in (0, -signal.SIGTERM):
         return answer.stdout, ""
     output = answer.stderr.strip() or answer.stdout.strip()
