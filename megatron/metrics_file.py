@@ -1,4 +1,4 @@
-"""Reads a run's metrics file, with one JSON record per line, and the JSON files beside it.
+"""Reads a run's metrics file, with one JSON record per line, and the JSON files next to it.
 
 This module needs no torch.
 """
@@ -149,7 +149,7 @@ def _record(line: str) -> dict[str, Any] | None:
 
 
 def read_beside(path: Path, kinds: Kinds) -> dict[str, Any]:
-    """Return the JSON object in a file beside a metrics file, without nulls; {} if there is none.
+    """Return the JSON object in a file next to a metrics file, without nulls; {} if there is none.
 
     Raises DataError if it cannot be read.
     """

@@ -282,7 +282,9 @@ def to_huggingface(args: argparse.Namespace, settings: dict[str, Any], topology:
         )
     else:
         if args.ema:
-            raise ConfigError(f"--ema: {foreign} is of another program, which keeps no average")
+            raise ConfigError(
+                f"--ema: {foreign} comes from another program, which keeps no average"
+            )
         with errors_on_all_ranks(topology, f"reading {foreign}"):  # each process maps the files
             outgoing = read_foreign(foreign, settings, args.checkpoint_version, args.plain_class)
 
@@ -324,7 +326,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--ema is for --to hf: checkpoints of this program have both")
     if source == args.target_format == "hf":
         raise ConfigError(
-            f"{args.source} is of Hugging Face already: with --to megatron it becomes a checkpoint"
+            f"{args.source} is already in Hugging Face format: with --to megatron it becomes a checkpoint"
         )
     if "hf" in (source, args.target_format):
         unused = {

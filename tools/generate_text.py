@@ -248,7 +248,7 @@ def read_prompts(path: str, json_key: str, seed: int) -> list[Prompt]:
                 row = parse_json(line, where, error=DataError)
                 text, own_seed = row.get(json_key), row.get("seed", own_seed)
                 if not isinstance(text, str):
-                    raise DataError(f"{where}: {json_key!r} is {text!r:.60}, expected a text")
+                    raise DataError(f"{where}: {json_key!r} is {text!r:.60}, expected a string")
                 if not is_count(own_seed) or own_seed > _MOST_SEED:
                     raise DataError(
                         f"{where}: the seed is {own_seed!r:.60}, expected a whole number from 0 to "

@@ -8,7 +8,7 @@ Example:
 writes data/corpus_text_document.bin and .idx; give training --data-path data/corpus_text_document.
 
 With --chat, the lines are conversations for fine-tuning, {"messages": [{"role": "user", "content":
-"..."}, ...]} or {"prompt": "...", "completion": "..."}; a loss mask is written beside the data, so that
+"..."}, ...]} or {"prompt": "...", "completion": "..."}; a loss mask is written next to the data, so that
 training with --loss-mask required learns the assistant's turns and the completions only.
 
 To resume a stopped or killed run, repeat the command. Until it is complete, its files are in
@@ -64,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--chat-template",
         metavar="FILE",
-        help="Jinja template that turns messages into text (default: the one beside the "
+        help="Jinja template that turns messages into text (default: the one next to the "
         "tokenizer.json of HFTokenizer, or a simple one: <|ROLE|>, line end, content, line end). A "
         "prompt and its completion are joined without a template",
     )

@@ -77,7 +77,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--timeline",
         type=Path,
         metavar="FILE.json",
-        help="draw a step that a run has recorded, instead of a schedule; by default beside the file",
+        help="draw a step that a run has recorded, instead of a schedule; by default next to the file",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw the schedule (needs matplotlib)"
@@ -201,7 +201,7 @@ def recorded(path: Path) -> tuple[ScheduleTimeline, int]:
         (iteration,) = {row["iteration"] + 0 for row in rows.values()}
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise DataError(
-            f"{path}: it is no timeline of a run ({error!r}): give the timeline.json beside its "
+            f"{path}: not the timeline of a run ({error!r}): give the timeline.json next to its "
             "metrics file"
         ) from None
     return ScheduleTimeline(tuple(lanes)), iteration

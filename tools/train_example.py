@@ -120,9 +120,9 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:  # between two processes
         pass
     saved = checkpoint_of(folder)
-    what = f"{saved} is saved: the same command goes on from it"
+    what = f"{saved} is saved: the same command resumes from it"
     if saved is None:
-        what = "no checkpoint is saved: the same command begins the training anew"
+        what = "no checkpoint was saved: the same command starts training from the beginning"
     print(f" {number.name}: {what}", file=sys.stderr, flush=True)
     return 128 + number
 
@@ -140,11 +140,13 @@ def run_example(size: Size, iterations: int, folder: Path) -> int:
     if machine is None:
         machine = steps.run("machine", choose_machine)
         if before := checkpoint_of(folder):
-            print(f" {before} is removed: it is of another size or other --iterations", flush=True)
+            print(
+                f" {before} is removed: it has another size or different --iterations", flush=True
+            )
         shutil.rmtree(run, ignore_errors=True)
         stamp.write_text(json.dumps(job | {"machine": asdict(machine)}))
     else:
-        print(f"\n goes on from {checkpoint_of(folder)}, of a run that was interrupted")
+        print(f"\n resuming from {checkpoint_of(folder)}, saved by an interrupted run")
     print(f" {machine.reason}", flush=True)
     arguments = training_arguments(size, machine, iterations, vocabulary, data, run)
     steps.run(

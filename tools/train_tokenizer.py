@@ -112,7 +112,7 @@ def train_vocabulary(
     bad = list[str]()
     documents = list(_texts(inputs, json_key, None if on_bad_input == "fail" else bad))
     if bad:
-        say(f"{len(bad)} unusable documents are left out, the first: {bad[0]}")
+        say(f"{len(bad)} unusable documents were skipped, the first: {bad[0]}")
     random.Random(seed).shuffle(documents)
     lines = _sample_lines(documents, sample_bytes)
     if not lines:

@@ -291,7 +291,7 @@ def required(directory: StrPath, choice: CheckpointChoice) -> Path:
         listed = "; ".join(map(str, choice.rejected))
         raise CheckpointError(
             f"no good checkpoint in {directory}: {listed}. A run does not start from scratch "
-            "beside broken checkpoints: restore or remove them, or name another folder"
+            "alongside broken checkpoints: restore or remove them, or name another folder"
         )
     raise CheckpointError(
         f"no checkpoint in {directory}: neither {TRACKER} nor iter_NNNNNNN is there. Check --load"

@@ -40,7 +40,7 @@ def tagged_name(tag: str) -> str:
 
 
 def start_folder(folder: Path) -> Path:
-    """Create an empty folder beside `folder`, under a temporary name, to write to.
+    """Create an empty folder next to `folder`, under a temporary name, to write to.
 
     The name is unique to the save: two runs that save to the same directory, such as a requeued job
     and one that has not ended, cannot write to each other's folders.

@@ -118,7 +118,7 @@ def take_up(model: ModelConfig, name: str, values: torch.Tensor) -> torch.Tensor
     return values.float() * factor
 
 
-# ---- files beside the tensors
+# ---- files other than tensors
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class DataConfig:
     data_cache_path: str | None = option(
         None,
         "Folder for index files. Required if the data folder is read-only; otherwise they are "
-        "stored in index-cache beside the data.",
+        "stored in index-cache next to the data.",
         metavar="FOLDER",
     )
     stage_data_to: str | None = option(
@@ -161,7 +161,7 @@ class DataConfig:
     eod_mask_loss: bool = option(False, "Mask the loss on end-of-document tokens.")
     loss_mask: str | None = option(
         None,
-        "Use of the loss masks beside the data, which tools/preprocess_data.py --chat writes for "
+        "Use of the loss masks next to the data, which tools/preprocess_data.py --chat writes for "
         "fine-tuning: PREFIX_mask.bin and .idx. required: every data set must have one, and only "
         "the tokens that it marks count in the loss. optional: all tokens of a data set without "
         "one count. ignore: all tokens of all data sets count. Without this flag, data with a "
@@ -199,7 +199,7 @@ class CheckpointConfig:
         "With --keep-last, also keep checkpoints whose iteration is a multiple of N.",
         COUNT,
         flags="--keep-every --save-retain-interval",
-        # Megatron-LM keeps the newest checkpoint beside these.
+        # Megatron-LM keeps the newest checkpoint next to these.
         implies={"--save-retain-interval": {"keep_last": 1}},
     )
     no_save_optim: bool = option(False, "Do not save the optimizer state.")

@@ -1,4 +1,4 @@
-"""Settings as a TOML file: the file of --config, and the resolved settings beside a run.
+"""Settings as a TOML file: the file of --config, and the resolved settings of a run.
 
 A key is the name of a setting or any flag, with underscores or dashes. Tables named after the
 sections of a configuration may group keys; since names are unique, a key may be in any of them.
@@ -114,7 +114,7 @@ def written(value: object) -> str:
 
 
 def write_settings(path: Path, text: str, iteration: int) -> None:
-    """Write the result of `render_settings` beside a run that starts at `iteration`.
+    """Write the result of `render_settings` next to a run that starts at `iteration`.
 
     Settings that were read from this file keep their lines, with the first origin. A file with
     other settings is kept as settings-ITERATION.toml, unless that exists: between two starts at the

@@ -178,7 +178,7 @@ class OptimizerConfig:
     ema_decay: float | None = option(
         None,
         "Keep an exponential moving average of the weights with this decay, as an fp32 tensor "
-        "beside the optimizer's state. It is saved and loaded with this state. Unset: off.",
+        "along with the optimizer's state. It is saved and loaded with this state. Unset: off.",
         SHARE,
     )
     ema_warmup: bool = option(

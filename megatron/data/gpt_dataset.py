@@ -240,7 +240,7 @@ def build_index(request: IndexRequest) -> Arrays:
 class FileDataset(SourceDataset):
     """Samples concatenated from pieces of the sequences in `request`.
 
-    `description` identifies the index in the cache. It is looked up in `index-cache` beside the
+    `description` identifies the index in the cache. It is looked up in `index-cache` next to the
     data, then in `data_cache_path`, and built if it is missing. `pad_id` fills samples. Raises
     DataError for an .idx file with impossible sizes, and the errors of load_or_build.
     """
@@ -341,7 +341,7 @@ class FileDataset(SourceDataset):
             raise DataError(
                 f"{self.name}: entry {index} of the cached index does not give a sample of "
                 f"{self.seq_length + 1} tokens: the index is damaged or was built from other data; "
-                "delete its folder, index-cache beside the data or --data-cache-path, to have it "
+                "delete its folder, index-cache next to the data or --data-cache-path, to have it "
                 "built again"
             )
         return slices

@@ -180,7 +180,7 @@ class IndexedDataset:
             )
 
     def open_mask(self) -> None:
-        """Open the loss mask beside the data.
+        """Open the loss mask next to the data.
 
         Raises DataError if one of its files is missing or damaged, or if it belongs to other data;
         the lengths of some sequences are compared.

@@ -1,4 +1,4 @@
-"""The tokenizer that wrote a data set, in `<prefix>.tokenizer.json` beside its .bin and .idx.
+"""The tokenizer that wrote a data set, in `<prefix>.tokenizer.json` next to its .bin and .idx.
 
 It has the tokenizer's type, vocabulary size, end-of-document id and digest, the largest id in the
 data, and a digest of the job that wrote it ("" if it is unknown). The tokenizer's digest covers the
@@ -46,7 +46,7 @@ class TokenizerRecord:
     job: str = ""
 
     def write(self, prefix: StrPath) -> None:
-        """Write the record beside a data set. Raises OSError."""
+        """Write the record next to a data set. Raises OSError."""
         with renamed_into(record_path(prefix)) as file:
             file.write(json.dumps(asdict(self)).encode())
 
@@ -129,7 +129,7 @@ def check_tokenizer(
                 size = f"--vocab-size {most} or more, or "
             elif tokenizer is None:
                 size = f"--vocab-size {most + 1} or more, or "
-            wrote = "no file beside it names the tokenizer that wrote it"
+            wrote = "no file next to it names the tokenizer that wrote it"
             if record is not None:
                 wrote = f"{record.tokenizer} of {record.vocab_size} ids wrote it"
             raise DataError(

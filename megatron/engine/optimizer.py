@@ -139,7 +139,7 @@ def create_state(
     device: torch.device,
     models: Mapping[Tensor, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Create the optimizer's state as zeros: tensors beside the weights, steps on `device`.
+    """Create the optimizer's state as zeros: tensors where the weights are, steps on `device`.
 
     models  tensors on whose device the state of a parameter is created instead
 

@@ -501,7 +501,7 @@ def remarks(
     """List refused points, and compare the cost of one allocation with a job for each point."""
     lines = [f"{p.name} is refused: {p.problem}" for p in points if p.problem]
     lines += [
-        f"{p.name} needs a larger allocation, beside others, or "
+        f"{p.name} needs a larger allocation, alongside others, or "
         + (f"partition {p.queue}" if p.queue else "fewer iterations")
         for p in points
         if not p.fits_alone

@@ -1,6 +1,6 @@
 """Times of implementations on this kind of CPU, for choosing the fastest.
 
-`tools/check_kernels.py --measure` measures them once and stores them beside the kernels' library,
+`tools/check_kernels.py --measure` measures them once and stores them next to the kernels' library,
 in a file for each kind of CPU, so that different nodes can share a folder. A file has one
 measurement for each number of threads; measurements of another torch or other kernels do not count.
 Without a measurement the choices are the defaults of choose.py. Nothing is measured during a run:

@@ -63,7 +63,7 @@ def find_source(directory: str | os.PathLike[str], tag: str | None = None) -> Pa
     root = Path(directory)
     if not root.is_dir():
         raise CheckpointError(
-            f"{root} is not a folder: give one with a checkpoint of Megatron or DeepSpeed"
+            f"{root} is not a folder: give one with a Megatron or DeepSpeed checkpoint"
         )
     if tag is not None:
         folder = root / tag if os.path.isdir(root / tag) else root / tagged_name(tag)
@@ -116,7 +116,7 @@ def read_source(
     if any(
         name.startswith("zero_pp_rank_") and name.endswith("_model_states.pt") for name in names
     ):
-        why = "is of ZeRO stage 3: extract its weights with the zero_to_fp32.py beside it"
+        why = "was saved with ZeRO stage 3: extract its weights with the zero_to_fp32.py next to it"
     elif "zero" in names:
         why = "is a universal checkpoint: convert the one that it was made from"
     elif MANIFEST in names or SHARD_INDEX in names:
@@ -209,7 +209,7 @@ def _check_names(source: Source, shapes: Mapping[str, Any]) -> None:
     if problems := [f"{what} {named(names)}" for what, names in lists if names]:
         hint = " (--untie-embeddings-and-output-weights?)" if OUTPUT_LAYER in unknown else ""
         raise CheckpointError(
-            f"{source.folder} does not have the parameters of a model with these settings: "
+            f"{source.folder} does not have the parameters that these settings call for: "
             f"{'; '.join(problems)}{hint}"
         )
 
@@ -292,7 +292,7 @@ def _value(plan: Plan, name: str, part: Part, kind: str) -> torch.Tensor:
     if kind == "master" and not torch.equal(value.to(part.weight.dtype), load()):
         raise CheckpointError(
             f"{plan.source.folder}: the optimizer's fp32 {name} does not round to the model's: "
-            "the files are of different steps or layouts. If the weights are the right ones, "
+            "the files are from different steps or layouts. If the weights are the right ones, "
             "convert without the optimizer (--no-optim)"
         )
     return value

@@ -165,7 +165,7 @@ def read_timeline(run: Run) -> tuple[list[Record], str]:
         begin = spans[0]["start_ms"]
         return [{**span, "start_ms": span["start_ms"] - begin} for span in spans[:_MOST_BARS]], ""
     except (LookupError, TypeError, AttributeError, OverflowError) as error:
-        return [], f"{path.name} is no timeline of a run ({error!r})"
+        return [], f"{path.name} is not the timeline of a run ({error!r})"
     except DataError as error:
         return [], str(error)
 

@@ -2,7 +2,7 @@
 
 A rank's `Recording` keeps the events that its device passed in the step. At the next log line
 `Timeline` gathers the times of these events on the first rank, by its clock, and writes
-timeline.json beside the metrics file. Perfetto, chrome://tracing and
+timeline.json next to the metrics file. Perfetto, chrome://tracing and
 `tools/show_schedule.py --timeline` can read this file.
 """
 

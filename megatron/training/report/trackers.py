@@ -224,7 +224,7 @@ class TensorBoard(Callback):
 
 
 class WandB(Callback):
-    """Logs to --wandb-project. A resumed run continues the run whose id is beside metrics.jsonl.
+    """Logs to --wandb-project. A resumed run continues the run whose id is next to metrics.jsonl.
 
     Its steps continue, too: offline, without a server that has the last one, they would begin
     again, and a later upload would replace earlier entries.
@@ -340,7 +340,7 @@ def _name_of(config: Config) -> str | None:
 
 
 def _beside(config: Config, name: str) -> Path | None:
-    """Return the file for the id of a tracker's run, beside metrics.jsonl; None without a file."""
+    """Return the file for the id of a tracker's run, next to metrics.jsonl; None without a file."""
     return config.metrics_path and config.metrics_path.with_name(name)
 
 

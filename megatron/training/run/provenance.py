@@ -1,4 +1,4 @@
-"""Provenance of a run: the record beside its checkpoints."""
+"""Provenance of a run: the record next to its checkpoints."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _BIN_SAMPLE = 1 << 20
 
 
 class Provenance:
-    """The provenance of a checkpoint, written beside it as JSON by rank 0; empty on other ranks.
+    """The provenance of a checkpoint, written next to it as JSON by rank 0; empty on other ranks.
 
     A thread collects slow parts (hashes of index files, git) while training begins; if it fails,
     the record has the reason instead. `places` are node and device of every rank, see Rendezvous.
