@@ -5,11 +5,13 @@ They can be read by torch too.
 
 import dataclasses
 import json
+import pickle
 import shutil
 import warnings
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
@@ -21,6 +23,7 @@ from megatron.checkpoint.load import load, load_weights
 from megatron.engine import buckets
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
+from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 from tests.checkpoint.saver_cases import loaded, message, save
 from tests.engine import toy
@@ -42,7 +45,7 @@ def train_and_save(directory, topology):
 
 
 def on_four(rank, root):
-    """Write on tensor 2 x data 2 with ZeRO-1, shards in one list and in pieces; load the latter."""
+    """Write on tensor 2 x data 2 with ZeRO-1, shards in one list and in pieces; load both."""
     tensor, stages = join(2, 1), join(1, 2)
     # With the bucket padding that DeepSpeed itself uses, as before this project padded buckets.
     padded_less = mock.patch.object(buckets, "ALIGNMENT", 2)
@@ -56,7 +59,25 @@ def on_four(rank, root):
         out["padded less"] = loaded(f"{root}/pieces", tensor)
         out["saved, padded less"] = train_and_save(f"{root}/less", tensor)
     out["less, padded now"] = loaded(f"{root}/less", tensor)
+    for dtype in (torch.float32, torch.bfloat16):
+        out[str(dtype)] = weights_only(f"{root}/whole", stages, dtype)
     return out | {"errors": errors(Path(root, "errors"), Topology.create())}
+
+
+def weights_only(directory, topology, dtype):
+    """Load into parameters that no engine has touched."""
+    chunks = toy.build(topology).to(dtype)
+    for p in chunks.parameters():
+        p.data.fill_(77.0)
+    assert load_weights(directory, chunks, topology).iteration == 2
+    pieces = {}
+    for p in chunks.parameters():
+        s = sharding_of(p)
+        real = tuple(slice(0, n) for n in s.extent)
+        pieces[s.name] = [(s.offset, p.detach()[real].float().numpy().copy())]
+        p.data[real] = 0.0
+        assert not p.any(), "padding keeps what was there before"
+    return {"weights": pieces}
 
 
 def errors(root, topology):
@@ -64,7 +85,16 @@ def errors(root, topology):
     config = toy.config()
     engine = Engine(config, topology, toy.build(topology))
     out = {}
+
+    out["state no JSON"] = message(
+        lambda: save(root / "a", 1, engine, topology, config, {"x": {1, 2}})
+    )
+    out["nothing saved"] = (root / "a" / "iter_0000001").exists()
+
     save(root / "a", 1, engine, topology, config, {})
+    # The same iteration replaces itself.
+    save(root / "a", 1, engine, topology, config, {"again": True})
+    out["replaced"] = load(root / "a", engine, topology, config).state
     bare = dataclasses.replace(config, checkpoint=toy.ToyCheckpoint(no_save_optim=True))
     save(root / "bare", 4, engine, topology, bare, {})
     out["no optimizer"] = message(lambda: load(root / "bare", engine, topology, config))
@@ -83,10 +113,10 @@ def assembled(ranks, what):
     return toy.assemble(r[what] for r in ranks)
 
 
-def masters(state):
-    """Return the weights of a state by name."""
+def masters(state, dtype=torch.float32):
+    """Return the rounded weights of a state by name."""
     return {
-        name.removeprefix("master."): values
+        name.removeprefix("master."): torch.tensor(values).float().to(dtype).double().numpy()
         for name, values in state.items()
         if name.startswith("master.")
     }
@@ -126,6 +156,39 @@ def test_loads_exactly_on_any_layout(saved, four):
             assert (r["scalars"], r["padding"]) == (four[written][0]["scalars"], 0.0)
     parts = [[r["elements"] for r in four[name]] for name in ("padded less", "same layout")]
     assert parts[0] != parts[1]
+
+
+def test_lists_name_each_element_once_whole_and_in_pieces(root, four):
+    """Both lists name the same shards in the same places of the files, without padding and copies.
+
+    So do the lists of two runs that do the same.
+    """
+    whole, pieces = root / "whole" / "iter_0000002", root / "pieces" / "iter_0000002"
+    assert not (pieces / ".metadata").exists()
+    for folder in (whole, pieces):
+        names = sorted(p.name for p in folder.glob("boxes_*"))
+        assert names == ["boxes_00000.json", "boxes_00001.json"]
+    torchs = pickle.loads((whole / ".metadata").read_bytes())
+    expected = shards.read_stored(read_manifest(whole))
+    assert shards.read_stored(read_manifest(pieces)) == expected
+    kinds = ("master", "exp_avg", "exp_avg_sq")
+    assert set(expected) == {f"{kind}.{name}" for kind in kinds for name in toy.SHAPES}
+    assert torchs.state_dict_metadata.keys() == expected.keys()
+    for name, stored in expected.items():
+        tensor, shape = torchs.state_dict_metadata[name], toy.SHAPES[name.split(".", 1)[1]]
+        assert tuple(tensor.size) == stored["shape"] == shape
+        assert str(tensor.properties.dtype) == f"torch.{stored['dtype']}"
+        counted = np.zeros(shape, dtype=int)
+        sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in tensor.chunks}
+        for offset, size in sizes.items():
+            assert all(o + n <= d for o, n, d in zip(offset, size, shape, strict=True))
+            counted[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))] += 1
+        assert (counted == 1).all(), name
+        files = {tuple(i.offset): f for i, f in torchs.storage_data.items() if i.fqn == name}
+        assert len(tensor.chunks) == len(stored["boxes"]) == len(files)
+        found = {(o, sizes[o], f.relative_path, f.offset, f.length) for o, f in files.items()}
+        assert found == {box[:5] for box in stored["boxes"]}, name
+        assert all(len(box[5]) == 32 for box in stored["boxes"])
 
 
 def test_only_the_pieces_of_the_wanted_tensors_are_read(root, four, tmp_path):
@@ -174,8 +237,10 @@ def test_weights_without_engine(saved, four):
 def test_errors_reach_every_rank(four):
     found = four["errors"][0]
     assert four["errors"] == [found] * 4, "the ranks tell different stories"
-    assert found["no-load-optim"] == 4
+    assert found["nothing saved"] is False
+    assert (found["replaced"], found["no-load-optim"]) == ({"again": True}, 4)
     for name, words in {
+        "state no JSON": ["JSON"],
         "no optimizer": ["--no-load-optim"],
         "other tensors": ["master.unknown", "master.mixed", "(3, 2, 5)", "(4, 2, 5)"],
     }.items():

@@ -88,7 +88,7 @@ def on_two_stages(rank, directory):
         len(found.rejected),
         same(toy.state_by_place(other), states[2]),
     )
-    return out | by_name_and_weights_only(root, topology, config, other)
+    return out | hopeless(root, topology, config, other)
 
 
 def same(found, expected):
@@ -97,8 +97,8 @@ def same(found, expected):
     )
 
 
-def by_name_and_weights_only(root, topology, config, engine):
-    """Load a damaged checkpoint by name, and weights only."""
+def hopeless(root, topology, config, engine):
+    """Load a damaged checkpoint by name, weights only, and from a run without a valid one."""
 
     out = {}
     fewer = toy.build(topology)
@@ -121,6 +121,10 @@ def by_name_and_weights_only(root, topology, config, engine):
         weights.append((found.iteration, [r.folder.name for r in found.rejected]))
         dist.barrier()
     out["weights"] = weights
+    if topology.rank == 0:
+        (root / "iter_0000001" / "boxes.json").unlink()
+    dist.barrier()
+    out["nothing left"] = message(lambda: load(root, engine, topology, config))
     return out
 
 
@@ -153,7 +157,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_loaded(ranks):
 
 
 def test_what_is_sound_is_loaded(ranks):
-    """Weights alone load although a moment is damaged; a checkpoint that is asked for by name must be whole."""
+    """Weights alone load although a moment is damaged."""
     assert all(r["mended"] == (2, 0, True) for r in ranks)
     assert "exp_avg" in ranks[0]["tag"]
     assert all(r["weights"] == [(2, []), (1, ["iter_0000002"])] for r in ranks)

@@ -106,6 +106,24 @@ def scale_grows(topology):
     return {"scales": scales, "state": toy.state_pieces(engine)}
 
 
+def unequal_groups(topology, precision):
+    """Return the whole model's state after two steps without clipping.
+
+    Do the same for a model whose last stage has only parameters with weight decay.
+    """
+    states = []
+    for lacks in (False, True):
+        chunks = toy.build(topology)
+        if lacks and topology.pipeline.is_last:
+            for chunk in chunks.values():
+                del chunk._parameters["final_norm"]
+        engine = Engine(toy.config(precision, clip_grad=0.0), topology, chunks)
+        for s in range(2):
+            step(engine, topology, s)
+        states.append(toy.state_pieces(engine))
+    return states
+
+
 def no_parameters(topology):
     """Train with a last stage that has none, and with parameters that are frozen too late."""
     messages = []
@@ -173,6 +191,41 @@ def overlapped(topology, precision, stage, overlap, trouble=""):
         "state": toy.state_pieces(engine),
         "weights": toy.weight_pieces(engine),
     }
+
+
+def refused(topology):
+    """Refuse betas for SGD, a gradient after the last one, and a second begin.
+
+    Nothing hangs afterwards.
+    """
+    messages = []
+    sgd = build(topology, "fp32", optimizer="sgd")
+    toy.backward(sgd, topology, 0)
+    try:
+        sgd.step(0.1, betas=(0.9, 0.95))
+    except ConfigError as error:
+        messages.append(str(error))
+    engine = build(topology, "fp32")
+
+    def passes(count):
+        for m in range(count):
+            contribute(engine, topology, 0, m % toy.MICRO_BATCHES)
+
+    engine.begin(toy.MICRO_BATCHES)
+    passes(toy.MICRO_BATCHES)
+    engine.step(toy.LR)
+    for wrong in (lambda: passes(1), lambda: engine.begin(toy.MICRO_BATCHES)):
+        engine.begin(toy.MICRO_BATCHES)
+        passes(toy.MICRO_BATCHES)
+        try:
+            wrong()
+        except ConfigError as error:
+            messages.append(str(error))
+        engine.clear_gradients()
+    engine.begin(toy.MICRO_BATCHES)
+    passes(toy.MICRO_BATCHES)
+    engine.step(toy.LR)
+    return messages
 
 
 # -- all of it -------------------------------------------------------------------------------------
@@ -246,8 +299,10 @@ def on_two(rank):
     for trouble in TROUBLES:
         kind, p = trouble.split()
         out |= {f"overlap {trouble} {on}": overlapped(topology, p, 1, on, kind) for on in BOTH}
-    return out
+    return out | {"refused": refused(topology)}
 
 
 def on_four(rank):
-    return on_layouts(4) | {"no parameters": no_parameters(Topology.create(2, 2))}
+    out, both = on_layouts(4), Topology.create(2, 2)
+    out["no parameters"] = no_parameters(both)
+    return out | {f"unequal groups {p}": unequal_groups(both, p) for p in PRECISIONS}

@@ -195,3 +195,13 @@ def test_missing_gradient_counts_as_zero(runs, overlap):
         assert runs[f"overlap missing fp32 {overlap}"][0]["results"][s].grad_norm == pytest.approx(
             norm, rel=2e-6
         )
+
+
+def test_what_a_step_refuses(runs):
+    for betas, late, twice in runs["refused"]:
+        assert (
+            "SGD" in betas
+            and "3" in late
+            and "--no-overlap-grad-reduce" in late
+            and "Engine.step()" in twice
+        )

@@ -10,6 +10,7 @@ from megatron.engine.engine import Engine
 from megatron.engine.offload import HostState
 from megatron.engine.optimizer import create_state, tensors_of
 from megatron.engine.optimizer_state import OPTIMIZERS
+from megatron.errors import ConfigError
 from megatron.kernels.ops.optimizer import FusedAdamW
 from tests.engine import toy
 from tests.helpers.groups import join
@@ -43,10 +44,10 @@ TOYS = {
 }
 
 
-def train(rank):
+def train(rank, cases):
     """Train with the state on the device, and with it on the host; return what each has."""
     topology, found = join(), []
-    for name, precision, stage in CASES:
+    for name, precision, stage in cases:
         both = []
         for offload in (False, True):
             config = toy.config(precision, stage, cpu_offload=offload, **TOYS[name])
@@ -78,14 +79,18 @@ CASES = [(name, "bf16", 1) for name in TOYS] + [
 ]
 
 
+def body(rank):
+    return train(rank, CASES), refused(rank)
+
+
 @pytest.fixture(scope="module")
 def runs():
-    return run_processes(2, train)
+    return run_processes(2, body)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[" ".join(map(str, c)) for c in CASES])
 def test_the_same_numbers_to_the_bit(runs, number):
-    for rank in runs:
+    for rank, _ in runs:
         (results, *here), (results_there, *there) = rank[number]
         assert results == results_there
         assert [r.skipped for r in results] == [s == BAD for s in range(STEPS)]
@@ -165,6 +170,25 @@ def test_state_that_is_used_twice_in_a_row():
             optimizer.step()
         found.append(p.detach() if host is None else host.on_host[p]["master"])
     assert torch.equal(*found)
+
+
+class Whole(Rate):
+    """An optimizer that takes matrices whole, and has no attribute `near`."""
+
+    @staticmethod
+    def whole(name, shape):
+        return len(shape) == 2
+
+
+def refused(rank):
+    topology = join()
+    config = toy.config("bf16", cpu_offload=True)
+    config = dataclasses.replace(config, pieces=Pieces(optimizer=Whole))
+    try:
+        Engine(config, topology, toy.build(topology))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def test_an_optimizer_of_whole_parameters_must_ask_for_their_state(runs):

@@ -9,7 +9,7 @@ import torch
 from tests.helpers.fault_points import on
 
 # 'what': weight, forward or backward; 'module': its global name; 'rank': where; 'step': the first
-# one that is poisoned.
+# one; 'times': how often a hook strikes (0: always).
 
 
 def poisoned(poison: dict[str, Any]) -> None:
@@ -27,10 +27,12 @@ def poisoned(poison: dict[str, Any]) -> None:
 
 
 def install(run: Any, poison: dict[str, Any]) -> None:
-    what = poison["what"]
+    what, left = poison["what"], [poison.get("times", 0) or 1 << 30]
 
     def strikes() -> bool:
-        return run.progress.iteration + 1 >= poison["step"]
+        due = run.progress.iteration + 1 >= poison["step"] and left[0] > 0
+        left[0] -= due
+        return due
 
     def spoil(x: torch.Tensor) -> torch.Tensor:
         x = x.clone()

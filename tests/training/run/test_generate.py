@@ -27,7 +27,7 @@ def ids(model, prompts=PROMPTS, **options):
 @pytest.mark.slow
 # What a token at a later place or a cache can change: positions, windows and experts. The scores of
 # all families are compared in checkpoint/test_huggingface.py.
-@pytest.mark.parametrize("style", ["gpt2", "bloom", "yarn", "mistral", "gemma2", "mixtral"])
+@pytest.mark.parametrize("style", ["gpt2", "bloom", "llama-yarn", "mistral", "gemma2", "mixtral"])
 def test_greedy_text_is_that_of_transformers(style, tmp_path):
     """40 tokens after prompts of different lengths in one batch; transformers has one at a time.
 
@@ -39,7 +39,7 @@ def test_greedy_text_is_that_of_transformers(style, tmp_path):
     with torch.no_grad():
         for name, p in theirs.named_parameters():
             if p.ndim > 1 and (".h." in name or ".layers." in name):
-                p.mul_(3)
+                p.mul_(2)
             if name.endswith(("ln_f.weight", "model.norm.weight")):
                 p.normal_(-1.0 if style == "gemma2" else 0.0, 1.0)
     theirs.config.eos_token_id = theirs.generation_config.eos_token_id = None
@@ -211,16 +211,18 @@ def test_choice_follows_the_probabilities():
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "value"),
     [
-        dict(limits=Limits(context=33)),
-        dict(limits=Limits(cut=True), max_new_tokens=32),
-        dict(seeds=[1]),
-        *(dict(prompts=[[1], prompt]) for prompt in ([], [50], "text")),
+        (dict(limits=Limits(context=33)), "33"),
+        (dict(limits=Limits(cut=True), max_new_tokens=32), "32 new tokens"),
+        (dict(seeds=[1]), "1 seeds"),
+        (dict(prompts=[[1], []]), "prompt 2"),
+        (dict(prompts=[[1], [50]]), "50"),
+        (dict(prompts=[[1], "text"]), "prompts"),
     ],
 )
-def test_bad_options_and_prompts_are_refused(options):
-    with pytest.raises(ConfigError, match="prompt" if "prompts" in options else ""):
+def test_bad_options_and_prompts_are_refused(options, value):
+    with pytest.raises(ConfigError, match=value):
         generate(one_process(**FIELDS), **{"prompts": PROMPTS, **options})
 
 

@@ -12,6 +12,7 @@ from megatron.errors import TrainingError
 from megatron.training.report.events import StepRecord
 from megatron.training.run.schedules import Progress
 from megatron.training.safety.bad_steps import Spike, find_spike, loss_over_ranks
+from tests.helpers.poison import poisoned
 from tests.helpers.processes import run_processes
 from tests.helpers.tiny import rank_topology, records, run, tiny, values
 
@@ -29,7 +30,7 @@ def rule(progress, window=4):
 
 
 def note(found, number, loss, skipped=False):
-    counted = torch.tensor([4.0, 4.0], dtype=torch.float64)
+    counted = torch.tensor([0.0 if loss == 0 else 4.0, 4.0], dtype=torch.float64)
     step = StepRecord(number, 4 * number, 0, 4, 0.1, torch.tensor(loss), skipped, counted=counted)
     return find_spike(found, step, loss_over_ranks(found, step))
 
@@ -68,7 +69,13 @@ def test_it_needs_some_losses_but_sees_at_once_what_is_not_finite():
 # -- whole runs ------------------------------------------------------------------------------------
 
 
-def run_and_note(rank, fields, bad, around=(0, 0)):
+def run_and_note(
+    rank,
+    fields,
+    bad,
+    around=(0, 0),
+    poison=None,
+):
     """Return (numbers of the training samples that were read, in order; the error).
 
     All samples are equal except the `bad` ones, whose tokens occur nowhere else: their loss jumps.
@@ -85,6 +92,8 @@ def run_and_note(rank, fields, bad, around=(0, 0)):
         return tokens + 12 if index in bad else tokens
 
     MockDataset.__getitem__ = get
+    if poison is not None:
+        poisoned(poison)
     try:
         run(rank, dict(num_workers=1, train_iters=30) | fields)
     except TrainingError as error:
