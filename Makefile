@@ -53,7 +53,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo 'make train   set up, then train a small GPT on text from this machine (about 5 minutes on 2 cores)'
-	@echo 'make test    set up, then run everything that a change can break (about 8 minutes on 2 quiet cores)'
+	@echo 'make test    set up, then run everything that a change can break (about 6 minutes on 2 quiet cores)'
 	@echo 'make quick   the fast tests only (about a minute)'
 	@echo 'make prove   the long proofs, hours in all; ONLY=list names them, ONLY=kills runs one'
 	@echo 'make lint    ruff and mypy'

@@ -44,13 +44,13 @@ CAMPAIGN_LIMIT_S = 3600
 # A worker gets whole files (--dist loadfile). Those that take longest start first, so that no
 # worker finishes alone.
 LONGEST = """
-    planner/dryrun/test_rehearsal.py benchmarks/test_scripts.py planner/test_memory_model.py parity/test_grid.py
-    checkpoint/test_load_layouts.py planner/test_zero_plan.py training/run/test_run.py
-    training/report/test_trackers.py training/safety/test_faults_in_run.py examples/test_extend.py
-    tools/test_calibrate.py prove/test_hostile.py training/run/test_exact_resume.py jobs/test_tune.py
-    planner/dryrun/test_command.py planner/test_trace.py test_newcomer.py planner/timing/test_operations_of_a_run.py
-    benchmarks/test_published.py checkpoint/test_huggingface.py jobs/test_report.py training/run/test_loss_mask.py
-    training/safety/test_spikes.py planner/search/test_find.py
+    benchmarks/test_scripts.py parity/test_grid.py planner/timing/test_operations_of_a_run.py examples/test_extend.py
+    benchmarks/test_published.py training/report/test_trackers.py training/run/test_loss_mask.py
+    planner/dryrun/test_rehearsal.py training/safety/test_faults_in_run.py planner/test_memory_model.py
+    training/run/test_run.py checkpoint/test_load_layouts.py tools/test_calibrate.py planner/test_trace.py
+    engine/test_deepspeed_engine.py planner/test_zero_plan.py test_newcomer.py planner/timing/test_estimate.py
+    planner/search/test_find.py prove/test_hostile.py examples/test_job.py training/safety/test_not_finite.py
+    checkpoint/test_huggingface.py tools/preparation/test_preprocess_resume.py
 """.split()
 
 
