@@ -24,7 +24,7 @@ class Recorder(Callback):
 
     profiler: Profiler
     timeline: Timeline
-    _drawn: events.TimelineRecorded | None = None  # of the next log line
+    _drawn: events.TimelineRecorded | None = None  # published after the next log line
 
     def before_step(self, run: Run) -> None:
         self.profiler.step(run.progress.iteration)
@@ -60,15 +60,15 @@ class Routers(Callback):
 
 
 class SameCopies(Callback):
-    """Compares the copies of weights on several ranks.
+    """Compares the copies of weights that several ranks hold.
 
-    It does this after the first step that moved the weights, at the flag's interval, and before a
-    save, which writes one of the copies. If they differ, it raises TrainingError or ConfigError on
-    every rank.
+    It does this after the first step that moved the weights, at the interval that the flag sets,
+    and before a save, which writes one of the copies. If they differ, it raises TrainingError or
+    ConfigError on every rank.
     """
 
     def __init__(self) -> None:
-        self._checked = False  # whether after a step of this job that moved the weights
+        self._checked = False  # whether since this job first moved the weights
 
     def after_step(self, run: Run) -> None:
         if not self._checked:
@@ -89,7 +89,7 @@ class SameCopies(Callback):
 
 @dataclass(eq=False)
 class DataLedger(Callback):
-    """Counts and reports the amount taken from each source of the training data."""
+    """Counts and reports how much is taken from each source of the training data."""
 
     _ledger: Ledger
     _iteration: int  # of the last report
@@ -182,7 +182,7 @@ class EmptySteps(Callback):
 class SlowRanks(Callback):
     """Compares the computing times of the ranks in a recorded step, for --straggler-report.
 
-    places  "node:device" of every rank, on the first one
+    places  "node:device" of every rank; needed on rank 0 only
     """
 
     def __init__(self, places: Sequence[str]) -> None:

@@ -37,7 +37,7 @@ def reads_data(config: Config, topology: Topology) -> bool:
     """Return whether this rank's stages read micro-batches.
 
     The first stage needs tokens, the last one labels, and all stages need data if positions or
-    attention depend on the ends of documents, as they may in a user's own data.
+    attention depend on the ends of documents, as they may with a user's own data sets.
     """
     ends = topology.pipeline.is_first or topology.pipeline.is_last
     ends |= config.pieces.datasets is not None
@@ -56,8 +56,8 @@ def open_stream(
 ) -> MicroBatchStream:
     """Return this rank's micro-batches of `dataset` after the first `consumed_samples`.
 
-    Positions in `left_out` are skipped. `cyclic`: as with --dataloader-type cyclic. Micro-batches
-    have no content if this rank reads no data. Close the stream when done.
+    Positions in `left_out` are skipped. `cyclic` has the effect of --dataloader-type cyclic. The
+    micro-batches have no content if this rank reads no data. Close the stream when done.
     """
     data = config.data
     if not reads_data(config, topology):
@@ -122,9 +122,9 @@ def staged_locations(
 def copy_to_node(prefix: str, folder: Path) -> str:
     """Copy the files of a data set into `folder`, unless a copy exists; return its prefix.
 
-    The copy's name depends on the paths, sizes and times of the originals, so that changed data is
-    copied again. The copy appears when it is complete. Raises OSError, also if the files do not fit
-    or change during the copy.
+    The copy's name depends on the paths, sizes and modification times of the originals, so that
+    changed data is copied again. The copy appears only once it is complete. Raises OSError, also if
+    the files do not fit or change while they are copied.
     """
     files = _identity(prefix)
     mark = hashlib.md5(repr(files).encode(), usedforsecurity=False).hexdigest()[:16]
@@ -212,7 +212,7 @@ def _wait(store: dist.Store, key: str, topology: Topology) -> None:
     """Wait until `key` is set by some rank. Raises LaunchError after WAIT_S."""
     deadline = time.monotonic() + WAIT_S
     pause_s = max(0.05, topology.world.size / 4000)
-    while not store.check([key]):  # in steps, so that a signal can end it
+    while not store.check([key]):  # polling, so that a signal can interrupt it
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"{key}: not done after {WAIT_S / 3600:g} hours: look at the file systems of the "

@@ -1,4 +1,4 @@
-"""Reports that a DeepSpeed JSON asks for: monitors, comms logger and flops profiler of DeepSpeed."""
+"""DeepSpeed's reports that its JSON asks for: monitors, comms logger and flops profiler."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _OPERATIONS = {
     b"reduce_scatter": "reduce_scatter_tensor",
     b"all_to_all": "all_to_all_single",
 }
-"""DeepSpeed's names for our collectives; its logger ends the process at an unknown name."""
+"""DeepSpeed's names for our collectives; its logger ends the process if it gets an unknown name."""
 
 
 class LoggedCalls(DeviceCalls):
     """A meter of the flight recorder that measures how long this rank waits for each collective.
 
-    The host waits for its stream before and after each call. It does not wait for the device, where
-    a message may wait for one that the host has yet to send.
+    The host waits for its current stream before and after each call. It does not wait for the whole
+    device, where a message may wait for another that the host has yet to send.
     """
 
     def __init__(self, new_event: Callable[[], DeviceEvent], on_host: bool = False) -> None:
         super().__init__(new_event, on_host)
         self._spent: dict[tuple[int, int], tuple[CallRecord, float]] = {}
-        self._before = dict(self._spent)  # of the step before
+        self._before = dict(self._spent)  # of the previous step
 
     def enter(self, call: CallRecord) -> None:
         self._finish()
@@ -68,7 +68,7 @@ class LoggedCalls(DeviceCalls):
 
 
 class _Operators(TorchDispatchMode):
-    """A mode without effect: while one is active, our autograd nodes call torch's functions."""
+    """A mode that changes nothing: while one is active, our autograd nodes call torch's functions."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -79,7 +79,7 @@ class _Operators(TorchDispatchMode):
 
 
 class DeepSpeedReports(Callback):
-    """Passes data of a run to DeepSpeed's reports, which DeepSpeed's engine does not have.
+    """Passes to DeepSpeed's reports the data of a run that DeepSpeed's engine does not have.
 
     DeepSpeed's own step writes the learning rate to its monitors.
     """
@@ -103,7 +103,7 @@ class DeepSpeedReports(Callback):
                 "remove it from --deepspeed_config, and read the phases in --metrics-file"
             )
         on_host = run.topology.device.type == "cpu"
-        # with times, for the timeline, which uses this meter, too
+        # with timing enabled, because the timeline uses this meter, too
         new_event = HostEvent if on_host else partial(torch.cuda.Event, enable_timing=True)
         self._calls = LoggedCalls(new_event, on_host)
         run.topology.flight.meter = self._calls
@@ -115,7 +115,7 @@ class DeepSpeedReports(Callback):
             name = _OPERATIONS.get(call.name)
             kind = KINDS[call.kind]
             if name is not None and (logger.prof_all or name in logger.prof_ops):
-                # DeepSpeed multiplies the size of these two by the number of ranks
+                # DeepSpeed multiplies the sizes of the two *_tensor calls by the number of ranks
                 ranks = sizes.get(kind, 1) if name.endswith("_tensor") else 1
                 label = f"{name} | [{kind}]" if logger.debug else name
                 logger.append(name, label, 1000 * spent_s, call.size_bytes // ranks)
@@ -153,7 +153,7 @@ class DeepSpeedReports(Callback):
         self._stop_profile = stop
 
     def after_step(self, run: Run) -> None:
-        if self._stop_profile is not None:  # a recorded graph replaced the pass with the hook
+        if self._stop_profile is not None:  # a graph was replayed, which calls no hook
             self._stop_profile()
         if self._calls is not None:
             self._log_calls(run, self._calls)

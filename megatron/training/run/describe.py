@@ -27,7 +27,7 @@ def describe_setup(
     reporter: Reporter,
     host: Sequence[str],
 ) -> None:
-    """Print model, machine and settings, and where the run writes."""
+    """Print the model, the machine, the settings, and where the run writes."""
     model = config.model
     say = reporter.console.say_wrapped
     assert model.vocab_size is not None, "the tokenizer was read"
@@ -107,7 +107,7 @@ def report_data(
     staged: Mapping[str, str],
     say: Callable[[str], None],
 ) -> None:
-    """Print the findings of a check of the data against the tokenizer, and the run's epochs."""
+    """Check the data against the tokenizer, and print the findings and the run's epochs."""
     epochs, notices = check_data(config, tokenizer, samples, staged)
     text, warning = describe_epochs(epochs)
     if text:
@@ -160,10 +160,10 @@ def check_loss_masks(
     tokenizer: Tokenizer | None,
     reporter: Reporter,
 ) -> None:
-    """Print how many samples have no token in the loss, if masks may exclude all.
+    """Print how many samples have no token in the loss, if masks may exclude all their tokens.
 
-    The run reads the first `samples` of its three data sets. If there are many, rank 0 checks some,
-    evenly spaced. Raises DataError on all ranks if no training sample has a token in the loss.
+    The run reads the first `samples` of its three data sets. If there are many, rank 0 checks only
+    evenly spaced ones. Raises DataError on all ranks if no training sample has a token in the loss.
     """
     length = config.model.seq_length
     sets = {name: getattr(datasets, name) for name in SPLIT_NAMES} | dict(datasets.corpora)

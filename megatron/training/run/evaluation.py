@@ -29,9 +29,9 @@ _ASKED = "because a signal, or the end of the job or of --exit-duration-in-mins,
 
 
 class Tasks(Callback):
-    """Evaluates the tasks of --eval-tasks, until a signal asks to end.
+    """Evaluates the tasks of --eval-tasks, until a signal or the time limit asks the run to end.
 
-    At the end of the run they are not evaluated again at the iteration of the last evaluation.
+    They are not evaluated again at the end of the run if nothing was trained since the last time.
     """
 
     def __init__(self, tasks: Sequence[EvaluationTask]) -> None:
@@ -61,7 +61,7 @@ class Tasks(Callback):
             size = run.config.batch.micro_batch_size
             with run.reporter.console.doing(f"task {task.name}"):
                 figures = evaluate_task(run, task, micro_batch_size=size)
-            run.no_first_time()  # on any rank, since all ranks took part
+            run.no_first_time()  # true for every rank, since all ranks took part
             seconds = time.perf_counter() - start
             run.reporter.publish(
                 TaskEvaluated(iteration=run.progress.iteration, elapsed_s=seconds, **figures)
@@ -75,8 +75,8 @@ class Losses(Callback):
 
     The evaluation before the first step and the next one use the same samples, so a run needs as
     many samples as in Megatron. Losses measured after the last step are not measured again at the
-    end. If a signal or the time limit ends the run, no losses are measured: everything is saved by
-    then.
+    end. If a signal or the time limit asks the run to end before the last evaluation, it is left
+    out: everything is saved by then.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Losses(Callback):
 def evaluate_corpora(run: Run, prefix: str) -> bool:
     """Measure and report the loss on each named validation corpus, and their unweighted mean.
 
-    Returns whether this was not interrupted.
+    Returns False if the evaluation was interrupted.
     """
     start = time.perf_counter()
     measured = list[list[float]]()
@@ -141,9 +141,9 @@ def evaluate(
 ) -> list[float] | None:
     """Measure and report the loss on the next eval_iters global batches of 'valid' or 'test'.
 
-    For a named `corpus` these are the same every time, at most its samples, each once, and the loss
-    is the mean over tokens. Returns the loss, and with --eval-ema the loss of the averaged weights;
-    an empty list if no token is in the loss, None if a signal interrupted it.
+    A named `corpus` is evaluated on the same samples every time, each at most once, and the loss is
+    the mean over tokens. Returns the loss, and with --eval-ema the loss of the averaged weights; an
+    empty list if no token is in the loss, None if the evaluation was interrupted.
     """
     progress = run.progress
     start = time.perf_counter()
@@ -154,7 +154,7 @@ def evaluate(
         # An earlier job has evaluated these weights already: use the same samples.
         position = max(0, position - samples)
     if position + samples > len(dataset):
-        position = 0  # a run longer than the data set was made for starts from its beginning
+        position = 0  # a run that outlasts the data set starts again from its beginning
     run.first_time("evaluation")
     variants = 1 + run.config.training.eval_ema
     batches = variants * -(-samples // run.batches.global_batch_size_at_end)
@@ -189,11 +189,11 @@ def evaluate(
 def measure(
     run: Run, dataset: TokenDataset, samples: range, corpus: str | None
 ) -> list[tuple[float, float]]:
-    """Return the loss on these samples and its weight; an empty list if a signal interrupted it."""
+    """Return [(loss, weight)] for these samples; an empty list if this was interrupted."""
 
     def forward(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         losses = run.executor.evaluate(micro_batches)
-        # until all stages have done this once
+        # only once: wait here until every stage has done its first pass
         if run.watchdog is not None and run.watchdog.patient:
             collectives.all_reduce(
                 torch.zeros((), device=run.topology.device), run.topology.world
@@ -252,7 +252,7 @@ def report_validation(
 
 
 def batches_of(run: Run, stream: MicroBatchStream, samples: int) -> Iterator[list[MicroBatch]]:
-    """Yield global batches of the next `samples` samples; the loss of others is masked."""
+    """Yield global batches with the next `samples` samples; the loss on further ones is masked."""
     stop = stream.consumed_samples + samples
     batches = run.batches
     while (left := stop - stream.consumed_samples) > 0:
@@ -280,12 +280,13 @@ def mean_loss(
     per_token: bool = False,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> tuple[float, float] | None:
-    """Return the mean loss over `batches`, micro-batches of this data rank, and their weight.
+    """Return the mean loss over `batches` and its weight.
 
-    All ranks have the same number of micro-batches. `forward` maps them to their losses on the last
-    pipeline stage and to an empty list on other stages. Micro-batches with an unmasked token have
-    equal weight; with `per_token` each is weighted by the number of these tokens, so that the
-    result is the mean over tokens. Without any such token the weight is 0 and the loss NaN.
+    `batches` has the micro-batches of this data-parallel rank, as many as on every other rank.
+    `forward` maps them to their losses on the last pipeline stage and to an empty list on other
+    stages. All micro-batches with an unmasked token have equal weight; with `per_token` each is
+    weighted by its number of unmasked tokens, so that the result is the mean over tokens. If there
+    is no unmasked token at all, the weight is 0 and the loss NaN.
     `interrupted` is called on all ranks before each item of `batches` except the first; once it
     returns True the result is None. All ranks call this and get the result.
     """
@@ -295,7 +296,7 @@ def mean_loss(
             return None
         losses = forward(micro_batches)
         if not losses or topology.tensor.rank != 0:
-            continue  # every tensor rank has the same losses: the first rank counts
+            continue  # all tensor ranks have the same losses: only the first one adds them
         values = torch.stack(losses).double()
         weights = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).to(values)
         if not per_token:
@@ -317,7 +318,7 @@ def interrupted(run: Run) -> bool:
 
 
 def evaluation_iterations(config: Config, batches: BatchSchedule, datasets: Datasets) -> int:
-    """Return the global batches of an evaluation, over all corpora and with --eval-ema."""
+    """Return the number of global batches in an evaluation, with all corpora and --eval-ema."""
     size = batches.global_batch_size_at_end
     iterations = config.training.eval_iters
     corpora = [min(iterations, -(-len(one) // size)) for one in datasets.corpora.values()]

@@ -1,15 +1,15 @@
-"""This process on its node: cores, malloc, device peak and memory, fused kernels.
+"""This process on its node: its device, cores, malloc and fused kernels.
 
 glibc's malloc is set to keep the memory that a training step frees. By default it returns large
 blocks to the system as soon as they are free, and the next tensor of that size gets new pages, each
 of which the kernel clears when it is first touched. A training step frees and allocates the same
-sizes over and over: on a CPU this costs between a few per cent and half of its time.
+sizes over and over: on a CPU this costs between a few per cent and half of the step's time.
 
 Huge pages are turned off: in a heap that keeps its blocks, even the smallest block in a gap would
 hold 2 MiB. Processes grew to three to five times the size of their tensors.
 
-The settings are made in the running process by mallopt(3) and prctl(2). The user's settings take
-precedence: with a variable for malloc, or a preloaded library, malloc is unchanged.
+mallopt(3) and prctl(2) change the settings in the running process. The user's settings take
+precedence: if a variable for malloc is set or a library is preloaded, malloc is left unchanged.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from megatron.parallel.launch import Launch
 from megatron.parallel.process_descriptions import compare
 from megatron.parallel.topology import Topology
 
-# Numbers of the parameters of mallopt(3), from malloc.h.
+# The parameter numbers of mallopt(3), from malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
 # Blocks up to this size come from the heap and stay in it: activations and the logits of a chunk of
 # tokens. Larger ones are flat buffers, allocated once; in the heap they would only leave gaps.
-# GPT-2 124M in bf16, sequence 512, has its peak at 3,067 MiB with glibc's own rules, at 3,069 if
+# GPT-2 124M in bf16 with sequence length 512 peaks at 3,067 MiB with glibc's own rules, at 3,069 if
 # blocks up to 32 MiB are kept, and at 3,105 if blocks up to 1 GiB are. glibc before 2.35 accepts no
 # size above half of its HEAP_MAX_SIZE, which is the second value.
 KEEP_BLOCKS_BYTES = (256 << 20, 32 << 20)
-# The heap's free end is never returned: its blocks change in every step. A process keeps the
-# peak of its blocks of this size, which it needs again in the next step; this does not add up over
-# steps or over the processes of a node.
+# The free end of the heap is never returned: its blocks change in every step. A process keeps the
+# most memory that its blocks of these sizes took, which it needs again in the next step; this does
+# not add up over steps or over the processes on a node.
 _NEVER_TRIM = -1
 # While a model is set up, blocks of at least this size are mapped one by one.
 _SET_UP_BLOCK_BYTES = 1 << 20
@@ -61,7 +61,7 @@ _TORCH_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the device; of a CPU, its threads."""
+    """Return the name of the device; for a CPU, the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} thread(s) per process"
@@ -71,7 +71,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory held so far: by the device's allocator, or on a CPU by the process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    # ru_maxrss starts with the pages of the parent process: used only if VmHWM is missing
+    # ru_maxrss starts at the size of the parent process: used only if VmHWM is missing
     match = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text(errors="replace"))
     return 1024 * (int(match[1]) if match else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
@@ -101,7 +101,7 @@ def share_cores(device: torch.device, local_world_size: int) -> str:
             "device's"
         )
     allowed = os.sched_getaffinity(0)
-    # On every rank, used or not: environments may differ, and all ranks have to make the call.
+    # On every rank, even if unused: environments may differ, and all ranks have to make the call.
     masks = (
         masks_on_this_node(allowed)
         if dist.is_initialized() and dist.get_world_size() > 1
@@ -215,7 +215,7 @@ def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[st
 
 
 def agree_on_times(topology: Topology) -> None:
-    """Let all ranks choose implementations by the measurements on rank 0's CPU."""
+    """Let all ranks choose implementations by the times measured on rank 0's CPU."""
     if topology.world.size > 1 and topology.device.type == "cpu":
         measured_times.agree(collectives.broadcast_object(measured_times.find(), topology.world))
 
@@ -223,7 +223,7 @@ def agree_on_times(topology: Topology) -> None:
 def check_kernels(config: Config, topology: Topology) -> None:
     """Raise ConfigError on every rank unless all ranks have the same fused kernels and operators.
 
-    Tensor-parallel ranks drop entries of their copies of a tensor. The mask differs with and
+    Tensor-parallel ranks apply dropout to their copies of a tensor. The mask differs with and
     without kernels: if one rank lacked the library, the copies would drift apart unnoticed.
     """
     device = topology.device

@@ -1,9 +1,9 @@
 """Comparison of the settings, code and files that all ranks of a run must share.
 
 Each rank publishes digests of them at the rendezvous, before torch connects anything, and rank 0
-compares them. A difference ends the run on every rank: with another seed, learning rate, model or
-index file on any rank, the ranks would silently train something else. The samples of the data sets
-are known only later, and compared then.
+compares them. A difference ends the run on every rank: if any rank had a different seed, learning
+rate, model or index file, the ranks would silently train something else. The samples of the data
+sets are known only later, and compared then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAY_DIFFER = {
     "master_port",
     "data_cache_path",
     "stage_data_to",  # scratch folders of a node
-    # for one rank alone, or separately for each
+    # used by one rank only, or set separately for each rank
     "metrics_file",
     "tensorboard_dir",
     "wandb_exp_name",
@@ -46,22 +46,22 @@ MAY_DIFFER = {
 
 
 _PACKAGE = Path(__file__).parents[2]
-# Files of a tokenizer's folder.
+# Suffixes of the files that are compared in a tokenizer's folder.
 _TOKENIZER = (".json", ".model", ".txt", ".tiktoken", ".jinja")
-# Bytes that a process reads from all its files together, and from one: at least, and at most.
+# Bytes that a process reads: from all its files together, and at least and at most from one file.
 _ALL_BYTES = 32 << 20
 _LEAST_BYTES = 32 << 10
 _MOST_BYTES = 4 << 20
-_THREADS = 8  # reads at the same time: a parallel file system takes a millisecond for each
-_SAMPLES = 16  # of each data set
+_THREADS = 8  # concurrent reads: on a parallel file system each takes a millisecond
+_SAMPLES = 16  # compared in each data set
 
 
 def identity(config: Config, placement: str = "") -> Alike:
     """Return the settings of this process, and digests of code and files.
 
     `placement` describes the ranks' placement on devices (RankMapping.agreed). Every process reads
-    its files, not only one on each node: a relative path or a mount can lead each to another file.
-    This is a small part of the data that it is about to read anyway.
+    its files, not only one on each node: the same path may lead each process to a different file,
+    if it is relative or on a mount. Little is read, compared with what the process reads afterwards.
     """
     values = config.to_dict()
     pieces = {f"your own {name}": where for name, where in config.pieces.describe().items()}
@@ -79,9 +79,9 @@ def identity(config: Config, placement: str = "") -> Alike:
 
 
 def code_digests(config: Config, package: Path = _PACKAGE) -> dict[str, str]:
-    """Return the digest of each source file, by its name: our files and those of the user's pieces.
+    """Return the digest of each source file by its name: our files and the user's own.
 
-    The content is compared, because copies of one clone have different times.
+    The content is compared, because copies of the same clone have different modification times.
     """
     main = getattr(sys.modules["__main__"], "__file__", None)
     pieces = {*config.pieces.files(), *([config.pieces.file] if config.pieces.file else [])}
@@ -114,7 +114,7 @@ def inputs(config: Config) -> list[Path]:
         paths.append(Path(data.data_file_list))
     try:
         prefixes = data_prefixes(config)
-    except MegatronError:  # the file list cannot be read: on all ranks, or its digest differs
+    except MegatronError:  # no rank can read the file list, or else its digest differs
         prefixes = []
     return list(dict.fromkeys([*paths, *(path for one in prefixes for path in data_files(one))]))
 
@@ -139,8 +139,8 @@ def file_digests(paths: Sequence[Path]) -> dict[str, str]:
 def sample_digests(datasets: Datasets) -> dict[str, str]:
     """Return a digest of some samples of each data set, by its name.
 
-    They reveal another index, another copy of the data, and user data sets that differ between
-    ranks.
+    The digests reveal ranks with a different index, a different copy of the data, or a different
+    data set of the user's own.
     """
     splits = zip(SPLIT_NAMES, (datasets.train, datasets.valid, datasets.test), strict=True)
     named = {f"{name} data": dataset for name, dataset in splits if dataset is not None}
@@ -149,7 +149,7 @@ def sample_digests(datasets: Datasets) -> dict[str, str]:
 
 
 def _samples(dataset: TokenDataset) -> str:
-    """Return length and digest of evenly spaced samples, first and last included."""
+    """Return the number of samples, and a digest of evenly spaced ones, first and last included."""
     last = len(dataset) - 1
     numbers = sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}) if last >= 0 else []
     arrays = (

@@ -29,7 +29,7 @@ _AS_TRAINED = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "d
 class Trained:
     """A checkpoint's model on this rank.
 
-    config     of the model, its tokenizer and the separation of documents
+    config     settings of the model, its tokenizer and the separation of documents
     tokenizer  None if the model was trained without one
     chunks     this rank's stages, without dropout
     loaded     the loaded checkpoint, and why it was chosen
@@ -55,18 +55,20 @@ def load_model(
 ) -> Trained:
     """Load the newest checkpoint of a --save folder, or the model of hf:FOLDER.
 
-    folder       hf:FOLDER names one in the format of Hugging Face, see docs/huggingface.md
-    topology     of all processes, which all call this (connect and Topology.create make it); by
-                 default this process alone, on its GPU if it has one. The layout may differ from
-                 the training's
+    folder       a --save folder, or hf:FOLDER for a model in Hugging Face's format; see
+                 docs/huggingface.md
+    topology     the topology of all processes, made by connect and Topology.create; all of them
+                 call this. By default this process alone, on its GPU if it has one. The layout may
+                 differ from the one used in training
     tag          an iteration, or the name of a checkpoint's folder
-    allow_older  if the newest is damaged, load the previous one; .loaded.rejected lists the damaged
-    ema          load the average of the weights (--ema-decay) in their place
+    allow_older  if the newest checkpoint is damaged, load the previous one; .loaded.rejected lists
+                 the damaged ones
+    ema          load the average of the weights (--ema-decay) instead of the weights
     settings     settings that override the checkpoint's, by their names in the configuration, such
                  as bf16=True (fp32 by default) or tokenizer_model="moved.model"; None: no change
 
-    Raises CheckpointError, ConfigError or DataError for settings and tokenizer files, and
-    LaunchError if ranks read different files.
+    Raises CheckpointError, ConfigError or DataError for invalid checkpoints, settings or tokenizer
+    files, and LaunchError if ranks read different files.
     """
     import torch
 
@@ -117,7 +119,7 @@ def _config(
     tag: str | int | None,
     settings: dict[str, object],
 ) -> Config:
-    """Return the checkpoint's settings on the layout of a topology, in fp32 unless changed."""
+    """Return the checkpoint's settings with the topology's layout, in fp32 unless overridden."""
     from megatron.checkpoint.find import find_folder, open_checkpoint
     from megatron.checkpoint.huggingface_config import read_model, tokenizer_settings
     from megatron.checkpoint.settings import plain

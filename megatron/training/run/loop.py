@@ -152,7 +152,7 @@ def report(run: Run) -> None:
     losses, memory = run.interval.reduce(
         peak_memory_bytes(device), reserved_memory_bytes(device), unfinished
     )
-    finish_step(run)  # after the wait for the losses
+    finish_step(run)  # does not wait: `reduce` has already waited for the losses
     elapsed_s = run.watch.lap()
     measured: dict[str, Any] = {}
     for callback in run.callbacks:
@@ -172,7 +172,7 @@ def watch_the_end(run: Run, seconds: float) -> None:
     interval = run.config.training.eval_interval
     evaluations = sum((iteration + i) % interval == 0 for i in range(1, ahead + 1))
     saves = run.saves.ahead(iteration, ahead) if run.saves is not None else 0
-    # on average the host is as fast as the device
+    # host time will do: on average the host runs as fast as the device
     run.wall_time.after_step(seconds, evaluations=evaluations, saves_ahead=saves)
 
 
@@ -241,8 +241,8 @@ def saving_what_is_under_way(run: Run) -> Iterator[None]:
 def garbage_collection(automatic: bool) -> Iterator[None]:
     """Exclude objects made before the block from Python's garbage collections.
 
-    Collections are off inside the block unless `automatic`. A collection over all objects of torch
-    and DeepSpeed takes up to half a second, at a different time on each rank.
+    Collections are off inside the block unless `automatic`. A full collection over the objects that
+    torch and DeepSpeed create takes up to half a second, at a different time on each rank.
     """
     before = gc.isenabled()
     gc.collect()
@@ -258,7 +258,7 @@ def garbage_collection(automatic: bool) -> Iterator[None]:
 
 
 def micro_batch_under_way(run: Run) -> str:
-    """Return where this rank is in its step; "" outside of the schedule."""
+    """Return where this rank is in its step; "" outside the schedule."""
     state = FlightState.read(run.topology.flight.buffer)
     if state is None or not state.instruction:
         return ""

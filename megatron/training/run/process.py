@@ -1,7 +1,7 @@
 """Signals, errors and lost output of a process: one clear message, the right exit code, no hang.
 
-This module does not import torch: a mistake on the command line is reported immediately, and a
-signal may arrive while torch is imported.
+This module does not import torch, so that a mistake on the command line is reported immediately and
+a signal may arrive while torch is being imported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.errors import LostRankError, MegatronError, flush_output, print_er
 
 EXIT_ERROR = 1  # an error of the program, or a peer's
 EXIT_USER_ERROR = 2  # something the user can fix
-# a rank died or hung: nothing to fix, start the job again (EX_TEMPFAIL of sysexits.h)
+# a rank died or hung: nothing to fix, start the job again (EX_TEMPFAIL in sysexits.h)
 EXIT_LOST_RANK = 75
 EXIT_INTERRUPTED = 130
 
@@ -39,7 +39,7 @@ class Signals:
     """Requests to end the run: the signals of SIGNALS, noted inside the context when `enabled`.
 
     Only the first signal counts: Slurm and people send several. But a second SIGINT ends the
-    process immediately with exit code 130; while `saving` returns True, a third one does. SIGHUP,
+    process immediately with exit code 130; while `saving` returns True, only a third does. SIGHUP,
     which a terminal or a connection sends when it closes, and SIGINT remain ignored if they already
     were, as under nohup or in the background of a shell script. Signals are not noted outside of
     the main thread, since Python allows handlers only there.
@@ -100,7 +100,7 @@ class Signals:
         os.close(read_end)
 
     def press(self) -> None:
-        """Answer a SIGINT."""
+        """Handle a SIGINT."""
         now = self._clock()
         if now - self._pressed_s < _ONE_PRESS_S:
             return
@@ -130,9 +130,9 @@ class _Output(io.FileIO):
     lost = False
 
     def write(self, data: Any, /) -> int:
-        """Write as much as possible; return the length of `data` in any case.
+        """Write as much as possible; if nothing can be written, drop `data` and return its length.
 
-        Otherwise a buffer would keep the rest.
+        Otherwise the buffer would keep it and fail again.
         """
         reason = "it would have to wait"
         try:
@@ -162,8 +162,8 @@ def _check_terminal_size() -> None:
 def guard_output() -> None:
     """Replace standard output and standard error with streams whose writes never fail.
 
-    Call this before any file is opened. A closed stream gets its descriptor back, so that no file
-    of the run receives printed text.
+    Call this before any file is opened. The descriptor of a closed stream is opened on /dev/null,
+    so that no file of the run gets it and receives printed text.
     """
     _check_terminal_size()
     for number in range(3):
@@ -222,7 +222,7 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
     MegatronError is shown without traceback: in full on rank 0, after `prefix` (default: the
     error's type, which identifies the end of a run in its log), and in one line on the others. Any
     other exception is shown with its traceback and the rank. After a fatal signal, such as the bus
-    error of a mapped file that was truncated, Python shows where it occurred.
+    error when a mapped file has been truncated, Python shows where it occurred.
     """
     if not faulthandler.is_enabled():
         # standard error may not be a file
@@ -241,12 +241,12 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
         return EXIT_INTERRUPTED
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-        # of --help and the like, whose output is the result
+        # losing the output of --help and the like is an error: it is the result
         return code or (EXIT_ERROR if _output_lost() else 0)
     except BrokenPipeError:
         return _reader_left()
     except BaseException as failure:
-        # wherever a name is looked up, as in as_tool
+        # a name that is too long is a user error wherever it is looked up, as in as_tool
         if getattr(failure, "errno", None) == errno.ENAMETOOLONG:
             print_error(failure, prefix=f"rank {who()}")
             return EXIT_USER_ERROR
@@ -259,9 +259,9 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
 
 
 def _tell_torchrun(text: str) -> None:
-    """Write why this process failed to the file whose text torchrun shows last.
+    """Write why this process failed into the error file that torchrun shows at its end.
 
-    The format is that of torch.distributed.elastic.multiprocessing.errors.
+    The format is defined by torch.distributed.elastic.multiprocessing.errors.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -272,10 +272,10 @@ def _tell_torchrun(text: str) -> None:
 
 
 def as_tool(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
-    """Wrap the `main` of a tool: its arguments default to those of this process.
+    """Wrap the `main` of a tool: its argv defaults to the arguments of this process.
 
-    Errors of the user or the system end in a message and exit code 2. Characters that the output's
-    encoding lacks, for example in a file name, are shown as escapes.
+    User and system errors end in a message and exit code 2. Characters that the encoding of the
+    output lacks, for example in a file name, are shown as escapes.
     """
 
     @functools.wraps(main)
@@ -306,8 +306,8 @@ def _reader_left() -> int:
 def leave(code: int) -> NoReturn:
     """End the process immediately, without destructors.
 
-    After a failure they would wait for peers that are gone, and threads of communication libraries
-    do not survive the end of the interpreter.
+    After a failure, destructors would wait for peers that are gone, and threads of communication
+    libraries crash when the interpreter shuts down.
     """
     flush_output()
     os._exit(code)

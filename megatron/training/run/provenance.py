@@ -22,7 +22,7 @@ from megatron.kernels import choose
 from megatron.parallel.topology import Topology
 from megatron.training.run.host import device_name
 
-# Prefixes of variables that change a job's results, or where it computes.
+# Prefixes of environment variables that affect a job's results, or where it runs.
 _KEPT = tuple(
     (
         "SLURM_JOB SLURM_NNODES SLURM_NTASKS SLURM_CLUSTER SLURM_RESTART_COUNT SLURM_ARRAY HIP_ "
@@ -37,8 +37,8 @@ _PACKAGE = Path(__file__).parents[2]
 _GIT_S = 20.0
 _WAIT_S = 60.0
 
-# Bytes read at each end of an .idx file, and of a .bin file. Offsets add up: a longer document
-# anywhere shows at the end of an .idx file.
+# Bytes read at each end of an .idx file, and in all from a .bin file. Offsets accumulate, so a
+# longer document anywhere changes the end of an .idx file.
 _INDEX_END = 16 << 20
 _BIN_SAMPLE = 1 << 20
 
@@ -47,7 +47,7 @@ class Provenance:
     """The provenance of a checkpoint, written next to it as JSON by rank 0; empty on other ranks.
 
     A thread collects slow parts (hashes of index files, git) while training begins; if it fails,
-    the record has the reason instead. `places` are node and device of every rank, see Rendezvous.
+    the record has the reason instead. `places` has the node and device of every rank; see Rendezvous.
     `train_samples` is the number of samples of the training data set.
     """
 
@@ -135,7 +135,7 @@ def order_record(config: Config, train_samples: int | None) -> dict[str, object]
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python and of the libraries that compute."""
+    """Return the versions of Python, the system and the libraries that affect results."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -151,8 +151,8 @@ def versions() -> dict[str, str | None]:
 def git_revision(folder: Path) -> dict[str, object]:
     """Return {"revision", "dirty"} of the work tree that contains `folder`.
 
-    Without a work tree "revision" is None and "reason" says why. For a copy without .git the
-    variable MEGATRON_REVISION supplies it, as "<revision>" or "<revision> dirty".
+    Without a work tree "revision" is None and "reason" is why. For a copy without .git, the
+    variable MEGATRON_REVISION supplies the revision, as "<revision>" or "<revision> dirty".
     """
 
     def git(*arguments: str) -> str:
@@ -182,8 +182,8 @@ def git_revision(folder: Path) -> dict[str, object]:
 def data_identity(prefix: str) -> dict[str, object]:
     """Return facts that distinguish a pair of data files from another pair of the same name.
 
-    These are sizes in bytes, a digest of the .idx file, which holds the length of every document,
-    and a digest of samples of the .bin file.
+    They are sizes in bytes, a digest of the ends of the .idx file, which holds the length of every
+    document, and a digest of samples of the .bin file.
     """
     try:
         index_size, index_digest = ends_digest(Path(prefix + ".idx"), _INDEX_END)
@@ -212,7 +212,7 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 def ends_digest(path: Path, end: int) -> tuple[int, str]:
     """Return the size of a file, and the digest of its first and last `end` bytes.
 
-    A file no longer than both together is digested as a whole. Raises OSError.
+    A file that is no longer than both ends together is hashed as a whole. Raises OSError.
     """
     size = path.stat().st_size
     with open(path, "rb") as f:

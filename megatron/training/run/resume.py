@@ -1,6 +1,6 @@
 """Differences between a resumed run and the run of its checkpoint.
 
-It compares settings, the values of schedules over the rest of the run, and the order of the data.
+Settings, schedule values over the rest of the run, and the order of the data are compared.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from megatron.training.run.schedules import (
 )
 from megatron.untrusted import is_count
 
-# Settings of the run that change no weight and no loss, besides the logging and checkpoint
+# Settings that affect neither weights nor losses, in addition to the logging and checkpoint
 # settings.
 UNCOMPARED = {
     *("cluster", "distributed_timeout_minutes", "data_cache_path", "stage_data_to", "num_workers"),
     *("mmap_bin_files", "exit_signal_handler", "hang_timeout", "manual_gc", "manual_gc_interval"),
     *("allocator_tuning", "check_weight_hash_across_dp_replicas_interval"),
 }
-# Settings that determine the order of the samples, besides their number.
+# Settings that, together with the number of samples, determine their order.
 _ORDER = (
     *("seed", "seq_length", "mock_data", "data_path", "data_file_list", "train_data_path", "split"),
     *("train_data_exact_num_epochs", "data_packing", "dataloader_type"),
 )
-_LOOKED_AT = 2000  # steps of the rest of the run whose values are compared
+_LOOKED_AT = 2000  # number of remaining steps whose values are compared
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Stored:
     """The settings in a checkpoint.
 
     values      as stored, by name
-    config      the same as a configuration; settings that the checkpoint lacks are this run's
-    provenance  empty for a checkpoint without one
+    config      the same as a Config; settings that the checkpoint lacks come from this run
+    provenance  the provenance in the checkpoint; empty if it has none
     """
 
     folder: Path
@@ -113,7 +113,7 @@ def _accepted(
 
 
 def with_checkpoint_settings(config: Config, stored: Stored | None, reporter: Reporter) -> Config:
-    """Return `config`; --use-checkpoint-opt_param-scheduler gives it the checkpoint's schedules."""
+    """Return `config`, with the stored schedules under --use-checkpoint-opt_param-scheduler."""
     if stored is None or not config.checkpoint.use_checkpoint_opt_param_scheduler:
         return config
     basis = schedule_basis(stored.config)
@@ -160,7 +160,7 @@ def describe_changes(
 ) -> None:
     """Report differences from the checkpoint's run, from `progress` to iteration `end`.
 
-    Raises CheckpointError if the checkpoint's settings give no schedule.
+    Raises CheckpointError if the checkpoint's settings do not define a schedule.
     """
     settings = list(_other_settings(stored, config))
     if settings:
@@ -242,7 +242,7 @@ class _Course:
         self._progress = progress
 
     def steps(self, end: int) -> Iterator[int]:
-        """Yield the steps to compare: evenly spaced steps, and those next to bounds of phases."""
+        """Yield the steps to compare: evenly spaced ones, and those at the boundaries of phases."""
         p = self._progress
         left = end - self._progress.iteration
         yield from range(0, left, max(1, left // _LOOKED_AT))
@@ -260,7 +260,7 @@ class _Course:
             yield from (step for step in (ahead - 1, ahead, ahead + 1) if 0 <= step < left)
 
     def at(self, step: int) -> dict[str, float]:
-        """Return the values of the step that follows `step` more steps, none of them skipped."""
+        """Return the values for the step after `step` more steps, if none of them is skipped."""
         p = self._progress
         consumed = self._batches.samples_after(step, p.consumed_samples)
         samples = consumed - p.consumed_samples
@@ -296,7 +296,7 @@ def describe_data(
     """Report the samples that are repeated or skipped because the order of the data has changed.
 
     `dataset` was made for `train_samples`; the run takes its samples from `progress` to `end`.
-    Raises CheckpointError if the checkpoint's settings give no length of its run.
+    Raises CheckpointError if the checkpoint's settings do not determine the length of its run.
     """
     former = _FormerData(stored, config)
     changes = former.changes(train_samples)
@@ -402,7 +402,7 @@ class _FormerData:
             return planned_samples(former, BatchSchedule.from_config(former))[0]
 
     def build(self) -> TokenDataset:
-        """Return the former data set, as far as its files exist. Raises MegatronError."""
+        """Return the former data set, if its files still exist. Raises MegatronError."""
         if self._custom:
             raise DataError("the data set is your own")
         former = self._stored.config

@@ -90,7 +90,7 @@ from megatron.training.run.stopping import Agreement, SlurmEnd, StopRules, WallT
 from megatron.training.run.tasks import context_of, read_tasks
 from megatron.training.safety.watchdog import Watchdog
 
-_FIRST_SHARE = 0.9  # of --distributed-timeout-minutes
+_FIRST_SHARE = 0.9  # fraction of --distributed-timeout-minutes that a first use may take
 
 
 def run_training(
@@ -104,8 +104,8 @@ def run_training(
 ) -> None:
     """Connect, assemble, train, disconnect. See megatron.pretrain.
 
-    `signals` is already entered; `started` is the start time of the program by time.monotonic, for
-    --walltime. `environment` has lines for the log (see
+    `signals` is already entered; `started` is the value of time.monotonic() when the program
+    started, for --walltime. `environment` has lines for the log (see
     megatron.parallel.environment.job_environment). `ranks` is the placement of the ranks on a known
     machine; without it only --rank-order and --device-order have an effect.
     """
@@ -184,9 +184,9 @@ def requeue_lost(run: Run) -> None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether `error` is the sign of another rank's failure.
+    """Return whether `error` is a sign that another rank has failed.
 
-    Signs are a broken connection or the timeout of a collective.
+    The signs are a broken connection and a collective that timed out.
     """
     if isinstance(error, LaunchError | dist.DistError):
         return True
@@ -210,7 +210,7 @@ def connect_groups(
         flight=rendezvous.flight,
     )
     with topology.flight.phase("groups"):
-        # Earlier than torch, whose message is less specific, and RCCL, which never gives up.
+        # Give up before torch does, whose message is less specific; RCCL never gives up.
         rendezvous.unless_failed(
             partial(use_groups, topology, config.parallel.num_chunks > 1),
             _FIRST_SHARE * timeout.total_seconds(),
@@ -326,7 +326,7 @@ def build_data(
     batches: BatchSchedule,
     reporter: Reporter,
 ) -> tuple[Datasets, tuple[int, int, int], Callable[[int, int, int], Datasets]]:
-    """Return the data sets, their numbers of samples, and a function that builds others."""
+    """Return the data sets, their sizes in samples, and a function that builds other sizes."""
     samples = planned_samples(config, batches)
     with reporter.console.doing("copying data to the node"):
         staged = staged_locations(config, topology, reporter.say)
@@ -339,7 +339,7 @@ def build_data(
         datasets = build_in_turn(*samples)
     describe_data(config, datasets, reporter)
     if config.data.dataloader_type == "cyclic":
-        samples = (sys.maxsize,) * 3  # any of the data
+        samples = (sys.maxsize,) * 3  # any sample may be read
     check_loss_masks(config, topology, datasets, samples, tokenizer, reporter)
     return datasets, samples, build_in_turn
 
@@ -402,7 +402,7 @@ def compare_samples(datasets: Datasets, topology: Topology) -> None:
 
 
 def describe_export(config: Config, topology: Topology, reporter: Reporter) -> None:
-    """Check --save-hf on rank 0 for all ranks, and print the parts that it will not write."""
+    """Check --save-hf on rank 0 for all ranks, and print which parts it will not write."""
     if config.checkpoint.save_hf is None:
         return
     if note := decided_by_first(topology, partial(check_export, config)):
@@ -431,12 +431,12 @@ def check_export(config: Config) -> str:
 
 
 def record_settings(config: Config, topology: Topology, reporter: Reporter, iteration: int) -> None:
-    """Write the settings of a run from `iteration` on into its folder, for --config.
+    """Write the settings of the run, which starts at `iteration`, to its folder, for --config.
 
     `config` does not have the vocabulary size yet; the tokenizer will supply it again.
     """
     metrics = config.metrics_path
-    # /dev/null has no folder of a run beside it
+    # a file such as /dev/null is not in the folder of a run
     if metrics is None or not topology.world.is_first or not metrics.is_file():
         return
     path = metrics.with_name("settings.toml")
@@ -468,7 +468,7 @@ def build_saves(
     """Return the saves of the run; None without --save."""
     if not config.checkpoint.save:
         return None
-    from megatron.checkpoint.save import Saver  # imports torch's checkpoints, which takes long
+    from megatron.checkpoint.save import Saver  # slow to import, because of torch's checkpoints
 
     topology = engine.topology
     saver = Saver(config.checkpoint.save, topology, config, topology.flight.alive)
@@ -491,8 +491,8 @@ def build_wall_time(
 ) -> WallTime | None:
     """Return the limits on the run's time: the end of the job, and --exit-duration-in-mins.
 
-    The job ends by --walltime or, if the run saves, by Slurm. None without any limit. Rank 0
-    watches the clock for all ranks.
+    --walltime or, if the run saves, Slurm tells when the job ends. Returns None if there is no
+    limit. Rank 0 watches the clock for all ranks.
     """
     training = config.training
     requested = config.training.walltime
@@ -516,7 +516,7 @@ def build_wall_time(
         return None if end_s is None else end_s - time.monotonic()
 
     state_bytes = checkpoint_bytes(config) / topology.world.size if saves is not None else 0.0
-    # the agreement of several ranks takes one more step
+    # several ranks need one more step to agree
     steps_ahead = 1 if topology.world.size == 1 else 2
     wall_time = WallTime(
         left_s,

@@ -39,8 +39,8 @@ from megatron.training.safety.watchdog import Watchdog
 class StepUnderWay:
     """A step that may still be running on the device, with the values needed to count it later.
 
-    step                            its record, without figures that are not read yet
-    micro_batches, losses, weights  of this rank, to find out why it was skipped
+    step                            its record, without the figures that have not been read yet
+    micro_batches, losses, weights  this rank's, to find out why the step was skipped
     """
 
     step: StepRecord
@@ -51,7 +51,7 @@ class StepUnderWay:
 
 @dataclass
 class Skips:
-    """Skipped steps in a row.
+    """The current streak of skipped steps.
 
     first, scale  the first of them that can be repeated exactly, and its loss scale: while steps
                   are skipped the weights do not change, but the scale does
@@ -66,7 +66,7 @@ class Skips:
 class LoopState:
     """Parts of a run that the loop replaces.
 
-    under_way   the last step, until its figures are read: `progress` does not show yet whether it
+    under_way   the last step, until its figures are read: `progress` does not yet show whether it
                 was skipped
     went_back   how often the run went back to the checkpoint of an iteration, after loss spikes
     """
@@ -82,7 +82,7 @@ class Run:
     """The parts of a run on this rank.
 
     saves      None without --save
-    wall_time  None if the end of the job is unknown
+    wall_time  None if the run has no time limit
     watchdog   patient until the first step is done; None with --hang-timeout 0
     callbacks  the project's and the user's, in the order in which they are called
     """
@@ -127,7 +127,7 @@ class Run:
             self.watchdog.first_time(work)
 
     def no_first_time(self) -> None:
-        """Note that the following work was done before."""
+        """Note that the work that follows has been done before."""
         if self.watchdog is not None:
             self.watchdog.patient = False
 

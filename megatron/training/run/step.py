@@ -1,4 +1,4 @@
-"""One step of training: its start, and the reading of its figures."""
+"""One training step: starting it, and reading its figures later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.training.safety.bad_steps import Spike, count_skip, find_spike, lo
 
 
 def train_step(run: Run) -> Spike | None:
-    """Train on one global batch, forward, backward and optimizer; return its loss spike.
+    """Run forward, backward and optimizer on one global batch; return its loss spike, if any.
 
     The host does not wait for the step: `finish_step` reads its figures when they are needed, at
     the latest before the optimizer's next step, whose learning rate depends on whether this one was
@@ -35,7 +35,7 @@ def train_step(run: Run) -> Spike | None:
     finish_step(run)  # the previous one
     values = run.schedules.at(progress)
     samples = batches.global_batch_size(progress.consumed_samples)
-    deepspeed = run.engine.deepspeed  # has no notion of resumed runs or batch-size schedules
+    deepspeed = run.engine.deepspeed  # it has no notion of resumed runs or batch-size schedules
     deepspeed.global_steps = progress.iteration
     deepspeed.global_samples = progress.consumed_samples + samples - deepspeed.train_batch_size()
     with run.timers("optimizer"):
@@ -67,7 +67,7 @@ def train_step(run: Run) -> Spike | None:
 def finish_step(run: Run) -> StepRecord | None:
     """Count the last step, skipped or not, add it to the interval, and return it.
 
-    None if this was done already. All ranks call this; it waits for the device.
+    Returns None if it has already been counted. All ranks call this; it waits for the device.
     """
     under_way = run.loop.under_way
     run.loop.under_way = None

@@ -1,7 +1,4 @@
-"""End of a run before its last iteration.
-
-The agreement of the ranks, the time left in the job, and requeueing.
-"""
+"""Early end of a run: agreement between the ranks, time left in the job, and requeueing."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ _RECENT_STEPS = 100  # the next step is expected to take as long as the longest 
 _SPREAD = 1.5
 # time to end the processes; Slurm counts whole seconds and checks limits only periodically
 _MARGIN_S = 30.0
-# margin for --exit-duration-in-mins as a share of it, if that is less: nothing kills the processes
+# fraction of --exit-duration-in-mins that is its margin, if that is less: nothing kills processes
 _DURATION_SHARE = 0.05
 # per rank, until the first save is measured: low even for a busy file system
 _GUESSED_BYTES_PER_S = 100e6
@@ -44,12 +41,12 @@ _GUESSED_BYTES_PER_S = 100e6
 class Agreement:
     """Reduces numbers to their maximum over all ranks.
 
-    A number may be a signal that one rank received, or a decision of rank 0. Each user adds its
-    numbers once, in the same order on every rank. They are reduced from host memory, independently
-    of the device, and no step waits for them: `post` starts the reduction after one step, `read`
-    returns the result after the next, the same on every rank. `number` is called when the reduction
-    starts, so its value must still be valid one step later. Nothing is communicated while all
-    numbers are off. A single rank gets its own numbers immediately.
+    A number may be a signal that one rank received, or a decision made by rank 0. Numbers are added
+    once, in the same order on every rank. They are reduced in host memory, independently of the
+    device, and no step waits for them: `post` starts the reduction after one step, and `read`
+    returns the result, the same on every rank, after the next. `number` is called when the
+    reduction starts, so its value must still be valid one step later. Nothing is communicated while
+    all numbers are off. A single rank gets its own numbers immediately.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -123,13 +120,13 @@ class Stop:
 
 
 class StopRules:
-    """The rules of --exit-interval, --exit-duration-in-mins and other flags that end a run.
+    """Implements --exit-interval, --exit-duration-in-mins and the other flags that end a run.
 
     The others are --exit-signal-handler, --kill-switch-file and --walltime.
 
     Rank 0 decides on duration, kill switch and wall time; a signal counts on any rank. With several
-    ranks they take effect one step later (Agreement). Rules that are off cost no communication.
-    `wall_time` watches both time limits; None without any.
+    ranks, decisions take effect one step later (see Agreement). Rules that are off cost no
+    communication. `wall_time` watches both time limits; None if there is none.
     """
 
     def __init__(
@@ -153,14 +150,14 @@ class StopRules:
             agreement.add_first("leave", wall_time.must_leave)
 
     def check(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
-        """Return why to stop after `iteration`, given the ranks' agreement; None to continue."""
+        """Return the reason to stop after `iteration`, if the ranks agreed on one, else None."""
         stop = self._stop(iteration, agreed)
         if stop is None and self._interval and iteration % self._interval == 0:
             return Stop(f"exiting program at iteration {iteration}")
         return stop
 
     def check_at_start(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
-        """Return why to stop before the first step; otherwise like `check`.
+        """Return the reason to stop before the first step; otherwise like `check`.
 
         --exit-interval is not considered, because it counts finished steps. A job too short for a
         single step is not requeued, because the next one would end the same way.
@@ -205,9 +202,9 @@ class SlurmEnd:
 
     A thread queries it, so that no step waits for Slurm's controller.
 
-    The last answer counts down between queries and if a query fails. A failure is reported once.
-    Without any answer SLURM_JOB_END_TIME is used if this Slurm sets it; otherwise the end is
-    unknown.
+    Between queries, and if a query fails, the time left is counted down from the last answer. A
+    failure is reported once. Without any answer, SLURM_JOB_END_TIME is used if this version of
+    Slurm sets it; otherwise the end is unknown.
     """
 
     environ: Mapping[str, str]
@@ -276,15 +273,15 @@ class SlurmEnd:
 class WallTime:
     """Decides whether the time left is enough for another step and the saves that follow.
 
-    It is limited by the job and by --exit-duration-in-mins.
+    The time is limited by the job and by --exit-duration-in-mins.
 
     left_s             returns the seconds until the job ends; None if that is unknown or never
     checkpoint_bytes   bytes that one rank writes into a checkpoint, to estimate the time of the
                        first save
     eval_iters         iterations of an evaluation of all corpora, each assumed to take as long as a
                        step until one is measured
-    steps_ahead        steps taken before a decision can end the run: 2 if the ranks have to agree
-                       on it meanwhile
+    steps_ahead        steps taken before a decision can end the run: 2 if several ranks have to
+                       agree on it first
     close              called at the end of the run
     duration_s         --exit-duration-in-mins; None without it
     elapsed_s          returns the seconds since the program began
@@ -301,7 +298,7 @@ class WallTime:
     def __post_init__(self) -> None:
         self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._evaluation_s = self._save_s = 0.0
-        self.task_s = dict[str, float]()  # of the latest evaluation of each task
+        self.task_s = dict[str, float]()  # seconds of each task's latest evaluation
         self._evaluations = 0
         self._saves_ahead = 1
         self.saved = False  # whether the run has ended, and all of it is saved
