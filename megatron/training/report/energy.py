@@ -4,14 +4,15 @@
   "123 J 456 us": the energy since the node started, and the time of the reading (docs.cscs.ch,
   "Energy and power consumption"; Slurm's plugin acct_gather_energy/pm_counters). Nothing else is
   read where it exists.
-- RAPL, /sys/class/powercap/intel-rapl:*/energy_uj, of Intel's and AMD's processors and their
-  memory, where users may read it: microjoules, which wrap to 0 after max_energy_range_uj
-  (Linux, Documentation/power/powercap/powercap.rst).
-- GPUs by AMD's amdsmi (amdsmi_get_energy_count: a count and its unit in microjoules) or NVIDIA's
-  pynvml (nvmlDeviceGetTotalEnergyConsumption: millijoules), if the Python package is installed.
+- RAPL, /sys/class/powercap/intel-rapl:*/energy_uj: Intel and AMD processors and their memory, where
+  users may read it. The counter is in microjoules and wraps to 0 after max_energy_range_uj (Linux,
+  Documentation/power/powercap/powercap.rst).
+- GPUs, through AMD's amdsmi (amdsmi_get_energy_count: a count and its unit in microjoules) or
+  NVIDIA's pynvml (nvmlDeviceGetTotalEnergyConsumption: millijoules), if the Python package is
+  installed.
 
-Other jobs on the node are counted, too. A counter that wraps twice between two log lines (for RAPL,
-in about half an hour) reports too little.
+The energy of other jobs on the node is included. If a counter wraps twice between two log lines
+(RAPL does in about half an hour), the figure is too low.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 
 
 class Counter(NamedTuple):
-    """An energy counter: its joules, and the value at which it wraps to 0."""
+    """An energy counter: the function that reads it, and the joules at which it wraps to 0."""
 
     read_j: Callable[[], float]
     range_j: float = math.inf
@@ -36,7 +37,7 @@ class EnergyMeter:
     """Reads the counters of this node.
 
     reads   True on one rank of the node; the others report 0
-    root    where the system's files are
+    root    folder of the system's files
     load    imports a module
     source  names of the counters; "" without any
     """
@@ -83,7 +84,7 @@ class EnergyMeter:
 
 
 def _number(path: Path, unit_j: float = 1.0) -> float:
-    """Return the first number of a file in joules."""
+    """Return the first number in a file, converted to joules."""
     return float(path.read_text().split()[0]) * unit_j
 
 
@@ -92,7 +93,7 @@ def _cray(root: Path) -> Iterator[Counter]:
 
 
 def _rapl(root: Path) -> Iterator[Counter]:
-    """Yield the counters of processor packages and of their memory, if that is separate."""
+    """Yield the counters of processor packages and, where separate, of their memory."""
     for zone in root.glob("class/powercap/intel-rapl:*"):
         name = (zone / "name").read_text()
         if name.startswith(("package", "dram")):

@@ -23,13 +23,13 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step, as known to every rank without communication.
+    """One training step, with the figures that every rank has without communication.
 
-    `loss` is this rank's term of the mean loss of the global batch, a scalar still on the device;
+    `loss` is this rank's term in the mean loss of the global batch, a scalar still on the device;
     None on ranks without a term (see local_loss). Counts include this step.
 
-    counted  numbers of this rank's micro-batches with a token in the loss, and of all its
-             micro-batches, on the device; None: all have one, or the rank has no term  # [2], fp64
+    counted  how many of this rank's micro-batches have a token in the loss, and how many there are,
+             on the device; None: all have one, or the rank has no term  # [2], fp64
     """
 
     iteration: int
@@ -129,7 +129,7 @@ class Iteration(Event):
     energy_j            energy of all nodes in the interval, also per token (joules_per_token) and,
                         since this job began, in kWh (energy_kwh); None if unknown
     times_ms            {phase: its time on each rank}, summarized by phases_ms
-    balancing           {Megatron-LM's name of a loss of routers: its mean over layers and tokens,
+    balancing           {Megatron-LM's name for a router loss: its mean over layers and tokens,
                         without its coefficient}
     experts             {layer: its balance} with --moe-per-layer-logging: `imbalance`, the largest
                         load over the mean; `entropy` of the routing, as a fraction of its maximum;
@@ -224,7 +224,7 @@ class Validation(Event):
     where: str = field(default="", metadata=_UNRECORDED)
 
     def shown_as(self) -> Mapping[str, str]:
-        """Return other names for each data set and corpus."""
+        """Return names that differ between data sets and corpora."""
         kind = "test" if self.dataset == "test" else "validation"
         name = f"lm loss {kind}" + (f" {self.corpus}" if self.corpus else "")
         return {"lm_loss": name, "perplexity": f"{name} ppl", "ema_loss": f"{name} ema"}
@@ -235,9 +235,9 @@ class Validation(Event):
 
 
 class TaskEvaluated(Event):
-    """Figures of a multiple-choice or cloze task; see evaluate_task.
+    """Results of a multiple-choice or cloze task; see evaluate_task.
 
-    checkpoint   the folder, from tools/evaluate.py
+    checkpoint   the folder of the model, if tools/evaluate.py evaluated it
     """
 
     event = "task"
@@ -255,7 +255,7 @@ class TaskEvaluated(Event):
     checkpoint: str | None = None
 
     def shown_as(self) -> Mapping[str, str]:
-        """Return other names for each task."""
+        """Return names that differ between tasks."""
         kinds = ("accuracy", "accuracy_bytes", "accuracy_tokens", "log_likelihood", "perplexity")
         return {kind: f"task {self.task} {kind.replace('_', '-')}" for kind in kinds}
 
@@ -306,7 +306,7 @@ class ComputeTimes(Event):
 
 
 class CheckpointSaved(Event):
-    """A checkpoint is complete; training waited `stall_s` of its `elapsed_s`."""
+    """A checkpoint is complete; of the `elapsed_s` that it took, training waited for `stall_s`."""
 
     event = "checkpoint"
     shown: ClassVar[Mapping[str, str]] = {"elapsed_s": "save-time", "stall_s": "save-stall-time"}
@@ -347,8 +347,8 @@ class NotFinite(Event):
 class LossSpike(Event):
     """A loss was too high, compared with the `median` of the steps before.
 
-    The run went back to an iteration, and leaves out these samples of the data order; None if it
-    had no checkpoint to go back to.
+    The run went back to an iteration, and leaves out these samples of the data order; these fields
+    are None if it had no checkpoint to go back to.
     """
 
     event = "loss_spike"
@@ -390,7 +390,10 @@ class Generated(Event):
 
 
 class Evaluated(Event):
-    """Loss of a checkpoint on whole files, by tools/evaluate.py; None if bytes are unknown."""
+    """Loss of a checkpoint on whole files, by tools/evaluate.py.
+
+    bytes and bits_per_byte are None if the size of the text is unknown.
+    """
 
     event = "evaluate"
     checkpoint: str
@@ -424,9 +427,9 @@ class End(Event):
 def scalars(event: Event, every: int = 1) -> dict[int, dict[str, float]]:
     """Return the scalars of an event for trackers: {iteration: {name: value}}.
 
-    Each fact is one scalar. Each `every`-th step of an interval has a point; a skipped step has no
-    loss. Values that are unknown or not finite are omitted. Mappings and lists have a scalar for
-    each value, "data/web/tokens".
+    Each fact is one scalar. Steps whose iteration is a multiple of `every` have a point; a skipped
+    step has no loss. Values that are unknown or not finite are omitted. Mappings and lists have a
+    scalar for each value, such as "data/web/tokens".
     """
     points: dict[int, dict[str, float]] = defaultdict(dict)
     if isinstance(event, Iteration):

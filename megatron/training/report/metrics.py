@@ -45,7 +45,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class FlopRates:
-    """Conversion of samples per second to FLOP/s: FLOPs per sample and the peak of one device."""
+    """Figures to convert samples/s into FLOP/s and MFU: FLOPs per sample and a device's peak."""
 
     world_size: int
     seq_length: int
@@ -79,8 +79,8 @@ class Interval:
 
     No rank communicates or waits for its device before `reduce`.
 
-    meter   energy meter of this node; None: unknown
-    used_j  energy of all nodes until the last log line; NaN if unknown
+    meter   energy meter of this node; None if there is none
+    used_j  energy used by all nodes up to the last log line; NaN if unknown
     """
 
     def __init__(self, topology: Topology, rates: FlopRates) -> None:
@@ -101,8 +101,8 @@ class Interval:
         The losses of the `unfinished` steps come last; see mean_of_counted. `memory_bytes` is this
         rank's peak memory in use, `reserved_bytes` the peak reserved by its allocator.
 
-        This is one collective of the world: each rank has separate elements for its bytes, to which
-        the sum adds zeros; exact in float64 up to 2**53. It waits for the device.
+        This is one collective over the world: each rank has its own elements for its bytes, which
+        are zero on all other ranks; the sum is exact in float64 up to 2**53. Waits for the device.
         """
         steps = [*self.steps, *unfinished]
         world = self._topology.world
@@ -148,7 +148,7 @@ class Interval:
         """Return the figures of the interval of `elapsed_s` seconds, and begin a new one.
 
         `phases` has the milliseconds of each phase of a step on each rank; `measured` has further
-        fields.
+        fields of Iteration.
         """
         steps = tuple(self.steps)
         self.steps = []
@@ -228,11 +228,11 @@ class TokenWeights(Sequence[Tensor]):
 
 
 def local_loss(losses: list[Tensor], weights: Tensor | None, topology: Topology) -> Tensor | None:
-    """Return this rank's term of the global batch's mean loss, for a sum over the world.
+    """Return this rank's term in the mean loss of the global batch, for a sum over the world.
 
-    `losses` are the micro-batch losses of the last pipeline stage, empty on other stages; `weights`
+    `losses` are the micro-batch losses on the last pipeline stage, empty on other stages; `weights`
     [micro-batches] are their weights, equal if None. All tensor ranks of a stage have the same
-    losses: the first rank counts.
+    losses: only the first one has a term.
     """
     if not topology.pipeline.is_last or topology.tensor.rank != 0:
         return None
@@ -245,9 +245,9 @@ def local_loss(losses: list[Tensor], weights: Tensor | None, topology: Topology)
 def counted(
     micro_batches: Sequence[MicroBatch], weights: TokenWeights | None, topology: Topology
 ) -> Tensor | None:
-    """Return StepRecord.counted of a step, on the ranks that have its loss.
+    """Return StepRecord.counted for a step, on the ranks that have a term in its loss.
 
-    With token weights, micro-batches without tokens have weight 0: all count, or none does.
+    With token weights, micro-batches without tokens have weight 0 anyway: all count, or none does.
     """
     if not topology.pipeline.is_last or topology.tensor.rank != 0:
         return None
@@ -258,14 +258,14 @@ def counted(
 
 
 def part_of_loss(loss: Tensor | None, counted: Tensor | None) -> Tensor:
-    """Return a rank's terms of mean_of_counted's arguments, for a sum over the world; fp64 [3]."""
+    """Return a rank's terms in mean_of_counted's arguments, for a sum over the world; fp64 [3]."""
     assert loss is not None, "the rank has a term"
     none = torch.zeros(2, dtype=torch.float64, device=loss.device)
     return torch.cat([loss.double().view(1), none if counted is None else counted])
 
 
 def mean_of_counted(loss: float, counted: float, every: float) -> float | None:
-    """Return the mean loss over the `counted` micro-batches, from the mean over all `every` of them.
+    """Return the mean loss over the `counted` micro-batches, given the mean over all `every`.
 
     The loss of the others, which have no token in the loss, is 0. None if none is counted.
     """
@@ -277,16 +277,16 @@ def mean_of_counted(loss: float, counted: float, every: float) -> float | None:
 # --- timers
 
 
-SLOW = 1.05  # a rank is slow from this multiple of its stage's median on
-_SPARSE = 10  # fewest iterations between recorded steps, unless a flag gives them
-_MEMORY_EVENTS = 100_000  # newest allocations and frees in a memory snapshot
+SLOW = 1.05  # a rank is slow if it takes at least this multiple of its stage's median
+_SPARSE = 10  # smallest interval of recorded steps, unless a flag sets it
+_MEMORY_EVENTS = 100_000  # how many of the newest allocations and frees a memory snapshot keeps
 
 
 class Timers:
     """Measures the phases of some steps on this rank (timeline.Recording).
 
-    These steps are every --timeline-interval'th and the last one; with --timing-log-level or
-    --straggler-report, one for each log line. Other steps cost nothing.
+    It measures one step in every --timeline-interval and the last step; with --timing-log-level or
+    --straggler-report, one step for each log line. Other steps cost nothing.
 
     last       the last iteration of the run
     recording  the newest recorded step, until its consumer removes it
@@ -324,7 +324,7 @@ class Timers:
 class Stopwatch:
     """Time spent training: laps exclude the time inside `paused`.
 
-    paused_s  seconds of the pauses of each name, until their consumer removes them
+    paused_s  seconds paused under each name, until their consumer removes them
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -353,8 +353,8 @@ class Profiler:
     """Records iterations --profile-step-start up to --profile-step-end on --profile-ranks.
 
     It is off without --profile. It writes one Chrome trace per rank into --trace-dir, or else next
-    to TensorBoard's files, next to the metrics file or into the current folder, and reports it
-    through `say`. With --record-memory-history the same ranks record which code allocates device
+    to TensorBoard's files, next to the metrics file or into the current folder, and reports the
+    path through `say`. With --record-memory-history the same ranks record which code allocates device
     memory, and write a snapshot when the run ends, also after an error. Raises ConfigError if the
     folder cannot be created.
 
@@ -455,7 +455,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Compare the computing times [world] with those of other ranks of the same pipeline stage.
 
-    `places` are "node:device" of every rank. Returns times in ms and, for the slow ranks, ratios
+    `places` has "node:device" for every rank. Returns times in ms and, for the slow ranks, ratios
     to the median of the stage.
     """
     stages = [layout.coordinates(rank)[2] for rank in range(len(seconds))]

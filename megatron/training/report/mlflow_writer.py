@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 _NICENESS = 5
-_MOST_PARAMS = 100  # in one request
+_MOST_PARAMS = 100  # in one request, like the metrics
 _MOST_METRICS = 1000
 _MOST_TEXT = 500  # characters of a parameter
 
 
 class Begin(TypedDict):
-    """The run to write to; None if it is left to MLflow.
+    """The run to write to; fields that are None are left to MLflow.
 
-    id_file  has the id of the tracker's run, from the start on
-    resumes  continue the run with that id
-    params   settings of the training
+    id_file  file with the id of MLflow's run, written when that run starts
+    resumes  whether to continue the run with that id
+    params   settings of the training run
     """
 
     uri: str | None
@@ -59,7 +59,7 @@ def begin(mlflow: Any, run: Begin) -> str:
 
 
 def write(lines: Iterator[str]) -> None:
-    """Write the events of these lines."""
+    """Write the events in these lines."""
     first = next(lines, None)
     if first is None:
         return

@@ -1,6 +1,7 @@
 """Output of a run: log lines, progress line, and events for everything else.
 
-Only rank 0 writes. Log parsers read the lines: fields, order and formats are Megatron-DeepSpeed's.
+Only rank 0 writes. Log parsers read the lines, so their fields, order and formats are those of
+Megatron-DeepSpeed.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from megatron.training.report.trackers import Background, JsonLines, trackers
 
 _SHOWN = 8  # slow ranks in the log: as many as one node has
 _EVERY_S = 30.0  # longest time without a line
-_BAR = 40  # columns
-_GROWTH = 1.05  # of memory since the last report, after which it is reported again
-# no training run comes close to this; a higher figure is an error in time or peak
+_BAR = 40  # most columns of the progress bar
+_GROWTH = 1.05  # peak memory is reported again when it has grown by this factor
+# no training run comes close to this; a higher figure means that the time or the peak is wrong
 _PLAUSIBLE_UTILISATION = 0.9
 
 
@@ -86,9 +87,10 @@ def format_validation(prefix: str, loss: float, ema_loss: float | None = None) -
 
 
 def format_timers(times_ms: Mapping[str, Sequence[float]], option: str = "minmax") -> str:
-    """Return the milliseconds per step of each part of a step; `times_ms` has one value per rank.
+    """Return log lines with the milliseconds of each phase of a step.
 
-    `option` is that of --timing-log-option: minmax, max, or all for one value per rank.
+    `times_ms` has one value per rank for each phase. `option` is the value of --timing-log-option:
+    minmax, max, or all to show every rank's value.
     """
     rows = [
         {"minmax": "(min, max) time", "max": "max time", "all": "times"}[option]
@@ -109,10 +111,10 @@ def format_timers(times_ms: Mapping[str, Sequence[float]], option: str = "minmax
 class Console:
     """Prints on the rank that reports; does nothing on the others.
 
-    On a terminal a line about the current work stays below the printed lines. Without a terminal
-    the line is printed after the second step and whenever nothing has been printed for 30 s. The
-    first unit of work is excluded from rates: it may compile or connect. Lines are never cut or
-    coloured, so that they can be parsed.
+    On a terminal, a line about the current work stays below the printed lines. Without a terminal,
+    this line is printed after the second step and whenever nothing has been printed for 30 s. The
+    first unit of work is excluded from rates: it may compile or connect. Printed lines are never
+    cut or coloured, so that they can be parsed.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class Console:
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._enabled:
-            # in one write, because threads print, too
+            # in one write, because other threads print, too
             print(f"{text}\n", end="", file=self._stream, flush=True)
 
     def say_wrapped(self, text: str) -> None:
@@ -184,7 +186,7 @@ class Console:
             seconds = self._clock() - self._moved
             self._moved = self._clock()
             self._works.update(work.id, completed=number)
-            recent = work.fields.get("unit_s")  # without other work, such as an evaluation
+            recent = work.fields.get("unit_s")  # excludes other work, such as an evaluation
             if not tokens or recent is None:
                 work.fields["unit_s"] = 0.0  # the first unit
                 continue
@@ -236,7 +238,7 @@ class Console:
             get_renderable=self.line, console=console, transient=True, refresh_per_second=4
         )
         self._live.start()
-        console.show_cursor()  # a process that is killed could not
+        console.show_cursor()  # a process that is killed could not show it again
 
     def _tell_regularly(self, idle: threading.Event) -> None:
         while not idle.wait(max(1.0, _EVERY_S - (self._clock() - self._said))):
@@ -324,10 +326,10 @@ class LogLines(Callback):
 
 
 class Reporter:
-    """Reports a run to people and tools. Every rank may call it; rank 0 writes.
+    """Reports a run to people and tools. Every rank may call it; only rank 0 writes.
 
-    Log and metrics file contain an event when `publish` returns; trackers and the user's on_event
-    may lag behind.
+    When `publish` returns, the log and the metrics file contain the event; trackers and the user's
+    on_event may lag behind.
     """
 
     def __init__(self, config: Config, rank: int) -> None:

@@ -54,19 +54,19 @@ _OF_KIND = {
 _ALL_RANKS = 64  # the largest job whose ranks are all gathered
 _MOST_EVENTS = 60_000  # in the file, about 9 MB
 _ROUND_TRIPS = 5
-_EVERY_S = 60.0  # between two writings of the file, each of which may take half a second
+_EVERY_S = 60.0  # between two writes of the file, each of which may take half a second
 
 
 class Activity(NamedTuple):
     """A pass (without the wait for its message), a call or another phase of a step, in seconds."""
 
-    what: Any  # an Instruction, a Call or the name of a part
+    what: Any  # an Instruction, a PendingCall, or the name of another part
     start: float
     end: float
 
     @property
     def phase(self) -> str | None:
-        """Return the phase of its time; None for the phase of the enclosing activity."""
+        """Return the phase that its time counts for; None if the enclosing activity decides."""
         if isinstance(self.what, Instruction):
             return "forward" if self.what.op is Op.FORWARD else "backward"
         if isinstance(self.what, PendingCall):
@@ -79,7 +79,7 @@ def _in_order(activity: Activity) -> tuple[float, float]:
 
 
 class Recording:
-    """A step of this rank, which is recorded until `end`."""
+    """The recording of a step on this rank, up to the call of `end`."""
 
     def __init__(self, topology: Topology, iteration: int) -> None:
         self.iteration = iteration
@@ -93,7 +93,7 @@ class Recording:
         self._follows.__enter__()
 
     def enter(self, scope: Scope) -> None:
-        """Begin a scope; only those that recompute a value are recorded."""
+        """Begin a scope; only scopes that recompute a value are recorded."""
         self._begun.append(self._meter.mark())
 
     def leave(self, scope: Scope) -> None:
@@ -112,7 +112,7 @@ class Recording:
 
         The list is empty if the step had more calls than can be recorded.
         """
-        self._meter.marks = []  # for an event with a time
+        self._meter.marks = []  # so that the mark is an event with timing
         now = self._meter.mark()
         self._meter.marks = None
         now.synchronize()
@@ -122,7 +122,7 @@ class Recording:
         ordered = sorted(
             (
                 Activity(_named(what), *(zero + self._first.elapsed_time(e) / 1000 for e in events))
-                # an enclosing activity was added later: it comes first where times are equal
+                # an enclosing activity was added later, but comes first if the times are equal
                 for what, *events in reversed(self._marks)
             ),
             key=_in_order,
@@ -147,9 +147,9 @@ def _named(what: object) -> Instruction | PendingCall | str:
 
 
 def phases_s(activities: Sequence[Activity]) -> dict[str, float]:
-    """Return the seconds of each phase, of activities in order.
+    """Return the seconds spent in each phase, given activities in order.
 
-    Time counts for the innermost activity that has a phase, so phases are disjoint.
+    Time counts for the innermost activity that has a phase, so phases do not overlap.
     """
     spent = dict.fromkeys(PHASES, 0.0)
     around: list[tuple[float, str | None]] = [(math.inf, None)]  # end and phase
@@ -167,12 +167,12 @@ def phases_s(activities: Sequence[Activity]) -> dict[str, float]:
 
 
 def bubbles(lanes: Sequence[Sequence[Activity]], executor: Executor) -> tuple[float, float | None]:
-    """Return the share of the ranks' time without passes, measured and by the schedule clock.
+    """Return the fraction of time that ranks spend outside passes, measured and predicted.
 
-    The second is None without that clock's extension (csrc/schedule_clock.cpp).
+    The schedule clock predicts it, from the mean times of the measured passes for all stages and
+    with messages that take no time; None without its extension (csrc/schedule_clock.cpp).
 
-    `lanes` are the passes of each rank of one pipeline. For the clock all stages take the mean
-    times of these passes, and messages take no time.
+    `lanes` has the passes of each rank in one pipeline.
     """
     lengths = [(one.what.op, one.end - one.start) for lane in lanes for one in lane]
     span_s = max(lane[-1].end for lane in lanes) - min(lane[0].start for lane in lanes)
@@ -194,10 +194,10 @@ def bubbles(lanes: Sequence[Sequence[Activity]], executor: Executor) -> tuple[fl
 
 
 def clock_ahead(group: Group, peer: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """Return how far the clock of rank `peer` is ahead of the first rank's, after the largest error.
+    """Return (largest error, how far rank `peer`'s clock is ahead of the first rank's) in seconds.
 
     Both ranks call this; only the first gets the result. The shortest of several round trips
-    counts; the other clock is assumed to be read in its middle (RFC 5905, section 8).
+    counts; the other clock is assumed to be read halfway through it (RFC 5905, section 8).
     """
     word = torch.zeros(1, dtype=torch.float64)
     best = (math.inf, 0.0)
@@ -221,11 +221,11 @@ def clock_ahead(group: Group, peer: int, clock: Callable[[], float]) -> tuple[fl
 class Timeline:
     """Gathers recorded steps on the first rank, which writes them.
 
-    It covers all ranks of a job of up to 64, and the first pipeline (data- and tensor-parallel rank
-    0) of a larger one. All ranks create one.
+    It covers all ranks of a job with up to 64 ranks, and the first pipeline (data- and
+    tensor-parallel rank 0) of a larger job. All ranks create one.
 
-    path    of the trace; None for none
-    places  "node:device" of every rank, on the first one
+    path    file for the trace; None to write none
+    places  "node:device" of every rank; needed on rank 0 only
     host    identifies ranks with the same clock: the boot id of their kernel
     """
 
@@ -257,9 +257,9 @@ class Timeline:
     ) -> tuple[dict[str, list[float]], TimelineRecorded | None]:
         """Return the milliseconds of each phase on each rank, and the event of the step.
 
-        They are {} and None on all other ranks, and if the step had more calls than can be
-        recorded. `save_s` is this rank's time in the phase "save" per step, which is outside of
-        steps.
+        The first rank gets them; they are {} and None on all others, and if the step had more calls
+        than can be recorded. `save_s` is this rank's time per step in the phase "save", which is
+        spent between steps.
         """
         activities = recording.activities(self.clock)
         spent = {**phases_s(activities), "save": save_s} if activities else None
@@ -291,7 +291,7 @@ class Timeline:
             if host not in ahead:
                 other = peer and group.rank in (0, peer)
                 ahead[host] = clock_ahead(group, peer, self.clock)[1] if other else 0.0
-        # shorter activities are omitted: the file does not grow with the model
+        # omit shorter activities, so that the file does not grow with the model
         least_s = 0.0
         if activities:
             least_s = (activities[-1].end - activities[0].start) * group.size / _MOST_EVENTS
@@ -311,7 +311,7 @@ class Timeline:
         }
 
     def _events(self) -> list[dict[str, object]]:
-        """Return the step in the trace event format: data-parallel replicas, and ranks in them."""
+        """Return the step in the trace event format: replicas as processes, ranks as threads."""
         assert self._step is not None
         gathered, iteration = self._step
         events = list[dict[str, object]]()
@@ -344,7 +344,7 @@ class Timeline:
         return events
 
     def write(self) -> None:
-        """Write the newest step, if it is not written yet. A full disk does not end the run."""
+        """Write the newest step unless it has been written. A full disk does not end the run."""
         if self.path is None or self._step is None:
             return
         new = self.path.with_suffix(".new")

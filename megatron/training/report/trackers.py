@@ -29,10 +29,10 @@ from megatron.training.report.events import End, Event, Start, scalars
 from megatron.untrusted import without_waiting
 
 _WAITING = 1000  # events by which a slow tracker may lag behind
-_CLOSE_S = 30.0  # time that the end of a run waits for a tracker
+_CLOSE_S = 30.0  # how long a run that ends waits for a tracker
 _FLUSH_S = 30  # seconds of TensorBoard's data that a killed run may lose
 _LOGIN_S = 30.0  # time that Weights & Biases waits for an answer on a terminal
-_MLFLOW = "mlflow-skinny sqlalchemy alembic"  # the last two for stores in files
+_MLFLOW = "mlflow-skinny sqlalchemy alembic"  # the last two for a store in a local file
 
 Say = Callable[[str], object]
 
@@ -40,10 +40,10 @@ Say = Callable[[str], object]
 class JsonLines(Callback):
     """The metrics file: one JSON object per line, {"event": ..., "time": seconds since 1970, ...}.
 
-    Numbers are not rounded. The classes of megatron.training.report.events are the kinds of
-    records. A resumed run appends to the same file. Every record is written immediately, so a
-    killed run loses nothing that it reported. NaN and infinity are written as null, because JSON
-    has no such numbers; nan iterations are counted.
+    Numbers are not rounded. Each class in megatron.training.report.events is one kind of record. A
+    resumed run appends to the same file. Every record is written immediately, so a killed run loses
+    nothing that it reported. NaN and infinity are written as null, because JSON has no such
+    numbers; the field `nan` counts such iterations.
 
     Raises ConfigError if the file cannot be opened; the message names `flag`, which selected it. If
     the disk fills up later, records are lost but the run continues; `warn` is called once.
@@ -52,7 +52,7 @@ class JsonLines(Callback):
     def __init__(self, path: str | Path, *, flag: str = "--metrics-file", warn: Say = print):
         self.path = Path(path)
         self._warn: Say | None = warn
-        # whether the last record was cut short, in a run that was killed or on a full disk
+        # whether the last record was cut short, because the run was killed or the disk was full
         self._torn = False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,9 +94,9 @@ class Background(Callback):
     """Passes events to another callback in a thread, so that it cannot stop or slow the run.
 
     At most `size` events wait; more are lost. An exception turns the callback off. The thread that
-    publishes the events reports each of these once through `say`, with the `name` of the callback
-    and its `remedy`. `finish` requests the end, and `close` waits for it with `wait`, which returns
-    whether the given event was set in time.
+    publishes the events reports each of these problems once through `say`, with the `name` of the
+    callback and the `remedy`. `finish` requests the end, and `close` waits for it with `wait`,
+    which returns whether the given event was set in time.
     """
 
     callback: Callback
@@ -112,7 +112,7 @@ class Background(Callback):
         self._noted = set[str]()
         self._error: BaseException | None = None
         self._ended = threading.Event()
-        # A thread that hangs must not keep the process.
+        # A thread that hangs must not keep the process alive.
         threading.Thread(target=self._work, name=self.name, daemon=True).start()
 
     def _work(self) -> None:
@@ -163,7 +163,7 @@ class Background(Callback):
 
 
 def trackers(config: Config, say: Say) -> list[Background]:
-    """Return the trackers that the flags select, and on_event of the user's own callbacks.
+    """Return the trackers that the flags select, and the user's callbacks that have an on_event.
 
     Raises ConfigError if a package is missing or a folder cannot be created.
     """
@@ -226,7 +226,7 @@ class TensorBoard(Callback):
 class WandB(Callback):
     """Logs to --wandb-project. A resumed run continues the run whose id is next to metrics.jsonl.
 
-    Its steps continue, too: offline, without a server that has the last one, they would begin
+    Its steps continue, too: offline, without a server to supply the last one, they would begin
     again, and a later upload would replace earlier entries.
     """
 
@@ -254,7 +254,7 @@ class WandB(Callback):
                 id=id_,
                 resume="allow" if known else None,
                 config=event.settings(),
-                # the log stays as it is
+                # do not capture the log
                 settings=self._wandb.Settings(
                     console="off", login_timeout=_LOGIN_S, resumed=known is not None
                 ),
@@ -274,12 +274,12 @@ class WandB(Callback):
             _remember(self._step_file, str(self._step))
 
     def close(self) -> None:
-        """End the run, as failed if it has no last event."""
+        """End the run; it counts as failed if there was no End event."""
         self._wandb.finish(exit_code=self._exit_code)
 
 
 class MLflow(Callback):
-    """Logs to --mlflow-tracking-uri, as WandB does to its service: through another process."""
+    """Logs to --mlflow-tracking-uri through another process, as WandB does to its service."""
 
     def __init__(self, config: Config) -> None:
         if importlib.util.find_spec("mlflow") is None:
@@ -340,12 +340,12 @@ def _name_of(config: Config) -> str | None:
 
 
 def _beside(config: Config, name: str) -> Path | None:
-    """Return the file for the id of a tracker's run, next to metrics.jsonl; None without a file."""
+    """Return a tracker's file `name` next to metrics.jsonl; None without a metrics file."""
     return config.metrics_path and config.metrics_path.with_name(name)
 
 
 def _known(file: Path | None, start: Start) -> str | None:
-    """Return the id of the tracker's run that is resumed."""
+    """Return the contents of a tracker's file if the run is resumed; None if there are none."""
     return file.read_text().strip() if start.iteration and file and file.is_file() else None
 
 

@@ -32,7 +32,7 @@ from megatron.training.run.schedules import Progress
 from megatron.training.run.stopping import Agreement
 from megatron.untrusted import is_count
 
-if TYPE_CHECKING:  # both import torch's checkpoints, which takes long
+if TYPE_CHECKING:  # both are slow to import, because of torch's checkpoints
     from megatron.checkpoint.load import LoadedState
     from megatron.checkpoint.save import Saved, Saver
 
@@ -53,12 +53,12 @@ class Failure:
 
 @dataclass(eq=False)
 class Saves:
-    """--save-interval, --save-interval-minutes and --async-save, over the Saver of this rank.
+    """Implements --save-interval, --save-interval-minutes and --async-save with this rank's Saver.
 
-    All ranks call every method. Rank 0 decides on minutes and on the next try after a failure;
-    `agreement` gives all ranks this decision, and whether any rank still writes. `saved_iteration`
-    is the last iteration with a checkpoint in the --save folder; None if there is none. Each
-    function in `after_save` is called with the time a save took.
+    All ranks call every method. Rank 0 decides when the minutes have passed and when to try again
+    after a failure; `agreement` tells all ranks its decision, and whether any rank is still
+    writing. `saved_iteration` is the last iteration with a checkpoint in the --save folder; None if
+    there is none. Each function in `after_save` is called with the seconds that a save took.
     """
 
     config: Config
@@ -75,7 +75,7 @@ class Saves:
         self._last_s = self.clock()
         self.after_save: list[Callable[[float], object]] = []
         self._started: int | None = None  # the iteration of a save in the background
-        self.elapsed_s: float | None = None  # of the last save that this job completed
+        self.elapsed_s: float | None = None  # seconds of the last save that this job completed
         self.failure: Failure | None = None  # of the last save
         by_time = self._settings.save_interval_minutes is not None
         self.agreement.add_first(_DUE, self._is_time, lambda: by_time or self.failure is not None)
@@ -85,7 +85,7 @@ class Saves:
 
     @property
     def under_way(self) -> bool:
-        """Return whether a save is incomplete; between steps only one in the background is."""
+        """Return whether a save is incomplete; between steps it can only be a background save."""
         return self._started is not None
 
     def is_due(self, iteration: int, agreed: Mapping[str, int]) -> bool:
@@ -102,8 +102,8 @@ class Saves:
     def ahead(self, iteration: int, steps: int = 1) -> int:
         """Return the number of saves if the run ends after `steps` more steps.
 
-        Counts the last save, those due and one in progress. Valid on rank 0 only: its clock
-        decides.
+        Counts the last save, those that are due and one in progress. Valid on rank 0 only, whose
+        clock decides.
         """
         due = sum(self.at_interval(iteration + i) for i in range(steps))
         return 1 + int(self.under_way) + max(due, int(self._is_time()))
@@ -152,7 +152,7 @@ class Saves:
     def check(self) -> None:
         """Raise CheckpointError if the last save failed.
 
-        It is called at the end of the run, which is then incomplete.
+        Called at the end of the run; after a failed save the run is incomplete.
         """
         if self.failure is None:
             return
@@ -166,7 +166,7 @@ class Saves:
         return "none" if self.saved_iteration is None else f"iteration {self.saved_iteration}"
 
     def _is_time(self) -> bool:
-        now = self.clock()  # of rank 0
+        now = self.clock()  # rank 0's clock
         if self.failure is not None and now - self.failure.at_s >= _RETRY_S:
             return True
         minutes = self._settings.save_interval_minutes
@@ -228,8 +228,8 @@ class Saves:
 def check_save_folder(config: Config, topology: Topology, reporter: Reporter) -> None:
     """Report checkpoints in the --save folder that this start does not continue.
 
-    Raises CheckpointError if only a settings file names the folder: the user means to continue, or
-    to use another folder.
+    Raises CheckpointError if only a settings file names the folder: the user probably means to
+    continue, or to use another folder.
     """
     save = config.checkpoint.save
     load = config.checkpoint.load

@@ -68,7 +68,7 @@ class LoggedCalls(DeviceCalls):
 
 
 class _Operators(TorchDispatchMode):
-    """A mode that changes nothing: while one is active, our autograd nodes call torch's functions."""
+    """A mode without effect, except that our autograd nodes call torch's functions inside it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

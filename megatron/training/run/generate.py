@@ -30,11 +30,11 @@ from megatron.pipeline.executor import Executor
 
 Ids = Sequence[int]
 OnText = Callable[[int, str, bool], object]
-"""Called on every rank with the number of a prompt, more text, and whether the text ends."""
+"""Called on every rank with the index of a prompt, its next text, and whether the text ends."""
 
 
 class GenerativeModel(Protocol):
-    """A model that generates: a Trained model of load_model, or the Run of a training."""
+    """A model that generates text: the Trained of load_model, or the Run of a training job."""
 
     @property
     def config(self) -> Config: ...
@@ -53,8 +53,8 @@ class Sampling:
     temperature   divides the scores; 0 takes the most probable token (greedy)
     top_k         only the k most probable tokens; 0: all
     top_p         only the smallest set of tokens that together have this probability (Holtzman et
-                  al., arXiv 1904.09751); 1: all. With top_k, probabilities are among those k
-    seed          seed of the first prompt; the others get the following numbers
+                  al., arXiv 1904.09751); 1: all. With top_k, probabilities are relative to those k
+    seed          seed of the first prompt; the other prompts get the numbers that follow it
     """
 
     temperature: float = 1.0
@@ -73,14 +73,14 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a prompt and its text.
+    """Limits on a prompt and its text.
 
-    stop       a text ends at one of these strings
-    end_token  token that ends a text; by default see ends_of
-    context    most tokens of prompt and text; by default max_position_embeddings. Only models
-               without learned positions may have more
-    cut        whether to cut prompts on the left if they leave less than max_new_tokens of the
-               context. Otherwise a prompt that leaves none is an error
+    stop       a text ends at any of these strings
+    end_token  token that ends a text; for the default see ends_of
+    context    largest number of tokens in prompt and text; max_position_embeddings by default.
+               Only models without learned positions may have more
+    cut        whether to cut prompts on the left if they leave room for fewer than max_new_tokens
+               in the context. Otherwise a prompt that leaves no room is an error
     """
 
     stop: Sequence[str] = ()
@@ -93,7 +93,7 @@ class Limits:
 class Continuation:
     """Text that was generated after a prompt.
 
-    ids      new token ids, with the end token and all of a stop string
+    ids      new token ids, including the end token or the whole stop string
     text     their text, without end token and stop string; "" if there is no tokenizer
     finish   why it ends: "end_token", "stop_string", "max_new_tokens", or "context" if the model
              has no further position
@@ -111,7 +111,7 @@ class Prompt:
     """A prompt that is ready for generation.
 
     cut     number of tokens cut from its left
-    room    most new tokens after it
+    room    largest number of new tokens after it
     limit   reason for `room`: "max_new_tokens" or "context"
     """
 
@@ -135,15 +135,15 @@ def generate(
 ) -> list[Continuation]:
     """Continue each prompt, as one batch.
 
-    model            see load_model; its dropout is off meanwhile
+    model            see load_model; its dropout is off during the call
     prompts          texts, or token ids
     max_new_tokens   number of tokens after which a text ends, if no end token comes first
     seeds            one for each prompt, instead of sampling.seed, sampling.seed + 1, ... A text
                      depends on its prompt and seed, not on the rest of the batch (except for
-                     rounding in products of other sizes)
-    on_text          called with each piece of text as soon as it is certain, in whole characters
-    cached           whether to keep keys and values of all layers. Otherwise, and with your own
-                     layers or models, each token costs a pass over the whole text
+                     rounding, because matrix products have other sizes)
+    on_text          called with each piece of text as soon as it is final, in whole characters
+    cached           whether to cache the keys and values of all layers. Without the cache, and with
+                     your own layers or models, each token costs a pass over the whole text
 
     All ranks call this with the same arguments, and each gets the result. Raises ConfigError for
     prompts that are empty, too long or outside the model's vocabulary, and if scores are not
@@ -189,7 +189,7 @@ def ends_of(model: GenerativeModel) -> frozenset[int]:
     """Return the tokens at which a text of a model ends.
 
     For a Hugging Face folder they are in its generation_config.json; for a trained model they are
-    the tokenizer's end-of-document token, and tokens in files beside the tokenizer. Raises
+    the tokenizer's end-of-document token and the end tokens in files next to the tokenizer. Raises
     CheckpointError.
     """
     tokenizer = model.tokenizer
@@ -267,7 +267,7 @@ class _Sample:
     finish: str = ""
 
     def add(self, token: int) -> str:
-        """Add a token, set `finish` if it is the last, and return the text that is now certain."""
+        """Add a token, set `finish` if it is the last, and return the text that is now final."""
         self.ids.append(token)
         stream = self.stream
         text = ""
@@ -290,7 +290,7 @@ class _Sample:
 def choose(scores: Tensor, sampling: Sampling, uniform: Tensor | None = None) -> Tensor:
     """Return one id for each row of scores [n, vocab]: int64 [n]; -1 if the largest is not finite.
 
-    uniform   fp64 [n], from 0 to below 1: the same number chooses the same token
+    uniform   fp64 [n], in [0, 1): the same number chooses the same token
     """
     scores = scores.float()
     best = scores.max(dim=-1)
@@ -302,7 +302,7 @@ def choose(scores: Tensor, sampling: Sampling, uniform: Tensor | None = None) ->
 
 
 def _draw(scores: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
-    """Return ids where the sum of the probabilities exceeds `uniform`."""
+    """Return the ids at which the cumulative probability exceeds `uniform`."""
     ids = None
     if 0 < sampling.top_k < scores.shape[-1]:
         scores, ids = scores.topk(sampling.top_k)
@@ -311,7 +311,7 @@ def _draw(scores: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     probabilities = scores.softmax(dim=-1).double()
     sums = probabilities.cumsum(dim=-1)
     if sampling.top_p < 1:
-        # drop tokens that are preceded by a sufficient sum
+        # drop tokens if the sum before them already reaches top_p
         sums = probabilities.masked_fill(sums - probabilities >= sampling.top_p, 0.0).cumsum(dim=-1)
     threshold = uniform.unsqueeze(1) * sums[:, -1:]
     # The first sum above the threshold: its token has a positive probability.
@@ -321,7 +321,7 @@ def _draw(scores: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
 
 @contextmanager
 def _evaluating(chunks: nn.ModuleDict, full_sequences: bool) -> Iterator[None]:
-    """Switch off dropout and, with `full_sequences`, sequence parallelism, for single tokens."""
+    """Switch off dropout and, with `full_sequences`, sequence parallelism, for one-token passes."""
     training = chunks.training
     contexts: dict[nn.Module, Any] = {}
     for module in chunks.modules() if full_sequences else ():
@@ -347,8 +347,8 @@ def forward_passes(
 ) -> Executor:
     """Return an executor of forward passes, with `more` arguments for the chunks.
 
-    last   called with the chunk of the last stage, in place of it; returns a scalar
-    ranks  over which sequences are divided
+    last   called instead of the last stage's chunk, which it gets first; returns a scalar
+    ranks  number of ranks over which sequences are divided
     """
     config = model.config
     stages = {int(name): partial(chunk, **more) for name, chunk in model.chunks.items()}
@@ -372,11 +372,11 @@ class _Decoder:
         self._topology = model.topology
         size = self._config.model.vocab_size
         assert size is not None, "the model was built with a vocabulary"
-        # The model may have more entries than the tokenizer.
+        # The model's vocabulary may be larger than the tokenizer's.
         self._known = size if model.tokenizer is None else min(size, model.tokenizer.vocab_size)
         self._texts = [list(prompt.ids) for prompt in prompts]
         self._cache: KeyValueCache | None = None
-        # Sequence parallelism cuts the text into equal parts.
+        # Sequence parallelism divides the text into equal parts.
         splits = self._config.parallel.sequence_parallel and not cached
         self._multiple = self._topology.tensor.size if splits else 1
         if cached:
@@ -393,10 +393,10 @@ class _Decoder:
     def next(self, sampling: Sampling, numbers: Sequence[int]) -> list[int]:
         """Return the next token of each text, on every rank of this replica of the model.
 
-        `numbers` have 48 random bits, one for each text.
+        `numbers` has 48 random bits for each text.
         """
         batch, self._ends = self._batch()
-        # The first pass makes tables that training uses later, so it makes ordinary tensors.
+        # The first pass makes tables that training uses later: they must be ordinary tensors.
         with torch.inference_mode(self._cache is not None and self._cache.used > 0):
             self._executor.evaluate([batch])
         if self._cache is not None:

@@ -61,7 +61,7 @@ def identity(config: Config, placement: str = "") -> Alike:
 
     `placement` describes the ranks' placement on devices (RankMapping.agreed). Every process reads
     its files, not only one on each node: the same path may lead each process to a different file,
-    if it is relative or on a mount. Little is read, compared with what the process reads afterwards.
+    if it is relative or on a mount. Little is read, compared with what the process reads later.
     """
     values = config.to_dict()
     pieces = {f"your own {name}": where for name, where in config.pieces.describe().items()}

@@ -47,7 +47,7 @@ class Provenance:
     """The provenance of a checkpoint, written next to it as JSON by rank 0; empty on other ranks.
 
     A thread collects slow parts (hashes of index files, git) while training begins; if it fails,
-    the record has the reason instead. `places` has the node and device of every rank; see Rendezvous.
+    the record has the reason instead. `places` has node and device of every rank; see Rendezvous.
     `train_samples` is the number of samples of the training data set.
     """
 

@@ -2,16 +2,17 @@
 
 This module is pure arithmetic, without torch. Schedules take the amounts consumed before a step
 (iterations, samples, tokens) and return the value for that step. With warm-up the very first step
-therefore has learning rate 0, as in Megatron. The unit is the decay's: tokens before samples before
-iterations; phases use the unit of the run. A warm-up given in another unit is converted with the
-full global batch and the sequence length.
+therefore has learning rate 0, as in Megatron. The unit is the one that the decay is given in
+(tokens take precedence over samples, samples over iterations); phases use the unit of the run's
+length. A warm-up given in another unit is converted with the full global batch size and the
+sequence length.
 
 Every schedule is a list of pieces, whatever flags describe it. With q the consumed fraction of a
 piece, and n the total consumed, the value between its first and its last value is
 
     constant             first
     warmup               first + (last - first) * q
-    inverse-square-root  max(last, first * sqrt(max(w, 1) / n)), w the beginning of the piece
+    inverse-square-root  max(last, first * sqrt(max(w, 1) / n)), w where the piece begins
                          (Vaswani et al., arXiv 1706.03762, section 5.3)
     power                max(last, min(first, a B t^b)), B the full global batch size in samples, t
                          the tokens consumed, a = 4, b = -0.51 (Shen et al., arXiv 2408.13359)
@@ -19,9 +20,9 @@ piece, and n the total consumed, the value between its first and its last value 
                          (cosine; Loshchilov and Hutter, arXiv 1608.03983, eq. 5), 2 * 0.5^q - 1
                          (exponential), 1 - sqrt(q) (minus_sqrt; Haegele et al., arXiv 2405.18392)
 
-WSD is warm-up, constant and one of the others (Hu et al., arXiv 2404.06395, section 4), a warm
-restart (arXiv 1608.03983) a piece that begins with the first value again. After the decay of
---lr-decay-style the learning rate is the minimum, except with constant.
+WSD is warm-up, constant and one of the others (Hu et al., arXiv 2404.06395, section 4). A warm
+restart (arXiv 1608.03983) is a piece that begins again with the first value. After the decay of
+--lr-decay-style the learning rate stays at the minimum, except with constant.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 class BatchSchedule:
     """Global batch size as a function of the samples consumed.
 
-    `sizes` is a list of (samples, batch size from then on), which begins at 0 samples.
+    `sizes` lists (samples consumed, batch size from then on), beginning with 0 samples.
     `replica_batch_size` is micro-batch size x data-parallel size. `Config` has checked that all
     sizes divide into micro-batches.
 
@@ -84,7 +85,7 @@ class BatchSchedule:
         return self.sizes[-1][1]
 
     def global_batch_size(self, consumed_samples: int) -> int:
-        """Return the samples of the step that starts after `consumed_samples`."""
+        """Return the number of samples in the step that starts after `consumed_samples`."""
         return self.sizes[self._size_index(consumed_samples)][1]
 
     def _size_index(self, consumed_samples: int) -> int:
@@ -103,7 +104,7 @@ class BatchSchedule:
         yield self.global_batch_size_at_end, sys.maxsize
 
     def num_micro_batches(self, consumed_samples: int) -> int:
-        """Return the micro-batches of each data-parallel rank in that step."""
+        """Return the number of micro-batches per data-parallel rank in that step."""
         return self.global_batch_size(consumed_samples) // self.replica_batch_size
 
     def samples_after(self, iterations: int, consumed_samples: int = 0) -> int:
@@ -115,7 +116,7 @@ class BatchSchedule:
         return consumed_samples
 
     def iterations_until(self, samples: int, consumed_samples: int = 0, *, full_steps: bool) -> int:
-        """Return the steps from `consumed_samples` until `samples` are consumed.
+        """Return the number of steps from `consumed_samples` until `samples` are consumed.
 
         With `full_steps`, a last step that would exceed `samples` is not counted, otherwise it is.
         """
@@ -140,12 +141,10 @@ class Progress:
     scheduled_...             the first three without skipped steps: learning rate and weight decay
                               follow these, as in Megatron
     sources                   amounts taken from each source of training data, see
-                              megatron.data.sampler; as of the checkpoint that was loaded or is
-                              written
+                              megatron.data.sampler; updated when a checkpoint is loaded or written
     left_out                  ranges [start, stop) of positions in the order of samples that are
-                              left out after loss spikes; consumed samples are counted without them
-    recent_losses             losses of the last steps, oldest first, with which
-                              --loss-spike-factor compares
+                              left out after loss spikes; not included in consumed samples
+    recent_losses             losses of the latest steps, oldest first, for --loss-spike-factor
     """
 
     iteration: int = 0
@@ -180,8 +179,8 @@ def total_iterations(
 ) -> int:
     """Return the iteration at which a run at `iteration` with `consumed_samples` will be done.
 
-    --train-samples is never exceeded; --train-tokens ends with the step that reaches it; if there
-    are several ends, the earliest counts.
+    --train-samples is never exceeded; --train-tokens ends with the step that reaches it; if several
+    are given, the earliest end counts.
     """
     batch = config.batch
     ends = list[int]()
@@ -245,7 +244,7 @@ class RunCosts:
 def run_costs(
     config: Config, nodes: int = 1, iteration: int = 0, consumed_samples: int = 0
 ) -> RunCosts:
-    """Return the costs of a run with this progress, without a time."""
+    """Return the costs of a run with this progress; its speed and time are unknown."""
     batches = BatchSchedule.from_config(config)
     left = total_iterations(config, batches, iteration, consumed_samples) - iteration
     tokens = batches.samples_after(max(left, 0), consumed_samples) * config.model.seq_length
@@ -281,9 +280,9 @@ _DECAYS: dict[str, Callable[[float], float]] = {
     "exponential": lambda q: 2.0 * 0.5**q - 1.0,
     "minus_sqrt": lambda q: 1.0 - math.sqrt(q),
 }
-"""Remaining fraction of a change, from 1 to 0, after the fraction q of a phase; by shape."""
+"""By shape: the fraction of a change that remains (1 to 0) after the fraction q of a phase."""
 
-_ENDLESS = ("constant", "inverse-square-root", "power")  # forms that need no length
+_ENDLESS = ("constant", "inverse-square-root", "power")  # shapes that need no length
 _POWER = {"amplitude": 4.0, "exponent": -0.51}  # Shen et al., section 4
 # Prefixes of the settings that shape learning rate, weight decay and betas over the run.
 SCHEDULE = (
@@ -299,13 +298,13 @@ _UNITS = {"tokens": "tokens", "samples": "samples", "iters": "iterations"}
 
 @dataclass(frozen=True)
 class _Clock:
-    """The unit of a schedule, and the conversion of others into it."""
+    """The unit of a schedule, and the conversion of other units into it."""
 
     config: Config
     unit: str
 
     def convert(self, amount: float, unit: str, what: str) -> float:
-        """Return `amount` of `unit` in this clock's unit."""
+        """Convert `amount` from `unit` into this clock's unit."""
         if unit == self.unit or not amount:
             return amount
         batch = self.config.batch
@@ -331,7 +330,7 @@ class _Clock:
 def _length(
     section: BatchConfig | OptimizerConfig, prefix: str, order: Sequence[str] = tuple(_UNITS)
 ) -> tuple[float, str] | None:
-    """Return the first of PREFIX_tokens, PREFIX_samples and PREFIX_iters that is set, with unit."""
+    """Return the first of PREFIX_tokens, _samples and _iters that is set, with its unit."""
     for suffix in order:
         if amount := getattr(section, f"{prefix}_{suffix}", None):
             return amount, _UNITS[suffix]
@@ -339,13 +338,13 @@ def _length(
 
 
 def _run_length(config: Config) -> tuple[float, str] | None:
-    """Return the run's length; a limit of tokens only shortens one of samples or iterations."""
+    """Return the run's length; tokens count only if neither samples nor iterations are set."""
     return _length(config.batch, "train", ("samples", "iters", "tokens"))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A phase of a schedule from `begin` to `stop`, with its values there, in the clock's unit.
+    """A phase of a schedule, from `begin` to `stop` in the clock's unit, with its values there.
 
     power  amplitude and exponent of the shape power, for n in the clock's unit
     jumps  whether its first value, not the previous piece's last, holds at `begin`
@@ -412,8 +411,8 @@ def _constant(value: float, begin: float = 0.0) -> Piece:
 def _phased(config: Config, name: str, start: float, low: float) -> PhaseSchedule:
     """Return the schedule of phases in the setting `name`, from `start`; decays end at `low`.
 
-    A schedule that is not set stays at `start`. Raises ConfigError for a phase that needs the
-    length of the run if it has none.
+    A schedule that is not set stays at `start`. Raises ConfigError for a phase that depends on the
+    length of the run if the run has none.
     """
     written = getattr(config.optimizer, name)
     total, unit = _run_length(config) or (math.inf, "iterations")
@@ -437,7 +436,7 @@ def _phased(config: Config, name: str, start: float, low: float) -> PhaseSchedul
         last = numbers.get("to", {"warmup": start, "constant": first}.get(shape, low))
         power = (0.0, 0.0)
         if shape == "power":
-            tokens = 1 / clock.convert(1.0, "tokens", "the shape power")  # of a unit
+            tokens = 1 / clock.convert(1.0, "tokens", "the shape power")  # tokens per unit
             amplitude, exponent = (numbers.get(key, value) for key, value in _POWER.items())
             power = amplitude * config.batch.global_batch_size * tokens**exponent, exponent
         for i, share in enumerate(shares):
@@ -473,8 +472,8 @@ def _on_basis(config: Config) -> Config:
 def learning_rate(config: Config) -> PhaseSchedule:
     """Return the schedule of the learning rate.
 
-    Raises ConfigError for lengths in several units that contradict each other; megatron.config
-    checks all other lengths.
+    Raises ConfigError for lengths that are missing, contradict each other or cannot be converted;
+    megatron.config checks the rest.
     """
     o = config.optimizer
     lr = float(o.lr)
@@ -520,7 +519,7 @@ def learning_rate(config: Config) -> PhaseSchedule:
 def weight_decay(config: Config) -> PhaseSchedule:
     """Return the schedule of the weight decay, over the whole run unless it has phases.
 
-    Raises ConfigError if it changes over a run without a length.
+    Raises ConfigError if the weight decay is to change over a run without a length.
     """
     o = config.optimizer
     if o.weight_decay_schedule is not None:

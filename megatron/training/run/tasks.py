@@ -1,19 +1,19 @@
-"""Evaluation of tasks: the likelihood of texts after contexts, on any layout.
+"""Evaluation of tasks: the likelihood of texts given their contexts, on any layout.
 
 A task is a file of JSON lines, all of one kind:
 
     {"context": "The capital of France is", "choices": [" Paris", " Rome"], "answer": 0}
     {"context": "The capital of France is", "ending": " Paris"}
 
-In the first kind, multiple choice, the model selects the most likely choice: by the sum of the
-log-likelihoods of its tokens, by this sum divided by the choice's bytes, and divided by its tokens.
+In the first kind, multiple choice, the model selects the most likely choice, by three measures: the
+sum of the log-likelihoods of its tokens, this sum per byte of the choice, and this sum per token.
 In the second, cloze, the ending counts as right if each of its tokens is the most likely one after
 the preceding ones.
 
-The tokens of an ending are those of context and ending encoded together, without as many as the
-context alone has; white space at the end of the context belongs to the ending. An empty context
-stands for the tokens that the tokenizer puts before every text, or else the end-of-document token.
-A text that is longer than the model's context is cut on the left.
+To get the tokens of an ending, context and ending are encoded together, and as many tokens as the
+context alone has are dropped; white space at the end of the context belongs to the ending. An empty
+context stands for the tokens that the tokenizer puts before every text, or else for the
+end-of-document token. A text that is longer than the model's context is cut on the left.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from megatron.training.run.generate import GenerativeModel
 
 _MOST_BYTES = 1 << 30
-_PER_STAGE = 4  # micro-batches of a step for each pipeline stage: a bubble of a fifth
+_PER_STAGE = 4  # micro-batches per pass and pipeline stage: the bubble is a fifth of the time
 
 
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A text to score: the tokens from number `start` on, each given the preceding ones."""
+    """A text to score: the tokens from index `start` on, each given the preceding ones."""
 
     ids: Sequence[int]
     start: int
@@ -67,11 +67,11 @@ def score(
     micro_batch_size: int,
     on_progress: Callable[[int], object] = lambda done: None,
 ) -> list[Score]:
-    """Return the scores of requests of any length up to the model's context and one token.
+    """Return the scores of requests of any length up to the model's context plus one token.
 
     All ranks call this with the same requests, and every rank gets all scores. The model's dropout
-    is off. `on_progress` gets the number of requests that are done. Raises ConfigError for a model
-    of another class than GPTChunk.
+    must be off. `on_progress` gets the number of requests that are done. Raises ConfigError for a
+    model without token_losses, the method of GPTChunk.
     """
     import torch
 
@@ -84,7 +84,7 @@ def score(
     context = topology.context
     multiple = math.lcm(ranks, 2 * context.size) if context.size > 1 else ranks
     totals = torch.zeros(len(requests), 2, dtype=torch.float64, device=topology.device)
-    by_micro_batch: dict[int, torch.Tensor] = {}  # of each micro-batch on ranks with the last stage
+    by_micro_batch: dict[int, torch.Tensor] = {}  # by number, on ranks with the last stage
 
     def last(chunk: Any, batch: MicroBatch, hidden: torch.Tensor | None) -> torch.Tensor:
         if not hasattr(chunk, "token_losses"):
@@ -131,7 +131,7 @@ def score(
 def _batch(
     model: GenerativeModel, number: int, requests: Sequence[ScoreRequest], size: int, multiple: int
 ) -> MicroBatch:
-    """Return up to `size` requests as a micro-batch, padded at their ends to a multiple."""
+    """Return up to `size` requests as a micro-batch, padded on the right to `multiple` tokens."""
     import torch
 
     from megatron.data.sampler import Separation, make_micro_batch
@@ -153,7 +153,7 @@ def _batch(
 
 
 def request_of(context: Sequence[int], ending: Sequence[int], longest: int) -> ScoreRequest:
-    """Return the request of token ids, cut from the left to `longest` + 1 tokens.
+    """Return the request for these token ids, cut on the left to `longest` + 1 tokens.
 
     Raises DataError for a context or an ending without tokens, and for an ending that does not fit.
     """
@@ -167,7 +167,7 @@ def request_of(context: Sequence[int], ending: Sequence[int], longest: int) -> S
 
 
 def tokens_of(tokenizer: Tokenizer, context: str, ending: str) -> tuple[list[int], list[int]]:
-    """Return the token ids of a context and of an ending, see the module's docstring."""
+    """Return the token ids of a context and of an ending; see the module's docstring."""
     joined = tokenizer.encode_beginning(context + ending)
     size = len(tokenizer.encode_beginning(context.rstrip() or context))
     if not context and (not size or joined[:size] != tokenizer.encode_beginning("")):
@@ -182,10 +182,10 @@ def tokens_of(tokenizer: Tokenizer, context: str, ending: str) -> tuple[list[int
 class EvaluationTask:
     """A task that is ready for evaluation.
 
-    requests   of all choices, or of all endings, example after example
+    requests   one for each choice or ending, example after example
     lengths    bytes of their texts
-    starts     number of the first request of each example, and of all requests
-    answers    number of the right choice of each example; None for a cloze task
+    starts     index of each example's first request, and at the end the number of requests
+    answers    index of the right choice in each example; None for a cloze task
     cut        number of texts that were cut on the left
     """
 
@@ -278,9 +278,9 @@ def evaluate_task(
     """Return the figures of a task: the same on every rank and for every layout.
 
     All ranks call this. The figures are task (its name), examples, tokens (of the endings) and cut;
-    for multiple choice accuracy, accuracy_bytes and accuracy_tokens, the shares of right answers by
-    the three likelihoods; for cloze accuracy, log_likelihood (the mean over endings) and perplexity
-    (over their tokens).
+    for multiple choice also accuracy, accuracy_bytes and accuracy_tokens, the fractions of right
+    answers by the three measures; for cloze also accuracy, log_likelihood (the mean over endings)
+    and perplexity (over their tokens).
     """
     scores = score(model, task.requests, micro_batch_size=micro_batch_size, on_progress=on_progress)
     sums = np.array([result.log_likelihood for result in scores])
@@ -308,5 +308,5 @@ def evaluate_task(
 
 
 def context_of(config: Config) -> int:
-    """Return the most tokens that a model reads at once."""
+    """Return the largest number of tokens that a model reads at once."""
     return int(min(config.model.seq_length, config.model.max_position_embeddings))

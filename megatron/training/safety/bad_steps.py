@@ -37,9 +37,9 @@ from megatron.training.run.schedules import Progress
 from megatron.training.run.state import Run, Skips, StepUnderWay
 
 MOST = 5
-"""Times that a run goes back to one checkpoint. Each time the samples of one more step are left out;
-if the loss spikes again after that, the weights are the cause, and no choice of samples will
-help."""
+"""How often a run may go back to the same checkpoint. Each time the samples of one more step are
+left out; if the loss spikes again after that, the weights are the cause, and no choice of samples
+will help."""
 _NOTHING = (
     "none on any rank: when the step was run again, every value was finite. A value that does not "
     "recur points to faulty memory, a faulty device or a race: check the health of the nodes"
@@ -89,11 +89,11 @@ def loss_over_ranks(run: Run, step: StepRecord) -> float | None:
 def find_spike(run: Run, step: StepRecord, loss: float | None) -> Spike | None:
     """Return the spike of a step whose `loss` over all ranks is not finite or too high; else None.
 
-    Too high is more than --loss-spike-factor times the median of the last --loss-spike-window
+    "Too high" means more than --loss-spike-factor times the median of the last --loss-spike-window
     steps. A step without a token in the loss has no loss and does not count.
 
-    The losses are kept in `Progress.recent_losses`, so that a resumed run decides like one that was
-    not interrupted.
+    The losses are kept in `Progress.recent_losses`, so that a resumed run makes the same decisions
+    as an uninterrupted one.
     """
     factor = run.config.training.loss_spike_factor
     window = run.config.training.loss_spike_window
@@ -118,8 +118,8 @@ def roll_back(run: Run, spike: Spike) -> bool:
 
     Weights, optimizer, counters, ledger and stream are as if a run had been resumed from that
     checkpoint with the samples in `Progress.left_out`, which later checkpoints contain. If there is
-    no such checkpoint, returns False and only writes to the log. All ranks call this between two
-    steps, after they agreed on `spike`.
+    no such checkpoint, only reports the spike and returns False. All ranks call this between two
+    steps, after they have agreed on `spike`.
 
     Raises TrainingError if the run has already gone back to the same checkpoint MOST times,
     CheckpointError if none can be loaded.
@@ -134,7 +134,7 @@ def roll_back(run: Run, spike: Spike) -> bool:
     if saves is not None and saves.saved_iteration is not None:
         directory = run.config.checkpoint.save
         assert directory is not None, "a run that saves has a --save folder"
-        before = min(spike.iteration, saves.saved_iteration + 1)  # later ones are another run's
+        before = min(spike.iteration, saves.saved_iteration + 1)  # later ones are from another run
         choice = decided_by_first(run.topology, lambda: find(directory, before=before))
         report_choice(choice, reporter.say, reporter.publish)
     if choice is None or choice.folder is None:
@@ -143,7 +143,7 @@ def roll_back(run: Run, spike: Spike) -> bool:
         )
         reporter.publish(event)
         return False
-    # Everything is loaded, including what the flags left out of the first checkpoint of the run.
+    # Load everything, including what flags left out when the run loaded its first checkpoint.
     config = run.config.replace(
         load=run.config.checkpoint.save,
         load_tag=None,
@@ -207,7 +207,7 @@ class _Tracer:
 
     `first` is the first bad value on this rank, with its key. The rank with the smallest key has
     the cause: keys are (phase, micro-batch, position in the direction of the pass, number of the
-    check within the stage), with phases ordered from cause to effect.
+    check on the rank), with phases ordered from cause to effect.
     """
 
     WEIGHT, FORWARD, GRADIENT = range(3)
@@ -222,7 +222,7 @@ class _Tracer:
     def check(self, x: Tensor, phase: int, micro_batch: int, position: int, text: str) -> None:
         """Record a bad value in `x` if it precedes the one found so far."""
         self._count += 1
-        # otherwise the check would be part of the graph, which recomputation does not repeat
+        # otherwise autograd would record the check, which recomputation does not repeat
         x = x.detach()
         if not x.is_floating_point() or bool(torch.isfinite(x).all()):
             return
@@ -273,7 +273,7 @@ class _Tracer:
         self._now = None
 
     def _before(self, name: str, _: object, inputs: tuple[object, ...]) -> None:
-        if self._now is not None:  # None: a layer is recomputed, within a backward pass
+        if self._now is not None:  # None: a backward pass is recomputing a layer
             for x in inputs:
                 self.check_forward(x, *self._now, f"the input of {name}")
 
@@ -289,12 +289,12 @@ def diagnose(
     loss_scale: float,
     loss_weights: Sequence[float | Tensor] | None = None,
 ) -> str:
-    """Return a sentence on the first non-finite value of a step over these micro-batches.
+    """Return a sentence about the first non-finite value of a step over these micro-batches.
 
     It names the value's rank. All ranks call this while no step is running, and get the same
     sentence. The order is: weights before activations, activations before gradients; activations by
-    micro-batch, stage and module; gradients from the last stage and parameter to the first, as in
-    backward passes. The weights are the same as when the step was skipped.
+    micro-batch, stage and module; gradients from the last stage and parameter to the first, as in a
+    backward pass. The weights are the same as when the step was skipped.
     """
     run.engine.wait_for_weights()
     tracer = _Tracer(micro_batches, run.config.batch.micro_batch_size)
@@ -325,7 +325,7 @@ def diagnose(
 
 
 def named_modules(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a chunk without module lists, layers numbered over the whole model."""
+    """Yield a chunk's modules, except module lists, with layers numbered over the whole model."""
     for name, child in chunk.named_children():
         if isinstance(child, nn.ModuleList):
             for number, layer in enumerate(child):
@@ -341,7 +341,7 @@ def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
     A non-finite loss makes its gradients non-finite (layers/vocabulary.py), so the engine's
     decision, which is the same on all ranks, covers losses, too. After --max-consecutive-skips in a
     row this raises TrainingError on every rank, naming the first bad value, except in fp16 while
-    the scale can still fall and the losses are finite: then only the scale was wrong.
+    the loss scale can still fall and the losses are finite: then only the scale was too high.
     """
     skips = run.loop.skips
     step = under_way.step.iteration

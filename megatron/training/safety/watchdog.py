@@ -2,9 +2,9 @@
 
 A thread on each rank checks the rank's flight record. If nothing has been written to it for the
 time limit, the first rank to notice asks all others for their state, through the store of the
-rendezvous. Each answers with its record and its Python stacks. The first living rank of a node
-answers for those on its node that cannot: stopped, dead, or with a blocked interpreter. From the
-answers `judge` distinguishes a hang from a slow rank. After a hang the report is printed once,
+rendezvous. Each answers with its record and its Python stacks. The first living rank on a node
+answers for those that cannot: stopped, dead, or with a blocked interpreter. From the answers,
+`judge` tells a hang from a slow rank. After a hang the report is printed once,
 every other rank prints one line, torch's flight recorders are written, processes that cannot end
 themselves are killed, and all end with exit code 75. If the store does not answer, each node
 reports for itself. An error that NCCL or RCCL reports is investigated immediately.
@@ -48,17 +48,17 @@ from megatron.training.run.process import EXIT_LOST_RANK
 
 REPORT_NAME = "hang_report.txt"
 _ANSWER_S = 5.0  # time for ranks, and for the store, to answer
-_NODE_S = 1.0  # time for the first rank of a node to wait for the answers of the others
+_NODE_S = 1.0  # how long the first rank on a node waits for the answers of the others
 _LONGEST_PAUSE_S = 1.0
-# characters of a rank's stacks, and of all ranks' together
+# characters of one rank's stacks, at least and at most, and of all ranks' stacks together
 _LEAST_STACK = 300
 _STACK = 2500
 _ALL_STACKS = 10**7
-_SHOWN = 64  # lines of ranks, and half as many stacks
-_NAMED = 8  # places, or calls, in a conclusion
+_SHOWN = 64  # largest number of ranks in a report, with half as many stacks
+_NAMED = 8  # largest number of places or calls in a conclusion
 _ALONE = -1  # the number of an inquiry within the node
-# A rank with a blocked interpreter prints its stacks at this signal. If it is not registered it
-# does nothing.
+# A rank with a blocked interpreter prints its stacks on this signal. Without a handler the signal
+# is ignored.
 _DUMP_SIGNAL = signal.SIGURG
 
 
@@ -67,8 +67,8 @@ class Watchdog:
     """A thread that detects whether this rank, and with it the job, hangs.
 
     timeout_s  seconds without progress; greater than 0
-    folder     of hang_report.txt; None: the report is only printed
-    first_s    seconds without progress while `patient`, if more than `timeout_s`
+    folder     where to write hang_report.txt; None: the report is only printed
+    first_s    replaces `timeout_s` while `patient`, if it is longer
     clock, sleep    the clock in seconds and a pause; by default the real clock, with pauses that
                     `stop` ends
     broken     returns the error that NCCL reports, "" for none; default on a GPU: nccl_error
@@ -148,7 +148,7 @@ class Watchdog:
                 return
             now = self.clock()
             progress = self._recorder.progress()
-            # At most two pauses at a time: a suspended job is not a hang.
+            # Count at most two pauses at a time: a suspended job does not hang.
             quiet_s = quiet_s + min(now - at, 2 * pause)
             at = now
             if progress != last:
@@ -170,7 +170,7 @@ class Watchdog:
         claimant = str(self.topology.rank)
         store = self.rendezvous.store if self.topology.world.size > 1 else None
         if store is not None:
-            # perhaps the rank with the store hangs
+            # the rank with the store may hang, too
             with suppress(RuntimeError, LaunchError):
                 if (
                     bounded(
@@ -260,7 +260,7 @@ class Watchdog:
     def _neighbours(self, number: int) -> tuple[list[FlightState], bool]:
         """Return the records of this node, and whether this rank is the first.
 
-        Waits until every rank that can answer has done so.
+        First gives every rank that can answer the time to do so.
         """
         sys.audit("megatron.training.answered", number)
         self.sleep(_NODE_S)
@@ -352,10 +352,10 @@ class Watchdog:
 
         with self._leaving:
             sys.audit("megatron.training.leaving")
-            signal_silent(_DUMP_SIGNAL)  # not before the verdict: it may crash a process that runs
+            signal_silent(_DUMP_SIGNAL)  # only after the verdict: it may crash a healthy process
             self._write_trace()
             if number is None:
-                self.sleep(_NODE_S)  # lets the others see that this rank has reported
+                self.sleep(_NODE_S)  # so that the others see that this rank has reported
             else:
                 with suppress(RuntimeError, LaunchError):
                     bounded(await_others, _ANSWER_S + self.rendezvous.pause_s)
@@ -368,8 +368,8 @@ class Watchdog:
         prefix = os.environ.get(Variables(os.environ).first(TRACE_FILE) or "")
         if self.trace is None or prefix is None:
             return
-        # torch holds the interpreter's lock while it queries the device: if that never answers, no
-        # Python thread can end this process, but the signal can.
+        # torch holds the interpreter's lock while it queries the device: if the device never
+        # answers, no Python thread can end this process, but the signal can.
         signal.setitimer(signal.ITIMER_REAL, 4 * _ANSWER_S)
         path = Path(f"{prefix}{self.topology.rank}")
         trace = self.trace
@@ -383,12 +383,12 @@ class Watchdog:
 
 
 def nccl_error(topology: Topology) -> str:
-    """Return which of this rank's groups NCCL or RCCL has given up, and why.
+    """Return in which of this rank's groups NCCL or RCCL has failed, and its error.
 
-    "" for none, and if torch cannot report it.
+    Returns "" if there is none, or if torch cannot report it.
 
-    torch's threads notice an error, but with TORCH_NCCL_ASYNC_ERROR_HANDLING=0 do not act on it.
-    There is no communication.
+    torch's threads notice an error, but with TORCH_NCCL_ASYNC_ERROR_HANDLING=0 they do not act on
+    it. This function does not communicate.
     """
     for group in (*topology.groups, *topology.pipeline.pairs.values()):
         error = "SUCCESS"
@@ -425,7 +425,7 @@ class HangVerdict:
 def awaited_ranks(seen: Mapping[int, FlightState], layout: Layout) -> dict[int, list[int]]:
     """Return, for each rank in a call, the ranks that it waits for.
 
-    `seen` has the states by rank, without those of silent ranks.
+    `seen` has the state of each rank, except for silent ones.
     """
     late = dict[tuple[str, int, int], list[int]]()
 
@@ -451,9 +451,9 @@ def awaited_ranks(seen: Mapping[int, FlightState], layout: Layout) -> dict[int, 
 def judge(
     seen: Mapping[int, FlightState], layout: Layout, timeout_s: float, places: Sequence[str] = ()
 ) -> HangVerdict | None:
-    """Return which ranks hold up the job; None if any made progress within the time limit.
+    """Return which ranks hold up the job; None if it does not hang.
 
-    `places` are node and device of every rank, for those that are not in `seen`.
+    `places` has node and device of every rank, to describe those that are not in `seen`.
     """
     awaited = awaited_ranks(seen, layout)
     roots = {r for ranks in awaited.values() for r in ranks if r not in awaited}
@@ -478,7 +478,7 @@ def _describe(
     seen: Mapping[int, FlightState],
     places: Sequence[str],
 ) -> str:
-    """Return the state of the culprits `ranks`, and which ranks, those `behind`, wait for them."""
+    """Return a text with the state of the culprits `ranks`, for which the ranks `behind` wait."""
     of_trouble = dict[str, list[int]]()
     texts = list[str]()
     for rank in ranks[:_SHOWN]:
@@ -546,7 +546,7 @@ def _without_root(
 def _circle(awaited: Mapping[int, Sequence[int]]) -> list[int]:
     """Return ranks each of which waits for the next, and the last for the first.
 
-    The list is empty if there are none.
+    Returns an empty list if there is no such circle.
     """
     for start in sorted(awaited):
         path: list[int] = []
