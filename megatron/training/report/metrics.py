@@ -285,8 +285,8 @@ _MEMORY_EVENTS = 100_000  # how many of the newest allocations and frees a memor
 class Timers:
     """Measures the phases of some steps on this rank (timeline.Recording).
 
-    It measures one step in every --timeline-interval and the last step; with --timing-log-level or
-    --straggler-report, one step for each log line. Other steps cost nothing.
+    It measures one step per --timeline-interval, and the last step; with --timing-log-level or
+    --straggler-report, one step per log line. Other steps cost nothing.
 
     last       the last iteration of the run
     recording  the newest recorded step, until its consumer removes it
@@ -354,9 +354,9 @@ class Profiler:
 
     It is off without --profile. It writes one Chrome trace per rank into --trace-dir, or else next
     to TensorBoard's files, next to the metrics file or into the current folder, and reports the
-    path through `say`. With --record-memory-history the same ranks record which code allocates device
-    memory, and write a snapshot when the run ends, also after an error. Raises ConfigError if the
-    folder cannot be created.
+    path through `say`. With --record-memory-history the same ranks record which code allocates
+    device memory, and write a snapshot when the run ends, also after an error. Raises ConfigError
+    if the folder cannot be created.
 
     steps   the iterations of the run, counted from 0
     device  type of the device

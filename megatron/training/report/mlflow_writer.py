@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 _NICENESS = 5
-_MOST_PARAMS = 100  # in one request, like the metrics
-_MOST_METRICS = 1000
+_MOST_PARAMS = 100  # per request
+_MOST_METRICS = 1000  # per request
 _MOST_TEXT = 500  # characters of a parameter
 
 

@@ -203,7 +203,7 @@ def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[st
     lines = []
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
-        # costs time, changes no result
+        # filling memory costs time and changes no result
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     if device.type == "cpu":
         tuned = config.training.allocator_tuning

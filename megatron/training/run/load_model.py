@@ -1,4 +1,4 @@
-"""Loads a checkpoint's model and tokenizer, without optimizer and data.
+"""Loading of a checkpoint's model and tokenizer, without its optimizer state and data.
 
 torch is imported only when a model is loaded.
 """

@@ -1,4 +1,4 @@
-"""Signals, errors and lost output of a process: one clear message, the right exit code, no hang.
+"""Handling of a process's signals, errors and lost output: a clear message, exit code, no hang.
 
 This module does not import torch, so that a mistake on the command line is reported immediately and
 a signal may arrive while torch is being imported.

@@ -210,7 +210,7 @@ def connect_groups(
         flight=rendezvous.flight,
     )
     with topology.flight.phase("groups"):
-        # Give up before torch does, whose message is less specific; RCCL never gives up.
+        # Give up before torch, whose message is less specific; RCCL would never give up.
         rendezvous.unless_failed(
             partial(use_groups, topology, config.parallel.num_chunks > 1),
             _FIRST_SHARE * timeout.total_seconds(),

@@ -183,7 +183,7 @@ class EvaluationTask:
     """A task that is ready for evaluation.
 
     requests   one for each choice or ending, example after example
-    lengths    bytes of their texts
+    lengths    lengths of their texts in bytes
     starts     index of each example's first request, and at the end the number of requests
     answers    index of the right choice in each example; None for a cloze task
     cut        number of texts that were cut on the left

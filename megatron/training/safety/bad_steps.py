@@ -76,9 +76,9 @@ class Spike:
 
 
 def loss_over_ranks(run: Run, step: StepRecord) -> float | None:
-    """Return the loss of a step from each rank's share; see mean_of_counted.
+    """Return the loss of a step, combined from all ranks; see mean_of_counted.
 
-    All ranks call this; waits for the device.
+    All ranks call this. It waits for the device.
     """
     total = torch.zeros(3, dtype=torch.float64, device=run.topology.device)
     if step.loss is not None:

@@ -4,10 +4,10 @@ A thread on each rank checks the rank's flight record. If nothing has been writt
 time limit, the first rank to notice asks all others for their state, through the store of the
 rendezvous. Each answers with its record and its Python stacks. The first living rank on a node
 answers for those that cannot: stopped, dead, or with a blocked interpreter. From the answers,
-`judge` tells a hang from a slow rank. After a hang the report is printed once,
-every other rank prints one line, torch's flight recorders are written, processes that cannot end
-themselves are killed, and all end with exit code 75. If the store does not answer, each node
-reports for itself. An error that NCCL or RCCL reports is investigated immediately.
+`judge` tells a hang from a slow rank. After a hang the report is printed once, every other rank
+prints one line, torch's flight recorders are written, processes that cannot end themselves are
+killed, and all end with exit code 75. If the store does not answer, each node reports for itself.
+An error that NCCL or RCCL reports is investigated immediately.
 
 This module does not need the main thread, which may be in a C call that never returns.
 """
@@ -64,7 +64,7 @@ _DUMP_SIGNAL = signal.SIGURG
 
 @dataclass(eq=False)
 class Watchdog:
-    """A thread that detects whether this rank, and with it the job, hangs.
+    """A thread that detects when this rank, and with it the job, hangs.
 
     timeout_s  seconds without progress; greater than 0
     folder     where to write hang_report.txt; None: the report is only printed
