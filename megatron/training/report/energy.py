@@ -2,8 +2,8 @@
 
 - Cray's pm_counters, /sys/cray/pm_counters/energy: the whole node. The file has one line,
   "123 J 456 us": the energy since the node started, and the time of the reading (docs.cscs.ch,
-  "Energy and power consumption"; Slurm's plugin acct_gather_energy/pm_counters). Nothing else is
-  read where it exists.
+  "Energy and power consumption"; Slurm's plugin acct_gather_energy/pm_counters). Where it exists,
+  nothing else is read.
 - RAPL, /sys/class/powercap/intel-rapl:*/energy_uj: Intel and AMD processors and their memory, where
   users may read it. The counter is in microjoules and wraps to 0 after max_energy_range_uj (Linux,
   Documentation/power/powercap/powercap.rst).

@@ -362,7 +362,7 @@ class LossSpike(Event):
 
 
 class TimelineRecorded(Event):
-    """Bubble of a step (share of the pipeline's time without computation), and its prediction.
+    """Bubble of a step (fraction of the pipeline's time without computation), and its prediction.
 
     predicted_bubble   None if the extension that computes it is not built
     file               Perfetto trace of the step, next to the metrics file; None without one

@@ -134,7 +134,7 @@ class DataLedger(Callback):
 
 
 class TimeLeft(Callback):
-    """Reports once how long the rest of the run takes at the speed of the first log line."""
+    """Reports once how long the rest of the run will take at the speed in the first log line."""
 
     def __init__(self, costs: RunCosts) -> None:
         self._costs: RunCosts | None = costs

@@ -1,6 +1,6 @@
-"""Checkpoints of a run: when it saves, and where it resumes.
+"""Checkpoints of a run: when it saves, and from which checkpoint it resumes.
 
-A failed save affects nothing else.
+Training continues after a failed save.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def evaluate(
         # An earlier job has evaluated these weights already: use the same samples.
         position = max(0, position - samples)
     if position + samples > len(dataset):
-        position = 0  # a run that outlasts the data set starts again from its beginning
+        position = 0  # at the end of the data set, start again from its beginning
     run.first_time("evaluation")
     variants = 1 + run.config.training.eval_ema
     batches = variants * -(-samples // run.batches.global_batch_size_at_end)
@@ -193,7 +193,7 @@ def measure(
 
     def forward(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         losses = run.executor.evaluate(micro_batches)
-        # only once: wait here until every stage has done its first pass
+        # the first time, wait until all stages have done a pass
         if run.watchdog is not None and run.watchdog.patient:
             collectives.all_reduce(
                 torch.zeros((), device=run.topology.device), run.topology.world

@@ -1,4 +1,4 @@
-"""Generation of text from a trained model, on any layout, with a cache of keys and values."""
+"""Generation of text with a trained model, on any layout, with a key-value cache."""
 
 from __future__ import annotations
 

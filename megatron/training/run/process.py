@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from megatron.errors import LostRankError, MegatronError, flush_output, print_error
 
-EXIT_ERROR = 1  # an error of the program, or a peer's
+EXIT_ERROR = 1  # an error in the program, on this rank or a peer
 EXIT_USER_ERROR = 2  # something the user can fix
 # a rank died or hung: nothing to fix, start the job again (EX_TEMPFAIL in sysexits.h)
 EXIT_LOST_RANK = 75
@@ -36,7 +36,7 @@ _ONE_PRESS_S = 1.0
 
 
 class Signals:
-    """Requests to end the run: the signals of SIGNALS, noted inside the context when `enabled`.
+    """Requests to end the run: the signals in SIGNALS, noted inside the context if `enabled`.
 
     Only the first signal counts: Slurm and people send several. But a second SIGINT ends the
     process immediately with exit code 130; while `saving` returns True, only a third does. SIGHUP,

@@ -117,7 +117,7 @@ class Run:
 
     @contextmanager
     def aside(self, phase: str) -> Iterator[None]:
-        """Mark work between steps, which does not count as step time, in the flight record."""
+        """Exclude work between steps from the step time, and mark it in the flight record."""
         with self.watch.paused(phase), self.topology.flight.phase(phase):
             yield
 

@@ -346,12 +346,12 @@ class WallTime:
         return steps + _SPREAD * self.save_s * self._saves_ahead
 
     def is_ending(self) -> bool:
-        """Return whether to end now, because the job is about to end."""
+        """Return whether to end now because the job is about to end."""
         left = self.left_s()
         return left is not None and left < self.needed_s
 
     def duration_is_over(self) -> bool:
-        """Return whether to end now, because of --exit-duration-in-mins."""
+        """Return whether to end now because of --exit-duration-in-mins."""
         return self._duration_left_s() < self._work_s
 
     def _duration_left_s(self) -> float:

@@ -127,7 +127,7 @@ class Watchdog:
             self._thread.join(timeout=_LONGEST_PAUSE_S)
 
     def first_time(self, work: str) -> None:
-        """Be patient if this `work` has not begun before."""
+        """Be patient if no such `work` has begun before."""
         self.patient |= work not in self._begun
         self._begun.add(work)
 
