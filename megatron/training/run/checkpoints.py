@@ -56,8 +56,8 @@ class Saves:
     """Implements --save-interval, --save-interval-minutes and --async-save with this rank's Saver.
 
     All ranks call every method. Rank 0 decides when the minutes have passed and when to try again
-    after a failure; `agreement` tells all ranks its decision, and whether any rank is still
-    writing. `saved_iteration` is the last iteration with a checkpoint in the --save folder; None if
+    after a failure; `agreement` shares this decision, and whether any rank is still writing, with
+    all ranks. `saved_iteration` is the last iteration with a checkpoint in the --save folder; None if
     there is none. Each function in `after_save` is called with the seconds that a save took.
     """
 

@@ -31,7 +31,7 @@ _ASKED = "because a signal, or the end of the job or of --exit-duration-in-mins,
 class Tasks(Callback):
     """Evaluates the tasks of --eval-tasks, until a signal or the time limit asks the run to end.
 
-    They are not evaluated again at the end of the run if nothing was trained since the last time.
+    They are not evaluated again at the end of the run if no step was taken since the last time.
     """
 
     def __init__(self, tasks: Sequence[EvaluationTask]) -> None:
@@ -75,8 +75,8 @@ class Losses(Callback):
 
     The evaluation before the first step and the next one use the same samples, so a run needs as
     many samples as in Megatron. Losses measured after the last step are not measured again at the
-    end. If a signal or the time limit asks the run to end before the last evaluation, it is left
-    out: everything is saved by then.
+    end. If a signal or the time limit asks the run to end before the last evaluation, that
+    evaluation is left out: everything is saved by then.
     """
 
     def __init__(self) -> None:

@@ -347,7 +347,7 @@ def forward_passes(
 ) -> Executor:
     """Return an executor of forward passes, with `more` arguments for the chunks.
 
-    last   called instead of the last stage's chunk, which it gets first; returns a scalar
+    last   called instead of the last stage's chunk, its first argument; returns a scalar
     ranks  number of ranks over which sequences are divided
     """
     config = model.config

@@ -1,4 +1,4 @@
-"""Handling of a process's signals, errors and lost output: a clear message, exit code, no hang.
+"""Signals, errors and lost output of a process: clear messages, correct exit codes, no hangs.
 
 This module does not import torch, so that a mistake on the command line is reported immediately and
 a signal may arrive while torch is being imported.
@@ -307,7 +307,7 @@ def leave(code: int) -> NoReturn:
     """End the process immediately, without destructors.
 
     After a failure, destructors would wait for peers that are gone, and threads of communication
-    libraries crash when the interpreter shuts down.
+    libraries do not survive the shutdown of the interpreter.
     """
     flush_output()
     os._exit(code)

@@ -491,8 +491,8 @@ def build_wall_time(
 ) -> WallTime | None:
     """Return the limits on the run's time: the end of the job, and --exit-duration-in-mins.
 
-    --walltime or, if the run saves, Slurm tells when the job ends. Returns None if there is no
-    limit. Rank 0 watches the clock for all ranks.
+    The end of the job comes from --walltime or, if the run saves, from Slurm. Returns None if there
+    is no limit. Rank 0 watches the clock for all ranks.
     """
     training = config.training
     requested = config.training.walltime

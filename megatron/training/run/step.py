@@ -57,7 +57,7 @@ def train_step(run: Run) -> Spike | None:
     run.reporter.console.advance(progress.iteration, samples * length)
     if run.config.training.loss_spike_factor is None:
         return None
-    # Only this makes the host wait in the step: the next one needs the decision.
+    # The host waits here: the decision must be known before the next step.
     over_ranks = loss_over_ranks(run, step)
     finished = finish_step(run)
     assert finished is not None, "it has just been taken"

@@ -150,7 +150,7 @@ class StopRules:
             agreement.add_first("leave", wall_time.must_leave)
 
     def check(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
-        """Return the reason to stop after `iteration`, if the ranks agreed on one, else None."""
+        """Return the reason to stop after `iteration`, given the agreed numbers; None: go on."""
         stop = self._stop(iteration, agreed)
         if stop is None and self._interval and iteration % self._interval == 0:
             return Stop(f"exiting program at iteration {iteration}")

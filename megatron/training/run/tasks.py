@@ -10,10 +10,10 @@ sum of the log-likelihoods of its tokens, this sum per byte of the choice, and t
 In the second, cloze, the ending counts as right if each of its tokens is the most likely one after
 the preceding ones.
 
-To get the tokens of an ending, context and ending are encoded together, and as many tokens as the
-context alone has are dropped; white space at the end of the context belongs to the ending. An empty
-context stands for the tokens that the tokenizer puts before every text, or else for the
-end-of-document token. A text that is longer than the model's context is cut on the left.
+To get the tokens of an ending, context and ending are encoded together, and the first tokens, as
+many as the context alone has, are dropped; white space at the end of the context belongs to the
+ending. An empty context stands for the tokens that the tokenizer puts before every text, or else
+for the end-of-document token. A text that is longer than the model's context is cut on the left.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def score(
 def _batch(
     model: GenerativeModel, number: int, requests: Sequence[ScoreRequest], size: int, multiple: int
 ) -> MicroBatch:
-    """Return up to `size` requests as a micro-batch, padded on the right to `multiple` tokens."""
+    """Return up to `size` requests as a micro-batch, right-padded to a multiple of `multiple`."""
     import torch
 
     from megatron.data.sampler import Separation, make_micro_batch
