@@ -57,8 +57,8 @@ class Saves:
 
     All ranks call every method. Rank 0 decides when the minutes have passed and when to try again
     after a failure; `agreement` shares this decision, and whether any rank is still writing, with
-    all ranks. `saved_iteration` is the last iteration with a checkpoint in the --save folder; None if
-    there is none. Each function in `after_save` is called with the seconds that a save took.
+    all ranks. `saved_iteration` is the last iteration with a checkpoint in the --save folder; None
+    if there is none. Each function in `after_save` is called with the seconds that a save took.
     """
 
     config: Config
