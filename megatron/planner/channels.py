@@ -1,8 +1,8 @@
 """Time of messages and collectives on the links and network cards that they cross.
 
-The time of a collective is its start, plus the latency of its steps, plus its bytes divided by the
-bandwidth of the slowest group of its kind while all such groups run. Steps are counted as NCCL and
-RCCL do when they choose an algorithm (src/graph/tuning.cc of both):
+The time of a collective is its start-up time, plus the latency of its steps, plus its bytes divided
+by the bandwidth of the slowest group of its kind while all such groups run. Steps are counted as
+NCCL and RCCL do when they choose an algorithm (src/graph/tuning.cc in both):
 
     ring  (ranks - 1) steps, of which (nodes - 1) between nodes; twice that for an all-reduce
     tree  2 (ranks of a node - 1) steps within nodes and 2 log2(nodes) between them, for an
@@ -11,8 +11,8 @@ RCCL do when they choose an algorithm (src/graph/tuning.cc of both):
 The faster algorithm counts. In an all-to-all every rank sends one slice directly to each other
 rank. The bytes are counted on the links between the devices of a node, split evenly over equally
 short paths, and on the cards of a node for ranks on other nodes. The most loaded link or card sets
-the time. Messages begin eight at a time, as in NCCL (NCCL_MAX_DEV_WORK_P2P_PER_BATCH), each with
-the latency of a step. In a ring message every rank sends to the next member and receives from the
+the time. Messages start eight at a time, as in NCCL (NCCL_MAX_DEV_WORK_P2P_PER_BATCH), and each
+eight have the latency of a step. In a ring message every rank sends to the next member and receives from the
 previous one: one step of a ring. A message between stages occupies its link in proportion to its
 bytes, on the busiest link or card while all boundaries send in the same direction, and arrives one
 latency later. If a machine's file has measured seconds (`compute.collectives`,
@@ -41,13 +41,13 @@ from megatron.planner.node_links import ESTIMATED, NodeLinks, Rate, Step, node_l
 _AT_ONCE = 8  # messages of an all-to-all in flight
 _NOWHERE = -1
 _AWAY = -2
-"""Ends of a message other than a position on the same node: no message, or another node."""
+"""Ends of a message that are not a position on the same node: no message, or another node."""
 
 
 class GroupLink(NamedTuple):
     """Group of ranks that run collectives: its size, nodes spanned, and stride between members.
 
-    words     its name in reports
+    words     name of the kind in reports
     rate      GB/s of the slowest such group while all of them run; None for a group of one
     exchange  the same for an all-to-all: GB/s that a rank sends to all others together
     """
@@ -81,10 +81,10 @@ class Placement:
 
 
 class Channels(FigureReader):
-    """Seconds of messages on a placement, by their bytes.
+    """Seconds of messages on a placement, as a function of their bytes.
 
-    lanes       groups of each mesh dimension, by name (Layout.lines, lines_of), and "ends", the
-                stages with a tied embedding
+    lanes       groups along each mesh dimension, by name (Layout.lines, lines_of), and "ends", the
+                stages that share a tied embedding
     boundaries  for each pipeline rank's boundary to the next: whether both ends are on one node ->
                 seconds per byte on the link, in the slowest such replica
     """
@@ -104,10 +104,10 @@ class Channels(FigureReader):
         self._seconds: dict[tuple[str, str, float], float] = {}
 
     def seconds(self, kind: str, n_bytes: float, group: str = "tensor") -> float:
-        """Time a collective (events.GroupMessage) in all groups of one mesh dimension.
+        """Return the seconds of a collective (events.GroupMessage) in all groups of a dimension.
 
-        `kind` "reduce" runs along a chain of all members to one of them. On a CPU the engine sums
-        gradients in this way, for one owner after another.
+        With `kind` "reduce" it runs along a chain of all members to one of them. On a CPU the
+        engine sums gradients in this way, for one owner after another.
         """
         if kind == "reduce_scatter" and self._reduces and group not in OF_PASSES:
             ranks = self.lanes[group].ranks
@@ -187,10 +187,10 @@ class Channels(FigureReader):
 
 
 def _measured(figure: Figure, group: GroupLink) -> list[tuple[float, ...]]:
-    """List the measured bytes and seconds of groups like this one.
+    """List the measured bytes and seconds for groups like this one.
 
-    Such a group has the same number of ranks and, like this one, is on one node or on several. If
-    several were measured, the one with the nearest number of nodes counts, then the nearest stride.
+    Such groups have the same number of ranks and likewise lie within one node or span several. If
+    several kinds were measured, the one nearest in number of nodes, then in stride, is used.
     """
     like = [p for p in figure.points if p[1] == group.ranks and (p[2] > 1) == (group.nodes > 1)]
 
@@ -218,7 +218,7 @@ def _interpolate(points: Sequence[tuple[float, ...]], x: float) -> float:
 
 
 EXCHANGES = "heads", "expert", "expert_between", "expert_within"
-"""Groups that run all-to-alls."""
+"""Groups in which all-to-alls run."""
 OF_PASSES = "tensor", "context", *EXCHANGES
 """Groups whose messages belong to the passes of layers."""
 
@@ -243,7 +243,7 @@ def lines_of(layout: Layout, heads: int) -> dict[str, RankGroup]:
 def _lanes(
     cluster: Cluster, layout: Layout, order: tuple[int, ...], wraps: bool, heads: int
 ) -> tuple[dict[str, GroupLink], list[dict[bool, float]], Rate]:
-    """Return the groups of Channels.lanes, the boundaries and their slowest rate."""
+    """Return Channels.lanes, Channels.boundaries and the rate of the slowest boundary."""
     devices = len(order)
     links = node_links(cluster)
     lanes = {
@@ -264,8 +264,8 @@ def _lanes(
     else:
         slowest_card = min(links.card_shares([(device,) for device in order]))
         ends = GroupLink(2, 2, stride * (size - 1), tied, slowest_card)
-    # largest seconds per byte of each boundary on a link or card, within and between nodes, if all
-    # boundaries send forward at once
+    # largest seconds per byte of each boundary on any link or card, within and between nodes, while
+    # all boundaries send forward at once
     nodes, messages = _messages_on_nodes(layout, devices, wraps)
     most: dict[tuple[int, int], float] = {}  # positions that send and receive, or _AWAY both
     for node in nodes:
@@ -295,7 +295,7 @@ def _lanes(
 def _group(
     links: NodeLinks, world: int, order: tuple[int, ...], dimension: RankGroup, exchange: bool
 ) -> GroupLink:
-    """Describe the groups of a mesh dimension by the slowest one; exchange: include all-to-alls."""
+    """Describe a mesh dimension's groups by the slowest one; exchange: include all-to-alls."""
     words, stride, size = dimension
     if size == 1:
         return GroupLink(1, 1, stride, words)
@@ -338,8 +338,8 @@ def _messages_on_nodes(
 ) -> tuple[set[tuple[int, ...]], set[tuple[int, int, int]]]:
     """Find the distinct kinds of nodes and of messages to the next stage, over all ranks.
 
-    nodes     for each kind of node and each position: the destination of its message and the source
-              of the one it receives, each a position of the node, _AWAY or _NOWHERE
+    nodes     for each kind of node and each position: the destination of the message it sends and
+              the source of the message it receives, each a position on the node, _AWAY or _NOWHERE
     messages  (sending pipeline rank, its position, receiving position or _AWAY)
     wraps     the last rank of a pipeline also sends to the first one
     """

@@ -33,7 +33,7 @@ CLUSTERS = Path(__file__).with_name("clusters")
 # entry of a mapping whose keys are tuples.
 
 GIB = 2**30
-_MOST_BYTES = 1 << 22  # of a file: files of measured machines have about ten thousand
+_MOST_BYTES = 1 << 22  # per file; the file of a measured machine has about ten thousand
 _MOST_COUNT = 10**7  # nodes, devices, cores
 _MOST = 1e30  # seconds, TFLOP/s, GB/s
 
@@ -44,7 +44,7 @@ Positive = Annotated[float, Strict(), Field(gt=0, le=_MOST)]
 
 
 def at(key: str, default: Any = MISSING) -> Any:
-    """Declare a field under `key` ("table.name") of the file; required without a default."""
+    """Declare a field stored in the file under `key` ("table.name"); required without a default."""
     metadata = {"key": key, "default": default}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
@@ -54,7 +54,7 @@ def at(key: str, default: Any = MISSING) -> Any:
 class Facts:
     """Contents of a parsed file.
 
-    Raises ConfigError with file and key for a missing, wrong or misspelt value.
+    Raises ConfigError with the file and key for a missing or invalid value or a misspelt key.
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,7 +111,7 @@ class Facts:
 
 
 class WallLimit(NamedTuple):
-    """Jobs of `nodes_from` to `nodes_to` nodes may run for `hours`."""
+    """Jobs on `nodes_from` to `nodes_to` nodes may run for up to `hours`."""
 
     nodes_from: Count
     nodes_to: Count
@@ -119,7 +119,7 @@ class WallLimit(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """Partition or quality of service; None if the machine's limit applies."""
+    """Slurm partition or quality of service; None means that the machine's limit applies."""
 
     name: str
     max_nodes: Count | None = None
@@ -127,7 +127,7 @@ class Queue(NamedTuple):
 
 
 class Host(NamedTuple):
-    """Memory of a node's host and its bandwidths, as in Cluster."""
+    """Host memory of a node and its bandwidths, as in Cluster."""
 
     memory_gib: float
     memory_gb_per_s: float
@@ -136,27 +136,27 @@ class Host(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Cluster:
-    """Description of one machine. Bandwidths are GB/s (1e9 bytes) in each direction.
+    """Description of one machine. Bandwidths are in GB/s (1e9 bytes/s) in each direction.
 
     links                (a, b) with a < b -> GB/s, for devices of a node with a direct link
     nics, nic_gb_per_s   names of a node's network cards, and the bandwidth of each
     nic_of_device        index in `nics` of the card that each device uses; nic_on_device: the
-                         device at each card
+                         device to which each card is attached
     cores_of_device      first and last core next to each device
     local_order          for local rank i of a full node, the device closest to its cores
     device_orders        orders of a node's devices that are worth trying
     collective_gb_per_s  (stride of the group in devices, size of the group) -> published GB/s of
                          one group's collectives while all groups of a node run them, devices in
                          order; size 0: groups over several nodes
-    bands                lower bounds of the figures that a healthy node measures
+    bands                lower bounds for the figures measured on a healthy node
     wall_limits          longest jobs by number of nodes; partitions[0] and qos[0] are the defaults
     host_memory_gib      host memory of a node; host_memory_gb_per_s: its bandwidth, reads and
-                         writes together; host_link_gb_per_s: between it and each device. None:
-                         unknown
+                         writes together; host_link_gb_per_s: bandwidth between it and each device.
+                         None: unknown
     nvme_path            node-local disk; "" for none
     sources              source of each figure: published, computed or assumed
     device_type          "cuda" for a GPU of any make, as in torch, or "cpu"
-    compute              figures of the speed of devices and links by name (compute.py)
+    compute              figures for the speed of devices and links, by name (compute.py)
     shared_cores         on a CPU machine, the cores that all processes of a node share; None if
                          each device computes by itself
     """
@@ -194,16 +194,16 @@ class Cluster:
 
     @functools.cached_property
     def figures(self) -> Mapping[str, Figure]:
-        """Figures of `compute`, completed with assumed ones."""
+        """Figures in `compute`, with assumed figures for all others."""
         return {**assumed_figures(self.peak_tflops), **self.compute}
 
     def with_figures(self, figures: Iterable[Figure]) -> Cluster:
-        """Return the machine with these figures in place of those with the same names."""
+        """Return a copy of the machine with these figures replacing any of the same names."""
         compute = {**self.compute, **{figure.name: figure for figure in figures}}
         return replace(self, compute=compute)
 
     def with_bandwidths(self, factor: float) -> Cluster:
-        """Return the machine with the bandwidths of its links, cards and hosts multiplied."""
+        """Return a copy of the machine with all link, card and host bandwidths multiplied."""
         names = "host_memory_gb_per_s", "host_link_gb_per_s", "nic_gb_per_s"
         known = {name: getattr(self, name) for name in names}
         return replace(
@@ -217,7 +217,7 @@ class Cluster:
 
     @property
     def host(self) -> Host:
-        """Facts about a node's host. Raises ConfigError if the machine's file lacks one."""
+        """Facts about a node's host. Raises ConfigError if the machine's file lacks any of them."""
         facts = {name: getattr(self, f"host_{name}") for name in Host._fields}
         missing = [name for name, value in facts.items() if value is None]
         if missing:
@@ -252,8 +252,8 @@ class Cluster:
     ) -> float:
         """Return the longest wall time of a job of this many nodes, in hours.
 
-        Raises ConfigError for an unknown partition or qos, and for more nodes than it or the
-        machine allows.
+        Raises ConfigError for an unknown partition or qos, and for more nodes than these or the
+        machine allow.
         """
         where = self._queue("partition", self.partitions, partition)
         how = self._queue("qos", self.qos, qos)
@@ -336,7 +336,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 def read_cluster(path: Path) -> Cluster:
     """Load the machine that a file describes; each path is read only once.
 
-    Raises ConfigError with the file and the fact that is wrong.
+    Raises ConfigError naming the file and the key that is wrong.
     """
     facts = Facts(path)
     hints = get_type_hints(Cluster, include_extras=True)
@@ -364,7 +364,7 @@ def _for_a_peak_of_one() -> dict[str, Figure]:
 
 
 def assumed_figures(peak_tflops: Mapping[str, float]) -> dict[str, Figure]:
-    """Return assumed figures for a machine with only its peak TFLOP/s by dtype known."""
+    """Return assumed figures for a machine of which only the peak TFLOP/s by dtype are known."""
     largest = max(peak_tflops.values(), default=100.0)
     figures = {}
     for name, figure in _for_a_peak_of_one().items():
@@ -453,7 +453,7 @@ def _key(name: str) -> str:
 
 
 def _value(value: Any) -> str:
-    """Return a value as TOML: a mapping and a tuple with names and defaults as inline tables."""
+    """Return a value as TOML; a mapping or a NamedTuple with defaults becomes an inline table."""
     if getattr(value, "_field_defaults", None):
         value = {name: item for name, item in value._asdict().items() if item is not None}
     if isinstance(value, Mapping):

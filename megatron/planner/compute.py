@@ -1,31 +1,31 @@
-"""Figures of a machine's compute and communication speed, each with its source.
+"""Figures for a machine's compute and communication speed, each with its source.
 
 A figure is one number or a set of points, whose last column is the measured value and whose other
 columns are the arguments. In a machine's file (`clusters/*.toml`) it is a table under [compute],
-with `value` or `points`, a `basis` and, if known, a `range`: lower and upper factor of its
+with `value` or `points`, a `basis` and, if known, a `range`: the lower and upper factors of its
 uncertainty. Its source is in [sources], under `compute_` plus its name with underscores for dots,
-or under a prefix of that. Figures that a file lacks are assumed (`assumed.toml`), rates as a share
-of the peak.
+or under a prefix of this key. Figures missing from a file are assumed (`assumed.toml`), with rates
+as a share of the peak.
 
 Names of figures, columns, units:
 
     products.DTYPE             m, n, k, TFLOP/s of [m, k] x [k, n]
-    attention.DTYPE.forward    sequence length, head size, TFLOP/s of causal attention, half of all
-                               pairs counted
+    attention.DTYPE.forward    sequence length, head size, TFLOP/s of causal attention, counting
+                               half of all pairs
     attention.DTYPE.backward   the same; counted as 2.5 times the forward's operations
     memory.WORK                bytes that a kernel reads and writes, GB/s; or one number. WORK is
-                               copy, norm, activation, residual, loss or embedding; copy replaces a
-                               missing one
+                               copy, norm, activation, residual, loss or embedding; copy stands in
+                               for a missing one
     kernel_s                   shortest s of a kernel
-    update_gb_per_s            GB/s of the optimizer's update, bytes read and written
-    layer_overhead_s           s of the host for one layer's pass that device work does not hide;
-                               also layer_forward_overhead_s and layer_backward_overhead_s if the
-                               two differ
-    instruction_overhead_s     s of the host for one instruction of the pipeline's schedule; 0 if
+    update_gb_per_s            GB/s of the optimizer's update, counting bytes read and written
+    layer_overhead_s           s of host time per layer's pass that device work does not hide; also
+                               layer_forward_overhead_s and layer_backward_overhead_s if the two
+                               differ
+    instruction_overhead_s     s of host time per instruction of the pipeline's schedule; 0 if
                                missing
-    step_overhead_s            s of the host for a step
+    step_overhead_s            s of host time per step
     collective_start_s         s that a collective takes to start
-    hop_within_s, hop_between_s          s of one step of a ring within a node and between nodes
+    hop_within_s, hop_between_s          s of one ring step within a node and between nodes
     message_within_s, message_between_s  s from sending to arrival of an empty message
     collectives.KIND           ranks from one member to the next, members, nodes, bytes of the whole
                                tensor, s. KIND is all_reduce, all_gather, reduce_scatter, reduce
@@ -103,7 +103,7 @@ class Figure:
         return self.points[0][-1]
 
     def scaled(self, factor: float) -> Figure:
-        """Return the figure with its last column multiplied."""
+        """Return the figure with its last column multiplied by `factor`."""
         return replace(
             self, points=tuple((*point[:-1], point[-1] * factor) for point in self.points)
         )
@@ -128,7 +128,7 @@ class Used(NamedTuple):
 
 
 class FigureReader:
-    """Reader of a machine's figures, which records those that are used."""
+    """Reader of a machine's figures that records which of them are used."""
 
     def __init__(self, figures: Mapping[str, Figure]) -> None:
         self.figures = figures
@@ -148,7 +148,7 @@ class FigureReader:
 
 @dataclass(frozen=True)
 class Confidence:
-    """Figures that an estimate uses, the most reliable first."""
+    """Figures that an estimate uses, most reliable first."""
 
     used: tuple[Used, ...]
 
@@ -159,7 +159,7 @@ class Confidence:
 
     @property
     def by_basis(self) -> dict[str, list[str]]:
-        """Names of the figures of each basis."""
+        """Names of the figures used, by basis."""
         return {
             basis: [used.figure for used in self.used if used.basis == basis] for basis in BASES
         }

@@ -1,7 +1,7 @@
 """Uncertainty of a prediction, from the ranges of the figures that it uses.
 
-Every figure of a machine's file may have a range of factors (`compute.py`). Bandwidths of links
-have none; they are varied together by `LINK_RANGE`, about the spread of published bandwidths of
+Every figure in a machine's file may have a range of factors (`compute.py`). Link bandwidths have
+none; they are varied together over `LINK_RANGE`, roughly the spread of published bandwidths of
 similar groups.
 """
 
@@ -33,9 +33,9 @@ class Effect:
 class Spread:
     """Predicted value and its uncertainty.
 
-    low, high   range of the value with all figures at their fast or all at their slow ends
-    likely      half width for independent errors: root of the sum of squares of half the effects
-    effects     one figure at a time, the strongest first
+    low, high   value with all figures at the fast ends of their ranges, and at the slow ends
+    likely      half width for independent errors: root sum of squares of half the effects
+    effects     effects of varying one figure at a time, strongest first
     """
 
     value: float
@@ -74,6 +74,6 @@ def spread(value: Callable[[Cluster], float], cluster: Cluster, dtype: str) -> S
 
 
 def with_factors(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
-    """Return the machine with figures multiplied; the key `LINKS` multiplies all bandwidths."""
+    """Return the machine with scaled figures; the factor under `LINKS` scales all bandwidths."""
     figures = (f.scaled(factors.get(name, 1.0)) for name, f in cluster.figures.items())
     return cluster.with_figures(figures).with_bandwidths(factors.get(LINKS, 1.0))

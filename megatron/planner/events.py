@@ -1,4 +1,4 @@
-"""Steps of one device in a pass of a stage, in order, as planner/recorder.py records them.
+"""Steps of one device in a stage's pass, in order, as recorded by planner/recorder.py.
 
 Computations run one after another on the device, messages one after another on the links of
 their group, and a `Wait` blocks the device until its message has arrived. The computations between
@@ -24,11 +24,11 @@ class Recomputed(NamedTuple):
 
 
 class GroupMessage(NamedTuple):
-    """Collective of a group over a whole tensor of `bytes` bytes.
+    """Collective in a group, for a whole tensor of `bytes` bytes.
 
-    kind   as in compute.py, or "all_to_all" (bytes that a rank has for all members, itself
-           included) or "ring" (bytes from each rank to the next)
-    group  of Channels.lanes
+    kind   as in compute.py, or "ring"; `bytes` of an "all_to_all" are what a rank holds for all
+           members including itself, `bytes` of a "ring" what each rank sends to the next
+    group  name of the group in Channels.lanes
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Free(NamedTuple):
 class Sum(NamedTuple):
     """Use of a gradient sum.
 
-    parameter  index of its parameter among those of the module
+    parameter  index of its parameter among the module's parameters
     complete   whether a contribution is complete; otherwise one is about to be added
     """
 
@@ -83,17 +83,17 @@ PassEvent = Product | Attention | Memory | Recomputed | Post | Wait | Alloc | Fr
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """Steps of a pass, each with the path of the module that runs it ("" for none)."""
+    """Steps of a pass, with the path of the module that runs each one ("" for none)."""
 
     steps: tuple[PassEvent, ...]
     labels: tuple[str, ...]
 
     def computations(self, *, recompute: bool | None = None) -> Iterator[Computation]:
-        """Yield computations in order; `recompute` selects only (True) or no (False) recomputation."""
+        """Yield computations in order; `recompute`: only (True) or no (False) recomputation."""
         return (operation for _, operation in self.labelled(recompute=recompute))
 
     def labelled(self, *, recompute: bool | None = None) -> Iterator[tuple[str, Computation]]:
-        """Yield the computations as above, each with the module that runs it."""
+        """Yield the same computations, each after the path of the module that runs it."""
         for label, step in zip(self.labels, self.steps, strict=True):
             if isinstance(step, Recomputed):
                 if recompute is not False:
@@ -116,11 +116,11 @@ class Pass:
 class TracedModule:
     """Module of the model with its passes.
 
-    backward is the whole backward pass; inputs and weights are its two halves if it is split. All
-    four share the numbers of tensors and messages: what `forward` allocates and does not free is
-    kept for `backward`, or for `inputs`, which keeps the rest for `weights`.
+    backward is the whole backward pass; inputs and weights are its two halves if it is split. The
+    numbers of tensors and messages are shared by all four: tensors that `forward` allocates and
+    does not free are kept for `backward`, or for `inputs`, which keeps the rest for `weights`.
 
-    parameters  records in the order of their use, with partial_gradient as found by a forward pass
+    parameters  records in order of use, with partial_gradient as determined by a forward pass
     hands_on    bytes of the output, which the next module keeps
     tables      bytes that the first pass of a run allocates and all later ones use
     """
@@ -139,7 +139,7 @@ class TracedModule:
         return sum(p.elements for p in self.parameters)
 
     def padding(self, ranks: int) -> float:
-        """Return the share of padding in the matrices that this many tensor ranks divide."""
+        """Return the share of padding in the matrices that are divided over this many ranks."""
         unpadded = sum(prod(p.global_shape) for p in self.parameters if p.dim is not None)
         return 1.0 - unpadded / (
             ranks * sum(p.elements for p in self.parameters if p.dim is not None)
@@ -152,8 +152,8 @@ class Trace:
 
     embedding  on the first stage
     kinds      for each kind of layer (trace.kinds_of_layers): a layer, with selective recomputation
-               if configured; and one that keeps only its input and repeats its forward pass in the
-               backward pass, None unless recomputation is "full"
+               if configured; and a layer that keeps only its input and repeats its forward pass in
+               the backward pass, or None unless recomputation is "full"
     head       last norm, output layer and loss, on the last stage
     """
 

@@ -1,4 +1,4 @@
-"""Gradients of ZeRO stages 2 and 3 during a step: which buckets have memory in which pass.
+"""Gradients with ZeRO stages 2 and 3 during a step: which buckets have memory in which pass.
 
 The plan (engine/zero_plan.py) defines the instructions after each use of a gradient sum; the trace
 shows where a pass uses one (events.Sum).
@@ -14,9 +14,8 @@ from megatron.engine.zero_plan import BucketInstruction, BucketOp, Reductions, Z
 from megatron.planner.events import Sum
 
 Gradients = tuple[tuple[tuple[int, int], ...], ...]
-"""Changes in the memory of gradients during a backward pass, or during a half of it: for each
-module, the last one first, (row that the change precedes, bytes allocated or, if negative,
-freed)."""
+"""Changes in gradient memory during a backward pass or one half of it: for each module, last one
+first, (row that the change precedes, bytes allocated or, if negative, freed)."""
 
 Sums = Sequence[tuple[int, Sum]]
 """Uses of gradient sums in a pass, each with the number of the row that it precedes."""
@@ -25,8 +24,8 @@ Sums = Sequence[tuple[int, Sum]]
 class Chunk(NamedTuple):
     """Uses of gradient sums in the backward passes of a stage.
 
-    uses  by half, for each module, the last one first: (row that the use precedes, bucket, whether
-          the use completes a contribution)
+    uses  by half, for each module, last one first: (row that the use precedes, bucket, whether the
+          use completes a contribution)
     rows  number of rows of each half's last module
     due   number of contributions to each bucket in a backward pass
     """
@@ -38,9 +37,9 @@ class Chunk(NamedTuple):
 
 
 class Traffic:
-    """Gradients of a rank during a step.
+    """Gradient memory of a rank during a step.
 
-    chunks  of the rank's stages
+    chunks  one per stage of the rank
     """
 
     def __init__(self, plan: ZeroPlan, chunks: Sequence[Chunk]) -> None:
@@ -70,7 +69,7 @@ class Traffic:
         return made
 
     def run(self, number: int, half: str) -> Gradients:
-        """Follow a backward pass of a chunk, or a half of it."""
+        """Simulate a backward pass of a chunk or one half of it; return its changes in memory."""
         chunk = self._chunks[number]
         of_parts = list[tuple[tuple[int, int], ...]]()
         changes = list[tuple[int, int]]()
@@ -94,7 +93,7 @@ class Traffic:
     def _carry_out(
         self, row: int, instructions: Iterable[BucketInstruction]
     ) -> list[tuple[int, int]]:
-        """Follow instructions; return the changes before a row."""
+        """Carry out instructions; return the changes in memory that they cause before a row."""
         changes = list[tuple[int, int]]()
         before = self.bytes
         for op, number, _ in instructions:

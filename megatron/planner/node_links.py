@@ -1,8 +1,8 @@
 """Bandwidth of the links and network cards of a node, for the groups of ranks that use them.
 
-Bandwidths are GB/s (1e9 bytes) that one rank sends while all others of its kind send too, as in
-AxoNN's published table. A rate is *published* if that table has exactly these groups on these
-devices. Otherwise it is *estimated*: the link table times an efficiency, the ratio of published
+A bandwidth is the GB/s (1e9 bytes/s) that one rank sends while all others of its kind send too, as
+in AxoNN's published table. A rate is *published* if that table has exactly these groups on these
+devices. Otherwise it is *estimated*: the link width times an efficiency, the ratio of published
 rates to link widths. The efficiencies for Frontier are:
 
     link     pairs on links of 200 GB/s reach 129, on links of 50 GB/s 50. A link of 100 GB/s is
@@ -17,14 +17,14 @@ rates to link widths. The efficiencies for Frontier are:
 A collective of a group on direct links is estimated in two ways, and the larger result counts. One
 ring can run around a spanning tree, there and back, because links are full duplex; it is as fast as
 the narrowest link of the widest spanning tree. Several rings together carry no more than the
-narrowest cut: the split of the group into two parts with the least bandwidth in between. On
-published groups that were not used to fit the efficiencies, the rules give 130 against 135 (the
-whole node) and 52 against 72 (every other device): at worst a quarter too low.
+narrowest cut: the split of the group into two parts with the least bandwidth between them. For
+published groups that were not used to fit the efficiencies, the rules give 130 where 135 was
+published (the whole node) and 52 where 72 was (every other device): at worst a quarter too low.
 
 The rate of {0, 1, 6, 7} is unknown. Its ring is 100 GB/s wide, the ring of {0, 1, 2, 3} only 50.
-The estimate is therefore 76 GB/s, against the published 52 for {0, 1, 2, 3} and 72 for {0, 2, 4,
-6}; the narrowest cut of all three is 100 GB/s. If RCCL gets no more out of that cut than in {0, 1,
-2, 3}, the rate is 52. Switches between nodes are not modelled.
+The estimate is therefore 76 GB/s, compared with the published 52 for {0, 1, 2, 3} and 72 for {0, 2,
+4, 6}; the narrowest cut of each of the three is 100 GB/s. If RCCL gets no more out of this cut than
+in {0, 1, 2, 3}, the rate is 52. Switches between nodes are not modelled.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _IN = -2
 
 
 class Rate(NamedTuple):
-    """GB/s of one rank, whether it is published or estimated, and its bottleneck."""
+    """GB/s of one rank, whether this is published or estimated, and the bottleneck."""
 
     gb_per_s: float
     basis: str
@@ -64,9 +64,9 @@ class Rate(NamedTuple):
 
 @functools.cache
 def shortest_routes(cluster: Cluster, a: int, b: int) -> tuple[tuple[Step, ...], ...]:
-    """List the shortest paths from device a to b that have the widest bottleneck link.
+    """List the shortest paths from device a to b, restricted to the widest bottleneck link.
 
-    If there are several, it is not known which one the hardware takes.
+    If there are several, it is unknown which one the hardware takes.
     """
     paths: list[tuple[int, ...]] = [(a,)]
     while not (shortest := [tuple(itertools.pairwise(path)) for path in paths if path[-1] == b]):
@@ -134,7 +134,7 @@ class NodeLinks:
         return float(np.interp(nearest, widths, rates)) * width / nearest
 
     def widest_ring(self, group: Collection[int], through: Collection[int] = ()) -> float:
-        """Return the GB/s of one ring, there and back on a spanning tree; 0 if not connected."""
+        """Return the link GB/s of a ring there and back on a spanning tree; 0 if not connected."""
         widths = sorted(set(self.cluster.links.values()), reverse=True)
         return next((width for width in widths if self.cluster.reached(group, width, through)), 0.0)
 
@@ -160,7 +160,7 @@ class NodeLinks:
         return _rates(self, frozenset(map(frozenset[int], family)))
 
     def rate(self, group: frozenset[int], family: frozenset[frozenset[int]]) -> Rate:
-        """Return the rate of a group while the others of its family run, too."""
+        """Return the rate of a group while the other groups in its family run too."""
         published = next((r for known, r in self._published.items() if family <= known), None)
         shown = ",".join(map(str, sorted(group)))
         if published is not None:
@@ -168,7 +168,7 @@ class NodeLinks:
         width = self.widest_ring(group)
         if not width:
             width = self.widest_ring(group, through=range(self.cluster.devices_per_node))
-            # It is unknown which links the detours take: assume that all groups share the same.
+            # It is unknown which links the detours take: assume that all groups share them.
             return Rate(self.detour * width / len(family), ESTIMATED, f"detours of {shown}")
         ring = self.rate_of_link(width)
         cut = self.cut * self.narrowest_cut(group)
@@ -195,9 +195,9 @@ class NodeLinks:
     def exchange(self, groups: Iterable[Sequence[int]], size: int) -> Rate:
         """Return the rate of all-to-alls of these groups of a node, all running at once.
 
-        size  number of members of each group; `groups` has those on this node
+        size  number of members of each group; `groups` lists only the members on this node
         """
-        loads = Counter[Step]()  # of one byte from each rank to all others
+        loads = Counter[Step]()  # bytes, if each rank sends one byte to every other rank
         for group in groups:
             for a, b in itertools.permutations(group, 2):
                 routes = shortest_routes(self.cluster, a, b)
@@ -231,10 +231,10 @@ def _rates(links: NodeLinks, family: frozenset[frozenset[int]]) -> Mapping[froze
 def path_of(
     links: NodeLinks, source: int | None, target: int | None
 ) -> tuple[frozenset[Step], float]:
-    """Return the links and cards that a message takes, and its slowdown against their bandwidth.
+    """Return the links and cards that a message takes, and its slowdown relative to them.
 
-    A device of None is on another node. A message with several equal paths is counted on all of
-    them.
+    None stands for a device on another node. A message with several equal paths is counted on all
+    of them.
     """
     cluster = links.cluster
     cards = list[Step]()

@@ -12,12 +12,12 @@ VOCABULARY = 51200
 class Published:
     """Published results of one model.
 
-    percent      of 191.5 TFLOP/s, the peak of an MI250X GCD in fp16
-    tflops       hardware TFLOP/s of a GCD by `formulas.paper_flops`, including recomputation
+    percent      percentage of 191.5 TFLOP/s, the fp16 peak of an MI250X GCD
+    tflops       hardware TFLOP/s per GCD by `formulas.paper_flops`, including recomputation
     weak, strong (GCDs, efficiency) of the largest run
     per_replica, total
-                 sequences of each replica in weak scaling, of all replicas in strong scaling
-    replica_gcds GCDs of a replica, tensor x pipeline size
+                 sequences per replica in weak scaling, and over all replicas in strong scaling
+    replica_gcds GCDs per replica: tensor size x pipeline size
     tensor_size  GCDs that share a layer
     """
 
@@ -46,7 +46,7 @@ MODELS = (
 
 
 def published(num_layers: int | None, hidden_size: int | None) -> Published | None:
-    """Return the results of the model with these sizes; None for any other.
+    """Return the results for the model with these sizes; None if there are none.
 
     >>> published(96, 12288).name
     '175b'

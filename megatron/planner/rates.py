@@ -1,4 +1,4 @@
-"""Seconds of a device's work: products, attention, memory-bound kernels, optimizer update.
+"""Time of a device's work: products, attention, memory-bound kernels, optimizer update.
 
 **Products.** The size of a product of [m, k] and [k, n] is e = 3 / (1/m + 1/n + 1/k), the side of
 the cube with the same number of operations per matrix element: 2 m n k operations on m n + m k + n
@@ -19,8 +19,8 @@ the squared distance of the logarithms of the sides. Thus measured shapes keep t
 **Attention.** Rates follow the sequence length in the same way (1 / rate over 1 / length); between
 head sizes they are linear in the logarithm. Causal attention counts the operations of half of all
 pairs, and the backward pass 2.5 times the operations of the forward pass (Dao, arXiv 2307.08691,
-section 4.1). In a sliding window it has the rate of a sequence in which a query sees as many keys
-on average.
+section 4.1). With a sliding window, attention has the rate of a full sequence in which a query sees
+as many keys on average.
 
 **Memory.** The time is the bytes divided by a bandwidth that is linear in the logarithm of the
 bytes between points, and at least the shortest time of a kernel.
@@ -40,7 +40,7 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.compute import Figure, FigureReader
 
 BACKWARD_OPERATIONS = 2.5
-"""Ratio of operations, backward to forward pass of attention, with recomputed scores."""
+"""Operations of attention's backward pass, which recomputes the scores, per forward operation."""
 
 _NEAR = math.log(1.5) ** 2
 """Squared distance of logarithms at which half of a point's deviation is added back."""
@@ -76,11 +76,11 @@ class DeviceRates(FigureReader):
         return self.take(name).value if name in self.figures else default
 
     def product_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
-        """Time `batch` products [m, k] x [k, n] in one kernel."""
+        """Return the seconds of one kernel that computes `batch` products [m, k] x [k, n]."""
         return max(self._kernel_s, batch * self._product_law.seconds(m, n, k))
 
     def attention_s(self, work: Attention) -> float:
-        """Time one pass of causal flash attention over [batch, seq, heads, head_dim]."""
+        """Return the seconds of one causal flash attention pass, [batch, seq, heads, head_dim]."""
         figure = self.take(f"attention.{self._dtype}.{'backward' if work.backward else 'forward'}")
         heads_known, lines = _attention_lines(figure, self._peak)
         rates = [1.0 / line.inverse(as_long_as(work.seq, work.keys)) for line in lines]
@@ -88,7 +88,7 @@ class DeviceRates(FigureReader):
         return max(self._kernel_s, attention_operations(work) / float(rate))
 
     def memory_s(self, n_bytes: float, kernels: int = 1, kind: str = "copy") -> float:
-        """Time kernels that read and write `n_bytes` in all; `kind` is the WORK of compute.py."""
+        """Return the seconds of kernels that move `n_bytes` in all; `kind`: WORK in compute.py."""
         name = f"memory.{kind}"
         figure = self.take(name if name in self.figures else "memory.copy")
         sizes, rates = zip(*sorted(figure.points), strict=True)
@@ -96,12 +96,12 @@ class DeviceRates(FigureReader):
         return kernels * self._kernel_s + n_bytes / (float(rate) * 1e9)
 
     def update_s(self, elements: float, bytes_per_element: float) -> float:
-        """Time the optimizer's update of `elements` parameters; bytes are read and written."""
+        """Return the seconds of the optimizer's update; bytes include both reads and writes."""
         return elements * bytes_per_element / (self.take("update_gb_per_s").value * 1e9)
 
 
 def causal_pairs(seq: int, keys: int | None) -> float:
-    """Return the pairs of a query and a key that it sees: at most `keys` each, or all before it.
+    """Count the pairs of a query and a key that it sees: at most `keys`, or all keys before it.
 
     >>> causal_pairs(1024, None) == causal_pairs(1024, 1024) == 1024**2 / 2
     True
@@ -111,7 +111,7 @@ def causal_pairs(seq: int, keys: int | None) -> float:
 
 
 def attention_operations(work: Attention) -> float:
-    """Return the operations of a pass, counted for the visible pairs of query and key."""
+    """Count the operations of a pass over the visible pairs of query and key."""
     operations = 4.0 * work.batch * work.heads * causal_pairs(work.seq, work.keys) * work.head_dim
     return operations * (BACKWARD_OPERATIONS if work.backward else 1.0)
 
@@ -185,7 +185,7 @@ def _monotone(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
 
 
 class _ProductTimes:
-    """Seconds of a product by its sides, through the points of a figure."""
+    """Seconds of a product as a function of its sides, fitted through the points of a figure."""
 
     def __init__(self, figure: Figure, peak: float) -> None:
         points = [(size_of(m, n, k), rate * 1e12) for m, n, k, rate in figure.points]

@@ -28,8 +28,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def seconds_waited() -> float:
-    """Return the seconds that this thread waited for a core in use by others; 0 if Linux does not
-    report it.
+    """Return the seconds that this thread has waited for a core used by others; 0 if Linux does not
+    report them.
 
     Source: sched-stats.rst in the kernel's documentation.
     """
@@ -43,8 +43,8 @@ def reserve_port() -> socket.socket:
     """Return a socket that holds a free port (getsockname()[1]) until it is closed.
 
     It is bound with SO_REUSEADDR and does not listen: no outgoing connection and no process that
-    asks for just any free port can get this one. A server that sets SO_REUSEADDR, such as torch's store, can
-    still listen on it.
+    asks for any free port can get this one. A server that sets SO_REUSEADDR, such as torch's store,
+    can still listen on it.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -65,8 +65,8 @@ def environment(environ: Mapping[str, str], rank: int, count: int, port: int) ->
 
 
 def gpus_here() -> int:
-    """Return the number of this node's GPUs, found by another process: the parent of workers must
-    not hold a GPU.
+    """Return the number of this node's GPUs, counted in another process because the parent of
+    workers must not hold a GPU.
     """
     code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -81,10 +81,10 @@ def gpus_here() -> int:
 def process_pool(processes: int, killed: str) -> Iterator[Callable[..., Iterator[Any]]]:
     """Yield map(function, items), computed in order by other processes.
 
-    The first call forks them, so that loaded data need not be sent. No thread whose work they need
-    may be running at that time.
+    The first call forks the processes, so that loaded data need not be sent. No thread that they
+    depend on may be running at that time.
 
-    Ctrl-C reaches all processes of a terminal: only this one handles it, and ends the others. They
+    Ctrl-C reaches every process in a terminal: only this one handles it, and ends the others. They
     also end when this process is killed. Raises MegatronError with the text `killed` if one of them
     is killed.
     """

@@ -1,4 +1,4 @@
-"""Tables of text for a terminal or a document."""
+"""Text tables for a terminal or a document."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Table:
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
     def text(self, width: int) -> str:
-        """Render for a terminal, numbers aligned to the right."""
+        """Render for a terminal, with numbers right-aligned."""
         from rich import box
         from rich.console import Console
         from rich.table import Table as RichTable
@@ -40,7 +40,7 @@ class Table:
 
 
 def print_table(table: Table) -> None:
-    """Print for a terminal, or at a wide width into a pipe."""
+    """Print at the terminal's width, or at a fixed large width if piped."""
     from shutil import get_terminal_size
 
     print(table.text(get_terminal_size().columns if sys.stdout.isatty() else _PIPED_WIDTH))

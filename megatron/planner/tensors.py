@@ -43,8 +43,8 @@ Keywords = dict[str, Any]
 class OperatorRecorder(TorchDispatchMode):
     """Run operators on tensors without data, and observe their memory and messages.
 
-    category    of memory that is allocated from now on; outside of forward passes, rows of
-                `vocabulary` numbers are "logits"
+    category    category of the memory that is allocated from now on; outside forward passes,
+                tensors whose rows have `vocabulary` numbers are "logits"
     vocabulary  length of those rows; -1 for none
 
     Subclasses extend `allocated`, `freed`, `sent` and `arrived`.
@@ -54,7 +54,7 @@ class OperatorRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.category = "activations"
         self.vocabulary = -1
-        self.number = 0  # of the storage that was seen last
+        self.number = 0  # number of the last storage seen
         self._seen: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self._works: dict[int, Work] = {}
 
@@ -67,7 +67,7 @@ class OperatorRecorder(TorchDispatchMode):
         self, func: Operator, types: object, args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
         if func.namespace == "c10d":
-            # A message holds its tensors until it is waited for; it arrives no earlier.
+            # A message holds its tensors until it is waited for, and never arrives earlier.
             work = Work(tensors_of(args), self)
             self._works[id(work)] = work
             self.sent(func._schema.name.partition("::")[2].rstrip("_"), args, work.tensors, work)
@@ -80,7 +80,7 @@ class OperatorRecorder(TorchDispatchMode):
         if func is _aten.equal.default and is_empty(args[0]):
             return True
         if func is _aten._fused_sgd_.default and is_empty(args[0][0]):
-            return None  # torch has no rule for it, and it has no result
+            return None  # torch has no meta kernel for it, and it returns nothing
         kwargs = kwargs or {}
         to = torch.device(kwargs.get("device") or "meta")
         if func is _aten._to_copy.default and args[0].is_meta and to.type == "cpu":
@@ -96,7 +96,7 @@ class OperatorRecorder(TorchDispatchMode):
         return out
 
     def see(self, out: object, *, counts: bool = True) -> None:
-        """Record the new storages of these results; without `counts`, only mark them as known."""
+        """Record the new storages of these results; without `counts`, only mark them as seen."""
         for tensor in tensors_of(out):
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -113,7 +113,7 @@ class OperatorRecorder(TorchDispatchMode):
                 self.allocated(Alloc(storage.nbytes(), self.number, category), tensor)
 
     def follows(self, tensor: Tensor) -> bool:
-        """Return whether the memory of such a tensor is recorded."""
+        """Return whether to record the memory of this tensor."""
         return is_empty(tensor)
 
     def number_of(self, tensor: Tensor) -> int | None:
@@ -121,7 +121,7 @@ class OperatorRecorder(TorchDispatchMode):
         return self._seen.get(tensor.untyped_storage()._cdata, (None,))[0]
 
     def live_bytes(self) -> int:
-        """Count the bytes of all storages that are alive."""
+        """Return the total bytes of all live storages."""
         return sum(
             storage.nbytes() for _, ref in self._seen.values() if (storage := ref()) is not None
         )
@@ -134,7 +134,7 @@ class OperatorRecorder(TorchDispatchMode):
         """Handle a storage's allocation by the operator that returned this tensor."""
 
     def freed(self, step: Free) -> None:
-        """Handle a storage's release; it is also called for storages that do not count."""
+        """Handle a storage's release; also called for storages that do not count."""
 
     def resized(self, number: int, has_memory: bool) -> None:
         """Handle a storage whose memory was freed, or allocated again."""
@@ -146,7 +146,7 @@ class OperatorRecorder(TorchDispatchMode):
         return _RESIZE(storage, n_bytes)
 
     def sent(self, name: str, args: Arguments, tensors: list[Tensor], work: Work) -> None:
-        """Handle a posted message: torch's name, and the tensors that it reads and writes."""
+        """Handle a posted message: torch's name for it, and the tensors it reads and writes."""
 
     def arrived(self, work: Work) -> None:
         """Handle a wait for a message."""
@@ -157,7 +157,7 @@ class OperatorRecorder(TorchDispatchMode):
 
 
 class Work(dist.Work):
-    """Handle of a message that arrives when it is waited for. number: used by the follower."""
+    """Handle for a message that arrives when it is waited for. The follower may set `number`."""
 
     def __init__(self, tensors: list[Tensor], follower: OperatorRecorder) -> None:
         super().__init__()
@@ -201,10 +201,10 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Replace scaled_dot_product_attention with a GPU's single kernel, which keeps no scores.
+    """Replace scaled_dot_product_attention with a GPU's fused kernel, which stores no scores.
 
-    This is flash attention in 16 bits without a mask, otherwise the memory-efficient kernel. For
-    meta tensors torch would choose the explicit softmax.
+    This is flash attention for 16-bit tensors without a mask, otherwise the memory-efficient
+    kernel. For meta tensors torch would choose the unfused implementation.
     """
     if attn_mask is None and q.dtype != torch.float32:
         out: Tensor = _aten._scaled_dot_product_flash_attention(
@@ -223,10 +223,10 @@ def _fused_attention(
 
 
 def _add_in_fp32(total: Tensor, dy: Tensor, x: Tensor, _: float) -> None:
-    """Replace gradient_accumulator.add_in_fp32, which not every torch has for tensors without data.
+    """Replace gradient_accumulator.add_in_fp32, which some torch builds lack without data.
 
     A prediction assumes a GPU whose torch has it, whatever the local torch supports. The kernel
-    also reads the sum, and writes it in fp32.
+    both reads the sum and writes it in fp32.
     """
     tokens, rows = dy.shape
     columns = x.shape[1]
@@ -242,7 +242,7 @@ _BLOCKS = ring.Ring.blocks
 
 
 def _first_block(self: ring.Ring, step: int, q: Tensor) -> Iterator[ring.RingBlock]:
-    """Return one of a step's thousands of blocks; the work of the step is declared as a whole."""
+    """Return only the first of a step's thousands of blocks; the whole step declares its work."""
     return itertools.islice(_BLOCKS(self, step, q), 1)
 
 
@@ -258,8 +258,8 @@ def _even(total: int, count: int) -> list[int]:
 def rows_to_ranks(tokens: int, topk: int, ranks: int, each: int) -> int:
     """Return the expected number of (token, rank) pairs, if tokens choose their experts at random.
 
-    A token goes once to each of `ranks` ranks with `each` experts that has at least one of its
-    `topk` choices. The same holds for nodes and their experts.
+    A token goes once to each of the `ranks` ranks that holds at least one of its `topk` choices
+    among its `each` experts. The same formula applies to nodes and their experts.
 
     >>> rows_to_ranks(1000, 8, 4, 64)
     3614
@@ -311,12 +311,13 @@ def _apply(
 
 @contextlib.contextmanager
 def without_data(device: str, follower: OperatorRecorder) -> Iterator[None]:
-    """Create tensors on `device` ("cpu"; "meta" for a GPU) without data; `follower` runs them."""
+    """Create tensors without data on `device` ("cpu"; "meta" for a GPU); `follower` runs operators.
+    """
     sgd = importlib.import_module("torch.optim.sgd")  # torch deletes it from its package
     replaced: list[tuple[object, str, object]] = [
         (torch.UntypedStorage, "resize_", lambda *args: follower.resize(*args)),
         (Tensor, "tolist", _as_list),
-        # torch's check that a fused optimizer has the device's operator
+        # torch's check that the device supports a fused optimizer
         (sgd, "_device_dtype_check_for_fused", unittest.mock.DEFAULT),
         (experts, "read_numbers", _even_numbers),
         (ring.Ring, "blocks", _first_block),
@@ -330,8 +331,8 @@ def without_data(device: str, follower: OperatorRecorder) -> Iterator[None]:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             replaced.append((torch.nn.Module, "_apply", _apply))
         else:
-            # Our layers look it up in this module at each call. A mode for torch's functions would
-            # be off in backward passes.
+            # Our layers look it up in this module at each call. A TorchFunctionMode would be
+            # inactive in backward passes.
             attention = torch.nn.functional, "scaled_dot_product_attention", _fused_attention
             replaced += [attention, (gradient_accumulator, "add_in_fp32", _add_in_fp32)]
         for patched in replaced:

@@ -21,11 +21,11 @@ _KINDS = {
     Op.BACKWARD_WEIGHT: ("backward, weights", "#d9a441"),
 }
 _IDLE = "#e6e6e6"
-_PASSES_AT_ONCE = 100  # of one rank, in one panel
+_PASSES_AT_ONCE = 100  # per rank in one panel
 
 
 def plot_timeline(run: PipelineRun, path: Path) -> None:
-    """Draw a run whose times are in seconds into an image file.
+    """Draw a run, whose times are in seconds, to an image file.
 
     Raises ConfigError without matplotlib, or if the file cannot be written.
     """
@@ -52,7 +52,7 @@ def draw_timeline(
     )
     numbered = max(map(len, lanes.ranks)) <= _PASSES_AT_ONCE
     for (start, end), panel in zip(windows, axes[:, 0], strict=True):
-        # drawn at once: by kind and chunk, with their ranks
+        # passes drawn in one call: by kind and chunk, each with its rank
         alike = defaultdict[tuple[Op, int], list[tuple[int, Span]]](list)
         for rank, spans in enumerate(lanes.ranks):
             for span in spans:

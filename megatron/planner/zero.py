@@ -1,4 +1,4 @@
-"""Messages of the plan of ZeRO (engine/zero_plan.py), in bytes."""
+"""Messages of the ZeRO plan (engine/zero_plan.py), with their sizes in bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.planner.events import GroupMessage
 
 
 def messages_of(plan: ZeroPlan, instructions: Iterable[BucketInstruction]) -> list[GroupMessage]:
-    """List the collectives of instructions, padding included."""
+    """List the collectives that the instructions run; their bytes include padding."""
     zero = plan.zero
     messages = list[GroupMessage]()
     for op, number, _ in instructions:
@@ -38,7 +38,7 @@ def messages_of(plan: ZeroPlan, instructions: Iterable[BucketInstruction]) -> li
 
 @functools.lru_cache(maxsize=1 << 10)
 def messages_at_end(plan: ZeroPlan) -> tuple[tuple[GroupMessage, ...], tuple[GroupMessage, ...]]:
-    """Return the messages outside of passes, or in the last one, that reduce gradients; and the
+    """Return the messages that reduce gradients outside the passes or in the last one, and the
     messages that gather new weights."""
     end = list(plan.end(Reductions(plan)))
     returns = [one for one in end if one.op is BucketOp.RETURN]

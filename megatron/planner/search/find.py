@@ -1,4 +1,4 @@
-"""Search: rank all layouts by folded cost, then estimate the best that fit on the clock."""
+"""Search: rank all layouts by a formula, then simulate the schedules of the best that fit."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from megatron.planner.trace import trace
 
 ESTIMATED = 50
 OF_EACH_VALUE = 8
-"""Numbers of layouts to estimate: among all, and among those with each value of a dimension."""
+"""Number of layouts to estimate: among all layouts, and for each value of each dimension."""
 _CLOSE = 1.01
-"""Largest ratio of a placement's folded cost to the best folded cost at which it is estimated."""
+"""A placement is estimated if its folded cost is at most this multiple of the lowest one."""
 _ROUND = 64
 """Layouts per batch of memory checks; fixed, so that results do not depend on --processes."""
 _PLACED = ("order", "devices")
@@ -52,9 +52,9 @@ Choice = tuple[str, Value]
 
 
 class Ranked(NamedTuple):
-    """Layout with its score: seconds per sample, by the folded cost or, once estimated, the clock.
+    """Layout with its score: seconds per sample, by the formula or, once estimated, by the clock.
 
-    memory  bytes on each device of the pipeline rank with the highest peak, 0 while unknown
+    memory  bytes on each device of the pipeline rank with the highest peak; 0 while unknown
     """
 
     score: float
@@ -69,7 +69,7 @@ class Ranked(NamedTuple):
 class RejectedLayout(NamedTuple):
     """Layout that does not fit or is not valid.
 
-    miss  bytes that it needs, 0 for any other reason
+    miss  bytes that it needs if it does not fit; otherwise 0
     """
 
     reason: str
@@ -81,7 +81,7 @@ class RejectedLayout(NamedTuple):
 class SearchResult:
     """Result of a search.
 
-    estimated  layouts that were estimated, the best first
+    estimated  layouts that were estimated, best first
     """
 
     estimated: list[Ranked] = field(default_factory=list)
@@ -98,7 +98,7 @@ class SearchResult:
         return list(by_sizes.values())
 
     def by_value(self, per_node: int) -> dict[Choice, Ranked]:
-        """Return the best layout with each (dimension, value), ignoring recomputed layer counts."""
+        """Return the best layout for each (dimension, value), ignoring recomputed layer counts."""
         return {
             value: one
             for one in reversed(self.estimated)
@@ -107,7 +107,7 @@ class SearchResult:
 
 
 def values_of(layout: CandidateLayout, per_node: int) -> list[Choice]:
-    """List a layout's choices as (dimension, value), without dimensions that have no choice."""
+    """List a layout's choices as (dimension, value), omitting dimensions without a choice."""
     layout = _without_counts(layout)
     return [
         (d.name, d.value(layout, per_node))
@@ -123,9 +123,9 @@ def _without_counts(layout: CandidateLayout) -> CandidateLayout:
 
 @dataclass(frozen=True)
 class LayoutSearch:
-    """Space to search, and evaluation of single layouts.
+    """Space to search, and the evaluation of individual layouts.
 
-    capacity  bytes of a device that a layout may use
+    capacity  bytes on a device that a layout may use
     """
 
     space: LayoutSpace
@@ -137,8 +137,8 @@ class LayoutSearch:
     def rank(self, sizes: Sequence[CandidateLayout]) -> tuple[list[Ranked], list[RejectedLayout]]:
         """Rank all layouts of these sizes, which share a micro-batch size.
 
-        Weights, gradients and optimizer must fit. Of each kind of recomputation, the layout with
-        the fewest recomputed layers is ranked. If no layout fits, none is ranked.
+        Weights, gradients and optimizer state must fit. For each kind of recomputation, only the
+        layout with the fewest recomputed layers is ranked. If no layout fits, none is ranked.
         """
         too_big = self._too_big(sizes)
         if too_big is not None:
@@ -183,9 +183,9 @@ class LayoutSearch:
         return min(misfits, key=lambda rejected: rejected.miss)
 
     def judge(self, alike: Sequence[Ranked]) -> list[Ranked]:
-        """Estimate layouts with the same instruction lists, which are built once.
+        """Estimate layouts with the same instruction lists, so that these are built only once.
 
-        Each is estimated on the best of its placements.
+        Each layout is estimated on the best of its placements.
         """
         judged = []
         cluster = self.space.cluster
@@ -213,7 +213,8 @@ class LayoutSearch:
     # -- one layout --------------------------------------------------------------------------------
 
     def _too_big(self, sizes: Sequence[CandidateLayout]) -> RejectedLayout | None:
-        """Return why no layout of these sizes fits; None if one fits or is not valid."""
+        """Return the nearest misfit if no layout of these sizes fits; None if one fits or is invalid.
+        """
         least: dict[int, CandidateLayout] = {}  # by pipeline size
         for size in sizes:
             least[size.pp] = min(least.get(size.pp, size), size, key=lambda s: (s.chunks, s.batch))
@@ -221,7 +222,7 @@ class LayoutSearch:
         for size in least.values():
             variants = list(self.space.variants(size))
             switches = max(map(_thrift, variants))
-            # first those that recompute whole layers, which need the least memory
+            # first the layouts that recompute whole layers, which need the least memory
             for layout in reversed(variants):
                 if _thrift(layout) != switches:
                     continue
@@ -246,12 +247,12 @@ class LayoutSearch:
 
     @property
     def _room_on_host(self) -> float:
-        """Bytes of a host that may be used: the same share as of a device."""
+        """Usable bytes of host memory: the same share as on a device."""
         cluster = self.space.cluster
         return self.capacity * cluster.host.memory_gib / cluster.memory_gib
 
     def _folded(self, layout: CandidateLayout, config: Config) -> float:
-        """Score by the folded cost, on the best placement for the first variant of these sizes."""
+        """Score by the formula, on the best placement for the first variant of these sizes."""
         key = layout.sizes._replace(shard=layout.shard, states=layout.states)
         if key not in self._known:
             alike = next(
@@ -280,7 +281,8 @@ class LayoutSearch:
         return known
 
     def _states(self, config: Config) -> tuple[float, float, int]:
-        """Return bytes of states on a device and on a host, of the largest rank, and that rank."""
+        """Return the bytes of states on a device and on a host for the largest rank, and this rank.
+        """
         parallel = config.parallel
         key = (
             parallel.tensor_model_parallel_size,
@@ -307,7 +309,7 @@ class LayoutSearch:
 
 
 def _thrift(layout: CandidateLayout) -> tuple[float, ...]:
-    """Return a key of a layout's switches that is greater the less memory they need."""
+    """Return a key for a layout's switches: the greater, the less memory they need."""
     divided = (1 / (n or layout.world) for n in (layout.shard, layout.states))
     switches = layout.sp, not layout.overlap
     return layout.offload, layout.zero, *(-share for share in divided), *switches
@@ -318,7 +320,7 @@ def _refused(error: ConfigError) -> RejectedLayout:
 
 
 def _with(config: Config, layout: CandidateLayout) -> Config:
-    """Return a configuration of the same sizes with other switches, unvalidated: for ranking."""
+    """Return a configuration of the same sizes with other switches, unvalidated, for ranking."""
     settings = recompute_settings(layout.recompute)
     return replace(
         config,
@@ -351,7 +353,7 @@ def search(
     processes: int = 1,
     progress: Progress = lambda *_: None,
 ) -> SearchResult:
-    """Find the best layouts of a space; the result does not depend on the number of processes.
+    """Find the best layouts in a space; the result does not depend on the number of processes.
 
     Raises MegatronError without the extension that simulates schedules.
     """
@@ -366,10 +368,10 @@ def search(
     enough = Counter[Choice]()
     pruned = done = 0
     with _workers(layout_search, processes) as run:
-        # no larger micro-batch fits, and tracing it would take longest
+        # sizes for which no larger micro-batch fits; tracing these would take longest
         full = set[tuple[int, ...]]()
         for micro in sorted({size.micro for size in every}):
-            # by the sizes that share traces, which go to one process
+            # grouped by the sizes that share traces; each group goes to one process
             tasks = defaultdict[tuple[int, ...], list[CandidateLayout]](list)
             for size in every:
                 if size.micro == micro:
@@ -469,15 +471,15 @@ def worthwhile_placements(
 ) -> list[Placement]:
     """List the placements with the allowed rank orders ("order") and device orders ("devices").
 
-    The default is all of them. A placement is left out if another one is at least as fast in every
-    collective and over the boundaries of stages. Costs are not computed. Raises ConfigError as
-    check_device_orders does.
+    By default all orders are allowed. A placement is left out if another one is at least as fast in
+    every collective and over all stage boundaries; the cost of a step is not computed. Raises
+    ConfigError like check_device_orders.
     """
     check_device_orders(restrictions, cluster)
     devices = min(config.parallel.world_size, cluster.devices_per_node)
     layout = layout_of(config, devices=devices)
     sizes = {"tp": layout.tensor, "pp": layout.pipeline, "dp": layout.data}
-    different: dict[tuple[str, ...], str] = {}  # one of the orders that number the ranks equally
+    different: dict[tuple[str, ...], str] = {}  # one order per distinct numbering of the ranks
     for order in RANK_ORDERS:
         if order in restrictions.get("order", RANK_ORDERS):
             different.setdefault(tuple(d for d in order.split("-") if sizes[d] > 1), order)
@@ -499,7 +501,7 @@ def worthwhile_placements(
 
 
 def _times(config: Config, cluster: Cluster, placement: Placement) -> tuple[float, ...]:
-    """Time messages of each kind and size; between stages the slowest boundary, and their sum."""
+    """Return the seconds of each kind and size of message; between stages, maximum and sum."""
     channels = Channels(config, cluster, placement)
     times = list[float]()
     calls = [("all_reduce", name) for name in channels.lanes]

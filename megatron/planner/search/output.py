@@ -1,4 +1,4 @@
-"""Tables of a search, and the files of --output."""
+"""Tables of search results, and the files that --output writes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ChosenLayout(NamedTuple):
     """Layout with its estimate.
 
     record  values and figures by name, as in the files; days and node-hours are for the whole run,
-            or per billion tokens
+            or per billion tokens if its length is unknown
     """
 
     layout: CandidateLayout
@@ -93,7 +93,7 @@ def _numbered(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
 def layout_table(chosen: Sequence[ChosenLayout], tokens: float | None, *, papers: bool) -> Table:
     """Tabulate sizes, time, utilization, cost and peak memory of layouts.
 
-    `papers` adds the TFLOP/s of a device by the formula of Dash et al.
+    `papers` adds the TFLOP/s per device by the formula of Dash et al.
     """
     rows = []
     divisions = [name for name in ("cp", "ep") if any(getattr(c.layout, name) > 1 for c in chosen)]
@@ -145,7 +145,7 @@ def parts_table(chosen: Sequence[ChosenLayout]) -> Table:
 
 
 def bounds_table(chosen: Sequence[ChosenLayout]) -> Table:
-    """Tabulate the uncertainty of a step's seconds, and the seconds at the device's peak."""
+    """Tabulate the uncertainty of a step's seconds, and its seconds at the device's peak rate."""
     rows = []
     for _, predicted, _ in chosen:
 
@@ -173,7 +173,7 @@ def bounds_table(chosen: Sequence[ChosenLayout]) -> Table:
 
 
 def values_table(layout_search: LayoutSearch, result: SearchResult, name: str) -> Table:
-    """Tabulate the best layout with each value of one dimension."""
+    """Tabulate the best layout for each value of one dimension."""
     seq = layout_search.space.base.model.seq_length
     best_of = result.by_value(layout_search.space.cluster.devices_per_node)
     rows = [
@@ -265,7 +265,7 @@ def write_files(
 ) -> list[Path]:
     """Write the tables, and the best layout's plot, trace and job script; return their paths.
 
-    Raises ConfigError.
+    Raises ConfigError if a file cannot be written.
     """
     space = layout_search.space
     (layout, winner, record) = chosen[0]
@@ -303,20 +303,20 @@ def write_files(
 
 
 _TOKENS_FOR_EACH_PARAMETER = 20
-"""Default length of a run (Hoffmann et al. 2022)."""
+"""Default length of a run, in tokens per parameter (Hoffmann et al. 2022)."""
 
 
 _RATES = (
     *((2.5e8, 6e-4), (5.5e8, 3e-4), (1e9, 2.5e-4), (2e9, 2e-4)),
     *((5e9, 1.6e-4), (1e10, 1.2e-4), (5e10, 1e-4), (math.inf, 6e-5)),
 )
-"""Largest number of parameters and learning rate (Brown et al. 2020, arXiv 2005.14165, table 2.1);
-the limits are about halfway between its models.
+"""Largest number of parameters and its learning rate (Brown et al. 2020, arXiv 2005.14165, table
+2.1); the limits are about halfway between the models in the table.
 """
 
 
 _SITES = {"frontier": ("-C nvme", "--network=disable_rdzv_get"), "lumi": ()}
-"""Machines that the launch scripts support, with additional lines of the header."""
+"""Machines that the launch scripts support, with additional #SBATCH lines."""
 
 
 def _site_script(
@@ -365,7 +365,7 @@ train_job "${{FLAGS[@]}}" "$@"
 
 
 def _by_flag(words: Sequence[str]) -> list[str]:
-    """Return a line for each flag with its values."""
+    """Return one line per flag, including its values."""
     lines: list[list[str]] = []
     for word in words:
         if word.startswith("--"):
@@ -384,9 +384,9 @@ def write_script(
 ) -> Path:
     """Write job.sbatch, or command.sh if the launch scripts do not support the machine.
 
-    They do not support a part of a node either. If no flag gives the length of the run, it is
-    `tokens`; by default job.sbatch uses a number of tokens per parameter, and `notes` then say so.
-    Raises ConfigError.
+    They do not support jobs on part of a node either. If no flag gives the length of the run, it is
+    `tokens`; without these, job.sbatch uses a fixed number of tokens per parameter, which is added
+    to `notes`. Raises ConfigError if the file cannot be written.
     """
     flags = [word for word in command_line_of(config) if not word.startswith("--world-size")]
     flags += ["--distributed-backend", "gloo"] if cluster.device_type == "cpu" else []

@@ -1,4 +1,4 @@
-"""Layouts of a search: combinations of sizes and switches that model, devices and batch allow."""
+"""Search space: the sizes and switches that the model, the devices and the batch allow."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from megatron.planner.memory import room_bytes
 LONG = 32768
 """Sequence length from which a search also tries context parallelism."""
 
-# Only plain attention keeps scores, so that recomputing them saves memory only there.
+# Only unfused attention stores scores: with other backends recomputing them saves no memory.
 _KEEPS_SCORES = ("unfused", "local")
 
 
 def make_config(preset: str | None, flags: Sequence[str], batch: int) -> Config:
     """Configure a model from a preset and flags of pretrain_gpt.py, on one device.
 
-    Raises ConfigError, also for flags that the search chooses.
+    Raises ConfigError for invalid flags and for flags whose values the search chooses.
     """
     settings = read_settings(with_preset(preset, flags), checkpoint=settings_to_take)
     stages = 1 + settings.explicit.get("pipeline_layout", "").count(",")
@@ -47,7 +47,7 @@ def make_config(preset: str | None, flags: Sequence[str], batch: int) -> Config:
 def usable_bytes(headroom: str, cluster: Cluster) -> float:
     """Return the bytes for tensors that --headroom (GiB or a percentage) leaves on a device.
 
-    Raises ConfigError.
+    Raises ConfigError if it is invalid or leaves nothing.
     """
     total = cluster.memory_gib * GIB
     unit = total / 100 if headroom.endswith("%") else GIB
@@ -65,7 +65,7 @@ def usable_bytes(headroom: str, cluster: Cluster) -> float:
 
 @dataclass
 class Rejections:
-    """Reasons for rejecting layouts or sizes, each with its count and its closest miss."""
+    """Reasons for rejecting layouts or sizes, each with its count and its nearest miss."""
 
     counts: Counter[str] = field(default_factory=Counter)
     nearest: dict[str, tuple[float, str]] = field(default_factory=dict)
@@ -78,10 +78,10 @@ class Rejections:
 
 @dataclass(frozen=True)
 class LayoutSpace:
-    """All layouts of a search.
+    """All layouts that a search considers.
 
-    base          configuration without a layout; name: of its model
-    worlds        numbers of devices
+    base          configuration without a layout; name: name of its model
+    worlds        numbers of devices to consider
     restrictions  allowed values by dimension, including global batches
     more          values to try in addition to the default ones
     """
@@ -98,7 +98,7 @@ class LayoutSpace:
         return layout.write(self.cluster.devices_per_node)
 
     def config(self, layout: CandidateLayout) -> Config:
-        """Configure a layout, validated as for a run. Raises ConfigError."""
+        """Configure a layout, validated as for a run. Raises ConfigError if it is invalid."""
         on_node = max(1, self.cluster.devices_per_node // layout.tp)
         shard, states = (on_node if n == -1 else n for n in (layout.shard, layout.states))
         layout = layout._replace(shard=shard, states=states)
@@ -112,7 +112,7 @@ class LayoutSpace:
     # -- sizes -------------------------------------------------------------------------------------
 
     def sizes(self, rejections: Rejections) -> Iterator[CandidateLayout]:
-        """Yield all sizes that divide devices, layers and batch; add others to `rejections`."""
+        """Yield all sizes that fit the devices, layers and batch; add others to `rejections`."""
         layers = self.base.model.num_layers
         for world in self.worlds:
             for tp in self._values("tp", range(1, min(self.cluster.devices_per_node, world) + 1)):
@@ -137,7 +137,8 @@ class LayoutSpace:
     def _context_and_expert_sizes(self, ranks: int) -> list[tuple[int, int]]:
         """List the context- and expert-parallel sizes to try on `ranks` data-parallel ranks.
 
-        By default long sequences are divided into powers of two, and experts in every possible way.
+        By default context parallelism uses powers of two, for long sequences only, and expert
+        parallelism every size that divides the number of experts.
         """
         model = self.base.model
         long = model.seq_length >= LONG
@@ -175,7 +176,7 @@ class LayoutSpace:
                         rejections.add("no variant of these sizes is allowed", self.write(size))
 
     def _problem(self, tp: int) -> str | None:
-        """Return the validation error of a tensor-parallel size by itself."""
+        """Return the validation error for a tensor-parallel size by itself; None if it is valid."""
         try:
             settings = CandidateLayout(tp, tp, tp).settings(self.base.model.num_layers)
             free = "global_batch_size pipeline_layout rampup_batch_size step_batch_size_schedule"
@@ -269,7 +270,7 @@ class LayoutSpace:
             choices += [f"selective:{'+'.join(chosen)}" for chosen in sets]
         choices += [f"full:uniform:{n}" for n in range(1, most + 1) if most % n == 0]
         choices += [f"full:block:{n}" for n in range(1, most)]
-        # A full name may select a recomputation that the search leaves out.
+        # A value given in full may select a recomputation that the search would not try.
         asked = (*self.restrictions.get("recompute", ()), *self.more.get("recompute", ()))
         choices += [p for p in asked if p.count(":") == (2 if p.startswith("full") else 1)]
         yield from dict.fromkeys(t for t in choices if allowed(t, "recompute", self.restrictions))

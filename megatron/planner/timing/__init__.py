@@ -1,4 +1,4 @@
-"""Time of a training step: on the schedule's clock, by a formula for ranking, and explained."""
+"""Time of a training step: on the schedule's clock, by a formula for ranking, and in tables."""
 
 from __future__ import annotations
 
