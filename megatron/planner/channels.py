@@ -12,11 +12,11 @@ The faster algorithm counts. In an all-to-all every rank sends one slice directl
 rank. The bytes are counted on the links between the devices of a node, split evenly over equally
 short paths, and on the cards of a node for ranks on other nodes. The most loaded link or card sets
 the time. Messages start eight at a time, as in NCCL (NCCL_MAX_DEV_WORK_P2P_PER_BATCH), and each
-eight have the latency of a step. In a ring message every rank sends to the next member and receives from the
-previous one: one step of a ring. A message between stages occupies its link in proportion to its
-bytes, on the busiest link or card while all boundaries send in the same direction, and arrives one
-latency later. If a machine's file has measured seconds (`compute.collectives`,
-`compute.messages`), these are interpolated linearly between sizes instead.
+batch has the latency of one step. In a ring message every rank sends to the next member and
+receives from the previous one: one step of a ring. A message between stages occupies its link in
+proportion to its bytes, on the busiest link or card while all boundaries send in the same
+direction, and arrives one latency later. If a machine's file has measured seconds
+(`compute.collectives`, `compute.messages`), these are interpolated linearly between sizes instead.
 """
 
 from __future__ import annotations

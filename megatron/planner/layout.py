@@ -26,7 +26,7 @@ class CandidateLayout(NamedTuple):
     batch         samples per step
     micro         samples per micro-batch
     recompute     none, selective:MODULE+MODULE, full:uniform:LAYERS or full:block:LAYERS
-    rank_order, device_order   "" and (): chosen by the machine
+    rank_order, device_order   "" and (): chosen for the machine
     offload       whether the optimizer's state is in host memory
     shard, states  ranks over which ZeRO shards (EngineConfig.zero_shard_size, ..._state_...); 0:
         all
@@ -53,7 +53,7 @@ class CandidateLayout(NamedTuple):
 
     @property
     def sizes(self) -> CandidateLayout:
-        """Return the dimensions that decide most of its time, with all switches at their defaults."""
+        """Return the layout with only its main dimensions, and all switches at their defaults."""
         return CandidateLayout(**{name: getattr(self, name) for name in _SIZES})
 
     @property
@@ -66,8 +66,8 @@ class CandidateLayout(NamedTuple):
         return self.gradient_ranks // self.cp
 
     def settings(self, layers: int, stages: str | None = None) -> dict[str, Any]:
-        """Return the arguments of Config.replace for a model of this many layers. `stages`: its
-        --pipeline-layout, which implies the chunks.
+        """Return the arguments of Config.replace for a model with this many layers. `stages`: its
+        --pipeline-layout, which implies the number of chunks.
         """
         chunked = self.chunks > 1 and stages is None
         return {
@@ -83,8 +83,8 @@ class CandidateLayout(NamedTuple):
         }
 
     def write(self, per_node: int) -> str:
-        """Return the notation that `parse_layout` reads, on nodes of this many devices. Dimensions
-        without effect are left out.
+        """Return the notation that `parse_layout` reads, for nodes with this many devices.
+        Dimensions without effect are left out.
         """
         values = {d.name: d.value(self, per_node) for d in DIMENSIONS if self.has_choice(d.name)}
         return ",".join(
@@ -131,7 +131,7 @@ def candidate_of(config: Config) -> CandidateLayout:
 
 
 def recompute_settings(text: str) -> dict[str, Any]:
-    """Return the settings of none, selective:MODULE+MODULE, full:uniform:LAYERS or
+    """Return the settings for none, selective:MODULE+MODULE, full:uniform:LAYERS or
     full:block:LAYERS.
 
     >>> recompute_settings("full:block:3")["recompute_num_layers"]
@@ -158,8 +158,8 @@ def kind_of_recompute(text: str) -> str:
 
 class Dimension(NamedTuple):
     """One dimension of the search space: its name, its field in a layout, the setting with the same
-    value ("" for none), and the values of fixed words. `words` describes the other accepted words;
-    `pattern` matches them.
+    value ("" for none), and `values`: fixed words and the values they stand for. `words` describes
+    the accepted words of a dimension without fixed ones; `pattern` matches them.
     """
 
     name: str
@@ -170,7 +170,7 @@ class Dimension(NamedTuple):
     pattern: str = r"0*[1-9]\d{,8}"
 
     def value(self, layout: CandidateLayout, per_node: int) -> Value:
-        """Return this dimension's value of a layout, on nodes of this many devices."""
+        """Return a layout's value in this dimension, for nodes with this many devices."""
         if self.field == "world":
             return -(-layout.world // per_node)
         value: Value = getattr(layout, self.field)
@@ -243,8 +243,8 @@ _BY_NAME = {dimension.name: dimension for dimension in DIMENSIONS}
 def parse_layout(text: str, flag: str) -> dict[str, tuple[Value, ...]]:
     """Return the values in a text such as tp=4,pp=8,16,recompute=selective.
 
-    A word without = is another value of the preceding name. Raises ConfigError, beginning with
-    `flag`, for an unknown name, an unreadable value or a repeated name.
+    A word without = is another value for the preceding name. Raises ConfigError, with a message
+    that begins with `flag`, for an unknown name, an invalid value or a repeated name.
     """
     values: dict[str, tuple[Value, ...]] = {}
     name = ""
@@ -285,7 +285,7 @@ def narrowed(first: Restrictions, second: Restrictions) -> dict[str, tuple[Value
 
 
 def matches(value: Value, pattern: Value) -> bool:
-    """Return whether a pattern allows a value: selective allows selective:mlp_act.
+    """Return whether a pattern allows a value: for example, selective allows selective:mlp_act.
 
     >>> matches("full:block:2", "full"), matches("full:block:2", "full:block:1")
     (True, False)

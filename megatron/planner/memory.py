@@ -1,9 +1,10 @@
-"""Device memory of a training step: the tensors of a trace, summed over those that are alive.
+"""Device memory of a training step: the sum of the live tensors in a trace, at its peak.
 
-States follow from the parameters of each pipeline rank. With --cpu-offload a GPU has two sets of
-working tensors in place of the optimizer's state; a CPU has both. The runtime and the communication
-library, which take a gigabyte or more on a GPU before training begins, are not counted, nor are
-workspaces inside kernels or fragmentation. This module needs torch if a trace is not cached.
+Weights, gradients and optimizer state follow from the parameters of each pipeline rank. With
+--cpu-offload a GPU holds two sets of working tensors in place of the optimizer's state; a CPU holds
+both. The runtime and the communication library, which take a gigabyte or more on a GPU before
+training begins, are not counted, nor are workspaces inside kernels or fragmentation. This module
+needs torch if a trace is not cached.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from megatron.planner.trace import GPT2_VOCABULARY, trace
 
 GPU_BLOCK = 512
 CPU_BLOCK = 64
-"""Allocation granularity in bytes: of the caching allocator for CUDA and ROCm (kMinBlockSize in
+"""Allocation granularity in bytes of the caching allocator for CUDA and ROCm (kMinBlockSize in
 CUDACachingAllocator), and of torch's allocator for host memory."""
 
 HEADROOM = 0.1
@@ -53,8 +54,8 @@ PROCESS_BYTES = 0.29 * 2**30
 """Interpreter, libraries and connections of a process on a CPU."""
 
 PROCESS_SHARES = (1.1, 1.3, 2.8)
-"""Memory that a process on a CPU holds for its tensors, including gaps between blocks that malloc
-keeps, as a multiple of their peak: least, median and most of the runs in
+"""Memory that a process on a CPU holds for its tensors, including the gaps that malloc keeps
+between blocks, as a multiple of their peak: minimum, median and maximum over the runs in
 docs/measured/predictions.md."""
 
 
@@ -64,13 +65,13 @@ class RankMemory:
 
     weights      in the training dtype, including embedding and output layer; under ZeRO-3 this
                  rank's shard, and the full weights of gathered layers
-    master       fp32 weights of the optimizer, under ZeRO this rank's shard; none in fp32
-    moments      of the optimizer, sharded likewise; with --cpu-offload, master and moments count
-                 only what is on the device
+    master       fp32 master weights of the optimizer, under ZeRO this rank's shard; none in fp32
+    moments      optimizer moments, sharded likewise; with --cpu-offload, master and moments count
+                 only the part on the device
     gradients    sums in fp32 or bf16; under ZeRO-2 and 3 this rank's shard, and the buckets that
                  are being filled or reduced
     activations  made by forward passes and kept for backward passes
-    logits       of a chunk of tokens, and their gradient
+    logits       logits of a chunk of tokens, and their gradient
     buffers      messages to and from neighbouring stages, and the micro-batches
     temporary    tensors within a backward pass, including recomputed activations
     """
@@ -99,9 +100,9 @@ _WEIGHTS, _GRADIENTS = map(CATEGORIES.index, ("weights", "gradients"))
 
 
 def process_bytes(tensors: float, device: str, share: float = PROCESS_SHARES[0]) -> float:
-    """Return the bytes that a memory limit counts for `tensors` bytes: on a CPU, of the process.
+    """Return the bytes that `tensors` bytes count toward a memory limit: on a CPU, the process's.
 
-    share  one of PROCESS_SHARES; by default the least, which every measured run needed
+    share  one of PROCESS_SHARES; by default the minimum, which every measured run needed
     """
     return PROCESS_BYTES + share * tensors if device == "cpu" else tensors
 
@@ -112,14 +113,14 @@ def room_bytes(memory: float, device: str) -> float:
 
 
 Shared = tuple[Zero, BucketRule]
-"""Sizes of ZeRO stages 2 and 3, and the rule of their buckets."""
+"""Sizes of ZeRO stage 2 or 3, and the rule for its buckets."""
 
 
 # -- passes ----------------------------------------------------------------------------------------
 
 
 def changes(steps: Iterable[PassEvent], block: int, made: dict[int, Alloc]) -> Bytes:
-    """Write a row for each tensor that is allocated or freed, its size rounded up to `block`.
+    """Return a row for each tensor that is allocated or freed, its size rounded up to `block`.
 
     made  live tensors, updated in place; freeing any other tensor does not count
     """
@@ -139,14 +140,14 @@ def changes(steps: Iterable[PassEvent], block: int, made: dict[int, Alloc]) -> B
 
 
 def find_peak(rows: Bytes) -> tuple[Bytes, int]:
-    """Return the largest running sum of the rows, and the number of rows it adds up."""
+    """Return the largest running sum of the rows, and the number of rows that it includes."""
     now = np.concatenate([NOTHING, rows]).cumsum(axis=0)
     at = int(now.sum(axis=1).argmax())
     return now[at], at
 
 
 class _PassRows(NamedTuple):
-    """Rows of a pass, and its uses of gradient sums with the rows that they precede."""
+    """Rows of a pass, and its uses of gradient sums, each with the index of the row it precedes."""
 
     rows: Bytes
     sums: Sums
@@ -179,7 +180,7 @@ def _passes(module: TracedModule, block: int) -> dict[str, _PassRows]:
 
 
 class ChunkMemory(NamedTuple):
-    """Bytes that one micro-batch adds in one chunk, without gradients.
+    """Bytes that one micro-batch adds in one chunk, excluding gradient sums.
 
     retained  after the forward pass
     forward   at the peak of the forward pass
@@ -232,7 +233,7 @@ class _Chunk:
         zero, rule = shared or (ALONE, BucketRule())
         self._plan = planned(traced, ((0, stage),), zero, rule).plan
         self._groups = self._plan.groups[0]
-        # layers that begin no group; their inputs are not kept
+        # recomputed layers that are not the first of their group; their inputs are not kept
         self._inside = {call for group in self._groups.values() for call in group[1:]}
         self._made_again = {call for group in self._groups.values() for call in group[:-1]}
 
@@ -255,7 +256,7 @@ class _Chunk:
         return np.concatenate(rows)
 
     def backward(self, half: str, gradients: Gradients | None = None) -> Bytes:
-        """Return the rows of a backward pass, or of a half of it."""
+        """Return the rows of a backward pass, or of one half of it."""
         rows = [NOTHING]
         changes = iter(gradients or ())
         here = set[int]()
@@ -298,7 +299,7 @@ class _Chunk:
     def sums(self, plan: ZeroPlan, number: int, ahead: int) -> Chunk:
         """Return the uses of gradient sums in stage `number` of its rank's plan.
 
-        ahead  number of first halves of backward passes that run before the first second half
+        ahead  number of input halves of backward passes that run before the first weight half
         """
         chunk = Chunk(number, {}, {}, Counter())
         parameters = (n for call in plan.calls[number] for n in call.parameters)
@@ -337,7 +338,7 @@ _chunk = lru_cache(maxsize=1 << 12)(_Chunk)
 
 @lru_cache(maxsize=1 << 12)
 def _rise(chunk: _Chunk, half: str, gradients: Gradients) -> Bytes:
-    """Return the bytes at the peak of a backward pass, beyond those before it."""
+    """Return the bytes that a backward pass adds at its peak."""
     return find_peak(chunk.backward(half, gradients))[0]
 
 
@@ -354,14 +355,14 @@ def _row(weights: float = 0.0, gradients: float = 0.0) -> Bytes:
 def memory_of_ranks(config: Config, device: str = "cuda") -> tuple[RankMemory, ...]:
     """Return the memory of all pipeline ranks in a step of the full global batch.
 
-    device   "cpu", or anything else for a GPU: operators and the rounding of memory differ
+    device   "cpu", or anything else for a GPU: operators and allocation granularity differ
     """
     ranks = range(config.parallel.pipeline_model_parallel_size)
     return tuple(_memory(config, rank, device) for rank in ranks)
 
 
 def peak_rank(config: Config, device: str, capacity: float) -> RankMemory:
-    """Find the pipeline rank with the highest peak, or any rank that needs more than `capacity`."""
+    """Find the pipeline rank with the highest peak; the first one if it exceeds `capacity`."""
     first = _memory(config, 0, device)  # holds the most micro-batches
     if first.total > capacity:
         return first
@@ -371,7 +372,7 @@ def peak_rank(config: Config, device: str, capacity: float) -> RankMemory:
 
 
 def state_bytes(config: Config, buckets: Iterable[BucketPlan]) -> dict[str, float]:
-    """Return the bytes of weights, gradients and optimizer for a rank's parameters.
+    """Return the bytes of weights, gradients and optimizer state for a rank's parameters.
 
     buckets  the rank's parameters, in buckets of any size (stage.elements_of_rank)
     """
@@ -399,12 +400,12 @@ def sized_model(config: Config) -> ModelConfig:
 
 
 def parameters_of_rank(config: Config, rank: int, device: str = "cuda") -> int:
-    """Count parameters on each device of a pipeline rank, including a tied embedding's copy."""
+    """Count the parameters on each device of a pipeline rank, including a tied embedding's copy."""
     return sum(b.elements for b in elements_of_rank(config, trace(config, device), rank))
 
 
 def host_bytes(config: Config, rank: int, device: str) -> float:
-    """Return the bytes that --cpu-offload keeps in host memory for a device of a rank."""
+    """Return the bytes that --cpu-offload keeps in host memory for each device of a rank."""
     if not config.engine.cpu_offload or device == "cpu":
         return 0.0
     states = _states(config, rank, device)
@@ -418,8 +419,8 @@ def _states(config: Config, rank: int, device: str) -> dict[str, float]:
 def _memory(config: Config, rank: int, device: str) -> RankMemory:
     states = _states(config, rank, device)
     if config.engine.cpu_offload:
-        # The state streams through two sets of tensors, each as large as this rank's largest shard
-        # of a bucket that has such state.
+        # The state streams through two sets of tensors, each tensor as large as this rank's largest
+        # shard of such state in any bucket.
         state = optimizer_state(config)
         master = {} if config.precision.dtype_name == "float32" else {"master": 4}
         plan = plan_of_rank(config, trace(config, device), rank).plan
@@ -435,7 +436,7 @@ def _memory(config: Config, rank: int, device: str) -> RankMemory:
 
 
 def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
-    """Return the bytes of passes and messages at their peak."""
+    """Return the bytes that passes and messages need at their joint peak."""
     parallel = config.parallel
     traced = trace(config, device)
     m = config.num_micro_batches()

@@ -64,7 +64,7 @@ class Rate(NamedTuple):
 
 @functools.cache
 def shortest_routes(cluster: Cluster, a: int, b: int) -> tuple[tuple[Step, ...], ...]:
-    """List the shortest paths from device a to b, restricted to the widest bottleneck link.
+    """List the shortest paths from device a to b with the widest bottleneck link.
 
     If there are several, it is unknown which one the hardware takes.
     """

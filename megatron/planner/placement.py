@@ -2,7 +2,7 @@
 
 A node's ranks are numbered along `device_order`; the layout's order defines which parallel
 dimension varies fastest over the ranks. Together they give every rank its node, device and position
-in the layout. They are chosen by the seconds of a step's messages without any overlap
+in the layout. Both are chosen by the seconds of a step's messages without any overlap
 (channels.py), an upper bound. Candidates are the six orders of dimensions and the device orders in
 the machine's description. Frontier's device orders are the best of all 40,320 for the layouts in
 tests/planner.
@@ -48,9 +48,9 @@ class StepMessages(NamedTuple):
 
     Bytes count the full tensor of one collective, or one message.
 
-    collectives    of its groups, with their numbers
-    message_bytes  of a message between stages; messages: number over a boundary in each direction
-    tied_bytes     of the all-reduce of a tied embedding's gradients; 0 for none
+    collectives    collectives in its groups, with their counts
+    message_bytes  bytes per message between stages; messages: count per boundary and direction
+    tied_bytes     bytes of the all-reduce of a tied embedding's gradients; 0 for none
     """
 
     collectives: Counter[GroupMessage]
@@ -80,7 +80,7 @@ def step_messages(config: Config, device: str) -> StepMessages:
 def _sent(config: Config, traced: Trace, rank: int) -> Counter[GroupMessage]:
     """Count the collectives of a pipeline rank in a step.
 
-    ZeRO's collectives outside the passes count as one for each kind and group.
+    ZeRO's collectives outside the passes are merged into one for each kind and group.
     """
     sent = Counter[GroupMessage]()
     for stage in stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]:
@@ -101,7 +101,7 @@ def _sent(config: Config, traced: Trace, rank: int) -> Counter[GroupMessage]:
 class MessageCost(NamedTuple):
     """Cost of one kind of message in a step of the busiest rank, with basis and bottleneck.
 
-    direction  the group, by its name in Channels.lanes, or "pipeline"
+    direction  name of the group in Channels.lanes, or "pipeline"
     """
 
     direction: str
@@ -127,7 +127,7 @@ class PlacementCost:
 
     @property
     def order(self) -> tuple[float, float]:
-        """Key that orders placements: time of the messages of layers, then of all messages.
+        """Sort key for placements: time of the layers' messages, then time of all messages.
 
         Every layer waits for messages of its tensor, context and expert groups, whereas other
         messages overlap with computation. Times are rounded so that equal costs compare equal.
@@ -188,7 +188,7 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
 
 
 def choose_placement(config: Config, cluster: Cluster) -> Placement:
-    """Find the cheapest placement (PlacementCost.order), subject to --rank-order, --device-order.
+    """Find the cheapest placement (PlacementCost.order) that --rank-order and --device-order allow.
 
     Ties go to the default rank order and the plain device order.
 
@@ -210,7 +210,7 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
         for order in rank_orders
         for device_order in device_orders
     )
-    sent: dict[int, StepMessages] = {}  # by the experts' ranks on a node, which depend on the order
+    sent: dict[int, StepMessages] = {}  # by expert ranks per node, which depend on the order
 
     def cost(placement: Placement) -> tuple[float, float]:
         each = placement.layout.expert_node
@@ -230,7 +230,7 @@ def naive_placement(config: Config, cluster: Cluster) -> Placement:
 def place_with(
     config: Config, cluster: Cluster, rank_order: str, device_order: tuple[int, ...]
 ) -> Placement:
-    """Return the placement with these orders. Raises ConfigError as choose_placement does."""
+    """Return the placement with these orders. Raises ConfigError like choose_placement."""
     devices = _devices_used(config, cluster)
     if len(device_order) != devices:
         check_device_order(device_order, cluster)
@@ -238,7 +238,7 @@ def place_with(
 
 
 def over_nodes(config: Config, layout: Layout) -> Config:
-    """Return the configuration with the layout's numbers of ranks on a node."""
+    """Return the configuration with the settings that depend on the layout's ranks per node."""
     each = layout.expert_node
     engine = config.engine
     if -1 in (engine.zero_shard_size, engine.zero_state_shard_size):
@@ -275,7 +275,7 @@ def plain(order: tuple[int, ...]) -> str:
 
 
 def _devices_used(config: Config, cluster: Cluster) -> int:
-    """Count the used devices of each node. Raises ConfigError unless they fill whole nodes."""
+    """Count the devices used per node. Raises ConfigError if several nodes are not all filled."""
     world = config.parallel.world_size
     each = cluster.devices_per_node
     if world <= each:

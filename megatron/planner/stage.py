@@ -1,4 +1,4 @@
-"""Work of a pipeline stage for one micro-batch, composed from a trace's parts, and ZeRO's messages.
+"""Work of a pipeline stage for one micro-batch, composed of a trace's parts, and ZeRO's messages.
 
 Its time is in timing/passes.py.
 """
@@ -45,7 +45,7 @@ from megatron.planner.zero import messages_of
 class StageWork(NamedTuple):
     """Work of a global stage.
 
-    recomputed number of layers of each group that is fully recomputed
+    recomputed number of layers in each group that is fully recomputed
                (model.stages.recomputed_groups)
     split      whether the backward pass runs in two halves
     kinds      kind of each layer (trace.kinds_of_layers), if the model has several kinds
@@ -120,11 +120,11 @@ ALONE = Zero(
     weight_bytes=0,
     gradient_bytes=0,
 )
-"""ZeRO on a rank that shares nothing."""
+"""ZeRO sizes for a rank that shards nothing."""
 
 
 class PlannedRank(NamedTuple):
-    """ZeRO's plan on a rank, and the parameters that its numbers refer to."""
+    """ZeRO's plan for a rank, and the parameters that its numbers refer to."""
 
     plan: ZeroPlan
     records: tuple[Sharding, ...]
@@ -146,7 +146,7 @@ def planned(
     rule: BucketRule,
     sweeps: tuple[tuple[str, ...], ...] = ((),),
 ) -> PlannedRank:
-    """Return the plan of a rank with these stages, by number."""
+    """Return the plan for a rank with these (number, stage) pairs."""
     return _planned(_weights_of(traced), stages, zero, rule, sweeps)
 
 
@@ -236,7 +236,7 @@ def plan_in_passes(config: Config, traced: Trace, stage: StageWork) -> ZeroPlan 
 
 def elements_of_rank(config: Config, traced: Trace, rank: int) -> tuple[BucketPlan, ...]:
     """Return a pipeline rank's parameters in the fewest buckets that separate experts, vectors and
-    full parameters: enough for results that depend only on numbers of elements."""
+    full parameters: enough for results that depend only on element counts."""
     size = config.parallel.pipeline_model_parallel_size
     takes_full = bucket_rule(config, 1).whole
     key = config.optimizer, config.pieces.optimizer
@@ -254,7 +254,8 @@ def _elements(
 
 
 class RepeatedPass(NamedTuple):
-    """Pass that a stage runs `times` times in a row; recompute: all of it is recomputation."""
+    """Pass that a stage runs `times` times in a row; recompute: whether all of it is recomputation.
+    """
 
     times: int
     of: Pass
@@ -311,8 +312,8 @@ def _kinds(
 ) -> Iterator[tuple[TracedModule, TracedModule, int, int, int]]:
     """Yield each kind of a stage's layers.
 
-    (layer, layer with recomputation, how many, how many of them are recomputed, how many of these
-    are the last of their group)
+    (layer, layer with recomputation, number of layers, number of recomputed layers, number of
+    recomputed layers that are the last of their group)
     """
     left = sum(stage.recomputed)
     groups = len(stage.recomputed)
@@ -340,29 +341,29 @@ def stage_flops(
 
 
 def parameters_of(trace: Trace, stage: StageWork) -> int:
-    """Count parameters of one tensor rank of a stage, including the last stage's tied embedding."""
+    """Count a stage's parameters on one tensor rank, including the last stage's tied embedding."""
     return sum(bucket.elements for bucket in _elements(_weights_of(trace), (stage,), BucketRule()))
 
 
 def tied_elements(config: Config, trace: Trace) -> float:
-    """Count a tied embedding's gradient elements that first and last stage sum per device."""
+    """Count the tied embedding's gradient elements that the end stages sum on each device."""
     if config.parallel.pipeline_model_parallel_size == 1:
         return 0.0
     return sum(p.elements for p in trace.head.parameters if p.tied) / zero_of(config).sizes.states
 
 
 def first_layer(stage: StageWork, plan: ZeroPlan) -> int:
-    """Return the number of the first layer's call; the plan has the stage as number 0."""
+    """Return the number of the first layer's call; in the plan the stage has number 0."""
     return len(plan.calls[0]) - stage.layers - stage.last
 
 
 def computed(
     trace: Trace, stage: StageWork, plan: ZeroPlan, step: ModulePass, half: str
 ) -> tuple[TracedModule | None, str]:
-    """Return the computation of a step of the plan: a module and the name of its pass.
+    """Return the computation for a step of the plan: a module and the name of its pass.
 
-    plan  has the stage as number 0
-    half  of a backward pass, or "backward"
+    plan  ZeRO's plan, with the stage as number 0
+    half  name of a half of the backward pass, or "backward"
 
     The embedding's pass belongs to the last of its tables. The last layer of a recomputed group
     repeats its forward pass within its backward pass; the second half of a split backward pass
@@ -386,12 +387,12 @@ Sends = tuple[tuple[BucketInstruction, tuple[GroupMessage, ...]], ...]
 
 
 class ZeroStep(NamedTuple):
-    """A module's pass with the messages of ZeRO around it (engine.zero_plan.ModulePass).
+    """A module's pass with ZeRO's messages around it (engine.zero_plan.ModulePass).
 
-    name     of the pass, as in stage_passes
-    of       the computation; None: nothing
-    buckets  of the computed module's parameters; () for an embedding, whose tables have separate
-             calls
+    name     name of the pass, as in stage_passes
+    of       the computation; None: nothing is computed
+    buckets  buckets of the computed module's parameters; () for an embedding, whose tables have
+             separate calls
     """
 
     name: str
@@ -404,7 +405,7 @@ class ZeroStep(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 12)
 def zero_steps(trace: Trace, stage: StageWork, plan: ZeroPlan) -> tuple[ZeroStep, ...]:
-    """List the steps of a micro-batch's passes in the middle of a step of training."""
+    """List the steps of a micro-batch's passes in the middle of a training step."""
 
     def sends(instructions: Iterable[BucketInstruction]) -> Sends:
         return tuple((one, tuple(messages_of(plan, [one]))) for one in instructions)
@@ -412,7 +413,7 @@ def zero_steps(trace: Trace, stage: StageWork, plan: ZeroPlan) -> tuple[ZeroStep
     halves = _halves(stage)
     passes = {"forward": plan.forward(0), **dict.fromkeys(halves, plan.backward(0))}
     sums = Reductions(plan)
-    plan.reducing(0, False, sums)  # of the previous micro-batch, whose sums are being reduced
+    plan.reducing(0, False, sums)  # for the previous micro-batch, whose sums are being reduced
     passes[list(halves)[-1]] = plan.reducing(0, False, sums)
     result = []
     for name, steps in passes.items():
@@ -429,7 +430,7 @@ def zero_steps(trace: Trace, stage: StageWork, plan: ZeroPlan) -> tuple[ZeroStep
 def messages_in_passes(
     trace: Trace, stage: StageWork, plan: ZeroPlan, name: str | None = None
 ) -> list[GroupMessage]:
-    """List the messages of ZeRO in a micro-batch's passes, or in one of them."""
+    """List ZeRO's messages in a micro-batch's passes, or in one of them."""
     return [
         message
         for step in zero_steps(trace, stage, plan)

@@ -213,8 +213,7 @@ class LayoutSearch:
     # -- one layout --------------------------------------------------------------------------------
 
     def _too_big(self, sizes: Sequence[CandidateLayout]) -> RejectedLayout | None:
-        """Return the nearest misfit if no layout of these sizes fits; None if one fits or is invalid.
-        """
+        """Return the nearest misfit if no layout of these sizes fits; None if one may fit."""
         least: dict[int, CandidateLayout] = {}  # by pipeline size
         for size in sizes:
             least[size.pp] = min(least.get(size.pp, size), size, key=lambda s: (s.chunks, s.batch))

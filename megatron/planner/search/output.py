@@ -245,7 +245,7 @@ def first_problem(text: str) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder. Raises ConfigError if it is not writable, or nothing can be drawn into it."""
+    """Create a folder. Raises ConfigError if it is not writable, or without matplotlib."""
     pyplot("leave out --output")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""Time of a training step of any configuration on any described machine, and its parts.
+"""Time of a training step, and of its parts, for any configuration on any described machine.
 
 The passes of the stages (planner/stage.py) run on the clock of the schedule (pipeline/clock.py),
-with the messages between stages. After the last pass follow the gradients that are not reduced yet,
-the optimizer, and the wait for new weights at the beginning of the next step. Messages of different
-kinds are assumed not to slow down each other or computations. Recording a trace that is not cached
-needs torch, but no device.
+with the messages between stages. The last pass is followed by the reduction of the remaining
+gradients, the optimizer, and the wait for new weights at the beginning of the next step. Messages
+of different kinds are assumed to slow down neither each other nor computations. Recording a trace
+that is not cached needs torch, but no device.
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ PARTS = (
 )
 """forward, backward    computations of the passes
 recompute            recomputation within backward passes
-layer messages       waiting for messages of tensor, context and expert groups in all passes
+layer messages       waiting for messages in tensor, context and expert groups in all passes
 bubble               neither computing nor waiting for a message in flight
 pipeline messages    waiting for messages between stages whose content has been computed
-data-parallel        gradients and weights that no pass hides, and the tied embedding
+data-parallel        messages of gradients and weights that no pass hides, and the tied embedding
 optimizer            the update
-host                 overhead of the host for each layer's pass and for a step"""
+host                 host overhead for each layer's pass and for the step"""
 
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """Estimate of one step with the full global batch, in the steady state of a run.
+    """Estimate for one step with the full global batch, in the steady state of a run.
 
     breakdown      seconds by name, on the busiest pipeline rank
-    channels       the links, with the figures that were used
+    channels       the links, which record the figures used
     run            the schedule on its clock
     stage_seconds  by global stage
     """
@@ -115,7 +115,7 @@ class Estimate:
         return self._flops(recompute=None)
 
     def _flops(self, *, recompute: bool | None) -> float:
-        """Count the FLOPs of a step, without the vocabulary's padding."""
+        """Count the FLOPs of a step, excluding the vocabulary's padding."""
         config = self.config
         parallel = self.config.parallel
         traced = trace(self.config, self.cluster.device_type)
@@ -144,7 +144,7 @@ class Estimate:
 
     @functools.cached_property
     def confidence(self) -> Confidence:
-        """Figures that this estimate used."""
+        """Figures that this estimate uses."""
         rates = DeviceRates(self.cluster, self.config.precision.dtype_name)
         device = self.cluster.device_type
         for stage in set(stages_of(self.config)):
@@ -160,15 +160,15 @@ class Estimate:
 
     @functools.cached_property
     def memory(self) -> tuple[RankMemory, ...]:
-        """Memory of a device of each pipeline rank."""
+        """Memory per device for each pipeline rank."""
         return memory_of_ranks(self.config, self.cluster.device_type)
 
 
 def estimate(config: Config, cluster: Cluster, placement: Placement | None = None) -> Estimate:
-    """Estimate the time of a step on a placement, by default the cheapest.
+    """Estimate the time of a step on a placement, by default the cheapest one.
 
-    Raises ConfigError for a world size that does not fit on the machine, and for a dtype without
-    rates in its file; MegatronError without the extension that simulates schedules.
+    Raises ConfigError for a world size that does not fit on the machine, and for a dtype for which
+    its file has no rates; MegatronError without the extension that simulates schedules.
     """
     check_clock()
     placement = placement or choose_placement(config, cluster)
@@ -215,7 +215,7 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
 
 
 def busiest_rank(run: PipelineRun) -> int:
-    """Find the pipeline rank that computes longest; the first one in a tie."""
+    """Find the pipeline rank that computes longest; in a tie, the first one."""
     return max(range(len(run.busy)), key=run.busy.__getitem__)
 
 
@@ -314,9 +314,9 @@ def exchange(
     *,
     hides: bool,
 ) -> DataParallelSeconds:
-    """Time the engine's buckets that overlap with the last backward and first forward passes.
+    """Time the messages of the engine's buckets around the last backward and first forward passes.
 
-    stages  seconds of all stages, including the messages of ZeRO stages 2 and 3 in each pass
+    stages  seconds of all stages, including messages of ZeRO stages 2 and 3 within the passes
     hides   whether messages overlap with computation
     """
     if zero_of(config).gradient_ranks == 1:
@@ -357,11 +357,13 @@ def _late(
     due: Sequence[float],
     hides: bool,
 ) -> float:
-    """Return by how much new weights come later than they are due, by bucket.
+    """Return by how much new weights arrive later than due, at most over all buckets.
 
-    Messages of a group follow one another, and so do all messages that need the cores. The second
-    hop of a bucket begins when the first has arrived, which is waited for before the first pass
-    (engine.gradients.WeightGather.start).
+    Messages in a group follow one another, and so do all messages that need the cores. The second
+    hop of a bucket begins once the first has arrived; the engine waits for this arrival before the
+    first pass (engine.gradients.WeightGather.start).
+
+    due  by bucket: when a pass first needs its weights
     """
     late = 0.0
     free = dict[str, float]()
@@ -380,9 +382,9 @@ def _late(
 def _moments(
     plan: ZeroPlan, stages: Sequence[StageWork], run: PipelineRun
 ) -> list[tuple[float, float]]:
-    """Return when a rank first needs each parameter, and when its gradient in a step is complete.
+    """Return when a rank first needs each parameter, and when its gradient is complete in a step.
 
-    Layers are spread evenly over a pass, with embedding and head at its ends.
+    Layers are assumed to be spread evenly over a pass, with embedding and head at its ends.
     """
     moments = []
     for number, call in plan.first_uses:
@@ -403,15 +405,14 @@ def seconds_of_all(channels: Channels, messages: Iterable[GroupMessage]) -> floa
 # -- the optimizer ---------------------------------------------------------------------------------
 
 _WHOLE_BYTES = 40.0
-"""Additional bytes for each element of a full parameter: its fp32 update, read and written; and
-four copies in bf16, from its bucket into and out of a message and into the next tensor."""
+"""Additional traffic in bytes per element of a full parameter: its fp32 update, read and written;
+and four copies in bf16, from its bucket into and out of a message and into the next tensor."""
 
 
 def bytes_per_element(config: Config, device: str, full: bool = False) -> float:
-    """Count bytes read and written per element of the master weights
-    (engine/update.py).
+    """Count the bytes that the update (engine/update.py) reads and writes per master weight.
 
-    full  for full parameters
+    full  whether to count them for full parameters
     """
     norm = gradient = float(config.precision.gradient_bytes)
     kernels = config.kernels
@@ -437,17 +438,17 @@ def bytes_per_element(config: Config, device: str, full: bool = False) -> float:
 
 
 def streamed_bytes(config: Config, full: bool = False) -> float:
-    """Count bytes of state per owned element that --cpu-offload keeps on the host."""
+    """Count the bytes of state per owned element that --cpu-offload keeps on the host."""
     master = 0.0 if config.precision.dtype_name == "float32" else 4.0
     return master + optimizer_state(config).of(full).bytes
 
 
 def optimizer_seconds(config: Config, cluster: Cluster, rates: DeviceRates) -> float:
-    """Time the update, or the stream of state from and to host memory beside it (--cpu-offload).
+    """Time the update or, with --cpu-offload, the concurrent streaming of state if this is longer.
 
-    The stream is as fast as a device's link in one direction, with as much traffic in the other, or
-    as the device's share of the memory's bandwidth for both directions together. Published peaks
-    are assumed, all devices of a node streaming at once, and many buckets: the first, which arrives
+    The stream is limited by a device's link, which carries as much in each direction, and by the
+    device's share of host memory bandwidth for both directions together. This assumes published
+    peaks, all devices of a node streaming at once, and many buckets: the first, which arrives
     before the step, and the last, which leaves after its update, count like all others.
     """
     update = update_seconds(config, cluster.device_type, rates)
@@ -470,7 +471,7 @@ def update_seconds(config: Config, device: str, rates: DeviceRates) -> float:
 
 
 def updated_elements(config: Config, device: str) -> tuple[float, float]:
-    """Return the most elements that a device owns: of other and of full parameters."""
+    """Return the elements of other and of full parameters on the device that owns the most."""
     traced = trace(config, device)
     zero = zero_of(config)
     ranks = range(config.parallel.pipeline_model_parallel_size)
@@ -487,9 +488,9 @@ def updated_elements(config: Config, device: str) -> tuple[float, float]:
 def full_matrix_seconds(config: Config, cluster: Cluster, channels: Channels) -> float:
     """Time the optimizer's work on full parameters, and its messages.
 
-    The ranks of a stage share the parameters (engine/full_matrices.py). On a GPU the messages of a
-    round overlap with the work of another; the messages of one round remain. An all-to-all takes as
-    long as an all-gather in which a rank sends the same amount.
+    The ranks of a stage share the parameters (engine/full_matrices.py). On a GPU the messages of
+    one round overlap with the work of another, except for the messages of a single round. An
+    all-to-all is assumed to take as long as an all-gather in which a rank sends the same amount.
     """
     device = cluster.device_type
     zero = zero_of(config)
@@ -543,7 +544,7 @@ _updates: dict[tuple[object, ...], tuple[dict[str, Pass], int]] = {}
 
 
 def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> float:
-    """Approximate estimate().seconds of this configuration in a hundredth of its time.
+    """Approximate estimate().seconds for this configuration in a hundredth of the time.
 
     The score counts the work of the slowest rank, with the passes of other ranks that its first and
     last passes wait for; the messages between stages on the way through all of them; and the
@@ -591,7 +592,7 @@ def _seconds(
     hides: bool,
     plan: ZeroPlan | None,
 ) -> tuple[_Seconds, float]:
-    """Time a stage's passes, and what ZeRO adds before the first and after the last of a step.
+    """Time a stage's passes, and what ZeRO adds before a step's first and after its last pass.
 
     Results are cached for placements with the same kinds of groups.
     """
@@ -609,7 +610,7 @@ def _seconds(
 
 @functools.lru_cache(maxsize=1 << 14)
 def _boundary(channels: Channels, size: int, n_bytes: float) -> tuple[float, float]:
-    """Return seconds on the link and latency of the slowest boundary."""
+    """Return the seconds on the link and the latency for the slowest boundary."""
     return max(channels.boundary(rank, True, n_bytes) for rank in range(size - 1))
 
 
@@ -618,8 +619,8 @@ def _passes(stages: Sequence[_Seconds], size: int, micro_batches: int) -> float:
 
     A rank's first pass waits for the forward passes of the earlier stages; their backward passes
     follow its last pass. In between it does all its work, except for the weight gradients of a
-    split backward pass that follow its last backward pass: for one micro-batch on the first rank,
-    and one more on each later rank.
+    split backward pass that follow its last backward pass: those for one micro-batch on the first
+    rank, and for one more on each later rank.
     """
     most = ahead = behind = 0.0
     busy = [sum(stage) for stage in stages]
@@ -637,7 +638,7 @@ def _passes(stages: Sequence[_Seconds], size: int, micro_batches: int) -> float:
 def _exchanged(
     config: Config, traced: Trace, channels: Channels, seconds: Sequence[_Seconds], hides: bool
 ) -> float:
-    """Return the seconds of gradients and weights that the first rank's passes do not hide.
+    """Return the seconds of gradient and weight messages that the first rank's passes do not hide.
 
     Gradients overlap with its last backward passes, weights with its first forward passes. A
     chunk's messages are sent while each earlier chunk runs one micro-batch per rank.

@@ -1,4 +1,4 @@
-"""Arithmetic of an estimate as tables: a layer's operations, passes, parts of a step, memory."""
+"""Arithmetic behind an estimate, as tables: a layer's operations, passes, step parts, memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MESSAGE_COLUMNS = ("message", "formula", "time", "overlaps with")
 
 
 def explain(predicted: Estimate) -> list[Table]:
-    """Explain an estimate in tables, beginning with a layer and the other parts of the busiest rank."""
+    """Explain an estimate in tables, beginning with the busiest rank's layer and other modules."""
     traced = trace(predicted.config, predicted.cluster.device_type)
     rank = busiest_rank(predicted.run)
     stages = stages_of(predicted.config)
@@ -71,7 +71,7 @@ def explain(predicted: Estimate) -> list[Table]:
 
 
 def _kind(kind: LayerKind, kinds: int) -> str:
-    """Describe a kind of layers, if there are several."""
+    """Describe a kind of layer; "" if there is only one kind."""
     if kinds == 1:
         return ""
     properties = (" without window" * kind.unlimited, " with experts" * kind.experts)
@@ -115,7 +115,7 @@ def _pass(predicted: Estimate, title: str, of: Pass) -> Table:
 
 
 def _messages(predicted: Estimate, messages: Iterable[GroupMessage], overlap: str) -> list[_Row]:
-    """Return a row for each distinct message."""
+    """Return one row per distinct message."""
     rows = list[_Row]()
     for message, count in Counter(messages).items():
         each = predicted.channels.seconds(*message)
@@ -126,7 +126,7 @@ def _messages(predicted: Estimate, messages: Iterable[GroupMessage], overlap: st
 
 
 def _described(operation: Computation, count: int, seconds: float) -> tuple[str, str]:
-    """Return the name and formula of `count` equal operations."""
+    """Return the name and formula for `count` identical operations."""
     if isinstance(operation, Memory):
         moved = f"{operation.bytes / 1e6:.4g} MB in {operation.kernels} kernel(s)"
         speed = f"{count * operation.bytes / seconds / 1e9:.4g} GB/s"
@@ -215,7 +215,7 @@ def _step(predicted: Estimate, rank: int) -> Table:
 
 
 def _zero(zero: Zero) -> list[tuple[str, str, str]]:
-    """Return the row of ZeRO's stage and sizes; none without data-parallel ranks."""
+    """Return a row with ZeRO's stage and sizes; no row without data-parallel ranks."""
     if zero.gradient_ranks == 1:
         return []
     sizes = f"states over {zero.sizes.states}"
@@ -249,7 +249,7 @@ def _zero_steps(plan: ZeroPlan) -> Table:
 
 
 def _call(plan: ZeroPlan, call: int) -> str:
-    """Name a call of the plan's stage 0."""
+    """Return the name of a call in the plan's stage 0."""
     calls = plan.calls[0]
     if calls[call].layer:
         return f"layer {sum(one.layer for one in calls[:call])}"
@@ -262,7 +262,7 @@ _AWAY = {-1: "the layer before", 0: "this layer", 1: "the next layer"}
 def _instructions(
     plan: ZeroPlan, step: ModulePass, instructions: Iterable[BucketInstruction]
 ) -> str:
-    """Describe the instructions around a step, by the position of their parameters."""
+    """Describe the instructions around a step, by the positions of their parameters."""
 
     def position(bucket: int) -> str:
         ends = [plan.first_uses[member][1] for member in plan.buckets[bucket].members]

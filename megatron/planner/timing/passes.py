@@ -1,6 +1,7 @@
 """Time of a stage's passes for one micro-batch.
 
-A pass is simulated: a clock for computations on the device, one for the messages of each group.
+Each pass is simulated with one clock for the device's computations and one for each group's
+messages.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MessageSeconds = Callable[[str, float, str], float]
 
 @functools.lru_cache(maxsize=64)
 def rates_of(cluster: Cluster, dtype_name: str) -> DeviceRates:
-    """Return the rates of a machine and dtype; one object for each, which caches its results."""
+    """Return the rates for a machine and dtype; cached, so that results per object can be cached."""
     return DeviceRates(cluster, dtype_name)
 
 
@@ -60,7 +61,7 @@ def crowding(config: Config, cluster: Cluster) -> float:
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of one pass: computation, recomputation, and waiting for messages, or for ZeRO's."""
+    """Seconds of one pass: computation, recomputation, waiting for messages, waiting for ZeRO's."""
 
     compute: float
     recompute: float
@@ -73,12 +74,13 @@ class PassSeconds(NamedTuple):
 
 
 class _Timed(NamedTuple):
-    """Pass on a device.
+    """Pass with the seconds of its computations on a device.
 
-    steps     messages, and the seconds between them
+    steps     posts and waits of messages, and the seconds between them
     compute   seconds of computations, without recomputation
     recompute seconds of recomputation
-    complete  (index of a parameter, share of these seconds after which its gradient is complete)
+    complete  (index of a parameter, share of all these seconds after which its gradient is
+              complete)
     """
 
     steps: tuple[float | Post | Wait, ...]
@@ -111,9 +113,9 @@ def _timed(of: Pass, rates: DeviceRates) -> _Timed:
 def pass_seconds(
     of: Pass, rates: DeviceRates, message_s: MessageSeconds | None, *, hides: bool = True
 ) -> PassSeconds:
-    """Simulate a pass. A message without a wait in it overlaps with the next pass.
+    """Simulate a pass. A message that is not waited for in it overlaps with the next pass.
 
-    message_s  None: messages take no time
+    message_s  seconds of a message; None: messages take no time
     hides      whether messages overlap with computation; otherwise each blocks until it arrives
     """
     timed, compute, recompute, _ = _timed(of, rates)
@@ -142,7 +144,7 @@ def pass_seconds(
 class StageSeconds:
     """Seconds of one micro-batch; `backward` and `weight` are the halves of a split backward pass.
 
-    overhead     of the host, for each of the three passes
+    overhead     host overhead for each of the three passes
     first, last  see ZeroWaits
     """
 
@@ -177,7 +179,7 @@ def stage_seconds(
 ) -> StageSeconds:
     """Time a stage; message_s None: messages take no time.
 
-    plan  of ZeRO, with this stage as number 0, if passes send its messages
+    plan  ZeRO's plan, with this stage as number 0, if passes send its messages
     """
     passes = {}
     of_pass = dict[Pass, TimedPass]()
@@ -210,11 +212,11 @@ def stage_seconds(
 
 
 class ZeroWaits(NamedTuple):
-    """Seconds for which the passes of a micro-batch wait for messages of ZeRO.
+    """Seconds for which the passes of a micro-batch wait for ZeRO's messages.
 
     by_pass  in the middle of a step, by the name of the pass
-    first    additional ones in the first forward pass of a step, whose weights were not gathered
-             beside the previous backward pass
+    first    additional seconds in the first forward pass of a step, whose weights were not gathered
+             during the previous backward pass
     last     from the end of the last backward pass of a step until its sums have arrived
     """
 
@@ -224,7 +226,7 @@ class ZeroWaits(NamedTuple):
 
 
 class TimedPass(NamedTuple):
-    """Pass without messages of ZeRO.
+    """Duration of a pass without ZeRO's messages.
 
     complete  (index of a parameter, share of the pass after which its gradient is complete)
     """
@@ -242,11 +244,11 @@ def zero_waits(
     message_s: MessageSeconds,
     hides: bool,
 ) -> ZeroWaits:
-    """Simulate the messages of ZeRO in two micro-batches; the second represents most others.
+    """Simulate ZeRO's messages in two micro-batches; the second represents most others.
 
     hides  whether messages overlap with computation; otherwise each blocks until it arrives
 
-    The messages of a group follow one another.
+    Messages in the same group follow one another.
     """
     clock = waited = 0.0
     free = dict[str, float]()
@@ -296,7 +298,7 @@ def zero_waits(
 
 
 def _sums(step: ZeroStep, timed: TimedPass) -> Iterator[tuple[float, Sends]]:
-    """Yield (share of a step, instructions that follow the buckets completed by then)."""
+    """Yield (share of the step's seconds, instructions due for buckets complete by then)."""
     complete = {
         step.buckets[parameter]: share for parameter, share in timed.complete if step.buckets
     }
