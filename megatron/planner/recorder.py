@@ -1,10 +1,10 @@
-"""Recorder of the computations, messages and tensors of a model's parts, from the training code.
+"""Recorder of the computations, messages and tensors in a model's parts, from the training code.
 
-The modules that train run forward and backward on tensors without data (tensors.py): the embedding,
-one layer, and the last norm with the output layer and the loss. A dispatch mode records every
-operator that does work, the post and the wait of every message, and the allocation and release of
-every storage. This module contains nothing about a layer's structure. Seconds, FLOPs, traffic and
-memory are computed from the record.
+The modules used in training run forward and backward on tensors without data (tensors.py): the
+embedding, one layer, and the last norm with the output layer and the loss. A dispatch mode records
+every operator that does work, the post of and the wait for every message, and the allocation and
+release of every storage. Nothing in this module depends on a layer's structure. Seconds, FLOPs,
+traffic and memory are computed from the record.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _FREE = frozenset(
 _OVERWRITE = frozenset(("copy_", "fill_", "zero_", "bernoulli_", "uniform_", "normal_", "random_"))
 _ROWS_OUT = frozenset(("embedding", "index_select", "gather", "index"))
 _ROWS_IN = {"index_add_": 3, "index_put_": 2, "_index_put_impl_": 2, "index_copy_": 3}
-"""Operators on rows of a table, with the position of the rows among their inputs."""
+"""Operators that write rows of a table, with the position of the rows among their inputs."""
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm"))
 _KINDS = {
     "norm": "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward",
@@ -72,7 +72,7 @@ _KINDS = {
     "loss": "exp log amax max _log_softmax _log_softmax_backward_data logsumexp",
 }
 _KIND = {name: kind for kind, names in _KINDS.items() for name in names.split()}
-"""Kinds of torch's operators; any other one is a copy."""
+"""Kinds of torch's operators; any other operator counts as a copy."""
 _MESSAGES = {
     "reduce_scatter": "reduce_scatter",
     "allgather": "all_gather",
@@ -83,11 +83,11 @@ _MESSAGES = {
 
 Call = tuple[Callable[..., object], Arguments, Keywords]
 Calls = tuple[Computation, list[Call]]
-"""Computation with its operators."""
+"""Computation, with the operator calls that it consists of."""
 
 
 class _Recorder(OperatorRecorder):
-    """Record a pass. calls: a list that also collects the operators of each computation."""
+    """Recorder of passes. calls: if set, a list that collects each computation's operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,15 +97,15 @@ class _Recorder(OperatorRecorder):
         self._steps: list[PassEvent] | None = None
         self._labels: list[str] = []
         self._label = ""
-        self._modules = [""]  # stack of running modules; "" outside of all
-        # Sequence numbers of graph nodes in torch at which the nodes of another module begin.
+        self._modules = [""]  # stack of running modules; "" outside all modules
+        # torch's sequence numbers of graph nodes, at which the nodes of another module begin
         self._begins: list[int] = [0]
         self._owners: list[str] = [""]
         self._counted = self._recomputed = self._sent = 0
 
     @contextlib.contextmanager
     def recorded(self, category: str) -> Iterator[None]:
-        """Record a pass into `last`. category: of the memory allocated in it."""
+        """Record a pass as `last`. category: category of the memory allocated in it."""
         self._steps = []
         self._labels = []
         self.category = category
@@ -115,7 +115,7 @@ class _Recorder(OperatorRecorder):
         self._steps = None
 
     def begin(self) -> None:
-        """Reset numbers, so that each recording has the same ones."""
+        """Reset the numbering of storages and messages, to be the same in each recording."""
         self.number = self._sent = 0
 
     def note(self, step: PassEvent, *_: object) -> None:
@@ -141,7 +141,7 @@ class _Recorder(OperatorRecorder):
         self._owners.append(self._modules[-1])
 
     def _look(self) -> None:
-        """Find the operator's module: the running one, or in a backward pass that of the node."""
+        """Find the operator's module: the running one, or the graph node's in a backward pass."""
         if len(self._modules) > 1 or self.category == "activations":
             self._label = self._modules[-1]
         elif (node := torch._C._current_autograd_node()) is not None:
@@ -152,7 +152,7 @@ class _Recorder(OperatorRecorder):
     # -- computations ------------------------------------------------------------------------------
 
     def enter(self, scope: Scope) -> None:
-        """Begin a piece of work that the code declares."""
+        """Begin a scope of work that the code declares, or of recomputation."""
         if scope.work is None:
             self._recomputed += 1
             return
@@ -218,7 +218,7 @@ _Rule = Callable[[Arguments, Keywords, Tensor], Computation | None]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Count the bytes moved by reading or writing the tensors; repeated rows count once."""
+    """Count the bytes moved by reading or writing the tensors; expanded rows count once."""
     return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
 
 
@@ -239,7 +239,7 @@ def _rule(func: Operator) -> _Rule:
         def attention(args: Arguments, kwargs: Keywords, out: object) -> Computation:
             batch, heads, queries, head_dim = args[queries_at].shape
             keys = args[queries_at + 1].shape[2]
-            # The queries of a block see as many keys before their own as come before the block.
+            # A sliding window: a query sees its own key and as many before it as precede the block.
             seen = None if keys == queries else keys - queries + 1
             return Attention(batch, heads, queries, head_dim, bool(queries_at), seen)
 
@@ -263,7 +263,7 @@ def _rule(func: Operator) -> _Rule:
         # An operator may write to an input and return another tensor.
         written_to = [*into, *(kwargs[n] for n in names if n in kwargs)]
         results = {id(t): t for t in tensors_of([*written_to, out])}.values()
-        # none for operators that only ask for a tensor's device or shape
+        # no work for operators that only query a tensor's device or shape
         written_bytes = _bytes(results)
         return Memory(_bytes(inputs) + written_bytes, 1, declared) if written_bytes else None
 
@@ -306,7 +306,7 @@ class _Behind(torch.autograd.Function):
 
 
 class _Piece:
-    """Part of the model ("embedding", "layer" or "head") with gradient sums as in an engine."""
+    """Part of the model ("embedding", "layer" or "head"), with gradient sums as in the engine."""
 
     def __init__(self, config: Config, topology: Topology, kind: str, recorder: _Recorder) -> None:
         first = kind == "embedding"
@@ -338,7 +338,7 @@ class _Piece:
             recorder.vocabulary = self.chunk.output_weight.shape[0]
 
     def forward(self) -> tuple[Pass, list[Tensor]]:
-        """Record a forward pass; return it and a list of the graph's root.
+        """Record a forward pass; return it and a list that contains the graph's root.
 
         The list lets `backward` free the root.
         """
@@ -384,9 +384,9 @@ class _Piece:
         return inputs, self.recorder.last
 
     def parameters(self) -> tuple[Sharding, ...]:
-        """List the records of the parameters in the order of their use.
+        """List the records of the parameters in order of use.
 
-        Call it after a forward pass, which determines which gradients are partial.
+        Call this after a forward pass, which determines which gradients are partial.
         """
         records = []
         for p in unique_parameters(self.chunk):
@@ -398,7 +398,7 @@ class _Piece:
 
 
 def _topology(config: Config, device: str) -> Topology:
-    """Create one rank of a layer's groups, whose messages are dropped."""
+    """Create the topology of one rank in a layer's groups, whose messages are dropped."""
     parallel = config.parallel
     layout = Layout.for_world(
         parallel.tensor_model_parallel_size * parallel.gradient_ranks,
@@ -430,7 +430,7 @@ def _topology(config: Config, device: str) -> Topology:
 
 
 class _Handle(torch.distributed.ProcessGroup):
-    """Process group of a kind (events.GroupMessage), without messages."""
+    """Process group of a kind (events.GroupMessage) that sends nothing."""
 
     def __init__(self, kind: str, size: int) -> None:
         # without a store, which the type stubs require
@@ -444,7 +444,10 @@ def _group(kind: str, size: int) -> Group:
 
 @contextlib.contextmanager
 def _followed(config: Config, device: str, kind: str) -> Iterator[_Piece]:
-    """Record a part of the model, for a "cuda" or "cpu" device that this machine may lack."""
+    """Yield a part of the model on tensors without data, for a "cuda" or "cpu" device.
+
+    This machine need not have such a device.
+    """
     on = "cpu" if device == "cpu" else "meta"
     recorder = _Recorder()
     with contextlib.ExitStack() as stack:
@@ -456,7 +459,7 @@ def _followed(config: Config, device: str, kind: str) -> Iterator[_Piece]:
             for group in (topology.tensor, topology.context, *topology.expert_hops)
             if group.handle is not None
         }
-        # where torch looks for the ranks of messages
+        # where torch looks up the ranks of a message
         stack.enter_context(unittest.mock.patch.dict(ranks, of_groups))
         piece = _Piece(config, topology, kind, recorder)
         stack.enter_context(followed(recorder))
@@ -470,7 +473,7 @@ def _followed(config: Config, device: str, kind: str) -> Iterator[_Piece]:
 
 
 def record(config: Config, device: str, kind: str) -> TracedModule:
-    """Run one part of the model, "embedding", "layer" or "head"."""
+    """Record one part of the model: "embedding", "layer" or "head"."""
     with _followed(config, device, kind) as piece:
         before = piece.recorder.live_bytes()
         piece.backward(piece.forward()[1])  # builds tables and runs one-time device queries
@@ -486,9 +489,9 @@ def record(config: Config, device: str, kind: str) -> TracedModule:
 def record_update(
     config: Config, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, Pass], int]:
-    """Record the optimizer's work on full parameters, by name.
+    """Record the optimizer's work on full parameters of these shapes, by name.
 
-    Also return the bytes per element of the tensors that it gets.
+    Also return the bytes per element of the tensors that the optimizer receives.
     """
     recorder = _Recorder()
     passes = dict[str, Pass]()
@@ -515,7 +518,7 @@ def record_update(
 
 
 def calls(config: Config, device: str, kind: str) -> list[Calls]:
-    """List one part's computations in order, forward and backward, as operators without data."""
+    """List one part's computations, forward then backward, as operators on tensors without data."""
     with _followed(config, device, kind) as piece:
         piece.recorder.calls = recorded = list[Calls]()
         piece.backward(piece.forward()[1])

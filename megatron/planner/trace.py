@@ -1,8 +1,8 @@
 """Traces of a model's modules, recorded from the code (recorder.py) and cached by their inputs.
 
 They are cached in memory, and in files in $XDG_CACHE_HOME/megatron/traces (default ~/.cache), under
-a digest of the sources: traces of other code are never read. MEGATRON_TRACE_CACHE names another
-folder; with "none", no files are used. This module needs torch if a trace is not cached.
+a digest of the sources, so that traces of other code are never read. MEGATRON_TRACE_CACHE names
+another folder; "none" disables the files. This module needs torch if a trace is not cached.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from megatron.planner.events import GroupMessage, Pass, PassEvent, Trace, Traced
 
 FOLDER = "MEGATRON_TRACE_CACHE"
 
-# Settings that a trace does not depend on. All others in these sections count, including new ones.
+# Settings that a trace does not depend on. It depends on all others in these sections, including
+# future ones.
 _DOES_NOT_COUNT = {
     "model": (
         "num_layers layernorm_epsilon rotary_base init_method_std init_method_xavier_uniform"
@@ -66,14 +67,14 @@ _SOURCES = (
     "planner/trace.py",
 )
 GPT2_VOCABULARY = 50257
-"""Vocabulary size that is assumed if it depends on the tokenizer's files."""
+"""Vocabulary size assumed if the actual size depends on the tokenizer's files."""
 
 
 def trace(config: Config, device: str) -> Trace:
     """Trace the model's modules for one micro-batch on one "cuda" (any GPU) or "cpu" device.
 
-    For a GPU, which this machine need not have, all kernels count as built; for a CPU, only the
-    kernels of this machine.
+    For a GPU, which this machine need not have, all kernels are assumed to be built; for a CPU,
+    only the kernels built on this machine.
     """
     device = "cpu" if device == "cpu" else "cuda"
     pieces = config.pieces.layer, config.pieces.model
@@ -91,7 +92,7 @@ def trace(config: Config, device: str) -> Trace:
 
 
 class LayerKind(NamedTuple):
-    """Kind of layer: whether it has no sliding window, and whether it has experts."""
+    """Kind of layer: whether its attention has no sliding window, and whether it has experts."""
 
     unlimited: bool
     experts: bool
@@ -153,7 +154,7 @@ def _counted() -> Callable[[Any], Any]:
 
 
 def that_counts(config: Config, kind: str) -> Config:
-    """Return the configuration with default values for all settings that do not affect a trace."""
+    """Return the configuration with defaults for all settings that do not affect a trace."""
     sections = {}
     for name, section in SECTIONS.items():
         reset = {
@@ -201,7 +202,7 @@ def _traced_module(config: Config, kind: str, device: str) -> TracedModule:
             from megatron.planner.recorder import record
 
             module = record(config, device, kind)
-            # a full or read-only home costs time, not the answer
+            # with a full or read-only home, the trace is only not cached in a file
             with contextlib.suppress(OSError):
                 if path is not None:
                     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -216,7 +217,7 @@ def _traced_module(config: Config, kind: str, device: str) -> TracedModule:
 
 @functools.cache
 def _folder(device: str) -> Path | None:
-    """Return the folder for traces of these sources; None without a cache."""
+    """Return the folder for traces of these sources; None if no files are used."""
     chosen = os.environ.get(FOLDER)
     if chosen == "none":
         return None
@@ -230,7 +231,7 @@ def _folder(device: str) -> Path | None:
             "the planner traces the model's code with torch, which is not installed: install any "
             "build of torch (no GPU is needed)"
         ) from None
-    if device == "cpu":  # operators depend on this machine
+    if device == "cpu":  # the operators depend on this machine
         import torch
 
         from megatron.kernels import library, measured_times
@@ -256,7 +257,7 @@ _TYPES: dict[str, Any] = {
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to JSON: objects and tuples as lists of type name and contents."""
+    """Convert a value for JSON: objects and tuples become lists of type name and contents."""
     if isinstance(value, TracedModule | Pass | Sharding):
         return [type(value).__name__, *map(_plain, vars(value).values())]
     if isinstance(value, tuple):
@@ -265,7 +266,7 @@ def _plain(value: Any) -> Any:
 
 
 def _made(plain: Any) -> Any:
-    """Return the value that `_plain` wrote."""
+    """Return the value that `_plain` converted."""
     if not isinstance(plain, list):
         return plain
     name = plain[0]

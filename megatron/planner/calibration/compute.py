@@ -1,8 +1,8 @@
 """Tasks that measure one device: a model's products, attention, other kernels and optimizer.
 
 The operators in a trace of the model (planner/recorder.py) are called as in the code, on tensors of
-the same shapes and strides. Each call uses other tensors for inputs and outputs, like a model that
-is larger than the caches.
+the same shapes and strides. Successive calls use different tensors for inputs and outputs, as in a
+model that is larger than the caches.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from megatron.planner.trace import that_counts
 MICRO_BATCHES = 1, 4
 _CACHE = 1 << 26
 _MOST_SETS = 32
-"""Bytes of the tensors that calls cycle through, and the largest number of sets of them."""
-# share of the largest kernel of its kind: smaller kernels take the shortest time of a kernel
+"""Bytes of the tensors that calls cycle through, and the maximum number of sets of them."""
+# as a share of the largest kernel of the same kind; smaller kernels take about `kernel_s`
 _LEAST_SHARE = 1 / 16
-_VALUES = 99_991  # distinct values in a tensor: a GPU's clock depends on its operands
+_VALUES = 99_991  # distinct values in a tensor, since a GPU's clock rate depends on the operands
 
 
 def compute_tasks(
     config: Config, device: torch.device, tensor_sizes: tuple[int, ...]
 ) -> list[FigureTask]:
-    """List all tasks of one device, for a model's shapes at these tensor-parallel sizes.
+    """List all tasks for one device, for a model's shapes at these tensor-parallel sizes.
 
     Attention is also measured for other sequence lengths.
     """
@@ -93,7 +93,7 @@ def _calls(
 def _with_data(operators: Sequence[Call], device: torch.device) -> list[Call]:
     """Return the operators on tensors with data, of the same shapes, strides and shared storages.
 
-    Floats are between -1 and 1, indices within the matrix that they index.
+    Floats are between -1 and 1, and indices lie within the matrix that they index.
     """
     values = torch.empty(_VALUES, device=device).uniform_(-1, 1)
     storages = dict[int, Tensor]()
@@ -147,7 +147,7 @@ def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
 
 
 def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Iterator[FigureTask]:
-    """Yield a model's tasks: each product and attention, and memory-bound kernels by kind.
+    """Yield a model's tasks: one for each product and attention, one per kind of memory kernel.
 
     The kernels of a kind are measured together, at their mean size.
     """
@@ -155,7 +155,7 @@ def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Ite
     kinds = dict[str, dict[tuple[Memory, object], Call]]()
     for work, operators in listed:
         if isinstance(work, Product) and work.batch == 1:
-            # Into an existing matrix: other work on an operator's result is not part of a product.
+            # Write to an existing matrix: other work on the result, such as a bias, does not count.
             a, b = [x for x in operators[0][1] if isinstance(x, Tensor)][-2:]
             product = torch.mm, (a, b), {"out": a.new_empty(work.m, work.n)}
             yield FigureTask(
@@ -184,7 +184,7 @@ def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Ite
 
 
 def _update(config: Config, device: torch.device) -> FigureTask:
-    """Return the task for gradient norm and AdamW, over the elements of a layer or more."""
+    """Return the task for gradient norm and AdamW, on about as many elements as a layer has."""
     elements = max(1 << 20, min(12 * config.model.hidden_size**2, 1 << 24))
     dtype_name = config.precision.dtype_name
     kernels = config.kernels

@@ -1,4 +1,4 @@
-"""Calibration in one process of a job: all processes measure, the first describes the machine."""
+"""Calibration in each process of a job: all processes measure, the first describes the machine."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def tiny(config: Config, layers: int) -> Config:
 def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
     """Measure the median host seconds of each part of a step.
 
-    In order: forward, backward, clearing gradients, a micro-batch in the executor, optimizer step.
+    The parts are: forward, backward, clearing gradients, a micro-batch in the executor, and the
+    optimizer step.
     """
     topology = Topology.from_layout(Layout(1, 1, 1), 0, device=device)
     chunks = build_chunks(config, topology)
@@ -109,7 +110,8 @@ def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
 
 _HOST_SHARE = 0.1
 _COMPUTE_SHARE = 0.6
-"""Share of the time for the host, and compute's share of the rest if messages are measured."""
+"""Share of the time for host measurements, and compute's share of the rest if there are messages.
+"""
 _TIMEOUT = datetime.timedelta(minutes=5)
 _KERNEL_S = {"cpu": 1e-6, "cuda": 4e-6}
 _KERNEL = "assumed: shortest time of an operator on a CPU, or of a small kernel on a GPU"
@@ -119,12 +121,13 @@ Points = dict[str, list[list[float]]]
 
 @dataclass(frozen=True)
 class MachineMeasurements:
-    """Measurements of all processes.
+    """Measurements from all processes.
 
-    points      measured points of each figure; the other fields describe the hardware
-    threads     number of threads of each process
-    cores       number of cores of a node that the processes may use
-    memory_gib  memory of a device, or of a CPU node
+    points      measured points of each figure
+    host        host seconds; the other fields describe the hardware
+    threads     number of threads per process
+    cores       number of cores on a node that the processes may use
+    memory_gib  memory of a GPU, or of a CPU node
     """
 
     points: Points
@@ -141,7 +144,7 @@ class MachineMeasurements:
 def run(config: Config, launch: Launch, seconds: float) -> MachineMeasurements | None:
     """Measure for about `seconds`; return the results on the first rank, None on the others.
 
-    All processes call it. Raises MegatronError.
+    All processes must call it. Raises MegatronError.
     """
     measuring_s = (1 - _HOST_SHARE) * seconds
     with connect(launch, _TIMEOUT, config.parallel.distributed_backend) as rendezvous:
@@ -151,8 +154,8 @@ def run(config: Config, launch: Launch, seconds: float) -> MachineMeasurements |
         points = _points(config, launch, device, measuring_s)
     if launch.rank:
         return None
-    # As a job of one process, after the job of all processes has ended. On a GPU these are the
-    # times until the host can continue, not the times of the device.
+    # Measured as a job of one process, after the job of all processes has ended. On a GPU these are
+    # the times until the host can continue, not the device's times.
     os.environ.update(environment({}, 0, 1, 0))
     few, many = (
         _times(tiny(config, layers), device, (seconds - measuring_s) / 2) for layers in (FEW, MANY)
@@ -179,9 +182,9 @@ def run(config: Config, launch: Launch, seconds: float) -> MachineMeasurements |
 
 
 def _points(config: Config, launch: Launch, device: torch.device, seconds: float) -> Points:
-    """Measure; return the points of all figures on the first rank.
+    """Measure all figures; return their points on the first rank.
 
-    Compute times are means over the processes, message times are the slowest process's.
+    Compute times are means over the processes, message times are maxima.
     """
     world = Group(tuple(range(launch.world_size)), launch.rank, dist.group.WORLD)
     per_node = launch.local_world_size
@@ -194,7 +197,7 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
     powers = [1 << i for i in range(per_node.bit_length())]
     sizes = tuple(t for t in powers if divided % t == 0 and 0 in (groups % t, t % groups))
     tasks = compute_tasks(config, device, sizes)
-    # More processes than cores would wait for each other: one per core measures.
+    # More processes than cores would wait for each other, so only one per core measures.
     active = not on_cpu or launch.local_rank < cores
     compute_s = seconds * (_COMPUTE_SHARE if world.size > 1 else 1.0)
     local = measure(tasks, device, compute_s) if active else None
@@ -206,8 +209,8 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
     opened = open_groups(kinds_of_groups(world.size, per_node), world.size, launch.rank)
     messages = list(message_tasks(opened, device))
     sent = measure(messages, device, seconds * (1 - _COMPUTE_SHARE), largest)
-    # Processes that share cores also share them for copies and sums, but the clock of a step
-    # expects the seconds of a dedicated core.
+    # Processes that share cores also share them for copies and sums in messages, but the simulation
+    # of a step expects seconds on a dedicated core.
     share = max(1.0, per_node / cores) if on_cpu else 1.0
     every = collectives.gather_objects((local, sent), world, everywhere=False)
     seconds_of = [
@@ -228,7 +231,7 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
 
 
 def machine(measurements: MachineMeasurements, name: str, argv: Sequence[str]) -> Cluster:
-    """Describe the machine from measurements over the shapes of a model with the flags `argv`."""
+    """Describe the machine from measurements with the shapes of a model with the flags `argv`."""
     text = (
         f"measured on {platform.node()} on {datetime.date.today().isoformat()} by "
         f"tools/calibrate.py, {measurements.nodes * measurements.per_node} process(es) of {measurements.threads} "
@@ -278,7 +281,7 @@ def machine(measurements: MachineMeasurements, name: str, argv: Sequence[str]) -
 
 
 def _overheads(measurements: MachineMeasurements) -> dict[str, float]:
-    """Return the host's overheads; with a GPU, only the overhead of a step.
+    """Return the host's overheads; with a GPU, only the overhead per step.
 
     The host runs ahead of a GPU, which hides the rest.
     """

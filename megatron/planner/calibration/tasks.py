@@ -1,7 +1,7 @@
-"""Tasks of a calibration: one for each point of a figure, their timing, and message tasks.
+"""Calibration tasks, one for each point of a figure; their timing; tasks that measure messages.
 
-Message groups are those of a layout: ranks a stride apart, all groups of a kind at once, as in a
-run.
+Messages run in groups like a layout's: of ranks a stride apart, and in all groups of a kind at
+once, as in a run.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from megatron.planner.subprocesses import seconds_waited
 Work = Callable[[], object]
 Make = Callable[[], Work]
 Largest = Callable[[float], float]
-"""Function that returns the maximum over all processes that measure together, a collective."""
+"""Collective that returns the maximum of a value over all processes that measure together."""
 
 PASSES = 3
 _ROUNDS = 3
-"""Passes over all tasks, and rounds of each: a disturbance of seconds hits one pass of a task."""
+"""Passes over all tasks, and rounds of a task per pass. Several passes are made so that a
+disturbance of a few seconds affects only one pass of a task."""
 
 
 class FigureTask(NamedTuple):
@@ -38,10 +39,11 @@ class FigureTask(NamedTuple):
 
     figure     name of the figure
     arguments  columns of the point, except the last
-    make       allocates memory and returns the work
-    amount     amount of one call, if the value is an amount per second; None: the value is seconds
+    make       function that allocates memory and returns the work
+    amount     amount per operation if the value is an amount per second; None: it is in seconds
     calls      timed operations in one call of the work
-    before     returns untimed work that precedes each call, as it precedes a message in a step
+    before     function that returns untimed work to run before each call, like the computations
+               before a message in a step
     """
 
     figure: str
@@ -63,9 +65,9 @@ def finish(device: torch.device) -> None:
 
 
 def _elapsed(work: Work, calls: int, device: torch.device, synchronized: bool) -> float:
-    """Time this many calls: on a GPU with events on its stream, on a CPU with the clock.
+    """Time this many calls: on a GPU with events on its stream, on a CPU with the host's clock.
 
-    CPU times exclude waits of this thread for a core, unless processes wait for each other.
+    CPU times exclude this thread's waits for a core, unless processes are synchronized.
     """
     if device.type == "cuda":
         start = torch.cuda.Event(enable_timing=True)
@@ -85,8 +87,8 @@ def _elapsed(work: Work, calls: int, device: torch.device, synchronized: bool) -
     ran = time.thread_time() - ran
     if synchronized:
         return elapsed
-    # A wait is counted in full when it ends, even if it began earlier: never return less than the
-    # CPU time.
+    # A wait is counted in full when it ends, even if it began before the calls: never return less
+    # than the CPU time.
     return max(elapsed - (seconds_waited() - waited), ran)
 
 
@@ -95,7 +97,8 @@ def seconds_per_call(
 ) -> list[float]:
     """Time one call, after a warm-up, in three rounds of about `seconds` in total.
 
-    A call that takes this long is timed once. largest: synchronizes the processes that take part.
+    A call that takes this long by itself is timed only once. largest: agrees on the number of calls
+    among the processes that take part.
     """
     work()
     finish(device)
@@ -116,8 +119,8 @@ def measure(
 ) -> list[float]:
     """Time one operation of each task, as the median of its rounds.
 
-    All tasks take about `seconds`, or one pass if that is longer. largest: synchronizes the
-    processes that measure the same tasks together.
+    This takes about `seconds`, or as long as one pass over all tasks if that is longer. largest:
+    synchronizes the processes that measure the same tasks together.
     """
     rounds: list[list[float]] = [[] for _ in tasks]
     each = seconds / (max(1, len(tasks)) * PASSES)
@@ -126,7 +129,7 @@ def measure(
         for task, task_seconds in zip(tasks, rounds, strict=True):
             work = task.make()
             took = clock() - begin
-            # All processes agree on the end.
+            # All processes agree on when to end.
             if number and (took if largest is None else largest(took)) > seconds:
                 return [statistics.median(task_seconds) for task_seconds in rounds]
             alone = 0.0
@@ -150,14 +153,14 @@ SIZES = {
     "cpu": (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24),
     "cuda": (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28),
 }
-"""Bytes of the whole tensor."""
+"""Bytes of the whole tensor, by device type."""
 _SIDE = 512
-_BYTES = 1 << 26  # of the tensors that calls cycle through
-_MOST = 64  # of these tensors
+_BYTES = 1 << 26  # total size of the tensors that calls cycle through
+_MOST = 64  # maximum number of these tensors
 
 
 class GroupShape(NamedTuple):
-    """Groups of `ranks` members, `stride` ranks apart, each on `nodes` nodes."""
+    """Groups of `ranks` members that are `stride` ranks apart; each group is on `nodes` nodes."""
 
     stride: int
     ranks: int
@@ -168,7 +171,7 @@ def kinds_of_groups(world: int, per_node: int) -> list[GroupShape]:
     """List the kinds of groups to measure.
 
     Within a node these are all sizes and strides that are powers of two and fit; across nodes,
-    rings of neighbouring ranks, and of ranks with the same local rank.
+    groups of neighbouring ranks and groups of ranks with the same local rank.
     """
     kinds = []
     powers = [1 << i for i in range(world.bit_length())]
@@ -185,7 +188,7 @@ def members(kind: GroupShape, rank: int) -> range:
 
 
 def open_groups(kinds: list[GroupShape], world: int, rank: int) -> dict[GroupShape, Group]:
-    """Create this rank's group of each kind; all ranks call it."""
+    """Create this rank's group of each kind; all ranks must call it."""
     opened = {}
     for kind in kinds:
         for group in sorted({tuple(members(kind, r)) for r in range(world)}):
@@ -196,15 +199,15 @@ def open_groups(kinds: list[GroupShape], world: int, rank: int) -> dict[GroupSha
 
 
 def message_tasks(groups: dict[GroupShape, Group], device: torch.device) -> Iterator[FigureTask]:
-    """Yield the tasks of all collectives and messages of this rank.
+    """Yield the tasks for all of this rank's collectives and messages.
 
-    On a CPU each follows a product, as in a step: cores are busy when it begins, ranks arrive at
-    different times, and its data is not in a cache. Without the product, messages took a third of
-    the time.
+    On a CPU each message follows a product, as in a step: cores are busy when it begins, ranks
+    arrive at different times, and its data is not in a cache. Without the product, messages took a
+    third of the time.
     """
     before = _product if device.type == "cpu" else None
     pairs = sorted((k for k in groups if k.ranks == 2), key=lambda k: k.stride)
-    # Between the nearest ranks on a node, and the most distant ranks on two nodes.
+    # between the nearest ranks on a node, and between the most distant ranks on two nodes
     neighbours = [k for k in pairs if k.nodes == 1][:1] + [k for k in pairs if k.nodes > 1][-1:]
     sizes = SIZES[device.type]
     for (kind, group), name, size in itertools.product(groups.items(), KINDS, sizes):
@@ -242,7 +245,7 @@ def _collective(name: str, group: Group, size: int, device: torch.device) -> Wor
         return lambda: collectives.all_to_all(next(wholes).view(rows), group, one, one)
 
     def reduce_to_all() -> None:
-        # concurrently, as the engine does with its buckets on a CPU
+        # all at once, as the engine reduces its buckets on a CPU
         reduce = partial(dist.reduce, next(wholes), group=group.handle, async_op=True)
         for work in [reduce(dst=rank) for rank in group.ranks]:
             work.wait()

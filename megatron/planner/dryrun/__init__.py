@@ -1,1 +1,1 @@
-"""Dry run: a training step of one rank of each kind, on tensors without data."""
+"""Dry run: training steps of one rank of each kind, on tensors without data."""

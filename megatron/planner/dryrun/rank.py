@@ -1,7 +1,7 @@
 """Dry run of one rank: the stages, engine and executor of a run, without data.
 
-Its allocations and messages are recorded. The messages are checked against its schedule and against
-the other ranks.
+The rank's allocations and messages are recorded. The messages are checked against its schedule and
+against the other ranks.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _LARGEST = 3
 
 
 class RankProblem(NamedTuple):
-    """Problem of a rank.
+    """Problem found on a rank.
 
-    kind  "memory", "messages" or "error" (the code could not run)
+    kind  "memory", "messages" or "error" (the code raised an exception)
     """
 
     kind: str
@@ -69,9 +69,9 @@ class RankMessage(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """Collective of a group, as posted by one member.
+    """Collective in a group, as posted by one member.
 
-    shapes   of inputs, then of outputs
+    shapes   shapes of the first tensors in torch's call
     content  the dtype, or the value if it is not a tensor
     """
 
@@ -100,8 +100,8 @@ def check_messages(
     """Find a rank's first message that differs from its schedule, or from this shape and dtype.
 
     Messages have no tags: the n-th message that one rank sends to another is the n-th that the
-    other receives from it. The lists of a schedule match each other (pipeline/schedule.py), so it
-    is enough to compare each rank with its list.
+    other receives from it. The ranks' lists in a schedule match each other (pipeline/schedule.py),
+    so it is enough to compare each rank with its own list.
     """
     expected = [RankMessage(i, shape, dtype) for i in plan if i.op in SENDS | RECEIVES]
     for n, (actual, planned) in enumerate(itertools.zip_longest(posted, expected), 1):
@@ -115,7 +115,7 @@ def check_messages(
 
 
 def check_collectives(posted: Mapping[int, Collectives]) -> list[RankProblem]:
-    """Find the first collective that differs, for each two ranks that share a group."""
+    """Find the first collective that differs, for each group and each pair of ranks in it."""
     findings = []
     for (a, of_a), (b, of_b) in itertools.combinations(sorted(posted.items()), 2):
         for group in dict.fromkeys((*of_a, *of_b)):
@@ -142,10 +142,11 @@ class RankRecorder(tensors.OperatorRecorder):
     """Record allocations, releases and messages.
 
     device       "cpu", or "meta" for a GPU
-    steps        in order; a storage that changes its category is released and allocated again
-    shapes       of storages, by number
-    alive        storages by number
-    messages, collectives   posted ones, in order; collectives by group
+    steps        allocations and releases, in order; a change of a storage's category is recorded as
+                 a release and an allocation
+    shapes       shape and dtype of each storage's first tensor, by the storage's number
+    alive        allocations of live storages, by number
+    messages, collectives   posted, in order; collectives by group
     """
 
     def __init__(self, device: str) -> None:
@@ -167,7 +168,7 @@ class RankRecorder(tensors.OperatorRecorder):
 
     def run(self, func: Operator, args: Arguments, kwargs: Keywords) -> object:
         out = func(*args, **kwargs)
-        # zeros_like of a tensor in host memory does not count either
+        # zeros_like of a tensor in host memory is in host memory, too
         like_there = func is _aten.zeros_like.default and self.number_of(args[0]) not in self.alive
         self.see(out, counts=not like_there)
         return out
@@ -199,7 +200,7 @@ class RankRecorder(tensors.OperatorRecorder):
                 self.steps += [Free(step.id), self.alive[step.id]]
 
     def begin(self, this: Instruction) -> None:
-        """Count further allocations under the category of this instruction."""
+        """Count subsequent allocations under this instruction's category."""
         self._now = this
         self.vocabulary = -1
         if this.op is Op.FORWARD:
@@ -229,7 +230,7 @@ class RankRecorder(tensors.OperatorRecorder):
             if name == "recv":
                 self._received[self._now] = weakref.ref(posted[0])
         else:
-            # Only an all-to-all has other shapes on other ranks.
+            # Only in an all-to-all do shapes differ between ranks.
             shapes = tuple(tuple(t.shape) for t in posted[:2] if not name.startswith("alltoall"))
             self._of(group).append(
                 Collective(name, shapes, _word(posted[0].dtype) if posted else "")
@@ -238,13 +239,13 @@ class RankRecorder(tensors.OperatorRecorder):
     def gather_objects(
         self, results: list[object], value: object, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Replace dist.all_gather_object with this rank's value for all members; compared later."""
+        """Replace dist.all_gather_object: take this rank's value for all, to be compared later."""
         self._of(group or dist.group.WORLD).append(Collective("all_gather_object", (), repr(value)))
         results[:] = [value] * len(results)
 
     def _of(self, group: dist.ProcessGroup | None) -> list[Collective]:
         assert group is not None, "the world has a group"
-        name = group.group_name  # query its ranks only once: there may be 75,000
+        name = group.group_name  # query the group's ranks only once: there may be 75,000
         if name not in self._calls:
             self._calls[name] = self.collectives.setdefault(
                 tuple(dist.get_process_group_ranks(group)), []
@@ -275,7 +276,7 @@ def _word(dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def followed(follower: RankRecorder) -> Iterator[None]:
-    """Record operations on tensors of the follower's device; they have no data in this context."""
+    """Record operations on the follower's device, where tensors have no data in this context."""
     gather = unittest.mock.patch.object(dist, "all_gather_object", follower.gather_objects)
     with gather, tensors.without_data(follower.device, follower):
         yield
@@ -288,13 +289,13 @@ def followed(follower: RankRecorder) -> Iterator[None]:
 class RankRun:
     """Result of one rank's steps.
 
-    parameters   elements on the device, padding included
+    parameters   elements on the device, including padding
     peak         peak memory of a training step
     setup_bytes  peak before the first step
     copy_bytes   host memory for the copy that --async-save writes; 0 without that flag
-    largest      tensors at the peak: bytes, category and description
-    messages     of the last step
-    collectives  of set-up and steps
+    largest      largest tensors at the peak: bytes, category and description
+    messages     messages of the last step
+    collectives  collectives of set-up and steps
     stands_for   number of ranks of this kind, none of which needs more memory
     """
 
@@ -348,7 +349,7 @@ def member(
             "fake", store=FakeStore(), rank=rank, world_size=parallel.world_size
         )
         stack.callback(dist.destroy_process_group)
-        # otherwise it would be used for the next rank
+        # otherwise DeepSpeed would reuse its communication backend for the next rank
         stack.callback(setattr, deepspeed.comm.comm, "cdb", None)
         yield Topology.create(
             sizes=LayoutSizes.of(config),
@@ -360,8 +361,8 @@ def member(
 
 @contextlib.contextmanager
 def _earlier_objects_passed_over() -> Iterator[None]:
-    """Let collections of garbage pass over all that is older: torch alone has a million objects."""
-    if gc.get_freeze_count():  # somebody else will end that
+    """Let garbage collections skip all existing objects: torch alone has a million of them."""
+    if gc.get_freeze_count():  # already frozen by a caller, who will unfreeze
         yield
         return
     gc.freeze()
@@ -385,10 +386,10 @@ def run_rank(
 
     device  "cpu", or "meta" for a GPU
 
-    Exceptions of the run's code propagate.
+    Exceptions raised by the run's code propagate.
     """
     import_deepspeed(device)
-    optimizer_state(config)  # a user's optimizer is measured in a step with data
+    optimizer_state(config)  # measures a user's optimizer in a step with data
     follower = RankRecorder(device)
     with member(config, rank, device, follower.flight) as topology, followed(follower):
         if topology.context.handle is not None:
@@ -425,7 +426,7 @@ def run_rank(
         most, until = find_peak(changes(follower.steps[last:], block, dict(made)))
         changes(follower.steps[last : last + until], block, made)
         largest = sorted(made.values(), key=lambda step: -step.bytes)[:_LARGEST]
-        # Its messages are compared, but under ZeRO stage 3 it gathers all weights, unlike any step.
+        # Its messages are compared, but not its memory: with ZeRO stage 3 it gathers all weights.
         engine.wait_for_weights()
         copy_bytes = 0
         if config.checkpoint.async_save:
@@ -449,7 +450,7 @@ def run_rank(
 
 
 def _sort(follower: RankRecorder, engine: Engine, chunks: torch.nn.ModuleDict) -> None:
-    """Assign categories to the tensors of set-up."""
+    """Assign categories to the tensors created during set-up."""
     for fragment in engine.fragments():
         follower.move(fragment.moments.values(), "moments")
         follower.move([fragment.master], "master")
@@ -465,7 +466,7 @@ def _sort(follower: RankRecorder, engine: Engine, chunks: torch.nn.ModuleDict) -
 
 
 def _micro_batches(config: Config, topology: Topology) -> list[MicroBatch]:
-    """Create a step's micro-batches; empty ones on a stage that reads no data, as in a run."""
+    """Create a step's micro-batches; as in a run, they are empty on a stage that reads no data."""
     count = config.num_micro_batches()
     b = config.batch.micro_batch_size
     s = config.model.seq_length

@@ -63,7 +63,7 @@ _HELPS = {
     "logits": "a smaller --cross-entropy-chunk-tokens (0 and --enable-zbh1-pipeline make all logits "
     "at once)",
 }
-"""Flags that make each category smaller."""
+"""Flags that reduce the memory of each category."""
 
 
 # -- which ranks, and how long ---------------------------------------------------------------------
@@ -71,7 +71,7 @@ _HELPS = {
 
 @dataclass(frozen=True)
 class Member:
-    """Rank that is run. stands_for: pipeline ranks that it represents; none if only compared."""
+    """Rank to run. stands_for: pipeline ranks that it represents; none if it is only compared."""
 
     rank: int
     pipeline_rank: int
@@ -81,14 +81,14 @@ class Member:
 def members_of(config: Config) -> list[Member]:
     """Choose one rank of every distinct kind, in pipeline order, then ranks that are only compared.
 
-    Pipeline ranks are of the same kind if they have the same number of layers in each chunk, and
-    agree on having an embedding and a head. The first one of a kind is run, because it has the most
-    micro-batches in flight; under zb-h1 also the last, because later ranks keep more tensors for
-    deferred weight gradients. Tensor-parallel ranks hold tensors of the same shape, padding
-    included, and data-parallel ranks equal shards of each bucket. Therefore few ranks are only
-    compared: the last tensor rank of the first and of the last stage and, on the first stage, the
-    last data rank and the last rank of the first context group, expert group and ZeRO group.
-    Experts get equally many rows (planner/tensors.py).
+    Pipeline ranks are of the same kind if their chunks have the same layers, and both or neither
+    have an embedding or a head. The first rank of a kind is run, because it has the most
+    micro-batches in flight; under zb-h1 the last rank is run as well, because later ranks keep more
+    tensors for deferred weight gradients. Tensor-parallel ranks hold tensors of the same shape,
+    including padding, and data-parallel ranks hold equal shards of each bucket. It is therefore
+    enough to compare a few more ranks: the last tensor rank of the first and of the last stage and,
+    on the first stage, the last data rank and the last rank of the first context group, expert
+    group and ZeRO group. All experts get the same number of rows (planner/tensors.py).
     """
     layout = layout_of(config)
     stages = stages_of(config)
@@ -113,7 +113,7 @@ def members_of(config: Config) -> list[Member]:
 
 
 def enough_micro_batches(config: Config) -> int:
-    """Count the micro-batches beyond which memory and message patterns of a step repeat.
+    """Count the micro-batches beyond which the memory and messages of a step only repeat.
 
     After its warm-up a rank alternates between one forward and one backward pass: its memory
     repeats from round to round. A round is one micro-batch; with several chunks it is a group of at
@@ -132,7 +132,7 @@ def enough_micro_batches(config: Config) -> int:
     if config.pieces.schedule is not None:
         return m
     if config.parallel.schedule == "interleaved":
-        warm_up = -(-((v + 1) * p - 1) // (v * p))  # groups; larger ones are fewer
+        warm_up = -(-((v + 1) * p - 1) // (v * p))  # number of groups; fewer if they are larger
         return sum(group_sizes(p, m)[: warm_up + 1])
     return min(m, (2 * p if config.parallel.schedule == "zb-h1" else p) + 2 + SENDS_IN_FLIGHT)
 
@@ -142,11 +142,11 @@ def enough_micro_batches(config: Config) -> int:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Results of all kinds of ranks.
+    """Results for all kinds of ranks.
 
     device          "gpu" or "cpu"
     micro_batches   number in the simulated steps; the run may have more without needing more memory
-    capacity_bytes  for tensors of a rank, without HEADROOM; None if unknown
+    capacity_bytes  bytes available for a rank's tensors, excluding HEADROOM; None if unknown
     """
 
     config: Config
@@ -165,10 +165,11 @@ def rehearse(
     """Run training steps of every kind of rank of the job, without data.
 
     cluster  machine that the ranks run on; None: this machine
-    device   "gpu" or "cpu"; None: the cluster's, or this machine's without a cluster
+    device   "gpu" or "cpu"; None: the cluster's device or, without a cluster, this machine's
 
-    A model without a vocabulary gets GPT-2's. Raises ConfigError for a job without a valid layout,
-    and if this process already belongs to a job. Exceptions in the ranks' code become findings.
+    A model without a vocabulary size gets GPT-2's. Raises ConfigError for a job without a valid
+    layout. Exceptions in the ranks' code become findings, including the ConfigError that is raised
+    if this process already belongs to a job.
     """
     config = settled(config, cluster)
     device = device or device_of(cluster)
@@ -207,7 +208,7 @@ def rehearse(
 
 
 def settled(config: Config, cluster: Cluster | None) -> Config:
-    """Fill in the vocabulary (GPT-2's if it depends on tokenizer files) and the cluster's choices.
+    """Fill in the vocabulary size (GPT-2's if it depends on tokenizer files) and the placement.
 
     Raises ConfigError for a job that does not fit on the cluster.
     """
@@ -227,7 +228,7 @@ def device_of(cluster: Cluster | None) -> str:
 
 
 def capacity_of(config: Config, cluster: Cluster | None, device: str) -> float | None:
-    """Return the bytes that tensors of one rank may use; None if unknown."""
+    """Return the bytes that one rank's tensors may use; None if unknown."""
     ranks = config.parallel.world_size
     if cluster is not None:
         memory = GIB * cluster.memory_gib
@@ -243,7 +244,7 @@ def capacity_of(config: Config, cluster: Cluster | None, device: str) -> float |
 
 
 _CGROUPS = {"": ("", "memory.max"), "memory": ("memory", "memory.limit_in_bytes")}
-"""Folder and file of the limit, by the name of its controller; "" for version 2."""
+"""Folder and file that hold the limit, by the name of the controller; "" for cgroup version 2."""
 
 
 def memory_limit_bytes(
@@ -294,7 +295,7 @@ def decimal(value: float) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    """Describe an exception, with the line of the run's code that raised it."""
+    """Describe an exception, including the line in the run's code that raised it."""
     text = (
         str(error)
         if isinstance(error, MegatronError)
@@ -350,7 +351,7 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
 
 
 def _costs(config: Config, cluster: Cluster | None) -> str:
-    """Describe what the run costs; its time is predicted if the machine is known."""
+    """Describe the cost of the whole run, including its predicted time if the machine is known."""
     if cluster is None:
         return f"the whole run: {run_costs(config).size}"
     if missing := clock_missing():
@@ -396,7 +397,7 @@ def render(rehearsal: Rehearsal) -> str:
 
 
 def _table(rehearsal: Rehearsal, ranks: Sequence[RankRun]) -> Table:
-    """Tabulate memory: a row for each category, a column for each kind of rank."""
+    """Tabulate memory, with one row per category and one column per kind of rank."""
     small = max(run.needed_bytes for run in rehearsal.ranks) < GIB / 10
     unit, size = ("MiB", 2.0**20) if small else ("GiB", GIB)
 

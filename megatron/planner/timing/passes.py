@@ -35,7 +35,7 @@ MessageSeconds = Callable[[str, float, str], float]
 
 @functools.lru_cache(maxsize=64)
 def rates_of(cluster: Cluster, dtype_name: str) -> DeviceRates:
-    """Return the rates for a machine and dtype; cached, so that results per object can be cached."""
+    """Return the rates for a machine and dtype: always the same object, a key of other caches."""
     return DeviceRates(cluster, dtype_name)
 
 
