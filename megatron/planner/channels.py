@@ -8,7 +8,7 @@ NCCL and RCCL do when they choose an algorithm (src/graph/tuning.cc in both):
     tree  2 (ranks of a node - 1) steps within nodes and 2 log2(nodes) between them, for an
           all-reduce
 
-The faster algorithm counts. In an all-to-all every rank sends one slice directly to each other
+The faster algorithm is assumed. In an all-to-all every rank sends one slice directly to each other
 rank. The bytes are counted on the links between the devices of a node, split evenly over equally
 short paths, and on the cards of a node for ranks on other nodes. The most loaded link or card sets
 the time. Messages start eight at a time, as in NCCL (NCCL_MAX_DEV_WORK_P2P_PER_BATCH), and each

@@ -198,7 +198,7 @@ class Cluster:
         return {**assumed_figures(self.peak_tflops), **self.compute}
 
     def with_figures(self, figures: Iterable[Figure]) -> Cluster:
-        """Return a copy of the machine with these figures replacing any of the same names."""
+        """Return a copy of the machine with these figures in place of any with the same names."""
         compute = {**self.compute, **{figure.name: figure for figure in figures}}
         return replace(self, compute=compute)
 
@@ -316,7 +316,7 @@ def known_clusters() -> tuple[str, ...]:
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """Load the machine of this name, or the one described by this TOML file.
+    """Load the known machine of this name, or the machine that this TOML file describes.
 
     Raises ConfigError for an unknown name, a file that cannot be read, and facts that are missing
     or contradict each other.

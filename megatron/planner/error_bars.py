@@ -20,7 +20,7 @@ LINKS = "bandwidth of links"
 
 @dataclass(frozen=True)
 class Effect:
-    """Effect of one figure on a value, and the factors that make it `slow` and `fast`."""
+    """Values with one figure at its slow and its fast end, and the factors for these two ends."""
 
     figure: str
     basis: str

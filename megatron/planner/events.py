@@ -26,8 +26,8 @@ class Recomputed(NamedTuple):
 class GroupMessage(NamedTuple):
     """Collective in a group, for a whole tensor of `bytes` bytes.
 
-    kind   as in compute.py, or "ring"; `bytes` of an "all_to_all" are what a rank holds for all
-           members including itself, `bytes` of a "ring" what each rank sends to the next
+    kind   as in compute.py, or "ring". For "all_to_all", `bytes` are held by each rank for all
+           members, itself included; for "ring", each rank sends `bytes` to the next
     group  name of the group in Channels.lanes
     """
 
@@ -139,7 +139,7 @@ class TracedModule:
         return sum(p.elements for p in self.parameters)
 
     def padding(self, ranks: int) -> float:
-        """Return the share of padding in the matrices that are divided over this many ranks."""
+        """Return the share of padding in the matrices that are sharded over `ranks` tensor ranks."""
         unpadded = sum(prod(p.global_shape) for p in self.parameters if p.dim is not None)
         return 1.0 - unpadded / (
             ranks * sum(p.elements for p in self.parameters if p.dim is not None)

@@ -320,7 +320,7 @@ def plan_ranks(config: Config, launch: Launch) -> RankPlan:
 
 
 def render_placement(config: Config, placement: Placement, width: int = 100) -> str:
-    """Render both orders, and the message times of a step next to those of the naive placement."""
+    """Render both orders, and a step's message times next to the naive placement's times."""
     layout = placement.layout
     naive = naive_placement(config, placement.cluster)
     cost = placement_cost(config, placement)

@@ -101,7 +101,7 @@ class DeviceRates(FigureReader):
 
 
 def causal_pairs(seq: int, keys: int | None) -> float:
-    """Count the pairs of a query and a key that it sees: at most `keys`, or all keys before it.
+    """Count the pairs of a query and a key that it sees: at most `keys` keys, or all before it.
 
     >>> causal_pairs(1024, None) == causal_pairs(1024, 1024) == 1024**2 / 2
     True
@@ -160,7 +160,7 @@ class _Line:
             return ys[0]
         i = next((i for i in range(1, len(xs) - 1) if x <= xs[i]), len(xs) - 1)
         slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])
-        # Toward large sizes the rate grows at most like the size, and at most to the peak.
+        # Toward large sizes the rate grows at most in proportion to the size, up to the peak.
         least = min(self._least, ys[0]), ys[0] * min(1.0, x / xs[0])
         return max(ys[i - 1] + slope * (x - xs[i - 1]), *least)
 

@@ -184,7 +184,7 @@ def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Ite
 
 
 def _update(config: Config, device: torch.device) -> FigureTask:
-    """Return the task for gradient norm and AdamW, on about as many elements as a layer has."""
+    """Return the task for gradient norm and AdamW, on the elements of a layer (2**20 to 2**24)."""
     elements = max(1 << 20, min(12 * config.model.hidden_size**2, 1 << 24))
     dtype_name = config.precision.dtype_name
     kernels = config.kernels

@@ -168,7 +168,7 @@ class RankRecorder(tensors.OperatorRecorder):
 
     def run(self, func: Operator, args: Arguments, kwargs: Keywords) -> object:
         out = func(*args, **kwargs)
-        # zeros_like of a tensor in host memory is in host memory, too
+        # zeros_like of a tensor in host memory is in host memory too, which does not count
         like_there = func is _aten.zeros_like.default and self.number_of(args[0]) not in self.alive
         self.see(out, counts=not like_there)
         return out

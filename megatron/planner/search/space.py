@@ -225,7 +225,7 @@ class LayoutSpace:
             )
 
     def _zeros(self, size: CandidateLayout) -> list[tuple[int, int, int]]:
-        """List ZeRO's stages, with the ranks over which weights and states are sharded; 0: all.
+        """List ZeRO stages, each with the ranks that shard weights and that shard states; 0: all.
 
         By default stages 2 and 3 shard weights over all ranks or over the ranks of a node, and
         states over all.

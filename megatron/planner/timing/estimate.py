@@ -398,7 +398,7 @@ def _moments(
 
 
 def seconds_of_all(channels: Channels, messages: Iterable[GroupMessage]) -> float:
-    """Time messages that follow one another."""
+    """Return the seconds of messages that follow one another."""
     return sum(channels.seconds(*message) for message in messages)
 
 
@@ -462,7 +462,7 @@ def optimizer_seconds(config: Config, cluster: Cluster, rates: DeviceRates) -> f
 
 
 def update_seconds(config: Config, device: str, rates: DeviceRates) -> float:
-    """Time the update on the device with the most elements, which all others wait for."""
+    """Return the seconds of the update on the device with the most elements, on which all wait."""
     elements, full = updated_elements(config, device)
     regular = rates.update_s(elements, bytes_per_element(config, device))
     if not full:
@@ -486,7 +486,7 @@ def updated_elements(config: Config, device: str) -> tuple[float, float]:
 
 
 def full_matrix_seconds(config: Config, cluster: Cluster, channels: Channels) -> float:
-    """Time the optimizer's work on full parameters, and its messages.
+    """Return the seconds of the optimizer's work on full parameters, including its messages.
 
     The ranks of a stage share the parameters (engine/full_matrices.py). On a GPU the messages of
     one round overlap with the work of another, except for the messages of a single round. An
@@ -539,8 +539,7 @@ def full_matrix_seconds(config: Config, cluster: Cluster, channels: Channels) ->
 _updates: dict[tuple[object, ...], tuple[dict[str, Pass], int]] = {}
 
 
-# -- by a formula, without a clock: the score that ranks layouts
-# ------------------------------------
+# -- by a formula, without a clock: the score that ranks layouts -----------------------------------
 
 
 def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> float:
@@ -592,7 +591,7 @@ def _seconds(
     hides: bool,
     plan: ZeroPlan | None,
 ) -> tuple[_Seconds, float]:
-    """Time a stage's passes, and what ZeRO adds before a step's first and after its last pass.
+    """Return the seconds of a stage's passes, and the seconds that ZeRO adds around them in a step.
 
     Results are cached for placements with the same kinds of groups.
     """
@@ -615,7 +614,7 @@ def _boundary(channels: Channels, size: int, n_bytes: float) -> tuple[float, flo
 
 
 def _passes(stages: Sequence[_Seconds], size: int, micro_batches: int) -> float:
-    """Time the passes of a step.
+    """Return the seconds of a step's passes, from their start to their end on all ranks.
 
     A rank's first pass waits for the forward passes of the earlier stages; their backward passes
     follow its last pass. In between it does all its work, except for the weight gradients of a

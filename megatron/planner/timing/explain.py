@@ -279,7 +279,7 @@ def _instructions(
 def _zero_messages(
     predicted: Estimate, traced: Trace, stages: Sequence[StageWork], rank: int
 ) -> Iterator[Table]:
-    """Tabulate the messages of ZeRO in the passes of one micro-batch."""
+    """Tabulate ZeRO's messages in the passes of one micro-batch."""
     engine = predicted.config.engine
     for name in ("forward", "backward", "weight"):
         overlaps = engine.overlap_param_gather if name == "forward" else engine.overlap_grad_reduce

@@ -61,7 +61,7 @@ def crowding(config: Config, cluster: Cluster) -> float:
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of one pass: computation, recomputation, waiting for messages, waiting for ZeRO's."""
+    """Seconds of one pass: computation, recomputation, and waits for other and ZeRO's messages."""
 
     compute: float
     recompute: float
@@ -177,7 +177,7 @@ def stage_seconds(
     hides: bool = True,
     plan: ZeroPlan | None = None,
 ) -> StageSeconds:
-    """Time a stage; message_s None: messages take no time.
+    """Return the seconds of a stage's passes; message_s None: messages take no time.
 
     plan  ZeRO's plan, with this stage as number 0, if passes send its messages
     """
