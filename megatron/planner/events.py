@@ -139,7 +139,7 @@ class TracedModule:
         return sum(p.elements for p in self.parameters)
 
     def padding(self, ranks: int) -> float:
-        """Return the share of padding in the matrices that are sharded over `ranks` tensor ranks."""
+        """Return the share of padding in the matrices sharded over `ranks` tensor ranks."""
         unpadded = sum(prod(p.global_shape) for p in self.parameters if p.dim is not None)
         return 1.0 - unpadded / (
             ranks * sum(p.elements for p in self.parameters if p.dim is not None)
