@@ -254,7 +254,7 @@ def _elements(
 
 
 class RepeatedPass(NamedTuple):
-    """Pass that a stage runs `times` times in a row; recompute: whether all of it is recomputation."""
+    """Pass that a stage runs `times` times in a row; recompute: whether it is all recomputation."""
 
     times: int
     of: Pass

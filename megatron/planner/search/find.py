@@ -280,7 +280,7 @@ class LayoutSearch:
         return known
 
     def _states(self, config: Config) -> tuple[float, float, int]:
-        """Return the bytes of states on a device and on a host for the largest rank, and this rank."""
+        """Return the largest rank's bytes of states on a device and on a host, and this rank."""
         parallel = config.parallel
         key = (
             parallel.tensor_model_parallel_size,

@@ -462,7 +462,7 @@ def optimizer_seconds(config: Config, cluster: Cluster, rates: DeviceRates) -> f
 
 
 def update_seconds(config: Config, device: str, rates: DeviceRates) -> float:
-    """Return the seconds of the update on the device with the most elements, the last to end."""
+    """Return the update's seconds on the device with the most elements, which is the slowest."""
     elements, full = updated_elements(config, device)
     regular = rates.update_s(elements, bytes_per_element(config, device))
     if not full:
