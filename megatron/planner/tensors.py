@@ -311,7 +311,7 @@ def _apply(
 
 @contextlib.contextmanager
 def without_data(device: str, follower: OperatorRecorder) -> Iterator[None]:
-    """Create tensors without data on `device` ("cpu", or "meta" for a GPU); record their operators."""
+    """Create tensors without data on `device` ("cpu"; "meta": a GPU); `follower` runs operators."""
     sgd = importlib.import_module("torch.optim.sgd")  # torch deletes it from its package
     replaced: list[tuple[object, str, object]] = [
         (torch.UntypedStorage, "resize_", lambda *args: follower.resize(*args)),
