@@ -1,8 +1,8 @@
 """GPT pre-training on AMD supercomputers: Megatron-style parallelism, DeepSpeed ZeRO-1 engine.
 
-The parts of the library can be imported from here and are loaded when first used, so that
-`import megatron` costs nothing: read a configuration, connect processes, build a model, run a
-schedule, step the engine.
+The library's public names can be imported from here and are loaded on first use, so that
+`import megatron` costs nothing. They read a configuration, connect processes, build a model, run a
+schedule and step the engine.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first used (PEP 562)."""
+    """Import a name on first use (PEP 562)."""
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module 'megatron' has no attribute {name!r}")

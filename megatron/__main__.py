@@ -1,4 +1,4 @@
-"""`python -m megatron`: train, as pretrain_gpt.py and megatron-train do."""
+"""`python -m megatron`: train, like pretrain_gpt.py and megatron-train."""
 
 from megatron.program import main
 

@@ -34,9 +34,9 @@ def pyplot(instead: str = "") -> Any:
 
 
 def save(figure: Any, path: Path, *, dpi: int = 130, choose: str = "another --out folder") -> Path:
-    """Write a figure in the format of the file's suffix (default .png), close it; return the path.
+    """Write a figure in the format of its suffix (default .png), close it and return the path.
 
-    Parent folders are created. An existing file is replaced when the new one is complete. Raises
+    Parent folders are created. An existing file is replaced once the new one is complete. Raises
     ConfigError if it cannot be written or the suffix is not an image format; `choose` says what the
     user can choose instead.
     """
@@ -49,7 +49,7 @@ def save(figure: Any, path: Path, *, dpi: int = 130, choose: str = "another --ou
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(temporary, dpi=dpi, format=path.suffix[1:])
         os.replace(temporary, path)
-    except (OSError, ValueError) as error:  # ValueError: not a format of matplotlib's
+    except (OSError, ValueError) as error:  # ValueError: not a format that matplotlib supports
         problem = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: {problem}: choose {choose}") from error
     finally:
@@ -60,7 +60,7 @@ def save(figure: Any, path: Path, *, dpi: int = 130, choose: str = "another --ou
 
 
 def tidy(axes: Any) -> None:
-    """Draw a light grid behind the data, and no frame at the top and on the right."""
+    """Draw a light grid behind the data, and no frame at the top or right."""
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

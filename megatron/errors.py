@@ -20,14 +20,14 @@ class ConfigError(MegatronError):
 class LaunchError(MegatronError):
     """Processes that could not connect.
 
-    Causes are a missing rank, contradictory launcher variables, or a dead peer.
+    The cause is a missing rank, contradictory launcher variables, or a dead peer.
     """
 
 
 class LostRankError(LaunchError):
     """A rank that died, hung or was cut off during the run.
 
-    There is nothing to fix, and the job can be started again.
+    There is nothing for the user to fix: the job can be restarted.
     """
 
 
@@ -46,14 +46,14 @@ class KernelError(MegatronError):
 class TrainingError(MegatronError):
     """A training run that cannot continue.
 
-    Losses or gradients are not finite, or the loss stays too high.
+    Its losses or gradients are not finite, or its loss stays too high.
     """
 
 
 def print_error(error: BaseException | str, rank: int = 0, prefix: str = "error") -> None:
     """Print an error on standard error.
 
-    Rank 0 prints it in full after the prefix, others in one line after their rank.
+    Rank 0 prints it in full after the prefix; other ranks print one line that begins with the rank.
     """
     text = f"{prefix}: {error}"
     if rank:

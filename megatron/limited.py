@@ -1,9 +1,9 @@
-"""Child process for untrusted chat templates and tokenizers, with limits of time and memory.
+"""Child process for untrusted chat templates and tokenizers, with limits on time and memory.
 
 Both are programs in all but name: a few lines of either can run for years or fill the memory, in
-code that no signal handler interrupts. Therefore they run in a child, whose limits on CPU time and
+code that no signal handler interrupts. They therefore run in a child, whose limits on CPU time and
 address space grow with the size of a request. Replies are JSON and bytes, because a template that
-breaks out of its sandbox could write anything.
+breaks out of its sandbox could send anything.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import Any
 from megatron.errors import ConfigError, DataError
 
 Handler = Callable[[Any], Any]
-_TIME_S = 10.0  # of CPU, where an ordinary tokenizer takes a tenth
+_TIME_S = 10.0  # of CPU time; an ordinary tokenizer takes a tenth of this
 _BYTES_PER_S = 1e5
-_MEMORY_BYTES = 1 << 30  # where an ordinary tokenizer takes half
+_MEMORY_BYTES = 1 << 30  # an ordinary tokenizer takes half of this
 _BYTES_PER_BYTE = 256
-_WAITING = 10  # seconds for each second of CPU on a busy machine
+_WAITING = 10  # seconds to wait for each second of CPU time, since the machine may be busy
 _START = (
     "import sys; sys.path[:] = {path!r}; from megatron.limited import serve; "
     "serve({target!r}, {number})"
@@ -38,21 +38,21 @@ _START = (
 
 
 class LimitError(DataError):
-    """A template or tokenizer that takes more than its time or memory, or breaks its process."""
+    """A template or tokenizer that exceeds its time or memory limit, or crashes its process."""
 
 
 @dataclass(eq=False)
 class LimitedProcess:
-    """A child that calls `target`, "module:function", with `argument`, and then its result.
+    """A child that calls `target`, "module:function", with `argument` to get a handler.
 
-    The result is called with each request, and returns bytes or a JSON value. `what` names it in
-    messages. The child starts when it is needed, and ends with this object or this process.
+    The handler is called with each request, and returns bytes or a JSON value. `what` names it in
+    messages. The child starts when first needed, and ends with this object or this process.
     """
 
     target: str
     argument: Any
     what: str
-    size_bytes: int = 0  # of the files that it reads at its start
+    size_bytes: int = 0  # of the files that it reads when it starts
 
     def __post_init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
@@ -63,11 +63,11 @@ class LimitedProcess:
     def ask(self, request: Any, size_bytes: int) -> Any:
         """Return the reply to a request about `size_bytes` of text.
 
-        Raises the ConfigError or DataError of the child, DataError for other errors in it, and
-        LimitError.
+        Raises the child's ConfigError or DataError, DataError for any other error in the child, and
+        LimitError if it exceeds a limit or crashes.
         """
         with self._lock:
-            if self._child is None or self._parent != os.getpid():  # a fork needs its own
+            if self._child is None or self._parent != os.getpid():  # a forked process needs its own
                 self._parent = os.getpid()
                 self._connection, child_end = Pipe()
                 number = child_end.fileno()
@@ -90,7 +90,7 @@ class LimitedProcess:
             return self._exchange(request, size_bytes)
 
     def close(self) -> None:
-        """End the child; another one starts when it is needed."""
+        """End the child; another one starts when needed."""
         if self._child is not None and self._parent == os.getpid():
             _end(self._child, self._connection)
         self._child = None
@@ -138,9 +138,9 @@ def _end(child: subprocess.Popen[bytes], connection: Connection) -> None:
 
 
 def serve(target: str, number: int) -> None:
-    """Answer requests over a connection until it ends: the program of the child.
+    """Answer requests over a connection until it is closed; this is the child's program.
 
-    number  descriptor of the connection
+    number  file descriptor of the connection
     """
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)  # the parent decides

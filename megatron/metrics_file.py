@@ -1,4 +1,4 @@
-"""Reads a run's metrics file, with one JSON record per line, and the JSON files next to it.
+"""Reads a run's metrics file, which has one JSON record per line, and the JSON files next to it.
 
 This module needs no torch.
 """
@@ -19,7 +19,7 @@ _LONGEST_LINE = 1 << 20
 _MOST_BESIDE = 1 << 24
 Check = Callable[[Any], bool]
 Kinds = Mapping[Check, Sequence[str]]
-"""Names of values, by the check that each value passes if it is present and not null."""
+"""Names of values, by the check that each value must pass if it is present and not null."""
 
 
 def _number(value: Any) -> bool:
@@ -47,7 +47,7 @@ def _table_of(is_right: Check) -> Check:
 
 
 def _samples(value: object) -> bool:
-    return is_count(value) or _counts(value)  # number in an evaluation, or those left out
+    return is_count(value) or _counts(value)  # number in an evaluation, or a list of those left out
 
 
 def _yes_or_no(value: object) -> bool:
@@ -115,10 +115,10 @@ class Records(list[dict[str, Any]]):
 
 
 def read_records(path: Path, event: str | None = None) -> Records:
-    """Return the records of a metrics file, of one event if given.
+    """Return the records in a metrics file, only those of `event` if it is given.
 
-    A truncated line is left out, and so is a start or an iteration without its number. Raises
-    DataError if the file cannot be read or has a record that no run writes.
+    Truncated lines are left out, and so are start and iteration records without an iteration
+    number. Raises DataError if the file cannot be read or has a record that no run would write.
     """
     records = Records()
     with open_regular(path, error=DataError) as raw:

@@ -1,4 +1,4 @@
-"""The command line of training: of pretrain_gpt.py, and of user scripts that call main()."""
+"""The command line for training: pretrain_gpt.py and user scripts that call main()."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megatron.training.run.process import Signals, guard_output, leave, run_guar
 
 
 def main(arguments: Sequence[str] | None = None, **pieces: Any) -> NoReturn:
-    """Train, or dry-run, according to `arguments` (default: this process's), and exit.
+    """Train, or dry-run, according to `arguments` (default: sys.argv[1:]), and exit.
 
     `pieces` are the user's own, as in `pretrain`.
     """
     guard_output()
-    # When a rank dies, torch would print a page of C++ frames before our line that names the rank.
+    # Otherwise, when a rank dies, torch prints a page of C++ frames before our line that names it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     leave(run(list(sys.argv[1:] if arguments is None else arguments), **pieces))
 
@@ -35,11 +35,11 @@ def pretrain(
     renumbered: Callable[[int], object] | None = None,
     **pieces: Any,
 ) -> None:
-    """Train according to `config`, with the peer processes, to the end or an exit condition.
+    """Train according to `config`, with the peer processes, until the end or an exit condition.
 
     launch       identity of this process; by default read from the environment
     renumbered   called with this process's rank once that is known: it may differ from the
-                 launcher's, see megatron.parallel.rank_mapping
+                 launcher's rank (megatron.parallel.rank_mapping)
     pieces       the user's layer, model, datasets, optimizer, schedule or callbacks, instead of
                  the project's (megatron.config.pieces.Pieces)
 
@@ -69,14 +69,14 @@ def pretrain(
 
 
 def run(arguments: list[str], **pieces: Any) -> int:
-    """Run like `main`, and return the exit code instead of ending the process."""
+    """Run like `main`, but return the exit code instead of ending the process."""
     launch = Launch()
     problem = None
     try:
         launch = detect_launch(variables_with_flags(arguments))
     except MegatronError as error:
         problem = error  # raised in `body`, where all errors are reported
-    ranks = [launch.rank]  # the launcher's number, later the rank if that differs
+    ranks = [launch.rank]  # the launcher's rank, later the actual one if it differs
 
     def body() -> None:
         if problem is not None:

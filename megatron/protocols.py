@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:  # modules of higher layers, for the signatures
+if TYPE_CHECKING:  # modules from higher layers, only for the signatures
     import numpy as np
     import numpy.typing as npt
     import torch
@@ -26,10 +26,10 @@ if TYPE_CHECKING:  # modules of higher layers, for the signatures
 class Layer(Protocol):
     """Factory of layer `index` of the model, from 0: a module that is called as layer(x, call).
 
-    x         input, and the output has the same shape  # [s(/tp), b, h]
+    x         input; the output has the same shape  # [s(/tp), b, h]
     call      positions, documents and dropout key of the micro-batch
               (megatron.layers.context.CallContext)
-    context   the distribution of the layer, and the factory of its parameters
+    context   how the layer is distributed, and the factory of its parameters
     """
 
     def __call__(self, context: LayerContext, config: Config, index: int, /) -> torch.nn.Module: ...
@@ -38,9 +38,9 @@ class Layer(Protocol):
 class Stage(Protocol):
     """Factory of a stage of the model with these `layers`, such as megatron.GPTChunk.
 
-    A stage may be derived from GPTChunk. The stage is called as stage(batch, hidden,
-    late_loss=True), see GPTChunk, and has `context` as an attribute. `tied_weight` is the embedding
-    of the first stage if that is on the same rank, otherwise None.
+    A stage may be derived from GPTChunk. It is called as stage(batch, hidden, late_loss=True), like
+    GPTChunk, and has `context` as an attribute. `tied_weight` is the embedding of the first stage
+    if that is on the same rank, otherwise None.
     """
 
     def __call__(
@@ -56,9 +56,9 @@ class Stage(Protocol):
 
 
 class Dataset(Protocol):
-    """Samples by number: seq_length + 1 token ids, the same on every rank and at each call.
+    """Samples by index: seq_length + 1 token ids, the same on every rank and in each call.
 
-    Optional attributes are in megatron.data.gpt_dataset.UserDataset.
+    For optional attributes see megatron.data.gpt_dataset.UserDataset.
     """
 
     def __len__(self) -> int: ...
@@ -69,7 +69,7 @@ class Dataset(Protocol):
 class MakeDatasets(Protocol):
     """Factory of a run's training, validation and test data, each with a given number of samples.
 
-    Returns the three; None for one without data.
+    Returns the three datasets, with None for any that has no data.
     """
 
     def __call__(
@@ -78,7 +78,7 @@ class MakeDatasets(Protocol):
 
 
 class Optimizer(Protocol):
-    """Factory of the optimizer of fp32 weights, from parameter groups with weight_decay.
+    """Factory of the optimizer for fp32 weights, given parameter groups with weight_decay.
 
     `lr` is set at each step. `settings` is config.optimizer.
 
@@ -87,8 +87,8 @@ class Optimizer(Protocol):
 
     An optimizer that needs parameters in their global shape, as Muon does for matrices, also has a
     function whole(name, global_shape) -> bool. Parameters for which it is true are in separate
-    groups, whose key "whole" is one megatron.engine.full_matrices.FullMatrices for all of them when
-    steps are taken; it is None in other groups.
+    groups. When steps are taken, their key "whole" is a megatron.engine.full_matrices.FullMatrices
+    that all of them share; it is None in other groups.
     """
 
     def __call__(self, groups: ParamsT, settings: OptimizerConfig, /) -> torch.optim.Optimizer: ...
@@ -97,9 +97,9 @@ class Optimizer(Protocol):
 
 
 class Order(Protocol):
-    """Function that returns the passes of `rank` of a pipeline in a training step, in order.
+    """Function that returns the passes of `rank` in a pipeline's training step, in order.
 
-    An array has the numbers of instructions in rows.
+    An array has one instruction per row: op, stage, micro-batch.
 
     Global stage g is chunk g // pipeline_size of rank g % pipeline_size. build_schedule inserts the
     messages. Raises ConfigError for sizes that it does not support.
@@ -113,9 +113,10 @@ class Order(Protocol):
 
 
 class Callback:
-    """Base class of callbacks. All methods but on_event and close are called on every rank of a run.
+    """Base class of callbacks.
 
-    Override the methods you need. Code that not all ranks execute must not communicate.
+    All methods except on_event and close are called on every rank of a run. Override the methods
+    you need. Code that not all ranks execute must not communicate.
     """
 
     def on_start(self, run: Run) -> None:
@@ -137,7 +138,7 @@ class Callback:
         """
 
     def figures(self, run: Run) -> Mapping[str, object]:
-        """Return fields of the next log line: of megatron.training.report.events.Iteration."""
+        """Return fields for the next log line (megatron.training.report.events.Iteration)."""
         return {}
 
     def on_log(self, run: Run, figures: Iteration) -> None:
@@ -150,15 +151,15 @@ class Callback:
         """Called before a checkpoint is written."""
 
     def after_save(self, run: Run) -> None:
-        """Called when a save has begun, which may continue, and after the last step."""
+        """Called when a save has begun, which may still be running, and after the last step."""
 
     def on_save(self, run: Run) -> None:
         """Called when a checkpoint is complete; run.saves.saved_iteration is its iteration."""
 
     def on_rollback(self, run: Run, samples: range) -> None:
-        """Called after the run went back to a checkpoint from before a loss spike.
+        """Called after the run has gone back to a checkpoint from before a loss spike.
 
-        `samples` are those of the spike's step, as consumed samples before it went back.
+        `samples` are the samples of the spike's step, counted as consumed before the rollback.
         """
 
     def on_end(self, run: Run) -> None:
@@ -167,10 +168,10 @@ class Callback:
     def on_event(self, event: Event) -> None:
         """Called on rank 0 with everything that is reported, in order.
 
-        The call is made in a separate thread, and does not stop or slow the run: events are left
-        out while too many wait, and no more follow after an exception. It must therefore neither
+        The call is made in a separate thread, and does not stop or slow the run: events are dropped
+        while too many are waiting, and no more follow after an exception. It must therefore neither
         communicate with other ranks nor use the run.
         """
 
     def close(self) -> None:
-        """Called after the last event, in the same thread, also if the run failed."""
+        """Called after the last event, in the same thread, even if the run failed."""

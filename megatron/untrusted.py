@@ -1,8 +1,8 @@
 """Reads and writes files that may come from another user.
 
-Only regular files are read, up to a limit, because a name may be a fifo, on which a reader waits
-forever, or /dev/zero, which has no end. JSON may be nested deeper than Python's stack, or have a
-number with millions of digits. Each problem raises the caller's own type of error.
+Only regular files are read, up to a size limit, because a path may name a fifo, on which a reader
+waits forever, or /dev/zero, which has no end. JSON may be nested deeper than Python's stack, or
+contain a number with millions of digits. Each problem raises the caller's own type of error.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def open_regular(path: str | os.PathLike[str], *, error: type[MegatronError]) ->
 
 
 def without_waiting(path: str, flags: int) -> int:
-    """Open a file for writing, as an `opener` of open().
+    """Open a file for writing, as an `opener` for open().
 
-    A fifo without a reader is an error instead of a wait.
+    For a fifo without a reader, it raises an error instead of waiting.
     """
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
 def write_text(path: Path, text: str, *, choose: str) -> Path:
-    """Write text in UTF-8, and create the folders above it; return the path.
+    """Write text to a UTF-8 file, creating its parent folders; return the path.
 
-    Raises ConfigError, which ends with `choose`, the user's alternative.
+    Raises ConfigError, whose message ends with `choose`, the user's alternative.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def read_bytes(
 
 
 def read_text(path: str | os.PathLike[str], limit_bytes: int, *, error: type[MegatronError]) -> str:
-    """Return the text of a regular UTF-8 file of at most `limit_bytes`, without byte order mark.
+    """Return the text of a regular UTF-8 file of at most `limit_bytes`, without a byte order mark.
 
     Raises `error`, naming the file.
     """
@@ -138,11 +138,11 @@ def parse_json(
 ) -> Any:
     """Return the value in a JSON text.
 
-    source   where the text is from, for the message
+    source   where the text comes from, for the message
     kind     type that the value must have: dict, list, ...
     bits     size of the largest integer
-    hooks    further arguments of json.loads, such as object_pairs_hook; their errors other than
-             ValueError are passed on
+    hooks    further arguments of json.loads, such as object_pairs_hook; errors that these raise,
+             other than ValueError, are passed on
 
     Raises `error` if the text is not JSON or has another type, is nested too deeply, or has larger
     integers.
@@ -183,9 +183,9 @@ def _integer(bits: int, digits: str) -> int:
 
 
 def check_depth(value: Any, levels: int = _DEPTH) -> None:
-    """Raise RecursionError if a value has more than `levels`.
+    """Raise RecursionError if a value is nested more than `levels` deep.
 
-    Recursive code that walks over it would do the same.
+    Recursive code that walks it might do the same.
     """
     if isinstance(value, (dict, list)):
         if not levels:

@@ -1,10 +1,11 @@
 """Bounds on untrusted pickles, checked before any of their values is created.
 
-A pickle can share a value: sixty nested pairs of one and the same pair are a file of 300 bytes and
-2^60 steps of hashing, printing or copying. Readers that execute nothing still accept them. This
-module follows the instructions without values, only with sizes. A pickle is refused for a tuple or
-number that is too large to hash, for a structure that is far larger than its file, is nested too
-deeply or contains itself, and for repeated copies of large containers.
+A pickle can share a value: sixty nested pairs, each of which holds the next one twice, take 300
+bytes in a file but 2^60 steps to hash, print or copy. Even readers that execute nothing accept
+them. This module follows the instructions without creating values, and tracks only their sizes. A
+pickle is refused for a tuple or number that is too large to hash, for a structure that is far
+larger than its file, is nested too deeply or contains itself, and for repeated copies of large
+containers.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from typing import Any, BinaryIO
 
 from megatron.errors import MegatronError
 
-_LARGEST_TUPLE = 4096  # values in it, those of inner tuples included
+_LARGEST_TUPLE = 4096  # values in it, including those in inner tuples
 _GROWTH = 64  # values for each instruction of the pickle
 _FREE = 1 << 20  # and this many in addition
 _DEPTH = 200
-_LEGACY_PICKLES = 5  # in a file from before torch 1.6; the bytes of its tensors follow
+_LEGACY_PICKLES = 5  # in a file from before torch 1.6; its tensors' bytes follow
 _ZIP = b"PK\x03\x04"
-_NAME_LENGTHS = 26  # byte of a zip entry's header at which they are; name and extra field follow
+_NAME_LENGTHS = 26  # their offset in a zip entry's header; the name and extra field follow
 
 _KINDS = {
     **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), "put"),
@@ -43,7 +44,7 @@ _KINDS = {
 
 @dataclass(eq=False, slots=True)
 class _Value:
-    """A value without content: the values inside, and its size as a part of a key."""
+    """A value without content: the values inside it, and its size as part of a key."""
 
     inside: list[_Value]
     hashed: int = 1
@@ -54,7 +55,7 @@ _MARK = _Value([])
 
 
 def check_torch_file(file: BinaryIO, source: object, error: type[MegatronError]) -> None:
-    """Check the pickles of a file that torch.save wrote, as torch.load will read them.
+    """Check the pickles in a file that torch.save wrote, as torch.load will read them.
 
     `file` is positioned at its start, before and after. Raises `error`, naming `source`.
     """
@@ -64,7 +65,7 @@ def check_torch_file(file: BinaryIO, source: object, error: type[MegatronError])
                 listed = [one for one in archive.infolist() if _is_pickle(one.filename)]
                 if len(listed) != 1 or listed[0].compress_type != zipfile.ZIP_STORED:
                     raise ValueError("its data.pkl is missing, compressed or there twice")
-            # Not by zipfile, which compares checksums: torch may write none.
+            # Not with zipfile, which verifies checksums: torch may not have written any.
             file.seek(listed[0].header_offset + _NAME_LENGTHS)
             file.seek(sum(struct.unpack("<HH", file.read(4))), os.SEEK_CUR)
             check_pickle(file.read(listed[0].file_size), source, error)
@@ -89,7 +90,7 @@ def _is_pickle(name: str) -> bool:
 
 
 def check_pickle(content: bytes | BinaryIO, source: object, error: type[MegatronError]) -> None:
-    """Check a pickle: bytes, or the one at a file's position, which moves to the end of it.
+    """Check a pickle, given as bytes or at a file's position, which moves to the pickle's end.
 
     Raises `error`, naming `source`, for one that would take time or memory out of proportion to its
     size, and LookupError or ValueError if it is damaged.
@@ -112,7 +113,7 @@ def check_pickle(content: bytes | BinaryIO, source: object, error: type[Megatron
         elif kind == "empty":
             stack.append(_Value([]))
         elif kind == "number":
-            # Its hash is not cached: for a large number it takes time on every use.
+            # Its hash is not cached: hashing a large number takes time on every use.
             stack.append(_Value([], 1 + argument.bit_length() // 64))
         elif kind == "dup":
             stack.append(stack[-1])
@@ -156,7 +157,7 @@ def check_pickle(content: bytes | BinaryIO, source: object, error: type[Megatron
 
 def _check_size(top: _Value, most: int, source: object, error: type[MegatronError]) -> None:
     """Raise `error` if a value with its content is too large, too deep, or contains itself."""
-    sizes = {id(_PLAIN): (1, 1)}  # values with those inside, and levels
+    sizes = {id(_PLAIN): (1, 1)}  # number of values, including those inside, and of levels
     started: set[int] = set()
     pending = [top]
     while pending:

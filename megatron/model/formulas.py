@@ -2,9 +2,9 @@
 
 The built-in model needs no torch for this.
 
-Operations are counted for matrix products only, a multiplication and an addition for each element:
+Only the operations of matrix products are counted, a multiplication and an addition for each term:
 2 m n k for [m, k] x [k, n]. Norms, activations, softmax and dropout are left out, as in the papers
-with whose figures they are compared.
+whose figures these are compared with.
 
 Letters: h hidden size, f MLP size, n heads, g key and value heads, d head size, s sequence length,
 V vocabulary, L layers, B global batch size.
@@ -21,9 +21,9 @@ from megatron.config.parallel import RecomputeConfig
 
 _TERA = 1e12
 
-# Dense peak of matrix units in fp32, fp16 and bf16, TFLOP/s, from the vendors' data sheets, by a
-# part of the name. The first match counts. A device is a device to torch: for an MI250X or MI250,
-# one of its two dies.
+# Dense peak of the matrix units in fp32, fp16 and bf16, TFLOP/s, from the vendors' data sheets, by
+# part of the device name; the first match counts. A device is what torch sees as one: for an MI250X
+# or MI250, one of its two dies.
 _PEAKS = (
     ("MI355X", 157.3, 2516.6, 2516.6),
     ("MI350X", 144.2, 2306.9, 2306.9),
@@ -44,7 +44,7 @@ _PEAKS = (
 
 
 def layer_matrices(model: ModelConfig, layer: int = 0, active: bool = False) -> int:
-    """Return the entries of one layer's weight matrices; a gate doubles the input of the MLP.
+    """Return the number of entries in a layer's weight matrices; a gate adds a matrix to the MLP.
 
     `active`: count only the experts that a token passes through.
     """
@@ -62,7 +62,7 @@ def _experts(model: ModelConfig, layer: int, active: bool) -> tuple[int, int]:
 
 
 def _mlp_rows(model: ModelConfig, layer: int, active: bool) -> int:
-    """Return the entries of the matrices of a layer's MLP or experts, divided by h."""
+    """Return the number of entries in the matrices of a layer's MLP or experts, divided by h."""
     count, width = _experts(model, layer, active)
     width *= count
     router = 0
@@ -73,7 +73,7 @@ def _mlp_rows(model: ModelConfig, layer: int, active: bool) -> int:
 
 
 def total_parameters(model: ModelConfig, active: bool = False) -> int:
-    """Return all parameters of the model, a tied embedding counted once.
+    """Return the number of parameters of the model; a tied embedding is counted once.
 
     `active`: count only the experts that a token passes through.
     """
@@ -82,7 +82,7 @@ def total_parameters(model: ModelConfig, active: bool = False) -> int:
     heads = model.num_attention_heads
     groups = model.num_key_value_heads
     d = model.kv_channels
-    width = 2 if model.normalization == "layernorm" else 1  # vectors of a norm
+    width = 2 if model.normalization == "layernorm" else 1  # vectors per norm
     layer = bias * h + len(model.layer_norms) * width * h
     layer += int(model.qkv_bias) * (heads + 2 * groups) * d
     if model.qk_layernorm:
@@ -99,9 +99,9 @@ def total_parameters(model: ModelConfig, active: bool = False) -> int:
 
 
 def parameters_of(config: Config) -> int:
-    """Return all parameters of a configuration's model.
+    """Return the number of parameters of a configuration's model.
 
-    The model is built, without memory, if it has user-defined pieces.
+    If it has user-defined pieces, the model is built without allocating memory.
     """
     if config.pieces.layer is None and config.pieces.model is None:
         return total_parameters(config.model)
@@ -113,8 +113,8 @@ def parameters_of(config: Config) -> int:
 def flops_per_token_of(config: Config) -> float:
     """Return model_flops_per_token of a configuration's model.
 
-    Each further parameter of user-defined pieces counts as one product forward and two backward;
-    attention counts as in the built-in layer.
+    Each additional parameter of user-defined pieces counts as one product in the forward pass and
+    two in the backward pass; attention counts as in the built-in layer.
     """
     more = parameters_of(config) - total_parameters(config.model)
     return model_flops_per_token(config.model) + 6.0 * more
@@ -133,8 +133,8 @@ def _vocab(model: ModelConfig) -> int:
 def attention_score_flops(model: ModelConfig, layer: int = 0) -> float:
     """Return the forward FLOPs per token of a layer's scores and weighted values: 4 s n d.
 
-    All pairs are counted, including those that a causal mask hides. A layer with a sliding window
-    counts the keys of a full one: 4 (LEFT + 1) n d.
+    All pairs are counted, including those that a causal mask hides. For a layer with a
+    sliding window, the keys of a full window are counted: 4 (LEFT + 1) n d.
     """
     window = model.window(layer)
     keys = model.seq_length if window is None else min(window + 1, model.seq_length)
@@ -142,19 +142,19 @@ def attention_score_flops(model: ModelConfig, layer: int = 0) -> float:
 
 
 def layer_flops(model: ModelConfig, layer: int = 0) -> float:
-    """Return the forward FLOPs per token of one layer, counted from 0."""
+    """Return the forward FLOPs per token of a layer; layers are numbered from 0."""
     return 2.0 * layer_matrices(model, layer, active=True) + attention_score_flops(model, layer)
 
 
 def _last_product_flops(model: ModelConfig, layer: int) -> float:
-    """Return the forward FLOPs per token of a layer's last product, if only sums follow it."""
+    """Return the forward FLOPs per token of a layer's last product; 0 unless only sums follow."""
     if model.has_experts(layer) or "post_mlp_layernorm" in model.layer_norms:
         return 0.0
     return 2.0 * model.hidden_size * model.ffn_hidden_size
 
 
 def _mean_over_layers(model: ModelConfig, flops: Callable[[ModelConfig, int], float]) -> float:
-    """Return the mean of a layer's FLOPs over all layers."""
+    """Return the FLOPs of a layer, averaged over all layers."""
     if model.window_size is None and model.num_experts is None:
         return flops(model, 0)
     return math.fsum(flops(model, layer) for layer in range(model.num_layers)) / model.num_layers
@@ -163,7 +163,7 @@ def _mean_over_layers(model: ModelConfig, flops: Callable[[ModelConfig, int], fl
 def model_flops_per_token(model: ModelConfig) -> float:
     """Return the FLOPs of one token's forward and backward pass, without recomputation.
 
-    The backward pass takes twice as many as the forward pass. The logits take 2 h V.
+    The backward pass takes twice as many as the forward pass, in which the logits take 2 h V.
     """
     head = 2.0 * model.hidden_size * _vocab(model)
     return 3.0 * (model.num_layers * _mean_over_layers(model, layer_flops) + head)
@@ -206,7 +206,7 @@ def paper_flops(
         24 k B s L h^2 (1 + s / (6 h) + V / (16 L h)),  k = 4 with activation checkpointing and 3
         without.
 
-    The vocabulary's term is exact for k = 4 and logits that are not recomputed (Narayanan et al.,
+    The vocabulary term is exact for k = 4 and logits that are not recomputed (Narayanan et al.,
     arXiv 2104.04473, section 5.1); with k = 3 it is a quarter too small.
     """
     k = 4 if checkpointing else 3
@@ -230,9 +230,9 @@ def peak_tflops(device_name: str, dtype_name: str) -> float | None:
 
 
 def device_unit(device_name: str) -> str:
-    """Return the unit of figures per device: a GCD for the MI250, otherwise a device.
+    """Return the unit for per-device figures: a GCD for the MI250, otherwise a device.
 
-    Each half of an MI250 is a device to programs.
+    Programs see each half of an MI250 as a device.
 
     >>> device_unit("AMD Instinct MI250X"), device_unit("NVIDIA H100")
     ('GCD', 'device')

@@ -1,4 +1,4 @@
-"""A GPT, cut into pipeline stages. Read from top to bottom: embed, layers, head and loss."""
+"""A GPT, split into pipeline stages. Read from top to bottom: embedding, layers, head and loss."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from megatron.parallel.topology import Topology
 from megatron.protocols import Layer, Stage
 
 OUTPUT_LAYER = "output_layer.weight"
-EMBEDDING_LAYER = -1  # the index of the embedding for dropout keys
+EMBEDDING_LAYER = -1  # stands for the embedding among the layer indices of dropout keys
 
 
 class GPTChunk(nn.Module):
@@ -53,7 +53,7 @@ class GPTChunk(nn.Module):
     scalar fp32 loss of the micro-batch: the mean over its unmasked tokens. `hidden` is None on the
     first stage.
 
-    With a `cache`, which each pass extends, the tokens of the batch follow those of earlier passes.
+    With a `cache`, which each pass extends, the batch's tokens follow the tokens of earlier passes.
 
     With late_loss=True, for an executor that needs the loss only after its backward pass, the loss
     is NaN until then, and the full logits never exist at once (megatron.layers.vocabulary).
@@ -133,7 +133,7 @@ class GPTChunk(nn.Module):
     def token_losses(self, batch: MicroBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return, on the last stage, the loss of every label, [b, s], and whether it is greedy.
 
-        Greedy: no other token has a higher score. Without gradients.
+        A label is greedy if no other token has a higher score. No gradients are computed.
         """
         assert self.is_last, "labels are compared on the last stage"
         x = self._outputs(self._hidden(batch, hidden))
@@ -153,7 +153,7 @@ class GPTChunk(nn.Module):
             for name in ("word_embeddings", "embedding_layernorm", "position_embeddings")
         )
         calls = [(m, list(m.parameters())) for m in (*embeddings, *self.layers) if m is not None]
-        # the norm is called right before the product with the output weight, which is in no module
+        # the norm is called right before the product with the output weight, which no module owns
         if self.is_last:
             calls.append(
                 (self.final_layernorm, [*self.final_layernorm.parameters(), self.output_weight])
@@ -171,15 +171,15 @@ class GPTChunk(nn.Module):
 
         Padding entries are included (-infinity).
 
-        `positions` int64 [b]: only the scores of one position of each sample, [1, b, vocab/tp],
-        without gradients.
+        With `positions`, int64 [b], return only the scores at one position of each sample,
+        [1, b, vocab/tp], without gradients.
         """
         assert self.is_last, "logits exist on the last stage"
         x = self._outputs(self._hidden(batch, hidden, cache))
         return scores(x, self._vocabulary(), positions)
 
     def _outputs(self, hidden: Tensor) -> Tensor:
-        """Return the input of the output layer, including the factor on its scores."""
+        """Return the output layer's input, multiplied by the factor on its scores."""
         x: Tensor = self.final_layernorm(hidden)
         scale = self.config.model.mup_output_mult
         return x if scale is None or scale == 1.0 else x * scale
@@ -260,7 +260,7 @@ class GPTChunk(nn.Module):
 def layer_context(
     config: Config, topology: Topology, perform_initialization: bool = True, late: bool = False
 ) -> LayerContext:
-    """Return the distribution of this rank's layers over ranks, see ParameterFactory."""
+    """Return how this rank's layers are distributed over ranks; see ParameterFactory."""
     model = config.model
     base_shapes = dict[str, tuple[int, ...]]()
     if model.use_mup:
@@ -300,9 +300,9 @@ def build_chunks(
 
     Parameters are in fp32 on the topology's device.
 
-    Global stage g is on pipeline rank g mod pp. A tied embedding is one parameter if first and last
-    stage share a process, otherwise two synchronised copies. Stages or layers may be user-defined
-    (Config.with_pieces).
+    Global stage g is on pipeline rank g mod pp. A tied embedding is a single parameter if the first
+    and the last stage share a process, otherwise two synchronised copies. Stages or layers may be
+    user-defined (Config.with_pieces).
     """
     context = context or layer_context(config, topology)
     stages = config.parallel.num_stages
@@ -320,7 +320,7 @@ def build_chunks(
 
 
 def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the global shape of each parameter of the model, by name; no memory is used."""
+    """Return the global shape of each parameter of the model, by name; allocates no memory."""
     # with all stages, not sharded over tensor ranks
     one = Topology.from_layout(Layout(), 0, device=torch.device("meta"))
     shardings = [sharding_of(p) for p in build_chunks(config, one).parameters()]
@@ -330,15 +330,15 @@ def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 def stages_of(
     chunks: nn.ModuleDict,
 ) -> dict[int, Callable[[MicroBatch, Tensor | None], Tensor]]:
-    """Return the functions that an executor runs, by global stage: the chunks.
+    """Return the functions that an executor runs, by global stage: the chunks with late_loss.
 
-    They get their loss in the backward pass.
+    They compute their loss in the backward pass.
     """
     return {int(stage): partial(chunk, late_loss=True) for stage, chunk in chunks.items()}
 
 
 def hidden_state(config: Config) -> tuple[tuple[int, int, int], torch.dtype]:
-    """Return shape and dtype of messages between stages, [s(/tp), b, h], s being a rank's slice."""
+    """Return the shape [s(/tp), b, h] and dtype of messages between stages; s is a rank's slice."""
     parallel = config.parallel
     model = config.model
     shape = (

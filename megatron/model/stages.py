@@ -1,4 +1,4 @@
-"""Division of the layers into pipeline stages and recomputed groups. Pure arithmetic; needs no torch."""
+"""Divides the layers into pipeline stages and recomputed groups; arithmetic without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def assign_layers(num_layers: int, num_stages: int, layout: str | None = None) -
     projection and the loss, never gets one, and the first, which also holds the embedding and the
     most activations under 1F1B, gets one only if all stages between them do.
 
-    `layout` has the number of layers of each stage, such as "3,4,4,3".
+    `layout` lists the number of layers in each stage, such as "3,4,4,3".
 
     Raises ConfigError if a stage would be empty, or if the layout does not have one positive number
     per stage, adding up to num_layers.
@@ -68,10 +68,10 @@ def _parse(layout: str, num_layers: int, num_stages: int) -> list[int]:
 
 
 def recomputed_groups(layers: int, recompute: RecomputeConfig) -> list[int]:
-    """List the sizes, in order, of the groups of a stage's layers that are fully recomputed.
+    """Return the sizes, in order, of the groups of a stage's layers that are fully recomputed.
 
-    uniform: each group of n layers keeps only its input (Chen et al., arXiv 1604.06174). block: each
-    of the stage's first n layers keeps only its input; the others keep everything.
+    uniform: each group of n layers keeps only its input (Chen et al., arXiv 1604.06174).
+    block: each of the stage's first n layers keeps only its input; the others keep everything.
     """
     n = recompute.recompute_num_layers
     if recompute.recompute_granularity != "full":

@@ -1,18 +1,18 @@
 """Captured passes: the passes of a chunk over a micro-batch, recorded once and replayed.
 
 After some eager steps each pass is recorded as a CUDA or HIP graph, which the host launches in
-one call. Decisions of the host stay outside: messages between stages, buckets of gradients, the
-factor on a loss. A chunk has as many slots as its schedule has micro-batches in flight: a slot has
-static inputs, and the memory of the activations that its forward pass keeps for its backward pass.
-Integers of a micro-batch are inputs on the device as well: dropout masks depend on the number of
+one call. Host decisions stay outside: messages between stages, gradient buckets, the factor on a
+loss. A chunk has as many slots as its schedule has micro-batches in flight: a slot has static
+inputs, and the memory of the activations that its forward pass keeps for its backward pass. A
+micro-batch's integers become inputs on the device as well: dropout masks depend on the number of
 its first sample.
 
 Like torch.cuda.make_graphed_callables, it records the forward pass with autograd and the backward
 pass through its graph, in one memory pool. The graph is retained, so that the backward pass of the
 last micro-batch, during which gradients are sent, can run eagerly.
 
-On a CPU there are no such graphs. A rehearsal records the operators instead, and calls them again
-on the same memory. It enforces the rules of a capture: tests then find code that would break one.
+A CPU has no such graphs. There a rehearsal records the operators instead, and calls them again on
+the same memory. It enforces the rules of a capture, so that tests find code that would break one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DATA_DEPENDENT = _operators(
 )
 """Operators that return a value to the host, or a tensor whose size depends on values."""
 INDEXED = _operators("index index_put index_put_ _index_put_impl_")
-"""Operators that do this if an index is a mask."""
+"""Operators that do so if an index is a mask."""
 _MOVES = _operators("set_ resize_ resize_as_")
 _EMPTY = _operators("empty empty_like new_empty empty_strided new_empty_strided")
 
@@ -81,7 +81,7 @@ class _Rules(TorchDispatchMode):
     calls  list to which a rehearsal appends each operator's repetition; None: they are in a
            device's graph
 
-    Tensors from outside, such as tables of angles, are kept: a replay reads their memory.
+    Tensors from outside, such as rotary tables, are kept alive: a replay reads their memory.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class _Rules(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or torch's compiler would be imported
+        return False  # otherwise torch's compiler would be imported
 
     def __torch_dispatch__(
         self,
@@ -174,7 +174,7 @@ def _repeated(
 
     def bare(x: Tensor) -> Tensor:
         # Without autograd, and with a separate version counter: the counters that autograd has
-        # recorded stay.
+        # recorded do not change.
         return x.data
 
     args, kwargs = tree_map_only(Tensor, bare, (args, kwargs))
@@ -197,9 +197,9 @@ def _repeated(
 
 
 class Recorded:
-    """One recorded pass: a graph, or a rehearsal, depending on `device`.
+    """One recorded pass: a graph, or a rehearsal if the pool is on a CPU.
 
-    The constructor also runs `function` once, like `replay`.
+    The constructor also runs `function` once, with the effects of a `replay`.
 
     added  parameters that got a contribution to their gradient, in order
     """
@@ -225,9 +225,9 @@ class Recorded:
                     function()
             else:
                 self._graph = torch.cuda.CUDAGraph()
-                # Threads that copy or wait for messages continue (capture_error_mode). All passes
-                # share one stream: libraries create a handle for each stream (pytorch pull request
-                # 187745).
+                # Threads that copy or wait for messages may continue (capture_error_mode). All
+                # passes share one stream: libraries create a handle per stream (pytorch pull
+                # request 187745).
                 with (
                     torch.cuda.graph(
                         self._graph,
@@ -255,7 +255,7 @@ class Recorded:
         self._tell()
 
     def _tell(self) -> None:
-        """Count the contributions to gradients, like the layers in an eager pass."""
+        """Count the contributions to gradients, as layers do in an eager pass."""
         for p in self.added:
             added = p.gradient_accumulator.added  # type: ignore[attr-defined]
             if added is not None:
@@ -267,7 +267,7 @@ Message = tuple[tuple[int, ...], torch.dtype]
 
 
 class Pool:
-    """Stream and memory of all recorded passes, and their messages.
+    """Stream and memory shared by all recorded passes, and the form of their messages.
 
     The stream is None on a CPU.
     """
@@ -284,7 +284,7 @@ class Pool:
 
 
 class Slot:
-    """Slot of one micro-batch in flight in a stage: its static inputs and recorded passes.
+    """Slot for one micro-batch in flight in a stage: its static inputs and recorded passes.
 
     loss  the last stage's loss, once the backward pass has been replayed
     """
@@ -306,14 +306,14 @@ class Slot:
         self.loss: Tensor | None = None
 
     def forward(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
-        """Return the output of the stage, a copy for the caller; on the last stage the loss."""
+        """Return a copy of the stage's output, which is the loss on the last stage."""
         inputs = [(x, getattr(batch, name)) for name, x in _tensors(self._batch).items()]
         if self._hidden is not None:
             inputs.append((self._hidden, hidden))
         for buffer, x in inputs:  # autograd must not detect that saved tensors have changed
             if isinstance(x, Tensor):
                 buffer.data.copy_(x)
-            else:  # an argument of a kernel: the host copies nothing
+            else:  # passed as a kernel argument: nothing is copied from the host
                 buffer.data.fill_(x)
         self._run("forward pass", self._forward)
         output = self._stage.output if self.loss is None else self.loss
@@ -362,7 +362,7 @@ class Slot:
         """
         if self._eager:
             return [*deferred, self.release]
-        if deferred:  # recorded just now; their tensors stay
+        if deferred:  # recorded just now; their tensors stay allocated
             self._deferred = deferred
         return [lambda: self._run("weight gradients", self._weights), self.release]
 
@@ -375,7 +375,7 @@ class Slot:
         self._stage.free.append(self)
 
     def _run(self, kind: str, function: Callable[[], None]) -> None:
-        """Record a pass the first time, which runs it; replay it afterwards."""
+        """Record a pass the first time, which also runs it; replay it afterwards."""
         done = self._passes.get(kind)
         if done is not None:
             with torch.no_grad():
@@ -393,10 +393,10 @@ class CapturedStage:
     """A stage of this rank, with the tensors that its slots share.
 
     chunk     the function that the executor calls
-    module    has the parameters and modules that it uses
+    module    contains the parameters and modules that it uses
     last      whether its output is the loss
 
-    Output, its gradient, and the gradient of the input are each in use within one pass only.
+    The output, its gradient and the input's gradient are each in use within a single pass only.
     """
 
     def __init__(
@@ -453,7 +453,7 @@ class Captures:
     def begin(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Begin a training step; return whether its passes are replayed.
 
-        Raises ConfigError, also in eager steps, if one pass cannot be used for all micro-batches.
+        Raises ConfigError, even in eager steps, if one pass cannot be used for all micro-batches.
         """
         for batch in micro_batches:
             self._check(batch)
@@ -478,7 +478,7 @@ class Captures:
         return True
 
     def _check(self, batch: MicroBatch) -> None:
-        """Check that a micro-batch has no arrays, and tensors like those of all earlier ones."""
+        """Check that a micro-batch has no NumPy arrays, and tensors shaped like earlier ones."""
         for name, value in vars(batch).items():
             if isinstance(value, np.ndarray):
                 raise ConfigError(
@@ -502,9 +502,9 @@ class Captures:
     def stream(self) -> Iterator[None]:
         """Run training passes on the stream on which they are, or will be, recorded.
 
-        Libraries make their handles and memory for each stream: eager steps do this first, since a
-        capture must not (pytorch pull request 187745). Nodes of autograd run on the stream on which
-        they were made.
+        Libraries create handles and memory per stream: eager steps do this first, since a capture
+        must not (pytorch pull request 187745). Autograd nodes run on the stream on which they were
+        created.
         """
         stream = self._pool.stream
         if stream is None:
@@ -521,7 +521,7 @@ class Captures:
         return captured.free.pop() if captured.free else Slot(captured, batch, hidden)
 
     def eager(self, stage: int, micro_batch: int) -> bool:
-        """Return whether a backward pass has to run eagerly: gradients are sent while it runs."""
+        """Return whether a backward pass runs eagerly, as gradients are sent during it."""
         accumulators = self._captured[stage].accumulators() if micro_batch == self._last else []
         return any(accumulator.added is not None for accumulator in accumulators)
 
@@ -532,7 +532,7 @@ def _tensors_of(values: object) -> list[Tensor]:
 
 
 def _storage(x: Tensor) -> int:
-    """Return a number for the memory of a tensor."""
+    """Return a number that identifies a tensor's memory."""
     return int(x.untyped_storage()._cdata)
 
 

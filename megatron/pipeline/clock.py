@@ -1,9 +1,9 @@
-"""Times of the passes of a training step, from seconds per stage and per boundary.
+"""Times of a training step's passes, computed from the time per stage and per boundary.
 
-The executor's instruction lists run on a clock. Each rank executes its list of a schedule like the
-executor: receives are posted ahead, sends are in flight, and messages follow each other on their
-links (schedule.py, executor.py). There is no formula for the bubble. Times are counted in whole
-ticks, the caller's unit divided by a power of two, so that sums are exact in any order.
+The executor's instruction lists run on a simulated clock. Each rank executes its list as the
+executor does: receives are posted ahead, sends are asynchronous, and messages queue on their links
+(schedule.py, executor.py). There is no formula for the bubble. Times are counted in whole ticks,
+the caller's unit divided by a power of two, so that sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleTimeline:
-    """Computations of each rank in order."""
+    """Computations of each rank, in order."""
 
     ranks: tuple[tuple[Span, ...], ...]
 
@@ -62,7 +62,7 @@ Boundary = tuple[float, float]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one micro-batch in each global stage (chunk * pipeline size + pipeline rank).
+    """Seconds per micro-batch in each global stage (chunk * pipeline size + pipeline rank).
 
     forward   a forward pass
     backward  a full backward pass; for 'zb-h1' its first half, the gradient of the input (and
@@ -80,10 +80,10 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Cost of messages, by the pipeline rank that sends: (seconds on the link, seconds of latency).
+    """Cost of messages, by sending pipeline rank: (seconds on the link, seconds of latency).
 
-    forward   to the next rank, from the last rank to the first (only with several chunks)
-    backward  to the previous rank, from the first rank to the last
+    forward   to the next rank; from the last rank to the first (only with several chunks)
+    backward  to the previous rank; from the first rank to the last
     duplex    whether the two directions of a pair of ranks are independent. Otherwise a pair's
               messages follow each other in the order in which they are posted, as on the single
               communicator that NCCL and RCCL have for a pair.
@@ -128,15 +128,15 @@ class PipelineRun:
 
     busy           time spent computing
     waited         time spent waiting before the rank is done
-    message_wait   the share of `waited` after the awaited result had been computed: the cost of
+    message_wait   the part of `waited` after the awaited result had been computed: the cost of
                    messages, and of receives that are posted late because stages differ
     ends           when the rank is done with its last pass and all its sends
 
     By global stage, for work that overlaps with passes (gathering weights, reducing gradients):
 
     first_forward_start   start of its first forward pass
-    last_backward_start   start of the last pass that computes gradients of weights (under 'zb-h1' a
-                          second half)
+    last_backward_start   start of the last pass that computes weight gradients (under 'zb-h1' the
+                          second half of a backward pass)
     last_backward_end     end of that pass
     """
 
@@ -184,9 +184,9 @@ def run_pipeline(pipeline: Pipeline) -> PipelineRun:
 
 @lru_cache(maxsize=1)  # a plot and a trace are made from the same run
 def timeline(run: PipelineRun) -> ScheduleTimeline:
-    """Return the passes of each rank of a run with start and end, in order.
+    """Return each rank's passes in a run, in order, with their start and end times.
 
-    Large pipelines take much memory.
+    This takes a lot of memory for large pipelines.
     """
     lists, done, scale = _run(run.pipeline)
     return _timeline(lists, done.starts / scale, done.ends / scale)
@@ -231,7 +231,7 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
     m = pipeline.micro_batches
     times = pipeline.times
     stages = p * v
-    # Few large lists are cached: they take 12 bytes for each instruction.
+    # Only the last large lists are cached: they take 12 bytes per instruction.
     lists = (_small_lists if stages * m <= _SMALL else _large_lists)(pipeline.schedule, p, v, m)
     assert len(times.forward) == len(times.backward) == stages, (
         f"expected the times of {stages} stages"
@@ -241,7 +241,7 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
         [times.forward, times.backward, times.backward, times.weight or none, times.first or none]
     )
     if not isinstance(pipeline.schedule, str) or ORDERS[pipeline.schedule].splits:
-        # a full pass, as on a pipeline of one rank, or if an order splits only some passes
+        # full passes, for a pipeline of one rank or an order that splits only some passes
         passes[Op.BACKWARD] += passes[Op.BACKWARD_WEIGHT]
     messages = np.zeros((4, stages))
     boundaries = pipeline.boundaries
@@ -256,7 +256,7 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
     scale = 1.0
     at_once = math.inf
     if pipeline.cores is None:
-        # As many ticks as let the longest conceivable step stay below 2**61.
+        # As many ticks per unit as keep the longest conceivable step below 2**61.
         each = passes[[0, 2, 3, 4]].max(axis=1).sum()
         longest = stages * m * (each + 2 * messages.reshape(2, 2, -1).sum(axis=1).max())
         if longest > 0:

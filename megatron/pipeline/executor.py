@@ -1,4 +1,4 @@
-"""Execution of this rank's instructions of a pipeline schedule.
+"""Executes this rank's instructions in a pipeline schedule.
 
 Chunks may be any callables that map a hidden state to a hidden state.
 """
@@ -34,7 +34,7 @@ Shape = Sequence[int] | Callable[[MicroBatch], Sequence[int]]
 
 
 class Executor:
-    """Forward and backward passes of this rank's chunks over the micro-batches of a step.
+    """Runs the forward and backward passes of this rank's chunks over a step's micro-batches.
 
     topology          has the pipeline group, and the device on which received tensors are
                       allocated.
@@ -43,7 +43,7 @@ class Executor:
                       returns the scalar loss of the micro-batch, the others a tensor like
                       `message`. In training the value of the loss is read after its backward pass,
                       which may compute it.
-    schedule          '1f1b', 'interleaved', 'zb-h1' or an order itself (orders.py), with the same
+    schedule          '1f1b', 'interleaved', 'zb-h1' or an order function (orders.py), with the same
                       number of chunks on every rank.
     message           shape and dtype of the hidden state between stages; the shape may be a
                       function of the micro-batch.
@@ -145,7 +145,7 @@ class Executor:
             return _Pass(self, micro_batches, None, ()).run(self._plan(len(micro_batches), True))
 
     def new_message(self, micro_batch: MicroBatch) -> Tensor:
-        """Return memory for the hidden state between stages for this micro-batch."""
+        """Allocate the hidden state that is passed between stages for this micro-batch."""
         shape, dtype = self.message
         shape = shape(micro_batch) if callable(shape) else shape
         return torch.empty(tuple(shape), dtype=dtype, device=self.topology.device)
@@ -164,7 +164,7 @@ _NAMES = {op: op.name.encode() for op in Op}  # for the flight recorder
 class _Saved(NamedTuple):
     """Graph of a chunk's forward pass (through root), its input, and the list for the gradient.
 
-    A recorded pass has its slot instead, which has the input.
+    For a recorded pass, `root` is its slot, which also holds the input.
     """
 
     root: Tensor | Slot
@@ -192,8 +192,8 @@ class _Pass:
         self._last_stage = executor.last_stage
         self._captures = captures
         self._saved: dict[tuple[int, int], _Saved] = {}
-        self._activations: dict[tuple[int, int], Tensor] = {}  # by the stage that made them
-        # gradients of inputs, by the stage that made them
+        self._activations: dict[tuple[int, int], Tensor] = {}  # by the stage that produced them
+        # gradients of inputs, by the stage that produced them
         self._gradients: dict[tuple[int, int], Tensor] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self._losses: dict[int, Tensor] = {}
@@ -294,7 +294,7 @@ class _Pass:
             torch.autograd.backward(saved.root)
         if saved.hidden is not None:
             gradient_of_input = saved.hidden.grad
-            if gradient_of_input is None:  # or need not use its input
+            if gradient_of_input is None:  # or may not use its input
                 gradient_of_input = torch.zeros_like(saved.hidden)
             self._gradients[stage, index] = gradient_of_input.detach()
 
@@ -354,7 +354,7 @@ class StageMessages:
         self._received: dict[Instruction, _Message] = {}
 
     def send(self, instruction: Instruction, tensor: Tensor) -> None:
-        """Start to send `tensor`; it is kept alive and must not change until it has been sent."""
+        """Start sending `tensor`; it is kept alive and must not change until it has been sent."""
         tensor = tensor.contiguous()
         self._release(SENDS_IN_FLIGHT - 1)
         with self._recorded(instruction, tensor):
@@ -383,7 +383,7 @@ class StageMessages:
         self._release(0)
 
     def _release(self, keep: int) -> None:
-        """Release tensors that have been sent, and wait for the oldest until at most `keep` remain."""
+        """Release tensors that have been sent; wait for the oldest until at most `keep` remain."""
         while self._sent:
             oldest = self._sent[0]
             with self._named_neighbour(oldest.instruction):

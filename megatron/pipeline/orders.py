@@ -3,10 +3,10 @@
 The orders are 1F1B, interleaved 1F1B and zero-bubble ZB-H1. They are defined only here.
 
 An order is a function of (pipeline size, chunks, micro-batches, rank) that returns the rank's
-passes: instructions, or an array with their (op, stage, micro-batch) in rows, where stage = chunk *
-pipeline size + rank. Messages, the activations that a rank holds (schedule.py) and the time of a
-step (clock.py) follow from the passes of all ranks. A new order is one function, in ORDERS or
-passed instead of a name.
+passes: instructions, or an array with one row (op, stage, micro-batch) for each, where stage =
+chunk * pipeline size + rank. Messages, the activations that a rank holds (schedule.py) and the time
+of a step (clock.py) follow from the passes of all ranks. A new order takes only one function, added
+to ORDERS or passed instead of a name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RECEIVES = frozenset((Op.RECV_FORWARD, Op.RECV_BACKWARD))
 
 SENDS_IN_FLIGHT = 4
 """Maximum number of sends that a rank has in flight. Their tensors are kept until they have been
-sent. Some backends (gloo) report this only to a wait, so a rank waits for the oldest send. Waiting
+sent. Some backends (gloo) report this only in a wait, so a rank waits for the oldest send. Waiting
 cannot deadlock: the schedules run even if every send blocks."""
 
 
@@ -93,8 +93,8 @@ def zero_bubble_h1(pipeline_size: int, chunks: int, micro_batches: int, rank: in
     """ZB-H1: 1F1B with weight gradients deferred to idle time.
 
     Source: Qi et al., arXiv 2401.10241, section 2.3. Rank r defers r of them: live micro-batches
-    plus deferred weight gradients stay within pipeline_size on every rank, as many as the first
-    rank holds under 1F1B.
+    plus deferred weight gradients never exceed pipeline_size on any rank, which is also the number
+    of live micro-batches on the first rank under 1F1B.
     """
     order = one_forward_one_backward(pipeline_size, chunks, micro_batches, rank)
     backward = np.flatnonzero(order[:, 0] == Op.BACKWARD)
@@ -110,9 +110,9 @@ def group_sizes(pipeline_size: int, micro_batches: int) -> list[int]:
     """Return the sizes of the groups of micro-batches, larger ones first.
 
     A group passes through one chunk before the next chunk starts. Groups have pipeline_size
-    micro-batches if that divides their number. Otherwise the remainder is spread over the groups:
-    none is smaller than the pipeline (a rank would wait for its own output to come round), and few
-    are much larger.
+    micro-batches if the number of micro-batches is a multiple of it. Otherwise the remainder is
+    spread over the groups: none is smaller than the pipeline (a rank would wait for its own output
+    to come around), and few are much larger.
 
     >>> group_sizes(4, 8), group_sizes(4, 11), group_sizes(4, 3)
     ([4, 4], [6, 5], [3])
@@ -129,8 +129,8 @@ def interleaved(pipeline_size: int, chunks: int, micro_batches: int, rank: int) 
     micro-batches in the largest group, rank r holds at most
     min(v m, 2 (p - r - 1) + (v - 1) g + 1) activations, each of one micro-batch in one chunk.
 
-    It is free of deadlock: let w = 2 (p - 1 - r) + (v - 1) g, and give the k-th backward pass of
-    rank r the number 2 k + 2 (p - 1 - r), its k-th forward pass 2 (k - w) + 2 (p - 1 - r) - 1. If
+    It cannot deadlock. Let w = 2 (p - 1 - r) + (v - 1) g, and give the k-th backward pass of rank r
+    the number 2 k + 2 (p - 1 - r) and its k-th forward pass 2 (k - w) + 2 (p - 1 - r) - 1. If
     every pass has a larger number than the passes it waits for, there is no cycle. On a rank the
     numbers rise along the list: w forward passes, then pairs of forward k + w and backward k. The
     forward pass that corresponds to the k-th backward pass is at most the (k + w)-th, since its
@@ -155,7 +155,7 @@ def interleaved(pipeline_size: int, chunks: int, micro_batches: int, rank: int) 
 
 
 def one_rank(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
-    """Order of a pipeline of one rank: every micro-batch forward through all chunks, then back."""
+    """Order for a pipeline of one rank: every micro-batch forward through all chunks, then back."""
     op = np.repeat([Op.FORWARD, Op.BACKWARD], chunks)
     chunk = np.r_[:chunks, chunks - 1 : -1 : -1]
     return _rows(
@@ -180,7 +180,7 @@ def _alternate(forward: Rows, backward: Rows, warm_up: int) -> Rows:
 class NamedOrder(NamedTuple):
     """A named order.
 
-    interleaves  whether it needs several chunks per rank, not one, if there are several ranks
+    interleaves  whether it needs several chunks per rank instead of one, if there are several ranks
     splits       whether it splits backward passes in two
     """
 
@@ -206,7 +206,7 @@ def passes_of_rank(
 ) -> Rows:
     """Return the passes of one rank in order.
 
-    A pipeline of one rank computes micro-batch by micro-batch under any name. Raises ConfigError
+    A pipeline of one rank computes one micro-batch after another under any name. Raises ConfigError
     unless each pass of the rank occurs once, and forward before backward.
     """
     if isinstance(schedule, str):
@@ -244,7 +244,7 @@ def passes_of_rank(
 
 
 def check_sizes(schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int) -> None:
-    """Raise ConfigError for a name, a size or a combination that does not exist."""
+    """Raise ConfigError for an unknown name, or an invalid size or combination."""
     if isinstance(schedule, str) and schedule not in ORDERS:
         raise ConfigError(
             f"pipeline schedule {schedule!r} does not exist: choose one of {', '.join(SCHEDULES)}"

@@ -1,7 +1,7 @@
-"""Pipeline schedules: which rank computes, sends and receives what, in which order.
+"""Pipeline schedules: which rank computes, sends and receives what, and in which order.
 
-This module also runs a schedule on a clock, and counts the activations that a rank holds. It is
-pure data and needs no torch.
+This module also runs a schedule on a clock, and counts the activations that a rank holds. Schedules
+are pure data, and the module needs no torch.
 
 >>> for instructions in build_schedule("1f1b", pipeline_size=2, chunks=1, micro_batches=2):
 ...     print(" ".join(f"{i.op.letters}{i.micro_batch}" for i in instructions))
@@ -9,9 +9,9 @@ F0 SF0 F1 SF1 RB0 B0 RB1 B1
 RF0 RF1 F0 B0 SB0 F1 B1 SB1
 
 The passes of each rank come from orders.py. This module places the messages between them by one
-rule. They carry no tags: the n-th message that one rank sends to another is the n-th that the other
+rule. Messages carry no tags: the n-th that one rank sends to another is the n-th that the other
 receives. And they must not deadlock if a send blocks its rank until the receive is posted, as on an
-NCCL or RCCL communicator. Therefore all messages of a step form one sequence, and every rank posts
+NCCL or RCCL communicator. Therefore all messages in a step form one sequence, and every rank posts
 its sends and receives in that sequence: a cycle of ranks that wait for each other would need a
 message that precedes itself.
 
@@ -19,11 +19,11 @@ The sequence is the order in which messages are produced in a step with nominal 
 message waits behind one that is produced later, as long as computations take about their nominal
 times.
 
-With several chunks messages travel around a ring, and in a step without latency a rank produces a
+With several chunks, messages travel around a ring, and in a step without latency a rank produces a
 message at the very moment when its neighbour does. On a network each rank runs a little behind the
 previous one: a rank that must send before it posts its receive would post it too late. For several
 chunks, the nominal messages therefore take `planned_latency`, which puts them in the order of the
-real ones. With one chunk ranks compute in turn, and the order without latency is the best.
+real ones. With one chunk, ranks compute in turn, and the order without latency is best.
 """
 
 from __future__ import annotations
@@ -94,18 +94,18 @@ class Schedule:
 def build_schedule(
     name: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, forward_only: bool = False
 ) -> Schedule:
-    """Return the instructions of every pipeline rank for one step.
+    """Return the instructions of every pipeline rank for one training step.
 
-    With `forward_only`, they are the instructions of one evaluation.
+    With `forward_only`, return those for one evaluation instead.
 
     name           '1f1b' and 'zb-h1' have one chunk of layers per rank, 'interleaved' two or more;
-                   or an order itself (orders.py). A pipeline of one rank computes micro-batch by
-                   micro-batch under any name.
+                   or an order function (orders.py). A pipeline of one rank computes one micro-batch
+                   after another under any name.
     chunks         chunks (virtual stages) per rank; global stage g is on rank g % pipeline_size.
     micro_batches  any positive number.
 
-    Raises ConfigError for a name, a size or a combination that does not exist, and for an order
-    that cannot be run.
+    Raises ConfigError for an unknown name, an invalid size or combination, and an order that cannot
+    be run.
     """
     lists = build_lists(name, pipeline_size, chunks, micro_batches, forward_only)
     ranks = tuple(map(lists.instructions, range(pipeline_size)))
@@ -244,7 +244,7 @@ def check_clock() -> None:
 
 
 def clock_missing() -> str:
-    """Return why `run` cannot run, and what to do; empty if it can."""
+    """Return why `run` cannot run, and what to do; "" if it can."""
     if getattr(compiled, "interface", None) == 3:
         return ""
     return (
@@ -265,7 +265,7 @@ def run(
 
     Times are in ticks, or in floating point if `costs` are.
 
-    posted   whether the lists post the messages; otherwise results travel by themselves as soon as
+    posted   whether the lists contain messages; otherwise results travel by themselves as soon as
              they are computed
     duplex   whether the two directions of a pair of ranks are separate links
     at_once  number of ranks that can compute at full speed at a time; more of them share the speed
@@ -310,7 +310,7 @@ def planned_latency(chunks: int) -> float:
 
     Measured on simulated links with latencies from 0.05 to 0.5 and passes of unequal length: 8
     ranks with 4 chunks wait 0.1 % of the step for messages that were posted too late, instead of 3
-    to 7 %. A latency of a sixteenth works as well.
+    to 7 %. A latency of 1/16 works equally well.
     """
     return 0.25 if chunks > 1 else 0.0
 
@@ -322,10 +322,10 @@ def with_messages(passes: Lists) -> Lists:
     rank's passes and messages are sorted by the (time, rank) at which the nominal step computes
     the tensors that they produce or carry. A receive is thus posted before the pass that its rank
     computes while the message is produced, and the message travels during that pass; it is posted
-    later only if a send of this rank precedes it in the sequence. It is never posted earlier. This
-    bounds the buffers to messages that are produced but not yet used, and those being produced: 2
-    per rank with one chunk; with more chunks at most 3 plus the largest group of micro-batches
-    (orders.py), usually a third of that.
+    later only if a send of this rank precedes it in the sequence. It is never posted earlier.
+    Buffers are thus needed only for messages that have been produced but not yet used, or are being
+    produced: 2 per rank with one chunk; with more chunks at most 3 plus the largest group of
+    micro-batches (orders.py), usually a third of that.
     """
     size = len(passes)
     stages = len(passes.owner)
@@ -342,7 +342,7 @@ def with_messages(passes: Lists) -> Lists:
     op, stage, _ = np.ascontiguousarray(passes.rows.T)
     rank = np.repeat(np.arange(size), np.diff(passes.offsets))
     back = op != Op.FORWARD
-    # stage -1 is the stage after the last
+    # -1 before the first stage and after the last
     to = np.append(passes.owner, -1)[np.minimum(stage + 1 - 2 * back, stages)]
     leaves = (to >= 0) & (to != rank) & (op != Op.BACKWARD_WEIGHT)
     # Order at equal times: a pass, its send, messages of later ranks; a pass that sends nothing
@@ -351,7 +351,7 @@ def with_messages(passes: Lists) -> Lists:
     key = time + np.where(leaves, 2 * rank, 2 * size)
     forward_sends, backward_sends = (np.flatnonzero(leaves & of) for of in (~back, back))
     sends = np.flatnonzero(leaves)
-    # runs that are almost in order
+    # consecutive parts that are each almost sorted
     source = np.concatenate([np.arange(len(op)), sends, forward_sends, backward_sends])
     at = np.cumsum([0, len(op), len(sends), len(forward_sends), len(backward_sends)])
     key = key[source]
@@ -377,16 +377,16 @@ def with_messages(passes: Lists) -> Lists:
 
 
 class Moments(NamedTuple):
-    """Passes of a step in their order, one row each.
+    """Passes of a step in order, one row each.
 
-    op         of the pass
-    chunk      of this rank, from 0
+    op         kind of the pass
+    chunk      chunk of this rank, from 0
     in_flight  micro-batches of each chunk between their forward and their backward pass (or its
-               first half, if it is split), without the pass's own  # [moments, chunks]
-    waiting    micro-batches whose weight gradients are deferred, in all chunks, without the pass's
-               own
+               first half, if it is split), not counting the pass's own  # [moments, chunks]
+    waiting    micro-batches whose weight gradients are deferred, in all chunks, not counting the
+               pass's own
     messages   sent messages that are kept, and messages for which a receive has been posted,
-               without the one that the pass uses
+               not counting the one that the pass uses
     """
 
     op: Numbers
@@ -397,7 +397,7 @@ class Moments(NamedTuple):
 
 
 _GROUPS = 3
-"""Number of equal groups of micro-batches after which a rank's memory use repeats, in any order of
+"""Number of equal groups of micro-batches after which a rank's memory use repeats, for any order in
 ORDERS: the warm-up is shorter than two groups, and from then on each group holds as much as the
 previous one."""
 

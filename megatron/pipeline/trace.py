@@ -1,4 +1,4 @@
-"""Trace of a pipeline's step: JSON for chrome://tracing and https://ui.perfetto.dev.
+"""Trace of a pipeline step: JSON for chrome://tracing and https://ui.perfetto.dev.
 
 The trace has one row for each rank.
 """
@@ -25,11 +25,11 @@ _MICROSECONDS = 1e6  # the format's unit
 def trace_of(run: PipelineRun) -> str:
     """Return the JSON of a run whose times are in seconds.
 
-    Each pass is one event of the trace event format (phase X), named by its kind and its
-    micro-batch; in steps of up to 20,000 passes each message is an arrow.
+    Each pass is one event of the trace event format (phase X), named after its kind and
+    micro-batch; in steps of up to 20,000 passes, each message is an arrow.
     """
     lanes = timeline(run).ranks
-    # A large step has hundreds of thousands of events: each becomes text at once.
+    # A large step has hundreds of thousands of events: each is converted to text right away.
     events = (json.dumps(event, separators=(",", ":")) for event in _events(run, lanes))
     return '{"displayTimeUnit":"ms","traceEvents":[\n' + ",\n".join(events) + "\n]}\n"
 
