@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO engine: optimizer groups, gradients, precision, learning rate.
+"""The ZeRO engine: gradients, optimizer groups, precision and learning rate.
 
-The pipeline around it belongs to this project.
+DeepSpeed's engine runs the optimizer's step; everything else belongs to this project.
 """

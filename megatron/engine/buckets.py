@@ -1,4 +1,4 @@
-"""Division of parameters into buckets, the optimizer's groups, by their shardings."""
+"""Divides parameters into buckets, which are the optimizer's groups, by their shardings."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _PER_RANK = 1_000_000
 
 ALIGNMENT = 8
 """A rank's share of a bucket is a multiple of this number of elements, so that each share begins on
-a multiple of 16 bytes, in 16 and in 32 bit. With smaller multiples kernels load single elements,
-and NCCL does not use wide loads either."""
+a multiple of 16 bytes in both 16-bit and 32-bit formats. With smaller multiples, kernels load
+single elements, and NCCL does not use wide loads either."""
 
 Scales = Callable[[Sharding], tuple[float, float]]
-"""Function from a parameter to the factors of its learning rate and of its epsilon."""
+"""Function that maps a parameter to the factors on its learning rate and on its epsilon."""
 
 
 class BucketKind(NamedTuple):
     """Properties that the parameters of a bucket share. An optimizer's groups are sorted by it.
 
-    frozen     whether the parameters do not train; such buckets are no groups of the optimizer
+    frozen     whether the parameters do not train; such buckets are not groups of the optimizer
     spared     whether they are exempt from weight decay
     whole      whether the optimizer needs full parameters
-    lr_scale   factor of the learning rate
-    eps_scale  factor of AdamW's epsilon
-    fp32       whether passes use fp32 weights, even beside 16-bit ones
+    lr_scale   factor on the learning rate
+    eps_scale  factor on AdamW's epsilon
+    fp32       whether passes use fp32 weights, even if other weights have 16 bits
     unit       number of the unit within which the bucket stays (zero_plan._unit)
     """
 
@@ -54,7 +54,7 @@ class BucketPlan:
 
     members   numbers of its parameters, from the last one that a forward pass uses to the first
     elements  number of their elements on this rank
-    vectors   whether all of them are norms and biases
+    vectors   whether all of them are norms or biases
     """
 
     kind: BucketKind
@@ -63,7 +63,7 @@ class BucketPlan:
     vectors: bool = True
 
     def padded(self, ranks: int) -> int:
-        """Return the elements with the padding that lets `ranks` ranks own equal shares."""
+        """Return the number of elements with padding that lets `ranks` ranks own equal shares."""
         each = ALIGNMENT * ranks
         return -(-max(self.elements, 1) // each) * each
 
@@ -72,10 +72,10 @@ class BucketPlan:
 class BucketRule:
     """Settings of a run that determine its buckets.
 
-    limit     elements at which a bucket is closed
+    limit     number of elements at which a bucket is closed
     whole     whether the optimizer needs a full parameter
     scales    muP's factors
-    settings  what determines `whole` and `scales`: rules with equal settings are equal
+    settings  the settings that determine `whole` and `scales`: rules with equal ones are equal
     """
 
     limit: float = math.inf
@@ -93,7 +93,7 @@ class BucketRule:
 
         records  shardings of a rank's parameters, in the order in which forward passes first use
                  them
-        units    unit of each, within which its bucket stays; by default one for all
+        units    unit of each parameter, which its bucket does not leave; by default one for all
         frozen   whether each is frozen; by default none is
 
         Buckets of a kind are filled in the reverse of that order, which is about the order in which
@@ -167,24 +167,24 @@ def bucket_rule(config: Config, ranks: int) -> BucketRule:
 
 
 def bucket_elements(most: int, ranks: int) -> int:
-    """Return the elements at which a bucket over `ranks` data-parallel ranks is closed.
+    """Return the number of elements at which a bucket over `ranks` data-parallel ranks is closed.
 
-    At most `most`, unless that is 0. A million for each rank, so that each rank's message is worth
-    its latency (4 MB in fp32) and a checkpoint has few shards; at least 4 million, enough for few
-    ranks, where many buckets can be in flight during a backward pass.
+    It is a million per rank, so that each rank's message is worth its latency (4 MB in fp32) and a
+    checkpoint has few shards, and at least 4 million, which is enough for a few ranks: many buckets
+    can then be in flight during a backward pass. It is at most `most`, unless that is 0.
     """
     size = max(_SMALLEST, ranks * _PER_RANK)
     return min(most, size) if most else size
 
 
 def mup_scales(config: Config) -> Scales:
-    """Return the function from a parameter to muP's factors on its learning rate and epsilon.
+    """Return the function that maps a parameter to muP's factors on learning rate and epsilon.
 
     By width: Yang et al., arXiv 2203.03466, table 8 and appendix B.3. By depth: Dey et al., arXiv
     2505.01618, table 1 with alpha = 1; with it, Adam's rate does not depend on depth. SGD's rate is
     proportional to depth, because gradients in the layers contain the factor of the residual
     branches. Norms that the residual stream passes through have rates proportional to 1 / depth:
-    each of them changes the stream, and none has that factor.
+    each of them changes the stream, and their gradients do not contain that factor.
     Muon's updates should have the norm sqrt(outputs / inputs) (Yang et al., arXiv 2310.17813,
     section 3); they have the norm that --muon-scale-mode gives. All other optimizers, including the
     user's own, are assumed to be like Adam: the size of an update does not depend on the size of
@@ -216,7 +216,7 @@ def mup_scales(config: Config) -> Scales:
 
 
 def muon_scale(mode: str, shape: Sequence[int]) -> float:
-    """Return the factor of Muon's orthogonal update of a matrix [.., rows, columns].
+    """Return the factor on Muon's orthogonal update of a matrix [.., rows, columns].
 
     Liu et al., arXiv 2502.16982, section 2.2 (spectral), Jordan et al. 2024 (shape_scaling),
     Pethick et al., arXiv 2502.07529 (unit_rms_norm).

@@ -1,4 +1,4 @@
-"""Bitwise comparison, by digests, of weights that several ranks hold copies of.
+"""Bitwise comparison, by digest, of weights that several ranks hold copies of.
 
 Data-parallel ranks hold the same weights, tensor-parallel ranks the same norms and biases, the
 first and the last pipeline stage a tied embedding. Each rank updates its own copy. A copy that
@@ -19,9 +19,9 @@ from megatron.parallel.collectives import all_reduce, broadcast_object, gather_o
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Group, Topology, compress_ranks
 
-# digested at a time: 8 MiB of weights, with three temporary tensors of that size
+# words digested at a time: 8 MiB of weights, with three temporary tensors of that size
 _WORDS = 1 << 20
-_SHOWN = 4  # digests of a parameter in a message, the most frequent first
+_SHOWN = 4  # digests per parameter in a message, the most frequent first
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class FirstGradients:
 def digest(tensor: Tensor) -> Tensor:
     """Return a digest of a tensor, an int64 scalar on its device, with torch's operators.
 
-    Integers are added up: the order of additions does not matter, and a change within one word of
-    8 bytes always changes the sum. About 16 times the tensor's bytes are read and written.
+    Integers are added up: the order of additions does not matter, and a change within one 8-byte
+    word always changes the sum. About 16 times the tensor's bytes are read and written.
     """
     flat = tensor.reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -101,8 +101,8 @@ def check_copies(
             holders = _holders(gather_objects(int(digests[at]), group), group)
             names = _listed([shardings[which[i]].name for i in differing])
             errors.append(TrainingError(f"the copies of {names} differ {when}: {holders}. {cause}"))
-    # All ranks raise the error of the first rank that has one; errors of gradients precede errors
-    # of weights.
+    # All ranks raise the error of the first rank that has one; errors about gradients precede
+    # errors about weights.
     world = topology.world
     none = 2 * world.size
     local_key = (

@@ -1,8 +1,8 @@
-"""DeepSpeed through its documented interface: import, configuration, and start of its engine.
+"""Uses DeepSpeed through its documented interface: imports, configures and starts its engine.
 
 It gets our optimizer as a client optimizer, without ZeRO or mixed precision: to DeepSpeed the run
-is fp32 training on one rank. Its `step` calls that optimizer; reduction, clipping and the gathering
-of weights are ours. One private name is replaced (_COMMUNICATION).
+is fp32 training on one rank. Its `step` calls that optimizer; reducing and clipping gradients and
+gathering weights are done here. One private name is replaced (_COMMUNICATION).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NEWEST_TESTED = "0.19.8"
 OLDEST_PYDANTIC = "2.3"  # older versions refuse sys.maxsize, a default in DeepSpeed
 
 _COMMUNICATION = "deepspeed.comm.torch"
-"""Module whose `build_shm_op` is disabled on a CPU: it would spend two minutes on compiling an
+"""Module whose `build_shm_op` is disabled on a CPU: it would spend two minutes compiling an
 extension that is not used."""
 _MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 """Imported without torch.compile if it exists: otherwise every start takes 2 to 4 s longer."""
@@ -60,7 +60,7 @@ class ModelParallelUnit:
     """DeepSpeed's `mpu`: it describes the model parallelism of a Topology to DeepSpeed.
 
     "Model parallel" is tensor times pipeline. The data group is this rank alone, so that DeepSpeed
-    partitions nothing: its parameters are this rank's shards already.
+    partitions nothing: its parameters already are this rank's shards.
 
     It lacks the methods for DeepSpeed's sequence parallelism (get_sequence_parallel_...,
     initialize_sequence_parallel): that is another technique, and would change the groups.
@@ -80,7 +80,7 @@ class ModelParallelUnit:
             setattr(self, f"get_{kind}_rank", partial(getattr, group, "rank"))
 
     def _handle(self, group: Group) -> Any:
-        """Return the group's torch process group; all groups of one rank share a single object."""
+        """Return the group's torch process group; all one-rank groups share a single object."""
         if group.size > 1:
             return group.handle
         if self._topology.world.size == 1:
@@ -112,10 +112,10 @@ def ensure_process_group(device: Any = "cpu") -> None:
 
 
 def import_deepspeed(device: Any = "cpu") -> Any:
-    """Import deepspeed without its messages and its slow start, and return the module.
+    """Import deepspeed without its messages and its slow start-up, and return the module.
 
     Raises ConfigError if it or pydantic is missing or too old, if it cannot be imported, or if it
-    lacks the name that is replaced.
+    lacks the name that is replaced here.
     """
     # meta tensors can be made on any machine
     on_cpu = torch.device(device).type in ("cpu", "meta")
@@ -169,8 +169,8 @@ def deepspeed_json(config: Config) -> dict[str, Any]:
     """Return the configuration for DeepSpeed.
 
     Settings of the Engine override entries that the user passes through. Precision and ZeRO stage
-    are placeholders: the Engine has its own. The flops profiler is one, too, since DeepSpeed's
-    engine sees no forward pass (training/run/deepspeed_reports.py).
+    are placeholders: the Engine implements both itself. The flops profiler is off, since
+    DeepSpeed's engine sees no forward pass (training/run/deepspeed_reports.py).
     """
     extra: Mapping[str, Any] = config.engine.extra or {}
     batch = config.batch
@@ -216,10 +216,10 @@ def start_engine(
     variables = {name: str(value) for name, value in values.items() if name not in os.environ}
     hidden = {"OMPI_COMM_WORLD_LOCAL_RANK": None}
     with _quiet(), changed(os.environ, {**variables, **hidden}), _no_collections():
-        # The device is the one the topology chose: LOCAL_RANK is not its number if each task sees
-        # only one device.
+        # The device is the one that the topology chose: LOCAL_RANK is not its index if each task
+        # sees only one device.
         args = SimpleNamespace(device_rank=index)
-        if dist.get_backend() == "fake":  # of a dry run, which writes nothing
+        if dist.get_backend() == "fake":  # in a dry run, which writes nothing
             settings = {name: x for name, x in arguments["config"].items() if name not in _MONITORS}
             arguments["config"] = settings
         try:
@@ -275,7 +275,7 @@ def _no_collections() -> Iterator[None]:
 
 
 def _uncompiled(function: Any = None, **_: Any) -> Any:
-    """Replacement for torch.compile while functions that are never called are defined."""
+    """Stand in for torch.compile while DeepSpeed defines functions that are never called."""
     return (lambda f: f) if function is None else function
 
 

@@ -1,4 +1,4 @@
-"""The engine: DeepSpeed's optimizers around this rank's pipeline chunks, with all ZeRO stages.
+"""The engine: all stages of ZeRO around this rank's pipeline chunks; DeepSpeed runs the optimizer.
 
 The executor calls the chunks directly. Gradients are summed in flat buckets, which are sent to the
 ranks that own them during the last backward passes. `step()` waits for these messages, clips,
@@ -88,7 +88,7 @@ class LossScale:
             self.scale = precision.loss_scale or first
 
     def update(self, overflow: bool) -> None:
-        """Count a step that was taken, or skipped because of an overflow."""
+        """Count a step that was taken, or that was skipped because of an overflow."""
         if not self.dynamic:
             return
         if overflow:
@@ -125,10 +125,10 @@ class StepResult:
     """Results of one optimizer step on the host; the same on every rank.
 
     grad_norm    global L2 norm of the gradient before clipping, without the loss scale; None when
-                 skipped. If it is 0, weights and optimizer are unchanged, too
+                 skipped. If it is 0, weights and optimizer are unchanged as well
     skipped      True when the gradient was not finite: weights and optimizer are unchanged
     loss_scale   the scale with which this step's gradients were computed
-    num_zeros    elements of the gradient that are exactly 0, if requested; None when skipped
+    num_zeros    number of gradient elements that are exactly 0, if requested; None when skipped
     params_norm  global L2 norm of the weights after the step, if requested
     """
 
@@ -288,7 +288,7 @@ class Engine:
             group["whole"] = matrices if is_full else None
 
     def _hold_state(self, config: Config, averaged: bool) -> None:
-        """Collect this rank's shards of optimizer state, for checkpoints, average and QK-clip."""
+        """Collect this rank's shards of optimizer state, for checkpoints, the average, QK-clip."""
         states = [self._update.state_of(master) for master in self._update.masters]
         owned = [
             (p, first, span, bucket, tensors)
@@ -303,8 +303,8 @@ class Engine:
         self._masters = [tensors[MASTER] for tensors in states]
         self._averages = [tensors[AVERAGE] for tensors in states if AVERAGE in tensors]
         self.start_average()
-        # The optimizer if it also updates the average. None with QK-clip, which changes the weights
-        # after the update.
+        # The optimizer, if it also updates the average; None with QK-clip, which changes the
+        # weights after the update.
         self._averaging: FusedAdamW | None = None
         if self._averages and isinstance(self._basic, FusedAdamW) and not config.optimizer.qk_clip:
             self._averaging = self._basic
@@ -324,7 +324,7 @@ class Engine:
         self._qk_clip = QKClip(config.optimizer, self.topology, self.chunks, slices)
 
     def _connect(self, config: Config) -> None:
-        """Connect the parameters to the messages of their gradients and weights."""
+        """Connect the parameters to the messages that carry their gradients and weights."""
         plan = self.plan
         chunks = list(self.chunks.children())
         terms = Terms(
@@ -381,7 +381,7 @@ class Engine:
     def begin(self, micro_batches: int) -> None:
         """Announce the backward passes of `micro_batches`.
 
-        Complete buckets can then be reduced early, and the balancing losses of experts get their
+        Complete buckets can then be reduced early, and the experts' balancing losses get their
         factor. Not needed without overlap and experts. Raises ConfigError, on every rank, for a
         second call before `step`.
         """
@@ -393,7 +393,7 @@ class Engine:
             )
 
     def pass_ends(self, stage: int) -> None:
-        """Announce that a backward pass of a pipeline stage has ended; needed by ZeRO 2 and 3."""
+        """Announce the end of a pipeline stage's backward pass; needed by ZeRO-2 and ZeRO-3."""
         if self.plan.zero.divides_gradients:
             self._gradients.pass_ends(stage)
             self._weights.pass_ends()
@@ -449,7 +449,7 @@ class Engine:
             self.host_state.prefetch()
         self._gradients.collect()
         self._gradients.reduce()
-        self._weights.settle()  # of the previous step: some may not have been waited for
+        self._weights.settle()  # the previous step's: some may not have been waited for
         new = values.new_in_average
         if self._averaging is not None:
             self._averaging.new_in_average = new
@@ -509,9 +509,9 @@ class Engine:
 
     @contextlib.contextmanager
     def local_gradients(self) -> Iterator[None]:
-        """Keep full gradients of the passes in this context on this rank until they are cleared.
+        """Keep the full gradients of passes in this context on this rank until they are cleared.
 
-        With ZeRO stages 2 and 3 that takes more memory than training does.
+        With ZeRO stages 2 and 3, this takes more memory than training does.
         """
         if not self.plan.zero.divides_gradients:
             yield
@@ -574,9 +574,9 @@ class Engine:
     def averaged_weights(self) -> Iterator[None]:
         """Let forward passes use the average of the weights.
 
-        Afterwards the weights are bitwise what they were: a rank keeps a copy of its shard. All
-        data-parallel ranks enter and leave it together. After an exception inside it the weights
-        are undefined: restoring them takes messages between all ranks.
+        Afterwards the weights are bitwise the same as before: each rank keeps a copy of its shard.
+        All data-parallel ranks enter and leave the context together. After an exception inside it,
+        the weights are undefined: restoring them takes messages between all ranks.
         """
         self._settle()
         self._state_rests()
@@ -644,7 +644,7 @@ class Engine:
         """
         self._settle()
         self._state_rests()
-        self._weights.settle()  # in fp32 the master weights are part of what is being sent
+        self._weights.settle()  # in fp32 the master weights are part of the weights being sent
         return self._fragments
 
     def scalars(self) -> dict[str, Any]:
@@ -657,7 +657,7 @@ class Engine:
         }
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
-        """Restore the result of `scalars()`, also from another layout or precision."""
+        """Restore the result of `scalars()`, which may be from another layout or precision."""
         self._settle()
         set_step(self._basic, int(scalars["optimizer_step"]))
         self.skipped_steps = int(scalars.get("skipped_steps", 0))
@@ -691,7 +691,7 @@ def _plan_of(
     chunks: nn.Module,
     parameters: Sequence[nn.Parameter],
 ) -> ZeroPlan:
-    """Return what ZeRO does with the parameters of this rank's chunks.
+    """Return ZeRO's plan for the parameters of this rank's chunks.
 
     Raises ConfigError for a parameter that ZeRO-3 would never gather.
     """
@@ -725,7 +725,7 @@ def _plan_of(
 def build_executor(
     config: Config, topology: Topology, chunks: nn.ModuleDict, engine: Engine
 ) -> Executor:
-    """Return an executor of the schedule on `chunks` (from build_chunks).
+    """Return an executor that runs the schedule on `chunks` (from build_chunks).
 
     It announces its steps to `engine`.
     """
@@ -734,8 +734,8 @@ def build_executor(
     captures = None
     message = hidden_state(config)
     if config.kernels.cuda_graph_impl is not None and topology.device.type != "meta":
-        # Only kernels can make the dropout masks of captured passes. The checks of the
-        # configuration do not know whether this rank has them.
+        # Only kernels can make the dropout masks of captured passes. The configuration's checks
+        # cannot tell whether this rank has them.
         model = config.model
         needed = set[str]()
         if model.hidden_dropout:

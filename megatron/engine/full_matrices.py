@@ -28,23 +28,23 @@ from megatron.parallel.topology import Group, ShardGroups, Topology
 
 Change = Callable[[str, Tensor], Tensor]
 Views = list[list[Tensor]]
-"""Tensors that are sent or received, by the rank of the group at the other end."""
+"""Tensors that are sent or received, by the group rank at the other end."""
 
 
 def work_of(shape: Sequence[int]) -> float:
-    """Return the multiplications of [.., rows, columns] by its transpose."""
+    """Return the number of multiplications in [.., rows, columns] times its transpose."""
     return float(math.prod(shape) * min(shape[-2:], default=1))
 
 
 @dataclass(frozen=True)
 class _Shards:
-    """Shardings of a tensor rank's parameters; their text, for dry runs, is the same everywhere."""
+    """Shardings of a tensor rank's parameters; the repr, for dry runs, is the same on all ranks."""
 
     of: tuple[Sharding, ...] = field(repr=False)
 
 
 def _matrices(p: torch.nn.Parameter) -> Iterator[tuple[int, Sharding]]:
-    """Yield the first element and the record of a parameter, or of each of its experts."""
+    """Yield the first element and the sharding of a parameter, or of each of its experts."""
     s = sharding_of(p)
     if not s.experts:
         yield 0, s
@@ -62,14 +62,14 @@ def _matrices(p: torch.nn.Parameter) -> Iterator[tuple[int, Sharding]]:
 
 
 class _LocalMatrix(NamedTuple):
-    """A local matrix: the number of its bucket, its elements there, its number in _Shards."""
+    """A local matrix: its bucket's number, its elements in the bucket, its number in _Shards."""
 
     bucket: int
     elements: slice
     number: int
 
     def slice_of(self, rank: int, size: int) -> slice:
-        """Return the elements within range `rank` of ranges of `size` elements."""
+        """Return the elements that lie in the range of `rank`, if each rank has `size` elements."""
         low = max(self.elements.start, rank * size)
         return slice(low, max(low, min(self.elements.stop, (rank + 1) * size)))
 
@@ -89,18 +89,18 @@ class _Matrix(NamedTuple):
 class FullMatrices:
     """Value of the key "whole" of an optimizer's groups of full parameters: one object for all.
 
-    Every rank calls it once in a step, as whole(flats, change). `flats` are the flat tensors [n] of
-    these groups, in their order, with the layout of this rank's weights; or [n, k] with k values
-    of each weight. change(name, tensor) gets each parameter in its global shape (and k), on one
-    rank, and returns a tensor of this shape; it gets experts one by one, without their dimension,
-    with the number after the name. Each rank's range of the result replaces the values in `flats`.
+    Every rank calls it once per step, as whole(flats, change). `flats` are the flat tensors [n] of
+    these groups, in order, with the layout of this rank's weights; or [n, k] with k values per
+    weight. change(name, tensor) gets each parameter in its global shape (and k), on one rank, and
+    returns a tensor of this shape; it gets experts one by one, without their dimension, with their
+    number after the name. Each rank's range of the result replaces the values in `flats`.
     Values are sent and passed to `change` in `dtype`.
 
     group_of  number of a parameter's group among those of full parameters, by the name that
               `change` gets
 
-    Owners have about the same work (work_of). Messages of one round are in flight while another
-    round computes.
+    All owners have about the same amount of work (work_of). The messages of one round are in flight
+    while another round computes.
     """
 
     def __init__(self, buckets: Sequence[Bucket], topology: Topology) -> None:
@@ -132,7 +132,7 @@ class FullMatrices:
     ) -> Iterator[list[_Matrix]]:
         """Give each matrix, the largest first, to the rank with the least work so far.
 
-        Yield rounds, in each of which every rank has the next of its matrices.
+        Yield rounds, in each of which every rank processes the next of its matrices.
         """
         ranks = [(t, d) for d in range(data.size) for t in range(self._tensor.size)]
         work = dict.fromkeys(ranks, 0.0)
@@ -162,8 +162,8 @@ class FullMatrices:
     ) -> None:
         waiting = deque(self._round(*some, flats, change, dtype) for some in self._rounds)
         active = list[Iterator[None]]()
-        # The newest round goes first: its messages and those of the next one are in flight while
-        # the third computes.
+        # The newest round goes first: its messages and the next round's are in flight while the
+        # third computes.
         while waiting or active:
             if waiting:
                 active.insert(0, waiting.popleft())
@@ -177,7 +177,7 @@ class FullMatrices:
         change: Change,
         dtype: torch.dtype,
     ) -> Iterator[None]:
-        """Carry out a round; yield after the start of each message."""
+        """Carry out a round; yield after starting each message."""
         data = shared.states
         t = self._tensor.rank
         d = data.rank
@@ -242,8 +242,8 @@ class FullMatrices:
 def exchange(sent: Views, received: Views, group: Group, none: Tensor) -> Iterator[None]:
     """Send the tensors `sent` to the ranks of a group, and receive theirs into `received`.
 
-    The generator yields after the start of the message, an all-to-all in the dtype and on the
-    device of `none`, which is empty.
+    The generator yields after starting the message, an all-to-all in the dtype and on the device of
+    `none`, which is empty.
     """
     targets = [x for some in received for x in some]
     sources = [x for some in sent for x in some]

@@ -45,20 +45,20 @@ from megatron.parallel.topology import Group, ShardGroups, Topology
 
 
 class Gradients:
-    """Gradient sums of this rank's parameters, reduced as the plan of ZeRO says.
+    """Gradient sums of this rank's parameters, reduced according to ZeRO's plan.
 
     numbered  buckets of the plan, frozen ones included
     terms     which gradients are terms of a sum over the tensor ranks
     direct    layers may add weight gradients to the sums themselves
 
     A bucket is complete once each of its parameters has received all contributions of a step.
-    The first step counts the contributions per micro-batch. Nothing overlaps in that step, nor in
-    any step before the first that is not skipped (`counts`). Schedules that split the backward
+    The first step counts the contributions per micro-batch. Nothing overlaps in that step, or in
+    any other step up to the first that is not skipped (`counts`). Schedules that split the backward
     pass, shared weights and layers that pass their gradient to autograd need no special treatment.
     Buckets are sent in their order, so that all ranks post the same messages, even if a parameter
     gets no gradient: its bucket and the later ones wait for `reduce`.
 
-    buckets  those that train, in the order in which they are sent
+    buckets  the buckets that train, in the order in which they are sent
     local    see Engine.local_gradients
     counted  whether a step has counted
     first    gradients of the first step that counted; None without tensor parallelism
@@ -95,7 +95,7 @@ class Gradients:
                 self._bucket_of[p] = number
         # owned ranges of gradients that are terms; the first step shows which they are
         self._partial: list[torch.Tensor] = []
-        # the same for parameters that several neighbouring tensor ranks hold, by their number
+        # the same for parameters that several neighbouring tensor ranks hold, by number of ranks
         shared: dict[int, list[torch.nn.Parameter]] = {}
         for p in self._accumulators:
             if (copies := sharding_of(p).copies) > 1:
@@ -108,7 +108,7 @@ class Gradients:
         self._works: dict[int, list[Any]] = {}
         self._beyond: Begun = deque()
         self._micro_batches = 0  # of the current step; 0: not announced
-        # contributions; empty until the first step is over
+        # contributions per micro-batch; empty until the first step is over
         self._per_micro_batch: dict[torch.nn.Parameter, int] = {}
         self._seen = dict.fromkeys(self._accumulators, 0)
         # number of incomplete parameters of each bucket; empty: nothing is sent early
@@ -119,8 +119,8 @@ class Gradients:
     def begin(self, micro_batches: int) -> None:
         """Announce the backward passes of `micro_batches`; `reduce` follows them.
 
-        Raises ConfigError, on every rank, for a second call before `reduce` where the overlap may
-        have sent sums already.
+        Raises ConfigError, on every rank, for a second call before `reduce` if the overlap may
+        already have sent sums.
         """
         if self._missing:
             raise ConfigError(REDUCED_ALREADY)
@@ -272,7 +272,7 @@ class Gradients:
         All data-parallel ranks must call this.
         """
         if self._missing:
-            self._send_all()  # the other ranks may have sent more or fewer, or wait for this one
+            self._send_all()  # other ranks may have sent more or fewer, or be waiting for this one
         self._drain()
         self._sums = Reductions(self._plan)
         self._micro_batches = 0
@@ -291,7 +291,7 @@ _OF_NODES = {
 
 
 def too_many(p: torch.nn.Parameter, due: int, micro_batches: int) -> ConfigError:
-    """Return the error for a gradient that comes after the sum of the expected ones was sent."""
+    """Return the error for a gradient that arrives after the sum of the expected ones was sent."""
     return ConfigError(
         f"{sharding_of(p).name} got more than the {due} gradient(s) that {micro_batches} "
         "micro-batch(es) gave it in the first step, after their sum was sent: turn the overlap off "
@@ -315,7 +315,7 @@ _NEVER = 1 << 62
 
 
 def _for_each(contributions: int, micro_batches: int) -> int:
-    """Return the contributions of each micro-batch.
+    """Return the number of contributions per micro-batch.
 
     If they differ, or there were none, return a number that is never reached.
     """
@@ -385,7 +385,7 @@ class Terms:
 
         used  whether it has a gradient
 
-        Raises ConfigError if no path of the graph, or paths of both kinds, lead to it.
+        Raises ConfigError if no path in the graph, or paths of both kinds, lead to it.
         """
         sharding = sharding_of(p)
         if sharding.partial_gradient is not None or sharding.dim is not None:
@@ -423,17 +423,17 @@ Begun = deque[tuple[Messages, list[Any]]]
 
 @dataclass(eq=False)
 class Bucket:
-    """One parameter group as flat tensors with the same layout; only the end is padding, of zeros.
+    """One parameter group as flat tensors with the same layout; zeros pad only the end.
 
-    gradients     sums, in fp32 or bf16; without memory where the parameters are frozen  # [n]
-    weights       the weights of forward and backward; the parameters are views of them  # [n]
+    gradients     sums, in fp32 or bf16; without memory if the parameters are frozen  # [n]
+    weights       the weights that passes use; the parameters are views of them  # [n]
     shards        the ranks that share the bucket
-    sums          sums over micro-batches that this rank keeps, where `gradients` are those of one
-                  micro-batch, without memory between its backward pass and the next  # [n / inner]
-    weight_shard  the weights that this rank keeps, where `weights` have no memory outside of the
-               passes that need them  # [n / inner]
-    frozen     whether the parameters do not train: only loading changes them
-    own_...    the ranges that this rank owns  # [n / states]
+    sums          sums over micro-batches that this rank keeps, if `gradients` hold only one
+                  micro-batch's and have no memory between backward passes  # [n / inner]
+    weight_shard  the weights that this rank keeps, if `weights` have no memory outside of the
+                  passes that need them  # [n / inner]
+    frozen        whether the parameters do not train: only loading changes them
+    own_...       the ranges that this rank owns  # [n / states]
     """
 
     parameters: Sequence[torch.nn.Parameter]
@@ -471,7 +471,7 @@ class Bucket:
 
     @property
     def shard_sums(self) -> torch.Tensor:
-        """Return `sums` of ZeRO stages 2 and 3."""
+        """Return `sums`, which exist in ZeRO stages 2 and 3."""
         assert self.sums is not None, "made by divide()"
         return self.sums
 
@@ -498,8 +498,8 @@ class Bucket:
     def owned(self) -> Iterator[tuple[torch.nn.Parameter, int, slice]]:
         """Yield each parameter of which this rank owns elements.
 
-        Each comes with the number of the first such element and with their slice of the rank's
-        range.
+        Each comes with the index of the first such element, and with the slice of the rank's range
+        where these elements are.
         """
         size = len(self.own_weights)
         for p in self.parameters:
@@ -525,7 +525,7 @@ def divide(
     Also return this rank's exact fp32 shard. Values that do not exist yet (ParameterFactory.late)
     are drawn. Without parameters everything is padding.
 
-    dtype, sums  formats of the weights and of the gradient sums
+    dtype, sums  dtypes of the weights and of the gradient sums
     """
     frozen = plan.kind.frozen
     inner = shards.inner
@@ -634,7 +634,7 @@ def _reduce_scatter(flat: torch.Tensor, out: torch.Tensor, group: Group) -> list
 
 
 def gather_into(full: torch.Tensor, shard: torch.Tensor, group: Group) -> Any:
-    """Start to gather the shards of all ranks of a group; return the work handle."""
+    """Start gathering the shards of all ranks in a group; return the work handle."""
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return start(b"all_gather", group, full.nbytes, gather, full, shard)
 
@@ -663,13 +663,13 @@ User = tuple[torch.nn.Module, Sequence[torch.nn.Parameter]]
 
 
 def weight_users(chunk: torch.nn.Module) -> list[User]:
-    """Return the calls of a chunk; without a method `weight_users` it counts as one call."""
+    """Return the calls of a chunk; a chunk without a method `weight_users` counts as one call."""
     users = getattr(chunk, "weight_users", None)
     return list(users()) if users else [(chunk, list(chunk.parameters()))]
 
 
 def calls_of(chunk: torch.nn.Module, numbers: Mapping[torch.nn.Parameter, int]) -> list[ModuleCall]:
-    """Describe a chunk's calls to the plan of ZeRO; `numbers` are those of the parameters."""
+    """Describe a chunk's calls for ZeRO's plan; `numbers` has the number of each parameter."""
     layers = getattr(chunk, "layers", None)
     layers = set(layers) if isinstance(layers, torch.nn.ModuleList) else set()
     calls = []
@@ -683,14 +683,14 @@ def calls_of(chunk: torch.nn.Module, numbers: Mapping[torch.nn.Parameter, int]) 
 
 
 class WeightGather:
-    """Gathers the weights of forward and backward passes on all data-parallel ranks.
+    """Gathers the weights for forward and backward passes on all data-parallel ranks.
 
     buckets  in the order in which forward passes need them: the same on all data-parallel ranks
     chunks   this rank's model: a module that is about to run waits for its weights
     overlap  `start` returns at once
 
     A chunk's `weight_users()` returns which modules it calls, and which parameters each needs:
-    pairs of a module and its parameters, those of its submodules included. A chunk without that
+    pairs of a module and its parameters, including those of its submodules. A chunk without that
     method waits for all its weights before it runs. A state_dict of a chunk or of one of its
     modules waits for all. Code that reads weights in another way must call `wait` first.
     """
@@ -712,7 +712,7 @@ class WeightGather:
             module.register_forward_pre_hook(partial(self._wait, needed))
 
     def _users(self, chunks: Iterable[torch.nn.Module]) -> Iterator[User]:
-        """Yield the modules that use weights, and these; a state_dict of any waits for all."""
+        """Yield the modules that use weights, and those weights; any state_dict waits for all."""
         for chunk in chunks:
             yield from weight_users(chunk)
             for module in chunk.modules():
@@ -720,9 +720,9 @@ class WeightGather:
 
     @torch.no_grad()
     def start(self, frozen: bool = False) -> None:
-        """Gather the weights: all ranks of the group call it after their shards have changed.
+        """Gather the weights; all ranks of the group call it after their shards have changed.
 
-        `frozen`: include frozen parameters.
+        `frozen`: whether to include frozen parameters.
         """
         for bucket in self._buckets:
             if bucket.frozen and not frozen:

@@ -1,7 +1,7 @@
 """Optimizer state in host memory (--cpu-offload), streamed through the device in each step.
 
-Groups of parameters are updated one after another. During each update the state of the next group
-arrives, and the state of the previous one leaves. The device has two sets of working tensors, each
+Groups of parameters are updated one after another. During each update, the next group's state
+arrives and the previous group's state leaves. The device holds two sets of working tensors, each
 as large as the largest group. Transfers use both directions of the link. Nothing is computed on the
 host: the update is bitwise the same as without offloading.
 """
@@ -31,9 +31,9 @@ class HostState:
 
     optimizer  has one parameter in each group. Its parameters and their state are on the host at
                first; afterwards they have values only while their group is updated, on `device`
-    masters    whether the parameters move; in fp32 they are the weights themselves
+    masters    whether the parameters move as well; in fp32 they are the weights themselves and stay
     updated    called with a parameter after its update, while it still has its values
-    uses       expected uses of state in a step (ZeroPlan.updates): numbers of groups, and names
+    uses       expected uses of state in a step (ZeroPlan.updates): group numbers, and tensor names
 
     on_host    state of each parameter by name, MASTER included, in host memory; valid after
                `settle` until the next `prefetch`
@@ -88,7 +88,7 @@ class HostState:
             self._out = torch.cuda.Stream(device)
         self._number = {p: number for number, p in enumerate(parameters)}
         self._parameters = parameters
-        # expected uses, those of this step so far, and the instructions that remain
+        # expected uses, this step's uses so far, and the remaining instructions
         self._expected = [self._use(number, names) for number, names in uses]
         self._uses = list[Use]()
         self._instructions: Iterator[BucketInstruction] = iter(())
@@ -138,7 +138,7 @@ class HostState:
             (p,) = group["params"]
             use = self._use(self._number[p], names)
             number = len(self._uses)
-            # not the expected use: from now on, state is fetched when it is needed
+            # an unexpected use: for the rest of the step, state is fetched when it is needed
             if not self._fetched or self._fetched[0] != use:
                 self._instructions = iter(())
                 self._fetched.clear()
@@ -147,7 +147,7 @@ class HostState:
             self._fetched.popleft()
             self._show(p, number % 2, use[1])
             yield group
-            if MASTER in use[1]:  # in fp32 they are the working weights
+            if MASTER in use[1]:  # in fp32 the masters are the working weights
                 self._updated(p)
             if self._out is not None:
                 self._out.wait_stream(torch.cuda.current_stream())
@@ -184,7 +184,7 @@ class HostState:
         return self.working[number][name, stored.dtype][: stored.numel()].view(stored.shape)
 
     def _show(self, p: Tensor, number: int | None, names: Iterable[str] | None = None) -> None:
-        """Point a parameter and its state to a set of working tensors, or to placeholders."""
+        """Point a parameter and its state at a set of working tensors, or at placeholders."""
         if number is not None and number in self._arrived:
             torch.cuda.current_stream().wait_event(self._arrived[number])
         for name in self.on_host[p] if names is None else names:

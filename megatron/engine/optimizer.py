@@ -1,4 +1,4 @@
-"""The torch optimizer of this rank's master weights, with its parameter groups and fragments."""
+"""The torch optimizer for this rank's master weights, with its parameter groups and fragments."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def unique_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 @dataclass(frozen=True)
 class _Trained:
-    """Message of a rank to the others; its text, which a dry run compares, is the same on all."""
+    """Message from a rank to the others; its repr, which a dry run compares, is the same on all."""
 
     some: bool
     frozen: set[str] = field(repr=False)
@@ -48,8 +48,9 @@ class _Trained:
 def freeze_copies(parameters: Sequence[nn.Parameter], topology: Topology) -> None:
     """Freeze each parameter that another rank of the model has frozen under the same name.
 
-    In one process they are one parameter: for example a tied embedding, which the last stage has,
-    too. All ranks call it. Raises ConfigError, on every rank, if any rank has no parameters.
+    In a single process they would be one parameter: for example a tied embedding, which the last
+    stage also holds. All ranks call it. Raises ConfigError, on every rank, if any rank has no
+    parameters.
     """
     frozen = {sharding_of(p).name for p in parameters if not p.requires_grad}
     gathered = gather_objects(_Trained(bool(parameters), frozen), topology.model)
@@ -73,7 +74,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return an optimizer's parameter groups, one for each bucket that trains.
 
-    parameters  of each group
+    parameters  the parameters of each group
 
     A group's key `decays` says whether its weight decay follows the schedule, its key `whole`
     whether it consists of full parameters. Its learning rate is the schedule's times its key
@@ -97,11 +98,11 @@ def parameter_groups(
 def build_optimizer(
     groups: list[dict[str, Any]], config: Config, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Make the optimizer of a configuration, which may be the user's own.
+    """Make a configuration's optimizer, which may be the user's own.
 
     AdamW is apex's if --optimizer-implementation asks for it and it runs on this device, our kernel
-    if megatron.kernels.choose says so, and otherwise torch's fused AdamW. With bf16 moments the
-    last two are one class.
+    if megatron.kernels.choose selects it, and otherwise torch's fused AdamW. With bf16 moments, it
+    is always FusedAdamW, with or without our kernel.
     """
     settings = config.optimizer
     kernels = config.kernels
@@ -141,10 +142,10 @@ def create_state(
 ) -> None:
     """Create the optimizer's state as zeros: tensors where the weights are, steps on `device`.
 
-    models  tensors on whose device the state of a parameter is created instead
+    models  by parameter, tensors on whose device its state is created instead
 
-    torch creates it in the first step. A new engine needs it earlier to load a checkpoint, and it
-    is better to run out of memory at the start.
+    torch would create it in the first step. A new engine needs it earlier to load a checkpoint, and
+    it is better to run out of memory at the start.
     """
     # fused, so that its steps are counted on the device
     torchs = isinstance(optimizer, torch.optim.AdamW)
@@ -168,7 +169,7 @@ def tensors_of(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]
 
 
 def get_step(optimizer: torch.optim.Optimizer) -> int:
-    """Return the number of steps that the bias correction has counted; 0 if it counts none."""
+    """Return the number of steps that the bias correction has counted; 0 if none are counted."""
     group = optimizer.param_groups[0]
     step = optimizer.state[group["params"][0]].get("step", group.get("step", 0))
     return int(step)
@@ -188,11 +189,11 @@ def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the fp32 tensors of a model besides its parameters, by global name.
+    """Return the fp32 tensors of a model other than its parameters, by global name.
 
     They are not sharded, are the same on all ranks of a stage, and are saved in checkpoints: for
-    example biases of experts, which move with the experts' load. A module's `persistent_tensors`
-    returns them.
+    example expert biases, which follow the experts' load. A module's `persistent_tensors` returns
+    them.
     """
     methods = (getattr(module, "persistent_tensors", None) for module in model.modules())
     return {name: tensor for some in methods if some for name, tensor in some().items()}
@@ -219,7 +220,7 @@ def boxes(start: int, stop: int, shape: Sequence[int]) -> list[tuple[Index, Inde
     rectangles = []
     while start < stop:
         offset = tuple(start // stride % n for stride, n in zip(strides, shape, strict=True))
-        dim = 0  # the outermost dimension of which a whole slice begins here
+        dim = 0  # the outermost dimension along which a whole slice begins here
         while start % strides[dim] or start + strides[dim] > stop:
             dim += 1
         count = min((stop - start) // strides[dim], shape[dim] - offset[dim])

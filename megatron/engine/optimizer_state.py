@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 MASTER = "master"
 """Name of the fp32 weights among the tensors that an optimizer has for each weight."""
 AVERAGE = "ema"
-"""Name of the average of the weights (--ema-decay) among the tensors of an optimizer's state: its
-memory, its shards and its storage in checkpoints are those of any other tensor.
+"""Name of the average of the weights (--ema-decay) among the tensors of an optimizer's state: it is
+allocated, sharded and saved in checkpoints like any other tensor.
 """
 
 
 class StepValues(NamedTuple):
-    """Values of one step that follow schedules. None: as in the step before.
+    """Values for one step that follow schedules. None: the same as in the previous step.
 
     lr              learning rate
-    weight_decay    of the decaying parameters
-    betas           of an optimizer whose groups have `betas`
+    weight_decay    for parameters that decay
+    betas           for an optimizer whose groups have `betas`
     new_in_average  1 - decay of the average of the weights; 0: the average stays as it is
     """
 
@@ -45,9 +45,9 @@ class StepValues(NamedTuple):
 class OptimizerState(NamedTuple):
     """State of an optimizer.
 
-    tensors  its tensors, which have one element for each weight: bytes of an element by name, 4 in
+    tensors  its tensors, which have one element for each weight: bytes per element by name, 4 in
              fp32 and 2 in bf16
-    step     type of the "step" that each tensor of weights has, a tensor or a number; None without
+    step     type of the "step" of each weight tensor, a tensor or a number; None if it has no step
     whole    state of full parameters (full_matrices.py); None: the same state
     sweeps   passes over the full parameters in an update: names of the tensors that each uses; ():
              all
@@ -64,11 +64,11 @@ class OptimizerState(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of the tensors for each weight."""
+        """Return the total bytes of the tensors per weight."""
         return sum(self.tensors.values())
 
     def traffic_bytes(self, gradient_bytes: float, kernel: bool, average_share: float) -> float:
-        """Return the bytes that an update reads and writes for each weight.
+        """Return the bytes that an update reads and writes per weight.
 
         The gradient is read once, master weight and state are read and written once. Without our
         kernel, torch's operators also scale gradients and widen and round any bf16 tensors
@@ -87,8 +87,8 @@ class OptimizerState(NamedTuple):
 
 _ROUNDING_BYTES = 96.0
 _SCALING_BYTES = 8.0
-"""Bytes of torch's operators for each element of a bf16 tensor: 6 for widening, 4 more in the
-update, and 86 for ten passes over the bits; for each gradient: 8 for scaling it before the
+"""Bytes that torch's operators read and write: for each element of a bf16 tensor 6 to widen it, 4
+more in the update, and 86 in ten passes over the bits; for each gradient 8 to scale it before the
 update."""
 _MOMENTUM = OptimizerState({"momentum_buffer": 4})
 OPTIMIZERS = {
@@ -121,7 +121,7 @@ def optimizer_state(config: Config) -> OptimizerState:
 
 
 def _averaged(state: OptimizerState) -> OptimizerState:
-    """Return a state with the average of the weights."""
+    """Return a state with the average of the weights added."""
     if AVERAGE in state.tensors:
         raise ConfigError(f"--ema-decay: the optimizer has a state of its own named {AVERAGE!r}")
     full = None if state.whole is None else _averaged(state.whole)
@@ -138,7 +138,7 @@ WantsWhole = Callable[[str, tuple[int, ...]], bool]
 
 
 def wants_whole(config: Config) -> WantsWhole | None:
-    """Return the test for full parameters, by global name and shape; None: none are needed."""
+    """Return the test that selects full parameters by global name and shape; None: none are."""
     if config.pieces.optimizer is not None:
         return getattr(config.pieces.optimizer, "whole", None)
     if config.optimizer.optimizer != "muon":
@@ -149,9 +149,9 @@ def wants_whole(config: Config) -> WantsWhole | None:
 
 
 def has_kernel(config: Config) -> bool:
-    """Return whether our kernel may make the update.
+    """Return whether our kernel may carry out the update.
 
-    The kernel also writes the weights of forward and backward.
+    The kernel also writes the weights that forward and backward passes use.
     """
     return config.pieces.optimizer is None and config.optimizer.optimizer == "adam"
 
@@ -186,7 +186,7 @@ def _state_of(make: Optimizer, settings: OptimizerConfig, on_host: bool) -> Opti
 def _after_a_step(
     make: Optimizer, settings: OptimizerConfig, tensors: Sequence[torch.Tensor], whole: Any = None
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of a group with these weights, after a step."""
+    """Return an optimizer with one group of these weights, after a step."""
     import torch
 
     parameters = [torch.nn.Parameter(x.clone()) for x in tensors]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def untraced_step(optimizer: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    """Return the method `step` of one of torch's optimizers without its compiler mark."""
+    """Return the method `step` of a torch optimizer without its decorator, which calls Dynamo."""
     step: Callable[..., Any] = inspect.unwrap(optimizer.step)
     return torch.no_grad()(step)
 
@@ -113,11 +113,11 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
 )
 """Amsel et al., arXiv 2505.16932, rounded to four digits."""
 SIMPLE = (3.4445, -4.7750, 2.0315)
-"""Jordan et al. 2024, kellerjordan.github.io/posts/muon; also those of torch.optim.Muon."""
+"""Jordan et al. 2024, kellerjordan.github.io/posts/muon; also used by torch.optim.Muon."""
 
 
 def coefficients(kind: str, steps: int) -> list[Coefficients]:
-    """Return the coefficients of each step, for a kind of --muon-coefficient-type."""
+    """Return the coefficients of each step for a value of --muon-coefficient-type."""
     series = {
         "simple": repeat(SIMPLE),
         "quintic": cycle(QUINTIC),
@@ -129,7 +129,7 @@ def coefficients(kind: str, steps: int) -> list[Coefficients]:
 def newton_schulz(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
     """Return an approximation of U V^T of x = U S V^T [rows, columns], computed in the dtype of x.
 
-    Each step maps the singular values s, at first at most 1, to a s + b s^3 + c s^5.
+    Each step maps the singular values s, which are initially at most 1, to a s + b s^3 + c s^5.
     """
     norm = torch.linalg.matrix_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
     x = x / norm.clamp(min=1e-7).to(x.dtype)
@@ -193,8 +193,8 @@ class Muon(SkipsOnDevice, AdamW):
     def orthogonalized(self, name: str, x: Tensor) -> Tensor:
         """Return the update of a parameter [.., rows, columns], which may be several matrices.
 
-        The matrices of queries, keys and values are fused as [groups (queries, key, value) d,
-        columns]. A gated unit stores gate and value as [2, rows, columns].
+        The matrices for queries, keys and values are fused as [groups (queries, key, value) d,
+        columns]. A gated unit stores its gate and value matrices as [2, rows, columns].
         """
         if self._settings.muon_split_qkv and name.endswith("query_key_value.weight"):
             groups = self._model.num_key_value_heads

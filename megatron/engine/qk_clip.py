@@ -3,7 +3,7 @@
 Kimi Team, arXiv 2507.20534, section 2.1. A head whose largest logit S exceeds the threshold t gets
 eta = t / S: its queries are multiplied by eta^alpha, its keys by eta^(1 - alpha), which would make
 that logit t. If several heads share a key, the key gets the smallest of their factors, and each
-query the rest of its own eta. Thus the logits of one head never change because of another.
+query gets the rest of its own eta. Thus no head's logits ever change because of another head.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron.parallel.topology import Topology
 
 
 class ParameterSlice(NamedTuple):
-    """Elements of a parameter from `first` on that this rank's optimizer holds.
+    """Elements of a parameter, starting at `first`, that this rank's optimizer holds.
 
-    weights  the weights of forward and backward passes
+    weights  the same elements of the weights that forward and backward passes use
     """
 
     parameter: nn.Parameter
@@ -35,9 +35,9 @@ class ParameterSlice(NamedTuple):
 
 
 class QKClip:
-    """QK-clip of the attention layers in `chunks`, all of which have `core.largest`.
+    """QK-clip for the attention layers in `chunks` that record `core.largest`.
 
-    slices  of all parameters
+    slices  this rank's slices of all parameters
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class QKClip:
 
     @torch.no_grad()
     def apply(self, counts: Tensor) -> None:
-        """Clip by the logits of a step, on all ranks; `counts`: whether the step counts, a scalar.
+        """Clip by the logits of a step, on all ranks; the scalar `counts` says if the step counts.
 
         The master weights are scaled, and their rounded values written to this rank's shard of the
-        weights of forward and backward.
+        weights that forward and backward passes use.
         """
         if not self._layers:
             return
@@ -73,7 +73,7 @@ class QKClip:
         smallest = eta.unflatten(1, (groups, -1)).amin(2)  # [layers, groups/tp]
         shared = first.query_key_value.weight_shared
         if shared is not None:
-            # each `copies` neighbouring tensor ranks share a key
+            # every `copies` neighbouring tensor ranks share a key
             tensor = self._topology.tensor
             copies = sharding_of(shared).copies
             table = smallest.new_ones(tensor.size // copies, *smallest.shape)
@@ -93,7 +93,7 @@ class QKClip:
             own_largest.zero_()
 
     def _scale(self, p: nn.Parameter | None, heads: Tensor, head_dim: int) -> None:
-        """Multiply the rows of each head of a parameter by its factor."""
+        """Multiply each head's rows of a parameter by the head's factor."""
         for owned in self._slices.get(p, ()) if p is not None else ():
             factors = heads.flatten().to(owned.master.device).repeat_interleave(head_dim)  # of rows
             columns = owned.parameter.numel() // len(factors)

@@ -1,6 +1,6 @@
 """ZeRO stages 2 and 3 on tensors: passes allocate and free gradients, and in stage 3 also weights.
 
-The order of these operations is in engine/zero_plan.py.
+engine/zero_plan.py determines the order of these operations.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class ShardedGradients(Gradients):
     """Gradient sums of which this rank keeps a shard.
 
     A bucket is complete once its parameters have all contributions of a pass. The first pass
-    counts how many a parameter gets, and assumes one. Sums over all ranks begin in the last pass if
-    an earlier step has counted (Gradients) and the passes were announced.
+    counts how many each parameter gets, assuming one. Sums over all ranks begin in the last pass
+    if an earlier step has counted (Gradients) and the passes were announced.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class ShardedGradients(Gradients):
         direct: bool,
     ) -> None:
         super().__init__(plan, buckets, topology, terms, direct)
-        # contributions of the current pass, and of each: empty until a first pass is over
+        # contributions in the current pass, and in every pass: empty until the first one is over
         self._new = dict.fromkeys(self._accumulators, 0)
         self._per_pass: dict[torch.nn.Parameter, int] = {}
         self._missing = self._parameters_of_buckets()
         self._ended = dict.fromkeys(plan.calls, 0)  # backward passes of each stage in this step
-        self._empty = set(plan.order)  # without sums
+        self._empty = set(plan.order)  # buckets without sums so far
         self._used = set[torch.nn.Parameter]()
         for p, accumulator in self._accumulators.items():
             accumulator.before_use = partial(self._use, self._bucket_of[p])
@@ -101,7 +101,7 @@ class ShardedGradients(Gradients):
         counts = {p: self._new[p] for n in order for p in self._numbered[n].parameters}
         self._run(self._sums.pass_ends(stage, self._is_last(stage)))
         if not self._per_pass.keys() >= counts.keys():
-            for number in order:  # sent before a second contribution
+            for number in order:  # already sent when a second contribution arrived
                 if any(not self._accumulators[p].fresh for p in self._numbered[number].parameters):
                     self._run(self._sums.send(number, final=False))
             self._per_pass |= {p: n or -1 for p, n in counts.items()}
@@ -146,7 +146,7 @@ class ShardedGradients(Gradients):
         super()._reduce_beyond(number)
 
     def of(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """Return what `p` will add to the sum, in its shape; zero after a pass without `local`.
+        """Return the values `p` will add to the sum, in its shape; 0 after a pass without `local`.
 
         All data-parallel ranks call it.
         """
@@ -221,17 +221,17 @@ class ShardedWeights(WeightGather):
         self._works: dict[int, Any] = {}
         self._here = set[int]()
         self._steps: tuple[ModulePass, ...] = ()
-        # the step that runs, and its pass
+        # the current step, and whether its pass is a backward pass
         self._at = 0
         self._backward = False
         self._keeps = False  # whether all weights stay gathered
-        self._passes = 0  # backward passes that follow in this step
+        self._passes = 0  # backward passes still to come in this training step
         self._warned = False
         self._index = {
             backward: self._indices(steps)
             for backward, steps in ((False, plan.forward(stage)), (True, plan.backward(stage)))
         }
-        # whether a call is a look-up, whose backward pass needs no weights
+        # whether each call is a look-up, whose backward pass needs no weights
         self._looks_up = [call.table for call in plan.calls[stage]]
         calls: dict[torch.nn.Module, list[int]] = {}
         for number, (module, _) in enumerate(self._users([chunk])):
@@ -295,7 +295,7 @@ class ShardedWeights(WeightGather):
         self._enter(BACKWARD, call)
 
     def _enter(self, kind: str, call: int) -> None:
-        """Begin a step: wait for its weights, and begin to gather those of the next."""
+        """Begin a step: wait for its weights, and begin to gather the next step's."""
         if self._keeps:
             return
         backward = kind != FORWARD
@@ -318,7 +318,7 @@ class ShardedWeights(WeightGather):
         following = [instruction.bucket for instruction in step.beside]
         gathers = any(number not in self._here for number in needed)
         for number in list(self._works):
-            if gathers and number not in needed:  # gathered for the planned call, which is another
+            if gathers and number not in needed:  # gathered for the planned call, not this one
                 self._warn(call)
                 self._arrive_at([number])
                 self._free([number])

@@ -32,13 +32,13 @@ class Update:
     """One optimizer step on reduced gradients, run by DeepSpeed's engine.
 
     For optimizers that can read them on the device, the norm, the clipping factor and the decision
-    whether the step counts stay there; with other optimizers the host waits for the norm.
+    whether the step counts stay there; with other optimizers, the host waits for the norm.
 
-    engine     DeepSpeed's, whose step calls `inner`
+    engine     DeepSpeed's engine, whose step calls `inner`
     inner      the optimizer; each of its groups has one parameter, this rank's range of a bucket
     buckets    one for each parameter group, in their order
     exact      this rank's range of the fp32 weights of each bucket  # [n / ranks]
-    shards     the ranks that share parameters other than those of experts
+    shards     the ranks that share parameters other than experts
 
     masters    the parameters of `inner`: `exact`, or the weights themselves in fp32
     """
@@ -62,8 +62,8 @@ class Update:
             scale_and_norm_ if kernels and available(topology.device) else sum_of_squares
         )
         self._clip = config.optimizer.clip_grad or math.inf
-        # The largest norm of the gradients of each kind of parameters (kind_of). These are clipped
-        # first, and the limit of the global norm holds for the result.
+        # Limits on the gradient norm of each kind of parameter (kind_of). Gradients are clipped to
+        # these first; the limit on the global norm then applies to the result.
         limits = norm_limits(config.optimizer.clip_grad_by_kind)
         # With apex's optimizers and most user optimizers the host decides: it reads the norm before
         # their step.
@@ -111,7 +111,7 @@ class Update:
             return pairs
 
         self._norm_gradients = lists(parameters)
-        # with the ranks over which their squares are summed
+        # each with the ranks over which the squares are summed
         self._summed: list[tuple[NormGradients, Group]]
         experts_ranks = topology.expert
         if shards.have_all(experts_ranks):
@@ -128,7 +128,7 @@ class Update:
     def offload(self, updates: Iterable[BucketInstruction]) -> HostState:
         """Keep the optimizer's state in host memory, where it is now.
 
-        updates  those of ZeRO's plan
+        updates  the updates in ZeRO's plan
         """
         from megatron.engine.offload import HostState  # other runs do not need it
 
@@ -178,8 +178,8 @@ class Update:
             clipped = (norms * factors).square().sum().sqrt().float()
         if not self._on_device and not moves(norm):
             return norm
-        # The factor of torch.nn.utils.clip_grad_norm_, divided by the loss scale, in fp64; NaN if
-        # the step does not count.
+        # The factor that torch.nn.utils.clip_grad_norm_ uses, divided by the loss scale, in fp64;
+        # NaN if the step does not count.
         unscaled = (clipped / loss_scale).double()
         factor = (self._clip / (unscaled + 1e-6)).clamp(max=1.0)
         factor = torch.where(moves(unscaled), factor / loss_scale, torch.nan)
@@ -201,7 +201,7 @@ class Update:
             self._inner.uncount()
 
     def update_working_weights(self) -> None:
-        """Copy the master weights to this rank's shard of the weights of forward and backward."""
+        """Copy the master weights to this rank's shard of the weights that passes use."""
         with torch.no_grad():
             for bucket, values in zip(self.buckets, self._values, strict=True):
                 bucket.own_weights.copy_(values)
@@ -209,9 +209,9 @@ class Update:
     def _sum_of_squares(self) -> Tensor:
         """Return the sum of squares of the gradients, for each of `_norm_gradients`.
 
-        A parameter that several model-parallel ranks hold counts on one of them. A value that is
-        not finite in another copy must not go unnoticed, or the copies would differ from then on.
-        So the other copies contribute 0 times their squares: 0, or NaN if anything is not finite.
+        A parameter that several model-parallel ranks hold is counted on one of them. A value that
+        is not finite in another copy must not go unnoticed, or the copies would differ from then
+        on. So the other copies contribute 0 times their squares: 0, or NaN if any is not finite.
         """
         zero = torch.zeros((), device=self._topology.device)
         sums = list[Tensor]()
@@ -235,7 +235,7 @@ class Update:
         gradients = [bucket.own_gradients.float() for bucket in self.buckets]
         for master, gradient in zip(self.masters, gradients, strict=True):
             master.grad = gradient
-        if self._on_device:  # torch's optimizers take the inverse, as GradScaler gives it
+        if self._on_device:  # torch's optimizers take the inverse, as GradScaler passes it
             inner.grad_scale = (1.0 / factor).float()
             inner.found_inf = factor.isnan().float()
         elif loss_scale != 1.0 or math.isfinite(self._clip):
@@ -245,7 +245,7 @@ class Update:
 def moves(norm: Tensor) -> Tensor:
     """Return whether a gradient of this norm moves the weights: it is finite, and not exactly 0.
 
-    Without a gradient, for example if no token counts in the loss, momentum and weight decay would
-    still move them.
+    Otherwise, without a gradient (for example if no token counts in the loss), momentum and weight
+    decay would still move the weights.
     """
     return norm.isfinite() & (norm > 0)

@@ -1,8 +1,8 @@
 """The plan of ZeRO: what each pass and the end of a step do with each bucket of parameters.
 
 Rajbhandari et al., arXiv 1910.02054, with shards of two sizes (Wang et al., arXiv 2306.10209; Zhang
-et al., arXiv 2205.00119). All functions are pure, of the parameters' records and of settings. The
-engine carries the plan out on tensors; the planner sums its memory, seconds and messages.
+et al., arXiv 2205.00119). All functions are pure functions of the parameters' records and settings.
+The engine carries out the plan on tensors; the planner adds up its memory, time and messages.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BucketOp(Enum):
     ACCUMULATE     add that shard to the sums of earlier micro-batches, and free the gradients
                    (stages 2 and 3)
     REDUCE_BEYOND  sum the shard over all other ranks: each rank gets what its optimizer owns
-    FETCH, STORE   optimizer state from and to host memory (--cpu-offload)
+    FETCH, STORE   copy optimizer state from or to host memory (--cpu-offload)
     UPDATE         run the optimizer on what this rank owns
     RETURN         gather new weights from their owners
     """
@@ -90,7 +90,7 @@ class Hop(NamedTuple):
 class ShardSizes(NamedTuple):
     """Numbers of ranks that share a parameter.
 
-    inner           ranks that divide gradients of stages 2 and 3, and weights of stage 3
+    inner           ranks that divide gradients in stages 2 and 3, and weights in stage 3
     states          ranks that divide the optimizer's state
     gradient_ranks  ranks that sum its gradients
     """
@@ -103,7 +103,8 @@ class ShardSizes(NamedTuple):
     def hops(self, op: BucketOp, divided_weights: bool = False) -> tuple[Hop, ...]:
         """Return the collectives of an instruction.
 
-        divided_weights  whether passes gather the weights: new ones then go only to the inner ranks
+        divided_weights  whether passes gather the weights: new ones then stay sharded over the
+                         inner ranks
         """
         inner, states, gradient_ranks = self
         outward = Hop("reduce_scatter", "outer", inner), states > inner
@@ -124,10 +125,11 @@ class Zero(NamedTuple):
 
     stage         the stage in effect
     sizes         of parameters other than experts
-    experts       expert-parallel size: ranks that share an expert are fewer by this factor
+    experts       expert-parallel size: the number of ranks that share an expert is smaller by this
+                  factor
     ahead, early  whether weights are gathered, and gradients sent, while passes run
     offload       whether the optimizer's state is in host memory
-    weight_bytes, gradient_bytes  of an element
+    weight_bytes, gradient_bytes  bytes per element
     """
 
     stage: int
@@ -159,7 +161,7 @@ class Zero(NamedTuple):
 
     @property
     def divides_gradients(self) -> bool:
-        """Return whether gradients have memory only from a pass's first until they are sent."""
+        """Return whether gradients have memory only from their first use in a pass until sent."""
         return self.stage > 1
 
     def hops(self, op: BucketOp, bucket: BucketPlan) -> tuple[Hop, ...]:
@@ -188,9 +190,9 @@ class Zero(NamedTuple):
 
 
 def zero_of(config: Config, layout: Layout | None = None) -> Zero:
-    """Return ZeRO's stage and sizes in a configuration.
+    """Return ZeRO's stage and sizes for a configuration.
 
-    layout  of the job; without it, shards of a node (-1) count as undivided: see
+    layout  layout of the job; without it, per-node shards (-1) count as undivided: see
             planner.placement.over_nodes
     """
     engine = config.engine
@@ -220,8 +222,8 @@ def zero_of(config: Config, layout: Layout | None = None) -> Zero:
 def stage_in_effect(stage: int, ranks: int) -> int:
     """Return the stage that ZeRO follows if `ranks` ranks shard gradients.
 
-    With a single rank stages 2 and 3 act as stage 1: it would hold all gradients of a pass beside
-    its sums.
+    With a single rank, stages 2 and 3 act as stage 1: otherwise it would hold all gradients of a
+    pass in addition to its sums.
     """
     return stage if ranks > 1 else min(stage, 1)
 
@@ -233,7 +235,7 @@ class ModuleCall(NamedTuple):
     """Call of a module in a forward pass.
 
     parameters  numbers of the parameters that it uses
-    outlives    whether these are used after the call, too, until the backward pass begins
+    outlives    whether these are also used after the call, until the backward pass begins
     layer       whether it may be recomputed
     table       whether it looks parameters up: its backward pass does not need them
     """
@@ -270,11 +272,11 @@ class ModulePass(NamedTuple):
 
 
 class Reductions:
-    """Gradients of a step on the way to their owners: which instructions follow which event.
+    """A step's gradients on the way to their owners: which instructions follow which event.
 
-    Buckets are sent in order, so that all ranks post the same messages: with stages 2 and 3 the
-    buckets of a pipeline stage once for each of its backward passes, otherwise once in a step. With
-    overlap a bucket is sent as soon as it and all before it are complete.
+    Buckets are sent in order, so that all ranks post the same messages: with stages 2 and 3, the
+    buckets of a pipeline stage are sent once per backward pass of the stage, otherwise once per
+    step. With overlap, a bucket is sent as soon as it and all before it are complete.
 
     flying  buckets whose REDUCE is in flight
     """
@@ -308,7 +310,7 @@ class Reductions:
         yield BucketInstruction(BucketOp.ALLOCATE, bucket)
 
     def complete(self, bucket: int, final: bool) -> Iterator[BucketInstruction]:
-        """Note that a bucket has all gradients of a pass; `final`: the step's last pass."""
+        """Note that a bucket has all gradients of a pass; `final`: it is the step's last pass."""
         self._complete.add(bucket)
         if not self._plan.zero.early:
             return
@@ -380,10 +382,10 @@ class ZeroPlan:
     """Everything that ZeRO does on a rank.
 
     buckets     in the order of the optimizer's groups; frozen ones come last
-    first_uses  stage and call in which each parameter is used first
+    first_uses  stage and call in which each parameter is first used
     calls       of each stage, in the order of a forward pass
-    recomputed  of each stage: sizes of the groups of layers that the backward pass recomputes, from
-                its first layer on
+    recomputed  of each stage: sizes of the groups of layers that the backward pass recomputes,
+                starting at its first layer
     sweeps      passes of the optimizer's update over buckets of full parameters: names of the state
                 that each needs; (): all
     """
@@ -417,7 +419,7 @@ class ZeroPlan:
 
     @functools.cached_property
     def _stages(self) -> tuple[int, ...]:
-        some = min(self.calls, default=0)  # of a bucket without parameters
+        some = min(self.calls, default=0)  # for a bucket without parameters
         firsts = (bucket.members[:1] for bucket in self.buckets)
         return tuple(self.first_uses[first[0]][0] if first else some for first in firsts)
 
@@ -435,7 +437,8 @@ class ZeroPlan:
     def in_flight(self, bucket: int) -> float:
         """Return how many sums may be in flight when another begins.
 
-        Below ZeRO-2 any number, but the second hop of one begins before the first of the next.
+        Below ZeRO-2 any number; but with a second hop only one, so that its second hop begins
+        before the next one's first.
         """
         if self.zero.divides_gradients:
             return IN_FLIGHT
@@ -448,7 +451,7 @@ class ZeroPlan:
         return frozenset(n for n, bucket in numbered if self.zero.divides_weights(bucket))
 
     def gathered(self, stage: int, call: int) -> tuple[int, ...]:
-        """Return the buckets that a call needs and that passes gather."""
+        """Return the buckets that a call needs and that have to be gathered for it."""
         if not self._divided:
             return ()
         parameters = self.calls[stage][call].parameters
@@ -606,7 +609,7 @@ def streamed(uses: Sequence[Use]) -> Iterator[BucketInstruction]:
     """Yield the updates of offloaded state.
 
     During an UPDATE the state of the next use arrives and the state of the previous one leaves,
-    which takes two sets of tensors. State is not fetched before a use that changes it has ended.
+    which takes two sets of tensors. State is fetched only after the last use that changes it.
     """
     fetched = 0
     for now, (bucket, names) in enumerate(uses):
@@ -662,8 +665,8 @@ def _unit(record: Sharding, zero_stage: int, stage: int, call: int) -> Hashable:
     """Return the unit within which a parameter's bucket stays.
 
     With ZeRO stage 2 it is a pipeline stage, so that a bucket is complete after a backward pass.
-    With stage 3 a matrix shares a bucket with others of its call, whose weights are gathered at
-    once.
+    With stage 3 a matrix shares a bucket only with other matrices of its call, whose weights are
+    gathered together.
     """
     if zero_stage < 2:
         return ()
