@@ -36,7 +36,7 @@ class Layer(Protocol):
 
 
 class Stage(Protocol):
-    """Factory of a stage of the model with these `layers`, such as megatron.GPTChunk.
+    """Factory of a model stage with these `layers`, such as megatron.GPTChunk.
 
     A stage may be derived from GPTChunk. It is called as stage(batch, hidden, late_loss=True), like
     GPTChunk, and has `context` as an attribute. `tied_weight` is the embedding of the first stage

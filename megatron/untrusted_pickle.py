@@ -156,7 +156,7 @@ def check_pickle(content: bytes | BinaryIO, source: object, error: type[Megatron
 
 
 def _check_size(top: _Value, most: int, source: object, error: type[MegatronError]) -> None:
-    """Raise `error` if a value with its content is too large, too deep, or contains itself."""
+    """Raise `error` if a value is too large or too deep with its content, or contains itself."""
     sizes = {id(_PLAIN): (1, 1)}  # number of values, including those inside, and of levels
     started: set[int] = set()
     pending = [top]

@@ -70,7 +70,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class BucketRule:
-    """Settings of a run that determine its buckets.
+    """Settings that determine a run's buckets.
 
     limit     number of elements at which a bucket is closed
     whole     whether the optimizer needs a full parameter
@@ -97,8 +97,8 @@ class BucketRule:
         frozen   whether each is frozen; by default none is
 
         Buckets of a kind are filled in the reverse of that order, which is about the order in which
-        a backward pass produces gradients. A bucket exceeds the limit only with a single parameter.
-        The tied embedding is a bucket of its own, so that the first and the last stage shard it
+        a backward pass produces gradients. Only a bucket with a single parameter exceeds the limit.
+        The tied embedding has a bucket of its own, so that the first and the last stage shard it
         over their data-parallel ranks in the same way. If no parameters train there is one empty
         bucket: an optimizer needs a group.
         """
@@ -156,7 +156,7 @@ def bucket_limit(config: Config, ranks: int) -> float:
 
 
 def bucket_rule(config: Config, ranks: int) -> BucketRule:
-    """Return the rule of a configuration whose `ranks` data-parallel ranks share a parameter."""
+    """Return the rule for a configuration in which `ranks` data-parallel ranks share parameters."""
     wants = wants_whole(config)
 
     def whole(record: Sharding) -> bool:

@@ -30,7 +30,7 @@ class FirstGradients:
 
     Only parameters that all tensor ranks hold are included.
 
-    partial  whether the gradient of each is treated as a term of a sum
+    partial  for each parameter, whether its gradient is treated as a term of a sum
     digests  int64 [parameters], 0 if a gradient is zero
     """
 
@@ -40,7 +40,7 @@ class FirstGradients:
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
-    """Return a digest of a tensor, an int64 scalar on its device, with torch's operators.
+    """Return a tensor's digest, an int64 scalar on its device, computed with torch operators.
 
     Integers are added up: the order of additions does not matter, and a change within one 8-byte
     word always changes the sum. About 16 times the tensor's bytes are read and written.

@@ -57,7 +57,7 @@ class ChunksModule(torch.nn.Module):
 
 
 class ModelParallelUnit:
-    """DeepSpeed's `mpu`: it describes the model parallelism of a Topology to DeepSpeed.
+    """DeepSpeed's `mpu`, which describes a Topology's model parallelism to DeepSpeed.
 
     "Model parallel" is tensor times pipeline. The data group is this rank alone, so that DeepSpeed
     partitions nothing: its parameters already are this rank's shards.

@@ -665,7 +665,7 @@ class Engine:
             self._scale.load_state(scalars["loss_scale"])
 
     def update_working_weights(self) -> None:
-        """Write the rounded master weights to the weights of forward and backward passes.
+        """Write the rounded master weights to the weights that forward and backward passes use.
 
         All data-parallel ranks call it.
         """

@@ -1,4 +1,4 @@
-"""Full parameters for an optimizer whose update of a matrix needs all of it, such as Muon.
+"""Full parameters for an optimizer whose update needs the whole matrix, such as Muon.
 
 ZeRO gives each data-parallel rank a range of every bucket, and tensor parallelism gives each rank a
 shard of a matrix. Here every matrix has one owner among the data- and tensor-parallel ranks of its

@@ -132,7 +132,7 @@ class Gradients:
         return {number: len(self._numbered[number].parameters) for number in self._plan.order}
 
     def pass_ends(self, stage: int) -> None:
-        """Note that a backward pass of a pipeline stage has ended."""
+        """Note that a pipeline stage's backward pass has ended."""
 
     def collect(self) -> None:
         """Collect gradients that were put into `.grad` without autograd, so that no hook ran."""

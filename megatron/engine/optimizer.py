@@ -76,7 +76,7 @@ def parameter_groups(
 
     parameters  the parameters of each group
 
-    A group's key `decays` says whether its weight decay follows the schedule, its key `whole`
+    A group's key `decays` tells whether its weight decay follows the schedule, and its key `whole`
     whether it consists of full parameters. Its learning rate is the schedule's times its key
     `lr_scale`, by which its weight decay is divided: their product, which AdamW subtracts, is the
     same for all groups. Its key `eps_scale` is the factor on AdamW's epsilon.
@@ -163,7 +163,7 @@ def create_state(
 
 
 def tensors_of(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of a parameter's state that have its shape, by name."""
+    """Return the tensors in a parameter's state that have the parameter's shape, by name."""
     state = optimizer.state[p].items()
     return {n: x for n, x in state if isinstance(x, Tensor) and x.shape == p.shape}
 

@@ -57,7 +57,7 @@ class QKClip:
 
     @torch.no_grad()
     def apply(self, counts: Tensor) -> None:
-        """Clip by the logits of a step, on all ranks; the scalar `counts` says if the step counts.
+        """Clip by the logits of a step, on all ranks; the scalar `counts`: whether the step counts.
 
         The master weights are scaled, and their rounded values written to this rank's shard of the
         weights that forward and backward passes use.

@@ -94,7 +94,7 @@ class ShardedGradients(Gradients):
         return last and self._plan.zero.early
 
     def pass_ends(self, stage: int) -> None:
-        """Send the buckets that a backward pass of a pipeline stage has not sent."""
+        """Send the buckets that a pipeline stage's backward pass has not sent."""
         order = self._plan.order_of(stage)
         if not order or self.local:
             return
@@ -242,7 +242,7 @@ class ShardedWeights(WeightGather):
     def _indices(self, steps: Sequence[ModulePass]) -> dict[tuple[str, int], int]:
         """Return the step that an event begins: a call, or the arrival of its output's gradient.
 
-        For the last layer of a recomputed group the gradient arrives before the layer is called.
+        For the last layer in a recomputed group, the gradient arrives before the layer is called.
         """
         indices = {(step.kind, step.call): n for n, step in enumerate(steps)}
         for last in self._plan.groups[self._stage]:

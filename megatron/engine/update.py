@@ -148,7 +148,7 @@ class Update:
         return {MASTER: master.detach(), **state}
 
     def _round(self, master: Tensor) -> None:
-        """Write the working weights of a master weight, unless the optimizer has done so."""
+        """Round a master weight to its working weights, unless the optimizer has done so."""
         if (bucket := self._rounded.get(master)) is not None:
             bucket.own_weights.copy_(master.detach())
 

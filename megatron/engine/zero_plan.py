@@ -1,4 +1,4 @@
-"""The plan of ZeRO: what each pass and the end of a step do with each bucket of parameters.
+"""ZeRO's plan: what each pass and the end of a step do with each bucket of parameters.
 
 Rajbhandari et al., arXiv 1910.02054, with shards of two sizes (Wang et al., arXiv 2306.10209; Zhang
 et al., arXiv 2205.00119). All functions are pure functions of the parameters' records and settings.
@@ -36,7 +36,7 @@ REDUCED_ALREADY = (
 
 
 class BucketOp(Enum):
-    """Operation on a bucket. Messages overlap with what follows until their result is needed.
+    """Operation on a bucket. Messages overlap with later operations until their result is needed.
 
     GATHER         allocate the weights and gather them from the inner ranks (stage 3)
     FREE           free gathered weights
@@ -46,7 +46,7 @@ class BucketOp(Enum):
                    (stages 2 and 3)
     REDUCE_BEYOND  sum the shard over all other ranks: each rank gets what its optimizer owns
     FETCH, STORE   copy optimizer state from or to host memory (--cpu-offload)
-    UPDATE         run the optimizer on what this rank owns
+    UPDATE         run the optimizer on the elements that this rank owns
     RETURN         gather new weights from their owners
     """
 
@@ -260,7 +260,7 @@ class ModulePass(NamedTuple):
     kind    FORWARD, RECOMPUTE or BACKWARD
     call    number among the calls of the stage
     before  instructions that have to be complete when it begins
-    beside  instructions that begin with it and overlap with it
+    beside  instructions that begin when it does and overlap with it
     after   instructions that begin when it has ended
     """
 
@@ -383,8 +383,8 @@ class ZeroPlan:
 
     buckets     in the order of the optimizer's groups; frozen ones come last
     first_uses  stage and call in which each parameter is first used
-    calls       of each stage, in the order of a forward pass
-    recomputed  of each stage: sizes of the groups of layers that the backward pass recomputes,
+    calls       calls of each stage, in the order of a forward pass
+    recomputed  for each stage, sizes of the groups of layers that the backward pass recomputes,
                 starting at its first layer
     sweeps      passes of the optimizer's update over buckets of full parameters: names of the state
                 that each needs; (): all
@@ -539,7 +539,7 @@ class ZeroPlan:
         return by_last
 
     def _backward_order(self, stage: int) -> Iterator[tuple[str, int]]:
-        """Yield kinds and calls of a backward pass in order.
+        """Yield the kinds and calls of a backward pass, in order.
 
         With ZeRO-3, whose pipeline has one stage, it ends at the first call with trained
         parameters.
@@ -635,7 +635,7 @@ def zero_plan(
     sweeps: Iterable[tuple[str, ...]] = ((),),
     frozen: Sequence[bool] | None = None,
 ) -> ZeroPlan:
-    """Return the plan of a rank.
+    """Return a rank's plan.
 
     records  shardings of its parameters, in the order in which forward passes first use them
     calls    by stage; a parameter without a call counts as part of the first stage

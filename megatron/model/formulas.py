@@ -1,4 +1,4 @@
-"""Parameters, FLOPs and message sizes of a GPT, from its configuration alone.
+"""Parameters, FLOPs and message sizes of a GPT, computed from its configuration alone.
 
 The built-in model needs no torch for this.
 
@@ -22,8 +22,8 @@ from megatron.config.parallel import RecomputeConfig
 _TERA = 1e12
 
 # Dense peak of the matrix units in fp32, fp16 and bf16, TFLOP/s, from the vendors' data sheets, by
-# part of the device name; the first match counts. A device is what torch sees as one: for an MI250X
-# or MI250, one of its two dies.
+# part of the device name; the first match counts. Devices are counted as in torch: each of the two
+# dies of an MI250X or MI250 is one.
 _PEAKS = (
     ("MI355X", 157.3, 2516.6, 2516.6),
     ("MI350X", 144.2, 2306.9, 2306.9),
@@ -174,8 +174,8 @@ def recompute_flops_per_token(
 ) -> float:
     """Return the FLOPs per token that recomputation adds.
 
-    groups   sizes of the groups of layers that are fully recomputed. The last product of a group is
-             not repeated, since no gradient needs its result
+    groups   sizes of the groups of layers that are fully recomputed. A group's last product is not
+             repeated, since no gradient needs its result
 
     With selective recomputation, attention cores and experts are counted; activation functions and
     norms are never counted.

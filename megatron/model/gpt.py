@@ -232,7 +232,7 @@ class GPTChunk(nn.Module):
         )
 
     def _run_layers(self, hidden: Tensor, call: CallContext) -> Tensor:
-        """Run all layers of the stage; some are recomputed in the backward pass."""
+        """Run all layers of the stage; some may be recomputed in the backward pass."""
         layers = list(self.layers)
         groups = list[int]()
         if torch.is_grad_enabled():

@@ -76,7 +76,7 @@ class Root(torch.autograd.Function):
 class _Rules(TorchDispatchMode):
     """Rules of a capture, checked for every operator that runs in it.
 
-    what   name of the pass in errors
+    what   name of the pass, for errors
     names  names of the chunk's modules, by id
     calls  list to which a rehearsal appends each operator's repetition; None: they are in a
            device's graph
@@ -516,7 +516,7 @@ class Captures:
         torch.cuda.current_stream().wait_stream(stream)
 
     def take(self, stage: int, batch: MicroBatch, hidden: Tensor | None) -> Slot:
-        """Return a slot of a stage for a micro-batch."""
+        """Return one of a stage's slots for a micro-batch."""
         captured = self._captured[stage]
         return captured.free.pop() if captured.free else Slot(captured, batch, hidden)
 

@@ -96,7 +96,7 @@ class Boundaries:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A training step of a pipeline, with times in any unit.
+    """A pipeline's training step, with times in any unit.
 
     schedule, size, chunks, micro_batches   see build_schedule
     times        by global stage: size * chunks values each
@@ -122,7 +122,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """Result of a step on the clock, in seconds from its start.
+    """Result of a step on the clock; times are from its start, in the unit of the pipeline.
 
     By pipeline rank:
 
@@ -158,7 +158,7 @@ class PipelineRun:
 
 
 def run_pipeline(pipeline: Pipeline) -> PipelineRun:
-    """Run one training step of a pipeline on a clock.
+    """Run a pipeline's training step on a simulated clock.
 
     Raises the ConfigError of build_schedule.
     """

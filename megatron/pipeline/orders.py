@@ -1,4 +1,4 @@
-"""Instructions of a pipeline schedule, and the orders of passes.
+"""Instructions in a pipeline schedule, and the orders of passes.
 
 The orders are 1F1B, interleaved 1F1B and zero-bubble ZB-H1. They are defined only here.
 

@@ -64,7 +64,7 @@ _OPS = tuple(Op)
 
 @dataclass(frozen=True)
 class Schedule:
-    """Instructions of every rank of a pipeline for one step, in order.
+    """Instructions for every rank of a pipeline in one step, in order.
 
     Index it with a pipeline rank.
     """
@@ -267,7 +267,7 @@ def run(
 
     posted   whether the lists contain messages; otherwise results travel by themselves as soon as
              they are computed
-    duplex   whether the two directions of a pair of ranks are separate links
+    duplex   whether the two directions between a pair of ranks are separate links
     at_once  number of ranks that can compute at full speed at a time; more of them share the speed
              equally
 

@@ -23,7 +23,7 @@ _MICROSECONDS = 1e6  # the format's unit
 
 
 def trace_of(run: PipelineRun) -> str:
-    """Return the JSON of a run whose times are in seconds.
+    """Return the JSON for a run whose times are in seconds.
 
     Each pass is one event of the trace event format (phase X), named after its kind and
     micro-batch; in steps of up to 20,000 passes, each message is an arrow.
