@@ -30,7 +30,7 @@ class CoreAttention:
 
     attention  name of its implementation (choose_attention)
 
-    largest    the largest products q k^T of each head, scaled, of training passes so far, for
+    largest    the largest scaled product q k^T of each head in the training passes so far, for
                QK-clip: fp32 [heads/tp]; None: not recorded
     """
 
@@ -62,7 +62,7 @@ class CoreAttention:
     def __call__(self, call: CallContext, *tensors: Tensor) -> Tensor:
         """Map q [s, b, heads/tp, d], k and v [s, b, kv heads/tp, d] to [s, b, heads/tp, d].
 
-        Blocked attention also takes the projection of all three, but not for a cache.
+        Blocked attention also accepts the fused projection of all three, except with a cache.
         """
         if call.cache is not None:
             q, k, v = tensors
@@ -74,7 +74,7 @@ class CoreAttention:
         return self.within(call, None, *tensors)
 
     def scoring_of(self, call: CallContext, positions: int) -> Scoring:
-        """Return the scoring in a call, of weights [b, this rank's heads, positions, keys]."""
+        """Return a call's scoring, for weights [b, this rank's heads, positions, keys]."""
         scoring = self.scoring._replace(documents=call.documents)
         if call.dropout is None:
             return scoring
@@ -87,7 +87,7 @@ class CoreAttention:
     def within(self, call: CallContext, heads: slice | None, *tensors: Tensor) -> Tensor:
         """Return attention over the rows of the tensors, which are full sequences.
 
-        heads  the tensor rank's heads that these are; None: all of them
+        heads  which of the tensor rank's heads the tensors contain; None: all of them
         """
         scoring = self.scoring_of(call, tensors[0].shape[0])
         if self.largest is not None and torch.is_grad_enabled():
@@ -123,9 +123,9 @@ class SelfAttention(torch.nn.Module):
     recompute, attention: see CoreAttention. summed: see RowParallelLinear.
 
     The rows of the fused weight are ordered [key-value group][queries ..., key, value][head
-    dimension], so a cut along them gives every rank whole groups (the order of Megatron checkpoints
-    from version 2.0 on). With fewer groups than ranks, neighbouring ranks share the queries of a
-    group, and each holds its key and value.
+    dimension], so that splitting them gives every rank whole groups (the order in Megatron
+    checkpoints since version 2.0). With fewer groups than ranks, neighbouring ranks share the
+    queries of a group, and each holds the group's key and value.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class SelfAttention(torch.nn.Module):
         self.norms_heads = config.qk_layernorm_over == "head"
         if config.qk_layernorm:
             of_q = of_k = None
-            each = heads, groups  # within the width of a norm, or within this rank's shard of it
+            each = heads, groups  # heads that a norm covers, over all ranks
             if self.norms_heads:
                 each = 1, 1
             else:

@@ -1,4 +1,4 @@
-"""Attention in blocks of queries whose scores fit a cache, and the largest products for QK-clip."""
+"""Attention in blocks of queries whose scores fit in cache; the largest products for QK-clip."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.kernels.ops import attention as kernel
 from megatron.layers.attention_unfused import PLAIN, Scoring
 from megatron.parallel.autograd import Context, Node
 
-# Scores of this many elements at once: a buffer of some MiB for any number of heads and samples.
+# Scores stored at once: a buffer of several MiB for any number of heads and samples.
 _SCORES = 1 << 22
 _FEWER_KERNELS = 512
 
@@ -40,7 +40,7 @@ def weigher(scoring: Scoring, q: Tensor, starts: Tensor, positions: int) -> Weig
 
 
 def block_length(length: int, dtype: torch.dtype) -> int:
-    """Return the positions of a block: a whole number of kernel tiles."""
+    """Return the number of positions in a block: a multiple of the kernel's tile."""
     return choose.block_length(str(dtype).removeprefix("torch."), length)
 
 
@@ -64,20 +64,21 @@ def transposed(x: Tensor) -> Tensor:
 
 
 def queries_at_once(x: Tensor) -> int:
-    """Return the queries of a block of x [s, ..]; on a GPU blocks need not match a kernel's tiles.
+    """Return the number of queries in a block of x [s, ..].
 
-    Smaller products would take no less time there than the start of a kernel.
+    On a GPU blocks need not match a kernel's tiles, and smaller products would take no less time
+    than a kernel launch.
     """
     return block_length(len(x), x.dtype) if x.device.type == "cpu" else _FEWER_KERNELS
 
 
 def _most_scores(block: int, length: int, share: int, window: int) -> int:
-    """Return the most scores of a block in a sample and group."""
+    """Return the maximum number of scores in a block, per sample and group."""
     return min(block, length) * share * min(length, block + window + TILE)
 
 
 def cut_heads(count: int, scores: int) -> list[slice]:
-    """Divide samples times groups into batches of about _SCORES scores, enough for all threads."""
+    """Divide samples times groups into batches of about _SCORES scores that occupy all threads."""
     size = min(count, max(_SCORES // scores, torch.get_num_threads()))
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
@@ -91,7 +92,7 @@ def put_rows(out: Tensor, rows: Tensor) -> Tensor:
 class _RowView:
     """A tensor [s, b, groups, share, d] to be written as rows.
 
-    In place if its strides allow, otherwise in a copy.
+    The rows are a view of it if its strides allow, otherwise a buffer that `put` copies back.
     """
 
     def __init__(self, target: Tensor) -> None:
@@ -133,7 +134,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
 
 
 def _split(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q [.., groups, share, d], k and v [.., groups, d] of one or three tensors.
+    """Return q [.., groups, share, d], k and v [.., groups, d] from one or three tensors.
 
     A single tensor is the projection.
     """
@@ -155,7 +156,7 @@ class _Attention(Node):
         q, k, v = _split(tensors)
         operators, slopes, params = weigher
         s, b, groups, share, d = q.shape
-        # All blocks count as one pass of attention, and their rate is measured together.
+        # All blocks count as one attention pass, and their rate is measured together.
         keys_seen = min(s, params.window + 1)
         with counts_as(Attention(b, groups * share, s, d, keys=keys_seen)):
             out = q.new_empty(q.shape)
@@ -216,13 +217,13 @@ class _Attention(Node):
             sums = (
                 q.new_empty(batches[0].stop, s * share, d, dtype=torch.float32) if narrow else None
             )
-            # Each block is in two products, and oneDNN copies inputs that are not contiguous for
-            # each.
+            # Each block is used in two products, and oneDNN would copy non-contiguous inputs for
+            # each of them.
             packs = narrow and q.device.type == "cpu"
             for batch in batches:
                 n = batch.stop - batch.start
                 total = to_queries.rows[batch] if sums is None else sums[:n]
-                written = 0  # rows of `total`
+                written = 0  # rows of `total` written so far
                 for first in range(0, s, block):
                     last = min(first + block, s)
                     row = first * share
@@ -288,10 +289,10 @@ def update_largest(
     """Raise `largest` [heads] to the largest scaled product of a query and a key that it sees.
 
     tensors  as in blocked_attention
-    padding  queries that do not count  # [b, s]
+    padding  bool [b, s]: queries that do not count
 
-    Products are taken before soft cap and ALiBi, block by block: no scores [s, s] are stored,
-    whatever computes attention. They are half of the work of a forward pass.
+    The products are taken before soft cap and ALiBi, block by block: no scores [s, s] are stored,
+    whichever implementation computes attention. They are half the work of its forward pass.
     """
     q, k, _ = _split(tensors)
     s, b, groups, share, _ = q.shape
@@ -315,7 +316,7 @@ def update_largest(
             products = torch.bmm(
                 queries[batch, first * share : last * share], transposed(keys[batch, key:last])
             ).unflatten(1, (last - first, share))
-            # All keys before the block are seen, unless there is a window or there are documents.
+            # All keys before the block are visible, unless there are windows or documents.
             start = first if document is None and window >= s else key
             behind = positions[first:last].unsqueeze(1) - positions[start:last]
             hidden = ((behind < 0) | (behind > window)).unsqueeze(0)

@@ -26,8 +26,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scoring: Scori
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [n, heads, l, d]
     grouped = q.shape[1] != k.shape[1]
     if grouped and bias is not None:
-        # On a GPU no kernel takes both a mask and groups: without this the scores [n, heads, l, l]
-        # would be stored.
+        # On a GPU no kernel supports both a mask and groups: without this, the scores
+        # [n, heads, l, l] would be stored.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = False
     out = F.scaled_dot_product_attention(
@@ -69,9 +69,9 @@ class _Ranges(Node):
 def _in_window(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scoring: Scoring) -> Tensor:
     """Return causal attention in a window shorter than l; see _causal.
 
-    The first window + 1 queries see all keys before them; `bias` is for these queries. The others
-    are computed in blocks, each with the keys that its queries see: the first `window` of these
-    keys precede the block. One mask serves all blocks.
+    The first window + 1 queries see all keys before them; `bias` applies to these queries. The
+    others are processed in blocks, each with the keys that its queries see: the first `window` of
+    these keys precede the block. All blocks share one mask.
     """
     length = q.shape[1]
     window = scoring.window
@@ -99,10 +99,10 @@ def _in_window(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scoring: Sc
 def _one_sample(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """View each [s, b, heads, d], which may be part of a projection, as [1, s, b * heads, d].
 
-    For attention the heads of another sample are just more heads. With one sample, all of torch's
-    kernels write, and read in the backward pass, the order [s, b, heads, d] of the layers around
-    them; with several samples, some write [b, s, heads, d], and most copy output and gradient to
-    that order before their backward pass
+    To attention, the heads of another sample are just more heads. With one sample, all of torch's
+    kernels use the layout [s, b, heads, d] of the surrounding layers for outputs and gradients;
+    with several samples, some write [b, s, heads, d], and most copy output and gradient to that
+    layout before their backward pass
     (aten/src/ATen/native/transformers/cuda/attention_backward.cu).
     """
     q, k, v = (
@@ -116,8 +116,8 @@ def _by_bounds(
 ) -> Tensor:
     """Return attention within documents: [s, b, heads, d].
 
-    attend maps rows [b * s, heads, d] of q, k, v, the bounds of documents in queries and keys,
-    and the lengths of the longest ones to rows.
+    attend maps the rows [b * s, heads, d] of q, k and v, the document bounds in queries and in
+    keys, and the length of the longest document in each to the rows of the output.
     """
     rows = [x.transpose(0, 1).flatten(0, 1) for x in (q, k, v)]
     bounds = documents.cu_seqlens
@@ -127,9 +127,9 @@ def _by_bounds(
 
 
 def _takes_bounds(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
-    """Return whether torch's flash attention computes such documents in one call.
+    """Return whether torch's flash attention can compute all documents in one call.
 
-    Not on ROCm: its logarithms of sums are [documents, heads, longest], and some versions ignore
+    Not on ROCm: its log-sum-exps are [documents, heads, longest], and some versions ignore
     windows or exchange their gradients
     (aten/src/ATen/native/transformers/hip/flash_attn/aot/mha_all_aot.hip).
     """
@@ -142,7 +142,7 @@ def _takes_bounds(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
 
 @contextlib.contextmanager
 def _without_cudnn() -> Iterator[None]:
-    """Let scaled_dot_product_attention choose anything but cuDNN."""
+    """Let scaled_dot_product_attention choose any backend but cuDNN."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -158,8 +158,8 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -
 
     If the GPU supports it, one call of torch's flash attention computes all documents. Otherwise
     scaled_dot_product_attention is called for each batch of documents of similar length. They are
-    padded at the end, which no causal query sees: no mask of documents is needed. ALiBi's bias is
-    as long as the longest document and is used for all. There is no soft cap.
+    padded at the end, where no causal query sees the padding: no document mask is needed. ALiBi's
+    bias is as long as the longest document and is used for all. Soft caps are not supported.
     """
     assert not scoring.cap, "torch has no soft cap: see choose_attention"
     alibi = scoring.alibi
@@ -167,8 +167,8 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -
     if documents is not None and alibi is None and _takes_bounds(q, k, v, scoring.dropout):
 
         def by_bounds(*tensors: object) -> Tensor:
-            # torch.nn.attention.varlen calls the same operator, but lacks dropout, and windows
-            # before torch 2.11.
+            # torch.nn.attention.varlen calls the same operator, but lacks dropout and, before
+            # torch 2.11, windows.
             out: Tensor = _aten._flash_attention_forward(
                 *tensors,
                 scoring.dropout,
@@ -197,8 +197,8 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -
         inner = _in_window if length > scoring.window + 1 else _causal
         return inner(q, k, v, corner, scoring)
 
-    # cuDNN plans for about a second for each new shape. Documents, prompts and the examples of an
-    # evaluation have new shapes all the time.
+    # cuDNN spends about a second planning for each new shape. Documents, prompts and evaluation
+    # examples have new shapes all the time.
     fixed = documents is None and torch.is_grad_enabled()
     with contextlib.nullcontext() if fixed else _without_cudnn():
         if documents is not None:
@@ -211,7 +211,7 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v with the flash-attn package, which takes documents."""
+    """Return softmax(q k^T / sqrt(d)) v with the flash-attn package, within documents if any."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     slopes = None if scoring.alibi is None else scoring.alibi.slopes

@@ -30,9 +30,10 @@ class Scoring(NamedTuple):
     alibi       the bias of the scores
     fusions     operators that use kernels, which make their own dropout masks
     documents   documents within which tokens see each other; None: within a sample
-    dropout     probability for the weights, with masks by `seed` (megatron.parallel.keyed_random)
+    dropout     dropout probability of the weights; `seed` determines the masks
+                (megatron.parallel.keyed_random)
     row_layout  position of the weights among all weights of the job (DropoutKey.weights); None:
-                these are all
+                the job has no others
     """
 
     scale: float | None = None
@@ -50,14 +51,14 @@ class Scoring(NamedTuple):
         return 1.0 / math.sqrt(head_dim) if self.scale is None else self.scale
 
     def at(self, positions: int, heads: int) -> RowLayout:
-        """Return the row layout of the weights of all positions and these heads."""
+        """Return the row layout of the weights for all positions and this many heads."""
         return self.row_layout or DropoutKey(0, 0).weights(positions, heads)
 
     def params(self, q: Tensor, starts: Tensor, positions: int) -> AttentionParameters:
         """Return the kernels' parameters for blocks of queries q [.., b, groups, share, d].
 
         starts     the rows of [s, b] at which samples or documents start
-        positions  of a sequence
+        positions  length of a sequence
         """
         samples, groups, share, d = q.shape[1:]
         params = AttentionParameters(share, self.factor(d), cap=self.cap, window=self.window)
@@ -109,7 +110,7 @@ def unfused_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN)
 def _softmax(scores: Tensor, scale: float, scoring: Scoring) -> Tensor:
     """Return softmax(scale * scores) over the visible keys, computed in fp32.
 
-    [b, heads, s, s] in the scores' dtype.
+    The result is [b, heads, s, s] in the scores' dtype.
     """
     documents = scoring.documents
     hidden = None if documents is None else documents.hidden
@@ -134,7 +135,7 @@ def cached_attention(
 
     q         [1, b, heads, d]
     k, v      [b, kv heads, n, d], the newest token last (KeyValueCache)
-    padding   fp32 [b, n], -infinity where a sample has no token, otherwise 0; None: all have n
+    padding   fp32 [b, n], -infinity where a sample has no token, otherwise 0; None: no gaps
     """
     first = max(k.shape[2] - 1 - scoring.window, 0)
     if first:

@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """Keys, after rotation, and values of all tokens so far, of this rank's layers and heads.
+    """Keys (after rotation) and values of all tokens so far, for this rank's layers and heads.
 
     All samples end at the same slot, and shorter ones start later. Thus the next token has the same
     slot in all samples, and the same distance from each slot.
 
-    lengths   tokens of each sample in the first pass, whose samples are padded at the end
+    lengths   number of tokens of each sample in the first pass, which pads samples at the end
     capacity  slots for the longest sample
     used      slots in use before the current pass; the caller of the passes increases it
     """
@@ -41,13 +41,13 @@ class KeyValueCache:
 
     @property
     def padding(self) -> Tensor | None:
-        """Return the mask of the slots up to the next token, see cached_attention."""
+        """Return the mask of the slots up to the next token; see cached_attention."""
         return None if self._hidden is None else self._hidden[:, : self.used + 1]
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         """Add k and v [s, b, kv heads, d] of a layer.
 
-        Return all tokens so far, [b, kv heads, n, d]; None in the first pass, which has no others.
+        Return all tokens so far, [b, kv heads, n, d]; None in the first pass: k and v are all.
         """
         s, b, groups, d = k.shape
         first = self.used

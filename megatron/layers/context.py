@@ -1,4 +1,4 @@
-"""The context of layers: for their construction (LayerContext), and for each call (CallContext).
+"""Contexts of layers: for their construction (LayerContext) and for each call (CallContext).
 
 A LayerContext makes the layers' parameters. Parameters have the same global values on any layout
 and any device. A global tensor is drawn in blocks along its tensor-parallel dimension. Each block
@@ -37,12 +37,12 @@ from megatron.parallel.topology import Group
 
 BLOCK = 64
 _PIECE = 1 << 20
-"""Least elements that a thread draws at a time: some milliseconds, so that all threads end at about
-the same time.
+"""Minimum number of elements that a thread draws at a time. It takes a few milliseconds, so that
+all threads finish at about the same time.
 """
 Fill = Callable[[Tensor, torch.Generator, tuple[int, ...]], object]
-"""Fills a block of a parameter: (block, generator, the parameter's global shape, in muP its shape
-in the base model). Several threads call it at once.
+"""Fills a block of a parameter. Arguments: block, generator, and the parameter's global shape or,
+in muP, its shape in the base model. Several threads call it at once.
 """
 
 
@@ -52,7 +52,7 @@ def normal(std: float) -> Fill:
 
 
 def xavier_uniform() -> Fill:
-    """Draw from U(-a, a), a = sqrt(6 / (fan in + fan out)) of the global matrix.
+    """Draw from U(-a, a), a = sqrt(6 / (fan in + fan out)), both for the global matrix.
 
     Glorot and Bengio, 2010, eq. 16.
     """
@@ -84,11 +84,11 @@ def weight_fills(config: ModelConfig) -> tuple[Fill, Fill]:
 def draw(sharding: Sharding, fill: Fill, seed: int, device: torch.device | None = None) -> Tensor:
     """Draw the values of one shard, fp32 on `device` or on the CPU; padding is zero.
 
-    In muP a hidden matrix has the variance of the base model's, divided by the growth of its inputs
-    (Yang et al., arXiv 2203.03466, table 8).
+    In muP a hidden matrix has the base model's variance divided by the growth of its inputs (Yang
+    et al., arXiv 2203.03466, table 8).
 
-    Each thread also needs memory for at most two pieces of _PIECE elements, or of a block if that
-    is larger, on the host and on the device.
+    Each thread also needs memory, on the host and on the device, for at most two pieces of _PIECE
+    elements each, or of one block each if that is larger.
     """
     dim = 0 if sharding.dim is None else sharding.dim
     device = device or torch.device("cpu")
@@ -98,7 +98,7 @@ def draw(sharding: Sharding, fill: Fill, seed: int, device: torch.device | None 
     extent = sharding.extent[dim]
     out = torch.zeros(sharding.shape, device=device)
     target = out.movedim(dim, 0)
-    rows = BLOCK * max(1, _PIECE // (BLOCK * max(1, math.prod(rest))))  # of a piece
+    rows = BLOCK * max(1, _PIECE // (BLOCK * max(1, math.prod(rest))))  # in a piece
     shape = sharding.base_shape or sharding.global_shape
     shrink = 1.0
     if kind_of(sharding.name, shape) == "hidden":
@@ -117,7 +117,7 @@ def draw(sharding: Sharding, fill: Fill, seed: int, device: torch.device | None 
     def buffers() -> Iterator[tuple[Tensor, int]]:
         """Yield host memory and the first row of each piece.
 
-        The memory is pinned, and torch keeps it until it is copied.
+        For a GPU the memory is pinned, and torch does not reuse it before it has been copied.
         """
         for first in range(start // BLOCK * BLOCK, start + extent, rows):
             count = min(rows, -(-(start + extent) // BLOCK) * BLOCK - first, total - first)
@@ -126,7 +126,7 @@ def draw(sharding: Sharding, fill: Fill, seed: int, device: torch.device | None 
     def put(piece: Tensor, first: int) -> None:
         low = max(first, start)
         high = min(first + len(piece), start + extent)
-        # The rows may be columns of the shard: they are placed on the device.
+        # The rows may be columns of the shard, so the device puts them in place.
         target[low - start : high - start] = piece[low - first : high - first].to(
             device, non_blocking=True
         )
@@ -152,8 +152,8 @@ class ParameterFactory:
 
     `perform_initialization=False` leaves zeros, for a model that is loaded from a checkpoint
     immediately. `late` leaves parameters without memory: their attribute `late` returns the values,
-    which the engine requests one bucket after another. `base_shapes` are the global shapes of muP's
-    base model.
+    which the engine requests bucket by bucket. `base_shapes` are the global shapes of the
+    parameters of muP's base model.
     """
 
     seed: int
@@ -221,14 +221,14 @@ class Experts:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """The distribution of a layer over ranks.
+    """How layers are distributed over ranks.
 
     tensor             the tensor-parallel group
     context_parallel   this rank's slice of each sequence, with context parallelism
     parameters         makes this rank's shard of each parameter
     overlap            whether the input gradient of a column-parallel layer is reduced while its
                        weight gradient is computed
-    chunks             number of chunks of a product: the message of one overlaps with the next
+    chunks             number of chunks of a product: one's message overlaps the next's computation
     weight_gradients   the queue that zero-bubble schedules use
     fusions            which operators use the fused kernels; none by default
     experts            state that layers with experts share; None without experts
@@ -274,18 +274,18 @@ class LayerContext:
     def rotary(
         self, dimension: int, base: float, model: ModelConfig | None = None
     ) -> RotaryEmbedding:
-        """Return the rotary embedding of this many entries of a head: one object for all layers.
+        """Return the rotary embedding for this many entries of a head: one object for all layers.
 
-        `model` has the scaling and the order of pairs (RotaryEmbedding).
+        `model` determines the scaling and the order of pairs (RotaryEmbedding).
         """
         made = RotaryEmbedding(dimension, base, self.fusions.rotary, model)
         return self.rotaries.setdefault((dimension, base, model), made)
 
     @cached_property
     def region(self) -> Any:
-        """Return the tensor-parallel group for messages that nodes of linear layers send.
+        """Return the tensor-parallel group for messages sent by the nodes of linear layers.
 
-        None for a group of one, NotImplemented where messages go through Python.
+        None for a group of one rank, NotImplemented if messages go through Python.
         """
         group = self.tensor
         nodes = nodes_for(torch.empty(1))
@@ -316,7 +316,7 @@ class LayerContext:
 def _defer_gathered(
     queue: WeightGradients, group: Group, weight: Tensor, dy: Tensor, x: Tensor
 ) -> None:
-    """Defer a weight gradient whose x [s/tp, b, in] is gathered from now on."""
+    """Defer a weight gradient, and start to gather its x [s/tp, b, in]."""
     queue.add_product(weight, dy, *gather_first_async(x.detach(), group))
 
 
@@ -327,7 +327,7 @@ class CallContext:
     position_ids   [b, s] when positions restart inside a sequence, else None (0 ... s-1)
     documents      when attention must not cross documents, else None
     dropout        the key of this micro-batch's masks; None switches dropout off
-    cache          keys and values of earlier tokens, to which attention adds those of this pass;
+    cache          keys and values of earlier tokens, to which attention appends this pass's own;
                    None in training
     padding        bool [b, s]: tokens of full sequences that pad a sample; None: there are none
 

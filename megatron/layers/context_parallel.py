@@ -1,11 +1,11 @@
 """Context parallelism: each rank holds a slice of every sequence, and attention sees all of it.
 
-The c ranks of a context group form a ring of r ring ranks with h neighbours each, c = r h. Ring
-rank i holds chunks i and 2 r - 1 - i of the 2 r equal chunks of a sequence: causal attention is the
-same work everywhere. Its h ranks divide these rows once more, in order. For attention the h ranks
-exchange rows for heads (all-to-all; Jacobs et al., arXiv 2309.14509, section 3), then the keys and
-values rotate over the r ring ranks (ring.py). With h = 1 there is only the ring ("p2p"), with h = c
-only the all-to-all ("a2a").
+The c ranks of a context group form a ring of r ring ranks, each made up of h neighbouring ranks:
+c = r h. Ring rank i holds chunks i and 2 r - 1 - i of the 2 r equal chunks of a sequence, so that
+causal attention is the same work for all. Its h ranks divide these rows further, in order. For
+attention the h ranks exchange rows for heads (all-to-all; Jacobs et al., arXiv 2309.14509,
+section 3), then the keys and values rotate around the r ring ranks (ring.py). With h = 1 there is
+only the ring ("p2p"), with h = c only the all-to-all ("a2a").
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ class ContextParallel:
 
     @property
     def ring_size(self) -> int:
-        """Return the number of ranks of the ring (r above)."""
+        """Return the number of ring ranks (r above)."""
         return self.group.size // self.heads
 
     @property
     def ring_rank(self) -> int:
-        """Return this rank's number in the ring."""
+        """Return this rank's index in the ring."""
         return self.group.rank // self.heads
 
     @property
     def head_rank(self) -> int:
-        """Return this rank's number among those that exchange rows for heads."""
+        """Return this rank's index among the h ranks that exchange rows for heads."""
         return self.group.rank % self.heads
 
     def starts(self, length: int, shard: int = 0, shards: int = 1) -> list[int]:
         """Return the first position of this rank's rows in a sequence of `length` tokens.
 
-        If the rows come from both chunks of this ring rank, return it for both halves. `shard`:
-        only that one of `shards` equal shards of the rows, in order.
+        If the rows come from both chunks of this ring rank, return the first position of each
+        half. `shard` selects one of `shards` equal shards of the rows, in order.
 
         >>> ContextParallel(Group(range(4), 1)).starts(16)
         [2, 12]
@@ -88,7 +88,7 @@ class ContextParallel:
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Return the positions of this rank's rows in sequences of `length` tokens, int64 [s/c].
 
-        One tensor for all layers.
+        All layers share one tensor.
         """
         key = length, device
         if key not in self._cached:
@@ -109,7 +109,7 @@ class ContextParallel:
     def hidden_layouts(
         self, key: DropoutKey, x: Tensor, shard: int, shards: int
     ) -> list[RowLayout]:
-        """Return the row layouts of x [s/c(/tp), b, h], a shard of this rank's rows, as one head."""
+        """Return the row layouts of x [s/c(/tp), b, h], a shard of this rank's rows: one head."""
         rows, samples = x.shape[:2]
         length = rows * shards * self.size
         return [
@@ -120,7 +120,7 @@ class ContextParallel:
     def rows_for_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Return all rows [h s/c, b, heads/h, d] of this rank's shard of the heads.
 
-        If there are fewer key-value heads, each is on as many ranks as need it.
+        If there are fewer key-value heads than ranks, they are copied to all ranks that need them.
         """
         n = self.heads
         if (copies := n // math.gcd(n, k.shape[2])) > 1:
@@ -131,16 +131,16 @@ class ContextParallel:
         return tuple(received.split([q.shape[2] // n, k.shape[2] // n, v.shape[2] // n], dim=2))
 
     def heads_for_rows(self, out: Tensor) -> Tensor:
-        """Return all heads [s/c, b, heads, d] of this rank's rows of `out` [h s/c, b, heads/h, d]."""
+        """Return all heads [s/c, b, heads, d] for this rank's rows; out [h s/c, b, heads/h, d]."""
         return self._exchanged(out.unflatten(0, (self.heads, -1))).movedim(0, 2).flatten(2, 3)
 
     def _exchanged(self, x: Tensor) -> Tensor:
-        """Send x[i] to rank i of those that exchange heads; return what each of them sent."""
+        """Send x[i] to the i-th rank that exchanges heads; return what each of them sent."""
         return _AllToAll.apply(x, self)
 
 
 class _AllToAll(Node):
-    """All-to-all in which rank i's x[j] becomes rank j's x[i]: its gradient is the same all-to-all."""
+    """All-to-all: rank i's x[j] becomes rank j's x[i]. The gradient is the same all-to-all."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, context_parallel: ContextParallel) -> Tensor:

@@ -1,10 +1,10 @@
-"""Dispatch of tokens to experts: rows ordered by expert, and messages to the ranks of the experts.
+"""Dispatch of tokens to experts: rows sorted by expert, and messages to the experts' ranks.
 
-A token is sent once to each rank with experts of its choice and passes through all of them; the sum
-of their weighted outputs is sent back. Messages have a row for each pair of token and rank, and
-follow two small messages with numbers of rows and choices. Over several nodes, a token is sent once
-to each node, and from there to the ranks; results are summed on the node (X-MoE, arXiv
-2508.13337). The host waits for the device once in a layer's forward pass, for the numbers of rows.
+A token is sent once to each rank that holds experts chosen for it and passes through all of them;
+the sum of their weighted outputs is sent back. Messages have a row for each pair of token and rank,
+and follow two small messages with row counts and choices. Across several nodes, a token is sent
+once to each node, and from there to the ranks; results are summed on the node (X-MoE, arXiv
+2508.13337). The host waits for the device once in a layer's forward pass, for the row counts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def sorted_choices(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
     Rows are sorted by expert, then by token; choices without a row come last. The ends of the
     experts are exclusive, [count], int32.
 
-    experts  the expert of each choice, of `count`; -1: none  # [t, k], int64
+    experts  the index, below `count`, of each choice's expert; -1: none  # [t, k], int64
     """
     flat = experts.flatten()
     none = flat < 0
@@ -59,22 +59,22 @@ def sorted_choices(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def count_choices(experts: Tensor, none: Tensor) -> Tensor:
-    """Return the number of choices of each expert, [E] in fp32; `none` are zeros of this shape.
+    """Return how often each expert is chosen, [E] in fp32; `none` are zeros of this shape.
 
     -1 is no expert.
 
-    Unlike torch.bincount, this needs no wait for the device. On a CPU fp32 is faster than integers.
+    Unlike torch.bincount, this does not wait for the device. On a CPU fp32 is faster than integers.
     """
     flat = experts.flatten()
     return none.scatter_add(0, flat.clamp(min=0), (flat >= 0).to(none.dtype))
 
 
 Numbers = Callable[[], list[int]]
-"""Returns numbers of rows on the host; the first call waits for them."""
+"""Returns row counts on the host; the first call waits for them."""
 
 
 def members_chosen(experts: Tensor, each: int, members: int) -> Tensor:
-    """Return the members, with `each` experts, that hold a token's choices: [t, members].
+    """Return which members, with `each` experts, hold experts chosen for a token: [t, members].
 
     experts  -1: none  # [t, k]
     """
@@ -83,14 +83,13 @@ def members_chosen(experts: Tensor, each: int, members: int) -> Tensor:
 
 
 def exchange_numbers(experts: Tensor, hops: Sequence[Group], each: int) -> Tensor:
-    """Return all numbers of rows that the host needs for a layer, on the device.
+    """Return all row counts that the host needs for a layer, as a tensor on the device.
 
-    They are, for each hop, the rows sent to each member and those received, then the rows of each
-    of this rank's experts. Each hop has one message, with the same count of numbers for every
-    member.
+    They are, for each hop, the rows sent to each member and the rows received from each, then the
+    rows of each of this rank's experts. Each hop has one message, equally long for every member.
 
     experts  of this rank's tokens, -1: none  # [t, k]
-    each     experts of a rank
+    each     number of experts on a rank
     """
     count = each * math.prod(hop.size for hop in hops)
     levels = list[Tensor]()  # rows for each member of a hop, and then for each expert
@@ -113,7 +112,7 @@ def exchange_numbers(experts: Tensor, hops: Sequence[Group], each: int) -> Tenso
 def read_numbers(
     numbers: HostCopy, choices: Sequence[int], hops: Sequence[Group], each: int
 ) -> list[int]:
-    """Return the numbers from `exchange_numbers`, which had `choices` [t, k].
+    """Return the numbers from `exchange_numbers`, called with choices of the shape `choices`.
 
     The planner, which has no data, replaces this.
     """
@@ -123,13 +122,13 @@ def read_numbers(
 class Dispatch:
     """Dispatch of tokens to the group's members with their experts, and combining of results.
 
-    Over several nodes, one dispatch brings tokens to nodes and the next to ranks: the group of the
-    first has the rank with the same local rank on each node.
+    Across several nodes, one dispatch sends tokens to nodes and the next to ranks: the group of the
+    first consists of the ranks with the same local rank on each node.
 
     experts    of this rank's tokens, -1: none  # [t, k]
-    each       experts of each member, including those of other ranks of its node
-    operators  move the rows
-    numbers    from index `at` on, the numbers of rows sent to each member, then those received
+    each       number of experts of each member, including those on other ranks of its node
+    operators  operators that move the rows
+    numbers    from index `at` on, the row counts sent to each member, then those received from it
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class Dispatch:
         return _Send.apply(rows, arrival), arrival
 
     def send_choices(self, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights and experts [n, k] of the rows that other ranks sent, see Dispatch.
+        """Return the weights and experts [n, k] of the rows that this rank receives; see Dispatch.
 
         Experts count from this rank's first; -1: another rank's.
         """

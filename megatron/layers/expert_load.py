@@ -22,10 +22,10 @@ def routers(model: torch.nn.Module) -> list[Router]:
 
 @torch.no_grad()
 def move_biases(routers: Sequence[Router], data: Group, counts: Tensor) -> None:
-    """Sum the load of a step over all tokens, and adjust the experts' biases.
+    """Sum a step's load over all tokens, and adjust the experts' biases.
 
-    data    the ranks with other tokens and the same routers, which all call this
-    counts  whether the step counts, a scalar on the device; otherwise nothing changes
+    data    the ranks with the same routers and different tokens, which all call this
+    counts  whether the step counts: a scalar on the device. If False, its load is discarded
     """
     loads = all_reduce(torch.stack([router.load for router in routers]), data)
     for router, load in zip(routers, loads, strict=True):
@@ -42,16 +42,16 @@ LOSS_NAMES = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
-"""Megatron-LM's names for balancing losses in its log, by type."""
+"""Megatron-LM's names for the balancing losses in its log, by type."""
 
 
 @torch.no_grad()
 def take_figures(
     routers: Sequence[Router], model: ModelConfig, topology: Topology
 ) -> dict[str, Any]:
-    """Return the figures of routers since the last call, in the form of an Iteration event.
+    """Return the routers' figures since the last call, in the form used by an Iteration event.
 
-    All ranks call it, with their routers. One message is sent.
+    All ranks call this with their own routers. One message is sent.
     """
     kinds = zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, strict=True)
     names = [LOSS_NAMES[kind] for kind, factor in kinds if factor] + ["z_loss"]
@@ -62,7 +62,7 @@ def take_figures(
     )
     for router in routers:
         values = router.losses, router.dropped.view(1), router.entropy.view(1)
-        if topology.tensor.is_first:  # the others have the same tokens
+        if topology.tensor.is_first:  # the other tensor ranks have the same tokens
             row = torch.cat([router.interval, *values]).double()
             table[router.layer, :-1] = row
             table[router.layer, -1] = router.passes

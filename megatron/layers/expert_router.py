@@ -1,7 +1,7 @@
 """Routers: the choice of experts for each token, and the losses that balance it.
 
 Routers compute in fp32. With sequence parallelism each tensor rank scores its own tokens and
-gathers the scores of all: losses and capacities are those of the full micro-batch.
+gathers the scores from all ranks: losses and capacities apply to the full micro-batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def shared_by(context: LayerContext) -> Experts:
 class _Gather(Node):
     """Gathered scores: [s/n, b, E] -> [s, b, E]. Each rank has the gradients of all.
 
-    tensor  whether the group is that of the tensor ranks, for engine/gradients.py
+    tensor  whether the group is the tensor-parallel group, for engine/gradients.py
     """
 
     @staticmethod
@@ -62,7 +62,7 @@ class _Scores(Node):
 
 
 class _WithLoss(Node):
-    """The first argument, with a loss that gets the gradient `experts.loss_scale`."""
+    """The first argument, with an attached loss whose gradient is `experts.loss_scale`."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, loss: Tensor, experts: Experts) -> Tensor:
@@ -76,14 +76,14 @@ class _WithLoss(Node):
 
 
 def balancing_loss(scores: Tensor, load: Tensor, real: Tensor | None = None) -> Tensor:
-    """Return E sum_i f_i P_i, of E experts: 1 if the load is even (fp32, a scalar).
+    """Return E sum_i f_i P_i for E experts: 1 if the load is even (fp32, a scalar).
 
     Fedus et al., arXiv 2101.03961, eq. 4 to 6.
 
     scores  normalised scores of tokens; P is their mean  # [.., E]
-    load    number of choices of each expert; f is its share of all. No gradient flows through it. #
-            [E]
-    real    which tokens are no padding, 0 or 1; None: all  # [tokens]
+    load    how often each expert is chosen; f is its share of the total. No gradient flows through
+            it.  # [E]
+    real    1 for tokens that are not padding, 0 for padding; None: no padding  # [tokens]
     """
     share = load / load.sum().clamp(min=1)
     return len(load) * (share * mean_over(scores.flatten(0, -2), real)).sum()
@@ -95,21 +95,21 @@ def mean_over(values: Tensor, real: Tensor | None) -> Tensor:
 
 
 class Router(torch.nn.Module):
-    """The choice of experts: x [s(/tp), b, h] -> weights and experts [s b, k], of all tokens.
+    """The choice of experts: x [s(/tp), b, h] -> weights and experts [s b, k] for all tokens.
 
-    Weights are fp32, experts int64; a dropped choice has weight 0 and expert -1. So do the choices
-    of padding, which does not count in any load, loss, capacity or figure.
+    Weights are fp32, experts int64; a dropped choice has weight 0 and expert -1. So do choices for
+    padding, which does not count toward any load, loss, capacity or figure.
 
-    load         number of choices of each expert since the last step, before drops  # [E], fp32
+    load         how often each expert was chosen since the last step, before drops  # [E], fp32
 
     Sums since the last log line (take_figures): `passes`, the number of micro-batches; `losses`,
     each balancing loss without its coefficient, then the z-loss; and only if `measured`:
-    `interval`, as `load`; `dropped`, the choices that were dropped; and `entropy` of each token's
-    normalised scores.
+    `interval`, like `load`; `dropped`, the number of dropped choices; and `entropy`, of each
+    token's normalised scores.
 
-    expert_bias  a term of the scores for the choice alone; adjusted to the load after each step
-                 (Wang et al., arXiv 2408.15664)  # [E], fp32; None without
-    last_load    load of the last step, for the balancing loss of the global batch  # [E]
+    expert_bias  added to the scores for the choice only; adjusted to the load after each step
+                 (Wang et al., arXiv 2408.15664)  # [E], fp32; None: no bias
+    last_load    load in the last step, for the balancing loss over the global batch  # [E]
     """
 
     def __init__(
@@ -124,14 +124,14 @@ class Router(torch.nn.Module):
         self.experts = config.num_experts
         shape = self.experts, config.hidden_size
         self.weight = context.parameters.create(f"{name}.weight", shape, None, fill, fp32=True)
-        if config.moe_use_upcycling:  # the experts made of one MLP begin with the same scores
+        if config.moe_use_upcycling:  # experts made from one MLP begin with the same scores
             groups = self.weight.detach().unflatten(0, (-1, config.upcycling_granularity))
             groups[:, 1:] = groups[:, :1]
         kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True)
         self.balancing = {kind: factor for kind, factor in kinds if factor}
         z = [config.moe_z_loss_coeff] if config.moe_z_loss_coeff else []
         factors = [*self.balancing.values(), *z]
-        # Plain attributes: buffers would be rounded with the weights.
+        # Plain attributes: as buffers, they would be rounded together with the weights.
         zeros = torch.zeros(self.experts, device=context.parameters.device)
         self.factors = zeros.new_tensor(factors)
         self.load = zeros
@@ -145,7 +145,7 @@ class Router(torch.nn.Module):
         self.measured = False
 
     def persistent_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are saved besides the weights, by global name."""
+        """Return the tensors that are saved in addition to the weights, by global name."""
         names = ("expert_bias", "last_load")
         tensors = {f"{self.name}.{name}": getattr(self, name) for name in names}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -191,7 +191,7 @@ class Router(torch.nn.Module):
         return weights, experts
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights and experts [t, k] of logits [t, E], the best first."""
+        """Return weights and experts [t, k] for logits [t, E], best first."""
         config = self.config
         k = config.moe_router_topk
         softmax = config.moe_router_score_function == "softmax"
@@ -213,7 +213,7 @@ class Router(torch.nn.Module):
         return weights if factor is None else weights * factor, experts
 
     def _within_groups(self, scores: Tensor) -> Tensor:
-        """Return the scores with -inf outside of the best groups of each token.
+        """Return the scores, with -inf outside each token's best groups.
 
         DeepSeek-AI, arXiv 2412.19437, section 2.1.2.
         """
@@ -229,7 +229,7 @@ class Router(torch.nn.Module):
         return within
 
     def shares(self, logits: Tensor) -> Tensor:
-        """Return scores over all experts that add up to one, for losses [.., E]."""
+        """Return scores [.., E] that sum to one over all experts, for the losses."""
         if self.config.moe_router_score_function == "softmax":
             return logits.softmax(-1)
         scores = logits.sigmoid()
@@ -246,14 +246,14 @@ class Router(torch.nn.Module):
         real: Tensor | None,
         counts: bool,
     ) -> Tensor:
-        """Return the weights, whose gradient also carries that of the losses of logits [s, b, E].
+        """Return the weights, with the losses of the logits [s, b, E] attached (_WithLoss).
 
         real  see balancing_loss  # [s, b]
         """
         losses = list[Tensor]()
         if (
             context_parallel := self.context.context_parallel
-        ) is not None:  # losses are those of full sequences
+        ) is not None:  # losses cover full sequences
             logits = _Gather.apply(logits, context_parallel.group, False)
             experts = self.choose(logits.detach().flatten(0, 1))[1]
             real = None if real is None else gather_first(real, context_parallel.group)
@@ -317,9 +317,9 @@ class Router(torch.nn.Module):
         capacity = math.ceil(tokens * k / self.experts * factor)
         if capacity >= tokens:
             return None
-        # The capacity counts tokens without padding; the host does not have their number.
+        # The capacity depends on the number of tokens without padding, which is on the device only.
         limit = ((experts[:, 0] >= 0).sum().double() * k / self.experts * factor).ceil()
-        columns = experts + 1  # the first column takes the choices of padding
+        columns = experts + 1  # the first column is for choices of padding
         table = weights.new_full((tokens, self.experts + 1), -1.0)
         if config.moe_token_drop_policy == "probs":
             best = table.scatter_(1, columns, weights).topk(capacity, dim=0).indices

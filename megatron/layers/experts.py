@@ -1,9 +1,9 @@
-"""A layer of experts in place of an MLP: router, balancing losses, experts, shared expert.
+"""A layer of experts in place of an MLP: router, balancing losses, experts and shared expert.
 
-A router scores all experts for each token; the token passes through the best k, and their outputs
-are added with weights (Shazeer et al., arXiv 1701.06538). Nothing is padded: an expert multiplies
-as many rows as it gets. With expert parallelism, a layer's experts are distributed over some of the
-data-parallel ranks.
+A router scores all experts for each token; the token passes through the best k, and their weighted
+outputs are summed (Shazeer et al., arXiv 1701.06538). Nothing is padded: an expert processes
+exactly the rows it receives. With expert parallelism, a layer's experts are distributed over some
+of the data-parallel ranks.
 
 A token's weights and choices are the same on any layout. Tensor parallelism divides the FFN size of
 each expert, as in an MLP.
@@ -82,7 +82,7 @@ class _SummedWeights(Node):
 
 
 class _ExpertWeights(nn.Module):
-    """Matrices [E, *shape] of this rank's experts; `dim` of `shape` is cut over the tensor ranks.
+    """Matrices [E, *shape] of this rank's experts; `dim` of `shape` is split over tensor ranks.
 
     bias   whether there are biases, [E, *shape without the last dimension]
     """
@@ -101,8 +101,8 @@ class _ExpertWeights(nn.Module):
         self.context = context
         self.weight = self._make(f"{name}.weight", experts, shape, dim, fill)
         self.bias: nn.Parameter | None = None
-        # a matrix that is cut along its input: all tensor ranks have the bias, and each adds a
-        # share
+        # If a matrix is split along its input, all tensor ranks hold the bias, and each adds a
+        # share.
         self.divided = dim == len(shape) - 1
         if bias:
             bias_dim = None if self.divided else dim
@@ -111,7 +111,7 @@ class _ExpertWeights(nn.Module):
     def _make(
         self, name: str, experts: int, shape: tuple[int, ...], dim: int | None, fill: Fill
     ) -> nn.Parameter:
-        """Draw each expert separately: it is the same on whichever rank it is."""
+        """Draw each expert separately, so that it is the same on whichever rank holds it."""
         factory = self.context.parameters
         group = shared_by(self.context).group
         cut = None if dim is None else dim + 1
@@ -152,7 +152,7 @@ class _ExpertWeights(nn.Module):
         return factory.make(sharding, values)
 
     def forward(self, rows: Tensor, counts: RowCounts) -> Tensor:
-        """Return each expert's rows [n, in], `counts` of them, times its matrix: [n, out]."""
+        """Multiply each expert's rows [n, in], counted by `counts`, by its matrix: [n, out]."""
         y = grouped_product(rows, self.weight, counts, self.context.weight_gradients)
         if self.bias is None:
             return y
@@ -165,7 +165,7 @@ class _ExpertWeights(nn.Module):
 
 
 class _BiasShare(Node):
-    """Share of a bias that each of `size` tensor ranks adds. Each rank gets its full gradient."""
+    """Share of a bias that each of `size` tensor ranks adds. Each rank gets the full gradient."""
 
     @staticmethod
     def forward(ctx: Context, bias: Tensor, size: int) -> Tensor:
@@ -228,7 +228,7 @@ class ExpertMLP(nn.Module):
         if config.moe_shared_expert_intermediate_size is not None:
             of = f"{name}.shared_experts"
             width = replace(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
-            # in the tensor-parallel region of the experts: without messages of its own
+            # It is in the experts' tensor-parallel region and sends no messages of its own.
             self.shared = MLP(context.alone(), of, width, *fills, recompute_activation)
             if config.moe_shared_expert_gate:
                 make = context.parameters.create
@@ -262,8 +262,8 @@ class ExpertMLP(nn.Module):
         for dispatch in dispatches:
             tokens, arrival = dispatch.send(tokens)
             if self.overlap and dispatch is dispatches[0]:
-                # Its position in the graph matters: its backward pass runs while the gradients of
-                # the tokens are sent back.
+                # The shared expert's position in the graph matters: its backward pass runs while
+                # the tokens' gradients are sent back.
                 shared = self._shared(x)
             tokens = arrival.wait(tokens)
         dropless = self.dropless and call.padding is None
@@ -287,7 +287,7 @@ class ExpertMLP(nn.Module):
         return out * (F.linear(x, self.gate) * self.router.config.router_scale).sigmoid()
 
     def _numbers(self, experts: Tensor, call: CallContext) -> Numbers:
-        """Return a reader of the numbers of rows; recomputation uses those of the first pass."""
+        """Return a reader of the row counts; recomputation uses those of the first pass."""
         layer = self.router.layer
         each = self.dense_h_to_4h.weight.shape[0]
         if not within_backward() or layer not in call.numbers:
@@ -297,9 +297,9 @@ class ExpertMLP(nn.Module):
     def _experts(
         self, tokens: Tensor, weights: Tensor, experts: Tensor, sizes: Numbers, dropless: bool
     ) -> Tensor:
-        """Return the sum over the choices [t, k] of weight times expert's output of tokens [t, h].
+        """Return the sum over choices [t, k] of weight times the expert's output for tokens [t, h].
 
-        dropless  whether each choice is one of these experts: the host then need not wait
+        dropless  whether every choice is one of these experts; if so, the host need not wait
         """
         order, positions, ends = sorted_choices(experts, self.dense_h_to_4h.weight.shape[0])
         counts = RowCounts(ends, sizes)
@@ -313,7 +313,7 @@ class ExpertMLP(nn.Module):
         return self.operators.unpermute(y, positions, weights)
 
     def _recomputed(self, activated: Tensor, up: Tensor) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which operators keep `up` for `activated`, if configured."""
+        """Return a context in which operators save `up` instead of `activated`, if configured."""
         if not self.recompute_activation or not torch.is_grad_enabled():
             return contextlib.nullcontext()
         address = activated.data_ptr()

@@ -1,21 +1,21 @@
 """Linear layers whose weights are sharded over the tensor-parallel group.
 
-Column parallel: the weight [out, in] is cut along `out`; every rank sees the full input and
-computes its shard of the output. Row parallel: the weight is cut along `in`; every rank sees its
-shard of the input and computes a term of the output's sum.
+Column parallel: the weight [out, in] is split along `out`; every rank gets the full input and
+computes its shard of the output. Row parallel: the weight is split along `in`; every rank gets its
+shard of the input and computes one term of the sum that gives the output.
 
 A product that needs its input gathered or its output summed has to wait for the message. If it is
-cut into chunks of tokens, the message of one chunk is sent while the next is multiplied (Wang et
+split into chunks of tokens, one chunk's message is sent while the next is multiplied (Wang et
 al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
 Models", ASPLOS 2023). Every element is the same sum over the same terms for any number of chunks.
 
 The number of chunks: with n chunks, M/n of a message of M seconds stays exposed, and each further
-chunk costs o seconds (its latency, the start of a kernel, half-empty tiles): n = sqrt(M/o) is best.
-16 MiB (2048 tokens of 4096 in 16 bits) take about 0.3 ms at the 50 GB/s between two GCDs of an
-MI250X, and o is some tens of microseconds. This gives the default of 4.
+chunk costs o seconds (latency, a kernel launch, half-empty tiles): n = sqrt(M/o) is best. 16 MiB
+(2048 tokens with 4096 16-bit entries each) take about 0.3 ms at the 50 GB/s between two GCDs of an
+MI250X, and o is a few tens of microseconds. This gives the default of 4.
 
 With sequence parallelism a rank has the tokens [s/tp, b, ..] of its slice of the sequence. Chunk i
-consists of the i-th rows of every rank's slice: all ranks send the same amount, and each gets its
+consists of the i-th part of every rank's slice: all ranks send the same amount, and each gets its
 own rows back.
 """
 
@@ -38,12 +38,12 @@ from megatron.parallel.deferred_gradients import weight_gradients
 from megatron.parallel.sharding import Rows
 
 LEAST_TOKENS = 256
-"""Least tokens in a chunk: twice the rows of the largest tile of matrix products on GPUs and CPUs,
-so that few tiles are half empty."""
+"""Minimum number of tokens in a chunk: twice the rows of the largest tile of matrix products on
+GPUs and CPUs, so that few tiles are half empty."""
 
 
 def _bounds(context: LayerContext, rows: int, tokens: int) -> list[tuple[int, int]]:
-    """Return start and end of each chunk of `rows` rows; the product has `tokens` tokens in all."""
+    """Return start and end of each chunk of `rows` rows, for a product with `tokens` tokens."""
     n = max(1, min(context.chunks, rows, tokens // LEAST_TOKENS))
     return [(rows * i // n, rows * (i + 1) // n) for i in range(n)]
 
@@ -56,9 +56,9 @@ def _gather_async(x: Tensor, context: LayerContext) -> tuple[Tensor, Started]:
 
 
 def one_token(x: Tensor) -> bool:
-    """Return whether x [s, b, ..] is one token of generated text for each sample.
+    """Return whether x [s, b, ..] is one generated token for each sample.
 
-    That is too little work for a fused kernel to be worth its call.
+    That is too little work for a fused kernel to be worth its launch.
     """
     return x.shape[0] == 1 and not torch.is_grad_enabled()
 
@@ -84,7 +84,7 @@ def product(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
 def gathered_product(
     x: Tensor, matrix: Tensor, context: LayerContext, keep: bool, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return x [s(/tp), b, in] of all ranks times matrix [in, out], plus bias [out]: [s, b, out].
+    """Return all ranks' x [s(/tp), b, in] times matrix [in, out], plus bias [out]: [s, b, out].
 
     With `keep`, also return the full x [s, b, in].
     """
@@ -104,8 +104,8 @@ def gathered_product(
         if i + 1 < len(bounds):
             following = collectives.gather_first_async(x[slice(*bounds[i + 1])], group)
         arrived.wait()
-        # One product over the rows of all ranks, then a copy into their order: a product for each
-        # rank would have fewer rows, and a batched one is slower on a CPU.
+        # One product over the rows of all ranks, then a copy that puts them in order: a product for
+        # each rank would have fewer rows, and a batched product is slower on a CPU.
         y[:, first:end] = product(chunk, matrix, bias).view(size, end - first, *y.shape[2:])
         if gathered is not None:
             gathered[:, first:end] = chunk.view(size, end - first, *x.shape[1:])
@@ -147,7 +147,7 @@ def summed_product(
 
 
 Weights = tuple[Tensor, ...]
-"""Weights whose concatenated rows are the matrix of one product; mostly a single one."""
+"""Weights whose concatenated rows are the matrix of one product; usually a single weight."""
 
 
 def _matrix(weights: Weights) -> Tensor:
@@ -180,7 +180,7 @@ keeping it.
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T + b with the messages of its region and a weight gradient that can be deferred.
+    """y = x W^T + b, with its tensor-parallel messages and a weight gradient that can be deferred.
 
     Column parallel: x is gathered, and its gradient is a sum over the ranks. Row parallel: y is a
     sum over the ranks, and its gradient is gathered. A gathered x is not kept: it is gathered again
@@ -200,8 +200,8 @@ class _Linear(torch.autograd.Function):
         ctx.recompute_input = recompute_input
         ctx.hooks = None
         if recompute_input is None:
-            # As autograd would, but before the product: recomputation ends with the last tensor
-            # that is to be saved, and needs no product after it.
+            # Saved like autograd would, but before the product: recomputation ends with the last
+            # tensor to be saved, and need not compute a product after it.
             hooks = getattr(
                 torch._C._autograd, "_top_saved_tensors_default_hooks", None
             )  # from 2.7
@@ -217,7 +217,7 @@ class _Linear(torch.autograd.Function):
         ctx.versions = [weight._version for weight in weights]
         ctx.column = column
         ctx.context = context
-        # of x, for engine/gradients.py
+        # whether x's gradient is partial, for engine/gradients.py
         ctx.partial_gradient = _partial_gradient(column, context)
         return _Linear.compute(x, column, context, weights, bias)
 
@@ -244,8 +244,8 @@ class _Linear(torch.autograd.Function):
             )
         saved = ctx.saved_tensors  # an error if the graph has been freed
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        # The graph lives until its pass ends; these are dropped earlier, together with the tensors
-        # x is computed from.
+        # The graph lives until its pass ends; these references are dropped earlier, and with them
+        # the tensors from which x is computed.
         if ctx.hooks is not None:
             x = ctx.hooks[1](ctx.packed)
             if not keeps_graph:
@@ -350,14 +350,14 @@ def linear(
     weights: Weights,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return y of _Linear. For one token, a node of autograd takes half as long as all else."""
+    """Return y of _Linear. For one token, an autograd node takes half as long as all the rest."""
     nodes = nodes_for(x)
     usual = recompute_input is None and len(weights) == 1 and not one_token(x)
     if nodes is not None and usual and context.region is not NotImplemented:
         partial_sums = 0
         gathers = column and context.sequence_parallel
         if bias is not None and context.fusions.bias_dropout:
-            rows = x.numel() // x.shape[-1]  # of this rank; the gradient has the rows of all ranks
+            rows = x.numel() // x.shape[-1]  # this rank's; the gradient has the rows of all ranks
             partial_sums = bias_parts(rows * context.tensor.size if gathers else rows, bias)
         made: Tensor = nodes.linear(
             x,
@@ -381,10 +381,10 @@ def linear(
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with W cut along its output: [s(/tp), b, in] -> [s, b, out/tp].
+    """y = x W^T + b with W split along its output: [s(/tp), b, in] -> [s, b, out/tp].
 
     `shape` is the global shape of the weight, [out, in] or [n, out, in] for n matrices side by side
-    (a gated unit), each cut in this way, giving [s, b, n * out/tp].
+    (a gated unit), each split in this way, giving [s, b, n * out/tp].
 
     rows  this rank's rows if shards are uneven: its own, then those that it shares with others
           (weight_shared, bias_shared); the rows of the result are in this order
@@ -426,7 +426,7 @@ class ColumnParallelLinear(nn.Module):
         bias = self.bias
         shared = self.bias_shared
         if bias is None or shared is None:
-            # a vector itself: a view would have no accumulator
+            # A vector is returned itself: a view would have no accumulator.
             return y, bias if bias is None or bias.dim() == 1 else bias.view(-1)
         return y, torch.cat([bias, shared])
 
@@ -443,13 +443,13 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T with W [out, in] cut along its input: [s, b, in/tp] -> [s(/tp), b, out].
+    """y = x W^T with W [out, in] split along its input: [s, b, in/tp] -> [s(/tp), b, out].
 
     The bias, which every rank holds, is returned separately: the caller adds it together with
     dropout and the residual.
 
-    summed  False: return this rank's term of the sum, [s, b, out], for a caller that adds up terms
-            of several layers before their message
+    summed  False: return this rank's term of the sum, [s, b, out], for a caller that adds the terms
+            of several layers before sending one message
     """
 
     def __init__(

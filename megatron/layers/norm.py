@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm, also of rows that are sharded over the tensor ranks."""
+"""LayerNorm and RMSNorm, including norms of rows that are sharded over the tensor ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Norm(nn.Module):
 
     Ba et al., arXiv 1607.06450; Zhang and Sennrich, arXiv 1910.07467. The result has the dtype of
     the weight; statistics are in fp32. With `one_plus` the stored weight is the gain minus one.
-    With a `shard`, this rank's range of h, statistics are still those of the full rows.
+    With a `shard`, which is this rank's range of h, the statistics still cover the full rows.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Norm(nn.Module):
         bias: Tensor | None = self.bias
         if not one_token(x) or x.dtype != dtype or self.one_plus:
             gain = wide(gain)
-            # A residual stream in fp32 with bf16 weights: normalise in the wider dtype, return the
-            # narrower.
+            # If the residual stream is fp32 and the weights bf16, normalize in the wider dtype and
+            # return the narrower.
             x = x.to(torch.promote_types(x.dtype, gain.dtype))
             gain = gain.to(x.dtype) + 1.0 if self.one_plus else gain.to(x.dtype)
             bias = None if bias is None else wide(bias).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Positions and documents in attention: ALiBi, rotary embedding, lengths of documents."""
+"""Positions and documents in attention: ALiBi, rotary embedding, document lengths."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron.layers.context_parallel import ContextParallel
 def alibi_slopes(heads: int) -> Tensor:
     """Return the slope of each head, fp32 [heads] (Press et al., arXiv 2108.12409, section 3).
 
-    A power of two gives 2^(-8/heads), 2^(-16/heads), ...; another count takes the slopes of the
-    next lower power, then every second slope of the next higher power, like the authors' code.
+    A power of two gives 2^(-8/heads), 2^(-16/heads), ...; any other count takes the slopes for the
+    next lower power, then every second slope for the next higher power, like the authors' code.
     """
 
     def geometric(n: int) -> list[float]:
@@ -33,9 +33,9 @@ def alibi_slopes(heads: int) -> Tensor:
 def alibi_bias(slopes: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """Return additive scores [1, heads, length, length]: -slope * (i - j) for keys j <= i.
 
-    -infinity for other keys. They depend on the distance alone: the top left corner can be used for
-    a shorter sequence. Besides the result, a few matrices [length, length] are needed, not one for
-    each head.
+    -infinity for other keys. They depend only on the distance, so the top left corner can be used
+    for a shorter sequence. In addition to the result, this needs memory for a few matrices
+    [length, length], not for one per head.
     """
     index = torch.arange(
         length, device=slopes.device, dtype=torch.promote_types(dtype, torch.float32)
@@ -64,8 +64,8 @@ class Alibi:
         """Return alibi_bias(slopes / scale, length, dtype), which must not be written to.
 
         It is a corner of a table, which is rebuilt when a longer table or another kind is needed.
-        Lengths are powers of two up to `longest`, the positions of a sequence. A row of the table
-        is a multiple of 16 entries long, so that a kernel can load many at once.
+        Table lengths are powers of two up to `longest`, the length of a sequence. A row of the
+        table is a multiple of 16 entries long, so that a kernel can load many at once.
         """
         table = self._table
         if (
@@ -85,7 +85,7 @@ Angles = tuple[Tensor, Tensor]
 
 
 def rotary_frequencies(dimension: int, base: float, model: ModelConfig | None) -> Tensor:
-    """Return the angle per position of each pair, fp64 [dimension / 2], scaled as `model` says.
+    """Return each pair's angle per position, fp64 [dimension / 2], scaled as `model` specifies.
 
     base^(-2i / dimension) (Su et al., arXiv 2104.09864, section 3.2.2), which "linear" divides by
     the factor (Chen et al., arXiv 2306.15595). The other two divide only the low frequencies and
@@ -107,7 +107,7 @@ def rotary_frequencies(dimension: int, base: float, model: ModelConfig | None) -
         rotations = original * plain / (2 * math.pi)
         share = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
     else:
-        # the pair that makes this many turns within the original sequence
+        # the index of the pair that makes this many turns within the original sequence
         first, last = (
             dimension * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
             for turns in (model.yarn_beta_fast, model.yarn_beta_slow)
@@ -122,8 +122,8 @@ class RotaryEmbedding:
     """Angles for the first `dimension` entries of each head; shared by the layers of a rank.
 
     It is neither a module nor a buffer: a cast of the model to bf16 must not change the angles.
-    `model` has the scaling of the frequencies, and whether neighbours are pairs, for which there is
-    no kernel; None: no scaling, and pairs of the two halves.
+    `model` specifies how frequencies are scaled, and whether neighbouring entries are pairs, for
+    which there is no kernel; None: no scaling, and the two halves are paired.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class RotaryEmbedding:
         if model is not None and model.rope_scaling == "yarn":
             factor = model.yarn_attention_factor
             self.factor = factor or 0.1 * math.log(model.rope_scaling_factor) + 1.0
-        self._tables: dict[bool, tuple[int, Angles]] = {}  # for all positions, and for this rank's
+        self._tables: dict[bool, tuple[int, Angles]] = {}  # True: all positions; False: this rank's
 
     def _all_angles(
         self, length: int, device: torch.device, context_parallel: ContextParallel | None
     ) -> Angles:
-        """Return the angles of all positions, at least `length`, or of this rank's positions."""
+        """Return the angles for at least `length` positions, or for this rank's positions."""
         known, angles = self._tables.get(context_parallel is None, (0, None))
         enough = known >= length if context_parallel is None else known == length
         if angles is None or not enough or angles[0].device != device:
@@ -195,7 +195,7 @@ class RotaryEmbedding:
         """Rotate x [s, b, groups, queries, d] -> [s, b, groups * queries, d].
 
         In a slice of the fused projection the heads of different groups have no common stride, but
-        groups and samples have one, and so have samples and positions: the kernel needs no copy.
+        groups and samples do, as do samples and positions: the kernel needs no copy.
         """
         s, b, groups, queries, d = x.shape
         cos, sin = angles
@@ -210,11 +210,11 @@ class RotaryEmbedding:
         return turned.view(s, b, groups * queries, d)
 
 
-# Documents share one call of the kernel if padding to the longest adds at most a quarter to each;
+# Documents share one kernel call if padding to the longest adds at most a quarter to each;
 # documents of up to four tokens always do. Measured on a CPU in fp32 and bf16 over 2048 tokens:
-# with documents of 100 tokens and more this takes as long as one call for each, with 5 to 30 tokens
-# 10 to 50 % less; wider groups lose more by padding than they save in calls. On a GPU, where a call
-# costs more, there are at most 28 calls instead of hundreds.
+# with documents of 100 tokens or more this takes as long as one call per document, with 5 to 30
+# tokens 10 to 50 % less; wider groups lose more to padding than they save in calls. On a GPU, where
+# a call costs more, there are at most 28 calls instead of hundreds.
 _FILL = 1.25
 _TINY = 4
 
@@ -225,7 +225,7 @@ class Groups:
 
     shapes    (documents, length of the longest) of each batch; the longest documents come first
     gather    int64 [sum of documents * length]: the row of [s, b] from which each slot of the
-              batches is read. A slot past the end of its document has the row of the next one
+              batches is read. A slot past the end of its document reads a row after that document
     scatter   int64 [s * b]: the slot in the batches of each row of [s, b]
     """
 
@@ -234,7 +234,7 @@ class Groups:
     scatter: Tensor
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Divide the slots of all batches."""
+        """Split rows, one for each slot, into the batches."""
         return tuple(rows.split([documents * length for documents, length in self.shapes]))
 
 
@@ -287,7 +287,7 @@ class Documents:
 
     @cached_property
     def longest(self) -> int:
-        """Return the positions of the longest document."""
+        """Return the length of the longest document."""
         return int(self.lengths.max())
 
     @cached_property
@@ -333,7 +333,7 @@ class Documents:
         """Return x [s, b, ...] as [documents, length, ...] for each batch of similar length."""
         shapes = self.groups.shapes
         rows = x.flatten(0, 1).index_select(0, self.groups.gather)
-        # The gradient of split is one concatenation; a slice's gradient would be as large as the
-        # full tensor, for each batch.
+        # The gradient of split is one concatenation; slices would need, for each batch, a gradient
+        # as large as the full tensor.
         padded = self.groups.split(rows)
         return [batch.unflatten(0, shape) for batch, shape in zip(padded, shapes, strict=True)]

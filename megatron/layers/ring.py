@@ -1,16 +1,16 @@
-"""Attention in which keys and values rotate over the ranks of a ring (context_parallel.py).
+"""Attention in which keys and values rotate around the ranks of a ring (context_parallel.py).
 
 Ring attention (Liu et al., arXiv 2310.01889) in the zig-zag order of chunks: at each step a rank
 sends its current keys and values to the next rank, and computes with them while those of the
-previous rank arrive. Partial softmaxes are merged in fp32 by the logarithms of their sums of
-exponentials. In the backward pass keys and values rotate once more. Their gradients, in fp32,
-follow one step behind and end at their owners.
+previous rank arrive. Partial softmaxes are merged in fp32 by their log-sum-exps. In the backward
+pass keys and values rotate once more. Their gradients, in fp32, follow one step behind and end up
+on the ranks that own the keys.
 
-A step is a few rectangles of queries and keys, without keys that no query sees: keys of later
-chunks, outside a window or of other documents. A flash kernel computes a rectangle (ring_flash.py);
-if none can, it is computed in blocks.
+A step consists of a few rectangles of queries and keys, without keys that no query sees: keys in
+later chunks, outside a window or in other documents. A flash kernel computes a rectangle
+(ring_flash.py); if no such kernel can, it is computed in blocks.
 
-With n local rows of b samples, and g key-value heads of d entries of e bytes, a rank on a ring of r
+With n local rows of b samples, and g key-value heads of d entries of e bytes, a rank in a ring of r
 ranks sends (r - 1) 2 n b g d e bytes in the forward pass, and (r - 1) 2 n b g d (e + 4) in the
 backward pass.
 """
@@ -51,15 +51,15 @@ from megatron.parallel.autograd import Context, Node
 from megatron.parallel.topology import Group
 
 _KEYS = 2048
-"""Most keys in a block: its scores are the largest tensor of a step."""
+"""Maximum number of keys in a block: its scores are the largest tensor of a step."""
 
 
 class Rectangle(NamedTuple):
     """Queries and keys that see each other, except for causality and the window.
 
     samples          range of the micro-batch's samples
-    rows, keys       ranges of the local queries, and of the keys of the step
-    query, key       position in the sequence of the first query and key
+    rows, keys       ranges of the local queries and of the step's keys
+    query, key       positions of the first query and the first key in the sequence
     """
 
     samples: slice
@@ -84,8 +84,8 @@ class Ring:
                               neighbours
     weigher                   turns the scores of all rectangles into weights
     flash                     kernels that compute a rectangle; None: it is computed in blocks
-    documents                 documents within which positions see each other; None: a sequence is
-        one
+    documents                 documents within which positions see each other; None: each sequence
+                              is one document
     """
 
     group: Group
@@ -104,7 +104,7 @@ class Ring:
         return self.weigher.params
 
     def source(self, step: int) -> int:
-        """Return the ring rank whose keys this rank has at a step."""
+        """Return the ring rank that owns the keys this rank has at a step."""
         return (self.ring_rank - step) % self.ring_size
 
     def rectangles(self, step: int, rows: int, samples: int) -> list[Rectangle]:
@@ -200,7 +200,7 @@ class Ring:
         return (query, key) if self.params.probability else (row, key - (query - row))
 
     def by_number(self, x: Tensor) -> Tensor:
-        """Return x [b groups, local rows * share] with its rows at the positions of their queries."""
+        """Return x [b groups, local rows * share] with each row at the position of its query."""
         if not self.params.probability:
             return x
         numbered = x.new_zeros(len(x), x.shape[1] * self.ring_size)
@@ -226,8 +226,8 @@ class RingBlock(NamedTuple):
     """One product of queries and keys.
 
     batch        range of samples times groups
-    rows, keys   of the queries [.., rows * share, d] and of the keys [.., n, d]
-    first, key   positions of its first query and key, as the kernels get them
+    rows, keys   ranges of the queries [.., rows * share, d] and of the keys [.., n, d]
+    first, key   positions of its first query and key, as passed to the kernels
     """
 
     batch: slice
@@ -275,7 +275,7 @@ class Rotation:
 
 
 class _Ring(Node):
-    """out [n, b, groups, share, d] of q, and k and v [n, b, groups, d]."""
+    """Attention out [n, b, groups, share, d] for q of that shape, and k and v [n, b, groups, d]."""
 
     @staticmethod
     def forward(ctx: Context, ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -382,7 +382,7 @@ def _of_rows(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def _merge(total: Tensor, sums: Tensor, out: Tensor, new: Tensor) -> None:
-    """Merge average and logarithms of more keys into `total` [.., d] and `sums` [..].
+    """Merge output and log-sum-exp for more keys into `total` [.., d] and `sums` [..].
 
     A row that sees none of them has an infinite logarithm.
     """
@@ -402,7 +402,7 @@ def attend(
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
-    """Return attention over full sequences, of which each rank has its rows.
+    """Return attention over full sequences; each rank passes its own rows.
 
     q [s/c, b, heads, d], k and v [s/c, b, kv heads, d] -> [s/c, b, heads, d].
     """
@@ -425,7 +425,7 @@ def _rotating(
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
-    """Return attention of tensors that are the two chunks of this ring rank."""
+    """Return attention for tensors that contain this ring rank's two chunks."""
     q = q.unflatten(2, (k.shape[2], -1))
     length = len(q) * context_parallel.ring_size
     scoring = core.scoring_of(call, length)

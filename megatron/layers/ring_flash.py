@@ -1,8 +1,9 @@
-"""Attention of some queries to some keys, with kernels that also return the logarithms of its sums.
+"""Attention of some queries to some keys, by kernels that also return its log-sum-exps.
 
-These are flash-attn's (Dao, arXiv 2307.08691; from version 2.7 on), and those behind torch's
-scaled_dot_product_attention. The logarithms allow partial softmaxes to be merged. A backward pass
-gets output and logarithms of the full softmax, and returns the gradients of these queries and keys.
+They are flash-attn's kernels (Dao, arXiv 2307.08691; from version 2.7 on), and the kernels behind
+torch's scaled_dot_product_attention. The log-sum-exps allow partial softmaxes to be merged. A
+backward pass gets the output and log-sum-exps of the full softmax, and returns the gradients of
+these queries, keys and values.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch import Tensor
 _aten = torch.ops.aten
 
 Mask = tuple[bool, int]
-"""Causality and the reach of a window, which hide keys from queries; -1: no window.
+"""Whether causal, and the reach of a window; both hide keys from queries. -1: no window.
 
-If causal, query and key i have the same position; otherwise all keys precede the queries. The last
-query sees this many keys before the last key, each earlier query one more.
+If causal, query i and key i have the same position; otherwise all keys precede the queries. The
+last query sees this many keys before the last key, and each earlier query sees one more.
 """
 
 
@@ -37,9 +38,9 @@ class Flash(NamedTuple):
     cap: float = 0.0
 
     def forward(self, q: Tensor, pairs: Tensor, mask: Mask) -> tuple[Tensor, Tensor, list[Any]]:
-        """Return out [n, rows * share, d], its logarithms [n, rows * share], and a kernel's state.
+        """Return out [n, rows * share, d], log-sum-exps [n, rows * share], and a kernel's state.
 
-        It is the state of dropout, which is off: any backward pass can use any state.
+        This is the dropout state. Dropout is off, so any backward pass can use any state.
         """
         tensors = [self._by_head(q), *pairs.unsqueeze(3)]
         if self.backend == "flash":
@@ -104,7 +105,7 @@ class Flash(NamedTuple):
         return rows
 
     def _arguments(self, causal: bool, window: int) -> dict[str, Any]:
-        """Return the arguments that both passes of flash-attn take."""
+        """Return the arguments that flash-attn's forward and backward share."""
         return dict(
             dropout_p=0.0,
             softmax_scale=self.scale,

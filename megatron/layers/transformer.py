@@ -35,7 +35,7 @@ def bias_dropout_add(
 ) -> Tensor:
     """Return residual + dropout(x + bias), in the residual's dtype.
 
-    The kernel is not used if x has another dtype. `row_layout` of the mask: see keyed_dropout.
+    The kernel is not used if x has another dtype. `row_layout`: see keyed_dropout.
     """
     if seed is None:
         probability = 0.0
@@ -53,7 +53,7 @@ def bias_dropout_add(
         return elementwise.bias_dropout_add(x, bias, residual, probability, seed or 0, row_layout)
     if bias is not None:
         x = x + bias
-    with_kernel = fused and isinstance(row_layout, list)  # whose masks are not torch's
+    with_kernel = fused and isinstance(row_layout, list)  # masks like the kernel's, not torch's
     return (residual + elementwise.keyed_dropout(x, probability, seed, with_kernel, row_layout)).to(
         residual.dtype
     )
@@ -62,8 +62,8 @@ def bias_dropout_add(
 class TransformerLayer(nn.Module):
     """A transformer layer: [s(/tp), b, h] -> [s(/tp), b, h]; `index` counts from 0 over the model.
 
-    With selective recomputation, the backward pass recomputes those of core_attn, mlp_act and
-    layernorm that the configuration names.
+    With selective recomputation, the backward pass recomputes the modules that the configuration
+    lists: core_attn, mlp_act, layernorm, moe_act, moe.
     """
 
     def __init__(self, context: LayerContext, config: Config, index: int) -> None:
@@ -172,7 +172,7 @@ class TransformerLayer(nn.Module):
     def _mlp(
         self, norm: Norm | None, x: Tensor, normed: Tensor, call: CallContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Return output and bias of the MLP, or of the experts, of `normed`, which is norm(x)."""
+        """Return output and bias of the MLP, or of the experts, for `normed`, which is norm(x)."""
         if self.experts:
             return self.mlp(normed, call), None
         result: tuple[Tensor, Tensor | None] = self.mlp(normed, self._recompute_norm(norm, x))
@@ -187,7 +187,7 @@ class TransformerLayer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return norm(x + bias) and no bias; without a norm, x and bias.
 
-        In muP they are multiplied by the factor of the depth.
+        In muP they are multiplied by the depth factor.
         """
         if norm is not None:
             x = norm(x if bias is None else x + wide(bias))
@@ -197,7 +197,7 @@ class TransformerLayer(nn.Module):
         return x * self.scale, None if bias is None else wide(bias) * self.scale
 
     def _recompute_norm(self, norm: Norm | None, x: Tensor) -> RecomputeInput:
-        """Return a function that recomputes norm(x), if configured; its gradient keeps x anyway."""
+        """Return a function that recomputes norm(x), if configured; its backward needs x anyway."""
         return partial(norm, x.detach()) if self.recomputes_norms and norm is not None else None
 
     def _add(

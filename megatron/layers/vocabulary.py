@@ -1,22 +1,22 @@
 """Output layer and cross entropy over a vocabulary that is sharded over the tensor-parallel group.
 
 For each token a rank computes three numbers from its logits: the maximum, the sum of exponentials
-relative to it, and the label's logit. One message gives every rank the numbers of all, from which
-the loss and the gradient of its own logits follow (Shoeybi et al., arXiv
-1909.08053, section 3).
+relative to it, and the label's logit. One message gives every rank the numbers of all ranks, from
+which it computes the loss and the gradient of its own logits (Shoeybi et al., arXiv 1909.08053,
+section 3).
 
 Both work on chunks of tokens, so that only one chunk's logits exist at a time: they are
 overwritten by their gradient, which is added to the gradients of input and weight before the next
 chunk uses their memory. All of this happens in the backward pass, because the gradient of the loss
 is known only then: a loss scale must be applied before 16-bit rounding, the weight gradient is
 added directly to its fp32 sum, and a schedule may defer it. With `late` the logits are computed
-once. In exchange the loss has its value only after the backward pass, which is early enough for a
-pipeline's executor.
+only once. In exchange the loss gets its value only in the backward pass, which is early enough for
+a pipeline's executor.
 
 The alternatives were to compute gradients in the forward pass for a loss gradient of 1 and to scale
 them afterwards (Liger, Hsu et al., arXiv 2410.10989, section 3.2: an fp32 [vocabulary/tp, h] tensor
 has to be kept and read once more, and fp16 underflows), or to compute the logits twice (a third
-more work in this layer), which is done for a loss that is needed immediately.
+more work in this layer); the latter is done if the loss is needed immediately.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from megatron.parallel.topology import Group
 
 CPU_TOKENS = 512
 GPU_TOKENS = 4096
-"""Tokens in a chunk by default. Each chunk reads and writes the fp32 weight gradient once: 4 /
-tokens bytes per FLOP of that product. At these sizes and at the rates of such devices this is a few
-percent of its time."""
+"""Default number of tokens in a chunk. Each chunk reads and writes the fp32 weight gradient once:
+4 / tokens bytes per FLOP of that product. At these sizes, on typical devices, this is a few percent
+of its time."""
 
 
 def _combine(local: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses, maxima and sums of exponentials over the vocabulary of all ranks, [n] each.
 
-    The sums are relative to the maxima. One message is sent; all ranks add in the order of the
-    ranks and get the same bits.
+    The sums are relative to the maxima. One message is sent; all ranks add in rank order and get
+    bitwise identical results.
     """
     if group.size == 1:
         maximum, total, target = local
@@ -72,7 +72,7 @@ class Vocabulary:
              `real` exist
     context  the tensor-parallel group, the queue of deferred weight gradients, fusions
     tokens   number of tokens in a chunk; 0: all at once; None: the device's default
-    cap      limit of the logits x, which become cap tanh(x / cap); 0: none
+    cap      soft cap of the logits x, which become cap tanh(x / cap); 0: none
     z_loss   coefficient z of the z-loss: z times the mean of log(sum exp(logits))^2 over the
              unmasked tokens is added to the loss in the gradient alone (Chowdhery et al., arXiv
              2204.02311, section 5)
@@ -121,15 +121,15 @@ def vocabulary_loss(
 ) -> Tensor:
     """Return the mean cross entropy of the unmasked tokens, a scalar in fp32.
 
-        It is the same on every rank of the tensor group.
+    It is the same on every rank of the tensor group.
 
-        x [s(/tp), b, h] in the weight's dtype, labels int64 [s, b], mask [s, b] of ones and zeros. The
-        result is 0 if all tokens are masked. `count`: divisor of the sum, by default the number of
+    x [s(/tp), b, h] in the weight's dtype, labels int64 [s, b], mask [s, b] of ones and zeros. The
+    result is 0 if all tokens are masked. `count`: divisor of the sum, by default the number of
     unmasked tokens.
 
-        The logits are computed chunk by chunk: in the backward pass, and, without `late`, also in the
-        forward pass. With `late` the result is NaN until its backward pass fills in the value; if no
-        gradient is needed there is no backward pass, and `late` has no effect.
+    The logits are computed chunk by chunk: in the backward pass, and, without `late`, also in the
+    forward pass. With `late` the result is NaN until its backward pass fills in the value; if no
+    gradient is needed there is no backward pass, and `late` has no effect.
     """
     labels = labels.reshape(-1)
     mask = mask.reshape(-1).float()
@@ -141,7 +141,7 @@ def vocabulary_loss(
 def scores(x: Tensor, v: Vocabulary, positions: Tensor | None = None) -> Tensor:
     """Return this rank's fp32 logits [s, b, vocab/tp] of x [s(/tp), b, h].
 
-    Entries that do not exist have -infinity.
+    Logits of padding rows are -infinity.
 
     positions int64 [b]: only the logits of one position of each sample, [1, b, vocab/tp], without
     gradients.
@@ -306,7 +306,7 @@ POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
 
 
 class _LookUp(Node):
-    """Look-up in a table whose gradient has an accumulator: only rows in use are added to it."""
+    """Lookup in a table whose gradient has an accumulator: only rows in use are added to it."""
 
     @staticmethod
     def forward(ctx: Context, weight: Tensor, rows: Tensor) -> Tensor:
@@ -321,7 +321,7 @@ class _LookUp(Node):
         assert accumulator is not None, (
             "the accumulator of a table was removed between a forward and its backward pass"
         )
-        # In a fixed order: a resumed run must repeat the bits of one that was not interrupted.
+        # In a fixed order: a resumed run must match an uninterrupted run bit for bit.
         total = accumulator.complete()
         faster = total.device.type == "cpu" and total.dtype == torch.float32  # torch's index_add_
         add = reference_ if faster else add_rows_

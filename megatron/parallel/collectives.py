@@ -1,6 +1,7 @@
 """Collectives over a `Group`, all but the last without gradients; no-ops in a group of one.
 
-The group's flight recorder has an entry for each call, and one for the wait if it was only started.
+The group's flight recorder gets an entry for each call, and another for the wait if the call was
+only started.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Started:
     """A work handle of a collective in progress, which records the wait for it.
 
     Without `work` it is the handle of a collective that had nothing to do. `enter` begins the
-    record.
+    record of the wait.
     """
 
     work: dist.Work | None = None
@@ -134,7 +135,7 @@ def all_to_all_async(
 ) -> tuple[Tensor, Started]:
     """Send consecutive slices of x [n, ...], of `sent[r]` rows, to each rank r of the group.
 
-    Returns the `received[r]` rows of each rank, and the work handle. Nothing is padded.
+    Returns the `received[r]` rows from each rank r, and the work handle. Nothing is padded.
     """
     if group.size == 1:
         return x, DONE
@@ -146,7 +147,7 @@ def all_to_all_async(
 
 
 def all_to_all(x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """Send rows of x to each rank of the group; return the received rows, see all_to_all_async."""
+    """Send rows of x to each rank of the group; return the received rows; see all_to_all_async."""
     result, work = all_to_all_async(x, group, sent, received)
     work.wait()
     return result
@@ -161,7 +162,7 @@ def split_first(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_objects(value: T, group: Group, *, everywhere: bool = True) -> list[T]:
-    """Return the values of all ranks of the group in order.
+    """Return the values from all ranks of the group in order.
 
     With `everywhere` False, [] on all ranks but the first.
     """
@@ -178,7 +179,7 @@ def gather_objects(value: T, group: Group, *, everywhere: bool = True) -> list[T
 
 
 def broadcast_object(value: T, group: Group, source: int = 0) -> T:
-    """Return the value of one rank of the group, by default its first."""
+    """Return the value from one rank of the group, by default the first."""
     if group.size == 1:
         return value
     carried = [value]
@@ -192,10 +193,10 @@ def broadcast_object(value: T, group: Group, source: int = 0) -> T:
 
 
 def post(call: bytes, x: Tensor, group: Group, peer: int) -> dist.Work:
-    """Post a message of x, b"send" to the global rank `peer` or b"receive" from it.
+    """Post a message of x: b"send" to the global rank `peer`, or b"receive" from it.
 
-    Returns torch's work handle. The caller records it, and posts the messages of a pair in the same
-    order on both ranks.
+    Returns torch's work handle. The caller records the message, and posts the messages of a pair in
+    the same order on both ranks.
     """
     operation = dist.isend if call == b"send" else dist.irecv
     handle = group.pairs.get(peer, group).handle
@@ -203,8 +204,8 @@ def post(call: bytes, x: Tensor, group: Group, peer: int) -> dist.Work:
         posted = operation(x, peer, group=handle)
         assert posted is not None, "this rank is in the group"
         return posted
-    # A batch uses the communicator of the pair's group. Otherwise torch would make a separate
-    # communicator in the middle of a step, and warn.
+    # A batch uses the communicator of the pair's group. Without it torch would create a separate
+    # communicator in the middle of a step, with a warning.
     (work,) = dist.batch_isend_irecv([dist.P2POp(operation, x, peer, handle)])
     return work
 
@@ -274,7 +275,7 @@ def _use(
     right: Sequence[int],
     peer: int = -1,
 ) -> None:
-    """Make a call and read its result `x` on the host, within one entry of the flight record."""
+    """Make a call and read its result `x` on the host, as one entry of the flight record."""
     group.flight.enter(name, group.kind, x.nbytes, x.is_cpu, peer=peer)
     call()
     read = [int(number.item()) for number in x]

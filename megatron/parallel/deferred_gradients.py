@@ -43,10 +43,10 @@ class WeightGradients:
     ) -> None:
         """Defer the gradient dy^T x of one or several weights: dy [.., out], x [.., in].
 
-        gathered  the message of dy or x, which is waited for first
+        gathered  the message that gathers dy or x, to wait for before computing
         """
         weights = (weights,) if isinstance(weights, Tensor) else weights
-        # not x itself: a deferred gradient must not keep the graph
+        # not x itself: a deferred gradient must not keep the graph alive
         self.add(partial(_deferred, weights, dy, x.detach(), gathered))
 
     def take(self) -> list[Callable[[], None]]:

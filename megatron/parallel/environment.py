@@ -1,4 +1,4 @@
-"""The environment: variables of launchers, torch, HIP and CUDA, and Slurm's commands."""
+"""The environment: variables for launchers, torch, HIP and CUDA, and Slurm's commands."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 _CUDA = ("cuda",)
 _ROCM = ("rocm",)
 TRACE_FILE = ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE")
-"""The prefix of the files of torch's flight recorder: its names in older and in newer versions of
-torch.
+"""Variables with the prefix of the files that torch's flight recorder writes: their names in older
+and in newer versions of torch.
 """
 
 
 class Setting(NamedTuple):
-    """A variable of a job on GPUs.
+    """An environment variable for a job on GPUs.
 
-    name         its name, which every supported torch reads; other_names: further ones
-    value        its value for a job; None if the job does not need it
+    name         its name, which every supported torch reads; other_names: further names for it
+    value        returns its value for a job; None if the job does not need it
     reason       why it is set, for the log
     builds       builds of torch for which it is set
     """
@@ -132,7 +132,7 @@ SETTINGS = (
 def torch_build() -> str | None:
     """Return the kind of device the installed torch was built for: "cuda", "rocm" or None (CPU).
 
-    Does not import torch, because HIP may read its variables at that moment.
+    Does not import torch, because HIP may read its variables on import.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -170,9 +170,9 @@ def job_environment(
     """Set the variables of SETTINGS around a job, before torch is imported.
 
     Variables that the user has set are not changed. `environ` defaults to this process's
-    environment and is restored afterwards; `build` is torch's (default: of the installed one).
-    Nothing is set for a job on CPUs. Yields lines for the log about variables that were set, and
-    about differing values of the user.
+    environment and is restored afterwards; `build` is torch's build (default: the installed one's).
+    Nothing is set for a job on CPUs. Yields log lines about variables that were set, and about user
+    values that differ from the recommended ones.
     """
     environ = os.environ if environ is None else environ
     build = torch_build() if build is None else build
@@ -231,7 +231,7 @@ class Variables:
 def job_name(environ: Mapping[str, str]) -> str | None:
     """Return the name of this process's job for Slurm's commands; None outside of a job.
 
-    In a job array it consists of array and task: the array's number alone would mean all its tasks.
+    In a job array it combines array and task IDs: the array's ID alone would mean all its tasks.
     """
     array = environ.get("SLURM_ARRAY_JOB_ID")
     task = environ.get("SLURM_ARRAY_TASK_ID")
@@ -240,7 +240,7 @@ def job_name(environ: Mapping[str, str]) -> str | None:
 
 def ask_slurm(*command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's commands. Raises OSError and SubprocessError."""
-    # squeue also takes formats and filters from variables; they are not meant for these commands.
+    # squeue also reads formats and filters from variables, which are not meant for these commands.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     return subprocess.run(
         command,
@@ -254,7 +254,7 @@ def ask_slurm(*command: str, timeout_s: float = 60.0) -> subprocess.CompletedPro
 
 
 def natural_number(text: str) -> int | None:
-    """Parse a whole number from 0; None for other text and for more than 18 digits.
+    """Parse a nonnegative integer; None for other text and for more than 18 digits.
 
     >>> natural_number("12"), natural_number("-1"), natural_number("²")
     (12, None, None)

@@ -1,9 +1,9 @@
-"""Flight records: each rank's current activity, readable by others if it cannot answer.
+"""Flight records: each rank's current activity, readable by other processes if it cannot answer.
 
 Each rank has a record of fixed size, one page of a file that all ranks of its node map into memory:
 step and phase, the last instruction of the schedule, the last collective or message that it entered
 and whether it has left it, and the number of collectives it has posted in each kind of group.
-Writing makes no system call and takes no lock. Thus other ranks of the node can describe a rank
+Writing makes no system call and takes no lock. Thus other ranks on the node can describe a rank
 that is stopped, stuck in a kernel or dead (megatron.training.safety.watchdog). If a host is far
 ahead of its device, `DeviceCalls` measures which call the device has reached.
 
@@ -44,7 +44,7 @@ _clock = time.monotonic  # one clock for all processes of a node
 
 
 class CallRecord(Structure):
-    """The form of a `PendingCall` in a record; without a name it means no call."""
+    """The binary form of a `PendingCall` in a record; without a name it means no call."""
 
     _fields_ = (
         ("name", c_char * 24),
@@ -56,7 +56,7 @@ class CallRecord(Structure):
 
 
 class _Record(Structure):
-    """The page of a rank in the file."""
+    """A rank's page in the file."""
 
     _fields_ = (
         ("magic", c_char * 8),
@@ -121,7 +121,7 @@ class FlightRecorder:
     def alive(self) -> None:
         """Record progress.
 
-        Every write below does this, too; call it during long work without collectives, such as
+        Every write below also does this; call it during long work without collectives, such as
         reading, writing or building.
         """
         self._writes += 1
@@ -184,10 +184,10 @@ class FlightRecorder:
 
         by_host   whether only the host takes part in it
         peer      the global rank to or from which a message goes; -1: a collective
-        sequence  the number of a collective that was posted before; 0: it is posted now
+        sequence  the number of a collective that was already posted; 0: it is posted now
 
-        Returns a collective's number among those of its kind of group; it is the same on all ranks
-        of the group.
+        Returns a collective's number among all collectives in its kind of group; it is the same on
+        all ranks of the group.
         """
         call = self._call
         number = _NUMBER_OF[kind]
@@ -237,7 +237,7 @@ class FlightRecorder:
     def device_is(self, call: CallRecord | None, reached: list[int] | None) -> None:
         """Write the device's current call and how many collectives of each kind it has reached.
 
-        For a host that is ahead of its device; `reached` None: unknown, or no longer valid.
+        For a host that is ahead of its device. `reached`: None if unknown or no longer valid.
         """
         record = self._record
         record.device_call = call or CallRecord()
@@ -265,7 +265,7 @@ class PendingCall(NamedTuple):
 
     @classmethod
     def of(cls, record: CallRecord) -> PendingCall:
-        """Return the call of a record."""
+        """Return the call in a record."""
         name = record.name.decode(errors="replace")
         return cls(name, KINDS[record.kind], record.peer, record.size_bytes, record.sequence)
 
@@ -283,10 +283,10 @@ class FlightState:
     process        the system's state of the process (megatron.parallel.host_processes)
     instruction    "" outside of a schedule; call: None outside of collectives and messages
     quiet_s        seconds since its last progress
-    posted         collectives posted, by kind of group; it and `call` are the device's if those
-                   are known
+    posted         collectives posted, by kind of group; `posted` and `call` describe the device if
+                   its state is known
     inquiry        the number of the last inquiry that the rank has answered; 0: none
-    stack          its answer: Python stacks from python_stacks of megatron.parallel.host_processes
+    stack          its answer: Python stacks from megatron.parallel.host_processes.python_stacks
     """
 
     rank: int
@@ -315,7 +315,7 @@ class FlightState:
         return self.process in (STOPPED, DEAD, GONE)
 
     def posted_in(self, kind: str) -> int:
-        """Return the number of collectives posted in this rank's group of a kind."""
+        """Return the number of collectives posted in this rank's group of this kind."""
         return self.posted[_NUMBER_OF[kind]]
 
     @classmethod
@@ -354,7 +354,7 @@ class FlightState:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> FlightState:
-        """Return the state that `to_json` of another rank described."""
+        """Return the state that another rank serialized with `to_json`."""
         state = cls(**json.loads(text))
         return state if state.call is None else replace(state, call=PendingCall(*state.call))
 
@@ -373,7 +373,7 @@ class FlightFile:
 
     It is in /dev/shm, which is memory, or else in the folder for temporary files. Once all ranks of
     the node have opened it, its name is removed: the file disappears with the last process, however
-    that ends. If no file can be created, each rank sees only its own page.
+    that process ends. If no file can be created, each rank sees only its own page.
     """
 
     def __init__(self, launch: Launch, folder: Path | None = None) -> None:
@@ -386,13 +386,13 @@ class FlightFile:
             self._fd = os.open(
                 self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
             )
-            # Without allocated pages the process would end with a bus error if memory runs out.
+            # If pages were not allocated, running out of memory would kill the process with SIGBUS.
             os.posix_fallocate(self._fd, start, _PAGE)
         except OSError:
             self._fd = os.memfd_create(self._path.name)
             os.posix_fallocate(self._fd, start, _PAGE)
         self._memory = mmap.mmap(self._fd, _PAGE, offset=start)
-        # a job that was killed during its rendezvous may have left the file
+        # A job that was killed during its rendezvous may have left the file behind.
         self._memory[:] = bytes(_PAGE)
         self.recorder = FlightRecorder(self._memory)
         self._named = True
@@ -407,7 +407,7 @@ class FlightFile:
             self._path.unlink(missing_ok=True)
 
     def states(self) -> list[FlightState]:
-        """Return the records of all ranks of this node, by local rank."""
+        """Return the records of all ranks on this node, in order of local rank."""
         live = []
         for start in range(0, os.fstat(self._fd).st_size, _PAGE):
             page = os.pread(self._fd, RECORD_BYTES, start)
@@ -463,7 +463,7 @@ class DeviceEvent(Protocol):
 
 
 MOST_MARKS = 1 << 17
-"""Number of marks of a step that are kept; a step of a large pipeline has about 10,000."""
+"""Maximum number of marks kept per step; a step of a large pipeline has about 10,000."""
 
 
 class DeviceCalls:
@@ -475,15 +475,16 @@ class DeviceCalls:
     recorded.
 
     new_event   makes an event such as torch.cuda.Event
-    on_host     count calls in which only the host takes part
+    on_host     also measure calls in which only the host takes part
     marks       while it is a list, calls, computations and parts of a step are added to it, with
-                the events before and after each; events without times cost the device less
+                the events before and after each. If it is None, events have no timing, which costs
+                the device less
     """
 
     def __init__(self, new_event: Callable[[], DeviceEvent], on_host: bool = False) -> None:
         self._new_event = new_event
         self.on_host = on_host
-        # not known to have finished: call, event before, event after
+        # calls not known to have finished: call, event before, event after
         self._calls: deque[tuple[CallRecord, DeviceEvent, DeviceEvent]] = deque()
         self._entered: tuple[CallRecord, DeviceEvent] | None = None
         self._begun: tuple[object, DeviceEvent] | None = None
@@ -506,7 +507,7 @@ class DeviceCalls:
         return event
 
     def add(self, what: object, begun: DeviceEvent, ended: DeviceEvent | None = None) -> None:
-        """Add what ran between two events to the marks, if they are kept; by default until now."""
+        """Add `what`, which ran between two events, to the marks if kept; `ended`: default now."""
         if self.marks is not None and len(self.marks) < MOST_MARKS:
             self.marks.append((what, begun, ended or self.mark()))
 

@@ -1,10 +1,10 @@
-"""Sums of a parameter's gradients, to which layers add.
+"""Gradient sums of parameters, to which layers add directly.
 
 An optimizer that keeps the sums attaches a `GradientAccumulator` to each parameter. A layer that
 computes a weight gradient itself adds it to the accumulator and returns None to autograd: no second
 tensor of the weight's size is needed, and no loop over all parameters after a backward pass. A
 parameter without an accumulator, or with one that is not `direct`, gets its gradient from autograd
-as usual; in the second case the accumulator's owner takes it from `.grad`.
+as usual; in the latter case the accumulator's owner takes it from `.grad`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _GPU_BYTES = 1 << 27
 def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch can add a product of 16-bit matrices to an fp32 matrix without rounding.
 
-    CUDA can since torch 2.8, ROCm since 2.10, a CPU cannot. Builds that lack it raise, and some
-    returned wrong sums (pytorch issue 154086). Therefore a small product whose sum is exact is
-    tried once for each device.
+    CUDA can since torch 2.8, ROCm since 2.10, a CPU cannot. Builds that lack it raise an error, and
+    some returned wrong sums (pytorch issue 154086). Therefore a small product whose exact sum is
+    known is tried once for each device and dtype.
     """
     if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return False
     a = (torch.arange(32, device=device) % 7).to(dtype).expand(64, 32)
     b = (torch.arange(48, device=device) % 5).to(dtype).expand(64, 48)
-    small = 2.0**-12  # next to a sum of up to 1536 it is exact in fp32 and lost in 16 bits
+    small = 2.0**-12  # added to a sum of up to 1536 it is exact in fp32 and lost in 16 bits
     total = torch.full((32, 48), small, device=device)
     try:
         add_in_fp32(total, a.contiguous(), b.contiguous(), 1.0)
@@ -50,9 +50,9 @@ def add_in_fp32(total: Tensor, dy: Tensor, x: Tensor, keep: float) -> None:
 def rows_at_once(device_type: str, rows: int, columns: int, element_bytes: int) -> int:
     """Return how many rows of a weight [rows, columns] one product computes through a buffer.
 
-    On a CPU the buffer stays in the cache: a product of the size of an embedding table would be
-    read from memory once more, and from new pages if the allocator has no such block (464 ms
-    instead of 323 for [50304, 1024] times [1024, 768] in bf16 on one core). A GPU needs large
+    On a CPU the buffer stays in the cache: a product as large as an embedding table would be
+    written to memory and read back, in new pages if the allocator has no such block (464 ms instead
+    of 323 ms for [50304, 1024] times [1024, 768] in bf16 on one core). A GPU needs large
     products: all rows, in equal blocks if they exceed 128 MiB.
     """
     if device_type == "cpu":
@@ -66,8 +66,8 @@ class GradientAccumulator:
 
     total   fp32 or bf16, in the parameter's shape; a view of the tensor that the optimizer reduces
             and reads
-    added   called with the parameter after each complete contribution, e.g. to count those of a
-            bucket
+    added   called with the parameter after each complete contribution, e.g. to count a bucket's
+            contributions
     direct  whether layers may add to it themselves; False leaves this to autograd
             (--no-gradient-accumulation-fusion)
 
@@ -94,7 +94,7 @@ class GradientAccumulator:
         self.in_fp32 = total.dtype == torch.float32
         self.before_use: Callable[[], None] | None = None
         self.fresh = True
-        self.widens = False  # whether torch adds products in 16 bits to the sum: unknown yet
+        self.widens = False  # whether torch adds 16-bit products to the fp32 sum: unknown so far
 
     @property
     def total(self) -> Tensor:
@@ -129,7 +129,7 @@ class GradientAccumulator:
         last: bool = True,
         counts: Sequence[int] | None = None,
     ) -> None:
-        """Add dy^T x, without autograd: dy [tokens, out], x [tokens, in], of one dtype.
+        """Add dy^T x, without autograd: dy [tokens, out], x [tokens, in], both of the same dtype.
 
         The last dimension of the weight is `in`.
 
@@ -170,7 +170,7 @@ class GradientAccumulator:
     def done(self) -> None:
         """Complete a contribution.
 
-        It is also called by layers that added to the sum that `complete()` returned.
+        Layers that add to the sum returned by `complete()` also call this.
         """
         self.fresh = False
         if self.added is not None:
@@ -197,8 +197,8 @@ def accumulator_of(parameter: Tensor) -> GradientAccumulator | None:
 def gradient_output(parameter: Tensor | None) -> tuple[Tensor | None, bool]:
     """Return the tensor for a kernel's fp32 gradient of a parameter, and whether to add to it.
 
-    It is the parameter's sum if that is in fp32; `gradient_written` follows. Without a parameter
-    there is no gradient: None.
+    It is the parameter's sum if this is in fp32. Call `gradient_written` afterwards. Without a
+    parameter there is no gradient: None.
     """
     if parameter is None:
         return None, False
@@ -236,7 +236,7 @@ class _Wide(Node):
 
 
 def wide(parameter: Tensor) -> Tensor:
-    """Return an fp16 parameter with an accumulator in fp32, so that its gradient is not rounded.
+    """Convert an fp16 parameter with an accumulator to fp32, so that its gradient is not rounded.
 
     Other parameters are returned unchanged. Used for vectors whose gradient is a sum over tokens:
     with sequence parallelism each rank sums over its own tokens, and in fp16 the full sum could
@@ -252,8 +252,8 @@ def wide(parameter: Tensor) -> Tensor:
 def deliver(parameter: Tensor, gradient: Tensor) -> None:
     """Add a gradient outside of a backward pass, where no hook would see `.grad`.
 
-    It is added to the accumulator, or without one to `.grad`; a parameter that has been frozen in
-    the meantime gets nothing.
+    It is added to the accumulator, or to `.grad` if there is none; a parameter that has been frozen
+    since then gets nothing.
     """
     if not parameter.requires_grad:
         return

@@ -32,7 +32,7 @@ _STATES = {
     "X": DEAD,
     "I": "idle",
 }
-_OWN_THREADS = ("bounded", "rendezvous", "watchdog")  # left out of stacks
+_OWN_THREADS = ("bounded", "rendezvous", "watchdog")  # omitted from stacks
 
 
 # -- time limits and stacks of this process ------------------------------------------------------
@@ -49,8 +49,8 @@ def bounded(
     Also raises it if `failed` is done first: another rank has failed.
 
     For calls into torch that cannot be interrupted: a store whose host lost power never answers,
-    and gloo waits five times its time limit for a peer that died before it connected. After an
-    error the call continues in its own thread.
+    and gloo waits five times its timeout for a peer that died before it connected. After a
+    LaunchError the call continues in its own thread.
     """
     outcome: Future[T] = Future()
 
@@ -103,8 +103,8 @@ def python_stacks(limit: int) -> str:
 def release_free_memory() -> None:
     """Return the free pages of glibc's heap to the system; do nothing with another C library.
 
-    A phase leaves gaps that a phase with other tensor sizes cannot use. Call this between phases:
-    each page that is used again afterwards costs a page fault.
+    A phase leaves gaps that a phase with other tensor sizes cannot use. Call this only between
+    phases: each page that is used again afterwards costs a page fault.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -128,7 +128,7 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 def process_start(pid: int) -> int:
-    """Return a process's start time, which distinguishes it from later ones with its number.
+    """Return a process's start time, which distinguishes it from later processes with its PID.
 
     0 if unknown.
     """
@@ -138,7 +138,7 @@ def process_start(pid: int) -> int:
 def process_state(pid: int, start: int = 0) -> str:
     """Return "running", "sleeping", "stopped" or another state of a process.
 
-    It is "gone" when the process has ended, even if its number is reused.
+    The state is "gone" if the process has ended, even if its PID has been reused.
     """
     state, started = _stat(pid)
     if not state or (start and started != start):

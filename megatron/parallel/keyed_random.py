@@ -28,7 +28,7 @@ _Bits = TypeVar("_Bits", int, npt.NDArray[Any])
 
 
 def scramble(bits: _Bits) -> _Bits:
-    """Return SplitMix64's finaliser of 64 bits, or of an array's (Steele et al., OOPSLA 2014)."""
+    """Apply SplitMix64's finalizer to 64 bits or an array of them (Steele et al., OOPSLA 2014)."""
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & _MASK
     bits ^= bits >> 31
@@ -36,7 +36,7 @@ def scramble(bits: _Bits) -> _Bits:
 
 
 def mix(*values: int) -> int:
-    """Return a well-distributed 63-bit hash of the values: SplitMix64, chained over them."""
+    """Return a well-distributed 63-bit hash of the values: SplitMix64, chained over the values."""
     state = 0
     for value in values:
         state = scramble((state + GOLDEN + (value & _MASK)) & _MASK)
@@ -61,12 +61,12 @@ class Site(enum.IntEnum):
 class RowLayout(NamedTuple):
     """The position of a tensor's rows among the rows [samples, heads, positions] of the full job.
 
-    Row r is their number start + r // period * outer + r % period * inner; a head has `positions`
-    rows. By default the tensor is the full one, in one piece.
+    Row r has the number start + r // period * outer + r % period * inner in the job; a head has
+    `positions` rows. By default the tensor is the full tensor and is drawn as a whole.
 
     of_sample  number of rows in a sample
-    samples    number of samples before `start`, int64 [1] on the device, so that a replayed pass
-               reads its current value; None: none
+    samples    number of samples to add to `start`, int64 [1] on the device, so that a replayed pass
+               reads its current value; None: 0
     """
 
     start: int = 0
@@ -92,9 +92,9 @@ ALL_ROWS = RowLayout()
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """The source of a micro-batch's masks: the run's seed and the number of its first sample.
+    """The source of a micro-batch's masks: the run's seed and the index of its first sample.
 
-    samples  to be added to that number on the device, see RowLayout
+    samples  added to that index on the device; see RowLayout
     """
 
     seed: int
@@ -106,7 +106,7 @@ class DropoutKey:
         return mix(self.seed, layer, int(site))
 
     def hidden(self, x: Tensor, rank: int = 0, ranks: int = 1) -> RowLayout:
-        """Return the layout of x [s, b, h], shard `rank` of `ranks` of the sequence, as one head."""
+        """Return the layout of x [s, b, h], shard `rank` of `ranks` of the sequence: one head."""
         rows, samples = x.shape[:2]
         positions = rows * ranks
         start = self.sample * positions + rank * rows
@@ -139,7 +139,7 @@ def dropout_mask(
 
 
 def placed_noise(like: Tensor, most: float, seed: int, layout: RowLayout) -> Tensor:
-    """Return numbers from U(1 - most, 1 + most) in `like`'s shape and type, a slice per sample."""
+    """Return samples of U(1 - most, 1 + most) in `like`'s shape and dtype, by layout like masks."""
     noise = torch.empty_like(like, memory_format=torch.contiguous_format)
     return _draw(
         noise,

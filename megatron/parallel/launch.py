@@ -1,6 +1,6 @@
 """The launch of this process: its rank, from the variables of torchrun, srun or mpirun.
 
-A process without these variables is the only one. There is no ssh, no host file, no mpi4py: each
+Without these variables, the process is the only one. No ssh, host file or mpi4py is used: the
 launcher gives every process its rank, and the ranks meet at a store that the first of them serves
 (rendezvous.py).
 """
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 # Ports below the range that Linux uses for outgoing connections (32768 and up).
 _FIRST_PORT = 20000
 _PORTS = 12000
-# Slurm numbers its own steps (batch script, interactive shell) from here on; srun's are below.
+# Slurm numbers its own steps (batch script, interactive shell) from here; srun's steps are below.
 _FIRST_SPECIAL_STEP = 4294967280
 _ONE_VARIABLE = "HIP_VISIBLE_DEVICES counts within ROCR_VISIBLE_DEVICES; set only the latter"
 _TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-# Launcher, rank, sizes, local ranks, local sizes; mpi is Open MPI, then MPICH's Hydra and Cray's
-# PALS.
+# Launcher, and its variables for rank, size, local rank and local size; "mpi" is Open MPI, then
+# MPICH's Hydra and Cray's PALS.
 _LAUNCHERS = (
     ("torchrun", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
     (
@@ -56,7 +56,7 @@ _LAUNCHERS = (
 _JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PALS_APID", "PMI_JOBID", "SLURM_JOB_ID")
 _STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID")
 _NODE_VARIABLES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
-_MOST = 1 << 20  # processes of a job: more are a mistake
+_MOST = 1 << 20  # maximum number of processes in a job: more are a mistake
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ class Launch:
 
     rank          its number in the job; `task` is the launcher's own number for it, which differs
                   if ranks are placed on devices (rank_mapping.py)
-    launcher      "none", "torchrun", "slurm" or "mpi": whose variables were read
+    launcher      the launcher whose variables were read: "none", "torchrun", "slurm" or "mpi"
     master_addr   host where the first process serves the store; master_port its port (0: any free
                   port, for one process)
     node          the launcher's name for this host
     job           distinguishes this run from others on the same host; the same on all its ranks
     store_served  whether the launcher serves a store at master_addr:master_port (torchrun does)
     notices       differences between the launch and the variables, for the log
-    token         MEGATRON_JOB_TOKEN: a random text that only this job's processes have, part of the
-                  keys of the store
+    token         MEGATRON_JOB_TOKEN: a random string that only this job's processes have, part of
+                  the store's keys
     """
 
     rank: int = 0
@@ -103,14 +103,15 @@ class Launch:
     def store_host(self) -> str:
         """The host of the store.
 
-        If all processes are on this host it is the loopback device, which no other host can reach.
+        If all processes are on this host, it is the loopback address, which no other host can
+        reach.
         """
         return "127.0.0.1" if self.on_one_node and not self.store_served else self.master_addr
 
     def store_prefix(self) -> str:
         """Return the prefix of this job's keys.
 
-        Without the job's token no other process can name such a key.
+        A process that does not have the job's token cannot guess such a key.
         """
         secret = hashlib.sha256(os.fsencode(self.token)).hexdigest()[:32] if self.token else ""
         return f"megatron/{secret}/{self.job}/{self.world_size}"
@@ -121,7 +122,7 @@ class Launch:
         return {name.upper(): str(getattr(self, name)) for name in names.split()}
 
 
-_FLAGS = {  # of pretrain_gpt.py, for the launcher's variable with the same meaning
+_FLAGS = {  # flags of pretrain_gpt.py, by the launcher's variable with the same meaning
     "MASTER_ADDR": ("--master-addr",),
     "MASTER_PORT": ("--master-port",),
     "LOCAL_RANK": ("--local_rank", "--local-rank"),
@@ -138,7 +139,7 @@ def variables_with_flags(
     variables = dict(os.environ if environ is None else environ)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name, spellings in _FLAGS.items():
-        # a missing value is reported with the other flags
+        # a missing value is reported later, together with the errors of all other flags
         parser.add_argument(*spellings, dest=name, nargs="?")
     for name, value in vars(parser.parse_known_args(list(arguments))[0]).items():
         known = variables.get(name, "").strip()
@@ -155,7 +156,7 @@ def variables_with_flags(
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
     """Read the launcher's variables from `environ` (default: this process's).
 
-    torchrun's names come first, then MPI's, then those of an srun task. A plain `python` inside a
+    torchrun's variables take precedence, then MPI's, then an srun task's. A plain `python` inside a
     batch script or an interactive allocation is one process, although Slurm's variables for the job
     are set. Raises LaunchError for variables that are missing, are not numbers, or contradict each
     other.
@@ -190,7 +191,7 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
             f"MASTER_PORT={launch.master_port} is not a port: use one from 1024 to 65535"
         )
     try:
-        launch.master_addr.encode("idna")  # like every look-up of a name
+        launch.master_addr.encode("idna")  # as in every name lookup
     except UnicodeError as error:
         raise LaunchError(
             f"MASTER_ADDR={launch.master_addr} is not a host name ({error}): set it to the host of "
@@ -218,13 +219,13 @@ def _find(env: Variables) -> Launch:
         if launcher != "slurm" and srun and env.number(env.first(_TASKS) or "", 0) == world:
             same = env.number("SLURM_PROCID") == rank
             if launcher == "mpi" and same:
-                continue  # srun that also provides PMI: its own variables contain more
+                continue  # srun also provides PMI: its own variables contain more
             if launcher == "torchrun" and not elastic and not same:
                 raise LaunchError(
                     f"RANK={rank} contradicts SLURM_PROCID={env.text('SLURM_PROCID')}: RANK was "
                     "exported before srun; unset RANK, or set it to SLURM_PROCID inside the task"
                 )
-        # Scripts export some of torch's names in a task.
+        # Scripts may export only some of torch's variables in a task.
         local_name = env.first(
             (*local_ranks, "SLURM_LOCALID") if launcher == "torchrun" and srun else local_ranks
         )
@@ -238,7 +239,7 @@ def _find(env: Variables) -> Launch:
         local_size = env.number(known) if known else None
         if launcher == "slurm":
             local_size = _slurm_local_size(env, world)
-            # steps run side by side
+            # several steps of a job may run at once
             job = f"{env.text('SLURM_JOB_ID')}.{env.text(env.first(_STEP_VARIABLES) or '')}"
         else:
             job = f"{env.text(env.first(_JOB_VARIABLES) or '', 'job')}.{env.text('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -249,7 +250,7 @@ def _find(env: Variables) -> Launch:
             world_size=world,
             local_world_size=local_size or local_rank + 1,
             master_addr=master,
-            # By default a port that two runs on one host are unlikely to share.
+            # The default is a port that two runs on one host are unlikely to share.
             master_port=env.number(
                 "MASTER_PORT", _FIRST_PORT + zlib.crc32(os.fsencode(job)) % _PORTS
             ),
@@ -282,7 +283,7 @@ def _master(
 ) -> tuple[str, tuple[str, ...]]:
     """Return the host of rank 0 and notices about a different MASTER_ADDR.
 
-    `local_world_size` is None if it is not known.
+    `local_world_size` is None if it is unknown.
     """
     # `hostname -i` prints an address for each of a host's interfaces
     addresses = env.text("MASTER_ADDR").split()
@@ -320,9 +321,9 @@ def _master(
 
 
 def _first_of_layout(env: Variables, optional: bool) -> str:
-    """Return the node of rank 0, which with --distribution=arbitrary may be any node of the step.
+    """Return the node of rank 0, which with --distribution=arbitrary may be any node in the step.
 
-    No variable names it: Slurm sorts its lists of nodes. If it is unknown, return "" if it is
+    No variable names it: Slurm sorts its node lists. If the node is unknown, return "" if it is
     `optional`, otherwise raise LaunchError.
     """
     step = f"{env.text('SLURM_JOB_ID')}.{env.text(env.first(_STEP_VARIABLES) or '')}"
@@ -367,10 +368,10 @@ def first_host(nodelist: str) -> str:
 
 
 def _slurm_local_size(env: Variables, world: int) -> int:
-    """Return the number of tasks of this step on this node.
+    """Return the number of this step's tasks on this node.
 
-    If it is unknown, return the number of tasks up to this one. Slurm lists tasks by node:
-    "8(x3),2" is 8 on each of three nodes and 2 on the fourth.
+    If it is unknown, return the number of tasks up to and including this one. Slurm lists task
+    counts by node: "8(x3),2" means 8 on each of three nodes and 2 on the fourth.
     """
     name = env.first(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     listed = re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", env.text(name or ""))
@@ -394,8 +395,8 @@ def select_device(
 
     If the launcher gives each process one device, it is the only visible one. If all devices of a
     node are visible, it is the device next to this local rank's cores according to `mapping`, or
-    else the device with the local rank's number. It is the CPU if there is no device or the backend
-    is "gloo". Raises LaunchError if this process has no device.
+    else the device with the local rank's number. It is the CPU if the backend is "gloo", or if none
+    is given and there is no device. Raises LaunchError if this process has no device.
     """
     import torch
 

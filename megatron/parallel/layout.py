@@ -22,7 +22,7 @@ DEFAULT_ORDER = RANK_ORDERS[0]
 
 
 class RankGroup(NamedTuple):
-    """Ranks that communicate: `size` of them, `stride` apart. words: name of such groups in reports."""
+    """Ranks that communicate: `size` of them, `stride` apart. words: the group's name in logs."""
 
     words: str
     stride: int
@@ -37,10 +37,10 @@ def line_of(rank: int, stride: int, size: int) -> range:
 
 @dataclass(frozen=True)
 class LayoutSizes:
-    """Sizes that a job chooses for its layout; fields are named like the settings.
+    """Sizes that a job chooses for its layout; the fields have the settings' names.
 
-    expert_ranks_per_node  None: their number on nodes of `ranks_per_node` ranks, or 1 if expert
-                           groups divide these unevenly
+    expert_ranks_per_node  None: the number of an expert group's ranks on each node, given nodes of
+                           `ranks_per_node` ranks; 1 if groups would be divided unevenly
     rank_order             None: DEFAULT_ORDER
     """
 
@@ -85,8 +85,8 @@ class Layout:
 
     ZeRO shards gradients, and with stage 3 weights, over `shard` neighbours of the data dimension,
     and the optimizer's state over `states` of them; 0 means all.
-    Expert groups over several nodes, with `expert_node` neighbours on each, are divided into these
-    neighbours and into groups between the nodes; 1: they are not divided (for_world).
+    Expert groups across several nodes, with `expert_node` neighbours on each, are divided into
+    these neighbours and into groups between the nodes; 1: they are not divided (for_world).
 
     >>> layout = Layout(data=8, expert=8, expert_node=4)
     >>> list(layout.ranks("expert_within", 6)), list(layout.ranks("expert_between", 6))
@@ -131,7 +131,7 @@ class Layout:
 
     @classmethod
     def for_world(cls, world_size: int, sizes: LayoutSizes) -> Layout:
-        """Return the layout of `world_size` processes; the data dimension takes what remains.
+        """Return the layout of `world_size` processes; the data dimension gets the remaining ones.
 
         Raises ConfigError if the processes do not divide into whole replicas.
         """
@@ -243,7 +243,7 @@ class Layout:
         return lines
 
     def ranks(self, kind: str, rank: int) -> Sequence[int]:
-        """Return the ranks of `rank`'s group of a kind (KINDS), itself included."""
+        """Return the ranks of `rank`'s group of the given kind (KINDS), itself included."""
         if kind == "model":  # in ascending order, as in torch's group
             stages = self.ranks("pipeline", rank)
             lines = (self.ranks("tensor", stage) for stage in stages)

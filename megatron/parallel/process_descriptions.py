@@ -1,4 +1,4 @@
-"""Descriptions of processes at the rendezvous, and their comparison by the first process."""
+"""Descriptions that processes exchange at the rendezvous, and their comparison."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megatron.parallel.rank_mapping import (
 from megatron.parallel.topology import Group, compress_ranks
 
 Alike = Mapping[str, Mapping[str, Any]]
-"""Values that must be equal on all ranks, by kind and name; JSON-serialisable. A rank without a
-kind is not compared in it.
+"""Values that must be equal on all ranks, by kind and name; JSON-serializable. A rank that lacks a
+kind is left out of its comparison.
 """
 
-_SHOWN = 8  # groups of ranks, and names, in the description of a difference
-_LONGEST = 200  # characters of a value in a description
+_SHOWN = 8  # at most this many groups of ranks, and names, are described
+_LONGEST = 200  # maximum length of a value in a description, in characters
 
 
 def bus_address(device: torch.device) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ def device_identity(device: torch.device) -> str:
     if device.type == "cpu":
         return ""
     if not torch.version.hip:
-        # Parts of one card share its bus address but not the uuid.
+        # Partitions of one card share its bus address but not its UUID.
         return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
     # Each die of an MI250X has a separate bus address. The partitions of an MI300 share one; if a
     # process sees several of them, the number distinguishes them.
@@ -59,7 +59,7 @@ def device_identity(device: torch.device) -> str:
 def describe_process(
     launch: Launch, device: torch.device, backend: str, mapping: RankMapping
 ) -> LaunchedProcess:
-    """Return this process's description for the others, without the values that must be equal."""
+    """Return this process's description for the others, except the values that must be equal."""
     on_device = device.type == "cuda"
     shown = visible_devices(os.environ)
     visible, index = (torch.cuda.device_count(), device.index) if on_device else (0, None)
@@ -96,7 +96,7 @@ def conflict(tasks: Sequence[LaunchedProcess]) -> str:
 
 
 def digests(alike: Alike) -> dict[str, tuple[str, str]]:
-    """Return digest and text of each kind of values that must be equal."""
+    """Return digest and text for each kind of values that must be equal."""
     texts = {kind: json.dumps(values, sort_keys=True) for kind, values in alike.items()}
     return {k: (hashlib.sha256(text.encode()).hexdigest()[:32], text) for k, text in texts.items()}
 
@@ -122,7 +122,7 @@ def difference(of_ranks: Sequence[Mapping[str, str]], text_of: Callable[[str], s
     """Return a description of the values that differ between ranks but must not, or "".
 
     of_ranks  digests of each rank, by kind
-    text_of   returns the text of a digest; called for those of the largest groups only
+    text_of   returns the text for a digest; called only for the digests of the largest groups
     """
     differences: list[str] = []
     for kind in dict.fromkeys(kind for rank_digests in of_ranks for kind in rank_digests):

@@ -1,11 +1,11 @@
-"""Placement: the device of a process that sees several, and its rank on a node.
+"""Placement: which device a process that sees several uses, and which rank it gets on its node.
 
 Placement changes ranks, never devices: the launcher binds a process to cores, and so to the device
-and the network card next to them. The machine's links then decide in which order the devices of a
-node are best numbered (`device_order`), and a process takes the rank that belongs to its device.
-Processes meet under the launcher's numbers (Launch.task), and one of them computes all ranks
-(`assign`). The ranks of a node are permuted among its own processes or left as they are: two
-processes never get the same rank, even if they report a wrong device.
+and the network card next to them. The machine's links then determine the best order of a node's
+devices (`device_order`), and a process takes the rank that belongs to its device.
+Processes first use the launcher's numbers (Launch.task), and one of them computes all ranks
+(`assign`). A node's ranks are permuted among its own processes or left as they are: two processes
+never get the same rank, even if they report a wrong device.
 
 A process that sees all devices of a node takes the one that belongs to its local rank, which no
 other takes. It does not choose by the cores that it is bound to: several processes may be bound
@@ -25,17 +25,17 @@ from typing import NamedTuple
 from megatron.errors import LaunchError
 from megatron.parallel.environment import natural_number
 
-# The variables of ROCm, HIP, and CUDA; HIP reads CUDA's if its own is not set.
+# The variables of ROCm, HIP and CUDA; HIP reads CUDA's if its own is not set.
 VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-_SHOWN = 4  # nodes in a notice
+_SHOWN = 4  # maximum number of nodes listed in a notice
 
 
 @dataclass(frozen=True)
 class RankMapping:
     """A placement of ranks on devices, in plain numbers taken from the machine's description.
 
-    device_order     devices of a node in the order of its ranks; empty: ranks stay as the launcher
-                     numbers them
+    device_order     a node's devices in the order of its ranks; empty: ranks stay as the launcher
+                     numbered them
     local_order      local rank i runs next to device local_order[i]; empty: next to device i
     cores_of_device  first and last core next to each device; empty: unknown
     rank_order       order of the mesh dimensions (Layout.order), compared over all processes
@@ -70,7 +70,8 @@ class RankPlan:
 class LaunchedProcess(NamedTuple):
     """A process as the launcher started it and as it describes itself to the others.
 
-    node, number, address  its node, and its device's number on it and PCI address, if known
+    node, number, address  its node, its device's number on that node, and the device's PCI address,
+                           if known
     near                   the devices next to the cores that it may use
     pid, backend           its process, and the backend of torch.distributed
     device, identity       torch's name for its device, and an identifier of it within the node
@@ -101,7 +102,7 @@ class LaunchedProcess(NamedTuple):
 class Assignment:
     """The ranks of all tasks.
 
-    ranks    of each task
+    ranks    rank of each task
     devices  number of each task's device on its node; None if it is not known
     notices  deviations from what is expected
     """
@@ -118,10 +119,10 @@ def _listed(numbers: Sequence[int]) -> str:
 def visible_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
     """Return the node's numbers for the devices that this process can see, in its order.
 
-    None if nothing limits them, or if they are named otherwise (such as "GPU-..."). ROCm
-    filters twice: HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES, which HIP reads too) counts within
-    the list of ROCR_VISIBLE_DEVICES, up to the first number that this list does not have. If a
-    launcher writes the same list into all of them, the list means devices of the node.
+    None if nothing limits them, or if they are not given as numbers (but as "GPU-...", say). ROCm
+    filters twice: HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES, which HIP also reads) indexes the
+    list in ROCR_VISIBLE_DEVICES, up to the first index beyond its end. If a launcher writes the
+    same list into all variables, the list means devices of the node.
     """
     rocr, hip, cuda = (environ.get(name, "").strip() for name in VISIBLE)
     outer = _numbers(rocr)
@@ -151,8 +152,8 @@ def near_index(
 ) -> int | None:
     """Return the index of the `visible` device next to this local rank's cores.
 
-    None if the machine is unknown, or this process sees only some of its devices. `shown` are their
-    numbers, see visible_devices.
+    None if the machine is unknown, or if this process sees only some of its devices. `shown` are
+    the devices' numbers; see visible_devices.
     """
     order = () if mapping is None else mapping.local_order
     if len(order) != visible or local_rank >= visible:
@@ -168,7 +169,7 @@ def device_number(
     visible: int,
     shown: tuple[int, ...] | None,
 ) -> int | None:
-    """Return the number on its node of this process's device, the `index`th of `visible` ones.
+    """Return the node's number for this process's device, the `index`th of `visible` devices.
 
     None if it is not known.
 
@@ -198,8 +199,9 @@ def near_devices(mapping: RankMapping, cores: Collection[int]) -> tuple[int, ...
 def assign(tasks: Sequence[LaunchedProcess], device_order: Sequence[int]) -> Assignment:
     """Return ranks for all tasks: a permutation.
 
-    A node's ranks follow `device_order` if it has as many tasks as devices, with consecutive
-    numbers, on different devices; otherwise, and without a device order, they stay as launched.
+    A node's ranks follow `device_order` if it has as many tasks as devices, and these tasks are
+    numbered consecutively and use different devices. Otherwise, or without a device order, they
+    stay as launched.
     """
     ranks = list(range(len(tasks)))
     device_of_task = [task.number for task in tasks]
@@ -245,7 +247,7 @@ def assign(tasks: Sequence[LaunchedProcess], device_order: Sequence[int]) -> Ass
 def ranks_per_node(nodes: Sequence[str]) -> int:
     """Return the number of consecutive ranks on each node, from the node of each rank.
 
-    1 if nodes have different numbers of ranks, or ranks that are not consecutive.
+    It is 1 if nodes have different numbers of ranks, or non-consecutive ranks.
     """
     runs = [len(list(run)) for _, run in itertools.groupby(nodes)]
     return runs[0] if len(set(runs)) == 1 and len(runs) == len(set(nodes)) else 1

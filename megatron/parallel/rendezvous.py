@@ -1,17 +1,17 @@
 """The rendezvous of all processes, and the detection of processes that fail later.
 
-Every process writes a description of itself, under the launcher's number for it (Launch.task), to a
+Every process writes a description of itself, under its number from the launcher (Launch.task), to a
 store that the first process or the launcher serves. The first process compares the descriptions,
 gives each process its rank (rank_mapping.py) and publishes a verdict: the ranks, or an error that
 names processes that are missing, conflict or differ.
 
-After that a daemon thread on each rank looks for calls in the store. Every rank answers a roll
-call: a rank that does not is dead, and the others can name it. All ranks get the findings at the
-same time. Thus a rank that sees the failure late, when the store is gone, names the rank that died
-and not the one that it waited for. Calls are numbered, so a watchdog may make any number of them.
+After that a daemon thread on each rank checks the store for calls. Every rank answers a roll call:
+a rank that does not answer is dead, and the others can name it. All ranks get the findings at the
+same time. Thus a rank that sees the failure late, when the store is gone, names the rank that died,
+not the rank that it was waiting for. Calls are numbered, so a watchdog may make any number of them.
 
 A rank has two connections to the store, because a connection on which a thread waits for a key does
-not serve other threads: torch has one to itself, and this module never waits on the other.
+not serve other threads: torch uses one exclusively, and this module never waits on the other.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ from megatron.parallel.store import (
 from megatron.parallel.topology import compress_ranks
 
 AS_LAUNCHED = RankMapping()
-# the path at which gloo was compiled, which is of no use to users
+# the source path with which gloo was compiled, which does not help users
 _SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")
-_SHOWN = 64  # missing ranks that are looked for, and places in the code that a finding lists
+_SHOWN = 64  # maximum number of missing ranks to look for, and of activities that findings list
 _LINGER_S = 5.0  # how long the rank that serves the store stays for others at the end
-# Up to this many ranks gloo connects at the start; more would take minutes. When it connects on
-# demand, it waits forever for a rank that died before the first message: the launcher has to end
-# the job (srun --kill-on-bad-exit).
+# Up to this many ranks, gloo connects all of them at the start; more would take minutes. When it
+# connects on demand, it waits forever for a rank that died before the first message: the launcher
+# has to end the job (srun --kill-on-bad-exit).
 _FULL_MESH = 1024
 _ROLL = "roll"  # a call of all ranks
 _INQUIRY = "inquiry"  # a call of a watchdog
-_NOBODY = -1  # in place of a rank, if a rank reported why it failed
+_NOBODY = -1  # in place of the failed rank's number, if no rank reported why it failed
 _OPEN = (
     "any process that connects to the ranks' store can guess its keys and end this job: export "
     "MEGATRON_JOB_TOKEN, a random text, before srun, mpirun or torchrun"
@@ -90,11 +90,11 @@ class Rendezvous(StoreConnection):
     It is a context manager.
 
     launch, device       this process, with its final rank; all must arrive within `timeout`
-    mapping              the ranks that the processes of a node take; by default the launcher's
+    mapping              the ranks that the processes on a node take; by default the launcher's
     alike                values that must be equal on all ranks
     notices              lines for the log about launch and placement; the same on all ranks
     ranks_per_node       see rank_mapping.py
-    flight, flight_file  this rank's flight recorder, and its node's file of them
+    flight, flight_file  this rank's flight recorder, and the file of its node's flight records
     on_inquiry           called in a separate thread with the number of an inquiry
     judged               cleared while a watchdog finds out whether the job hangs
     acts_on_failure      whether this rank acts on the findings of `explain`
@@ -155,7 +155,7 @@ class Rendezvous(StoreConnection):
     def join(self) -> Self:
         """Meet all other ranks, take the rank that `mapping` gives and start torch.distributed.
 
-        Raises LaunchError within `timeout` if ranks are missing (it names them and the location of
+        Raises LaunchError within `timeout` if ranks are missing (it names them and the locations of
         the others), if they differ in a value of `alike`, or if the store cannot be reached.
         Exports the launcher-independent variables (RANK, ...) until close().
         """
@@ -176,7 +176,7 @@ class Rendezvous(StoreConnection):
             self.flight = self.flight_file.recorder
             atexit.register(self._leave)
             try:
-                # It keeps the deadline by itself unless the store's host hangs or has lost power.
+                # _meet keeps the deadline itself unless the store's host hangs or has lost power.
                 left = max(deadline - self.clock(), 0.0)
                 failure = f"{self._myself}: {self.store_name} gave no answer"
                 bounded(lambda: self._meet(deadline), left + ANSWER_S, failure)
@@ -204,7 +204,7 @@ class Rendezvous(StoreConnection):
     # -- the rendezvous --------------------------------------------------------------------------
 
     def _meet(self, deadline: float) -> None:
-        """Describe this process to the others, and take the rank of the verdict.
+        """Describe this process to the others, and take the rank that the verdict assigns.
 
         Raises LaunchError.
         """
@@ -287,8 +287,8 @@ class Rendezvous(StoreConnection):
     def _judge(self, deadline: float) -> dict[str, Any]:
         """Wait, in the first process, for all descriptions and return the verdict.
 
-        Writes the rank of each process, and the location of each rank. {} if another process gave
-        the verdict before.
+        Writes the rank of each process, and the location of each rank. Returns {} if another
+        process has already given the verdict.
         """
         keys = [f"participant/{task}" for task in range(self.launch.world_size)]
         if not self.poll(keys, deadline, unless="verdict"):
@@ -326,8 +326,8 @@ class Rendezvous(StoreConnection):
             variables["GLOO_SOCKET_IFNAME"] = "lo"
         raise_file_limit()  # gloo connects each rank with all others of a group
         if on_device and launch.world_size > _FULL_MESH:
-            # With NCCL, gloo only carries Python objects, to and from rank 0. (torch >= 2.8 reads
-            # the variable.)
+            # With NCCL, gloo carries only Python objects, to and from rank 0. (torch >= 2.8 reads
+            # this variable.)
             variables["TORCH_GLOO_LAZY_INIT"] = "1"
             # torch's monitor of NCCL also queries the store, every second on every rank.
             variables["TORCH_NCCL_COORD_CHECK_MILSEC"] = str(int(1000 * max(1.0, self.pause_s)))
@@ -349,8 +349,8 @@ class Rendezvous(StoreConnection):
                 timeout=self.timeout,
             )
 
-        # While gloo connects, it waits five times the time limit for a rank that died, and cannot
-        # be interrupted.
+        # While gloo connects, it waits five times the timeout for a rank that died, and cannot be
+        # interrupted.
         seconds = self.timeout.total_seconds() + ANSWER_S
         self.unless_failed(start, seconds, "torch.distributed did not start")
 
@@ -370,13 +370,13 @@ class Rendezvous(StoreConnection):
     # -- failures --------------------------------------------------------------------------------
 
     def fail(self, message: str) -> None:
-        """Report to the other ranks why this one stops. Never raises."""
+        """Report to the other ranks why this rank stops. Never raises."""
         self._failed = True
         said = json.dumps([self.launch.rank, f"{self._myself} failed: {message}"])
 
         def write() -> None:
-            # The first rank to fail is the cause. The others learn of it before this process,
-            # and perhaps the store, ends.
+            # The first failure is the cause. The other ranks learn of it before this process, and
+            # perhaps the store with it, ends.
             if self.store.compare_set("findings", "", said).decode() == said:
                 self._call_all(_ROLL)
 
@@ -385,12 +385,12 @@ class Rendezvous(StoreConnection):
     def explain(self, error: BaseException) -> LaunchError:
         """Return the cause of a failed or timed-out collective.
 
-        It names the ranks that failed or died, as far as they are known. This takes some seconds.
+        It names the ranks that failed or died, as far as they are known. This takes a few seconds.
         The result is a LostRankError, unless a rank reported why it failed. Raise it from `error`.
         """
         if self._explained is None:
             self._failed = True
-            # a watchdog that finds a hang ends this process, with a better diagnosis
+            # a watchdog that detects a hang ends this process with a better diagnosis
             self.judged.wait(2 * self._answer_s)
             symptom = (_SOURCE_LINE.sub("", str(error)).splitlines() or [""])[0].split(". ")[0]
             seen = f"{type(error).__name__}: {symptom}"
@@ -398,7 +398,7 @@ class Rendezvous(StoreConnection):
                 lambda: self._diagnose(seen), 4 * self._answer_s
             )
             text = text or self._roll_findings or self._store_gone()
-            if self._store_lost:  # and with it the rank that served it
+            if self._store_lost:  # and with it the rank that served the store
                 self.acts_on_failure = self.launch.task == 1
             kind = LaunchError if self._reported else LostRankError
             self._explained = kind(f"{self._myself}: {text}. Seen here as {seen}")
@@ -469,7 +469,7 @@ class Rendezvous(StoreConnection):
                         and not self._roll_findings
                         and self.store.check(["findings"])
                     ):
-                        # The store may be gone when this rank sees the failure.
+                        # By the time this rank sees the failure, the store may be gone.
                         self._roll_findings = self._findings()
                 except RuntimeError:
                     self._store_lost = True
@@ -498,7 +498,7 @@ class Rendezvous(StoreConnection):
         return self._call_all(_INQUIRY)
 
     def _call_all(self, call: str) -> int:
-        """Make a call under the first free number, which is returned.
+        """Make a call under the first free number; return this number.
 
         Every rank answers the calls in order.
         """
@@ -536,7 +536,7 @@ class Rendezvous(StoreConnection):
         self._variables.close()
 
     def _leave(self) -> None:
-        """Write that this rank has left.
+        """Record in the store that this rank has left.
 
         The rank that serves the store stays briefly for ranks that still need it.
         """
@@ -552,8 +552,8 @@ class Rendezvous(StoreConnection):
         self.flight_file.close()
 
     def _write_left(self) -> None:
-        # The answer comes first: a roll call must not wait for this rank longer than this rank
-        # stays to serve the store.
+        # The answer is written first: a roll call must not wait for this rank longer than it stays
+        # to serve the store.
         self.store.set(f"answer/{self.launch.rank}", "has ended")
         self._answers_ended.set()
         deadline = self.clock() + _LINGER_S + self.pause_s
@@ -588,8 +588,8 @@ def connect(
     The rendezvous is a context manager. If `backend` is None, nccl (which is RCCL on ROCm) is used
     if there is a device, otherwise gloo. `timeout` applies to the rendezvous and to every
     collective after it. `mapping` determines which ranks the processes of a node take: from then on
-    use the rendezvous's `launch`. `alike` has the values that must be equal on all ranks. Raises a
-    LaunchError that names the missing ranks, or the ranks that differ and the values.
+    use the rendezvous's `launch`. `alike` contains the values that must be equal on all ranks.
+    Raises a LaunchError that names the missing ranks, or the differing ranks and their values.
     """
     device = select_device(launch, backend, check_devices(mapping))
     return Rendezvous(launch, device, timeout, mapping, alike=alike).join()

@@ -1,8 +1,8 @@
-"""The record of a parameter: which shard of which global tensor a rank has, and how it is used.
+"""Metadata of a parameter: which shard of which global tensor a rank has, and how it is used.
 
-Every parameter has a `Sharding` as `parameter.sharding`. The engine reads from it how gradients are
-reduced and which optimizer state belongs to it, the checkpoint its name and offset, and the planner
-the cost of all this. None of them depends on the layer that made the parameter.
+Every parameter has a `Sharding` as `parameter.sharding`. From it the engine derives how gradients
+are reduced and which optimizer state belongs to the parameter, the checkpoint its name and offset,
+and the planner the cost of all this. None of them depends on the layer that made the parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Kind = Literal["hidden", "embedding", "output", "vector"]
 def kind_of(name: str, global_shape: Sequence[int]) -> Kind:
     """Return the kind of a parameter, on which its optimizer and its learning rate may depend.
 
-    hidden     a matrix of a layer, from features to features; several matrices have 3 dimensions
+    hidden     a layer's matrix, from features to features; several matrices have 3 dimensions
     embedding  a table from tokens or positions to features
     output     any other matrix, normally from features to the vocabulary
     vector     a norm or a bias
@@ -47,7 +47,7 @@ class Sharding:
 
     name             unique name in the whole model, the same on any layout
     global_shape     shape without padding
-    shape            of the local tensor, with padding
+    shape            shape of the local tensor, with padding
     offset           global index of the local tensor's first element
     extent           size of the real part of the local tensor, from its first element; the rest is
                      padding
@@ -60,7 +60,8 @@ class Sharding:
     copies           number of neighbouring tensor ranks that hold this shard of a divided
                      dimension; the gradients of more than one are terms of a sum
     base_shape       global shape in the base model of muP; None without muP
-    fp32             whether forward and backward passes use it in fp32, even beside 16-bit weights
+    fp32             whether forward and backward passes use it in fp32 even if other weights are
+                     16-bit
     experts          whether expert-parallel ranks hold different slices of dimension 0
     """
 
@@ -80,7 +81,7 @@ class Sharding:
 
     @property
     def elements(self) -> int:
-        """Return the elements of the local tensor."""
+        """Return the number of elements of the local tensor."""
         return math.prod(self.shape)
 
     @property
@@ -89,7 +90,7 @@ class Sharding:
 
     @property
     def growth(self) -> tuple[float, float]:
-        """Return the ratios of outputs and inputs to those of muP's base model.
+        """Return the ratios of outputs and of inputs to the base model's, for muP.
 
         A vector has only outputs. The features of a table are its inputs.
         """
@@ -122,7 +123,7 @@ def shard(
     padded: int | None = None,
     **properties: Any,
 ) -> Sharding:
-    """Return the shard of tensor rank `rank` of `size`; dimension `dim` is cut into equal parts.
+    """Return the shard of tensor rank `rank` of `size`; dimension `dim` is split into equal parts.
 
     `padded` is the padded length of `dim`, a multiple of `size`; entries beyond the global shape
     are not real.

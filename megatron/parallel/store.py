@@ -1,4 +1,4 @@
-"""A process's connection to the store that all ranks of a job share, and the host's set-up."""
+"""A process's connection to the store that all ranks of a job share, and setup of its host."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from megatron.parallel.launch import Launch
 T = TypeVar("T")
 
 ANSWER_S = 5.0  # how long the store, or a rank, may take to answer
-_BATCH = 1024  # keys in one request, whose time grows faster than the number of its keys
+_BATCH = 1024  # keys in one request; its time grows faster than the number of keys
 _PATIENCE_S = 3.0  # how long torch may look for a store that has not started yet
-_FOREVER = timedelta(days=20)  # longer times do not fit torch's 31 bits of milliseconds
+_FOREVER = timedelta(days=20)  # longer times do not fit into torch's 31 bits of milliseconds
 # requests per second from all ranks together for a key that they wait for; they cost rank 0 about
 # 0.2 cores
 _ASKED = 10_000
@@ -39,7 +39,7 @@ class StoreConnection:
     """A connection to this job's part of the store, which the first process or the launcher serves.
 
     launch        this process
-    timeout       for the store to start, and for torch's requests
+    timeout       time limit for the store to start, and for torch's requests
     clock, sleep  measure and spend the time between requests for a key that is awaited
     server        the rank that serves the store
     """
@@ -59,7 +59,7 @@ class StoreConnection:
 
     @property
     def pause_s(self) -> float:
-        """Seconds between a rank's requests for a key that it waits for; longer with more ranks."""
+        """Seconds between a rank's requests for a key that it waits for; more with more ranks."""
         return max(0.2, self.launch.world_size / _ASKED)
 
     @property
@@ -69,7 +69,10 @@ class StoreConnection:
         return f"{served_by} at {self.launch.store_host}:{self.launch.master_port}"
 
     def open(self) -> None:
-        """Connect to the store, which may take `timeout` to start, or serve it. Raises LaunchError."""
+        """Connect to the store, which may take `timeout` to start, or serve it.
+
+        Raises LaunchError.
+        """
         if self.launch.world_size == 1 and not self.launch.store_served:
             self.store = dist.HashStore()
         else:
@@ -88,7 +91,7 @@ class StoreConnection:
         return dist.PrefixStore(self.launch.store_prefix(), store)
 
     def _serve(self) -> dist.Store:
-        """Serve the store of all ranks, only to this host if all of them are on it."""
+        """Serve the store for all ranks; only to this host if all of them are on it."""
         raise_file_limit()
         port = self.launch.master_port
         inside = None
@@ -104,7 +107,7 @@ class StoreConnection:
                 timeout=self.timeout,
                 wait_for_workers=False,
                 master_listen_fd=None if inside is None else inside.detach(),
-                # the libuv server of torch before 2.8 takes no socket
+                # before torch 2.8 the libuv server does not accept a socket
                 use_libuv=inside is None or TorchVersion(torch.__version__) >= "2.8",
             )
         except (RuntimeError, OSError) as error:
@@ -116,7 +119,7 @@ class StoreConnection:
 
     def _client(self) -> dist.Store:
         """Connect to the store's server, which may take `timeout` to start."""
-        # Rank 0 reaches its own store through the loopback device, whatever its name resolves to.
+        # Rank 0 reaches its own store via the loopback address, whatever its host name resolves to.
         address = (
             "127.0.0.1" if self.serves_store else self.launch.store_host,
             self.launch.master_port,
@@ -125,8 +128,8 @@ class StoreConnection:
         deadline = self.clock() + seconds
 
         def connect() -> dist.Store:
-            # torch retries after longer and longer pauses, and its own time limit ends in stack
-            # traces.
+            # torch retries after ever longer pauses, and when its own timeout expires it prints
+            # stack traces.
             return dist.TCPStore(
                 *address, None, is_master=False, timeout=_FOREVER, wait_for_workers=False
             )
@@ -187,7 +190,7 @@ class StoreConnection:
     def ranks_without(self, kind: str, most: int) -> list[int]:
         """Return the first ranks without a key `kind/rank`, at most `most`.
 
-        Ranges are halved: few missing keys take few requests.
+        Ranges are bisected, so that a few missing keys take only a few requests.
         """
         missing: list[int] = []
         ranges = list(batches(range(self.launch.world_size)))[::-1]
@@ -213,7 +216,7 @@ def batches(keys: Sequence[T]) -> Iterator[list[T]]:
 
 
 def raise_file_limit() -> None:
-    """Allow as many open connections as this user may have: the store keeps one per rank."""
+    """Raise the limit of open files as far as this user may: the store has a socket per rank."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -237,8 +240,8 @@ def without_dns() -> Iterator[None]:
     """Let this process look up host names in /etc/hosts only (with glibc; otherwise no effect).
 
     For the process that serves the store: torch looks up the name of every address that connects,
-    in the store's only thread and only for its log. If each answer takes 50 ms, those for 75,264
-    ranks take an hour.
+    in the store's only thread and only for its log. If each lookup takes 50 ms, the lookups for
+    75,264 ranks take an hour.
     """
     configure = getattr(
         ctypes.CDLL(None), "__nss_configure_lookup", lambda database, services: None

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     GroupFactory = Callable[[Sequence[int]], ProcessGroup]
 
-_LATE_S = 5.0  # torch's own, more detailed message may be this late
+_LATE_S = 5.0  # torch's own, more detailed error may come this late
 
 
 def compress_ranks(ranks: Iterable[int]) -> str:
-    """Return rank numbers as ranges.
+    """Format rank numbers as ranges.
 
     >>> compress_ranks([7, 3, 5, 6])
     '3, 5-7'
@@ -54,8 +54,8 @@ class Group:
 
     `handle` is the torch process group; None for a group of one, which never communicates.
     Communication over the group is recorded in `flight`, under the group's `kind` (one of
-    flight.KINDS). `pairs` has groups of two for messages (collectives.post), by the global rank of
-    the other member.
+    flight.KINDS). `pairs` contains groups of two for messages (collectives.post), by the global
+    rank of the other member.
     """
 
     ranks: Sequence[int]
@@ -82,9 +82,9 @@ class Group:
 class ShardGroups:
     """The groups over which ZeRO shards the state that every data-parallel rank would hold.
 
-    inner   neighbours that together hold gradients, and with stage 3 weights, once
+    inner   neighbours that together hold one copy of the gradients and, with stage 3, the weights
     outer   ranks with the same shard of these, each with a different shard of its optimizer states
-    states  the ranks that together hold the optimizer's state once: inner times outer
+    states  the ranks that together hold one copy of the optimizer's state: inner times outer
     copies  ranks with the same shard of the optimizer's state
     """
 
@@ -101,7 +101,7 @@ class ShardGroups:
 
     @property
     def part(self) -> int:
-        """Return the index of this rank's optimizer shard among `states.size` equal ones."""
+        """Return the index of this rank's optimizer shard among the `states.size` equal shards."""
         return self.part_of(self.states.rank)
 
     def part_of(self, member: int) -> int:
@@ -110,13 +110,13 @@ class ShardGroups:
         return inner * self.outer.size + outer
 
     def have_all(self, experts: Group) -> bool:
-        """Return whether the ranks of `states` have all experts of a layer among them."""
+        """Return whether the ranks of `states` together hold all experts of a layer."""
         return self.states.size % experts.size == 0
 
 
 @dataclass
 class _Groups:
-    """Builder of a rank's groups, see Topology.from_layout."""
+    """Builder of a rank's groups; see Topology.from_layout."""
 
     layout: Layout
     rank: int
@@ -141,18 +141,18 @@ class _Groups:
         return Group(ranks, ranks.index(self.rank), handle, kind, self.flight)
 
     def pair(self, group: Group) -> None:
-        """Create the groups of pairs of neighbours, which carry only messages."""
+        """Create a group for each pair of neighbours, which carries only messages."""
         if self.new_group is None:
             return
         for pairs in neighbours(group.size):
             ends = next((each for each in pairs if group.rank in each), (group.rank,))
             ranks = sorted(group.ranks[member] for member in ends)
-            handle = self.new_group(ranks)  # even if it is alone: see tied embeddings
+            handle = self.new_group(ranks)  # even for this rank alone; see tied_embeddings below
             for peer in set(ranks) - {self.rank}:
                 group.pairs[peer] = self._group(ranks, handle, group.kind)
 
     def shards(self, group: Group) -> ShardGroups:
-        """Divide `group` for ZeRO; subgroups of the same ranks are one group."""
+        """Divide `group` for ZeRO; subgroups with the same ranks are one group."""
         known = [group]
         for dimension in fields(ShardGroups):
             known.append(self.make(f"{group.kind}.{dimension.name}", *known))
@@ -212,7 +212,7 @@ class Topology:
 
     @property
     def replica(self) -> int:
-        """The number of this rank's replica of the samples, of `layout.replicas`."""
+        """The index of this rank's data-parallel replica among `layout.replicas`."""
         return self.data.rank // self.context.size
 
     @classmethod
@@ -231,8 +231,8 @@ class Topology:
 
         Without a process group there is a single process. `tied_embeddings` False omits the group
         that only a tied embedding needs. `flight` records the calls in which this rank waits
-        (Rendezvous.flight); by default the record is not read. `sizes`, the same on all ranks, are
-        all sizes instead of the first two.
+        (Rendezvous.flight); by default nobody reads the record. `sizes`, the same on all ranks,
+        replaces the first two arguments.
 
         Raises ConfigError if the world does not divide, and LaunchError if ranks do not form a
         group in time.
@@ -253,8 +253,8 @@ class Topology:
             def form() -> ProcessGroup:
                 if device.type == "cuda" and device.index is not None:
                     torch.cuda.set_device(device)  # the current device is per thread
-                # Only the members take part: with thousands of ranks, a call of the world for each
-                # group takes minutes.
+                # Only the members take part: with thousands of ranks, a collective call by the
+                # world for each group would take minutes.
                 made: ProcessGroup = dist.new_group(
                     list(ranks), timeout=timeout, use_local_synchronization=True
                 )
@@ -302,8 +302,9 @@ class Topology:
         if tied_embeddings and layout.pipeline > 1 and p in (0, layout.pipeline - 1):
             embedding = groups.make("embedding", pipeline)
         elif tied_embeddings and layout.pipeline > 2 and new_group is not None:
-            # torch names a group after its ranks and this rank's number of groups. Members of the
-            # next group, perhaps of another topology, must have the same number.
+            # torch names a group after its ranks and the number of groups this rank has created.
+            # This number must be the same for all members of the next group, which may belong to
+            # another topology.
             new_group((rank,))
         made |= {kind: groups.make(kind) for kind in ("context", "expert")}
         made["expert_data"] = groups.make("expert_data", made["data"])
