@@ -47,7 +47,8 @@ class KeyValueCache:
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
         """Add k and v [s, b, kv heads, d] of a layer.
 
-        Return all tokens so far, [b, kv heads, n, d]; None in the first pass: k and v are all.
+        Return the keys and values of all tokens so far, [b, kv heads, n, d]; None in the first
+        pass, in which k and v already are all of them.
         """
         s, b, groups, d = k.shape
         first = self.used

@@ -322,14 +322,14 @@ def _defer_gathered(
 
 @dataclass(frozen=True)
 class CallContext:
-    """Inputs of a forward pass over a micro-batch besides the hidden states.
+    """Inputs of a forward pass over a micro-batch, in addition to the hidden states.
 
     position_ids   [b, s] when positions restart inside a sequence, else None (0 ... s-1)
     documents      when attention must not cross documents, else None
     dropout        the key of this micro-batch's masks; None switches dropout off
     cache          keys and values of earlier tokens, to which attention appends this pass's own;
                    None in training
-    padding        bool [b, s]: tokens of full sequences that pad a sample; None: there are none
+    padding        bool [b, s]: padding tokens in the full sequences; None: there are none
 
     numbers        row counts of each layer with experts, for its recomputation
     """
@@ -346,7 +346,8 @@ class CallContext:
     ) -> tuple[int | None, RowLayout | list[RowLayout]]:
         """Return seed and row layout of the dropout mask of the residual stream x [s(/tp), b, h].
 
-        No seed if dropout is off. With context parallelism there may be a row layout for each half.
+        The seed is None if dropout is off. With context parallelism there may be one row layout for
+        each half.
         """
         if self.dropout is None:
             return None, ALL_ROWS

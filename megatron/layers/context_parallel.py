@@ -98,7 +98,7 @@ class ContextParallel:
         return self._cached[key]
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather x [b, s] from the slices [b, s/c] of all ranks; without gradients."""
+        """Gather x [b, s] from all ranks' slices [b, s/c], without gradients."""
         length = x.shape[1] * self.size
         every = collectives.gather_first(x.t().contiguous(), self.group)  # by rank, [s, b]
         order = collectives.gather_first(self.positions(length, x.device), self.group)
@@ -131,7 +131,7 @@ class ContextParallel:
         return tuple(received.split([q.shape[2] // n, k.shape[2] // n, v.shape[2] // n], dim=2))
 
     def heads_for_rows(self, out: Tensor) -> Tensor:
-        """Return all heads [s/c, b, heads, d] for this rank's rows; out [h s/c, b, heads/h, d]."""
+        """Return this rank's rows with all heads [s/c, b, heads, d], from [h s/c, b, heads/h, d]."""
         return self._exchanged(out.unflatten(0, (self.heads, -1))).movedim(0, 2).flatten(2, 3)
 
     def _exchanged(self, x: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ REFERENCES = DispatchOperators(permute_reference, unpermute_reference)
 
 
 def sorted_choices(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the token of each row, the row of each choice, and the last row of each expert.
+    """Return the token of each row, the row of each choice, and the end of each expert's rows.
 
     Rows are sorted by expert, then by token; choices without a row come last. The ends of the
     experts are exclusive, [count], int32.
@@ -177,7 +177,7 @@ class Dispatch:
         return sent, local
 
     def back(self, rows: Tensor) -> Tensor:
-        """Return results [n, h] to the ranks of their tokens, and their sum in fp32, [t, h]."""
+        """Send results [n, h] back to their tokens' ranks; return their sums [t, h] in fp32."""
         arrival = Arrival(self.group, self.sent, self.received)
         return _Sum.apply(arrival.wait(_Send.apply(rows, arrival)), self)
 
@@ -251,7 +251,7 @@ class _Sum(Node):
 
 
 class _SendChoices(Node):
-    """Exchange of weights and experts [n, k] of the rows sent for those of the rows received."""
+    """Send the weights and experts [n, k] for the sent rows; receive them for the received rows."""
 
     @staticmethod
     def forward(

@@ -29,7 +29,7 @@ def shared_by(context: LayerContext) -> Experts:
 
 
 class _Gather(Node):
-    """Gathered scores: [s/n, b, E] -> [s, b, E]. Each rank has the gradients of all.
+    """Gathered scores: [s/n, b, E] -> [s, b, E]. Each rank has the gradients for all tokens.
 
     tensor  whether the group is the tensor-parallel group, for engine/gradients.py
     """
@@ -90,7 +90,7 @@ def balancing_loss(scores: Tensor, load: Tensor, real: Tensor | None = None) -> 
 
 
 def mean_over(values: Tensor, real: Tensor | None) -> Tensor:
-    """Return the mean of values [n, ..] over those that `real` [n] marks with 1; None: over all."""
+    """Return the mean of the values [n, ..] for which `real` [n] is 1; None: the mean of all."""
     return values.mean(0) if real is None else real @ values / real.sum().clamp(min=1)
 
 

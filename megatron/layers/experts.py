@@ -51,7 +51,7 @@ from megatron.parallel.topology import Group
 
 
 class _Enter(Node):
-    """Tokens for each tensor rank's shard of all experts; their gradients are summed."""
+    """The tokens, as input for each tensor rank's shard of the experts; gradients are summed."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, context: LayerContext) -> Tensor:

@@ -169,7 +169,7 @@ def _matrix(weights: Weights) -> Tensor:
 
 
 def _partial_gradient(column: bool, context: LayerContext) -> bool:
-    """Return whether gradients of a layer's input are terms of a sum over the tensor ranks."""
+    """Return whether the gradient of a layer's input is a term of a sum over the tensor ranks."""
     return not column or context.sequence_parallel
 
 
@@ -267,7 +267,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def _column(ctx: Context, x: Tensor, dy: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Gather x during the product of dx, and sum dx during that of dW.
+        """Gather x while dx is computed, and sum dx while dW is computed.
 
         A deferred dW gathers x last.
         """

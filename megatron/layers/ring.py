@@ -1,8 +1,8 @@
 """Attention in which keys and values rotate around the ranks of a ring (context_parallel.py).
 
 Ring attention (Liu et al., arXiv 2310.01889) in the zig-zag order of chunks: at each step a rank
-sends its current keys and values to the next rank, and computes with them while those of the
-previous rank arrive. Partial softmaxes are merged in fp32 by their log-sum-exps. In the backward
+sends its current keys and values to the next rank, and computes with them while the previous rank's
+arrive. Partial softmaxes are merged in fp32 by their log-sum-exps. In the backward
 pass keys and values rotate once more. Their gradients, in fp32, follow one step behind and end up
 on the ranks that own the keys.
 
@@ -69,7 +69,7 @@ class Rectangle(NamedTuple):
     key: int
 
     def mask(self, window: int) -> Mask:
-        """Return the mask of queries that see `window` keys before their own position."""
+        """Return the mask if each query sees `window` keys before its own position."""
         stop = self.query + self.rows.stop - self.rows.start
         high = self.key + self.keys.stop - self.keys.start
         cut = stop - 1 - self.key > window
@@ -194,8 +194,8 @@ class Ring:
     def _numbers(self, row: int, query: int, key: int) -> tuple[int, int]:
         """Return the positions of a block's first query and key for the kernels.
 
-        Only their difference counts: queries are numbered by local rows, of which there are fewer.
-        But dropout masks depend on the positions.
+        Only their difference matters, so queries are numbered by local row, which needs fewer
+        entries. With dropout, however, the masks depend on the positions.
         """
         return (query, key) if self.params.probability else (row, key - (query - row))
 
@@ -210,7 +210,7 @@ class Ring:
         return numbered
 
     def keys_of_step(self, rows: int) -> int:
-        """Return the keys that each of `rows` local queries sees at a step, on average."""
+        """Return the average number of keys that each of `rows` local queries sees at a step."""
         return min(rows, -(-(self.params.window + 1) // self.ring_size))
 
     def rotate(self, x: Tensor) -> Rotation:
@@ -237,7 +237,7 @@ class RingBlock(NamedTuple):
     key: int
 
     def of_rows(self, share: int) -> tuple[slice, slice]:
-        """Return the range of its rows in a tensor from `by_number`."""
+        """Return the range of the block's rows in a tensor from `by_number`."""
         return self.batch, slice(
             self.first * share, self.first * share + self.rows.stop - self.rows.start
         )

@@ -141,7 +141,7 @@ class TransformerLayer(nn.Module):
         )
         drops = call.dropout is not None and self.dropout > 0.0
         norm = self.post_attention_layernorm
-        alone = drops or self.residual_after_norm  # the sum needs a pass of its own
+        alone = drops or self.residual_after_norm  # the sum needs a separate pass
         if norm is not None and not alone and norm.fuses(out, residual):
             normed, x = norm.add(out, bias, residual)
         else:

@@ -47,7 +47,7 @@ of its time."""
 
 
 def _combine(local: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Return losses, maxima and sums of exponentials over the vocabulary of all ranks, [n] each.
+    """Return losses, maxima and sums of exponentials over the full vocabulary, [n] each.
 
     The sums are relative to the maxima. One message is sent; all ranks add in rank order and get
     bitwise identical results.
@@ -95,14 +95,14 @@ class Vocabulary:
     def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return (maximum, sum of exponentials, label's logit) of a chunk: fp32 [3, n].
 
-        The logits [n, v] are those of this rank.
+        The logits [n, v] are this rank's.
         """
         fused = self.context.fusions.cross_entropy
         local = kernel.local_pass if fused else kernel.local_reference
         return torch.stack(local(logits, labels, self.first, self.real, self.cap))
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather x [s(/tp), b, h] of all ranks: [s * b, h]."""
+        """Gather x [s(/tp), b, h] from all ranks: [s * b, h]."""
         full = (
             collectives.gather_first(x, self.context.tensor)
             if self.context.sequence_parallel
@@ -236,7 +236,7 @@ class _Loss(Node):
         accumulator = accumulator_of(v.weight)
         queue = v.context.weight_gradients
         deferred = needs_weight and queue.deferring
-        # A deferred weight gradient needs the logits' gradient of all tokens.
+        # A deferred weight gradient needs the gradient of the logits for all tokens.
         chunks = [slice(0, len(full))] if deferred else v.chunks(len(full))
         losses = torch.empty_like(token_gradients)
         sent = collectives.DONE

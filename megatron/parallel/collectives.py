@@ -87,7 +87,7 @@ def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.Reduc
 
 
 def gather_first_async(x: Tensor, group: Group) -> tuple[Tensor, Started]:
-    """Concatenate the shards [n, ...] of all ranks along dimension 0.
+    """Concatenate all ranks' shards [n, ...] along dimension 0.
 
     Returns [n * size, ...] and the work handle.
     """
@@ -98,7 +98,7 @@ def gather_first_async(x: Tensor, group: Group) -> tuple[Tensor, Started]:
 
 
 def gather_first(x: Tensor, group: Group) -> Tensor:
-    """Concatenate the shards [n, ...] of all ranks along dimension 0: [n * size, ...]."""
+    """Concatenate all ranks' shards [n, ...] along dimension 0: [n * size, ...]."""
     full, work = gather_first_async(x, group)
     work.wait()
     return full

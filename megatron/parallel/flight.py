@@ -369,7 +369,7 @@ def file_name(launch: Launch) -> str:
 
 
 class FlightFile:
-    """A node's file of one job's flight records: this process's page, and a view of all others.
+    """A node's file of one job's flight records: this process's page, and a view of the others.
 
     It is in /dev/shm, which is memory, or else in the folder for temporary files. Once all ranks of
     the node have opened it, its name is removed: the file disappears with the last process, however

@@ -139,7 +139,7 @@ def variables_with_flags(
     variables = dict(os.environ if environ is None else environ)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name, spellings in _FLAGS.items():
-        # a missing value is reported later, together with the errors of all other flags
+        # the parser of all other flags reports a missing value
         parser.add_argument(*spellings, dest=name, nargs="?")
     for name, value in vars(parser.parse_known_args(list(arguments))[0]).items():
         known = variables.get(name, "").strip()

@@ -188,7 +188,7 @@ def device_number(
 def near_devices(mapping: RankMapping, cores: Collection[int]) -> tuple[int, ...]:
     """Return the devices next to these cores of a process; empty if the machine is not known."""
     spans = mapping.cores_of_device
-    # The second hardware threads of all cores are numbered after the first ones.
+    # The second hardware thread of each core is numbered after the first threads of all cores.
     total = 1 + max((last for _, last in spans), default=0)
     near = {core % total for core in cores}
     return tuple(
