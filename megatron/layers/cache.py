@@ -48,7 +48,7 @@ class KeyValueCache:
         """Add k and v [s, b, kv heads, d] of a layer.
 
         Return the keys and values of all tokens so far, [b, kv heads, n, d]; None in the first
-        pass, in which k and v already are all of them.
+        pass, where k and v are already complete.
         """
         s, b, groups, d = k.shape
         first = self.used

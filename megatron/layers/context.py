@@ -283,7 +283,7 @@ class LayerContext:
 
     @cached_property
     def region(self) -> Any:
-        """Return the tensor-parallel group for messages sent by the nodes of linear layers.
+        """Return the tensor-parallel group for messages sent by autograd nodes of linear layers.
 
         None for a group of one rank, NotImplemented if messages go through Python.
         """

@@ -131,7 +131,7 @@ class ContextParallel:
         return tuple(received.split([q.shape[2] // n, k.shape[2] // n, v.shape[2] // n], dim=2))
 
     def heads_for_rows(self, out: Tensor) -> Tensor:
-        """Return this rank's rows with all heads [s/c, b, heads, d], from [h s/c, b, heads/h, d]."""
+        """Return this rank's rows, all heads [s/c, b, heads, d], of out [h s/c, b, heads/h, d]."""
         return self._exchanged(out.unflatten(0, (self.heads, -1))).movedim(0, 2).flatten(2, 3)
 
     def _exchanged(self, x: Tensor) -> Tensor:
