@@ -253,7 +253,7 @@ def deliver(parameter: Tensor, gradient: Tensor) -> None:
     """Add a gradient outside of a backward pass, where no hook would see `.grad`.
 
     It is added to the accumulator, or to `.grad` if there is none; a parameter that has been frozen
-    since the product was deferred gets nothing.
+    since its gradient was deferred gets nothing.
     """
     if not parameter.requires_grad:
         return

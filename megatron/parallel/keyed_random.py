@@ -139,7 +139,7 @@ def dropout_mask(
 
 
 def placed_noise(like: Tensor, most: float, seed: int, layout: RowLayout) -> Tensor:
-    """Return samples of U(1 - most, 1 + most) in `like`'s shape and dtype, by layout like masks."""
+    """Return samples from U(1 - most, 1 + most) in `like`'s shape and dtype, placed by `layout`."""
     noise = torch.empty_like(like, memory_format=torch.contiguous_format)
     return _draw(
         noise,

@@ -59,7 +59,7 @@ class StoreConnection:
 
     @property
     def pause_s(self) -> float:
-        """Seconds between a rank's requests for a key that it waits for; more with more ranks."""
+        """Seconds between a rank's requests for a key that it waits for; grows with the ranks."""
         return max(0.2, self.launch.world_size / _ASKED)
 
     @property
@@ -216,7 +216,7 @@ def batches(keys: Sequence[T]) -> Iterator[list[T]]:
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files as far as this user may: the store has a socket per rank."""
+    """Raise the open-file limit to this user's hard limit: the store has one socket per rank."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

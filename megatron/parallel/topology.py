@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     GroupFactory = Callable[[Sequence[int]], ProcessGroup]
 
-_LATE_S = 5.0  # torch's own, more detailed error may come this late
+_LATE_S = 5.0  # how late torch's own, more detailed error may come
 
 
 def compress_ranks(ranks: Iterable[int]) -> str:
