@@ -70,7 +70,7 @@ def _same(one: object, other: object) -> bool:
 
 
 def _effective(model: ModelConfig) -> Values:
-    """Return the architecture of a model, without settings that have no effect in it."""
+    """Return the architecture of a model, without the settings that have no effect on it."""
     settings = {name: getattr(model, name) for name in ARCHITECTURE if name != "openai_gelu"}
     settings["add_qkv_bias"] = model.qkv_bias
     settings["window_size"] = windows_of(model)
@@ -92,7 +92,7 @@ def _effective(model: ModelConfig) -> Values:
 
 
 def without_mup(model: ModelConfig) -> ModelConfig:
-    """Return settings without muP that give the same function, for parameters from `take_up`."""
+    """Return settings without muP that give the same function with parameters from `take_up`."""
     if not model.use_mup:
         return model
     unset: Values = dict.fromkeys(n for n in ARCHITECTURE if n.startswith("mup_"))

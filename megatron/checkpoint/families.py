@@ -49,10 +49,10 @@ class Family:
     architecture   its class in transformers, the only supported one
     settings       settings that all its models share, by our names
     fields         our settings, and the fields of config.json with the same value
-    modules        our modules, and those of Hugging Face; {} is the layer number. Each has a
-                   weight, a bias, or both
+    modules        our modules, and the Hugging Face modules for each; {} is the layer number. Each
+                   has a weight, a bias, or both
     rules          see Rule
-    absent         values of fields that config.json may omit
+    absent         default values of the fields that config.json may omit
     only           fields that would change the model, each with its only supported value
     older          names of fields, and the names that some published files use instead
     prefix         prefix of tensor names, which some published files omit
@@ -79,7 +79,7 @@ class Family:
     def hf_tensors(self, parameter: str, experts: int = 1) -> tuple[HFModules, tuple[str, ...]]:
         """Return the Hugging Face modules and tensor names that hold one of our parameters.
 
-        experts   number of experts, for a parameter of experts
+        experts   number of experts, for a parameter that belongs to experts
 
         Raises CheckpointError if this family has no such parameter.
         """
@@ -216,7 +216,7 @@ def _llama(
     only: Fields = _SILU,
     older: Mapping[str, str] = MappingProxyType({}),
 ) -> Family:
-    """Return a family that differs from Llama in these entries; `rest` are its further rules."""
+    """Return a family that differs from Llama in these entries; `rest` has its additional rules."""
     return Family(
         architecture,
         {**_GATED, **settings},
@@ -328,7 +328,7 @@ FAMILIES: Mapping[str, Family] = {
             """,
         ),
         _EXPERTS_ALONE,
-        # it also scales the experts' inputs, for which there is no setting
+        # transformers also scales the experts' inputs by this noise; there is no setting for that
         {**_SILU, "router_jitter_noise": 0.0},
         {"num_local_experts": "num_experts"},
     ),

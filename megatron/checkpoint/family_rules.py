@@ -1,6 +1,6 @@
 """Rules that convert between fields of a Hugging Face config.json and our settings.
 
-They cover settings that are not a single field with the same value. The tables in
+They cover settings that do not correspond to a single field with the same value. The tables in
 megatron.checkpoint.families refer to them. This module needs no torch.
 """
 
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from megatron.config.model import ModelConfig
 from megatron.config.option import MOST_POSITIONS, pairs
 
-# Far beyond any model: a small file must not ask for hours of work.
+# Far beyond any model: a small file must not cause hours of work.
 _MOST_LAYERS = 1 << 12
-_MOST_EXPERTS = 1 << 18  # in all layers
+_MOST_EXPERTS = 1 << 18  # in all layers together
 
 Fields = Mapping[str, Any]
 """Fields of a config.json."""
@@ -24,9 +24,9 @@ Values = dict[str, Any]
 
 
 class Rule(NamedTuple):
-    """Conversion of settings that are not single fields with the same value.
+    """Conversion of settings that do not correspond to single fields with the same value.
 
-    `read` returns settings from fields, `write` the fields of a model. `read` raises LookupError,
+    `read` returns settings from fields, `write` the fields for a model. `read` raises LookupError,
     TypeError or ValueError for unsupported values.
     """
 
@@ -108,7 +108,7 @@ def _biases(fields: Fields) -> Values:
 
 BIASES = Rule(_biases, lambda m: dict.fromkeys(("attention_bias", "mlp_bias"), m.add_bias_linear))
 
-# Fields of a kind of RoPE scaling, and the settings.
+# For each kind of RoPE scaling, its fields and our settings.
 _ROPE_SCALING: Mapping[str, Mapping[str, str]] = {
     "default": {},
     "linear": pairs("factor=rope_scaling_factor"),
@@ -129,8 +129,8 @@ def rope(base: str = "rope_theta", share: str = "") -> Rule:
     base, share   names of the fields for the base and for the rotated fraction of a head; without
                   `share`, whole heads are rotated
 
-    transformers 5 writes rope_parameters, which has all values; older versions, whose files it
-    still reads, write single fields and rope_scaling. If a value is in several fields, the
+    transformers 5 writes rope_parameters, which holds all values; older versions, whose files it
+    still reads, write separate fields and rope_scaling. If a value is in several fields, the
     precedence is the same as in transformers 5.23.
     """
 
@@ -192,7 +192,7 @@ def rope(base: str = "rope_theta", share: str = "") -> Rule:
 
 
 def windows_of(model: ModelConfig) -> list[int | None]:
-    """Return ModelConfig.window of all layers."""
+    """Return ModelConfig.window for each layer."""
     return [model.window(layer) for layer in range(model.num_layers)]
 
 
@@ -204,7 +204,7 @@ def _window(size: object, windowed: list[bool]) -> Values:
         raise ValueError(f"sliding_window is {size!r:.60}, expected a number of tokens")
     if all(windowed):
         return {"window_size": (size - 1, 0)}
-    first = windowed.index(False) + 1  # the number of the first layer without it
+    first = windowed.index(False) + 1  # number, from 1, of the first layer without a window
     every = [number % first != 0 for number in range(1, len(windowed) + 1)]
     skip = (first,) if windowed == every else tuple(int(one) for one in windowed)
     return {"window_size": (size - 1, 0), "window_attn_skip_freq": skip}
@@ -250,7 +250,10 @@ WINDOW_OF_ALL = Rule(lambda f: _window(f["sliding_window"], [True]), _window_siz
 
 
 def _window_by_layer(windowed: Callable[[int, int], bool]) -> Rule:
-    """Return the rule for a window; `windowed(layer, max_window_layers)` replaces layer_types."""
+    """Return the rule for a window.
+
+    If the file has no layer_types, `windowed(layer, max_window_layers)` selects the layers.
+    """
 
     def write(model: ModelConfig) -> Values:
         without = [size is None for size in windows_of(model)]
@@ -281,10 +284,10 @@ WINDOW_OF_EVERY_OTHER = Rule(
 def experts(count: str, normalised: str | None = "norm_topk_prob") -> Rule:
     """Return the rule for experts and their router.
 
-    count        field of their number
-    normalised   field that says whether the weights of the chosen experts add up to one; None: they
-                 do. A softmax over all experts, divided by its sum over some of them, is a softmax
-                 over those
+    count        name of the field with the number of experts
+    normalised   name of the field that is true if the weights of the chosen experts add up to one;
+                 None: they do. A softmax over all experts, divided by its sum over some of them, is
+                 a softmax over these
     """
 
     def read(fields: Fields) -> Values:
@@ -336,7 +339,7 @@ def _scales(fields: Fields) -> Values:
     return {"softmax_scale": 1.0 / math.sqrt(scalar), "embedding_scale": math.sqrt(width)}
 
 
-SCALES = Rule(  # Gemma scales scores by a separate number, and embeddings by the hidden size
+SCALES = Rule(  # Gemma: query_pre_attn_scalar for scores, root of the hidden size for embeddings
     _scales,
     lambda m: {
         "query_pre_attn_scalar": m.kv_channels
@@ -344,7 +347,7 @@ SCALES = Rule(  # Gemma scales scores by a separate number, and embeddings by th
         else round(m.softmax_scale**-2)
     },
 )
-LENGTH = Rule(  # no positions are learned or scaled; old files have it only for information
+LENGTH = Rule(  # no positions are learned or scaled; in old files the field is informational only
     lambda f: {"seq_length": _number(f, "seq_length", int)},
     lambda m: {"seq_length": m.seq_length},
 )

@@ -1,19 +1,19 @@
-"""Small files of a checkpoint: their names, how they are written, and their manifest.
+"""The small files of a checkpoint: their names, how they are written, and their manifest.
 
     {"format": 3, "generation": 17, "files": {NAME: [bytes, digest], ...}, "digest": digest of the
     rest}
 
-The manifest has size and digest of every file except the data files, and its own digest. The
+The manifest holds the size and digest of every file except the data files, and its own digest. The
 digests of shards in data files are in the shard lists (shards.py), which the manifest covers in
-turn. Thus the reader of the affected part finds a flipped bit or a truncation anywhere in a
-checkpoint before using it.
+turn. Thus a flipped bit or a truncation anywhere in a checkpoint is found when the affected part is
+read, before it is used.
 
 The generation gives the order in which the checkpoints in a folder were saved. Iterations do not,
 because a run may roll back, nor do clocks, which may be wrong. Each save uses the largest existing
 generation plus one; checkpoints without a generation count as older than all others.
 
-Digests are 128-bit XXH3 in hex (Y. Collet, https://github.com/Cyan4973/xxHash), which is about as
-fast as memory can be read. They detect accidents but are not a signature.
+Digests are 128-bit XXH3 in hex (Y. Collet, https://github.com/Cyan4973/xxHash), which runs about as
+fast as memory can be read. They detect accidental damage but are not a signature.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ Written = tuple[int, str]
 """Size in bytes and digest of a file that was written."""
 
 _OTHER = "load another checkpoint"
-# of the manifest, and of a file that it lists
+# largest sizes of the manifest, and of a file that it lists
 _MANIFEST_LIMIT_BYTES = 64 << 20
 _FILE_LIMIT_BYTES = 1 << 30
-_BLOCK_BYTES = 4096  # of each sample of a file
-_LARGEST_GENERATION = 1 << 62  # the next save can still count up
+_BLOCK_BYTES = 4096  # of each block between the ends of a file that sampled_digest reads
+_LARGEST_GENERATION = 1 << 62  # so that the next save can still add one
 
 
 def digest(data: Any) -> str:
-    """Return 32 hex digits for bytes or any object with the buffer protocol.
+    """Return the digest of bytes, as 32 hex digits.
 
-    Examples are a memoryview and a numpy array.
+    `data` is any object with the buffer protocol, such as bytes, a memoryview or a numpy array.
 
     >>> digest(b"")
     '99aa06d3014798d86001c324468d497f'
@@ -65,7 +65,7 @@ def digest(data: Any) -> str:
 
 
 def file_digest(path: StrPath) -> Written:
-    """Return size and digest of a file, read in blocks. Raises OSError."""
+    """Return the size and digest of a file, which is read in blocks. Raises OSError."""
     with open(path, "rb", buffering=0) as f:
         value = hashlib.file_digest(f, xxhash.xxh3_128).hexdigest()
         return f.tell(), value
@@ -74,7 +74,7 @@ def file_digest(path: StrPath) -> Written:
 def sampled_digest(path: StrPath, most_bytes: int) -> Written:
     """Return the size of a file, and the digest of at most `most_bytes` of it. Raises OSError.
 
-    For a longer file these are a quarter of `most_bytes` at each end, and evenly spaced blocks
+    Of a longer file, a quarter of `most_bytes` is read at each end, and evenly spaced blocks in
     between.
     """
     with open(path, "rb", buffering=0) as f:

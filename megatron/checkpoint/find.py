@@ -3,8 +3,8 @@
 A good checkpoint has its final name, a valid manifest, and every small file that the manifest
 lists, undamaged. The bytes in data files are checked by the ranks that read them (load.py). The
 tracker file names the last checkpoint of the run, but it may be lost: the folders are enough,
-because a folder gets its name only when all of it is on disk. Times of files or saves are never
-used, since clocks may be wrong.
+because a folder gets its name only when all of it is on disk. Timestamps are never used, since
+clocks may be wrong.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CheckpointChoice:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Checked small files of a checkpoint.
+    """The small files of a checkpoint, checked.
 
     state      counters of the training loop ("state") and of the optimizer ("engine"), "iteration",
                "optimizer"
@@ -145,8 +145,8 @@ def number_of(folder: Path) -> int:
 def folders(directory: StrPath) -> list[Path]:
     """List the folders with the name of a finished checkpoint, newest first.
 
-    A checkpoint that was about to be replaced when its run was killed may exist only under the name
-    ".old" (folder.commit_folder). It counts. Raises CheckpointError.
+    A checkpoint that was about to be replaced when its run was killed may exist only under a name
+    that ends in ".old" (folder.commit_folder). It counts. Raises CheckpointError.
     """
     names = set(_names(Path(directory)))
     candidates = [
@@ -162,7 +162,7 @@ def folders(directory: StrPath) -> list[Path]:
 def generations(numbered: Iterable[Path]) -> dict[Path, int]:
     """Return the generation of each checkpoint whose manifest is valid.
 
-    Damage of the others is reported when they are opened.
+    Damage to the others is reported when they are opened.
     """
     by_folder = {}
     for folder in numbered:
@@ -172,7 +172,7 @@ def generations(numbered: Iterable[Path]) -> dict[Path, int]:
 
 
 def next_generation(*directories: StrPath) -> int:
-    """Return a generation later than those of all checkpoints in some directories.
+    """Return a generation later than that of any checkpoint in the directories.
 
     Raises CheckpointError.
     """
@@ -183,8 +183,8 @@ def next_generation(*directories: StrPath) -> int:
 def overtaken(known: Mapping[Path, int]) -> list[Path]:
     """Return the checkpoints that were saved before one of an earlier iteration.
 
-    `known` is {folder: generation}. The run rolled back past these checkpoints. They do not replace
-    a broken one, since they contain the cause of the rollback.
+    `known` is {folder: generation}. The run rolled back past these checkpoints. They are not loaded
+    in place of a broken one, since they contain the cause of the rollback.
     """
     passed: list[Path] = []
     latest = 0
@@ -221,12 +221,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 def find(
     directory: StrPath, tag: str | int | None = None, before: int | None = None
 ) -> CheckpointChoice:
-    """Find the newest good checkpoint of a directory, or the one that `tag` names.
+    """Find the newest good checkpoint in a directory, or the one that `tag` names.
 
     tag      an iteration or a folder
-    before   only checkpoints of earlier iterations, without notes
+    before   consider only checkpoints of earlier iterations than this one, and return no notes
 
-    Raises CheckpointError if the checkpoint of a `tag` does not exist or is broken, or if the
+    Raises CheckpointError if the checkpoint that `tag` names does not exist or is broken, or if the
     directory holds only checkpoints of other programs.
     """
     root = Path(directory)
@@ -275,13 +275,13 @@ def find(
                 f"{root} has no checkpoint of this program, but {', '.join(foreign[:4])}, which "
                 f"look foreign: {_CONVERT}; name an empty folder to start from scratch"
             )
-        if tracker.problem is not None:  # there has been a checkpoint
+        if tracker.problem is not None:  # a checkpoint must have existed
             rejected.append(RejectedCheckpoint(tracker.path, tracker.problem))
     return CheckpointChoice(good, tuple(rejected), tuple(_notes(tracker, good, skipped)))
 
 
 def required(directory: StrPath, choice: CheckpointChoice) -> Path:
-    """Return the folder of a search's result.
+    """Return the folder that a search found.
 
     Raises CheckpointError, naming the broken checkpoints, if there is none.
     """
@@ -321,7 +321,7 @@ def _skipped(candidates: list[Path], tracker: Tracker) -> list[Path]:
     """Return the checkpoints to ignore.
 
     These are checkpoints that the run rolled back past, and checkpoints later than the tracker's
-    iteration. The latter belong to another run, or are older than a user's edit of the tracker.
+    iteration. The latter belong to another run, or were saved before a user edited the tracker.
     If the save was killed just before the tracker was renamed, the temporary tracker file still
     exists and the checkpoint counts. A tracker that names a missing folder is no reason to ignore
     others: it may be damaged, e.g. cut to fewer digits.

@@ -1,4 +1,4 @@
-"""Directory of checkpoints: names, the commit of a new one, and the removal of old ones.
+"""The directory of checkpoints: their names, committing a new one, and removing old ones.
 
 A folder has a temporary name until all of it is on disk, and loses its final name before anything
 in it is deleted. Thus a folder with a checkpoint's name is always complete.
@@ -43,7 +43,7 @@ def start_folder(folder: Path) -> Path:
     """Create an empty folder next to `folder`, under a temporary name, to write to.
 
     The name is unique to the save: two runs that save to the same directory, such as a requeued job
-    and one that has not ended, cannot write to each other's folders.
+    and its predecessor that has not ended yet, cannot write to each other's folders.
     """
     temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir(parents=True)
@@ -61,9 +61,9 @@ def new_tracker(folder: Path, generation: int) -> Path:
 def commit_folder(temporary: Path, folder: Path, iteration: int, generation: int) -> None:
     """Give a complete folder its final name and write the tracker file.
 
-    After an OSError both are as before. The only exception is a failure of the very last sync: then
-    a power failure could still undo the commit. An older checkpoint of the same name is replaced.
-    The tracker never names a checkpoint that does not exist.
+    After an OSError the folders and the tracker file are as before, unless only the very last sync
+    failed: then the commit is done, but a power failure could still undo it. An older checkpoint of
+    the same name is replaced. The tracker never names a checkpoint that does not exist.
     """
     tracker = folder.parent / TRACKER
     renewed = new_tracker(folder, generation)
@@ -89,7 +89,7 @@ def commit_folder(temporary: Path, folder: Path, iteration: int, generation: int
         raise
     sync_directory(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
-    for other in folder.parent.glob(f"{TRACKER}.*.tmp"):  # of saves that were killed
+    for other in folder.parent.glob(f"{TRACKER}.*.tmp"):  # left by saves that were killed
         with contextlib.suppress(OSError):
             other.unlink()
 
@@ -114,13 +114,13 @@ def to_remove(
 ) -> list[int]:
     """Return the iterations whose checkpoints are to be removed, oldest first.
 
-    iterations    of good checkpoints. Damaged ones neither count as kept nor are removed
+    iterations    of good checkpoints. Damaged ones are neither counted nor removed
     newest_good   iteration of this run's newest checkpoint. It is kept, and so are newer ones,
                   which this run did not write
     keep_last     number of checkpoints to keep, including `newest_good`; None keeps all
-    keep_every    iterations that are multiples of it are kept in addition
+    keep_every    iterations that are multiples of it are also kept
     keep          iterations that are kept in any case
-    left_behind   iterations that do not count towards `keep_last`: the run went back before them
+    left_behind   iterations that do not count towards `keep_last`: the run rolled back past them
                   and has saved others since
 
     >>> to_remove([100, 150, 200, 250, 300], newest_good=300, keep_last=2, keep_every=200)

@@ -64,7 +64,7 @@ _WITHOUT_EFFECT = frozenset(
 
 
 def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
-    """Return (model_type, our settings of the model) from the fields of a config.json.
+    """Return (model_type, our settings for the model) from the fields of a config.json.
 
     Raises CheckpointError, naming the file `where`, for models that are not supported.
     """
@@ -162,7 +162,7 @@ def read_config(folder: Path) -> Values:
 
 
 def read_model(folder: Path) -> tuple[str, ModelConfig]:
-    """Return model_type and our settings of the model in a folder. Raises CheckpointError."""
+    """Return (model_type, our settings) for the model in a folder. Raises CheckpointError."""
     return model_of(read_config(folder), str(folder / CONFIG))
 
 

@@ -41,7 +41,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _INDEX_LIMIT_BYTES = 1 << 28
 Shapes = Mapping[str, Index]
 """Global shapes of tensors, by name."""
-# Constants that old files have besides the parameters.
+# Constants that old files contain in addition to the parameters.
 _NO_PARAMETERS = re.compile(
     r"\.(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$"
 )
@@ -97,7 +97,7 @@ class Matrix:
         return index if self.order is None else self.order[index]
 
     def cut(self, full: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the Hugging Face tensors of our full parameter, one after another."""
+        """Yield the Hugging Face tensors that make up our full parameter, one after another."""
         flat = full.reshape(-1) if self.columns is None else full.reshape(-1, self.columns)
         if self.order is not None:
             flat = flat.index_select(0, self.order.argsort())
@@ -134,15 +134,15 @@ def tensors_of(family: Family, model: ModelConfig, shapes: Shapes) -> Shapes:
 # ---- files
 
 TensorLocations = Mapping[str, tuple[str, str]]
-"""File of each tensor and its name in the file, by its name in transformers."""
+"""File of each tensor and the tensor's name in this file, by its name in transformers."""
 
 
 def open_tensors(path: Path) -> Any:
-    """Open a safetensors file, whose header is checked. Raises CheckpointError."""
+    """Open a safetensors file and check its header. Raises CheckpointError."""
     open_regular(path, error=CheckpointError).close()
     try:
         return safe_open(path, framework="pt")
-    except Exception as error:  # of the library: SafetensorError, which is no OSError
+    except Exception as error:  # the library's SafetensorError is not an OSError
         raise CheckpointError(
             f"{path} is damaged or not a safetensors file ({str(error)[:200]}): get it again"
         ) from error
@@ -151,7 +151,7 @@ def open_tensors(path: Path) -> Any:
 def find_tensors(folder: Path, family: Family, shapes: Shapes) -> TensorLocations:
     """Return the location of each tensor of a model, from the headers of all files.
 
-    shapes   of the model's tensors
+    shapes   shapes of the model's tensors, by their names in transformers
 
     Raises CheckpointError for files that are missing or damaged, and for tensors that are missing,
     unknown, or of another shape or type.
@@ -159,14 +159,14 @@ def find_tensors(folder: Path, family: Family, shapes: Shapes) -> TensorLocation
     locations: dict[str, tuple[str, str]] = {}
     unknown = []
     wrong = []
-    # A tied output layer may be stored, too.
+    # A tied output layer may be stored as well.
     (head,) = family.hf_tensors("output_layer.weight")[1]
     (embedding,) = family.hf_tensors("embedding.word_embeddings.weight")[1]
     tied = head not in shapes
     known = {head: shapes[embedding], **shapes}
     for file in _files(folder):
         opened = open_tensors(folder / file)
-        for key in opened.keys():  # noqa: SIM118  it is no dict
+        for key in opened.keys():  # noqa: SIM118  not a dict
             name = key if key in known else family.prefix + key
             expected = known.get(name)
             if expected is None:
@@ -206,8 +206,8 @@ def find_tensors(folder: Path, family: Family, shapes: Shapes) -> TensorLocation
 def _files(folder: Path) -> list[str]:
     """Return the names of a folder's safetensors files. Raises CheckpointError.
 
-    As in transformers, a single file takes precedence over an index, which may be an earlier
-    model's.
+    As in transformers, a single file takes precedence over an index, which may be left over from an
+    earlier model.
     """
     if (folder / ADAPTER).exists():
         raise CheckpointError(
@@ -313,7 +313,7 @@ def fill_shards(
 ) -> None:
     """Fill the views of `tensors` (megatron.checkpoint.tensors), by name, from a folder.
 
-    All ranks call it. Raises CheckpointError on every rank; what was filled before stays.
+    All ranks call it. Raises CheckpointError on every rank; views filled before keep their values.
     """
 
     def describe() -> tuple[str, TensorLocations]:
@@ -340,7 +340,7 @@ def load_engine(
 ) -> None:
     """Load the weights of a Hugging Face folder into an engine of any layout and precision.
 
-    The optimizer is unchanged. All ranks call it; errors are those of `fill_shards`.
+    The optimizer is unchanged. All ranks call it. Raises the errors of `fill_shards`.
     """
     clear_padding(engine, False)
     tensors = tensors_to_load(engine, False, False)

@@ -62,7 +62,7 @@ from megatron.parallel.topology import Topology
 from megatron.untrusted import read_bytes
 
 FILE_BYTES = 2 << 30
-"""Size of a file of tensors, unless a single parameter needs more."""
+"""Largest size of a tensor file, unless a single parameter needs more."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     TOKENIZER_CONFIG,
@@ -123,9 +123,9 @@ def take_up(model: ModelConfig, name: str, values: torch.Tensor) -> torch.Tensor
 
 @dataclass(frozen=True)
 class Companions:
-    """Files and fields that belong to a model besides its tensors.
+    """Files and fields that accompany the tensors of a model.
 
-    files   of the tokenizer, and generation_config.json, by name
+    files   tokenizer files and generation_config.json, by name
     ids     fields of config.json that name special tokens
     kind    model_type of the folder they come from
     note    parts that the folder will lack; "" if none
@@ -144,7 +144,7 @@ _OF_TRAINING = (
 
 
 def lacking(model: ModelConfig) -> list[str]:
-    """Return sentences about settings of a model that config.json cannot represent."""
+    """Return notes about the settings of a model that config.json cannot represent."""
     notes = list[str]()
     flags = [
         option.written(value)
@@ -162,7 +162,7 @@ def lacking(model: ModelConfig) -> list[str]:
 
 
 def companions_of(config: Config) -> Companions:
-    """Return the files of the tokenizer of `config`, in the form that transformers reads.
+    """Return the tokenizer files and the special ids for `config`, as transformers reads them.
 
     Raises DataError or CheckpointError for files that cannot be read.
     """
@@ -197,7 +197,7 @@ def companions_of(config: Config) -> Companions:
 
 
 def _of_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> tuple[dict[str, bytes], Values]:
-    """Return files for transformers, and the special ids that are known without further work."""
+    """Return the tokenizer files for transformers, and the special ids already known from them."""
     kind = tokenizer.tokenizer_type
     model = Path(tokenizer.tokenizer_model or "")
     if kind == "HFTokenizer":
@@ -262,8 +262,8 @@ class Parameters:
     full     returns a full parameter on the first rank of its tensor- and expert-parallel groups,
              and None on the others; all of these ranks call it, for the same names in the same
              order
-    passes   called in place of `full` for parameters that other data-parallel ranks write, where
-             gathering one needs all of them
+    passes   called in place of `full` for parameters that other data-parallel ranks write, if
+             gathering a parameter needs all data-parallel ranks
     """
 
     shapes: Shapes
@@ -273,7 +273,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class _OutputFile:
-    """A file: the parameters in it (ours), its header, and the bytes of its tensors."""
+    """A file to write: our parameters in it, its header, and the size in bytes of each tensor."""
 
     parameters: Mapping[str, Matrix]
     header: bytes
@@ -359,7 +359,7 @@ def write_model(
     """Write a model in Hugging Face's format; return the bytes of its tensors.
 
     dtype        of the tensors in the files
-    companions   by default those of `config`
+    companions   by default the companions for `config`
     alive        called after every parameter
 
     All ranks call it. Raises CheckpointError on every rank; the folder is then unchanged.
@@ -410,7 +410,7 @@ def write_model(
         )
     finally:
         if topology.world.is_first:
-            shutil.rmtree(temporary, ignore_errors=True)  # gone if it has got its final name
+            shutil.rmtree(temporary, ignore_errors=True)  # no effect once it has its final name
 
 
 def _file_name(number: int, total: int) -> str:
@@ -472,7 +472,7 @@ def export(
     all data-parallel ranks must call it for the same parameters.
 
     All ranks call it. In addition to the model, a rank needs memory for one parameter that it
-    gathers from its tensor- and expert-parallel groups. Errors are those of `write_model`.
+    gathers from its tensor- and expert-parallel groups. Raises the errors of `write_model`.
     """
     owned: dict[str, list[torch.nn.Parameter]] = {}
     for p in unique_parameters(chunks):
@@ -494,10 +494,10 @@ def export(
 
 
 def _gathered(parameters: Iterable[torch.Tensor], topology: Topology) -> torch.Tensor | None:
-    """Return a full parameter in host memory, on the first rank of its groups.
+    """Return a full parameter in host memory on the first rank of its groups, None on the others.
 
-    These are its tensor- and expert-parallel groups; other ranks return None. A rank may hold
-    several shards of the parameter.
+    The groups are the tensor- and expert-parallel ones. A rank may hold several shards of the
+    parameter.
     """
     tensor = topology.tensor
     expert = topology.expert

@@ -1,12 +1,12 @@
 """Loads a checkpoint on the layout that wrote it or on any other.
 
-A damaged checkpoint and one that does not fit are different errors. If bytes are missing or are not
-those that were written, the previous checkpoint is loaded, and the result reports this. A good
-checkpoint that does not fit the model is an error: an older one of the same run would not fit
+A damaged checkpoint is handled differently from one that does not fit. If bytes are missing or
+differ from those written, the previous checkpoint is loaded, and the result reports this. A good
+checkpoint that does not fit the model is an error: an older one from the same run would not fit
 either.
 
-Every shard is compared with its digest before it is used. It is stored in the format of torch.save,
-from which torch.load(weights_only=True) loads only tensors.
+Every shard is compared with its digest before it is used. Shards are stored in the format of
+torch.save, from which torch.load(weights_only=True) loads only tensors.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class LoadedState:
     iteration   completed iterations; 0 when fine-tuning
     state       the caller's saved state; empty when fine-tuning
     optimizer   whether the optimizer's state was loaded
-    folder      the checkpoint
+    folder      the checkpoint that was loaded
     rejected    newer checkpoints that are broken, newest first
-    dense       whether experts were made from its MLPs; iteration and state are then as when
-                fine-tuning, too
+    dense       whether experts were made from the checkpoint's MLPs; iteration and state are then
+                the same as when fine-tuning
     notes       further information about the choice for the user, one sentence each
     """
 
@@ -90,7 +90,7 @@ class LoadedState:
 
 
 class _Damage(CheckpointError):
-    """Bytes of a checkpoint that are missing or are not those that were written."""
+    """Bytes of a checkpoint that are missing or differ from those written."""
 
 
 def load(
@@ -107,9 +107,10 @@ def load(
 
     config   .checkpoint.load_tag names a checkpoint, which must be good; without it the newest good
              one is loaded. .checkpoint.no_load_optim and .finetune leave the optimizer as it is.
-             .model is compared with the checkpoint's; with .moe_use_upcycling that may be dense
+             .model is compared with the checkpoint's model, which may be dense if
+             .moe_use_upcycling is set
     folder   the newest good checkpoint, if `find` has been called before
-    alive    called after every shard that was read
+    alive    called after every shard that is read
 
     Raises CheckpointError on every rank if there is no checkpoint, if it does not fit, or if none
     can be read. After an error while reading, the engine's weights are undefined.
@@ -148,7 +149,7 @@ def load(
         if optimizer:
             try:
                 engine.load_scalars(checkpoint.state["engine"])
-            except Exception as error:  # a forged file can raise any exception
+            except Exception as error:  # a forged file can cause any exception
                 raise _Damage(
                     f"{checkpoint.folder / STATE} has no optimizer counters ({describe(error)})"
                 ) from error
@@ -187,7 +188,7 @@ def load_weights(
     For evaluation and text generation.
 
     chunks       the model of this rank; each parameter carries a Sharding
-    tag          an iteration or the name of a folder instead of the newest good checkpoint
+    tag          iteration or folder name of the checkpoint to load, instead of the newest good one
     allow_older  whether to load the previous checkpoint if the newest is broken, instead of raising
     kind         AVERAGE loads the average of the weights in their place
 
@@ -230,9 +231,9 @@ def _newest_that_loads(
 ) -> LoadedState:
     """Pass checkpoints to `attempt`, newest first, until one is not damaged.
 
-    Return its result.
+    Return the loaded state.
 
-    attempt   loads a checkpoint; raises _Damage, the same on all ranks
+    attempt   loads a checkpoint; raises the same _Damage on all ranks if it is damaged
 
     All ranks call it and get the same result. Raises CheckpointError if none is left, and for
     the first damaged one if `tag` names it or `allow_older` is False.
@@ -286,9 +287,9 @@ def _read(
 
     Return, on rank 0, the frozen parameters for which the checkpoint has optimizer state.
 
-    source   returns the name of a parameter in the checkpoint; None if it has none
+    source   maps a parameter's name to its name in the checkpoint; to None if it has none there
 
-    Raises _Damage, or CheckpointError where the tensors do not fit the model.
+    Raises _Damage, or CheckpointError if the tensors do not fit the model.
     """
     folder = checkpoint.folder
     with errors_on_all_ranks(topology, f"reading the lists of {folder}", _Damage):
@@ -343,8 +344,8 @@ def _fill(
 ) -> None:
     """Fill the views of `tensors` in place from the shards that overlap them.
 
-    Values are converted to their dtypes. There is no communication. Raises CheckpointError naming
-    the file that is damaged; what was filled before stays.
+    Values are converted to the dtypes of the views. There is no communication. Raises
+    CheckpointError naming the file that is damaged; views filled before keep their new values.
     """
     copies: dict[tuple[str, Shard], list[tuple[torch.Tensor, tuple[slice, ...]]]] = {}
     for name, shards in tensors:
@@ -363,10 +364,10 @@ def _fill(
 def read_shards(
     folder: Path, shards: Iterable[tuple[str, Shard]], stored: Entries
 ) -> Iterator[tuple[str, Shard, torch.Tensor]]:
-    """Yield (name, shard, values) of shards of some tensors, in their order in the files.
+    """Yield (name, shard, values) for some shards of tensors, in their order in the files.
 
-    The values are in a buffer that the next shard overwrites: new memory for each shard would take
-    longer than reading. Raises CheckpointError naming the file that is damaged.
+    The values are in a buffer that the next shard overwrites: allocating memory for each shard
+    would take longer than reading it. Raises CheckpointError naming the file that is damaged.
     """
     buffer = torch.empty(0, dtype=torch.uint8)
     ordered = sorted(shards, key=lambda entry: (entry[1].file, entry[1].start))
@@ -426,7 +427,7 @@ def read_tensor(
 
 
 class _Stream(io.RawIOBase):
-    """Bytes as a file, without the copy that io.BytesIO makes."""
+    """A file object that reads from bytes, without the copy that io.BytesIO makes."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data

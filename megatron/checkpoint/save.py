@@ -64,10 +64,10 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.topology import Topology
 
 METADATA_MAX_RANKS = 4096
-"""Ranks of the largest job that writes .metadata: with about 10 shards per rank it takes 5 MB and a
-second on rank 0.
+"""Largest number of ranks with which a job writes .metadata. With about 10 shards per rank, the
+file takes 5 MB, and writing it takes rank 0 a second.
 """
-_POLL_S = 0.1  # how often a rank that waits for a thread looks for progress
+_POLL_S = 0.1  # interval at which a rank that waits for a thread checks its progress
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class _Pending:
     tensors     shards that this rank writes
     texts       small files that rank 0 writes, by name
     temporary   the folder being written; Path() until rank 0 has created it
-    future      of the thread; None if the calling thread writes
-    progress    counts the thread's writes
+    future      result of the thread; None if the calling thread writes
+    progress    number of shards that the thread has written
     """
 
     folder: Path
@@ -115,17 +115,17 @@ class _Pending:
         return f"saving checkpoint {self.folder}"
 
     def start(self) -> None:
-        """Write in a thread, without communication."""
+        """Start a thread that writes; it does not communicate."""
         executor = ThreadPoolExecutor(1, "write-checkpoint")
         self.future = executor.submit(self.write, self._count)
         executor.shutdown(wait=False)
 
     def write(self, alive: Alive) -> Entries:
-        """Write this rank's shards, and return them."""
+        """Write this rank's shards, and return their entries."""
         return write_tensors(self.tensors, self.temporary, self.rank, alive)
 
     def result(self, alive: Alive) -> Entries:
-        """Return the shards once all is written; raises the error of a failed write."""
+        """Return the entries once all shards are written, or raise the error of a failed write."""
         if self.future is None:
             return self.write(alive)
         seen = self.progress
@@ -173,7 +173,7 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """Return whether a save in the background waits to be committed: the same on every rank."""
+        """Return whether a background save is waiting to be committed: the same on every rank."""
         return self._pending is not None
 
     @property
@@ -205,9 +205,9 @@ class Saver:
     ) -> Saved | None:
         """Save the engine's state. Without `background`, return when the checkpoint is complete.
 
-        state        the caller's own counters, ready for JSON and the same on every rank; `load`
-                     returns them
-        provenance   provenance of the run, ready for JSON; rank 0's is written
+        state        the caller's own counters, serializable as JSON and the same on every rank;
+                     `load` returns them
+        provenance   provenance of the run, serializable as JSON; rank 0's is written
         background   copy this rank's part of the state to host memory, and let a thread write the
                      copy. Returns None as soon as the copy is made: from then on the engine may
                      change. `commit` completes the checkpoint.
@@ -267,7 +267,7 @@ class Saver:
     def _complete(self, pending: _Pending, entries: Entries) -> int:
         """Collect the shards of all ranks, write the lists and commit the folder.
 
-        Return the checkpoint's bytes.
+        Return the checkpoint's size in bytes.
         """
         topology = self._topology
         with_metadata = topology.world.size <= METADATA_MAX_RANKS
@@ -297,7 +297,7 @@ class Saver:
             tag = settings.load_tag
             keep = set() if tag is None else {iteration_of(Path(tagged_name(tag)))}
             # The checkpoint is complete: files that cannot be removed now are removed after the
-            # next.
+            # next save.
             with contextlib.suppress(OSError, CheckpointError):
                 good = generations(folders(self._directory))
                 old = to_remove(
@@ -314,7 +314,7 @@ class Saver:
         return decided_by_first(topology, complete)
 
     def _clean(self, folders: list[Path]) -> None:
-        """Delete folders in a thread, which the process waits for at its end."""
+        """Delete folders in a thread, for which the process waits before it exits."""
         self._removal = self._cleaner.submit(clear, folders)
 
     def _remove(self, pending: _Pending) -> None:
@@ -324,8 +324,8 @@ class Saver:
 
 
 _GroupShards = tuple[tuple[str, Written], Totals, int, Entries]
-"""Entry of a data-parallel group for rank 0: its piece, its totals of each tensor, bytes of data,
-and its shards if .metadata is written.
+"""Data that a data-parallel group sends to rank 0: its piece, its totals for each tensor, the size
+of its shards in bytes, and the shards themselves if .metadata is written.
 """
 
 
@@ -369,7 +369,7 @@ def write_small_files(
 ) -> int:
     """Check that all elements are present and write the small files.
 
-    Return the bytes of the checkpoint.
+    Return the size of the checkpoint in bytes.
 
     texts           the files from `small_files`
     with_metadata   whether to write .metadata

@@ -1,4 +1,4 @@
-"""The configuration in a checkpoint, its comparison with another, and a checkpoint's size.
+"""The configuration in a checkpoint, its comparison with the run's, and a checkpoint's size.
 
 This module needs no torch.
 """
@@ -54,10 +54,10 @@ def settings_to_take(
 
     For --load hf:FOLDER they come from that folder.
 
-    The result is the file, the settings that must equal the checkpoint's, and settings that apply
-    unless `explicit` has others. Every rank reads the file for itself, and no other file if the
-    tracker names a good checkpoint. Loading later compares the architecture of the checkpoint that
-    rank 0 chooses. Raises CheckpointError.
+    Returns the file, the settings that must equal the checkpoint's, and the settings that apply
+    unless `explicit` has others. Every rank reads the file itself, and no other file if the tracker
+    names a good checkpoint. `load` later checks the architecture of the checkpoint that rank 0
+    chooses. Raises CheckpointError.
     """
     source = hugging_face_folder(explicit["load"])
     if source is None:
@@ -83,13 +83,13 @@ def settings_to_take(
         defaults |= {o.name: tokenizer.get(o.name) for o in options_of(TokenizerConfig)}
     if kind == "NullTokenizer" and isinstance(fixed.get("vocab_size"), int):
         fixed["vocab_size"] -= 1  # it adds one id
-    elif kind not in (None, "HFTokenizer"):  # models of HFTokenizer often have more entries
+    elif kind not in (None, "HFTokenizer"):  # with HFTokenizer, models often have more entries
         fixed.pop("vocab_size", None)  # given by the tokenizer
     return str(file), fixed, defaults
 
 
 def _stored(directory: str, tag: str | None) -> tuple[Path, dict[str, Any]]:
-    """Return the file of a checkpoint's settings, and its content."""
+    """Return the file with a checkpoint's settings, and its content."""
     tracked = read_tracker(directory).iteration if tag is None else tag
     with contextlib.suppress(CheckpointError):
         if tracked is not None:
@@ -119,7 +119,7 @@ def plain(value: object) -> Any:
 def check_architecture(stored: dict[str, Any], config: Config, where: str) -> None:
     """Raise CheckpointError listing every architecture flag that differs from the checkpoint's.
 
-    A checkpoint that is older than a flag has the flag's default.
+    A checkpoint that is older than a flag is taken to have the flag's default.
     """
     saved = stored.get("model", {})
     current = plain(config.model)
@@ -140,7 +140,7 @@ def check_architecture(stored: dict[str, Any], config: Config, where: str) -> No
 
 
 def check_optimizer(stored: dict[str, Any], config: Config, where: str) -> None:
-    """Raise CheckpointError if another optimizer of --optimizer wrote the checkpoint."""
+    """Raise CheckpointError if the checkpoint was written with another --optimizer."""
     saved = stored.get("optimizer", {}).get("optimizer")
     current = config.optimizer.optimizer
     custom = config.pieces.optimizer is not None or stored.get("pieces", {}).get("optimizer")
@@ -154,7 +154,7 @@ def check_optimizer(stored: dict[str, Any], config: Config, where: str) -> None:
 def checkpoint_bytes(config: Config) -> int:
     """Return the size of a checkpoint in bytes.
 
-    It has 4 bytes for each weight and, unless it is left out, the optimizer's state.
+    It has 4 bytes for each weight and, unless --no-save-optim omits it, the optimizer's state.
     """
     if config.checkpoint.no_save_optim:
         return 4 * parameters_of(config)

@@ -8,7 +8,8 @@ from the ranks of a data-parallel group on its first rank, and from these ranks 
     boxes.json           the pieces in which each tensor's shards are listed
     boxes_00017.json     a piece: the shards written by the data-parallel group of model-parallel
                          rank 17
-    .metadata            up to save.METADATA_MAX_RANKS ranks: all shards in torch's own form, for its tools
+    .metadata            all shards in torch's own format, for its tools; only up to
+                         save.METADATA_MAX_RANKS ranks
 
 A loading rank reads only the pieces of the tensors that it holds. .metadata, a pickle, is never
 read.
@@ -34,12 +35,12 @@ _DTYPES = {
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
 
-_OVERHEAD_BYTES = 1 << 16  # upper bound for the bytes that torch.save adds to a tensor's numbers
+_OVERHEAD_BYTES = 1 << 16  # upper bound for the bytes that torch.save adds to a tensor's data
 _NAMED = 8
 
 Stored = dict[str, Any]
-"""A tensor's entry: {"shape": [...], "dtype": "float32", "boxes": [Shard, ...]}, plain values ready
-for JSON.
+"""A tensor's entry: {"shape": [...], "dtype": "float32", "boxes": [Shard, ...]}, of plain values
+that JSON can represent.
 """
 Entries = Mapping[str, Stored]
 """Entries of tensors, by name."""
@@ -50,7 +51,7 @@ Totals = dict[str, tuple[Index, int]]
 class Shard(NamedTuple):
     """A rectangular part of a tensor: global offset and sizes.
 
-    Its bytes begin at `start` of `file` and have a digest, unless another program wrote them.
+    Its bytes begin at byte `start` of `file` and have a digest, unless another program wrote them.
     """
 
     offset: Index
@@ -72,7 +73,7 @@ def merged(lists: Iterable[Entries]) -> Entries:
 
 
 def totals(stored: Entries) -> Totals:
-    """Return shape and number of stored elements of each tensor, for `check_complete`."""
+    """Return the shape and the number of stored elements of each tensor, for `check_complete`."""
     return {name: (tuple(s["shape"]), _elements(s)) for name, s in stored.items()}
 
 
@@ -88,7 +89,7 @@ def stored_bytes(stored: Entries) -> int:
 def check_complete(groups: Iterable[Totals]) -> None:
     """Raise CheckpointError unless the groups together have all elements of every tensor.
 
-    Only numbers of elements are compared.
+    Only the numbers of elements are compared.
     """
     lacking: dict[str, int] = {}
     for group in groups:
@@ -138,7 +139,7 @@ def overlap(
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return the intersection of two rectangular parts of a tensor.
 
-    It is given in coordinates of the first and of the second part; None if it is empty.
+    It is given in the coordinates of the first and of the second part; None if it is empty.
 
     >>> overlap((0, 4), (2, 4), (1, 6), (3, 9))
     ((slice(1, 2, None), slice(2, 4, None)), (slice(0, 1, None), slice(0, 2, None)))

@@ -1,6 +1,6 @@
 """Errors on one rank that are raised on all.
 
-Then no rank continues alone or waits for one that has stopped.
+Thus no rank continues alone or waits for one that has stopped.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def errors_on_all_ranks(
 
     damage   type of the error if only CheckpointErrors occurred; otherwise it is CheckpointError
 
-    Every rank must enter. The body may make collective calls only if those share their errors
-    themselves.
+    Every rank must enter the context. The body may make collective calls only if these share their
+    errors themselves.
     """
     caught: Exception | None = None
     try:
@@ -48,7 +48,7 @@ def errors_on_all_ranks(
     worst = all_reduce(torch.tensor([severity], dtype=torch.int32), world, dist.ReduceOp.MAX).item()
     if not worst:
         return
-    ranks: dict[str, list[int]] = {}  # a problem of several ranks is listed once
+    ranks: dict[str, list[int]] = {}  # a problem that several ranks have is listed once
     for rank, reason in enumerate(
         gather_objects(None if caught is None else describe(caught), world)
     ):

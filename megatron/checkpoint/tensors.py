@@ -2,8 +2,8 @@
 
 master.NAME       fp32 weights
 exp_avg.NAME, exp_avg_sq.NAME or momentum_buffer.NAME      optimizer state of trained parameters
-kept.NAME         tensors besides the weights (persistent_tensors); may be missing
-ema.NAME          the average of the weights, with the optimizer's state
+kept.NAME         tensors other than the weights (persistent_tensors); may be missing
+ema.NAME          the average of the weights; saved with the optimizer's state
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from megatron.parallel.topology import Topology
 
 MASTER = "master"
 KEPT = "kept"
-# bytes: every tensor of a snapshot begins on a cache line, at an address suitable for any dtype
+# bytes: every tensor in a snapshot begins on a cache line, at an address suitable for any dtype
 _ALIGNED = 64
 
 
 @dataclass(frozen=True)
 class LocalShards:
-    """A tensor of `shape`, of which this rank holds `views`: {global offset: view}."""
+    """A tensor of global `shape`, and this rank's parts of it: `views` is {global offset: view}."""
 
     shape: tuple[int, ...]
     views: Mapping[Index, torch.Tensor]
 
 
 Tensors = dict[str, LocalShards]
-"""Tensors of a checkpoint, by name."""
+"""Tensors in a checkpoint, by name."""
 
 
 def _flats(fragment: Fragment, optimizer: bool) -> dict[str, torch.Tensor]:
@@ -88,7 +88,7 @@ def _add(
     sharding: Sharding,
     views: Iterable[tuple[Index, torch.Tensor]],
 ) -> None:
-    """Add views to those of a tensor: a rank may hold several of its parameters."""
+    """Add views to a tensor's entry: a rank may hold several parameters that are parts of it."""
     name = f"{kind}.{sharding.name}"
     known = out[name].views if name in out else {}
     out[name] = LocalShards(sharding.global_shape, {**known, **dict(views)})
@@ -97,7 +97,7 @@ def _add(
 def tensors_to_load(engine: Engine, optimizer: bool, averaged: bool) -> Tensors:
     """Return views of this rank's masters, moments and average, to be filled from a checkpoint.
 
-    Copies are included.
+    Includes copies, which `tensors_to_save` omits.
     """
     out: Tensors = {}
     for f in engine.fragments():
@@ -116,9 +116,9 @@ def clear_padding(engine: Engine, optimizer: bool) -> None:
 
 
 def weights_to_load(model: torch.nn.Module, kind: str = MASTER) -> Tensors:
-    """Return views of the parameters themselves, without padding, to be filled from a `kind`.
+    """Return views of the parameters themselves, without padding, for a model without an engine.
 
-    For a model that has no engine.
+    They are to be filled from the checkpoint's tensors of `kind`.
     """
     out = _beside_weights(persistent_tensors(model))
     for p in unique_parameters(model):
@@ -130,13 +130,13 @@ def weights_to_load(model: torch.nn.Module, kind: str = MASTER) -> Tensors:
 class Snapshot:
     """Host memory for a copy of the shards that a rank writes, reused by later saves.
 
-    It is as large as this rank's part of the state; torch's allocator for pinned memory would round
-    it up to a power of two. If the state is on a GPU, the driver of CUDA or HIP pins the memory
-    once, in `reserve`: copies run at the speed of the bus while the GPU computes.
+    Its size is that of this rank's part of the state; torch's allocator for pinned memory would
+    round it up to a power of two. If the state is on a GPU, the CUDA or HIP driver pins the memory
+    once, in `reserve`, so that copies run at the speed of the bus.
 
     cudart   object with cudaHostRegister and cudaHostUnregister; by default torch's, if tensors are
              on a GPU
-    note     why the memory could not be pinned; "" if it was or need not be
+    note     why the memory could not be pinned; "" if it was or did not need to be
     """
 
     def __init__(self, cudart: Any = None) -> None:
@@ -151,9 +151,9 @@ class Snapshot:
         return self._memory.numel()
 
     def reserve(self, tensors: Tensors) -> None:
-        """Get the memory for a copy of `tensors`, unless there is enough.
+        """Allocate memory for a copy of `tensors`, unless enough is already held.
 
-        Raises OSError if it is not available.
+        Raises OSError if there is not enough.
         """
         needed = snapshot_bytes(tensors)
         if needed <= self.bytes:
@@ -164,7 +164,7 @@ class Snapshot:
         self._memory = torch.empty(0, dtype=torch.uint8)
         mapping = mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError, AttributeError):  # a kernel may have no huge pages
-            # Otherwise writes after a fork could go to pages other than the device's.
+            # Otherwise writes after a fork could go to pages that the device does not see.
             mapping.madvise(mmap.MADV_DONTFORK)
             mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
         self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
@@ -176,7 +176,7 @@ class Snapshot:
         code = int(cudart.cudaHostRegister(address, needed, 0))
         if code == 0:
             self._unregister = weakref.finalize(self, cudart.cudaHostUnregister, address)
-            self._unregister.atexit = False  # the process ends, and the device may be gone
+            self._unregister.atexit = False  # the device may be gone when the process exits
             self.note = ""
             return
         self.note = (
@@ -191,7 +191,7 @@ class Snapshot:
     def take(self, tensors: Tensors) -> Tensors:
         """Return a copy of `tensors`, valid until the next copy is taken.
 
-        The originals may change afterwards. Raises OSError if there is no memory for it.
+        The originals may change afterwards. Raises OSError if there is no memory for the copy.
         """
         self.reserve(tensors)
         at = 0

@@ -1,9 +1,9 @@
 """Experts from the MLPs of a dense checkpoint (--moe-use-upcycling).
 
 He et al., arXiv 2410.07524: each expert begins as its layer's MLP or, if experts are G times
-narrower, as one of its G slices. G such experts in a row begin with the same row of the router
-(Router), so that a token chooses all slices. If the weights of the chosen experts add up to one,
-the model then computes the same results as the dense one.
+narrower, as one of its G slices. G consecutive experts begin with the same row of the router's
+matrix (Router), so that a token chooses all slices. If the weights of the chosen experts add up to
+one, the model then computes the same results as the dense one.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def from_dense(tensors: Tensors, model: ModelConfig) -> Pairs:
 
 
 def scale_outputs(tensors: Tensors, model: ModelConfig) -> None:
-    """Scale the experts' output matrices and biases, so that a token's experts add up to the MLP.
+    """Scale the experts' output matrices and biases so that their outputs add up to the MLP's.
 
-    Before this factor the weights of a token's experts add up to one, or for a softmax over all
-    experts to about the share of the chosen ones.
+    Without this factor, the weights of a token's experts add up to moe_router_topk_scaling_factor
+    or, for a softmax over all experts, to about this factor times the fraction of experts chosen.
     """
     assert model.num_experts is not None, "the model has experts"
     total = model.moe_router_topk_scaling_factor or 1.0

@@ -73,7 +73,7 @@ class SyncedFile:
         sys.audit("megatron.checkpoint.synced", str(self.path))
 
     def close(self) -> None:
-        """Close the file, which `finish` has synced unless another error is being raised."""
+        """Close the file. `finish` has synced it before, unless an error is being raised."""
         self._thread.shutdown()
         with contextlib.suppress(OSError):
             self._file.close()
@@ -88,7 +88,7 @@ class ShardWriter:
 
     alive   called after every shard
 
-    Without shards no file remains. Raises OSError with the system's own reason. There is no
+    If no shard is added, no file remains. Raises OSError with the system's own reason. There is no
     communication.
     """
 
@@ -112,7 +112,7 @@ class ShardWriter:
             with _without_checksums():
                 torch.save(_with_own_storage(view), cast(IO[bytes], self))
         except Exception:
-            # torch's zip writer replaces it with a line of its own source
+            # torch's zip writer replaces it with an error that only names a line of its own source
             if self._error is not None:
                 raise self._error from None
             raise
@@ -155,7 +155,7 @@ class ShardWriter:
 
 
 def write_tensors(tensors: Tensors, folder: Path, rank: int, alive: Alive = nothing) -> Entries:
-    """Write a rank's part of `tensors` into its file of `folder`; return the shards in it."""
+    """Write a rank's part of `tensors` into its file in `folder`; return the shards in the file."""
     with ShardWriter(folder, rank, alive) as writer:
         for name, shards in tensors.items():
             for offset, view in shards.views.items():
@@ -167,8 +167,8 @@ def write_tensors(tensors: Tensors, folder: Path, rank: int, alive: Alive = noth
 def _without_checksums() -> Iterator[None]:
     """Turn off torch.save's CRC-32.
 
-    The setting is global: files that another thread saves at the same time have no checksum either,
-    which torch.load accepts.
+    The setting is global: files that another thread saves at the same time have no checksums
+    either, which torch.load accepts.
     """
     usual = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
