@@ -1,4 +1,4 @@
-"""Tokens that only files beside a tokenizer.json define, added as in transformers 5."""
+"""Tokens that only files next to a tokenizer.json define, added as in transformers 5."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 def files_beside(file: Path) -> list[Path]:
-    """Return the files beside a tokenizer.json that change its ids."""
+    """Return the files next to a tokenizer.json that add tokens to it."""
     if file.suffix != ".json":
         return []
     return [beside for beside in map(file.with_name, FILES_BESIDE) if beside.is_file()]
 
 
 def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
-    """Add tokens that files beside a tokenizer.json define to its `tokenizers.Tokenizer`.
+    """Add the tokens that files next to a tokenizer.json define to its `tokenizers.Tokenizer`.
 
     Their ids follow the file's ids in transformers' order: added_tokens_decoder in
     tokenizer_config.json by its ids, or else the older added_tokens.json; then the named tokens,
     such as eos_token, and the extra ones. Returns the named tokens. Without added_tokens_decoder,
     special_tokens_map.json takes precedence over tokenizer_config.json. Raises DataError for values
-    of other types.
+    of the wrong type.
     """
     config, added, extra, named = _read(file)
     beside = next(iter(files_beside(file)), file)
@@ -78,12 +78,12 @@ def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
 
 
 def named_tokens(file: Path) -> dict[str, str]:
-    """Return the named tokens in the files beside a tokenizer.json, such as eos_token."""
+    """Return the named tokens, such as eos_token, in the files next to a tokenizer.json."""
     return {name: token.content for name, token in _read(file)[3].items()}
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, Any], Any, dict[str, AddedToken]]:
-    """Return settings, added_tokens.json, extra tokens and named tokens beside a tokenizer.json."""
+    """Return the settings, added_tokens.json, extra and named tokens next to a tokenizer.json."""
     # transformers writes a length of 10^30 for "no limit"
     config, older, added = (
         read_json(beside, _MOST_BYTES, error=DataError, bits=128) if beside.is_file() else {}

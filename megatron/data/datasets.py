@@ -87,7 +87,7 @@ class Reading:
     pad_id     fills packed samples
     verify     read all of an existing index and compare it with its digests; one rank of a job does
                this for all
-    workers    indices of a blend that are built at the same time
+    workers    number of a blend's indices that are built at the same time
     """
 
     locations: Mapping[str, str] = field(default_factory=dict)
@@ -117,7 +117,7 @@ def split_bounds(split: str, num_sequences: int) -> tuple[tuple[int, int], ...]:
 
 
 def parse_data_path(values: Sequence[str]) -> Blend:
-    """Return the blend of one prefix, or of pairs `weight prefix`.
+    """Return the blend that one prefix, or pairs `weight prefix`, describe.
 
     Weights are scaled to add up to 1. A weight of 0 excludes a data set. The configuration has
     checked the form.
@@ -131,7 +131,7 @@ def read_data_file_list(path: str) -> Blend:
     """Read a blend from a file with lines `weight prefix [corpus]`.
 
     Empty lines and lines that begin with # are skipped. Raises DataError if the file cannot be read
-    and ConfigError, with file and line, for a line of another form.
+    and ConfigError, with file and line, for a malformed line.
     """
     lines = read_text(path, _MOST_BYTES, error=DataError).splitlines()
     pairs = []
@@ -233,8 +233,8 @@ def check_data(
 ) -> tuple[dict[str, float], list[str]]:
     """Compare all data with the run's tokenizer; return the epochs of training data, and notices.
 
-    The epochs are those of each prefix in a run of `samples` samples, with --data-packing at most.
-    Raises the errors of `check_tokenizer`, `open_data` and `plan_splits`.
+    The epochs are given for each prefix, in a run of `samples` samples; with --data-packing they
+    are upper bounds. Raises the errors of `check_tokenizer`, `open_data` and `plan_splits`.
     """
     opened = {
         prefix: open_data(prefix, config.data, (locations or {}).get(prefix))
@@ -260,7 +260,7 @@ def check_data(
 
 
 def describe_epochs(epochs: Mapping[str, float]) -> tuple[str, str]:
-    """Return how often a run reads its data, and a warning if that is too often (otherwise "")."""
+    """Return a text on how often a run reads its data, and a warning ("" if it is not too often)."""
     if not any(epochs.values()):
         return "", ""
     most = max(epochs, key=epochs.__getitem__)
@@ -431,10 +431,10 @@ def _build_split(
 def _samples_of_exact_epochs(
     data: DataConfig, tokens: Sequence[int], seq_length: int, num_samples: int
 ) -> int:
-    """Return the number of samples of --train-data-exact-num-epochs epochs.
+    """Return the number of samples in --train-data-exact-num-epochs epochs.
 
-    It does not depend on the length of the run. `tokens` has those of each data set. Raises
-    ConfigError for a blend, and for a run that needs more samples.
+    It does not depend on the length of the run. `tokens` has the number of tokens in each data set.
+    Raises ConfigError for a blend, and for a run that needs more samples.
     """
     epochs = data.train_data_exact_num_epochs
     assert epochs is not None, "the flag was given"

@@ -52,8 +52,8 @@ class FileLock:
     def acquire_from_the_dead(self, say: Callable[[str], object], wait_s: float = WAIT_S) -> bool:
         """Take the lock if it is free, or wait if its holder may have died unnoticed.
 
-        Return whether it was taken. A holder on this host is alive. For one on another host, report
-        with `say` and wait up to `wait_s` seconds.
+        Return whether it was taken. A holder on this host must be alive. If the holder is on
+        another host, report with `say` and wait up to `wait_s` seconds.
         """
         if self.acquire():
             return True
@@ -69,7 +69,7 @@ class FileLock:
         return isinstance(self._lock, filelock.SoftFileLock)
 
     def holder(self) -> tuple[int, str] | None:
-        """Return the process that holds the lock and its host, if the file says so."""
+        """Return the process that holds the lock and its host, if the file names them."""
         try:
             with open(self.path, errors="replace") as file:
                 pid, host, *_ = file.read(_MOST_CHARACTERS).split()
@@ -96,7 +96,7 @@ class FileLock:
 class FolderClaim:
     """An exclusive claim on a folder, from `take` to `release`.
 
-    It prevents a script that was submitted twice from writing to the folder twice.
+    It prevents two runs of a script that was submitted twice from both writing to the folder.
 
     folder  created if missing
     what    its name in messages, such as "--save FOLDER"
@@ -154,7 +154,7 @@ def renamed_into(path: Path) -> Iterator[BinaryIO]:
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a hidden name beside `path` that no other process uses."""
+    """Return a hidden name next to `path` that no other process uses."""
     return path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
 
 

@@ -36,7 +36,8 @@ from megatron.errors import DataError
 if TYPE_CHECKING:
     from megatron.protocols import Dataset
 
-# Position of the first token and number of tokens; token n of sequence s has position s * 2^32 + n.
+# For each span, the position of its first token and its number of tokens; token n of sequence s has
+# position s * 2^32 + n.
 Spans = tuple[Int64Array, Int64Array]
 BySource = Iterator[tuple["SourceDataset", Int64Array]]
 MOCK = "mock data"
@@ -56,10 +57,10 @@ class TokenDataset(ABC):
 
     @abstractmethod
     def by_source(self, indices: Int64Array) -> BySource:
-        """Yield each source of the samples that exist, and their numbers within it.
+        """Yield each source that these samples come from, and their numbers within it.
 
-        A checkpoint without a record may have consumed more samples than the data set has, in a run
-        with nothing left to do.
+        Samples beyond the end are ignored: a checkpoint without a record may have consumed more
+        samples than the data set has, in a run with nothing left to do.
         """
 
     @abstractmethod
@@ -79,7 +80,7 @@ class TokenDataset(ABC):
         return None
 
     def loss_tokens(self, index: int, /) -> Int64Array | None:
-        """Return which tokens of sample `index` count in the loss as labels, 0 or 1, in its shape.
+        """Return which tokens of sample `index` count in the loss as labels: 0 or 1 for each.
 
         None if all of them do.
         """
@@ -122,7 +123,7 @@ class SourceDataset(TokenDataset):
     def spans(self, indices: Int64Array, /) -> Spans:
         """Return the tokens that these samples train on, each once, as positions in the data.
 
-        Without positions each sample is a span, as if it were a separate sequence.
+        By default, each sample is one span, as if it were a separate sequence.
         """
         return indices << 32, np.full(len(indices), self.seq_length)
 
@@ -148,7 +149,7 @@ class IndexRequest:
 
     @property
     def sample_tokens(self) -> int:
-        """Return the number of tokens of a sample."""
+        """Return the number of tokens in a sample."""
         return self.seq_length + 1
 
     @property
@@ -164,7 +165,7 @@ class IndexRequest:
         return bool(self.start <= sequences.min() and sequences.max() < self.stop)
 
     def piece_lengths(self, sequences: IntArray, offsets: Int64Array) -> Int64Array:
-        """Return the tokens of each piece in a bin: to the end of its sequence, or a whole bin."""
+        """Return each piece's number of tokens: up to the end of its sequence, or a whole bin."""
         left: Int64Array = self.sizes[sequences].astype(np.int64) - offsets
         return np.minimum(left, self.sample_tokens)
 
@@ -210,13 +211,13 @@ class IndexRequest:
 def build_index(request: IndexRequest) -> Arrays:
     """Return the three arrays of `PARTS`.
 
-    doc_idx int32 [epochs * documents], sequence numbers in drawn order; sample_idx [n + 1, 2], see
-    build_sample_index; shuffle_idx uint32 [n] (int64 for 2^32 - 2 samples or more), the sample that
-    the i-th read returns.
+    doc_idx int32 [epochs * documents], sequence numbers in shuffled order; sample_idx [n + 1, 2],
+    see build_sample_index; shuffle_idx uint32 [n] (int64 for 2^32 - 2 samples or more), the sample
+    that the i-th read returns.
 
     The arrays need 4 bytes per document and epoch, and 12 per sample (8 more if doc_idx has 2^31
-    entries, 4 more if shuffle_idx is int64). Before the samples are counted, 4 more bytes per
-    document are needed.
+    entries, 4 more if shuffle_idx is int64). At first, 4 more bytes per document are needed
+    temporarily.
     """
     random = np.random.RandomState(request.seed)
     epochs = request.num_epochs
@@ -241,8 +242,9 @@ class FileDataset(SourceDataset):
     """Samples concatenated from pieces of the sequences in `request`.
 
     `description` identifies the index in the cache. It is looked up in `index-cache` next to the
-    data, then in `data_cache_path`, and built if it is missing. `pad_id` fills samples. Raises
-    DataError for an .idx file with impossible sizes, and the errors of load_or_build.
+    data, then in `data_cache_path`, and built if it is missing. `pad_id` fills the rest of a sample
+    whose pieces are too short. Raises DataError for an .idx file with impossible sizes, and the
+    errors of load_or_build.
     """
 
     def __init__(
@@ -412,13 +414,13 @@ def within(counts: Int64Array) -> Int64Array:
 
 
 def spread(count: int) -> list[int]:
-    """Return some evenly spaced indices of 0..count-1, for checks."""
+    """Return some evenly spaced indices from 0..count-1, for checks."""
     some: list[int] = np.linspace(0, count - 1, _SPOT_CHECKS).astype(np.int64).tolist()
     return some
 
 
 class BlendedDataset(TokenDataset):
-    """`size` samples of several data sets.
+    """A blend of several data sets, with `size` samples.
 
     Their order keeps every share as close as possible to its weight. Each data set must have at
     least samples_of_part(size, weight) samples. The index is kept in memory, or in
@@ -495,11 +497,11 @@ class BlendedDataset(TokenDataset):
 
 
 class UserDataset(SourceDataset):
-    """A user's data set, completed by the other members of SourceDataset.
+    """A user's data set, with defaults for the members of SourceDataset that it lacks.
 
-    It has a length and numbered samples. Members of SourceDataset that it defines are used; without
-    them a sample is one text, and an epoch is all samples. Raises DataError for a sample of another
-    form.
+    `dataset` needs a length and numbered samples. Members of SourceDataset that it defines are
+    used; by default, a sample is one text, and an epoch is all samples. Raises DataError for a
+    sample of the wrong shape or type.
     """
 
     def __init__(self, dataset: Dataset, name: str, seq_length: int) -> None:
@@ -532,8 +534,8 @@ class UserDataset(SourceDataset):
 class MockDataset(SourceDataset):
     """Generated samples for runs without data: the same for the same arguments, and learnable.
 
-    A sample is a row of short documents. Each is a run of ids with a fixed step, ended by the id
-    vocab_size - 1.
+    A sample is a sequence of short documents. Each is a run of ids with a fixed step, ended by the
+    id vocab_size - 1.
     """
 
     def __init__(

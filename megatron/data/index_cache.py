@@ -2,11 +2,11 @@
 
 One process builds them while the others wait for its lock.
 
-An entry is `{md5}.dsc`, the hashed text and digests of the arrays, and one `{md5}_{name}.npy` per
-array: the names that Megatron-DeepSpeed uses, so that its caches are found. Files are renamed into
-place after they are synced, so a reader sees a whole file or none. The lock `{md5}.lock`
-(file_lock.py) only saves work: two processes that build the same entry rename the same bytes into
-place.
+An entry consists of `{md5}.dsc`, with the hashed text and the arrays' digests, and one
+`{md5}_{name}.npy` per array: the names that Megatron-DeepSpeed uses, so that its caches are found.
+Files are renamed into place after they are synced, so a reader sees a whole file or none. The lock
+`{md5}.lock` (file_lock.py) only saves work: two processes that build the same entry rename the same
+bytes into place.
 
 `verify` compares arrays with their digests and has to read all of them: gigabytes, of which each
 process of a job needs only a few pages. One process does this for all. Entries written by
@@ -54,7 +54,7 @@ class CacheEntry:
 
     @property
     def key(self) -> str:
-        """Return the digest that begins the file names."""
+        """Return the digest with which the file names begin."""
         return hashlib.md5(self.description.encode(), usedforsecurity=False).hexdigest()
 
     @property
@@ -78,7 +78,7 @@ class CacheEntry:
 
     def verify(self, arrays: Arrays) -> None:
         """Raise DataError for arrays that differ from those stored, if there are digests."""
-        # the process that stored it was killed before this last file
+        # the process that stored it was killed before it wrote this last file
         if not os.path.lexists(self.description_path):
             return
         content = read_bytes(self.description_path, 1 << 24, error=DataError)
@@ -95,7 +95,7 @@ class CacheEntry:
 
         The caller holds the entry's lock. Raises OSError.
         """
-        for left in self.directory.glob(f".{self.key}*.tmp"):  # by a process that was killed here
+        for left in self.directory.glob(f".{self.key}*.tmp"):  # of a process that was killed here
             left.unlink(missing_ok=True)
         # arrays of two builds, from different data, must never appear together
         for path in (*map(self.array_path, self.names), self.description_path):
@@ -132,8 +132,8 @@ def load_or_build(
     the same description; they are built again. With `verify` an existing entry is read completely
     and must match its digests. Waits up to WAIT_S seconds for another process that is building.
     Raises DataError if the entry does not match its digests, the directory cannot be written, the
-    build fails for lack of memory or on a file, or the wait times out; the message then names the
-    lock and its holder.
+    build fails for lack of memory or because of a file, or the wait times out; the message then
+    names the lock and its holder.
     """
     entries = [CacheEntry(Path(directory), description, tuple(names)) for directory in directories]
     target = entries[-1]
@@ -195,7 +195,7 @@ def load_or_build(
 
 @contextlib.contextmanager
 def forwarded_messages(handle: Callable[[str], object]) -> Iterator[None]:
-    """Pass the log messages of the block to `handle` only."""
+    """Pass the messages that this module logs during the block to `handle` only."""
 
     def forward(record: logging.LogRecord) -> bool:
         handle(record.getMessage())

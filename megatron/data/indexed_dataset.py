@@ -7,7 +7,7 @@ another. The .idx file, little-endian and without padding:
     8 bytes      uint64 version, 1
     1 byte       data type of a token, see DTYPE_CODES
     8 bytes      uint64 number of sequences N
-    8 bytes      uint64 number of document boundaries D, which is documents + 1
+    8 bytes      uint64 number of document boundaries D, the number of documents + 1
     4 N bytes    int32 tokens of each sequence
     8 N bytes    int64 byte offset of each sequence in .bin
     8 D bytes    int64 sequence at which each document starts; the first is 0, the last is N
@@ -18,8 +18,8 @@ are unaffected.
 
 A loss mask is a second pair of files in the same format, `<prefix>_mask.bin` and `.idx`, of type
 uint8: 1 for each token that counts in the loss as a label, 0 for the others, in sequences and
-documents of the same lengths. The pair with the tokens does not change: every program of Megatron's
-family can read it.
+documents of the same lengths. The pair with the tokens does not change, so that every program in
+Megatron's family can read it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def mask_prefix(prefix: StrPath) -> str:
 
 
 def data_files(prefix: StrPath) -> list[Path]:
-    """Return the names of the two files of a data set, and of its loss mask's files that exist."""
+    """Return the names of the two files of a data set, and of the existing files of its mask."""
     mask = mask_prefix(prefix)
     return [bin_path(prefix), idx_path(prefix)] + [
         path for path in (bin_path(mask), idx_path(mask)) if path.exists()
@@ -94,13 +94,13 @@ def data_files(prefix: StrPath) -> list[Path]:
 def token_dtype(vocab_size: int) -> DType:
     """Return the type that Megatron writes.
 
-    It is uint16 for a vocabulary of less than 65,500 entries, otherwise int32.
+    It is uint16 for a vocabulary of fewer than 65,500 entries, otherwise int32.
     """
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 class SequenceSlices(NamedTuple):
-    """Slices of sequences: slice i is lengths[i] tokens of sequences[i], from offsets[i] on."""
+    """Slices of sequences: slice i is lengths[i] tokens of sequences[i], starting at offsets[i]."""
 
     sequences: IntArray
     offsets: Int64Array
@@ -108,13 +108,13 @@ class SequenceSlices(NamedTuple):
 
 
 class IndexedDataset:
-    """Reader of token sequences; threads may share one.
+    """Reader of token sequences, which threads may share.
 
     `mmap=False` reads .bin by position instead of mapping it, for file systems where mapped reads
     are slow; .idx is always mapped. `location` is the prefix of a copy to read; `prefix` remains
-    the name of the data. Opening takes the same time for any size. Raises DataError with the file
-    if one is missing, truncated or in another format, or if the two do not belong together. Damage
-    that only a full scan finds is reported, with file and byte, when it is read.
+    the name of the data. Opening takes the same time for any size. Raises DataError, naming the
+    file, if one is missing, truncated or in another format, or if the two do not belong together.
+    Damage that only a full scan would find is reported, with file and byte, when it is read.
 
     sizes: int32 [N], tokens of each sequence.
     pointers: int64 [N], byte offset of each sequence.
@@ -228,7 +228,7 @@ class IndexedDataset:
     def tokens_between(self, start: int, stop: int) -> int:
         """Return the number of tokens in the sequences start..stop-1.
 
-        It follows from their ends, since sequences are contiguous.
+        It follows from where they begin and end, since sequences are contiguous.
         """
         if start >= stop:
             return 0
@@ -239,14 +239,14 @@ class IndexedDataset:
         return tokens
 
     def tokens_at(self, first: int, count: int) -> IntArray:
-        """Return `count` tokens of .bin from number `first` on, across sequences."""
+        """Return `count` tokens of .bin, beginning with token `first`, across sequences."""
         return self._tokens_at(first * self.dtype.itemsize, count)
 
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> IntArray:
         """Return tokens offset..offset+length-1 of a sequence, in the file's type.
 
-        A length of None reads to its end. Raises IndexError outside of the data set and DataError,
-        with file and byte offset, if it is damaged.
+        A length of None reads to the end of the sequence. Raises IndexError outside of the data set
+        and DataError, with file and byte offset, if it is damaged.
         """
         if length is None:
             length = (int(self.sizes[sequence]) if 0 <= sequence < len(self) else 0) - offset
@@ -291,7 +291,7 @@ class IndexedDataset:
     def check(self, start: int, stop: int) -> None:
         """Raise DataError for the first damaged sequence of start..stop-1.
 
-        It is the error of `read`. 12 bytes of each sequence are read.
+        The error is the same as in `read`. Only 12 bytes per sequence are read.
         """
         for first in range(start, stop, _BLOCK):
             last = min(first + _BLOCK, stop)
@@ -487,7 +487,7 @@ def build_sample_index(
     can hold. `sizes` need not be aligned, and nothing is copied: only the result takes memory.
     Raises ValueError if the documents have fewer than num_samples * seq_length + 1 tokens.
     """
-    sizes = np.ascontiguousarray(sizes, np.int32)  # no copy for the unaligned ones of an index file
+    sizes = np.ascontiguousarray(sizes, np.int32)  # sizes in an index file are unaligned: no copy
     document_index = np.require(document_index, np.int32, ["C", "A"])
     small = len(document_index) <= INT32_MAX
     build: Callable[..., IntArray] = (
@@ -500,17 +500,17 @@ def build_blend_index(weights: Sequence[float], size: int) -> tuple[IntArray, In
     """Return the data set of each of `size` samples of a blend, and the sample's number in it.
 
     Sample k comes from the data set with the largest weight * max(k, 1) - (samples taken from it so
-    far), or among equal ones from that with the lowest number. Returns (uint8 [size], or int32 for
+    far), or, in a tie, from the one with the lowest number. Returns (uint8 [size], or int32 for
     more than 255 data sets; int64 [size]).
 
     For n data sets with weights w that add up to 1, every prefix of K samples has `taken` samples
     from data set i with taken - w_i K <= 1 - w_i and w_i K - taken <= 1 + 1/2 + ... + 1/(n - 1), up
     to the rounding of w_i K. Proof: the differences w_i K - taken add up to 0, so the data set
-    drawn from has a difference that is not negative: the first bound. For the second, let A_m be
+    drawn from has a nonnegative difference: the first bound. For the second, let A_m be
     the largest mean of m differences. If the m largest after a draw exclude the data set just drawn
     from, their mean was at most A_{m+1} and has grown by at most 1/m; otherwise it has not grown.
-    Hence A_m <= A_{m+1} + 1/m, and A_n is 0. Never more samples are taken than the rounded-up share
-    plus one.
+    Hence A_m <= A_{m+1} + 1/m, and A_n is 0. A data set never gives more samples than its share,
+    rounded up, plus one.
 
     The time is proportional to size * n, and memory is needed only for the result. A sample takes
     about 25 ns + 0.15 ns * n: 10^9 samples from 100 data sets take 40 seconds.
@@ -533,7 +533,7 @@ def best_fit_pack(lengths: Int32Array, capacity: int) -> tuple[IntArray, int]:
     1..capacity.
 
     It takes O(n) time for n pieces (a counting sort, and a bitmap of the room left in bins), and 8
-    bytes per piece (result and order) and 4 per bin besides the lengths.
+    bytes per piece (result and order) and 4 per bin in addition to the lengths.
     """
     small = len(lengths) <= INT32_MAX
     pack: Callable[..., tuple[IntArray, int]] = (
@@ -546,7 +546,7 @@ def group_by_bin(bins: IntArray, num_bins: int) -> tuple[Int64Array, IntArray]:
     """Return (starts int64 [num_bins + 1], order [pieces] in the type of `bins`).
 
     The pieces of bin b are order[starts[b]..starts[b + 1]-1], in order. Raises ValueError for a bin
-    from `num_bins` on.
+    number of `num_bins` or more.
     """
     group: Callable[..., tuple[Int64Array, IntArray]] = _loops().group_by_bin
     return group(bins, num_bins)

@@ -109,7 +109,7 @@ class IndexedDatasetWriter:
                         f"{self.prefix}: {self._lock.describe()} is writing this data set"
                     )
                 self._folder.mkdir(parents=True, exist_ok=True)
-                # an index made earlier lacks the new data
+                # an index from an earlier `seal` lacks the new data
                 for name in _PARTS if resume is None else _JOINED_PARTS:
                     self._paths[name].unlink(missing_ok=True)
                 for name, length in lengths.items():
@@ -138,8 +138,8 @@ class IndexedDatasetWriter:
     def append_tokens(self, tokens: IntArray) -> None:
         """Append to .bin only.
 
-        Use it with append_sequences and append_document_ends for pieces of data that do not end at
-        ends of sequences; `seal` checks that all agree.
+        Use it with append_sequences and append_document_ends for pieces of data that do not end
+        where a sequence ends; `seal` checks that all agree.
         """
         written = np.ascontiguousarray(tokens)
         if tokens.dtype != self.dtype:
@@ -191,7 +191,7 @@ class IndexedDatasetWriter:
         return WriterPosition(self.num_tokens, self.num_sequences, self.num_documents)
 
     def seal(self) -> None:
-        """Sync the parts in their final form. After this only `publish` may be called."""
+        """Sync the parts in their final form. Afterwards nothing can be added."""
         self.position()
         self._close_files()
         expected = self.num_tokens * self.dtype.itemsize
@@ -259,7 +259,7 @@ class IndexedDatasetWriter:
             raise DataError(f"{prefix}: cannot be written: {error.strerror}") from error
 
     def discard(self) -> None:
-        """Give up and remove the part files."""
+        """Stop writing and remove the part files."""
         self._close_files()
         for path in self._paths.values():
             path.unlink(missing_ok=True)
@@ -314,9 +314,9 @@ class IndexedDatasetWriter:
 
 
 def open_at(path: Path, length: int, buffering: int = -1) -> BinaryIO:
-    """Open a file for writing from byte `length` on and truncate it there.
+    """Open a file for writing at byte `length`, where it is truncated.
 
-    Raises DataError for a shorter file, and OSError.
+    Raises DataError if the file is shorter, and OSError.
     """
     file = open(path, "ab", buffering=buffering)  # noqa: SIM115 (the caller closes it)
     actual = os.fstat(file.fileno()).st_size

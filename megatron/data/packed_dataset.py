@@ -1,9 +1,9 @@
-"""Samples that are packed from whole documents.
+"""Samples packed from whole documents.
 
 A bin is a sample of seq_length + 1 tokens. A document that fits is one piece; a longer one is cut
 into pieces of seq_length + 1 tokens that overlap by one, so that each of its predictions (of a
 token from the preceding ones) is in exactly one piece. Pieces are assigned to bins by best fit, the
-longest first (indexed_dataset.best_fit_pack); unused room is padding. Every epoch reads every bin
+longest first (indexed_dataset.best_fit_pack); unused space is padding. Every epoch reads every bin
 once, in a different order, so every prediction within a document counts exactly once per epoch. The
 batch excludes predictions across pieces, using the lengths that `segments` returns. A document of
 one token is dropped, because it has no prediction.
@@ -39,8 +39,8 @@ def build_packing(request: IndexRequest) -> Arrays:
     counts int64 [3]: tokens of the split, predictions (which an epoch trains on), and a checksum of
     some sizes.
 
-    This takes 24 bytes per piece and 8 per bin, of which the arrays are 8 each, and about 40 MB.
-    Raises DataError if no sequence has two tokens.
+    Building needs 24 bytes per piece and 8 per bin, of which the arrays take 8 each, plus about
+    40 MB. Raises DataError if no sequence has two tokens.
     """
     pieces, lengths = _cut(request)
     if not len(pieces):
@@ -53,7 +53,7 @@ def build_packing(request: IndexRequest) -> Arrays:
     del lengths
     starts, order = group_by_bin(bins, num_bins)
     del bins
-    # One number of 8 bytes for each row is gathered several times faster than two numbers.
+    # Gathering each row as one number of 8 bytes is several times faster than as two numbers.
     rows = pieces.view(np.int64)[:, 0]
     grouped = np.empty(len(pieces), np.int64)
     for at in range(0, len(order), BLOCK):
@@ -63,7 +63,7 @@ def build_packing(request: IndexRequest) -> Arrays:
 
 
 def build_order(num_bins: int, epochs: int, seed: int) -> IntArray:
-    """Return the bin of each sample, [epochs * bins], uint32, or int64 for 2^32 bins.
+    """Return the bin of each sample, [epochs * bins], uint32, or int64 for more than 2^32 bins.
 
     One RandomState(seed) shuffles the bins of each epoch in turn, so more epochs only append to the
     result.
@@ -80,9 +80,9 @@ def build_order(num_bins: int, epochs: int, seed: int) -> IntArray:
 def _cut(request: IndexRequest) -> tuple[Int32Array, Int32Array]:
     """Cut the sequences of the split into pieces.
 
-    Return int32 [pieces, 2] of (sequence, first token) in text order, and int32 [pieces], the
-    tokens of each piece. A sequence has as many pieces as its predictions divided by seq_length,
-    rounded up.
+    Return int32 [pieces, 2] of (sequence, first token) in text order, and int32 [pieces], each
+    piece's number of tokens. The number of pieces of a sequence is its number of predictions
+    divided by seq_length, rounded up.
     """
     seq_length = np.int32(request.seq_length)
     pieces = list[Int32Array]()
@@ -127,7 +127,7 @@ class PackedDataset(FileDataset):
             lambda: {"order": build_order(self.num_bins, epochs, request.seed)},
             self._take_order,
         )
-        # a piece has one token more than predictions
+        # a piece has one more token than predictions
         filled = self.tokens_per_epoch + len(self._table)
         self.waste = 1 - filled / (self.num_bins * request.sample_tokens)
 
@@ -156,7 +156,7 @@ class PackedDataset(FileDataset):
         return len(self._order)
 
     def segments(self, index: int, /) -> Int64Array:
-        """Return the tokens of each piece of sample `index`; the rest of the sample is padding."""
+        """Return the length of each piece of sample `index`; the rest of the sample is padding."""
         return self._slices(index).lengths
 
     def tokens_in(self, indices: Int64Array, /) -> int:

@@ -9,14 +9,14 @@ import numpy as np
 from megatron.data.arrays import Int64Array
 from megatron.parallel.keyed_random import GOLDEN, scramble
 
-# 4 suffice for a large table; with a few entries, orders are equally likely only after 8
+# 4 rounds suffice for a large table; with few entries, orders become equally likely only after 8
 _ROUNDS = 8
 
 
 def permute(positions: Int64Array, size: int, key: int) -> Int64Array:
     """Return the values at `positions` of permutation number `key` of 0..size-1.
 
-    Each value is computed independently: 10^9 samples need neither memory nor time to shuffle.
+    Each value is computed independently: no memory or time is spent on shuffling 10^9 samples.
     `positions` and `key` are not negative. A Feistel network permutes the numbers r *
     columns + c of the smallest table that holds `size`: each round adds a hash of one coordinate to
     the other, which is invertible (Black and Rogaway, "Ciphers with arbitrary finite domains",

@@ -17,8 +17,8 @@ from megatron.data.sampler import SampleOrder
 from megatron.parallel.keyed_random import GOLDEN
 
 _BLOCK = 1 << 20  # samples looked up at once
-_MOST = 1 << 24  # samples compared; in longer runs those that begin in some blocks of the text
-_PART_BITS = 20  # size of these blocks, which a hash chooses
+_MOST = 1 << 24  # samples compared; in longer runs, only those that begin in some blocks of text
+_PART_BITS = 20  # log2 of the size in tokens of these blocks, which a hash chooses
 _NOTHING = np.zeros(0, np.int64)
 
 
@@ -47,10 +47,10 @@ class Reordered:
 def reordered(
     before: Ordered | None, after: Ordered, consumed: int, end: int, changed: Collection[str] = ()
 ) -> dict[str, Reordered]:
-    """Return the effect on each source of `after` between `consumed` and `end` samples.
+    """Return how each source is affected if `after` continues from `consumed` to `end` samples.
 
-    `consumed` samples were taken in the order `before`; None if it is unknown. `changed` are
-    sources of `before` with other content under the same name.
+    `consumed` samples were taken in the order `before`; None if it is unknown. `changed` names the
+    sources in `before` whose content has changed under the same name.
     """
     share = min(1.0, _MOST / max(1, 2 * consumed + end))
     old = {} if before is None else _collect(before, 0, consumed, share)
@@ -101,10 +101,10 @@ def _collect(data: Ordered, start: int, stop: int, share: float) -> dict[str, _C
 
 
 def _compare(spans: list[Spans]) -> tuple[int, int]:
-    """Return the tokens that are repeated and those that are skipped.
+    """Return the number of tokens that are repeated, and of those that are skipped.
 
-    `spans` are the consumed ones, those that the new order has before this position, and those
-    after it.
+    `spans` has the consumed spans, those that the new order has before this position, and those
+    that it has after it.
     """
     bounds = np.concatenate([end for starts, length in spans for end in (starts, starts + length)])
     sizes = [len(starts) for starts, _ in spans]

@@ -38,7 +38,7 @@ _SHOWN = 6  # sources listed in a line
 def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
     """Return the same positions as ascending disjoint ranges [start, stop).
 
-    Ranges do not touch, and empty ones are dropped.
+    The returned ranges do not touch, and empty ones are dropped.
 
     >>> merged([(8, 12), (0, 2), (10, 14), (14, 15)])
     ((0, 2), (8, 15))
@@ -57,7 +57,7 @@ def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
 def around(positions: Int64Array, ranges: Sequence[Range]) -> Int64Array:
     """Return entries `positions` of the sequence 0, 1, 2, ... without the numbers in `ranges`.
 
-    `ranges` are merged ones.
+    `ranges` are from `merged`.
 
     >>> around(np.arange(5), [(1, 2), (4, 6)]).tolist()
     [0, 2, 3, 6, 7]
@@ -65,7 +65,7 @@ def around(positions: Int64Array, ranges: Sequence[Range]) -> Int64Array:
     starts, stops = np.array(ranges, np.int64).reshape(-1, 2).T
     # numbers left out before each range, and after the last one
     missing = np.concatenate(([0], np.cumsum(stops - starts)))
-    # A range comes before the entry with this position.
+    # `starts - missing[:-1]` is the position of the first entry after each range.
     return positions + missing[np.searchsorted(starts - missing[:-1], positions, side="right")]
 
 
@@ -90,11 +90,12 @@ class SampleOrder:
     It depends only on the number of samples consumed, so that every layout, micro-batch size and
     number of workers reads the same samples.
 
-    total     samples of the data set
+    total     number of samples in the data set
     cyclic    repeat the data set, each epoch in a different order, keyed by its number; otherwise
               one pass in the original order
     left_out  ranges of positions to skip, from `merged`. The run needs as many samples as before:
-              at the end of a single pass its first samples replace those left out.
+              at the end of a single pass, the first samples are read again to replace those left
+              out.
     """
 
     total: int
@@ -165,7 +166,7 @@ class Separation:
 
     @classmethod
     def of(cls, data: DataConfig, tokenizer: Tokenizer | None) -> Separation:
-        """Return the separation that the flags request, for the tokenizer's end of documents."""
+        """Return the separation that the flags request, with the tokenizer's end-of-document id."""
         eod = None if tokenizer is None else tokenizer.eod
         return cls(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
 
@@ -182,9 +183,10 @@ class Share:
 class MicroBatchStream:
     """Micro-batches of this rank from `consumed_samples` on, to the end of the order if it has one.
 
-    Threads read ahead: forked processes hang once an OFI network is open. `num_workers=0` reads on
-    demand. With workers, as many micro-batches are read ahead as the last `take` returned, at least
-    two per worker. This changes neither order nor content. Call `take` from one thread only.
+    Threads read ahead, not processes: forked processes hang once an OFI network is open.
+    `num_workers=0` reads on demand. With workers, as many micro-batches are read ahead as the last
+    `take` returned, at least two per worker. This changes neither order nor content. Call `take`
+    from one thread only.
 
     dataset           None on ranks that read no data: their micro-batches have no content except
                       the number of the first sample
@@ -247,7 +249,7 @@ class MicroBatchStream:
         self._ahead.clear()
         if self._threads is not None:
             self._threads.terminate()
-            end = time.monotonic() + _READ_ENDS_S  # of all together
+            end = time.monotonic() + _READ_ENDS_S  # for all threads together
             for thread in vars(self._threads)["_pool"]:
                 thread.join(max(end - time.monotonic(), 0.0))
 
@@ -371,13 +373,13 @@ def make_micro_batch(
 
     segments: for packed samples, the lengths of each sample's pieces, from its first token on; the
     rest is padding. The pieces are the documents: positions start at 0 in each, attention stays
-    within, and a position whose label is in another piece or in the padding is excluded from the
-    loss. The two resets of `separation` have no effect.
+    within a piece, and a position whose label is in another piece or in the padding is excluded
+    from the loss. The two resets of `separation` have no effect.
 
     loss_tokens: for each sample, which of its s + 1 tokens count in the loss as labels, 0 or 1;
     None: all of them.
 
-    Raises DataError for pieces that do not fit their sample, and if one of the three options needs
+    Raises DataError for pieces that do not fit their sample, and if an option of `separation` needs
     eod and it is unknown.
     """
     apart = segments is not None
@@ -453,10 +455,11 @@ def _piece_starts(
 
 @dataclass
 class Consumed:
-    """Counts of one source.
+    """Counts for one source.
 
-    Tokens are those trained on, without padding. An epoch is all tokens of the source in this
-    split: epochs may be fractions. `left_out` counts the samples that training skipped.
+    Only tokens that are trained on are counted, without padding. An epoch is all tokens of the
+    source in this split; `epochs` may be fractional. `left_out` counts the samples that training
+    skipped.
     """
 
     samples: int = 0
@@ -533,8 +536,8 @@ class Ledger:
     ) -> Ledger:
         """Return the ledger of a run that rolled back to the checkpoint at `consumed_samples`.
 
-        The checkpoint has the record `carried`. The run leaves out all `ranges` from now on; those
-        at `positions` of its previous order are new.
+        The checkpoint has the record `carried`. The run leaves out all `ranges` from now on; the
+        samples at `positions` of its previous order are counted as newly left out.
         """
         order = dataclasses.replace(self._order, left_out=merged(ranges))
         back = Ledger(self._dataset, order, consumed_samples, carried)
@@ -564,7 +567,8 @@ class Ledger:
     def line(self) -> str:
         """Return a log line.
 
-        It has the epochs of the first sources in descending order, and the range of the rest.
+        It has the epochs of the sources with the most, in descending order, and the range of the
+        rest.
         """
         epochs_of = {name: record["epochs"] for name, record in self.by_short_name().items()}
         listed = sorted(epochs_of.items(), key=lambda item: -item[1])
@@ -591,6 +595,6 @@ def is_consumed(record: object) -> bool:
 
 
 def short_names(prefixes: Iterable[str]) -> dict[str, str]:
-    """Return the file names of prefixes, or the whole prefixes if two have the same name."""
+    """Return the base name of each prefix, or the whole prefixes if two have the same base name."""
     names = {prefix: os.path.basename(prefix) for prefix in prefixes}
     return names if len(set(names.values())) == len(names) else {prefix: prefix for prefix in names}

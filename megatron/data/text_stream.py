@@ -18,8 +18,8 @@ class TextStream:
     text     everything passed on so far
     stopped  the stop string that was found; None before
 
-    Tokens may end inside a character, and a stop string may span several. Text waits while it may
-    be the beginning of either.
+    A token may end inside a character, and a stop string may span several tokens. Text is held back
+    while it may be the beginning of either.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int], stop: Sequence[str]) -> None:
@@ -29,9 +29,9 @@ class TextStream:
         self.text = ""
         self._waiting = ""
         self.stopped: str | None = None
-        # The text of a few tokens depends on where they start. Each text is therefore decoded from
-        # the last but one position at which it ended with a whole character, and the known text is
-        # cut off.
+        # The text of a few tokens depends on where they start. Text is therefore decoded from the
+        # last position but one at which it ended with a whole character, and the part already known
+        # is cut off.
         self._ids = list(before)
         self._ended = len(before)
         self._known = len(self._decode(self._ids))

@@ -15,8 +15,8 @@ their number of ranks:
 | 128000 | Llama 3's tokenizer.model | llama3 | <|end_of_text|> 128001 | 128256 |
 | 199998 | o200k_base | o200k | <|endoftext|> 199999 | 200019 |
 
-Other files need --tiktoken-pattern, and <|endoftext|> follows the last rank. For any file, the
-special tokens of --tiktoken-special-tokens follow the last rank instead.
+Other files need --tiktoken-pattern, and <|endoftext|> follows the last rank. With any file, the
+special tokens given by --tiktoken-special-tokens replace these and follow the last rank.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ WHAT_ELSE = (
 Entries = Iterator[tuple[str, bytes, int]]
 """Location, token in base64 and rank of each entry of a file."""
 _END = "<|endoftext|>"
-# Number of ranks -> the pattern and the special tokens that the publisher of the file states.
+# Number of ranks -> the pattern and the special tokens that the publisher of the file specifies.
 PUBLISHED: Mapping[int, tuple[str, Mapping[str, int]]] = {
     50256: ("gpt2", {_END: 50256}),
     50280: ("gpt2", {_END: 50256}),
@@ -82,12 +82,12 @@ PUBLISHED: Mapping[int, tuple[str, Mapping[str, int]]] = {
 
 
 def tik_token(path: Path, settings: TokenizerConfig, *, vocab_size: int | None) -> RankTokenizer:
-    """Return the tokenizer of a file.
+    """Return the tokenizer that a file defines.
 
     Raises ConfigError for settings that do not fit it, DataError for other files.
     """
     with path.open("rb") as file:
-        is_json = file.read(100).lstrip()[:1] in (b"[", b"{")  # no characters of base64
+        is_json = file.read(100).lstrip()[:1] in (b"[", b"{")  # not in base64's alphabet
     with reading(path, "a vocabulary for tiktoken"):
         return _from_json(path, settings, vocab_size) if is_json else _from_ranks(path, settings)
 
@@ -97,8 +97,8 @@ def _special_tokens(
 ) -> tuple[list[str], int]:
     """Return the special tokens and the index of the one that ends a document.
 
-    `names` and `count` replace absent flags; a `count` of None is the number of names. Tokens
-    without a name get Megatron-LM's. Raises ConfigError for flags that contradict each other.
+    `names` and `count` are used if the flags are absent; a `count` of None is the number of names.
+    Tokens without a name get Megatron-LM's names. Raises ConfigError for contradictory flags.
     """
     if settings.tiktoken_special_tokens is not None:
         names = settings.tiktoken_special_tokens
@@ -187,9 +187,9 @@ def _lines(path: Path) -> Entries:
 
 
 def _json_entries(path: Path) -> Entries:
-    """Yield location, token in base64 and rank of each entry of Megatron-LM's JSON vocabulary.
+    """Yield the location, token in base64 and rank of each entry in a Megatron-LM JSON vocabulary.
 
-    It is an ordered list of {"rank", "token_bytes" (base64), "token_str"}.
+    The vocabulary is an ordered list of {"rank", "token_bytes" (base64), "token_str"}.
     """
     entries: list[Any] = read_json(path, MOST_BYTES, error=DataError, kind=list)
     for index, entry in enumerate(entries):

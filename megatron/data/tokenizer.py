@@ -5,15 +5,15 @@
 | GPT2BPETokenizer | --vocab-file, --merge-file | entries of the vocabulary | <|endoftext|> |
 | GPTSentencePieceTokenizer | --tokenizer-model | pieces of the model | the model's end of sentence, </s> |
 | Llama2Tokenizer | --tokenizer-model | as above; <s> comes before every text | as above |
-| SentencePieceTokenizer | --tokenizer-model | pieces, and those Megatron appends | <EOD>, appended if missing |
+| SentencePieceTokenizer | --tokenizer-model | pieces, plus those Megatron adds | <EOD>, appended if missing |
 | HFTokenizer, HuggingFaceTokenizer | --tokenizer-model: tokenizer.json or its folder | highest id + 1 | its eos_token |
 | TikTokenizer | --tokenizer-model: rank file or JSON | see megatron.data.tiktoken_files | as there |
 | NullTokenizer | --vocab-size N | N + 1, as in Megatron | N |
 
 A text that spells out a special token is encoded as text, except in HFTokenizer, which follows its
-file: it recognises special tokens and puts those of its template around a text (Llama's: <s> before
-it). The two SentencePiece types encode in the same way and differ in eod and size, as in Megatron:
-do not train with one on data written with the other.
+file: it recognises special tokens and adds those of its template to a text (for Llama, <s> before
+it). GPTSentencePieceTokenizer and SentencePieceTokenizer encode in the same way and differ in eod
+and size, as in Megatron: do not train with one on data written with the other.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MOST_IDS = 2**22  # four times as many as the largest vocabulary in use
 
 
 def settings_of(tokenizer_type: str, **flags: object) -> TokenizerConfig:
-    """Return the settings of a tokenizer. Raises ConfigError for one that is invalid or missing."""
+    """Return the settings of a tokenizer. Raises ConfigError for invalid or missing ones."""
     chosen = Settings()
     for name, value in {"tokenizer_type": tokenizer_type, **flags}.items():
         chosen.give(name, str(value) if isinstance(value, Path) else value, "argument")
@@ -77,15 +77,14 @@ def build_tokenizer(
 ) -> Tokenizer:
     """Return the tokenizer of --tokenizer-type; `flags` are the other fields of TokenizerConfig.
 
-        `vocab_extra_ids` appends <extra_id_0>, ... to a SentencePieceTokenizer. `num_threads` is for
-        Hugging Face's library (the others use one thread): it sets TOKENIZERS_PARALLELISM and
-        RAYON_NUM_THREADS for the whole process (the latter has no effect once the library has started
-        its
-    threads).
+    `vocab_extra_ids` appends <extra_id_0>, ... to a SentencePieceTokenizer. `num_threads` is for
+    Hugging Face's library (the others use one thread): it sets TOKENIZERS_PARALLELISM and
+    RAYON_NUM_THREADS for the whole process (the latter has no effect once the library has started
+    its threads).
 
-        Raises ConfigError for an unknown type, a missing flag or a vocab_size that is not the
-        tokenizer's (for HFTokenizer it may be larger, as in many published models), and DataError, with
-        path and flag, for a file that is missing or of another kind.
+    Raises ConfigError for an unknown type, a missing flag or a vocab_size that is not the
+    tokenizer's (for HFTokenizer it may be larger, as in many published models), and DataError, with
+    path and flag, for a file that is missing or of the wrong kind.
     """
     settings = settings_of(tokenizer_type, vocab_size=vocab_size, **flags)
     kind = settings.tokenizer_type
@@ -155,7 +154,7 @@ def with_vocabulary(config: Config) -> tuple[Config, Tokenizer | None, str]:
 
 
 class LimitedTokenizer(Tokenizer):
-    """The tokenizer that `build` returns in a process with limits of time and memory.
+    """The tokenizer that `build` returns, run in a process with limits on time and memory.
 
     It reads `files`. Rules in a tokenizer.json can double a text again and again, and a damaged
     model can crash the process that reads it.
@@ -178,7 +177,7 @@ class LimitedTokenizer(Tokenizer):
         self.special = frozenset(about["special"])
 
     def rest(self) -> None:
-        """End the process until it is needed again."""
+        """End the process; it is started again when it is needed."""
         self._process.close()
 
     def texts_of(self, count: int) -> list[str]:

@@ -26,12 +26,13 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 Ids = Sequence[int] | IntArray
 Places = Int64Array | Sequence[tuple[int, int]]
 Placed = tuple[Ids, Places]
-# Names of the end of a text in published models, for a tokenizer.json without files that define it.
+# Names of the end-of-text token in published models, for a tokenizer.json without files that define
+# this token.
 USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-# The patterns that cut a text into pieces before pairs are merged. The ids in data depend on them,
-# so they are formats: gpt2 as published with GPT-2, cl100k and o200k as in tiktoken 0.14, llama3 as
-# published with that model, v1 and v2 from Megatron-LM. llama3 is an early cl100k: they differ in
-# line ends and spaces at the very end of a text.
+# The patterns that cut a text into pieces before pairs are merged. The ids in existing data depend
+# on them, so they must not change: gpt2 as published with GPT-2, cl100k and o200k as in tiktoken
+# 0.14, llama3 as published with that model, v1 and v2 from Megatron-LM. llama3 is an early cl100k:
+# they differ in line ends and spaces at the very end of a text.
 PATTERNS: Mapping[str, str] = {
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "cl100k": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -51,13 +52,13 @@ PATTERNS: Mapping[str, str] = {
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back.
+    """Conversion of text to token ids and back.
 
     `vocab_size` is one more than the highest id; `eod` ends a document. The adapter of a library
     implements `_encode` and `_decode`. `names` has the texts of ids that the library lacks.
 
     behind    number of tokens that the tokenizer puts after every text
-    bos       token for the beginning of a text, from its files
+    bos       id of the beginning-of-text token, if the tokenizer's files name one
     special   ids that stand for no text
     """
 
@@ -75,7 +76,7 @@ class Tokenizer(ABC):
         """Return the ids of each text from the library."""
 
     def _encode_with_places(self, text: str, special: bool) -> Placed:
-        """Return ids and ranges of characters of one text, see encode_with_places.
+        """Return ids and ranges of characters for one text, see encode_with_places.
 
         Only conversations need it.
         """
@@ -83,14 +84,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str:
-        """Return the text of ids that the library has."""
+        """Return the text of ids that the library knows."""
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without eod."""
         return self.encode_batch([text])[0]
 
     def encode_beginning(self, text: str) -> list[int]:
-        """Return the ids of a text that continues, without the tokens after every text."""
+        """Return the ids of a text to be continued, without the tokens put after every text."""
         ids = self.encode(text)
         return ids[: len(ids) - self.behind]
 
@@ -125,7 +126,9 @@ class Tokenizer(ABC):
     def encode_with_places(
         self, text: str, *, special: bool = True
     ) -> tuple[list[int], Int64Array]:
-        """Return the ids of a text, and the characters of each: int64 [ids, 2], start and end.
+        """Return the ids of a text, and the characters that each covers.
+
+        The latter are int64 [ids, 2], start and end.
 
         A token without a character of its own, such as one that the tokenizer puts around a text,
         has an empty range. `special`: include the tokens that the tokenizer puts around every text.
@@ -138,7 +141,7 @@ class Tokenizer(ABC):
         return list(map(int, ids)), ranges
 
     def texts_of(self, count: int) -> list[str]:
-        """Return the text of each of the first ids."""
+        """Return the text of each of the first `count` ids."""
         return [self.decode([i]) for i in range(min(count, self.vocab_size))]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -200,8 +203,9 @@ class NullTokenizer(Tokenizer):
 class RankTokenizer(Tokenizer):
     """Byte-pair encoding with tiktoken.
 
-    Neighbours whose joint byte string has the lowest id merge first. `ids` has every single byte.
-    No text can spell a special token. Bytes that are not a character decode to U+FFFD.
+    Neighbours whose joint byte string has the lowest id merge first. `ids` must have every single
+    byte. Special tokens are not recognised in a text. Bytes that are not a character decode to
+    U+FFFD.
     """
 
     def __init__(
@@ -213,8 +217,8 @@ class RankTokenizer(Tokenizer):
         known = set(ids.values())
         names = {i: "" for i in range(size) if i not in known}
         super().__init__(size, eod, names | {i: name for name, i in special.items()})
-        # tiktoken requires at least one special token to search for in texts; `_encode_text` lets
-        # it match nothing.
+        # tiktoken requires at least one special token to search for in texts; `_encode_text` does
+        # not allow it, so it never matches.
         self._encoding = tiktoken.Encoding(
             "ranks",
             pat_str=pattern,
@@ -285,13 +289,13 @@ class FastTokenizer(Tokenizer):
 class GPT2Tokenizer(FastTokenizer):
     """Byte-level byte-pair encoding from vocab.json and merges.txt.
 
-    It runs in tiktoken, which is three to four times as fast, if the ids are proven to be the same.
-    tiktoken merges by the ids of the results; the files list the pairs that merge, in order. Both
-    give the same ids if (1) later merges have higher ids, and (2) each result, encoded as a
-    separate text, is a single token. Proof: let tiktoken be the first to deviate, merging x and y
-    to t by a pair that is not in the files. Nothing has merged across the ends of t so far, so with
-    the files alone the text t also becomes x, y and is not merged further, which contradicts (2).
-    Both conditions are checked before the first text; if one fails, `tokenizers` encodes.
+    It runs in tiktoken, which is three to four times as fast, if the ids are certain to be the
+    same. tiktoken merges by the ids of the results; the files list the pairs that merge, in order.
+    Both give the same ids if (1) later merges have higher ids, and (2) each result, encoded as a
+    separate text, is a single token. Proof: let the first deviation be that tiktoken merges x and y
+    into t by a pair that is not in the files. Nothing has merged across the ends of t so far, so
+    with the files alone the text t also becomes x, y and is not merged further, which contradicts
+    (2). Both conditions are checked before the first text; if one fails, `tokenizers` encodes.
     """
 
     def _encode(self, texts: list[str]) -> Sequence[Ids]:
@@ -321,7 +325,7 @@ class GPT2Tokenizer(FastTokenizer):
 
 
 def byte_letters() -> dict[str, int]:
-    """Return the byte of each letter of a byte-level vocabulary, as published with GPT-2.
+    """Return the byte for each letter in a byte-level vocabulary, as published with GPT-2.
 
     Printable bytes of Latin-1 are their own letters; the others are the letters from U+0100 on, in
     order.
@@ -367,7 +371,7 @@ def gpt2(vocab_file: Path, merge_file: Path) -> Tokenizer:
 def hugging_face(file: Path) -> Tokenizer:
     """Return the HFTokenizer of a tokenizer.json.
 
-    eod is the eos_token of the files beside it, see `add_tokens`, or one of USUAL_ENDS. Raises
+    eod is the eos_token in the files next to it, see `add_tokens`, or one of USUAL_ENDS. Raises
     DataError for anything else.
     """
     if not file.is_file():
@@ -383,7 +387,7 @@ def hugging_face(file: Path) -> Tokenizer:
         from tokenizers import Tokenizer as Fast
 
         tokenizer = Fast.from_file(str(file))
-    # Files are saved with the limits of their last use; this program never truncates or pads a
+    # A file keeps the limits of the tokenizer's last use; this program never truncates or pads a
     # text.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -466,7 +470,7 @@ def sentence_piece(tokenizer_type: str, path: Path, vocab_extra_ids: int) -> Tok
 
 
 def sentence_piece_facts(path: Path) -> Callable[[Any], dict[str, Any]]:
-    """Return a function that returns names, special ids and prefix of a SentencePiece model."""
+    """Return a function that returns a model's names, special ids, and whether it adds a prefix."""
     processor = _processor(path)
     facts = {
         "names": _names(processor),
@@ -491,7 +495,7 @@ def _names(processor: Any) -> list[str]:
 def _megatrons_names(processor: Any, vocab_extra_ids: int) -> list[str]:
     """Return all pieces and the names that Megatron appends, in Megatron's order.
 
-    The ids of data written by Megatron depend on it.
+    The ids in data written by Megatron depend on this order.
     """
     names = [*_names(processor), "<CLS>", "<SEP>", "<EOD>", "<MASK>"]
     ends = {"<PAD>": processor.pad_id(), "<BOS>": processor.bos_id(), "<EOS>": processor.eos_id()}
@@ -502,7 +506,7 @@ def _megatrons_names(processor: Any, vocab_extra_ids: int) -> list[str]:
 
 @contextlib.contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """Convert every error that a library raises for a wrong file to a DataError."""
+    """Convert every error that a library raises for an invalid file to a DataError."""
     try:
         yield
     except (ConfigError, DataError):

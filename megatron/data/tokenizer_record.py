@@ -1,9 +1,9 @@
 """The tokenizer that wrote a data set, in `<prefix>.tokenizer.json` next to its .bin and .idx.
 
-It has the tokenizer's type, vocabulary size, end-of-document id and digest, the largest id in the
-data, and a digest of the job that wrote it ("" if it is unknown). The tokenizer's digest covers the
-meaning of ids: the ids of a sample text, and the texts of the ids. Thus another file with the same
-tokenizer, or one with added tokens, has the same digest.
+It holds the tokenizer's type, vocabulary size, end-of-document id and digest, the largest id in the
+data, and a digest of the job that wrote the data ("" if it is unknown). The tokenizer's digest
+covers the meaning of ids: the ids of a sample text, and the texts of the ids. Thus another file
+with the same tokenizer, or with the same tokenizer and added tokens, has the same digest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.errors import DataError
 from megatron.untrusted import is_count, read_json
 
 _MOST_BYTES = 1 << 16
-# bytes read from a .bin: all of a shorter one, else blocks all over it
+# bytes read from a .bin: all of it if it is shorter, otherwise blocks spread over it
 _SCANNED_BYTES = 1 << 24
 _PLACES = 16
 # Several scripts, numbers, code, spaces: no two tokenizers in use cut it in the same way.
@@ -58,7 +58,7 @@ def record_of(kind: str, tokenizer: Tokenizer, largest_id: int, job: str) -> Tok
 
 
 def digest(tokenizer: Tokenizer, size: int) -> str:
-    """Return a digest of the meaning of the first `size` ids; "" for texts that are ids."""
+    """Return a digest of the meaning of the first `size` ids; "" for a NullTokenizer."""
     if isinstance(tokenizer, NullTokenizer):
         return ""
     ids, _ = tokenizer.encode_with_places(_SAMPLE, special=False)
@@ -67,7 +67,7 @@ def digest(tokenizer: Tokenizer, size: int) -> str:
 
 
 def read_record(prefix: StrPath) -> TokenizerRecord | None:
-    """Return the record of a data set; None without one. Raises DataError for a damaged one."""
+    """Return a data set's record; None if it has none. Raises DataError if it is damaged."""
     path = record_path(prefix)
     if not path.exists():
         return None
@@ -90,7 +90,7 @@ def read_record(prefix: StrPath) -> TokenizerRecord | None:
 
 
 def largest_id(dataset: IndexedDataset) -> int:
-    """Return the largest id in a .bin; of a long file, in blocks all over it."""
+    """Return the largest id in a .bin; for a long file, only in blocks spread over it."""
     size = dataset.num_tokens
     itemsize = dataset.dtype.itemsize
     if dataset.dtype.kind == "f":  # refused where samples are read
@@ -109,8 +109,8 @@ def check_tokenizer(
 ) -> list[str]:
     """Compare data with the tokenizer and the vocabulary of a run; return notices.
 
-    `kind` is its --tokenizer-type. Raises DataError for data of another tokenizer, and for an id
-    beyond the vocabulary.
+    `kind` is the run's --tokenizer-type. Raises DataError for data written with another tokenizer,
+    and for an id beyond the vocabulary.
     """
     unknown = list[str]()
     other = list[str]()
