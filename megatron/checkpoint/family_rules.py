@@ -63,7 +63,7 @@ def _positive(fields: Fields, name: str, kind: type = float) -> Any:
 
 
 def _layers(fields: Fields, name: str = "num_hidden_layers") -> range:
-    """Return the range of layers, checked before any work per layer."""
+    """Return the range of layers; their number is checked before any work is done per layer."""
     layers: int = _number(fields, name, int)
     if not 1 <= layers <= _MOST_LAYERS:
         raise ValueError(f"{name} is {layers}, expected a number from 1 to {_MOST_LAYERS}")
@@ -211,7 +211,7 @@ def _window(size: object, windowed: list[bool]) -> Values:
 
 
 def _layer_types(fields: Fields, usual: Callable[[int], bool]) -> list[bool]:
-    """Return which layers have a window, according to layer_types or, without it, to `usual`."""
+    """Return which layers have a window, according to layer_types or, if it is null, to `usual`."""
     layers = _layers(fields)
     types = fields["layer_types"]
     if types is None:
@@ -234,7 +234,7 @@ def _layer_types(fields: Fields, usual: Callable[[int], bool]) -> list[bool]:
 
 
 def _window_size(model: ModelConfig) -> Values:
-    """Return the field of the window, which includes the token itself."""
+    """Return the field for the window size, which includes the token itself."""
     sizes = [size for size in windows_of(model) if size is not None]
     return {"sliding_window": sizes[0] + 1 if sizes else None}
 
@@ -252,7 +252,7 @@ WINDOW_OF_ALL = Rule(lambda f: _window(f["sliding_window"], [True]), _window_siz
 def _window_by_layer(windowed: Callable[[int, int], bool]) -> Rule:
     """Return the rule for a window.
 
-    If the file has no layer_types, `windowed(layer, max_window_layers)` selects the layers.
+    If layer_types is null, `windowed(layer, max_window_layers)` selects the layers.
     """
 
     def write(model: ModelConfig) -> Values:

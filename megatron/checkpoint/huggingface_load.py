@@ -124,7 +124,7 @@ def matrix_of(family: Family, model: ModelConfig, name: str, shape: Index) -> Ma
 
 
 def tensors_of(family: Family, model: ModelConfig, shapes: Shapes) -> Shapes:
-    """Return the shapes of Hugging Face tensors, by name, for parameters of these global shapes."""
+    """Return the shapes of the Hugging Face tensors, by name, for parameters of `shapes`."""
     hf_shapes: dict[str, Index] = {}
     for name, shape in shapes.items():
         hf_shapes |= matrix_of(family, model, name, shape).their_shapes
@@ -232,7 +232,7 @@ def _files(folder: Path) -> list[str]:
 
 
 class SafetensorsReader:
-    """Tensors of a folder by their names in transformers, as views of the mapped file."""
+    """Returns tensors in a folder by their names in transformers, as views of the mapped file."""
 
     def __init__(self, folder: Path, locations: TensorLocations) -> None:
         self._folder = folder
@@ -338,7 +338,7 @@ def fill_shards(
 def load_engine(
     folder: Path, engine: Engine, topology: Topology, config: Config, alive: Alive = nothing
 ) -> None:
-    """Load the weights of a Hugging Face folder into an engine of any layout and precision.
+    """Load the weights in a Hugging Face folder into an engine of any layout and precision.
 
     The optimizer is unchanged. All ranks call it. Raises the errors of `fill_shards`.
     """

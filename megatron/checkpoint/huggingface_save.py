@@ -356,7 +356,7 @@ def write_model(
     companions: Companions | None = None,
     alive: Alive = nothing,
 ) -> int:
-    """Write a model in Hugging Face's format; return the bytes of its tensors.
+    """Write a model in Hugging Face's format; return the size of its tensors in bytes.
 
     dtype        of the tensors in the files
     companions   by default the companions for `config`
@@ -424,7 +424,7 @@ def _finish(
     fields: Values,
     files: Mapping[str, bytes],
 ) -> int:
-    """Write the small files and give the folder its name; return the bytes of all tensors."""
+    """Write the small files and rename the folder; return the size of all tensors in bytes."""
     size = sum(sum(file.tensors.values()) for file in tensor_files)
     try:
         if len(tensor_files) > 1:
@@ -454,7 +454,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
             os.fsync(file.fileno())
 
 
-# ---- from a run
+# ---- the model of a run
 
 
 def export(
@@ -466,7 +466,7 @@ def export(
     arriving: Callable[[Iterable[torch.nn.Parameter]], Iterator[torch.nn.Parameter]] = iter,
     on_all: bool = False,
 ) -> int:
-    """Write the model of a run, in its training precision; return the bytes of its tensors.
+    """Write a run's model in its training precision; return the size of its tensors in bytes.
 
     `arriving` yields parameters when their values are available (Engine.arriving); with `on_all`
     all data-parallel ranks must call it for the same parameters.

@@ -190,7 +190,7 @@ def load_weights(
     chunks       the model of this rank; each parameter carries a Sharding
     tag          iteration or folder name of the checkpoint to load, instead of the newest good one
     allow_older  whether to load the previous checkpoint if the newest is broken, instead of raising
-    kind         AVERAGE loads the average of the weights in their place
+    kind         AVERAGE loads the average of the weights instead of the weights
 
     All ranks of the topology call it. Raises CheckpointError like `load`.
     """
@@ -208,12 +208,12 @@ def load_weights(
 
 
 def has_kind(checkpoint: Checkpoint, kind: str) -> bool:
-    """Return whether a checkpoint has tensors of a kind. Raises CheckpointError."""
+    """Return whether a checkpoint has tensors of this kind. Raises CheckpointError."""
     return any(name.partition(".")[0] == kind for name in read_index(checkpoint.manifest))
 
 
 def require_kind(checkpoint: Checkpoint, kind: str) -> None:
-    """Raise CheckpointError if a checkpoint lacks the weights of a kind, MASTER or AVERAGE."""
+    """Raise CheckpointError if a checkpoint lacks weights of this kind, MASTER or AVERAGE."""
     if kind == AVERAGE and not has_kind(checkpoint, kind):
         raise CheckpointError(
             f"{checkpoint.folder} has no average of the weights: it was saved without --ema-decay, "
@@ -364,7 +364,7 @@ def _fill(
 def read_shards(
     folder: Path, shards: Iterable[tuple[str, Shard]], stored: Entries
 ) -> Iterator[tuple[str, Shard, torch.Tensor]]:
-    """Yield (name, shard, values) for some shards of tensors, in their order in the files.
+    """Yield (name, shard, values) for `shards`, in their order in the files.
 
     The values are in a buffer that the next shard overwrites: allocating memory for each shard
     would take longer than reading it. Raises CheckpointError naming the file that is damaged.
@@ -468,7 +468,7 @@ def _tensor_in(data: torch.Tensor, path: Path, name: str, shard: Shard, dtype: s
             values = torch.load(stream, map_location="cpu", weights_only=True)
     except MemoryError:
         raise
-    except Exception as error:  # a damaged archive can raise anything
+    except Exception as error:  # a damaged archive can cause any exception
         first = (str(error).splitlines() or [""])[0]
         raise CheckpointError(
             f"{path} is damaged where {name} is ({type(error).__name__}: {first})"

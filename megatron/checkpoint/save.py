@@ -169,7 +169,7 @@ class Saver:
         self._snapshot = Snapshot()
         self._pending: _Pending | None = None
         self._cleaner = ThreadPoolExecutor(1, "remove-checkpoints")
-        self._removal: Future[None] | None = None  # the last one
+        self._removal: Future[None] | None = None  # the last removal
 
     @property
     def pending(self) -> bool:
@@ -189,7 +189,7 @@ class Saver:
         """Allocate and pin the host memory for saves in the background.
 
         This takes seconds. Returns a note if the memory could not be pinned on this rank. Raises
-        CheckpointError on every rank if any has no memory.
+        CheckpointError on every rank if any rank lacks the memory.
         """
         with errors_on_all_ranks(self._topology, "getting host memory for --async-save"):
             self._snapshot.reserve(tensors_to_save(engine, self._topology, self._optimizer))
@@ -355,7 +355,7 @@ def small_files(
 def write_shard_list(
     folder: Path, number: int, stored: Entries, with_metadata: bool
 ) -> _GroupShards:
-    """Write the shard list of a data-parallel group."""
+    """Write a data-parallel group's shard list; return the data that the group sends to rank 0."""
     piece = write_piece(folder, number, stored)
     return piece, totals(stored), stored_bytes(stored), stored if with_metadata else {}
 

@@ -82,7 +82,7 @@ def settings_to_take(
         kind = tokenizer.get("tokenizer_type")
         defaults |= {o.name: tokenizer.get(o.name) for o in options_of(TokenizerConfig)}
     if kind == "NullTokenizer" and isinstance(fixed.get("vocab_size"), int):
-        fixed["vocab_size"] -= 1  # it adds one id
+        fixed["vocab_size"] -= 1  # NullTokenizer adds one id
     elif kind not in (None, "HFTokenizer"):  # with HFTokenizer, models often have more entries
         fixed.pop("vocab_size", None)  # given by the tokenizer
     return str(file), fixed, defaults

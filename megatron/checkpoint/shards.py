@@ -63,7 +63,7 @@ class Shard(NamedTuple):
 
 
 def merged(lists: Iterable[Entries]) -> Entries:
-    """Merge the shards of several ranks, tensor by tensor."""
+    """Merge the shards from several ranks, tensor by tensor."""
     result: dict[str, Stored] = {}
     for entries in lists:
         for name, stored in entries.items():
@@ -82,7 +82,7 @@ def _elements(stored: Stored) -> int:
 
 
 def stored_bytes(stored: Entries) -> int:
-    """Return the bytes that the shards take in the data files."""
+    """Return how many bytes the shards take in the data files."""
     return sum(shard.length for s in stored.values() for shard in s["boxes"])
 
 

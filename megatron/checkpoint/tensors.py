@@ -209,7 +209,7 @@ class Snapshot:
 
 
 def snapshot_bytes(tensors: Tensors) -> int:
-    """Return the bytes of host memory that a copy of `tensors` takes."""
+    """Return how many bytes of host memory a copy of `tensors` takes."""
     return sum(map(_aligned, _views(tensors)))
 
 

@@ -1,4 +1,4 @@
-"""The training, validation and test data of a configuration."""
+"""The training, validation and test data that a configuration describes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Datasets:
 
 @dataclass(frozen=True)
 class BlendPart:
-    """A data set of a blend and its share, between 0 and 1."""
+    """A data set in a blend and its share, between 0 and 1."""
 
     weight: float
     prefix: str
@@ -75,7 +75,7 @@ class SplitPlan:
     names: tuple[str, ...] = ()
 
     def bounds(self, index: int, size: int) -> tuple[int, int]:
-        """Return the first and past-the-last of `size` sequences for split `index`."""
+        """Return the sequences of split `index`, out of `size`, as (first, past the last)."""
         return (0, size) if self.split == WHOLE else split_bounds(self.split, size)[index]
 
 
@@ -97,7 +97,7 @@ class Reading:
 
 
 def split_bounds(split: str, num_sequences: int) -> tuple[tuple[int, int], ...]:
-    """Return the first and past-the-last sequence of train, validation and test.
+    """Return (first, past the last) of the sequences for training, validation and test.
 
     `split` is up to three numbers, separated by commas or slashes, which the configuration has
     checked. Rounding is Megatron's: each cut adds round(share * N), and the surplus is subtracted
@@ -207,7 +207,7 @@ def data_prefixes(config: Config) -> list[str]:
 
 
 def open_data(prefix: str, data: DataConfig, location: str | None = None) -> IndexedDataset:
-    """Return the data set of a prefix, with the loss mask that --loss-mask asks for.
+    """Return the data set with a prefix, and its loss mask if --loss-mask asks for it.
 
     `location` is the prefix of a copy to read. Raises DataError for files that are missing or
     damaged, and for a mask without --loss-mask.
@@ -260,7 +260,7 @@ def check_data(
 
 
 def describe_epochs(epochs: Mapping[str, float]) -> tuple[str, str]:
-    """Return a text on how often a run reads its data, and a warning ("" if it is not too often)."""
+    """Return a text on how often a run reads its data, and a warning if that is too often or ""."""
     if not any(epochs.values()):
         return "", ""
     most = max(epochs, key=epochs.__getitem__)
@@ -373,7 +373,7 @@ def _build_split(
     plan: SplitPlan,
     num_samples: int,
 ) -> TokenDataset | None:
-    """Build split number `index` (train, valid, test) from `opened` files; None without data.
+    """Build split number `index` (train, valid, test) from `opened` files; None if it has no data.
 
     A data set too small for this split is omitted, and the weights of the others grow in
     proportion.

@@ -5,7 +5,7 @@ All data sets have a length and return int64 arrays, so a training loop accepts 
 GPTDataset cuts samples out of the concatenated documents. Three arrays determine them: document,
 sample and shuffle index. The order of random draws is Megatron's, so the same data, seed and counts
 give the same samples: one RandomState(seed) shuffles the documents of all epochs together, then the
-samples. If the last epoch gives less than 80% of an epoch's samples, its documents and samples are
+samples. If the last epoch gives fewer than 80% of an epoch's samples, its documents and samples are
 shuffled separately, so that the earlier epochs are used up first.
 """
 
@@ -94,9 +94,9 @@ class TokenDataset(ABC):
 class SourceDataset(TokenDataset):
     """A data set whose samples come from one pair of files.
 
-    It is a part of a blend, and the unit whose consumption is counted. `name` is the prefix of the
-    files, `description` identifies the index in the cache, `tokens_per_epoch` counts all tokens of
-    the split.
+    It may be part of a blend, and it is the unit whose consumption is counted. `name` is the prefix
+    of the files, `description` identifies the index in the cache, and `tokens_per_epoch` counts all
+    tokens in the split.
     """
 
     name: str

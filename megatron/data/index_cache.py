@@ -59,11 +59,11 @@ class CacheEntry:
 
     @property
     def description_path(self) -> Path:
-        """Return the file with the description."""
+        """Return the path of the file with the description."""
         return self.directory / f"{self.key}.dsc"
 
     def array_path(self, name: str) -> Path:
-        """Return the file of an array."""
+        """Return the path of the file with an array."""
         return self.directory / f"{self.key}_{name}.npy"
 
     def load(self) -> Arrays | None:
@@ -73,7 +73,7 @@ class CacheEntry:
             if not all(path.is_file() for path in paths.values()):  # opening a pipe would block
                 return None
             return {name: np.lib.format.open_memmap(path, mode="r") for name, path in paths.items()}
-        except Exception:  # a damaged header can raise anything
+        except Exception:  # a damaged header can cause any exception
             return None
 
     def verify(self, arrays: Arrays) -> None:

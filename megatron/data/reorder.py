@@ -1,4 +1,4 @@
-"""Samples that are repeated or skipped when a run continues with another order of its data.
+"""Samples that are repeated or skipped when a run continues with its data in another order.
 
 A run counts the samples that it has consumed and continues after them. In another order (with more
 samples, another seed or another blend) the samples before that position are not those that were
@@ -32,7 +32,7 @@ class Ordered:
 
 @dataclass(frozen=True)
 class Reordered:
-    """Samples of one source that are affected by a change of the order.
+    """Numbers of samples of one source that are affected by a change of order.
 
     repeated  still to come, though consumed before
     skipped   not consumed, and not to come: the new order counts them as consumed

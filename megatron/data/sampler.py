@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron.data.tokenizer_adapters import Tokenizer
 
 Range = tuple[int, int]
-Records = Mapping[str, Mapping[str, Any]]  # of Ledger.record
+Records = Mapping[str, Mapping[str, Any]]  # from Ledger.record
 _BLOCK = 1 << 20  # samples that the ledger looks up at once
 _SHOWN = 6  # sources listed in a line
 
@@ -57,7 +57,7 @@ def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
 def around(positions: Int64Array, ranges: Sequence[Range]) -> Int64Array:
     """Return entries `positions` of the sequence 0, 1, 2, ... without the numbers in `ranges`.
 
-    `ranges` are from `merged`.
+    `ranges` come from `merged`.
 
     >>> around(np.arange(5), [(1, 2), (4, 6)]).tolist()
     [0, 2, 3, 6, 7]
@@ -145,7 +145,7 @@ def sample_order(
 
 
 _READ_ENDS_S = 1.0
-"""Longest wait for the threads of a closed stream."""
+"""Longest time to wait for the threads of a closed stream."""
 _NOTHING = torch.empty(0)
 
 
@@ -226,8 +226,8 @@ class MicroBatchStream:
     def take(self, n: int) -> list[MicroBatch]:
         """Return the next n micro-batches of this rank, on the device.
 
-        All ranks together take n * micro_batch_size * data_size samples. Raises DataError past the
-        end of the data set (dataloader type 'single') and for unreadable data.
+        All ranks together take n * share.micro_batch_size * share.size samples. Raises DataError
+        past the end of the data set (dataloader type 'single') and for unreadable data.
         """
         batches = []
         for _ in range(n):
@@ -323,7 +323,7 @@ class MicroBatch:
     position_ids: int64 [b, s].
     cu_seqlens: int32 [documents + 1], or None. Bounds of documents in the b * s positions, sample
         after sample; the first is 0, the last b * s, and every sample starts a document. Positions
-        of different documents do not attend to each other. None: a sample is one document.
+        of different documents do not attend to each other. None: each sample is one document.
     first_sample: number of the first sample in the order in which the whole job consumes them; it
         keys dropout. Recorded passes (pipeline/captured.py) get it as int64 [1].
     document_lengths: int64 [documents], the differences of cu_seqlens; None together with it.
@@ -429,9 +429,9 @@ def make_micro_batch(
 def _piece_starts(
     segments: Sequence[Int64Array], shape: tuple[int, ...], first_sample: int
 ) -> tuple[BoolArray, BoolArray]:
-    """Return which of tokens 1 ... s start a piece or the padding, and which are not padding.
+    """Return which of tokens 1 ... s start a piece or the padding, and which tokens are no padding.
 
-    Samples are [b, s + 1].
+    Samples have the shape [b, s + 1].
     """
     samples, size = shape
     assert len(segments) == samples, f"{len(segments)} lists of pieces for {samples} samples"

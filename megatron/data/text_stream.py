@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron.data.tokenizer_adapters import Tokenizer
 
 _REPLACEMENT = "\ufffd"  # tokenizers return it for bytes that are not a character
-_MOST_OPEN = 3  # bytes that may wait for the last byte of a character in UTF-8
+_MOST_OPEN = 3  # bytes of a character in UTF-8 that may wait for its last byte
 
 
 class TextStream:

@@ -156,8 +156,8 @@ def with_vocabulary(config: Config) -> tuple[Config, Tokenizer | None, str]:
 class LimitedTokenizer(Tokenizer):
     """The tokenizer that `build` returns, run in a process with limits on time and memory.
 
-    It reads `files`. Rules in a tokenizer.json can double a text again and again, and a damaged
-    model can crash the process that reads it.
+    `build` reads `files`. Rules in a tokenizer.json can double a text again and again, and a
+    damaged model can crash the process that reads it.
     """
 
     def __init__(self, build: Callable[[], Tokenizer], files: Sequence[Path]) -> None:

@@ -128,10 +128,10 @@ class Tokenizer(ABC):
     ) -> tuple[list[int], Int64Array]:
         """Return the ids of a text, and the characters that each covers.
 
-        The latter are int64 [ids, 2], start and end.
+        The characters are int64 [ids, 2], start and end. A token without a character of its own,
+        such as one that the tokenizer puts around a text, has an empty range.
 
-        A token without a character of its own, such as one that the tokenizer puts around a text,
-        has an empty range. `special`: include the tokens that the tokenizer puts around every text.
+        special   include the tokens that the tokenizer puts around every text
         """
         ids, places = self._encode_with_places(text, special)
         ranges = np.array(places, np.int64).reshape(len(ids), 2)
@@ -338,7 +338,7 @@ def byte_letters() -> dict[str, int]:
 
 
 def gpt2(vocab_file: Path, merge_file: Path) -> Tokenizer:
-    """Return the GPT2BPETokenizer. Raises DataError for files that do not belong together."""
+    """Return the GPT2BPETokenizer for two files. Raises DataError if they do not fit together."""
 
     # The library does not report where a file is damaged, and reads 2^32 as 0.
     for token, i in read_json(vocab_file, MOST_BYTES, error=DataError).items():
@@ -369,7 +369,7 @@ def gpt2(vocab_file: Path, merge_file: Path) -> Tokenizer:
 
 
 def hugging_face(file: Path) -> Tokenizer:
-    """Return the HFTokenizer of a tokenizer.json.
+    """Return the HFTokenizer for a tokenizer.json.
 
     eod is the eos_token in the files next to it, see `add_tokens`, or one of USUAL_ENDS. Raises
     DataError for anything else.
