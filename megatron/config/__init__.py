@@ -1,4 +1,4 @@
-"""The configuration: frozen dataclasses.
+"""Configuration as frozen dataclasses.
 
 They are created from a command line, keyword arguments or a saved dictionary.
 

@@ -27,8 +27,8 @@ from megatron.config.translate import DIRECT, LATE, Flags, is_off, meaning, tran
 from megatron.config.validate import DATA, REQUIRED
 from megatron.errors import CheckpointError, ConfigError
 
-# Returns the file of a checkpoint's settings, the settings that must hold, and those that apply
-# unless others are given. Its argument has the settings given so far, among them `load`. Raises
+# Returns the file with a checkpoint's settings, the settings that must match, and those that apply
+# unless others are given. Its argument holds the settings given so far, including `load`. Raises
 # CheckpointError.
 ReadCheckpoint = Callable[
     [Mapping[str, object]], tuple[str, Mapping[str, object], Mapping[str, object]]
@@ -42,10 +42,10 @@ GROUPED = "--group-query-attention"  # without it --num-query-groups has no effe
 
 @dataclass(frozen=True)
 class Flag:
-    """Meaning of one spelling.
+    """Meaning of one spelling of a flag.
 
-    settings: the names of the settings that it may set, to `value` unless words are given, or
-    through `read`. weak: any other flag that sets them overrides it.
+    settings: the names of the settings that it may set: to `value` if it has no words, or through
+    `read`. weak: any other flag that sets them overrides it.
     """
 
     settings: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ def flag_table() -> Mapping[str, Flag]:
 class Scanned(NamedTuple):
     """Words of a command line by flag.
 
-    `flags` has each spelling once, with the words of its last use.
+    `flags` contains each spelling once, with the words of its last use.
     """
 
     flags: dict[str, list[str]]
@@ -120,15 +120,15 @@ class Scanned(NamedTuple):
 
 
 def add_preset(parser: argparse._ActionsContainer, more: str = "") -> None:
-    """Add the option --preset to a tool's parser. `more` names further accepted values."""
+    """Add the option --preset to a tool's parser. `more` names additional accepted values."""
     text = f"preset: {', '.join(PRESETS)}{more}; flags of pretrain_gpt.py override its values"
     parser.add_argument("--preset", "--model", metavar="NAME", help=text)
 
 
 def with_preset(name: str | None, flags: Sequence[str]) -> list[str]:
-    """Return the training flags with a tool's preset in front.
+    """Return the training flags, preceded by a tool's preset.
 
-    Raises ConfigError for two presets.
+    Raises ConfigError if there are two presets.
     """
     if name is not None and any(word.partition("=")[0] == "--preset" for word in flags):
         raise ConfigError(f"--preset {name} and a second --preset are given: give one")
@@ -136,7 +136,7 @@ def with_preset(name: str | None, flags: Sequence[str]) -> list[str]:
 
 
 def split_at_dashes(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """Split a tool's words at the first -- into its own and the training flags. None: sys.argv."""
+    """Split a tool's words at the first -- into its own and training flags. None means sys.argv."""
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]
@@ -182,8 +182,8 @@ def parse_args(
     """Return the configuration of a training command line.
 
     world_size: number of processes that the launcher started; None without a launcher. checkpoint:
-    reads the settings for --use-checkpoint-args; None: none are taken. export: see finish. --help
-    and --print-config print and raise SystemExit(0); with --complete the latter requires the
+    reads the settings for --use-checkpoint-args; None: no checkpoint is read. export: see finish.
+    --help and --print-config print and raise SystemExit(0); with --complete the latter requires the
     settings that a run needs. Raises ConfigError with all problems as a numbered list.
     """
     scanned = scan(argv)
@@ -227,7 +227,7 @@ def parse_plan(
 def read_settings(
     argv: Sequence[str], pieces: Pieces = PLAIN, checkpoint: ReadCheckpoint | None = None
 ) -> Settings:
-    """Return the settings that a command line chooses, with its preset's, before they are resolved.
+    """Return the settings chosen by a command line and its preset, before they are resolved.
 
     Problems are collected in `problems`.
     """
@@ -300,7 +300,7 @@ def _give_flags(settings: Settings, flags: Flags, checkpoint: ReadCheckpoint | N
 
 
 def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
-    """Give the settings of the checkpoint, and record contradictions to its architecture."""
+    """Set the checkpoint's settings, and record contradictions with its architecture."""
     source = ""
     fixed: Mapping[str, object] = {}
     suggested: Mapping[str, object] = {}
@@ -328,14 +328,14 @@ def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
 def _flags_of_file(
     settings: Settings, explicit: Flags, chosen: Mapping[str, Any]
 ) -> tuple[dict[str, list[str]], dict[str, str], set[str]]:
-    """Return the flags of the file that --config names, with their words, and their origins.
+    """Return the flags in the file named by --config, with their words, and their origins.
 
-    Also return the origins of values that were a run's defaults: while they still are, nobody has
-    chosen them. `explicit` has the flags of the command line, `chosen` its settings. If a run wrote
-    the file, even with an older version, settings of one start are omitted and, with another
-    --save, the locations of that run's outputs; a notice lists them, except those that are chosen
-    again. Flags that name code are a problem unless they are overridden or --trust-config is given,
-    since such files are shared.
+    Also return the origins of values that were defaults in the run that wrote the file: if they
+    still are the defaults, they do not count as chosen. `explicit` holds the flags on the command
+    line, `chosen` its settings. If a run wrote the file, even with an older version, settings for a
+    single start are omitted and, with a different --save, so are the locations of that run's
+    outputs; a notice lists them, except those that are chosen again. Flags that name code are a
+    problem unless they are overridden or --trust-config is given, since such files are shared.
     """
     from megatron.config.settings_file import read_settings_file, words_of
 
@@ -398,7 +398,7 @@ def _chosen_values(
 ) -> dict[str, ChosenValue]:
     """Return the chosen value of each setting.
 
-    `origins` has the origins of flags that are not on the command line. Two flags with different
+    `origins` holds the origins of flags that are not on the command line. Two flags with different
     values for a setting are a problem.
     """
     chosen: dict[str, ChosenValue] = {}
@@ -426,7 +426,7 @@ def _chosen_values(
             for key in (spelling, *(word.lower() for word in words)):
                 for name, value in flag.option.implies.get(key, {}).items():
                     weak[name] = ChosenValue(written, value, origin)
-    # The last of --mock-data and data files counts, but a settings file has no order.
+    # The last of --mock-data and data files wins, but a settings file has no order.
     sources = [n for n, one in chosen.items() if n in (*DATA, "mock_data") and one.value]
     for name in sources if "mock_data" in sources and not origins else ():
         if (name == "mock_data") != (sources[-1] == "mock_data"):
@@ -435,7 +435,7 @@ def _chosen_values(
     return weak | chosen
 
 
-# The first of two flags decides, as in Megatron-LM.
+# Pairs of flags of which the first wins, as in Megatron-LM.
 _DECIDES = {
     ("--recompute-activations", "--recompute-granularity"),
     ("--data-parallel-sharding-strategy", "--use-distributed-optimizer"),
@@ -443,7 +443,7 @@ _DECIDES = {
 
 
 def _winner(one: ChosenValue, other: ChosenValue) -> ChosenValue | None:
-    """Return which of two values of a setting counts; None: they contradict each other."""
+    """Return which of two values of a setting wins; None if they contradict each other."""
     for first, second in ((one, other), (other, one)):
         flags = first.written.split()[0], second.written.split()[0]
         # Every ZeRO stage but 0 has a distributed optimizer.
@@ -486,7 +486,7 @@ def _values(settings: Settings, spelling: str, flag: Flag, words: list[str], ori
 def command_line_of(config: Config) -> list[str]:
     """Return a command line for the same configuration.
 
-    It has the chosen settings that have an effect, by section.
+    It contains the chosen settings that have an effect, by section.
     """
     argv: list[str] = []
     for name, option in all_options().items():

@@ -1,4 +1,4 @@
-"""The configuration of a run: one frozen object with a section for each subject."""
+"""The configuration of a run: one frozen object with one section per subject."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ Export = Callable[[ModelConfig, Pieces], str]
 class Config(Sections):
     """All settings of a run, resolved and checked. Use Config.create(...) or parse_args(...).
 
-    `pieces` are the user's own pieces (with_pieces). replace(...) keeps them; to_dict omits them.
+    `pieces` are the user's own pieces (see with_pieces). replace(...) keeps them; to_dict omits
+    them.
     """
 
     explicit: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
@@ -84,7 +85,7 @@ class Config(Sections):
     def with_pieces(self, **pieces: Any) -> Config:
         """Return a copy with the user's own pieces.
 
-        They are a layer, model, datasets, optimizer, schedule or callbacks. Raises ConfigError.
+        A piece is a layer, model, datasets, optimizer, schedule or callbacks. Raises ConfigError.
         """
         merged = dataclasses.replace(self.pieces, **pieces)
         raise_problems(list(own_passes(self.kernels.cuda_graph_impl, merged)))
@@ -121,9 +122,9 @@ class Config(Sections):
         return Path(self.checkpoint.save) / "metrics.jsonl" if self.checkpoint.save else None
 
     def num_micro_batches(self, global_batch_size: int | None = None) -> int:
-        """Return the number of micro-batches of a step on each replica.
+        """Return the number of micro-batches in a step on each replica.
 
-        By default it is for the full global batch.
+        By default, the step has the full global batch.
         """
         size = global_batch_size or self.batch.global_batch_size
         per_round = self.batch.micro_batch_size * self.parallel.data_parallel_size
@@ -165,7 +166,7 @@ class Config(Sections):
 
 
 def _plain(value: object) -> object:
-    """Return a value as it is represented in JSON."""
+    """Return a value in its JSON representation."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -178,8 +179,8 @@ def finish(
 ) -> Config:
     """Merge the DeepSpeed JSON, derive dependent settings, check everything and freeze it.
 
-    run: also require the settings that only a training run needs. export: returns why --save-hf
-    could not write a model. Raises ConfigError.
+    run: also require the settings that only a training run needs. export: a function that returns
+    why --save-hf could not write a model. Raises ConfigError.
     """
     if merge_json:
         merge_deepspeed_json(settings)
@@ -217,7 +218,7 @@ def finish(
 
 
 def _located(settings: Settings, problem: str) -> str:
-    """Return a problem, with the lines of files that chose the settings whose flags it names."""
+    """Return a problem with the FILE:LINE origins of the settings whose flags it names."""
     flags = {*re.findall(r"--[\w-]+", problem)}
     locations = [
         settings.origins[name]
@@ -232,7 +233,7 @@ def _located(settings: Settings, problem: str) -> str:
 # --- resolve
 
 
-# For library users and tests: a training run must give the value; see run_requirements.
+# For library users and tests: a training run must set the value; see run_requirements.
 _STAND_IN_ORIGIN = "default; a training run must give it"
 # Setting -> value and origin if it is unset.
 _FALLBACKS: Mapping[str, tuple[object, str]] = {
@@ -244,11 +245,11 @@ _FALLBACKS: Mapping[str, tuple[object, str]] = {
 
 
 def default_of(name: str) -> object:
-    """Return the value of a setting that nobody chooses and that follows from no other."""
+    """Return the value of a setting that is neither chosen nor derived from others."""
     return _FALLBACKS[name][0] if name in _FALLBACKS else all_options()[name].default
 
 
-# Setting -> the setting from which it takes its value if it is unset.
+# Setting -> the setting whose value it takes if it is unset.
 _SAME_AS = pairs(
     "num_key_value_heads=num_attention_heads max_position_embeddings=seq_length "
     "start_weight_decay=weight_decay end_weight_decay=weight_decay "
@@ -257,7 +258,7 @@ _SAME_AS = pairs(
 
 
 def resolve(s: Settings) -> None:
-    """Fill `s.values` from chosen values, defaults and derived values."""
+    """Fill `s.values` with chosen values, defaults and derived values."""
     v = s.values
     options = all_options()
     defaults = {name: copy.copy(option.default) for name, option in options.items()}
@@ -319,7 +320,7 @@ def _tokenizer(s: Settings) -> None:
     chosen = v["vocab_size"] is not None and not s.origins["vocab_size"].startswith("preset ")
     if v["vocab_file"] and v["merge_file"] and not chosen:
         s.fill("tokenizer_type", "GPT2BPETokenizer", "derived from vocab-file and merge-file")
-    # A preset has the vocabulary size of the model's own tokenizer; another tokenizer has its own.
+    # A preset's vocabulary size is that of the model's own tokenizer; other tokenizers differ.
     kind = v["tokenizer_type"]
     if kind not in (None, "NullTokenizer") and s.origins["vocab_size"].startswith("preset "):
         s.explicit.pop("vocab_size", None)
@@ -350,7 +351,7 @@ def _model(s: Settings) -> None:
 
 
 def _experts(s: Settings) -> None:
-    """Derive the settings of experts; without experts they have their defaults."""
+    """Derive the settings of experts; without experts they keep their defaults."""
     v = s.values
     if v["num_experts"] in (0, 1):
         s.notices.append(f"--num-experts {v['num_experts']} has no effect: it means no experts")
@@ -367,7 +368,7 @@ def _experts(s: Settings) -> None:
 
 
 def _mup(s: Settings, mlp_width: Callable[[int], int] | None) -> None:
-    """Derive the sizes of muP's base model, and the factors of attention and output scores."""
+    """Derive the sizes of muP's base model, and the factors for attention and output scores."""
     v = s.values
 
     def derive(name: str, value: object) -> None:
@@ -467,7 +468,7 @@ def _steps(s: Settings) -> None:
         size = v["micro_batch_size"] * v["data_parallel_size"]
         s.fill("global_batch_size", size, "derived from micro-batch-size and data-parallel size")
     if s.is_unset("train_iters", "train_samples", "train_tokens"):
-        # Long enough for a warm-up and a final decay that were given, in their unit.
+        # Long enough for the given warm-up and final decay, in their unit.
         unit = (
             "samples"
             if any(v[f"lr_{what}_samples"] for what in ("decay", "warmup", "wsd_decay"))

@@ -1,9 +1,9 @@
 """Merges a DeepSpeed JSON into the settings.
 
-"auto" leaves a value to the command line. A value that only the JSON has is used. A value that
-contradicts a chosen one is a problem that names both values, both places and the line of the file.
-deepspeed_json.toml lists the entries that set something, are refused, have no effect or are passed
-to DeepSpeed; unknown entries are passed on, too, with a notice.
+"auto" leaves a value to the command line. A value that is only in the JSON is used. A value that
+contradicts a chosen one is a problem that names both values, their origins and the line in the
+file. deepspeed_json.toml lists the entries that set something, are refused, have no effect or are
+passed to DeepSpeed; unknown entries are passed on, too, with a notice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.config.settings import Settings, all_options, did_you_mean
 from megatron.errors import ConfigError
 from megatron.untrusted import parse_json, read_text
 
-_MOST_BYTES = 1 << 20  # such a file normally has a few thousand
+_MOST_BYTES = 1 << 20  # such a file normally has a few thousand bytes
 _STEPS = "gradient_accumulation_steps"
 
 
@@ -122,7 +122,7 @@ class _Merge:
         return node.pop(path[-1], None)
 
     def _at(self, key: str) -> str:
-        """Return FILE:LINE of a key, which follows the keys of the objects that it is in."""
+        """Return FILE:LINE of a key, searching for it after the keys of its enclosing objects."""
         at = 0
         for name in key.split("."):
             match = re.compile(rf"{re.escape(json.dumps(name))}\s*:").search(self.text, at)
@@ -133,7 +133,7 @@ class _Merge:
         self.settings.problems.append(f"{self._at(key)}: {text}")
 
     def _set(self, key: str, names: str | list[str], value: object) -> None:
-        """Give the setting of an entry, or the settings of its numbers."""
+        """Set the setting for an entry, or the settings for its numbers."""
         if value is None or value == "auto":
             return
         if isinstance(names, str):
@@ -169,8 +169,8 @@ class _Merge:
         chosen = settings.explicit[name]
         where = settings.origins[name]
         if name == "loss_scale" and value == 0 and chosen:
-            # DeepSpeed reads the scale from its file only: scripts that set both have trained
-            # with a dynamic scale.
+            # DeepSpeed reads the scale only from its JSON: scripts that set both have trained with
+            # a dynamic scale.
             settings.give(name, None, origin)
             settings.notices.append(
                 f"--loss-scale {chosen:g} ({where}) has no effect: the loss scale is dynamic, as "

@@ -8,11 +8,11 @@ _FORMS = re.compile(r"(?:(?P<days>\d{1,9})-)?(?P<parts>\d{1,9}(?::\d{1,9}){0,2})
 
 
 def duration_s(text: str) -> int | None:
-    """Return the seconds of a duration in one of the forms of sbatch --time.
+    """Return a duration, written in one of the forms accepted by sbatch --time, in seconds.
 
-    The forms are D-HH:MM:SS, D-HH:MM, D-HH, HH:MM:SS, MM:SS and whole minutes. None for anything
-    else, such as UNLIMITED or INVALID. The first part may have nine digits. Minutes and seconds are
-    below 60, hours after days below 24.
+    The forms are D-HH:MM:SS, D-HH:MM, D-HH, HH:MM:SS, MM:SS and whole minutes. Return None for
+    anything else, such as UNLIMITED or INVALID. The first part may have up to nine digits. Minutes
+    and seconds are below 60, hours after days below 24.
 
     >>> duration_s("1-02:00:30"), duration_s("90:00"), duration_s("120"), duration_s("UNLIMITED")
     (93630, 5400, 7200, None)

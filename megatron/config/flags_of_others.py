@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM, Megatron-DeepSpeed, their forks and Primus without a setting of ours.
+"""Flags of Megatron-LM, Megatron-DeepSpeed, their forks and Primus that have no setting here.
 
 flags_of_others.toml lists them by family.
 """
@@ -20,10 +20,10 @@ _HOW_MANY = {"0": "no value", "1": "one value", "?": "at most one value"}
 
 @dataclass(frozen=True)
 class Foreign:
-    """One such flag, handled like the others of its family for the same reason.
+    """One such flag, handled like the others in its family for the same reason.
 
-    model: whether it changes the function that weights compute. values: number of values that it
-    takes: '0', '1', '?' or '*'. harmless: values that leave the feature off.
+    model: whether it changes the function computed by given weights. values: number of values that
+    it takes: '0', '1', '?' or '*'. harmless: values that leave the feature off.
     """
 
     refused: bool
@@ -33,7 +33,7 @@ class Foreign:
     harmless: tuple[str, ...]
 
     def judge(self, settings: Settings, spelling: str, words: list[str]) -> None:
-        """Add a notice to `settings` if these words change nothing, otherwise a problem."""
+        """Add a notice to `settings` if these words have no effect, otherwise a problem."""
         written = " ".join([spelling, *words])
         reason = self.reason
         switched = len(words) == 1 and words[0].lower() in ("true", "false")
@@ -64,9 +64,9 @@ class Foreign:
 
 
 def changes_model(name: str, value: object, arguments: Mapping[str, object]) -> bool:
-    """Return whether an argument of Megatron is one that the command line refuses as a flag.
+    """Return whether the command line would refuse this argument of Megatron as a flag.
 
-    Only arguments that change the function of the weights count, and only if they are not off.
+    Only arguments that change the function computed by the weights count, and only if they are on.
     """
     foreign = foreign_flags().get(f"--{name.replace('_', '-')}")
     if foreign is None or not foreign.model or value is False:

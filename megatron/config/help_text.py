@@ -20,7 +20,7 @@ _INDENT = 44
 _NAME_WIDTH = 48
 _VALUE_WIDTH = 28
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
-# Headings of sections that are not the names of their attributes.
+# Headings of sections where they differ from the attribute names.
 _TITLES = {
     "parallel": "parallelism and launch",
     "recompute": "recomputation",
@@ -90,7 +90,7 @@ def render_help() -> str:
 
 
 def _entry(heading: str, description: str) -> list[str]:
-    """Return a heading on the left and a description on the right.
+    """Return the lines of an entry, with the heading on the left and the description on the right.
 
     A long heading gets its own line.
     """
@@ -121,7 +121,7 @@ def _choices(option: Option) -> list[str]:
 
 
 def _choices_fit(option: Option) -> bool:
-    """Return whether the choices fit beside the flag. A longer list goes into the description."""
+    """Return whether the choices fit next to the flag. A longer list goes into the description."""
     return option.choices is not None and len(",".join(_choices(option))) <= 70
 
 
@@ -177,7 +177,7 @@ def differences(config: Config) -> dict[str, object]:
 
 
 def render_differences(config: Config) -> list[str]:
-    """Return the settings of `differences`, one line for the command line and each other source."""
+    """Return the result of `differences`, one line for each source."""
     lines: dict[str, str] = {}
     for name in differences(config):
         source = config.origin(name)

@@ -1,4 +1,4 @@
-"""Settings of tokenizer, data, checkpoints and logging."""
+"""Settings for tokenizer, data, checkpoints and logging."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NO_RANDOM_STATES = (
 
 
 def named_corpus(word: str) -> tuple[str, str] | None:
-    """Return name and prefix of a corpus NAME=PREFIX; None for a prefix.
+    """Return the name and prefix of a corpus given as NAME=PREFIX; None for a bare prefix.
 
     >>> named_corpus("web=data/web"), named_corpus("./a=b")
     (('web', 'data/web'), None)
@@ -24,7 +24,7 @@ def named_corpus(word: str) -> tuple[str, str] | None:
 
 
 def hugging_face_folder(load: str | None) -> Path | None:
-    """Return FOLDER of --load hf:FOLDER; None for any other value.
+    """Return the FOLDER in --load hf:FOLDER; None for any other value.
 
     >>> hugging_face_folder("hf:models/a"), hugging_face_folder("runs/a")
     (PosixPath('models/a'), None)
@@ -199,7 +199,7 @@ class CheckpointConfig:
         "With --keep-last, also keep checkpoints whose iteration is a multiple of N.",
         COUNT,
         flags="--keep-every --save-retain-interval",
-        # Megatron-LM keeps the newest checkpoint next to these.
+        # Megatron-LM keeps the newest checkpoint in addition to these.
         implies={"--save-retain-interval": {"keep_last": 1}},
     )
     no_save_optim: bool = option(False, "Do not save the optimizer state.")

@@ -415,7 +415,7 @@ class ModelConfig:
 
     @property
     def layer_norms(self) -> tuple[str, ...]:
-        """Return the names of the norms of a layer on the residual stream."""
+        """Return the names of a layer's norms on the residual stream."""
         before = ("input_layernorm", "post_attention_layernorm")
         after = ("post_self_attn_layernorm", "post_mlp_layernorm")
         if self.parallel_residual == "one_norm":
@@ -424,7 +424,7 @@ class ModelConfig:
 
     @property
     def residual_scale(self) -> float:
-        """Return the factor of the outputs of attention and MLP on the residual stream.
+        """Return the factor for the outputs of attention and MLP on the residual stream.
 
         It is 1 / depth, relative to the base model of muP (Dey et al., arXiv 2505.01618, table 1,
         alpha = 1), and 1 without muP.
@@ -433,11 +433,11 @@ class ModelConfig:
 
     @property
     def key_value_scale(self) -> float:
-        """Return the factor of the initial weights of keys and values; 1 without muP.
+        """Return the factor for the initial weights of keys and values; 1 without muP.
 
-        If there are fewer of them than inputs, as in multi-query attention, their weights are
-        smaller: sqrt(outputs / inputs) times those of a square matrix (Yang et al., arXiv
-        2310.17813, section 3). Otherwise gradients through them would outgrow all others.
+        If they have fewer outputs than inputs, as in multi-query attention, their weights are
+        smaller: sqrt(outputs / inputs) times the weights of a square matrix (Yang et al., arXiv
+        2310.17813, section 3). Otherwise, the gradients through them would dominate all others.
         """
         if not self.use_mup:
             return 1.0
@@ -448,7 +448,7 @@ class ModelConfig:
 
     @property
     def router_scale(self) -> float:
-        """Return the factor of the scores of routers and gates; 1 without muP.
+        """Return the factor for the scores of routers and gates; 1 without muP.
 
         They have many inputs and few outputs, like the output layer (Yang et al., arXiv 2203.03466,
         table 8).
@@ -456,7 +456,7 @@ class ModelConfig:
         return self.mup_base_hidden_size / self.hidden_size if self.use_mup else 1.0
 
     def mup_base(self) -> ModelConfig:
-        """Return the base model of muP, with its layers, and experts in proportion to MLPs."""
+        """Return muP's base model, with its number of layers, and experts in proportion to MLPs."""
         moe, shared = (
             width and width * self.mup_base_ffn_hidden_size // (self.ffn_hidden_size or 1)
             for width in (self.moe_ffn_hidden_size, self.moe_shared_expert_intermediate_size)
@@ -474,7 +474,7 @@ class ModelConfig:
         )
 
     def window(self, layer: int) -> int | None:
-        """Return the number of earlier keys that a query in `layer`, from 0, sees; None: all."""
+        """Return how many earlier keys a query in `layer` (counted from 0) sees; None: all."""
         if self.window_size is None or self.window_size[0] < 0:
             return None
         skip = self.window_attn_skip_freq
@@ -483,7 +483,7 @@ class ModelConfig:
         return self.window_size[0]
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether a layer, from 0, has experts in place of its MLP."""
+        """Return whether a layer (counted from 0) has experts instead of an MLP."""
         freq = self.moe_layer_freq
         if self.num_experts is None:
             return False
@@ -501,7 +501,7 @@ class ModelConfig:
         return sum(map(self.has_experts, range(self.num_layers)))
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
-        """Return vocab_size, padded to a multiple of make_vocab_size_divisible_by x that size."""
+        """Return vocab_size, padded as make_vocab_size_divisible_by requires."""
         assert self.vocab_size is not None, "unknown until the tokenizer has been read"
         multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
         return -(-self.vocab_size // multiple) * multiple

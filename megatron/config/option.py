@@ -1,6 +1,7 @@
-"""Declaration of a setting: type, flags, limits and help, beside its dataclass field.
+"""Declaration of a setting: type, flags, limits and help, next to its dataclass field.
 
-The command line, type and range checks, --help and --print-config are generated from these.
+The command line, type and range checks, --help and --print-config are generated from these
+declarations.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ _ARTICLE = {
     bool: "True or False",
     dict: "a mapping",
 }
-_SHOWN = 80  # characters of a bad value
+_SHOWN = 80  # characters of a bad value that a message shows
 
-# Upper limits, far above the values of any real run. Larger numbers are typos, and would
-# exhaust memory, take minutes before the first step, or overflow in fp32. MOST applies to settings
+# Upper limits, far above the values in any real run. Larger numbers are typos that would exhaust
+# memory, take minutes before the first step, or overflow in fp32. MOST applies to settings
 # without a separate limit: iterations, minutes, vocabulary entries.
 MOST = 10**9
 MOST_LAYERS = 2**16
 MOST_WIDTH = 2**20  # a square matrix of this width has 4 TiB in fp32
-MOST_POSITIONS = 2**24  # fp32, in which angles are computed, holds whole numbers exactly up to here
+MOST_POSITIONS = 2**24  # angles are computed in fp32, which is exact for integers up to here
 MOST_PROCESSES = 2**20  # ten times the devices of the largest machines
-MOST_BATCH = 2**20  # samples of a step, each of which is an entry in a schedule
+MOST_BATCH = 2**20  # samples in a step, each of which is an entry in a schedule
 MOST_SAMPLES = 10**12
-MOST_TOKENS = 10**16  # counted exactly in float64, in which learning rates are computed
+MOST_TOKENS = 10**16  # about the limit of exact counts in float64, used for learning rates
 LEAST_NORMAL = 2.0**-126  # of fp32; smaller values may be flushed to zero
 
 
 class Range(NamedTuple):
-    """Limits of a number."""
+    """Limits for a number."""
 
     at_least: float = -math.inf
     at_most: float = MOST
@@ -78,8 +79,8 @@ class Option:
     flags: spellings that take a value (or switch a bool on). off_flags: spellings that switch a
     bool off. shortcuts: spellings without a value that set the field to the given one.
     weak_shortcuts: the same, but they yield to any other flag of the field. value_names: other
-    accepted names of a choice, or other accepted words for a number, in lower case. implies: a
-    spelling, or a name of a value, that also sets other fields unless a flag does.
+    accepted names for a choice, or other accepted words for a number, in lower case. implies:
+    spellings, or names of values, that also set other fields unless a flag does.
     """
 
     name: str = ""
@@ -99,17 +100,17 @@ class Option:
     hint: str = ""
     metavar: str | None = None
     shown_off: bool = False  # a bool that is on unless turned off: --help shows the flag that does
-    # the meaning of the flag without a value, for the few flags that allow it
+    # the value if the flag is given without one, for the few flags that allow it
     implied: object = None
     limits: Range = ANY
     derived: str = ""  # how an absent value is filled in, for --help
     internal: bool = False  # never set from outside: always computed
-    # a setting of one start, such as the checkpoint it loads and when it ends; settings.toml
-    # repeats the others
+    # a setting for a single start, such as the checkpoint to load and when to exit; the others are
+    # carried over through settings.toml
     one_start: bool = False
-    of_folder: bool = False  # names an output of the run in --save; another run has its own
-    names_code: bool = False  # its value is imported or run: for the command line, not for files
-    none_word: bool = False  # the word none also resets a setting without choices
+    of_folder: bool = False  # names an output of the run in --save; other runs have their own
+    names_code: bool = False  # its value is imported or run: fine on a command line, not in files
+    none_word: bool = False  # the word none resets this setting, even though it has no choices
 
     @property
     def has_none(self) -> bool:
@@ -129,9 +130,9 @@ class Option:
         return f"{self.flag} {' '.join(map(str, value)) if self.many else value}"
 
     def parse(self, texts: list[str]) -> Any:
-        """Return the value of these command-line words.
+        """Return the value expressed by these command-line words.
 
-        Raises ValueError with the expected form.
+        Raises ValueError that states the expected form.
         """
         if self.many:
             if self.kind is int:  # 0,1,6,7 and 0 1 6 7 are the same
@@ -162,7 +163,7 @@ class Option:
         return text
 
     def accept(self, value: object) -> object:
-        """Return the value in the field's type and spelling.
+        """Return the value converted to the field's type and spelling.
 
         Raises ValueError for a wrong type, choice or range.
         """
@@ -206,7 +207,7 @@ class Option:
 
 
 def _unrolled(text: str) -> str:
-    """Return a list with repetitions, Megatron's ([1]*3+[0])*2, as 1,1,1,0,1,1,1,0.
+    """Expand a list with repetitions, such as Megatron's ([1]*3+[0])*2, to 1,1,1,0,1,1,1,0.
 
     Other texts are returned unchanged.
     """
@@ -256,7 +257,7 @@ def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
 
 
 def real(most: float = MOST, least: float | None = None) -> Callable[[str], float]:
-    """Return an argparse type for a number above 0, or of at least `least`."""
+    """Return an argparse type for a number above 0, or at least `least`."""
     limits = Range(above=0, at_most=most) if least is None else Range(least, most)
     return functools.partial(_number, Option(kind=float, limits=limits))
 
@@ -269,7 +270,7 @@ def _number(rule: Option, text: str) -> Any:
 
 
 def pairs(text: str) -> dict[str, str]:
-    """Return the NAME=VALUE words of a text by name.
+    """Return the values of the NAME=VALUE words in a text, by name.
 
     >>> pairs("rotary=rope absolute=learned_absolute")
     {'rotary': 'rope', 'absolute': 'learned_absolute'}
@@ -278,7 +279,7 @@ def pairs(text: str) -> dict[str, str]:
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message, shortened."""
+    """Return a value as shown in messages, shortened."""
     try:
         text = str(value)
     except ValueError:  # too many digits
@@ -290,9 +291,9 @@ def option(default: object, help: str, limits: Range = ANY, **attributes: object
     """Return a dataclass field with an Option.
 
     A default of None means unset (required, derived or off). `flags`, `off_flags` and `choices` are
-    words in a text; value_names and shortcuts may be words NAME=VALUE. `flags` defaults to the
-    field's name with dashes; flags="" gives a field no flag. A bool that is on has only the flags
-    that switch it off, unless `flags` are given.
+    space-separated words; value_names and shortcuts may be NAME=VALUE words. `flags` defaults to
+    the field's name with dashes; flags="" gives a field no flag. A bool that is on by default has
+    only flags that switch it off, unless `flags` are given.
     """
     metadata = {_KEY: {"help": help, "default": default, "limits": limits, **attributes}}
     if default is dict:  # a mapping, empty unless given

@@ -1,4 +1,4 @@
-"""Settings of parallelism, recomputation, launch and engine."""
+"""Settings for parallelism, recomputation, launch and engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config.option import LAYERS, MOST_PROCESSES, PROCESSES, Range, option
 
-# The sizes that divide the processes of a job into replicas.
+# The parallel sizes other than data-parallel.
 SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -14,7 +14,7 @@ SIZES = (
     "expert_model_parallel_size",
 )
 SCHEDULES = ("1f1b", "interleaved", "zb-h1")  # pipeline/orders.py
-# Which dimension varies fastest over the ranks, which next, which slowest; the first is Megatron's.
+# Orders of dimensions over the ranks, from fastest to slowest varying; the first is Megatron's.
 RANK_ORDERS = ("tp-dp-pp", "tp-pp-dp", "dp-tp-pp", "dp-pp-tp", "pp-tp-dp", "pp-dp-tp")
 
 TILE = 32
@@ -177,13 +177,13 @@ class ParallelConfig:
     def gradient_ranks(self) -> int:
         """Return the number of ranks that sum a parameter's gradients and share its ZeRO state.
 
-        These are all replicas, and all context ranks of each.
+        These are the context-parallel ranks of all replicas.
         """
         return self.data_parallel_size * self.context_parallel_size
 
     @property
     def sequence_ranks(self) -> int:
-        """Return the number of ranks over which the rows between two layers are divided."""
+        """Return the number of ranks that share the rows between two layers."""
         tensor = self.tensor_model_parallel_size if self.sequence_parallel else 1
         return tensor * self.context_parallel_size
 
@@ -335,7 +335,7 @@ class EngineConfig:
 
 
 def layout_counts(layout: str) -> list[int] | None:
-    """Return the numbers of a pipeline layout such as '3,4,4,3'; None for anything else."""
+    """Return the layer counts of a pipeline layout such as '3,4,4,3'; None for anything else."""
     words = [word.strip() for word in layout.split(",")]
     if not all(word.isdecimal() and len(word) < 10 and int(word) > 0 for word in words):
         return None
@@ -345,7 +345,7 @@ def layout_counts(layout: str) -> list[int] | None:
 def even_counts(number: int, stages: int) -> list[int]:
     """Return the number of layers per stage.
 
-    Each gets the quotient, and the stages just before the last one get the remainder.
+    Each gets the quotient; the remainder goes, one layer each, to the stages just before the last.
     """
     each, left_over = divmod(number, stages)
     before_last = stages - 1

@@ -21,7 +21,7 @@ def _tensor_parallel(config: Sections) -> Problems:
     names = ["num_attention_heads", "ffn_hidden_size"]
     groups = config.model.num_key_value_heads
     size = config.parallel.tensor_model_parallel_size
-    # if there are fewer heads than ranks, each head is on several ranks
+    # if there are fewer groups than ranks, each group is on several ranks
     if groups and groups != config.model.num_attention_heads and size % groups:
         names.append("num_key_value_heads")
     if config.parallel.sequence_parallel:
@@ -215,7 +215,7 @@ def _context_parallel(config: Sections) -> Problems:
 
 
 def ring_limits(config: Sections, ring_size: int) -> Iterator[tuple[str, str]]:
-    """Yield limits of ring attention that --cp-comm-type a2a does not have, and another remedy."""
+    """Yield limits of ring attention that --cp-comm-type a2a lacks, each with another remedy."""
     length = config.model.seq_length
     dropout = config.model.attention_dropout
     if config.kernels.attention_backend in ("unfused", "local"):

@@ -4,15 +4,14 @@ A schedule is a list of phases, separated by commas or line ends:
 
     SHAPE [LENGTH] [NAME VALUE ...]         warmup 1000, constant 50K, cosine 10% to 1e-5
 
-LENGTH is a number, with K, M, B or T for thousands and more, in the unit of the run (--train-iters,
---train-samples or --train-tokens), or a percentage of the run. Only the last phase may omit it: it
-takes the rest of the run. The names:
+LENGTH is a number, optionally with a suffix K, M, B or T (thousand to trillion), in the unit of the
+run (--train-iters, --train-samples or --train-tokens), or a percentage of the run. Only the last
+phase may omit it: it takes the rest of the run. The names are:
 
-    from, to             value at its beginning (default: the end of the previous phase) and at its
-                         end
-    cycles, factor       repeat it this often, each time from its first value and `factor` times as
-                         long
-    amplitude, exponent  of the shape power
+    from, to             value at the start (default: the last value of the previous phase) and end
+    cycles, factor       repeat the phase this many times, each from the first value and `factor`
+                         times as long as the one before
+    amplitude, exponent  parameters of the power shape
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Phase:
     """A phase of a schedule as written.
 
     length   in the unit of the run, or with `percent` a share of the run; None: the rest
-    numbers  by name
+    numbers  values by name, such as `to`
     """
 
     shape: str
@@ -77,7 +76,7 @@ def number(text: str, most: int = MOST_TOKENS) -> float:
 
 
 def parse_phases(text: str) -> list[Phase]:
-    """Return the phases of a schedule. Raises ValueError with the phase that is wrong.
+    """Return the phases of a schedule. Raises ValueError that names the invalid phase.
 
     >>> [(p.shape, p.length) for p in parse_phases("warmup 1K, cosine")]
     [('warmup', 1000.0), ('cosine', None)]
@@ -129,7 +128,7 @@ def _parse_phase(text: str) -> Phase:
 
 
 def parse_batch_sizes(text: str) -> list[tuple[int, int]]:
-    """Return (tokens, samples) of --step-batch-size-schedule. Raises ValueError.
+    """Return the (tokens, samples) pairs in --step-batch-size-schedule. Raises ValueError.
 
     >>> parse_batch_sizes("0:768 250B:1536")
     [(0, 768), (250000000000, 1536)]
@@ -149,7 +148,7 @@ def parse_batch_sizes(text: str) -> list[tuple[int, int]]:
 
 
 def norm_limits(words: Sequence[str] | None) -> dict[str, float]:
-    """Return the limit of each kind of --clip-grad-by-kind. Raises ValueError.
+    """Return the limit for each kind in --clip-grad-by-kind. Raises ValueError.
 
     >>> norm_limits(["embedding=0.1"])
     {'embedding': 0.1}

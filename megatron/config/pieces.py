@@ -1,4 +1,4 @@
-"""The user's own pieces, which replace the project's. megatron/protocols.py has their protocols."""
+"""The user's own pieces, which replace the project's (protocols: megatron/protocols.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Piece = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces of a run; None selects the project's own. `file` is the file given by --pieces."""
+    """Pieces of a run; None selects the project's own. `file` is the file given with --pieces."""
 
     layer: Piece | None = None
     model: Piece | None = None
@@ -36,7 +36,7 @@ class Pieces:
                 )
 
     def named(self) -> Iterator[tuple[str, Any]]:
-        """Return (name, piece) of the user's own pieces."""
+        """Yield (name, piece) for each of the user's own pieces."""
         for name, piece in vars(self).items():
             if name == "callbacks":
                 yield from (("callback", type(callback)) for callback in piece)
@@ -74,7 +74,7 @@ def load_pieces(file: str) -> Pieces:
     Raises ConfigError if the file or the dictionary is missing.
     """
     path = Path(file)
-    # The name by which pickle finds the functions and classes in another process.
+    # The module name under which pickle finds the functions and classes in another process.
     name = f"pieces_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
@@ -92,7 +92,7 @@ def load_pieces(file: str) -> Pieces:
 
 
 def load_callbacks(names: Sequence[str]) -> list[object]:
-    """Return an object of each class that --callback names as MODULE:CLASS.
+    """Return an instance of each class that --callback names as MODULE:CLASS.
 
     Raises ConfigError if one is missing or cannot be created without arguments.
     """

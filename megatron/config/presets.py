@@ -27,7 +27,7 @@ def _read() -> dict[str, dict[str, object]]:
 
 PRESETS: Mapping[str, Mapping[str, object]] = _read()
 
-# A setting chosen in addition to a preset or a file -> settings there that become meaningless.
+# A setting chosen on top of a preset or a file -> settings there that become meaningless.
 _YIELDS: Mapping[str, tuple[str, ...]] = {
     "recompute_granularity": ("recompute_method", "recompute_num_layers", "recompute_modules"),
     "num_layers": ("num_layers_per_virtual_pipeline_stage",),
@@ -75,7 +75,7 @@ def yielding(values: Mapping[str, object], chosen: Mapping[str, object]) -> dict
     sizes = [values.get(per_chunk), values.get("num_layers"), chosen.get(pipeline)]
     if all(isinstance(number, int) and number > 0 for number in sizes):
         each, layers, ranks = cast(list[int], sizes)
-        # with fewer than two chunks on each rank nothing interleaves
+        # with fewer than two chunks per rank there is nothing to interleave
         if ranks == 1 or layers % (ranks * each) or layers < 2 * ranks * each:
             winners[per_chunk] = pipeline
     winners |= {name: name for name in chosen}

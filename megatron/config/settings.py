@@ -42,7 +42,7 @@ class Sections:
     logging: LoggingConfig
 
     def get(self, name: str) -> Any:
-        """Return a setting by its name. Raises ConfigError for an unknown one."""
+        """Return the value of a setting. Raises ConfigError for an unknown name."""
         return getattr(getattr(self, section_of(name)), name)
 
 
@@ -93,8 +93,8 @@ def raise_problems(problems: list[str]) -> None:
 class Settings:
     """Values by setting name.
 
-    `explicit` holds chosen values; `values` adds defaults and derived values. Settings in `bad` had an
-    invalid value: checks that need them are skipped.
+    `explicit` holds chosen values; `values` adds defaults and derived values. Settings in `bad`
+    were given an invalid value: checks that need them are skipped.
     """
 
     explicit: dict[str, Any] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class Settings:
         self.origins[name] = origin
 
     def fill(self, name: str, value: object, origin: str) -> None:
-        """Derive a value if there is none, valid or not."""
+        """Derive a value unless one is given, valid or not."""
         if self.is_unset(name):
             self.derive(name, value, origin)
 
@@ -167,7 +167,7 @@ Problems = Iterator[str]
 
 
 class Check(NamedTuple):
-    """A check that runs if all settings of `needs` have valid values."""
+    """A check that runs if all settings in `needs` have valid values."""
 
     needs: tuple[str, ...]
     problems: Callable[[Sections], Problems]

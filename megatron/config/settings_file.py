@@ -1,9 +1,10 @@
-"""Settings as a TOML file: the file of --config, and the resolved settings of a run.
+"""Settings as a TOML file: the file given with --config, and the resolved settings of a run.
 
-A key is the name of a setting or any flag, with underscores or dashes. Tables named after the
+A key is the name of a setting, or any flag, with underscores or dashes. Tables named after the
 sections of a configuration may group keys; since names are unique, a key may be in any of them.
-TOML is written by this module because each line has the origin of its value, which a library that
-writes only data would lose. Settings of one start are in [start], which --config does not repeat.
+This module writes TOML itself because each line includes the origin of its value, which a library
+that writes only data would drop. Settings for a single start are in [start], which --config
+ignores.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ Entry = tuple[str, list[str], str, bool]
 
 
 def read_settings_file(path: str) -> tuple[list[Entry], bool]:
-    """Return the entries of a file, and whether a run wrote the file. Raises ConfigError.
+    """Return the entries in a file, and whether a run wrote the file. Raises ConfigError.
 
-    An entry is a key, its value as the words of a flag, 'FILE:LINE: key', and whether a run wrote
-    it as a default.
+    An entry consists of a key, its value as a flag's words, 'FILE:LINE: key', and whether a run
+    wrote it as a default.
     """
     content = read_toml(path, _MOST_BYTES, error=ConfigError)
     text = read_text(path, _MOST_BYTES, error=ConfigError)
@@ -73,8 +74,8 @@ def words_of(value: object) -> list[str]:
 def render_settings(config: Config) -> str:
     """Return all settings as a TOML file that --config accepts, each with its origin.
 
-    Values that follow from others or from the launch are comments: they are derived again. Chosen
-    settings of one start are in a separate table.
+    Values derived from others or from the launch are comments: they will be derived again. Chosen
+    settings for a single start are in a separate table.
     """
     lines = [f"{_FIRST_LINE} --config takes this file; flags override its values."]
     start = ["", f"[{_START}]  # of the start that wrote this file: --config does not repeat it"]
@@ -109,16 +110,16 @@ def written(value: object) -> str:
         return f"[{', '.join(map(written, value))}]"
     if value is None:
         return "unset"
-    # JSON's strings, numbers and booleans are TOML's, except for one character
+    # JSON strings, numbers and booleans are valid TOML, except for one character
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def write_settings(path: Path, text: str, iteration: int) -> None:
-    """Write the result of `render_settings` next to a run that starts at `iteration`.
+    """Write the result of `render_settings` for a run that starts at `iteration`.
 
-    Settings that were read from this file keep their lines, with the first origin. A file with
-    other settings is kept as settings-ITERATION.toml, unless that exists: between two starts at the
-    same iteration no training counts. Raises OSError and ValueError.
+    Settings that were read from this file keep their lines, with the original origin. A file with
+    different settings is kept as settings-ITERATION.toml, unless that exists: between two starts at
+    the same iteration there is no training worth recording. Raises OSError and ValueError.
     """
     try:
         before = read_toml(path, _MOST_BYTES, error=ConfigError)

@@ -1,4 +1,4 @@
-"""Settings of the training run: batches, optimizer, learning rate, precision, kernels."""
+"""Settings for the training run: batches, optimizer, learning rate, precision, kernels."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron.config.option import (
     option,
 )
 
-# Squares of scaled gradients, summed for the global norm, then stay below fp32's 2**128 for
-# gradients up to 16.
+# With this limit the sum of squares of scaled gradients, for the global norm, stays below fp32's
+# 2**128 for gradients up to 16.
 _MOST_SCALE = 2.0**60
 _IMPLEMENTATIONS = "auto fused apex torch"
 _MOMENT: dict[str, Any] = dict(choices="fp32 bf16", value_names="float32=fp32 bfloat16=bf16")
@@ -278,12 +278,12 @@ class PrecisionConfig:
 
     @property
     def dtype_name(self) -> str:
-        """Return the compute type: 'float16', 'bfloat16' or 'float32'."""
+        """Return the compute dtype: 'float16', 'bfloat16' or 'float32'."""
         return "float16" if self.fp16 else "bfloat16" if self.bf16 else "float32"
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes per element of the compute type."""
+        """Return the bytes per element of the compute dtype."""
         return 4 if self.dtype_name == "float32" else 2
 
     @property
@@ -296,9 +296,9 @@ class PrecisionConfig:
 class KernelConfig:
     """Fused kernels and attention implementation.
 
-    Each kernel has a plain torch equivalent, equal up to rounding. A fusion is used if a kernel
-    library for the device is loaded and, on a CPU, if it is faster than torch.
-    megatron.kernels.choose decides, and the log reports the decision.
+    Each kernel has a plain torch equivalent that gives the same results up to rounding. A fusion is
+    used if a kernel library for the device is loaded and, on a CPU, if the kernel is faster than
+    torch. megatron.kernels.choose decides, and the log reports the decision.
     """
 
     use_flash_attn: bool = option(

@@ -201,7 +201,7 @@ def _norms(config: Sections) -> Problems:
 
 
 def own_passes(cuda_graph_impl: str | None, pieces: Pieces) -> Problems:
-    """Yield the problems of the user's own pieces with captured passes."""
+    """Yield problems that the user's own pieces cause if passes are captured in graphs."""
     for name, piece in {"layer": pieces.layer, "model": pieces.model}.items():
         if cuda_graph_impl is not None and piece is not None:
             yield (

@@ -1,8 +1,8 @@
 """Flags of other frameworks that express settings in another way.
 
-DIRECT flags map to settings by themselves. LATE flags depend on other settings, such as the number
-of layers, and are read after the preset and all other flags. Each is accepted with a notice of its
-meaning.
+DIRECT flags map to settings on their own. LATE flags depend on other settings, such as the number
+of layers, and are read after the preset and all other flags. Each flag is accepted with a notice
+that states its meaning.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megatron.errors import ConfigError
 from megatron.untrusted import read_json, read_text
 
 Flags = Mapping[str, list[str]]
-_MOST_BYTES = 1 << 24  # of a file that lists data sets
-_NOTICE = 200  # characters of a meaning in a notice
-_MOST_LETTERS = 2**18  # of an expanded layout
+_MOST_BYTES = 1 << 24  # size limit for a file that lists data sets
+_NOTICE = 200  # characters of a flag's meaning that a notice shows
+_MOST_LETTERS = 2**18  # length limit for an expanded layout
 
 NO_PIPELINE = "--no-pipeline-parallel"
 PARTITION = "--pp-partition-method"
@@ -38,7 +38,7 @@ NO_DROPS = "--disable-moe-token-dropping"
 AXES = tuple(f"--{axis}-tensor-model-parallel-size" for axis in ("row", "column", "depth"))
 _PER_CHUNK = "num_layers_per_virtual_pipeline_stage"
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size")
-# Flag -> the settings that it may give.
+# Flag -> the settings that it may set.
 LATE: Mapping[str, tuple[str, ...]] = {
     NO_PIPELINE: (),
     **dict.fromkeys((PARTITION, FIRST, LAST, EMBEDDING, LOSS, LAYOUT), ("pipeline_layout",)),
@@ -51,7 +51,7 @@ LATE: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Direct:
-    """A flag that maps to settings by itself.
+    """A flag that maps to settings on its own.
 
     `read` returns values of some of them, or raises ValueError or ConfigError.
     """
@@ -66,7 +66,7 @@ def is_off(words: Sequence[str]) -> bool:
 
 
 def meaning(written: str, values: Mapping[str, object]) -> str:
-    """Return the notice of a flag with this meaning."""
+    """Return the notice for a flag with this meaning."""
     settings = " ".join(all_options()[name].written(value) for name, value in values.items())
     if not settings:
         return f"{written} has no effect: this is always the case"
@@ -78,7 +78,7 @@ _COUNT = Option(kind=int, limits=COUNT)
 
 
 def _choice(hint: str, values: Mapping[str, Values]) -> Direct:
-    """Return a flag that takes one of some words, each of which stands for settings."""
+    """Return a flag that takes one of several words, each of which stands for settings."""
     kinds = Option(choices=tuple(values), hint=hint)
     settings = dict.fromkeys(name for chosen in values.values() for name in chosen)
     return Direct(tuple(settings), lambda words: values[kinds.parse(words)])
@@ -90,7 +90,7 @@ def _interpolation(words: list[str]) -> Values:
 
 
 def _profiled_steps(words: list[str]) -> Values:
-    """Return the profiled steps of FIRST,LAST, counted from 1.
+    """Return the settings that profile steps FIRST,LAST, counted from 1.
 
     --profile-step-end is the iteration at which profiling stops.
     """
@@ -124,9 +124,9 @@ _WEIGHTED = "'NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX'"
 
 
 def _blend(setting: str, groups: Sequence[str]) -> Values:
-    """Return the WEIGHT PREFIX pairs of BigScience's weighted paths.
+    """Return the WEIGHT PREFIX pairs in BigScience's weighted paths.
 
-    The paths also have a name and a part of each file.
+    The paths also contain a name and the part of each file to use.
     """
     if len(groups) != 1:
         raise ValueError(
@@ -237,9 +237,9 @@ def translate_late(settings: Settings, flags: Flags) -> None:
 
 
 class _Late:
-    """Settings from flags that depend on others, and layers per stage.
+    """Settings from flags that depend on other settings, and layers per stage.
 
-    The latter come from flags that describe the first and the last stage, which also hold the
+    Layers per stage come from flags that describe the first and last stages, which also hold the
     embedding and the loss.
     """
 
@@ -324,7 +324,7 @@ class _Late:
     def _by_partition(self, layers: int, chunks: int) -> list[int]:
         """Return counts by Megatron-DeepSpeed's partition method.
 
-        An empty list for the method that is always used.
+        Return an empty list for the method that is the default here.
         """
         method = self._read(PARTITION, _TEXT).lower()
         if method == "type:transformer":
@@ -386,7 +386,7 @@ class _Late:
         return counts
 
     def _chunks(self) -> int:
-        """Return the chunks of each rank: as given, or from the layers of a chunk; else 1."""
+        """Return the number of chunks per rank: as given, or from the layers per chunk; else 1."""
         per_chunk: int | None = self.settings.explicit.get(_PER_CHUNK)
         numbers: dict[str, int] = {
             f"{flag} {number}": number for flag in CHUNKS if (number := self._read(flag, _COUNT))
@@ -411,7 +411,7 @@ class _Late:
         return self.settings.origins.get(name, "").startswith("preset ")
 
     def _read(self, flag: str, rule: Option) -> Any:
-        """Return the value of a flag; None without the flag. Raises ValueError."""
+        """Return the value of a flag; None if it is not given. Raises ValueError."""
         try:
             return rule.parse(self.flags[flag]) if flag in self.flags else None
         except ValueError as error:
@@ -434,7 +434,7 @@ class _Late:
 
 
 def _without(counts: list[int], first: int, last: int) -> list[int]:
-    """Return the counts with `first` fewer layers in the first stage, `last` fewer in the last."""
+    """Return counts with `first` fewer layers in the first stage and `last` fewer in the last."""
     return [
         count - first * (i == 0) - last * (i == len(counts) - 1) for i, count in enumerate(counts)
     ]

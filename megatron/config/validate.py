@@ -32,15 +32,15 @@ EXCLUSIVE = [
         *(f"lr_schedule lr_wsd_decay_{unit}" for unit in ("iters", "samples")),
     )
 ]
-# Pairs of settings whose first must not be greater than the second.
+# Pairs of settings of which the first must not be greater than the second.
 ASCENDING = (
     ("min_lr", "lr"),
     ("yarn_beta_slow", "yarn_beta_fast"),
     ("min_loss_scale", "initial_loss_scale"),
     ("start_weight_decay", "end_weight_decay"),
 )
-# Each line has a setting that must be set or have a value, and settings that need it unless they
-# have their defaults.
+# Each line has a setting that must be set or have a given value, and settings that need it unless
+# they have their defaults.
 NEEDED = """
     save_hf  save_hf_ema
     save  save_interval_minutes async_save keep_last requeue
@@ -84,10 +84,10 @@ CHECKS = [
 ]
 
 
-# Settings that have no default.
+# Settings without a default.
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 DATA = ("data_path", "data_file_list", "train_data_path", "valid_data_path", "test_data_path")
-"""Settings that name files of data."""
+"""Settings that name data files."""
 
 
 def validate(settings: Settings) -> None:
@@ -156,7 +156,7 @@ def run_requirements(settings: Settings) -> None:
         add("no data: give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
     if not known & {"tokenizer_type", "vocab_size"} and not {"vocab_file", "merge_file"} <= known:
         add("the vocabulary is unknown: give --tokenizer-type with its files, or --vocab-size")
-    # A requeued job has the same command, and must not lose its checkpoints.
+    # A requeued job runs the same command and must not lose its checkpoints.
     if explicit.get("requeue") and "save" in explicit:
         names = ("finetune", "reset_iteration", "load_tag", "no_load_optim")
         conflicts = [
