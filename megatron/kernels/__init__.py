@@ -1,1 +1,1 @@
-"""Fused kernels of this machine, and torch operators that call them."""
+"""Fused kernels for this machine, and torch operators that call them."""

@@ -35,8 +35,8 @@ CHOICE = "MEGATRON_KERNELS_TARGETS"
 default: host.
 """
 
-# Per target: the variable that names a compiler, the commands to search for without it, and how to
-# get one.
+# Per target: the variable that names a compiler, the commands to search for if it is unset, and how
+# to get a compiler.
 _COMPILERS = {
     "hip": (
         "HIPCC",
@@ -57,10 +57,10 @@ _COMPILERS = {
 }
 _COMPILERS["simulator"] = ("CXX", ("g++",), "apt-get install g++")
 
-_CAUSE_LINES = 60  # of a compiler's output: the first lines contain the cause
+_CAUSE_LINES = 60  # lines of a compiler's output to show: the first ones contain the cause
 
-# Features that each level of x86-64 adds to the previous one (x86-64 psABI, section 3.1.1), with
-# their names in /proc/cpuinfo.
+# Features that each x86-64 level adds to the previous one (x86-64 psABI, section 3.1.1), by their
+# names in /proc/cpuinfo.
 _LEVELS = (
     (
         "x86-64-v4",
@@ -74,11 +74,11 @@ _LEVELS = (
 
 
 class BuildError(RuntimeError):
-    """No compiler, an unknown architecture, or a compiler that failed, with its output."""
+    """No compiler, an unknown architecture, or a failed compilation, with the compiler's output."""
 
 
 def source_hash(folder: Path = SOURCES) -> str:
-    """Return a short hash of the kernels' sources; "" without any, as in an installed package."""
+    """Return a short hash of the kernel sources; "" without any, as in an installed package."""
     files = sorted(p for p in folder.glob("*") if p.suffix in (".h", ".cpp"))
     if not files:
         return ""
@@ -133,9 +133,9 @@ def _needed_compiler(target: str) -> str:
 
 
 def default_archs(target: str) -> list[str]:
-    """Return the default architectures.
+    """Return a target's default architectures.
 
-    For the host it is this processor; for HIP those that the compiler supports.
+    For the host this is the processor's own; for HIP, those that the compiler supports.
     """
     if target == "simulator":
         return ["wave64"]
@@ -174,7 +174,7 @@ def known_archs(tool: str, archs: Sequence[str]) -> list[str]:
 def compile_flags(target: str, archs: Sequence[str]) -> list[str]:
     """Return the compiler's flags.
 
-    Without them Debian's hipcc builds for NVIDIA or for gfx803.
+    Without them, Debian's hipcc builds for NVIDIA or for gfx803.
     """
     common = ["-std=c++17", "-O3"]
     if target == "hip":
@@ -203,7 +203,7 @@ def description(
 ) -> str:
     """Return what mk_describe() will report: target, architecture and hashes.
 
-    The hashes are of the sources and of the command.
+    One hash covers the sources, the other the command.
     """
     command = hashlib.sha256("\0".join([os.path.realpath(tool), *flags]).encode()).hexdigest()[:8]
     return f"{target} {'+'.join(archs)} {source_hash(sources)}-{command}"
@@ -221,9 +221,9 @@ def build(
 ) -> Path:
     """Compile the kernels for `target` and return the library's path. Raises BuildError.
 
-    `only` names the .cpp files to compile, without suffix, by default all; library.cpp is always
-    included. `extra` flags are added to every command. The library gets its name only when it is
-    complete.
+    `only` names the .cpp files to compile, without suffix (default: all); library.cpp is always
+    included. `extra` flags are added to every command. The library gets its final name only once it
+    is complete.
     """
     tool = _needed_compiler(target)
     archs = list(archs or default_archs(target))
@@ -253,7 +253,7 @@ def build(
             try:
                 for each in running:
                     each.result()
-            finally:  # after the first failure the rest need not start
+            finally:  # after the first failure, do not start the rest
                 pool.shutdown(cancel_futures=True)
         folder = folder.resolve()
         folder.mkdir(parents=True, exist_ok=True)
@@ -275,7 +275,7 @@ def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -
 
 @contextlib.contextmanager
 def written_atomically(path: Path) -> Iterator[Path]:
-    """Yield a path to write to; the file gets its name only if it was written without an error."""
+    """Yield a path to write to; the file gets its final name only if nothing failed."""
     partial = path.with_name(f"{path.name}.{platform.node()}.{os.getpid()}")
     try:
         yield partial
@@ -287,8 +287,8 @@ def written_atomically(path: Path) -> Iterator[Path]:
 def _link(target: str, tool: str, flags: Sequence[str]) -> list[str]:
     """Return the linker's command, which does not link HIP's runtime.
 
-    torch brings its own, and a process must not have two. Its functions are therefore found at load
-    time in the one that torch has loaded (see library.py).
+    torch ships its own, and a process must not have two. The runtime's functions are therefore
+    resolved at load time in the one that torch has loaded (see library.py).
     """
     if target != "hip":
         return [tool, *flags, "-shared"]
@@ -315,9 +315,9 @@ def _is_whole_with(path: Path, text: str) -> bool:
 
 
 def missing_bytes(path: Path) -> int:
-    """Return how many bytes a 64-bit ELF file lacks: loading a truncated one kills the process.
+    """Return how many bytes a 64-bit ELF file is missing: loading a truncated one is fatal.
 
-    A mapped file that is truncated causes a bus error. Linkers write the table of sections last
+    A mapped file that is truncated causes a bus error. Linkers write the section header table last
     (System V ABI, chapter 4: e_shoff, e_shentsize, e_shnum).
     """
     with path.open("rb") as file:
@@ -335,20 +335,20 @@ def missing_bytes(path: Path) -> int:
 
 
 def nodes_name(torch_version: str) -> str:
-    """Return the file name of csrc/nodes/ for this Python and a version of torch."""
+    """Return the file name of the built csrc/nodes/ for this Python and a version of torch."""
     return f"_nodes-torch-{torch_version}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def nodes_hash() -> str:
-    """Return a hash of the nodes' sources and of the kernels that they call; "" without any."""
+    """Return a hash of the sources of nodes and the kernels they call; "" if there are none."""
     nodes = source_hash(NODES)
     return nodes and f"{source_hash()}-{nodes}"
 
 
 def build_nodes(folder: Path = LIBRARIES, *, force: bool = False) -> tuple[Path, bool]:
-    """Compile csrc/nodes/ for this Python's torch; return its path, and whether it was made now.
+    """Compile csrc/nodes/ for this Python's torch; return its path, and whether it was just built.
 
-    Raises BuildError, also if this Python has no torch or no headers.
+    Raises BuildError, for example if this Python has no torch or no headers.
     """
     tool = _needed_compiler("host")
     # In a separate process: this one must not import torch for the rest of its life.
@@ -365,7 +365,7 @@ def build_nodes(folder: Path = LIBRARIES, *, force: bool = False) -> tuple[Path,
     defined = [f'-DMK_NODES="{digest}"', f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
     # torch's own headers are C++20 since 2.14.
     flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-shared", "-Wall", "-Wextra"]
-    # These are found by name, since torch has already loaded them.
+    # The loader finds these by name, since torch has already loaded them.
     linked = [f"-L{libraries}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
     with written_atomically(path) as partial:
         command = [tool, *flags, *defined, *searched, "nodes.cpp", *linked, "-o", str(partial)]
@@ -387,9 +387,9 @@ print(torch.__version__, abi, TORCH_LIB_PATH, *include_paths(), sep="\\n")
 def plan(targets: Sequence[str], archs: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return (target, architectures) of each library to build.
 
-    Without targets: the targets of `archs`, or all targets with a compiler. One library holds all
-    architectures of hip and cuda; the host has one library for each. Raises BuildError for unknown
-    names and if there is no compiler at all.
+    Without targets: the targets that `archs` belong to, or all targets with a compiler. For hip and
+    cuda, one library holds all architectures; the host has one library per architecture. Raises
+    BuildError for unknown names and if there is no compiler at all.
     """
     for target in targets:
         if target not in TARGETS:
@@ -444,7 +444,7 @@ def make(
 def make_nodes(
     folder: Path = LIBRARIES, *, force: bool = False, say: Callable[[str], None] = print
 ) -> list[Path]:
-    """Build the nodes, or report why not: Python then does their work, but takes longer."""
+    """Build the nodes, or report why not: Python then does their work, only more slowly."""
     start = time.monotonic()
     try:
         path, made = build_nodes(folder, force=force)
@@ -457,12 +457,12 @@ def make_nodes(
 
 
 def install(folder: Path, *, alone: bool, say: Callable[[str], None] = print) -> None:
-    """Build the kernels of an installation.
+    """Build the kernels for an installation.
 
     They are built for this processor, or for the targets in MEGATRON_KERNELS_TARGETS.
 
-    A failed build is a warning, since torch's own operators can do the same. `alone` removes
-    libraries of earlier builds from `folder`, which becomes part of a wheel.
+    A failed build is only a warning, since torch's own operators can do the same. `alone` removes
+    libraries from earlier builds from `folder`, which becomes part of a wheel.
     """
     if not source_hash():
         return
@@ -502,7 +502,7 @@ def _target_of(arch: str) -> str:
 
 @functools.cache
 def _knows_half(tool: str) -> bool:
-    """Return whether a C++ compiler has _Float16, which the kernels use: GCC 12 and clang 15 do."""
+    """Return whether a C++ compiler has _Float16, as GCC 12 and clang 15 do; kernels use it."""
     try:
         return not subprocess.run(
             [tool, "-x", "c++", "-std=c++17", "-fsyntax-only", "-"],

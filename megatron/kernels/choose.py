@@ -1,7 +1,7 @@
 """Choose, once per run, how attention is computed and which operators use fused kernels.
 
-Other operators use torch's or other packages. Optional packages are imported only if they are
-requested; importing this module does not need torch.
+Other operators use torch or other packages. Optional packages are imported only if they are
+requested; importing this module does not require torch.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 # -- attention and optional packages ---------------------------------------------------------------
 
 FLASH_BACKENDS = ("auto", "flash")
-"""Values of --attention-backend that let flash-attn compute attention."""
+"""Values of --attention-backend that allow flash-attn."""
 UNFUSED_BACKENDS = ("unfused", "local")
-"""Values of --attention-backend that mean an explicit softmax(q k^T) v."""
+"""Values of --attention-backend that select an explicit softmax(q k^T) v."""
 _NAMES = {
     "flash": "flash-attn",
     "torch": "torch's attention",
@@ -42,7 +42,7 @@ _NAMES = {
 class OptionalPackage:
     """Result of the search for one optional package.
 
-    usable    whether it is installed and runs on the device and in the requested precision
+    usable    whether it is installed and supports the device and the requested precision
     reason    why not; "" if usable
     fallback  its replacement
     """
@@ -55,7 +55,7 @@ class OptionalPackage:
 
     @property
     def line(self) -> str:
-        """Return a line for the log."""
+        """Return one line for the log."""
         name = f"{self.package} {self.version}" if self.version else self.package
         said = "used" if self.usable else f"{self.reason}; instead: {self.fallback}"
         return f"{name}: {said}"
@@ -63,7 +63,7 @@ class OptionalPackage:
 
 @dataclass(frozen=True)
 class AttentionFeatures:
-    """Features that a layer needs of its attention.
+    """Features that a layer requires from its attention.
 
     drops     whether attention weights are dropped
     windowed  whether there is a sliding window
@@ -123,7 +123,7 @@ def _why_no_flash(
         return f"does not compute in {dtype_name}"
     if reason := _import_problem("flash_attn", "flash_attn_func") or _too_old_for_flash_attention():
         return reason
-    # its window_size and softcap were added in these versions
+    # flash-attn's window_size and softcap were added in these versions
     if features.windowed and _older(version, (2, 3)):
         return "has no windows before version 2.3"
     if features.capped and (reason := _why_no_softcap(version, features.drops)):
@@ -146,10 +146,10 @@ def _older(version: str, than: tuple[int, int]) -> bool:
 
 
 def _why_no_softcap(version: str, drops: bool) -> str:
-    """Return why flash-attn cannot limit scores; "" if it can.
+    """Return why flash-attn cannot cap scores; "" if it can.
 
-    It refuses a cap with dropout (csrc/flash_attn/flash_api.cpp), and its kernels for ROCm ignore
-    the cap.
+    It rejects a cap combined with dropout (csrc/flash_attn/flash_api.cpp), and its kernels for ROCm
+    ignore the cap.
     """
     import torch
 
@@ -170,9 +170,9 @@ def choose_attention(
     """Choose the attention: "flash", "torch", "blocked" or "unfused".
 
     "flash" is flash-attn, "torch" torch's attention. `device` None means the CPU, `sequence` 0 a
-    short sequence. It is not an error if flash-attn cannot be used, since torch's attention
-    computes the same; the log reports the choice (see report). With dropout of attention weights
-    torch has no kernel on a CPU and would store all scores.
+    short sequence. It is not an error if flash-attn cannot be used, since torch's attention gives
+    the same result; the log reports the choice (see report). With attention dropout, torch has no
+    kernel on a CPU and would store all scores.
     """
     backend = kernels.attention_backend
     device_type = device.type if device is not None else "cpu"
@@ -185,8 +185,8 @@ def choose_attention(
     if features.capped or (features.drops and device_type == "cpu"):
         return "blocked"
     if features.ring:
-        # On a CPU torch's kernel takes 0.6 to 0.9 of the time of blocks, in all types: a rectangle
-        # has no hidden corner to skip, and is merged once instead of once for each block.
+        # On a CPU torch's kernel takes 0.6 to 0.9 of the time of blocked attention, in all dtypes:
+        # a rectangle has no masked corner to skip, and is merged once instead of once per block.
         lacks = features.windowed or features.drops or features.biased
         returns = not lacks and _returns_logarithms(device_type, dtype_name)
         return "torch" if returns else "blocked"
@@ -198,10 +198,10 @@ def choose_attention(
 def fastest_attention(dtype_name: str, sequence: int, windowed: bool = False) -> str:
     """Return "torch" or, for blocks, their length in positions.
 
-    It is based on measurements on this CPU, or else on others: in bf16 blocks are 1.3 to 2.8 times
-    as fast as torch at sequences of 512 to 2048; in fp32 1.2 times at 512 and in a window, but 0.9
-    to 0.96 from 1024 on, since torch's own blocks then fill its products. In fp16 torch's batched
-    products have no fast path on most processors.
+    The choice is based on measurements on this CPU, or else on other CPUs: in bf16, blocks are 1.3
+    to 2.8 times as fast as torch for sequences of 512 to 2048; in fp32, 1.2 times at 512 and with a
+    window, but 0.9 to 0.96 times from 1024 on, where torch's own blocks are large enough for fast
+    products. In fp16 torch's batched products have no fast path on most processors.
     """
     short = dtype_name == "float32" and (sequence <= 512 or windowed)
     usual = short or dtype_name == "bfloat16"
@@ -211,7 +211,7 @@ def fastest_attention(dtype_name: str, sequence: int, windowed: bool = False) ->
 
 
 def block_length(dtype_name: str, length: int) -> int:
-    """Return the positions of a block of attention: the fastest on this CPU, or the usual number."""
+    """Return the number of positions per attention block: the fastest on this CPU, or the usual."""
     times = measured_times.find()
     default = str(usual_block(dtype_name, length))
     case = times.nearest(_case(dtype_name, windowed=False), length)
@@ -219,9 +219,9 @@ def block_length(dtype_name: str, length: int) -> int:
 
 
 def usual_block(dtype_name: str, length: int) -> int:
-    """Return the positions of a block of attention on CPUs that were not measured.
+    """Return the number of positions per attention block for CPUs without measurements.
 
-    Smaller blocks skip more above the diagonal, larger ones make faster products, which matter
+    Smaller blocks skip more above the diagonal; larger ones have faster products, which matters
     more in 16 bits. The lengths are multiples of the kernels' tiles.
     """
     least = 64 if dtype_name == "float32" else 128
@@ -231,23 +231,25 @@ def usual_block(dtype_name: str, length: int) -> int:
 def copies_keys(dtype_name: str) -> bool:
     """Return whether attention copies a block of keys for a product with its transpose.
 
-    In 16 bits most processors reach full speed only if the transposed matrix is a full tensor.
+    In 16 bits, most processors reach full speed only if the transposed matrix is a tensor of its
+    own.
     """
     default = "in place" if dtype_name in ("float32", "float64") else "copied"
     return measured_times.find().fastest(f"keys {dtype_name}", default) == "copied"
 
 
 def _case(dtype_name: str, windowed: bool) -> str:
-    """Return the beginning of the names of measured cases of attention."""
+    """Return the prefix of the names of measured attention cases."""
     return f"{'windowed ' if windowed else ''}attention {dtype_name} "
 
 
 def _returns_logarithms(device_type: str, dtype_name: str) -> bool:
     """Return whether torch's flash attention runs, and returns the logarithms that a ring needs.
 
-    On ROCm they had base 2 before torch 2.8 (ROCm/aotriton, pull request 108); on a CPU there were
-    no grouped keys before 2.9. Tensors without data ("meta") stand for a GPU about which this
-    machine and its torch have no information: the kernel is assumed to run there.
+    On ROCm they were base-2 logarithms before torch 2.8 (ROCm/aotriton, pull request 108); on a CPU
+    grouped keys were not supported before 2.9. The device "meta", whose tensors have no data,
+    stands for a GPU that this machine and its torch have no information about: the kernel is
+    assumed to run there.
     """
     import torch
 
@@ -263,7 +265,7 @@ def _returns_logarithms(device_type: str, dtype_name: str) -> bool:
 
 
 def grouped_product(device: torch.device, dtype_name: str) -> OptionalPackage:
-    """Check whether torch has a kernel for the products of all experts of a layer."""
+    """Check whether torch has a grouped kernel for the products of all experts in a layer."""
     import torch
 
     from megatron.kernels.ops.experts import why_no_grouped_product
@@ -276,19 +278,19 @@ def grouped_product(device: torch.device, dtype_name: str) -> OptionalPackage:
 
 
 def _loaded(device_type: str) -> bool:
-    """Return whether a library of kernels is loaded for a kind of device."""
+    """Return whether a kernel library is loaded for a kind of device."""
     from megatron.kernels import library
 
     return library.find(device_type).handle is not None
 
 
 def fused_adam(device_type: str) -> OptionalPackage:
-    """Check whether NVIDIA's apex (or AMD's port) has a FusedAdam for `device_type`."""
+    """Check whether NVIDIA's apex (or AMD's port) provides FusedAdam for `device_type`."""
     return _apex("FusedAdam", "amp_C", "apex.optimizers", "FusedAdam", "optimizer", device_type)
 
 
 def fused_norm(device_type: str) -> OptionalPackage:
-    """Check whether apex has its layer and RMS normalisation for `device_type`."""
+    """Check whether apex provides LayerNorm and RMSNorm for `device_type`."""
     module = "apex.normalization.fused_layer_norm"
     return _apex(
         "norm", "fused_layer_norm_cuda", module, "fused_rms_norm_affine", "norm", device_type
@@ -316,7 +318,7 @@ def _apex(
 
 
 def _version(module: str, distribution: str) -> str | None:
-    """Return the installed version of a module; None if not found, "" if it has no metadata."""
+    """Return the installed version of a module; None if it is not found, "" without metadata."""
     if importlib.util.find_spec(module) is None:
         return None
     try:
@@ -364,12 +366,12 @@ class Fusions:
     masked_softmax   scale, mask and softmax of attention scores
     bias_activation  bias and GELU, a gated unit or squared ReLU
     bias_dropout     bias, dropout and residual
-    layer_norm, rms_norm  normalisation, with the residual sum before it
+    layer_norm, rms_norm  normalization, including the residual sum before it
     rotary           rotary embedding
     cross_entropy    the local passes of the vocabulary-parallel cross entropy
     permute          tokens to the rows of their experts, and back
-    optimizer        AdamW; in bf16 also the gradients' norm and clipping and the 16-bit weights
-    apex_norm        whether apex computes normalisation
+    optimizer        AdamW; in bf16 also the gradient norm, clipping and the 16-bit weights
+    apex_norm        whether apex computes normalization
     """
 
     attention_block: bool = False
@@ -391,12 +393,12 @@ OPERATORS = tuple(field.name for field in dataclasses.fields(Fusions) if field.n
 NORMS = ("layer_norm", "rms_norm")
 
 NONE = Fusions()
-"""Every operator through torch."""
+"""All operators through torch."""
 ALL = Fusions(**dict.fromkeys(OPERATORS, True))
-"""Every operator through its kernel: for tests and measurements."""
+"""All operators through their kernels: for tests and measurements."""
 
 EVERY_TYPE = ("float32", "float16", "bfloat16")
-_NOT_FP16 = ("float32", "bfloat16")  # compilers make slow code of conversions from and to fp16
+_NOT_FP16 = ("float32", "bfloat16")  # compilers generate slow code for conversions to and from fp16
 HOST_FASTER = {
     # one pass over a block's scores, in place, where torch needs many
     "attention_block": EVERY_TYPE,
@@ -404,17 +406,17 @@ HOST_FASTER = {
     # one pass where torch needs one for the bias and one for the activation
     "bias_activation": _NOT_FP16,
     "bias_dropout": EVERY_TYPE,  # one pass and no mask in memory, where torch needs five passes
-    "layer_norm": ("bfloat16",),  # torch's is one pass, too, but its backward pass is slow in bf16
+    "layer_norm": ("bfloat16",),  # torch also takes one pass, but its backward pass is slow in bf16
     "rms_norm": _NOT_FP16,  # one pass where torch needs several
     "rotary": EVERY_TYPE,  # one pass where torch needs several, and no copy of a slice
     # two passes and no copy of the logits, where torch needs a copy and six passes
     "cross_entropy": EVERY_TYPE,
-    "permute": EVERY_TYPE,  # one pass each, where torch's gradient adds row by row
-    # norm, clipping, update and 16-bit weights in two passes; otherwise torch's one pass
+    "permute": EVERY_TYPE,  # one pass per direction, where torch's gradient adds row by row
+    # norm, clipping, update and 16-bit weights in two passes; in other dtypes torch needs just one
     "optimizer": ("bfloat16",),
 }
-"""Types in which an operator's kernel is faster than torch's on CPUs that were not measured
-(measured_times.py). On a GPU all kernels are faster.
+"""Dtypes in which an operator's kernel is assumed to be faster than torch's on CPUs without
+measurements (measured_times.py). On a GPU all kernels are faster.
 """
 
 _APEX = "apex has it"
@@ -428,14 +430,14 @@ _SETTINGS = {
     "cross_entropy": "cross_entropy_loss_fusion",
     "permute": "moe_permute_fusion",
 }
-"""The setting that allows an operator's kernel; the flag --no-... turns it off."""
+"""The setting that allows each operator's kernel; its flag --no-... turns the kernel off."""
 
 
 def choose_fusions(kernels: KernelConfig, device: torch.device | None, dtype_name: str) -> Fusions:
     """Choose the operators that use kernels on `device` (None: the CPU) in `dtype_name`.
 
-    An operator does if a library is loaded for the device, no flag forbids it, and, on a CPU,
-    the kernel is faster (faster_on_host) or `--...-implementation fused` requests it.
+    An operator uses its kernel if a library is loaded for the device, no flag forbids it, and, on a
+    CPU, the kernel is faster (faster_on_host) or `--...-implementation fused` requests it.
     """
     device_type = device.type if device is not None else "cpu"
     fusions = assumed_fusions(kernels, device_type, dtype_name, _loaded(device_type))
@@ -446,7 +448,7 @@ def choose_fusions(kernels: KernelConfig, device: torch.device | None, dtype_nam
 def assumed_fusions(
     kernels: KernelConfig, device_type: str, dtype_name: str, loaded: bool = True
 ) -> Fusions:
-    """Choose for a device that may be absent. Needs no torch.
+    """Choose the operators for a device that may be absent. Does not need torch.
 
     `loaded`: whether the device has a library.
     """
@@ -459,7 +461,7 @@ def assumed_fusions(
 def report(config: Config, device: torch.device) -> list[str]:
     """Return lines for the log on kernels and optional packages.
 
-    They name the library, or why there is none; the operators that use it, and why others do not;
+    They state the library, or why there is none; the operators that use it, and why others do not;
     and each optional package that the configuration requests.
     """
     from megatron.kernels import library
@@ -469,7 +471,7 @@ def report(config: Config, device: torch.device) -> list[str]:
     attention, features = _attention(config, device)
     lines = [kernels.line]
     if kernels.handle is not None:
-        names: dict[str, list[str]] = {"": []}  # by the reason
+        names: dict[str, list[str]] = {"": []}  # by reason
         for name in OPERATORS:
             names.setdefault(_reason(name, config, device.type, attention), []).append(name)
         used = ", ".join(names.pop("")) or "none"
@@ -486,7 +488,7 @@ def report(config: Config, device: torch.device) -> list[str]:
 def implementations(config: Config, device: torch.device) -> dict[str, str]:
     """Return the implementation of attention, and the operators that use fused kernels.
 
-    Runs in which these differ have figures that differ by rounding, and other dropout masks if
+    Runs in which these differ have results that differ by rounding, and different dropout masks if
     torch draws them.
     """
     attention, _ = _attention(config, device)
@@ -503,7 +505,7 @@ def implementations(config: Config, device: torch.device) -> dict[str, str]:
 def _attention(config: Config, device: torch.device) -> tuple[str, AttentionFeatures]:
     """Return how a run computes attention, and the features that it needs."""
     model = config.model
-    # a windowed layer, if there is one: it needs more
+    # a windowed layer, if there is one, since it needs more features
     some = (layer for layer in range(model.num_layers) if model.window(layer) is not None)
     features = AttentionFeatures.of_layer(config, next(some, 0))
     dtype_name = config.precision.dtype_name
@@ -588,6 +590,6 @@ def _why_not(name: str, kernels: KernelConfig, device_type: str, dtype_name: str
 
 
 def faster_on_host(name: str, dtype_name: str) -> bool:
-    """Return whether an operator's kernel is faster than torch: measured, or from HOST_FASTER."""
+    """Return whether an operator's kernel beats torch, as measured or by HOST_FASTER."""
     default = "fused" if dtype_name in HOST_FASTER[name] else "torch"
     return measured_times.find().fastest(f"{name} {dtype_name}", default) == "fused"

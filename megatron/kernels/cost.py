@@ -1,9 +1,9 @@
-"""Costs of operators, and marks for code whose cost its operators do not show.
+"""Costs of operators, and marks for code whose cost is not evident from its operators.
 
 Our operators declare their cost in their definition (operators.operator). Code that consists of
-many operators but is one computation is marked with `counts_as`, code that recomputes a value with
-`recomputed`. The planner's recorder (planner/recorder.py) reads the marks, and so does the
-recording of a training step (training/report/timeline.py).
+several operators but counts as one computation is marked with `counts_as`; code that recomputes a
+value is marked with `recomputed`. The planner's recorder (planner/recorder.py) reads the marks, and
+so does the recording of a training step (training/report/timeline.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 class Product(NamedTuple):
     """`batch` products [m, k] x [k, n].
 
-    moved: bytes of a sum to which the product is added, beyond those of its result; the kernel
-    moves them while it multiplies.
+    moved: bytes moved for a sum to which the product is added, in addition to the result's; the
+    kernel moves them while it multiplies.
     """
 
     m: int
@@ -32,10 +32,10 @@ class Product(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Causal attention that stores no scores: flash-attn's, torch's or in blocks.
+    """Causal attention that stores no scores: by flash-attn, by torch or in blocks.
 
     heads  query heads on this device
-    keys   most keys that a query sees; None: all of the sequence
+    keys   the most keys that a query sees; None: the whole sequence
     """
 
     batch: int
@@ -47,13 +47,13 @@ class Attention(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Count as in model/formulas.py: all pairs, and the backward pass as two forward passes."""
+        """Count as in model/formulas.py: all pairs; a backward pass is two forward passes."""
         pairs = 4.0 * self.batch * self.heads * self.seq * (self.keys or self.seq)
         return (2 if self.backward else 1) * pairs * self.head_dim
 
 
 class Memory(NamedTuple):
-    """Memory-bound kernels, and the bytes that they read and write together.
+    """Memory-bound kernels, and the total bytes that they read and write.
 
     kind  "norm", "activation", "residual" (bias, dropout, residual sum), "loss", "embedding" or
           "copy" (the rest)
@@ -68,7 +68,7 @@ Computation = Product | Attention | Memory
 
 
 class CostRecorder(Protocol):
-    """Recorder of operators, called where a scope begins and ends."""
+    """Recorder of operators, notified when a scope begins and ends."""
 
     def enter(self, scope: Scope) -> None: ...
 
@@ -79,7 +79,7 @@ _followers: list[CostRecorder] = []
 
 
 class Scope:
-    """A piece of code.
+    """A marked piece of code.
 
     work: the computation that its operators form together; None: they recompute a value.
     """
@@ -99,9 +99,9 @@ class Scope:
 
 
 counts_as = Scope
-"""Makes a context whose operators together are one computation."""
+"""Creates a context whose operators together count as one computation."""
 recomputed = Scope
-"""Makes a context whose operators recompute a value that was not kept."""
+"""Creates a context whose operators recompute a value that was not kept."""
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
 """Finds, loads and calls the compiled kernels.
 
 There is one library for each kind of device, loaded on first use. A C function is declared once,
-with the types of its arguments (`Function`), and called with a tensor on whose device and stream it
-runs. For each micro-batch, layers call nodes of autograd's graph in C++ (csrc/nodes) if these are
-built for this torch: see `nodes_for`.
+with the types of its arguments (`Function`), and called with a tensor that determines its device
+and stream. In each micro-batch, layers call autograd nodes written in C++ (csrc/nodes) if these
+were built for this torch: see `nodes_for`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OVERRIDE = "MEGATRON_KERNELS_LIBRARY"
 simulator; "none": no library on any device."""
 
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""The numbers of element types in the C interface."""
+"""The codes for element types in the C interface."""
 
 _C_TYPES = {
     "p": ctypes.c_void_p,
@@ -56,15 +56,15 @@ _C_TYPES = {
 
 @dataclass(frozen=True)
 class KernelLibrary:
-    """The result of the search for a kind of device.
+    """The result of searching for a kernel library for one kind of device.
 
     path          the library file, if one was loaded
-    target, arch  target and architecture of its build
+    target, arch  target and architecture it was built for
     reason        why there is none; "" if there is one
     handle        the loaded library; None if there is none
     sources       hash of the sources it was built from
-    functions     its functions that were called, by name
-    no_nodes      why Python calls its functions; "" if nodes of autograd's graph (csrc/nodes) do
+    functions     its functions that have been called, by name
+    no_nodes      why Python calls its functions; "" if autograd nodes (csrc/nodes) do
     """
 
     path: Path | None = None
@@ -78,7 +78,7 @@ class KernelLibrary:
 
     @property
     def build(self) -> str:
-        """Return a text that differs between libraries of different speed or results."""
+        """Return a text that differs between libraries that differ in speed or results."""
         return f"{self.target}-{self.arch}-{self.sources}"
 
     @property
@@ -92,11 +92,11 @@ class KernelLibrary:
 
 @functools.cache
 def find(device_type: str) -> KernelLibrary:
-    """Return the library for "cuda" (CUDA and ROCm) or "cpu" tensors, or the reason for none.
+    """Return the library for "cuda" (CUDA and ROCm) or "cpu" tensors, or why there is none.
 
-    The search is made once. For "meta", whose tensors have no data, it is a placeholder: operators
-    apply their shape functions, and nothing is launched. Raises KernelError only if
-    MEGATRON_KERNELS_LIBRARY names a file that cannot be used. The search for "cpu" does not touch
+    The search runs once. For "meta", whose tensors have no data, the result is a placeholder:
+    operators apply their shape functions, and nothing is launched. Raises KernelError only if
+    MEGATRON_KERNELS_LIBRARY names a file that cannot be used. Searching for "cpu" does not touch
     GPUs.
     """
     override = os.environ.get(OVERRIDE, "")
@@ -124,7 +124,7 @@ def available(device: torch.device) -> bool:
 
 
 def library_of(x: Tensor) -> KernelLibrary:
-    """Return the library for the device of a tensor, without making an object of the device."""
+    """Return the library for a tensor's device, without creating a device object on the CPU."""
     return find("cpu" if x.is_cpu else x.device.type)
 
 
@@ -142,7 +142,7 @@ def forget() -> None:
 def fingerprint(device_type: str) -> str:
     """Return a text that identifies the kernels for this kind of device.
 
-    Ranks with the same kernels get the same text. The levels of x86-64 count as one: they differ
+    Ranks with the same kernels get the same text. All x86-64 levels count as the same: they differ
     only in speed.
     """
     library = find(device_type)
@@ -159,7 +159,7 @@ def device_arch(index: int | None = None) -> tuple[str, str]:
 
 
 def _named(path: Path) -> KernelLibrary:
-    """Load the library that the user named; raise KernelError if it cannot be used."""
+    """Load the library named by the user; raise KernelError if it cannot be used."""
     if not os.path.isfile(path):  # also if the path is too long for the system
         reason = "there is no such file"
     elif path.name.startswith(("libmegatron-hip-", "libmegatron-cuda-")):
@@ -192,7 +192,7 @@ def _first(target: str, archs: list[str]) -> KernelLibrary:
     how = f"python setup.py build_kernels --target {target}"
     if target != "host":
         how += f" --arch {arch}"
-    if reason:  # a file with the description of this tree's sources may be up to date
+    if reason:  # the build may consider the existing file up to date
         how += " --force"
     else:
         reason = f"no {library_name(target, arch)} in {LIBRARIES}"
@@ -200,7 +200,7 @@ def _first(target: str, archs: list[str]) -> KernelLibrary:
 
 
 def _load(path: Path, target: str | None) -> KernelLibrary:
-    """Load a library; with `target` None of any target, and built from any sources."""
+    """Load a library; with `target` None, for any target and built from any sources."""
     try:
         missing = missing_bytes(path)
         if missing > 0:
@@ -213,7 +213,7 @@ def _load(path: Path, target: str | None) -> KernelLibrary:
         built_for, arch, sources = handle.mk_describe().decode().split(" ")
     except (OSError, AttributeError, ValueError) as error:
         return KernelLibrary(reason=f"{path.name} cannot be loaded ({_short(error)})")
-    sources = sources.partition("-")[0]  # after it, a hash of the compiler's command
+    sources = sources.partition("-")[0]  # a hash of the compiler command follows
     if target is not None:
         if built_for != target:
             return KernelLibrary(reason=f"{path.name} was built for {built_for}")
@@ -233,7 +233,7 @@ def _load(path: Path, target: str | None) -> KernelLibrary:
 # -- nodes of autograd's graph ---------------------------------------------------------------------
 
 _nodes: Any = None
-"""The extension that calls kernels as nodes, once it has those of a device."""
+"""The extension that calls kernels from autograd nodes, once it has a device's kernels."""
 
 _CALLED_BY_NODES = (
     "mk_error mk_norm mk_norm_backward mk_bias_activation mk_bias_activation_backward "
@@ -265,12 +265,12 @@ def _load_nodes() -> tuple[Any, str]:
 
 
 def _bind_nodes(device_type: str, handle: Any, sources: str) -> str:
-    """Give the nodes the kernels for a kind of device; return why they cannot call them, or ""."""
+    """Pass a kind of device's kernels to the nodes; return why they cannot call them, or ""."""
     global _nodes
     nodes, reason = _load_nodes()
     if nodes is None:
         return reason
-    # A library may contain only some kernels.
+    # A library may contain only some of the kernels.
     functions = [(name, f) for name in _CALLED_BY_NODES if (f := getattr(handle, name, None))]
     if nodes.sources.partition("-")[0] != sources or len(functions) < len(_CALLED_BY_NODES):
         nodes.bind(device_type, {})
@@ -282,7 +282,7 @@ def _bind_nodes(device_type: str, handle: Any, sources: str) -> str:
 
 
 def nodes_for(x: Tensor) -> Any:
-    """Return the nodes for a call with x; None if the general way must be taken.
+    """Return the nodes for a call with x; None if the call must take the general path.
 
     A node returns NotImplemented for a device for which it has no kernels.
     """
@@ -292,7 +292,7 @@ def nodes_for(x: Tensor) -> Any:
 
 
 class _Recomputation(Scope):
-    """A recomputation, whose calls are nodes if those of the first pass were."""
+    """A recomputation, which calls nodes if the first pass did."""
 
     __slots__ = ("_before", "_watched")
 
@@ -314,8 +314,9 @@ class _Recomputation(Scope):
 def _once_and_again() -> tuple[contextlib.nullcontext[None], Scope]:
     """Return the contexts of a forward pass and of its recomputation for torch.utils.checkpoint.
 
-    Both must call kernels in the same way, or they would save different tensors: a profiler, or a
-    mode that records operators, may be active during only one of them.
+    Both must call kernels in the same way, or they would save different tensors. This is not
+    guaranteed otherwise: a profiler, or a mode that records operators, may be active during only
+    one of them.
     """
     return contextlib.nullcontext(), _Recomputation(_nodes is None or _nodes.watched())
 
@@ -323,7 +324,7 @@ def _once_and_again() -> tuple[contextlib.nullcontext[None], Scope]:
 def recompute_later(function: Callable[..., Tensor], *inputs: object) -> Tensor:
     """Return function(*inputs), which the backward pass recomputes instead of keeping activations.
 
-    Masks are functions of keys: there is no generator state to restore.
+    Dropout masks are functions of seeds, so there is no generator state to restore.
     """
     out: Tensor = checkpoint(
         function,
@@ -336,9 +337,9 @@ def recompute_later(function: Callable[..., Tensor], *inputs: object) -> Tensor:
 
 
 def _share_hip_runtime() -> None:
-    """Let a library find HIP's functions in the runtime that torch has loaded.
+    """Let kernel libraries find HIP's functions in the runtime that torch has loaded.
 
-    The library is not linked with one: a torch wheel brings its own ROCm, and of two runtimes in a
+    They are not linked with a runtime: a torch wheel ships its own ROCm, and with two runtimes in a
     process neither can use the other's streams.
     """
     try:
@@ -385,14 +386,14 @@ class Function:
     def __init__(self, name: str, arguments: str) -> None:
         self.name = name
         self.arguments = arguments
-        # All pointers are among these; the other arguments need no check.
+        # All pointers are in this range; the other arguments need no check.
         self._first = arguments.index("p")
         self._end = arguments.rindex("p") + 1
 
     def __call__(self, like: Tensor, *arguments: Any, type_of: Tensor | None = None) -> None:
         """Run on the device and current stream of `like`.
 
-        The element type is that of `type_of` (or of `like`). Tensors are passed as their addresses.
+        The element type is taken from `type_of` (default: `like`). Tensors are passed by address.
         Raises KernelError if the launch fails.
         """
         library = library_of(like)
@@ -420,7 +421,7 @@ class Function:
             raise KernelError(f"{self.name} on {like.device}: {message} (code {code})")
 
     def _load(self, library: KernelLibrary) -> Any:
-        """Return the function of a library, and keep it for the next call."""
+        """Return this function from a library, and keep it for the next call."""
         if library.handle is None:
             raise KernelError(f"{self.name}: {library.line}")
         function = getattr(library.handle, self.name, None)

@@ -1,10 +1,10 @@
-"""Times of implementations on this kind of CPU, for choosing the fastest.
+"""Measured times of implementations on this kind of CPU, used to choose the fastest.
 
 `tools/check_kernels.py --measure` measures them once and stores them next to the kernels' library,
-in a file for each kind of CPU, so that different nodes can share a folder. A file has one
-measurement for each number of threads; measurements of another torch or other kernels do not count.
-Without a measurement the choices are the defaults of choose.py. Nothing is measured during a run:
-with the same file every run makes the same choices.
+in one file per kind of CPU, so that different nodes can share a folder. A file has one measurement
+per number of threads; measurements with another torch or other kernels do not count. Without a
+measurement, the defaults in choose.py apply. Nothing is measured during a run: with the same file,
+every run makes the same choices.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megatron.kernels.build import LIBRARIES, written_atomically
 from megatron.untrusted import read_json
 
 OVERRIDE = "MEGATRON_KERNELS_MEASURED"
-"""Environment variable: another file of measurements; "none": the defaults."""
+"""Environment variable: a different measurement file; "none": use the defaults."""
 
 COMMAND = "python tools/check_kernels.py --measure"
 """The command that takes a measurement."""
 
 _LIMIT_BYTES = 1 << 20
-_NOISE = 1.03  # a default that takes at most this many times the fastest is kept
+_NOISE = 1.03  # a default that takes at most this multiple of the fastest time is kept
 _FLAGS = "amx asimd avx bf16 f16c fma i8mm sve".split()
 
 
@@ -45,7 +45,7 @@ class MeasuredTimes:
     threads  number of threads in use
     date     YYYY-MM-DD
     torch    its version
-    kernels  the library's target, architecture and sources
+    kernels  the library's target, architecture and source hash
     reason   why there is none
     """
 
@@ -69,7 +69,7 @@ class MeasuredTimes:
     def fastest(self, case: str, default: str, without: str = "") -> str:
         """Return a case's fastest implementation, except `without`, or a default about as fast.
 
-        Return the default, too, if the case was not measured.
+        Also return the default if the case was not measured.
         """
         times = {
             implementation: s
@@ -92,7 +92,7 @@ class MeasuredTimes:
         return by_prefix
 
     def nearest(self, prefix: str, length: int) -> str:
-        """Return the case with this prefix whose length is nearest to `length`, as a ratio.
+        """Return the case with this prefix whose length is nearest to `length` by ratio.
 
         A case is named by prefix and length; "" if none was measured.
         """
@@ -132,7 +132,7 @@ _agreed: list[MeasuredTimes] = []
 
 
 def find() -> MeasuredTimes:
-    """Return the measurement that this process uses: that of `agree`, otherwise the file's."""
+    """Return the measurement for this process: the one set with `agree`, or else the file's."""
     return _agreed[0] if _agreed else _from_file()
 
 
@@ -174,7 +174,7 @@ def _from_file() -> MeasuredTimes:
 
 
 def read(file: Path) -> list[MeasuredTimes]:
-    """Return the measurements of a file. Raises KernelError if it is damaged."""
+    """Return the measurements in a file. Raises KernelError if it is damaged."""
     entries = read_json(file, _LIMIT_BYTES, error=KernelError).get("measurements")
     if not isinstance(entries, list):
         raise KernelError(f"{file} has no list of measurements: it is damaged, or another file")
@@ -182,7 +182,7 @@ def read(file: Path) -> list[MeasuredTimes]:
 
 
 def _checked(entry: object, file: Path) -> MeasuredTimes:
-    """Return a measurement of a file after checking the type of each field."""
+    """Return a measurement from a file after checking the type of each field."""
     problem = KernelError(f"{file} has a damaged measurement")
     if not isinstance(entry, dict):
         raise problem
@@ -204,7 +204,7 @@ def _checked(entry: object, file: Path) -> MeasuredTimes:
 
 
 def _is_implementation(case: str, implementation: str) -> bool:
-    """Return whether a case may have this implementation: of attention, a name or a block length."""
+    """Return whether a case may have this implementation: a name or a block length."""
     if "attention " not in case:
         return implementation in ("fused", "torch", "copied", "in place")
     return implementation == "torch" or (
@@ -215,8 +215,8 @@ def _is_implementation(case: str, implementation: str) -> bool:
 def write(file: Path, one: MeasuredTimes) -> None:
     """Write a measurement to a file, which is replaced atomically.
 
-    It replaces one with the same number of threads; measurements for another torch or other kernels
-    are dropped, and a damaged file is replaced. Raises KernelError.
+    It replaces a measurement with the same number of threads; measurements for another torch or
+    other kernels are dropped, and a damaged file is replaced. Raises KernelError.
     """
     try:
         earlier = read(file)

@@ -1,9 +1,9 @@
 """Operators under `torch.ops.megatron`, and checks of their inputs.
 
 Each has an implementation for CPU and CUDA (ROCm) tensors, a rule for the shapes of its results, so
-that torch.compile can trace it, and, if it has a gradient, an autograd rule. The implementation
+that torch.compile can trace it, and, if it is differentiable, an autograd rule. The implementation
 calls the compiled kernel if there is one, and torch's own operators otherwise. Only tracers and
-profilers need torch's dispatcher, which takes the host longer than the kernel's launch, so ordinary
+profilers need torch's dispatcher, which takes more host time than a kernel launch, so ordinary
 calls bypass it.
 """
 
@@ -33,11 +33,11 @@ WORK: dict[str, str | Callable[..., Computation]] = {}
 class Gradient(NamedTuple):
     """Functions that differentiate an operator.
 
-    save      (ctx, inputs or their record, output): keeps what the backward pass needs
-    backward  (ctx, *gradients): one gradient or None for each input; a second derivative is an
-              error, since torch would treat the gradients as constants
-    hidden    number of results, the last ones, that only the backward pass needs: a call does not
-              return them
+    save      (ctx, inputs or their record, output): saves tensors for the backward pass
+    backward  (ctx, *gradients): one gradient or None per input; a second derivative is an error,
+              since torch would treat the gradients as constants
+    hidden    number of trailing results that only the backward pass needs: a call does not return
+              them
     """
 
     save: Callable[..., None]
@@ -45,7 +45,7 @@ class Gradient(NamedTuple):
     hidden: int = 0
 
     def visible(self, results: Any) -> object:
-        """Return the results of a call."""
+        """Return the results that a call returns, without the hidden ones."""
         if not self.hidden:
             return results
         return results[0] if len(results) == self.hidden + 1 else results[: -self.hidden]
@@ -67,13 +67,13 @@ def operator(
     kernel     computes it with the compiled library: (results of `shapes`, if there are any,
                *inputs); called only if the first input is not empty
     reference  computes it with torch's operators
-    shapes     makes empty results of the right shape, dtype and device; None for an operator
+    shapes     creates empty results with the right shape, dtype and device; None for an operator
                without results
-    record     makes a record of the inputs, which all these functions get instead of them
-    check      (name, *inputs): raises KernelError if an input does not fit; None for the backward
-               passes, which get what autograd and the forward pass have checked
+    record     makes a record from the inputs, which all these functions receive instead of them
+    check      (name, *inputs): raises KernelError for an invalid input; None for backward passes,
+               whose inputs autograd and the forward pass have checked
     work       the kind of a memory-bound kernel that reads its inputs and writes its results once
-               (cost.Memory), or a function of the inputs that returns its cost
+               (cost.Memory), or a function from the inputs to the operator's cost
     """
     name = schema.partition("(")[0]
 
@@ -107,7 +107,7 @@ def operator(
     differentiable = None if gradient is None else _differentiable(name, run, gradient, record)
     visible = gradient.visible if gradient is not None and gradient.hidden else None
     registered = getattr(torch.ops.megatron, name).default
-    writes = shapes is None  # to its inputs: autograd must be told if it records
+    writes = shapes is None  # it writes to its inputs, which autograd must be told if it records
 
     def call(*inputs: Any) -> Any:
         records = torch.is_grad_enabled()
@@ -148,7 +148,7 @@ def _differentiable(
         gradient.save(ctx, inputs if record is None else record(*inputs), output)
 
     def save_all(ctx: Context, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
-        """Save the same when torch's dispatcher differentiates, and return all results."""
+        """Save the same tensors when called through torch's dispatcher, which has all results."""
         save(ctx, inputs, output)
         if hidden:
             ctx.mark_non_differentiable(*output[-hidden:])
@@ -168,9 +168,9 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, st
 
 
 def _ordinary(x: Any, *rest: object) -> bool:
-    """Return whether only the operator's kernel needs to see a call.
+    """Return whether a call can go directly to the operator's kernel.
 
-    There is no tracer, profiler, transform, derivative in forward mode or subclass of a tensor.
+    It can if there is no tracer, profiler, transform, forward-mode derivative or tensor subclass.
     """
     return not (
         torch.compiler.is_compiling()
@@ -187,7 +187,7 @@ def _ordinary(x: Any, *rest: object) -> bool:
 
 
 def _check_no_tangent(name: str, inputs: Iterable[object]) -> None:
-    """Check that no input has a forward-mode derivative, which torch would leave out."""
+    """Check that no input has a forward-mode derivative, which torch would silently drop."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     for x in inputs:
@@ -199,7 +199,7 @@ def _check_no_tangent(name: str, inputs: Iterable[object]) -> None:
 
 
 def empty_like_first(first: Tensor, *_: object) -> Tensor:
-    """Return an empty result like the first input: the shape function of many operators."""
+    """Return an empty tensor like the first input: the shape function of many operators."""
     return torch.empty_like(first)
 
 
@@ -218,10 +218,10 @@ def check(operator: str, condition: bool, message: str) -> None:
 
 
 def fits(x: Tensor, *columns: Tensor | None, residual: Tensor | None = None) -> bool:
-    """Return whether a call is an ordinary one, which the checks below would accept.
+    """Return whether this is an ordinary call, which the checks below would accept.
 
-    All tensors are contiguous, of one floating type, on one device; `columns` have the length of
-    the last dimension of x, the residual has its shape.
+    All tensors are contiguous, have one floating-point dtype and are on one device; `columns` are
+    as long as the last dimension of x, and the residual has the shape of x.
     """
     dtype = x.dtype
     device = x.device
@@ -239,7 +239,7 @@ def fits(x: Tensor, *columns: Tensor | None, residual: Tensor | None = None) -> 
 def check_type(
     operator: str, allowed: Iterable[torch.dtype] = TYPES, **tensors: Tensor | None
 ) -> None:
-    """Check that the tensors have one type, one of `allowed`."""
+    """Check that the tensors have the same dtype, one of `allowed`."""
     types = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
     first = next(iter(types), "")
     for name, dtype in types.items():
@@ -262,7 +262,7 @@ def check_device(operator: str, x: Tensor, /, **tensors: Tensor | None) -> None:
 
 
 def check_shape(operator: str, shape: Iterable[int], **tensors: Tensor | None) -> None:
-    """Check that each of the tensors has this shape."""
+    """Check that each tensor has this shape."""
     for name, tensor in tensors.items():
         if tensor is not None and tuple(tensor.shape) != tuple(shape):
             raise KernelError(
@@ -273,7 +273,7 @@ def check_shape(operator: str, shape: Iterable[int], **tensors: Tensor | None) -
 def check_all(
     operator: str, shape: Iterable[int] | None = None, /, **tensors: Tensor | None
 ) -> None:
-    """Check that the tensors have one floating type and device, are contiguous, and not scalars.
+    """Check that the tensors share a floating-point dtype and device, are contiguous, not scalars.
 
     `shape`: the shape of each of them, if it is given.
     """
@@ -292,7 +292,7 @@ def check_beside(
     /,
     **tensors: Tensor | None,
 ) -> None:
-    """Check that the tensors have one type of `allowed`, the device of x, and are contiguous.
+    """Check that the tensors share one dtype of `allowed` and the device of x, and are contiguous.
 
     `shape`: the shape of each of them, if it is given.
     """
@@ -307,16 +307,16 @@ def check_beside(
 
 # -- sums over rows --------------------------------------------------------------------------------
 
-# The minimum rows of a block: its sums, 8 bytes a column, stay below 6 % of what it reads and
-# writes
+# The minimum number of rows in a block: its sums, 8 bytes per column, stay below 6 % of the bytes
+# it reads and writes
 PART_ROWS = 32
-# of 256 threads: more than two for each slot of 110 (MI250X) or 132 (H100) compute units
+# blocks of 256 threads: more than two per slot on 110 (MI250X) or 132 (H100) compute units
 _BLOCKS = 2048
-HOST_PARTS = 64  # more than threads
+HOST_PARTS = 64  # more than there are threads
 
 
 def partial_sums(like: Tensor, needed: bool, sums: int = 1) -> tuple[int, Tensor | None]:
-    """Return how many parts the rows of `like` are divided into, and memory for their sums.
+    """Return the number of parts of the rows of `like`, and memory for their sums.
 
     The memory is fp32 [parts, sums, n]. Each part's sums are added up afterwards, as for the
     gradient of a bias.
@@ -335,9 +335,9 @@ def partial_sums(like: Tensor, needed: bool, sums: int = 1) -> tuple[int, Tensor
 
 @functools.lru_cache(1024)
 def count_row_blocks(count: int, columns: int, element_size: int, on_cpu: bool) -> int:
-    """Return the number of blocks of rows, of `count` elements in all, that are summed separately.
+    """Return the number of row blocks, with `count` elements in total, that are summed separately.
 
-    It depends on the shape and the kind of device alone, not on threads or compute units, so that
+    It depends only on the shape and the kind of device, not on threads or compute units, so that
     results are reproducible.
     """
     # blocks of 64 lanes of 16 bytes side by side
