@@ -1,1 +1,1 @@
-"""Jobs around a training: trials, experiments, scaling reports, checks of jobs and of nodes."""
+"""Jobs around training runs: trials, experiments, scaling reports, checks of jobs and nodes."""

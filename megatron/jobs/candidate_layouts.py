@@ -1,6 +1,6 @@
-"""List of layouts that may be tried: combinations of a space that are valid and fit.
+"""List of layouts to try: combinations from a search space that are valid and fit in memory.
 
-The list is finite and known before the first trial. A search can therefore rank all of it, try
+The list is finite and known before the first trial. A search can therefore rank the whole list, try
 nothing twice, and reject layouts before they cost a trial.
 """
 
@@ -41,8 +41,8 @@ from megatron.planner.search.space import Rejections
 from megatron.planner.timing import estimate
 
 LOSS = "valid_loss"
-"""The objective of a space with [trial] tokens."""
-_MOST = 50_000  # combinations, each of which takes about a millisecond
+"""The objective of a space that sets [trial] tokens."""
+_MOST = 50_000  # combinations; each takes about a millisecond to check
 DATA = {"data_path", "data_file_list", "train_data_path", "mock_data"}
 _PRECISION = {"fp16", "bf16", "initial_loss_scale"}
 # With Megatron's initial loss scale of 2^32, the first steps in fp16, and so all steps of a trial,
@@ -52,16 +52,16 @@ _FIRST_LOSS_SCALE = 4096
 
 @dataclass(frozen=True)
 class Candidate:
-    """Layout that may be tried: valid and, as far as known, it fits.
+    """A layout that may be tried: it is valid and, as far as known, fits in memory.
 
     index         position among the candidates of the space; key: tp=2,pp=4,mbs=1, the same in
                   every run of the tuner
-    values        by parameter of the space; processes: of a trial
+    values        by parameter of the space; processes: number of processes in a trial
     flags         all flags of pretrain_gpt.py, except those that a trial adds (length, metrics
                   file, log intervals)
-    nodes         of the job; tokens, batch: tokens and samples of one step
-    memory_bytes  predicted peak of the busiest pipeline rank's device; None: not predicted
-    step_s        predicted seconds of a step; None without a described machine
+    nodes         number of nodes of a trial; tokens, batch: tokens and samples per step
+    memory_bytes  predicted peak on the device that needs the most; None: not predicted
+    step_s        predicted seconds per step; None without a machine description
     """
 
     index: int
@@ -76,9 +76,9 @@ class Candidate:
     batch: int = 1
 
     def cost(self, figure: float, objective: str) -> float:
-        """Return the seconds or node-seconds per token, if a step takes `figure` seconds.
+        """Return the seconds or node-seconds per token if a step takes `figure` seconds.
 
-        The cost of a validation loss is the loss.
+        If the objective is the validation loss, the cost is the loss itself.
         """
         if objective == LOSS:
             return figure
@@ -87,12 +87,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine that trials run on.
+    """The machine that trials run on.
 
-    cluster             its description; None: unknown, memory and time are not predicted
-    processes_per_node  of a job that fills its nodes
-    max_nodes           most nodes of one trial
-    capacity_bytes      of a device that a layout may use; None: memory is not checked
+    cluster             its description; None: unknown, so that memory and time are not predicted
+    processes_per_node  for a job that fills its nodes
+    max_nodes           maximum number of nodes for one trial
+    capacity_bytes      device memory that a layout may use; None: memory is not checked
     """
 
     cluster: Cluster | None
@@ -103,23 +103,23 @@ class Machine:
 
 @dataclass
 class Enumeration:
-    """Candidates in the order of the combinations, and the reasons for rejecting others."""
+    """Candidates in the order of the combinations, and the reasons why others were rejected."""
 
     candidates: list[Candidate] = field(default_factory=list)
     rejections: Rejections = field(default_factory=Rejections)
 
 
 class InvalidLayout(Exception):
-    """Combination that is not a valid layout: (reason, this case)."""
+    """A combination is not a valid layout. Arguments: general reason, details of this case."""
 
 
 def enumerate_candidates(
     space: SearchSpace, flags: Sequence[str], machine: Machine, *, predict: bool
 ) -> Enumeration:
-    """List every layout of a space that runs on this machine, without duplicates.
+    """List every layout in a space that can run on this machine, without duplicates.
 
-    flags    of the command line; they override those of the space
-    predict  predict the time of a step, on the best placement
+    flags    from the command line; they override those of the space
+    predict  whether to predict the time per step, with the best placement
 
     Raises ConfigError for invalid flags, for an expression without a value, for too many
     combinations, and for a machine that contradicts its description.
@@ -184,7 +184,7 @@ def _common_flags(space: SearchSpace, flags: Sequence[str]) -> tuple[str, ...]:
 
 
 def trial_flags(flags: Sequence[str], steps: int, evaluation: str = "--eval-iters 0") -> list[str]:
-    """Return a trial's flags, without the metrics file's. Raises ConfigError for invalid flags."""
+    """Return a trial's flags, except --metrics-file. Raises ConfigError for invalid flags."""
     explicit = read_settings(flags).explicit
     more = f"--train-iters {steps} {evaluation} --log-interval 1"
     words = [*flags, *more.split()]
@@ -199,7 +199,7 @@ def trial_flags(flags: Sequence[str], steps: int, evaluation: str = "--eval-iter
 
 @functools.lru_cache(maxsize=256)
 def _settings(flags: tuple[str, ...]) -> dict[str, object]:
-    """Return all settings by short and by full name, from flags that may be incomplete."""
+    """Return all settings by short and full names, from flags that may be incomplete."""
     settings = read_settings(flags)
     unknown = {} if settings.explicit.get("global_batch_size") else {"gbs": None}
     resolve(settings)
@@ -209,7 +209,7 @@ def _settings(flags: tuple[str, ...]) -> dict[str, object]:
 
 
 class _Names(dict[str, Any]):
-    """Values of names in expressions: settings, the combination, and derived values on demand.
+    """Values for names in expressions: settings, the combination, and derived values on demand.
 
     Raises InvalidLayout, and ConfigError for an expression without a value.
     """
@@ -282,7 +282,7 @@ class _Names(dict[str, Any]):
             ) from None
 
     def flags(self) -> tuple[str, ...]:
-        """Return all flags of the layout, without those that a trial adds."""
+        """Return all flags for the layout, except those that a trial adds."""
         words = list[str]()
         for name in self.space.named:
             value = self[name]
@@ -310,7 +310,7 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
     for reason, rule in space.constraints.items():
         holds = names.evaluate(f"[constraints] '{reason}'", rule)
         if not isinstance(holds, bool):
-            # 64 % tp is 0, hence false, if tp divides: the opposite of what the author means.
+            # 64 % tp is 0, hence false, if tp divides 64: the opposite of the author's intention.
             raise ConfigError(
                 f"{space.path}: [constraints] '{reason}': '{rule.text}' is {holds!r}, neither true "
                 f"nor false: write a comparison (with {names.key})"
@@ -333,7 +333,7 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
         config = parse_args(trial_flags(flags, space.warm_up + space.iterations), processes)
     except ConfigError as error:
         problem = first_problem(str(error))
-        # N for every number, so that messages about different sizes are merged.
+        # Replace every number with N, so that messages about different sizes are merged.
         general = re.sub(r"(?<![\w-])-?\d[\d.,]*", "N", problem.split(";")[0].split(": ")[0])
         raise InvalidLayout(f"refused: {general}", problem) from None
     layout = candidate_of(config)
@@ -383,7 +383,7 @@ def _fit(
         )
     words = list[str]()
     step_s = None
-    # Placement matters if a node's devices differ in their links, and all of them are used.
+    # Placement matters if the links between a node's devices differ and all devices are used.
     ordered = len(cluster.device_orders) > 1 and layout.world % cluster.devices_per_node == 0
     if predict:
         restrictions = {
@@ -402,7 +402,7 @@ def _fit(
         words += ["--rank-order", order] if not layout.rank_order and layout.world > 1 else []
         words += flags_of("devices", devices) if not layout.device_order and ordered else []
     if ordered:
-        # its name if it comes with the package, otherwise the absolute path of its file
+        # its name if it ships with the package, otherwise the absolute path of its file
         path = Path(cluster.path)
         words += ["--cluster", path.stem if path.parent == CLUSTERS else str(path.absolute())]
     return memory, step_s, tuple(words)

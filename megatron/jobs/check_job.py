@@ -1,4 +1,4 @@
-"""Check of a job before submission (`tools/preflight.py check SCRIPT`), on a login node."""
+"""Check a job before submission (`tools/preflight.py check SCRIPT`), on a login node."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ Exit codes: 0 no errors; 2 errors."""
 _OURS = re.compile(
     r"^\s*(?:source|\.)\s.*examples/frontier/(job|allocation|experiment)\.sh", re.MULTILINE
 )
-_TIGHT = 0.9  # of the memory: the runtime and the communication library take a few gigabytes
+_TIGHT = 0.9  # share of memory; the runtime and the communication library take a few gigabytes
 _LETTERS = dict(A="account", D="chdir", J="job-name", N="nodes", p="partition", q="qos", t="time")
 _NO_VALUE = (
     "hold overcommit oversubscribe quiet verbose version help contiguous requeue no-requeue "
     "parsable test-only usage use-min-nodes spread-job reboot ignore-pbs no-kill exclusive "
     "get-user-env nice propagate x11 wait H O s Q v V h k I W"
 ).split()
-# Messages of sbatch without a reachable controller.
+# Messages from sbatch if no controller is reachable.
 _NO_SLURM = re.compile(
     r"contact|connect|configuration source|resolve|munge|timed out|plugin|slurm\.conf",
     re.IGNORECASE,
@@ -70,7 +70,7 @@ _NO_SLURM = re.compile(
 
 
 class OptionValue(NamedTuple):
-    """Value of a Slurm option ("" for an option without one), and where it is given."""
+    """Value of a Slurm option ("" for an option without a value), and where it was given."""
 
     value: str
     where: str
@@ -81,10 +81,10 @@ Options = dict[str, OptionValue]
 
 @dataclass
 class CheckedJob:
-    """Job with the findings of the check.
+    """A job with the findings of the check.
 
-    environ   environment variables of its training
-    words     flags of the training command
+    environ   environment variables for its training
+    words     flags in the training command
     known     facts to print, by name
     findings  (level, subject, text): level is error, warning or note
     """
@@ -103,7 +103,7 @@ class CheckedJob:
     unchecked: list[str] = field(default_factory=list)
 
     def find(self, level: str, about: str, text: str) -> None:
-        """Record a problem; if `about` is a Slurm option, also where it is given."""
+        """Record a finding; if `about` is a Slurm option, also record where it was given."""
         where = f" [{self.options[about].where}]" if about in self.options else ""
         self.findings.append((level, about, text + where))
 
@@ -117,7 +117,7 @@ class CheckedJob:
 
     @property
     def asked_nodes(self) -> int:
-        """Number of nodes of the allocation."""
+        """Number of nodes in the allocation."""
         return count(self.value("nodes")) or 1
 
     def is_local(self, path: str) -> bool:
@@ -127,7 +127,7 @@ class CheckedJob:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Check and print; return the exit code. Flags of check precede the script, or --.
+    """Check a job and print the report; return the exit code. Own flags precede the script or --.
 
     Raises ConfigError.
     """
@@ -153,7 +153,7 @@ def check(words: Sequence[str], cluster: str | None = None) -> CheckedJob:
     else:
         job = read_script(words, options, at)
     named = job.environ.get("MEGATRON_CLUSTER")
-    if job.words is not None:  # resolved as on the ranks
+    if job.words is not None:  # resolve as the ranks would
         try:
             flags = ["--cluster", named, *job.words] if named else job.words
             job.config = parse_args(flags, job.tasks, checkpoint=settings_to_take)
@@ -214,9 +214,9 @@ def parse_options(words: Sequence[str], where: str = "command line") -> tuple[Op
 
 
 def directives(text: str) -> tuple[Options, list[str]]:
-    """Return the options of a script's #SBATCH lines, and problems with these lines.
+    """Return the options in a script's #SBATCH lines, and problems with these lines.
 
-    Later lines override earlier ones. Slurm reads none after the first command.
+    Later lines override earlier ones. Slurm ignores lines after the first command.
     """
     merged = Options()
     problems = list[str]()
@@ -242,7 +242,7 @@ def directives(text: str) -> tuple[Options, list[str]]:
 
 
 def winning(line: Options, environ: Mapping[str, str], script: Options) -> Options:
-    """Merge options: the command line overrides variables, which override the script's lines."""
+    """Merge options: the command line takes precedence, then variables, then the script."""
     variables = {
         name.replace("timelimit", "time").replace("_", "-"): OptionValue(value, f"variable {key}")
         for key, value in environ.items()
@@ -252,7 +252,7 @@ def winning(line: Options, environ: Mapping[str, str], script: Options) -> Optio
 
 
 def count(text: str | None) -> int | None:
-    """Read a number of nodes or tasks, "16" or "16-20" (the first); None for anything else."""
+    """Read a node or task count: "16", or "16-20" (the first number); None for anything else."""
     match = re.fullmatch(r"\s*(\d{1,9})(-\d+)?\s*", text or "")
     return int(match[1]) if match else None
 
@@ -260,7 +260,7 @@ def count(text: str | None) -> int | None:
 def output_of(
     command: Sequence[str], env: Mapping[str, str] | None = None, cwd: str | None = None
 ) -> tuple[int, list[str]]:
-    """Run a command; return exit code and lines. Raises OSError and SubprocessError."""
+    """Run a command; return its exit code and output lines. Raises OSError and SubprocessError."""
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -278,7 +278,8 @@ def output_of(
 def ask_slurm(job: CheckedJob, words: Sequence[str]) -> None:
     """Check with `sbatch --test-only`, which submits nothing.
 
-    It knows the machine's partitions and limits and, with Slurm accounting, the user's.
+    It takes the machine's partitions and limits into account and, with Slurm accounting, the
+    user's.
     """
     if "account" not in job.options:
         job.warn("account", "no -A, no SBATCH_ACCOUNT: Slurm uses your default account or refuses")
@@ -296,7 +297,7 @@ def ask_slurm(job: CheckedJob, words: Sequence[str]) -> None:
 
 
 def check_options(job: CheckedJob) -> None:
-    """Check nodes and wall time against the machine's limits, and options that interact."""
+    """Check nodes and wall time against the machine's limits, and check interacting options."""
     cluster = job.cluster
     limit = job.value("time")
     wall_s = duration_s(limit or "")
@@ -399,7 +400,7 @@ def dry_run(job: CheckedJob, content: bytes, arguments: Sequence[str]) -> None:
 
 
 def read_command(job: CheckedJob, command: Sequence[str]) -> None:
-    """Read a training command's flags and number of processes (srun, torchrun or one)."""
+    """Read the flags in a training command and its number of processes (srun, torchrun or one)."""
     runs = [bool(re.fullmatch(r"(.*/)?pretrain_gpt\w*(\.py)?", word)) for word in command]
     if not any(runs):
         job.error("command", f"it does not run pretrain_gpt.py: {shlex.join(command)[:200]}")
@@ -439,7 +440,7 @@ def check_network(job: CheckedJob, cluster: Cluster) -> None:
 
 
 def check_training(job: CheckedJob, config: Config) -> None:
-    """Check tokenizer, network, files, memory and cost of the training."""
+    """Check the training's tokenizer, network, files, memory and cost."""
     if job.cluster is not None and "gloo" not in (job.words or ()):
         check_network(job, job.cluster)
     for notice in config.notices:
@@ -484,7 +485,7 @@ def check_data(job: CheckedJob, config: Config) -> None:
         job.unchecked.append(f"data {', '.join(local)}, on node-local disks")
         return
     samples = planned_samples(config, BatchSchedule.from_config(config))[0]
-    if not job.vocabulary_known:  # no id is out of range
+    if not job.vocabulary_known:  # no id can be called out of range
         config = config.replace(vocab_size=MOST)
     epochs, notices = datasets.check_data(config, job.tokenizer, samples)
     for notice in notices:
@@ -527,7 +528,7 @@ def check_saving(job: CheckedJob, config: Config) -> None:
 
 
 def check_memory(job: CheckedJob, config: Config) -> None:
-    """Compare the planner's peak memory of a device with the machine's, if that is known."""
+    """Compare the planner's peak memory per device with the machine's memory, if known."""
     if (cluster := job.cluster) is None:
         return
     peak = max(rank.total for rank in memory_of_ranks(config, cluster.device_type))
@@ -550,7 +551,7 @@ def check_memory(job: CheckedJob, config: Config) -> None:
 
 
 def check_cost(job: CheckedJob, config: Config) -> None:
-    """Estimate the cost of the rest of the run, if the machine is known.
+    """Estimate the cost of the remaining run, if the machine is known.
 
     Raises ConfigError for a layout that does not fit on the machine, and CheckpointError.
     """

@@ -1,9 +1,9 @@
-"""Test of the nodes in an allocation before a training (`tools/preflight.py measure`).
+"""Test the nodes in an allocation before training (`tools/preflight.py measure`).
 
 Every process multiplies matrices on its device. Processes on nodes whose devices work then
 all-reduce within their node and with their counterparts on both neighbouring nodes. Each writes its
-figures and errors to the store of rank 0, which judges the nodes. Ranks must be in blocks, one
-block per node. The collectives have not been run on a GPU.
+figures and errors to rank 0's store, and rank 0 judges the nodes. Ranks must be in contiguous
+blocks, one block per node. The collectives have not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _MARGIN_S = 5.0
 PRODUCT = "matrix product"
 WITHIN = "all-reduce within the node"
 BETWEEN = "all-reduce with a neighbouring node"
-# For each measurement: unit, share of the median below which a rank is slow, and name of its band
-# in a cluster file.
+# For each measurement: unit, share of the median below which a rank counts as slow, and name of its
+# band in a cluster file.
 FIGURES = {
     PRODUCT: ("TFLOP/s", 0.75, "gemm_tflops"),
     WITHIN: ("GB/s", 0.5, "allreduce_node_gb_per_s"),
@@ -49,11 +49,11 @@ FIGURES = {
 
 
 Results = Mapping[int, Mapping[str, Any]]
-"""Host, device, figures and errors of each rank."""
+"""Host, device, figures and errors by rank."""
 
 
 class Process:
-    """Process of the test: its figures, and its errors by step. Each step may take `seconds`."""
+    """A process in the test: its figures, and its errors by step. Each step may take `seconds`."""
 
     def __init__(self, connection: StoreConnection, seconds: float) -> None:
         self.launch = connection.launch
@@ -67,7 +67,7 @@ class Process:
         self.errors = dict[str, str]()
 
     def multiply(self, backend: str | None, mapping: RankMapping | None) -> None:
-        """Measure TFLOP/s of a square product of ones on this device, and check the result."""
+        """Measure the TFLOP/s of a product of square matrices of ones here; check the result."""
 
         def work() -> float:
             self._device = select_device(self.launch, backend, mapping)
@@ -124,7 +124,7 @@ class Process:
         return results
 
     def share(self, phase: str, ranks: Iterable[int], limit: timedelta) -> Results:
-        """Send results to rank 0, which returns those that are in time and publishes good nodes."""
+        """Send results to rank 0, which returns all that are in time and publishes good nodes."""
         launch = self.launch
         store = self._connection.store
         told = {
@@ -137,7 +137,7 @@ class Process:
         if launch.rank:
             return {}
         keys = {rank: f"{phase}/{rank}" for rank in ranks}
-        with without_dns():  # the store looks up the name of each process that connects
+        with without_dns():  # the store looks up the host name of each process that connects
             self._connection.poll([*keys.values()], time.monotonic() + limit.total_seconds())
         results = {
             rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])
@@ -148,7 +148,7 @@ class Process:
         return results
 
     def _step(self, name: str, work: Callable[[], float], deadline: float) -> None:
-        """Record the best result of a measurement, or its error."""
+        """Record the best result from repeated measurements, or the error."""
         try:
             value = bounded(work, max(deadline - time.monotonic(), 0.0), "it timed out")
             self.figures[name] = max(value, self.figures.get(name, 0.0))
@@ -161,7 +161,7 @@ class Process:
                     bounded(self._groups[-1].abort, _MARGIN_S)
 
     def _bandwidth(self, name: str, member: int, size: int) -> float:
-        """Return the GB/s of an all-reduce in a new group.
+        """Return the bandwidth of an all-reduce in a new group, in GB/s.
 
         In a ring each rank sends and receives 2 (n - 1) / n of its bytes. Raises RuntimeError for a
         wrong sum.
@@ -189,7 +189,7 @@ class Process:
 
     def _median_seconds(self, work: Callable[[], object]) -> float:
         seconds = []
-        for _ in range(20):  # the same number on each member of a group
+        for _ in range(20):  # the same number on all members of a group
             begin = time.perf_counter()
             work()
             if self._device.type == "cuda":
@@ -199,9 +199,9 @@ class Process:
 
 
 class NodeVerdict(NamedTuple):
-    """Hosts to use and to leave out, and the report.
+    """Hosts to use, hosts to leave out, and the report.
 
-    No host is good if a fault cannot be assigned to a host.
+    No host counts as good if a fault cannot be attributed to a host.
     """
 
     good: list[str]
@@ -210,7 +210,7 @@ class NodeVerdict(NamedTuple):
 
 
 def judge(results: Results, hosts: Sequence[str], bands: Mapping[str, float]) -> NodeVerdict:
-    """Judge the results of each rank; `hosts` has its host, in the order of the allocation.
+    """Judge the results of all ranks; `hosts` has the host of each rank, in allocation order.
 
     A rank is slow if it is far below the median, or below the machine's band while most ranks are
     not. On a CPU no rank counts as slow: speeds depend on other programs.
@@ -253,7 +253,7 @@ def judge(results: Results, hosts: Sequence[str], bands: Mapping[str, float]) ->
 
 
 def rank_hosts(launch: Launch, results: Results) -> list[str]:
-    """Return the host of each rank: as reported by a process there, or from Slurm's node list."""
+    """Return each rank's host, as reported by a process there or from Slurm's node list."""
     each = launch.local_world_size
     names = dict(enumerate(_slurm_hosts()))
     names |= {rank // each: told["host"] for rank, told in results.items()}
@@ -261,7 +261,7 @@ def rank_hosts(launch: Launch, results: Results) -> list[str]:
 
 
 def _slurm_hosts() -> list[str]:
-    """Return the hosts of this Slurm step, in order; none without Slurm."""
+    """Return the hosts of this Slurm step in order; an empty list without Slurm."""
     listed = os.environ.get("SLURM_STEP_NODELIST", "")
     try:
         return ask_slurm("scontrol", "show", "hostnames", listed).stdout.split() if listed else []
@@ -270,8 +270,8 @@ def _slurm_hosts() -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one process of the test; rank 0 prints the verdict and returns it as exit code."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides the warning of each repeated wait
+    """Run one process of the test; rank 0 prints the verdict and returns it as the exit code."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides a warning for each repeated wait
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # a watchdog would kill the process
     launch = detect_launch()
     cluster = None if args.cluster == "none" else load_cluster(args.cluster)

@@ -1,8 +1,8 @@
-"""Scaling experiments: their points and costs, and a job source that runs them.
+"""Scaling experiments: their points, their costs, and a job source that runs them.
 
 Every point is resolved by pretrain_gpt.py's parser, so that contradictions are found before
-anything is queued. Costs come from the published throughput and the limits of the machine. This
-module does not need torch.
+anything is queued. Costs are derived from the published throughput and the machine's limits. This
+module does not require torch.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _PAPER_FLAGS = (
 ).split()
 # GPT-2's 50,257 entries become 51,200, whatever the tensor-parallel size
 _PAPER_VOCABULARY_MULTIPLE = 1024
-_WARM_UP_DEPTHS = 4  # micro-batches per stage in a step of the warm-up
-_LIMIT_S = 3600.0  # of a point whose time cannot be predicted
+_WARM_UP_DEPTHS = 4  # micro-batches per stage in a warm-up step
+_LIMIT_S = 3600.0  # time limit for a point whose time cannot be predicted
 
 
 class ExperimentKind(NamedTuple):
-    """Kind of experiment.
+    """A kind of experiment.
 
-    varies  the size that varies; values: its defaults
-    batch   global batch of a sweep with the paper's models (pp-bubble: micro-batches of each
-            stage); replicas: their number in such a sweep
+    varies  the size that varies; values: its default values
+    batch   global batch size in a sweep with the paper's models (pp-bubble: micro-batches per
+            stage); replicas: number of replicas in such a sweep
     """
 
     parameter: str
@@ -56,29 +56,29 @@ class ExperimentKind(NamedTuple):
 
 _REPLICAS_OF_1T = (1, 2, 3, 4, 6)
 KINDS: Mapping[str, ExperimentKind] = {
-    "weak": ExperimentKind("replicas", "dp", (1, 2, 4, 8, 16)),  # of the paper's replicas
+    "weak": ExperimentKind("replicas", "dp", (1, 2, 4, 8, 16)),  # replicas as in the paper
     "strong": ExperimentKind("replicas", "dp", (1, 2, 4, 8, 16)),
     "tp": ExperimentKind("tensor-parallel size", "tp", (1, 2, 4, 8, 16), 128),
     "pp": ExperimentKind("pipeline-parallel size, batch fixed", "pp", (8, 16, 24, 48), 128),
     "pp-bubble": ExperimentKind("pipeline-parallel size, bubble fixed", "pp", (8, 16, 24, 48), 16),
     "batch": ExperimentKind("global batch size", "batch", (8, 16, 32, 64, 128, 256, 640)),
-    # Two replicas share the optimizer's states: on the 8 GCDs of a single replica, a micro-batch
-    # of 8 does not fit.
+    # Two replicas share the optimizer states: with a single replica on 8 GCDs, a micro-batch of 8
+    # does not fit.
     "micro-batch": ExperimentKind("micro-batch size", "mbs", (1, 2, 4, 8), 512, 2),
 }
 
 
 @dataclass(frozen=True)
 class ExperimentRequest:
-    """Requested experiment.
+    """A requested experiment.
 
     model       22b, 175b, 1t (the paper's models), or the name of any preset
-    recipe      paper: the preset as published, in fp16; frontier: the preset's improved form
-    values      of the size that varies; empty for the kind's defaults
-    batch       weak: per replica; strong: in total; pp-bubble: per pipeline stage; otherwise of
-                every point. None: the published one, or the kind's default
-    iterations  measured steps of the full batch, after `warm_up` steps
-    flags       additional flags of pretrain_gpt.py; they take precedence
+    recipe      paper: the preset as published, in fp16; frontier: the preset's improved version
+    values      values of the size that varies; empty for the kind's defaults
+    batch       batch size: per replica (weak), in total (strong), per pipeline stage (pp-bubble),
+                otherwise for every point. None: the published size, or the kind's default
+    iterations  measured steps with the full batch, after `warm_up` steps
+    flags       additional flags for pretrain_gpt.py; they take precedence
     """
 
     kind: str
@@ -93,12 +93,12 @@ class ExperimentRequest:
 
     @property
     def of_the_paper(self) -> bool:
-        """Return whether it is one of the paper's models, which have two recipes."""
+        """Return whether the model is one of the paper's, which have two recipes."""
         return any(model.name == self.model.lower() for model in MODELS)
 
     @property
     def experiment(self) -> str:
-        """Name the experiment, and its folder: 'weak-175b-paper'."""
+        """Return the name of the experiment and its folder, such as 'weak-175b-paper'."""
         return f"{self.kind}-{self.model}" + (f"-{self.recipe}" if self.of_the_paper else "")
 
     @property
@@ -115,14 +115,14 @@ class ExperimentRequest:
 
 @dataclass(frozen=True)
 class Point:
-    """Run of an experiment. If its settings are invalid, `config` is None and `problem` says why.
+    """A run in an experiment. If its settings are invalid, `config` is None and `problem` says why.
 
-    flags        of pretrain_gpt.py, without the path of the metrics file
+    flags        for pretrain_gpt.py, without the path of the metrics file
     world        number of processes
-    iteration_s  of the full batch; total_s: of the whole point with its warm-up and start-up; None:
-                 unknown
-    limit_h      longest job on this many nodes
-    queue        partition with a sufficient time limit, if the default one's is too short
+    iteration_s  seconds per step with the full batch; total_s: for the whole point with its warm-up
+                 and start-up; None: unknown
+    limit_h      time limit for a job on this many nodes
+    queue        partition with a sufficient time limit, if the default partition's is too short
     """
 
     name: str
@@ -140,16 +140,16 @@ class Point:
 
     @property
     def steps(self) -> int:
-        """Count the steps of the run."""
+        """Return the number of steps in the run."""
         return self.request.warm_up + self.request.iterations
 
     @property
     def fits_alone(self) -> bool:
-        """Return whether the time limit of a job on this point's nodes suffices, if known."""
+        """Return whether the time limit for a job on this point's nodes suffices, if known."""
         return self.total_s is None or self.limit_h is None or self.total_s <= 3600 * self.limit_h
 
     def description(self) -> dict[str, object]:
-        """Return the content of point.json: the varied value, and all settings."""
+        """Return the contents of point.json: the varied value, and all settings."""
         kind = KINDS[self.request.kind]
         request = self.request
         return {
@@ -167,7 +167,7 @@ class Point:
 
 
 def plan(request: ExperimentRequest) -> list[Point]:
-    """Return a request's points, in the order of the varied size. Raises ConfigError."""
+    """Return a request's points, ordered by the varied size. Raises ConfigError."""
     base = parse_args([*request.recipe_flags, "--train-iters", "1", *request.flags], None)
     kind = KINDS[request.kind]
     known = _paper(base)
@@ -259,9 +259,9 @@ def bubble_of(config: Config) -> float:
 def priced(
     point: Point, cluster: Cluster | None, tflops: float | None = None, partition: str | None = None
 ) -> Point:
-    """Return the point with its cost.
+    """Return the point with its cost filled in.
 
-    tflops  hardware TFLOP/s of a device; None: the published value of this model
+    tflops  hardware TFLOP/s per device; None: the published value for this model
 
     Raises ConfigError for more nodes than the machine or the partition allows.
     """
@@ -301,15 +301,15 @@ def priced(
 
 
 class Experiment(JobSource):
-    """The points of an experiment that are not done, the longest first.
+    """The points of an experiment that are not done yet, longest first.
 
     A failed point is recorded, and the others continue.
 
-    limit_s      longest time of a point; None: derived from its cost
+    limit_s      time limit for each point; None: derived from its cost
     waiting      points that were not started or were interrupted, with the reasons
     out_of_time  whether points wait for lack of time
 
-    Raises ConfigError for a folder with other content.
+    Raises ConfigError for a folder with other contents.
     """
 
     def __init__(
@@ -339,12 +339,12 @@ class Experiment(JobSource):
                 self._to_do.append(point)
 
     def reasons(self, status: str) -> dict[str, str | None]:
-        """Return the points with this status, and the reasons."""
+        """Return the points with this status, with the reasons."""
         return {name: one.reason for name, one in self.results.items() if one.status == status}
 
     @property
     def resumable(self) -> bool:
-        """Return whether points were done and others ran out of time.
+        """Return whether some points were completed and others ran out of time.
 
         Without the first condition, a resumed job might never finish.
         """
@@ -358,7 +358,7 @@ class Experiment(JobSource):
             self._postpone(point, f"interrupted by {why}" if runner.signal else why)
 
     def next(self, runner: Runner) -> Job | None:
-        """Return the first point that fits on the free nodes and into the time left.
+        """Return the first point that fits on the free nodes and in the remaining time.
 
         Points that can never fit are postponed.
         """
@@ -432,7 +432,7 @@ class Experiment(JobSource):
 def state_of(folder: Path, point: Point) -> tuple[str, str]:
     """Return a point's state ('refused', 'failed', 'done', 'interrupted' or ''), and the reason.
 
-    '' is a point that was not started. Raises ConfigError if the folder has other settings.
+    '' means that the point was not started. Raises ConfigError if the folder has other settings.
     """
     if point.problem:
         return REFUSED, point.problem
@@ -498,7 +498,7 @@ def remarks(
     side_by_side: bool = True,
     partition: str | None = None,
 ) -> list[str]:
-    """List refused points, and compare the cost of one allocation with a job for each point."""
+    """List refused points, and compare the cost of one allocation with one job per point."""
     lines = [f"{p.name} is refused: {p.problem}" for p in points if p.problem]
     lines += [
         f"{p.name} needs a larger allocation, alongside others, or "
@@ -532,9 +532,9 @@ def remarks(
 def least_time_s(
     points: Sequence[tuple[int, float]], nodes: int, side_by_side: bool = True
 ) -> float:
-    """Return the shortest time of an allocation for points of (nodes, seconds).
+    """Return the least time that an allocation needs for points given as (nodes, seconds).
 
-    Side by side this is the longer of two bounds: the longest point, and full use of all nodes.
+    Side by side, this is the larger of two bounds: the longest point, and full use of all nodes.
 
     >>> least_time_s([(2, 10.0), (1, 40.0)], 2), least_time_s([(2, 10.0), (1, 40.0)], 2, side_by_side=False)
     (40.0, 50.0)

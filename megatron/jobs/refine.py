@@ -1,8 +1,8 @@
-"""Correction of a machine's description by the step times of runs on it.
+"""Correct a machine's description from the step times of runs on it.
 
 According to the estimate, a step of a run computes for C seconds (including bubbles and the host's
 work) and waits M seconds for messages; the measured time is T seconds. The factors a and b in T = a
-C + b M correct the machine: seconds are multiplied and rates divided by them. Both are the median
+C + b M correct the machine: seconds are multiplied and rates divided by them. Both equal the median
 of T / (C + M), unless two different factors explain the runs much better. Medians limit the
 influence of a few disturbed runs.
 """
@@ -27,12 +27,12 @@ from megatron.planner.timing import Estimate, estimate
 
 WARM_UP = 3
 LEAST_STEPS = 3
-"""Number of ignored steps (the first has no overlap, memory settles), and of steps needed then."""
-_LEAST_RUNS = 4  # for two factors: some pair of factors fits any three runs
+"""Number of steps to ignore (the first has no overlap, memory settles) and then to require."""
+_LEAST_RUNS = 4  # for two factors: with three runs, some pair of factors always fits
 _BETTER = 0.5  # two factors must reduce the error of one factor to less than this share
-# ratios of the message factor to the compute factor that are tried, 2.5 % apart
+# ratios to try of the message factor to the compute factor, 2.5 % apart
 _RATIOS = np.geomspace(0.1, 10.0, 187)
-_LEAST = 0.02  # plausible factors
+_LEAST = 0.02  # smallest plausible factor
 _MOST = 50.0
 _OF_MESSAGES = ("collectives.", "messages", "collective_start_s", "hop_", "message_")
 
@@ -43,18 +43,18 @@ class RefinementRun(NamedTuple):
     name: str
     config: Config
     seconds: float
-    remark: str = ""  # about lines of its file that were left out
+    remark: str = ""  # about lines in its file that were ignored
 
 
 Factors = tuple[float, float]
-"""Ratios of measured to estimated seconds: of computations (with optimizer and host), messages."""
+"""Ratios of measured to estimated seconds: for computation (with optimizer and host), messages."""
 
 
 def refined(cluster: Cluster, paths: Sequence[Path]) -> tuple[Cluster, Factors, Table, list[str]]:
-    """Correct a machine by the metrics files of runs.
+    """Correct a machine description from the metrics files of runs.
 
-    Return it with the factors, a table of the errors of its estimates before and after, and the
-    runs and lines that were left out. Raises DataError if no run can be used, and ConfigError for a
+    Return it with the factors, a table of its estimates' errors before and after, and the runs and
+    lines that were left out. Raises DataError if no run can be used, and ConfigError for a
     run that does not fit on the machine.
     """
     runs = list[RefinementRun]()
@@ -91,7 +91,7 @@ def refined(cluster: Cluster, paths: Sequence[Path]) -> tuple[Cluster, Factors, 
 
 
 def read_run(path: Path) -> RefinementRun:
-    """Read the last start in a metrics file, or in a folder's, without its first steps.
+    """Read the last start in a metrics file or a folder's metrics file, without its first steps.
 
     Raises DataError.
     """
@@ -127,7 +127,7 @@ def messages_s(estimate: Estimate) -> float:
 
 
 def fit(runs: Sequence[RefinementRun], estimates: Sequence[Estimate]) -> Factors:
-    """Return the factors of runs, with estimates in the same order.
+    """Fit the factors to runs, given their estimates in the same order.
 
     Raises DataError for implausible factors.
     """
@@ -136,7 +136,7 @@ def fit(runs: Sequence[RefinementRun], estimates: Sequence[Estimate]) -> Factors
     computed = np.array([factors.seconds for factors in estimates]) - sent
 
     def tried(ratio: float) -> tuple[float, Factors]:
-        """Return the median error at a ratio of the message to the compute factor, and both."""
+        """Return the median error at a ratio of message to compute factor, and both factors."""
         slower = seconds / (computed + ratio * sent)
         factor = float(np.median(slower))
         return float(np.median(abs(slower / factor - 1))), (factor, ratio * factor)
@@ -154,7 +154,7 @@ def fit(runs: Sequence[RefinementRun], estimates: Sequence[Estimate]) -> Factors
 
 
 def correct(cluster: Cluster, factors: Factors, dtypes: set[str]) -> Cluster:
-    """Return the machine with corrected figures, including assumed ones of these dtypes."""
+    """Return the machine with corrected figures, including assumed ones for these dtypes."""
     peaks = {dtype: peak for dtype, peak in cluster.peak_tflops.items() if dtype in dtypes}
     corrected = []
     for name, figure in {**assumed_figures(peaks), **cluster.compute}.items():
