@@ -1,4 +1,4 @@
-"""Outcome of a run: its failure from exit codes and logs, or a trial's figures from its metrics."""
+"""Outcome of a run: a failure, from exit codes and logs, or a trial's figures, from its metrics."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ LOST_RANK = "lost rank"
 REFUSED = "refused"
 STOPPED = "stopped early"
 CRASH = "crash"
-"""Kinds of endings. A time-out, and sometimes a hang, is reported by the starter of the run."""
+"""Kinds of endings. The starter of a run reports timeouts and sometimes hangs."""
 
 _KILLED = (-9, 137)
 _TAIL_BYTES = 100_000
-_SHOWN = 200  # characters of a line
+_SHOWN = 200  # characters shown of a line
 
-# HIP, CUDA, srun and slurmstepd, not the name of a folder; torch; BLAS; torch on a CPU and errno
-# ENOMEM; C++; Python.
+# Messages from HIP, CUDA, srun and slurmstepd (but not the name of a folder); torch; BLAS; torch on
+# a CPU and errno ENOMEM; C++; Python.
 _MEMORY = (
     r"(?<![\w/.-])(?:out[ _]of[ _]memory|oom[-_]kill)|(?-i:OutOfMemory)|BLAS_STATUS_ALLOC_FAILED|"
     r"can(?:no|')t allocate memory|not enough memory: you tried|std::bad_alloc|\bMemoryError\b|"
     r"HSA_STATUS_ERROR_OUT_OF_RESOURCES"
 )
-# Other failures for lack of memory under a limit: a thread's stack, a mapped library. The last two
-# come from a node that died before Slurm noticed; srun then kills the tasks of the other nodes.
+# Other failures due to a memory limit: a thread's stack, a mapped library. The last two come from a
+# node that died before Slurm noticed; srun then kills the tasks on the other nodes.
 _NODE = (
     "node failure|NODE_FAIL|DUE TO NODE FAIL|io error with slurmstepd on node|launch for \\S+ "
     "failed on node"
@@ -49,9 +49,9 @@ _ERROR = re.compile(
 _FOLLOWS = re.compile(
     r"LostRankError|DistBackendError|DistNetworkError|ConnectionError|Connection (?:reset|closed)"
 )
-# errors that the user must fix, too, but not by settings
+# errors that the user must also fix, but not by changing settings
 _NO_REFUSAL = re.compile(r"(?:Launch|Training|Kernel)Error")
-# With --wait srun then ends the other tasks: its later messages about them are consequences.
+# With --wait, srun then ends the other tasks; its later messages about them are consequences.
 _SRUN_FORCE = re.compile(r"^srun: First task exited \d+s ago", re.MULTILINE)
 _SRUN_WORDS = {
     "Killed": 137,
@@ -69,7 +69,7 @@ _SRUN = re.compile(
 
 @dataclass(frozen=True)
 class Ending:
-    """Reason for a run's failure. kind: one of the above; reason: a line for users."""
+    """Reason for a run's failure. kind: one of the above; reason: one line for users."""
 
     kind: str
     reason: str
@@ -78,14 +78,14 @@ class Ending:
 def ending(exit_codes: Iterable[int] | None, logs: Sequence[Path]) -> Ending:
     """Find out why a run ended early.
 
-    exit_codes  of its launcher, or of each of its processes; None: it did not end by itself
-    logs        the most informative ones first; only the end of each is read. Messages of a
-                launcher (srun) may be in any of them
+    exit_codes  from its launcher, or from each of its processes; None: it did not end on its own
+    logs        the most informative first; only the end of each is read. Messages from a launcher
+                (srun) may be in any of them
     """
     tails = [_tail(path) for path in logs]
     lines = [match.group().strip()[:_SHOWN] for tail in tails for match in _ERROR.finditer(tail)]
     lines = [line for line in lines if not line.startswith("srun: ")]
-    # preferably not one about another rank's loss
+    # preferably not a line about the loss of another rank
     line = min(lines, key=lambda line: bool(_FOLLOWS.search(line)), default="")
     for kind, how, words in (
         (OUT_OF_MEMORY, "out of memory: ", _MEMORY),
@@ -97,7 +97,7 @@ def ending(exit_codes: Iterable[int] | None, logs: Sequence[Path]) -> Ending:
             return Ending(kind, how + match.group().strip()[:_SHOWN])
     code = None
     if exit_codes is not None:
-        # srun's log has each task's code, its exit code the largest
+        # srun's log has the exit code of each task; srun itself exits with the largest
         logged = [
             tail[: forced.start()] if (forced := _SRUN_FORCE.search(tail)) else tail
             for tail in tails
@@ -108,7 +108,7 @@ def ending(exit_codes: Iterable[int] | None, logs: Sequence[Path]) -> Ending:
             for status, words in _SRUN.findall(tail)
         ]
         if logged != tails and not of_tasks:
-            of_tasks = [0]  # srun does not report these
+            of_tasks = [0]  # srun does not report tasks that succeed
         code = cause(of_tasks or exit_codes)
     kind = CRASH
     how = f"exit code {code}"
@@ -153,19 +153,19 @@ def _precedence(code: int) -> tuple[int, int]:
 DONE = "done"
 FAILED = "failed"
 INVALID = "invalid"
-"""Outcomes of a trial: with figures; without; with contradictory figures, which never win."""
+"""Outcomes of a trial: with figures, without, or with contradictory figures, which never win."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a trial; unfinished without a status. Figures are None if not valid.
+    """Outcome of a trial; without a status, it is unfinished. Figures are None unless valid.
 
-    kind, reason    of a failure, or of invalid figures
-    step_s          median of the steady steps; spread: (slowest - fastest) / median; steady: their
-                    number
+    kind, reason    for a failure, or for invalid figures
+    step_s          median time of the steady steps; spread: (slowest - fastest) / median; steady:
+                    the number of steady steps
     memory_bytes    peak over all ranks
     notes           remarks on valid figures
-    loss            the last validation loss, if that is the objective
+    loss            the last validation loss, if this is the objective
     """
 
     status: str = ""
@@ -181,12 +181,12 @@ class Result:
 
     @property
     def figure(self) -> float | None:
-        """Return the figure that counts: the validation loss, or the seconds of a step."""
+        """Return the figure that counts: the validation loss, or the seconds per step."""
         return self.step_s if self.loss is None else self.loss
 
     @property
     def said(self) -> str:
-        """Short name of the outcome: done, out of memory, invalid, ..."""
+        """Return a short name for the outcome: done, out of memory, invalid, ..."""
         return self.kind or self.status
 
 
@@ -194,7 +194,7 @@ RUNNING = Result()
 
 
 def is_complete(folder: Path, steps: int) -> bool:
-    """Return whether the metrics file of a folder has all steps up to the end. Raises DataError."""
+    """Return whether a folder's metrics file has all steps up to the end. Raises DataError."""
     return (folder / METRICS).is_file() and all_done(read_records(folder / METRICS), steps)
 
 
@@ -221,7 +221,7 @@ def valid_losses(records: Iterable[Mapping[str, Any]]) -> list[float]:
 
 
 def read_result(metrics: Path, asked: Config, warm_up: int) -> Result:
-    """Read the result of a run that has done all its steps.
+    """Read the result of a run that has completed all its steps.
 
     It is INVALID, with a reason, if it contradicts itself or the requested settings.
     """
@@ -249,10 +249,11 @@ def read_result(metrics: Path, asked: Config, warm_up: int) -> Result:
 
 
 def _contradictions(measured: Figures, asked: Config) -> Iterator[str]:
-    """Yield differences between a run and its request (self-contradictions: scaling.py)."""
+    """Yield differences between a run and its request (scaling.py finds self-contradictions)."""
     run = measured.run
     layout = candidate_of(asked)
-    # Without paths, and settings that a run changes, as a tokenizer changes the vocabulary size.
+    # Except paths and settings that a run changes; for example, a tokenizer sets the vocabulary
+    # size.
     names = layout.settings(1).keys() - {"rank_order", "device_order"}
     for name in sorted(names | {"seq_length", "num_layers", "hidden_size", "fp16", "bf16"}):
         ran = run.get(name)

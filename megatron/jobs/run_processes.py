@@ -1,8 +1,8 @@
-"""Start and end the processes of a run, on this machine or as a step of a Slurm job.
+"""Start and end the processes of a run, on this machine or as a step in a Slurm job.
 
-This module never blocks: the caller that started a run polls it, and each poll sends the signals
-that are due. Each process has its own session, and none outlives the process that started it,
-however that process ends.
+Starting and stopping do not block: the caller that started a run polls it, and each poll sends the
+signals that are due. Each process has its own session, and none outlives the process that started
+it, however that process ends.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ ROOT = Path(__file__).resolve().parents[2]
 LOG = "train.log"
 TASKS = "tasks"
 GRACE_S = 15.0
-"""Seconds from SIGTERM to SIGKILL; short, because these runs save nothing."""
+"""Seconds between SIGTERM and SIGKILL; short, because these runs save nothing."""
 _ASK_AGAIN_S = 5.0
-_WAIT_S = 60  # from the end of one task of a step until srun ends the others
-# from the loss of a rank until the others are killed: they end by themselves, and name the lost
-# rank
+_WAIT_S = 60  # from the end of one task in a step until srun ends the others
+# from the loss of a rank until the others are killed: they normally end on their own and name the
+# lost rank
 _PEERS_S = 20.0
 _MOST_LOGS = 256
 _FIRST_PORT = 3442
@@ -70,11 +70,11 @@ exit "$code"
 
 @dataclass(frozen=True)
 class SlurmStep:
-    """Job step of a run under Slurm.
+    """The job step that executes a run under Slurm.
 
-    name     in squeue; unique among the running steps
+    name     name in squeue; unique among the running steps
     turn     number of runs started before this one, which selects its port
-    limit_s  time after which Slurm ends the step, if the starter does not
+    limit_s  time after which Slurm ends the step if the starter has not
     """
 
     name: str
@@ -85,13 +85,13 @@ class SlurmStep:
 
 
 class RunProcesses:
-    """Processes of a run: all ranks, or one launcher.
+    """Processes of a run: either all ranks or one launcher.
 
-    step        name of its step under Slurm
+    step        name of the run's step under Slurm
     resources   closed when the run ends: the reserved port, and the pipe by which the launcher
                 monitors its starter
-    exit_codes  None until the run has ended; then those of the processes that ended before others
-                were killed
+    exit_codes  None until the run has ended; then the exit codes of the processes that ended before
+                others were killed
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class RunProcesses:
             self._tell(signal.SIGKILL)
             self._signal(signal.SIGKILL)
             for process in self.processes:
-                # stuck in the kernel: it cannot be killed
+                # a process that is stuck in the kernel cannot be killed
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(10.0)
             self.resources.close()
@@ -179,12 +179,12 @@ class RunProcesses:
 
 
 def training_command(flags: Sequence[str]) -> list[str]:
-    """Return the command line of each rank on this machine."""
+    """Return the command line for each rank on this machine."""
     return [sys.executable, "-u", "-m", "megatron", *flags]
 
 
 def slurm_command(flags: Sequence[str]) -> list[str]:
-    """Return the command line of the launcher of a step."""
+    """Return the command line for the launcher of a step."""
     return ["bash", "-c", _SLURM_LAUNCH, "launch", *flags]
 
 
@@ -235,7 +235,7 @@ def start_step(
 
 
 def step_environment(environ: Mapping[str, str], step: SlurmStep, tasks: Path) -> dict[str, str]:
-    """Return the environment from which job.sh starts a step.
+    """Return the environment in which job.sh starts a step.
 
     Raises LaunchError without a clone of the repository, whose scripts are needed.
     """
@@ -258,7 +258,7 @@ def step_environment(environ: Mapping[str, str], step: SlurmStep, tasks: Path) -
         "TASKS_PER_NODE": str(step.tasks_per_node),
         "LOGS": str(tasks),
         "REQUEUE": "0",
-        # A port that earlier steps did not use.
+        # A port that earlier steps have not used.
         "MASTER_PORT": str(_PORTS[(first + step.turn) % len(_PORTS)]),
     }
 

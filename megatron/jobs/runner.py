@@ -1,9 +1,10 @@
-"""Runner of short trainings (trials of the tuner, points of experiments).
+"""Run short trainings (trials of the tuner, points of experiments).
 
-On this machine they run one at a time; in a Slurm job they run side by side as steps, on separate
-nodes. A run that fails does not end the others, and none outlives its starter. Each has a time
-limit, and a limit for the time between two steps. When one fails inside a Slurm job, its nodes are
-tested; nodes that do not respond are left out from then on, and the run is repeated on others.
+On a single machine they run one at a time; in a Slurm job they run side by side as job steps, on
+separate nodes. A failed run does not end the others, and no run outlives its starter. Each run has
+a time limit, and a limit on the time between two training steps. When a run fails inside a Slurm
+job, its nodes are tested; nodes that do not respond are left out from then on, and the run is
+repeated on other nodes.
 """
 
 from __future__ import annotations
@@ -59,26 +60,26 @@ from megatron.parallel.environment import ask_slurm, job_name
 
 SLACK = 3.0
 START_UP_S = 300.0
-"""Time limit of a run: factor of its predicted steps, and seconds for start-up."""
+"""Time limit for a run: factor applied to its predicted time, and seconds for start-up."""
 TIME = "time is up"
 ALLOCATION = "the allocation ends"
-"""Reasons why `Runner.run` ended before its source was exhausted; or the name of a signal."""
+"""Reasons why `Runner.run` ended before its source was exhausted; another is a signal's name."""
 _POLL_S = 0.2
-# a step hangs after this many seconds, and this multiple of the longest step so far
+# a step counts as hung after this many seconds and this multiple of the longest step so far
 _LEAST_STALL_S = 60.0
 _SLOWER = 10.0
-_EXIT_S = 30.0  # from the last record to the end of the processes
-_MOST_LOST = 2  # nodes that may die during a run; after one more, the run is at fault
+_EXIT_S = 30.0  # allowed from the last record to the end of the processes
+_MOST_LOST = 2  # nodes that may die under a run; if one more dies, the run is blamed
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 Say = Callable[[str], object]
-"""Function that is called with a line for users."""
+"""Function that receives a line for users."""
 
 
 @dataclass(frozen=True)
 class LaunchTarget:
-    """Target of runs. launcher: local or slurm; hosts: () for this machine; parallel: most at once."""
+    """Where runs go. launcher: local or slurm; hosts: () for this machine; parallel: maximum."""
 
     launcher: str
     hosts: tuple[str, ...] = ()
@@ -87,13 +88,13 @@ class LaunchTarget:
 
 @dataclass(frozen=True)
 class Job:
-    """Short training to run.
+    """A short training to run.
 
-    name      for messages and Slurm; folder: for its files; point: content of its point.json, to
-              which hosts are added
-    flags     of pretrain_gpt.py, without --metrics-file; steps: total optimizer steps
-    limit_s   total time limit; stall_s: longest time without a new step, None: from earlier steps
-              and step_s, the predicted time of a step
+    name      for messages and Slurm; folder: for its files; point: contents of its point.json, to
+              which the hosts are added
+    flags     for pretrain_gpt.py, without --metrics-file; steps: total optimizer steps
+    limit_s   total time limit; stall_s: longest time without a new step, None: derived from earlier
+              steps and step_s, the predicted time per step
     stops     decides from the validation losses so far whether to stop the run
     """
 
@@ -112,13 +113,13 @@ class Job:
 
 @dataclass
 class Attempt:
-    """Started job with its outcome.
+    """A started job with its outcome.
 
     stopped      the limit that it exceeded
     complete     whether all steps are recorded
     why          why it failed; None if it succeeded or was interrupted
-    interrupted  external cause of its end (a signal, a dead node, the allocation), after which it
-                 is repeated
+    interrupted  external cause of its end (a signal, a dead node, the allocation's end), after
+                 which it is repeated
     """
 
     job: Job
@@ -134,7 +135,7 @@ class Attempt:
     inquiry: Inquiry | None = None
 
     def note(self, record: Mapping[str, object]) -> None:
-        """Write result.json: these figures and the circumstances. Raises ConfigError."""
+        """Write result.json: this record and the circumstances. Raises ConfigError."""
         circumstances = {
             "exit_code": cause(self.run.exit_codes),
             "started": self.started,
@@ -146,10 +147,10 @@ class Attempt:
 
 
 class JobSource:
-    """Source of a runner's jobs, with a record of their results.
+    """A source of jobs for a runner, with a record of their results.
 
-    results   by the names of the jobs' folders; RUNNING for one that is to run again
-    finished  names of the folders of jobs that ended since the start without interruption
+    results   by the names of the jobs' folders; RUNNING for a job that will run again
+    finished  folder names of the jobs that have ended since the start without interruption
     """
 
     def __init__(self, say: Say) -> None:
@@ -158,15 +159,15 @@ class JobSource:
         self.finished = list[str]()
 
     def next(self, runner: Runner) -> Job | None:
-        """Return a job to start now, which fits on the free nodes; None for none."""
+        """Return a job to start now, which fits on the free nodes; None if there is none."""
         raise NotImplementedError
 
     def figures(self, job: Job) -> Result:
-        """Return the result of a job that took all its steps."""
+        """Return the result of a job that completed all its steps."""
         return Result(DONE)
 
     def report(self, end: Attempt, result: Result) -> None:
-        """Report how a job ended; without a status it was interrupted, and is to run again."""
+        """Report how a job ended; without a status it was interrupted and will run again."""
 
     def ended(self, end: Attempt) -> None:
         """Record the end of a job. Raises ConfigError if it cannot be written."""
@@ -184,9 +185,9 @@ class JobSource:
 
 
 class Runner:
-    """Run the jobs of a source.
+    """Runs the jobs from a source.
 
-    say     called with a line for each node that is left out
+    say     called with one line for each node that is left out
     left_s  seconds left; None if unknown
     """
 
@@ -278,8 +279,8 @@ class Runner:
             if self._local:
                 run = start_here(training_command(flags), job.processes, job.folder, self._clock)
             else:
-                # Another search or experiment may run in this Slurm job: step names include our
-                # process id.
+                # Another search or experiment may be running in this Slurm job: step names include
+                # our process id.
                 name = f"{job.name}-{os.getpid()}"
                 tasks = job.processes // job.nodes
                 step = SlurmStep(name, hosts, tasks, self._turn, job.limit_s)
@@ -295,12 +296,12 @@ class Runner:
             if each.why is not None and not each.complete:
                 if not self._local and not each.interrupted:
                     if each.stopped is None and _squeue("%T") not in (None, "RUNNING"):
-                        # Slurm signals steps as well as their starter
+                        # Slurm signals the steps as well as their starter
                         self._over = True
                         each.interrupted = ALLOCATION
                     elif os.environ.get("SLURM_JOB_ID") and each.why.kind != STOPPED:
                         each.inquiry = Inquiry(each.hosts)
-                # the run may have received the signal, too
+                # the run may also have received the signal
                 if self.signal and each.why.kind in (CRASH, LOST_RANK):
                     each.interrupted = f"interrupted by {self.signal}"
         if each.inquiry is not None and not each.interrupted:
@@ -326,9 +327,9 @@ class Runner:
         return each.stopped or said
 
     def _blame(self, each: Attempt, dead: Sequence[str]) -> None:
-        """Attribute a failure to its dead nodes.
+        """Attribute a failure to the run's dead nodes.
 
-        Exceptions are running out of memory, which can take down nodes, and runs under which nodes
+        Exceptions are runs that ran out of memory, which can take down nodes, and runs whose nodes
         die again and again.
         """
         self._nodes.leave_out(dead)
@@ -345,7 +346,7 @@ class Runner:
     # -- the end -----------------------------------------------------------------------------------
 
     def _stop_all(self, source: JobSource, why: str) -> None:
-        """Stop all runs and wait a few seconds; those with steps left count as interrupted."""
+        """Stop all runs and wait a few seconds; those with remaining steps count as interrupted."""
         for each in self._running:
             if each.stopped is None or each.inquiry is not None:
                 each.interrupted = each.interrupted or why
@@ -363,7 +364,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Record signals instead of dying, except ignored ones (SIGHUP under nohup)."""
+        """Record signals instead of dying; ignored ones (SIGHUP under nohup) stay ignored."""
 
         def note(number: int, _frame: object) -> None:
             self.signal = signal.Signals(number).name
@@ -382,10 +383,10 @@ class Runner:
 
 @dataclass
 class Watch:
-    """Monitor of a run's metrics file, to which rank 0 writes a record for each step.
+    """Monitors a run's metrics file, to which rank 0 writes a record for each step.
 
-    Before the first step only the total limit applies: the time for imports, kernels and
-    communicators depends on the machine and on their number.
+    Before the first step, only the total limit applies: the time for imports, kernels and
+    communicators depends on the machine and the number of ranks.
     """
 
     job: Job
@@ -396,7 +397,7 @@ class Watch:
     _complete: bool = False
 
     def look(self, now: float) -> Ending | None:
-        """Return why the run must be stopped, or None. now: seconds of the clock of its start."""
+        """Return why the run must be stopped, or None. now: seconds on its start's clock."""
         metrics = self.job.folder / METRICS
         size = 0
         with contextlib.suppress(OSError):
@@ -434,7 +435,7 @@ class Watch:
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """Write a file atomically and durably, even if the node goes down."""
+    """Write a file atomically and durably, so that it survives even if the node goes down."""
     with renamed_into(path) as file:
         file.write(json.dumps(value, indent=1).encode() + b"\n")
 
@@ -471,7 +472,7 @@ def time_left(
 
 
 def slurm_time_left_s() -> float | None:
-    """Return the seconds left of this Slurm job; None if squeue does not respond."""
+    """Return the seconds left in this Slurm job; None if squeue does not respond."""
     return duration_s(_squeue("%L") or "")
 
 
@@ -484,15 +485,15 @@ def _squeue(what: str) -> str | None:
         done = ask_slurm("squeue", "-h", "-j", job, "-o", what, timeout_s=30)
     except (OSError, subprocess.SubprocessError):
         return None
-    unknown = "Invalid job id" in done.stderr  # it has ended
+    unknown = "Invalid job id" in done.stderr  # the job has ended
     return done.stdout.strip() if done.returncode == 0 or unknown else None
 
 
-_ANSWER_S = 60.0  # for a node to start a task that only prints its name
+_ANSWER_S = 60.0  # time for a node to start a task that only prints its name
 
 
 class Nodes:
-    """Free nodes and left-out nodes; `say` is called with a line for each of the latter."""
+    """Free nodes and excluded nodes; `say` is called with one line for each excluded node."""
 
     def __init__(self, hosts: Sequence[str], say: Say) -> None:
         self._hosts = tuple(hosts)
@@ -502,7 +503,7 @@ class Nodes:
 
     @property
     def usable(self) -> int:
-        """Count the usable nodes, free or in use."""
+        """Return the number of usable nodes, free or in use."""
         return len(self._hosts) - len(self._out)
 
     def take(self, count: int) -> tuple[str, ...]:
@@ -512,7 +513,7 @@ class Nodes:
         return hosts
 
     def give_back(self, hosts: Iterable[str]) -> None:
-        """Free nodes again, in the order of the list, except those that are left out."""
+        """Return nodes to the free list, in its original order, except those that are left out."""
         free = {*self.free, *hosts} - self._out
         self.free = [host for host in self._hosts if host in free]
 
@@ -529,10 +530,10 @@ class Nodes:
 
 
 class Inquiry:
-    """Test in a separate thread which of some nodes of this job are dead.
+    """Tests in a separate thread which of the given nodes in this job are dead.
 
     dead: nodes that cannot start a task while another node can; None until known. If no node can,
-    the fault is Slurm's and no node counts as dead: the failure is attributed to the run.
+    the fault lies with Slurm and no node counts as dead: the failure is attributed to the run.
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
@@ -543,11 +544,11 @@ class Inquiry:
     def _ask(self) -> None:
         dead = set[str]()
         try:
-            # Our own node responds as long as steps can be started at all.
+            # Our own node always responds if steps can be started at all.
             here = {os.environ.get("SLURMD_NODENAME", "")} - {""}
             answered = self.answers(self._hosts | here)
             if answered:
-                # Test again: srun starts tasks through other nodes, and a busy one may see a
+                # Test again: srun starts tasks through other nodes, and a busy node may receive a
                 # credential too late.
                 silent = self._hosts - answered
                 dead = silent - self.answers(silent)

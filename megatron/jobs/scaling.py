@@ -1,8 +1,9 @@
-"""Measured runs: metrics from their folders, figures of their steady steps, and contradictions.
+"""Measured runs: metrics from their folders, figures for their steady steps, and contradictions.
 
-Steady steps are those after the warm-up, of the full batch, that were not skipped and had a finite
-loss. Figures use the median of their times; the spread is their range divided by the median. Two
-runs differ only if the 95 % intervals of their medians do not overlap. No torch is needed.
+Steady steps are steps after the warm-up, with the full batch, that were not skipped and had a
+finite loss. Figures use the median of their times; the spread is their range divided by the median.
+Two runs count as different only if the 95 % intervals of their medians do not overlap. This module
+does not require torch.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from megatron.planner.published import Published, published
 METRICS = "metrics.jsonl"
 POINT = "point.json"
 RESULT = "result.json"
-# Best square matrix product measured on an MI250X GCD (4096 to 8192, fp16, ROCm 7.0): a training
-# step cannot be faster.
+# Best rate of a square matrix product measured on an MI250X GCD (4096 to 8192, fp16, ROCm 7.0): a
+# training step cannot exceed it.
 _MEASURED_DEVICE = "MI250"
 _MEASURED_GEMM_TFLOPS = 115.3
-_PLAUSIBLE_PART_OF_PEAK = 0.9  # out of reach for a training run: a higher figure is wrong
+_PLAUSIBLE_PART_OF_PEAK = 0.9  # out of reach for a training run, so higher figures are wrong
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Record of a metrics file, for `steps` steps with a mean time of `step_time_s`.
+    """A record in a metrics file, for `steps` steps with a mean time of `step_time_s`.
 
-    time  when it was written, in seconds since 1970
+    time  when it was written, in seconds since the epoch (1970)
     """
 
     iteration: int
@@ -53,13 +54,13 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """Run: its settings, and its lines since the last start.
+    """A run: its settings, and its lines since the last start.
 
-    settings  by the names of Megatron's arguments, as far as known
-    point     description of an experiment's point; {} for any other run
+    settings  by the names of Megatron's arguments, as far as they are known
+    point     description of the point if the run is part of an experiment; otherwise {}
     failure   why there are no figures; None if there are
-    finished  whether it ran to its end
-    left_out  number of lines of its file that are not records
+    finished  whether it ran to the end
+    left_out  number of lines in its file that are not records
     """
 
     name: str
@@ -75,7 +76,7 @@ class MeasuredRun:
 
     @property
     def remark(self) -> str:
-        """Notice of the lines left out of its file; empty without any."""
+        """Return a notice about ignored lines in its file; "" if there are none."""
         if not self.left_out:
             return ""
         return f"{self.left_out} line(s) of {self.path} are not records of a run and were left out"
@@ -111,7 +112,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[MeasuredRun]:
         marked = {file.parent for name in (METRICS, POINT) for file in path.rglob(name)}
         if not marked and path.is_dir():
             raise DataError(f"{path}: contains no run: a run has a {METRICS}")
-        # Without attempts that were moved into a run's folder (runner.py).
+        # Except earlier attempts, which were moved into subfolders of a run's folder (runner.py).
         aside = {p for p in marked if p.name.startswith("attempt-") and p.parent in marked}
         runs += map(read_run, sorted(marked - aside) or [path])
     return runs
@@ -172,9 +173,9 @@ class Figures:
     range_s       the fastest and the slowest steady step; None for a single step
     median_s      95 % interval of the median step; None for a single step
     independent   number of independent values among the steady ones, see independent_values
-    memory_bytes  peak over all ranks
-    skipped, nan  steps of the whole run
-    problems      contradictions; with any, the figures are invalid
+    memory_bytes  peak memory over all ranks
+    skipped, nan  number of such steps in the whole run
+    problems      contradictions; if there are any, the figures are invalid
     notes         other remarks
     """
 
@@ -215,8 +216,8 @@ def figures(
 ) -> Figures:
     """Measure a run. A run without lines gives figures without values.
 
-    warm_up      steps that do not count; None: that of its point, otherwise 1
-    peak_tflops  of a device; None: the known value
+    warm_up      number of steps that do not count; None: as in its point, otherwise 1
+    peak_tflops  peak of a device; None: the known value
     """
     memory = max((line.memory_bytes for line in run.lines), default=0) or None
     result = Figures(
@@ -304,8 +305,8 @@ def independent_values(values: Sequence[float]) -> float:
     """Return the number of independent values that would scatter as `values` do.
 
     n (1 - r) / (1 + r) for an autoregressive process of order 1 (Wilks, Statistical Methods in the
-    Atmospheric Sciences, section on the sampling distribution of a mean); r is the correlation of
-    neighbours, from 10 values on and if above 0.
+    Atmospheric Sciences, section on the sampling distribution of a mean); r is the correlation
+    between neighbours, used only from 10 values on and if positive.
     """
     mean = statistics.fmean(values)
     n = len(values)
@@ -320,9 +321,9 @@ def independent_values(values: Sequence[float]) -> float:
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of the median, between two of the values.
 
-    The interval of the sign test, which assumes no distribution (Conover, Practical Nonparametric
-    Statistics, section 3.2, in its normal approximation), for the number of independent values.
-    Up to 8 values it is their range.
+    This is the interval of the sign test, which assumes no distribution (Conover, Practical
+    Nonparametric Statistics, section 3.2, in its normal approximation), for the number of
+    independent values. For up to 8 values it is their range.
     """
     ordered = sorted(values)
     n = independent_values(values)
@@ -332,11 +333,11 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _contradictions(run: MeasuredRun) -> Iterator[str]:
-    """Find samples and times that disagree with the previous line; missing ones (NaN) agree."""
+    """Find samples and times that disagree with the previous line; missing values (NaN) agree."""
     for before, line in itertools.pairwise(run.lines):
         counted = line.consumed_samples - before.consumed_samples
         expected = line.global_batch_size * line.steps
-        # the batch size of steps between two lines is not known
+        # the batch sizes of the steps between two lines are unknown
         ramp = run.get("rampup_batch_size") or run.get("step_batch_size_schedule")
         if abs(counted - expected) > 0 and not (ramp and line.steps > 1):
             yield (
@@ -367,14 +368,14 @@ Range = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """Runs that differ in one parameter.
+    """A series of runs that differ in one parameter.
 
     kind       weak (batch per replica is fixed), strong (batch is fixed), sweep (of `parameter`) or
                other
     members    in order of the parameter
-    base       reference for efficiency: the smallest valid run of weak or strong scaling, the first
-               valid one of other runs; None for a sweep
-    published  the paper's model, if the runs train it
+    base       reference for efficiency: the smallest valid run in weak or strong scaling, otherwise
+               the first valid run; None for a sweep
+    published  the paper's model, if the runs train one
     """
 
     name: str
@@ -392,8 +393,8 @@ class Series:
     def efficiency(self, member: Figures) -> Range | None:
         """Return throughput per device relative to the base; None without a base or if invalid.
 
-        The ends compare the slow end of one run's interval with the fast end of the other's, so
-        that they are on different sides of 1 if the intervals overlap.
+        The bounds compare the slow end of one run's interval with the fast end of the other's, so
+        that they lie on different sides of 1 if the intervals overlap.
         """
         base = self.base and throughput(self.base)
         rates = throughput(member)
@@ -408,7 +409,7 @@ class Series:
         return [m for rate, m in rates if top and rate[2] >= top[0]]
 
     def remarks(self, member: Figures) -> list[str]:
-        """List remarks on a run, the most serious first."""
+        """List remarks on a run, most serious first."""
         said = [*filter(None, [member.run.failure]), *member.problems, *member.notes]
         if self.kind == SWEEP and len(self.members) > 1 and member in (best := self.best()):
             said.append(
@@ -424,7 +425,7 @@ class Series:
 
 
 def throughput(m: Figures) -> Range | None:
-    """Return tokens/s per device in the median steady step, between the ends of its interval.
+    """Return tokens/s per device for the median steady step, between the bounds of its interval.
 
     None for an invalid run. A single step has no interval.
     """
@@ -436,9 +437,10 @@ def throughput(m: Figures) -> Range | None:
 
 
 def compare(measured: Sequence[Figures]) -> list[Series]:
-    """Group runs into series: by their points' experiment, or by model and replica layout.
+    """Group runs into series: by experiment, or by model and replica layout.
 
-    Runs that belong to no experiment and show no scaling form one series, in the given order.
+    Runs that do not belong to an experiment and show no scaling form one series, in the given
+    order.
     """
     groups: dict[str, list[Figures]] = {}
     for each in measured:
@@ -492,7 +494,7 @@ _FIGURES = (
 
 
 def row(series: Series, m: Figures) -> dict[str, object]:
-    """Return a run's unrounded values by name; None for no figure.
+    """Return a run's unrounded values by name; None for missing figures.
 
     `noise` is half the interval of the median over the median.
     """
@@ -520,7 +522,7 @@ def row(series: Series, m: Figures) -> dict[str, object]:
 
 
 def _verdict(low: float, efficiency: float, high: float) -> str:
-    """Describe how a run compares with the base.
+    """Describe how a run compares with the base run.
 
     >>> _verdict(0.97, 1.0, 1.02), _verdict(1.02, 1.05, 1.08), _verdict(0.9, 0.95, 0.99)
     ('no difference beyond noise', '5.0 % faster (2.0 to 8.0 %)', '5.0 % slower (1.0 to 10.0 %)')
