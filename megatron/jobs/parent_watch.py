@@ -2,8 +2,8 @@
 
     python -I -S parent_watch.py PARENT COMMAND...
 
-PARENT: process id of the parent. This is a program, not a preexec_fn, so that no Python code runs
-between fork and exec in the parent, which may have threads.
+PARENT: process ID of the parent. This is a program rather than a preexec_fn, so that no Python code
+runs between fork and exec: the parent may have threads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Proposals of candidates to try next, chosen by Optuna or DeepHyper from the list.
+"""Proposals of candidates to try next, chosen from the list by Optuna or DeepHyper.
 
 A proposal is a pure function of the history, the seed and the number of earlier proposals, so that
 a killed search resumes as if it had not been interrupted.
@@ -25,8 +25,8 @@ SEARCHES: Mapping[str, str] = {
     "deephyper": "DeepHyper's centralised Bayesian optimisation, as in the paper",
     "optuna": "Optuna's tree-structured Parzen estimator",
 }
-"""Values of --search, each with a description."""
-_FIRST = 4  # initial trials of the planner's best, or at random
+"""Values of --search, with descriptions."""
+_FIRST = 4  # initial trials: the planner's best, or random candidates
 _FAILURE = 0.405  # log(1.5): a failure counts as 1.5 times the expected cost
 _NEAR = 0.223  # log(1.25)
 _RIDGE = 0.1  # (16 % / 0.5)^2: costs scatter by 16 % around a prior with a slope of 1 +- 0.5
@@ -36,12 +36,12 @@ _TREES = 100
 
 @dataclass(frozen=True)
 class History:
-    """State on which a proposal depends.
+    """The state on which a proposal depends.
 
     seen     log(cost) by candidate, in the order of first trials; None: it failed
-    open     candidates that may be proposed: not tried, running or ruled out
+    open     candidates that may be proposed: neither tried nor running nor ruled out
     pending  running candidates
-    prior    log(cost) by the planner, for each candidate; None: without a prior
+    prior    the planner's log(cost) for each candidate; None: no prior
     """
 
     candidates: Sequence[Candidate]
@@ -59,8 +59,8 @@ class History:
     def expected(self) -> list[float]:
         """Return the expected log(cost) of each candidate: level + slope x the planner's prior.
 
-        Level and slope are fitted to measured candidates by least squares, with the slope
-        regularized toward 1 (_RIDGE). Without a prior this is the mean of what was tried.
+        Level and slope are fitted to the measured candidates by least squares, with the slope
+        regularized toward 1 (_RIDGE). Without a prior, it is the mean of the tried candidates.
         """
         known = {index: cost for index, cost in self.seen.items() if cost is not None}
         level = statistics.mean(known.values()) if known else 0.0
@@ -74,10 +74,10 @@ class History:
         return [level + slope * (prior - middle) for prior in self.prior]
 
     def told(self) -> dict[int, float]:
-        """Return log(cost) of tried and running candidates.
+        """Return the log(cost) to report for tried and running candidates.
 
-        A failure counts as half more than expected. A running one counts as expected, so that the
-        next proposal goes elsewhere (constant liar, Ginsbourger et al. 2010).
+        A failure counts as 1.5 times the expected cost. A running candidate counts as its expected
+        cost, so that the next proposal goes elsewhere (constant liar, Ginsbourger et al. 2010).
         """
         expected = self.expected()
         tried = {
@@ -109,10 +109,10 @@ def find_search(name: str) -> str:
 
 
 class Halving:
-    """Optuna's asynchronous successive halving (Li et al., arXiv 1810.05934) of trials.
+    """Optuna's asynchronous successive halving (Li et al., arXiv 1810.05934) for trials.
 
-    After 1, `factor`, factor^2 ... evaluations a trial goes on if its loss is among the best
-    1/factor of those that got as far. `most` evaluations end a trial.
+    After 1, `factor`, factor^2 ... evaluations a trial continues if its loss is among the best
+    1/factor of the trials that got that far. `most` evaluations end a trial.
     """
 
     def __init__(self, factor: int, most: int) -> None:
@@ -125,7 +125,7 @@ class Halving:
         self._trials: dict[int, tuple[Any, int]] = {}  # trial, number of losses reported to it
 
     def stops(self, number: int, losses: Sequence[float]) -> bool:
-        """Return whether to stop trial `number`, which has these losses so far."""
+        """Return whether to stop trial `number`, given its losses so far."""
         if number not in self._trials:
             self._trials[number] = self._study.ask(), 0
         trial, told = self._trials[number]
@@ -139,7 +139,7 @@ class Halving:
 
 
 def propose(search: str, seed: int, history: History, count: int) -> tuple[int, str]:
-    """Return (candidate to try next, its proposer); at least one must be open.
+    """Return (candidate to try next, its proposer); at least one candidate must be open.
 
     count  number of earlier proposals, which seeds random choices
     """
@@ -152,7 +152,7 @@ def propose(search: str, seed: int, history: History, count: int) -> tuple[int, 
         return chance.choice(history.open), "random"
 
     def belief(index: int) -> float:
-        """Return the planner's log(cost), plus a quarter for each failure that differs in one value."""
+        """Return the planner's log(cost), plus 25 % per failure that differs in one value."""
         near = [
             other
             for other in failed
@@ -164,7 +164,7 @@ def propose(search: str, seed: int, history: History, count: int) -> tuple[int, 
 
 
 def _optuna(history: History, chance: random.Random) -> int:
-    """Choose by TPE over the indices of values; take the open candidate nearest to its sample."""
+    """Choose by TPE over value indices, and take the open candidate nearest to its sample."""
     import optuna
     from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
@@ -176,7 +176,7 @@ def _optuna(history: History, chance: random.Random) -> int:
         for p in history.parameters
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # multivariate is called experimental
+        warnings.simplefilter("ignore")  # Optuna warns that multivariate is experimental
         sampler = optuna.samplers.TPESampler(
             seed=chance.getrandbits(31), multivariate=True, n_startup_trials=1
         )
@@ -200,8 +200,8 @@ def _optuna(history: History, chance: random.Random) -> int:
 def _deephyper(history: History, chance: random.Random) -> int:
     """Choose by asynchronous Bayesian optimisation with an upper confidence bound.
 
-    Failed trials count, too (Dash et al. 2023, Table V). The forest, its bound and the choice are
-    DeepHyper's; the list, the prior and the cost of failures are supplied here.
+    Failed trials also count (Dash et al. 2023, Table V). DeepHyper provides the forest, its bound
+    and the choice; the list, the prior and the cost of failures are supplied here.
     """
     import numpy as np
     from ConfigSpace import OrdinalHyperparameter
@@ -229,8 +229,8 @@ def _deephyper(history: History, chance: random.Random) -> int:
 
     logging.getLogger("deephyper").setLevel(logging.ERROR)
     seed = chance.getrandbits(31)
-    # A forest predicts the same for many candidates, and the first sample of these is taken:
-    # shuffle, so that it is not always the next one in the list.
+    # A forest predicts the same for many candidates, and the first of these in the sample is
+    # chosen: shuffle, so that it is not always the next in the list.
     sampled = chance.sample(list(history.open), len(history.open))
     names = sorted(p.name for p in history.parameters)  # DeepHyper's order
     points = [
@@ -240,16 +240,16 @@ def _deephyper(history: History, chance: random.Random) -> int:
     keys = [tuple(point[name] for name in names) for point in points]
     predictions = dict(zip(keys, history.expected(), strict=True))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about kinds of arrays, and repeated points
+        warnings.simplefilter("ignore")  # warnings about array types and repeated points
         problem = HpProblem()
         for parameter in history.parameters:
-            # By index: trees split indices in the same way as DeepHyper's labels of categories.
+            # By index: trees split indices in the same way as DeepHyper's category labels.
             problem.add_hyperparameter(
                 OrdinalHyperparameter(parameter.name, list(range(len(parameter.values))))
             )
         problem.set_sampling_fn(lambda size: [points[index] for index in sampled])
-        # Its threshold of 0.005 for a split assumes costs spread over 0..1; 10 trees estimate the
-        # spread badly.
+        # DeepHyper's split threshold of 0.005 assumes costs spread over 0..1; its 10 trees estimate
+        # the spread poorly.
         forest = OnPrediction(
             _TREES,
             splitter="random",

@@ -1,4 +1,4 @@
-"""Settings of a search by tools/tune.py: the space, the machine, and the target of trials."""
+"""Settings for a search by tools/tune.py: the space, the machine, and where trials run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megatron.planner.search.space import usable_bytes
 from megatron.planner.subprocesses import gpus_here
 from megatron.untrusted import read_text
 
-_LIMIT_S = 1800.0  # of a trial whose time cannot be predicted
+_LIMIT_S = 1800.0  # time limit for a trial whose time cannot be predicted
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of a search.
+    """Settings for a search.
 
-    flags       flags of pretrain_gpt.py, given after --
+    flags       flags for pretrain_gpt.py, given after --
     prior       whether the planner's ranking guides the search
     """
 
@@ -42,14 +42,14 @@ class Setup:
     out: Path
 
     def steps(self, candidate: Candidate) -> int:
-        """Return a trial's number of steps: with [trial] tokens, equally many per evaluation."""
+        """Return a trial's number of steps; with [trial] tokens, equal per evaluation."""
         if not self.space.tokens:
             return self.space.warm_up + self.space.iterations
         evaluations = self.space.evaluations
         return evaluations * -(-self.space.tokens // (candidate.tokens * evaluations))
 
     def trial(self, candidate: Candidate) -> list[str]:
-        """Return the flags of a trial."""
+        """Return the flags for a trial."""
         space = self.space
         steps = self.steps(candidate)
         if not space.tokens:
@@ -60,11 +60,11 @@ class Setup:
 
     @property
     def searched_by(self) -> str:
-        """Name of the search, for titles and summaries."""
+        """Return the name of the search, for titles and summaries."""
         return self.search + (" with the planner's ranking" if self.prior else "")
 
     def limit_s(self, candidate: Candidate) -> float:
-        """Return the time limit of a trial."""
+        """Return the time limit for a trial."""
         if self.args.trial_limit is not None or candidate.step_s is None:
             return float(self.args.trial_limit or _LIMIT_S)
         return START_UP_S + SLACK * candidate.step_s * self.steps(candidate)
@@ -125,8 +125,8 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
             raise ConfigError("--iterations and --warm-up are for spaces without tokens in [trial]")
         args.confirm = 0  # the same seed gives the same loss
         if space.halving and not shows:
-            find_search("optuna")  # its rule stops trials
-    prior = not args.no_prior and not space.tokens  # the planner ranks by time
+            find_search("optuna")  # Optuna's rule stops trials
+    prior = not args.no_prior and not space.tokens  # the planner ranks only by time
     if prior and cluster is None:
         raise ConfigError(
             "the planner's ranking needs a machine description: measure this machine with 'python "
@@ -166,7 +166,7 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
 
 
 def _processes(args: argparse.Namespace, space: SearchSpace, cluster: Cluster | None) -> int:
-    """Return the number of local processes: GPUs, or else cores, or what the space needs."""
+    """Return the number of local processes: GPUs, or else cores, or the space's need."""
     for name in ("nodes", "tasks_per_node", "parallel"):
         if getattr(args, name) not in (None, 1):
             raise ConfigError(
@@ -179,7 +179,7 @@ def _processes(args: argparse.Namespace, space: SearchSpace, cluster: Cluster | 
 
 
 def _most(space: SearchSpace, name: str) -> int:
-    """Return the largest number of nodes or processes in a space, or 0."""
+    """Return the largest number of nodes or processes in a space; 0 if it has none."""
     values = {parameter.name: parameter.values for parameter in space.parameters}.get(name, ())
     text = space.derived[name].text if name in space.derived else ""
     fixed = int(text) if text.isdigit() else 0

@@ -1,4 +1,4 @@
-"""Search space of the tuner: a TOML file, from the user or from this package (`spaces/`).
+"""Search spaces for the tuner: a TOML file, from the user or from this package (`spaces/`).
 
     [parameters]   name = [values]
     [variables]    the same, for names that are not flags
@@ -7,8 +7,8 @@
     [trial]        iterations, warm_up; or, for the validation loss, tokens, evaluations,
                    valid_samples, halving
 
-and title, source, flags and cluster. A name is a short name (planner/layout.py), processes, preset,
-or a setting.
+as well as title, source, flags and cluster. A name is a short name (planner/layout.py), processes,
+preset, or a setting.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Expression:
-    """Expression; created by `parse_expression`."""
+    """An expression, created by `parse_expression`."""
 
     text: str
     tree: ast.expr
 
     def value(self, values: Mapping[str, object]) -> object:
-        """Evaluate with these values of names; `and`, `or` and `if` short-circuit as in Python.
+        """Evaluate with these values by name; `and`, `or` and `if` short-circuit as in Python.
 
         Raises ValueError for unsupported syntax, and if there is no value (division by zero).
         """
@@ -72,10 +72,10 @@ class Expression:
 
 
 def parse_expression(text: str) -> Expression:
-    """Parse an expression of a subset of Python.
+    """Parse an expression in a subset of Python.
 
-    It may have names, numbers, 'words', lists, + - * / // %, comparisons, in, and, or, not, A if B
-    else C, min() and max(). Raises ValueError for invalid syntax.
+    It may contain names, numbers, 'words', lists, + - * / // %, comparisons, in, and, or, not, A if
+    B else C, min() and max(). Raises ValueError for invalid syntax.
 
     >>> parse_expression("max(1, 1024 // tp)").value({"tp": 8})
     128
@@ -99,7 +99,7 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
             return _OPERATORS[type(node.op)](_value(node.operand, values))
         case ast.BinOp() if type(node.op) in _OPERATORS:
             sides = _value(node.left, values), _value(node.right, values)
-            # a text times a number could fill the memory
+            # a string times a number could exhaust memory
             if not all(isinstance(side, int | float) for side in sides):
                 raise TypeError(f"{sides[0]!r} and {sides[1]!r}: arithmetic needs numbers")
             return _OPERATORS[type(node.op)](*sides)
@@ -125,10 +125,10 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
 
 
 Value = int | float | str | bool | tuple[int, ...] | None
-"""Value of a parameter. None: the flag is not given."""
+"""A parameter's value. None: the flag is not given."""
 SPACES = Path(__file__).with_name("spaces")
 CHUNK = "num_layers_per_virtual_pipeline_stage"
-_MOST_BYTES = 1 << 22  # of a file
+_MOST_BYTES = 1 << 22  # size limit for a file
 _TABLES = ("parameters", "variables", "derived", "constraints")
 _KEYS: Mapping[str, type] = {
     **dict.fromkeys(("title", "source", "cluster"), str),
@@ -139,7 +139,7 @@ _TRIAL = dict(iterations=5, warm_up=3, tokens=0, evaluations=4, valid_samples=64
 _DIMENSIONS = [d.name for d in DIMENSIONS]
 _SHORT = (*_DIMENSIONS, "processes", "preset", "dp")
 SETTING = {d.name: d.setting for d in DIMENSIONS if d.setting and d.name != "nodes"}
-"""Settings that short names are aliases of."""
+"""The settings for which short names are aliases."""
 _SHORT_OF = {setting: name for name, setting in SETTING.items()}
 DECIDES = {
     **SETTING,
@@ -150,7 +150,7 @@ DECIDES = {
     "processes": "world_size",
 }
 """Settings that conflict with a short name."""
-# Patterns of recomputation as values.
+# Recomputation patterns as values.
 _WHOLE = {
     "selective": "selective:core_attn",
     "full": "full:uniform:1",
@@ -161,7 +161,8 @@ _NO_PLACE = (
     "is not allowed in a search: the tuner and its trials set it (--iterations, --cluster, nodes, "
     "processes)"
 )
-# Settings that the tuner or a trial sets, that vary the step time, or that would slow down a trial.
+# Settings that the tuner or a trial sets itself, that make the step time vary, or that would slow
+# down a trial.
 _REFUSED = frozenset(
     (
         "dp world_size data_parallel_size virtual_pipeline_model_parallel_size cluster "
@@ -179,7 +180,7 @@ _REFUSED = frozenset(
 
 @dataclass(frozen=True)
 class Parameter:
-    """Parameter that varies; ordered: whether neighbouring values are similar, as numbers are."""
+    """A varied parameter; ordered: whether neighbouring values are similar, as with numbers."""
 
     name: str
     values: tuple[Value, ...]
@@ -188,19 +189,21 @@ class Parameter:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Validated space file; created by `load_space`.
+    """A validated space file, created by `load_space`.
 
     parameters   all parameters, including variables, in the order of the file
-    variables    names of those that are not flags and occur only in expressions
-    flags        of pretrain_gpt.py that all layouts share
+    variables    names of parameters that are not flags and occur only in expressions
+    flags        flags for pretrain_gpt.py that all layouts share
     derived      name -> expression
     constraints  displayed reason -> expression that must hold
     cluster      name of the intended machine; "" for any
-    iterations   measured steps of a trial, after `warm_up` steps
-    tokens       of a trial, whose result is then its validation loss; 0: the result is step time
-    evaluations  of a trial, spread evenly over its steps, on `valid_samples` samples each
-    halving      after 1, `halving`, `halving`^2 ... evaluations a trial goes on if it is among the
-                 best of this fraction; 0: always
+    iterations   measured steps in a trial, after `warm_up` steps
+    tokens       tokens per trial, whose result is then its validation loss; 0: the result is step
+                 time
+    evaluations  evaluations per trial, spread evenly over its steps, on `valid_samples` samples
+                 each
+    halving      after 1, `halving`, `halving`^2 ... evaluations a trial continues if it is among
+                 the best 1/`halving`; 0: always
     """
 
     name: str
@@ -221,7 +224,7 @@ class SearchSpace:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Return the names whose values are flags of a layout."""
+        """Return the names whose values become flags of a layout."""
         return (*(p.name for p in self.parameters if p.name not in self.variables), *self.derived)
 
     @property
@@ -308,9 +311,9 @@ def _words(option: Option, value: object) -> list[str]:
 
 
 def settings_of_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Map settings to their flags with words, from flags as returned by `scan`.
+    """Map settings to their flags and words, given flags as returned by `scan`.
 
-    Raises ConfigError that lists all flags that are not allowed.
+    Raises a ConfigError that lists all flags that are not allowed.
     """
     flags_of_settings = dict[str, str]()
     problems = list[str]()
@@ -342,7 +345,7 @@ def load_space(name_or_path: str) -> SearchSpace:
     """Load a space by name or file.
 
     Raises ConfigError with file, table and key for an unknown name, an unreadable file, and entries
-    that are unknown, invalid or contradict each other.
+    that are unknown, invalid or contradictory.
     """
     path = SPACES / f"{name_or_path}.toml" if name_or_path in _ready() else Path(name_or_path)
     if not path.is_file():
@@ -417,7 +420,7 @@ def _check_keys(table: Mapping[str, object], kinds: Mapping[str, type]) -> None:
 
 
 def _named(key: str, said: dict[str, str]) -> str:
-    """Resolve a key, and record its settings. Raises ConfigError for settings given twice."""
+    """Resolve a key and record its settings. Raises ConfigError if a setting is given twice."""
     name = meaning(key)
     if name in _REFUSED:
         raise ConfigError(f"{key} {_NO_PLACE}")

@@ -1,4 +1,4 @@
-"""Statistics of trials: results of each layout, noise, and layouts to measure again.
+"""Statistics of trials: results for each layout, noise, and layouts to measure again.
 
 The best of many noisy measurements is rarely as good as it looks, and the truly best layout may
 have been measured at a bad moment. Therefore differences within the noise do not count, and at the
@@ -19,22 +19,22 @@ from megatron.jobs.result import LOST_RANK, OUT_OF_MEMORY, RUNNING, Result
 
 OBJECTIVES = ("tokens_per_s", "node_hours", LOSS)
 CONFIRM = "confirm"
-"""Proposer of a trial that measures a layout again."""
+"""Name of the proposer of trials that measure a layout again."""
 # Prior standard deviation of log(cost) between trials of a layout, in addition to the scatter of
-# steps within a trial: machines and networks vary more from one trial to the next. The prior has
-# the weight of this many repetitions.
+# steps within a trial: machines and networks vary more from one trial to the next. The weight of
+# the prior is given as a number of repetitions.
 _SCATTER = 0.02
 _WORTH = 3.0
 _LOSS_SCATTER = 0.003  # of log(validation loss) between seeds of a small model: an assumption
 _DEVIATIONS = 2.0  # standard deviations by which a rival may look worse than the best
-_FURTHEST = math.log(1.25)  # whatever the noise, a layout further behind is not a rival
+_FURTHEST = math.log(1.25)  # a layout further behind is not a rival, whatever the noise
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Trial of a candidate: done, running, or to be repeated.
+    """A trial of a candidate: done, running, or to be repeated.
 
-    number  from 1, in the order of proposals; by: the proposer (planner, optuna, ..., confirm)
+    number  counted from 1, in order of proposal; by: the proposer (planner, optuna, ..., confirm)
     """
 
     number: int
@@ -44,22 +44,22 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Return the name of its folder."""
+        """Return the name of the trial's folder."""
         return f"{self.number:04}"
 
 
 @dataclass(frozen=True)
 class MeasuredCandidate:
-    """Candidate with its finished trials (at least one), by number.
+    """A candidate with its finished trials (at least one), ordered by number.
 
-    A layout that fails now and then is unreliable. It has a cost only while more of its trials gave
-    valid figures than failed, and none ran out of memory: all steps of a trial are similar, so a
-    layout that once ran out of memory is at the limit. Lost ranks do not count, because they are
-    not caused by a layout.
+    A layout that fails now and then is unreliable. It has a cost only as long as more of its trials
+    gave valid figures than failed, and none ran out of memory: all steps in a trial are similar, so
+    a layout that once ran out of memory is at the limit. Lost ranks do not count, because they are
+    not caused by the layout.
 
-    steps     seconds of a step in its valid trials, or their validation losses
+    steps     seconds per step in its valid trials, or their validation losses
     failures  trials that count against the layout
-    cost      objective to minimize, by the median of the steps; infinite if there are none
+    cost      objective to minimize, from the median of `steps`; infinite if there are none
     """
 
     candidate: Candidate
@@ -82,7 +82,7 @@ class MeasuredCandidate:
 
     @property
     def numbers(self) -> str:
-        """Format the numbers of the trials: trial 6, or: trials 6, 14, 15."""
+        """Format the trial numbers: 'trial 6' or 'trials 6, 14, 15'."""
         return (
             f"trial{'s' * (len(self.trials) > 1)} "
             f"{', '.join(str(trial.number) for trial in self.trials)}"
@@ -117,7 +117,7 @@ def measured(trials: Iterable[Trial], objective: str) -> list[MeasuredCandidate]
 
 
 def ranked(layouts: Iterable[MeasuredCandidate]) -> list[MeasuredCandidate]:
-    """Return layouts with figures, the best first; a stable order."""
+    """Return layouts with figures, best first; the sort is stable."""
     return sorted((one for one in layouts if one.cost < math.inf), key=lambda one: one.cost)
 
 
@@ -152,15 +152,15 @@ def noise_of(layouts: Iterable[MeasuredCandidate]) -> float:
         if len(one.steps) > 1:
             squares += statistics.variance(map(math.log, one.steps)) * (len(one.steps) - 1)
             free += len(one.steps) - 1
-        # The error of the median of n normal steps is, within a tenth for 3 to 10 of them, 1.25 of
-        # their range over n.
+        # The error of the median of n normally distributed steps is 1.25 times their range over n,
+        # to within a tenth for n of 3 to 10.
         errors += [1.25 * t.result.spread / t.result.steady for t in one.trials if t.result.spread]
     believed = scatter**2 + (statistics.median(errors) if errors else 0.0) ** 2
     return math.sqrt((_WORTH * believed + squares) / (_WORTH + free))
 
 
 def within_noise(one: MeasuredCandidate, best: MeasuredCandidate, noise: float) -> bool:
-    """Return whether a layout may be as good as one that looks better."""
+    """Return whether a layout may be as good as a layout that looks better."""
     reach = min(
         _DEVIATIONS * noise * math.sqrt(1 / len(one.steps) + 1 / len(best.steps)), _FURTHEST
     )
@@ -168,19 +168,19 @@ def within_noise(one: MeasuredCandidate, best: MeasuredCandidate, noise: float) 
 
 
 def rivals(best: Sequence[MeasuredCandidate], noise: float) -> list[MeasuredCandidate]:
-    """Return the layouts within the noise of the best; `best` is sorted, the best first."""
+    """Return the layouts within the noise of the best; `best` is sorted, best first."""
     return [one for one in best[1:] if within_noise(one, best[0], noise)]
 
 
 def in_turn(trials: Sequence[Trial], objective: str) -> list[Candidate]:
-    """Return the layouts to measure next, the best first; none if the best is certain.
+    """Return the layouts to measure next, best first; none if the best is certain.
 
     trials  in any state; an unfinished one counts as a measurement, so that the next trial goes to
             another layout
 
     These are the layouts with the fewest measurements among the best and its rivals. The winner is
-    thus measured at least as often as the layouts that it is compared with. A layout that failed
-    when it was run again is not repeated.
+    thus measured at least as often as the layouts it is compared with. A layout that failed when it
+    was measured again is not repeated.
     """
     layouts = measured(trials, objective)
     known = [one for one in ranked(layouts) if not one.failures]
@@ -198,10 +198,10 @@ def in_turn(trials: Sequence[Trial], objective: str) -> list[Candidate]:
 
 
 def ruled_out(candidates: Sequence[Candidate], trials: Sequence[Trial]) -> set[int]:
-    """Return the candidates predicted to need at least as much memory as one that ran out of it.
+    """Return the candidates predicted to need at least as much memory as one that ran out.
 
-    Predictions are not exact: a trial that ran out of memory is ignored if another one fitted that
-    should need as much or more.
+    Predictions are not exact: a trial that ran out of memory is ignored if another trial fit even
+    though it should need as much or more.
     """
     fitted = max((t.candidate.memory_bytes or 0.0 for t in trials if t.result.step_s), default=0.0)
     full = [t.candidate.memory_bytes or math.inf for t in trials if t.result.kind == OUT_OF_MEMORY]

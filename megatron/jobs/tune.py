@@ -1,6 +1,6 @@
-"""Search for the best layout by trials (tools/tune.py), and its report.
+"""Search for the best layout by running trials (tools/tune.py), and the report on it.
 
-The state of a search is kept in the folders of its trials, as for experiments: point.json, written
+The state of a search is kept in its trials' folders, as for experiments: point.json, written
 when a trial starts, metrics.jsonl, and result.json, written when it ends. A killed search resumes
 from there.
 """
@@ -73,8 +73,8 @@ EXHAUSTED = "all layouts were tried"
 BUDGET = "the trial budget is used up"
 NODES = "too few nodes remain"
 _IDENTITY = "search.json"
-_MOST_BYTES = 1 << 24  # of a file in the folder
-_RESERVE_S = 120.0  # of an allocation, to stop running trials and to write the report
+_MOST_BYTES = 1 << 24  # size limit for a file in the folder
+_RESERVE_S = 120.0  # reserved at an allocation's end to stop trials and write the report
 _SHOWN = 10
 _KINDS: Kinds = {is_text: ("key", "by")}
 
@@ -148,12 +148,12 @@ def _report(search: TuningSearch) -> bool:
 class TuningSearch(JobSource):
     """A search: proposes trials and learns from them until the budget is used up.
 
-    At the end of the search the layouts that may be the best are measured again.
+    At the end of the search, the layouts that may be the best are measured again.
 
     enumeration  candidates to search
-    why          reason for the end, once no more trials can be started
+    why          why the search ended, once no more trials can be started
 
-    Raises ConfigError if the folder has trials of another search.
+    Raises ConfigError if the folder contains trials from another search.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class TuningSearch(JobSource):
 
     @property
     def ranked(self) -> list[MeasuredCandidate]:
-        """Return layouts with figures, the best first."""
+        """Return layouts with figures, best first."""
         return ranked(self.layouts)
 
     @property
@@ -217,11 +217,12 @@ class TuningSearch(JobSource):
         return str(self.setup.args.objective)
 
     def _read(self, folder: Path, by_key: dict[str, Candidate]) -> None:
-        """Load a trial of an earlier start. Raises ConfigError for invalid files."""
+        """Load a trial from an earlier start. Raises ConfigError for invalid files."""
         try:
             point = read_beside(folder / POINT, _KINDS)
             candidate = by_key.get(point.get("key", ""))
-            # killed before it was written, or not a candidate here, for example with fewer nodes
+            # killed before point.json was written, or not a candidate now, for example with fewer
+            # nodes
             if candidate is None:
                 return
             before = earlier(folder, self.setup.steps(candidate))
@@ -241,7 +242,7 @@ class TuningSearch(JobSource):
     def next(self, runner: Runner) -> Job | None:
         if not runner.room(min(c.nodes for c in self.enumeration.candidates)):
             return None
-        # too many nodes may have died in the meantime
+        # too many nodes may have died since it was queued
         if self._queued is None or not runner.ever(self._queued.candidate.nodes):
             self._queued = self._choose(runner)
         trial = self._queued
@@ -251,7 +252,7 @@ class TuningSearch(JobSource):
         if left_s is not None and self._took_s and left_s <= statistics.median(self._took_s):
             self.why = TIME
             return None
-        # Smaller trials must not overtake the first in the queue, or it could wait forever.
+        # Smaller trials must not overtake the queued trial, or it could wait forever.
         if not runner.room(trial.candidate.nodes):
             return None
         self._queued = None
@@ -300,8 +301,8 @@ class TuningSearch(JobSource):
         confirmed = sum(trial.by == CONFIRM and trial.number > last for trial in trials)
         runs = any(not t.result.status for t in searched)
         if not (waiting or lacking or runs) and confirmed < args.confirm:
-            # Once nodes have died, too few may be left for the next layout in turn. Do not skip it:
-            # other layouts would be measured more often instead, and win on more evidence.
+            # After nodes have died, too few may be left for the next layout in turn. Do not skip
+            # it: other layouts would be measured more often instead and win on more evidence.
             turn = in_turn(trials, self.objective)
             for candidate in turn:
                 if runner.ever(candidate.nodes):
@@ -311,7 +312,7 @@ class TuningSearch(JobSource):
         return None
 
     def _history(self) -> History:
-        """Collect the state that the next proposal depends on."""
+        """Collect the state on which the next proposal depends."""
         candidates = self.enumeration.candidates
         trials = list(self.trials.values())
         # A lost rank is not caused by the layout.
@@ -375,7 +376,7 @@ class TuningSearch(JobSource):
             return result
         losses = valid_losses(read_records(metrics))
         if self._halving is not None:
-            self._halving.stops(int(job.folder.name), losses)  # others are compared with it
+            self._halving.stops(int(job.folder.name), losses)  # so that others are compared with it
         if len(losses) < self.setup.space.evaluations:
             return Result(INVALID, None, f"{len(losses)} validation losses: is there enough data?")
         return dataclasses.replace(result, loss=losses[-1])
@@ -405,7 +406,7 @@ class TuningSearch(JobSource):
 
 
 def _dry_run(setup: Setup, enumeration: Enumeration) -> None:
-    """Print the layouts with their predictions, and the cost of the search."""
+    """Print the layouts with their predictions, and the estimated cost of the search."""
     space = setup.space
     args = setup.args
     candidates = enumeration.candidates
@@ -487,7 +488,7 @@ def summary(search: TuningSearch) -> list[str]:
 
 
 def write_report(search: TuningSearch) -> list[Path]:
-    """Write the report of a search so far into its folder; return the files.
+    """Write a report on the search so far to its folder; return the files.
 
     It replaces an earlier report. Without matplotlib, trials.md says why there is no
     plot. Raises ConfigError if the folder is not writable.
@@ -513,7 +514,7 @@ def write_report(search: TuningSearch) -> list[Path]:
 
 
 def _table(search: TuningSearch) -> Table:
-    """Tabulate layouts with figures, the best first, then trials without."""
+    """Tabulate layouts with figures, best first, followed by trials without figures."""
     rows = [
         (
             one.numbers.partition(" ")[2],
