@@ -1,4 +1,4 @@
-"""Softmax of attention scores: of all scores at once, causal or masked, and of one block, in place.
+"""Softmax of attention scores: all scores at once, causal or masked, or one block, in place.
 
 The matrix products around it are torch's (megatron/layers/attention_{unfused,blocked}.py).
 
@@ -6,19 +6,19 @@ Bytes moved for N scores of e bytes, all at once: forward N e in and N e out, an
 per element, in each of three passes (heads share the part that is in a cache); backward 2 N e in
 and N e out. A causal row is read up to its last visible key: half of the input. Rows that do not
 consist of full, aligned packs of 16 bytes are processed element by element and read up to three
-times. Rows of more than 65,536 elements (fp32: 32,768; in the backward pass half of that on CUDA),
-which do not fit into registers, are also read up to three times, by packs.
+times. Rows with more than 65,536 elements (fp32: 32,768; in the backward pass half as many on
+CUDA), which do not fit in registers, are also read up to three times, in packs.
 
 For causal attention in blocks, the forward pass keeps for each row the logarithm of the sum of
 exponentials, as in Dao et al., arXiv 2205.14135, and the backward pass recomputes the weights from
 it.
 
 Rows are [sample and group][position][query of the group]: the queries of a group share their keys
-and are rows of one matrix. Dropout masks come from Philox (see elementwise.py), by seed and by
-sample, head, query and key within the whole job, so that they do not depend on the division into
-ranks, micro-batches and blocks.
+and are rows of one matrix. Dropout masks come from Philox (see elementwise.py), as a function of
+the seed and of sample, head, query and key within the whole job, so that they do not depend on the
+division into ranks, micro-batches and blocks.
 
-Bytes moved for N scores of a block that are not masked: attention_weights_ 2 N e,
+Bytes moved for the N unmasked scores of a block: attention_weights_ 2 N e,
 attention_gradient_ 4 N e. Masked scores are written as zeros, but not read.
 """
 
@@ -57,17 +57,17 @@ _GRADIENT = Function("mk_attention_gradient", "pppppp" + "l" * 11 + "ffuwf")
 _DOTS = Function("mk_row_dots", "pppll")
 
 NO_WINDOW = 1 << 30
-"""A window that hides nothing: longer than any sequence."""
+"""A window that masks nothing, since it is longer than any sequence."""
 
 
 class AttentionParameters(NamedTuple):
     """Attention parameters: how scores become weights, the same in all blocks.
 
-    share    number of queries of a group that see the same keys
+    share    number of query heads in a group, which see the same keys
     scale    factor of the scores
     probability, seed, origins, positions  dropout, see attention_weights_
     cap      scores x become cap tanh(x / cap); 0: no cap
-    window   number of keys before its own position that a query sees
+    window   number of keys before a query's own position that it sees
     """
 
     share: int
@@ -99,7 +99,7 @@ class AttentionBlock:
 
     @property
     def start(self) -> int:
-        """The position of the first key: without `key`, the last key is that of the last query."""
+        """Position of the first key; without `key`, the last key is the last query's."""
         if self.key is not None:
             return self.key
         return self.first + self.scores.shape[1] // self.params.share - self.scores.shape[2]
@@ -121,7 +121,7 @@ class GradientBlock(AttentionBlock):
 def _block(
     scores: Tensor, logarithms: Tensor, slopes: Tensor | None, sample: int, first: int, *params: Any
 ) -> AttentionBlock:
-    """Return the inputs of attention_weights_; torch leaves out defaults at the end."""
+    """Return the inputs of attention_weights_; torch omits trailing defaults."""
     end = len(AttentionParameters._fields)
     key = params[end] if len(params) > end else None
     return AttentionBlock(
@@ -253,7 +253,7 @@ def _mask(block: AttentionBlock) -> Tensor:
 def _logits(block: AttentionBlock) -> Tensor:
     """Return the scaled, capped and biased scores in fp32 (fp64 for fp64).
 
-    They are -infinity for keys that are later than the query or before its window.
+    They are -infinity for keys after the query or before its window.
     """
     scores = block.scores
     slopes = block.slopes
@@ -264,7 +264,7 @@ def _logits(block: AttentionBlock) -> Tensor:
         wide = soft_cap(wide, params.cap)
     row = torch.arange(rows, device=scores.device)
     query = (row // params.share + block.first).unsqueeze(1)
-    # 0 or less if the query sees the key
+    # 0 or less unless the key is after the query
     distance = torch.arange(keys, device=scores.device) + block.start - query
     if slopes is not None:
         of_sample = torch.arange(block.sample, block.sample + samples, device=scores.device)
@@ -326,7 +326,7 @@ def dots_reference(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _launch(function: Function, block: AttentionBlock, *tensors: Tensor) -> None:
-    """Call a kernel for a block; the last of the tensors has all samples and rows."""
+    """Call a kernel for a block; the last tensor has all samples and rows."""
     params = block.params
     slopes = block.slopes
     samples, rows, keys = block.scores.shape
@@ -433,10 +433,10 @@ _gradient_ = operator(
 def attention_gradient_(block: GradientBlock) -> None:
     """Turn scores into weights again, and the gradients of the weights into those of the scores.
 
-    Both have one shape. The block has the queries from position `first` and the keys from position
-    `key` on; it may be any rectangle. `dots` [all samples, all rows], fp32: for each query, the
-    output times its gradient, summed over the head (row_dots). The other inputs are those of
-    attention_weights_, which wrote `logarithms`.
+    Both have the same shape. The block has the queries from position `first` on and the keys from
+    position `key` on; it may be any rectangle. `dots` [all samples, all rows], fp32: for each
+    query, the output times its gradient, summed over the head (row_dots). The other inputs are the
+    same as for attention_weights_, which wrote `logarithms`.
     """
     _gradient_(
         block.scores,
@@ -458,7 +458,7 @@ row_dots = operator(
 
 
 class AttentionOperators(NamedTuple):
-    """The operators of attention in blocks: kernels or torch's."""
+    """The operators for attention in blocks: kernels or torch's."""
 
     weights: Callable[[AttentionBlock], None]
     gradient: Callable[[GradientBlock], None]
@@ -491,7 +491,7 @@ def _check_softmax(
 def hidden_keys(hidden: Tensor | None, scores: Tensor, window: int) -> Tensor:
     """Return the mask of hidden scores [.., queries, keys].
 
-    Scores are hidden by `hidden`, or without it by causality, and outside of the window.
+    Scores are hidden by `hidden`, or by causality without it, and outside the window.
     """
     queries, keys = scores.shape[-2:]
     all_pairs = partial(torch.ones, queries, keys, dtype=torch.bool, device=scores.device)
@@ -509,7 +509,7 @@ def softmax_reference(
     hidden = hidden_keys(hidden, scores, window)
     wide = wider(scores)
     out = (wide * scale).masked_fill(hidden, float("-inf")).softmax(-1)
-    # A row that sees nothing above -infinity is all zeros, not all NaN.
+    # A row that sees nothing above -infinity becomes all zeros, not NaN.
     nothing = (hidden | (wide == float("-inf"))).all(-1, keepdim=True)
     return out.masked_fill(nothing, 0.0).to(scores.dtype)
 

@@ -1,17 +1,17 @@
 """Elementwise kernels: activations with the preceding layer's bias, and bias-dropout-add.
 
-The activations are GELU in its tanh and its exact form, the gated units SwiGLU and GeGLU, and
-squared ReLU; bias-dropout-add is residual + dropout(x + bias).
+The activations are GELU in its tanh and exact forms, the gated units SwiGLU and GeGLU, and squared
+ReLU; bias-dropout-add is residual + dropout(x + bias).
 
 Activations: bytes moved for results of N elements of e bytes, with a bias of n elements: forward N
 e in (gated 2 N e) and N e out; backward 2 N e in and N e out (gated 3 and 2). The bias is read
-once per row, from a cache; its gradient is summed in the pass that makes dx, which adds 8 bytes a
-column for each block of rows, below 6 % (operators.partial_sums).
+once per row, from a cache; its gradient is summed in the pass that computes dx, which adds 8 bytes
+per column for each block of rows, less than 6 % (operators.partial_sums).
 
 Dropout: the mask is computed from a seed wherever it is needed and never stored. Element i is kept
 where word i % 4 of Philox4x32-10 (Salmon et al., SC 2011), with key `seed` and counter i // 4, is
-below floor((1 - p) 2^32): p is exact to 2^-32. i counts the elements of the whole job, of which the
-tensor holds some rows (RowLayout). Thus the mask depends on seed, position and p alone, not on the
+below floor((1 - p) 2^32): p is exact to 2^-32. i counts the elements in the whole job, of which the
+tensor holds some rows (RowLayout). Thus the mask depends only on seed, position and p, not on the
 layout, the device, its wave size, the type or the number of threads. Bytes moved for N elements of
 e bytes: forward N e in for each of x and residual, N e out; backward N e in, N e out (the
 residual's gradient is dy itself), and the bias as above.
@@ -54,7 +54,7 @@ KINDS = {
     "geglu": 4,
     "exact_geglu": 5,
 }
-"""Kinds of activation, and their numbers in the C interface."""
+"""Kinds of activation, and their codes in the C interface."""
 
 _FORWARD = Function("mk_bias_activation", "ipppll")
 _BACKWARD = Function("mk_bias_activation_backward", "ippppppllli")
@@ -71,7 +71,7 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 
 def _inputs(kind: str) -> int:
-    """Return how many columns of the input make one column of the result."""
+    """Return how many input columns make one result column."""
     return 2 if kind.endswith("glu") else 1
 
 
@@ -100,7 +100,7 @@ def reference(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
-    """Apply the activation in the type of x, with torch: see bias_activation."""
+    """Apply the activation in the dtype of x with torch; see bias_activation."""
     assert kind in KINDS, f"unknown activation {kind}"
     if kind == "squared_relu":
         return F.relu(x).square()
@@ -110,7 +110,7 @@ def activate(x: Tensor, kind: str) -> Tensor:
 
 
 def _approximation(kind: str) -> str:
-    """Return torch's name for the form of GELU."""
+    """Return torch's name for this form of GELU."""
     return "none" if kind.startswith("exact") else "tanh"
 
 
@@ -167,7 +167,7 @@ def _reference_backward(
 
 
 def _put(out: Tensor, values: Tensor, adds: bool) -> None:
-    """Write values to `out`, or add them."""
+    """Write values to `out`, or add them to it."""
     if adds:
         out.add_(values)
     else:
@@ -194,8 +194,8 @@ def _gradients(ctx: Context, gradient: Tensor) -> tuple[Tensor, Tensor | None, N
     return dx, gradient_written(ctx.bias, dbias), None
 
 
-# Separate operators: inductor cannot compile one that returns a tensor and would write to a tensor
-# that is None (torch 2.13).
+# Separate operators: inductor cannot compile an operator that returns a tensor and has a None for a
+# tensor it would write to (torch 2.13).
 _activation_backward = operator(
     "activation_backward(Tensor gradient, Tensor x, str kind) -> Tensor",
     _backward,
@@ -287,7 +287,7 @@ def _check_sum(
 def _drop(
     wide: Tensor, probability: float, seed: int, row_layout: Sequence[Any], samples: Tensor | None
 ) -> Tensor:
-    """Drop entries without a kernel: the mask has the same distribution, from torch's generator."""
+    """Drop entries without a kernel: torch draws a mask with the same distribution."""
     if probability == 0.0:
         return wide
     mask = dropout_mask(wide, probability, seed, RowLayout(*row_layout)._replace(samples=samples))
@@ -394,7 +394,7 @@ _column_sums_ = operator(
 
 
 def bias_parts(rows: int, bias: Tensor) -> int:
-    """Return the number of blocks of rows into which a gradient is divided for a bias."""
+    """Return the number of row blocks into which a gradient is divided to sum it for a bias."""
     columns = bias.shape[0]
     return count_row_blocks(rows * columns, columns, bias.element_size(), bias.is_cpu)
 
@@ -410,8 +410,8 @@ def bias_gradient(bias: Tensor, gradient: Tensor, fused: bool = True) -> Tensor 
     return gradient_written(bias, out)
 
 
-# Seed and row layout (its numbers) are SymInts, so that torch.compile does not compile once for
-# each.
+# The seed and the numbers of the row layout are SymInts, so that torch.compile does not recompile
+# for each value.
 _bias_dropout_add_backward = operator(
     "bias_dropout_add_backward(Tensor gradient, float probability, SymInt seed, SymInt[] place, "
     "Tensor? samples, Tensor(a!) dbias, bool adds) -> Tensor",
@@ -454,8 +454,8 @@ def bias_dropout_add(
     entry is zeroed with `probability` (0 <= p < 1) and scaled by 1 / (1 - p) otherwise, as a
     function of seed (0 <= seed < 2^63) and global position, so that the backward pass and
     recomputation get the same mask. The gradient of the bias is summed in fp32, and not rounded if
-    the bias is in fp32 and x in 16 bits. Dropping does not hide an element that is not finite: it
-    gives NaN. Raises KernelError for other probabilities, seeds and shapes, and for types other
+    the bias is in fp32 and x in 16 bits. Dropping does not hide a non-finite element: the result is
+    NaN. Raises KernelError for other probabilities, seeds and shapes, and for types other
     than fp32, fp16 and bf16.
     """
     if x.numel() and row_layout.samples is None and (nodes := nodes_for(x)) is not None:
@@ -480,8 +480,8 @@ def keyed_dropout(
 ) -> Tensor:
     """Zero entries of x with `probability` and scale the others by 1 / (1 - probability).
 
-    Without a seed, return x itself. `row_layout` of the mask; a list has those of equal chunks of
-    x.
+    Without a seed, return x itself. `row_layout` is the mask's layout; a list has one layout for
+    each of equal chunks of x.
     """
     if probability == 0.0 or seed is None:
         return x

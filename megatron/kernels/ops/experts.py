@@ -1,7 +1,7 @@
-"""Operators of a layer with experts: permutation of tokens to experts' rows, and grouped products.
+"""Operators for expert layers: permutation of tokens to experts' rows, and grouped products.
 
-Each token has k choices. The rows of an expert follow each other, those of expert 0 first. `order`
-has the token of each row, `positions` the row of each choice; they are inverse to each other.
+Each token has k choices. The rows of an expert are contiguous, starting with expert 0. `order` has
+the token for each row, `positions` the row for each choice; they are inverses of each other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _UNPERMUTE_BACKWARD = Function("mk_unpermute_backward", "ppppppllll")
 
 
 def _check_map(name: str, x: Tensor, rows: int, **maps: Tensor) -> None:
-    """Check x [.., h], and on a CPU that the maps have numbers of its `rows` or -1 for none."""
+    """Check x [.., h] and, on a CPU, that the maps hold indices of its `rows`, or -1 for none."""
     check_all(name, x=x)
     check(name, x.dim() == 2, f"x has {x.dim()} dimension(s); [rows, h] is needed")
     check_beside(name, x, [torch.int64], **maps)
@@ -95,7 +95,7 @@ def _reference_backward(
     gradient: Tensor, y: Tensor, positions: Tensor, weights: Tensor, padded: bool
 ) -> tuple[Tensor, Tensor]:
     wide = gradient.float().unsqueeze(1)  # [t, 1, h]
-    dy = y.new_zeros(len(y) + 1, y.shape[-1])  # the last row takes those of dropped choices
+    dy = y.new_zeros(len(y) + 1, y.shape[-1])  # the last row receives the dropped choices
     dy[positions] = (wide * weights.unsqueeze(-1)).to(y.dtype)
     return dy[:-1], (wide * _rows(y, positions)).sum(-1)
 
@@ -170,7 +170,7 @@ _permuted = operator(
     lambda x, order, positions: x.new_empty(order.shape[0], x.shape[-1]),
     check=_check_permute,
     gradient=Gradient(_save_permute, _permute_gradients),
-    # a token is read for each of its rows
+    # a token is read once for each of its rows
     work=lambda x, order, positions: Memory(2 * len(order) * x[:1].nbytes),
 )
 
@@ -181,10 +181,10 @@ def permute(x: Tensor, order: Tensor, positions: Tensor) -> Tensor:
     order      the token of each row; -1: a row of zeros  # [n], int64
     positions  the row of each choice, -1: it has none  # [t, k], int64
 
-    The gradient of a token is the sum over its rows, in fp32 and in the order of its choices.
+    A token's gradient is the sum over its rows, in fp32 and in the order of its choices.
     Bytes moved for rows of N elements of e bytes: forward 2 N e, backward (1 + 1 / k) N e. Raises
-    KernelError for other types and shapes, and on a CPU for rows and tokens that do not exist; on a
-    GPU those count as -1.
+    KernelError for other types and shapes, and on a CPU for nonexistent rows and tokens; on a GPU
+    these count as -1.
     """
     return _permuted(x.contiguous(), order, positions)
 
@@ -209,10 +209,10 @@ _torchs_own = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", No
 
 
 class RowCounts(NamedTuple):
-    """Rows of each expert.
+    """Row counts of the experts.
 
     ends  the end of each expert's rows, exclusive, on the device  # [E], int32
-    read  returns the number of rows of each on the host, which may wait for them
+    read  returns each expert's number of rows on the host, which may have to wait for them
     """
 
     ends: Tensor
@@ -221,7 +221,7 @@ class RowCounts(NamedTuple):
 
 @cache
 def why_no_grouped_product(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why torch has no kernel for products of groups of rows (grouped_mm); "" if it has.
+    """Return why torch has no kernel for products of row groups (grouped_mm); "" if it has one.
 
     torch 2.9 to 2.13 have one in bf16 on CUDA devices of capability 9 and 10. On ROCm, gfx942 and
     gfx950 have one in builds with composable kernels, since 2.10 only with
@@ -330,7 +330,7 @@ def grouped_product(
 ) -> Tensor:
     """Return x W^T for each expert's rows of x [n, in], [n, out].
 
-    weight  a matrix for each expert  # [E, out, in], or [E, m, out/m, in] for m side by side
+    weight  one matrix per expert  # [E, out, in], or [E, m, out/m, in] for m side by side
     counts  rows of each expert, in all n; may be 0
     queue   the queue for the weight's gradient if a schedule defers it
 

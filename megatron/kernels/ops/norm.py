@@ -1,11 +1,11 @@
 """LayerNorm and RMSNorm, each with an optional residual that is added first.
 
 Bytes moved for N elements of e bytes: forward N e in and N e out, with a residual 2 N e in and 2 N
-e out; backward 2 N e in and N e out, with a gradient of the sum N e more in. The gradients of
-weight and bias come from the same pass over the rows; their partial sums, fp32, out and in again,
-add at most a twelfth if a compute unit has 32 rows or more, and more if it has fewer.
+e out; backward 2 N e in and N e out, and N e more in if there is a gradient of the sum. The
+gradients of weight and bias come from the same pass over the rows; their partial sums, fp32, out
+and in again, add at most a twelfth if a compute unit has 32 rows or more, and more if it has fewer.
 
-Rows that are too wide for registers, or do not consist of full packs of 16 bytes, take more.
+Rows that are too wide for registers or do not consist of full packs of 16 bytes move more.
 Forward: above 65,536 elements (fp32 32,768; on CUDA a quarter of either) the input of the norm is
 read up to three times. Backward: if the sums of the columns do not fit (above 16,384 elements,
 RMSNorm in 16 bits 32,768; on CUDA 16,384 and, fp32, 8,192), a second kernel reads dy and x once
@@ -135,7 +135,7 @@ def _compute_units(index: int) -> int:
 
 
 def _row_blocks(x: Tensor, rows: int, sums: int) -> int:
-    """Return the number of blocks of rows of x; see _count_row_blocks."""
+    """Return the number of row blocks of x; see _count_row_blocks."""
     return _count_row_blocks(
         rows, x.shape[-1] * x.element_size(), x.element_size(), x.get_device(), sums
     )
@@ -143,12 +143,12 @@ def _row_blocks(x: Tensor, rows: int, sums: int) -> int:
 
 @functools.lru_cache(1024)
 def _count_row_blocks(rows: int, row_bytes: int, element_size: int, device: int, sums: int) -> int:
-    """Return the number of blocks of rows, one for each thread block of a GPU.
+    """Return the number of row blocks: on a GPU, one per thread block.
 
-    Each has separate sums. The number depends on the shape and the device alone, so that results
-    are reproducible. There are as many as the compute units hold at once, but fewer if their sums
-    were more than a twelfth of the bytes moved, down to one for each unit. On CUDA the numbers are
-    those that were fastest on an H200, with up to a third.
+    Each block has separate sums. The number depends only on the shape and the device, so that
+    results are reproducible. There are as many blocks as the compute units hold at once, but fewer
+    (down to one per unit) if their sums would exceed a twelfth of the bytes moved. On CUDA the
+    numbers are the fastest on an H200, where sums may be up to a third.
     """
     if device < 0:  # a CPU
         return min(HOST_PARTS, -(-rows // PART_ROWS))
@@ -161,7 +161,7 @@ def _count_row_blocks(rows: int, row_bytes: int, element_size: int, device: int,
     else:
         per_unit = 4 if row_bytes <= 8192 else 2 if row_bytes <= 32768 else 1
         share = 32
-    # 8 bytes of sums, out and in, to 3 elements of each row
+    # 8 bytes of sums (out and in) per column, compared with 3 elements for each row
     cheap = rows * element_size // (share * sums * units)
     return min(units * max(1, min(per_unit, cheap)), -(-rows // 4))
 
@@ -239,7 +239,7 @@ def _reference_backward(of: _Gradient) -> Tensor:
 
 def _save(ctx: Context, norm: _Inputs, output: tuple[Tensor, ...]) -> None:
     x = norm.x if norm.residual is None else output[1]
-    # themselves: saved tensors may be copies, without accumulators
+    # the parameters themselves: saved tensors may be copies, without accumulators
     ctx.parameters = norm.weight, norm.bias, norm.shift
     ctx.save_for_backward(x, norm.weight, output[-1])
     ctx.one_plus = norm.one_plus
@@ -341,7 +341,7 @@ def norm(
 
     LayerNorm is (x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., arXiv 1607.06450);
     with `rms` it is x / sqrt(mean of x^2 + eps) * weight (Zhang and Sennrich, arXiv 1910.07467).
-    With `one_plus` the gain is weight + 1. Statistics are in fp32, as all arithmetic. x [.., h],
+    With `one_plus` the gain is weight + 1. Statistics are in fp32, as is all arithmetic. x [.., h],
     copied unless contiguous; weight, bias [h]. The gradients of weight and bias are in fp32, and
     not rounded if these are in fp32 and x in 16 bits. Raises KernelError for types other than
     fp32, fp16 and bf16, or other shapes.
@@ -367,8 +367,8 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return (norm of total, total), where total = x + shift + residual, rounded to the type.
 
-    shift, the bias of the layer before, [h] or None; residual like x; the others as in `norm`. The
-    gradients of x and residual are one tensor, and that of shift comes from the same pass.
+    shift, the bias of the preceding layer, [h] or None; residual like x; the others as in `norm`.
+    The gradients of x and residual are one tensor; the gradient of shift comes from the same pass.
     """
     if (nodes := nodes_for(x)) is not None:
         row_blocks = _node_row_blocks(x, rms, shift is not None)
@@ -384,6 +384,6 @@ def add_norm(
 
 
 def _node_row_blocks(x: Tensor, rms: bool, shifts: bool) -> int:
-    """Return the number of blocks of rows in a backward pass of x."""
+    """Return the number of row blocks in a backward pass for x."""
     columns = x.shape[-1]
     return _row_blocks(x, x.numel() // columns if columns else 0, (1 if rms else 2) + shifts)

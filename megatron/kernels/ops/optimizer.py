@@ -1,6 +1,6 @@
 """AdamW and scaling with a sum of squares, each over many tensors in one pass.
 
-AdamW exists alone and as a torch optimizer.
+AdamW is available as a function and as a torch optimizer.
 
 Bytes moved for N elements. AdamW with gradients of g bytes: in 12 N (weights, both moments) + g N,
 out 12 N; 4 N less for each moment in bf16, 2 N more if the weights have a 16-bit copy, and 8 N more
@@ -26,9 +26,9 @@ from megatron.kernels.operators import check, check_beside, check_shape, operato
 _ADAMW = Function("mk_adamw", "iippllpffffffif")
 _SCALE_AND_NORM = Function("mk_scale_and_norm", "ppppllf")
 
-# Each block has a chunk of a tensor: `_SMALLEST` elements (csrc/kernels/tensor_list.h requires a
-# multiple of it), or more if there would be too many blocks. The norm leaves one number for each
-# block, and one block adds them up.
+# Each block processes one chunk of a tensor: `_SMALLEST` elements (csrc/kernels/tensor_list.h
+# requires a multiple of it), or more if there would be too many blocks. The norm writes one number
+# per block, and one block adds them up.
 _SMALLEST = 4096
 _MOST_UPDATES = 1 << 18
 _MOST_SUMS = 1 << 14
@@ -37,7 +37,7 @@ Tensors = Sequence[Tensor]
 
 
 def _chunk(sizes: Sequence[int], most: int) -> int:
-    """Return the elements of a chunk, so that there are about `most` chunks or fewer."""
+    """Return the number of elements per chunk, so that there are about `most` chunks or fewer."""
     chunk = _SMALLEST
     total = sum(sizes)
     while total > chunk * most:
@@ -135,16 +135,16 @@ _ODDS = 0x61C88647, 0x2545F491, 0x2C1B3C6D  # multipliers of the hash, less than
 def round_(target: Tensor, x: Tensor, step: int) -> None:
     """Round fp32 numbers stochastically to one of the two nearest in bf16.
 
-    The probability of rounding up is the share of the gap below the number. The 16 random bits that
-    decide are a hash of the number and the step. Thus all ranks that hold the same number round it
-    in the same way, on any layout and after a resume, and no generator is needed. Numbers that bf16
-    can represent are unchanged. The kernel uses the same hash (`stochastic` in
-    csrc/kernels/adamw.cpp).
+    The probability of rounding up is the number's position in the gap between the two, from 0 to 1.
+    The 16 random bits that decide are a hash of the number and the step. Thus all ranks that hold
+    the same number round it in the same way, on any layout and after a resume, and no generator is
+    needed. Numbers that bf16 can represent are unchanged. The kernel uses the same hash
+    (`stochastic` in csrc/kernels/adamw.cpp).
     """
     bits = x.view(torch.int32)
     random = (bits * _ODDS[0]).add_((step * _ODDS[1] + 2**31) % 2**32 - 2**31)
-    # Without this the bits of following steps would be spread evenly, and a number near another one
-    # would reach it too soon.
+    # Without this, the bits in successive steps would be spread too evenly, and a number close to
+    # the next bf16 number would reach it too soon.
     random.bitwise_xor_(random >> 15).mul_(_ODDS[2])
     random.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
     target.copy_(random.add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32))
@@ -152,7 +152,7 @@ def round_(target: Tensor, x: Tensor, step: int) -> None:
 
 @torch.no_grad()
 def adamw_reference_(adamw: AdamWInputs) -> None:
-    """Compute adamw_ with torch's fused AdamW."""
+    """Compute `adamw_` with torch's fused AdamW."""
     parameters = list(adamw.parameters)
     scale = adamw.gradient_scale
     assert isinstance(scale, Tensor), "adamw_ has made a tensor of it"
@@ -189,7 +189,7 @@ def adamw_reference_(adamw: AdamWInputs) -> None:
 def _run_adamw(adamw: AdamWInputs) -> None:
     parameters, gradients, *moments, copies, averages = adamw[:6]
     sizes = [p.numel() for p in parameters]
-    # without copies or averages these rows are not read
+    # if there are no copies or averages, these rows are not read
     lists = (parameters, gradients, *moments, copies or parameters, averages or parameters)
     _ADAMW(
         parameters[0],
@@ -300,8 +300,8 @@ def scale_and_norm_(tensors: Tensors, factor: float = 1.0) -> Tensor:
 class Untraced:
     """Methods of torch's optimizers without their marks for torch's compiler.
 
-    torch marks them as not to be traced, and imports the compiler when they are first called, which
-    takes half as long as importing torch. These methods are never traced.
+    torch marks them as not traceable and imports the compiler on their first call, which takes half
+    as long as importing torch. These methods are never traced anyway.
     """
 
     add_param_group: Callable[..., None] = inspect.unwrap(torch.optim.Optimizer.add_param_group)

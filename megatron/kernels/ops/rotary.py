@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries or keys inside a fused projection.
+"""Rotary position embedding for queries or keys inside a fused projection.
 
 Su et al., arXiv 2104.09864.
 
@@ -43,7 +43,7 @@ def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
 def reference(
     x: Tensor, cos: Tensor, sin: Tensor, back: bool = False, neighbours: bool = False
 ) -> Tensor:
-    """Compute `rotate` with torch's operators; `back`: with the opposite angles.
+    """Compute `rotate` with torch's operators; `back`: rotate by the opposite angles.
 
     `neighbours`: the pairs are (x[.., 2c], x[.., 2c + 1]).
     """

@@ -1,4 +1,4 @@
-"""Kernels over a vocabulary: a rank's share of the cross entropy, and gradients of embeddings.
+"""Kernels over a vocabulary: a rank's part of the cross entropy, and embedding gradients.
 
 Cross entropy: `local_pass` and `gradient_` are the two halves between which a group exchanges three
 numbers per token (megatron/layers/vocabulary.py). Bytes moved for logits of N elements of e bytes:
@@ -38,8 +38,8 @@ _LOCAL = Function("mk_entropy_local", "pppppllllf")
 _GRADIENT = Function("mk_entropy_gradient", "pppppllllf")
 
 _AT_A_TIME = 1 << 22
-"""Elements that torch's operators process at a time without a kernel: their copies stay this
-small.
+"""Number of elements that torch's operators process at a time when there is no kernel, to keep
+their copies small.
 """
 
 Three = tuple[Tensor, Tensor, Tensor]
@@ -65,7 +65,7 @@ def _check(name: str, logits: Tensor, labels: Tensor, *rest: Any) -> None:
 
 
 def _columns(labels: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
-    """Return the labels' columns, 0 for those of other ranks, and which labels are this rank's."""
+    """Return the labels' columns (0 for other ranks' labels), and which labels are this rank's."""
     here = (labels >= first) & (labels < first + real)
     return (labels - first).masked_fill(~here, 0), here
 
@@ -110,7 +110,7 @@ def local_reference(
         if cap:
             wide = soft_cap(wide, cap)
         columns, here = _columns(labels[chunk], first, real)
-        # For amax a NaN is the largest; the kernel leaves it to the sum.
+        # For amax, NaN is the largest value; the kernel leaves NaNs to the sum.
         maximum = wide.nan_to_num(float("-inf"), float("inf"), float("-inf")).amax(-1)
         shift = maximum.masked_fill(maximum == float("-inf"), 0.0)
         target = wide.gather(-1, columns.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
@@ -171,7 +171,7 @@ def gradient_reference(
 
 
 def _overwritten(logits: Tensor) -> None:
-    """Make autograd refuse a backward pass that saved these logits."""
+    """Make autograd refuse any backward pass that has saved these logits."""
     if not logits.is_inference():
         torch.autograd.graph.increment_version(logits)
 
@@ -204,7 +204,7 @@ gradient_ = operator(
     check=_check,
     work="loss",
 )
-"""Overwrite the logits by the gradient of the losses, (exp(logit - maximum) / total - onehot) *
+"""Overwrite the logits with the gradient of the losses, (exp(logit - maximum) / total - onehot) *
 gradient[token].
 
 maximum, total and gradient are fp32 [..]: the largest logit and the sum of exp(logit - maximum)
@@ -231,7 +231,7 @@ def reference_(table: Tensor, rows: Tensor, values: Tensor, partial: Tensor | No
     """
     total = table
     position = rows
-    # a row is summed at the position of its first value
+    # each row is summed at the position of its first value
     if table.dtype != torch.float32:
         ordered = rows.sort().values
         total = table[ordered].float()
@@ -299,9 +299,9 @@ def add_rows_(table: Tensor, rows: Tensor, values: Tensor) -> None:
     values  fp32, fp16 or bf16  # [count, n]
 
     Sums are in fp32 and rounded to the table's format once. Their order depends on the rows alone:
-    the same bits every time on one kind of device, on a CPU those of index_add_. Nothing waits for
-    the device, so a GPU ignores rows outside of the table; on a CPU they are an error. Raises
-    KernelError.
+    the same bits every time on one kind of device, on a CPU the same as index_add_. Nothing waits
+    for the device, so on a GPU rows outside the table are ignored; on a CPU they are an error.
+    Raises KernelError.
     """
     library = find(table.device.type)
     partial = None
