@@ -148,7 +148,7 @@ def _differentiable(
         gradient.save(ctx, inputs if record is None else record(*inputs), output)
 
     def save_all(ctx: Context, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
-        """Save the same tensors when called through torch's dispatcher, which has all results."""
+        """Save the same tensors in calls through torch's dispatcher, which return all results."""
         save(ctx, inputs, output)
         if hidden:
             ctx.mark_non_differentiable(*output[-hidden:])

@@ -491,7 +491,7 @@ def _check_softmax(
 def hidden_keys(hidden: Tensor | None, scores: Tensor, window: int) -> Tensor:
     """Return the mask of hidden scores [.., queries, keys].
 
-    Scores are hidden by `hidden`, or by causality without it, and outside the window.
+    These are the scores in `hidden` (None: later keys) and all scores outside the window.
     """
     queries, keys = scores.shape[-2:]
     all_pairs = partial(torch.ones, queries, keys, dtype=torch.bool, device=scores.device)
