@@ -152,7 +152,7 @@ def propose(search: str, seed: int, history: History, count: int) -> tuple[int, 
         return chance.choice(history.open), "random"
 
     def belief(index: int) -> float:
-        """Return the planner's log(cost), plus log(1.25) per failure with at most one other value."""
+        """Return the planner's log(cost), plus log(1.25) per failure at most one value away."""
         near = [
             other
             for other in failed
