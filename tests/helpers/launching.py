@@ -178,7 +178,8 @@ def launch(
         outcomes: list[Outcome | None] = []
         try:
             for s in scripts:
-                outcomes.append(s and s.wait(max(1.0, end - time.monotonic())))
+                left_s = max(1.0, end - time.monotonic())
+                outcomes.append(s.wait(left_s) if s is not None else None)
             return outcomes
         except AssertionError as error:
             raise AssertionError(f"{error}\nranks before it: {outcomes}") from None
