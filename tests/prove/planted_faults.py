@@ -158,6 +158,7 @@ def copy_tree(folder):
 def copied_tree():
     """Yield a copy of the tree and the variables of the processes that run in it."""
     with tempfile.TemporaryDirectory(prefix="planted-") as temporary:
+        os.chmod(temporary, 0o755)  # for tests that read as another user
         folder = Path(temporary, "tree")
         copy_tree(folder)
         environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
