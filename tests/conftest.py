@@ -109,7 +109,7 @@ def _own_environment(monkeypatch):
         torch.set_num_threads(1)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Leave modules and tests out of later garbage collections, which would look at all of them."""
     gc.collect()
     gc.freeze()

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.data.file_lock import FolderClaim
 from megatron.metrics_file import read_records
-from tests.data.implementations import write_documents
+from tests.helpers.indexed import write_documents
 from tests.helpers.launching import ROOT, TINY, launch
 
 pytestmark = pytest.mark.slow

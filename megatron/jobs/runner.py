@@ -79,7 +79,7 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class LaunchTarget:
-    """Where runs go. launcher: local or slurm; hosts: () for this machine; parallel: maximum."""
+    """Destination of runs. launcher: local or slurm; hosts: () for this machine; parallel: maximum."""
 
     launcher: str
     hosts: tuple[str, ...] = ()

@@ -221,7 +221,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class LayerContext:
-    """How layers are distributed over ranks.
+    """Distribution of layers over ranks.
 
     tensor             the tensor-parallel group
     context_parallel   this rank's slice of each sequence, with context parallelism

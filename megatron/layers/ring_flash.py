@@ -16,7 +16,7 @@ from torch import Tensor
 _aten = torch.ops.aten
 
 Mask = tuple[bool, int]
-"""Whether causal, and the reach of a window; both hide keys from queries. -1: no window.
+"""Mask of a call: causal or not, and the reach of its window (-1: none); both hide keys.
 
 If causal, query i and key i have the same position; otherwise all keys precede the queries. The
 last query sees this many keys before the last key, and each earlier query sees one more.

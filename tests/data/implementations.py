@@ -1,11 +1,10 @@
-"""Functions of the index loops with short arrays, requests for an index, and small data sets."""
+"""Functions of the index loops with short arrays, requests for an index, and documents."""
 
 import numpy as np
 import pytest
 
 from megatron.data import indexed_dataset
 from megatron.data.gpt_dataset import IndexRequest
-from megatron.data.indexed_writer import IndexedDatasetWriter
 
 
 def call(function, *arguments, int32_max=2**31 - 1):
@@ -14,14 +13,6 @@ def call(function, *arguments, int32_max=2**31 - 1):
         patch.setattr(indexed_dataset, "_FEW", 0)
         patch.setattr(indexed_dataset, "INT32_MAX", int32_max)
         return getattr(indexed_dataset, function)(*arguments)
-
-
-def write_documents(prefix, documents, dtype=np.uint16):
-    """Write documents, lists of tokens; return the prefix as text."""
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document(document)
-    return str(prefix)
 
 
 def ascending(sizes, first_token=0):

@@ -10,7 +10,7 @@ from megatron.config.pieces import Pieces
 from megatron.data.datasets import Datasets, Reading, build_datasets
 from megatron.data.gpt_dataset import BlendedDataset
 from megatron.errors import ConfigError, DataError
-from tests.data.implementations import write_documents
+from tests.helpers.indexed import write_documents
 
 SEQ_LENGTH = 8
 

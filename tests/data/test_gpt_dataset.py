@@ -13,9 +13,10 @@ from megatron.data.index_cache import CacheEntry
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.packed_dataset import PackedDataset
 from megatron.errors import DataError
-from tests.data.implementations import ascending, request_for, write_documents
+from tests.data.implementations import ascending, request_for
 from tests.data.struct_format import packed
 from tests.helpers.examples import examples
+from tests.helpers.indexed import write_documents
 
 
 def write(prefix, sizes, first_token=0):

@@ -11,7 +11,8 @@ from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.sampler import Consumed, Ledger, SampleOrder, is_consumed, sample_order
-from tests.data.implementations import request_for, write_documents
+from tests.data.implementations import request_for
+from tests.helpers.indexed import write_documents
 
 SEQ_LENGTH = 8
 

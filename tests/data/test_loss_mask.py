@@ -8,7 +8,8 @@ from megatron.data.datasets import Reading, build_datasets, open_data
 from megatron.data.sampler import MicroBatchStream, Share
 from megatron.errors import DataError
 from megatron.training.run.data import copy_to_node
-from tests.data.implementations import ascending, write_documents
+from tests.data.implementations import ascending
+from tests.helpers.indexed import write_documents
 
 SEQ, PAD = 16, 7000
 FIELDS = dict(

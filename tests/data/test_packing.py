@@ -12,8 +12,9 @@ from megatron.data import packed_dataset
 from megatron.data.gpt_dataset import IndexRequest
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.packed_dataset import PackedDataset, build_packing
-from tests.data.implementations import ascending, request_for, write_documents
+from tests.data.implementations import ascending, request_for
 from tests.helpers.examples import examples
+from tests.helpers.indexed import write_documents
 
 PAD = 10**6
 

@@ -12,7 +12,7 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import DataError
 from megatron_preparation.encode import PreprocessOptions
 from megatron_preparation.preprocess import preprocess
-from tests.data.implementations import write_documents
+from tests.helpers.indexed import write_documents
 from tests.helpers.launching import TINY, launch
 from tests.helpers.preprocessing import EOD, NULL, byte_tokenizer, json_lines
 from tools import inspect_dataset, merge_datasets

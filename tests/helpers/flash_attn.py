@@ -71,8 +71,8 @@ def _backward(
         weights = (scores - softmax_lse.unsqueeze(-1)).exp()
         products = torch.einsum("bihd,bjhd->bhij", dout.double(), values)
         total = (weights * (products - dots.unsqueeze(-1))).sum()
-    for found, gradient in zip((dq, dk, dv), torch.autograd.grad(total, inputs), strict=True):
-        found.copy_(gradient)
+    for target, gradient in zip((dq, dk, dv), torch.autograd.grad(total, inputs), strict=True):
+        target.copy_(gradient)
     return dots
 
 

@@ -85,7 +85,7 @@ class _Link:
 
 
 class Replay:
-    """What ranks did that ran their actions in order: `computed` and `waited` of each, in order of time.
+    """Run of each rank's actions in order: its computations and waits, in order of time.
 
     Zero waits are left out. `at_once` ranks compute at full speed; more share the cores. A deadlock
     raises ValueError.

@@ -7,7 +7,7 @@ from megatron.config import parse_args
 from megatron.data.datasets import build_datasets
 from megatron.data.index_cache import CacheEntry
 from megatron.training.run.schedules import BatchSchedule, planned_samples
-from tests.data.implementations import write_documents
+from tests.helpers.indexed import write_documents
 from tests.helpers.launching import TINY, launch
 from tools import build_index
 

@@ -17,9 +17,9 @@ from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import DataError
 from megatron_inference import tokens
 from tests.checkpoint.made import make
-from tests.data.implementations import write_documents
 from tests.helpers import fault_points
 from tests.helpers.hugging_face import GPT2, S, V, from_gpt2, hugging_face
+from tests.helpers.indexed import write_documents
 from tests.helpers.launching import launch
 from tests.helpers.preprocessing import trained_pairs
 

@@ -280,7 +280,7 @@ _DECAYS: dict[str, Callable[[float], float]] = {
     "exponential": lambda q: 2.0 * 0.5**q - 1.0,
     "minus_sqrt": lambda q: 1.0 - math.sqrt(q),
 }
-"""By shape: the fraction of a change that remains (1 to 0) after the fraction q of a phase."""
+"""Fraction of a change that remains (1 to 0) after the fraction q of a phase, by shape."""
 
 _ENDLESS = ("constant", "inverse-square-root", "power")  # shapes that need no length
 _POWER = {"amplitude": 4.0, "exponent": -0.51}  # Shen et al., section 4

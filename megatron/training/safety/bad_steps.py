@@ -37,7 +37,7 @@ from megatron.training.run.schedules import Progress
 from megatron.training.run.state import Run, Skips, StepUnderWay
 
 MOST = 5
-"""How often a run may go back to the same checkpoint. Each time the samples of one more step are
+"""Limit on returns to the same checkpoint. Each time the samples of one more step are
 left out; if the loss spikes again after that, the weights are the cause, and no choice of samples
 will help."""
 _NOTHING = (

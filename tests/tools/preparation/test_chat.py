@@ -21,7 +21,7 @@ from megatron_preparation import sources
 from megatron_preparation.chat import Chat, find_chat, rendered
 from megatron_preparation.encode import PreprocessOptions
 from megatron_preparation.preprocess import PreprocessStopped, preprocess
-from tests.data.implementations import write_documents
+from tests.helpers.indexed import write_documents
 from tests.helpers.preprocessing import NULL_FLAGS, documents, pair_bytes, trained_pairs
 from tests.tools.preparation.test_preprocess_resume import stop_after
 from tools import inspect_dataset, merge_datasets, preprocess_data
