@@ -44,7 +44,8 @@ from benchmarks.workloads import OURS, Case, Side, cpu_cases, cuda_cases, quick
 from megatron.model.formulas import peak_tflops
 
 PEAKS_OF = {"bf16": "bfloat16", "fp32": "float32"}
-MOST_ROUNDS, WARM_UP = 5, 1
+MOST_ROUNDS = 5
+WARM_UP = 1
 Key = tuple[Case, Side]
 
 

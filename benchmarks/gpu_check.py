@@ -43,8 +43,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.shared import ROOT, Table, markdown, parser, tables_of
 from benchmarks.workloads import cuda_cases
 
-KIT, LABEL = ROOT / ".gpu-kit", "kit.json"
-PASSED, FAILED, CUT, NOT_DONE = "passed", "FAILED", "cut", "not done"
+KIT = ROOT / ".gpu-kit"
+LABEL = "kit.json"
+PASSED = "passed"
+FAILED = "FAILED"
+CUT = "cut"
+NOT_DONE = "not done"
 SMALL_S = 30.0  # expected time of a step on a CPU, also a busy one
 GRACE_S = 10.0  # from a polite signal to force
 LEEWAY = 4.0  # how many times as long as foreseen a step may take before it is cut

@@ -87,7 +87,9 @@ class _Operators(TorchDispatchMode):
         return False  # or torch's compiler would be imported, to be kept away from here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, waits, packet = kwargs or {}, self._waits, func.overloadpacket
+        kwargs = kwargs or {}
+        waits = self._waits
+        packet = func.overloadpacket
         if packet is _aten._local_scalar_dense and waits.of_device(args[0]):
             waits.read("item")
         elif packet in DATA_DEPENDENT and waits.of_device(args[0]):
@@ -122,7 +124,8 @@ class _Functions(TorchFunctionMode):
         self._waits = waits
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, waits = kwargs or {}, self._waits
+        kwargs = kwargs or {}
+        waits = self._waits
         if func in _FUNCTIONS and waits.of_device(args[0]):
             waits.read(_FUNCTIONS[func])
         out = func(*args, **kwargs)

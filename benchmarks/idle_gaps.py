@@ -30,7 +30,8 @@ DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of torch.profiler'
 HOST = {"cpu_op", "cuda_runtime", "cuda_driver", "hip_runtime", "python_function"}
 SIZES_MS = (0.01, 0.1, 1.0)  # limits between the classes of gaps
 SHOWN = 10
-WARM_UP, STEPS = 4, 3
+WARM_UP = 4
+STEPS = 3
 Event = dict[str, Any]
 
 
@@ -87,7 +88,9 @@ def _stream(name: str, work: list[Event], host: Sequence[Event]) -> Stream:
         begins = max(event["ts"], end)
         ends = event["ts"] + event["dur"]
         if ends > end:
-            busy, last, end = busy + ends - begins, event, ends
+            busy = busy + ends - begins
+            last = event
+            end = ends
     gaps.sort(key=lambda gap: -gap[0])
     named = [
         Gap(length / 1e3, before, after, _inside(host, at + length / 2) if number < SHOWN else ())

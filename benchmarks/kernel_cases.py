@@ -30,7 +30,10 @@ Tensor = torch.Tensor
 Shape = tuple[int, ...]
 Sizes = dict[str, Any]
 Way = Callable[..., Any]
-EPSILON, SCALE, PROBABILITY, SEED = 1e-5, 0.125, 0.1, 1234
+EPSILON = 1e-5
+SCALE = 0.125
+PROBABILITY = 0.1
+SEED = 1234
 
 
 @dataclass

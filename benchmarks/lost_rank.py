@@ -24,7 +24,8 @@ from megatron.metrics_file import read_records
 from megatron.training.run.process import EXIT_LOST_RANK
 from tests.helpers.launching import TINY
 
-STEP, HANG_TIMEOUT_S = 3, {"cuda": 10, "cpu": 3}
+STEP = 3
+HANG_TIMEOUT_S = {"cuda": 10, "cpu": 3}
 LEEWAY_S = 60  # for questions among the ranks, and for a loaded machine
 STRIKE = """
 import os, runpy, sys

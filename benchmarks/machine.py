@@ -31,7 +31,8 @@ from benchmarks.shared import ROOT, markdown
 
 PACKAGES = ("torch", "deepspeed", "transformers", "megatron-core", "numpy")
 MORE = ("deepspeed flash-attn triton pytorch-triton-rocm apex transformer-engine numpy").split()
-SIZES, SMALL = {"cpu": 4096, "cuda": 8192}, 512
+SIZES = {"cpu": 4096, "cuda": 8192}
+SMALL = 512
 CEILING_S = 0.8  # for each dtype: a few products
 
 

@@ -225,7 +225,8 @@ def _zero(name: str, processes: int, **fields: Any) -> Run:
     return Run(name, processes, fields, SHARED, SHARED_SMALLER, limit=0.03)
 
 
-_B, _SP = dict(bf16=True), dict(sequence_parallel=True)
+_B = dict(bf16=True)
+_SP = dict(sequence_parallel=True)
 _PP2 = dict(pipeline_model_parallel_size=2, global_batch_size=4)
 RUNS = (
     Run("bf16", 1, {**_B}),

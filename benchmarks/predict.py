@@ -47,7 +47,8 @@ from megatron.planner.cluster import load_cluster
 from megatron.planner.subprocesses import environment, gpus_here
 from megatron.planner.timing import estimate
 
-WARM_UP, STEPS = 3, 7
+WARM_UP = 3
+STEPS = 7
 """The first step overlaps nothing and makes memory; the next ones find it."""
 SETS = {
     "cpu": (CALIBRATED, LAYOUTS),

@@ -51,12 +51,11 @@ class Layout:
         return f"{MODELS[self.model]} {COMMON} {self.flags}".split()
 
 
-_TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-_SP, _ZB, _CHUNKS = (
-    "--sequence-parallel",
-    "--enable-zbh1-pipeline",
-    "--num-layers-per-virtual-pipeline-stage",
-)
+_TP = "--tensor-model-parallel-size"
+_PP = "--pipeline-model-parallel-size"
+_SP = "--sequence-parallel"
+_ZB = "--enable-zbh1-pipeline"
+_CHUNKS = "--num-layers-per-virtual-pipeline-stage"
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp_act"
 _MBS = "--micro-batch-size"

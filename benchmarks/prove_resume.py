@@ -44,9 +44,11 @@ LOSS = {"fp32": 2e-6, "bf16": 2e-3}
 # on the other layout: how far rounding goes depends on the text, since the gradient of a bias can be
 # a sum of terms that nearly cancel, and on chance. A moment that was lost or counted twice, or that
 # saw another sample, differs by about 1.
-TIMES, MOST = 10.0, 0.5
+TIMES = 10.0
+MOST = 0.5
 ROUNDINGS = {"fp32": 1e-6, "bf16": 4e-3}
-SAVE_INTERVAL, EVAL_INTERVAL = 4, 5
+SAVE_INTERVAL = 4
+EVAL_INTERVAL = 5
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from benchmarks.shared import Record, Table, markdown
 
 FLOOR = 0.10  # of steps, ratios, memory and rates of matrix products
 START_FLOOR = 0.25  # seconds to the first step: imports from the page cache or from the disk
-SHORT_FLOOR, DISK_FLOOR = 0.75, 0.60
+SHORT_FLOOR = 0.75
+DISK_FLOOR = 0.60
 _FLOORS = {"start_s": START_FLOOR}
 # Key of a row, its unit, and whether less is better. A peer's ratio is its time over ours: more is
 # better for us.

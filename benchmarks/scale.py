@@ -30,7 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shared import ROOT, parser
 
-TENSOR, PIPELINE, LAYERS, HIDDEN, VOCABULARY, SEQUENCE = 8, 64, 128, 25600, 51200, 2048
+TENSOR = 8
+PIPELINE = 64
+LAYERS = 128
+HIDDEN = 25600
+VOCABULARY = 51200
+SEQUENCE = 2048
 DATA = (6, 147)
 MICRO_BATCHES = 1600
 Row = tuple[str, float, float, float]  # what, seconds, MB kept, MB at the peak

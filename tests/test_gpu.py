@@ -219,7 +219,8 @@ def attention_case(groups, alibi, documents, d=64, heads=8):
 
     The size is one that no kernel divides evenly.
     """
-    s, b = 200, 2
+    s = 200
+    b = 2
     generator = torch.Generator().manual_seed(3)
     q, k, v = (
         torch.randn(s, b, n, d, generator=generator, dtype=torch.float64)
@@ -239,7 +240,8 @@ def documents_on(device, lengths):
 def run_attention(core, case, dtype, device, scoring=PLAIN):
     """Return output and gradients of q, k and v, in float64 on the CPU."""
     q, k, v = (x.detach().to(device, dtype, copy=True).requires_grad_() for x in case[:3])
-    alibi, lengths = case[3], case[4]
+    alibi = case[3]
+    lengths = case[4]
     documents = None if lengths is None else documents_on(device, lengths)
     alibi = None if alibi is None else Alibi(alibi.slopes.to(device))
     out = core(q, k, v, scoring._replace(alibi=alibi, documents=documents))

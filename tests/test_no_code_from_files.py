@@ -149,7 +149,8 @@ def test_our_own_format(tmp_path, hooked, capsys, kind):
         if form != "pickle" and kind != "data":
             continue  # elsewhere torch.load is not used
         root = tmp_path / form
-        good, bad = make(root, 1, values), make(root, 9999999, values)
+        good = make(root, 1, values)
+        bad = make(root, 9999999, values)
         PLANTED[kind](bad, payload)
         if kind == "tracker":
             (root / TRACKER).write_bytes(payload)
@@ -216,7 +217,9 @@ def test_whole_programs(tmp_path):
 
     Planted checkpoints are reported as broken, and the one before loads.
     """
-    run, trace, log = tmp_path / "run", tmp_path / "trace", tmp_path / "log"
+    run = tmp_path / "run"
+    trace = tmp_path / "trace"
+    log = tmp_path / "log"
     flags = [*TINY, "--train-iters", "2", "--save", str(run)]
     (trained,) = launch(1, flags)
     assert trained is not None and trained.code == 0, trained

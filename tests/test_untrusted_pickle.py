@@ -17,7 +17,8 @@ from megatron.untrusted_pickle import check_pickle
 from megatron_conversion.torch_dist import read_torch_dist
 from megatron_conversion.unpickle import load_file
 
-BEGIN, END = b"\x80\x02", b"."
+BEGIN = b"\x80\x02"
+END = b"."
 PAIRS = b")" + 60 * b"\x85q\x00h\x00h\x00\x86"  # ((),), and sixty times a pair of it twice
 NUMBERS = b"](" + 30000 * b"K\x01" + b"eq\x01"  # a list, as value 1 of the memo
 ORDERED = b"ccollections\nOrderedDict\n"
@@ -36,7 +37,8 @@ HOSTILE = {
 
 def archive(content):
     """Return a file of torch.save with another pickle."""
-    plain, made = io.BytesIO(), io.BytesIO()
+    plain = io.BytesIO()
+    made = io.BytesIO()
     torch.save({}, plain)
     with zipfile.ZipFile(plain) as old, zipfile.ZipFile(made, "w") as new:
         for name in old.namelist():

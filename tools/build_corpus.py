@@ -88,7 +88,8 @@ def build_corpus(
                 file.write(
                     f"{json.dumps({'name': name, 'text': text}, ensure_ascii=False)}\n".encode()
                 )
-                documents, text_bytes = documents + 1, text_bytes + size
+                documents = documents + 1
+                text_bytes = text_bytes + size
             if not documents:
                 raise DataError(f"{folder}: no module with text in it within {max_bytes} bytes")
     except OSError as error:

@@ -73,7 +73,8 @@ def build(config: Config, workers: int) -> None:
     from megatron.training.run.setup import extended
 
     say = partial(print, flush=True)
-    progress, load = Progress(), config.checkpoint.load
+    progress = Progress()
+    load = config.checkpoint.load
     found = find(load, config.checkpoint.load_tag) if load else None
     if load and found is not None and (found.folder is not None or found.rejected):
         folder = required(load, found)

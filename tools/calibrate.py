@@ -87,7 +87,8 @@ def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -
     from megatron.planner.subprocesses import gpus_here
 
     flags = flags or DEFAULT_MODEL
-    config, launch = parse_plan(flags, checkpoint=settings_to_take), detect_launch()
+    config = parse_plan(flags, checkpoint=settings_to_take)
+    launch = detect_launch()
     if launch.rank == 0 and "RANK" not in os.environ:
         print(f"measuring for about {args.minutes:g} minute(s): {' '.join(flags)}", flush=True)
     launched = launch.world_size > 1

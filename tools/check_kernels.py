@@ -69,7 +69,8 @@ def compared(operator: Operator, odd: bool) -> Check:
 
 def dropout(device: torch.device, dtype: torch.dtype) -> Pairs:
     """Compare bias_dropout_add with the mask that ones reveal, and the mask with its probability."""
-    rate, seed = 0.2, 1234567890123
+    rate = 0.2
+    seed = 1234567890123
     x, residual, bias = (
         torch.randn(shape, device=device).to(dtype) for shape in ((200, 1001), (200, 1001), (1001,))
     )
@@ -137,7 +138,8 @@ def verdict(checks: Sequence[Check], device: torch.device) -> tuple[bool, str]:
     The limit, relative to the largest entry, is sixteen roundings to its type (torch rounds after
     each of its operators), plus 2^-16 for fp32 arithmetic and sums of thousands of terms.
     """
-    worst, detail = 0.0, "no error"
+    worst = 0.0
+    detail = "no error"
     for check in checks:
         for dtype in _ROUNDING:
             torch.manual_seed(0)
@@ -154,10 +156,8 @@ def verdict(checks: Sequence[Check], device: torch.device) -> tuple[bool, str]:
                     rounding = max(_ROUNDING[dtype], _ROUNDING.get(found.dtype, 0.0))
                     limit = (16 * rounding + 2.0**-16) * float(expected.abs().max()) or 1e-30
                     if off / limit > worst:
-                        worst, detail = (
-                            off / limit,
-                            f"largest error {off:.1e}, allowed {limit:.1e} ({dtype})",
-                        )
+                        worst = off / limit
+                        detail = f"largest error {off:.1e}, allowed {limit:.1e} ({dtype})"
             except Exception as error:  # report any failure
                 return (
                     False,
@@ -213,7 +213,8 @@ def table(one: measured_times.MeasuredTimes) -> Iterator[str]:
 
 def measure() -> None:
     """Measure this machine, and keep and print the times. Raises KernelError."""
-    file, found = measured_times.path(), library.find("cpu")
+    file = measured_times.path()
+    found = library.find("cpu")
     if file is None or found.handle is None:
         why = f"{measured_times.OVERRIDE} is none" if file is None else found.line
         raise KernelError(f"nothing to measure: {why}")

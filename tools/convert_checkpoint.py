@@ -105,7 +105,8 @@ def build_parser() -> argparse.ArgumentParser:
 def model_settings(argv: Sequence[str]) -> dict[str, Any]:
     """Return settings from flags of pretrain_gpt.py. Raises ConfigError with all problems."""
     scanned = scan(argv)
-    problems, found = list(scanned.problems), dict[str, Any]()
+    problems = list(scanned.problems)
+    found = dict[str, Any]()
     for spelling, words in scanned.flags.items():
         flag = flag_table()[spelling]
         if flag.option is None:
@@ -273,7 +274,8 @@ def to_huggingface(args: argparse.Namespace, settings: dict[str, Any], topology:
         to_huggingface,
     )
 
-    source, tag = Path(args.source), args.load_tag
+    source = Path(args.source)
+    tag = args.load_tag
     weights = AVERAGE if args.ema else MASTER
     foreign = decided_by_first(topology, lambda: foreign_folder(source, tag))
     if foreign is None:

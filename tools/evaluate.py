@@ -226,14 +226,16 @@ def evaluate(args: argparse.Namespace, trained: Trained) -> None:
     from megatron.training.report.events import Evaluated
     from megatron.training.run.evaluation import mean_loss
 
-    config, topology = trained.config, trained.topology
+    config = trained.config
+    topology = trained.topology
     executor = Executor(
         topology,
         stages_of(trained.chunks),
         config.schedule,
         hidden_state(config),
     )
-    start, first = time.perf_counter(), topology.world.is_first
+    start = time.perf_counter()
+    first = topology.world.is_first
     with ExitStack() as stack:
         text = Input(args, trained)
         progress = stack.enter_context(ByteProgress("evaluate", text.size_bytes)) if first else None
@@ -282,7 +284,8 @@ class Input:
 
     def __init__(self, args: argparse.Namespace, trained: Trained) -> None:
         """Open the data. Raises ConfigError or DataError."""
-        config, tokenizer = trained.config, trained.tokenizer
+        config = trained.config
+        tokenizer = trained.tokenizer
         assert config.model.vocab_size is not None, "the model was built with a vocabulary"
         context = config.model.seq_length
         self.stride = args.stride or max(1, context // 2)
@@ -304,8 +307,10 @@ class Input:
             self.size_bytes = sum(source.size for source in sources)
             self._parts = tokens.text_parts(sources, args.json_key, tokenizer)
         else:
-            self.names, self.size_bytes = args.data_path, tokens.file_bytes(args.data_path)
-            count_bytes, size = trained.topology.world.is_first, config.model.vocab_size
+            self.names = args.data_path
+            self.size_bytes = tokens.file_bytes(args.data_path)
+            count_bytes = trained.topology.world.is_first
+            size = config.model.vocab_size
             self._parts = tokens.file_parts(
                 args.data_path, size, tokenizer, count_bytes=count_bytes
             )
@@ -335,10 +340,12 @@ class Input:
 
     def steps(self, progress: ByteProgress | None, start: float) -> Iterator[list[MicroBatch]]:
         """Yield this rank's micro-batches, as many on each rank."""
-        topology, size = self._trained.topology, self._trained.config.batch.micro_batch_size
+        topology = self._trained.topology
+        size = self._trained.config.batch.micro_batch_size
         chunk = size * topology.layout.replicas  # windows of one micro-batch on all replicas
         count = 1 if topology.pipeline.size == 1 else _PER_STAGE * topology.pipeline.size
-        own, predicted = size * topology.replica, 0
+        own = size * topology.replica
+        predicted = 0
         while found := list(islice(self._windows, chunk * count)):
             yield [
                 self._micro_batch(found[at + own : at + own + size], size)
@@ -357,8 +364,10 @@ class Input:
 
         from megatron.data.sampler import Separation, make_micro_batch
 
-        config, tokenizer = self._trained.config, self._trained.tokenizer
-        context, data = config.model.seq_length, config.data
+        config = self._trained.config
+        tokenizer = self._trained.tokenizer
+        context = config.model.seq_length
+        data = config.data
         ids = np.zeros((size, context + 1), np.int64)
         counts = np.zeros((size, context), np.float32)
         for row, window in enumerate(windows):
@@ -385,7 +394,8 @@ def as_json(result: dict[str, Any]) -> str:
 
 def as_text(result: dict[str, Any]) -> str:
     """Return a table."""
-    names, more = result["data"][:_SHOWN], len(result["data"]) - _SHOWN
+    names = result["data"][:_SHOWN]
+    more = len(result["data"]) - _SHOWN
     rows = [
         ("checkpoint", f"{result['checkpoint']} (iteration {result['iteration']})"),
         ("data", ", ".join(names) + (f" and {more} more" if more > 0 else "")),

@@ -179,8 +179,12 @@ def continue_prompts(args: argparse.Namespace, trained: Trained) -> None:
     # so that a bad one ends the job before the first text
     prepare(trained, [p.text for p in prompts], args.tokens, limits)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    data, first = trained.topology.data, trained.topology.world.is_first
-    start, new_tokens, cut, short = time.perf_counter(), 0, 0, 0
+    data = trained.topology.data
+    first = trained.topology.world.is_first
+    start = time.perf_counter()
+    new_tokens = 0
+    cut = 0
+    short = 0
     batches = [prompts[at : at + args.batch_size] for at in range(0, len(prompts), args.batch_size)]
     with ExitStack() as stack:
         out: TextIO = sys.stdout
@@ -202,7 +206,8 @@ def continue_prompts(args: argparse.Namespace, trained: Trained) -> None:
             for replica, results in enumerate(every if first else ()):
                 for prompt, result in results:
                     new_tokens += len(result.ids)
-                    cut, short = cut + (result.cut > 0), short + (result.finish == "context")
+                    cut = cut + (result.cut > 0)
+                    short = short + (result.finish == "context")
                     if args.prompts is not None:
                         print(as_json(prompt, result), file=out, flush=True)
                     elif replica:
@@ -234,10 +239,12 @@ def continue_prompts(args: argparse.Namespace, trained: Trained) -> None:
 
 def read_prompts(path: str, json_key: str, seed: int) -> list[Prompt]:
     """Return the prompts of a file. Raises DataError, with the line, for an invalid prompt."""
-    rows, prompts = path.endswith(_ROWS), []
+    rows = path.endswith(_ROWS)
+    prompts = []
     with open_regular(path, error=DataError) as file:
         for number, line in enumerate(file, 1):
-            where, own_seed = f"{path}:{number}", (seed + number - 1) % (_MOST_SEED + 1)
+            where = f"{path}:{number}"
+            own_seed = (seed + number - 1) % (_MOST_SEED + 1)
             if rows and not line.strip():
                 continue
             try:
@@ -246,7 +253,8 @@ def read_prompts(path: str, json_key: str, seed: int) -> list[Prompt]:
                 raise DataError(f"{where}: not UTF-8: {error.reason}") from None
             if rows:
                 row = parse_json(line, where, error=DataError)
-                text, own_seed = row.get(json_key), row.get("seed", own_seed)
+                text = row.get(json_key)
+                own_seed = row.get("seed", own_seed)
                 if not isinstance(text, str):
                     raise DataError(f"{where}: {json_key!r} is {text!r:.60}, expected a string")
                 if not is_count(own_seed) or own_seed > _MOST_SEED:
@@ -282,7 +290,8 @@ class Live:
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         self._waiting = [f"--- {prompt.text!r}\n{prompt.text}" for prompt in prompts]
-        self._ended, self._at = [False] * len(prompts), 0
+        self._ended = [False] * len(prompts)
+        self._at = 0
 
     def add(self, number: int, text: str, ended: bool) -> None:
         """Take further text of a prompt."""

@@ -47,7 +47,8 @@ from megatron_inspection.checkpoint import (
 )
 from megatron_preparation.progress import ByteProgress
 
-OK, DAMAGED = 0, 1
+OK = 0
+DAMAGED = 1
 _PIPE_COLUMNS = 200  # width of the output if it is not a terminal
 
 
@@ -266,7 +267,8 @@ def show_tensors(found: Contents, names: Iterable[str], measured: dict[str, Norm
 def check(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Verify one checkpoint, or all of a folder and its tracker file."""
     if args.tag is not None or is_checkpoint(args.path):
-        chosen, problems = [args.path if args.tag is None else tagged(args.path, args.tag)], {}
+        chosen = [args.path if args.tag is None else tagged(args.path, args.tag)]
+        problems = {}
     else:
         chosen = folders(args.path)
         if not chosen:
@@ -343,7 +345,8 @@ class Progress:
     """Progress of reading, on standard error; see ByteProgress."""
 
     def __init__(self, what: str, size_bytes: int) -> None:
-        self._progress, self._done = ByteProgress(what, size_bytes), 0
+        self._progress = ByteProgress(what, size_bytes)
+        self._done = 0
 
     def __enter__(self) -> Progress:
         self._progress.__enter__()

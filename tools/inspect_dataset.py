@@ -129,7 +129,8 @@ def make_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
 def rows_of(result: Inspection) -> list[tuple[str, str]]:
     """Return the rows of the report, as names and values."""
     rows = [(f"{suffix} file", f"{size:,} bytes") for suffix, size in result.file_bytes.items()]
-    index, lengths = result.index, result.lengths
+    index = result.index
+    lengths = result.lengths
     if index is not None:
         rows.append(("token type", str(index.dtype)))
         rows.append(("documents", f"{len(index.document_indices) - 1:,}"))
@@ -172,7 +173,8 @@ def show(result: Inspection) -> None:
         from rich.table import Table
         from rich.text import Text
 
-        console, table = Console(), Table(show_header=False)
+        console = Console()
+        table = Table(show_header=False)
         for name, value in rows_of(result):
             table.add_row(name, Text(value))
         # on one line, so that it can be copied

@@ -112,7 +112,9 @@ def merge(
     if not inputs:
         raise ConfigError("nothing to merge: name at least one data set")
     _check_output(inputs, output_prefix)
-    dtypes, tokens, masked = list[np.dtype[Any]](), 0, dict[str | os.PathLike[str], bool]()
+    dtypes = list[np.dtype[Any]]()
+    tokens = 0
+    masked = dict[str | os.PathLike[str], bool]()
     # open only one at a time: there may be more than a process can open
     for prefix in inputs:
         dataset = _open(prefix)
@@ -133,7 +135,8 @@ def merge(
     if any(masked.values()):
         for prefix in (prefix for prefix, has_mask in masked.items() if not has_mask):
             say(f"{os.fspath(prefix)}: has no loss mask: all its tokens are in the loss")
-    done, mask_output = 0, mask_prefix(output_prefix)
+    done = 0
+    mask_output = mask_prefix(output_prefix)
     with ExitStack() as stack:
         # closed in reverse order: the mask gets its name first, tokens never appear without it
         writer = stack.enter_context(IndexedDatasetWriter(output_prefix, dtype))
@@ -244,7 +247,8 @@ def _check_space(
 def _add_structure(writer: IndexedDatasetWriter, dataset: IndexedDataset) -> None:
     """Append sizes and document ends. Raises DataError for a damaged .idx."""
     dataset.check(0, len(dataset))
-    before, last = writer.num_sequences, 0
+    before = writer.num_sequences
+    last = 0
     for start in range(0, len(dataset), _BLOCK_ENTRIES):
         writer.append_sequences(dataset.sizes[start : start + _BLOCK_ENTRIES])
     for start in range(1, len(dataset.document_indices), _BLOCK_ENTRIES):
@@ -263,7 +267,8 @@ def _add_structure(writer: IndexedDatasetWriter, dataset: IndexedDataset) -> Non
 
 def _tokens(dataset: IndexedDataset) -> Iterator[npt.NDArray[Any]]:
     """Yield all tokens in pieces."""
-    path, left = bin_path(dataset.prefix), dataset.num_tokens
+    path = bin_path(dataset.prefix)
+    left = dataset.num_tokens
     try:
         with path.open("rb") as file:
             while left:

@@ -274,7 +274,8 @@ def make_search(args: argparse.Namespace, flags: Sequence[str]) -> LayoutSearch:
 
 def _form(given: LayoutSearch, text: str) -> LayoutSearch:
     """Restrict a search to the layouts of --layout, within --fix. Raises ConfigError."""
-    wanted, space = parse_layout(text, "--layout"), given.space
+    wanted = parse_layout(text, "--layout")
+    space = given.space
     if "recompute" in wanted:  # "full" has the meaning of --recompute-granularity full
         wanted["recompute"] = tuple(
             "full:uniform:1" if v == "full" else v for v in wanted["recompute"]
@@ -308,7 +309,8 @@ def _worlds(args: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:
     if (args.nodes is None) == (args.devices is None):
         raise ConfigError("give either --nodes, or --devices for a part of a node")
     if args.devices is not None:
-        each, devices = cluster.devices_per_node, _numbers(args.devices, "--devices")
+        each = cluster.devices_per_node
+        devices = _numbers(args.devices, "--devices")
         for world in devices:
             if world > each and world % each:
                 raise ConfigError(
@@ -358,7 +360,8 @@ def _show(args: argparse.Namespace, shown: Sequence[Table]) -> None:
 
 
 def _headline(given: LayoutSearch) -> str:
-    space, cluster = given.space, given.space.cluster
+    space = given.space
+    cluster = given.space.cluster
     nodes = ", ".join(f"{-(-world // cluster.devices_per_node):,}" for world in space.worlds)
     batches = ", ".join(f"{batch:,}" for batch in space.restrictions["gbs"])
     return (
@@ -391,7 +394,8 @@ def _tables_of_search(given: LayoutSearch, found: SearchResult) -> list[Table]:
 
 
 def _show_winner(given: LayoutSearch, first: ChosenLayout) -> None:
-    cluster, confidence = given.space.cluster, first.estimate.confidence
+    cluster = given.space.cluster
+    confidence = first.estimate.confidence
     print(f"\nNumber 1: {given.space.write(first.layout)}")
     print(
         "Days and node-hours exclude start-up, evaluation, saving, failures and batch size ramp-up."

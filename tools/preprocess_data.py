@@ -293,7 +293,8 @@ def main(argv: Sequence[str]) -> int:
     for name, why in WITHOUT_EFFECT.items():
         if getattr(args, name):
             print(f"note: --{name.replace('_', '-')} has no effect: {why}", file=sys.stderr)
-    progress, stop = Progress(args.log_interval), StopSignal()
+    progress = Progress(args.log_interval)
+    stop = StopSignal()
     listeners = Listeners(
         on_progress=progress.update,
         on_note=progress.say,

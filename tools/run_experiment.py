@@ -267,7 +267,8 @@ def _say(line: str) -> None:
 
 def summary(outcome: Experiment, root: Path) -> None:
     """Print the outcome of the points, and the command for the report."""
-    failed, waiting = outcome.reasons(FAILED), outcome.waiting
+    failed = outcome.reasons(FAILED)
+    waiting = outcome.waiting
     _say(
         f"{len(outcome.reasons(DONE))} point(s) done, {len(failed)} failed, {len(waiting)} not "
         f"run; {root}"

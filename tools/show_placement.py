@@ -57,7 +57,8 @@ class RankRow(NamedTuple):
 
 def rank_rows(config: Config, placement: Placement) -> Iterator[RankRow]:
     """Yield node, device, network card, coordinates and layers of every rank of a placement."""
-    parallel, cluster = config.parallel, placement.cluster
+    parallel = config.parallel
+    cluster = placement.cluster
     layers = assign_layers(config.model.num_layers, parallel.num_stages, parallel.pipeline_layout)
     chunks = [
         tuple(layers[stage :: parallel.pipeline_model_parallel_size])

@@ -107,7 +107,8 @@ def name_of(recipe: Recipe) -> str:
 
 def _sizes(parallel: ParallelConfig) -> str:
     """Return TP x PP, with context- and expert-parallel sizes if there are any."""
-    context, expert = parallel.context_parallel_size, parallel.expert_model_parallel_size
+    context = parallel.context_parallel_size
+    expert = parallel.expert_model_parallel_size
     sizes = f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size}"
     sizes += f", CP {context}" if context > 1 else ""
     return sizes + (f", EP {expert}" if expert > 1 else "")
@@ -118,9 +119,13 @@ def outlook_tables(configs: Mapping[str, Config], cluster: Cluster) -> list[Tabl
 
     Raises ConfigError for one that does not fit on the cluster.
     """
-    layouts, memory, times = [], [], []
+    layouts = []
+    memory = []
+    times = []
     for name, config in configs.items():
-        parallel, recompute, found = config.parallel, config.recompute, estimate(config, cluster)
+        parallel = config.parallel
+        recompute = config.recompute
+        found = estimate(config, cluster)
         again = recompute.recompute_granularity or "nothing"
         if again == "selective":
             again = ", ".join(recompute.recompute_modules)

@@ -185,7 +185,9 @@ def recorded(path: Path) -> tuple[ScheduleTimeline, int]:
         spans: dict[int, list[Span]] = {rank: [] for rank in rows}
         for event in events:
             if event["ph"] == "X" and event["cat"] in ("forward", "backward"):
-                of, start, length = event["args"], event["ts"] / 1e6, event["dur"] / 1e6
+                of = event["args"]
+                start = event["ts"] / 1e6
+                length = event["dur"] / 1e6
                 numbers = of["stage"], of["micro_batch"]
                 if not (all(map(is_count, numbers)) and 0 <= start < 1e9 and 0 <= length < 1e9):
                     raise ValueError(event)

@@ -112,7 +112,9 @@ def main(argv: Sequence[str]) -> int:
     It is 0, 1 if the loss did not fall enough, 2 after an error, 128 + N after signal N.
     """
     args = build_parser().parse_args(argv)
-    size, folder, number = QUICK if args.quick else FULL, Path(args.folder), signal.SIGINT
+    size = QUICK if args.quick else FULL
+    folder = Path(args.folder)
+    number = signal.SIGINT
     try:
         return run_example(size, args.iterations or size.iterations, folder)
     except Interrupted as stop:
@@ -132,7 +134,8 @@ def run_example(size: Size, iterations: int, folder: Path) -> int:
     steps = Steps()
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary, data = prepare(steps, size, folder)
-    run, picture = folder / "run", folder / "loss.png"
+    run = folder / "run"
+    picture = folder / "loss.png"
     stamp = folder / UNFINISHED
     job = {"size": asdict(size), "iterations": iterations}
     machine = unfinished(stamp, job) if checkpoint_of(folder) else None
@@ -304,7 +307,8 @@ def choose_machine() -> Machine:
 
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if devices:
-        used, name = min(devices, 2), torch.cuda.get_device_name(0)
+        used = min(devices, 2)
+        name = torch.cuda.get_device_name(0)
         return Machine("cuda", used, 1, True, f"{used} of {devices} device(s) ({name}), bf16")
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     torch.set_num_threads(threads)
@@ -324,7 +328,8 @@ def matmul_gflops(dtype: object, seconds: float = 1.0) -> float:
 
     a, b = torch.randn(1024, 256).to(dtype), torch.randn(256, 1024).to(dtype)  # type: ignore[call-overload]
     a @ b  # the first one also sets up
-    count, start = 0, time.perf_counter()
+    count = 0
+    start = time.perf_counter()
     while time.perf_counter() - start < seconds:
         a @ b
         count += 1
@@ -425,7 +430,8 @@ def run_together(
     """
     processes: list[subprocess.Popen[bytes]] = []
     watch = [sys.executable, "-I", "-S", parent_watch.__file__, str(os.getpid())]
-    deadline, first = None, None
+    deadline = None
+    first = None
     with noted_signals() as noted:
         try:
             for command, env in zip(commands, environments, strict=True):
@@ -455,7 +461,8 @@ def run_together(
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[signal.Signals]]:
     """Note signals that ask to end; one that comes again within ONE_PRESS_S is the same."""
-    noted, last = list[signal.Signals](), dict[int, float]()
+    noted = list[signal.Signals]()
+    last = dict[int, float]()
 
     def note(number: int, frame: object) -> None:
         now = time.monotonic()
@@ -479,7 +486,8 @@ def summary(size: Size, run: Path, picture: Path, steps: Steps) -> int:
     records = read_records(run / "metrics.jsonl")
     valid = [r for r in records if r["event"] == "validation" and r["dataset"] == "valid"]
     iterations = [r for r in records if r["event"] == "iteration"]
-    first, last = valid[0], valid[-1]
+    first = valid[0]
+    last = valid[-1]
     drop = first["lm_loss"] - last["lm_loss"]
     tokens_per_s = sum(r["tokens_per_s"] for r in iterations) / len(iterations)
     print("\n=== summary")

@@ -19,7 +19,9 @@ from benchmarks.faults import history
 from benchmarks.faults.job import CONSTANT, Result, run_job, run_well, training
 
 TRACKER = "latest_checkpointed_iteration.txt"
-SAVES, SAVE_INTERVAL, MORE = 3, 4, 3
+SAVES = 3
+SAVE_INTERVAL = 4
+MORE = 3
 
 
 def flip(file: Path, chance: random.Random) -> str:

@@ -18,7 +18,8 @@ from benchmarks.faults import history
 from benchmarks.faults.job import Arms, Job, Result, run_job, run_well, training
 from tests.helpers.fault_points import on
 
-SAVE_INTERVAL, ITERATIONS = 5, 40
+SAVE_INTERVAL = 5
+ITERATIONS = 40
 
 
 def missing() -> str:

@@ -11,7 +11,9 @@ from benchmarks.faults import history
 from benchmarks.faults.job import CONSTANT, Job, Result, run_job, run_well, training
 from tests.helpers.fault_points import strike
 
-SAVE_INTERVAL, FIRST_STEPS, TIMEOUT_S = 5, 30, 4.0
+SAVE_INTERVAL = 5
+FIRST_STEPS = 30
+TIMEOUT_S = 4.0
 # The time-out, as much again for the answers of the ranks, and what a loaded machine adds.
 SOON_S = 2 * TIMEOUT_S + 180.0
 OTHERS_LEAVE_S = 2 * SOON_S  # their --distributed-timeout-minutes: it is not what ends them

@@ -48,7 +48,11 @@ class Task:
         return self.dtype == "bf16"
 
 
-LEARNING_RATE, WEIGHT_DECAY, BETAS, EPSILON, CLIP = 1e-4, 0.1, (0.9, 0.999), 1e-8, 1.0
+LEARNING_RATE = 1e-4
+WEIGHT_DECAY = 0.1
+BETAS = (0.9, 0.999)
+EPSILON = 1e-8
+CLIP = 1.0
 
 
 def read_task() -> Task:

@@ -18,7 +18,9 @@ class Bytes:
             raise DataError(
                 f"{len(text)} bytes of text are too few for samples of {seq_length + 1}"
             )
-        self.text, self.samples, self.seq_length = text, samples, seq_length
+        self.text = text
+        self.samples = samples
+        self.seq_length = seq_length
 
     def __len__(self) -> int:
         return self.samples
@@ -30,7 +32,8 @@ class Bytes:
 
 def datasets(config: Config, train: int, valid: int, test: int) -> list[Bytes | None]:
     (path,) = config.data.data_path or [__file__]
-    text, length = np.memmap(path, np.uint8, "r"), config.model.seq_length
+    text = np.memmap(path, np.uint8, "r")
+    length = config.model.seq_length
     most = len(text) * 9 // 10
     return [Bytes(text[:most], train, length), Bytes(text[most:], valid, length), None]
 

@@ -32,7 +32,9 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        whole, flats, step = self.param_groups[0]["whole"], [], 0
+        whole = self.param_groups[0]["whole"]
+        flats = []
+        step = 0
         for group in self.param_groups:
             (p,) = group["params"]  # a flat part of the fp32 weights
             state = self.state[p]

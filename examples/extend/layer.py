@@ -19,16 +19,16 @@ from megatron.parallel.keyed_random import Site
 class ParallelLayer(torch.nn.Module):
     def __init__(self, context: LayerContext, config: Config, index: int) -> None:
         super().__init__()
-        model, name = config.model, f"layers.{index}"
-        h, d = model.hidden_size, model.kv_channels
+        model = config.model
+        name = f"layers.{index}"
+        h = model.hidden_size
+        d = model.kv_channels
         fill, output_fill = weight_fills(model)
         inner = model.num_attention_heads * d
-        self.context, self.index, self.dropout, self.head_dim = (
-            context,
-            index,
-            model.hidden_dropout,
-            d,
-        )
+        self.context = context
+        self.index = index
+        self.dropout = model.hidden_dropout
+        self.head_dim = d
         self.norm = Norm(context, f"{name}.norm", h, model.normalization, model.layernorm_epsilon)
         self.q, self.k, self.v = (
             ColumnParallelLinear(context, f"{name}.{x}", (inner, h), fill, bias=False)
@@ -51,10 +51,8 @@ class ParallelLayer(torch.nn.Module):
         )
         # q, k, v [s, b, heads/tp, d]
         angles = self.rotary.angles(q.shape[0], call.position_ids, q.device)
-        q, k = (
-            self.rotary.rotate(self.q_norm(q), angles),
-            self.rotary.rotate(self.k_norm(k), angles),
-        )
+        q = self.rotary.rotate(self.q_norm(q), angles)
+        k = self.rotary.rotate(self.k_norm(k), angles)
         attended, _ = self.dense(self.attention(call, q, k, v).flatten(2))  # [s(/tp), b, h]
         out, bias = self.mlp(normed)
         seed, place = call.hidden_mask(x, self.index, Site.MLP_OUTPUT, self.context)

@@ -23,7 +23,8 @@ def forked(command, logs, env, limit_s, *, awaited=(), **_):
         program, *words = words
         script = logs[0].with_suffix(".py")
         script.write_text(program)
-    port, count = free_port(), len(logs)
+    port = free_port()
+    count = len(logs)
     with ExitStack() as stack:
         scripts = [
             stack.enter_context(Script(script, words, log, env | rank_environment(i, count, port)))

@@ -50,7 +50,8 @@ def make(
     for rank in range(files):
         with ShardWriter(folder, rank) as writer:
             for name, value in values.items():
-                start, stop = len(value) * rank // files, len(value) * (rank + 1) // files
+                start = len(value) * rank // files
+                stop = len(value) * (rank + 1) // files
                 if stop > start:
                     writer.add(
                         name,

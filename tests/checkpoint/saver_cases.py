@@ -146,7 +146,9 @@ class Training:
     """Toy engine that takes steps."""
 
     def __init__(self, topology):
-        self.topology, self.config, self.steps = topology, toy.config(), 0
+        self.topology = topology
+        self.config = toy.config()
+        self.steps = 0
         self.engine = Engine(self.config, topology, toy.build(topology))
 
     def step(self):
@@ -181,7 +183,8 @@ def on_two(rank, root, cases):
 
     Return the error of each.
     """
-    training, errors = Training(join()), {}
+    training = Training(join())
+    errors = {}
     training.step()
     for name in cases:
         errors[name] = ""
@@ -197,7 +200,8 @@ def copy_of_the_moment_it_was_asked_for(root, training):
 
     A synchronous save of the same moment gives the expected state, and the same file to the byte.
     """
-    state, scalars = toy.state_by_place(training.engine), training.engine.scalars()
+    state = toy.state_by_place(training.engine)
+    scalars = training.engine.scalars()
     save(root / "sync", 5, training.engine, training.topology, training.config, {"n": 1})
     saver = training.saver(root / "async")
     with gate() as opened:
@@ -247,7 +251,8 @@ def two_runs_in_one_folder(root, training):
 
     As of a job and its requeued copy: one of them fails, and only the other's files appear.
     """
-    first, second = training.saver(root), training.saver(root, keep_last=1)
+    first = training.saver(root)
+    second = training.saver(root, keep_last=1)
     first.start(3, training.engine, {"run": "first"}, {}, background=True)
     wait([first._pending.future])
     assert first.written
@@ -355,7 +360,8 @@ def failure_anywhere_leaves_no_trace(root, training):
 
 
 def failure_in_the_background(root, training):
-    rank, saver = training.topology.rank, training.saver(root, keep_last=1)
+    rank = training.topology.rank
+    saver = training.saver(root, keep_last=1)
     training.save(saver, 1)
     for action in (saver.commit, lambda: training.save(saver, 3, background=True)):
         with full_disk(rank == 1):

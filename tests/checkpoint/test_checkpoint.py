@@ -46,7 +46,8 @@ def train_and_save(directory, topology):
 
 def on_four(rank, root):
     """Write on tensor 2 x data 2 with ZeRO-1, shards in one list and in pieces; load both."""
-    tensor, stages = join(2, 1), join(1, 2)
+    tensor = join(2, 1)
+    stages = join(1, 2)
     # With the bucket padding that DeepSpeed itself uses, as before this project padded buckets.
     padded_less = mock.patch.object(buckets, "ALIGNMENT", 2)
     out = {"saved": train_and_save(f"{root}/whole", tensor)}
@@ -102,7 +103,8 @@ def errors(root, topology):
     out["no-load-optim"] = load(root / "bare", engine, topology, no_optim).iteration
 
     chunks = toy.build(topology)["0"]
-    some, other = chunks.up.sharding, chunks.mixed.sharding
+    some = chunks.up.sharding
+    other = chunks.mixed.sharding
     chunks.up.sharding = dataclasses.replace(some, name="unknown")
     chunks.mixed.sharding = dataclasses.replace(other, global_shape=(4, 2, 5))
     out["other tensors"] = message(lambda: load_weights(root / "a", chunks, topology))
@@ -163,7 +165,8 @@ def test_lists_name_each_element_once_whole_and_in_pieces(root, four):
 
     So do the lists of two runs that do the same.
     """
-    whole, pieces = root / "whole" / "iter_0000002", root / "pieces" / "iter_0000002"
+    whole = root / "whole" / "iter_0000002"
+    pieces = root / "pieces" / "iter_0000002"
     assert not (pieces / ".metadata").exists()
     for folder in (whole, pieces):
         names = sorted(p.name for p in folder.glob("boxes_*"))
@@ -175,7 +178,8 @@ def test_lists_name_each_element_once_whole_and_in_pieces(root, four):
     assert set(expected) == {f"{kind}.{name}" for kind in kinds for name in toy.SHAPES}
     assert torchs.state_dict_metadata.keys() == expected.keys()
     for name, stored in expected.items():
-        tensor, shape = torchs.state_dict_metadata[name], toy.SHAPES[name.split(".", 1)[1]]
+        tensor = torchs.state_dict_metadata[name]
+        shape = toy.SHAPES[name.split(".", 1)[1]]
         assert tuple(tensor.size) == stored["shape"] == shape
         assert str(tensor.properties.dtype) == f"torch.{stored['dtype']}"
         counted = np.zeros(shape, dtype=int)

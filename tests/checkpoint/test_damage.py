@@ -54,7 +54,8 @@ DAMAGES = {
 
 def on_two_stages(rank, directory):
     """Write two checkpoints; damage each file of the newer one in each way, load, and mend it."""
-    topology, root = join(1, 2), Path(directory)
+    topology = join(1, 2)
+    root = Path(directory)
     config = toy.config()
     engine = Engine(config, topology, toy.build(topology))
     states = {}
@@ -63,7 +64,8 @@ def on_two_stages(rank, directory):
         engine.step(toy.LR)
         save(root, iteration, engine, topology, config, {"at": iteration})
         states[iteration] = toy.state_by_place(engine)
-    newest, kept = root / "iter_0000002", root.parent / "kept"
+    newest = root / "iter_0000002"
+    kept = root.parent / "kept"
     if rank == 0:
         shutil.copytree(newest, kept)
     dist.barrier()

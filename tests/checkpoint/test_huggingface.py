@@ -59,7 +59,10 @@ def one(source, target, world):
     """Load a model, compute, write it, take a step, compute again and write it again."""
 
     job = Job(config_of(source, world, seq_length=tokens().shape[1] - 1))
-    config, topology, engine, chunks = job.config, job.topology, job.engine, job.chunks
+    config = job.config
+    topology = job.topology
+    engine = job.engine
+    chunks = job.chunks
     divided = config.engine.zero_stage == 3
     load_engine(source, engine, topology, config)
     engine.wait_for_weights()
@@ -175,7 +178,8 @@ def test_transformers_computes_the_same_as_mup(tmp_path):
     """All factors of muP are in the weights, which transformers reads as those of a GPT-2."""
 
     model = one_process(**MUP)
-    config, chunks = model.config, model.chunks
+    config = model.config
+    chunks = model.chunks
     export(tmp_path / "model", config, model.topology, chunks)
     batch = make_micro_batch(tokens(config.model.vocab_size).numpy())
     with torch.no_grad():

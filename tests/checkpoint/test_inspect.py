@@ -111,7 +111,8 @@ def test_lists_that_were_forged_are_damage(tmp_path, line):
 
     Verifying or reading reports them and allocates nothing for them.
     """
-    folder, other = make(tmp_path / "a", 1, VALUES), make(tmp_path / "b", 1, VALUES)
+    folder = make(tmp_path / "a", 1, VALUES)
+    other = make(tmp_path / "b", 1, VALUES)
     listed = json.loads((folder / "boxes_00000.json").read_text())
     forge(listed["master.layers.0.norm.weight"], line)
     (folder / "boxes_00000.json").write_text(json.dumps(listed))
@@ -168,7 +169,8 @@ def test_differences_are_measured(tmp_path):
 
 
 def test_bits_are_compared():
-    nan, inf = math.nan, math.inf
+    nan = math.nan
+    inf = math.inf
     a = torch.tensor([0.0, 1.0, nan, inf, 5.0])
     assert tensor_difference(a, a.clone()) is None
     for values, expected in (

@@ -71,7 +71,8 @@ def test_a_save_that_is_killed_at_any_moment(tmp_path, again, every):
     before = tmp_path / "before"
     for iteration in (1, 2):
         save(before, iteration, float(iteration))
-    number, seen = (2 if again else 3), set()
+    number = 2 if again else 3
+    seen = set()
     for moment in itertools.count(step=every):
         root = tmp_path / f"killed_{moment}"
         shutil.copytree(before, root)
@@ -116,8 +117,10 @@ def test_what_is_named_is_on_the_disk(tmp_path):
     sys.addaudithook(hook)
     save(tmp_path, 5, 5.0)
     armed = False
-    final, tracker = str(tmp_path / "iter_0000005"), str(tmp_path / TRACKER)
-    named, told = events.index(("rename", final)), events.index(("rename", tracker))
+    final = str(tmp_path / "iter_0000005")
+    tracker = str(tmp_path / TRACKER)
+    named = events.index(("rename", final))
+    told = events.index(("rename", tracker))
     synced = [Path(path) for event, path in events[:named] if event == "synced"]
     temporary = {path.parent for path in synced if path.suffix == ".distcp"}.pop()
     # torch itself writes and syncs that one.

@@ -180,7 +180,8 @@ def test_what_others_wrote_is_no_reason_to_start_anew(tmp_path, names, named):
 
 
 def test_a_tag_is_taken_exactly(tmp_path):
-    first, second = checkpoint(tmp_path, 100), checkpoint(tmp_path, 200)
+    first = checkpoint(tmp_path, 100)
+    second = checkpoint(tmp_path, 200)
     shutil.copytree(first, tmp_path / "best")
     track(tmp_path, "200")
     assert [find(tmp_path, tag).folder for tag in ("100", 100, "iter_0000100")] == [first] * 3
@@ -236,7 +237,8 @@ def test_what_was_forged_is_passed_over(tmp_path, name, how):
 
     The one before it is found, and the forged file is named.
     """
-    expected, text = checkpoint(tmp_path, 1), FORGED[name][how]
+    expected = checkpoint(tmp_path, 1)
+    text = FORGED[name][how]
     newest = checkpoint(tmp_path, 2, generation=1)
     (newest / f"{name}.json").write_bytes(text.encode("latin-1"))
     if name != "manifest":
@@ -250,7 +252,8 @@ def test_what_was_forged_is_passed_over(tmp_path, name, how):
 @pytest.mark.parametrize("name", ["manifest", "state", "config", "boxes"])
 @pytest.mark.parametrize("how", NO_FILES)
 def test_what_is_no_regular_file_is_not_read(tmp_path, name, how):
-    expected, newest = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
+    expected = checkpoint(tmp_path, 1)
+    newest = checkpoint(tmp_path, 2)
     path = newest / f"{name}.json"
     path.unlink()
     NO_FILES[how](path)

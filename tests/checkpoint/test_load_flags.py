@@ -72,7 +72,8 @@ def started(flags):
 
 def all_runs(rank, directory):
     root = Path(directory)
-    base, broken = root / "base", root / "broken"
+    base = root / "base"
+    broken = root / "broken"
     code, output = started(f"--save {base} --save-interval 2 --train-iters 4 --lr 1e-2")
     assert code == 0, output
     ended = {}

@@ -259,13 +259,15 @@ def check(case, ranks, before):
     for name, values in theirs.items():
         np.testing.assert_array_equal(ours[name], values, err_msg=f"{case.name}: {name}")
     written = fields_of(WRITTEN[case.written][1])
-    fp16, bf16 = case.fields.get("fp16"), case.fields.get("bf16")
+    fp16 = case.fields.get("fp16")
+    bf16 = case.fields.get("bf16")
     dtype = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
     for name, values in weights.items():
         kept = torch.float32 if name.endswith(".router.weight") else dtype
         master = torch.from_numpy(theirs[f"master.{name}"]).float().to(kept).double().numpy()
         np.testing.assert_array_equal(values, master, err_msg=f"{case.name}: {name}")
-    expected, half = before[0]["loss"], fp16 or bf16 or written.get("fp16")
+    expected = before[0]["loss"]
+    half = fp16 or bf16 or written.get("fp16")
     # fp32: rounding in another order of additions, some 100 times 2**-24. bf16 keeps 8 bits: a
     # token's loss is off by up to 2**-8 of logits of about 1, and errors of 128 tokens partly
     # cancel; fp16 stays below that. The same layout gives the same bits.

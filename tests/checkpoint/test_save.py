@@ -39,7 +39,8 @@ def test_a_commit_that_fails_is_undone(tmp_path, monkeypatch, stage, exists):
 
     An older checkpoint of that iteration may exist or not.
     """
-    final, temporary = tmp_path / "iter_0000005", tmp_path / "iter_0000005.tmp"
+    final = tmp_path / "iter_0000005"
+    temporary = tmp_path / "iter_0000005.tmp"
     temporary.mkdir()
     (temporary / "new").touch()
     if exists:

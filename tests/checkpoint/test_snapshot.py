@@ -37,7 +37,8 @@ def values(tensors):
 
 
 def test_it_registers_exactly_what_the_state_takes_and_before_the_first_copy():
-    driver, tensors = Driver(), state(16 * 1000, 1, 16)
+    driver = Driver()
+    tensors = state(16 * 1000, 1, 16)
     snapshot = Snapshot(driver)
     snapshot.reserve(tensors)
     size = 64 * 1000 + 64 + 64  # each tensor begins on a cache line of 64 bytes

@@ -73,7 +73,8 @@ def all_cases(rank, folder):
 def test_the_first_logits_are_those_of_the_dense_model(tmp_path):
     for rank in run_processes(2, all_cases, str(tmp_path)):
         for case, result in rank.items():
-            expected, found = result["expected"], result["found"]
+            expected = result["expected"]
+            found = result["found"]
             assert expected.std() > 0.05
             assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max(), case
             assert result["taken"] == [(0, {}, False), (8, {"consumed_samples": 64}, True)]

@@ -19,7 +19,8 @@ def scripts(name):
     return found
 
 
-SCRIPTS, BY_FAMILY = scripts("public_scripts.toml"), scripts("scripts_by_family.toml")
+SCRIPTS = scripts("public_scripts.toml")
+BY_FAMILY = scripts("scripts_by_family.toml")
 RESOLVED = [s for s in SCRIPTS if "problems" not in s]
 REFUSED = [s for s in SCRIPTS if "problems" in s]
 
@@ -84,7 +85,8 @@ def test_scripts_of_every_family():
     Refusals say what to do instead.
     """
     assert len(BY_FAMILY) >= 60
-    resolved, refused = [], []
+    resolved = []
+    refused = []
     for script in BY_FAMILY:
         if script.keys() & {"needs", "refused"}:
             refused.append(script)

@@ -33,7 +33,8 @@ BY_HAND = {
 }
 # Sequences per step in the paper's experiments, by model: weak scaling per replica of its layout,
 # strong scaling in total.
-WEAK, STRONG = {"175B": 640, "1T": 1600}, {"175B": 8000, "1T": 8016}
+WEAK = {"175B": 640, "1T": 1600}
+STRONG = {"175B": 8000, "1T": 8016}
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +101,8 @@ def test_every_rank_of_a_recipe(recipe):
     assert [row.rank for row in rows] == list(range(recipe.nodes * 8))
     assert len({(row.tp, row.dp, row.pp) for row in rows}) == len(rows)
     assert len({(row.node, row.device) for row in rows}) == len(rows)
-    layers, groups = defaultdict(list), defaultdict(set)
+    layers = defaultdict(list)
+    groups = defaultdict(set)
     for row in rows:
         assert (row.node, row.nic) == (row.rank // 8, f"hsn{row.device // 2}")
         layers[row.dp, row.tp] += [layer for chunk in row.chunks for layer in chunk]
@@ -150,7 +152,8 @@ def test_recipes_of_other_pages(page, preset, capsys):
     text = (ROOT / f"docs/{page}.md").read_text()
     for table in printed(capsys, f"--preset {preset} --world-size 256 --markdown"):
         assert table in text, f"docs/{page}.md: put this table in again"
-    config, capacity = plan(preset, 32), load_cluster("frontier").memory_gib * GIB
+    config = plan(preset, 32)
+    capacity = load_cluster("frontier").memory_gib * GIB
     assert max(rank.total for rank in memory_of_ranks(config)) < 7 / 8 * capacity
     first = next(iter(rank_rows(config, choose_placement(config, load_cluster("frontier")))))
     assert (first.rank, first.cp, first.ep, first.node) == (0, 0, 0, 0)

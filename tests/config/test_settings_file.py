@@ -157,7 +157,8 @@ def other_value(option):
 
 def test_each_setting_is_of_the_run_or_of_one_start(tmp_path):
     """Files that a run wrote repeat settings of the run only, files of users all."""
-    plain, options = Config.create(**SIZES), {n: o for n, o in all_options().items() if o.flags}
+    plain = Config.create(**SIZES)
+    options = {n: o for n, o in all_options().items() if o.flags}
     values = {name: other_value(option) for name, option in options.items()}
     sections = {
         section: dataclasses.replace(
@@ -184,7 +185,8 @@ def test_a_default_of_a_run_is_no_choice_against_a_flag(tmp_path):
     """A setting that a run wrote as a default follows from flags as without the file."""
     run = TINY.split()
     text = render_settings(parse_args(run))
-    path, flags = stored(tmp_path, text), ["--data-packing", "best-fit", "--loss-mask", "required"]
+    path = stored(tmp_path, text)
+    flags = ["--data-packing", "best-fit", "--loss-mask", "required"]
     again = parse_args(["--config", path, *flags])
     assert again == parse_args([*run, *flags])
     assert again.data.reset_position_ids and again.batch.calculate_per_token_loss
@@ -226,7 +228,8 @@ pipeline_layout = "t,t|t,t" => --num-layers-per-virtual-pipeline-stage 1
 def test_a_flag_replaces_its_alternative_in_a_file(tmp_path):
     for case in ALTERNATIVES.strip().splitlines():
         line, flags = case.split(" => ")
-        path, name = stored(tmp_path, line), line.split()[0]
+        path = stored(tmp_path, line)
+        name = line.split()[0]
         settings = read_settings(["--config", path, *flags.split()])
         assert not settings.problems and name not in settings.explicit
         (notice,) = settings.notices
@@ -265,7 +268,8 @@ def test_a_resolved_file_on_other_processes(tmp_path):
 
 
 def test_a_resolved_file_with_pieces_and_a_deepspeed_json(tmp_path):
-    pieces, ds = tmp_path / "own.py", tmp_path / "ds.json"
+    pieces = tmp_path / "own.py"
+    ds = tmp_path / "ds.json"
     pieces.write_text("def layer(): ...\nPIECES = {'layer': layer}\n")
     ds.write_text('{"gradient_clipping": 0.5, "comms_logger": {"verbose": true, "x": null}}')
     argv = ["--preset", "tiny", "--pieces", str(pieces), "--deepspeed_config", str(ds)]
@@ -278,7 +282,8 @@ def test_a_resolved_file_with_pieces_and_a_deepspeed_json(tmp_path):
 @pytest.mark.parametrize("key", ["pieces", "callback", "'--pieces'", "'--callback'"])
 def test_code_is_named_on_the_command_line_only(tmp_path, monkeypatch, key):
     """A file that is passed on runs nothing, also while it is only shown."""
-    trace, module = tmp_path / "trace", tmp_path / "evil.py"
+    trace = tmp_path / "trace"
+    module = tmp_path / "evil.py"
     module.write_text(f"open({str(trace)!r}, 'w')\nPIECES = {{}}\nclass Evil: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     value = str(module) if "pieces" in key else "evil:Evil"

@@ -229,7 +229,8 @@ def test_weighted_paths_that_cannot_be_had(tmp_path):
     two.write_text('"en: 1 0:1 a" "fr: 1 0:1 b"\n')
     empty = tmp_path / "empty.txt"
     empty.write_text("a b\n")
-    train, valid = "--train-weighted-split-paths", "--valid-weighted-split-paths"
+    train = "--train-weighted-split-paths"
+    valid = "--valid-weighted-split-paths"
     for words, named in (
         ([train, "t: 1 0:0.95 a"], ["0:0.95", "a", "--split"]),
         ([f"{valid}-path", str(two)], ["2 data sets", "--valid-data-path"]),
@@ -243,7 +244,8 @@ def test_weighted_paths_that_cannot_be_had(tmp_path):
 
 
 def test_files_that_list_data(tmp_path):
-    words, splits = tmp_path / "words.txt", tmp_path / "splits.json"
+    words = tmp_path / "words.txt"
+    splits = tmp_path / "splits.json"
     blend = ("0.3", "a", "0.7", "b")
     words.write_text("0.3 a\n0.7 b\n")
     splits.write_text(json.dumps({"train": blend, "valid": ["c"], "test": None}))

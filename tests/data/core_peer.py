@@ -100,8 +100,10 @@ def order(core, job):
 def blend(core, job):
     from megatron.core.datasets import helpers
 
-    size, weights = job["blend"]["size"], numpy.array(job["blend"]["weights"])
-    which, number = numpy.zeros(size, numpy.int16), numpy.zeros(size, numpy.int64)
+    size = job["blend"]["size"]
+    weights = numpy.array(job["blend"]["weights"])
+    which = numpy.zeros(size, numpy.int16)
+    number = numpy.zeros(size, numpy.int64)
     helpers.build_blending_indices(which, number, weights, len(weights), size, False)
     return digest([which, number])
 

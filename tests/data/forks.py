@@ -27,7 +27,8 @@ MOMENTS = pytest.mark.parametrize(
 
 def killed_at_each(folder, run, every, prepare=lambda _: None):
     """Yield the folders that `run` leaves when killed, one for each moment."""
-    whole, log = folder / "whole", folder / "moments"
+    whole = folder / "whole"
+    log = folder / "moments"
     whole.mkdir()
     prepare(whole)
     assert wait_for(forked(lambda: (record(whole, log), run(whole)))) == 0
@@ -43,7 +44,9 @@ def killed_at_each(folder, run, every, prepare=lambda _: None):
 
 def at_once(number, fn):
     """Call `fn` in several processes, after all have started, and return the results."""
-    barrier, readers, pids = context.Barrier(number), [], []
+    barrier = context.Barrier(number)
+    readers = []
+    pids = []
     try:
         for rank in range(number):
             reader, writer = os.pipe()

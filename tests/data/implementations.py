@@ -24,7 +24,8 @@ def ascending(sizes, first_token=0):
 def request_for(indexed, num_samples, seq_length, seed=1, bounds=None):
     """Return the request for training samples of these sequences, or of all."""
     start, stop = bounds or (0, len(indexed))
-    tokens, sizes = indexed.tokens_between(start, stop), indexed.sizes
+    tokens = indexed.tokens_between(start, stop)
+    sizes = indexed.sizes
     return IndexRequest(
         indexed.prefix, "train", "1", start, stop, tokens, num_samples, seq_length, seed, sizes
     )

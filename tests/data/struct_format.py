@@ -32,7 +32,8 @@ def packed(documents, dtype, modes=None):
 
 def unpacked(prefix):
     """Return (dtype, documents, modes) of a pair of files."""
-    data, index = Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+    data = Path(f"{prefix}.bin").read_bytes()
+    index = Path(f"{prefix}.idx").read_bytes()
     magic, version, code, count, boundaries = struct.unpack_from("<9sQBQQ", index)
     assert (magic, version) == (b"MMIDIDX\x00\x00", 1)
     at = 34

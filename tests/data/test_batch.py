@@ -40,10 +40,12 @@ def test_against_loop(tokens, reset_position_ids, reset_attention_mask, eod_mask
         separation=Separation(EOD, reset_position_ids, reset_attention_mask, eod_mask_loss),
         first_sample=17,
     )
-    samples, length = tokens.shape[0], tokens.shape[1] - 1
+    samples = tokens.shape[0]
+    length = tokens.shape[1] - 1
     bounds = []
     for b in range(samples):
-        position, starts = 0, [0]
+        position = 0
+        starts = [0]
         for j in range(length):
             token = int(tokens[b, j])
             assert batch.tokens[b, j] == token

@@ -49,7 +49,8 @@ def test_none_where_no_data_or_no_samples(tmp_path):
 
 
 def test_blend(tmp_path):
-    a, b = write(tmp_path, "a", 10), write(tmp_path, "b", 10, 100)
+    a = write(tmp_path, "a", 10)
+    b = write(tmp_path, "b", 10, 100)
     built = build(100, 8, 0, data_path=("3", a, "1", b), data_cache_path=str(tmp_path / "cache"))
     assert built.train is not None and len(built.train) == 100
     from_b = sum(int(built.train[i][0]) >= 100 for i in range(100))
@@ -60,7 +61,9 @@ def test_blend(tmp_path):
 
 def test_blend_with_a_part_too_small_for_a_split(tmp_path):
     """The share of a part that is too small for a split goes to parts that have samples for it."""
-    a, b, c = write(tmp_path, "a", 10), write(tmp_path, "b", 1, 100), write(tmp_path, "c", 10, 200)
+    a = write(tmp_path, "a", 10)
+    b = write(tmp_path, "b", 1, 100)
+    c = write(tmp_path, "c", 10, 200)
     built = build(10, 10, 0, data_path=("1", b, "1", a))
     assert (
         tokens_in(built.valid) == {8}
@@ -73,7 +76,8 @@ def test_blend_with_a_part_too_small_for_a_split(tmp_path):
 
 
 def test_paths_of_their_own(tmp_path):
-    a, b = write(tmp_path, "a", 4), write(tmp_path, "b", 4, 100)
+    a = write(tmp_path, "a", 4)
+    b = write(tmp_path, "b", 4, 100)
     # An index of the split of `a` with the same counts must not be taken for the index of all of
     # `a`.
     build(4, 4, 0, data_path=(a,), split="1,1")
@@ -86,7 +90,8 @@ def test_paths_of_their_own(tmp_path):
 
 
 def test_corpora_of_their_own(tmp_path):
-    a, b = write(tmp_path, "a", 4), write(tmp_path, "b=c", 1, 100)
+    a = write(tmp_path, "a", 4)
+    b = write(tmp_path, "b=c", 1, 100)
     built = build(0, 40, 4, valid_data_path=(f"x={a}", f"y={b}"))
     assert built.valid is None and {n: len(d) for n, d in built.corpora.items()} == {
         "x": 79 // SEQ_LENGTH,
@@ -111,7 +116,8 @@ def test_exact_epochs(tmp_path):
             0,
         )
 
-    short, full = build(1, 3).train, build(29, 3).train
+    short = build(1, 3).train
+    full = build(29, 3).train
     assert short is not None and full is not None and len(short) == len(full) == 29
     assert [short[i].tolist() for i in range(29)] == [full[i].tolist() for i in range(29)]
     taken = np.concatenate([full[i][:-1] for i in range(29)])

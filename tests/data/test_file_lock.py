@@ -48,7 +48,8 @@ def held_by_another(path, then):
 
 
 def test_one_has_it_at_a_time(tmp_path, kind):
-    first, second = FileLock(tmp_path / "x.lock"), FileLock(tmp_path / "x.lock")
+    first = FileLock(tmp_path / "x.lock")
+    second = FileLock(tmp_path / "x.lock")
     assert first.acquire() and not second.acquire()
     assert second.holder() == (os.getpid(), socket.gethostname())
     assert str(os.getpid()) in second.describe()
@@ -90,8 +91,10 @@ def test_of_many_processes_one_has_it(tmp_path, kind):
 
 
 def test_a_holder_here_is_not_waited_for_and_one_elsewhere_is(tmp_path, kind):
-    path, said = tmp_path / "x.lock", []
-    holder, lock = FileLock(path), FileLock(path)
+    path = tmp_path / "x.lock"
+    said = []
+    holder = FileLock(path)
+    lock = FileLock(path)
     assert holder.acquire()
     assert not lock.acquire_from_the_dead(said.append, wait_s=1e9) and said == []
     path.write_text("17\nelsewhere\n")
@@ -101,7 +104,8 @@ def test_a_holder_here_is_not_waited_for_and_one_elsewhere_is(tmp_path, kind):
 
 def test_a_folder_belongs_to_one_run(tmp_path):
     """A second run is refused; one of another host is waited for, as its node may have died."""
-    first, second = FolderClaim(tmp_path, "--save x"), FolderClaim(tmp_path, "--save x", wait_s=0.1)
+    first = FolderClaim(tmp_path, "--save x")
+    second = FolderClaim(tmp_path, "--save x", wait_s=0.1)
     said = []
     first.take(said.append)
     with pytest.raises(ConfigError, match=rf"--save x .*\b{os.getpid()}\b"):

@@ -175,12 +175,14 @@ def test_data_that_changed_under_its_cache(tmp_path, sizes):
 
 
 def test_blend(tmp_path):
-    first, second = write(tmp_path / "a", [40, 33]), write(tmp_path / "b", [90], first_token=1000)
+    first = write(tmp_path / "a", [40, 33])
+    second = write(tmp_path / "b", [90], first_token=1000)
     parts = [dataset(tmp_path / "a", 9, 8), dataset(tmp_path / "b", 5, 8)]
     cache = tmp_path / "cache"
     for path in (None, cache, cache):  # in memory, written, read
         blend = BlendedDataset(parts, [2, 1], 12, data_cache_path=path)
-        a, b = iter(expected_samples(first, 9, 8, 7)), iter(expected_samples(second, 5, 8, 7))
+        a = iter(expected_samples(first, 9, 8, 7))
+        b = iter(expected_samples(second, 5, 8, 7))
         # errors of (2/3, 1/3): k=0 a; k=1: -1/3, 1/3 b; k=2: 1/3, -1/3 a; then the pattern a, b, a
         # again
         assert [blend[i].tolist() for i in range(12)] == [

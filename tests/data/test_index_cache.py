@@ -153,7 +153,8 @@ def open_path():
 
 @pytest.mark.slow
 def test_folders_that_cannot_be_written(open_path):
-    near, far = open_path / "index-cache", open_path / "far"
+    near = open_path / "index-cache"
+    far = open_path / "far"
     near.mkdir(0o555)
     far.mkdir()
     os.chown(far, 65534, 65534)
@@ -179,7 +180,8 @@ def test_folders_that_cannot_be_written(open_path):
 def test_killed_at_any_moment(tmp_path, every):
     """The next process reads correct data, and builds again only if it must."""
     for folder in killed_at_each(tmp_path, lambda here: load(here, lambda: VALUE), every):
-        complete, builds = set(FILES[1:]) <= set(names(folder)), []
+        complete = set(FILES[1:]) <= set(names(folder))
+        builds = []
         arrays = load(folder, lambda: builds.append(1) or VALUE)  # noqa: B023
         assert same(arrays, VALUE) and len(builds) == (not complete), folder
         assert complete or names(folder) == FILES, folder

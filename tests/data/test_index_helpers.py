@@ -34,8 +34,10 @@ def warmed_up(seed, draws):
 @example(count=2**16, dtype=np.int32, seed=1, draws=0)
 @example(count=2**17 + 1, dtype=np.int64, seed=1, draws=623)
 def test_shuffle(count, dtype, seed, draws):
-    expected, shuffled = np.arange(count).astype(dtype), np.arange(count).astype(dtype)
-    ours, theirs = warmed_up(seed, draws), warmed_up(seed, draws)
+    expected = np.arange(count).astype(dtype)
+    shuffled = np.arange(count).astype(dtype)
+    ours = warmed_up(seed, draws)
+    theirs = warmed_up(seed, draws)
     theirs.shuffle(expected)
     call("shuffle", shuffled, ours)
     assert shuffled.tobytes() == expected.tobytes()
@@ -144,7 +146,8 @@ def check_blend(shares, size):
     ],
 )
 def test_gather_stays_within_the_bytes(run, fits):
-    data, out = np.arange(20, dtype=np.uint8), np.full(2 + max(0, min(run[1], 5)), -7, np.int64)
+    data = np.arange(20, dtype=np.uint8)
+    out = np.full(2 + max(0, min(run[1], 5)), -7, np.int64)
     arguments = data, 4, np.array([0, run[0]]), np.array([2, run[1]]), out
     outside = indexed_dataset.compiled.gather_tokens(*arguments)
     assert outside == (-1 if fits else 1) and (-7 not in out if fits else (out == -7).all())
@@ -208,7 +211,9 @@ def test_best_fit_of_many(capacity):
 
 def test_refuses():
     """Refuse arguments that would lead outside the arrays."""
-    data, one, out = np.zeros(8, np.uint8), np.array([1]), np.full(2, -7, np.int64)
+    data = np.zeros(8, np.uint8)
+    one = np.array([1])
+    out = np.full(2, -7, np.int64)
     for code, lengths in ((1, [3]), (6, [2])):
         with pytest.raises(ValueError):
             indexed_dataset.compiled.gather_tokens(data, code, one, np.array(lengths), out)

@@ -49,7 +49,8 @@ def test_reads_packed_bytes(
     cut = data.draw(st.integers(0, len(sequences)))
     assert indexed.tokens_between(cut, len(sequences)) == sum(map(len, sequences[cut:]))
     assert indexed.num_tokens == sum(map(len, sequences))
-    chosen, expected = [], []
+    chosen = []
+    expected = []
     if sequences:
         for number in data.draw(st.lists(st.integers(0, len(sequences) - 1), max_size=12)):
             tokens = sequences[number]
@@ -107,7 +108,8 @@ def test_nothing_outside_is_read(tmp_path, mmap, piece):
         gathered(indexed, (1, 0, 1), piece)
 
 
-SIZES_AT, POINTERS_AT = 34, 34 + 4 * 4
+SIZES_AT = 34
+POINTERS_AT = 34 + 4 * 4
 
 
 @pytest.mark.parametrize(

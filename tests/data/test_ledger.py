@@ -42,7 +42,8 @@ STEPS = st.lists(st.tuples(st.integers(0, 15), st.booleans()), max_size=8)
 @given(kind=st.sampled_from(["single", "cyclic"]), steps=STEPS)
 def test_counts(blend, kind, steps):
     """Counts are the same whether the run continues or restarts from its record."""
-    order, consumed = sample_order(kind, len(blend)), 0
+    order = sample_order(kind, len(blend))
+    consumed = 0
     counted = Ledger(blend, order)
     for step, anew in steps:
         consumed = min(consumed + step, len(blend) if kind == "single" else 10**9)
@@ -82,7 +83,9 @@ def test_packed_samples_count_what_is_predicted(tmp_path):
     sizes = random.randint(1, 30, 40).tolist()
     indexed = IndexedDataset(write_documents(tmp_path / "x", [[7] * size for size in sizes]))
     packed = PackedDataset(indexed, request_for(indexed, 100, SEQ_LENGTH))
-    counted, by_hand, epochs = Ledger(packed, SampleOrder(len(packed))), 0, []
+    counted = Ledger(packed, SampleOrder(len(packed)))
+    by_hand = 0
+    epochs = []
     for i in range(len(packed)):
         epochs += [(i, epoch) for _, epoch in counted.advance(i + 1)]
         by_hand += int((packed[i] == 7).sum()) - len(packed.segments(i))

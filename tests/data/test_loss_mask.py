@@ -11,7 +11,8 @@ from megatron.training.run.data import copy_to_node
 from tests.data.implementations import ascending
 from tests.helpers.indexed import write_documents
 
-SEQ, PAD = 16, 7000
+SEQ = 16
+PAD = 7000
 FIELDS = dict(
     num_layers=1,
     hidden_size=16,
@@ -101,7 +102,8 @@ def test_a_copy_on_a_node_has_its_mask(tmp_path):
 
 def test_a_mask_has_to_be_asked_for_and_to_belong_to_the_data(tmp_path):
     prefix = write(tmp_path / "a", 0, [40, 10])
-    settings, mask = config(data_path=(prefix,)), tmp_path / "a_mask.bin"
+    settings = config(data_path=(prefix,))
+    mask = tmp_path / "a_mask.bin"
     with pytest.raises(DataError, match="a_mask.bin.*--loss-mask"):
         open_data(prefix, config(data_path=(prefix,), loss_mask=None).data)
     content = bytearray(mask.read_bytes())

@@ -36,9 +36,11 @@ def documents_of(dtype):
     Some sequences are empty, and some documents have none.
     """
     if np.dtype(dtype).kind == "f":
-        low, high = -1.5, float(np.finfo(np.float32).max)
+        low = -1.5
+        high = float(np.finfo(np.float32).max)
     else:
-        low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+        low = int(np.iinfo(dtype).min)
+        high = int(np.iinfo(dtype).max)
     long = np.random.RandomState(0).randint(0, 127, 5000).tolist()
     return [[[1, 2, 3], [4]], [], [[low, high]], [[], [5], []], [long], [[]], [[6], [7, 8]], []]
 
@@ -61,7 +63,8 @@ def digest_of(prefix):
 
 def orders(count):
     """Return splits of documents, some empty or of one token, and up to 6 epochs of samples."""
-    random, found = np.random.RandomState(7), []
+    random = np.random.RandomState(7)
+    found = []
     for _ in range(count):
         number = int(random.randint(1, 60))
         sizes = np.where(
@@ -221,7 +224,8 @@ def test_files_both_ways(core, tmp_path):
 def test_orders_and_blends(core):
     wanted = {"order": orders(150), "blend": blends(40)}
     answers = run_core(core, [{name: case} for name, cases in wanted.items() for case in cases])
-    order, blend = answers[:150], answers[150:]
+    order = answers[:150]
+    blend = answers[150:]
     assert order == [our_order(case)[0] for case in wanted["order"]]
     assert blend == [our_blend(case) for case in wanted["blend"]]
     check_golden("orders", order[:20])

@@ -33,7 +33,9 @@ def dataset(
 
 def predictions_of(data, sample):
     """Return the pairs (token before, token predicted) that count in `sample`: those in a piece."""
-    tokens, found, at = data[sample].tolist(), [], 0
+    tokens = data[sample].tolist()
+    found = []
+    at = 0
     for length in data.segments(sample).tolist():
         found += list(zip(tokens[at : at + length - 1], tokens[at + 1 : at + length], strict=True))
         at += length
@@ -97,7 +99,9 @@ def test_order(tmp_path):
         data = dataset(tmp_path / "x", samples, 4, seed=seed)
         return [data[i].tolist() for i in range(len(data))]
 
-    short, long, other = drawn(20), drawn(75), drawn(20, seed=8)
+    short = drawn(20)
+    long = drawn(75)
+    other = drawn(20, seed=8)
     assert (len(short), len(long)) == (20, 80)
     assert short == long[:20] != long[20:40]
     assert short != other and sorted(short) == sorted(other)
@@ -105,7 +109,8 @@ def test_order(tmp_path):
 
 def test_padding_is_under_one_percent():
     """Web pages, some very long."""
-    random, count = np.random.RandomState(0), 40_000
+    random = np.random.RandomState(0)
+    count = 40_000
     long = 2000 * (1 + random.pareto(1.3, count))
     drawn = np.where(random.rand(count) < 0.02, long, random.lognormal(5.8, 1.0, count))
     sizes = np.clip(drawn, 1, 2_000_000).astype(np.int32)

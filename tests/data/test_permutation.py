@@ -29,7 +29,8 @@ def test_a_place_has_the_same_number_however_it_is_asked_for(size, key, data):
 def test_neighbours_are_strangers():
     """Steps between neighbours of a large order are uniform, and different keys are independent."""
     size = 10**5
-    one, two = permute(np.arange(size), size, 1), permute(np.arange(size), size, 2)
+    one = permute(np.arange(size), size, 1)
+    two = permute(np.arange(size), size, 2)
     steps = np.histogram(np.diff(one) % size, 100)[0]
     assert ((steps - steps.mean()) ** 2 / steps.mean()).sum() < 99 + 5 * math.sqrt(2 * 99)
     # Correlations of independent orders have a standard deviation of 1 / sqrt(size).

@@ -120,7 +120,8 @@ def test_resizes_drop_and_repeat_nothing(
     single pass keeps its length: the first samples replace those left out.
     """
     assume(len(left_out(ranges)) < total)
-    consumed, read = 0, []
+    consumed = 0
+    read = []
     order = sample_order(kind, total, ranges)
     order.check(total)
     for dp, mbs, workers, steps in phases:
@@ -206,7 +207,9 @@ def test_an_error_comes_when_its_sample_is_taken(
 
 def test_closing_does_not_wait_for_a_read_without_end(monkeypatch):
     monkeypatch.setattr(sampler, "_READ_ENDS_S", 0.0)
-    entered, release, busy = threading.Event(), threading.Event(), []
+    entered = threading.Event()
+    release = threading.Event()
+    busy = []
 
     class Stuck(Counting):
         def __getitem__(self, index, /):

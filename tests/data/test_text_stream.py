@@ -41,7 +41,8 @@ TEXTS = st.text(alphabet="ab éß€你好😀\n", max_size=20)
 
 @given(TEXTS, TEXTS, st.lists(st.integers(1, 5), min_size=1, max_size=8))
 def test_any_cut_of_the_bytes_gives_the_text(before, text, sizes):
-    rest, pieces = text.encode(), [(" " + before).encode()]
+    rest = text.encode()
+    pieces = [(" " + before).encode()]
     while rest:
         for size in sizes:
             pieces.append(rest[:size])

@@ -97,7 +97,8 @@ def test_data_without_a_record_get_a_notice_and_their_largest_id_is_found(tmp_pa
 
 def test_a_record_goes_where_its_data_go(tmp_path, capsys):
     bytes_ = byte_tokenizer(tmp_path)
-    first, second = write(tmp_path, "a", bytes_, ["abc"]), write(tmp_path, "b", bytes_, ["xyz"])
+    first = write(tmp_path, "a", bytes_, ["abc"])
+    second = write(tmp_path, "b", bytes_, ["xyz"])
     words = ["--output-prefix", str(tmp_path / "all"), "--inputs"]
     assert merge_datasets.main([*words, first, second]) == 0
     record = json.loads((tmp_path / "all.tokenizer.json").read_text())

@@ -72,7 +72,8 @@ def bad_gradient(topology, precision, zero_stage, name, **fields):
                     engine.gradient(p).view(-1)[0] = float("inf")
         results.append(engine.step(lr(s)))
         if s == 1:
-            after, scale = toy.state_pieces(engine), engine.loss_scale
+            after = toy.state_pieces(engine)
+            scale = engine.loss_scale
     return {
         "results": results,
         "before": before,
@@ -165,7 +166,8 @@ def overlapped(topology, precision, stage, overlap, trouble=""):
     """
     fields = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     engine = build(topology, precision, stage, **fields)
-    last, sent = topology.rank == topology.world.size - 1, []
+    last = topology.rank == topology.world.size - 1
+    sent = []
     results = []
     for s in range(4):
         if s == 2 and trouble == "broken":
@@ -285,7 +287,8 @@ def on_layouts(size):
 
 
 def on_one(rank):
-    out, topology = on_layouts(1), Topology.create()
+    out = on_layouts(1)
+    topology = Topology.create()
     optimizers = dict(sgd=dict(optimizer="sgd", sgd_momentum=0.9), lion=dict(optimizer="lion"))
     for p in PRECISIONS:
         for name, fields in optimizers.items():
@@ -295,7 +298,8 @@ def on_one(rank):
 
 
 def on_two(rank):
-    out, topology = on_layouts(2), Topology.create()
+    out = on_layouts(2)
+    topology = Topology.create()
     for trouble in TROUBLES:
         kind, p = trouble.split()
         out |= {f"overlap {trouble} {on}": overlapped(topology, p, 1, on, kind) for on in BOTH}
@@ -303,6 +307,7 @@ def on_two(rank):
 
 
 def on_four(rank):
-    out, both = on_layouts(4), Topology.create(2, 2)
+    out = on_layouts(4)
+    both = Topology.create(2, 2)
     out["no parameters"] = no_parameters(both)
     return out | {f"unequal groups {p}": unequal_groups(both, p) for p in PRECISIONS}

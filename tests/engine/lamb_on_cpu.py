@@ -26,9 +26,11 @@ class Lamb(torch.optim.Optimizer):
                 state["step"] = step = state.get("step", 0) + 1
                 moments[0].lerp_(p.grad, 1 - beta1)
                 moments[1].lerp_(p.grad.square(), 1 - beta2)
-                mean, square = moments[0] / (1 - beta1**step), moments[1] / (1 - beta2**step)
+                mean = moments[0] / (1 - beta1**step)
+                square = moments[1] / (1 - beta2**step)
                 update = mean / (square.sqrt() + eps) + group["weight_decay"] * p
-                of_weights, of_update = p.norm(), update.norm()
+                of_weights = p.norm()
+                of_update = update.norm()
                 ratio = of_weights / of_update if of_weights > 0 and of_update > 0 else 1.0
                 p.sub_(group["lr"] * ratio * update)
 

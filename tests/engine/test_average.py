@@ -27,7 +27,8 @@ FIELDS = dict(
     clip_grad=0.25,
     clip_grad_by_kind=tuple(f"{kind}={limit}" for kind, limit in LIMITS.items()),
 )
-STEPS, BAD = 5, 2
+STEPS = 5
+BAD = 2
 
 
 def values(step):
@@ -38,7 +39,8 @@ def values(step):
 
 def train(rank, sizes, runs):
     """Take steps, one of them bad; return the state after each, and the weights that were used."""
-    topology, out = join(*sizes), {}
+    topology = join(*sizes)
+    out = {}
     for name in runs:
         precision, stage, *narrow = name.split()
         # with our kernel, or its equivalent
@@ -46,7 +48,9 @@ def train(rank, sizes, runs):
         config = toy.config(precision, int(stage), **FIELDS, **more)
         engine = Engine(config, topology, toy.build(topology))
         assert isinstance(engine._basic, FusedAdamW) == bool(narrow)
-        results, states, weights = [], [toy.state_pieces(engine)], []
+        results = []
+        states = [toy.state_pieces(engine)]
+        weights = []
         for s in range(STEPS):
             toy.backward(engine, topology, s)
             if s == BAD:
@@ -125,11 +129,13 @@ def test_forward_passes_use_the_average_and_then_the_same_weights(runs, sizes, n
 @pytest.mark.parametrize(("sizes", "name"), [case for case in CASES if "bf16" not in case[1]])
 def test_kinds_are_clipped_before_all_are(runs, sizes, name):
     """Bounds as in test_engine."""
-    ranks, reference = [r[name] for r in runs[sizes]], toy.Reference()
+    ranks = [r[name] for r in runs[sizes]]
+    reference = toy.Reference()
     for s in range(STEPS):
         if s == BAD:
             continue
-        precision, scale = name.split()[0], ranks[0]["results"][s].loss_scale
+        precision = name.split()[0]
+        scale = ranks[0]["results"][s].loss_scale
         gradients = toy.summed_gradients(sizes, s, rounding(precision, scale))
         norm = torch.cat([g.view(-1) for g in gradients.values()]).norm().item()
         for r in ranks:

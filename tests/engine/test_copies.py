@@ -22,7 +22,8 @@ from tests.helpers.training import assemble, train_in_process, train_plainly
 FIELDS = dict(num_layers=2, global_batch_size=2)
 TENSOR = dict(FIELDS, tensor_model_parallel_size=2)
 SEQUENCE = dict(TENSOR, sequence_parallel=True)
-HEAD_NORM, NORM = "head_norm.weight", ".norm.weight"
+HEAD_NORM = "head_norm.weight"
+NORM = ".norm.weight"
 
 
 def past_the_entrance(self, x, call):
@@ -30,7 +31,8 @@ def past_the_entrance(self, x, call):
 
     It goes beside ColumnParallelLinear.
     """
-    tensor, normed = self.up.context.tensor, self.norm(x)
+    tensor = self.up.context.tensor
+    normed = self.norm(x)
     out, bias = self.down(self.up(normed) + normed.chunk(tensor.size, -1)[tensor.rank])
     return x + out + bias
 

@@ -48,7 +48,8 @@ def test_equals_adamw_in_float64(runs, name):
     leaves room for a dozen of those.
     """
     layout, precision, *_ = cases.parse(name)
-    ranks, reference = runs[name], toy.Reference()
+    ranks = runs[name]
+    reference = toy.Reference()
     for s in range(cases.STEPS):
         added = rounding(precision) if precision == "bf16sums" else toy.same
         gradients = toy.summed_gradients(layout, s, rounding(precision), added)
@@ -75,7 +76,8 @@ def test_equals_adamw_in_float64(runs, name):
             np.testing.assert_allclose(
                 state[f"{moment}.{key}"], expected_moment, rtol=2e-5, atol=1e-9, err_msg=key
             )
-    weights, start = whole(ranks, "weights"), whole(ranks, "start")
+    weights = whole(ranks, "weights")
+    start = whole(ranks, "start")
     for key in toy.SHAPES:
         rounded_master = (
             torch.tensor(state[f"master.{key}"]).float().to(DTYPES.get(precision, torch.float32))

@@ -37,7 +37,8 @@ def test_never_below_the_minimum():
 
 
 def test_state_continues():
-    a, b = dynamic(16, 1, 3, 2), dynamic(1024, 1, 3, 2)
+    a = dynamic(16, 1, 3, 2)
+    b = dynamic(1024, 1, 3, 2)
     run(a, "x..")
     b.load_state(a.state())
     assert run(b, ".x") == run(a, ".x") == [32, 32]

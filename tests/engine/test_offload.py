@@ -17,7 +17,8 @@ from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
 pytestmark = pytest.mark.slow
-STEPS, BAD = 4, 1
+STEPS = 4
+BAD = 1
 
 
 class Rate(torch.optim.Optimizer):
@@ -46,7 +47,8 @@ TOYS = {
 
 def train(rank, cases):
     """Train with the state on the device, and with it on the host; return what each has."""
-    topology, found = join(), []
+    topology = join()
+    found = []
     for name, precision, stage in cases:
         both = []
         for offload in (False, True):

@@ -131,7 +131,8 @@ def gather(rank):
     shapes = {f"w{i}": (8, 2 + 3 * i) for i in range(5)}
     shapes["stack"] = (2, 6, 4)
     values = {name: matrix(*shape) for name, shape in shapes.items()}
-    buckets, flats = [], []
+    buckets = []
+    flats = []
     for names in (list(shapes)[:2], list(shapes)[2:]):
         parameters = []
         for name in names:
@@ -180,14 +181,20 @@ def test_each_matrix_is_whole_on_one_rank_and_work_is_shared():
 @pytest.mark.parametrize("window", [1 << 20, 5])
 def test_largest_logits_are_those_of_all_scores(packed, window):
     """Grouped heads, several blocks of queries, two samples, against all scores in float64."""
-    s, b, groups, share, d = 150, 2, 2, 3, 8
-    q, k = matrix(s, b, groups * share, d), matrix(s, b, groups, d).flip(0)
+    s = 150
+    b = 2
+    groups = 2
+    share = 3
+    d = 8
+    q = matrix(s, b, groups * share, d)
+    k = matrix(s, b, groups, d).flip(0)
     lengths = [70, 80, 10, 140]
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     documents = Documents(starts, torch.tensor(lengths).numpy(), b) if packed else None
     padding = None
     if packed:  # the last document
-        q[-140:, 1], k[-140:, 1] = 9.0, 9.0
+        q[-140:, 1] = 9.0
+        k[-140:, 1] = 9.0
         padding = torch.arange(s) >= torch.tensor([s, 10]).unsqueeze(1)
     found = torch.zeros(groups * share)
     scoring = Scoring(scale=0.3, window=window, documents=documents)

@@ -23,7 +23,8 @@ class Late:
     """Gather whose weights are absent until it is awaited."""
 
     def __init__(self, bucket):
-        self._bucket, self._values = bucket, bucket.weights.clone()
+        self._bucket = bucket
+        self._values = bucket.weights.clone()
         bucket.weights.fill_(float("nan"))
 
     def wait(self):
@@ -31,7 +32,8 @@ class Late:
 
 
 def shared_by_two(rank):
-    line, alone = Group((0, 1), rank), Group((rank,), 0)
+    line = Group((0, 1), rank)
+    alone = Group((rank,), 0)
     return ShardGroups(line, alone, line, alone)
 
 
@@ -60,7 +62,8 @@ def test_gpt_waits_for_each_weight_before_it_is_used(fields, monkeypatch):
     batch = batches(config, 0)[0]
     parameters = unique_parameters(chunk)
     with torch.no_grad():
-        loss, logits = chunk(batch, None), chunk.logits(batch, None)
+        loss = chunk(batch, None)
+        logits = chunk.logits(batch, None)
         monkeypatch.setattr(engine_gradients, "transfer", lambda bucket, op: iter([[Late(bucket)]]))
         gather = WeightGather(buckets_of(parameters), [chunk], overlap=True)
         gather.start()

@@ -87,7 +87,8 @@ def outward(rank, stage, twice):
     """Return how many sums over other ranks began in the passes of each step, of how many."""
     fields = dict(num_layers=2, zero_stage=stage, zero_shard_size=2, global_batch_size=8)
     job = Job(configured(fields, 4))
-    begun, found = [], []
+    begun = []
+    found = []
     transfer = gradients.transfer
 
     def note(bucket, op):

@@ -38,7 +38,10 @@ SPECS = (
     Spec("final.norm", (3,), 1, decay=False),
 )
 SHAPES = {s.name: s.shape for s in SPECS}
-CLIP, DECAY, EPS, LR = 0.5, 0.1, 1e-4, 1e-2
+CLIP = 0.5
+DECAY = 0.1
+EPS = 1e-4
+LR = 1e-2
 MICRO_BATCHES = 3
 
 

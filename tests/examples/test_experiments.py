@@ -86,7 +86,8 @@ def test_sweeps_vary_one_thing():
         rows = []
         for point in points:
             assert point.config is not None, point.problem
-            p, b = point.config.parallel, point.config.batch
+            p = point.config.parallel
+            b = point.config.batch
             rows.append(
                 dict(
                     tp=p.tensor_model_parallel_size,
@@ -118,7 +119,9 @@ def test_the_warm_up_takes_a_small_batch_and_measured_steps_the_full_one(kind):
         ExperimentRequest(kind, "175b" if kind != "batch" else "22b", warm_up=2, iterations=3)
     ):
         assert point.config is not None
-        batches, consumed, sizes = BatchSchedule.from_config(point.config), 0, []
+        batches = BatchSchedule.from_config(point.config)
+        consumed = 0
+        sizes = []
         for _ in range(5):
             sizes.append(batches.global_batch_size(consumed))
             consumed += sizes[-1]
@@ -157,7 +160,8 @@ def _costs_row(kind, model):
     least_s = least_time_s(totals, nodes)
 
     def span(values):
-        low, high = f"{min(values):,.0f}", f"{max(values):,.0f}"
+        low = f"{min(values):,.0f}"
+        high = f"{max(values):,.0f}"
         return low if low == high else f"{low} to {high}"
 
     return (
@@ -187,7 +191,9 @@ class Runs:
     """
 
     def __init__(self, monkeypatch, ends=None):
-        self.clock, self.calls, self.ends = VirtualClock(), [], ends or {}
+        self.clock = VirtualClock()
+        self.calls = []
+        self.ends = ends or {}
         self.steps: list[tuple[str, float, float, Any]] = []
         monkeypatch.setattr(
             running, "start_here", lambda words, count, folder, _: FakeRun(self, folder, None)
@@ -214,8 +220,12 @@ class Runs:
 
 class FakeRun:
     def __init__(self, runs, folder, step):
-        self.folder, self.runs, self.step = folder, runs, step
-        self.begun, self.stopped, self.exit_codes = runs.clock(), False, None
+        self.folder = folder
+        self.runs = runs
+        self.step = step
+        self.begun = runs.clock()
+        self.stopped = False
+        self.exit_codes = None
         runs.calls.append(folder.name)
         self.end = runs.ends.get(folder.name, (0, ""))
         (folder / "train.log").write_text(self.end[1] if self.end else "")

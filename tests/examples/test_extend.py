@@ -102,7 +102,9 @@ def good(outcomes):
 def test_data_of_ones_own_train_as_in_one_process_and_go_on_from_a_checkpoint(
     tmp_path,
 ):
-    flags, one, cut = words("data"), tmp_path / "one", tmp_path / "cut"
+    flags = words("data")
+    one = tmp_path / "one"
+    cut = tmp_path / "cut"
     good(launch(1, [*flags, "--save", str(one)]))
     good(launch(4, [*flags, *CUT, "--save", str(cut), "--exit-interval", "2"]))
     good(launch(1, [*flags, "--save", str(cut), "--load", str(cut)]))

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.slow
 
 TRAIN = FRONTIER / "train_22b.sbatch"
 FLAGS = ("--mock-data", "--train-iters", "3")
-MEASURE, PROGRAM = "preflight.py", "pretrain_gpt.py"
+MEASURE = "preflight.py"
+PROGRAM = "pretrain_gpt.py"
 
 
 def measured(good, bad="", code=0):
@@ -111,7 +112,8 @@ _RUNS_HERE = """if [[ $* == *"bash -c"* ]]; then
 
 def pack(folder, python):
     """Return a tar file of an environment whose Python is this program."""
-    home, file = folder / "made" / "bin", str(folder / "env.tar.gz")
+    home = folder / "made" / "bin"
+    file = str(folder / "env.tar.gz")
     home.mkdir(parents=True, exist_ok=True)
     (home / "python").write_text(f"#!/bin/bash\n{python}\n")
     (home / "python").chmod(0o755)

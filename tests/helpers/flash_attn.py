@@ -85,7 +85,8 @@ def _scores(
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
     if cap:
         scores = cap * torch.tanh(scores / cap)
-    rows, keys = q.shape[1], k.shape[1]
+    rows = q.shape[1]
+    keys = k.shape[1]
     ahead = (torch.arange(keys) - keys) - (torch.arange(rows) - rows).unsqueeze(1)
     left, right = (keys + rows if side < 0 else side for side in window)
     return scores.masked_fill((ahead > right) | (ahead < -left), -torch.inf), v

@@ -10,7 +10,9 @@ from megatron.checkpoint.settings import plain
 from megatron.config import Config
 from megatron.data.sampler import make_micro_batch
 
-LENGTH, SAMPLES, VOCABULARY = 24, 2, 51
+LENGTH = 24
+SAMPLES = 2
+VOCABULARY = 51
 
 _COMMON = dict(
     vocab_size=VOCABULARY,
@@ -136,9 +138,11 @@ def computed(folder):
 
 def by_expert(kind, found):
     """Return tensors under their names in files, which have one for each expert."""
-    block, names = "mlp", ("gate_proj", "up_proj", "down_proj")
+    block = "mlp"
+    names = ("gate_proj", "up_proj", "down_proj")
     if kind == "mixtral":
-        block, names = "block_sparse_moe", ("w1", "w3", "w2")
+        block = "block_sparse_moe"
+        names = ("w1", "w3", "w2")
     out = {}
     for name, value in found.items():
         head, _, rest = name.partition(".mlp.")
@@ -167,7 +171,8 @@ def tensors(folder):
 
 def identical(one, other):
     """Check that the tensors of two folders are the same, byte for byte."""
-    a, b = tensors(one), tensors(other)
+    a = tensors(one)
+    b = tensors(other)
     assert a.keys() == b.keys()
     for name, value in a.items():
         assert value.dtype == b[name].dtype and value.shape == b[name].shape, name
@@ -190,7 +195,9 @@ def save_tokenizer(folder, entries):
 
 # -- models of another size, and the same here -----------------------------------------------------
 
-V, S, B = 50, 16, 3
+V = 50
+S = 16
+B = 3
 COMMON = dict(
     num_layers=2,
     hidden_size=32,
@@ -257,7 +264,8 @@ def from_gpt2(p):
         "final_layernorm.bias": p["transformer.ln_f.bias"],
     }
     for i in range(2):
-        t, o = f"transformer.h.{i}.", f"layers.{i}."
+        t = f"transformer.h.{i}."
+        o = f"layers.{i}."
         for ours, theirs in (("input_layernorm", "ln_1"), ("post_attention_layernorm", "ln_2")):
             for kind in ("weight", "bias"):
                 out[f"{o}{ours}.{kind}"] = p[f"{t}{theirs}.{kind}"]

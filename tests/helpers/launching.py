@@ -161,7 +161,8 @@ def launch(
 
     A rank that outlives the time limit fails the test: nothing may hang.
     """
-    port, end = free_port(), time.monotonic() + (timeout_s or limit_s())
+    port = free_port()
+    end = time.monotonic() + (timeout_s or limit_s())
     with tempfile.TemporaryDirectory() as folder:
         scripts: list[Script | None] = [
             None

@@ -10,7 +10,9 @@ import torch
 from megatron.config import Config
 from megatron.parallel.sharding import sharding_of
 
-A, B, C = 3.4445, -4.7750, 2.0315
+A = 3.4445
+B = -4.7750
+C = 2.0315
 """Coefficients of --muon-coefficient-type simple."""
 
 
@@ -27,7 +29,8 @@ class _Plain(torch.optim.Optimizer):
     """A step of `direction` with decoupled weight decay, computed in float64."""
 
     def __init__(self, groups: Any, config: Config) -> None:
-        self.settings, self.model = config.optimizer, config.model
+        self.settings = config.optimizer
+        self.model = config.model
         super().__init__(groups, {"lr": self.settings.lr})
 
     @torch.no_grad()
@@ -46,7 +49,8 @@ class _Plain(torch.optim.Optimizer):
 
 class PlainLion(_Plain):
     def direction(self, p: Any, kept: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        beta1, beta2 = self.settings.lion_beta1, self.settings.lion_beta2
+        beta1 = self.settings.lion_beta1
+        beta2 = self.settings.lion_beta2
         update = torch.sign(beta1 * kept + (1 - beta1) * g)
         kept.copy_(beta2 * kept + (1 - beta2) * g)
         return update
@@ -89,10 +93,12 @@ class PlainMuon(_Plain):
 
     def rows_of(self, name: str, shape: tuple[int, ...]) -> list[list[int]]:
         """Return the rows of each matrix in a parameter [.., rows, columns]."""
-        m, count = self.model, math.prod(shape[:-1])
+        m = self.model
+        count = math.prod(shape[:-1])
         if "query_key_value" not in name:
             return [list(range(i, i + shape[-2])) for i in range(0, count, shape[-2])]
-        d, queries = m.kv_channels, m.num_attention_heads // m.num_key_value_heads
+        d = m.kv_channels
+        queries = m.num_attention_heads // m.num_key_value_heads
         kinds: list[list[int]] = [[], [], []]
         for row in range(count):
             head = row // d % (queries + 2)
@@ -111,7 +117,8 @@ def clip_plainly(model: torch.nn.Module, settings: Any) -> None:
         most = settings.qk_clip_threshold
         eta = [most / max(most, float(s)) for s in layer.core.largest]
         clipped += sum(e < 1.0 for e in eta)
-        d, queries = layer.head_dim, layer.queries
+        d = layer.head_dim
+        queries = layer.queries
         for p in (layer.query_key_value.weight, layer.query_key_value.bias):
             if p is None:
                 continue

@@ -138,7 +138,8 @@ def run_processes_raw(
     """
     timeout_s = timeout_s or limit_s()
     port = free_port()
-    processes, pipes = [], []
+    processes = []
+    pipes = []
     for rank in range(n):
         variables = {
             **rank_environment(rank, n, port),
@@ -163,7 +164,8 @@ def run_processes_raw(
         processes.append(process)
         pipes.append(ours)
     outcomes: list[tuple[bool, Any]] = [(False, f"no result within {timeout_s} s")] * n
-    missing, deadline = set(range(n)), time.monotonic() + timeout_s
+    missing = set(range(n))
+    deadline = time.monotonic() + timeout_s
     _begin_together(pipes, deadline)
     while missing and (left := deadline - time.monotonic()) > 0:
         wait(

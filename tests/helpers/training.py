@@ -104,8 +104,11 @@ def batches(
     pieces of packed samples: full ones, ones that end in a token of padding, and ones whose last
     document is padding.
     """
-    model, batch, dp = config.model, config.batch, config.parallel.data_parallel_size
-    b, s = batch.global_batch_size, model.seq_length
+    model = config.model
+    batch = config.batch
+    dp = config.parallel.data_parallel_size
+    b = batch.global_batch_size
+    s = model.seq_length
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(0, model.vocab_size, (b, s + 1), generator=generator)
     # A token that is repeated at the start has, with rotary positions, the same hidden state twice:
@@ -126,7 +129,8 @@ def batches(
     ]
     out = []
     for first in range(data_rank * batch.micro_batch_size, b, batch.micro_batch_size * dp):
-        rows, number = slice(first, first + batch.micro_batch_size), step * b + first
+        rows = slice(first, first + batch.micro_batch_size)
+        number = step * b + first
         if packed:
             out.append(
                 make_micro_batch(tokens[rows].numpy(), segments=segments[rows], first_sample=number)
@@ -351,14 +355,17 @@ def scales_of_mup(config: Config, name: str, shape: tuple[int, ...]) -> tuple[fl
     eps *= m.mup_base_num_layers / m.num_layers
     if len(shape) == 1 or name.endswith(("bias", "router.weight", "gate.weight")):
         return 1.0, eps
-    h, d, ffn = m.mup_base_hidden_size, m.mup_base_head_dim or 1, m.mup_base_ffn_hidden_size
+    h = m.mup_base_hidden_size
+    d = m.mup_base_head_dim or 1
+    ffn = m.mup_base_ffn_hidden_size
     for part, width in (
         (".experts.", m.moe_ffn_hidden_size),
         (".shared_experts.", m.moe_shared_expert_intermediate_size),
     ):
         if part in name:
             ffn = ffn * (width or 0) // (m.ffn_hidden_size or 1)
-    heads, groups = m.mup_base_num_attention_heads, m.mup_base_num_key_value_heads
+    heads = m.mup_base_num_attention_heads
+    groups = m.mup_base_num_key_value_heads
     base_out, base_in = {
         "query_key_value": ((heads + 2 * groups) * d, h),
         "dense": (h, heads * d),
@@ -389,7 +396,8 @@ def train_plainly(
     model.train()
     routers = [module for module in model.modules() if type(module).__name__ == "Router"]
     o = config.optimizer
-    wants, whole = getattr(config.pieces.optimizer, "whole", None), Unsharded()
+    wants = getattr(config.pieces.optimizer, "whole", None)
+    whole = Unsharded()
     groups = []
     for p in model.parameters():
         s = sharding_of(p)

@@ -58,8 +58,14 @@ class Made:
         die=(),
         left_s=lambda turn: None,
     ):
-        self.truth, self.hosts, self.turns, self.stop, self.die = truth, [*hosts], turns, stop, die
-        self.turn, self.log, self._left_s = 0, [], left_s
+        self.truth = truth
+        self.hosts = [*hosts]
+        self.turns = turns
+        self.stop = stop
+        self.die = die
+        self.turn = 0
+        self.log = []
+        self._left_s = left_s
         self._running = []
 
     def left_s(self):
@@ -107,7 +113,8 @@ class Made:
         why = found if isinstance(found, Ending) and not interrupted else None
         if not interrupted and why is None:
             (job.folder / "figures").write_text(json.dumps(found))
-        run, complete = RunProcesses(), not interrupted and why is None
+        run = RunProcesses()
+        complete = not interrupted and why is None
         run.exit_codes = [0]
         times = float(begun), float(self.turn), None
         watch = Watch(job, 0.0)
@@ -119,7 +126,8 @@ def no_files(monkeypatch):
 
     The first trials never end. Trials of real processes have their own figures.
     """
-    of_metrics, by_metrics = results.read_result, results.is_complete
+    of_metrics = results.read_result
+    by_metrics = results.is_complete
 
     def read(metrics, *more):
         figures = metrics.parent / "figures"

@@ -50,7 +50,9 @@ def _seconds(v, bubble, slow_tp, recompute):
     It has work, messages of tensor parallelism, a bubble, and better use of devices by larger
     micro-batches.
     """
-    tp, pp, mbs = v["tp"], v["pp"], v["mbs"]
+    tp = v["tp"]
+    pp = v["pp"]
+    mbs = v["mbs"]
     again = 1 + recompute * {"none": 0, "selective": 0.25, "full": 1}[v["recompute"]]
     micro_batches = 64 / mbs
     work = again * (1 + 0.3 / mbs) * (1 + bubble * (pp - 1) / micro_batches)

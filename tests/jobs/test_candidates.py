@@ -82,7 +82,8 @@ def test_a_schedule_that_would_be_another_is_no_candidate(read):
         (1, 1, "1f1b"), (4, 1, "1f1b"), (4, 1, "zb-h1"), (4, 2, "interleaved")
     ]  # fmt: skip
     for candidate in found.candidates:
-        parallel, values = config_of(candidate).parallel, candidate.values
+        parallel = config_of(candidate).parallel
+        values = candidate.values
         assert (parallel.schedule, parallel.num_chunks) == (values["schedule"], values["chunks"])
     assert complete(found, space)
 

@@ -163,7 +163,8 @@ def test_nodes_with_bad_devices_take_part_in_no_collective():
 
     Rank 2 has no device, rank 7 did not come.
     """
-    store, met = dist.HashStore(), []
+    store = dist.HashStore()
+    met = []
     for rank in {*range(1, 10)} - {7}:
         store.set(
             f"device/{rank}",

@@ -61,7 +61,8 @@ def test_one_log(tmp_path, codes, text, kind, words):
 
 
 def test_the_first_cause_is_told_not_what_follows_from_it(tmp_path):
-    first, second = tmp_path / "train.log", tmp_path / "task_1.err"
+    first = tmp_path / "train.log"
+    second = tmp_path / "task_1.err"
     first.write_text("LostRankError: rank 1 on node02 is dead\n")
     second.write_text("rank 1 failed:\nTraceback:\n  x\nValueError: loss is 3\n")
     assert ending([75, 1], [first, second]) == ending([1, 75], [second, first])
@@ -87,10 +88,8 @@ def test_tasks_that_srun_itself_ends_after_another_one_are_no_cause(tmp_path):
     A rank that hangs does not end when another one has failed.
     """
     log = tmp_path / "srun.err"
-    failed, waited = (
-        SRUN.format(1, 0, "Exited with exit code 1"),
-        "srun: First task exited 60s ago\n",
-    )
+    failed = SRUN.format(1, 0, "Exited with exit code 1")
+    waited = "srun: First task exited 60s ago\n"
     log.write_text(
         failed + waited + "srun: StepId=7.1 task 0: exited\n" + SRUN.format(2, 1, "Killed")
     )

@@ -32,11 +32,9 @@ class Ranks:
     """
 
     def __init__(self, monkeypatch, count, step=None):
-        self.clock, self.codes, self.sent = (
-            VirtualClock(1000.0),
-            [None] * count,
-            [],
-        )
+        self.clock = VirtualClock(1000.0)
+        self.codes = [None] * count
+        self.sent = []
 
         def process(rank):
             return type("Process", (), {"pid": rank, "poll": lambda _: self.codes[rank]})()

@@ -49,7 +49,8 @@ def test_one_run_corrects_everything_to_what_it_took(tmp_path):
     assert factors == pytest.approx((1.3, 1.3))
     assert estimate(QUIET, cluster).seconds == pytest.approx(1.3 * found.seconds, rel=0.01)
     assert len(left_out) == 1 and "failed" in left_out[0] and errors.rows[0][2] == "-23.1 %"
-    before, after = FRONTIER.compute, cluster.compute
+    before = FRONTIER.compute
+    after = cluster.compute
     for name in ("products.float16", "memory.copy", "update_gb_per_s"):  # rates
         old, new = ([point[-1] for point in figures[name].points] for figures in (before, after))
         assert new == pytest.approx([rate / 1.3 for rate in old]), name
@@ -105,7 +106,8 @@ def noisy(seed):
 
     Three took three times as long, because others used the machine.
     """
-    chance, runs = random.Random(seed), []
+    chance = random.Random(seed)
+    runs = []
     for i, found in enumerate([*estimates(), *estimates()]):
         sent = messages_s(found)
         slow = (3.0 if i in (1, 5, 11) else 1.0) * math.exp(chance.gauss(0, 0.01))

@@ -49,7 +49,8 @@ def test_the_best_command_is_the_layout_that_was_tried(tmp_path, monkeypatch):
     no_pictures(monkeypatch)
     found = report(tmp_path)
     write_report(found)
-    words, best = shlex.split((tmp_path / "out/report/best.txt").read_text()), found.ranked[0]
+    words = shlex.split((tmp_path / "out/report/best.txt").read_text())
+    best = found.ranked[0]
     assert words[:3] == ["torchrun", "--nproc-per-node=1", "pretrain_gpt.py"]
     assert parse_plan([*words[3:], "--world-size", "1"]) == parse_plan(
         [*best.candidate.flags, "--world-size", "1"]

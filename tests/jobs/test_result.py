@@ -13,9 +13,12 @@ from megatron.jobs.candidate_layouts import trial_flags
 from megatron.jobs.result import DONE, INVALID, read_result
 from tests.tools import measured
 
-BATCH, SEQUENCE, WORLD = 8, measured.SEQUENCE, 2
+BATCH = 8
+SEQUENCE = measured.SEQUENCE
+WORLD = 2
 TIMES = (0.9, 0.5, 0.40, 0.44, 0.42, 0.41)
-WARM_UP, ITERATIONS = 2, 4
+WARM_UP = 2
+ITERATIONS = 4
 FLAGS = (
     f"--preset tiny --seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} "
     f"--tensor-model-parallel-size {WORLD} --global-batch-size {BATCH}"

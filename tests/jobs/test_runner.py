@@ -35,7 +35,10 @@ class Jobs:
     """
 
     def __init__(self, *jobs, again=False, at=lambda: None):
-        self.left, self.ends, self.again, self.at = list(jobs), [], again, at
+        self.left = list(jobs)
+        self.ends = []
+        self.again = again
+        self.at = at
         self.most = self.started = 0
 
     def next(self, runner):
@@ -188,7 +191,8 @@ def test_a_rank_that_is_killed_does_not_leave_the_other(tmp_path, programs, aliv
 
 
 def test_before_the_first_step_there_is_the_whole_limit(tmp_path):
-    watch, folder = running.Watch(job(tmp_path, limit_s=1000.0, stall_s=30.0), 0.0), tmp_path / "a"
+    watch = running.Watch(job(tmp_path, limit_s=1000.0, stall_s=30.0), 0.0)
+    folder = tmp_path / "a"
     folder.mkdir()
     assert not any(watch.look(float(now)) for now in range(0, 900, 5))
     (folder / "metrics.jsonl").write_text(STEP % 1 + "\n")
@@ -204,7 +208,8 @@ def test_a_run_is_stopped_by_its_validation_losses(tmp_path):
         asked.append(list(losses))
         return losses[-1:] == [7.5]
 
-    watch, folder = running.Watch(job(tmp_path, limit_s=1000.0, stops=stops), 0.0), tmp_path / "a"
+    watch = running.Watch(job(tmp_path, limit_s=1000.0, stops=stops), 0.0)
+    folder = tmp_path / "a"
     folder.mkdir()
     loss = '{"event": "validation", "dataset": "%s", "lm_loss": %s, "iteration": 1}\n'
     text = STEP % 1 + "\n" + loss % ("valid", 9.5) + loss % ("test", 7.5)
@@ -232,7 +237,8 @@ def test_a_crash_is_told_in_the_programs_words(tmp_path, programs):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_ends_it_in_order_and_what_ran_is_interrupted(tmp_path, programs, alive, number):
     programs("stay()")
-    before, sent = signal.getsignal(number), []
+    before = signal.getsignal(number)
+    sent = []
 
     def at():
         if not sent:
@@ -346,7 +352,8 @@ def test_what_a_node_took_along_runs_again_on_others_twice(tmp_path, steps, monk
     """
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(running, "Inquiry", Asked)
-    said, hosts = [], ("n1", "n2", "n3", "n4")
+    said = []
+    hosts = ("n1", "n2", "n3", "n4")
     steps("exit 75")
     source = Jobs(job(tmp_path), again=True)
     run(source, hosts=hosts, say=said.append)

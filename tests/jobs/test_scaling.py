@@ -206,7 +206,8 @@ def test_the_interval_of_a_median_covers_it(n):
 
 def test_values_that_follow_each_other_count_less():
     """An autoregressive series of order 1 with r = 0.8 has a ninth of its values in effect."""
-    source, values = random.Random(1), [0.0]
+    source = random.Random(1)
+    values = [0.0]
     for _ in range(20_000):
         values.append(0.8 * values[-1] + source.gauss(0, 1))
     assert independent_values(values) == pytest.approx(20_001 / 9, rel=0.1)

@@ -79,7 +79,8 @@ def test_a_trial_goes_on_while_it_is_among_the_best_half():
         [4.95, 1.0] + [1.0] * 6,
         [4.7] * 3 + [0.1] * 5,
     ]
-    seen, expected = {1: [], 2: [], 4: []}, []
+    seen = {1: [], 2: [], 4: []}
+    expected = []
     for curve in curves:
         at = len(curve)
         for rung, losses in seen.items():
@@ -89,7 +90,8 @@ def test_a_trial_goes_on_while_it_is_among_the_best_half():
                 break
         expected.append(at)
     assert len(set(expected)) == 3, "some stop at once, some later, some never"
-    one_by_one, at_once = Halving(2, 8), Halving(2, 8)
+    one_by_one = Halving(2, 8)
+    at_once = Halving(2, 8)
     for number, (curve, at) in enumerate(zip(curves, expected, strict=True)):
         stops = [one_by_one.stops(number, curve[:n]) for n in range(1, at + 1)]
         assert stops == [False] * (at - 1) + [at < 8]

@@ -338,7 +338,8 @@ def test_exit_codes_of_what_has_no_best(words, monkeypatch, capsys, why, done, c
     """Exit codes of searches without a best trial: one that started none would do so again."""
 
     def ends(runner, source):
-        source.finished, source.why = ["0001"] * done, BUDGET
+        source.finished = ["0001"] * done
+        source.why = BUDGET
         return why
 
     monkeypatch.setattr(module.Runner, "run", ends)

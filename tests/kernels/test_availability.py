@@ -122,7 +122,8 @@ def test_torch_for_a_ring(monkeypatch):
     without(monkeypatch)
 
     def chosen(device, dtype, backend="auto"):
-        kernels, ring = KernelConfig(attention_backend=backend), choose.AttentionFeatures(ring=True)
+        kernels = KernelConfig(attention_backend=backend)
+        ring = choose.AttentionFeatures(ring=True)
         return choose.choose_attention(kernels, torch.device(device), dtype, 4096, ring)
 
     for version, then in (("2.9.0+rocm6.4", "torch"), ("2.13.1", "torch"), ("2.8.0", "blocked")):

@@ -20,7 +20,8 @@ def compilers(tmp_path, monkeypatch):
 
     They record their calls and copy the value of `-DMK_SOURCES` into their output.
     """
-    folder, log = tmp_path / "bin", tmp_path / "calls"
+    folder = tmp_path / "bin"
+    log = tmp_path / "calls"
     folder.mkdir()
     for name in ("HIPCC", "NVCC", "CXX", "ROCM_PATH", "CUDA_HOME"):
         monkeypatch.delenv(name, raising=False)

@@ -16,7 +16,8 @@ from megatron.kernels.choose import (
     choose_fusions,
 )
 
-CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+CUDA = torch.device("cuda")
+CPU = torch.device("cpu")
 MODEL = dict(num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50)
 
 

@@ -34,7 +34,8 @@ from tests.kernels.numerics.reference import add_layer_norm, add_rms_norm, layer
 
 pytestmark = pytest.mark.slow
 
-ROWS, H = 6, 32
+ROWS = 6
+H = 32
 SEED = 2**62 + 3
 
 
@@ -55,11 +56,10 @@ def attention(rows):
     """Run a block of queries with all keys, then the gradients of the block of the last keys."""
     logarithms = torch.zeros(6, 2 * (rows + TILE))
     slope = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-    scores, law = (
-        draw(3, 2 * rows, rows + TILE, grad=False),
-        AttentionParameters(2, 0.5, 0.3, SEED, torch.arange(3), rows + TILE),
-    )
-    again, gradients = scores[..., TILE:].contiguous(), draw(3, 2 * rows, rows, seed=2, grad=False)
+    scores = draw(3, 2 * rows, rows + TILE, grad=False)
+    law = AttentionParameters(2, 0.5, 0.3, SEED, torch.arange(3), rows + TILE)
+    again = scores[..., TILE:].contiguous()
+    gradients = draw(3, 2 * rows, rows, seed=2, grad=False)
     attention_weights_(AttentionBlock(scores, logarithms, slope, 1, TILE, None, law))
     block = (again, logarithms, slope, 1, TILE, TILE, law, gradients, logarithms.cos())
     attention_gradient_(GradientBlock(*block))

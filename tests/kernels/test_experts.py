@@ -29,7 +29,9 @@ def numbers(*shape, seed=0):
 
 
 def test_rows_and_tokens_are_those_of_a_product_with_ones_and_zeros():
-    x, y, weights = numbers(5, 7), numbers(9, 7, seed=1), numbers(5, 3, seed=2)
+    x = numbers(5, 7)
+    y = numbers(9, 7, seed=1)
+    weights = numbers(5, 3, seed=2)
     rows = torch.zeros(9, 5, dtype=torch.float64)
     combine = torch.zeros(5, 9, dtype=torch.float64)
     for token, choices in enumerate(PLACES.tolist()):
@@ -74,7 +76,8 @@ def test_the_host_does_not_wait_for_products(dtype):
 
     def results(device):
         a, w = (y.to(device).requires_grad_() for y in (x, weight))
-        gradient, counts = dy.to(device), COUNTS._replace(ends=COUNTS.ends.to(device))
+        gradient = dy.to(device)
+        counts = COUNTS._replace(ends=COUNTS.ends.to(device))
         try:
             for _ in range(2):  # torch is tried in the first one
                 y = grouped_product(a, w, counts)
@@ -98,12 +101,15 @@ def test_weight_gradients_reach_their_sink(dtype, direct, defers):
     def some(*shape):
         return torch.randint(-3, 4, shape, generator=generator).to(dtype)
 
-    weight, added, queue = torch.nn.Parameter(some(4, 6, 7)), [], WeightGradients()
+    weight = torch.nn.Parameter(some(4, 6, 7))
+    added = []
+    queue = WeightGradients()
     total = torch.full(weight.shape, torch.nan)
     weight.gradient_accumulator = GradientAccumulator(weight, total, added.append, direct)
     expected = torch.zeros(weight.shape, dtype=torch.float64)
     for passes in (1, 2):
-        x, dy = some(9, 7).requires_grad_(), some(9, 6)
+        x = some(9, 7).requires_grad_()
+        dy = some(9, 6)
         if defers:
             queue.begin()
         y = grouped_product(x, weight, COUNTS, queue)

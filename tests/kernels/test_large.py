@@ -63,9 +63,11 @@ def check_rows(run, *large):
 
     Both use the same code.
     """
-    whole, part = run(*large), run(*(x[LOOKED_AT] for x in large))
+    whole = run(*large)
+    part = run(*(x[LOOKED_AT] for x in large))
     if isinstance(whole, torch.Tensor):
-        whole, part = (whole,), (part,)
+        whole = (whole,)
+        part = (part,)
     for a, b in zip(whole, part, strict=True):
         assert a.shape[0] == ROWS and torch.equal(a[LOOKED_AT], b)
 
@@ -123,7 +125,8 @@ def test_attention_past_2_31(device):
     """
     scores = large(device).view(129, WIDTH, WIDTH)
     origins = torch.arange(129, device=device) * WIDTH
-    gradients, law = scores.clone(), AttentionParameters(1, 0.5, 0.25, 7, origins, WIDTH)
+    gradients = scores.clone()
+    law = AttentionParameters(1, 0.5, 0.25, 7, origins, WIDTH)
     logarithms, dots = (torch.full((129, WIDTH), fill, device=device) for fill in (3.0, 0.125))
     few = {
         sample: (scores[sample, None].clone(), gradients[sample, None].clone())
@@ -223,7 +226,8 @@ def test_wide_softmax(device, n, dtype):
         assert_close(y, want, dtype, SUM * want)
         dy = random((1, 1, 2, n), dtype, device, 4)
         (dx,) = torch.autograd.grad(y, x, dy)
-        p, g = exact(y).detach(), exact(dy).detach()
+        p = exact(y).detach()
+        g = exact(dy).detach()
         size = 0.7 * p * (g.abs() + (p * g.abs()).sum(-1, keepdim=True))
         assert_close(dx, 0.7 * p * (g - (p * g).sum(-1, keepdim=True)), dtype, SUM * size)
 
@@ -237,11 +241,14 @@ def test_wide_attention(device, n, dtype):
     """
     queries = 8 - n % 2
     n -= (n - queries) % 32  # so that the queries start where they may
-    scores, law = random((1, queries, n), dtype, device, 10, scale=3.0), AttentionParameters(1, 0.7)
-    first, gradients = n - queries, random((1, queries, n), dtype, device, 11)
+    scores = random((1, queries, n), dtype, device, 10, scale=3.0)
+    law = AttentionParameters(1, 0.7)
+    first = n - queries
+    gradients = random((1, queries, n), dtype, device, 11)
     hidden = torch.arange(n) > first + torch.arange(queries).unsqueeze(1)
     logits = (exact(scores).detach() * 0.7).masked_fill(hidden, float("-inf"))
-    want, logarithms = logits.softmax(-1), torch.empty(1, n, device=device)
+    want = logits.softmax(-1)
+    logarithms = torch.empty(1, n, device=device)
     y = scores.clone()
     attention_weights_(AttentionBlock(y, logarithms, None, 0, first, None, law))
     # exp is good to 2^-21, the logarithm below to 2^-19: see numerics/test_attention.py.
@@ -249,12 +256,15 @@ def test_wide_attention(device, n, dtype):
     assert_close(logarithms[:, first:], logits.logsumexp(-1), torch.float32, 2.0**-15)
     dots = torch.full((1, n), 0.25, device=device)
     half = slice(n // 64 * 32, n)
-    again, changed = scores[..., half].contiguous(), gradients[..., half].contiguous()
+    again = scores[..., half].contiguous()
+    changed = gradients[..., half].contiguous()
     attention_gradient_(
         GradientBlock(again, logarithms, None, 0, first, half.start, law, changed, dots)
     )
-    p, g = want[..., half], exact(gradients).detach()[..., half]
+    p = want[..., half]
+    g = exact(gradients).detach()[..., half]
     assert_close(again, p, dtype, 2.0**-14 * p)
     assert_close(changed, 0.7 * p * (g - 0.25), dtype, 2.0**-14 * p * (g.abs() + 1))
-    found, size = row_dots(scores, gradients), exact(scores).detach() * exact(gradients).detach()
+    found = row_dots(scores, gradients)
+    size = exact(scores).detach() * exact(gradients).detach()
     assert_close(found, size.sum(-1), torch.float32, SUM * size.abs().sum(-1))

@@ -210,7 +210,8 @@ def test_the_fingerprint(folder, monkeypatch):
 
 def test_calls(folder):
     """Calls pass the element type first and tensors as addresses; a new library is bound again."""
-    twice, x = library.Function("mk_twice", "pd"), torch.tensor([3.0])
+    twice = library.Function("mk_twice", "pd")
+    x = torch.tensor([3.0])
     with pytest.raises(KernelError, match="mk_twice"):
         twice(x, x, 2.0)
     path = fake(folder / HOST, current("host", ARCH))

@@ -272,7 +272,8 @@ def test_a_recomputed_layer_repeats_what_gradients_need(seen, position):
             loss.backward()
         return [p.grad for p in chunk.parameters()]
 
-    first, second = _Products(), _Products()
+    first = _Products()
+    second = _Products()
     gradients = passes(first if seen != "backward" else None, second if seen != "forward" else None)
     for one, other in zip(gradients, passes(None, None), strict=True):
         assert torch.equal(one, other)

@@ -102,7 +102,8 @@ def test_announced_narrow_accesses(rules):
 
 
 def test_an_announcement_that_is_too_generous(rules):
-    step, part = "void step_kernel<bf16, 8>(bf16*)", "void part_kernel<float>(float*)"
+    step = "void step_kernel<bf16, 8>(bf16*)"
+    part = "void part_kernel<float>(float*)"
     good = [kernel(MASKED, narrow=12), kernel(step, narrow=17), kernel(part, narrow=2)]
     assert resources.check_all(good, rules) == []
     wrong = resources.check_all(
@@ -220,7 +221,8 @@ def test_planted_violations_in_what_hipcc_makes(tmp_path):
     """Narrow loads and spills are found in real assembly, and a good kernel raises no finding."""
     needs("hip")
     plant(tmp_path)
-    rules, kernels = resources.read_rules(tmp_path), resources.compile_kernels(folder=tmp_path)
+    rules = resources.read_rules(tmp_path)
+    kernels = resources.compile_kernels(folder=tmp_path)
     wide = {
         k.words[0]: resources.check(k, rules) for k in kernels if resources.sizes(k, rules)["V"] > 1
     }

@@ -168,7 +168,8 @@ def test_misuse_is_found(wave, program):
 
     Each lane's sum crosses waves: 128 lanes of 2.
     """
-    file, variables = str(program(wave, ADDRESS)), environment(None, ())
+    file = str(program(wave, ADDRESS))
+    variables = environment(None, ())
     outcomes = {case: run_process([file, str(case)], variables) for case in (0, *FOUND)}
     right = outcomes.pop(0)
     assert right.passed and "x[100] 256" in right.output, right.end

@@ -40,7 +40,8 @@ class Case(NamedTuple):
 
 # In 16 bits a block has 128 positions or more, in others 64. Documents are longer and shorter than
 # windows.
-WHOLE, DOCUMENTS = [[300], [300]], [[3, 150, 1, 146], [40, 41, 219]]
+WHOLE = [[300], [300]]
+DOCUMENTS = [[3, 150, 1, 146], [40, 41, 219]]
 CASES = {
     # one block; blocks that end within a tile; several, the last of them short; longer blocks
     "one token": Case([[1]], 1, 1, d=4),
@@ -70,7 +71,8 @@ def inputs(s, b, heads, groups, dtype=torch.float64, d=D):
     """Return queries, and keys and values that are slices of a projection."""
     generator = torch.Generator().manual_seed(5)
     draw = lambda n, d: torch.randn(s, b, n, d, generator=generator, dtype=torch.float64)  # noqa: E731
-    q, both = draw(heads, d).to(dtype), draw(groups, 2 * d).to(dtype)
+    q = draw(heads, d).to(dtype)
+    both = draw(groups, 2 * d).to(dtype)
     return [x.detach().requires_grad_() for x in (q, both[..., :d], both[..., d:])]
 
 
@@ -81,12 +83,14 @@ def dense(q, k, v, slopes, lengths, scoring=PLAIN):
     """
     s, _, heads, d = q.shape
     group = [h // (heads // k.shape[2]) for h in range(heads)]
-    k, v = k[:, :, group], v[:, :, group]
+    k = k[:, :, group]
+    v = v[:, :, group]
     scores = torch.einsum("ibhd,jbhd->bhij", q, k) * (scoring.scale or 1 / math.sqrt(d))
     if scoring.cap:
         scores = scoring.cap * torch.tanh(scores / scoring.cap)
     if slopes is not None:
-        i, j = torch.arange(s).view(s, 1), torch.arange(s).view(1, s)
+        i = torch.arange(s).view(s, 1)
+        j = torch.arange(s).view(1, s)
         scores = scores - slopes.double().view(heads, 1, 1) * (i - j)
     weights = scores.masked_fill(~seen_of(lengths, scoring.window), -torch.inf).softmax(-1)
     return torch.einsum("bhij,jbhd->ibhd", weights, v)
@@ -97,7 +101,8 @@ def seen_of(lengths, window=PLAIN.window):
     ids = torch.stack(
         [torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in lengths]
     )
-    i, j = torch.arange(ids.shape[1]).unsqueeze(1), torch.arange(ids.shape[1])
+    i = torch.arange(ids.shape[1]).unsqueeze(1)
+    j = torch.arange(ids.shape[1])
     near = (j <= i) & (j >= i - window)
     return (near & (ids.unsqueeze(2) == ids.unsqueeze(1))).unsqueeze(1)
 
@@ -204,8 +209,11 @@ def test_dropout_acts_inside_documents_and_repeats(path):
 
     Documents, of one length or of several, samples and heads have masks of their own.
     """
-    p, heads, lengths = 0.25, 4, [[31, 1, 20, 12]] * 6
-    scoring, documents = Scoring(dropout=p), documents_of(lengths)
+    p = 0.25
+    heads = 4
+    lengths = [[31, 1, 20, 12]] * 6
+    scoring = Scoring(dropout=p)
+    documents = documents_of(lengths)
     first, again, other = (
         weights_of(path, 64, 6, heads, scoring, seed, documents) for seed in (3, 3, 4)
     )
@@ -230,7 +238,8 @@ def test_gradients_with_dropout(path, scoring):
 
     The mask is read from outputs for one-hot values.
     """
-    p, s = 0.4, 150
+    p = 0.4
+    s = 150
     q, k, v = inputs(s, 1, 2, 2, torch.float32, s)
     run = attend(path, scoring._replace(dropout=p, seed=5))
     with torch.no_grad():
@@ -266,7 +275,8 @@ def test_the_gradient_of_queries_adds_up_in_fp32(monkeypatch, dtype, path):
     is positive.
     """
     monkeypatch.setattr(attention_blocked, "block_length", lambda *_: 32)
-    s, unit = 256, torch.finfo(dtype).eps / 4
+    s = 256
+    unit = torch.finfo(dtype).eps / 4
     sign = torch.ones(s).index_fill_(0, torch.arange(1, s, 2), -1.0)
     q, k, v = (torch.zeros(s, 1, 1, 4, dtype=dtype) for _ in range(3))
     k[:, 0, 0, 0] = sign * torch.full((s,), unit).index_fill_(0, torch.arange(32), 1.0)
@@ -307,7 +317,8 @@ def test_parts_of_the_heads_change_nothing(monkeypatch, path, lengths, dtype, bo
 
 def watched(run, tensors):
     """Return the largest size of a tensor that an operator returns, and FLOPs of batched products."""
-    elements, flops = [0], [0.0]
+    elements = [0]
+    flops = [0.0]
 
     def look(name, args, returned):
         elements.extend(x.numel() for x in returned)
@@ -328,7 +339,9 @@ def test_blocks_and_windows_take_no_memory_of_the_sample_squared(path):
     A block has up to 128 positions, by torch up to 512 queries, and beside them its window and the
     rest of a tile.
     """
-    s, window, heads = 1280, 100, 4
+    s = 1280
+    window = 100
+    heads = 4
     blocks = path.startswith("blocked")
     for alibi in (None, alibi_slopes(heads)):
         tensors = inputs(s, 1, heads, 1, torch.float32)

@@ -104,7 +104,8 @@ def test_what_flash_attention_is_told(monkeypatch, scoring):
         return dense(*pieces, alibi_slopes, lengths, scoring).transpose(0, 1)
 
     module = types.ModuleType("flash_attn")
-    module.flash_attn_varlen_func, module.flash_attn_func = varlen, whole
+    module.flash_attn_varlen_func = varlen
+    module.flash_attn_func = whole
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     slopes, tensors = alibi_slopes(4), inputs(23, 2, 4, 2)
     for lengths, documents in ((TWO_SAMPLES, documents_of(TWO_SAMPLES)), ([[23], [23]], None)):
@@ -127,7 +128,8 @@ def test_torch_gets_all_documents_at_once_on_a_gpu(monkeypatch, scoring):
     seen = []
 
     def kernel(q, k, v, cu_q, cu_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, **more):
-        left, right = more.pop("window_size_left"), more.pop("window_size_right")
+        left = more.pop("window_size_left")
+        right = more.pop("window_size_right")
         assert is_causal and right == 0 and not dropout_p and not return_debug_mask
         assert cu_q.dtype == cu_k.dtype == torch.int32 and type(max_q) is type(max_k) is int
         seen.append((cu_q.tolist(), cu_k.tolist(), max_q, max_k))
@@ -149,14 +151,16 @@ def test_torch_gets_all_documents_at_once_on_a_gpu(monkeypatch, scoring):
 
 def test_cudnn_gets_fixed_shapes_alone(monkeypatch):
     """cuDNN, which plans for each new shape, may compute training without documents alone."""
-    allowed, attend = [], torch.nn.functional.scaled_dot_product_attention
+    allowed = []
+    attend = torch.nn.functional.scaled_dot_product_attention
 
     def watched(*args, **kwargs):
         allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
         return attend(*args, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    tensors, documents = inputs(23, 2, 4, 2), documents_of(TWO_SAMPLES)
+    tensors = inputs(23, 2, 4, 2)
+    documents = documents_of(TWO_SAMPLES)
     for alibi in (None, Alibi(alibi_slopes(4))):
         scoring = Scoring(alibi=alibi)
         torch_attention(*tensors, scoring)

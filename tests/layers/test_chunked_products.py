@@ -11,7 +11,8 @@ from megatron.parallel import collectives
 from megatron.parallel.topology import Group
 
 TP = 2
-IN, OUT = 4, 6
+IN = 4
+OUT = 6
 
 
 class Log(TorchDispatchMode):
@@ -32,7 +33,8 @@ class Log(TorchDispatchMode):
 
 class Work:
     def __init__(self, log, name):
-        self.log, self.name = log, name
+        self.log = log
+        self.name = name
         log.lines.append(f"send {name}")
 
     def wait(self):

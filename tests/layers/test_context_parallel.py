@@ -25,7 +25,9 @@ from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 from tests.layers.test_attention import dense, documents_of
 
-S, B, D = 32, 2, 8
+S = 32
+B = 2
+D = 8
 LAYOUTS = (1, 2, 4)  # of four ranks, how many exchange heads
 # heads, key-value heads, and settings of the model
 MODELS = {
@@ -152,7 +154,8 @@ def test_parts_of_attention_are_the_formula():
 
 def dropped(rank):
     """Compare with one process under dropout, whose masks come from the same positions."""
-    topology, length = join(context_parallel_size=2), 128
+    topology = join(context_parallel_size=2)
+    length = 128
     for heads, fused in itertools.product((1, 2), (False, True)):
         parts = ContextParallel(topology.context, heads, attend)
         rows = parts.positions(length, torch.device("cpu"))
@@ -192,9 +195,11 @@ def kept_and_sent(rank, backend):
 
     The rows of a rank are 16 in all cases: the sequences grow with the ranks.
     """
-    found, work = [], Ring.rectangles
+    found = []
+    work = Ring.rectangles
     for size, heads in ((1, 1), (2, 1), (4, 1), (4, 4)):
-        messages, length = Messages(), 16 * size
+        messages = Messages()
+        length = 16 * size
         group = dataclasses.replace(join(context_parallel_size=size).context, flight=messages)
         parts = ContextParallel(group, heads, attend) if size > 1 else None
         attention, call = core(parts, "plain", length, backend=backend)
@@ -218,7 +223,8 @@ def kept_and_sent(rank, backend):
         ):
             patch.setattr(Ring, "rectangles", rectangles)
             out = attention(call, q, k, v)
-        forward, order = dict(messages.bytes), list(messages.order)
+        forward = dict(messages.bytes)
+        order = list(messages.order)
         messages.bytes.clear()
         out.backward(dout)
         found.append((sum(kept.values()), forward, dict(messages.bytes), order))
@@ -230,7 +236,8 @@ def kept_and_sent(rank, backend):
 def test_memory_of_a_rank_is_flat_and_messages_are_those_of_the_formula(backend):
     for (alone, *_), two, four, exchanged in run_processes(4, kept_and_sent, backend):
         assert two[0] == four[0] == alone
-        rows, heads = 16, MODELS["plain"][0]
+        rows = 16
+        heads = MODELS["plain"][0]
         pair = 2 * rows * B * heads * D  # elements of keys and values
         for ranks, (_, forward, backward, order) in ((2, two), (4, four)):
             # posted before the work of a step, and waited for behind it
@@ -245,7 +252,8 @@ def test_memory_of_a_rank_is_flat_and_messages_are_those_of_the_formula(backend)
 @pytest.mark.parametrize("heads", [1, 2, 3, 6])
 def test_rows_of_all_ranks_are_the_sequence(heads):
     """Each position is on one rank, in chunks that make causal attention even."""
-    length, size = 6 * 6 * 4, 6
+    length = 6 * 6 * 4
+    size = 6
     ranks = [ContextParallel(Group(range(size), rank), heads) for rank in range(size)]
     rows = [of.positions(length, torch.device("cpu")) for of in ranks]
     assert torch.equal(torch.cat(rows).sort()[0], torch.arange(length))

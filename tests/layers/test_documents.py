@@ -9,7 +9,8 @@ from megatron.layers.positions import group_documents
 
 def cut(draw):
     """Draw lengths of documents in 1 to 3 samples of equal length."""
-    samples, s = draw(st.integers(1, 3)), draw(st.integers(1, 60))
+    samples = draw(st.integers(1, 3))
+    s = draw(st.integers(1, 60))
     starts = draw(st.sets(st.integers(0, samples * s - 1))) | {i * s for i in range(samples)}
     return np.diff(sorted(starts), append=samples * s), samples
 
@@ -21,7 +22,8 @@ def test_each_document_is_read_in_order_and_put_back(case):
     s = lengths.sum() // samples
     document = np.repeat(np.arange(len(lengths)), lengths).reshape(samples, s)
     rows = [(i, row) for i in range(s) for row in range(samples)]  # of [s, b]
-    at, found = 0, []
+    at = 0
+    found = []
     for n, longest in groups.shapes:
         for _ in range(n):
             read = [rows[k] for k in groups.gather[at : at + longest].tolist()]

@@ -42,10 +42,15 @@ def test_a_part_has_its_part_of_the_mask():
     def drop(shape, place):
         return keyed_dropout(torch.ones(shape), 0.5, 7, False, place)
 
-    s, b, heads, h = 12, 3, 6, 20
-    key, third = DropoutKey(1, 40), DropoutKey(1, 2, samples=torch.tensor([40]))
+    s = 12
+    b = 3
+    heads = 6
+    h = 20
+    key = DropoutKey(1, 40)
+    third = DropoutKey(1, 2, samples=torch.tensor([40]))
     x = torch.ones(s, b, h)
-    hidden, weights = drop((s, b, h), key.hidden(x)), drop((b, heads, s, s), key.weights(s, heads))
+    hidden = drop((s, b, h), key.hidden(x))
+    weights = drop((b, heads, s, s), key.weights(s, heads))
     for rank in range(3):
         assert torch.equal(
             drop((4, b, h), key.hidden(x[:4], rank, 3)), hidden[4 * rank : 4 * rank + 4]

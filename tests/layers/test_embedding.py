@@ -12,7 +12,10 @@ from megatron.layers.vocabulary import (
 from tests.helpers.operators import Watch
 from tests.helpers.sinks import hang_sink
 
-S, B, H, V = 6, 3, 4, 20
+S = 6
+B = 3
+H = 4
+V = 20
 
 
 def data():

@@ -16,7 +16,11 @@ from tests.helpers.groups import join
 from tests.helpers.launching import TINY, launch
 from tests.helpers.processes import run_processes
 
-S, B, H, E, K = 6, 2, 16, 8, 4
+S = 6
+B = 2
+H = 16
+E = 8
+K = 4
 NODES = 2
 
 
@@ -88,7 +92,8 @@ def test_a_token_is_sent_once_to_each_node_and_rank_of_its_experts():
             sent = [
                 size for group, *shape, size in found["sent"] if group == kind and shape == [width]
             ]
-            out, back = 4 * width * pairs[rank].sum(), 4 * width * pairs[:, rank].sum()
+            out = 4 * width * pairs[rank].sum()
+            back = 4 * width * pairs[:, rank].sum()
             if width == H:  # tokens, results and the gradients of both
                 assert sorted(sent) == sorted([out, back, out, back])
             elif width == 2 * K:  # weights and experts of the choices

@@ -17,7 +17,12 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Group, Topology
 
-S, B, H, E, FFN, SCALE = 6, 2, 8, 4, 10, 0.7
+S = 6
+B = 2
+H = 8
+E = 4
+FFN = 10
+SCALE = 0.7
 BASE = dict(
     num_layers=1,
     hidden_size=H,
@@ -95,11 +100,13 @@ def reference(
     """
     text = [(s, b) for s in range(S) for b in range(B) if s < lengths[b]]
     of_text = tuple(torch.tensor(text).t())
-    m, router = config.model, layer.router
+    m = config.model
+    router = layer.router
     output = 0.25 if m.use_mup else 1.0  # of 4 times the inputs of the base model
     logits = x @ p["router.weight"].t() * output
     bias = None if router.expert_bias is None else router.expert_bias.double()
-    softmax, k = m.moe_router_score_function == "softmax", m.moe_router_topk
+    softmax = m.moe_router_score_function == "softmax"
+    k = m.moe_router_topk
     scores = logits.softmax(-1) if softmax else logits.sigmoid()
     chosen = np.full((S, B, k), -1)
     weights = {}
@@ -260,10 +267,14 @@ def test_figures_are_means_over_layers_and_shares_of_the_interval():
         )
         | dict(moe_expert_capacity_factor=0.5)
     )
-    router, topology = layer.router, Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
-    router.layer, router.measured = 1, True
+    router = layer.router
+    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+    router.layer = 1
+    router.measured = True
     xs = torch.randn(2, S, B, H, generator=torch.Generator().manual_seed(1))
-    chosen, dropped, logits = [], 0, []
+    chosen = []
+    dropped = 0
+    logits = []
     for x, length in zip(xs, (S, S - 2), strict=True):
         padding = torch.arange(S).expand(B, S) >= length
         _, experts = router(x, CallContext(padding=padding if padding.any() else None))

@@ -61,7 +61,8 @@ def test_sums_over_tokens_do_not_overflow_in_fp16(kind, fused):
 
 
 def test_every_site_of_a_layer_has_a_mask_of_its_own(monkeypatch):
-    seeds, run = [], elementwise.bias_dropout_add
+    seeds = []
+    run = elementwise.bias_dropout_add
     monkeypatch.setattr(
         elementwise, "bias_dropout_add", lambda *given: (seeds.append(given[4]), run(*given))[1]
     )

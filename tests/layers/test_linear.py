@@ -22,7 +22,10 @@ from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 from tests.helpers.sinks import hang_sink
 
-S, B, H, FFN = 8, 2, 12, 8
+S = 8
+B = 2
+H = 12
+FFN = 8
 PASSES = 2
 
 
@@ -161,7 +164,8 @@ def body(rank, with_nodes):
         )
         x, target = inputs()
         if case.sequence_parallel:
-            x, target = x.chunk(2)[rank], target.chunk(2)[rank]
+            x = x.chunk(2)[rank]
+            target = target.chunk(2)[rank]
         out.append((*results(x, target, context, case), recorder.calls))
     return out
 

@@ -27,7 +27,8 @@ def test_slopes():
 @pytest.mark.parametrize("neighbours", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize("rotary", [8, 4])
 def test_rotation_is_multiplication_by_a_complex_number(rotary, neighbours):
-    d, base = 8, 10000.0
+    d = 8
+    base = 10000.0
     x = torch.randn(
         6, 2, 3, d, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     ).float()

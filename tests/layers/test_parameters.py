@@ -57,12 +57,14 @@ def test_padding_is_zero_and_does_not_change_the_rest():
 
 
 def test_names_and_blocks_are_independent():
-    a, b = whole("a", (512, 64), 0, 1), whole("b", (512, 64), 0, 1)
+    a = whole("a", (512, 64), 0, 1)
+    b = whole("b", (512, 64), 0, 1)
     # The correlation of n independent pairs has standard deviation 1/sqrt(n); five of them are
     # significant.
     n = a.numel()
     assert abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]) < 5 / n**0.5
-    first, second = a[:BLOCK].flatten(), a[BLOCK : 2 * BLOCK].flatten()
+    first = a[:BLOCK].flatten()
+    second = a[BLOCK : 2 * BLOCK].flatten()
     assert abs(torch.corrcoef(torch.stack((first, second)))[0, 1]) < 5 / len(first) ** 0.5
 
 

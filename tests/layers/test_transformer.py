@@ -17,7 +17,9 @@ from megatron.parallel.sharding import sharding_of
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
-S, B, H = 8, 2, 32
+S = 8
+B = 2
+H = 32
 GROUPED = dict(num_key_value_heads=2, qk_layernorm=True)
 MODELS = {
     "gpt": {},
@@ -80,7 +82,8 @@ def make(context, model, dropout=0.0):
 def test_attention_and_mlp_side_by_side(model):
     """As in GPT-J, where both read the same norm, and in GPT-NeoX."""
     layer = make(LayerContext.single(), model)
-    x, call = torch.randn(S, B, H, generator=torch.Generator().manual_seed(3)), CallContext()
+    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(3))
+    call = CallContext()
     normed = layer.input_layernorm(x)
     second = normed if model == "one norm" else layer.post_attention_layernorm(x)
     expected = x

@@ -18,7 +18,11 @@ from tests.helpers.operators import Watch
 from tests.helpers.processes import run_processes
 from tests.helpers.sinks import hang_sink
 
-S, B, H, V, PADDED = 8, 3, 16, 50, 64
+S = 8
+B = 3
+H = 16
+V = 50
+PADDED = 64
 UPSTREAM = 3.0  # stands for the loss scale and the micro-batch's weight
 # fp32: sums of up to 64 products of numbers up to about 4, each rounded by 2^-24 of the sum so far.
 CLOSE = dict(rtol=1e-5, atol=1e-5)
@@ -26,7 +30,8 @@ CLOSE = dict(rtol=1e-5, atol=1e-5)
 
 def data():
     g = torch.Generator().manual_seed(11)
-    x, weight = torch.randn(S, B, H, generator=g), torch.randn(V, H, generator=g)
+    x = torch.randn(S, B, H, generator=g)
+    weight = torch.randn(V, H, generator=g)
     labels = torch.randint(0, V, (S, B), generator=g)
     mask = (torch.rand(S, B, generator=g) < 0.7).float()
     assert 0 < mask.sum() < S * B
@@ -38,7 +43,8 @@ LIMITS = [dict(), dict(cap=3.0), dict(z_loss=0.05), dict(cap=3.0, z_loss=0.05)]
 
 def reference(x, weight, labels, mask, cap=0.0, z_loss=0.0):
     """Return the loss, and the gradients of UPSTREAM times the loss and the z-loss."""
-    x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    x = x.double().requires_grad_()
+    weight = weight.double().requires_grad_()
     logits = x @ weight.t()
     if cap:
         logits = cap * torch.tanh(logits / cap)
@@ -156,8 +162,11 @@ def test_only_one_chunk_of_logits_exists_and_is_computed_once(fused, late):
     weight = torch.nn.Parameter(torch.randn(1024, 2).bfloat16())
     hang_sink(weight)
     x = torch.randn(S, B, 2).bfloat16().requires_grad_()
-    labels, v = torch.randint(0, 1024, (S, B)), Vocabulary(weight, context, 0, 1024, 7)
-    shapes, sizes, places = [], [], set()
+    labels = torch.randint(0, 1024, (S, B))
+    v = Vocabulary(weight, context, 0, 1024, 7)
+    shapes = []
+    sizes = []
+    places = set()
 
     def look(name, _, returned):
         sizes.extend(x.nbytes for x in returned)

@@ -99,8 +99,13 @@ def plain_gpt_flops(model, batch):
 
     Its attention is unmasked and explicit.
     """
-    n, g, d = model.num_attention_heads, model.num_key_value_heads, model.kv_channels
-    s, h, f, vocab = model.seq_length, model.hidden_size, model.ffn_hidden_size, model.vocab_size
+    n = model.num_attention_heads
+    g = model.num_key_value_heads
+    d = model.kv_channels
+    s = model.seq_length
+    h = model.hidden_size
+    f = model.ffn_hidden_size
+    vocab = model.vocab_size
     torch.manual_seed(0)
 
     def weight(*shape):
@@ -137,13 +142,16 @@ def plain_gpt_flops(model, batch):
     [{}, {"num_key_value_heads": 2, "swiglu": True, "ffn_hidden_size": 72, "kv_channels": 6}],
 )
 def test_model_flops_are_those_that_torch_counts(changes):
-    model, batch = gpt(3, 32, 4, 24, 40, **changes), 2
+    model = gpt(3, 32, 4, 24, 40, **changes)
+    batch = 2
     assert model_flops_per_token(model) * model.seq_length * batch == plain_gpt_flops(model, batch)
 
 
 @pytest.mark.parametrize(("layers", "hidden", "heads", "named"), PAPER)
 def test_flops_agree_with_the_papers_formula(layers, hidden, heads, named):
-    batch, seq, vocab = 640, 2048, 51200
+    batch = 640
+    seq = 2048
+    vocab = 51200
     model = gpt(layers, hidden, heads, seq, vocab)
     ours = model_flops_per_token(model) * batch * seq
     again = recompute_flops_per_token(model, FULL, [layers]) + 2 * hidden * 4 * hidden

@@ -55,7 +55,8 @@ def test_recomputation_repeats_every_bit(monkeypatch, fields, recompute):
 @pytest.mark.parametrize("fields", [LOCAL, BLOCKED], ids=["llama", "blocked"])
 def test_each_fusion_runs_its_own_operators(monkeypatch, fields):
     """All fusions together run the operators that each runs alone; none replaces another."""
-    llama, blocked = fields is LOCAL, fields is BLOCKED
+    llama = fields is LOCAL
+    blocked = fields is BLOCKED
     fields = {**fields, **DROPOUT, "num_layers": 1}
     together = step(monkeypatch, ALL, **fields)[2]
     alone = {

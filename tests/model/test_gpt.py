@@ -14,7 +14,9 @@ from megatron.parallel.sharding import sharding_of
 from tests.helpers.tiny import one_stage
 from tests.parity.cases import BLOCK, CHEAP, FULL2, LLAMA, SELECTIVE
 
-V, S, B = 50, 16, 2
+V = 50
+S = 16
+B = 2
 FIELDS = dict(
     num_layers=3,
     hidden_size=32,
@@ -50,11 +52,13 @@ def test_packed_documents_equal_documents_alone(positions):
     Each piece of a packed sample is run as a batch of its own; the rest of a sample is padding.
     """
     fields = dict(position_embedding_type=positions, num_key_value_heads=2)
-    model, t = build(**fields), tokens()
+    model = build(**fields)
+    t = tokens()
     pieces = [[6, 1, 4, 6], [9, 5]]  # 17 and 14 of 17 tokens
     batch = make_micro_batch(t.numpy(), segments=[np.array(n) for n in pieces])
     with torch.no_grad():
-        packed, loss = model.logits(batch, None), model(batch, None)
+        packed = model.logits(batch, None)
+        loss = model(batch, None)
         losses = []
         for row, lengths in enumerate(pieces):
             for start, n in zip(np.cumsum([0, *lengths]), lengths, strict=False):
@@ -93,7 +97,8 @@ def test_positions_that_restart_without_a_mask():
 
     Tokens are attended to across documents.
     """
-    fields, batch = dict(reset_position_ids=True), micro_batch(tokens())
+    fields = dict(reset_position_ids=True)
+    batch = micro_batch(tokens())
     firsts = dataclasses.replace(batch, position_ids=torch.zeros_like(batch.position_ids))
     rotated = build(position_embedding_type="rope", **fields)
     with torch.no_grad():
@@ -112,7 +117,8 @@ def test_padding_alone_gives_zero_loss_and_gradients(positions):
 
 
 def test_loss_is_the_mean_over_unmasked_tokens():
-    model, t = build(), tokens()
+    model = build()
+    t = tokens()
     mask = (torch.rand(B, S, generator=torch.Generator().manual_seed(1)) > 0.4).float()
     with torch.no_grad():
         loss = model(micro_batch(t, mask), None)
@@ -163,7 +169,8 @@ def test_recomputation_repeats_every_bit_with_dropout_on(recompute, fields, docu
 
 def test_dropout_depends_on_sample_seed_and_mode_only():
     fields = dict(hidden_dropout=0.3, attention_dropout=0.2)
-    model, t = build(**fields), tokens()
+    model = build(**fields)
+    t = tokens()
     with torch.no_grad():
         first = model(micro_batch(t), None)
         torch.rand(5)
@@ -182,7 +189,8 @@ def test_fp32_residual_stream_beside_bf16_weights():
     batch = micro_batch(tokens())
     hidden = model._hidden(batch, None)
     assert hidden.dtype == torch.float32
-    exact, narrow = build()(batch, None), build(bf16=True).bfloat16()(batch, None)
+    exact = build()(batch, None)
+    narrow = build(bf16=True).bfloat16()(batch, None)
     wide = model(batch, None)
     assert wide.dtype == torch.float32
     assert abs(wide - exact) < 0.02 * exact

@@ -7,7 +7,8 @@ import torch
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
-LENGTH, VOCABULARY = 8192, 96
+LENGTH = 8192
+VOCABULARY = 96
 
 
 def tokens():

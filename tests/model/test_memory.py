@@ -10,7 +10,10 @@ from megatron.planner.trace import trace
 from tests.helpers.tiny import one_stage
 from tests.parity.cases import LLAMA
 
-S, B, H, V = 128, 2, 64, 256
+S = 128
+B = 2
+H = 64
+V = 256
 FIELDS = dict(
     hidden_size=H,
     num_attention_heads=4,
@@ -34,7 +37,8 @@ def kept_bytes(**fields):
     Shared memory counts once, parameters not at all.
     """
     config = Config.create(**{**FIELDS, **fields})
-    model, tokens = one_stage(config).bfloat16(), torch.arange(B * (S + 1)).view(B, -1) % V
+    model = one_stage(config).bfloat16()
+    tokens = torch.arange(B * (S + 1)).view(B, -1) % V
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved = {}
 

@@ -106,11 +106,13 @@ TABLE = {
 def test_initial_weights_and_scales():
     config = Config.create(**WIDE)
     grouped = config.replace(optimizer="sgd", num_key_value_heads=4)
-    adam, sgd = mup_scales(config), mup_scales(grouped)
+    adam = mup_scales(config)
+    sgd = mup_scales(grouped)
     found = {sharding_of(p).name: p for p in build(config).parameters()}
     others = {sharding_of(p).name: sharding_of(p) for p in build(grouped).parameters()}
     for name, (std, adam_lr, sgd_lr, eps) in TABLE.items():
-        p, s = found[name].detach(), sharding_of(found[name])
+        p = found[name].detach()
+        s = sharding_of(found[name])
         # of n numbers, with a standard error of std / sqrt(2 n)
         assert float(p[: s.extent[0]].std()) == pytest.approx(std, rel=4 / math.sqrt(2 * p.numel()))
         assert adam(s) == pytest.approx((adam_lr, eps)), name
@@ -169,7 +171,8 @@ def spread(sizes, seeds=3, **fields):
 
 
 # From twice the base width: at the base, random parts of the updates still count.
-WIDTHS, DEPTHS = [(2 * BASE, 2), (8 * BASE, 2)], [(BASE, 4), (BASE, 16)]
+WIDTHS = [(2 * BASE, 2), (8 * BASE, 2)]
+DEPTHS = [(BASE, 4), (BASE, 16)]
 
 
 @pytest.mark.slow

@@ -27,7 +27,9 @@ class Patience:
     """
 
     def __init__(self, *over, passing=ANSWER_S + 1):
-        self._over, self._passing, self._now = list(over), passing, 0.0
+        self._over = list(over)
+        self._passing = passing
+        self._now = 0.0
         self._asking = threading.Lock()
 
     def __call__(self):

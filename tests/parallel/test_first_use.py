@@ -27,7 +27,8 @@ from tests.parallel.ranks import patient_connection
 
 pytestmark = pytest.mark.slow
 
-EVENT, RANKS = "megatron.parallel.group", 4
+EVENT = "megatron.parallel.group"
+RANKS = 4
 # (tensor, pipeline, ring) -> uses of each rank's groups: all-reduces and pairs of neighbours.
 USES = {
     (2, 1, False): [3, 3, 3, 3],  # tensor, data, world
@@ -121,7 +122,8 @@ class Device(TorchDispatchMode):
             layout, rank, device=torch.device("cpu"), new_group=Handle
         )
         self.topology.flight.describe(rank, 1, "n")
-        self.wrong, self.done = wrong, []
+        self.wrong = wrong
+        self.done = []
         self.pending = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

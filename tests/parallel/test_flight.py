@@ -191,7 +191,8 @@ class Stream:
     """
 
     def __init__(self, times):
-        self.times, self.now = times, 0.0
+        self.times = times
+        self.now = 0.0
 
     def event(self):
         return Event(self)
@@ -199,7 +200,8 @@ class Stream:
 
 class Event:
     def __init__(self, stream):
-        self.stream, self.at = stream, 0.0
+        self.stream = stream
+        self.at = 0.0
 
     def record(self):
         self.at = self.stream.times.pop(0)

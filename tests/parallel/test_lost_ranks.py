@@ -224,7 +224,8 @@ class LastWords(dist.Store):
 
     def __init__(self, store, end):
         super().__init__()
-        self._store, self._end = store, end
+        self._store = store
+        self._end = end
 
     def set(self, key, value):
         # After the host's name and the address family.

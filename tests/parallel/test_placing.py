@@ -49,7 +49,8 @@ def test_ranks_are_a_permutation_whatever_the_processes_say(tasks, order):
 
 @given(ORDERS, st.data(), st.integers(1, 4), st.booleans())
 def test_on_whole_nodes_ranks_follow_the_device_order(order, data, nodes, by_bus):
-    tasks, size = [], len(order)
+    tasks = []
+    size = len(order)
     for node in range(nodes):
         devices = data.draw(st.permutations(range(size)))
         # The bus addresses of a node, by which the devices are numbered; a variable may give all of
@@ -154,10 +155,8 @@ def test_variables_that_hide_every_device(monkeypatch):
 
     ROCR_VISIBLE_DEVICES=4 leaves one device, which HIP_VISIBLE_DEVICES=4 hides.
     """
-    launch, both = (
-        Launch(rank=3, node="n1"),
-        {"ROCR_VISIBLE_DEVICES": "4", "HIP_VISIBLE_DEVICES": "4"},
-    )
+    launch = Launch(rank=3, node="n1")
+    both = {"ROCR_VISIBLE_DEVICES": "4", "HIP_VISIBLE_DEVICES": "4"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "hip", "7.1")
     monkeypatch.setattr(torch.version, "cuda", None)

@@ -44,7 +44,8 @@ def test_ranks_meet_at_the_store_of_a_launcher(monkeypatch):
         "127.0.0.1", port, None, is_master=True, timeout=LONG, wait_for_workers=False
     )
     launcher = dict(kind=Apart, master_port=port, store_served=True)
-    gone, left = threading.Event(), threading.Barrier(2)
+    gone = threading.Event()
+    left = threading.Barrier(2)
 
     def see_it_go(rank):
         nonlocal store
@@ -148,7 +149,9 @@ def test_what_was_heard_outlives_the_store():
 
     Rank 0 fails and ends, with the store, before the others notice.
     """
-    heard, gone, met = threading.Barrier(3), threading.Event(), threading.Barrier(3)
+    heard = threading.Barrier(3)
+    gone = threading.Event()
+    met = threading.Barrier(3)
 
     def fail_or_ask(rank):
         met.wait()
@@ -157,7 +160,8 @@ def test_what_was_heard_outlives_the_store():
             heard.wait()
             rank._answers_ended.set()
             rank._listener.join()
-            rank.store, rank._store_lost = None, True
+            rank.store = None
+            rank._store_lost = True
             gone.set()
             return str, ""
         while not rank._roll_findings:
@@ -174,7 +178,8 @@ def test_what_was_heard_outlives_the_store():
 
 def test_a_rank_hears_while_torch_waits_in_the_store():
     """A rank learns of a failure while torch waits in the store, as gloo does for a failed rank."""
-    waits, told = threading.Event(), threading.Event()
+    waits = threading.Event()
+    told = threading.Event()
 
     def fail_or_ask(rank):
         if rank.launch.rank == 0:

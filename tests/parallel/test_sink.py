@@ -100,7 +100,8 @@ class FakeGPU(str):
 def test_a_frozen_vector_gets_no_gradient_beside_one_that_is_trained():
     """The kernels' backward passes add to sums themselves; a weight may be frozen at any time."""
     x = torch.randn(3, 2, 8, requires_grad=True)
-    weight, bias = weight_of(8), weight_of(8)
+    weight = weight_of(8)
+    bias = weight_of(8)
     (of_weight, _), (of_bias, _) = hang_sink(weight), hang_sink(bias)
     weight.requires_grad_(False)
     norm(x, weight, bias, 1e-5).sum().backward()

@@ -47,7 +47,8 @@ LOCAL = (
 
 def entered(x, context):
     """Return the type of x within a tensor-parallel region."""
-    group, rules = context.tensor, spmd.rules
+    group = context.tensor
+    rules = spmd.rules
     if group.size == 1:
         return x
     if context.sequence_parallel:
@@ -57,7 +58,8 @@ def entered(x, context):
 
 def left(x, context):
     """Return the type of the sum of the ranks' terms x, outside of the region."""
-    group, rules = context.tensor, spmd.rules
+    group = context.tensor
+    rules = spmd.rules
     if group.size == 1:
         return x
     x = rules.reinterpret(x, group.handle, src=spmd.V, dst=spmd.P)
@@ -158,7 +160,8 @@ def test_gradients_are_right_by_type(shape, typed, monkeypatch):
         terms = Terms([plain], config.parallel.sequence_parallel)
         plain.train()(batch, None)
         chunk.train()
-        tp, cp = topology.tensor.handle, topology.context.handle
+        tp = topology.tensor.handle
+        cp = topology.context.handle
         axes = [axis for axis in (tp, cp) if axis is not None]
         monkeypatch.setattr(context_parallel.ContextParallel, "cut", cut_by(cp))
         with spmd.set_current_mesh(axes), typecheck():

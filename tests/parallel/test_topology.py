@@ -81,7 +81,8 @@ def test_worlds_and_data_lines_that_do_not_divide(world, sizes, named):
 def test_context_and_expert_ranks_divide_the_data_line(layout):
     ranks = grid(layout)
     for (p, d, t), number in np.ndenumerate(ranks):
-        topology, line = Topology.from_layout(layout, int(number)), ranks[p, :, t]
+        topology = Topology.from_layout(layout, int(number))
+        line = ranks[p, :, t]
         for group, size in ((topology.context, layout.context), (topology.expert, layout.expert)):
             assert tuple(group.ranks) == tuple(line.reshape(-1, size)[d // size])
             assert group.rank == d % size

@@ -131,7 +131,8 @@ def parameters(cases, mark):
 )
 @pytest.mark.timeout(SETUP_LIMIT_S)  # the first of them runs all that have as many ranks
 def test_a_run_is_that_of_one_process(case):
-    fields, ranks = case[2], runs_of(case)
+    fields = case[2]
+    ranks = runs_of(case)
     if "poison" in fields:
         check_skipped(fields, ranks)
         return

@@ -44,7 +44,9 @@ from tests.parity.cases import (
     train,
 )
 
-WARM_UP, STEPS, MICRO_BATCHES = 2, 4, 4
+WARM_UP = 2
+STEPS = 4
+MICRO_BATCHES = 4
 CAPTURED = dict(cuda_graph_impl="local", cuda_graph_warmup_steps=WARM_UP)
 
 # Masks of each micro-batch and step: those of a recorded one would be others.
@@ -81,7 +83,8 @@ CAMPAIGN = [
 
 def passes(rank, cases):
     """Run each case eagerly and captured; return both, and how often a layer's code ran in each."""
-    calls, forward = [0], TransformerLayer.forward
+    calls = [0]
+    forward = TransformerLayer.forward
 
     def counting(*args, **options):
         calls[0] += 1

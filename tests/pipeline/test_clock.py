@@ -115,7 +115,8 @@ def test_the_link_is_the_pace_where_messages_take_longest():
     pass before it, which ends 1 after that pass's input arrives: one arrives every 6, the last at
     71, and is used for 1 + 1 + 1.
     """
-    free, slow = ((0.0, 0.0),) * 2, ((5.0, 0.0),) * 2
+    free = ((0.0, 0.0),) * 2
+    slow = ((5.0, 0.0),) * 2
     run = run_pipeline(Pipeline("1f1b", 2, 1, 12, even(2, 1.0, 1.0), Boundaries(slow, free)))
     assert run.makespan == 74
     assert run.message_wait[1] == 5 + 3 + 10 * 4
@@ -154,7 +155,8 @@ def pipelines(draw, most=40):
     name, chunks = draw(
         st.sampled_from([("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3)])
     )
-    size, m = draw(st.integers(1, 6)), draw(st.integers(1, most))
+    size = draw(st.integers(1, 6))
+    m = draw(st.integers(1, most))
     return Pipeline(
         name, size, chunks, m, stage_times(draw, size * chunks), message_times(draw, size)
     )

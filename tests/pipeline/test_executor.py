@@ -20,7 +20,8 @@ from tests.helpers.processes import run_processes, run_processes_raw
 from tests.pipeline.test_orders import gpipe
 from tools.show_schedule import peak_activations
 
-WIDTH, ROWS = 6, 3
+WIDTH = 6
+ROWS = 3
 
 
 class DeferrableLinear(torch.autograd.Function):
@@ -55,10 +56,8 @@ class Stage(torch.nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(stage)
         draw = torch.randn(WIDTH + 1, WIDTH, generator=generator, dtype=torch.float64)
-        self.weight, self.bias = (
-            torch.nn.Parameter(draw[:-1].clone()),
-            torch.nn.Parameter(draw[-1].clone()),
-        )
+        self.weight = torch.nn.Parameter(draw[:-1].clone())
+        self.bias = torch.nn.Parameter(draw[-1].clone())
         self.last = stage == stages - 1
         self.queue = queue or WeightGradients()
 
@@ -103,7 +102,8 @@ def gradients(chunks):
 
 
 def make(topology, schedule, chunks, **options):
-    size, rank = topology.pipeline.size, topology.pipeline.rank
+    size = topology.pipeline.size
+    rank = topology.pipeline.rank
     queue = WeightGradients()
     stages = {c * size + rank: Stage(c * size + rank, size * chunks, queue) for c in range(chunks)}
     return Executor(
@@ -135,7 +135,8 @@ CASES = {
 
 
 def every_case(topology):
-    size, results = topology.pipeline.size, []
+    size = topology.pipeline.size
+    results = []
     for name, chunks, count in CASES[size]:
         executor, stages = make(topology, name, chunks)
         batches = micro_batches(count)
@@ -228,7 +229,8 @@ class InWatchedMemory(torch.autograd.Function):
 
 def count_live(topology, name, chunks, count):
     rank = topology.pipeline.rank
-    saved, outputs = Alive(), Alive()
+    saved = Alive()
+    outputs = Alive()
 
     def chunk_of(stage):
         """Return a chunk with one saved tensor per forward pass and no parameter.

@@ -112,9 +112,11 @@ def run(schedule, *, rendezvous):
             return True
         (wires if rank == sender else posted)[sender, receiver].append(name)
         position[rank] += 1
-        wire, buffers = wires[sender, receiver], posted[sender, receiver]
+        wire = wires[sender, receiver]
+        buffers = posted[sender, receiver]
         while wire and buffers:
-            sent, wanted = wire.popleft(), buffers.popleft()
+            sent = wire.popleft()
+            wanted = buffers.popleft()
             assert sent == wanted, f"{wanted} would be filled with the message for {sent}"
             arrived.add(sent)
         return True
@@ -159,7 +161,9 @@ def test_messages_are_the_lower_bound(schedule):
 
 @given(schedules())
 def test_memory_is_bounded(schedule):
-    p, v, m = schedule.pipeline_size, schedule.chunks, schedule.micro_batches
+    p = schedule.pipeline_size
+    v = schedule.chunks
+    m = schedule.micro_batches
     largest_group = group_sizes(p, m)[0]
     for rank in range(p):
         if schedule.forward_only:
@@ -197,11 +201,13 @@ def test_receives_are_posted_while_the_message_is_made(schedule):
     timeline = simulate(schedule, latency=planned_latency(schedule.chunks))
     ends = {span.instruction: span.end for spans in timeline.ranks for span in spans}
     for instructions in schedule:
-        end_before, sent_since = 0.0, False
+        end_before = 0.0
+        sent_since = False
         following = [ends[i] if i.op in COMPUTE else None for i in instructions]
         for position, instruction in enumerate(instructions):
             if instruction.op in COMPUTE:
-                end_before, sent_since = ends[instruction], False
+                end_before = ends[instruction]
+                sent_since = False
             elif instruction.op in SENDS:
                 sent_since = True
             else:

@@ -53,7 +53,10 @@ def seconds_of_all(layout, order, wraps):
     Every message is counted on all links that it may take, each with the bandwidth left by that
     many messages.
     """
-    devices, paths, users, weights = len(order), [], Counter(), Counter()
+    devices = len(order)
+    paths = []
+    users = Counter()
+    weights = Counter()
     for tensor, data in itertools.product(range(layout.tensor), range(layout.data)):
         ranks = layout.ranks("pipeline", layout.rank(tensor=tensor, data=data, pipeline=0))
         receivers = [*ranks[1:], *[ranks[0]] * wraps]
@@ -64,7 +67,8 @@ def seconds_of_all(layout, order, wraps):
                 taken = links_between(node, source, target)
                 weight = 1.0 if FRONTIER.link_gb_per_s(source, target) else 1 / 0.72
             else:
-                out, into = FRONTIER.nic_of_device[source], FRONTIER.nic_of_device[target]
+                out = FRONTIER.nic_of_device[source]
+                into = FRONTIER.nic_of_device[target]
                 taken = {(node, -1, out), (other, -2, into)}
                 taken |= links_between(node, source, 2 * out + 1)
                 taken |= links_between(other, 2 * into + 1, target)
@@ -99,10 +103,8 @@ def test_a_boundary_is_that_of_its_slowest_replica(sizes, order, chunks, devices
     config = made(tensor, pipeline, data, chunks, narrow)
     used = devices if world >= 8 else FRONTIER.local_order[:world]
     placement = place_with(config, FRONTIER, order, used)
-    channels, expected = (
-        Channels(config, FRONTIER, placement),
-        seconds_of_all(placement.layout, used, chunks > 1),
-    )
+    channels = Channels(config, FRONTIER, placement)
+    expected = seconds_of_all(placement.layout, used, chunks > 1)
     for rank in range(pipeline - (chunks == 1)):
         worst = max(
             1e6 * expected[rank, inside] + latency
@@ -124,7 +126,9 @@ def channels_of(config, cluster=FRONTIER):
 def test_latency_of_rings_and_trees():
     """Latency is the time at zero bytes: the start and the steps, as NCCL counts them."""
     channels = channels_of(made(8, 1, 4))  # data-parallel groups: 4 ranks on 4 nodes
-    start, within, between = 10e-6, 3.6e-6, 19.8e-6
+    start = 10e-6
+    within = 3.6e-6
+    between = 19.8e-6
     assert channels.seconds("all_gather", 0) == pytest.approx(start + 7 * within)
     assert channels.seconds("all_reduce", 0) == pytest.approx(start + 14 * within)
     assert channels.seconds("reduce_scatter", 0, "data") == pytest.approx(start + 3 * between)
@@ -155,9 +159,11 @@ def measured(name, *rows):
 
 
 def test_measured_collectives_come_before_links():
-    near, far = (1.0, 4.0, 1.0), (1.0, 4.0, 4.0)
+    near = (1.0, 4.0, 1.0)
+    far = (1.0, 4.0, 4.0)
     rows = ((*near, 1e3, 1e-5), (*near, 1e6, 1e-3), (2.0, 4.0, 1.0, 1e6, 5.0), (*far, 1e6, 7.0))
-    cluster, config = measured("collectives.all_gather", *rows), made(4, 2, 1)
+    cluster = measured("collectives.all_gather", *rows)
+    config = made(4, 2, 1)
     naive = naive_placement(config, FRONTIER)
     channels, plain = (Channels(config, machine, naive) for machine in (cluster, FRONTIER))
     assert channels.seconds("all_gather", 10) == channels.seconds("all_gather", 1e3) == 1e-5

@@ -26,7 +26,8 @@ def figures(draw):
         points = ((draw(least),),)
     else:
         points = tuple(draw(st.lists(st.tuples(*[numbers] * width), min_size=1, max_size=4)))
-    low, high = draw(st.floats(0.01, 1.0)), draw(st.floats(1.0, 100.0))
+    low = draw(st.floats(0.01, 1.0))
+    high = draw(st.floats(1.0, 100.0))
     return Figure(name, points, draw(st.sampled_from(BASES)), draw(texts), low, high)
 
 

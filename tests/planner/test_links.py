@@ -76,7 +76,8 @@ def test_groups_without_links_of_their_own_take_detours():
 
 def test_a_machine_without_published_figures(tmp_path):
     text = (CLUSTERS / "frontier.toml").read_text()
-    start, end = text.index("[collectives]"), text.index("[bands]")
+    start = text.index("[collectives]")
+    end = text.index("[bands]")
     path = tmp_path / "machine.toml"
     path.write_text(text[:start] + text[end:])
     links = NodeLinks(load_cluster(path))

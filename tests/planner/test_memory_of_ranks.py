@@ -49,7 +49,8 @@ def test_recomputation_keeps_inputs():
         return float(chunk(1, flags).retained.sum())
 
     inputs = 512 * 64 * 2  # [s, b, h] in bf16
-    plain, full = kept_bytes(), "--recompute-granularity full"
+    plain = kept_bytes()
+    full = "--recompute-granularity full"
     for flags, expected in (
         ("", 4 * inputs),
         ("--recompute-num-layers 4", inputs),
@@ -68,8 +69,12 @@ def test_zero_3_holds_parts_and_two_layers():
     sizes = "--num-layers 8 --hidden-size 128 --zero-stage 3 --zero-reduce-bucket-size 1"
     config = small(dp=4, flags=f"{sizes} --untie-embeddings-and-output-weights")
     (rank,) = memory_of_ranks(config)
-    n, h, layers = parameters_of_rank(config, 0), 128, 8
-    vectors, largest, table = layers * 13 * h + 2 * h, 4 * h * h, 1000 * h
+    n = parameters_of_rank(config, 0)
+    h = 128
+    layers = 8
+    vectors = layers * 13 * h + 2 * h
+    largest = 4 * h * h
+    table = 1000 * h
     assert rank.master + rank.moments == 3 * n
     weights = rank.weights - (2 * (n - vectors) / 4 + 2 * vectors)
     gradients = rank.gradients - n

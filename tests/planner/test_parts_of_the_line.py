@@ -53,7 +53,9 @@ def test_all_to_alls_by_hand():
     """
     config = made(f"{EXPERTS} --expert-model-parallel-size 2")
     pair = channels_of(config)
-    start, within, between = 10e-6, 3.6e-6, 19.8e-6
+    start = 10e-6
+    within = 3.6e-6
+    between = 19.8e-6
     assert pair.seconds("all_to_all", 1e9, "expert") == pytest.approx(start + within + 0.5 / 129)
     both = channels_of(made(f"{EXPERTS} --num-experts 16 --expert-model-parallel-size 16"))
     sent = 1e9 * 15 / 16
@@ -153,7 +155,8 @@ def test_the_shared_expert_is_computed_while_tokens_are_under_way(each):
     config = made(EXPERTS, ranks, shared)
     layer = trace(config, "cuda").layer
     for run, shared in ((layer.forward, 2), (layer.backward, 4)):
-        beside, under_way = [], {}
+        beside = []
+        under_way = {}
         for step in run.steps:
             if isinstance(step, Post) and step.message.group in ("expert", "expert_between"):
                 under_way[step.number] = 0

@@ -113,7 +113,8 @@ def test_published_products_that_the_points_of_a_dgx_do_not_have(m, n, k, publis
 def test_a_longer_side_takes_longer_at_a_higher_rate(machine, dtype, sides, longer, more):
     rates = DeviceRates(load_cluster(machine), dtype)
     grown = tuple(side + more * (i == longer) for i, side in enumerate(sides))
-    a, b = rates.product_s(*sides), rates.product_s(*grown)
+    a = rates.product_s(*sides)
+    b = rates.product_s(*grown)
     assert b >= a * (1 - 1e-12)
     assert tflops(rates, *grown) >= tflops(rates, *sides) * (1 - 1e-12)
     assert all(
@@ -154,7 +155,8 @@ def test_a_point_speaks_for_its_neighbours_only():
     line = ((1024.0, 1024.0, 1024.0, 80.0), (4096.0, 4096.0, 4096.0, 100.0))
     skinny = (32768.0, 683.0, 683.0, 45.0)
     assert size_of(*skinny[:3]) == pytest.approx(1014, rel=0.02)
-    plain, rates = with_products(line), with_products((*line, skinny))
+    plain = with_products(line)
+    rates = with_products((*line, skinny))
     expected = plain.product_s(32000, 690, 690)
     assert rates.product_s(32000, 690, 690) > 1.6 * expected
     assert rates.product_s(4000, 4000, 4000) == pytest.approx(

@@ -11,7 +11,10 @@ from megatron.planner.events import GroupMessage
 from megatron.planner.placement import step_messages
 from tests.planner.layouts import planned
 
-H, S, L, V = 64, 32, 8, 128
+H = 64
+S = 32
+L = 8
+V = 128
 FIELDS = (
     f"--num-layers {L} --hidden-size {H} --num-attention-heads 4 --seq-length {S} --vocab-size {V} "
     "--make-vocab-size-divisible-by 8 --micro-batch-size 2 --bf16"

@@ -33,7 +33,9 @@ def test_flops_are_those_of_the_formulas(config, device):
     stages = stages_of(config)
     if config.kernels.attention_backend == "unfused":
         return  # counted below
-    model, recompute, batch = sized_model(config), config.recompute, config.batch.global_batch_size
+    model = sized_model(config)
+    recompute = config.recompute
+    batch = config.batch.global_batch_size
     tensor_size = config.parallel.tensor_model_parallel_size
     # each of fewer key and value heads than ranks is computed on several
     groups = max(model.num_key_value_heads, tensor_size)
@@ -106,7 +108,8 @@ def test_explicit_attention_is_recomputed_as_far_as_its_weights():
     """torch stops before the product with the values, whose result no gradient needs."""
     flags = "--recompute-granularity selective --tensor-model-parallel-size 2"
     config = run("--attention-backend unfused", flags)
-    backward, model = trace(config, "cuda").layer.backward, config.model
+    backward = trace(config, "cuda").layer.backward
+    model = config.model
     assert (
         backward.flops(recompute=True)
         == formulas.attention_score_flops(model) * model.seq_length / 2 / 2
@@ -177,7 +180,8 @@ def test_a_layer_keeps_what_korthikanti_et_al_count(t, sequence, count):
     """
     sizes = f"--hidden-size 1024 --tensor-model-parallel-size {t}"
     config = run("--hidden-dropout 0 --attention-dropout 0", sizes, sequence)
-    layer, tokens = trace(config, "cuda").layer, 512
+    layer = trace(config, "cuda").layer
+    tokens = 512
     assert sum(kept(layer.forward).values()) == pytest.approx(count * tokens * 1024, rel=0.01)
 
 
@@ -255,7 +259,8 @@ def test_a_file_has_the_whole_trace_and_a_broken_one_none(tmp_path, monkeypatch)
         return found
 
     try:
-        made, read = fresh(), fresh()
+        made = fresh()
+        read = fresh()
         files = sorted(tmp_path.rglob("*.json"))
         assert len(files) == 4 and plain_of(made) == plain_of(read)
         assert any(isinstance(step, Recomputed) for step in read.backward.steps)

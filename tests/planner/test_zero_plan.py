@@ -107,11 +107,13 @@ CALLS = {"reduce_scatter", "all_gather", "all_reduce"}
 
 def instructions(config, plan, rank):
     """Yield what a rank does in a step, in the order of its schedule's passes."""
-    size, chunks = config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
+    size = config.parallel.pipeline_model_parallel_size
+    chunks = config.parallel.num_chunks
     rows = passes_of_rank(config.schedule, size, chunks, config.num_micro_batches(), rank)
     passes = [(PipelineOp(op), stage) for op, stage, _ in rows.tolist()]
     left = Counter(stage for op, stage in passes if op is PipelineOp.FORWARD)
-    sums, gathered = Reductions(plan), set()
+    sums = Reductions(plan)
+    gathered = set()
     for op, stage in passes:
         if op is PipelineOp.FORWARD:
             steps = plan.forward(stage)
@@ -133,8 +135,10 @@ def instructions(config, plan, rank):
 
 def recorded(config, rank, monkeypatch):
     """Return what a rank of a dry run posts in its second step, by group."""
-    found, of_steps = [], []
-    step, enter = Engine.step, FlightRecorder.enter
+    found = []
+    of_steps = []
+    step = Engine.step
+    enter = FlightRecorder.enter
 
     def steps(self, *args):
         result = step(self, *args)

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PROVED, FAILED, NOT_PROVED = "proved", "FAILED", "NOT PROVED"
+PROVED = "proved"
+FAILED = "FAILED"
+NOT_PROVED = "NOT PROVED"
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ _SELECTED = {"hypothesis": "-m hypothesis --hypothesis-profile prove -o timeout=
 
 def run(name, extra):
     """Run a campaign; return (verdict, figures)."""
-    campaign, start = CAMPAIGNS[name], time.monotonic()
+    campaign = CAMPAIGNS[name]
+    start = time.monotonic()
     found = []
     if campaign.workers is not None:
         selected = _SELECTED.get(name, f"--campaign={name}").split()
@@ -202,7 +205,8 @@ def main():
     names = options.names or list(CAMPAIGNS)
     minutes = sum(CAMPAIGNS[name].minutes for name in names)
     print(f"prove: {len(names)} campaign(s), about {minutes:.0f} minutes", flush=True)
-    lines, verdicts = [], set()
+    lines = []
+    verdicts = set()
     for name in names:
         print(
             f"prove: {name}: {CAMPAIGNS[name].what}: about {CAMPAIGNS[name].minutes:.0f} minutes",

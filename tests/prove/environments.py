@@ -112,7 +112,9 @@ def prepare(environment, cache):
     Raises Unavailable or Impossible.
     """
     folder = cache / environment.name
-    python, tree, mark = folder / "venv/bin/python", folder / "tree", folder / "made_of.json"
+    python = folder / "venv/bin/python"
+    tree = folder / "tree"
+    mark = folder / "made_of.json"
     base = interpreter(environment.python)
     read = Path(environment.constraints).read_text() if environment.constraints else ""
     made_of = json.dumps([base, {**asdict(environment), "constraints": read}], indent=1)

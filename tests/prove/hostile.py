@@ -49,7 +49,10 @@ from tests.helpers.launching import ROOT, Script
 from tests.helpers.processes import fork_context, free_port, rank_environment
 from tests.prove import hostile_files
 
-LIMIT_S, FILE_BYTES, PROCESSES, LARGEST = 30.0, 1 << 28, 64, 1 << 22
+LIMIT_S = 30.0
+FILE_BYTES = 1 << 28
+PROCESSES = 64
+LARGEST = 1 << 22
 KINDS = "files files flags nodes files runs files flags files flags files environ".split()
 """The order in which they come, again and again."""
 SMALL = f"{hostile_files.SMALL} --distributed-timeout-minutes 0.1"
@@ -318,12 +321,14 @@ def changed(script, words, chance, sane=False):
 
     `sane`: use plausible values.
     """
-    words, own = list(words), flags_of(script)
+    words = list(words)
+    own = flags_of(script)
     # Without them it starts real trials.
     kept = [word for word in words if word in ("--dry-run", "--report-only")]
     passes_on = not own or "--preset" in words or "--num-layers" in words
     for _ in range(chance.randint(1, 3)):
-        what, at = chance.random(), chance.randrange(len(words))
+        what = chance.random()
+        at = chance.randrange(len(words))
         if what < 0.1 and not sane:
             del words[at:]
         elif what < 0.25 and not sane:
@@ -374,7 +379,8 @@ class Bench:
         """
         self._lay_out(case.made)
         done = case.damage(self.folder) if case.damage is not None else ""
-        note, outcomes = self.root / "note", []
+        note = self.root / "note"
+        outcomes = []
         places = case.folders or [""] * len(case.words)
         note.unlink(missing_ok=True)
         with ExitStack() as stack:
@@ -503,7 +509,8 @@ def is_small(config):
 
     Larger models may be valid and are not run.
     """
-    model, h = config.model, config.model.hidden_size
+    model = config.model
+    h = config.model.hidden_size
     wide = max(h, model.ffn_hidden_size or 0) * h
     rows = (model.vocab_size or 0) + (model.max_position_embeddings or 0)
     elements = model.num_layers * 12 * wide + h * rows

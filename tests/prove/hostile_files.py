@@ -468,7 +468,8 @@ def damage(folder, chance):
         ]
         if not files:
             break
-        path, draw = chance.choice(files), chance.random()
+        path = chance.choice(files)
+        draw = chance.random()
         if draw < 0.2:
             what = chance.choice((*_SPECIAL, "gone", "large"))
             special(path, what)
@@ -496,7 +497,8 @@ def damage(folder, chance):
             in_torch(path, chance)
         elif draw < 0.65 and (pattern := _pattern(path)):
             what = "another content"
-            change, content = chance.choice(CONTENTS[pattern]), path.read_bytes()
+            change = chance.choice(CONTENTS[pattern])
+            content = path.read_bytes()
             path.write_bytes(content + change if isinstance(change, bytes) else change(content))
         else:
             content = path.read_bytes()
@@ -559,10 +561,13 @@ def _is_json(content):
 def in_bytes(content, chance):
     if not content:
         return chance.randbytes(100)
-    at, length, way = chance.randrange(len(content)), chance.randint(1, 40), chance.randrange(6)
+    at = chance.randrange(len(content))
+    length = chance.randint(1, 40)
+    way = chance.randrange(6)
     # Half of all places are in the first hundred bytes, where headers are.
     at = at if chance.random() < 0.5 else at % 100
-    before, after = content[:at], content[at:]
+    before = content[:at]
+    after = content[at:]
     if way == 0:
         return before
     if way == 1:
@@ -571,7 +576,8 @@ def in_bytes(content, chance):
         return before + chance.randbytes(length) + after
     if way == 3:
         return before + bytes(min(length, len(after))) + after[length:]
-    number, form = chance.choice(_INTEGERS), chance.choice("iqq")
+    number = chance.choice(_INTEGERS)
+    form = chance.choice("iqq")
     at -= at % 4 if chance.random() < 0.5 else 0
     size = struct.calcsize(form)
     new = (number & ((1 << 8 * size) - 1)).to_bytes(size, "little")
@@ -580,7 +586,8 @@ def in_bytes(content, chance):
 
 def in_text(content, chance):
     """Replace, double or drop a word, a number, a string or a line."""
-    text, way = content.decode("utf-8", "surrogateescape"), chance.randrange(6)
+    text = content.decode("utf-8", "surrogateescape")
+    way = chance.randrange(6)
     if way < 4:
         tokens = list(re.finditer(r'"[^"\n]*"|[\w.+-]+|[\[\]{}=:,]', text))
         if tokens:

@@ -126,7 +126,8 @@ def outdated(fault, root=ROOT):
     if fault.topics:
         position = simulated_position(fault, root)
         return "" if position >= 0 else f"{fault.file} has no {fault.old!r} after {fault.after!r}"
-    lines, anywhere = text.count("\n" + fault.old), text.count(fault.old)
+    lines = text.count("\n" + fault.old)
+    anywhere = text.count(fault.old)
     if lines != 1 or anywhere != 1:
         return f"its text is {lines} times whole lines of {fault.file}, {anywhere} times in it"
     return ""

@@ -56,7 +56,8 @@ def test_a_signal_and_a_traceback_are_failures_and_a_refusal_is_none():
 
 
 def test_processes_with_other_files_that_end_well_are_a_failure(tmp_path):
-    bench, script = Bench(tmp_path), tmp_path / "planted.py"
+    bench = Bench(tmp_path)
+    script = tmp_path / "planted.py"
     script.write_text("import os, sys; sys.exit(2 if os.path.exists('file') else 0)")
 
     def plant(folder):

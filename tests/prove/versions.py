@@ -50,7 +50,8 @@ LIMIT_S = 3600
 LOSSES = 2e-5
 LOGITS = 1e-5
 
-ITERATIONS, SAVED = 24, 12
+ITERATIONS = 24
+SAVED = 12
 TOKENIZER = "--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model words.model"
 PREPARATION = (
     "python tools/train_tokenizer.py --input text.jsonl --output words.model --vocab-size 512",
@@ -262,9 +263,11 @@ def attempt(part, action):
         note = action()
         verdict = NOT_PROVED if re.search(r"\d skipped", note) else PROVED
     except Unavailable as error:
-        verdict, note = NOT_PROVED, str(error)
+        verdict = NOT_PROVED
+        note = str(error)
     except (Failed, Impossible, subprocess.TimeoutExpired) as error:
-        verdict, note = FAILED, str(error)
+        verdict = FAILED
+        note = str(error)
     print(f"{part}: {verdict}: {note}", flush=True)
     return verdict
 

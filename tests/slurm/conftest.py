@@ -9,6 +9,7 @@ from benchmarks.faults.testbed import Testbed, missing
 def testbed(request):
     if reason := missing():
         pytest.skip(f"the Slurm testbed lacks {reason}")
-    nodes, paper_nodes = request.module.NODES, getattr(request.module, "PAPER_NODES", 0)
+    nodes = request.module.NODES
+    paper_nodes = getattr(request.module, "PAPER_NODES", 0)
     with Testbed(nodes=nodes, paper_nodes=paper_nodes) as started:
         yield started

@@ -8,7 +8,8 @@ from tests.slurm.site import CAMPAIGN, FRONTIER
 
 pytestmark = CAMPAIGN
 
-NODES, PAPER_NODES = 0, 9472
+NODES = 0
+PAPER_NODES = 9472
 RANGES = "batch-2h,batch-6h,batch-12h"
 """The three ranges of nodes of Frontier's batch partition, each with its longest time. A job may
 name several partitions; with EnforcePartLimits=ANY it is refused where none of them would take

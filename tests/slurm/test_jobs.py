@@ -95,7 +95,8 @@ srun -n 2 -N 2 --relative=1 "${{python[@]}}"
 def test_all_ranks_meet_on_the_node_of_rank_0(testbed, tmp_path):
     for name, text in (("place.py", PLACE), ("job.sh", STEPS)):
         (tmp_path / name).write_text(text)
-    log, words = tmp_path / "log", [tmp_path / "job.sh", tmp_path / "place.py"]
+    log = tmp_path / "log"
+    words = [tmp_path / "job.sh", tmp_path / "place.py"]
     job = testbed.sbatch("-N", "3", "-n", "6", f"--output={log}", *words)
     assert testbed.wait_for_state(job, *ENDED, log=log) == "COMPLETED", log.read_text()
     places = re.findall(r"rank (\d) on (\S+) meets at (\S+)", log.read_text())

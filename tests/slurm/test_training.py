@@ -177,7 +177,8 @@ def test_time_limit_and_lost_node(testbed, tmp_path):
         *range(1, at_loss + 1),
         *range(third + 1, found[-1][0] + 1),
     ]
-    last, folder = found[-1][0], tmp_path / "undisturbed"
+    last = found[-1][0]
+    folder = tmp_path / "undisturbed"
     flags = ["--preset", "tiny", "--distributed-backend", "gloo", *FOUR, "--save", str(folder)]
     assert run_processes(4, _train, [*flags, "--exit-interval", str(last)]) == [0] * 4
     assert history.differing(found, dict(history.steps(folder))) == []

@@ -46,7 +46,8 @@ nodes = "2"
 iterations = 3
 warm_up = 1
 """
-HANGS, TOO_BIG = "pp=1,mbs=3", f"pp=1,mbs={LARGEST}"
+HANGS = "pp=1,mbs=3"
+TOO_BIG = f"pp=1,mbs={LARGEST}"
 _LIMIT = f"ulimit -d {LIMIT_KIB}"
 # Stops itself after the first step, in every rank, so that no other can report it. It has more
 # steps, so that it does not end before.
@@ -231,7 +232,8 @@ def test_a_node_dies_and_the_search_goes_on_without_it(testbed, tmp_path, mended
     testbed.control("lose-node", "node03")
     go.touch()
     assert job.wait() == "COMPLETED", job.text()
-    trials, text = left_behind(testbed, tmp_path), job.text()
+    trials = left_behind(testbed, tmp_path)
+    text = job.text()
     assert "node03 does not respond and is left out from now on; 3 of 4 node(s) remain" in text
     assert [*trials] == [1, 2] and restarted(tmp_path) == {2}, "one was run again"
     hosts = set(trials[2][0]["hosts"])

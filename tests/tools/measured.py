@@ -3,7 +3,8 @@
 import json
 
 SIZES = {"22b": (48, 6144, 48), "175b": (96, 12288, 96), "1t": (128, 25600, 128)}
-SEQUENCE, VOCABULARY = 2048, 51200
+SEQUENCE = 2048
+VOCABULARY = 51200
 
 
 def paper_flops(model, batch, k=4):
@@ -58,8 +59,10 @@ def records(
 
     `skipped` are numbers of skipped iterations.
     """
-    world, batch = config["world_size"], config["global_batch_size"]
-    layers, hidden = config["num_layers"], config["hidden_size"]
+    world = config["world_size"]
+    batch = config["global_batch_size"]
+    layers = config["num_layers"]
+    hidden = config["hidden_size"]
     flops_per_sample = flops_of(layers, hidden, 1)
     layout = {
         "world": world,
@@ -80,7 +83,8 @@ def records(
     consumed = 0
     for number, step_s in enumerate(times, first + 1):
         size = batches[number - first - 1] if batches else batch
-        clock, consumed = clock + step_s, consumed + size
+        clock = clock + step_s
+        consumed = consumed + size
         rate = size / step_s
         found.append(
             {

@@ -71,7 +71,8 @@ CASES = {
 )
 def test_the_run_finds_all_and_needs_all(tmp_path, data, capsys, monkeypatch, case, workers):
     flags = [*FLAGS, *ITERATIONS * (case != "samples"), *CASES[case].format(**data).split()]
-    cache, reference = tmp_path / "cache", tmp_path / "reference"
+    cache = tmp_path / "cache"
+    reference = tmp_path / "reference"
     arguments = [*flags, "--data-cache-path", str(cache), "--world-size", "2", "--workers", workers]
     assert build_index.main(arguments) == 0, capsys.readouterr().err
     run_reads([*flags, "--data-cache-path", str(reference)], 2)

@@ -87,7 +87,8 @@ def test_loss_is_that_of_each_token_in_its_window(folder, tmp_path, processes, w
     loss = expected(S, stride)
     assert result["loss"] == pytest.approx(loss, rel=1e-5)
     assert result["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
-    number, size = sum(map(len, DOCUMENTS)) + len(DOCUMENTS) - 1, sum(map(len, TEXTS))
+    number = sum(map(len, DOCUMENTS)) + len(DOCUMENTS) - 1
+    size = sum(map(len, TEXTS))
     assert (result["tokens"], result["bytes"], result["iteration"]) == (number, size, 7)
     assert result["bits_per_byte"] == pytest.approx(loss * number / math.log(2) / size, rel=1e-5)
 

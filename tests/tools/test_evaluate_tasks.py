@@ -70,7 +70,8 @@ def expected():
     tokens = 0
     for line in CHOICES:
         found = [log_likelihoods(line["context"], choice) for choice in line["choices"]]
-        sums, sizes = np.array([f[0] for f in found]), np.array([f[2] for f in found])
+        sums = np.array([f[0] for f in found])
+        sizes = np.array([f[2] for f in found])
         tokens += sizes.sum()
         lengths = np.array([len(choice) for choice in line["choices"]])
         for i, values in enumerate((sums, sums / lengths, sums / sizes)):
@@ -78,7 +79,8 @@ def expected():
     shares = right / len(CHOICES)
     assert len(set(shares.tolist())) > 1, "the three likelihoods differ"
     found = [log_likelihoods(line["context"], line["ending"]) for line in ENDINGS]
-    sums, sizes = np.array([f[0] for f in found]), np.array([f[2] for f in found])
+    sums = np.array([f[0] for f in found])
+    sizes = np.array([f[2] for f in found])
     greedy = np.mean([f[1] for f in found])
     assert 0.4 < greedy < 0.9
     names = ("accuracy", "accuracy_bytes", "accuracy_tokens")
@@ -134,7 +136,8 @@ def read(path, tokenizer, *lines):
 
 
 def test_files_that_are_no_task_are_refused(tmp_path):
-    tokenizer, path = build_tokenizer("NullTokenizer", vocab_size=9), tmp_path / "a.jsonl"
+    tokenizer = build_tokenizer("NullTokenizer", vocab_size=9)
+    path = tmp_path / "a.jsonl"
     right = {"context": "1 ", "choices": ["2", "3 4"], "answer": 1}
     task = read(path, tokenizer, right)
     assert (task.name, task.answers, task.lengths) == ("a", (1,), (1, 3))

@@ -55,7 +55,8 @@ PROMPTS = [
 
 def test_a_file_of_prompts_gives_a_file_of_texts(run, tmp_path):
     """The texts are those of megatron.generate with the same seeds, on any layout and batch."""
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    prompts = tmp_path / "prompts.jsonl"
+    out = tmp_path / "texts.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     words = "--load", run, "--prompts", prompts, "--json-key", "q", "--tokens", 9, "--seed", 5
 
@@ -87,7 +88,8 @@ def test_a_file_of_prompts_gives_a_file_of_texts(run, tmp_path):
 
 
 def test_a_bad_prompt_ends_the_job_before_the_first_text(run, tmp_path):
-    prompts, out = tmp_path / "prompts.txt", tmp_path / "texts.jsonl"
+    prompts = tmp_path / "prompts.txt"
+    out = tmp_path / "texts.jsonl"
     words = "--load", run, "--prompts", prompts, "--output", out, "--batch-size", 1, "--tokens", 4
     long = " ".join(map(str, range(40)))
     for text, place in ((f"5\n{long}\n", "40"), ("5\n\n7\n", "txt:2")):

@@ -83,7 +83,8 @@ def test_norms(tmp_path, run):
 
 
 def test_verification(tmp_path, run):
-    old, folder = make(tmp_path, 50, VALUES), make(tmp_path, 100, VALUES)
+    old = make(tmp_path, 50, VALUES)
+    folder = make(tmp_path, 100, VALUES)
     assert run(tmp_path, "--verify")[0] == 0
     damage(folder / "__0_0.distcp")
     for arguments in ((tmp_path,), (folder,), (tmp_path, "--tag", "100")):

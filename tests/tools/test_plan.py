@@ -131,7 +131,8 @@ def test_bounds_and_the_formula_of_the_paper_are_options(capsys):
         ]
         return {table[0][1]: dict(zip(*table, strict=True)) for table in split}
 
-    plain, full = cells(), cells("--bounds", "--paper-flops")
+    plain = cells()
+    full = cells("--bounds", "--paper-flops")
     assert len(full) == len(plain) + 1 and {*full["TP"]} - {*plain["TP"]} == {"TFLOP/s (paper)"}
     vocabulary, seconds = 50432, float(full["TP"]["s/step"])  # padded to a multiple of 2 x 128
     terms = 1 + 2048 / (6 * 2048) + vocabulary / (16 * 4 * 2048)

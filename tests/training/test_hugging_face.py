@@ -29,11 +29,13 @@ def source(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_train_on(source, tmp_path):
-    trained, layout = tmp_path / "trained", "--tensor-model-parallel-size 2".split()
+    trained = tmp_path / "trained"
+    layout = "--tensor-model-parallel-size 2".split()
     words = ["--load", f"hf:{source}", *FLAGS, *layout, "--pipeline-model-parallel-size", "2"]
     for outcome in launch(4, [*words, "--train-iters", "2", "--save-hf", str(trained)]):
         assert outcome.code == 0, outcome
-    before, after = tensors(source), tensors(trained)
+    before = tensors(source)
+    after = tensors(trained)
     assert before.keys() == after.keys()
     assert all(value.shape == after[name].shape for name, value in before.items())
     matrices = {name: value for name, value in before.items() if value.dim() > 1}

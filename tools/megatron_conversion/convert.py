@@ -138,7 +138,8 @@ def plan_conversion(source: Source, chosen: Mapping[str, Any]) -> Plan:
     with laid_out(source.folder):
         settings = settings_of(source.arguments)
         config, notes = configure(_completed(settings, source, chosen), chosen)
-        model, vocab_size = config.model, config.model.vocab_size
+        model = config.model
+        vocab_size = config.model.vocab_size
         assert vocab_size is not None, "configure requires it"
         layers = {name.split(".")[1] for name in source.parts if name.startswith("layers.")}
         if model.num_layers > len(layers):

@@ -76,7 +76,8 @@ def read_deepspeed(
             layer_files.setdefault(int(match[1]), {})[int(match[2] or 0)] = path
     states = {rank: load_file(model_files[rank], plain) for rank in sorted(model_files)}
     first = next(iter(states.values()))
-    arguments, count = attributes(first.get("args")), len(states)
+    arguments = attributes(first.get("args"))
+    count = len(states)
     written = attributes(first.get("checkpoint_parallel_dimensions"))
     tensor = arguments.get("tensor_model_parallel_size") or arguments.get("model_parallel_size")
     if tensor is None and layer_files:
@@ -245,7 +246,8 @@ def shards_in(folder: Path) -> dict[int, dict[int, Path]]:
     found: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.iterdir()):
         if match := _SHARD.match(path.name):
-            data, model = int(match[1]), int(match[2])
+            data = int(match[1])
+            model = int(match[2])
             other = found.setdefault(model, {}).setdefault(data, path)
             if other != path:
                 raise CheckpointError(
@@ -402,7 +404,8 @@ def _laid(pieces: Sequence[_Pieces], param_shapes: Any) -> dict[str, list[_Stret
         for name, shape in shapes.items():
             stop = start + math.prod(shape)
             for data, piece in enumerate(pieces):
-                low, high = max(start, bounds[data]), min(stop, bounds[data + 1])
+                low = max(start, bounds[data])
+                high = min(stop, bounds[data + 1])
                 if low < high:
                     found.setdefault(name, []).append(
                         _Stretch(data, piece[group], low - bounds[data], high - low)

@@ -187,7 +187,8 @@ def _masters(
     """Yield the fp32 shards of this process's share of the parameters, each valid until the next
     but one.
     """
-    family, read = FAMILIES[incoming.kind], SafetensorsReader(incoming.folder, incoming.places)
+    family = FAMILIES[incoming.kind]
+    read = SafetensorsReader(incoming.folder, incoming.places)
     mine = list(incoming.shapes)[topology.rank :: topology.world.size]
     # One buffer is written while the other is filled. New memory would take longer.
     buffers = [torch.empty(0), torch.empty(0)]
@@ -195,7 +196,8 @@ def _masters(
         shape = incoming.shapes[name]
         matrix = matrix_of(family, incoming.config.model, name, shape)
         for first, rows in rows_of_shards(shape):
-            sizes, offset = (rows, *shape[1:]), (first, *(0 for _ in shape[1:]))
+            sizes = (rows, *shape[1:])
+            offset = (first, *(0 for _ in shape[1:]))
             buffers.reverse()
             if buffers[0].numel() < math.prod(sizes):
                 buffers[0] = torch.empty(math.prod(sizes))

@@ -102,7 +102,8 @@ def _chunks(models: Sequence[Models]) -> list[tuple[int, int, dict[str, str]]]:
         raise CheckpointError(
             "pipeline ranks have different numbers of virtual stages: files of several runs?"
         )
-    found, first = [], 0
+    found = []
+    first = 0
     for chunk in range(len(models[0])):
         for p, chunks in enumerate(models):
             found.append(
@@ -158,7 +159,8 @@ def _optimizer(state: Mapping[str, Any], models: Models) -> tuple[State, int]:
         raise _Unusable(
             "its optimizer's state is not in this file (--use-distributed-optimizer) or not Adam's"
         )
-    moments, groups = base["state"], base["param_groups"]
+    moments = base["state"]
+    groups = base["param_groups"]
     masters = held.get("fp32_from_fp16_params")
     # The head's weight is a separate parameter only if the first embedding is on another rank.
     embedding = any(

@@ -15,11 +15,10 @@ import torch
 
 from megatron.errors import CheckpointError
 
-WORD_EMBEDDINGS, POSITION_EMBEDDINGS = (
-    "embedding.word_embeddings.weight",
-    "embedding.position_embeddings.weight",
-)
-OUTPUT_LAYER, FINAL_NORM = "output_layer.weight", "final_layernorm"
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+FINAL_NORM = "final_layernorm"
 
 # Entries that are not parameters: buffers, and the last stage's copy of a tied embedding.
 _IGNORED = re.compile(

@@ -207,7 +207,8 @@ def check_ranks(
     most = len(there) + 1  # enough to miss one, whatever sizes a file claims
     expected = {(t, p) for p in range(min(pipeline, most)) for t in range(min(tensor, most))}
     if expected != there:
-        missing, more = sorted(expected - there), sorted(there - expected)
+        missing = sorted(expected - there)
+        more = sorted(there - expected)
         raise CheckpointError(
             f"{folder} was written with tensor-parallel size {tensor} and pipeline-parallel size "
             f"{pipeline}, but {file_of(*(missing or more)[0])} is "
@@ -294,7 +295,8 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
         found["rope_scaling"] = "llama3"
         found["rope_scaling_factor"] = arguments.get("rope_scaling_factor")
     elif stretched not in (None, 1):
-        found["rope_scaling"], found["rope_scaling_factor"] = "linear", stretched
+        found["rope_scaling"] = "linear"
+        found["rope_scaling_factor"] = stretched
     found["position_embedding_type"] = positions
     if arguments.get("group_query_attention") is not False:
         found["num_key_value_heads"] = arguments.get("num_key_value_heads") or arguments.get(

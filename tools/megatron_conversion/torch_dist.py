@@ -30,13 +30,15 @@ from megatron_conversion.names import ours
 from megatron_conversion.source import MOMENTS, Part, Source, source_of
 from megatron_conversion.unpickle import Record, attributes, load_file
 
-COMMON, BACKENDS = "common.pt", "metadata.json"
+COMMON = "common.pt"
+BACKENDS = "metadata.json"
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.")
 _OTHER_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 _STACKED = re.compile(r"^((?:module\.)?decoder\.layers\.)(?!\d+\.)(.+)$")
 _HALF = re.compile(r"(?<=\.linear_fc1\.)(weight|bias)_([wv])$")
 _LAYERS_LIMIT = 1 << 12
-_JSON_LIMIT_BYTES, _METADATA_LIMIT_BYTES = 1 << 20, 1 << 30
+_JSON_LIMIT_BYTES = 1 << 20
+_METADATA_LIMIT_BYTES = 1 << 30
 
 
 class _Place(NamedTuple):
@@ -157,7 +159,8 @@ def _places(
     for key in keys:
         whole = re.sub(prefix, "", key)
         half = _HALF.search(whole)
-        name, part = _HALF.sub(r"\1", whole), half[2] if half else ""
+        name = _HALF.sub(r"\1", whole)
+        part = half[2] if half else ""
         names: dict[str, int | None] = {name: None}
         if stacked := _STACKED.match(name):
             layers = listed[key]["shape"][0]
@@ -240,7 +243,8 @@ def _listed(path: Path) -> dict[str, Any]:
         entries: dict[str, Any] = {}
         sizes: dict[tuple[Any, Any], Any] = {}
         for name, tensor in tensors.items():
-            dtype, chunks = attributes(tensor["properties"])["dtype"], tensor["chunks"]
+            dtype = attributes(tensor["properties"])["dtype"]
+            chunks = tensor["chunks"]
             entries[name] = {"shape": tensor["size"], "dtype": dtype, "boxes": []}
             for chunk in map(attributes, chunks):
                 sizes[name, chunk["offsets"]] = chunk["sizes"]

@@ -35,7 +35,9 @@ class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         super().__init__()
         if model.tokenizer is None:
             raise ConfigError("the tasks are texts, and the checkpoint has no tokenizer")
-        self._model, self._text, self._size = model, model.tokenizer, micro_batch_size
+        self._model = model
+        self._text = model.tokenizer
+        self._size = micro_batch_size
         self.max_length = context_of(model.config)
 
     @property
@@ -78,10 +80,12 @@ class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        parts, owners = list[tuple[None, list[int], list[int]]](), list[int]()
+        parts = list[tuple[None, list[int], list[int]]]()
+        owners = list[int]()
         for number, request in enumerate(requests):
             # The windows put the prefix token first, so that it comes once.
-            ids, prefix = self.tok_encode(request.args[0], False), self.prefix_token_id
+            ids = self.tok_encode(request.args[0], False)
+            prefix = self.prefix_token_id
             windows = utils.get_rolling_token_windows(
                 token_list=ids[ids[:1] == [prefix] :],
                 prefix_token=prefix,
@@ -101,7 +105,8 @@ class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         for number, request in enumerate(requests):
             alike[repr(request.args[1])].append(number)
         texts = [""] * len(requests)
-        first, done = self._model.topology.world.is_first, 0
+        first = self._model.topology.world.is_first
+        done = 0
         with ByteProgress("generated", len(requests), unit="texts") as progress:
             for numbers in alike.values():
                 numbers.sort(key=lambda i: -len(requests[i].args[0]))

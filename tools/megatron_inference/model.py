@@ -87,9 +87,11 @@ def run_with_model(
     all. `changed` are settings other than the checkpoint's, None for those that stay.
     """
     try:
-        launch, problem = detect_launch(), None
+        launch = detect_launch()
+        problem = None
     except MegatronError as error:
-        launch, problem = Launch(), error
+        launch = Launch()
+        problem = error
 
     @results_apart()
     def body() -> None:

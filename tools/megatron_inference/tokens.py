@@ -80,14 +80,16 @@ def text_parts(sources: Sequence[Source], json_key: str, tokenizer: Tokenizer) -
 
     Raises DataError, with file and place, for a text that cannot be read, decoded or tokenized.
     """
-    options, before = PreprocessOptions({}, (json_key,)), 0
+    options = PreprocessOptions({}, (json_key,))
+    before = 0
     for source in sources:
         if source.kind == "text":
             opened = False
             for text, read in _pieces(source, tokenizer):
                 tokens, _ = _encode([text], source, tokenizer)
                 if len(tokens) and not opened:
-                    tokens, opened = np.insert(tokens, 0, tokenizer.eod), True
+                    tokens = np.insert(tokens, 0, tokenizer.eod)
+                    opened = True
                 yield Part(tokens, len(text.encode()), before + read)
         else:
             for block in read_sources([source], [json_key]):
@@ -118,7 +120,8 @@ def _encode(
 
 def _pieces(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
     """Yield a plain text in pieces whose tokens are those of the whole, and the bytes read."""
-    held, done = bytearray(), 0
+    held = bytearray()
+    done = 0
 
     def decoded(size: int) -> str:
         try:
@@ -245,12 +248,14 @@ def windows(parts: Iterable[Ids], context: int, stride: int) -> Iterator[Window]
     stride + 1 tokens before them, except at the very beginning. The first token of all is not
     predicted. A last window is filled up with zeros.
     """
-    held, start = np.empty(0, np.int64), 0
+    held = np.empty(0, np.int64)
+    start = 0
     for part in parts:
         held = np.concatenate([held, part])
         while len(held) > context:
             yield Window(held[: context + 1], start, context)
-            held, start = held[stride:], context - stride
+            held = held[stride:]
+            start = context - stride
     stop = len(held) - 1
     if stop > start:
         yield Window(np.pad(held, (0, context - stop)), start, stop)

@@ -167,7 +167,9 @@ class Norm:
 def norms(found: Contents, names: list[str], count: Count = bool) -> Iterator[tuple[str, Norm]]:
     """Yield the norm of each tensor. Raises CheckpointError that names a damaged file."""
     for name in names:
-        squares, largest, bad = 0.0, 0.0, 0
+        squares = 0.0
+        largest = 0.0
+        bad = 0
         wanted = [(name, shard) for shard in found.stored[name]["boxes"]]
         for _, shard, values in read_shards(found.folder, wanted, found.stored):
             for part in values.reshape(-1).split(PART):
@@ -217,7 +219,9 @@ def _data_files(
         for shard in entry["boxes"]:
             files.setdefault(shard.file, []).append((shard.start, name, shard))
     for file in sorted(files):
-        path, at, damaged = folder / file, 0, 0
+        path = folder / file
+        at = 0
+        damaged = 0
         if not path.is_file():
             yield f"{path} is missing"
             continue
@@ -247,7 +251,8 @@ def _data_files(
 
 def verify_tracker(directory: Path) -> list[str]:
     """List the problems of the tracker file in a folder of checkpoints."""
-    tracker, there = read_tracker(directory), [folder.name for folder in folders(directory)]
+    tracker = read_tracker(directory)
+    there = [folder.name for folder in folders(directory)]
     if tracker.problem is not None:
         return [f"{tracker.path} {tracker.problem}"]
     if tracker.iteration is None:
@@ -309,20 +314,23 @@ def compare(
 
     Raises CheckpointError that names a damaged file.
     """
-    names, others = matching(first, pattern), set(matching(second, pattern))
+    names = matching(first, pattern)
+    others = set(matching(second, pattern))
     kinds: list[Change] = []
     tensors: dict[str, TensorDifference] = {}
     equal = 0
     for name in names:
         if name not in others:
             continue
-        ours, theirs = first.stored[name], second.stored[name]
+        ours = first.stored[name]
+        theirs = second.stored[name]
         if (ours["shape"], ours["dtype"]) != (theirs["shape"], theirs["dtype"]):
             kinds.append(
                 (name, f"{ours['shape']} {ours['dtype']}", f"{theirs['shape']} {theirs['dtype']}")
             )
             continue
-        a, b = read_whole(first, name), read_whole(second, name)
+        a = read_whole(first, name)
+        b = read_whole(second, name)
         count(sum(shard.length for entry in (ours, theirs) for shard in entry["boxes"]))
         difference = tensor_difference(a, b)
         if difference is None:
@@ -343,14 +351,18 @@ def compare(
 
 def tensor_difference(a: torch.Tensor, b: torch.Tensor) -> TensorDifference | None:
     """Compare two tensors of one shape and dtype, in float64; None if bitwise equal."""
-    elements, largest, squares, norm = 0, 0.0, 0.0, 0.0
+    elements = 0
+    largest = 0.0
+    squares = 0.0
+    norm = 0.0
     for x, y in zip(a.reshape(-1).split(PART), b.reshape(-1).split(PART), strict=True):
         bytes_of = (x.numel(), x.element_size())
         different = (x.view(torch.uint8).view(bytes_of) != y.view(torch.uint8).view(bytes_of)).any(
             dim=1
         )
         elements += int(different.sum())
-        exact, other = x.double(), y.double()
+        exact = x.double()
+        other = y.double()
         norm += float(torch.dot(exact, exact))
         apart = torch.where(different, (exact - other).abs(), 0.0).nan_to_num(nan=math.inf)
         largest = max(largest, float(apart.max())) if apart.numel() else largest
@@ -367,7 +379,8 @@ def _changes(first: Any, second: Any) -> list[Change]:
     >>> _changes({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "y": 3}, "b": 4})
     [('a.y', 2, 3), ('b', '(absent)', 4)]
     """
-    ours, theirs = dict(_flat(first)), dict(_flat(second))
+    ours = dict(_flat(first))
+    theirs = dict(_flat(second))
     return [
         (name, ours.get(name, ABSENT), theirs.get(name, ABSENT))
         for name in sorted(ours.keys() | theirs.keys())

@@ -212,7 +212,9 @@ def _same_structure(found: Inspection, mask: Inspection) -> bool:
 
 def _check_sequences(found: Inspection, index: Index) -> None:
     """Compare sizes and pointers, and the last ones with the length of .bin."""
-    path, itemsize, count = idx_path(found.prefix), index.dtype.itemsize, len(index.sizes)
+    path = idx_path(found.prefix)
+    itemsize = index.dtype.itemsize
+    count = len(index.sizes)
     end = 0
     for start in range(0, count, _BLOCK_ENTRIES):
         sizes = index.sizes[start : start + _BLOCK_ENTRIES].astype(np.int64)
@@ -248,7 +250,9 @@ def _check_sequences(found: Inspection, index: Index) -> None:
 
 def _check_documents(found: Inspection, index: Index) -> None:
     """Check that document boundaries ascend from 0 to the number of sequences."""
-    path, boundaries, count = idx_path(found.prefix), index.document_indices, len(index.sizes)
+    path = idx_path(found.prefix)
+    boundaries = index.document_indices
+    count = len(index.sizes)
     first = HEADER.size + 12 * count
     for at, wanted, name in ((0, 0, "first"), (len(boundaries) - 1, count, "last")):
         if boundaries[at] != wanted:
@@ -271,7 +275,9 @@ def _check_tokens(
     found: Inspection, index: Index, vocab_size: int | None, on_progress: Callable[[int], None]
 ) -> None:
     """Compare every id with the vocabulary."""
-    path, itemsize, position = bin_path(found.prefix), index.dtype.itemsize, 0
+    path = bin_path(found.prefix)
+    itemsize = index.dtype.itemsize
+    position = 0
     limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size - 1
     with path.open("rb") as file:
         while data := file.read(_BLOCK_BYTES):
@@ -306,7 +312,8 @@ def _sequence_at(index: Index, byte: int) -> int:
 def count_lengths(index: Index) -> LengthCounts:
     """Count the tokens per document of an undamaged index, in blocks."""
     totals: Counter[int] = Counter()
-    boundaries, count = index.document_indices, len(index.sizes)
+    boundaries = index.document_indices
+    count = len(index.sizes)
     end = int(index.pointers[-1]) + int(index.sizes[-1]) * index.dtype.itemsize if count else 0
     for start in range(0, len(boundaries) - 1, _BLOCK_ENTRIES):
         at = boundaries[start : start + _BLOCK_ENTRIES + 1]

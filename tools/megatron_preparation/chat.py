@@ -50,8 +50,11 @@ DEFAULT = (
 )
 _MOST_BYTES = 1 << 24
 # Unicode's noncharacters, which no text for interchange has.
-_BEGIN, _END = "\ufdd0", "\ufdd1"
-_TURN, _NAMED, _LEFT = "\ufdd2", "\ufdd3", "\ufdd4"
+_BEGIN = "\ufdd0"
+_END = "\ufdd1"
+_TURN = "\ufdd2"
+_NAMED = "\ufdd3"
+_LEFT = "\ufdd4"
 _MARKS = (_BEGIN, _END, _TURN, _NAMED, _LEFT)
 _NUMBERS = "numbers of messages"  # a name that no template can have
 _MARKED = re.compile(r"\{%[-+]?\s*generation\b")
@@ -91,7 +94,8 @@ class Chat:
             text, in_loss = self._render(document["messages"], document.get("tools"))
             found = Conversation(text, in_loss, around=False)
         elif "prompt" in document and "completion" in document:
-            prompt, completion = document["prompt"], document["completion"]
+            prompt = document["prompt"]
+            completion = document["completion"]
             if not isinstance(prompt, str) or not isinstance(completion, str):
                 raise DataError("'prompt' and 'completion' must both be strings")
             text = prompt + completion
@@ -127,7 +131,8 @@ class Chat:
         last = np.searchsorted(with_text, np.arange(len(ids)), side="right") - 1
         marks = np.where(last >= 0, marks[with_text[last]], False) if len(with_text) else marks
         if append_eod and len(ids) and ids[-1] != tokenizer.eod:
-            ids, marks = [*ids, tokenizer.eod], np.append(marks, marks[-1])
+            ids = [*ids, tokenizer.eod]
+            marks = np.append(marks, marks[-1])
         if self.max_tokens is not None and len(ids) > self.max_tokens:
             raise DataError(f"{len(ids)} tokens, more than --max-tokens {self.max_tokens}")
         if not marks.any():
@@ -225,7 +230,10 @@ def _turns(chat: Chat, text: str, messages: list[dict[str, Any]], tools: Any) ->
 
 def _passes(marked: str, text: str) -> dict[int, tuple[int, int]] | None:
     """Return the range in `text` of what was written for each message; None if ambiguous."""
-    places, bare, opened, length = dict[int, tuple[int, int]](), list[str](), list[Any](), 0
+    places = dict[int, tuple[int, int]]()
+    bare = list[str]()
+    opened = list[Any]()
+    length = 0
     for piece in re.split(f"({_TURN}[0-9]*{_NAMED}|{_LEFT})", marked):
         if piece[:1] == _TURN:
             opened.append((piece[1:-1], length))
@@ -379,7 +387,9 @@ def compiled(template: str, turns: bool = False) -> Template:
 
 def _parted(marked: str) -> tuple[str, Spans]:
     """Return a text without marks, and the ranges between them."""
-    texts, spans, length = list[str](), list[tuple[int, int]](), 0
+    texts = list[str]()
+    spans = list[tuple[int, int]]()
+    length = 0
     start: int | None = None
     for piece in re.split(f"([{_BEGIN}{_END}])", marked):
         if piece == _BEGIN and start is None:
@@ -405,7 +415,9 @@ def find_chat(
     tools. Raises DataError for files that cannot be read, ConfigError for a template with a
     mistake.
     """
-    templates, origin, tokens = {"default": DEFAULT}, "the built-in one", dict[str, str]()
+    templates = {"default": DEFAULT}
+    origin = "the built-in one"
+    tokens = dict[str, str]()
     if tokenizer_model is not None:
         path = Path(tokenizer_model)
         folder = path if path.is_dir() else path.parent
@@ -413,7 +425,8 @@ def find_chat(
         if (beside := _templates(folder))[0]:
             templates, origin = beside
     if file is not None:
-        templates, origin = {"default": read_text(file, _MOST_BYTES, error=DataError)}, file
+        templates = {"default": read_text(file, _MOST_BYTES, error=DataError)}
+        origin = file
     if "default" not in templates:
         raise DataError(
             f"{origin}: of its chat templates, {', '.join(sorted(templates))}, none is named default: "

@@ -261,10 +261,12 @@ def _encode_texts(
     dtype = token_dtype(tokenizer.vocab_size)
     tokens, sizes = tokenizer.encode_batch_arrays(texts, dtype)
     owner = np.repeat(np.arange(len(sequences)), sequences)[sizes > 0]
-    sizes, counts = sizes[sizes > 0], np.bincount(owner, minlength=len(sequences))
+    sizes = sizes[sizes > 0]
+    counts = np.bincount(owner, minlength=len(sequences))
     document_sequences = counts[counts > 0]
     if options.append_eod and len(sizes):
-        last, ends = np.cumsum(document_sequences) - 1, np.cumsum(sizes, dtype=np.int64)
+        last = np.cumsum(document_sequences) - 1
+        ends = np.cumsum(sizes, dtype=np.int64)
         last = last[tokens[ends[last] - 1] != tokenizer.eod]  # the tokenizer may append one itself
         tokens = np.insert(tokens, ends[last], tokenizer.eod)
         sizes[last] += 1
@@ -308,7 +310,8 @@ def split_sentences(text: str, keep_newlines: bool = False) -> list[str]:
     >>> split_sentences("One. Two!\\nThree", keep_newlines=True)
     ['One. ', 'Two!\\n', 'Three']
     """
-    sentences, start = [], 0
+    sentences = []
+    start = 0
     for end in _SENTENCE_END.finditer(text):
         sentences.append(text[start : end.end() if keep_newlines else end.start()])
         start = end.end()
@@ -359,7 +362,8 @@ def _in_order(
     poll: Callable[[], None],
 ) -> Iterator[tuple[Block, EncodedBlock]]:
     pending: deque[tuple[Block, Future[EncodedBlock]]] = deque()
-    pending_bytes, more = 0, True
+    pending_bytes = 0
+    more = True
     while more or pending:
         poll()
         # Large documents count by their bytes.

@@ -344,12 +344,10 @@ class _Run:
         listeners: Listeners,
         tokenizer: Tokenizer,
     ) -> None:
-        self.prefix, self.options, self.sources, self.listeners = (
-            prefix,
-            options,
-            sources,
-            listeners,
-        )
+        self.prefix = prefix
+        self.options = options
+        self.sources = sources
+        self.listeners = listeners
         self.tokenizer = tokenizer
         self.folder = PartialFolder(prefix)
         self.dtypes = options.outputs(prefix, tokenizer.vocab_size)
@@ -427,7 +425,9 @@ class _Run:
             self.folder.begin(job)
             return
         self.folder.check_job(job, self.journal, len(self.dtypes))
-        totals, counts, self.place = self.totals, self.journal.counts, self.journal.place
+        totals = self.totals
+        counts = self.journal.counts
+        self.place = self.journal.place
         for name in COUNTS:
             setattr(totals, name, counts[name])
         totals.earlier_documents, totals.earlier_bytes = totals.documents, totals.input_bytes

@@ -31,7 +31,10 @@ class ByteProgress:
         unit: str = "",
     ) -> None:
         self._unit = unit
-        self._what, self._total, self._first, self._clock = what, max(total, 1), done, clock
+        self._what = what
+        self._total = max(total, 1)
+        self._first = done
+        self._clock = clock
         self._started = self._last_line = clock()
         self._bar: Any = None
 
@@ -68,9 +71,13 @@ class ByteProgress:
         if now - self._last_line >= LINE_S if due is None else due:
             self._last_line = now
             rate = max((done - self._first) / max(now - self._started, 1e-9), 1.0)
-            unit, scale, digits = self._unit, 1.0, 0
+            unit = self._unit
+            scale = 1.0
+            digits = 0
             if not unit:
-                unit, scale, digits = "MB", 1e6, 0 if self._total >= 1e8 else 3
+                unit = "MB"
+                scale = 1e6
+                digits = 0 if self._total >= 1e8 else 3
             self.say(
                 f" {what or self._what}: {done / scale:.{digits}f} of "
                 f"{self._total / scale:.{digits}f} {unit} ({done / self._total:.0%}), "
@@ -106,7 +113,9 @@ class Progress:
     def __init__(
         self, log_interval: int | None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._clock, self._started, self._log_interval = clock, clock(), log_interval
+        self._clock = clock
+        self._started = clock()
+        self._log_interval = log_interval
         self._bytes: ByteProgress | None = None
         self._shown_documents = self._bad = 0
 

@@ -297,7 +297,8 @@ def _read_lines(
             too_long = len(line) > MAX_DOCUMENT_BYTES
             if pieces and (too_long or not line or size >= BLOCK_BYTES):
                 yield len(pieces), size, min(read_bytes(), source.size), b"".join(pieces), ""
-                pieces, size = [], 0
+                pieces = []
+                size = 0
             if not line:
                 return
             if too_long:
@@ -335,7 +336,8 @@ def _read_text(
         return
     with open_source(source) as (stream, _):
         data = stream.read(MAX_DOCUMENT_BYTES + 1)
-    problem, size = "", len(data)
+    problem = ""
+    size = len(data)
     if size > MAX_DOCUMENT_BYTES:
         data = b""
         problem = (
@@ -354,7 +356,8 @@ def _read_parquet(
     file = parquet.ParquetFile(source.path, pre_buffer=False, buffer_size=_STREAM_BYTES)
     with closing(file):
         _check_columns(source, file.schema_arrow, keys)
-        metadata, row = file.metadata, 0
+        metadata = file.metadata
+        row = 0
         for group in range(metadata.num_row_groups):
             num_rows = metadata.row_group(group).num_rows
             if row + num_rows <= place.documents:
@@ -430,7 +433,8 @@ def _cut(rows: Iterator[tuple[bytes | None, ...]]) -> Iterator[Rows]:
         sizes = [len(value or b"") for value in row]
         if run and (total + sum(sizes) > BLOCK_BYTES or max(sizes) > MAX_DOCUMENT_BYTES):
             yield tuple(run)
-            run, total = [], 0
+            run = []
+            total = 0
         run.append(row)
         total += sum(sizes)
     if run:

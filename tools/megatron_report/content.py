@@ -100,7 +100,9 @@ def sections(runs: Sequence[Run]) -> Iterator[Section]:
 
 def summary(run: Run) -> Record:
     """Return what was run and how it went, by name; None if it is not known."""
-    config, found, steps = run.config, run.measured, run.of("iteration")
+    config = run.config
+    found = run.measured
+    steps = run.of("iteration")
     last = next((r for r in reversed(run.kept) if r.get("iteration") is not None), {})
     layout = run.start.get("layout") or {}
     sizes = [config.get(f"{n}_model_parallel_size") for n in ("tensor", "pipeline")]
@@ -200,7 +202,8 @@ def _efficiency(series: Series) -> Iterator[Block]:
 
 def _curve(name: str, number: int, mode: str = "lines", **trace: Any) -> Record:
     """Return a trace in the colour of this number, after all colours with another dash."""
-    color, dash = COLORS[number % len(COLORS)], _DASHES[number // len(COLORS) % len(_DASHES)]
+    color = COLORS[number % len(COLORS)]
+    dash = _DASHES[number // len(COLORS) % len(_DASHES)]
     return {
         "type": "scatter",
         "mode": mode,
@@ -223,7 +226,8 @@ def _curves(
     for number, run in enumerate(runs):
         steps = [r for r in run.of("iteration") if r.get(field) is not None]
         if steps:
-            name, y = run.name if len(runs) > 1 else what, [r[field] for r in steps]
+            name = run.name if len(runs) > 1 else what
+            y = [r[field] for r in steps]
             traces.append(_curve(name, number, y=y, axes=axes(steps)))
     if traces:
         yield Plot(
@@ -248,7 +252,8 @@ def loss(runs: Sequence[Run]) -> Iterator[Block]:
         legend = {"showlegend": not number}
         for at, (corpus, checks) in enumerate(_validations(run).items()):
             color = number if len(runs) > 1 else at + 1
-            y, name = [r["lm_loss"] for r in checks], f"validation {corpus}".strip()
+            y = [r["lm_loss"] for r in checks]
+            name = f"validation {corpus}".strip()
             trace = _curve(name, color, "lines+markers", y=y, axes=axes(checks), text=run.name)
             trace["line"] |= {"width": 0.8, "dash": "dot"}
             trace["marker"]["symbol"] = symbols[at % len(symbols)]
@@ -259,10 +264,8 @@ def loss(runs: Sequence[Run]) -> Iterator[Block]:
             at_step = [
                 min(steps, key=lambda r: abs(r["iteration"] - e["iteration"])) for e in marks
             ]
-            y, text = (
-                [r["lm_loss"] for r in at_step],
-                [f"{e['event']}: {e['what']}"[:99] for e in marks],
-            )
+            y = [r["lm_loss"] for r in at_step]
+            text = [f"{e['event']}: {e['what']}"[:99] for e in marks]
             traces.append(
                 _curve("events", 6, "markers", y=y, axes=axes(at_step), text=text) | legend
             )

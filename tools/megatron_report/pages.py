@@ -170,7 +170,8 @@ def _table(table: Table) -> str:
     first, *rest = _cells(table)
     long = ' class="long"'
     if table.across and len(first) == 2:  # one run, whose name is the title
-        first, rest = [], rest
+        first = []
+        rest = rest
     top = "".join(f'<th scope="col">{_html(cell)}</th>' for cell in first)
     rows = "".join(
         f'<tr><th scope="row">{_html(line[0])}</th>'

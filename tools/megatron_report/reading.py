@@ -118,7 +118,9 @@ def _placed(records: Sequence[Record]) -> Iterator[Record]:
     for record in records:
         time = record.get("time")
         if record["event"] == "start":
-            before, started, now = before + now, time or 0.0, 0.0
+            before = before + now
+            started = time or 0.0
+            now = 0.0
         elif time is not None:
             now = max(now, time - started) if started else 0.0
         tokens = record.get("consumed_tokens")
@@ -148,7 +150,8 @@ def read_timeline(run: Run) -> tuple[list[Record], str]:
     spans: list[Record] = []
     try:
         for event in read_json(path, _TIMELINE_BYTES, error=DataError)["traceEvents"]:
-            thread, told = (str(event.get("pid")), str(event.get("tid"))), event.get("args") or {}
+            thread = (str(event.get("pid")), str(event.get("tid")))
+            told = event.get("args") or {}
             if event["ph"] == "M" and "pipeline" in told:
                 threads[thread] = told["pipeline"]
             name = str(event.get("cat") or told.get("op") or event.get("name"))
@@ -156,7 +159,8 @@ def read_timeline(run: Run) -> tuple[list[Record], str]:
                 continue
             row = f"stage {threads.get(thread, told.get('stage', thread[0]))}"
             if rows.setdefault(row, thread) == thread:
-                start, length = event["ts"] / 1e3, event["dur"] / 1e3
+                start = event["ts"] / 1e3
+                length = event["dur"] / 1e3
                 if not abs(start) + abs(length) < 1e100:
                     raise OverflowError("its times are not finite")
                 span = {"name": name, "row": row, "micro_batch": told.get("micro_batch")}

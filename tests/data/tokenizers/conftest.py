@@ -59,7 +59,8 @@ def train_model(path, lines, **settings):
 def write_byte_level(folder, merges=()):
     """Write GPT-2's files with the letters of bytes and these merges; return their arguments."""
     names = [*byte_letters(), *dict.fromkeys(a + b for a, b in merges), "<|endoftext|>"]
-    vocab, merge_file = folder / "vocab.json", folder / "merges.txt"
+    vocab = folder / "vocab.json"
+    merge_file = folder / "merges.txt"
     vocab.write_text(json.dumps({name: i for i, name in enumerate(names)}))
     merge_file.write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges))
     return {"vocab_file": str(vocab), "merge_file": str(merge_file)}

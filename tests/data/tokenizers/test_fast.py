@@ -71,7 +71,8 @@ def merged(text, merges):
 
 @st.composite
 def merge_lists(draw):
-    tokens, merges = ["a", "b", "c"], []
+    tokens = ["a", "b", "c"]
+    merges = []
     for _ in range(draw(st.integers(0, 8))):
         pair = (draw(st.sampled_from(tokens)), draw(st.sampled_from(tokens)))
         if pair not in merges:

@@ -128,7 +128,8 @@ def test_published_files(published, tmp_path):
         special = published[name]["special_tokens"]
         assert published[name].get("explicit_n_vocab", max(special.values()) + 1) == vocab_size
         assert special in [tokens for _, tokens in PUBLISHED.values()]
-    ranks, special = 50280, published["p50k_base"]["special_tokens"]
+    ranks = 50280
+    special = published["p50k_base"]["special_tokens"]
     ids = [i for i in range(ranks + 1) if i not in special.values()]
     tokenizer = build(write_many(tmp_path / "file", ids, ranks))
     assert (tokenizer.vocab_size, tokenizer.eod) == (50281, special["<|endoftext|>"])

@@ -179,7 +179,8 @@ def test_shapes(device):
 
 
 def test_what_is_refused():
-    x, bias = torch.zeros(3, 8), torch.zeros(8)
+    x = torch.zeros(3, 8)
+    bias = torch.zeros(8)
     refused(lambda: bias_activation(x, bias, "relu"), "relu", *KINDS)
     refused(lambda: bias_activation(x.double(), None, "gelu"), "float64")
     refused(lambda: bias_activation(x, bias[:4], "gelu"), "bias", [4], [8])

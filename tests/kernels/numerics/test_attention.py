@@ -62,8 +62,12 @@ class Case:
         moved=False,
         probability=0.0,
     ):
-        self.share, self.length, self.window, self.moved = share, length, window, moved
-        self.samples, rows = samples * groups, length * share
+        self.share = share
+        self.length = length
+        self.window = window
+        self.moved = moved
+        self.samples = samples * groups
+        rows = length * share
         shape = self.samples, rows, length
         self.scores = random(shape, dtype, device, seed, scale=3.0)
         self.gradients = random(shape, dtype, device, seed + 1)
@@ -80,7 +84,8 @@ class Case:
         self.slope = torch.full_like(logits, SCALE)  # of the cap
         if cap:
             bent = (logits / cap).tanh()
-            logits, self.slope = cap * bent, SCALE * (1 - bent**2)
+            logits = cap * bent
+            self.slope = SCALE * (1 - bent**2)
         self.slopes = None
         if alibi:
             slopes = torch.rand(groups * share, generator=torch.Generator().manual_seed(seed))
@@ -89,7 +94,8 @@ class Case:
             logits = logits + of_rows.unsqueeze(-1) * distance
         self.hidden = ((distance > 0) | (distance < -window)).expand_as(logits)
         logits = logits.masked_fill(self.hidden, float("-inf"))
-        self.weights, self.logarithms = logits.softmax(-1), logits.logsumexp(-1)
+        self.weights = logits.softmax(-1)
+        self.logarithms = logits.logsumexp(-1)
         self.factors = torch.ones_like(logits)
         if probability:
             width = -(-POSITIONS // TILE) * TILE
@@ -178,7 +184,8 @@ def test_blocks(device, dtype, case, cut, seed):
         start = first % tiles * TILE
         return slice(start, min(start + count * TILE, case.length))
 
-    queries, part = some(cut, cut % 3 + 1), slice(cut % case.samples, case.samples)
+    queries = some(cut, cut % 3 + 1)
+    part = slice(cut % case.samples, case.samples)
     case.check_weights(part, queries)
     case.check_gradients(part, queries, some(cut * 7, cut % 2 + 1))
 
@@ -232,11 +239,9 @@ def test_scores_without_bound(device):
     undefined = torch.full((1, 4, 4), math.nan, device=device)
     logarithms = torch.empty(1, 4, device=device)
     params = AttentionParameters(1, 1.0)
-    again, gradients, dots = (
-        scores.clone(),
-        torch.ones(1, 4, 4, device=device),
-        torch.zeros(1, 4, device=device),
-    )
+    again = scores.clone()
+    gradients = torch.ones(1, 4, 4, device=device)
+    dots = torch.zeros(1, 4, device=device)
     attention_weights_(AttentionBlock(scores, logarithms, None, 0, 0, None, params))
     assert (
         scores[0, :3].tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0] * 4]
@@ -260,7 +265,9 @@ def test_row_dots(device, dtype, rows, n, moved, seed):
 
 
 def test_what_is_refused():
-    scores, rows, origins = torch.zeros(2, 6, 35), torch.zeros(2, 70), torch.zeros(3).long()
+    scores = torch.zeros(2, 6, 35)
+    rows = torch.zeros(2, 70)
+    origins = torch.zeros(3).long()
     params = AttentionParameters(2, 1.0, positions=70)
     block = AttentionBlock(scores, rows, None, 0, 32, None, params)
     attention_weights_(block)

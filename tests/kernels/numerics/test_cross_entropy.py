@@ -41,7 +41,9 @@ def check(logits, labels, first, real, cap=0.0, relative=RELATIVE):
     The tanh of a cap is off by 2^-21, so that exponentials are by cap times as much. Its derivative
     is a product of exp(-2 |x| / cap), whose argument is rounded, and three more numbers.
     """
-    x, device, off = logits.clone(), logits.device, 2.0**-21 * cap
+    x = logits.clone()
+    device = logits.device
+    off = 2.0**-21 * cap
     hidden = torch.arange(x.shape[1]) >= real
     wide = exact(x).detach().masked_fill(hidden, 0.0)
     bent = (wide / cap if cap else torch.zeros_like(wide)).clamp(-1e6, 1e6)
@@ -62,7 +64,8 @@ def check(logits, labels, first, real, cap=0.0, relative=RELATIVE):
     assert torch.equal(logits.nan_to_num(1e4), x.nan_to_num(1e4))
 
     if real == 0:  # those of the other ranks
-        maximum, total = torch.zeros_like(total), torch.ones_like(total)
+        maximum = torch.zeros_like(total)
+        total = torch.ones_like(total)
     upstream = random(maximum.shape, torch.float32, device, 5)
     statistics = (t.float().to(device) for t in (maximum, total))
     gradient_(logits, labels.to(device), *statistics, upstream, first, real, cap)
@@ -202,7 +205,8 @@ def test_who_reads_the_logits_later_is_told(device):
 
 def large_arrays(logits, run):
     """Run; check that no operator returns an array as large as the logits in memory of its own."""
-    here, seen = logits.untyped_storage(), []
+    here = logits.untyped_storage()
+    seen = []
 
     def look(name, _, returned):
         for where in (x.untyped_storage() for x in returned):
@@ -255,14 +259,17 @@ def test_no_second_array_of_the_logits_size(device, kernel, monkeypatch):
 def test_inference_mode():
     """Run in inference mode, whose tensors have no version counter."""
     with torch.inference_mode():
-        x, labels = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
+        x = torch.zeros(2, 8)
+        labels = torch.zeros(2, dtype=torch.int64)
         ones = torch.ones(2)
         gradient_(x, labels, 0 * ones, 8 * ones, ones, 0, 8)
         assert x.tolist() == [[-0.875] + [0.125] * 7] * 2
 
 
 def test_what_is_refused():
-    logits, labels, three = torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64), torch.ones(3)
+    logits = torch.zeros(3, 8)
+    labels = torch.zeros(3, dtype=torch.int64)
+    three = torch.ones(3)
     refused(lambda: local_pass(logits.double(), labels, 0, 8), "logits", "float64")
     refused(lambda: cross_entropy(logits, labels.int()), "labels", "int32", "int64")
     refused(lambda: cross_entropy(logits, labels[:2]), "labels", [2], [3])

@@ -31,9 +31,14 @@ def philox(counter, key):
     """Compute Philox4x32-10 on arrays of uint64 that hold 32 bits each (SC 2011, section 3.3)."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(10):
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (b >> 32) ^ c1 ^ k0, b & LOW, (a >> 32) ^ c3 ^ k1, a & LOW
-        k0, k1 = (k0 + 0x9E3779B9) & LOW, (k1 + 0xBB67AE85) & LOW
+        a = c0 * 0xD2511F53
+        b = c2 * 0xCD9E8D57
+        c0 = (b >> 32) ^ c1 ^ k0
+        c1 = b & LOW
+        c2 = (a >> 32) ^ c3 ^ k1
+        c3 = a & LOW
+        k0 = (k0 + 0x9E3779B9) & LOW
+        k1 = (k1 + 0xBB67AE85) & LOW
     return [c0, c1, c2, c3]
 
 
@@ -123,7 +128,8 @@ def test_a_part_has_its_part_of_the_mask(device, dtype, columns):
     Parts are tokens [positions, samples] of a part of the sequence, and attention weights [samples,
     heads, positions] of some of the heads.
     """
-    p, seed = 0.4, 2**40 + 5
+    p = 0.4
+    seed = 2**40 + 5
     for sample in (0, 2**59 // columns):  # of three samples, four heads and five positions
         bits = mask(seed, sample * 20 * columns, 60 * columns, p).view(3, 4, 5, columns)
         # six of twenty tokens of two samples

@@ -54,7 +54,8 @@ def test_sums(device, dtype, table_dtype, runs, width, height, moved, seed):
     place = moved_on if moved else torch.clone
     values = place(random((len(rows), width), dtype, device, seed))
     table = random((height, width), table_dtype, device, 3)
-    wide, terms = table.double().cpu(), values.double().cpu()
+    wide = table.double().cpu()
+    terms = values.double().cpu()
     size = wide.abs().index_add_(0, rows, terms.abs())
     wide.index_add_(0, rows, terms)
     adds = [add_rows_] * 2 + ([] if SIMULATED else [reference_] * 2)
@@ -91,7 +92,9 @@ def test_rows_that_the_table_has_not_are_left_out():
 
 
 def test_what_is_refused():
-    table, rows, values = torch.zeros(3, 8), torch.tensor([0, 2]), torch.zeros(2, 8)
+    table = torch.zeros(3, 8)
+    rows = torch.tensor([0, 2])
+    values = torch.zeros(2, 8)
     refused(lambda: add_rows_(table, rows + 1, values), 1, 3)
     refused(lambda: add_rows_(table, rows - 1, values), -1, 3)
     refused(lambda: add_rows_(table.half(), rows, values), "table", "float16")

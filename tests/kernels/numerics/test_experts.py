@@ -28,7 +28,8 @@ def routed(tokens, choices, padding, seed):
     there = torch.rand(tokens, choices, generator=generator) < 0.8
     count = int(there.sum())
     rows = torch.randperm(count + padding, generator=generator)[:count]
-    places, order = torch.full((tokens, choices), -1), torch.full((count + padding,), -1)
+    places = torch.full((tokens, choices), -1)
+    order = torch.full((count + padding,), -1)
     places[there] = rows
     order[rows] = there.nonzero()[:, 0]
     return order, places
@@ -80,8 +81,10 @@ def test_values_and_gradients(device, dtype, tokens, choices, padding, width, mo
 
 
 def test_what_is_refused():
-    order, places = torch.tensor([0, 2, 0]), torch.tensor([[0, 2], [-1, -1], [1, -1]])
-    x, weights = torch.zeros(3, 8), torch.ones(3, 2)
+    order = torch.tensor([0, 2, 0])
+    places = torch.tensor([[0, 2], [-1, -1], [1, -1]])
+    x = torch.zeros(3, 8)
+    weights = torch.ones(3, 2)
     refused(lambda: permute(x, order + 1, places), "order", 3)
     refused(lambda: permute(x, order, places + 1), "positions", 3)
     refused(lambda: permute(x[:2], order - 1, places), [2, 2])
@@ -97,6 +100,7 @@ def test_what_is_refused():
 @pytest.mark.gpu
 def test_rows_and_tokens_that_are_not_there_count_as_none():
     order, places = (torch.tensor(each, device="cuda") for each in ([0, 7, -9], [[2, 3], [-5, 0]]))
-    x, weights = torch.ones(2, 8, device="cuda"), torch.ones(2, 2, device="cuda")
+    x = torch.ones(2, 8, device="cuda")
+    weights = torch.ones(2, 2, device="cuda")
     assert permute(x, order, places)[:, 0].tolist() == [1, 0, 0]
     assert unpermute(torch.ones(3, 8, device="cuda"), places, weights)[:, 0].tolist() == [1, 1]

@@ -40,7 +40,8 @@ def relative(n):
 
 def compare(device, dtype, rows, n, options, seed, scale, shift):
     """Compare values and gradients of a norm with these options."""
-    rms, added = "rms" in options, "added" in options
+    rms = "rms" in options
+    added = "added" in options
     plus = float("one_plus" in options)
 
     def make(shape, seed, scale=1.0, shift=0.0):
@@ -233,7 +234,8 @@ def test_one_output_used(device, rms):
 
 
 def test_what_is_refused():
-    x, weight = torch.zeros(2, 3, 8), torch.ones(8)
+    x = torch.zeros(2, 3, 8)
+    weight = torch.ones(8)
     refused(lambda: norm(x.double(), weight, None, EPS), "layer_norm", "x", "float64")
     for wrong, *words in (
         (weight.bfloat16(), "bfloat16", "float32"),

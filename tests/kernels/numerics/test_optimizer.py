@@ -38,7 +38,9 @@ class Placed:
     """
 
     def __init__(self, sizes, offset, dtype, device, seed):
-        self.offset, self.views, self.whole = offset, [], []
+        self.offset = offset
+        self.views = []
+        self.whole = []
         for i, n in enumerate(sizes):
             whole = torch.full((n + offset + 9,), GUARD, dtype=dtype, device=device)
             view = whole[offset : offset + n]
@@ -76,14 +78,16 @@ class Bound:
         `old`, `new`: weights and moments in float64 before and after; `g`: the gradient, scale
         included.
         """
-        b1, b2 = SETTINGS["beta1"], SETTINGS["beta2"]
+        b1 = SETTINGS["beta1"]
+        b2 = SETTINGS["beta2"]
         (w0, m0, v0), (w1, m1, v1) = old, new
         # The result's rounding, and five of the difference: gradient and scale, difference, 1 -
         # beta, product.
         self.m = b1 * self.m + U * (m1.abs() + 5 * (1 - b1) * (g.abs() + m0.abs()))
         # The same, with two more in the square.
         self.v = b2 * self.v + U * (v1 + 7 * (1 - b2) * (g.square() + v0))
-        rate, scale = SETTINGS["lr"] / (1 - b1**step), (1 - b2**step) ** -0.5
+        rate = SETTINGS["lr"] / (1 - b1**step)
+        scale = (1 - b2**step) ** -0.5
         denominator = v1.sqrt() * scale + SETTINGS["eps"]
         # Half the relative error of v passes through the root, and no more than the root of an
         # error where v is 0.
@@ -250,7 +254,8 @@ def test_a_bad_gradient_shows(device, bad):
 def test_a_scale_that_is_not_finite_skips_the_step(device, scale):
     w, g, m, v = (torch.full((5000,), 2.0, device=device) for _ in range(4))
     c = torch.zeros(5000, dtype=torch.bfloat16, device=device)
-    a, settings = torch.zeros_like(w), {**SETTINGS, "weight_decay": 0.1, "step": 1}
+    a = torch.zeros_like(w)
+    settings = {**SETTINGS, "weight_decay": 0.1, "step": 1}
     settings |= {"gradient_scale": torch.tensor(scale, device=device), "new_in_average": 0.5}
     for kernel in (True, False):
         for moments in ((m, v), (m.bfloat16(), v.bfloat16())):
@@ -314,9 +319,11 @@ def test_rounding_is_between_neighbours_and_right_on_average():
     """
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     x = torch.cat([x, 1e-12 * x, torch.tensor([0.0, 1.5, -2.0])])
-    down, steps = (x.view(torch.int32) & -65536).view(torch.float32), 400
+    down = (x.view(torch.int32) & -65536).view(torch.float32)
+    steps = 400
     up = ((x.view(torch.int32) & -65536) + 65536).view(torch.float32)
-    total, out = torch.zeros_like(x, dtype=torch.float64), torch.empty_like(x, dtype=torch.bfloat16)
+    total = torch.zeros_like(x, dtype=torch.float64)
+    out = torch.empty_like(x, dtype=torch.bfloat16)
     for step in range(steps):
         round_(out, x, step)
         assert ((out.float() == down) | ((out.float() == up) & (x != down))).all()
@@ -389,10 +396,8 @@ def test_a_bad_element_shows_in_the_norm(device, bad):
 
 
 def test_norm_does_not_depend_on_the_number_of_threads():
-    x, before = (
-        [random((50_003,), torch.float32, "cpu", s) for s in range(3)],
-        torch.get_num_threads(),
-    )
+    x = [random((50_003,), torch.float32, "cpu", s) for s in range(3)]
+    before = torch.get_num_threads()
     found = set()
     try:
         for threads in (1, 2):

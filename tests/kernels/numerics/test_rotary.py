@@ -124,7 +124,8 @@ def test_positions_more_than_2_31_elements_apart(device):
 
 
 def test_what_is_refused():
-    x, cos = torch.zeros(3, 2, 4, 16), torch.zeros(3, 1, 1, 8)
+    x = torch.zeros(3, 2, 4, 16)
+    cos = torch.zeros(3, 1, 1, 8)
     refused(lambda: rotate(x.double(), cos, cos), "x", "float64")
     refused(lambda: rotate(x[0], cos, cos), "x", 3)
     refused(lambda: rotate(x, cos, cos.bfloat16()), "sin", "bfloat16", "float32")

@@ -28,14 +28,16 @@ def compare(softmax, x, hidden, scale, seed):
 
     The gradient starts from the rounded probabilities.
     """
-    y, dtype = softmax(x.requires_grad_()), x.dtype
+    y = softmax(x.requires_grad_())
+    dtype = x.dtype
     want = (exact(x).detach() * scale).masked_fill(hidden, float("-inf"))
     want = want.softmax(-1).nan_to_num(0.0)
     assert_close(y, want, dtype, RELATIVE * want)
     assert not y[hidden.expand_as(y)].any()
     dy = random(y.shape, dtype, x.device, seed + 1)
     y.backward(dy)
-    p, g = exact(y).detach(), exact(dy).detach()
+    p = exact(y).detach()
+    g = exact(dy).detach()
     dot, size = ((p * each).sum(-1, keepdim=True) for each in (g, g.abs()))
     size = scale * p * (g.abs() + size)  # of the terms that cancel
     assert_close(x.grad, scale * p * (g - dot), dtype, RELATIVE * size)
@@ -80,7 +82,8 @@ def test_scores_without_bound(device):
 
 
 def test_what_is_refused():
-    scores, mask = torch.zeros(2, 3, 4, 8), torch.zeros(2, 1, 4, 8, dtype=torch.bool)
+    scores = torch.zeros(2, 3, 4, 8)
+    mask = torch.zeros(2, 1, 4, 8, dtype=torch.bool)
     refused(lambda: causal_softmax(scores.double()), "scores", "float64")
     refused(lambda: masked_softmax(scores, mask[..., :7]), "mask", [2, 1, 4, 7], [2, 1, 4, 8])
     refused(lambda: masked_softmax(scores, mask.float()), "mask", "float32", "bool")

@@ -70,7 +70,8 @@ def test_measuring_ends_by_the_clock_once_all_were_measured(monkeypatch):
     """
 
     def measured(largest, step_s):
-        made, clock = [], VirtualClock()
+        made = []
+        clock = VirtualClock()
 
         def task(i):
             return FigureTask(
@@ -87,7 +88,9 @@ def test_measuring_ends_by_the_clock_once_all_were_measured(monkeypatch):
 
 
 def test_groups_of_ranks():
-    pair, apart, four = GroupShape(1, 2, 1), GroupShape(2, 2, 1), GroupShape(1, 4, 1)
+    pair = GroupShape(1, 2, 1)
+    apart = GroupShape(2, 2, 1)
+    four = GroupShape(1, 4, 1)
     assert kinds_of_groups(1, 1) == []
     assert kinds_of_groups(4, 4) == [pair, apart, four]
     over_nodes = GroupShape(4, 2, 2), GroupShape(1, 8, 2)

@@ -109,7 +109,10 @@ def test_attention_of_a_gpu_keeps_no_scores(follower):
 
     Queries, keys and values are [b, n, s, d] in bf16.
     """
-    b, n, s, d = 2, 4, 256, 64
+    b = 2
+    n = 4
+    s = 256
+    d = 64
     q, k, v = (
         torch.zeros(b, n, s, d, dtype=torch.bfloat16, device="meta", requires_grad=True)
         for _ in range(3)

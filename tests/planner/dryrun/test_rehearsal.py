@@ -68,8 +68,11 @@ class _Follow(OperatorRecorder):
 
 def real_peak(rank, flags):
     """Return the peak bytes in two real steps of a rank."""
-    config, follower = make(flags), _Follow()
-    b, s, count = config.batch.micro_batch_size, config.model.seq_length, config.num_micro_batches()
+    config = make(flags)
+    follower = _Follow()
+    b = config.batch.micro_batch_size
+    s = config.model.seq_length
+    count = config.num_micro_batches()
     with follower:
         job = Job(config, perform_initialization=False)
         tokens, labels, positions = (torch.zeros(count, b, s, dtype=torch.int64) for _ in range(3))
@@ -161,7 +164,8 @@ def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(flags):
     stage, their losses: a number each, in a block of the allocator.
     """
     config = make(flags)
-    enough, count = enough_micro_batches(config), config.num_micro_batches()
+    enough = enough_micro_batches(config)
+    count = config.num_micro_batches()
     size = config.parallel.pipeline_model_parallel_size
     assert count > enough  # else the test shows nothing
     members = [member for member in members_of(config) if member.stands_for]

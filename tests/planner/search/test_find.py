@@ -68,7 +68,8 @@ def test_the_search_finds_what_estimating_everything_finds(gib, wanted, monkeypa
     """
     monkeypatch.setattr(find, "ESTIMATED", 8)
     of = search_for(gib, **wanted)
-    found, everything = search(of, top=5), every_layout(of)
+    found = search(of, top=5)
+    everything = every_layout(of)
     assert len(found.estimated) < len(everything)
     assert found.estimated[0].score == pytest.approx(everything[0][0], rel=1e-9)
     best = {}

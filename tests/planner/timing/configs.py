@@ -39,10 +39,13 @@ RECOMPUTE = """
 @st.composite
 def configs(draw):
     """Draw a run on up to 64 devices."""
-    t, p = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4]))
-    d, b = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 3]))
+    t = draw(st.sampled_from([1, 2, 4]))
+    p = draw(st.sampled_from([1, 2, 4]))
+    d = draw(st.sampled_from([1, 2, 4]))
+    b = draw(st.sampled_from([1, 2, 3]))
     m = draw(st.integers(1, 9))
-    schedules, tensor = [""], [""]
+    schedules = [""]
+    tensor = [""]
     if p > 1:
         schedules += [
             f"--num-layers-per-virtual-pipeline-stage {8 // (2 * p)}",

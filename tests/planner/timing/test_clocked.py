@@ -31,7 +31,8 @@ def test_a_message_behind_a_computation(first, second):
     def seconds(_, size, group):
         return size * ONE
 
-    steps, one = steps_with("tensor"), max(1.0, first)
+    steps = steps_with("tensor")
+    one = max(1.0, first)
     apart = pass_seconds(steps_with("expert"), RATES, seconds)
     assert apart.total == pytest.approx(ONE * max(one + 1, second))
     found = pass_seconds(steps, RATES, seconds)

@@ -34,7 +34,8 @@ MACHINES["busy host"] = with_figures(FRONTIER, layer_overhead_s=1e-4)
 
 def folded(estimated):
     """Return the seconds that a search folds a configuration's costs to."""
-    config, placement = estimated.config, estimated.placement
+    config = estimated.config
+    placement = estimated.placement
     channels = Channels(config, placement.cluster, placement)
     return folded_seconds(config, placement.cluster, channels)
 
@@ -89,7 +90,8 @@ def test_parts_add_up(config, factor):
         tokens = config.batch.global_batch_size * config.model.seq_length
         assert found.tokens_per_s == pytest.approx(tokens / found.seconds)
         assert 0.6 < folded(found) / found.seconds < 1.5
-    fast, slower = estimate(config, FRONTIER), slowed(factor)
+    fast = estimate(config, FRONTIER)
+    slower = slowed(factor)
     slow = estimate(config, slower, dataclasses.replace(fast.placement, cluster=slower))
     assert slow.seconds == pytest.approx(factor * fast.seconds, rel=1e-6)
     assert slow.mfu == pytest.approx(fast.mfu, rel=1e-6)
@@ -129,7 +131,8 @@ def test_bf16_moments_and_an_average_count_in_the_update():
     def update_s(flags=""):
         return estimate(run(flags), FRONTIER).breakdown["optimizer"]
 
-    plain, narrow = update_s(), "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    plain = update_s()
+    narrow = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
     for fields, n_bytes in (
         (narrow, 34 - 8),
         ("--exp-avg-sq-dtype bf16", 34 - 4),
@@ -184,7 +187,8 @@ def test_ranks_that_share_cores_take_turns():
     config = run("--world-size 4 --global-batch-size 8")
     alone = dataclasses.replace(FRONTIER, device_type="cpu")
     shared = dataclasses.replace(alone, shared_cores=2)
-    one, two = estimate(config, alone), estimate(config, shared)
+    one = estimate(config, alone)
+    two = estimate(config, shared)
     assert two.run.makespan == pytest.approx(2 * one.run.makespan)
     for part, times in (("forward", 2), ("optimizer", 2), ("host", 1)):
         assert two.breakdown[part] == pytest.approx(times * one.breakdown[part])

@@ -47,8 +47,10 @@ class Products(TorchDispatchMode):
 
     def __init__(self, batched):
         super().__init__()
-        self.batched, self.order = batched, []
-        self.found, self.attention = Counter(), Counter()
+        self.batched = batched
+        self.order = []
+        self.found = Counter()
+        self.attention = Counter()
 
     @classmethod
     def _should_skip_dynamo(cls):
@@ -76,7 +78,8 @@ def ran(rank, cases):
 
 def _ran(job):
     config = job.config
-    s, b = config.model.seq_length, config.batch.micro_batch_size
+    s = config.model.seq_length
+    b = config.batch.micro_batch_size
     tokens = torch.randint(
         0, config.model.vocab_size, (b, s + 1), generator=torch.Generator().manual_seed(1)
     )
@@ -93,7 +96,8 @@ def _ran(job):
 @contextmanager
 def messages_of(group, order):
     """Return ("post", collective, bytes, number) and ("wait", number) of a group, in `order`."""
-    original, whole = collectives.start, collectives.all_reduce
+    original = collectives.start
+    whole = collectives.all_reduce
 
     def post(call, size):
         number = sum(event[0] == "post" for event in order)
@@ -104,7 +108,8 @@ def messages_of(group, order):
         work = original(call, of, size, *args, **kwargs)
         if of is not group:
             return work
-        number, wait = post(call.decode(), size), work.wait
+        number = post(call.decode(), size)
+        wait = work.wait
         return SimpleNamespace(wait=lambda: (order.append(("wait", number)), wait()))
 
     def all_reduce(x, of, *args):
@@ -118,7 +123,10 @@ def messages_of(group, order):
 
 def listed(config, rank):
     """Return the same from the trace."""
-    traced, products, sent, attention = trace(config, "cpu"), Counter(), Counter(), Counter()
+    traced = trace(config, "cpu")
+    products = Counter()
+    sent = Counter()
+    attention = Counter()
     for of_rank in stages.stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]:
         for run in itertools.chain(*stages.stage_passes(traced, of_rank).values()):
             for operation in run.of.computations():
@@ -143,7 +151,8 @@ def listed_in_order(config):
 
     There is one stage without recomputation.
     """
-    found, posts = [], 0
+    found = []
+    posts = 0
     (only,) = stages.stages_of(config)
     passes = stages.stage_passes(trace(config, "cpu"), only)
     of_step = 2 * [*passes["forward"], *passes["backward"]]

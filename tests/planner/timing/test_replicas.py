@@ -122,11 +122,13 @@ def test_a_step_of_stage_3_waits_for_its_first_weights_and_its_last_sums(early):
     sizes = "--vocab-size 4096 --world-size 4 --global-batch-size 8"
     config = of_equal_layers(sizes, "--zero-stage 3", early)
     traced, (stage,) = of(config), stages_of(config)
-    rates, plan = rates_of(FRONTIER, "bfloat16"), plan_in_passes(config, traced, stage)
+    rates = rates_of(FRONTIER, "bfloat16")
+    plan = plan_in_passes(config, traced, stage)
     links = Links(1e-9 * stage_seconds(traced, stage, rates, None).forward_s)
     found = stage_seconds(traced, stage, rates, links.seconds, plan=plan)
     hidden = config.model.hidden_size
-    table, vectors = 4096 * hidden, ("--no" in early) * (4 * 2 + 1) * hidden
+    table = 4096 * hidden
+    vectors = ("--no" in early) * (4 * 2 + 1) * hidden
     assert found.first == pytest.approx(2 * table * links.per_byte)
     assert found.last == pytest.approx(4 * (table + vectors) * links.per_byte)
 
@@ -139,7 +141,8 @@ def test_sums_of_stage_2_begin_within_a_layer():
     buckets = "--zero-stage 2 --zero-reduce-bucket-size 262144"
     config = of_equal_layers("--world-size 4 --global-batch-size 8", buckets)
     traced, (stage,) = of(config), stages_of(config)
-    rates, plan = rates_of(FRONTIER, "bfloat16"), plan_in_passes(config, traced, stage)
+    rates = rates_of(FRONTIER, "bfloat16")
+    plan = plan_in_passes(config, traced, stage)
     alone = stage_seconds(traced, stage, rates, None).backward_s
     links = Links(alone / 2 / (4 * parameters_of(traced, stage)))
     found = stage_seconds(traced, stage, rates, links.seconds, plan=plan)

@@ -10,7 +10,9 @@ from megatron.planner.timing import estimate
 from tests.planner.layouts import planned
 
 FRONTIER = load_cluster("frontier")
-H, LAYERS, STEPS = 64, 4, 5
+H = 64
+LAYERS = 4
+STEPS = 5
 
 
 def configured(*flags):
@@ -73,7 +75,8 @@ def test_experts_are_worked_on_one_by_one_by_all_ranks():
             f"--world-size {ranks} --expert-model-parallel-size {ranks}",
         )
 
-    few, many = of_experts(8, 1, 0), of_experts(16, 2, 0)
+    few = of_experts(8, 1, 0)
+    many = of_experts(16, 2, 0)
     assert many == pytest.approx(few, rel=0.05) and of_experts(16, 1, 0) > 1.7 * few
     assert of_experts(16, 2, 1) < many
 
@@ -81,7 +84,8 @@ def test_experts_are_worked_on_one_by_one_by_all_ranks():
 def test_more_ranks_share_the_work():
     """The update of large matrices takes more time than Adam's, and less with every kind of rank."""
     wide = "--hidden-size 2048"
-    alone, adam = optimizer_s(wide), optimizer_s(wide, "--optimizer adam")
+    alone = optimizer_s(wide)
+    adam = optimizer_s(wide, "--optimizer adam")
     # not less than products of these sizes at the peak of the machine
     operations = LAYERS * (4 * steps_on(2048, 2048) + 2 * steps_on(4 * 2048, 2048))
     assert alone > adam + operations / (FRONTIER.peak_tflops["bfloat16"] * 1e12)

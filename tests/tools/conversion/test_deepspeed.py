@@ -74,7 +74,9 @@ def ours_has(folder, plans):
 
 @pytest.mark.slow
 def test_fp32_of_two_data_parallel_ranks_and_the_next_step(folder, wrote, plans, ours_has):
-    there, source, result = wrote["llama"][0], plans["llama"].source, ours_has["llama"]
+    there = wrote["llama"][0]
+    source = plans["llama"].source
+    result = ours_has["llama"]
     assert (source.optimizer_step, source.data_size, plans["llama"].notes) == (2, 2, [])
     check_state(folder / "llama-new", "llama", there["state"])
     assert result["optimizer"] and result["iteration"] == 2
@@ -84,7 +86,8 @@ def test_fp32_of_two_data_parallel_ranks_and_the_next_step(folder, wrote, plans,
         and result["state"]["consumed_tokens"] == 12 * theirs.S
     )
     check_logits(result, "llama", there["state"]["master"])
-    a, moved = theirs.arguments("llama"), 0.0
+    a = theirs.arguments("llama")
+    moved = 0.0
     for name, value in there["next"].items():
         expected = theirs.whole_in_our_shape(name, torch.from_numpy(value), a).numpy()
         before = theirs.whole_in_our_shape(
@@ -161,12 +164,14 @@ def test_bf16_over_tensor_ranks(folder, wrote, ours_has):
 
 @pytest.mark.slow
 def test_fp16_pipeline_over_two_stages(folder, wrote, plans, ours_has):
-    results, source = wrote["stages"], plans["stages"].source
+    results = wrote["stages"]
+    source = plans["stages"].source
     assert {"layer_01-model_01-model_states.pt", "mp_rank_03_model_states.pt"} <= set(
         results[0]["files"]
     )
     assert (source.tensor_size, source.pipeline_size) == (2, 2)
-    a, found = theirs.arguments("gpt"), whole_tensors(find_folder(folder / "stages-new"))
+    a = theirs.arguments("gpt")
+    found = whole_tensors(find_folder(folder / "stages-new"))
     seen = set()
     # The joined tensors, cut again, are those of each rank.
     for rank, result in enumerate(results):
@@ -212,7 +217,8 @@ def other_group(state):
     state["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].detach()[5] += 0.25
 
 
-MODEL_0, MODEL_1 = "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"
+MODEL_0 = "mp_rank_00_model_states.pt"
+MODEL_1 = "mp_rank_01_model_states.pt"
 SHARD_1 = "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
 DAMAGE = {
     "shard missing": (remove(SHARD_1), ("_mp_rank_01_optim_states.pt", "--no-optim")),
@@ -276,7 +282,8 @@ def test_files_that_say_less(tmp_path, folder, wrote):
 @pytest.mark.slow
 def test_program(tmp_path, folder, wrote, capsys):
     """Run tools/convert_checkpoint.py, and resume pretrain_gpt.py from its output."""
-    source, target = str(folder / "gpt"), str(tmp_path / "new")
+    source = str(folder / "gpt")
+    target = str(tmp_path / "new")
     assert main([source, "--dry-run"]) == 0
     assert "DeepSpeed 0." in capsys.readouterr().out
     for arguments, named in (

@@ -43,7 +43,8 @@ def llama(tmp_path_factory):
 
 @pytest.mark.slow
 def test_there_and_back(llama, tmp_path):
-    native, back = tmp_path / "native", tmp_path / "back"
+    native = tmp_path / "native"
+    back = tmp_path / "back"
     for words in (
         ["--from", "hf", "--to", "megatron", str(llama), str(native)],
         ["--from", "megatron", "--to", "hf", str(native), str(back)],
@@ -76,7 +77,8 @@ def test_there_and_back(llama, tmp_path):
 
 def there_and_back(source, folder):
     """Convert a model to a checkpoint of ours and back; return the new model."""
-    native, back = folder / "native", folder / "back"
+    native = folder / "native"
+    back = folder / "back"
     assert main([str(source), str(native)]) == 0
     assert main(["--to", "hf", str(native), str(back)]) == 0
     return back
@@ -113,7 +115,8 @@ def test_experts_there_and_back(tmp_path, monkeypatch):
 def test_files_as_they_were_published(tmp_path, monkeypatch):
     """Names without their first part, constants beside parameters, and a stored tied output."""
     monkeypatch.setattr(write, "SHARD_BYTES", 700)
-    source, old = tmp_path / "source", tmp_path / "old"
+    source = tmp_path / "source"
+    old = tmp_path / "old"
     make("gpt2", source)
     shutil.copytree(source, old)
     values = tensors(source)
@@ -152,7 +155,8 @@ def test_an_output_layer_that_is_not_the_tied_one_is_refused(tmp_path, value):
 @pytest.mark.parametrize("style", ["gpt", "llama"])
 def test_straight_from_megatron(tmp_path, style):
     """The same files as by way of a checkpoint of ours."""
-    old, native = str(tmp_path / "old"), str(tmp_path / "native")
+    old = str(tmp_path / "old")
+    native = str(tmp_path / "native")
     write_theirs(Path(old), style, 2, 2, 1, 2.0, True)
     assert main(["--to", "hf", old, str(tmp_path / "straight")]) == 0
     assert main([old, native]) == 0
@@ -209,7 +213,8 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_folders(llama, tmp_path, case):
-    folder, target = tmp_path / "llama", tmp_path / "target"
+    folder = tmp_path / "llama"
+    target = tmp_path / "target"
     shutil.copytree(llama, folder)
     change, named = BAD[case]
     change(folder)
@@ -220,7 +225,8 @@ def test_bad_folders(llama, tmp_path, case):
 
 
 def test_nothing_half_written(llama, tmp_path, monkeypatch, capsys):
-    native, back = tmp_path / "native", tmp_path / "back"
+    native = tmp_path / "native"
+    back = tmp_path / "back"
     assert main([str(llama), str(native)]) == 0
     before = sorted(tmp_path.rglob("*"))
     # neither a folder that exists, nor one on a full disk

@@ -53,7 +53,8 @@ class Pieces(torch.Tensor):
         """Return the pieces: halves of the first and of the last dimension."""
         each = [[slice(0, size)] for size in self.shape]
         for dim in (-1, 0):
-            size, step = self.shape[dim], -(-self.shape[dim] // 2)
+            size = self.shape[dim]
+            step = -(-self.shape[dim] // 2)
             each[dim] = [slice(i, min(i + step, size)) for i in range(0, size, step)]
         return list(itertools.product(*each))
 
@@ -64,9 +65,11 @@ class Pieces(torch.Tensor):
         return torch.Size([part.start for part in cut])
 
     def __create_write_items__(self, key, _):
-        properties, items = Properties(self.dtype), []
+        properties = Properties(self.dtype)
+        items = []
         for number, cut in enumerate(self.cuts()):
-            offset, size = self.offsets(cut), self.piece(cut).shape
+            offset = self.offsets(cut)
+            size = self.piece(cut).shape
             data = TensorWriteData(ChunkStorageMetadata(offset, size), properties, self.shape)
             index = MetadataIndex(key, offset, number)
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
@@ -107,7 +110,8 @@ def write(root, style, stacked=True, fused=False, half=True):
     a = theirs.arguments(style, num_layers=2, tensor_model_parallel_size=2)
     seeds = {"master": 3, "exp_avg": 4, "exp_avg_sq": 5}
     kinds = {kind: whole_model(a, seed) for kind, seed in seeds.items()}
-    names, gated = FUSED if fused else LOCAL, a.swiglu and not stacked
+    names = FUSED if fused else LOCAL
+    gated = a.swiglu and not stacked
     content = {"rng_state/shard_0_1": [1, 2]}
     for kind, flat in kinds.items():
         core_names = in_core(flat, names, stacked, gated)

@@ -6,7 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-S, HIDDEN, HEADS, LAYERS = 16, 32, 4, 2
+S = 16
+HIDDEN = 32
+HEADS = 4
+LAYERS = 2
 ARGUMENTS = {
     # Learned positions, LayerNorm, GELU, biases, tied head; 50 tokens padded to 64.
     "gpt": dict(
@@ -106,7 +109,8 @@ def turned(x):
 class Attention(nn.Module):
     def __init__(self, a):
         super().__init__()
-        self.groups, self.rotary = a.num_key_value_heads, a.use_rotary_position_embeddings
+        self.groups = a.num_key_value_heads
+        self.rotary = a.use_rotary_position_embeddings
         d = HIDDEN // HEADS
         self.query_key_value = nn.Linear(
             HIDDEN, (HEADS + 2 * self.groups) * d, bias=a.add_bias_linear
@@ -115,14 +119,16 @@ class Attention(nn.Module):
 
     def forward(self, x):
         b, s, _ = x.shape
-        d, share = HIDDEN // HEADS, HEADS // self.groups
+        d = HIDDEN // HEADS
+        share = HEADS // self.groups
         mixed = self.query_key_value(x).view(b, s, -1, share + 2, d)
         q = mixed[..., :share, :].reshape(b, s, -1, d).transpose(1, 2)
         k, v = (
             mixed[..., share + i, :].repeat_interleave(share, 2).transpose(1, 2) for i in (0, 1)
         )
         if self.rotary:
-            q, k = turned(q), turned(k)
+            q = turned(q)
+            k = turned(k)
         weighed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.dense(weighed.transpose(1, 2).flatten(2))
 
@@ -147,8 +153,10 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     def __init__(self, a):
         super().__init__()
-        self.input_layernorm, self.self_attention = norm(a), Attention(a)
-        self.post_attention_layernorm, self.mlp = norm(a), MLP(a)
+        self.input_layernorm = norm(a)
+        self.self_attention = Attention(a)
+        self.post_attention_layernorm = norm(a)
+        self.mlp = MLP(a)
 
     def forward(self, x):
         x = x + self.self_attention(self.input_layernorm(x))
@@ -179,7 +187,8 @@ class Encoder(nn.Module):
 class LanguageModel(nn.Module):
     def __init__(self, a):
         super().__init__()
-        self.embedding, self.encoder = Embedding(a), Encoder(a)
+        self.embedding = Embedding(a)
+        self.encoder = Encoder(a)
         if a.untie_embeddings_and_output_weights:
             self.output_layer = nn.Linear(HIDDEN, a.padded_vocab_size, bias=False)
 

@@ -45,10 +45,8 @@ def test_lengths(tmp_path_factory, documents, block):
 
 
 def test_an_id_that_the_tokenizer_lacks(tmp_path, capsys):
-    good, bad = (
-        write(tmp_path / "good", [[[1, 2]], [[3]]]),
-        write(tmp_path / "bad", [[[1]], [[60]]]),
-    )
+    good = write(tmp_path / "good", [[[1, 2]], [[3]]])
+    bad = write(tmp_path / "bad", [[[1]], [[60]]])
     assert inspect_dataset.main([good, bad, "--validate", "--documents", "1", *NULL]) == 2
     first, second = capsys.readouterr().out.split(f"{bad}\n")
     assert (

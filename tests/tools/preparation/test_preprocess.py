@@ -97,7 +97,8 @@ def test_bad_lines_are_left_out(
 ):
     monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(progress, "SHOWN_BAD", 2)
-    path, count = tmp_path / "c.jsonl", len(BAD_LINES)
+    path = tmp_path / "c.jsonl"
+    count = len(BAD_LINES)
     lines = [part for i, line in enumerate(BAD_LINES, 1) for part in (b'{"text": "%d"}' % i, line)]
     path.write_bytes(b"\n".join(lines) + b"\n")
     assert run(tmp_path, "--on-bad-input", "skip", "--log-interval", 1, workers=workers) == 0

@@ -94,10 +94,8 @@ def test_every_block_boundary_is_a_place_to_go_on(
         assert blocks[-1].file_bytes == path.stat().st_size
         for block in blocks[:: max(1, len(blocks) // 3)]:
             rest = list(read_sources(find_sources([path]), ("text",), block.after))
-            after, before = (
-                encode(rest, tokenizer, append_eod)[0],
-                blocks[: blocks.index(block) + 1],
-            )
+            after = encode(rest, tokenizer, append_eod)[0]
+            before = blocks[: blocks.index(block) + 1]
             assert encode(before, tokenizer, append_eod)[0] + after == expected
             assert not rest or rest[0].first == block.after.documents + 1
 
@@ -216,7 +214,8 @@ def test_parquet_strings(
 
 def test_parquet_that_is_not_utf8(tmp_path, tokenizer):
     """Parquet that is not UTF-8 is refused. Arrow does not check its strings when it reads them."""
-    offsets, data = np.array([0, 1, 3, 4], np.int32), b"a\xffbc"
+    offsets = np.array([0, 1, 3, 4], np.int32)
+    data = b"a\xffbc"
     column = pyarrow.StringArray.from_buffers(
         3, pyarrow.py_buffer(offsets), pyarrow.py_buffer(data)
     )
@@ -253,10 +252,12 @@ def test_documents_that_are_too_long_are_bad_input(
     """
     monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
     monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 64)
-    path, texts = tmp_path / name, ["a", "b" * 200, "c", "d" * 130, "d" * 200, "e" * 38]
+    path = tmp_path / name
+    texts = ["a", "b" * 200, "c", "d" * 130, "d" * 200, "e" * 38]
     if name == "c.txt":
         path.write_text("x" * 65)
-        expected, numbers = [], [str(path)]
+        expected = []
+        numbers = [str(path)]
     else:
         write_input(path, texts, titles=[""] * 6)
         # at the maximum length of a line

@@ -107,7 +107,8 @@ class Job:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Provide a job of two keys; plain, packed and parquet input; and lines that are left out."""
-    folder, lines = tmp_path_factory.mktemp("job"), json_lines(TEXTS, TITLES)
+    folder = tmp_path_factory.mktemp("job")
+    lines = json_lines(TEXTS, TITLES)
     (folder / "a.jsonl").write_bytes(lines + BAD_LINE + lines)
     (folder / "b.jsonl.gz").write_bytes(pack(BAD_LINE + lines, ".gz", 2))
     write_input(folder / "c.parquet", TEXTS, TITLES, members=3)
@@ -310,7 +311,8 @@ def test_places_in_every_kind_of_file(job, tmp_path):
 
 def test_another_command_is_refused_and_told_what_differs(whole, tmp_path):
     inputs = [Path(shutil.copy2(path, tmp_path)) for path in whole.inputs]
-    job, prefix = Job(tmp_path, inputs, {}), tmp_path / "o"
+    job = Job(tmp_path, inputs, {})
+    prefix = tmp_path / "o"
     bigger = {"tokenizer_type": "NullTokenizer", "vocab_size": 200}
     job.stop(3)
 

@@ -31,7 +31,8 @@ def test_trained_vocabulary_loses_nothing(model, text):
 
 
 def test_bad_lines_are_refused_or_left_out(model, tmp_path):
-    corpus, lines = tmp_path / "bad.jsonl", model.with_name("corpus.jsonl").read_text()
+    corpus = tmp_path / "bad.jsonl"
+    lines = model.with_name("corpus.jsonl").read_text()
     corpus.write_text("{x\n" + lines + '{"no": 1}\n')
     words = ["--input", str(corpus), "--output", str(tmp_path / "m"), "--vocab-size", "600"]
     assert train_tokenizer.main(words) == 2 and not (tmp_path / "m").exists()

@@ -114,7 +114,8 @@ def test_time_counts_for_one_phase(clock):
 
 def test_times_of_a_device_are_moved_to_the_clock_of_its_host():
     """The device begins a step 30 s after its host, and its clock is another one."""
-    stream, now = Stream([]), [0.0]
+    stream = Stream([])
+    now = [0.0]
     stream.now = 1e9
 
     class Event:
@@ -160,7 +161,8 @@ class Compute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, clock, queue):
-        ctx.clock, ctx.queue = clock, queue
+        ctx.clock = clock
+        ctx.queue = queue
         clock.advance(FORWARD_S)
         return torch.full_like(x, clock.now - clock.origin)
 
@@ -200,7 +202,8 @@ def run_pipeline(rank, folder, real=False):
 
     class Arriving:
         def __init__(self, buffer, *args, **kwargs):
-            self.buffer, self.work = buffer, plain(buffer, *args, **kwargs)
+            self.buffer = buffer
+            self.work = plain(buffer, *args, **kwargs)
 
         def wait(self):
             self.work.wait()
@@ -303,7 +306,8 @@ def test_a_bubble_by_the_real_clock_is_that_of_the_schedule(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_noted_once(tmp_path, clock):
-    path, said = tmp_path / "gone" / "timeline.json", []
+    path = tmp_path / "gone" / "timeline.json"
+    said = []
     timeline = of_one_rank(path, said.append, clock)
     for _ in range(2):
         times_ms, record = timeline.report(a_step(SINGLE, clock.advance), 0.0)

@@ -114,7 +114,8 @@ def test_a_disk_that_is_full_for_a_while_loses_records_and_not_the_run(tmp_path)
         """Disk that takes 40 bytes of the second record and nothing of the third."""
 
         def __init__(self):
-            self.held, self.calls = b"", 0
+            self.held = b""
+            self.calls = 0
 
         def write(self, data):
             self.calls += 1
@@ -125,7 +126,8 @@ def test_a_disk_that_is_full_for_a_while_loses_records_and_not_the_run(tmp_path)
             return len(taken)
 
     said = []
-    metrics, disk = JsonLines(tmp_path / "m.jsonl", warn=said.append), Disk()
+    metrics = JsonLines(tmp_path / "m.jsonl", warn=said.append)
+    disk = Disk()
     metrics._file = disk
     (tmp_path / "full.jsonl").write_text('{"event": "iterat')
     # A run resumed on it writes nothing before there is a record.
@@ -145,8 +147,10 @@ def test_a_disk_that_is_full_for_a_while_loses_records_and_not_the_run(tmp_path)
     ("goes_on", "seen", "taken"), [(False, [0], "0 of 11"), (True, [0, 1, 2, 3], "4 of 11")]
 )
 def test_a_tracker_that_hangs_delays_nothing_and_says_how_much_it_lost(goes_on, seen, taken):
-    said, taken_in = [], []
-    hangs, ends = threading.Event(), threading.Event()
+    said = []
+    taken_in = []
+    hangs = threading.Event()
+    ends = threading.Event()
 
     def hang(event):
         taken_in.append(event.iteration)
@@ -218,7 +222,8 @@ def wait_for_trackers(folder):
 @pytest.mark.slow
 def test_broken_callbacks_change_no_loss_and_end_normally_with_a_note_each(tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN)
-    losses, names = [], ["Throws", "Full"]
+    losses = []
+    names = ["Throws", "Full"]
     for own in ([], ["--callback", *(f"broken:{name}" for name in names)]):
         folder = tmp_path / f"run{len(own)}"
         (outcome,) = launch(
@@ -260,7 +265,9 @@ def wandb_records(path):
     """
     from wandb.proto import wandb_internal_pb2
 
-    data, at, parts = path.read_bytes(), 7, b""
+    data = path.read_bytes()
+    at = 7
+    parts = b""
     assert data.startswith(b":W&B")
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
@@ -279,9 +286,13 @@ def in_wandb(folder):
 
     The steps of all files together count up from 0, and all but the first are resumed.
     """
-    runs, points, steps = [], defaultdict(list), []
+    runs = []
+    points = defaultdict(list)
+    steps = []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=os.path.getmtime):
-        id_, code, config = "", -1, {}
+        id_ = ""
+        code = -1
+        config = {}
         for record in wandb_records(path):
             kind = record.WhichOneof("record_type")
             if kind == "run":

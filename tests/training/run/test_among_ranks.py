@@ -61,7 +61,10 @@ def agree(topology, folder):
         sent.append(x.numel())
         return plain(x, *args, **kwargs)
 
-    agreement, on, rank, own = Agreement(topology), [False], topology.rank, [10 + topology.rank]
+    agreement = Agreement(topology)
+    on = [False]
+    rank = topology.rank
+    own = [10 + topology.rank]
     agreement.add("signal", lambda: own[0], lambda: on[0])
     # A decision of rank 1 does not count.
     agreement.add_first("save", lambda: rank == 1, lambda: on[0])
@@ -116,7 +119,8 @@ def figures(topology, folder):
     if topology.pipeline.is_last:
         losses = [torch.tensor(10.0 * topology.data.rank + i) for i in range(4)]
     weights = torch.tensor([0.1, 0.2, 0.3, 0.8])
-    mine, weighted = local_loss(losses, None, topology), local_loss(losses, weights, topology)
+    mine = local_loss(losses, None, topology)
+    weighted = local_loss(losses, weights, topology)
     interval = Interval(topology, FlopRates(RANKS, 8, 1.0, 1.0))
     for iteration, loss in ((1, mine), (2, weighted)):
         interval.steps.append(StepRecord(iteration, 0, 0, 8, 0.1, loss, False))
@@ -124,7 +128,8 @@ def figures(topology, folder):
     energy = (20.0, 0.0, 40.0, 0.0)[topology.rank]
     interval.meter = SimpleNamespace(used_j=lambda: energy)
     partly = [loss * (i != 1) for i, loss in enumerate(losses)]  # no token in that micro-batch
-    part, mask = local_loss(partly, None, topology), torch.tensor([[1.0], [0.0], [1.0], [1.0]])
+    part = local_loss(partly, None, topology)
+    mask = torch.tensor([[1.0], [0.0], [1.0], [1.0]])
     masked = [MicroBatch(*[x] * 4, None, 0) for x in mask]
     unfinished = [
         StepRecord(3, 0, 0, 8, 0.1, None if mine is None else mine * math.nan),
@@ -230,7 +235,8 @@ def times(topology, folder):
 
 
 def bound_cores(topology, folder):
-    mine, rank = os.sched_getaffinity(0), topology.rank
+    mine = os.sched_getaffinity(0)
+    rank = topology.rank
     cores = sorted(mine)
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     # It must not keep the others waiting.
@@ -348,10 +354,8 @@ def test_losses_are_averaged_over_micro_batches_and_replicas(found, tensor, repl
 def test_an_evaluation_is_the_mean_over_micro_batches_and_replicas(found, tensor, pipeline):
     # 3 iterations of 2 micro-batches of 3 samples from sample 12 on; two replicas alternate.
     firsts = [12 + 3 * i for i in range(3 * 2 * 2)]
-    losses, tokens = (
-        np.array([loss_of(f) for f in firsts]),
-        np.array([tokens_of(f) for f in firsts]),
-    )
+    losses = np.array([loss_of(f) for f in firsts])
+    tokens = np.array([tokens_of(f) for f in firsts])
     for plain, per_token in found(evaluate, tensor, pipeline):
         marked = losses[tokens > 0]
         assert 0 < len(marked) < len(losses)
@@ -364,7 +368,8 @@ def test_ranks_with_different_kernels_stop_on_every_rank(found):
     said = found(kernels, 2)
     assert said == [said[0]] * RANKS
     assert {name for name, text in said[0].items() if not text} == {"none", "equal"}
-    missing, choices = said[0]["missing"], said[0]["choices"]
+    missing = said[0]["missing"]
+    choices = said[0]["choices"]
     assert "rank 0-1, 3" in missing and "rank 2" in missing and "/l.so" in missing
     assert "nobody built one" in missing
     assert "MEGATRON_KERNELS_LIBRARY" in missing
@@ -390,7 +395,9 @@ def test_text_does_not_depend_on_the_layout(found):
             text.ids for text in generate(model, PROMPTS, max_new_tokens=NEW, sampling=sampling)
         ]
 
-    greedy, of_experts, drawn = alone(GREEDY), alone(GREEDY, **EXPERTS), alone(Sampling(seed=5))
+    greedy = alone(GREEDY)
+    of_experts = alone(GREEDY, **EXPERTS)
+    drawn = alone(Sampling(seed=5))
     # The test can fail: the texts differ and do not repeat one token.
     assert len(set(map(tuple, greedy))) == 3 and drawn != alone(Sampling(seed=9))
     assert all(len(set(itertools.chain(*texts))) > 5 for texts in (greedy, of_experts))

@@ -66,7 +66,8 @@ def test_an_average_begins_with_the_weights_that_are_loaded(trained):
         load_model(plain, ema=True)
     averaged = [*FLAGS, *AVERAGED, "--load", str(plain), "--save", str(more)]
     assert "average" in run(*averaged, "--train-iters", "4")
-    before, after = newest(plain, 3), newest(more, 4)
+    before = newest(plain, 3)
+    after = newest(more, 4)
     for name, new in after.items():
         kind, _, of = name.partition(".")
         if kind == "master":

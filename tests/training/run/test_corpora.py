@@ -29,7 +29,8 @@ FIELDS = dict(
 @pytest.fixture
 def data(tmp_path):
     """Provide the flags of training data and of two corpora, in documents of random tokens."""
-    folder, random = tmp_path, np.random.RandomState(1)
+    folder = tmp_path
+    random = np.random.RandomState(1)
     for name, samples in (("train", 40), ("big", 3 * EVAL_SAMPLES), ("small", SMALL)):
         sizes = 3, samples * SEQ_LENGTH - 2
         write_documents(folder / name, (random.randint(0, 24, size) for size in sizes))

@@ -47,7 +47,8 @@ def side_by_side(number, run):
 
 def test_the_copy_is_read(tmp_path, monkeypatch):
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
-    prefix, said = write_numbers(tmp_path / "x", 80), []
+    prefix = write_numbers(tmp_path / "x", 80)
+    said = []
     asked = staging(prefix, "$NODE_DISK/me")
     locations = staged_locations(asked, rank_topology(), said.append)
     assert Path(locations[prefix]).is_relative_to(tmp_path / "disk" / "me")
@@ -63,7 +64,8 @@ def test_the_copy_is_read(tmp_path, monkeypatch):
 
 
 def test_a_copy_is_kept_and_changed_data_are_copied_anew(tmp_path, monkeypatch):
-    prefix, disk = write_numbers(tmp_path / "x", 80), tmp_path / "disk"
+    prefix = write_numbers(tmp_path / "x", 80)
+    disk = tmp_path / "disk"
     first = copy_to_node(prefix, disk)
     assert copy_to_node(prefix, disk) == first
     os.utime(f"{prefix}.bin", (1, 1))  # written again, with the same size
@@ -82,7 +84,8 @@ def test_a_copy_is_kept_and_changed_data_are_copied_anew(tmp_path, monkeypatch):
 
 def test_a_disk_that_takes_no_copy_is_no_reason_to_stop(tmp_path):
     (tmp_path / "disk").write_text("")
-    prefix, said = write_numbers(tmp_path / "x", 80), []
+    prefix = write_numbers(tmp_path / "x", 80)
+    said = []
     asked = staging(prefix, tmp_path / "disk")
     assert staged_locations(asked, rank_topology(), said.append) == {prefix: prefix}
     assert len(said) == 1 and prefix in said[0]
@@ -93,7 +96,9 @@ def test_one_process_of_a_node_copies_and_only_stages_that_read_data(tmp_path):
 
     The middle one of three pipeline stages on a node reads nothing.
     """
-    prefix, store, said = write_numbers(tmp_path / "x", 80), dist.HashStore(), []
+    prefix = write_numbers(tmp_path / "x", 80)
+    store = dist.HashStore()
+    said = []
     fields = dict(num_layers=3, pipeline_model_parallel_size=3, world_size=3)
     asked = staging(prefix, tmp_path / "disk", **fields)
     staged = side_by_side(
@@ -116,7 +121,8 @@ def test_the_wait_has_an_end(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_first_rank_builds_and_what_it_fails_by_is_told_to_all(tmp_path, fails):
-    store, begun = dist.HashStore(), []
+    store = dist.HashStore()
+    begun = []
     asked = tiny(
         **DATA, data_path=(write_numbers(tmp_path / "x", 80),), world_size=3, global_batch_size=3
     )
@@ -144,7 +150,8 @@ def test_the_first_rank_builds_and_what_it_fails_by_is_told_to_all(tmp_path, fai
 
 @pytest.mark.slow
 def test_a_whole_run_from_copies(tmp_path):
-    prefix, target = write_numbers(tmp_path / "x", 80), tmp_path / "disk"
+    prefix = write_numbers(tmp_path / "x", 80)
+    target = tmp_path / "disk"
     fields = dict(data_path=(prefix,), split="1", vocab_size=80, stage_data_to=str(target))
     said = run_processes(2, run_and_listen, fields)
     assert all(

@@ -10,7 +10,8 @@ from benchmarks.faults.history import records
 from benchmarks.prove_resume import DATA, SAVE_INTERVAL, SCHEDULED, compare, prove
 
 # One of the two checkpoints before it may be incomplete when the kill comes.
-ITERATIONS, STEP = 12, 10
+ITERATIONS = 12
+STEP = 10
 KILLED_IN = STEP - 1  # reported by then
 
 
@@ -22,7 +23,8 @@ def test_a_run_that_was_killed_is_the_run_that_was_not(tmp_path):
     betas, batch sizes, clipping by kind and the average resume in their middle.
     """
     case = dataclasses.replace(SCHEDULED, asynchronous=True, resumed=(DATA,))
-    folder, data = tmp_path / "case", make_corpus(tmp_path / "data")
+    folder = tmp_path / "case"
+    data = make_corpus(tmp_path / "data")
     (row,) = prove(case, folder, data, ITERATIONS, STEP)
     assert row.faults == () and row.killed_in == KILLED_IN
     assert row.resumed_from in (SAVE_INTERVAL, 2 * SAVE_INTERVAL)

@@ -139,8 +139,10 @@ def test_a_step_has_no_wait_before_its_figures_are_read():
 
 def run_and_count(rank, fields):
     """Count the waits of each step of the training loop; CPU tensors stand for a device's."""
-    waits, steps = HostWaits("cpu"), []
-    plain, after = loop.train_steps, loop.between_steps
+    waits = HostWaits("cpu")
+    steps = []
+    plain = loop.train_steps
+    after = loop.between_steps
 
     def train_steps(run):
         with waits:
@@ -152,7 +154,8 @@ def run_and_count(rank, fields):
         waits.recorded.clear()
         return stop
 
-    loop.train_steps, loop.between_steps = train_steps, between_steps
+    loop.train_steps = train_steps
+    loop.between_steps = between_steps
     run(rank, fields)
     return steps
 

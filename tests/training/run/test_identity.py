@@ -70,12 +70,15 @@ def test_another_file_of_the_same_size_on_one_node_ends_all(tmp_path):
 
     Each of the files in turn has another second half, or weight.
     """
-    prefix, model, words = tmp_path / "text", tmp_path / "model", tmp_path / "words"
+    prefix = tmp_path / "text"
+    model = tmp_path / "model"
+    words = tmp_path / "words"
     for folder in (model, words):
         folder.mkdir()
     for name in ("text", "text_mask"):
         write_documents(tmp_path / name, [range(5000)])
-    blend, tasks = tmp_path / "blend", tmp_path / "tasks.jsonl"
+    blend = tmp_path / "blend"
+    tasks = tmp_path / "tasks.jsonl"
     texts = {
         blend: f"1.0 {prefix}\n",
         tasks: '{"context": "a", "ending": "b"}\n',

@@ -132,9 +132,11 @@ def test_phases_follow_one_another(shape, n):
 def test_warm_restarts(n):
     """Equation 5 of arXiv 1608.03983: 10 steps, 20, 40 and 80 steps, then the last value."""
     schedule = learning_rate(phased("cosine 10 cycles 4 factor 2"))
-    begin, period = 0, 10
+    begin = 0
+    period = 10
     while n >= begin + period and period < 80:
-        begin, period = begin + period, 2 * period
+        begin = begin + period
+        period = 2 * period
     expected = 0.1 + 0.45 * (1 + math.cos(math.pi * min(n - begin, period) / period))
     assert schedule.at(n) == pytest.approx(expected, rel=1e-14)
     rest = learning_rate(phased("cosine cycles 4 factor 2", train_iters=150))

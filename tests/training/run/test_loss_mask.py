@@ -11,7 +11,8 @@ from tests.helpers.processes import run_processes
 from tests.helpers.tiny import one_stage, records, run, tiny, values
 
 pytestmark = pytest.mark.slow
-BATCH, STEPS = 8, 3
+BATCH = 8
+STEPS = 3
 FIELDS = dict(
     vocab_size=40,
     global_batch_size=BATCH,
@@ -61,7 +62,8 @@ class Marked:
     """
 
     def __init__(self, marked, seeds=None):
-        self.marked, self.seeds = marked, seeds or range(len(marked))
+        self.marked = marked
+        self.seeds = seeds or range(len(marked))
 
     def __len__(self):
         return len(self.marked)
@@ -103,7 +105,8 @@ def test_steps_without_a_token_in_the_loss_are_in_no_mean(tmp_path, per_token):
     ended = run_processes(2, run_on, fields, marked, [False] * 20)
     assert all(text.startswith("TrainingError") and " 6 " in text for text in ended), ended
     model = one_stage(tiny(**FIELDS))
-    data, losses = Marked([True] * 6), []
+    data = Marked([True] * 6)
+    losses = []
     for index in (0, 1, 5):
         batch = make_micro_batch(data[index][None], loss_tokens=[data.loss_tokens(index)])
         losses.append(model(batch, None).item())
@@ -136,7 +139,8 @@ def run_samples(rank, fields, marked, seeds):
 )
 def test_a_step_without_a_token_in_the_loss_leaves_weights_and_optimizer(tmp_path, fields):
     """The run takes the other steps as if the data were without these samples, also the first."""
-    runs, empty = [], (0, 1, 4, 5)
+    runs = []
+    empty = (0, 1, 4, 5)
     for name, seeds in (("with", range(10)), ("without", sorted({*range(10)} - {*empty}))):
         save = dict(save=str(tmp_path / name), log_params_norm=True)
         run_processes(2, run_samples, {**fields, **save}, [i not in empty for i in seeds], seeds)

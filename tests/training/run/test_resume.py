@@ -132,10 +132,12 @@ def test_the_schedules_are_the_checkpoints_where_a_flag_asks_for_it(tmp_path, be
     """They keep the values also through another checkpoint, and what they replace is said."""
     theirs = config(**BEFORE | before)
     ours = BEFORE | dict(lr=1.0, use_checkpoint_opt_param_scheduler=True) | changes
-    folder, said = store(tmp_path / "0", theirs), []
+    folder = store(tmp_path / "0", theirs)
+    said = []
     listener = SimpleNamespace(say=said.append)
     for again in range(2):
-        stored, here = stored_settings(folder, config(**ours)), config(**ours)
+        stored = stored_settings(folder, config(**ours))
+        here = config(**ours)
         taken = with_checkpoint_settings(here, stored, listener)
         for step in (0, 1, 2, 10, 11, 15, 19, 20, 30):
             at = Progress(*3 * [0], 0, 0, step, 4 * step, 32 * step)
@@ -253,7 +255,9 @@ def test_all_ranks_take_the_model_and_give_the_settings_back(tmp_path):
 @pytest.mark.slow
 def test_the_settings_of_a_run_do_not_repeat_one_of_its_starts(tmp_path):
     """A start that went back and ended early is continued, and another run begins anew."""
-    a, b, settings = tmp_path / "a", tmp_path / "b", ["--config", str(tmp_path / "a/settings.toml")]
+    a = tmp_path / "a"
+    b = tmp_path / "b"
+    settings = ["--config", str(tmp_path / "a/settings.toml")]
     load = ["--load", str(a)]
 
     def steps(folder, *words):

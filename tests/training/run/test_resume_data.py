@@ -17,7 +17,8 @@ from megatron.training.run.schedules import BatchSchedule, Progress, planned_sam
 from tests.helpers.indexed import write_documents
 from tests.helpers.tiny import rank_topology, tiny
 
-TAKEN, BATCH = 40, 4
+TAKEN = 40
+BATCH = 4
 
 
 def write(prefix, tokens, first=0, size=13):
@@ -64,7 +65,8 @@ def taken_of(made, start, stop):
     order = sample_order(made.data.dataloader_type, len(train))
     counts = np.zeros(6000, int)
     for index in order.indices(np.arange(start, stop)).tolist():
-        tokens, pieces = train[index], train.segments(index)
+        tokens = train[index]
+        pieces = train.segments(index)
         bounds = [0, made.model.seq_length] if pieces is None else np.append(0, np.cumsum(pieces))
         for first, last in itertools.pairwise(bounds):
             counts[tokens[first : last - (pieces is not None)]] += 1
@@ -73,7 +75,8 @@ def taken_of(made, start, stop):
 
 def said(checkpoint, ours):
     """Return what is said about the data of a run that goes on after TAKEN samples."""
-    stored, lines = stored_settings(checkpoint, ours), []
+    stored = stored_settings(checkpoint, ours)
+    lines = []
     batches = BatchSchedule.from_config(ours)
     samples = planned_samples(ours, batches)[0]
     dataset = build_datasets(ours, samples, 0, 0).train
@@ -107,11 +110,13 @@ def test_repeated_and_skipped_samples_are_counted(tmp_path, data, changes, names
     if "data_path" in changes:
         paths = (str(tmp_path / word) if word in "ab" else word for word in changes["data_path"])
         changes = {**changes, "data_path": tuple(paths)}
-    theirs, ours = config(data), config(data, **changes)
+    theirs = config(data)
+    ours = config(data, **changes)
     line = said(save(tmp_path, theirs), ours)
     assert all(name in line for name in [*names, f"{TAKEN} samples were taken"])
     end = ours.batch.train_iters * BATCH
-    before, counted = taken_of(theirs, 0, TAKEN), taken_of(ours, 0, TAKEN)
+    before = taken_of(theirs, 0, TAKEN)
+    counted = taken_of(ours, 0, TAKEN)
     coming = taken_of(ours, TAKEN, end)
     again = np.minimum(coming, np.maximum(before - counted, 0)).sum()
     missing = np.maximum(counted - before, 0).sum()

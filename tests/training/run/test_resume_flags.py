@@ -108,7 +108,8 @@ def test_each_setting_of_a_run_that_differs_is_named(tmp_path):
         other = next(iter(others(option, value)), ("other",) if option.many else "other")
         changed = dataclasses.replace(getattr(before, section), **{name: other})
         ours = dataclasses.replace(before, **{section: changed})
-        stored, lines = stored_settings(checkpoint, before), []
+        stored = stored_settings(checkpoint, before)
+        lines = []
         quiet = dataclasses.replace(ours.checkpoint, override_opt_param_scheduler=True)
         ours = dataclasses.replace(ours, checkpoint=quiet)
         describe_changes(stored, ours, stopped(), 10, lines.append)
@@ -143,7 +144,8 @@ def test_any_setting_changed_is_the_same_run_or_named(tmp_path, part):
     (found,) = run_processes(
         1, resumed, str(tmp_path), changes, timeout_s=1200 if part is not None else None
     )
-    plain, different = found[0][0], set()
+    plain = found[0][0]
+    different = set()
     for change, (figures, log) in zip(changes, found, strict=True):
         for name in change:
             spellings = (name, *all_options()[name].flags)

@@ -107,7 +107,8 @@ def test_resizes_in_mid_run_change_no_sample_and_no_loss(tmp_path, kind):
     Data-parallel size is 1, 2 and 1, with checkpoints between, while the batch grows,
     micro-batches change, and ranks and devices get another order.
     """
-    prefix, save = write_numbers(tmp_path / "x", 8 * 96 + 1), str(tmp_path / "run")
+    prefix = write_numbers(tmp_path / "x", 8 * 96 + 1)
+    save = str(tmp_path / "run")
     fields = dict(
         data_path=(prefix,),
         split="1",
@@ -133,7 +134,8 @@ def test_resizes_in_mid_run_change_no_sample_and_no_loss(tmp_path, kind):
     assert sorted(taken) == list(range(96))  # all samples of the epoch, each once
     (order,) = run_processes(1, run_and_note, {**fields, "save": str(tmp_path / "whole")})
     assert taken == [token // 8 for _, tokens in sorted(order.items()) for token in tokens]
-    whole, found = records(tmp_path / "whole"), records(tmp_path / "run")
+    whole = records(tmp_path / "whole")
+    found = records(tmp_path / "run")
     assert found["start"][-1]["layout"]["rank_order"] == "dp-pp-tp"
     names = ("iteration", "consumed_samples", "learning_rate")
     assert values(found["iteration"], *names) == values(whole["iteration"], *names)
@@ -189,10 +191,12 @@ def test_a_run_on_packed_documents(tmp_path):
         vocab_size=30,
         data_packing="best-fit",
     )
-    whole, stages = tmp_path / "whole", tmp_path / "stages"
+    whole = tmp_path / "whole"
+    stages = tmp_path / "stages"
     (said,) = run_processes(1, run_and_listen, dict(fields, save=str(whole)))
     run_processes(3, run, dict(fields, save=str(stages), pipeline_model_parallel_size=3))
-    one, three = records(whole), records(stages)
+    one = records(whole)
+    three = records(stages)
     # Fewer than 8 of 8 predictions in each of 24 samples: predictions across documents or of
     # padding are not trained on.
     tokens = one["data"][-1]["sources"][prefix]["tokens"]
@@ -229,7 +233,8 @@ def test_an_evaluation_changes_no_step_and_depends_on_the_weights_alone(tmp_path
     Without --eval-at-start the first one follows the first step. Another job that has nothing left
     to train evaluates the last weights on the same samples.
     """
-    plain, evaluated = str(tmp_path / "plain"), str(tmp_path / "evaluated")
+    plain = str(tmp_path / "plain")
+    evaluated = str(tmp_path / "evaluated")
     more = dict(save=evaluated, load=evaluated, train_iters=3, eval_iters=2, eval_interval=1)
     run_processes(1, run_each, [dict(save=plain, train_iters=3), more, more])
     found = records(tmp_path / "evaluated")

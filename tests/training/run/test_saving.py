@@ -15,7 +15,8 @@ class FakeSaver:
     """Saver without a disk, which records its calls in order. `broken`: calls that fail."""
 
     def __init__(self):
-        self.calls, self.broken = [], set()
+        self.calls = []
+        self.broken = set()
         self.pending = self.written = False
         self.iteration = 0
 
@@ -27,7 +28,9 @@ class FakeSaver:
     def start(self, iteration, engine, state, provenance, background):
         assert not self.pending, "a save was under way"
         self._do("start", iteration, background)
-        self.iteration, self.pending, self.written = iteration, background, False
+        self.iteration = iteration
+        self.pending = background
+        self.written = False
         return None if background else self._saved()
 
     def commit(self):
@@ -52,8 +55,11 @@ class Case:
         usual = dict(save_interval=None, save_interval_minutes=None, async_save=False)
         checkpoint = SimpleNamespace(**{"save": "folder", **usual, **changes})
         config = SimpleNamespace(checkpoint=checkpoint)
-        self.now, self.saver, self.agreement = 0.0, FakeSaver(), Agreement(rank_topology())
-        self.said, self.records = [], []
+        self.now = 0.0
+        self.saver = FakeSaver()
+        self.agreement = Agreement(rank_topology())
+        self.said = []
+        self.records = []
         reporter = SimpleNamespace(
             say=self.said.append,
             publish=lambda event: self.records.append((event.event, event.iteration)),
@@ -196,7 +202,8 @@ def test_other_errors_are_not_taken_for_a_full_disk():
 
 
 def test_the_wall_time_hears_how_long_a_save_takes():
-    case, heard = Case(save_interval=1), []
+    case = Case(save_interval=1)
+    heard = []
     case.saves.after_save.append(heard.append)
     case.step(1)
     assert heard == [2.0]

@@ -58,7 +58,10 @@ def test_costs_are_those_of_all_tokens_and_the_time_is_that_of_the_rest():
 
     Each weight of a product takes 6 FLOPs per token, and attention 12 s h per layer.
     """
-    layers, h, s, vocabulary = 2, 16, 8, 24
+    layers = 2
+    h = 16
+    s = 8
+    vocabulary = 24
     config = tiny(
         num_layers=layers,
         hidden_size=h,

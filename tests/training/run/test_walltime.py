@@ -21,7 +21,8 @@ def command(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def write(name, body):
-        script, called = tmp_path / name, tmp_path / f"{name}.called"
+        script = tmp_path / name
+        called = tmp_path / f"{name}.called"
         script.write_text(f'#!/bin/sh\necho "$@" >> {called}\n{body}\n')
         script.chmod(0o755)
         return called
@@ -135,7 +136,8 @@ def test_an_evaluation_is_foreseen_with_all_corpora():
 
 def test_a_job_goes_back_into_the_queue(command):
     command("squeue", "echo RUNNING None")
-    called, said = command("scontrol", "exit 0"), []
+    called = command("scontrol", "exit 0")
+    said = []
     assert requeue({"SLURM_JOB_ID": "4711"}, said.append)
     assert called.read_text() == "requeue 4711\n" and len(said) == 1 and "4711" in said[0]
     # Slurm ends all processes of the job then, sometimes also the scontrol that asked for it.
@@ -148,7 +150,8 @@ def test_a_job_goes_back_into_the_queue(command):
 )
 def test_a_job_that_somebody_cancelled_stays_cancelled(command, state, goes):
     command("squeue", f"echo {state}")
-    called, said = command("scontrol", "exit 0"), []
+    called = command("scontrol", "exit 0")
+    said = []
     assert requeue({"SLURM_JOB_ID": "4711"}, said.append) == goes == called.exists()
 
 

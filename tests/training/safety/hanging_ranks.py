@@ -59,7 +59,9 @@ class Board:
     MARKS = ("there", "answered", "leaving", "alive", "cleared")
 
     def __init__(self, folder, rank, size):
-        path, self.rank, self.size = folder / "board", rank, size
+        path = folder / "board"
+        self.rank = rank
+        self.size = size
         with open(os.open(path, os.O_RDWR | os.O_CREAT), "r+b") as file:
             file.truncate(4096)
             self._memory = mmap.mmap(file.fileno(), 4096)
@@ -79,8 +81,13 @@ class Time:
     """Clock for a rank's watchdog that moves only after all events possible before."""
 
     def __init__(self, board, victims, way):
-        self.board, self.victims, self.way = board, victims, way
-        self.now, self.asked, self.leaving, self.over = 0.0, False, False, False
+        self.board = board
+        self.victims = victims
+        self.way = way
+        self.now = 0.0
+        self.asked = False
+        self.leaving = False
+        self.over = False
         everybody = list(range(board.size))
         self.speaking = (
             everybody if way != "stop" else [rank for rank in everybody if rank not in victims]
@@ -130,7 +137,8 @@ class Time:
         plain = recorder.enter
 
         def entering(*args, **named):
-            result, state = plain(*args, **named), FlightState.read(recorder.buffer)
+            result = plain(*args, **named)
+            state = FlightState.read(recorder.buffer)
             if state is not None and there(state):
                 self.board.mark("there")
             return result
@@ -146,9 +154,12 @@ class Toy:
     """
 
     def __init__(self, topology, hang, skips):
-        self.topology, self.skips, self.step = topology, skips, 0
+        self.topology = topology
+        self.skips = skips
+        self.step = 0
         self.weight = torch.nn.Parameter(torch.ones(SHAPE[1]))
-        stage, last = topology.pipeline.rank, topology.pipeline.size - 1
+        stage = topology.pipeline.rank
+        last = topology.pipeline.size - 1
 
         def chunk(micro_batch, hidden):
             if hang is not None and self.step == HANGS_AT and micro_batch == 0:
@@ -220,7 +231,8 @@ def steps(
     real,
     here,
 ):
-    rank, recorder = board.rank, topology.flight
+    rank = board.rank
+    recorder = topology.flight
     victim = rank in victims
 
     def hang():
@@ -249,9 +261,11 @@ def steps(
     toy = Toy(topology, hang if victim and way in WAYS else None, victim and way == "skip")
     toy.run(0)
     if real:
-        limit_s, watch = 3.0, Watchdog(meeting, topology, 3.0, folder)
+        limit_s = 3.0
+        watch = Watchdog(meeting, topology, 3.0, folder)
     else:
-        limit_s, clock = 30.0, Time(board, victims, way)
+        limit_s = 30.0
+        clock = Time(board, victims, way)
         if not victim or way == "skip":
             clock.note_when_there(recorder, there)
         watch = Watchdog(meeting, topology, limit_s, folder, clock=clock, sleep=clock.sleep)

@@ -80,7 +80,8 @@ def run_and_give_up(rank, fields):
     from megatron.engine.engine import Engine
     from megatron.errors import TrainingError
 
-    finish_step, calls = Engine.finish_step, itertools.count(1)
+    finish_step = Engine.finish_step
+    calls = itertools.count(1)
 
     def third_fails(engine):
         if next(calls) == 3:
@@ -109,7 +110,8 @@ def run_and_signal(rank, fields, where, nth, number):
     """
     module, _, name = where.rpartition(".")
     holder = importlib.import_module(module)
-    plain, calls = getattr(holder, name), [0]
+    plain = getattr(holder, name)
+    calls = [0]
 
     def signalled(*args, **kwargs):
         calls[0] += 1
@@ -197,7 +199,9 @@ def run_until_late(rank, fields):
     from megatron.training.run import loop
     from megatron.training.run.stopping import SlurmEnd
 
-    between_steps, left_s, late = loop.between_steps, SlurmEnd.left_s, [False]
+    between_steps = loop.between_steps
+    left_s = SlurmEnd.left_s
+    late = [False]
 
     def after_three(run):
         late[0] = run.progress.iteration >= 3
@@ -207,12 +211,14 @@ def run_until_late(rank, fields):
         left = left_s(self)
         return left if left is None or not late[0] else left - 7180
 
-    loop.between_steps, SlurmEnd.left_s = after_three, less
+    loop.between_steps = after_three
+    SlurmEnd.left_s = less
     run(rank, fields)
 
 
 def test_a_job_that_ends_saves_and_goes_back_into_the_queue(tmp_path):
-    save, environment = tmp_path / "run", slurm(tmp_path, "2:00:00")
+    save = tmp_path / "run"
+    environment = slurm(tmp_path, "2:00:00")
     fields = dict(save=str(save), train_iters=10**6, log_interval=1000, requeue=True)
     run_processes(2, run_until_late, fields, env=environment)
     (end,) = records(save)["end"]
@@ -222,7 +228,8 @@ def test_a_job_that_ends_saves_and_goes_back_into_the_queue(tmp_path):
 
 
 def test_a_job_with_time_left_goes_on_and_is_not_put_back_when_it_is_done(tmp_path):
-    save, environment = tmp_path / "run", slurm(tmp_path, "2:00:00")
+    save = tmp_path / "run"
+    environment = slurm(tmp_path, "2:00:00")
     run_processes(1, run, dict(save=str(save), train_iters=3, requeue=True), env=environment)
     assert values(records(save)["end"], "iteration", "reason") == [(3, "done")]
     assert asked_back(tmp_path) == []
@@ -265,7 +272,8 @@ def test_a_given_wall_time_counts_from_the_start(tmp_path):
     Of it 29 s are left after set-up, less than the margin: not even the first evaluation begins,
     and Slurm is not asked.
     """
-    save, environment = tmp_path / "run", slurm(tmp_path, "2:00:00")
+    save = tmp_path / "run"
+    environment = slurm(tmp_path, "2:00:00")
     run_processes(
         1,
         run_set_up_in_an_hour,
@@ -286,7 +294,8 @@ def test_a_failed_last_save_keeps_the_job_out_of_the_queue(tmp_path):
 
     It would lose the same steps again and again.
     """
-    save, environment = tmp_path / "run", slurm(tmp_path, "0:25")
+    save = tmp_path / "run"
+    environment = slurm(tmp_path, "0:25")
     fields = dict(save=str(save), train_iters=3000, requeue=True)
     outcomes = run_processes_raw(1, run_on_full_disk, fields, list(range(3000)), env=environment)
     assert outcomes[0][0] and outcomes[0][1]
@@ -298,7 +307,8 @@ def run_and_note_the_watchdog(rank, fields):
     from megatron.pipeline.executor import Executor
     from megatron.training.safety.watchdog import Watchdog
 
-    noted, watching = [], []
+    noted = []
+    watching = []
 
     def note(what, plain):
         def noting(self, *args, **kwargs):
@@ -323,7 +333,8 @@ def test_the_watchdog_is_patient_with_what_is_done_for_the_first_time(tmp_path):
         eval_iters=2,
         eval_interval=2,
     )
-    first, later = 540.0, 100.0
+    first = 540.0
+    later = 100.0
     steps, evaluations = ([(what, first), (what, later)] for what in ("step", "evaluation"))
     (noted,) = run_processes(1, run_and_note_the_watchdog, limits)
     assert noted[:4] == steps + evaluations and set(noted[4:]) == {("evaluation", later)}

@@ -40,7 +40,9 @@ def end_of_run(rank, fields, poison):
     plain = setup.train
 
     def train(run):
-        start, finish, before = run.engine.start_step, run.engine.finish_step, []
+        start = run.engine.start_step
+        finish = run.engine.finish_step
+        before = []
 
         def noting(*args, **named):
             before[:] = weights(run)
@@ -52,7 +54,8 @@ def end_of_run(rank, fields, poison):
                 noted.append(before[:])
             return result
 
-        run.engine.start_step, run.engine.finish_step = noting, finished
+        run.engine.start_step = noting
+        run.engine.finish_step = finished
         try:
             return plain(run)
         finally:
@@ -235,7 +238,8 @@ def steps_until_error(monkeypatch, results, **fields):
 
 
 def test_only_steps_in_a_row_count(monkeypatch):
-    bad, good = (True, 1.0), (False, 1.0)
+    bad = (True, 1.0)
+    good = (False, 1.0)
     assert steps_until_error(monkeypatch, [bad, bad, good, bad, bad, good]) is None
     assert steps_until_error(monkeypatch, [bad, bad, good, bad, bad, bad, bad]) == 6
     assert steps_until_error(monkeypatch, [bad] * 50, max_consecutive_skips=0) is None
@@ -254,7 +258,8 @@ def test_an_infinite_loss_with_finite_gradients_spoils_them(tokens):
     """
     weight = torch.nn.Parameter(torch.tensor([[1.0], [-2e38]]))
     x = torch.full((2, 1, 1), 2.0, requires_grad=True)
-    labels, mask = torch.tensor([[0], [1]]), torch.ones(2, 1)
+    labels = torch.tensor([[0], [1]])
+    mask = torch.ones(2, 1)
     found = vocabulary_loss(
         x, labels, mask, Vocabulary(weight, LayerContext.single(), 0, 2, tokens), late=True
     )

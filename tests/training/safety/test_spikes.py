@@ -122,7 +122,8 @@ def test_a_run_goes_back_and_around_as_if_the_samples_had_not_been_there(tmp_pat
     Some samples of step 11 (40 to 43) are bad and, once those are left out, some of what is then
     step 11 too. The checkpoint of step 10 is still being written with --async-save.
     """
-    saved, plain = tmp_path / "saved", tmp_path / "plain"
+    saved = tmp_path / "saved"
+    plain = tmp_path / "plain"
     rest = dict(more, train_iters=18, lr=2e-2, **RULE)
     fields = dict(rest, save=str(saved), load=str(saved))
     run_processes(2, run_and_note, dict(fields, exit_interval=13), BAD)
@@ -150,7 +151,8 @@ def test_a_run_goes_back_and_around_as_if_the_samples_had_not_been_there(tmp_pat
     # left.
     alone = dict(rest, save=str(plain), load=str(plain), exit_interval=13)
     run_processes(2, run_and_note, alone, [], (40, 48))
-    expected, found = losses(plain), losses(saved)
+    expected = losses(plain)
+    found = losses(saved)
     assert {i: found[i] for i in range(1, 14)} == expected, "bit for bit"
     assert last["recent_losses"] == state(plain, 13)["recent_losses"]
     assert len(found) == 18

@@ -31,7 +31,8 @@ KILLED = "ended with exit code -9 and no result"
 
 def note_the_end(folder, clock):
     """Write the seconds from now to the end of this process to a file."""
-    begin, exit_ = clock.now, os._exit
+    begin = clock.now
+    exit_ = os._exit
 
     def leave(code):
         (folder / "at").write_text(str(clock.now - begin))
@@ -136,7 +137,8 @@ def test_an_error_of_nccl_is_looked_into_at_once_and_the_flight_recorder_is_writ
 
     def body():
         flight._clock = clock
-        here, there = flight.FlightRecorder(), flight.FlightRecorder()
+        here = flight.FlightRecorder()
+        there = flight.FlightRecorder()
         here.describe(0, os.getpid(), "n:0", process_start(os.getpid()))
         there.describe(1, gone, "n:1", 1)
 
