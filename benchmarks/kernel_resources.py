@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.shared import parser
-from megatron.config.option import whole
+from megatron.config.option import integer
 from megatron.errors import print_error
 from megatron.kernels.build import (
     DEFAULT_ARCHS,
@@ -430,7 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     files = "names in csrc/kernels/, without .cpp"
     made.add_argument("--only", nargs="+", default=(), metavar="FILE", help=files)
     jobs = "parallel compilers (default: %(default)s)"
-    made.add_argument("--jobs", type=whole(1, 512), default=2, help=jobs)
+    made.add_argument("--jobs", type=integer(1, 512), default=2, help=jobs)
     chosen = made.parse_args(arguments)
     there = sorted(p.stem for p in SOURCES.glob("*.cpp"))
     if unknown := sorted(set(chosen.only) - set(there)):

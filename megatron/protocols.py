@@ -86,9 +86,9 @@ class Optimizer(Protocol):
     weights, which start as zeros and are saved, and of numbers named "step".
 
     An optimizer that needs parameters in their global shape, as Muon does for matrices, also has a
-    function whole(name, global_shape) -> bool. Parameters for which it is true are in separate
-    groups. When steps are taken, their key "whole" is a megatron.engine.full_matrices.FullMatrices
-    that all of them share; it is None in other groups.
+    function full_parameters(name, global_shape) -> bool. Parameters for which it is true are in
+    separate groups. When steps are taken, their key "full_parameters" is a
+    megatron.engine.full_matrices.FullMatrices that all of them share; it is None in other groups.
     """
 
     def __call__(self, groups: ParamsT, settings: OptimizerConfig, /) -> torch.optim.Optimizer: ...

@@ -27,7 +27,7 @@ from pathlib import Path
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import Parser, real, whole
+from megatron.config.option import Parser, integer, real
 from megatron.data.file_lock import renamed_into
 from megatron.errors import DataError
 from megatron.training.run.process import as_tool
@@ -180,7 +180,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="maximum size (default: 20)",
     )
     parser.add_argument(
-        "--seed", type=whole(0), default=1234, help="seed of the order of modules (default: 1234)"
+        "--seed", type=integer(0), default=1234, help="seed of the order of modules (default: 1234)"
     )
     parser.add_argument(
         "--docstrings-only", action="store_true", help="write docstrings instead of whole sources"

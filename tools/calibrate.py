@@ -27,7 +27,7 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
 
 from megatron.checkpoint.settings import settings_to_take
 from megatron.config.command_line import add_preset, with_preset
-from megatron.config.option import Parser, real, whole
+from megatron.config.option import Parser, integer, real
 from megatron.errors import ConfigError, LaunchError
 from megatron.training.run.process import as_tool, leave, run_guarded
 
@@ -52,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--processes",
-        type=whole(1, 64),
+        type=integer(1, 64),
         metavar="N",
         help="processes to start on this node (default: one per GPU, or one per CPU core)",
     )

@@ -43,7 +43,7 @@ import numpy.typing as npt
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import MOST_WIDTH, Parser, whole
+from megatron.config.option import MOST_WIDTH, Parser, integer
 from megatron.data.indexed_dataset import IndexedDataset, data_files
 from megatron.data.tokenizer_record import check_tokenizer
 from megatron.errors import ConfigError, DataError
@@ -98,13 +98,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--num-fewshot",
-        type=whole(0, 1000),
+        type=integer(0, 1000),
         metavar="N",
         help="examples before each question of --lm-eval-tasks (default: as the task says)",
     )
     parser.add_argument(
         "--limit",
-        type=whole(),
+        type=integer(),
         metavar="N",
         help="only the first N examples of each of --lm-eval-tasks",
     )
@@ -116,20 +116,20 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--context",
-        type=whole(1, MOST_WIDTH),
+        type=integer(1, MOST_WIDTH),
         metavar="N",
         help="tokens of a window (default: the sequence length of the training)",
     )
     parser.add_argument(
         "--stride",
-        type=whole(1, MOST_WIDTH),
+        type=integer(1, MOST_WIDTH),
         metavar="N",
         help="tokens between the starts of windows (default: half of --context); --context itself "
         "is the fastest, and as in training",
     )
     parser.add_argument(
         "--micro-batch-size",
-        type=whole(),
+        type=integer(),
         default=4,
         metavar="N",
         help="windows or texts of one forward pass (default: 4)",

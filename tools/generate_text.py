@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, NamedTuple, TextIO
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import MOST_POSITIONS, MOST_WIDTH, Parser, real, whole
+from megatron.config.option import MOST_POSITIONS, MOST_WIDTH, Parser, integer, real
 from megatron.errors import ConfigError, DataError
 from megatron.training.run.process import as_tool, leave
 from megatron.untrusted import is_count, open_regular, parse_json
@@ -78,21 +78,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--batch-size",
-        type=whole(1, MOST_WIDTH),
+        type=integer(1, MOST_WIDTH),
         default=8,
         metavar="N",
         help="prompts that are continued together (default: 8)",
     )
     parser.add_argument(
         "--tokens",
-        type=whole(1, MOST_POSITIONS),
+        type=integer(1, MOST_POSITIONS),
         default=64,
         metavar="N",
         help="maximum number of new tokens (default: 64)",
     )
     parser.add_argument(
         "--context",
-        type=whole(2, MOST_POSITIONS),
+        type=integer(2, MOST_POSITIONS),
         metavar="N",
         help="most tokens of prompt and text; more than in the training only without learned "
         "positions (default: the model's positions)",
@@ -117,7 +117,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--top-k",
-        type=whole(0),
+        type=integer(0),
         default=0,
         metavar="K",
         help="sample from the K most probable tokens only (default: 0, all)",
@@ -138,7 +138,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seed",
-        type=whole(0, _MOST_SEED),
+        type=integer(0, _MOST_SEED),
         default=1234,
         help="seed of the first prompt's sampling; each further prompt has the next one (default: "
         "1234)",

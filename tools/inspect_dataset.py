@@ -20,7 +20,7 @@ from pathlib import Path
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import MOST_WIDTH, Parser, whole
+from megatron.config.option import MOST_WIDTH, Parser, integer
 from megatron.data.indexed_dataset import (
     bin_path,
 )
@@ -30,7 +30,7 @@ from megatron.training.run.process import as_tool
 from megatron_inspection.dataset import PROBLEMS_PER_KIND, Inspection, inspect, plot_lengths
 from megatron_preparation.progress import ByteProgress
 
-_FEW = whole(0, MOST_WIDTH)
+_FEW = integer(0, MOST_WIDTH)
 TOKENIZER_FLAGS = (
     "vocab_file",
     "merge_file",
@@ -55,11 +55,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("samples")
     group.add_argument(
-        "--samples", type=whole(0), default=0, metavar="N", help="show the first N documents"
+        "--samples", type=integer(0), default=0, metavar="N", help="show the first N documents"
     )
     group.add_argument(
         "--documents",
-        type=whole(0),
+        type=integer(0),
         nargs="+",
         default=[],
         metavar="I",
@@ -67,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--sample-tokens",
-        type=whole(),
+        type=integer(),
         default=128,
         metavar="N",
         help="tokens shown of each (default: 128)",
@@ -88,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     group.add_argument(
         "--vocab-size",
-        type=whole(),
+        type=integer(),
         metavar="N",
         help="vocabulary size without a tokenizer, or of NullTokenizer",
     )

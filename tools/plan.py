@@ -25,7 +25,7 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
 
 from megatron.config import PRESETS
 from megatron.config.command_line import add_preset, split_at_dashes
-from megatron.config.option import MOST_PROCESSES, MOST_TOKENS, Parser, real, whole
+from megatron.config.option import MOST_PROCESSES, MOST_TOKENS, Parser, integer, real
 from megatron.errors import ConfigError
 from megatron.planner.cluster import GIB, Cluster, known_clusters, load_cluster
 from megatron.planner.layout import Restrictions, narrowed, parse_layout, write_value
@@ -123,7 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     how.add_argument(
         "--processes",
-        type=whole(1, 512),
+        type=integer(1, 512),
         metavar="N",
         help="number of processes for the search (default: number of cores, at most 8)",
     )
@@ -134,7 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_output(out: argparse._ArgumentGroup) -> None:
     out.add_argument(
         "--top",
-        type=whole(),
+        type=integer(),
         default=10,
         metavar="N",
         help="number of layouts in each table (default 10)",
@@ -150,7 +150,7 @@ def _add_output(out: argparse._ArgumentGroup) -> None:
     out.add_argument(
         "--explain",
         nargs="?",
-        type=whole(),
+        type=integer(),
         const=1,
         metavar="N",
         help="show the arithmetic behind row N of the table, or behind --layout (default 1)",
@@ -375,7 +375,7 @@ def _tables(chosen: Sequence[ChosenLayout], args: argparse.Namespace) -> list[Ta
     bounds = [output.bounds_table(chosen)] if args.bounds else []
     return [
         output.layout_table(chosen, args.tokens, papers=args.paper_flops),
-        output.parts_table(chosen),
+        output.components_table(chosen),
         *bounds,
     ]
 

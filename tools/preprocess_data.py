@@ -29,7 +29,7 @@ from types import FrameType
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import MOST_WIDTH, Parser, whole
+from megatron.config.option import MOST_WIDTH, Parser, integer
 from megatron.data.tokenizer import TOKENIZER_TYPES, settings_of
 from megatron.errors import ConfigError
 from megatron.training.run.process import as_tool
@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--max-tokens",
-        type=whole(2, MOST_WIDTH),
+        type=integer(2, MOST_WIDTH),
         metavar="N",
         help="treat a longer conversation as bad input (see --on-bad-input), for example above "
         "--seq-length + 1 of the training (default: conversations are written whole, and cut as "
@@ -99,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     cores = len(os.sched_getaffinity(0))
     group.add_argument(
         "--workers",
-        type=whole(1, 1024),
+        type=integer(1, 1024),
         default=cores,
         metavar="N",
         help="processes that tokenize, one core each (default: the cores available to this "
@@ -108,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--log-interval",
-        type=whole(),
+        type=integer(),
         metavar="N",
         help="documents between two progress lines in a log file (default: one line every 10 s)",
     )
@@ -181,11 +181,11 @@ def _add_tokenizer(group: argparse._ArgumentGroup) -> None:
         "for TikTokenizer",
     )
     group.add_argument(
-        "--vocab-size", type=whole(), metavar="N", help="vocabulary size of NullTokenizer"
+        "--vocab-size", type=integer(), metavar="N", help="vocabulary size of NullTokenizer"
     )
     group.add_argument(
         "--vocab-extra-ids",
-        type=whole(0, MOST_WIDTH),
+        type=integer(0, MOST_WIDTH),
         default=0,
         metavar="N",
         help="extra ids of SentencePieceTokenizer",
@@ -195,7 +195,7 @@ def _add_tokenizer(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--tiktoken-num-special-tokens",
-        type=whole(1, MOST_WIDTH),
+        type=integer(1, MOST_WIDTH),
         metavar="N",
         help="ids that TikTokenizer reserves for special tokens",
     )

@@ -20,7 +20,7 @@ from pathlib import Path
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import Parser, real, whole
+from megatron.config.option import Parser, integer, real
 from megatron.errors import print_error
 from megatron.training.run.process import as_tool
 from megatron.untrusted import write_text
@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--warm-up",
-        type=whole(0),
+        type=integer(0),
         metavar="N",
         help="first steps that do not count for speeds (default: those of the experiment, else 1)",
     )

@@ -27,7 +27,7 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.command_line import add_preset, split_at_dashes
-from megatron.config.option import MOST_PROCESSES, Parser, real, whole
+from megatron.config.option import MOST_PROCESSES, Parser, integer, real
 from megatron.errors import ConfigError
 from megatron.jobs import experiment
 from megatron.jobs.experiment import (
@@ -46,7 +46,7 @@ from megatron.planner.table import print_table
 from megatron.training.run.process import as_tool
 from megatron.untrusted import read_text
 
-_COUNT = whole(1, MOST_PROCESSES)
+_COUNT = integer(1, MOST_PROCESSES)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--warm-up",
-        type=whole(0),
+        type=integer(0),
         default=2,
         metavar="N",
         help="steps before the measured ones (default 2)",

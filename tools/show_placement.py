@@ -27,7 +27,7 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
 from megatron.checkpoint.settings import settings_to_take
 from megatron.config import Config
 from megatron.config.command_line import add_preset, parse_plan, with_preset
-from megatron.config.option import Parser, whole
+from megatron.config.option import Parser, integer
 from megatron.errors import ConfigError
 from megatron.model.stages import assign_layers
 from megatron.planner.cluster import known_clusters, load_cluster
@@ -86,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_preset(parser)
     parser.add_argument(
         "--nodes",
-        type=whole(0),
+        type=integer(0),
         default=1,
         metavar="N",
         help="number of nodes to show (default 1)",

@@ -15,7 +15,7 @@ from pathlib import Path
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import Parser, real, whole
+from megatron.config.option import Parser, integer, real
 from megatron.config.parallel import SCHEDULES
 from megatron.errors import DataError
 from megatron.pipeline.clock import ScheduleTimeline, Span, simulate
@@ -34,20 +34,20 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument(
         "--pipeline-size",
-        type=whole(1, 1024),
+        type=integer(1, 1024),
         default=4,
         metavar="P",
         help="pipeline ranks (default 4)",
     )
     parser.add_argument(
         "--chunks",
-        type=whole(1, 128),
+        type=integer(1, 128),
         metavar="V",
         help="chunks per rank (default 1; interleaved 2)",
     )
     parser.add_argument(
         "--micro-batches",
-        type=whole(1, 10_000),
+        type=integer(1, 10_000),
         default=8,
         metavar="M",
         help="micro-batches per step (default 8)",

@@ -26,7 +26,7 @@ from typing import TypeVar
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import Parser, whole
+from megatron.config.option import Parser, integer
 from megatron.errors import LaunchError, print_error
 from megatron.jobs import parent_watch
 from megatron.metrics_file import read_records
@@ -88,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--iterations",
-        type=whole(),
+        type=integer(),
         metavar="N",
         help="number of training iterations (default: that of the example)",
     )

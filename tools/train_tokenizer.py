@@ -21,7 +21,7 @@ from pathlib import Path
 if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import MOST_WIDTH, Parser, real, whole
+from megatron.config.option import MOST_WIDTH, Parser, integer, real
 from megatron.data.file_lock import renamed_into
 from megatron.errors import ConfigError, DataError
 from megatron.training.run.process import as_tool
@@ -41,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", required=True, metavar="FILE", help="the model file to write")
     parser.add_argument(
         "--vocab-size",
-        type=whole(1, MOST_WIDTH),
+        type=integer(1, MOST_WIDTH),
         default=4096,
         metavar="N",
         help="number of pieces (default: 4096)",
@@ -68,13 +68,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--num-threads",
-        type=whole(1, 1024),
+        type=integer(1, 1024),
         default=2,
         metavar="N",
         help="number of threads (default: 2)",
     )
     parser.add_argument(
-        "--seed", type=whole(0), default=1234, help="seed of the draw (default: 1234)"
+        "--seed", type=integer(0), default=1234, help="seed of the draw (default: 1234)"
     )
     return parser
 

@@ -22,14 +22,14 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.command_line import add_preset, split_at_dashes, with_preset
-from megatron.config.option import MOST_PROCESSES, Parser, real, whole
+from megatron.config.option import MOST_PROCESSES, Parser, integer, real
 from megatron.jobs import tune
 from megatron.jobs.search import SEARCHES
 from megatron.jobs.trial_statistics import OBJECTIVES
 from megatron.planner.memory import HEADROOM
 from megatron.training.run.process import as_tool
 
-_COUNT, _SECONDS = whole(1, MOST_PROCESSES), real()
+_COUNT, _SECONDS = integer(1, MOST_PROCESSES), real()
 
 EPILOG = """\
 searches:
@@ -81,7 +81,7 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--seed",
-        type=whole(0),
+        type=integer(0),
         default=0,
         metavar="S",
         help="seed of the search (default 0)",
@@ -95,7 +95,7 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--confirm",
-        type=whole(0),
+        type=integer(0),
         default=3,
         metavar="N",
         help="after the search, spend up to N more trials on repeating candidates whose "
@@ -125,13 +125,13 @@ def _add_trials(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--warm-up",
-        type=whole(0),
+        type=integer(0),
         metavar="N",
         help="steps before the measured ones (default: the space's)",
     )
     group.add_argument(
         "--tokens",
-        type=whole(),
+        type=integer(),
         metavar="N",
         help="tokens of a trial, for --objective valid_loss (default: the space's)",
     )

@@ -21,7 +21,7 @@ class Lamb(torch.optim.Optimizer):
         self.inner: Any = None
 
     @staticmethod
-    def whole(name: str, shape: tuple[int, ...]) -> bool:
+    def full_parameters(name: str, shape: tuple[int, ...]) -> bool:
         return True
 
     def make(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -32,7 +32,7 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        whole = self.param_groups[0]["whole"]
+        matrices = self.param_groups[0]["full_parameters"]
         flats = []
         step = 0
         for group in self.param_groups:
@@ -49,7 +49,7 @@ class Lamb(torch.optim.Optimizer):
             p = torch.nn.Parameter(weights)
             p.grad = gradient
             self.inner = self.inner or self.make([p])
-            group = self.param_groups[whole.group_of[name]]
+            group = self.param_groups[matrices.group_of[name]]
             keys = {key: group[key] for key in ("lr", "weight_decay")}
             self.inner.param_groups[0].update(keys, params=[p])
             state = {"step": step - 1, **dict(zip(MOMENTS, moments, strict=True))}
@@ -57,9 +57,9 @@ class Lamb(torch.optim.Optimizer):
             self.inner.step()
             return torch.stack((p, gradient, *(state[name] for name in MOMENTS)), -1)
 
-        if whole is None:  # of a trial, which shows the state that is kept
+        if matrices is None:  # of a trial, which shows the state that is kept
             return
-        whole(flats, update)
+        matrices(flats, update)
         for group, flat in zip(self.param_groups, flats, strict=True):
             (p,) = group["params"]
             weights, _, *moments = flat.unbind(-1)

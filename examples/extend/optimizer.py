@@ -21,7 +21,7 @@ class Normalized(torch.optim.Optimizer):
         self.beta = settings.adam_beta1
 
     @staticmethod
-    def whole(name: str, shape: tuple[int, ...]) -> bool:
+    def full_parameters(name: str, shape: tuple[int, ...]) -> bool:
         """Return whether a parameter is a matrix of a layer."""
         return len(shape) > 1 and name.startswith("layers.")
 
@@ -32,10 +32,10 @@ class Normalized(torch.optim.Optimizer):
             (p,) = group["params"]  # a flat part of the fp32 weights
             momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
             momentum.lerp_(p.grad, 1 - self.beta)
-            updates.append(momentum.clone() if group["whole"] else momentum.sign())
+            updates.append(momentum.clone() if group["full_parameters"] else momentum.sign())
         pairs = list(zip(self.param_groups, updates, strict=True))
-        if wholes := [(group, update) for group, update in pairs if group["whole"]]:
-            wholes[0][0]["whole"]([update for _, update in wholes], normalized)
+        if full := [(group, update) for group, update in pairs if group["full_parameters"]]:
+            full[0][0]["full_parameters"]([update for _, update in full], normalized)
         for group, update in pairs:
             (p,) = group["params"]
             p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])

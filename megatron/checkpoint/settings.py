@@ -20,7 +20,7 @@ from megatron.config.io import TokenizerConfig, hugging_face_folder
 from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
 from megatron.config.pieces import Pieces
-from megatron.engine.optimizer_state import optimizer_state, wants_whole
+from megatron.engine.optimizer_state import optimizer_state, wants_full_parameters
 from megatron.errors import CheckpointError
 from megatron.model.formulas import parameters_of
 
@@ -44,7 +44,7 @@ EXPERTS = [name for name in ARCHITECTURE if name.startswith(("num_experts", "moe
 
 
 # Megatron-LM's --use-checkpoint-args takes these, too.
-_TAKEN = ("seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout")
+_INHERITED = ("seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout")
 
 
 def settings_to_take(
@@ -73,7 +73,7 @@ def settings_to_take(
     fixed = {name: model[name] for name in ARCHITECTURE if name in model}
     if explicit.get("moe_use_upcycling") and fixed.get("num_experts") is None:
         fixed = {name: value for name, value in fixed.items() if name not in EXPERTS}
-    defaults = {name: model[name] for name in _TAKEN if name in model}
+    defaults = {name: model[name] for name in _INHERITED if name in model}
     if model.get("position_embedding_type") == "learned_absolute":
         fixed["max_position_embeddings"] = defaults.pop("max_position_embeddings", None)
     files = "vocab_file" in explicit and "merge_file" in explicit
@@ -159,7 +159,7 @@ def checkpoint_bytes(config: Config) -> int:
     if config.checkpoint.no_save_optim:
         return 4 * parameters_of(config)
     state = optimizer_state(config)
-    wants = wants_whole(config)
+    wants = wants_full_parameters(config)
     count = parameters_of(config)
     full_elements = 0
     if wants is not None:

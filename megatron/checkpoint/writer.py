@@ -110,7 +110,7 @@ class ShardWriter:
         self._digest = xxhash.xxh3_128()
         try:
             with _without_checksums():
-                torch.save(_with_own_storage(view), cast(IO[bytes], self))
+                torch.save(_with_separate_storage(view), cast(IO[bytes], self))
         except Exception:
             # torch's zip writer replaces it with an error that only names a line of its own source
             if self._error is not None:
@@ -178,7 +178,7 @@ def _without_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(usual)
 
 
-def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
+def _with_separate_storage(view: torch.Tensor) -> torch.Tensor:
     """Return the values in host memory, in a separate storage.
 
     torch.save writes whole storages. Values are copied only if they are on a device or not

@@ -34,8 +34,8 @@ ReadCheckpoint = Callable[
     [Mapping[str, object]], tuple[str, Mapping[str, object], Mapping[str, object]]
 ]
 
-OWN_SWITCHES = frozenset("--help -h --print-config --complete --dry-run --trust-config".split())
-OWN_FLAGS = OWN_SWITCHES | {"--rank", "--preset", "--pieces", "--config"}
+META_SWITCHES = frozenset("--help -h --print-config --complete --dry-run --trust-config".split())
+META_FLAGS = META_SWITCHES | {"--rank", "--preset", "--pieces", "--config"}
 _FLAG = re.compile(r"-(?!\.?[0-9])\S+")  # neither a negative number nor text with spaces
 GROUPED = "--group-query-attention"  # without it --num-query-groups has no effect
 
@@ -88,7 +88,7 @@ def settings_flags() -> Mapping[str, Flag]:
         add(spelling, Flag(direct.settings, read=direct.read))
     for spelling, settings in LATE.items():
         add(spelling, Flag(settings))
-    for spelling in OWN_FLAGS:
+    for spelling in META_FLAGS:
         add(spelling, Flag())
     return table
 
@@ -249,7 +249,7 @@ def _give_flags(settings: Settings, flags: Flags, checkpoint: ReadCheckpoint | N
             won = chosen[winner]
             if winner != name or lost.value != won.value:
                 settings.notices.append(f"{won.written} overrides {lost.written} ({lost.origin})")
-        for spelling in file.keys() & flags.keys() & OWN_FLAGS:
+        for spelling in file.keys() & flags.keys() & META_FLAGS:
             settings.notices.append(f"{spelling} overrides {origins[spelling]}")
         flags = {**file, **flags}
         chosen = below | chosen
@@ -369,7 +369,7 @@ def _flags_of_file(
         problems = scanned.problems if spelling or scanned.problems else ["it names no flag"]
         if spelling in flags:
             problems = [f"{spelling} is given twice: remove one"]
-        elif spelling in OWN_FLAGS - {"--preset", "--pieces"}:
+        elif spelling in META_FLAGS - {"--preset", "--pieces"}:
             problems = [f"{spelling} is for the command line only: remove it"]
         elif names_code and explicit.keys().isdisjoint(("--trust-config", spelling)):
             problems = [
@@ -407,7 +407,7 @@ def _chosen_values(
         flag = flag_table()[spelling]
         written = " ".join([spelling, *words])
         origin = origins.get(spelling, "command line")
-        if spelling in OWN_SWITCHES and words:
+        if spelling in META_SWITCHES and words:
             settings.problems.append(f"{written}: {spelling} takes no value")
         for name, value in _values(settings, spelling, flag, words, origin).items():
             choice = ChosenValue(written, value, origin)

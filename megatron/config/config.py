@@ -27,7 +27,7 @@ from megatron.config.settings import (
     raise_problems,
     section_of,
 )
-from megatron.config.training_checks import own_passes
+from megatron.config.training_checks import piece_problems
 from megatron.config.validate import run_requirements, validate
 from megatron.errors import ConfigError
 
@@ -88,7 +88,7 @@ class Config(Sections):
         A piece is a layer, model, datasets, optimizer, schedule or callbacks. Raises ConfigError.
         """
         merged = dataclasses.replace(self.pieces, **pieces)
-        raise_problems(list(own_passes(self.kernels.cuda_graph_impl, merged)))
+        raise_problems(list(piece_problems(self.kernels.cuda_graph_impl, merged)))
         return dataclasses.replace(self, pieces=merged)
 
     @property
@@ -336,8 +336,8 @@ def _model(s: Settings) -> None:
         # (Shazeer 2020, arXiv 2002.05202).
         return max(64, int(4 * hidden * 2 / 3 / 64) * 64) if gate else 4 * hidden
 
-    own_width = v["ffn_hidden_size"] is not None
-    if not own_width and s.usable("hidden_size"):
+    explicit_width = v["ffn_hidden_size"] is not None
+    if not explicit_width and s.usable("hidden_size"):
         origin = f"derived from hidden-size{' and ' if gate else ''}{gate}"
         s.derive("ffn_hidden_size", mlp_width(v["hidden_size"]), origin)
     if v["kv_channels"] is None and s.usable("hidden_size", "num_attention_heads"):
@@ -347,7 +347,7 @@ def _model(s: Settings) -> None:
     _experts(s)
     sizes = "hidden_size", "num_layers", "ffn_hidden_size", "num_attention_heads", "kv_channels"
     if v["use_mup"] and s.usable(*sizes):
-        _mup(s, None if own_width else mlp_width)
+        _mup(s, None if explicit_width else mlp_width)
 
 
 def _experts(s: Settings) -> None:

@@ -251,7 +251,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"invalid command line: {message}; --help lists the flags")
 
 
-def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
+def integer(least: int = 1, most: int = MOST) -> Callable[[str], int]:
     """Return an argparse type for a whole number in this range."""
     return functools.partial(_number, Option(kind=int, limits=Range(least, most)))
 

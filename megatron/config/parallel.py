@@ -195,7 +195,7 @@ class ParallelConfig:
         return self.hierarchical_context_parallel_sizes[0] if self.cp_comm_type != "p2p" else 1
 
     @property
-    def ring_places(self) -> int:
+    def ring_size(self) -> int:
         """Return the size of the ring over which context-parallel keys and values rotate."""
         return self.context_parallel_size // self.head_ranks
 

@@ -40,7 +40,7 @@ def _batch(config: Sections) -> Problems:
             f"{sizes[-1][1]}: leave it out"
         )
     named = (("size", size) for _, size in sizes)
-    yield from _not_whole(config, "--step-batch-size-schedule", named)
+    yield from _not_multiples(config, "--step-batch-size-schedule", named)
 
 
 @check("global_batch_size")
@@ -68,10 +68,10 @@ def _rampup(config: Sections) -> Problems:
     if batch.micro_batch_size is None or config.parallel.data_parallel_size is None:
         return
     sizes = (("start", start), ("increment", increment))
-    yield from _not_whole(config, "--rampup-batch-size", sizes)
+    yield from _not_multiples(config, "--rampup-batch-size", sizes)
 
 
-def _not_whole(config: Sections, flag: str, sizes: Iterable[tuple[str, int]]) -> Problems:
+def _not_multiples(config: Sections, flag: str, sizes: Iterable[tuple[str, int]]) -> Problems:
     step = config.batch.micro_batch_size * config.parallel.data_parallel_size
     for what, value in sizes:
         if value % step:
@@ -200,7 +200,7 @@ def _norms(config: Sections) -> Problems:
         )
 
 
-def own_passes(cuda_graph_impl: str | None, pieces: Pieces) -> Problems:
+def piece_problems(cuda_graph_impl: str | None, pieces: Pieces) -> Problems:
     """Yield problems that the user's own pieces cause if passes are captured in graphs."""
     for name, piece in {"layer": pieces.layer, "model": pieces.model}.items():
         if cuda_graph_impl is not None and piece is not None:

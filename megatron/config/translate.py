@@ -138,11 +138,11 @@ def _blend(setting: str, groups: Sequence[str]) -> Values:
         fields = entry.split()
         if len(fields) != 3 or not re.fullmatch(r"[0-9]+(\.[0-9]*)?:[0-9]+(\.[0-9]*)?", fields[1]):
             raise ValueError(f"has '{entry.strip()[:80]}' where {_WEIGHTED} is expected")
-        weight, part_of_file, prefix = fields
-        start, end = map(float, part_of_file.split(":"))
+        weight, fraction, prefix = fields
+        start, end = map(float, fraction.split(":"))
         if (start, end) != (0, 1):
             raise ValueError(
-                f"uses the part {part_of_file} of {prefix}, but only whole files (0:1) are supported: "
+                f"uses the part {fraction} of {prefix}, but only whole files (0:1) are supported: "
                 "use --data-path with --split if all files have the same parts, else separate files"
             )
         pairs += [weight, prefix]

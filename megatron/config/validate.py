@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from megatron.config import io_checks, model_checks, parallel_checks, training_checks
 from megatron.config.settings import Check, Settings, all_options
-from megatron.config.training_checks import own_passes
+from megatron.config.training_checks import piece_problems
 
 # Groups of settings of which at most one may be chosen.
 EXCLUSIVE = [
@@ -107,7 +107,7 @@ def validate(settings: Settings) -> None:
     for each in CHECKS:
         if settings.usable(*each.needs):
             settings.problems.extend(each.problems(config))
-    settings.problems.extend(own_passes(config.kernels.cuda_graph_impl, settings.pieces))
+    settings.problems.extend(piece_problems(config.kernels.cuda_graph_impl, settings.pieces))
     for group in EXCLUSIVE:
         chosen = [name for name in group if values[name]]
         if len(chosen) > 1 and bad.isdisjoint(chosen):

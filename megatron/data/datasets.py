@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SPLIT_NAMES = ("train", "valid", "test")
 # Used instead of --split in the description of an index over a whole data set (--train-data-path
 # and its siblings): its documents differ from those of the split that the run may also name.
-WHOLE = "whole"
+UNSPLIT = "whole"
 _MOST_BYTES = 1 << 24  # of a --data-file-list
 _MOST_EPOCHS = 16
 
@@ -76,7 +76,7 @@ class SplitPlan:
 
     def bounds(self, index: int, size: int) -> tuple[int, int]:
         """Return the sequences of split `index`, out of `size`, as (first, past the last)."""
-        return (0, size) if self.split == WHOLE else split_bounds(self.split, size)[index]
+        return (0, size) if self.split == UNSPLIT else split_bounds(self.split, size)[index]
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _normalised(pairs: Sequence[tuple[float, str]]) -> Blend:
     return tuple(BlendPart(weight / total, prefix) for weight, prefix in pairs if weight > 0)
 
 
-def samples_of_part(num_samples: int, weight: float) -> int:
+def samples_of_component(num_samples: int, weight: float) -> int:
     """Return the number of samples to prepare from one data set of a blend.
 
     It is half a percent more than the share, as in Megatron.
@@ -188,10 +188,10 @@ def plan_splits(data: DataConfig) -> list[SplitPlan | None]:
         )
     named = [pair for word in data.valid_data_path or () if (pair := named_corpus(word))]
     blends = (data.train_data_path, None if named else data.valid_data_path, data.test_data_path)
-    plans = [SplitPlan(parse_data_path(paths), WHOLE) if paths else None for paths in blends]
+    plans = [SplitPlan(parse_data_path(paths), UNSPLIT) if paths else None for paths in blends]
     if named:
         names, prefixes = zip(*named, strict=True)
-        plans[1] = SplitPlan(tuple(BlendPart(1.0, prefix) for prefix in prefixes), WHOLE, names)
+        plans[1] = SplitPlan(tuple(BlendPart(1.0, prefix) for prefix in prefixes), UNSPLIT, names)
     return plans
 
 
@@ -397,7 +397,8 @@ def _build_split(
     total = sum(weights)
     alone = len(plan.blend) == 1
     counts = [
-        num_samples if alone else samples_of_part(num_samples, weight / total) for weight in weights
+        num_samples if alone else samples_of_component(num_samples, weight / total)
+        for weight in weights
     ]
     make: Callable[..., SourceDataset] = partial(
         PackedDataset if data.data_packing == "best-fit" else GPTDataset,

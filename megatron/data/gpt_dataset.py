@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Spans = tuple[Int64Array, Int64Array]
 BySource = Iterator[tuple["SourceDataset", Int64Array]]
 MOCK = "mock data"
-PARTS = ("doc_idx", "sample_idx", "shuffle_idx")
+ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx")
 _UINT32_LIMIT = 2**32 - 2
 BLOCK = 1 << 20  # sequences or pieces processed at once, to limit temporary memory
 _SPOT_CHECKS = 16
@@ -209,7 +209,7 @@ class IndexRequest:
 
 
 def build_index(request: IndexRequest) -> Arrays:
-    """Return the three arrays of `PARTS`.
+    """Return the three arrays of `ARRAYS`.
 
     doc_idx int32 [epochs * documents], sequence numbers in shuffled order; sample_idx [n + 1, 2],
     see build_sample_index; shuffle_idx uint32 [n] (int64 for 2^32 - 2 samples or more), the sample
@@ -354,11 +354,11 @@ class GPTDataset(FileDataset):
 
     def _load(self) -> None:
         request = self._request
-        self._cached(request.description, PARTS, lambda: build_index(request), self._take)
+        self._cached(request.description, ARRAYS, lambda: build_index(request), self._take)
 
     def _take(self, arrays: Arrays) -> bool:
         """Keep arrays; return whether their shapes, and a few samples, belong to this data."""
-        self._documents, self._rows, self._shuffle = (arrays[name] for name in PARTS)
+        self._documents, self._rows, self._shuffle = (arrays[name] for name in ARRAYS)
         request = self._request
         samples = request.samples_in(request.num_epochs)
         shapes = [
@@ -367,7 +367,7 @@ class GPTDataset(FileDataset):
             (samples,),
         ]
         return (
-            [arrays[name].shape for name in PARTS] == shapes
+            [arrays[name].shape for name in ARRAYS] == shapes
             and samples > 0
             and all(self._find(i) is not None for i in spread(samples))
         )

@@ -18,7 +18,7 @@ from megatron.parallel.keyed_random import GOLDEN
 
 _BLOCK = 1 << 20  # samples looked up at once
 _MOST = 1 << 24  # samples compared; in longer runs, only those that begin in some blocks of text
-_PART_BITS = 20  # log2 of the size in tokens of these blocks, which a hash chooses
+_CHUNK_BITS = 20  # log2 of the size in tokens of these blocks, which a hash chooses
 _NOTHING = np.zeros(0, np.int64)
 
 
@@ -89,7 +89,7 @@ def _collect(data: Ordered, start: int, stop: int, share: float) -> dict[str, _C
         for source, samples in data.dataset.by_source(indices):
             starts, lengths = source.spans(samples)
             if share < 1:
-                number = (starts >> _PART_BITS).astype(np.uint64) * np.uint64(GOLDEN)
+                number = (starts >> _CHUNK_BITS).astype(np.uint64) * np.uint64(GOLDEN)
                 chosen = number >> np.uint64(32) < share * 2**32
                 starts = starts[chosen]
                 lengths = lengths[chosen]

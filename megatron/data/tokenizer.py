@@ -190,9 +190,9 @@ class LimitedTokenizer(Tokenizer):
         ids = flat[len(texts) :]
         return np.split(ids, np.cumsum(sizes)[:-1]) if texts else []
 
-    def _encode_with_places(self, text: str, special: bool) -> Placed:
-        ids, places = self._process.ask(("places", text, special), len(text.encode()))
-        return ids, places
+    def _encode_with_offsets(self, text: str, special: bool) -> Placed:
+        ids, offsets = self._process.ask(("places", text, special), len(text.encode()))
+        return ids, offsets
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._process.ask(("decode", ids), len(ids)))
@@ -211,7 +211,7 @@ def serve(build: Callable[[], Tokenizer]) -> Callable[[Any], Any]:
                     [sizes, *(np.array(ids, np.int64) for ids in encoded)]
                 ).tobytes()
             case ("places", text, special):
-                both = tokenizer._encode_with_places(text, special)
+                both = tokenizer._encode_with_offsets(text, special)
                 return [np.asarray(array).tolist() for array in both]
             case (name, argument):
                 return getattr(tokenizer, name)(argument)

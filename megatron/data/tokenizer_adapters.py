@@ -24,8 +24,8 @@ from megatron.untrusted import read_json
 MOST_BYTES = 1 << 28  # of a tokenizer's files: ten times the largest in use
 _SURROGATE = re.compile("[\ud800-\udfff]")
 Ids = Sequence[int] | IntArray
-Places = Int64Array | Sequence[tuple[int, int]]
-Placed = tuple[Ids, Places]
+Offsets = Int64Array | Sequence[tuple[int, int]]
+Placed = tuple[Ids, Offsets]
 # Names of the end-of-text token in published models, for a tokenizer.json without files that define
 # this token.
 USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
@@ -75,7 +75,7 @@ class Tokenizer(ABC):
     def _encode(self, texts: list[str]) -> Sequence[Ids]:
         """Return the ids of each text from the library."""
 
-    def _encode_with_places(self, text: str, special: bool) -> Placed:
+    def _encode_with_offsets(self, text: str, special: bool) -> Placed:
         """Return ids and ranges of characters for one text, see encode_with_places.
 
         Only conversations need it.
@@ -123,7 +123,7 @@ class Tokenizer(ABC):
             return np.concatenate(encoded, dtype=dtype, casting="unsafe"), sizes
         return np.fromiter(chain.from_iterable(encoded), dtype, int(sizes.sum())), sizes
 
-    def encode_with_places(
+    def encode_with_offsets(
         self, text: str, *, special: bool = True
     ) -> tuple[list[int], Int64Array]:
         """Return the ids of a text, and the characters that each covers.
@@ -133,8 +133,8 @@ class Tokenizer(ABC):
 
         special   include the tokens that the tokenizer puts around every text
         """
-        ids, places = self._encode_with_places(text, special)
-        ranges = np.array(places, np.int64).reshape(len(ids), 2)
+        ids, offsets = self._encode_with_offsets(text, special)
+        ranges = np.array(offsets, np.int64).reshape(len(ids), 2)
         # White space outside of the library's ranges belongs to the following token.
         before = np.maximum.accumulate(np.concatenate([[0], ranges[:, 1]]))
         ranges[:, 0] = np.minimum(ranges[:, 0], before[:-1])
@@ -193,7 +193,7 @@ class NullTokenizer(Tokenizer):
                 raise DataError(f"NullTokenizer: id {i}, but --vocab-size allows 0..{self.eod}")
         return ids
 
-    def _encode_with_places(self, text: str, special: bool) -> Placed:
+    def _encode_with_offsets(self, text: str, special: bool) -> Placed:
         return self._encode([text])[0], [word.span() for word in re.finditer(r"\S+", text)]
 
     def _decode(self, ids: list[int]) -> str:
@@ -239,7 +239,7 @@ class RankTokenizer(Tokenizer):
             # pattern. Python's engine has no such limit; it is slower, for this text only.
             return np.array(self._encoding._encode_only_native_bpe(text), np.uint32)
 
-    def _encode_with_places(self, text: str, special: bool) -> Placed:
+    def _encode_with_offsets(self, text: str, special: bool) -> Placed:
         ids = self._encode_text(text)
         sizes = [len(piece) for piece in self._encoding.decode_tokens_bytes(ids.tolist())]
         stops = np.cumsum(sizes, dtype=np.int64)  # in bytes
@@ -278,7 +278,7 @@ class FastTokenizer(Tokenizer):
         # The fast call leaves out the positions of tokens in the text.
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
 
-    def _encode_with_places(self, text: str, special: bool) -> Placed:
+    def _encode_with_offsets(self, text: str, special: bool) -> Placed:
         encoding = self._tokenizer.encode(text, add_special_tokens=special)
         return encoding.ids, encoding.offsets
 
@@ -425,7 +425,7 @@ class SentencePieceTokenizer(Tokenizer):
         ids: Sequence[Ids] = encode(texts, add_bos=self._add_bos, num_threads=1)
         return ids
 
-    def _encode_with_places(self, text: str, special: bool) -> Placed:
+    def _encode_with_offsets(self, text: str, special: bool) -> Placed:
         if hasattr(self._processor, "encode_as_offset_mapping"):
             mapping = self._processor.encode_as_offset_mapping(text)
             ids = list(mapping["ids"])

@@ -61,7 +61,7 @@ def digest(tokenizer: Tokenizer, size: int) -> str:
     """Return a digest of the meaning of the first `size` ids; "" for a NullTokenizer."""
     if isinstance(tokenizer, NullTokenizer):
         return ""
-    ids, _ = tokenizer.encode_with_places(_SAMPLE, special=False)
+    ids, _ = tokenizer.encode_with_offsets(_SAMPLE, special=False)
     texts = tokenizer.texts_of(min(size, tokenizer.vocab_size))
     return hashlib.sha256(json.dumps([ids, texts]).encode()).hexdigest()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.engine.optimizer_state import has_16_bit_moments, wants_whole
+from megatron.engine.optimizer_state import has_16_bit_moments, wants_full_parameters
 from megatron.parallel.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -28,18 +28,19 @@ Scales = Callable[[Sharding], tuple[float, float]]
 class BucketKind(NamedTuple):
     """Properties that the parameters of a bucket share. An optimizer's groups are sorted by it.
 
-    frozen     whether the parameters do not train; such buckets are not groups of the optimizer
-    spared     whether they are exempt from weight decay
-    whole      whether the optimizer needs full parameters
-    lr_scale   factor on the learning rate
-    eps_scale  factor on AdamW's epsilon
-    fp32       whether passes use fp32 weights, even if other weights have 16 bits
-    unit       number of the unit within which the bucket stays (zero_plan._unit)
+    frozen           whether the parameters do not train; such buckets are not groups of the
+                     optimizer
+    spared           whether they are exempt from weight decay
+    full_parameters  whether the optimizer needs full parameters
+    lr_scale         factor on the learning rate
+    eps_scale        factor on AdamW's epsilon
+    fp32             whether passes use fp32 weights, even if other weights have 16 bits
+    unit             number of the unit within which the bucket stays (zero_plan._unit)
     """
 
     frozen: bool = False
     spared: bool = True
-    whole: bool = False
+    full_parameters: bool = False
     tied: bool = False
     lr_scale: float = 1.0
     eps_scale: float = 1.0
@@ -72,14 +73,15 @@ class BucketPlan:
 class BucketRule:
     """Settings that determine a run's buckets.
 
-    limit     number of elements at which a bucket is closed
-    whole     whether the optimizer needs a full parameter
-    scales    muP's factors
-    settings  the settings that determine `whole` and `scales`: rules with equal ones are equal
+    limit            number of elements at which a bucket is closed
+    full_parameters  whether the optimizer needs a full parameter
+    scales           muP's factors
+    settings         the settings that determine `full_parameters` and `scales`: rules with equal
+                     ones are equal
     """
 
     limit: float = math.inf
-    whole: Callable[[Sharding], bool] = field(default=lambda record: False, compare=False)
+    full_parameters: Callable[[Sharding], bool] = field(default=lambda record: False, compare=False)
     scales: Scales = field(default=lambda record: (1.0, 1.0), compare=False)
     settings: Hashable = None
 
@@ -138,7 +140,7 @@ class BucketRule:
         lr_scale, eps_scale = self.scales(record)
         return kind._replace(
             spared=not record.decay,
-            whole=self.whole(record),
+            full_parameters=self.full_parameters(record),
             lr_scale=lr_scale,
             eps_scale=eps_scale,
         )
@@ -157,13 +159,13 @@ def bucket_limit(config: Config, ranks: int) -> float:
 
 def bucket_rule(config: Config, ranks: int) -> BucketRule:
     """Return the rule for a configuration in which `ranks` data-parallel ranks share parameters."""
-    wants = wants_whole(config)
+    wants = wants_full_parameters(config)
 
-    def whole(record: Sharding) -> bool:
+    def full_parameters(record: Sharding) -> bool:
         return wants is not None and bool(wants(record.name, record.global_shape))
 
     key = repr((config.model, config.optimizer)), config.pieces.optimizer
-    return BucketRule(bucket_limit(config, ranks), whole, mup_scales(config), key)
+    return BucketRule(bucket_limit(config, ranks), full_parameters, mup_scales(config), key)
 
 
 def bucket_elements(most: int, ranks: int) -> int:

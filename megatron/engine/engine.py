@@ -46,6 +46,7 @@ from megatron.engine.optimizer_state import (
     AVERAGE,
     MASTER,
     StepValues,
+    group_keys,
     optimizer_state,
 )
 from megatron.engine.qk_clip import ParameterSlice, QKClip
@@ -220,7 +221,7 @@ class Engine:
         self._set_full_matrices()
         # frozen parameters, with this rank's exact fp32 shards
         self._frozen = [
-            (bucket, bucket.own_weights if bucket.own_weights.dtype == torch.float32 else shard)
+            (bucket, bucket.owned_weights if bucket.owned_weights.dtype == torch.float32 else shard)
             for bucket, shard in divided[len(trained) :]
         ]
         del exact, trained, divided
@@ -235,7 +236,7 @@ class Engine:
         )
         self._scale = LossScale(config.precision)
         # a step whose results have not been read yet
-        self._under_way: tuple[float, float, HostCopy] | None = None
+        self._in_progress: tuple[float, float, HostCopy] | None = None
         self._result: StepResult | None = None
         self._hold_state(config, AVERAGE in state.tensors)
 
@@ -279,13 +280,13 @@ class Engine:
     def _set_full_matrices(self) -> None:
         """Give the optimizer's groups of full parameters the function that gathers them."""
         groups = self._basic.param_groups
-        takes_full = [bool(group.get("whole")) for group in groups]
+        takes_full = [bool(group.get("full_parameters")) for group in groups]
         buckets = [
             b for b, is_full in zip(self._update.buckets, takes_full, strict=True) if is_full
         ]
         matrices = FullMatrices(buckets, self.topology) if buckets else None
         for group, is_full in zip(groups, takes_full, strict=True):
-            group["whole"] = matrices if is_full else None
+            group.update(group_keys(matrices if is_full else None))
 
     def _hold_state(self, config: Config, averaged: bool) -> None:
         """Collect this rank's shards of optimizer state, for checkpoints, the average, QK-clip."""
@@ -295,7 +296,7 @@ class Engine:
             for bucket, tensors in zip(self._update.buckets, states, strict=True)
             for p, first, span in bucket.owned()
         ]
-        self._own_gradients = {p: b.own_gradients[span] for p, _, span, b, _ in owned}
+        self._owned_gradients = {p: b.owned_gradients[span] for p, _, span, b, _ in owned}
         self._fragments = [Fragment.of(p, first, span, each) for p, first, span, _, each in owned]
         for bucket, exact in self._frozen:
             tensors = {MASTER: exact, **({AVERAGE: exact} if averaged else {})}
@@ -318,7 +319,7 @@ class Engine:
                 "a layer of your own"
             )
         slices = [
-            ParameterSlice(p, first, tensors[MASTER][span], bucket.own_weights[span])
+            ParameterSlice(p, first, tensors[MASTER][span], bucket.owned_weights[span])
             for p, first, span, bucket, tensors in owned
         ]
         self._qk_clip = QKClip(config.optimizer, self.topology, self.chunks, slices)
@@ -465,7 +466,7 @@ class Engine:
         self._weights.start()
         squares = [self._params_squares()] if self._logging.log_params_norm else []
         figures = torch.stack([(norm / scale).double(), *zeros, *squares])
-        self._under_way = scale, new, HostCopy(figures)
+        self._in_progress = scale, new, HostCopy(figures)
         if not self._gradients.counted:
             self._settle()
 
@@ -477,14 +478,14 @@ class Engine:
 
     def _settle(self) -> None:
         """Read the results of the last step and count it, if that has not been done yet."""
-        if self._under_way is None:
+        if self._in_progress is None:
             return
-        scale, new, figures = self._under_way
-        self._under_way = None
+        scale, new, figures = self._in_progress
+        self._in_progress = None
         norm, *optional = figures.read()
         skipped = not math.isfinite(norm)
         if skipped or norm == 0:
-            self._update.not_taken()
+            self._update.skip()
         else:
             self._gradients.counts()
             if new and self._averages:
@@ -581,7 +582,7 @@ class Engine:
         self._settle()
         self._state_rests()
         self._weights.settle()
-        weights = [bucket.own_weights for bucket in self._update.buckets]
+        weights = [bucket.owned_weights for bucket in self._update.buckets]
         saved = [shard.clone() for shard in weights]
         self._use(weights, self._averages)
         yield
@@ -619,7 +620,7 @@ class Engine:
             (f, view)
             for f in self._counted()
             if f.parameter.requires_grad
-            for _, view in f.real(self._own_gradients[f.parameter])
+            for _, view in f.real(self._owned_gradients[f.parameter])
         ]
         return self._over_model([(f, v.numel() - v.count_nonzero()) for f, v in views])
 
@@ -674,7 +675,7 @@ class Engine:
         self._update.update_working_weights()
         with torch.no_grad():
             for bucket, shard in self._frozen:
-                bucket.own_weights.copy_(shard)
+                bucket.owned_weights.copy_(shard)
         self._weights.start(frozen=True)
 
 

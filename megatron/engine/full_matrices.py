@@ -87,10 +87,10 @@ class _Matrix(NamedTuple):
 
 
 class FullMatrices:
-    """Value of the key "whole" of an optimizer's groups of full parameters: one object for all.
+    """Value of the key "full_parameters" of an optimizer's groups: one object for all of them.
 
-    Every rank calls it once per step, as whole(flats, change). `flats` are the flat tensors [n] of
-    these groups, in order, with the layout of this rank's weights; or [n, k] with k values per
+    Every rank calls it once per step, as matrices(flats, change). `flats` are the flat tensors [n]
+    of these groups, in order, with the layout of this rank's weights; or [n, k] with k values per
     weight. change(name, tensor) gets each parameter in its global shape (and k), on one rank, and
     returns a tensor of this shape; it gets experts one by one, without their dimension, with their
     number after the name. Each rank's range of the result replaces the values in `flats`.
@@ -181,7 +181,7 @@ class FullMatrices:
         data = shared.states
         t = self._tensor.rank
         d = data.rank
-        size = [len(bucket.own_weights) for bucket in self._buckets]
+        size = [len(bucket.owned_weights) for bucket in self._buckets]
         column = [m for m in matrices if m.owner[1] == d]
         row = [[m for m in column if m.owner[0] == rank] for rank in range(self._tensor.size)]
         none = torch.empty(0, dtype=dtype, device=flats[0].device)
@@ -194,14 +194,14 @@ class FullMatrices:
         full_matrices = {m.name: none.new_empty(*m.shape, *values) for m in row[t]}
 
         def in_flats(local: _LocalMatrix) -> Tensor:
-            index = shared.part
+            index = shared.shard_index
             each = size[local.bucket]
             span = local.slice_of(index, each)
             first = index * each
             return flats[local.bucket][span.start - first : span.stop - first]
 
         def in_shard(local: _LocalMatrix, rank: int) -> Tensor:
-            span = local.slice_of(shared.part_of(rank), size[local.bucket])
+            span = local.slice_of(shared.shard_index_of(rank), size[local.bucket])
             first = local.elements.start
             return shards[local.number][span.start - first : span.stop - first]
 

@@ -444,8 +444,8 @@ class Bucket:
     weight_shard: torch.Tensor | None = None
     frozen: bool = False
     starts: dict[torch.nn.Parameter, int] = field(init=False)
-    own_gradients: torch.Tensor = field(init=False)
-    own_weights: torch.Tensor = field(init=False)
+    owned_gradients: torch.Tensor = field(init=False)
+    owned_weights: torch.Tensor = field(init=False)
     _gradients: dict[torch.nn.Parameter, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -459,8 +459,8 @@ class Bucket:
             inner = self.inner_shard(full) if shard is None else shard
             return inner.narrow(0, self.shards.outer.rank * size, size)
 
-        self.own_gradients = owned_range(self.gradients, self.sums)
-        self.own_weights = owned_range(self.weights, self.weight_shard)
+        self.owned_gradients = owned_range(self.gradients, self.sums)
+        self.owned_weights = owned_range(self.weights, self.weight_shard)
         self.starts = {}
         self._gradients = {}
         at = 0
@@ -501,9 +501,9 @@ class Bucket:
         Each comes with the index of the first such element, and with the slice of the rank's range
         where these elements are.
         """
-        size = len(self.own_weights)
+        size = len(self.owned_weights)
         for p in self.parameters:
-            begin = self.starts[p] - self.shards.part * size
+            begin = self.starts[p] - self.shards.shard_index * size
             start = max(begin, 0)
             stop = min(begin + p.numel(), size)
             if start < stop:
@@ -538,20 +538,20 @@ def divide(
         exact[at : at + p.numel()] = values.reshape(-1)
         at += p.numel()
     weights = exact.to(torch.float32 if plan.kind.fp32 else dtype, copy=True)
-    shard = exact.chunk(shards.states.size)[shards.part].clone()
+    shard = exact.chunk(shards.states.size)[shards.shard_index].clone()
     at = 0
     for p in parameters:
         p.data = weights[at : at + p.numel()].view(p.shape)
         at += p.numel()
     del exact
-    own_sums = weight_shard = None
+    owned_sums = weight_shard = None
     if zero.divides_gradients and not frozen:
-        own_sums = torch.zeros(n // inner.size, dtype=sums, device=device)
+        owned_sums = torch.zeros(n // inner.size, dtype=sums, device=device)
     if zero.divides_weights(plan):
         weight_shard = weights.chunk(inner.size)[inner.rank].clone()
     gradients = torch.zeros(n, dtype=sums, device="meta" if frozen else device)
-    bucket = Bucket(parameters, gradients, weights, shards, own_sums, weight_shard, frozen)
-    if own_sums is not None:
+    bucket = Bucket(parameters, gradients, weights, shards, owned_sums, weight_shard, frozen)
+    if owned_sums is not None:
         free(gradients)
     if weight_shard is not None:
         free(weights)
@@ -590,7 +590,7 @@ def owned_gradients(
             if runs and runs[-1].stop == span.start:
                 span = slice(runs.pop().start, span.stop)
             runs.append(span)
-        gradients += [bucket.own_gradients[run] for run in runs]
+        gradients += [bucket.owned_gradients[run] for run in runs]
     return gradients
 
 
@@ -602,11 +602,11 @@ def transfer(bucket: Bucket, op: BucketOp) -> Messages:
     of_weights = op in (BucketOp.GATHER, BucketOp.RETURN)
     flat = bucket.gradients
     shard = bucket.sums
-    owned = bucket.own_gradients
+    owned = bucket.owned_gradients
     if of_weights:
         flat = bucket.weights
         shard = bucket.weight_shard
-        owned = bucket.own_weights
+        owned = bucket.owned_weights
     share = bucket.inner_shard(flat) if shard is None else shard
     for hop in bucket.hops(op):
         group: Group = getattr(bucket.shards, hop.ranks)

@@ -55,7 +55,7 @@ class HostState:
         self._optimizer = optimizer
         self._updated = updated
         self._step: Callable[[], Any] = optimizer.step
-        full = [group for group in optimizer.param_groups if group.get("whole")]
+        full = [group for group in optimizer.param_groups if group.get("full_parameters")]
         if full and not hasattr(optimizer, "near"):
             raise ConfigError(
                 f"--cpu-offload: {type(optimizer).__name__} needs full parameters, but has no "
@@ -121,9 +121,9 @@ class HostState:
         """Take a step of the optimizer, group by group."""
         optimizer = self._optimizer
         every = self._optimizer.param_groups
-        full = [group for group in every if group.get("whole")]
+        full = [group for group in every if group.get("full_parameters")]
         try:
-            for group in self.near([group for group in every if not group.get("whole")]):
+            for group in self.near([group for group in every if not group.get("full_parameters")]):
                 optimizer.param_groups = [group]
                 self._step()
             if full:

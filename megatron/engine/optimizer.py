@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.engine.buckets import BucketPlan
-from megatron.engine.optimizer_state import MASTER, OptimizerState, has_16_bit_moments
+from megatron.engine.optimizer_state import MASTER, OptimizerState, group_keys, has_16_bit_moments
 from megatron.engine.optimizers import SGD, AdamW, Lion, Muon
 from megatron.errors import ConfigError
 from megatron.kernels.choose import choose_fusions, fused_adam
@@ -76,10 +76,11 @@ def parameter_groups(
 
     parameters  the parameters of each group
 
-    A group's key `decays` tells whether its weight decay follows the schedule, and its key `whole`
-    whether it consists of full parameters. Its learning rate is the schedule's times its key
-    `lr_scale`, by which its weight decay is divided: their product, which AdamW subtracts, is the
-    same for all groups. Its key `eps_scale` is the factor on AdamW's epsilon.
+    A group's key `decays` tells whether its weight decay follows the schedule, and its key
+    `full_parameters` whether the optimizer needs full parameters. Its learning rate is the
+    schedule's times its key `lr_scale`, by which its weight decay is divided: their product, which
+    AdamW subtracts, is the same for all groups. Its key `eps_scale` is the factor on AdamW's
+    epsilon.
     """
     kinds = (bucket.kind for bucket in buckets if not bucket.kind.frozen)
     return [
@@ -87,7 +88,7 @@ def parameter_groups(
             "params": list(of_group),
             "weight_decay": 0.0 if kind.spared else weight_decay / kind.lr_scale,
             "decays": not kind.spared,
-            "whole": kind.whole,
+            **group_keys(kind.full_parameters),
             "lr_scale": kind.lr_scale,
             "eps_scale": kind.eps_scale,
         }
@@ -152,7 +153,7 @@ def create_state(
     for group in optimizer.param_groups:
         for p in group["params"]:
             made = optimizer.state[p]
-            for name, n_bytes in state.of(bool(group.get("whole"))).tensors.items():
+            for name, n_bytes in state.of(bool(group.get("full_parameters"))).tensors.items():
                 if made.get(name) is None:
                     dtype = torch.bfloat16 if n_bytes == 2 else torch.float32
                     made[name] = torch.zeros_like(models.get(p, p), dtype=dtype)

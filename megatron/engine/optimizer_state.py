@@ -45,22 +45,25 @@ class StepValues(NamedTuple):
 class OptimizerState(NamedTuple):
     """State of an optimizer.
 
-    tensors  its tensors, which have one element for each weight: bytes per element by name, 4 in
-             fp32 and 2 in bf16
-    step     type of the "step" of each weight tensor, a tensor or a number; None if it has no step
-    whole    state of full parameters (full_matrices.py); None: the same state
-    sweeps   passes over the full parameters in an update: names of the tensors that each uses; ():
-             all
+    tensors          its tensors, which have one element for each weight: bytes per element by name,
+                     4 in fp32 and 2 in bf16
+    step             type of the "step" of each weight tensor, a tensor or a number; None if it has
+                     no step
+    full_parameters  state of full parameters (full_matrices.py); None: the same state
+    sweeps           passes over the full parameters in an update: names of the tensors that each
+                     uses; (): all
     """
 
     tensors: Mapping[str, int]
     step: type | None = None
-    whole: OptimizerState | None = None
+    full_parameters: OptimizerState | None = None
     sweeps: tuple[tuple[str, ...], ...] = ((),)
 
-    def of(self, whole: bool) -> OptimizerState:
+    def of(self, full_parameters: bool) -> OptimizerState:
         """Return the state of full parameters, or of others."""
-        return self.whole if whole and self.whole is not None else self
+        return (
+            self.full_parameters if full_parameters and self.full_parameters is not None else self
+        )
 
     @property
     def bytes(self) -> int:
@@ -97,7 +100,7 @@ OPTIMIZERS = {
     "lion": OptimizerState({"exp_avg": 4}),
     "muon": OptimizerState(
         {"exp_avg": 4, "exp_avg_sq": 4},
-        whole=_MOMENTUM,
+        full_parameters=_MOMENTUM,
         sweeps=(("momentum_buffer",), (MASTER,)),
     ),
 }
@@ -124,8 +127,8 @@ def _averaged(state: OptimizerState) -> OptimizerState:
     """Return a state with the average of the weights added."""
     if AVERAGE in state.tensors:
         raise ConfigError(f"--ema-decay: the optimizer has a state of its own named {AVERAGE!r}")
-    full = None if state.whole is None else _averaged(state.whole)
-    return state._replace(tensors={**state.tensors, AVERAGE: 4}, whole=full)
+    full = None if state.full_parameters is None else _averaged(state.full_parameters)
+    return state._replace(tensors={**state.tensors, AVERAGE: 4}, full_parameters=full)
 
 
 def has_16_bit_moments(config: Config) -> bool:
@@ -134,13 +137,22 @@ def has_16_bit_moments(config: Config) -> bool:
     return "bf16" in (settings.exp_avg_dtype, settings.exp_avg_sq_dtype)
 
 
-WantsWhole = Callable[[str, tuple[int, ...]], bool]
+WantsFullParameters = Callable[[str, tuple[int, ...]], bool]
 
 
-def wants_whole(config: Config) -> WantsWhole | None:
+def group_keys(value: Any) -> dict[str, Any]:
+    """Return the keys of a parameter group that say whether, or how, it has full parameters."""
+    return {"full_parameters": value, "whole": value}  # "whole": its name in version 0.1
+
+
+def _selector(make: Any) -> WantsFullParameters | None:
+    return getattr(make, "full_parameters", getattr(make, "whole", None))
+
+
+def wants_full_parameters(config: Config) -> WantsFullParameters | None:
     """Return the test that selects full parameters by global name and shape; None: none are."""
     if config.pieces.optimizer is not None:
-        return getattr(config.pieces.optimizer, "whole", None)
+        return _selector(config.pieces.optimizer)
     if config.optimizer.optimizer != "muon":
         return None
     from megatron.parallel.sharding import kind_of
@@ -168,9 +180,9 @@ def _state_of(make: Optimizer, settings: OptimizerConfig, on_host: bool) -> Opti
     weights = torch.arange(1.0, 7.0, device=device)
     optimizer = _after_a_step(make, settings, [weights])
     state = _state_tensors(optimizer)
-    if hasattr(make, "whole"):
+    if _selector(make) is not None:
         optimizer = _after_a_step(make, settings, [weights], lambda *flats_and_change: None)
-        return state._replace(whole=_state_tensors(optimizer))
+        return state._replace(full_parameters=_state_tensors(optimizer))
     joint, separate = (
         torch.cat([p.detach() for group in each.param_groups for p in group["params"]]) - weights
         for each in (optimizer, _after_a_step(make, settings, list(weights.split(3))))
@@ -184,7 +196,10 @@ def _state_of(make: Optimizer, settings: OptimizerConfig, on_host: bool) -> Opti
 
 
 def _after_a_step(
-    make: Optimizer, settings: OptimizerConfig, tensors: Sequence[torch.Tensor], whole: Any = None
+    make: Optimizer,
+    settings: OptimizerConfig,
+    tensors: Sequence[torch.Tensor],
+    full_parameters: Any = None,
 ) -> torch.optim.Optimizer:
     """Return an optimizer with one group of these weights, after a step."""
     import torch
@@ -193,7 +208,14 @@ def _after_a_step(
     for p in parameters:
         p.grad = p.detach().cos()
     optimizer = make(
-        [{"params": parameters, "weight_decay": settings.weight_decay, "whole": whole}], settings
+        [
+            {
+                "params": parameters,
+                "weight_decay": settings.weight_decay,
+                **group_keys(full_parameters),
+            }
+        ],
+        settings,
     )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(

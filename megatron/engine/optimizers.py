@@ -164,8 +164,8 @@ class Muon(SkipsOnDevice, AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         every = self.param_groups
-        matrices = [group for group in every if group["whole"]]
-        self.param_groups = [group for group in every if not group["whole"]]
+        matrices = [group for group in every if group["full_parameters"]]
+        self.param_groups = [group for group in every if not group["full_parameters"]]
         try:
             AdamW.step(self)
         finally:
@@ -186,7 +186,7 @@ class Muon(SkipsOnDevice, AdamW):
             if "step" in self.state[p]:
                 self.state[p]["step"] += counts
         if matrices:
-            matrices[0]["whole"](updates, self.orthogonalized, self._dtype)
+            matrices[0]["full_parameters"](updates, self.orthogonalized, self._dtype)
         for group, update in zip(self.near(matrices, MASTER), updates, strict=True):
             self.move(group["params"][0], update, group)
 

@@ -81,7 +81,7 @@ class QKClip:
             smallest = all_reduce(table, tensor, dist.ReduceOp.MIN)[tensor.rank // copies]
         of_keys = smallest ** (1.0 - self._settings.qk_clip_alpha)
         of_queries = eta.unflatten(1, (groups, -1)) / of_keys.unsqueeze(2)
-        for (layer, own_largest), q, k in zip(self._layers, of_queries, of_keys, strict=True):
+        for (layer, layer_largest), q, k in zip(self._layers, of_queries, of_keys, strict=True):
             projection = layer.query_key_value
             ones = torch.ones_like(k).unsqueeze(1)
             both = [k.unsqueeze(1), ones]  # keys and values
@@ -90,7 +90,7 @@ class QKClip:
                 self._scale(p, torch.cat(fused, dim=1), layer.head_dim)
             for p in (projection.weight_shared, projection.bias_shared):
                 self._scale(p, torch.cat(both, dim=1), layer.head_dim)
-            own_largest.zero_()
+            layer_largest.zero_()
 
     def _scale(self, p: nn.Parameter | None, heads: Tensor, head_dim: int) -> None:
         """Multiply each head's rows of a parameter by the head's factor."""

@@ -167,7 +167,7 @@ class ShardedGradients(Gradients):
 
     def _digests(self, parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
         """Return digests of this rank's ranges, which are the same elements on all tensor ranks."""
-        gradients = {p: b.own_gradients[span] for b in self.buckets for p, _, span in b.owned()}
+        gradients = {p: b.owned_gradients[span] for b in self.buckets for p, _, span in b.owned()}
         none = torch.zeros((), dtype=torch.int64, device=self._topology.device)
         digests = [
             digest(gradients[p]) * gradients[p].any() if p in gradients else none
@@ -224,7 +224,7 @@ class ShardedWeights(WeightGather):
         # the current step, and whether its pass is a backward pass
         self._at = 0
         self._backward = False
-        self._keeps = False  # whether all weights stay gathered
+        self._stays_gathered = False  # whether all weights stay gathered
         self._passes = 0  # backward passes still to come in this training step
         self._warned = False
         self._index = {
@@ -296,7 +296,7 @@ class ShardedWeights(WeightGather):
 
     def _enter(self, kind: str, call: int) -> None:
         """Begin a step: wait for its weights, and begin to gather the next step's."""
-        if self._keeps:
+        if self._stays_gathered:
             return
         backward = kind != FORWARD
         indices = self._index[backward]
@@ -338,7 +338,7 @@ class ShardedWeights(WeightGather):
 
     def _leave(self, end: int) -> None:
         """End all steps before number `end`."""
-        if self._keeps:
+        if self._stays_gathered:
             return
         for step in self._steps[self._at : end]:
             self._free(instruction.bucket for instruction in step.after)
@@ -375,13 +375,13 @@ class ShardedWeights(WeightGather):
         """Free the weights of calls whose end was not signalled by a gradient."""
         self._passes -= 1
         self._leave(len(self._steps))
-        if not self._keeps:
+        if not self._stays_gathered:
             self._free(list(self._here))
 
     @torch.no_grad()
     def start(self, frozen: bool = False) -> None:
         """Gather the new weights; of sharded weights, only the shard that each rank keeps."""
-        self._keeps = False
+        self._stays_gathered = False
         self._passes = 0
         self._steps = ()
         self._at = 0
@@ -397,7 +397,7 @@ class ShardedWeights(WeightGather):
         self.settle()
         self._gather(self._divided())
         self._arrive_at(list(self._works))
-        self._keeps = True
+        self._stays_gathered = True
 
     def each(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.nn.Parameter]:
         """Yield parameters whose weights have arrived, one after another."""
@@ -405,7 +405,7 @@ class ShardedWeights(WeightGather):
         of = {p: n for n in self._divided() for p in self._numbered[n].parameters}
         for p in parameters:
             number = of.get(p)
-            if number is None or self._keeps:
+            if number is None or self._stays_gathered:
                 yield p
                 continue
             self._gather([number])

@@ -72,7 +72,7 @@ class Update:
         )
         self.buckets = list(buckets)
         in_fp32 = config.precision.dtype_name == "float32"
-        self._values = [b.own_weights for b in self.buckets] if in_fp32 else list(exact)
+        self._values = [b.owned_weights for b in self.buckets] if in_fp32 else list(exact)
         self.masters: list[Tensor] = [p for g in inner.param_groups for p in g["params"]]
         for master, values in zip(self.masters, self._values, strict=True):
             master.data = values
@@ -84,11 +84,11 @@ class Update:
         parameters = [p for bucket in self.buckets for p in bucket.parameters]
         if isinstance(inner, FusedAdamW):
             inner.gradients = {
-                master: bucket.own_gradients
+                master: bucket.owned_gradients
                 for master, bucket in zip(self.masters, self.buckets, strict=True)
             }
             inner.copies = {
-                master: bucket.own_weights
+                master: bucket.owned_weights
                 for master, bucket in self._rounded.items()
                 if self._in_bf16 and bucket.weights.dtype != torch.float32
             }
@@ -132,7 +132,7 @@ class Update:
         """
         from megatron.engine.offload import HostState  # other runs do not need it
 
-        in_fp32 = self._values[0] is self.buckets[0].own_weights
+        in_fp32 = self._values[0] is self.buckets[0].owned_weights
         if not in_fp32:
             self._values.clear()  # lets copied memory be freed
         uses = [(number, names) for op, number, names in updates if op is BucketOp.UPDATE]
@@ -150,14 +150,14 @@ class Update:
     def _round(self, master: Tensor) -> None:
         """Round a master weight to its working weights, unless the optimizer has done so."""
         if (bucket := self._rounded.get(master)) is not None:
-            bucket.own_weights.copy_(master.detach())
+            bucket.owned_weights.copy_(master.detach())
 
     def step(self, loss_scale: float) -> Tensor:
         """Take one step with the reduced gradients, which contain `loss_scale`.
 
         No weights are gathered. Returns the global norm of the gradient, loss scale included, as a
         scalar on the device. If `moves` is False for this norm nothing has changed, and the caller
-        has to call `not_taken` once it has read the norm.
+        has to call `skip` once it has read the norm.
         """
         squares = self._sum_of_squares()
         if self._in_bf16:  # round the root: runs of earlier versions continue bit for bit
@@ -192,7 +192,7 @@ class Update:
                 self._round(master)
         return norm
 
-    def not_taken(self) -> None:
+    def skip(self) -> None:
         """Remove the last step, which was skipped, from the bias correction.
 
         torch's optimizers do this themselves, and other optimizers were not called.
@@ -204,7 +204,7 @@ class Update:
         """Copy the master weights to this rank's shard of the weights that passes use."""
         with torch.no_grad():
             for bucket, values in zip(self.buckets, self._values, strict=True):
-                bucket.own_weights.copy_(values)
+                bucket.owned_weights.copy_(values)
 
     def _sum_of_squares(self) -> Tensor:
         """Return the sum of squares of the gradients, for each of `_norm_gradients`.
@@ -232,7 +232,7 @@ class Update:
         if isinstance(inner, FusedAdamW):
             inner.gradient_scale = factor.float()
             return
-        gradients = [bucket.own_gradients.float() for bucket in self.buckets]
+        gradients = [bucket.owned_gradients.float() for bucket in self.buckets]
         for master, gradient in zip(self.masters, gradients, strict=True):
             master.grad = gradient
         if self._on_device:  # torch's optimizers take the inverse, as GradScaler passes it

@@ -172,13 +172,13 @@ class Zero(NamedTuple):
         """Return the bytes per element of a bucket's weights."""
         return 4 if bucket.kind.fp32 else self.weight_bytes
 
-    def weights_held(self, bucket: BucketPlan) -> float:
+    def resident_weights(self, bucket: BucketPlan) -> float:
         """Return the bytes of weights that a rank holds for the whole run."""
         inner = self.sizes_of(bucket.kind.experts).inner
         divided = inner if self.divides_weights(bucket) else 1
         return self.bytes_of_weight(bucket) * bucket.elements / divided
 
-    def gradients_held(self, bucket: BucketPlan) -> float:
+    def resident_gradients(self, bucket: BucketPlan) -> float:
         """Return the bytes of gradient sums that a rank holds for the whole run."""
         inner = self.sizes_of(bucket.kind.experts).inner
         divided = inner if self.divides_gradients else 1
@@ -247,7 +247,7 @@ class ModuleCall(NamedTuple):
 
 
 FORWARD = "forward"
-RECOMPUTE = "again"
+RECOMPUTE = "recompute"
 BACKWARD = "backward"
 """Kinds of steps; RECOMPUTE is a forward pass that the backward pass repeats. For the last layer of
 a group it comes first, since autograd reaches that layer first, but it computes nothing: the
@@ -504,7 +504,7 @@ class ZeroPlan:
     def updates(self) -> Iterator[BucketInstruction]:
         """Yield the optimizer's update, bucket by bucket."""
         trained = [n for n, bucket in enumerate(self.buckets) if not bucket.kind.frozen]
-        full = [n for n in trained if self.buckets[n].kind.whole]
+        full = [n for n in trained if self.buckets[n].kind.full_parameters]
         uses: list[Use] = [(n, ()) for n in trained if n not in full]
         uses += [(n, names) for names in self.sweeps for n in full]
         if self.zero.offload:

@@ -166,16 +166,16 @@ def _common_flags(space: SearchSpace, flags: Sequence[str]) -> tuple[str, ...]:
     """
     scanned = scan(flags)
     raise_problems(scanned.problems)
-    said = settings_of_flags(scanned.flags)
+    fixed = settings_of_flags(scanned.flags)
     words = list[str]()
     for name in space.named:
-        if (setting := DECIDES.get(name, name)) in said:
+        if (setting := DECIDES.get(name, name)) in fixed:
             raise ConfigError(
-                f"{said[setting]} contradicts {name} of {space.path}: leave the flag out"
+                f"{fixed[setting]} contradicts {name} of {space.path}: leave the flag out"
             )
     for spelling, values in scan(space.flags).flags.items():
         settings = settings_of_flags({spelling: values}).keys()
-        if not said.keys() & (settings | (_PRECISION if settings & _PRECISION else set())):
+        if not fixed.keys() & (settings | (_PRECISION if settings & _PRECISION else set())):
             words += [spelling, *values]
     words += flags
     # an error in them is an error in every layout
@@ -231,21 +231,21 @@ class _Names(dict[str, Any]):
         self.machine = machine
         self.varied = values
         self.key = key
-        self._under_way = list[str]()
+        self._in_progress = list[str]()
         for name in space.derived:
             self.pop(name, None)
 
     def __missing__(self, name: str) -> object:
-        if name in self._under_way:
-            around = " -> ".join([*self._under_way, name])
+        if name in self._in_progress:
+            around = " -> ".join([*self._in_progress, name])
             raise ConfigError(
-                f"{self.space.path}: [derived] {self._under_way[0]} depends on itself: {around}"
+                f"{self.space.path}: [derived] {self._in_progress[0]} depends on itself: {around}"
             )
-        self._under_way.append(name)
+        self._in_progress.append(name)
         try:
             value = self[name] = self._worked_out(name)
         finally:
-            self._under_way.pop()
+            self._in_progress.pop()
         return value
 
     def _worked_out(self, name: str) -> object:

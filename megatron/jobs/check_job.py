@@ -285,15 +285,15 @@ def ask_slurm(job: CheckedJob, words: Sequence[str]) -> None:
         job.warn("account", "no -A, no SBATCH_ACCOUNT: Slurm uses your default account or refuses")
     job.unchecked.append("the account's remaining node-hours, and the wait in the queue")
     try:
-        code, told = output_of(["sbatch", "--test-only", *words])
-        said = " / ".join(told[-3:]).replace("sbatch: ", "").replace("error: ", "")
+        code, output = output_of(["sbatch", "--test-only", *words])
+        message = " / ".join(output[-3:]).replace("sbatch: ", "").replace("error: ", "")
     except (OSError, subprocess.SubprocessError) as error:
         code = 1
-        said = f"sbatch cannot be run to contact Slurm: {error}"
-    if code and _NO_SLURM.search(said):
-        job.unchecked.append(f"account, partition and limits by sbatch --test-only: {said}")
+        message = f"sbatch cannot be run to contact Slurm: {error}"
+    if code and _NO_SLURM.search(message):
+        job.unchecked.append(f"account, partition and limits by sbatch --test-only: {message}")
     else:
-        job.find("error" if code else "note", "sbatch --test-only", said)
+        job.find("error" if code else "note", "sbatch --test-only", message)
 
 
 def check_options(job: CheckedJob) -> None:
@@ -341,11 +341,11 @@ def read_script(words: Sequence[str], line: Options, at: int) -> CheckedJob:
     if not text.startswith("#!"):
         job.error("script", "its first line names no interpreter, as sbatch needs: add #!/bin/bash")
     ask_slurm(job, words)
-    ours = _OURS.search(text)
-    if ours and ours[1] == "job":
+    checks = _OURS.search(text)
+    if checks and checks[1] == "job":
         dry_run(job, content, arguments)
-    elif ours:
-        tool = "tune.py" if ours[1] == "allocation" else "run_experiment.py"
+    elif checks:
+        tool = "tune.py" if checks[1] == "allocation" else "run_experiment.py"
         job.unchecked.append(
             f"the trainings that tools/{tool} starts: {script} --dry-run shows them and their cost"
         )
@@ -376,10 +376,10 @@ def dry_run(job: CheckedJob, content: bytes, arguments: Sequence[str]) -> None:
         }
         command = ["bash", str(copy), *arguments]
         try:
-            code, told = output_of(command, environ, job.value("chdir"))
+            code, output = output_of(command, environ, job.value("chdir"))
         except (OSError, subprocess.SubprocessError) as error:
             raise ConfigError(f"the script cannot be run: {error}") from error
-    for line in told:
+    for line in output:
         if match := re.match(r" job \S+: (ERROR|WARNING|not checked): (.*)", line):
             if match[1] == "not checked":
                 job.unchecked.append(match[2])
@@ -396,7 +396,7 @@ def dry_run(job: CheckedJob, content: bytes, arguments: Sequence[str]) -> None:
             elif "pretrain_gpt.py" in line:
                 read_command(job, words)
     if job.words is None or (code and not any(level == "error" for level, _, _ in job.findings)):
-        job.error("script", f"its dry run ends with exit code {code}: {' / '.join(told[-3:])}")
+        job.error("script", f"its dry run ends with exit code {code}: {' / '.join(output[-3:])}")
 
 
 def read_command(job: CheckedJob, command: Sequence[str]) -> None:

@@ -127,13 +127,13 @@ class Process:
         """Send results to rank 0, which returns all that are in time and publishes good nodes."""
         launch = self.launch
         store = self._connection.store
-        told = {
+        report = {
             "host": launch.node,
             "device": self._device.type,
             "figures": self.figures,
             "errors": self.errors,
         }
-        store.set(f"{phase}/{launch.rank}", json.dumps(told))
+        store.set(f"{phase}/{launch.rank}", json.dumps(report))
         if launch.rank:
             return {}
         keys = {rank: f"{phase}/{rank}" for rank in ranks}
@@ -143,7 +143,7 @@ class Process:
             rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])
         }
         each = launch.local_world_size
-        good = Counter(rank // each for rank, told in results.items() if not told["errors"])
+        good = Counter(rank // each for rank, report in results.items() if not report["errors"])
         store.set(phase, json.dumps([node for node in sorted(good) if good[node] == each]))
         return results
 
@@ -217,15 +217,17 @@ def judge(results: Results, hosts: Sequence[str], bands: Mapping[str, float]) ->
     """
     faults = defaultdict[str, list[str]](list)
     lines = list[str]()
-    reached = any(BETWEEN in told["figures"] for told in results.values())
+    reached = any(BETWEEN in report["figures"] for report in results.values())
     for rank, host in enumerate(hosts):
-        told = results.get(rank, {"errors": {"process": "it did not start, died or hangs"}})
-        for step, text in told["errors"].items():
+        report = results.get(rank, {"errors": {"process": "it did not start, died or hangs"}})
+        for step, text in report["errors"].items():
             if step != BETWEEN or reached:
                 faults[host].append(f"rank {rank}: {step}: {text}")
     for name, (unit, share, band) in FIGURES.items():
         values = {
-            rank: told["figures"][name] for rank, told in results.items() if name in told["figures"]
+            rank: report["figures"][name]
+            for rank, report in results.items()
+            if name in report["figures"]
         }
         if not values:
             continue
@@ -242,7 +244,9 @@ def judge(results: Results, hosts: Sequence[str], bands: Mapping[str, float]) ->
     lines += (f"FAULT {host} {text}" for host, texts in faults.items() for text in texts)
     every = dict.fromkeys(hosts)
     good = [host for host in every if host not in faults]
-    alone = [told["errors"][BETWEEN] for told in results.values() if BETWEEN in told["errors"]]
+    alone = [
+        report["errors"][BETWEEN] for report in results.values() if BETWEEN in report["errors"]
+    ]
     if alone and not faults:
         good = []
         lines.append(f"FAULT no node can reach another node: {alone[0]}")
@@ -256,7 +260,7 @@ def rank_hosts(launch: Launch, results: Results) -> list[str]:
     """Return each rank's host, as reported by a process there or from Slurm's node list."""
     each = launch.local_world_size
     names = dict(enumerate(_slurm_hosts()))
-    names |= {rank // each: told["host"] for rank, told in results.items()}
+    names |= {rank // each: report["host"] for rank, report in results.items()}
     return [names.get(rank // each, f"node {rank // each}") for rank in range(launch.world_size)]
 
 

@@ -419,13 +419,13 @@ class Experiment(JobSource):
 
     def report(self, end: Attempt, result: Result) -> None:
         point, claim = self._claims.pop(end.job.name)
-        said = end.interrupted
+        outcome = end.interrupted
         if result.status:
-            said = f"{result.status} after {show_duration(end.ended - end.started)}"
-            said += f": {result.reason}; {end.job.folder}" if result.reason else ""
+            outcome = f"{result.status} after {show_duration(end.ended - end.started)}"
+            outcome += f": {result.reason}; {end.job.folder}" if result.reason else ""
         else:
             self._to_do.append(point)
-        self.say(f"{point.name}: {said}")
+        self.say(f"{point.name}: {outcome}")
         claim.release()
 
 

@@ -185,7 +185,7 @@ class Result:
         return self.step_s if self.loss is None else self.loss
 
     @property
-    def said(self) -> str:
+    def outcome(self) -> str:
         """Return a short name for the outcome: done, out of memory, invalid, ..."""
         return self.kind or self.status
 

@@ -26,7 +26,7 @@ LOG = "train.log"
 TASKS = "tasks"
 GRACE_S = 15.0
 """Seconds between SIGTERM and SIGKILL; short, because these runs save nothing."""
-_ASK_AGAIN_S = 5.0
+_REPEAT_S = 5.0
 _WAIT_S = 60  # from the end of one task in a step until srun ends the others
 # from the loss of a rank until the others are killed: they normally end on their own and name the
 # lost rank
@@ -129,7 +129,7 @@ class RunProcesses:
             self._first_codes = ended
             self._stopped_at = now - 2 * GRACE_S
             self._press(now)
-        elif self._asked_at is not None and now > self._asked_at + _ASK_AGAIN_S:
+        elif self._asked_at is not None and now > self._asked_at + _REPEAT_S:
             self._press(now)
         return False
 
@@ -222,9 +222,9 @@ def start_step(
     run = RunProcesses(step.name, clock)
     listening, alive = os.pipe()
     run.resources.callback(os.close, alive)
-    told = {"ALIVE": str(listening), "TELL_STEP": _TELL_STEP, **_names(step.name)}
+    variables = {"ALIVE": str(listening), "TELL_STEP": _TELL_STEP, **_names(step.name)}
     try:
-        env = {**step_environment(os.environ, step, folder / TASKS), **told}
+        env = {**step_environment(os.environ, step, folder / TASKS), **variables}
         run.processes.append(_spawn(command, env, folder / LOG, (listening,)))
     except BaseException:
         run.resources.close()

@@ -307,7 +307,7 @@ class Runner:
         if each.inquiry is not None and not each.interrupted:
             if each.inquiry.dead is None:
                 return
-            self._blame(each, each.inquiry.dead)
+            self._attribute_failure(each, each.inquiry.dead)
         self._running.remove(each)
         self._nodes.give_back(each.hosts)
         each.ended = time.time()
@@ -320,13 +320,13 @@ class Runner:
         codes = each.run.exit_codes
         if each.stopped is None and not each.interrupted:
             return ending(codes, logs) if any(codes or ()) or not each.complete else None
-        said = ending(None, logs)  # its exit codes come from our signals
-        if said.kind == OUT_OF_MEMORY:
+        message = ending(None, logs)  # its exit codes come from our signals
+        if message.kind == OUT_OF_MEMORY:
             each.interrupted = ""
-            return said
-        return each.stopped or said
+            return message
+        return each.stopped or message
 
-    def _blame(self, each: Attempt, dead: Sequence[str]) -> None:
+    def _attribute_failure(self, each: Attempt, dead: Sequence[str]) -> None:
         """Attribute a failure to the run's dead nodes.
 
         Exceptions are runs that ran out of memory, which can take down nodes, and runs whose nodes
@@ -336,12 +336,12 @@ class Runner:
         if not dead:
             return
         assert each.why is not None, "only nodes of failed runs are tested"
-        said = f"{', '.join(dead)} did not respond"
+        message = f"{', '.join(dead)} did not respond"
         self._lost[each.job.folder] += 1
         if each.why.kind == OUT_OF_MEMORY or self._lost[each.job.folder] > _MOST_LOST:
-            each.why = Ending(each.why.kind, f"{each.why.reason}; {said}")
+            each.why = Ending(each.why.kind, f"{each.why.reason}; {message}")
         else:
-            each.interrupted = said
+            each.interrupted = message
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -578,7 +578,7 @@ class Inquiry:
         deadline = time.monotonic() + _ANSWER_S
         for probe in probes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                said = probe.communicate(timeout=max(0.1, deadline - time.monotonic()))[0]
-                answered.update(re.findall(r"^answers (\S+)$", said, re.MULTILINE))
+                message = probe.communicate(timeout=max(0.1, deadline - time.monotonic()))[0]
+                answered.update(re.findall(r"^answers (\S+)$", message, re.MULTILINE))
             probe.kill()
         return answered

@@ -29,7 +29,7 @@ RESULT = "result.json"
 # training step cannot exceed it.
 _MEASURED_DEVICE = "MI250"
 _MEASURED_GEMM_TFLOPS = 115.3
-_PLAUSIBLE_PART_OF_PEAK = 0.9  # out of reach for a training run, so higher figures are wrong
+_PLAUSIBLE_SHARE_OF_PEAK = 0.9  # out of reach for a training run, so higher figures are wrong
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def figures(
     peak = peak_tflops or formulas.peak_tflops(run.device, dtype)
     model = stated("model_tflops")
     hardware = stated("hardware_tflops")
-    ceiling = math.inf if peak is None else _PLAUSIBLE_PART_OF_PEAK * peak
+    ceiling = math.inf if peak is None else _PLAUSIBLE_SHARE_OF_PEAK * peak
     if _MEASURED_DEVICE in run.device and dtype != "float32":
         ceiling = _MEASURED_GEMM_TFLOPS
     highest = max(model or 0.0, hardware or 0.0)
@@ -262,7 +262,7 @@ def figures(
     if highest > ceiling:
         problems.append(
             f"{highest:.4g} TFLOP/s per device is above the plausible limit of {ceiling:.4g}: the "
-            f"best matrix product on such a device, or {_PLAUSIBLE_PART_OF_PEAK:g} of its peak"
+            f"best matrix product on such a device, or {_PLAUSIBLE_SHARE_OF_PEAK:g} of its peak"
         )
     notes = {
         f"{result.skipped} step(s) skipped, left out of the figures": result.skipped,
@@ -410,14 +410,14 @@ class Series:
 
     def remarks(self, member: Figures) -> list[str]:
         """List remarks on a run, most serious first."""
-        said = [*filter(None, [member.run.failure]), *member.problems, *member.notes]
+        comments = [*filter(None, [member.run.failure]), *member.problems, *member.notes]
         if self.kind == SWEEP and len(self.members) > 1 and member in (best := self.best()):
-            said.append(
+            comments.append(
                 "best"
                 if len(best) == 1
                 else f"among the best: {len(best)} runs are equal within the noise"
             )
-        return said
+        return comments
 
     def value(self, member: Figures) -> float | None:
         """Return a run's value of the varied parameter."""

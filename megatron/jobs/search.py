@@ -73,7 +73,7 @@ class History:
         slope = (sum(x * y for x, y in pairs) + _RIDGE) / (sum(x * x for x, _ in pairs) + _RIDGE)
         return [level + slope * (prior - middle) for prior in self.prior]
 
-    def told(self) -> dict[int, float]:
+    def reports(self) -> dict[int, float]:
         """Return the log(cost) to report for tried and running candidates.
 
         A failure counts as 1.5 times the expected cost. A running candidate counts as its expected
@@ -128,10 +128,10 @@ class Halving:
         """Return whether to stop trial `number`, given its losses so far."""
         if number not in self._trials:
             self._trials[number] = self._study.ask(), 0
-        trial, told = self._trials[number]
+        trial, reports = self._trials[number]
         stop = False
         for step, loss in enumerate(losses[: self._most - 1], 1):
-            if step > told:
+            if step > reports:
                 trial.report(loss, step)
                 stop = stop or trial.should_prune()
         self._trials[number] = trial, len(losses)
@@ -181,7 +181,7 @@ def _optuna(history: History, chance: random.Random) -> int:
             seed=chance.getrandbits(31), multivariate=True, n_startup_trials=1
         )
         study = optuna.create_study(sampler=sampler)
-        for index, cost in history.told().items():
+        for index, cost in history.reports().items():
             params = dict(zip(distributions, history.value_indices(index), strict=True))
             study.add_trial(
                 optuna.trial.create_trial(params=params, distributions=distributions, value=cost)
@@ -274,6 +274,6 @@ def _deephyper(history: History, chance: random.Random) -> int:
             n_initial_points=1,
             checkpoint_history_to_csv=False,
         )
-        search.tell([(points[index], -cost) for index, cost in history.told().items()])
+        search.tell([(points[index], -cost) for index, cost in history.reports().items()])
         asked = search.ask(1)[0]
     return next(index for index in sampled if points[index] == asked)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.command_line import OWN_FLAGS, flag_table, read_settings, scan
+from megatron.config.command_line import META_FLAGS, flag_table, read_settings, scan
 from megatron.config.option import Option
 from megatron.config.settings import all_options, did_you_mean, raise_problems
 from megatron.errors import ConfigError
@@ -151,13 +151,13 @@ DECIDES = {
 }
 """Settings that conflict with a short name."""
 # Recomputation patterns as values.
-_WHOLE = {
+_ABBREVIATIONS = {
     "selective": "selective:core_attn",
     "full": "full:uniform:1",
     "full:uniform": "full:uniform:1",
     "full:block": "full:block:1",
 }
-_NO_PLACE = (
+_NO_POSITION = (
     "is not allowed in a search: the tuner and its trials set it (--iterations, --cluster, nodes, "
     "processes)"
 )
@@ -262,7 +262,7 @@ def read_value(name: str, explicit: object) -> Value:
         raise ConfigError(f"{explicit!r} cannot be the value of a flag")
     text = write_value(explicit)
     if name in _DIMENSIONS:
-        value: Value = parse_layout(f"{name}={_WHOLE.get(text, text)}", name)[name][0]
+        value: Value = parse_layout(f"{name}={_ABBREVIATIONS.get(text, text)}", name)[name][0]
         return value
     if name == "processes":
         return read_value("nodes", explicit)
@@ -320,8 +320,8 @@ def settings_of_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:
     for spelling, words in flags.items():
         written = " ".join([spelling, *words])
         names = flag_table()[spelling].settings
-        if _REFUSED & set(names) or (spelling in OWN_FLAGS and spelling != "--preset"):
-            problems.append(f"{written} {_NO_PLACE}")
+        if _REFUSED & set(names) or (spelling in META_FLAGS and spelling != "--preset"):
+            problems.append(f"{written} {_NO_POSITION}")
         flags_of_settings |= dict.fromkeys(
             ("preset",) if spelling == "--preset" else names, written
         )
@@ -368,7 +368,7 @@ def load_space(name_or_path: str) -> SearchSpace:
     with _at(path, "flags"):
         scanned = scan(flags)
         raise_problems(scanned.problems)
-        said = {
+        origins = {
             setting: f"flags has {written}"
             for setting, written in settings_of_flags(scanned.flags).items()
         }
@@ -377,7 +377,7 @@ def load_space(name_or_path: str) -> SearchSpace:
         entries = tables[table] = {}
         for key, explicit in file[table].items():
             with _at(path, f"[{table}] {key}"):
-                name = _named(key, said) if table in ("parameters", "derived") else key
+                name = _named(key, origins) if table in ("parameters", "derived") else key
                 if table in ("parameters", "variables"):
                     entries[name] = _parameter(name, explicit, table == "parameters")
                 else:
@@ -419,15 +419,15 @@ def _check_keys(table: Mapping[str, object], kinds: Mapping[str, type]) -> None:
             raise ConfigError(f"{key} is {value!r}, expected a {kinds[key].__name__}")
 
 
-def _named(key: str, said: dict[str, str]) -> str:
+def _named(key: str, origins: dict[str, str]) -> str:
     """Resolve a key and record its settings. Raises ConfigError if a setting is given twice."""
     name = meaning(key)
     if name in _REFUSED:
-        raise ConfigError(f"{key} {_NO_PLACE}")
+        raise ConfigError(f"{key} {_NO_POSITION}")
     setting = DECIDES.get(name, name)
-    if setting in said:
-        raise ConfigError(f"{said[setting]}, which sets the same: remove one")
-    said[setting] = f"{key} is given"
+    if setting in origins:
+        raise ConfigError(f"{origins[setting]}, which sets the same: remove one")
+    origins[setting] = f"{key} is given"
     return name
 
 

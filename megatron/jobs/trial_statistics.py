@@ -187,11 +187,12 @@ def in_turn(trials: Sequence[Trial], objective: str) -> list[Candidate]:
     doubt = rivals(known, noise_of(layouts))
     if not doubt:
         return []
-    under_way = Counter(
+    in_progress = Counter(
         trial.candidate.key for trial in trials if trial.by == CONFIRM and not trial.result.status
     )
     counts = [
-        (len(one.steps) + under_way[one.candidate.key], one.candidate) for one in (known[0], *doubt)
+        (len(one.steps) + in_progress[one.candidate.key], one.candidate)
+        for one in (known[0], *doubt)
     ]
     least = min(count for count, _ in counts)
     return [candidate for count, candidate in counts if count == least]

@@ -389,17 +389,17 @@ class TuningSearch(JobSource):
             self._waiting.insert(0, trial)
             return
         self._took_s.append(end.ended - end.started)
-        said = f"{result.said}: {result.reason}; {end.job.folder}"
+        outcome = f"{result.outcome}: {result.reason}; {end.job.folder}"
         best = self.ranked
         if result.figure:
-            said = written(trial.candidate.cost(result.figure, self.objective), self.objective)
+            outcome = written(trial.candidate.cost(result.figure, self.objective), self.objective)
         if best:
             near = "".join(
                 f", {one.numbers} within the noise" for one in rivals(best, noise_of(self.layouts))
             )
-            said += f"; best so far: {best[0].numbers} ({best[0].spread}){near}"
+            outcome += f"; best so far: {best[0].numbers} ({best[0].spread}){near}"
         finished = sum(bool(one.status) for one in self.results.values())
-        self.say(f"{head}: {said}; {finished} trials finished")
+        self.say(f"{head}: {outcome}; {finished} trials finished")
 
 
 # -- before a search ------------------------------------------------------------------------------
@@ -466,7 +466,7 @@ def summary(search: TuningSearch) -> list[str]:
     trials = search.trials.values()
     layouts = search.layouts
     best = search.ranked
-    kinds = Counter(t.result.said for t in trials if t.result.status and not t.result.figure)
+    kinds = Counter(t.result.outcome for t in trials if t.result.status and not t.result.figure)
     confirmations = sum(trial.by == CONFIRM for trial in trials)
     lines = list[str]()
     if best:
@@ -532,8 +532,8 @@ def _table(search: TuningSearch) -> Table:
         if trial.result.status and not trial.result.figure:
             reason = " ".join((trial.result.reason or "").split()).replace("|", "/")
             layout = trial.candidate.key
-            said = trial.result.said
-            rows.append((str(trial.number), layout, said, reason, "", "", "", trial.by))
+            outcome = trial.result.outcome
+            rows.append((str(trial.number), layout, outcome, reason, "", "", "", trial.by))
     return Table(
         "",
         ("trials", "layout", "value", "measured", "s/step", "planner's s/step", "GiB", "chosen by"),

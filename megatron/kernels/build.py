@@ -304,10 +304,10 @@ def _link(target: str, tool: str, flags: Sequence[str]) -> list[str]:
 def is_current(path: Path, target: str, archs: Sequence[str]) -> bool:
     """Return whether the library's description matches these sources and this command."""
     tool = _needed_compiler(target)
-    return _is_whole_with(path, description(target, archs, tool, compile_flags(target, archs)))
+    return _is_complete(path, description(target, archs, tool, compile_flags(target, archs)))
 
 
-def _is_whole_with(path: Path, text: str) -> bool:
+def _is_complete(path: Path, text: str) -> bool:
     """Return whether a library exists, is not truncated, and contains a string."""
     return (
         path.is_file() and missing_bytes(path) <= 0 and text.encode() + b"\0" in path.read_bytes()
@@ -358,7 +358,7 @@ def build_nodes(folder: Path = LIBRARIES, *, force: bool = False) -> tuple[Path,
     version, abi, libraries, *includes = asked.stdout.split("\n")[:-1]
     path = folder.resolve() / nodes_name(version)
     digest = nodes_hash()
-    if not force and _is_whole_with(path, digest):
+    if not force and _is_complete(path, digest):
         return path, False
     folder.mkdir(parents=True, exist_ok=True)
     searched = [f"-isystem{each}" for each in (*includes, sysconfig.get_path("include"))]

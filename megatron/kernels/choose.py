@@ -57,8 +57,8 @@ class OptionalPackage:
     def line(self) -> str:
         """Return one line for the log."""
         name = f"{self.package} {self.version}" if self.version else self.package
-        said = "used" if self.usable else f"{self.reason}; instead: {self.fallback}"
-        return f"{name}: {said}"
+        verdict = "used" if self.usable else f"{self.reason}; instead: {self.fallback}"
+        return f"{name}: {verdict}"
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class AttentionFeatures:
         """Return the features of a layer, counted from 0."""
         model = config.model
         return cls(
-            ring=config.parallel.ring_places > 1,
+            ring=config.parallel.ring_size > 1,
             biased=model.position_embedding_type == "alibi"
             or model.kv_channels % 8 > 0
             or model.kv_channels > 256,

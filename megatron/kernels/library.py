@@ -311,7 +311,7 @@ class _Recomputation(Scope):
         super().__exit__(*exception)
 
 
-def _once_and_again() -> tuple[contextlib.nullcontext[None], Scope]:
+def _forward_and_recompute() -> tuple[contextlib.nullcontext[None], Scope]:
     """Return the contexts of a forward pass and of its recomputation for torch.utils.checkpoint.
 
     Both must call kernels in the same way, or they would save different tensors. This is not
@@ -331,7 +331,7 @@ def recompute_later(function: Callable[..., Tensor], *inputs: object) -> Tensor:
         *inputs,
         use_reentrant=False,
         preserve_rng_state=False,
-        context_fn=_once_and_again,
+        context_fn=_forward_and_recompute,
     )
     return out
 

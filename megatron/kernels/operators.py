@@ -309,10 +309,10 @@ def check_beside(
 
 # The minimum number of rows in a block: its sums, 8 bytes per column, stay below 6 % of the bytes
 # it reads and writes
-PART_ROWS = 32
+BLOCK_ROWS = 32
 # blocks of 256 threads: more than two per slot on 110 (MI250X) or 132 (H100) compute units
 _BLOCKS = 2048
-HOST_PARTS = 64  # more than there are threads
+HOST_ROW_BLOCKS = 64  # more than there are threads
 
 
 def partial_sums(like: Tensor, needed: bool, sums: int = 1) -> tuple[int, Tensor | None]:
@@ -342,5 +342,5 @@ def count_row_blocks(count: int, columns: int, element_size: int, on_cpu: bool) 
     """
     # blocks of 64 lanes of 16 bytes side by side
     across = -(-columns * element_size // (16 * 64))
-    most = HOST_PARTS if on_cpu else max(1, _BLOCKS // across)
-    return max(1, min(most, -(-count // columns // PART_ROWS)))
+    most = HOST_ROW_BLOCKS if on_cpu else max(1, _BLOCKS // across)
+    return max(1, min(most, -(-count // columns // BLOCK_ROWS)))

@@ -47,7 +47,7 @@ class CoreAttention:
         self.recompute = recompute
         self.dropout = config.attention_dropout
         self.context_parallel = context.context_parallel
-        self.heads_part = context.heads_part
+        self.heads_shard = context.heads_shard
         self.attention = attention
         window = config.window(layer)
         self.scoring = Scoring(
@@ -79,7 +79,7 @@ class CoreAttention:
         if call.dropout is None:
             return scoring
         row_layout = call.dropout.weights(
-            positions, self.heads // self.heads_part[1], *self.heads_part
+            positions, self.heads // self.heads_shard[1], *self.heads_shard
         )
         seed = call.dropout.at(self.layer, Site.ATTENTION)
         return scoring._replace(dropout=self.dropout, seed=seed, row_layout=row_layout)

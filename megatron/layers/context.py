@@ -250,7 +250,7 @@ class LayerContext:
     )
 
     @property
-    def heads_part(self) -> tuple[int, int]:
+    def heads_shard(self) -> tuple[int, int]:
         """Return the index of this rank's shard of the heads, and the number of shards."""
         rank = self.tensor.rank
         size = self.tensor.size
@@ -267,7 +267,7 @@ class LayerContext:
 
     def alibi(self, heads: int) -> Alibi:
         """Return ALiBi for this rank's shard of `heads` heads: one object for all layers."""
-        index, count = self.heads_part
+        index, count = self.heads_shard
         slopes = alibi_slopes(heads).chunk(count)[index]
         return self.alibis.setdefault(heads, Alibi(slopes.to(self.parameters.device)))
 

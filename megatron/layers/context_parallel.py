@@ -160,7 +160,7 @@ def _all_to_all(x: Tensor, context_parallel: ContextParallel) -> Tensor:
     partners = [
         rank // context_parallel.heads == context_parallel.ring_rank for rank in range(group.size)
     ]
-    counts = [] if all(partners) else [[int(is_own) for is_own in partners]] * 2
+    counts = [] if all(partners) else [[int(is_local) for is_local in partners]] * 2
     send = dist.all_to_all_single
     collectives.start(b"all_to_all", group, x.nbytes, send, received, x, *counts).wait()
     return received

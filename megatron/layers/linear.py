@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from megatron.errors import KernelError
 from megatron.kernels.cost import recomputed
 from megatron.kernels.library import nodes_for
-from megatron.kernels.ops.elementwise import bias_gradient, bias_parts
+from megatron.kernels.ops.elementwise import bias_gradient, bias_row_blocks
 from megatron.layers.context import Fill, LayerContext, constant
 from megatron.parallel import collectives
 from megatron.parallel.autograd import Context
@@ -358,7 +358,7 @@ def linear(
         gathers = column and context.sequence_parallel
         if bias is not None and context.fusions.bias_dropout:
             rows = x.numel() // x.shape[-1]  # this rank's; the gradient has the rows of all ranks
-            partial_sums = bias_parts(rows * context.tensor.size if gathers else rows, bias)
+            partial_sums = bias_row_blocks(rows * context.tensor.size if gathers else rows, bias)
         made: Tensor = nodes.linear(
             x,
             weights[0],

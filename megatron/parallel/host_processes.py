@@ -32,7 +32,7 @@ _STATES = {
     "X": DEAD,
     "I": "idle",
 }
-_OWN_THREADS = ("bounded", "rendezvous", "watchdog")  # omitted from stacks
+_LIBRARY_THREADS = ("bounded", "rendezvous", "watchdog")  # omitted from stacks
 
 
 # -- time limits and stacks of this process ------------------------------------------------------
@@ -91,7 +91,7 @@ def python_stacks(limit: int) -> str:
     other_threads = []
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
-        if thread is not main and thread.name not in _OWN_THREADS and frame is not None:
+        if thread is not main and thread.name not in _LIBRARY_THREADS and frame is not None:
             other_threads.append(f"thread {thread.name}: {shown(frame, frame.f_lineno)}")
     complete = "\n".join([text, "", *other_threads])
     return complete if other_threads and len(complete) <= limit else text

@@ -329,17 +329,17 @@ def _first_of_layout(env: Variables, optional: bool) -> str:
     step = f"{env.text('SLURM_JOB_ID')}.{env.text(env.first(_STEP_VARIABLES) or '')}"
     try:
         answer = ask_slurm("sattach", "--layout", step)
-        said = answer.stdout + answer.stderr
+        output = answer.stdout + answer.stderr
     except (OSError, subprocess.SubprocessError) as error:
-        said = str(error)
-    if match := re.search(r"\((\S+)\), \d+ task\(s\): 0\b", said):
+        output = str(error)
+    if match := re.search(r"\((\S+)\), \d+ task\(s\): 0\b", output):
         return match[1]
     if optional:
         return ""
     raise LaunchError(
         "srun --distribution=arbitrary puts rank 0 on any node, and sattach --layout "
-        f"{step} does not report which ({said.strip()[:200]}): export MASTER_ADDR with the host of "
-        "the first task, or use another distribution"
+        f"{step} does not report which ({output.strip()[:200]}): export MASTER_ADDR with the host "
+        "of the first task, or use another distribution"
     )
 
 

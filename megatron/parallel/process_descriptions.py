@@ -154,8 +154,8 @@ def _differing(groups: Sequence[tuple[Mapping[str, Any], list[int]]]) -> Iterato
                 ranks
             )
         if len(by_value) > 1:
-            told = [
+            variants = [
                 f"{text[:_LONGEST]} on rank {compress_ranks(of)[:_LONGEST]}"
                 for text, of in by_value.items()
             ]
-            yield f"{name} is {', '.join(told)}"
+            yield f"{name} is {', '.join(variants)}"

@@ -147,10 +147,10 @@ class Rendezvous(StoreConnection):
         return f"rank {self.launch.rank} ({self.launch.node}:{self.device}{task})"
 
     @functools.cached_property
-    def places(self) -> list[str]:
+    def locations(self) -> list[str]:
         """ "node:device" of every rank, in rank order."""
-        places: list[str] = json.loads(self.store.get("places"))
-        return places
+        locations: list[str] = json.loads(self.store.get("places"))
+        return locations
 
     def join(self) -> Self:
         """Meet all other ranks, take the rank that `mapping` gives and start torch.distributed.
@@ -219,11 +219,11 @@ class Rendezvous(StoreConnection):
         description = description._replace(
             alike={kind: digest for kind, (digest, _) in alike.items()}
         )
-        told = json.dumps(description._asdict())
+        written = json.dumps(description._asdict())
         verdict: dict[str, Any] = {}
         if problem := self._interface_problem():
             verdict = {"error": problem}
-        elif store.compare_set(f"participant/{task}", "", told).decode() != told:
+        elif store.compare_set(f"participant/{task}", "", written).decode() != written:
             verdict = {
                 "error": f"two processes have rank {task}: {self._location_of_task(task)}, and "
                 f"{description.location}, process {description.pid}: each process needs its own rank"
@@ -277,7 +277,7 @@ class Rendezvous(StoreConnection):
         if len(missing) < _SHOWN:
             came = sorted(set(range(size)).difference(missing))[:_SHOWN]
             more = ""
-            present = _list_places(came, [self._location_of_task(rank) for rank in came])
+            present = _list_locations(came, [self._location_of_task(rank) for rank in came])
         return (
             f"rank {compress_ranks(missing)}{more} of {size} did not arrive within {within}. "
             f"Present: {present}. Look at the output of the missing ranks; if they only "
@@ -305,10 +305,10 @@ class Rendezvous(StoreConnection):
         if not self.launch.token and (self.launch.store_served or not self.launch.on_one_node):
             notices.append(_OPEN)
         of_rank = sorted(range(len(ranks)), key=ranks.__getitem__)  # the task of each rank
-        self.places = [
+        self.locations = [
             tasks[task]._replace(number=assignment.devices[task]).location for task in of_rank
         ]
-        self.store.set("places", json.dumps(self.places))
+        self.store.set("places", json.dumps(self.locations))
         self.store.set("tasks", json.dumps(of_rank))
         for some in batches(range(len(ranks))):
             self.store.multi_set(  # type: ignore[attr-defined]
@@ -372,12 +372,12 @@ class Rendezvous(StoreConnection):
     def fail(self, message: str) -> None:
         """Report to the other ranks why this rank stops. Never raises."""
         self._failed = True
-        said = json.dumps([self.launch.rank, f"{self._myself} failed: {message}"])
+        finding = json.dumps([self.launch.rank, f"{self._myself} failed: {message}"])
 
         def write() -> None:
             # The first failure is the cause. The other ranks learn of it before this process, and
             # perhaps the store with it, ends.
-            if self.store.compare_set("findings", "", said).decode() == said:
+            if self.store.compare_set("findings", "", finding).decode() == finding:
                 self._call_all(_ROLL)
 
         self._try(write, ANSWER_S)
@@ -437,10 +437,12 @@ class Rendezvous(StoreConnection):
         self._absentees = len(dead)
         if dead:
             tasks = json.loads(self.store.get("tasks"))
-            where = [self.places[r] + (f", task {tasks[r]}" if tasks[r] != r else "") for r in dead]
+            where = [
+                self.locations[r] + (f", task {tasks[r]}" if tasks[r] != r else "") for r in dead
+            ]
             return (
                 f"no sign of life from rank {compress_ranks(dead)}: died or was killed "
-                f"({_list_places(dead, where)})"
+                f"({_list_locations(dead, where)})"
             )
         at = defaultdict[str, list[int]](list)
         for rank, answer in enumerate(self.values([f"answer/{rank}" for rank in ranks])):
@@ -567,7 +569,7 @@ class Rendezvous(StoreConnection):
             gone = self.store.add("left", 0)
 
 
-def _list_places(ranks: Sequence[int], locations: Sequence[str]) -> str:
+def _list_locations(ranks: Sequence[int], locations: Sequence[str]) -> str:
     """Return the first sixteen ranks with their locations."""
     shown = "; ".join(
         f"rank {rank} on {location}"

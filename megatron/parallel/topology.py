@@ -100,11 +100,11 @@ class ShardGroups:
         return cls(alone, alone, alone, group)
 
     @property
-    def part(self) -> int:
+    def shard_index(self) -> int:
         """Return the index of this rank's optimizer shard among the `states.size` equal shards."""
-        return self.part_of(self.states.rank)
+        return self.shard_index_of(self.states.rank)
 
-    def part_of(self, member: int) -> int:
+    def shard_index_of(self, member: int) -> int:
         """Return the index of the optimizer shard of a member of `states`."""
         outer, inner = divmod(member, self.inner.size)
         return inner * self.outer.size + outer

@@ -215,8 +215,8 @@ class Recorded:
         self.added: list[nn.Parameter] = []
         self._graph: torch.cuda.CUDAGraph | None = None
         self._calls: list[Callable[[], object]] = []
-        told = [(accumulator, accumulator.added) for accumulator in accumulators]
-        for accumulator, _ in told:
+        hooks = [(accumulator, accumulator.added) for accumulator in accumulators]
+        for accumulator, _ in hooks:
             accumulator.added = self.added.append
         rules = _Rules(what, names, self._calls if pool.stream is None else None)
         try:
@@ -240,7 +240,7 @@ class Recorded:
                     function()
                 self._graph.replay()
         finally:
-            for accumulator, added in told:
+            for accumulator, added in hooks:
                 accumulator.added = added
         self._outside = rules.outside  # kept alive
         self._tell()

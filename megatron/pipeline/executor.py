@@ -288,7 +288,7 @@ class _Pass:
             saved.gradient.append(gradient)
             del gradient  # its memory is free as soon as autograd has used it
         if isinstance(saved.root, Slot):
-            self._backward_again(saved.root, saved.gradient.pop(), instruction)
+            self._repeat_backward(saved.root, saved.gradient.pop(), instruction)
             return
         if saved.root.requires_grad:  # a chunk may be frozen
             torch.autograd.backward(saved.root)
@@ -298,7 +298,7 @@ class _Pass:
                 gradient_of_input = torch.zeros_like(saved.hidden)
             self._gradients[stage, index] = gradient_of_input.detach()
 
-    def _backward_again(self, slot: Slot, gradient: Tensor, instruction: Instruction) -> None:
+    def _repeat_backward(self, slot: Slot, gradient: Tensor, instruction: Instruction) -> None:
         op, stage, index = instruction
         assert self._captures is not None, "a slot belongs to recorded passes"
         gradient_of_input = slot.backward(gradient, self._captures.eager(stage, index))

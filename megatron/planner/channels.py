@@ -288,7 +288,7 @@ def _lanes(
     for rank, a, b in messages:
         boundary = boundaries[rank]
         boundary[b != _AWAY] = max(most[a, b], boundary.get(b != _AWAY, 0.0))
-    slowest = max(seconds for by_place in boundaries for seconds in by_place.values())
+    slowest = max(seconds for by_location in boundaries for seconds in by_location.values())
     return lanes | {"ends": ends}, boundaries, Rate(1e-9 / slowest, ESTIMATED, "slowest boundary")
 
 

@@ -37,7 +37,7 @@ _MOST_BYTES = 1 << 22  # per file; the file of a measured machine has about ten 
 _MOST_COUNT = 10**7  # nodes, devices, cores
 _MOST = 1e30  # seconds, TFLOP/s, GB/s
 
-Whole = Annotated[int, Strict(), Field(ge=0, le=_MOST_COUNT)]
+NonNegative = Annotated[int, Strict(), Field(ge=0, le=_MOST_COUNT)]
 Count = Annotated[int, Strict(), Field(gt=0, le=_MOST_COUNT)]
 Number = Annotated[float, Strict(), Field(ge=0, le=_MOST)]
 Positive = Annotated[float, Strict(), Field(gt=0, le=_MOST)]
@@ -170,16 +170,18 @@ class Cluster:
     devices_per_node: Count = at("device.per_node")
     memory_gib: Positive = at("device.memory_gib")
     peak_tflops: Mapping[str, Positive] = at("device.peak_tflops", {})
-    links: Mapping[tuple[Whole, Whole], Positive] = at("links.gb_per_s", {})
+    links: Mapping[tuple[NonNegative, NonNegative], Positive] = at("links.gb_per_s", {})
     nics: tuple[str, ...] = at("nics.names")
     nic_gb_per_s: Positive = at("nics.gb_per_s")
-    nic_on_device: tuple[Whole, ...] = at("nics.on_device")
-    nic_of_device: tuple[Whole, ...] = at("nics.of_device")
-    cores_of_device: tuple[tuple[Whole, Whole], ...] = at("cores.of_device")
+    nic_on_device: tuple[NonNegative, ...] = at("nics.on_device")
+    nic_of_device: tuple[NonNegative, ...] = at("nics.of_device")
+    cores_of_device: tuple[tuple[NonNegative, NonNegative], ...] = at("cores.of_device")
     cpus_per_task: Count = at("cores.per_task")
-    local_order: tuple[Whole, ...] = at("cores.local_order", ())
-    device_orders: tuple[tuple[Whole, ...], ...] = at("placement.device_orders", ())
-    collective_gb_per_s: Mapping[tuple[Count, Whole], Positive] = at("collectives.gb_per_s", {})
+    local_order: tuple[NonNegative, ...] = at("cores.local_order", ())
+    device_orders: tuple[tuple[NonNegative, ...], ...] = at("placement.device_orders", ())
+    collective_gb_per_s: Mapping[tuple[Count, NonNegative], Positive] = at(
+        "collectives.gb_per_s", {}
+    )
     bands: Mapping[str, Positive] = at("bands", {})
     host_memory_gib: Positive | None = at("host.memory_gib", None)
     host_memory_gb_per_s: Positive | None = at("host.memory_gb_per_s", None)

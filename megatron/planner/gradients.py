@@ -71,7 +71,7 @@ class Traffic:
     def run(self, number: int, half: str) -> Gradients:
         """Simulate a backward pass of a chunk or one half of it; return its changes in memory."""
         chunk = self._chunks[number]
-        of_parts = list[tuple[tuple[int, int], ...]]()
+        of_modules = list[tuple[tuple[int, int], ...]]()
         changes = list[tuple[int, int]]()
         for uses in chunk.uses[half]:
             changes = []
@@ -82,13 +82,13 @@ class Traffic:
                 self._added[bucket] = self._added.get(bucket, 0) + 1
                 if self._added[bucket] == chunk.due[bucket]:
                     changes += self._carry_out(row, self._sums.complete(bucket, final=False))
-            of_parts.append(tuple(changes))
+            of_modules.append(tuple(changes))
         if half != "inputs":
             changes += self._carry_out(chunk.rows[half], self._sums.pass_ends(chunk.stage))
-            of_parts[-1] = tuple(changes)
+            of_modules[-1] = tuple(changes)
             for bucket in self._plan.order_of(chunk.stage):
                 self._added.pop(bucket, None)
-        return tuple(of_parts)
+        return tuple(of_modules)
 
     def _carry_out(
         self, row: int, instructions: Iterable[BucketInstruction]

@@ -90,7 +90,7 @@ class CandidateLayout(NamedTuple):
         return ",".join(
             f"{name}={write_value(value)}"
             for name, value in values.items()
-            if value not in ("", ()) and (value or name not in _OFF_UNLESS_GIVEN)
+            if value not in ("", ()) and (value or name not in _OFF_BY_DEFAULT)
         )
 
     def has_choice(self, name: str) -> bool:
@@ -200,7 +200,7 @@ _RANKS: tuple[Mapping[str, Value], str, str] = (
     "a number, node or world",
     r"node|world|0*[1-9]\d{,8}",
 )
-_OFF_UNLESS_GIVEN = ("shard", "states", "offload")
+_OFF_BY_DEFAULT = ("shard", "states", "offload")
 _SWITCH = {"on": True, "off": False}
 _ONE = f"(?:{'|'.join(MODULES)})"
 _RECOMPUTE = rf"none|selective(:{_ONE}(\+{_ONE})*)?|full(:(uniform|block)(:[1-9]\d{{,8}})?)?"

@@ -35,7 +35,7 @@ from megatron.planner.stage import (
     elements_of_rank,
     first_layer,
     halves_of,
-    parts_of,
+    modules_of,
     plan_of_rank,
     planned,
     stages_of,
@@ -235,7 +235,7 @@ class _Chunk:
         self._groups = self._plan.groups[0]
         # recomputed layers that are not the first of their group; their inputs are not kept
         self._inside = {call for group in self._groups.values() for call in group[1:]}
-        self._made_again = {call for group in self._groups.values() for call in group[:-1]}
+        self._recomputed = {call for group in self._groups.values() for call in group[:-1]}
 
     def forward(self) -> Bytes:
         """Return the rows of a forward pass."""
@@ -267,13 +267,13 @@ class _Chunk:
             of_step = NOTHING
             if module is not None:
                 of_step = _passes(module, self._block)[name].rows
-                if step.call in self._made_again:
+                if step.call in self._recomputed:
                     of_step = of_step.copy()
                     of_step[:, _TEMPORARY] += of_step[:, _ACTIVATIONS]
                     of_step[:, _ACTIVATIONS] = 0.0
-            if step.kind == BACKWARD and module is not None and (of_part := next(changes, ())):
-                bytes_of = [_row(gradients=change)[0] for _, change in of_part]
-                of_step = np.insert(of_step, [row for row, _ in of_part], bytes_of, axis=0)
+            if step.kind == BACKWARD and module is not None and (of_module := next(changes, ())):
+                bytes_of = [_row(gradients=change)[0] for _, change in of_module]
+                of_step = np.insert(of_step, [row for row, _ in of_module], bytes_of, axis=0)
             rows += self._around(step, of_step, here)
         return np.concatenate(rows)
 
@@ -303,7 +303,7 @@ class _Chunk:
         """
         chunk = Chunk(number, {}, {}, Counter())
         parameters = (n for call in plan.calls[number] for n in call.parameters)
-        modules = parts_of(self._traced, self._stage)
+        modules = modules_of(self._traced, self._stage)
         buckets = [
             [plan.bucket_of[n] for n in itertools.islice(parameters, len(module.parameters))]
             for module in modules
@@ -316,8 +316,8 @@ class _Chunk:
             ]
             chunk.rows[half] = len(each[-1].rows)
             chunk.uses[half] = [
-                [(row, of_part[step.parameter], step.complete) for row, step in of_pass.sums]
-                for of_pass, of_part in zip(each, reversed(buckets), strict=True)
+                [(row, of_module[step.parameter], step.complete) for row, step in of_pass.sums]
+                for of_pass, of_module in zip(each, reversed(buckets), strict=True)
             ]
             for _, bucket, complete in itertools.chain(*chunk.uses[half]):
                 chunk.due[bucket] += complete * (ahead if half == "inputs" else 1)
@@ -382,10 +382,10 @@ def state_bytes(config: Config, buckets: Iterable[BucketPlan]) -> dict[str, floa
     states = dict.fromkeys(("weights", "master", "moments", "gradients"), 0.0)
     for bucket in buckets:
         owned = zero.owned(bucket)
-        states["weights"] += zero.weights_held(bucket)
+        states["weights"] += zero.resident_weights(bucket)
         states["master"] += 0.0 if precision.dtype_name == "float32" else 4.0 * owned
-        states["moments"] += state.of(bucket.kind.whole).bytes * owned
-        states["gradients"] += zero.gradients_held(bucket)
+        states["moments"] += state.of(bucket.kind.full_parameters).bytes * owned
+        states["gradients"] += zero.resident_gradients(bucket)
     return states
 
 
@@ -426,7 +426,10 @@ def _memory(config: Config, rank: int, device: str) -> RankMemory:
         plan = plan_of_rank(config, trace(config, device), rank).plan
         most: dict[str, float] = {}
         for bucket in plan.buckets:
-            for name, n_bytes in {**state.of(bucket.kind.whole).tensors, **master}.items():
+            for name, n_bytes in {
+                **state.of(bucket.kind.full_parameters).tensors,
+                **master,
+            }.items():
                 most[name] = max(most.get(name, 0.0), n_bytes * plan.zero.owned(bucket))
         on_host = float(device == "cpu")  # whose memory is host memory
         states["master"] = on_host * states["master"] + 2 * most.pop("master", 0.0)

@@ -206,7 +206,7 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
         device_orders = (parallel.device_order,)
     rank_orders = [parallel.rank_order] if parallel.rank_order else RANK_ORDERS
     placements = (
-        place_with(config, cluster, order, device_order)
+        placement_of(config, cluster, order, device_order)
         for order in rank_orders
         for device_order in device_orders
     )
@@ -224,10 +224,10 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
 def naive_placement(config: Config, cluster: Cluster) -> Placement:
     """Return the placement with Megatron's rank order, and device i for local rank i."""
     devices = range(_devices_used(config, cluster))
-    return place_with(config, cluster, DEFAULT_ORDER, tuple(devices))
+    return placement_of(config, cluster, DEFAULT_ORDER, tuple(devices))
 
 
-def place_with(
+def placement_of(
     config: Config, cluster: Cluster, rank_order: str, device_order: tuple[int, ...]
 ) -> Placement:
     """Return the placement with these orders. Raises ConfigError like choose_placement."""

@@ -70,14 +70,14 @@ class DeviceRates(FigureReader):
         self.instruction_overhead_s = self._optional("instruction_overhead_s", 0.0)
         self.step_overhead_s = self.take("step_overhead_s").value
         self._kernel_s = self.take("kernel_s").value
-        self._product_law = _product_times(self.take(f"products.{dtype}"), self._peak)
+        self._product_times_law = _product_times(self.take(f"products.{dtype}"), self._peak)
 
     def _optional(self, name: str, default: float) -> float:
         return self.take(name).value if name in self.figures else default
 
     def product_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
         """Return the seconds of one kernel that computes `batch` products [m, k] x [k, n]."""
-        return max(self._kernel_s, batch * self._product_law.seconds(m, n, k))
+        return max(self._kernel_s, batch * self._product_times_law.seconds(m, n, k))
 
     def attention_s(self, work: Attention) -> float:
         """Return the seconds of one causal flash attention pass, [batch, seq, heads, head_dim]."""
@@ -141,12 +141,12 @@ class _Line:
         points: Iterable[tuple[float, float]],
         peak: float,
         *,
-        two_parts: bool = False,
+        non_negative: bool = False,
     ) -> None:
         merged = _monotone(sorted(points))
         self._x = [1.0 / size for size, _ in reversed(merged)]
         self._y = [1.0 / rate for _, rate in reversed(merged)]
-        if two_parts:
+        if non_negative:
             for i in range(1, len(self._x)):
                 self._y[i] = min(self._y[i], self._y[i - 1] * self._x[i] / self._x[i - 1])
         self._least = 1.0 / peak
@@ -189,7 +189,7 @@ class _ProductTimes:
 
     def __init__(self, figure: Figure, peak: float) -> None:
         points = [(size_of(m, n, k), rate * 1e12) for m, n, k, rate in figure.points]
-        self._line = _Line(points, peak, two_parts=True)
+        self._line = _Line(points, peak, non_negative=True)
         self._sides = np.log([point[:3] for point in figure.points]).T
         self._off = np.array([-math.log(rate * self._line.inverse(size)) for size, rate in points])
 

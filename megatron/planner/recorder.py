@@ -24,6 +24,7 @@ from megatron.config import Config
 from megatron.data.sampler import MicroBatch
 from megatron.engine.gradients import Terms, to_accumulator
 from megatron.engine.optimizer import build_optimizer, unique_parameters
+from megatron.engine.optimizer_state import group_keys
 from megatron.kernels.cost import Attention, Computation, Memory, Product, Scope, followed
 from megatron.kernels.operators import WORK
 from megatron.model.gpt import GPTChunk, hidden_state, layer_context
@@ -512,7 +513,7 @@ def record_update(
     with without_data("meta", recorder):
         weights = torch.nn.Parameter(torch.zeros(8))
         weights.grad = torch.zeros(8)
-        groups = [{"params": [weights], "weight_decay": 0.0, "whole": with_full_parameters}]
+        groups = [{"params": [weights], "weight_decay": 0.0, **group_keys(with_full_parameters)}]
         build_optimizer(groups, config, weights.device).step()
     return passes, sizes[0]
 

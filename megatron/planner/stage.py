@@ -104,7 +104,7 @@ def _stages(
     )
 
 
-def parts_of(traced: Trace, stage: StageWork) -> list[TracedModule]:
+def modules_of(traced: Trace, stage: StageWork) -> list[TracedModule]:
     """List a stage's modules in the order of a forward pass."""
     layers = (traced.kinds[kind][0] for kind in stage.layer_kinds)
     return [*[traced.embedding] * stage.first, *layers, *[traced.head] * stage.last]
@@ -238,10 +238,12 @@ def elements_of_rank(config: Config, traced: Trace, rank: int) -> tuple[BucketPl
     """Return a pipeline rank's parameters in the fewest buckets that separate experts, vectors and
     full parameters: enough for results that depend only on element counts."""
     size = config.parallel.pipeline_model_parallel_size
-    takes_full = bucket_rule(config, 1).whole
+    takes_full = bucket_rule(config, 1).full_parameters
     key = config.optimizer, config.pieces.optimizer
     stages = tuple(stages_of(config)[rank::size])
-    return _elements(_weights_of(traced), stages, BucketRule(whole=takes_full, settings=key))
+    return _elements(
+        _weights_of(traced), stages, BucketRule(full_parameters=takes_full, settings=key)
+    )
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -417,8 +419,8 @@ def zero_steps(trace: Trace, stage: StageWork, plan: ZeroPlan) -> tuple[ZeroStep
     result = []
     for name, steps in passes.items():
         for step in steps:
-            module, of_part = computed(trace, stage, plan, step, halves.get(name, ""))
-            of = None if module is None else getattr(module, of_part)
+            module, attribute = computed(trace, stage, plan, step, halves.get(name, ""))
+            of = None if module is None else getattr(module, attribute)
             parameters = () if module is trace.embedding else plan.calls[0][step.call].parameters
             buckets = tuple(plan.bucket_of[number] for number in parameters)
             around = (step.before, step.beside, step.after)

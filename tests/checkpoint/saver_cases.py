@@ -222,7 +222,7 @@ def copy_of_the_moment_it_was_asked_for(root, training):
     assert 0 < saved.stall_s <= saved.elapsed_s
     expect_there(root / "async", 5)
     found = loaded(root / "async", training.topology)
-    toy.assert_same(toy.by_place(found["state"]), state)
+    toy.assert_same(toy.by_location(found["state"]), state)
     expect((found["scalars"], found["taken"][1]), (scalars, {"n": 1}))
 
 
@@ -238,7 +238,7 @@ def one_at_a_time(root, training):
         there = listed(root)
         assert "iter_0000001" in there and "iter_0000002" not in there, there
     expect(saver.finish().iteration, 2)
-    toy.assert_same(toy.by_place(loaded(root, training.topology)["state"]), expected)
+    toy.assert_same(toy.by_location(loaded(root, training.topology)["state"]), expected)
     expect_there(root, 1, 2)
     # A save in the foreground waits for the pending one.
     training.save(saver, 3, background=True)
@@ -265,7 +265,7 @@ def two_runs_in_one_folder(root, training):
     expect_there(root, 3)
     found = loaded(root, training.topology)
     expect(found["taken"][1], {"run": "second"})
-    toy.assert_same(toy.by_place(found["state"]), expected)
+    toy.assert_same(toy.by_location(found["state"]), expected)
 
 
 def retention(root, training):

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.data import gpt_dataset, indexed_dataset
-from megatron.data.datasets import samples_of_part
+from megatron.data.datasets import samples_of_component
 from megatron.data.gpt_dataset import IndexRequest, build_index
 from tests.data.implementations import call
 
@@ -126,7 +126,7 @@ def check_blend(shares, size):
         assert (which[k], sample[k]) == (chosen, taken[chosen])
         taken[chosen] += 1
     for share, count in zip(shares, taken, strict=True):
-        assert count <= samples_of_part(size, share)
+        assert count <= samples_of_component(size, share)
 
 
 # gather

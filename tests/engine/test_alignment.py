@@ -43,6 +43,6 @@ def test_every_part_begins_on_16_bytes(precision):
                     *(x for x in engine._basic.state[master].values() if x.dim()),
                 ]
                 assert all(
-                    t.data_ptr() % 16 == 0 and t.shape == bucket.own_weights.shape for t in state
+                    t.data_ptr() % 16 == 0 and t.shape == bucket.owned_weights.shape for t in state
                 )
     assert odd > 2, "padding is needed"

@@ -159,7 +159,7 @@ def same_bits(a, b):
     for x, y in zip(a, b, strict=True):
         assert x["results"] == y["results"] == a[0]["results"]
         for what in ("state", "weights"):
-            toy.assert_same(toy.by_place(x[what]), toy.by_place(y[what]))
+            toy.assert_same(toy.by_location(x[what]), toy.by_location(y[what]))
 
 
 @pytest.mark.parametrize("name", [*cases.names(cases.OVERLAPPED), *cases.TROUBLES])

@@ -97,7 +97,7 @@ def test_the_same_numbers_to_the_bit(runs, number):
         assert results == results_there
         assert [r.skipped for r in results] == [s == BAD for s in range(STEPS)]
         for mine, others in zip(here, there, strict=True):
-            toy.assert_same(toy.by_place(mine), toy.by_place(others))
+            toy.assert_same(toy.by_location(mine), toy.by_location(others))
 
 
 def assert_offloading_changes_nothing(device, elements):
@@ -146,7 +146,7 @@ class Twice(torch.optim.Optimizer):
     """An optimizer that uses all the state of its groups twice in a step."""
 
     def __init__(self, p):
-        super().__init__([{"params": [p], "whole": "whole"}], {})
+        super().__init__([{"params": [p], "full_parameters": "full"}], {})
         self.state[p]["sum"] = torch.zeros_like(p)
         self.near = lambda groups: groups
 

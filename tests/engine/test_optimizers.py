@@ -73,7 +73,7 @@ def muon(**settings):
         **settings,
     )
     weights = torch.nn.Parameter(torch.zeros(4))
-    return Muon([{"params": [weights], "whole": None}], config), config
+    return Muon([{"params": [weights], "full_parameters": None}], config), config
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_skipped_step_of_muon_leaves_weights_and_momentum():
 
     optimizer, _ = muon(muon_momentum=0.5, muon_nesterov=False)
     (group,) = optimizer.param_groups
-    group.update(whole=signs, lr=0.125, weight_decay=0.5)
+    group.update(full_parameters=signs, lr=0.125, weight_decay=0.5)
     (p,) = group["params"]
     p.data.fill_(2.0)
     optimizer.grad_scale = torch.tensor(4.0)
@@ -150,7 +150,7 @@ def gather(rank):
         flat = torch.cat([p.detach().flatten() for p in parameters])
         flat = torch.cat([flat, torch.zeros(-len(flat) % 4)])
         buckets.append(Bucket(parameters, torch.zeros_like(flat), flat, topology.shards))
-        flats.append(buckets[-1].own_weights)
+        flats.append(buckets[-1].owned_weights)
     before = [x.clone() for x in flats]
     seen = {}
 
@@ -236,4 +236,4 @@ def test_an_optimizer_that_is_given_parts_updates_each_weight_by_itself():
     with pytest.raises(ConfigError, match=r"Lamb.*lamb\.py"):
         optimizer_state(config.with_pieces(optimizer=lamb_on_cpu.plain))
     found = optimizer_state(config.with_pieces(optimizer=lamb_on_cpu.Whole))
-    assert found.whole == OPTIMIZERS["adam"]._replace(step=int)
+    assert found.full_parameters == OPTIMIZERS["adam"]._replace(step=int)

@@ -271,13 +271,13 @@ def weight_pieces(engine):
     return out
 
 
-def by_place(pieces):
+def by_location(pieces):
     """Return pieces by name and offset."""
     return {(name, offset): x for name, some in pieces.items() for offset, x in some}
 
 
 def state_by_place(engine):
-    return by_place(state_pieces(engine))
+    return by_location(state_pieces(engine))
 
 
 def assert_same(found, expected):

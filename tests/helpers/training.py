@@ -327,7 +327,7 @@ def kind_of_parameter(p: torch.Tensor) -> str:
 
 
 class Unsharded:
-    """Key "whole" of groups with one parameter each, in the order of these names."""
+    """Key "full_parameters" of groups with one parameter each, in the order of these names."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -396,7 +396,7 @@ def train_plainly(
     model.train()
     routers = [module for module in model.modules() if type(module).__name__ == "Router"]
     o = config.optimizer
-    wants = getattr(config.pieces.optimizer, "whole", None)
+    wants = getattr(config.pieces.optimizer, "full_parameters", None)
     whole = Unsharded()
     groups = []
     for p in model.parameters():
@@ -410,7 +410,7 @@ def train_plainly(
                 "params": [p],
                 "lr": o.lr * rate,
                 "weight_decay": decay / rate,
-                "whole": whole if wanted else None,
+                "full_parameters": whole if wanted else None,
                 "eps": o.adam_eps * eps,
             }
         )

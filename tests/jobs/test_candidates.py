@@ -10,7 +10,7 @@ from megatron.errors import ConfigError
 from megatron.jobs.candidate_layouts import Machine
 from megatron.planner.cluster import GIB, load_cluster
 from megatron.planner.memory import memory_of_ranks
-from megatron.planner.placement import place_with
+from megatron.planner.placement import placement_of
 from megatron.planner.timing import estimate
 from tests.jobs.small_spaces import MODEL, ONE, complete, config_of, found_of, reasons
 
@@ -225,13 +225,13 @@ def test_the_placement_is_the_fastest_of_all(read, frontier):
         config = config_of(candidate)
         assert config.parallel.cluster == "frontier"
         assert config.parallel.rank_order is not None and config.parallel.device_order is not None
-        chosen = place_with(
+        chosen = placement_of(
             config, frontier, config.parallel.rank_order, config.parallel.device_order
         )
         assert candidate.step_s == pytest.approx(estimate(config, frontier, chosen).seconds)
         bare = config.replace(rank_order=None, device_order=None)
         every = [
-            estimate(bare, frontier, place_with(bare, frontier, order, devices)).seconds
+            estimate(bare, frontier, placement_of(bare, frontier, order, devices)).seconds
             for order in all_options()["rank_order"].choices or ()
             for devices in frontier.device_orders
         ]

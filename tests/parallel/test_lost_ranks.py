@@ -63,7 +63,7 @@ def total(rendezvous):
     """Return the sum of all ranks, and their places."""
     x = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(x)
-    return x.item(), rendezvous.places
+    return x.item(), rendezvous.locations
 
 
 def explained(rendezvous, victim):
@@ -82,7 +82,7 @@ def explained(rendezvous, victim):
         return type(found).__name__, str(found), rendezvous.acts_on_failure
 
 
-def await_others():
+def await_other_ranks():
     """Receive from all other ranks, which then wait for this one."""
     for rank in range(dist.get_world_size()):
         if rank != dist.get_rank():
@@ -127,7 +127,7 @@ def place_and_die(task, port):
         rendezvous.notices,
     )
     if task == 1:
-        await_others()
+        await_other_ranks()
         die()
     return [met, (topology.tensor.ranks, rendezvous.server), explained(rendezvous, 0)]
 
@@ -156,7 +156,7 @@ def serve_and_die(rank):
     rendezvous = patient_connection(detect_launch())
     met = total(rendezvous)
     if rank == 0:
-        await_others()
+        await_other_ranks()
         die()
     return [met, explained(rendezvous, 0)]
 
@@ -193,7 +193,7 @@ def meet_and_fail(rank, ports):
     rendezvous = patient_connection(detect_launch())
     processes = total(rendezvous)
     if rank == 2:
-        await_others()
+        await_other_ranks()
         rendezvous.fail("DataError: corpus.bin")
         rendezvous.close()
         return [tasks, processes, ("", "", False)]

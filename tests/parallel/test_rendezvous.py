@@ -49,7 +49,7 @@ def test_ranks_meet_at_the_store_of_a_launcher(monkeypatch):
 
     def see_it_go(rank):
         nonlocal store
-        assert rank.places == ["n0:cpu", "n1:cpu"] and not rank.serves_store
+        assert rank.locations == ["n0:cpu", "n1:cpu"] and not rank.serves_store
         if left.wait() == 0:
             store = None
             gone.set()

@@ -105,7 +105,7 @@ def passes(rank, cases):
     return found
 
 
-def under_way(rank, size, fields):
+def in_progress(rank, size, fields):
     """Return of how many layers a rank keeps the activations of 1F1B at the most.
 
     Of as many micro-batches as there are stages from its own on (Narayanan et al., arXiv
@@ -125,7 +125,7 @@ def check(case, ranks):
         warm_up = calls_eager * WARM_UP // STEPS
         if "1f1b" in name and "uniform" not in name:  # which runs layers again
             # As many micro-batches have memory of their own as in an eager run.
-            assert calls_captured == warm_up + under_way(rank, size, fields)
+            assert calls_captured == warm_up + in_progress(rank, size, fields)
         assert warm_up < calls_captured < calls_eager
 
 

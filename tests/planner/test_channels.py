@@ -14,7 +14,7 @@ from megatron.planner.channels import Channels, groups_on_nodes
 from megatron.planner.cluster import load_cluster
 from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure
 from megatron.planner.node_links import node_links, shortest_routes
-from megatron.planner.placement import choose_placement, naive_placement, place_with
+from megatron.planner.placement import choose_placement, naive_placement, placement_of
 from tests.planner.layouts import made
 
 FRONTIER = load_cluster("frontier")
@@ -102,7 +102,7 @@ def test_a_boundary_is_that_of_its_slowest_replica(sizes, order, chunks, devices
     narrow = "--num-attention-heads 24 --hidden-size 1536 --no-sequence-parallel"
     config = made(tensor, pipeline, data, chunks, narrow)
     used = devices if world >= 8 else FRONTIER.local_order[:world]
-    placement = place_with(config, FRONTIER, order, used)
+    placement = placement_of(config, FRONTIER, order, used)
     channels = Channels(config, FRONTIER, placement)
     expected = seconds_of_all(placement.layout, used, chunks > 1)
     for rank in range(pipeline - (chunks == 1)):

@@ -16,7 +16,7 @@ from megatron.planner.memory import parameters_of_rank
 from megatron.planner.placement import (
     choose_placement,
     naive_placement,
-    place_with,
+    placement_of,
     render_placement,
     step_messages,
 )
@@ -138,7 +138,7 @@ def test_tokens_go_over_the_nodes_of_the_machine_where_groups_divide_evenly():
     assert flagged.layout.expert_node == 1
     pairs = made(f"{sizes} --expert-model-parallel-size 8 --tensor-model-parallel-size 2")
     for order, each in (("tp-dp-pp", 4), ("dp-tp-pp", 1)):
-        assert place_with(pairs, FRONTIER, order, tuple(range(8))).layout.expert_node == each
+        assert placement_of(pairs, FRONTIER, order, tuple(range(8))).layout.expert_node == each
     other = made(f"{sizes} --tensor-model-parallel-size 8 --world-size 128 --rank-order dp-tp-pp")
     naive, placed = (place(other, FRONTIER) for place in (naive_placement, choose_placement))
     assert naive.layout.expert_node == 1 < placed.layout.expert_node
@@ -156,14 +156,14 @@ def test_the_shared_expert_is_computed_while_tokens_are_under_way(each):
     layer = trace(config, "cuda").layer
     for run, shared in ((layer.forward, 2), (layer.backward, 4)):
         beside = []
-        under_way = {}
+        in_progress = {}
         for step in run.steps:
             if isinstance(step, Post) and step.message.group in ("expert", "expert_between"):
-                under_way[step.number] = 0
-            elif isinstance(step, Wait) and step.number in under_way:
-                beside.append(under_way.pop(step.number))
+                in_progress[step.number] = 0
+            elif isinstance(step, Wait) and step.number in in_progress:
+                beside.append(in_progress.pop(step.number))
             elif isinstance(step, Product):
-                under_way = {number: count + 1 for number, count in under_way.items()}
+                in_progress = {number: count + 1 for number, count in in_progress.items()}
         assert sorted(beside)[-1] == sum(beside) == shared
 
 

@@ -12,8 +12,8 @@ from megatron.planner.node_links import node_links
 from megatron.planner.placement import (
     choose_placement,
     naive_placement,
-    place_with,
     placement_cost,
+    placement_of,
 )
 from tests.planner.layouts import made
 
@@ -137,7 +137,7 @@ def test_no_order_of_devices_is_cheaper(tensor, pipeline, data, order, chunks):
     config = made(tensor, pipeline, data, chunks, f"--rank-order {order}")
     every = orders_worth_a_look(Layout(tensor, pipeline, data, order))
     best = min(
-        placement_cost(config, place_with(config, FRONTIER, order, devices)).order
+        placement_cost(config, placement_of(config, FRONTIER, order, devices)).order
         for devices in every
     )
     chosen = choose_placement(config, FRONTIER)
@@ -181,7 +181,7 @@ def test_the_cheapest_order_of_directions(data, order):
     chosen = choose_placement(config, FRONTIER)
     assert chosen.layout.order == order
     for orders in itertools.product(RANK_ORDERS, FRONTIER.device_orders):
-        other = placement_cost(config, place_with(config, FRONTIER, *orders))
+        other = placement_cost(config, placement_of(config, FRONTIER, *orders))
         assert other.order >= placement_cost(config, chosen).order
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.config.option import real, whole
+from megatron.config.option import integer, real
 from tests.helpers.launching import ROOT, Script
 
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("*.py"))
@@ -54,8 +54,8 @@ def test_every_number_of_a_tool_has_a_range():
 @pytest.mark.parametrize(
     ("make", "accepted"),
     [
-        (whole(), 1),
-        (whole(0, 64), 0),
+        (integer(), 1),
+        (integer(0, 64), 0),
         (real(60), 1e-3),
         (real(least=0), 0.0),
         (real(least=5), 5.0),

@@ -74,7 +74,7 @@ def read_torch_dist(
         int(arguments.get("pipeline_model_parallel_size") or 1),
     )
     listed = _listed(folder / METADATA)
-    weights = _places(listed, [key for key in listed if not _OTHER_STATE.match(key)], "")
+    weights = _locations(listed, [key for key in listed if not _OTHER_STATE.match(key)], "")
     state: dict[str, dict[str, list[_Place]]] = {}
     if optimizer:
         state = _optimizer(source, common, listed, weights)
@@ -108,7 +108,7 @@ def _optimizer(
     for key in listed:
         if match := _STATE.match(key):
             keys.setdefault("master" if "param" in match[1] else match[1], []).append(key)
-    found = {kind: _places(listed, each, _STATE) for kind, each in keys.items()}
+    found = {kind: _locations(listed, each, _STATE) for kind, each in keys.items()}
     steps = set(_steps(common.get("optimizer")))
     layout = any(map(_OTHER_STATE.match, listed)) or bool(attributes(common.get("optimizer")))
     problem = None
@@ -148,7 +148,7 @@ def _steps(value: Any, depth: int = 8) -> Iterator[int]:
             yield from _steps(item, depth - 1)
 
 
-def _places(
+def _locations(
     listed: Mapping[str, Any], keys: Sequence[str], prefix: str | re.Pattern[str]
 ) -> dict[str, list[_Place]]:
     """Return where each parameter is, by our names: in one tensor, or gate and value in two.

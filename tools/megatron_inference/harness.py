@@ -56,7 +56,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
     ) -> list[int]:
         begun = string.startswith(self._text.decode([self.prefix_token_id]) or "\0")
         if add_special_tokens is False or (add_special_tokens is None and begun):
-            return self._text.encode_with_places(string, special=False)[0]
+            return self._text.encode_with_offsets(string, special=False)[0]
         return self._text.encode_beginning(string)
 
     def _loglikelihood_tokens(

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.config.option import real, whole
+from megatron.config.option import integer, real
 from megatron.errors import MegatronError
 from megatron.parallel.launch import Launch, detect_launch
 from megatron.training.run.load_model import Trained, load_model
@@ -50,9 +50,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="use the average of the weights of a training with --ema-decay",
     )
-    parser.add_argument("--tensor-model-parallel-size", type=whole(), default=1, metavar="N")
-    parser.add_argument("--pipeline-model-parallel-size", type=whole(), default=1, metavar="N")
-    parser.add_argument("--context-parallel-size", type=whole(), default=1, metavar="N")
+    parser.add_argument("--tensor-model-parallel-size", type=integer(), default=1, metavar="N")
+    parser.add_argument("--pipeline-model-parallel-size", type=integer(), default=1, metavar="N")
+    parser.add_argument("--context-parallel-size", type=integer(), default=1, metavar="N")
     parser.add_argument(
         "--tokenizer-model",
         metavar="PATH",

@@ -120,7 +120,7 @@ class Chat:
 
         Raises DataError if it is too long, or no token is in the loss.
         """
-        ids, places = tokenizer.encode_with_places(conversation.text, special=conversation.around)
+        ids, places = tokenizer.encode_with_offsets(conversation.text, special=conversation.around)
         inside = np.zeros(len(conversation.text) + 1, np.int64)
         for start, stop in conversation.in_loss:
             inside[start + 1 : stop + 1] = 1

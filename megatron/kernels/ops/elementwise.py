@@ -393,7 +393,7 @@ _column_sums_ = operator(
 )
 
 
-def bias_parts(rows: int, bias: Tensor) -> int:
+def bias_row_blocks(rows: int, bias: Tensor) -> int:
     """Return the number of row blocks into which a gradient is divided to sum it for a bias."""
     columns = bias.shape[0]
     return count_row_blocks(rows * columns, columns, bias.element_size(), bias.is_cpu)

@@ -205,7 +205,7 @@ def unpermute(y: Tensor, positions: Tensor, weights: Tensor, padded: bool = Fals
 
 # -- grouped products ------------------------------------------------------------------------------
 
-_torchs_own = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+_torch_grouped = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 class RowCounts(NamedTuple):
@@ -231,7 +231,7 @@ def why_no_grouped_product(device: torch.device, dtype: torch.dtype) -> str:
     """
     if device.type != "cuda":
         return f"no faster than a loop on {device.type}"
-    if _torchs_own is None:
+    if _torch_grouped is None:
         return f"torch {torch.__version__} has none"
     x = (torch.arange(64, device=device) % 7).to(dtype).expand(48, 64).contiguous()
     w = (torch.arange(32, device=device) % 5).to(dtype).view(1, 32, 1).repeat(3, 1, 64)
@@ -241,7 +241,7 @@ def why_no_grouped_product(device: torch.device, dtype: torch.dtype) -> str:
         warnings.simplefilter("always")
         try:
             torch.cuda.set_sync_debug_mode("warn")
-            y = _torchs_own(x, w.transpose(1, 2), offs=ends)
+            y = _torch_grouped(x, w.transpose(1, 2), offs=ends)
         except (RuntimeError, TypeError) as error:
             return str(error).partition("\n")[0]
         finally:
@@ -254,8 +254,8 @@ def why_no_grouped_product(device: torch.device, dtype: torch.dtype) -> str:
 def _products(x: Tensor, matrices: Tensor, counts: RowCounts) -> Tensor:
     """Return the product of each expert's rows of x [n, in] and its matrix [E, in, out], [n, out]."""
     wide = all(n * x.element_size() % 16 == 0 for n in matrices.shape[1:])
-    if wide and _torchs_own is not None and not why_no_grouped_product(x.device, x.dtype):
-        grouped: Tensor = _torchs_own(x, matrices, offs=counts.ends)
+    if wide and _torch_grouped is not None and not why_no_grouped_product(x.device, x.dtype):
+        grouped: Tensor = _torch_grouped(x, matrices, offs=counts.ends)
         return grouped
     sizes = counts.read()
     if (nodes := nodes_for(x)) is not None:

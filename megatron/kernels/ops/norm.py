@@ -25,8 +25,8 @@ from torch import Tensor
 
 from megatron.kernels.library import Function, nodes_for
 from megatron.kernels.operators import (
-    HOST_PARTS,
-    PART_ROWS,
+    BLOCK_ROWS,
+    HOST_ROW_BLOCKS,
     Gradient,
     check_all,
     check_beside,
@@ -151,7 +151,7 @@ def _count_row_blocks(rows: int, row_bytes: int, element_size: int, device: int,
     numbers are the fastest on an H200, where sums may be up to a third.
     """
     if device < 0:  # a CPU
-        return min(HOST_PARTS, -(-rows // PART_ROWS))
+        return min(HOST_ROW_BLOCKS, -(-rows // BLOCK_ROWS))
     units = _compute_units(device)
     if torch.version.hip is None:
         per_unit = (

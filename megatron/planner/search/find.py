@@ -32,7 +32,7 @@ from megatron.planner.memory import (
     peak_rank,
     state_bytes,
 )
-from megatron.planner.placement import Placement, check_device_order, layout_of, place_with
+from megatron.planner.placement import Placement, check_device_order, layout_of, placement_of
 from megatron.planner.search.space import LayoutSpace, Rejections
 from megatron.planner.stage import elements_of_rank
 from megatron.planner.subprocesses import process_pool
@@ -486,7 +486,7 @@ def worthwhile_placements(
         device_orders = (cluster.local_order[:devices],)
     times: dict[tuple[float, ...], Placement] = {}
     for order, device_order in itertools.product(different.values(), device_orders):
-        placement = place_with(config, cluster, order, device_order)
+        placement = placement_of(config, cluster, order, device_order)
         times.setdefault(_times(config, cluster, placement), placement)
     return [
         placement

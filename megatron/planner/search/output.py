@@ -28,7 +28,7 @@ from megatron.planner.search.find import LayoutSearch, SearchResult
 from megatron.planner.search.space import Rejections
 from megatron.planner.table import Table
 from megatron.planner.timeline_plot import plot_timeline
-from megatron.planner.timing import PARTS, Estimate, estimate
+from megatron.planner.timing import COMPONENTS, Estimate, estimate
 from megatron.untrusted import write_text
 
 _DAY = 86400.0
@@ -67,7 +67,7 @@ def chosen_layout(
         "node_hours": 24 * days * -(-layout.world // each),
         "memory_gib": most / GIB,
         "left_gib": (layout_search.capacity - most) / GIB,
-        **{f"{re.sub('[ -]', '_', name)}_s": predicted.breakdown[name] for name in PARTS},
+        **{f"{re.sub('[ -]', '_', name)}_s": predicted.breakdown[name] for name in COMPONENTS},
     }
     return ChosenLayout(layout, predicted, record)
 
@@ -137,9 +137,9 @@ def _paper_tflops(predicted: Estimate) -> str:
     return f"{formulas.achieved_tflops(flops, predicted.seconds, predicted.devices):.1f}"
 
 
-def parts_table(chosen: Sequence[ChosenLayout]) -> Table:
+def components_table(chosen: Sequence[ChosenLayout]) -> Table:
     """Tabulate the parts of a step on the busiest pipeline rank."""
-    used = [name for name in PARTS if any(one.estimate.breakdown[name] for one in chosen)]
+    used = [name for name in COMPONENTS if any(one.estimate.breakdown[name] for one in chosen)]
     rows = [{name: _number(one.estimate.breakdown[name]) for name in used} for one in chosen]
     return _numbered("seconds of a step, on the busiest pipeline rank", rows)
 

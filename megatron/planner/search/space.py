@@ -23,7 +23,7 @@ LONG = 32768
 """Sequence length from which a search also tries context parallelism."""
 
 # Only unfused attention stores scores: with other backends recomputing them saves no memory.
-_KEEPS_SCORES = ("unfused", "local")
+_STORES_SCORES = ("unfused", "local")
 
 
 def make_config(preset: str | None, flags: Sequence[str], batch: int) -> Config:
@@ -262,8 +262,8 @@ class LayoutSpace:
             self.base.model.num_layers, size.pp * size.chunks, self.base.parallel.pipeline_layout
         )
         most = max(map(len, stages))
-        keeps_scores = self.base.kernels.attention_backend in _KEEPS_SCORES
-        modules = MODULES if keeps_scores else MODULES[1:]
+        stores_scores = self.base.kernels.attention_backend in _STORES_SCORES
+        modules = MODULES if stores_scores else MODULES[1:]
         choices = ["none"]
         for count in range(1, len(modules) + 1):
             sets = itertools.combinations(modules, count)

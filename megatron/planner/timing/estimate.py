@@ -52,7 +52,7 @@ from megatron.planner.timing.passes import (
 from megatron.planner.trace import trace
 from megatron.planner.zero import messages_at_end, messages_of
 
-PARTS = (
+COMPONENTS = (
     "forward",
     "backward",
     "recompute",
@@ -193,7 +193,7 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     seconds = tuple(each[stage] for stage in stages)
     run = _run(config, cluster, channels, seconds, traced)
     reduced, gathered = exchange(config, traced, channels, run, seconds, hides=hides)
-    breakdown = _parts_of_passes(config, seconds, run)
+    breakdown = _components_of_passes(config, seconds, run)
     breakdown["data-parallel"] += crowd * (reduced + gathered)
     if tied := tied_elements(config, traced):
         breakdown["data-parallel"] += channels.seconds("all_reduce", 4 * tied, "ends")
@@ -204,7 +204,7 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
         config,
         cluster,
         placement,
-        {name: breakdown[name] for name in PARTS},
+        {name: breakdown[name] for name in COMPONENTS},
         channels,
         run,
         seconds,
@@ -264,7 +264,7 @@ def _run(
     )
 
 
-def _parts_of_passes(
+def _components_of_passes(
     config: Config, stages: tuple[StageSeconds, ...], run: PipelineRun
 ) -> dict[str, float]:
     rank = busiest_rank(run)
@@ -404,7 +404,7 @@ def seconds_of_all(channels: Channels, messages: Iterable[GroupMessage]) -> floa
 
 # -- the optimizer ---------------------------------------------------------------------------------
 
-_WHOLE_BYTES = 40.0
+_FULL_BYTES = 40.0
 """Additional traffic in bytes per element of a full parameter: its fp32 update, read and written;
 and four copies in bf16, from its bucket into and out of a message and into the next tensor."""
 
@@ -429,7 +429,7 @@ def bytes_per_element(config: Config, device: str, full: bool = False) -> float:
     update = state.traffic_bytes(gradient, kernel, 1.0 / settings.ema_interval)
     if kernel and settings.qk_clip and settings.ema_decay is not None:
         update += 4.0 / settings.ema_interval  # the average reads the clipped weights again
-    update += _WHOLE_BYTES * full
+    update += _FULL_BYTES * full
     if on_cpu and config.engine.cpu_offload:  # copied in and out, each read and written
         update += 4.0 * streamed_bytes(config, full)
     if dtype_name == "float32":
@@ -481,7 +481,7 @@ def updated_elements(config: Config, device: str) -> tuple[float, float]:
     )
     owned = {False: 0.0, True: 0.0}
     for bucket in most:
-        owned[bucket.kind.whole] += zero.owned(bucket)
+        owned[bucket.kind.full_parameters] += zero.owned(bucket)
     return owned[False], owned[True]
 
 
@@ -499,7 +499,7 @@ def full_matrix_seconds(config: Config, cluster: Cluster, channels: Channels) ->
     sent = 0.0
     for rank in range(config.parallel.pipeline_model_parallel_size):
         plan, records = plan_of_rank(config, traced, rank)
-        full = [bucket for bucket in plan.buckets if bucket.kind.whole]
+        full = [bucket for bucket in plan.buckets if bucket.kind.full_parameters]
         if (owned := sum(map(zero.owned, full))) > sent:
             sent = owned
             parameters = [records[number] for bucket in full for number in bucket.members]
@@ -625,9 +625,9 @@ def _passes(stages: Sequence[_Seconds], size: int, micro_batches: int) -> float:
     busy = [sum(stage) for stage in stages]
     for rank in range(size):
         forward, backward, weight = stages[rank]
-        held_back = min(rank + 1, micro_batches) * weight  # including its last micro-batch
+        deferred = min(rank + 1, micro_batches) * weight  # including its last micro-batch
         most = max(
-            most, ahead + micro_batches * sum(busy[rank::size]) + max(0.0, behind - held_back)
+            most, ahead + micro_batches * sum(busy[rank::size]) + max(0.0, behind - deferred)
         )
         ahead = ahead + forward
         behind = behind + backward

@@ -112,7 +112,7 @@ class Interval:
         )
         if steps and steps[0].loss is not None:
             total[:loss_elements] = torch.cat(
-                [part_of_loss(step.loss, step.counted) for step in steps]
+                [loss_share(step.loss, step.counted) for step in steps]
             )
         total[loss_elements + world.rank] = memory_bytes
         total[loss_elements + world.size + world.rank] = reserved_bytes or 0
@@ -257,7 +257,7 @@ def counted(
     return torch.stack([marked, torch.ones_like(marked)]).double().sum(1)
 
 
-def part_of_loss(loss: Tensor | None, counted: Tensor | None) -> Tensor:
+def loss_share(loss: Tensor | None, counted: Tensor | None) -> Tensor:
     """Return a rank's terms in mean_of_counted's arguments, for a sum over the world; fp64 [3]."""
     assert loss is not None, "the rank has a term"
     none = torch.zeros(2, dtype=torch.float64, device=loss.device)
@@ -451,12 +451,12 @@ class Profiler:
 
 
 def summarise(
-    seconds: Sequence[float], layout: Layout, places: Sequence[str] = ()
+    seconds: Sequence[float], layout: Layout, locations: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Compare the computing times [world] with those of other ranks of the same pipeline stage.
 
-    `places` has "node:device" for every rank. Returns times in ms and, for the slow ranks, ratios
-    to the median of the stage.
+    `locations` has "node:device" for every rank. Returns times in ms and, for the slow ranks,
+    ratios to the median of the stage.
     """
     stages = [layout.coordinates(rank)[2] for rank in range(len(seconds))]
     of_stage: dict[int, list[float]] = {}
@@ -466,7 +466,7 @@ def summarise(
     slow: list[dict[str, Any]] = [
         {
             "rank": rank,
-            "place": places[rank] if rank < len(places) else None,
+            "place": locations[rank] if rank < len(locations) else None,
             "ms": 1000 * time_s,
             "ratio": time_s / median,
         }

@@ -128,7 +128,7 @@ class Console:
         self._stream: IO[str] = stream if stream is not None else sys.stdout
         self._works: Any = None  # rich's Progress, for its rates; the innermost work is the last
         self._live: Any = None
-        self._said = self._moved = clock()  # when a line was printed, when a unit was done
+        self._reported = self._moved = clock()  # when a line was printed, when a unit was done
         self._idle = threading.Event()
 
     @property
@@ -138,7 +138,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print one or more lines."""
-        self._said = self._clock()
+        self._reported = self._clock()
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif self._enabled:
@@ -204,7 +204,7 @@ class Console:
         """Draw the progress line on a terminal, or print it after `silent_s` of silence."""
         if self._live is not None:
             self._live.refresh()
-        elif self._clock() - self._said >= silent_s:
+        elif self._clock() - self._reported >= silent_s:
             for work in self._works.tasks[-1:]:  # the thread may be late
                 self.say(f" {' | '.join(self._fields(work))}")
 
@@ -241,7 +241,7 @@ class Console:
         console.show_cursor()  # a process that is killed could not show it again
 
     def _tell_regularly(self, idle: threading.Event) -> None:
-        while not idle.wait(max(1.0, _EVERY_S - (self._clock() - self._said))):
+        while not idle.wait(max(1.0, _EVERY_S - (self._clock() - self._reported))):
             self.tell(_EVERY_S)
 
     def line(self) -> Any:

@@ -224,16 +224,16 @@ class Timeline:
     It covers all ranks of a job with up to 64 ranks, and the first pipeline (data- and
     tensor-parallel rank 0) of a larger job. All ranks create one.
 
-    path    file for the trace; None to write none
-    places  "node:device" of every rank; needed on rank 0 only
-    host    identifies ranks with the same clock: the boot id of their kernel
+    path       file for the trace; None to write none
+    locations  "node:device" of every rank; needed on rank 0 only
+    host       identifies ranks with the same clock: the boot id of their kernel
     """
 
     topology: Topology
     executor: Executor
     path: Path | None
     say: Callable[[str], object]
-    places: Sequence[str] = ()
+    locations: Sequence[str] = ()
     clock: Callable[[], float] = time.monotonic
     host: str = ""
 
@@ -243,12 +243,12 @@ class Timeline:
             self.say(f" timeline: the bubble is measured, but not predicted: {missing}")
         small = topology.world.size <= _ALL_RANKS
         self._group = topology.world if small else topology.pipeline
-        self._takes_part = small or topology.layout.coordinates(topology.rank)[:2] == (0, 0)
+        self._participates = small or topology.layout.coordinates(topology.rank)[:2] == (0, 0)
         host = self.host
         if not host:
             with suppress(OSError):
                 host = Path("/proc/sys/kernel/random/boot_id").read_text()
-        self._hosts: list[str] = gather_objects(host, self._group) if self._takes_part else []
+        self._hosts: list[str] = gather_objects(host, self._group) if self._participates else []
         self._step: tuple[Mapping[int, list[Activity]], int] | None = None
         self._written = -math.inf
 
@@ -264,7 +264,7 @@ class Timeline:
         activities = recording.activities(self.clock)
         spent = {**phases_s(activities), "save": save_s} if activities else None
         of_ranks = gather_objects(spent, self.topology.world, everywhere=False)
-        gathered = self._gather(activities) if self._takes_part else {}
+        gathered = self._gather(activities) if self._participates else {}
         if not of_ranks or None in of_ranks:
             return {}, None
         lanes = [
@@ -320,7 +320,7 @@ class Timeline:
             tensor, replica, stage = self.topology.layout.coordinates(rank)
             row = {"pid": replica, "tid": rank}
             args: dict[str, object] = {
-                "name": f"rank {rank} {''.join(self.places[rank : rank + 1])}",
+                "name": f"rank {rank} {''.join(self.locations[rank : rank + 1])}",
                 "pipeline": stage,
                 "tensor": tensor,
                 "iteration": iteration,

@@ -182,23 +182,23 @@ class EmptySteps(Callback):
 class SlowRanks(Callback):
     """Compares the computing times of the ranks in a recorded step, for --straggler-report.
 
-    places  "node:device" of every rank; needed on rank 0 only
+    locations  "node:device" of every rank; needed on rank 0 only
     """
 
-    def __init__(self, places: Sequence[str]) -> None:
-        self._places = places
+    def __init__(self, locations: Sequence[str]) -> None:
+        self._locations = locations
 
     def on_log(self, run: Run, figures: events.Iteration) -> None:
         if not figures.times_ms:
             return
         phases = (figures.times_ms[name] for name in ("forward", "backward", "recompute"))
         seconds = [sum(of_rank) / 1000 for of_rank in zip(*phases, strict=True)]
-        compared = summarise(seconds, run.topology.layout, self._places)
+        compared = summarise(seconds, run.topology.layout, self._locations)
         run.reporter.publish(events.ComputeTimes(iteration=run.progress.iteration, **compared))
 
 
 def build_callbacks(
-    run: Run, places: Sequence[str], tasks: Sequence[EvaluationTask], costs: RunCosts
+    run: Run, locations: Sequence[str], tasks: Sequence[EvaluationTask], costs: RunCosts
 ) -> Iterator[Callback]:
     """Yield the callbacks of a run, the project's around the user's, in the order of their calls."""
     config = run.config
@@ -208,7 +208,7 @@ def build_callbacks(
     steps = range(progress.iteration, run.total_iterations)
     path = None if config.metrics_path is None else config.metrics_path.with_name("timeline.json")
     profiler = Profiler(config, run.topology.rank, say, steps, run.topology.device.type)
-    yield Recorder(profiler, Timeline(run.topology, run.executor, path, say, places))
+    yield Recorder(profiler, Timeline(run.topology, run.executor, path, say, locations))
     if config.model.num_experts is not None:
         yield Routers()
     yield SameCopies()
@@ -228,4 +228,4 @@ def build_callbacks(
     yield from config.pieces.callbacks
     yield EmptySteps()
     if config.logging.straggler_report:
-        yield SlowRanks(places)
+        yield SlowRanks(locations)

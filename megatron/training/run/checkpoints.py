@@ -84,7 +84,7 @@ class Saves:
         )
 
     @property
-    def under_way(self) -> bool:
+    def in_progress(self) -> bool:
         """Return whether a save is incomplete; between steps it can only be a background save."""
         return self._started is not None
 
@@ -106,7 +106,7 @@ class Saves:
         clock decides.
         """
         due = sum(self.at_interval(iteration + i) for i in range(steps))
-        return 1 + int(self.under_way) + max(due, int(self._is_time()))
+        return 1 + int(self.in_progress) + max(due, int(self._is_time()))
 
     def save(self, iteration: int, state: dict[str, object], *, last: bool = False) -> None:
         """Save `state`, the result of `iteration` steps.

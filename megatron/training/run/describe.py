@@ -23,7 +23,7 @@ from megatron.training.run.schedules import BatchSchedule, Progress
 def describe_setup(
     config: Config,
     topology: Topology,
-    places: Sequence[str],
+    locations: Sequence[str],
     reporter: Reporter,
     host: Sequence[str],
 ) -> None:
@@ -45,7 +45,7 @@ def describe_setup(
         f"tokens, vocabulary of {model.vocab_size}, padded to "
         f"{model.padded_vocab_size(topology.tensor.size)}"
     )
-    reporter.say(topology.describe(places))
+    reporter.say(topology.describe(locations))
     name = device_name(topology.device)
     per = "; TFLOPs, MFU and HFU are per GCD" if formulas.device_unit(name) == "GCD" else ""
     say(f"device: {name}, {config.precision.dtype_name}{per}")
@@ -59,7 +59,7 @@ def describe_setup(
         say(line)
     logging = config.logging
     path = config.metrics_path
-    places_written = (
+    locations_text = (
         ("checkpoints", config.checkpoint.save),
         ("the trained model", config.checkpoint.save_hf),
         ("metrics", path),
@@ -67,7 +67,7 @@ def describe_setup(
         ("Weights & Biases' run", logging.wandb_project and f"project {logging.wandb_project}"),
         ("MLflow's run", logging.mlflow_tracking_uri or logging.mlflow_experiment_name),
     )
-    written = [f"{what} to {where}" for what, where in places_written if where]
+    written = [f"{what} to {where}" for what, where in locations_text if where]
     say(f"writes {', '.join(written) or 'nothing, because there is no --save FOLDER'}")
     hint = "--print-config shows all" if path is None else f"all: {path.parent / 'settings.toml'}"
     say(f"settings that differ from the defaults ({hint}):")

@@ -38,16 +38,16 @@ def train(run: Run) -> Stop | None:
             run.reporter.say(
                 f" nothing left to train: iteration {progress.iteration} of {run.total_iterations}"
             )
-        where = partial(micro_batch_under_way, run)
+        where = partial(micro_batch_in_progress, run)
         with (
             run.topology.flight.phase("training"),
-            saving_what_is_under_way(run),
+            saving_work_in_progress(run),
             run.reporter.console.doing("step", run.total_iterations, progress.iteration, where),
             garbage_collection(automatic=not run.config.training.manual_gc),
         ):
             stop = train_steps(run)
         report(run)
-        with saving_what_is_under_way(run):
+        with saving_work_in_progress(run):
             save(run, last=True)
         if run.wall_time is not None:
             run.wall_time.saved = True
@@ -119,7 +119,7 @@ def between_steps(run: Run) -> Stop | None:
     agreed = run.agreement.read()
     stop = run.stop.check(iteration, agreed)
     if run.saves is not None:
-        if run.saves.under_way:
+        if run.saves.in_progress:
             with run.aside("saving"):
                 run.saves.commit_written(agreed)
         if stop is None and run.saves.is_due(iteration, agreed):  # a run that ends saves anyway
@@ -145,7 +145,7 @@ def evaluate(run: Run, *, last: bool = False) -> None:
 
 def report(run: Run) -> None:
     """Reduce the figures of the interval over the ranks and report them, if there are any."""
-    unfinished = [] if run.loop.under_way is None else [run.loop.under_way.step]
+    unfinished = [] if run.loop.in_progress is None else [run.loop.in_progress.step]
     if not unfinished and not run.interval.steps:
         return
     device = run.topology.device
@@ -227,7 +227,7 @@ def export(run: Run, folder: Path, stop: Stop | None) -> None:
 
 
 @contextmanager
-def saving_what_is_under_way(run: Run) -> Iterator[None]:
+def saving_work_in_progress(run: Run) -> Iterator[None]:
     """Complete the save in progress after a TrainingError, which all ranks raise together."""
     try:
         yield
@@ -257,7 +257,7 @@ def garbage_collection(automatic: bool) -> Iterator[None]:
             gc.enable()
 
 
-def micro_batch_under_way(run: Run) -> str:
+def micro_batch_in_progress(run: Run) -> str:
     """Return where this rank is in its step; "" outside the schedule."""
     state = FlightState.read(run.topology.flight.buffer)
     if state is None or not state.instruction:

@@ -47,15 +47,15 @@ class Provenance:
     """The provenance of a checkpoint, written next to it as JSON by rank 0; empty on other ranks.
 
     A thread collects slow parts (hashes of index files, git) while training begins; if it fails,
-    the record has the reason instead. `places` has node and device of every rank; see Rendezvous.
-    `train_samples` is the number of samples of the training data set.
+    the record has the reason instead. `locations` has node and device of every rank; see
+    Rendezvous. `train_samples` is the number of samples of the training data set.
     """
 
     def __init__(
         self,
         config: Config,
         topology: Topology,
-        places: Sequence[str] = (),
+        locations: Sequence[str] = (),
         train_samples: int | None = None,
     ) -> None:
         self._here: dict[str, object] = {}
@@ -71,7 +71,7 @@ class Provenance:
             "device": device_name(topology.device),
             "implementations": choose.implementations(config, topology.device),
             "order": order_record(config, train_samples),
-            "nodes": list(dict.fromkeys(location.partition(":")[0] for location in places))
+            "nodes": list(dict.fromkeys(location.partition(":")[0] for location in locations))
             or [platform.node()],
             "environment": environment(os.environ),
             "user": os.environ.get("USER"),

@@ -128,7 +128,7 @@ def run_training(
         host = set_up_host(config, rendezvous.device, launch)
         # Only rank 0 prints the places: thousands of ranks reading the list would overload the
         # store.
-        places = rendezvous.places if launch.rank == 0 else ()
+        locations = rendezvous.locations if launch.rank == 0 else ()
         if launch.rank == 0:
             host = [
                 *ranks.describe(),
@@ -140,7 +140,7 @@ def run_training(
         if claim is not None:
             decided_by_first(topology, partial(claim.take, partial(print, flush=True)))
         watchdog = build_watchdog(config, topology, rendezvous)
-        run = assemble(config, topology, signals, places, host, started, watchdog)
+        run = assemble(config, topology, signals, locations, host, started, watchdog)
         meter = run.interval.meter = EnergyMeter(reads=launch.local_rank == 0)
         if meter.source:
             run.reporter.say(f" energy: read from {meter.source}")
@@ -223,7 +223,7 @@ def assemble(
     config: Config,
     topology: Topology,
     signals: Signals,
-    places: Sequence[str] = (),
+    locations: Sequence[str] = (),
     host: Sequence[str] = (),
     started: float | None = None,
     watchdog: Watchdog | None = None,
@@ -242,7 +242,7 @@ def assemble(
     config, tokenizer = with_tokenizer(settings)
     describe_export(config, topology, reporter)
     agree_on_times(topology)
-    describe_setup(config, topology, places, reporter, host)
+    describe_setup(config, topology, locations, reporter, host)
     check_kernels(config, topology)
     batches = BatchSchedule.from_config(config)
     tasks = read_tasks(config.training.eval_tasks or (), tokenizer, context_of(config))
@@ -260,13 +260,13 @@ def assemble(
         to_come = (train, train_samples, progress, end, topology.device, reporter)
         decided_by_first(topology, partial(describe_resume, stored, config, *to_come))
     compare_samples(datasets, topology)
-    costs = publish_start(config, topology, places, progress, reporter)
+    costs = publish_start(config, topology, locations, progress, reporter)
     if isinstance(tokenizer, LimitedTokenizer):
         tokenizer.rest()  # from now on only evaluations use it
     describe_length(config, batches, datasets, progress, end, reporter)
     agreement = Agreement(topology)
-    saves = build_saves(config, engine, agreement, reporter, places, train_samples)
-    signals.saving = lambda: saves is not None and saves.under_way
+    saves = build_saves(config, engine, agreement, reporter, locations, train_samples)
+    signals.saving = lambda: saves is not None and saves.in_progress
     if saves is not None and checkpoint and config.checkpoint.load == config.checkpoint.save:
         saves.saved_iteration = progress.iteration
     wall_time = build_wall_time(config, topology, reporter, saves, started, batches, datasets)
@@ -294,7 +294,7 @@ def assemble(
         timers=Timers(topology, config.logging, end),
         loop=LoopState(stream),
     )
-    run.callbacks.extend(build_callbacks(run, places, tasks, costs))
+    run.callbacks.extend(build_callbacks(run, locations, tasks, costs))
     if saves is not None:
         saves.after_save.append(run.saved)
     torch.cuda.empty_cache()  # set-up and loading have freed blocks of sizes that steps do not use
@@ -369,12 +369,12 @@ def build_model(
 def publish_start(
     config: Config,
     topology: Topology,
-    places: Sequence[str],
+    locations: Sequence[str],
     progress: Progress,
     reporter: Reporter,
 ) -> RunCosts:
     """Report the start of the run and its costs; return the costs."""
-    nodes = len({location.partition(":")[0] for location in places}) or 1
+    nodes = len({location.partition(":")[0] for location in locations}) or 1
     costs = run_costs(config, nodes, progress.iteration, progress.consumed_samples)
     reporter.say(f" the whole run: {costs.size}")
     reporter.publish(
@@ -382,7 +382,7 @@ def publish_start(
             iteration=progress.iteration,
             config=config.to_dict(),
             layout=layout_record(config, topology),
-            places=list(places),
+            locations=list(locations),
             device=device_name(topology.device),
             parameters=costs.parameters,
             versions=versions(),
@@ -462,7 +462,7 @@ def build_saves(
     engine: Engine,
     agreement: Agreement,
     reporter: Reporter,
-    places: Sequence[str],
+    locations: Sequence[str],
     train_samples: int,
 ) -> Saves | None:
     """Return the saves of the run; None without --save."""
@@ -476,7 +476,7 @@ def build_saves(
         note = saver.prepare(engine)
         if note:
             print(f"note: rank {topology.rank}: {note}", file=sys.stderr, flush=True)
-    provenance = Provenance(config, topology, places, train_samples)
+    provenance = Provenance(config, topology, locations, train_samples)
     return Saves(config, saver, agreement, reporter, engine, provenance)
 
 

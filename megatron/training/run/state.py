@@ -36,7 +36,7 @@ from megatron.training.safety.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
-class StepUnderWay:
+class StepInProgress:
     """A step that may still be running on the device, with the values needed to count it later.
 
     step                            its record, without the figures that have not been read yet
@@ -59,7 +59,7 @@ class Skips:
 
     consecutive: int = 0
     scale: float = 0.0
-    first: StepUnderWay | None = None
+    first: StepInProgress | None = None
 
 
 @dataclass
@@ -72,7 +72,7 @@ class LoopState:
     """
 
     train_stream: MicroBatchStream
-    under_way: StepUnderWay | None = None
+    in_progress: StepInProgress | None = None
     skips: Skips = field(default_factory=Skips)
     went_back: Counter[int] = field(default_factory=Counter)
 

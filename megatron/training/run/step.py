@@ -6,7 +6,7 @@ import dataclasses
 
 from megatron.training.report.events import StepRecord
 from megatron.training.report.metrics import TokenWeights, counted, local_loss
-from megatron.training.run.state import Run, Skips, StepUnderWay
+from megatron.training.run.state import Run, Skips, StepInProgress
 from megatron.training.safety.bad_steps import Spike, count_skip, find_spike, loss_over_ranks
 
 
@@ -53,7 +53,7 @@ def train_step(run: Run) -> Spike | None:
         loss,
         counted=counted(micro_batches, weights, run.topology),
     )
-    run.loop.under_way = StepUnderWay(step, micro_batches, losses, weights)
+    run.loop.in_progress = StepInProgress(step, micro_batches, losses, weights)
     run.reporter.console.advance(progress.iteration, samples * length)
     if run.config.training.loss_spike_factor is None:
         return None
@@ -69,14 +69,14 @@ def finish_step(run: Run) -> StepRecord | None:
 
     Returns None if it has already been counted. All ranks call this; it waits for the device.
     """
-    under_way = run.loop.under_way
-    run.loop.under_way = None
-    if under_way is None:
+    in_progress = run.loop.in_progress
+    run.loop.in_progress = None
+    if in_progress is None:
         return None
     result = run.engine.finish_step()
-    step = dataclasses.replace(under_way.step, **vars(result))
+    step = dataclasses.replace(in_progress.step, **vars(result))
     if step.skipped:
-        count_skip(run, under_way, result)
+        count_skip(run, in_progress, result)
     else:
         run.loop.skips = Skips()
     run.progress.count(step.global_batch_size, run.config.model.seq_length, skipped=step.skipped)

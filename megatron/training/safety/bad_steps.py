@@ -30,11 +30,11 @@ from megatron.errors import TrainingError
 from megatron.parallel import collectives
 from megatron.parallel.sharding import sharding_of
 from megatron.training.report.events import LossSpike, NotFinite, StepRecord
-from megatron.training.report.metrics import mean_of_counted, part_of_loss
+from megatron.training.report.metrics import loss_share, mean_of_counted
 from megatron.training.run.checkpoints import load_checkpoint, report_choice
 from megatron.training.run.data import open_stream
 from megatron.training.run.schedules import Progress
-from megatron.training.run.state import Run, Skips, StepUnderWay
+from megatron.training.run.state import Run, Skips, StepInProgress
 
 MOST = 5
 """Limit on returns to the same checkpoint. Each time the samples of one more step are
@@ -82,7 +82,7 @@ def loss_over_ranks(run: Run, step: StepRecord) -> float | None:
     """
     total = torch.zeros(3, dtype=torch.float64, device=run.topology.device)
     if step.loss is not None:
-        total = part_of_loss(step.loss, step.counted)
+        total = loss_share(step.loss, step.counted)
     return mean_of_counted(*collectives.all_reduce(total, run.topology.world).tolist())
 
 
@@ -335,7 +335,7 @@ def named_modules(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from child.named_modules(prefix=name)
 
 
-def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
+def count_skip(run: Run, in_progress: StepInProgress, result: StepResult) -> None:
     """Count a skipped step, before the weights change again. All ranks call this.
 
     A non-finite loss makes its gradients non-finite (layers/vocabulary.py), so the engine's
@@ -344,13 +344,13 @@ def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
     the loss scale can still fall and the losses are finite: then only the scale was too high.
     """
     skips = run.loop.skips
-    step = under_way.step.iteration
+    step = in_progress.step.iteration
     precision = run.config.precision
     limit = run.config.training.max_consecutive_skips
     scale_falls = precision.fp16 and not precision.loss_scale
     skips.consecutive += 1
     if result.loss_scale != skips.scale:
-        skips.first = under_way
+        skips.first = in_progress
         skips.scale = result.loss_scale
     if not scale_falls:
         run.reporter.say(
@@ -361,7 +361,7 @@ def count_skip(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
         return
     if scale_falls and result.loss_scale > precision.min_loss_scale:
         bad = torch.zeros((), dtype=torch.int32, device=run.topology.device)
-        for loss in under_way.losses:
+        for loss in in_progress.losses:
             bad += ~torch.isfinite(loss)
         if not collectives.all_reduce(bad, run.topology.world, dist.ReduceOp.MAX):
             return

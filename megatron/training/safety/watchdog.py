@@ -206,8 +206,8 @@ class Watchdog:
             }
 
         seen = bounded(gather, 4 * _ANSWER_S + rendezvous.pause_s)
-        places = bounded(lambda: rendezvous.places, _ANSWER_S) if len(seen) < size else ()
-        verdict = judge(seen, layout, self.limit_s, places)
+        locations = bounded(lambda: rendezvous.locations, _ANSWER_S) if len(seen) < size else ()
+        verdict = judge(seen, layout, self.limit_s, locations)
         if verdict is None:
             self._reporting = False
             bounded(lambda: store.delete_key("hang/claim"), _ANSWER_S)
@@ -337,7 +337,7 @@ class Watchdog:
                 if state.inquiry == 0 or state.process == STOPPED:
                     kill_process(state.pid, state.process_start, what)
 
-        def await_others() -> None:
+        def await_other_ranks() -> None:
             rendezvous = self.rendezvous
             key = f"hang/{number}/gone"
             deadline = self.clock() + _ANSWER_S - 1 + rendezvous.pause_s
@@ -358,7 +358,7 @@ class Watchdog:
                 self.sleep(_NODE_S)  # so that the others see that this rank has reported
             else:
                 with suppress(RuntimeError, LaunchError):
-                    bounded(await_others, _ANSWER_S + self.rendezvous.pause_s)
+                    bounded(await_other_ranks, _ANSWER_S + self.rendezvous.pause_s)
             signal_silent(signal.SIGKILL)
             sys.audit("megatron.training.left")
             os._exit(EXIT_LOST_RANK)
@@ -449,11 +449,11 @@ def awaited_ranks(seen: Mapping[int, FlightState], layout: Layout) -> dict[int, 
 
 
 def judge(
-    seen: Mapping[int, FlightState], layout: Layout, timeout_s: float, places: Sequence[str] = ()
+    seen: Mapping[int, FlightState], layout: Layout, timeout_s: float, locations: Sequence[str] = ()
 ) -> HangVerdict | None:
     """Return which ranks hold up the job; None if it does not hang.
 
-    `places` has node and device of every rank, to describe those that are not in `seen`.
+    `locations` has node and device of every rank, to describe those that are not in `seen`.
     """
     awaited = awaited_ranks(seen, layout)
     roots = {r for ranks in awaited.values() for r in ranks if r not in awaited}
@@ -466,7 +466,7 @@ def judge(
         # A lost process is the reason why others are stuck.
         culprits = [r for r in stuck if r not in seen or seen[r].lost] or stuck
         behind = [r for r, of in awaited.items() if of]
-        return HangVerdict(_describe(culprits, behind, seen, places), culprits, awaited)
+        return HangVerdict(_describe(culprits, behind, seen, locations), culprits, awaited)
     if candidates or any(of.quiet_s < timeout_s for of in seen.values()):
         return None
     return _without_root(seen, awaited)
@@ -476,7 +476,7 @@ def _describe(
     ranks: Sequence[int],
     behind: Sequence[int],
     seen: Mapping[int, FlightState],
-    places: Sequence[str],
+    locations: Sequence[str],
 ) -> str:
     """Return a text with the state of the culprits `ranks`, for which the ranks `behind` wait."""
     of_trouble = dict[str, list[int]]()
@@ -485,7 +485,11 @@ def _describe(
         of_trouble.setdefault(_trouble(seen.get(rank)), []).append(rank)
     for trouble, those in of_trouble.items():
         where = (
-            seen[r].location if r in seen else places[r] if r < len(places) else "an unknown node"
+            seen[r].location
+            if r in seen
+            else locations[r]
+            if r < len(locations)
+            else "an unknown node"
             for r in those
         )
         named = list(dict.fromkeys(where))

@@ -8,7 +8,7 @@ TEXT = "Größer  hello\n\n\tworld 北京\u00a0it's 😀 \n"
 
 
 def check(tokenizer, text=TEXT):
-    ids, places = tokenizer.encode_with_places(text)
+    ids, places = tokenizer.encode_with_offsets(text)
     assert ids == tokenizer.encode(text)
     whole = 0
     for i, (start, stop) in enumerate(places.tolist()):
@@ -35,6 +35,6 @@ def test_tiktoken(tmp_path):
 def test_sentence_piece(model):
     check(build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=str(model)))
     llama = build_tokenizer("Llama2Tokenizer", tokenizer_model=str(model))
-    ids, places = llama.encode_with_places("a b")
+    ids, places = llama.encode_with_offsets("a b")
     assert ids == llama.encode("a b") and places[0].tolist() == [0, 0]
-    assert llama.encode_with_places("a b", special=False)[0] == ids[1:]
+    assert llama.encode_with_offsets("a b", special=False)[0] == ids[1:]

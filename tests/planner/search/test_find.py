@@ -10,7 +10,7 @@ from megatron.errors import ConfigError
 from megatron.planner.cluster import load_cluster
 from megatron.planner.layout import CandidateLayout
 from megatron.planner.memory import memory_of_ranks
-from megatron.planner.placement import place_with
+from megatron.planner.placement import placement_of
 from megatron.planner.search import find
 from megatron.planner.search.find import search, values_of, worthwhile_placements
 from megatron.planner.search.space import Rejections
@@ -135,7 +135,7 @@ def test_no_placement_is_faster_than_the_worthwhile_ones(tp, pp, chunks, micro):
         kept = worthwhile_placements(config, FRONTIER, {})
         best = min(estimate(config, FRONTIER, placement).seconds for placement in kept)
         everything = min(
-            estimate(config, FRONTIER, place_with(config, FRONTIER, order, devices)).seconds
+            estimate(config, FRONTIER, placement_of(config, FRONTIER, order, devices)).seconds
             for order in RANK_ORDERS
             for devices in FRONTIER.device_orders
         )

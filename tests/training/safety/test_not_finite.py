@@ -15,7 +15,7 @@ from megatron.errors import TrainingError
 from megatron.layers.context import LayerContext
 from megatron.layers.vocabulary import Vocabulary, vocabulary_loss
 from megatron.training.report.events import StepRecord
-from megatron.training.run.state import Skips, StepUnderWay
+from megatron.training.run.state import Skips, StepInProgress
 from megatron.training.safety import bad_steps
 from tests.helpers.launching import TINY, launch
 from tests.helpers.poison import poisoned
@@ -227,7 +227,7 @@ def steps_until_error(monkeypatch, results, **fields):
     for number, (skipped, scale) in enumerate(results, 1):
         try:
             step = StepRecord(number, 0, 0, 1, 0.1, None)
-            taken = StepUnderWay(step, [], [torch.tensor(1.0)], None)
+            taken = StepInProgress(step, [], [torch.tensor(1.0)], None)
             if skipped:
                 bad_steps.count_skip(run, taken, StepResult(None, skipped, scale))
             else:
