@@ -27,11 +27,11 @@ MOMENTS = pytest.mark.parametrize(
 
 def killed_at_each(folder, run, every, prepare=lambda _: None):
     """Yield the folders that `run` leaves when killed, one for each moment."""
-    whole = folder / "whole"
+    complete = folder / "whole"
     log = folder / "moments"
-    whole.mkdir()
-    prepare(whole)
-    assert wait_for(forked(lambda: (record(whole, log), run(whole)))) == 0
+    complete.mkdir()
+    prepare(complete)
+    assert wait_for(forked(lambda: (record(complete, log), run(complete)))) == 0
     for moment, name in enumerate(log.read_text().splitlines()):
         if every or name.startswith(("os.rename", "os.remove")):
             here = folder / f"{moment} {name.replace('/', ' ')}"[:100]
@@ -58,9 +58,9 @@ def at_once(number, fn):
 
             pids.append(forked(child))
             os.close(writer)
-        found = [reader.read() for reader in readers]
+        results = [reader.read() for reader in readers]
         assert [wait_for(pids.pop(0)) for _ in range(number)] == [0] * number
-        return [pickle.loads(result) for result in found]
+        return [pickle.loads(result) for result in results]
     finally:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):

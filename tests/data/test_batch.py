@@ -95,13 +95,13 @@ def test_pieces_against_loop(case, eod_mask_loss, seed):
         owner = [(piece, k) for piece, n in enumerate(lengths) for k in range(n)]
         owner += [(-1, k) for k in range(length + 1 - len(owner))]
         for j in range(length):
-            piece, place = owner[j]
+            piece, position = owner[j]
             assert batch.tokens[b, j] == tokens[b, j] and batch.labels[b, j] == tokens[b, j + 1]
-            assert batch.position_ids[b, j] == place
+            assert batch.position_ids[b, j] == position
             counts = piece == owner[j + 1][0] != -1 and not (eod_mask_loss and tokens[b, j] == EOD)
             assert batch.loss_mask[b, j] == float(counts)
             assert (batch.padding is not None and batch.padding[b, j]) == (piece == -1)
-            if place == 0:
+            if position == 0:
                 bounds.append(b * length + j)
     check_documents(batch, [*bounds, len(samples) * length])
 
@@ -111,6 +111,6 @@ def test_refuses():
     for options in ({}, {"segments": [np.array([3])]}):
         with pytest.raises(DataError, match="--eod-mask-loss"):
             make_micro_batch(tokens, separation=Separation(eod_mask_loss=True), **options)
-    for pieces in ([2, 2], [4, -1]):
+    for lengths in ([2, 2], [4, -1]):
         with pytest.raises(DataError, match=r"sample 5: .*\[\d, -?\d\].* 3\b"):
-            make_micro_batch(tokens, segments=[np.array(pieces)], first_sample=5)
+            make_micro_batch(tokens, segments=[np.array(lengths)], first_sample=5)

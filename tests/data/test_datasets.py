@@ -120,9 +120,9 @@ def test_exact_epochs(tmp_path):
     full = build(29, 3).train
     assert short is not None and full is not None and len(short) == len(full) == 29
     assert [short[i].tolist() for i in range(29)] == [full[i].tolist() for i in range(29)]
-    taken = np.concatenate([full[i][:-1] for i in range(29)])
+    tokens = np.concatenate([full[i][:-1] for i in range(29)])
     # 8 tokens fewer than 60 of each part
-    assert len(taken) == 232 and (np.bincount(taken, minlength=4) >= 52).all()
+    assert len(tokens) == 232 and (np.bincount(tokens, minlength=4) >= 52).all()
     # The order equals that of a run that needs exactly these samples: its cache is used.
     plain = build(29, None).train
     assert plain is not None and plain.description == full.description
@@ -138,12 +138,12 @@ def test_packing(tmp_path):
 
     Pieces have 9, 9 and 4 tokens; two pieces and padding fill a sample.
     """
-    parts = ("1", write(tmp_path, "a", 10, 1), "1", write(tmp_path, "b", 10, 20))
-    packing = config(data_path=parts, data_packing="best-fit", split="1")
+    blend = ("1", write(tmp_path, "a", 10, 1), "1", write(tmp_path, "b", 10, 20))
+    packing = config(data_path=blend, data_packing="best-fit", split="1")
     train = build_datasets(packing, 40, 0, 0, reading=Reading(pad_id=49)).train
     assert isinstance(train, BlendedDataset)
-    for tokens, pieces in [(train[i].tolist(), train.segments(i)) for i in range(len(train))]:
-        assert pieces is not None and (pieces.tolist(), 49 in tokens) in (
+    for tokens, lengths in [(train[i].tolist(), train.segments(i)) for i in range(len(train))]:
+        assert lengths is not None and (lengths.tolist(), 49 in tokens) in (
             ([9], False),
             ([4, 4], True),
         )

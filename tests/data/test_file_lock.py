@@ -92,40 +92,40 @@ def test_of_many_processes_one_has_it(tmp_path, kind):
 
 def test_a_holder_here_is_not_waited_for_and_one_elsewhere_is(tmp_path, kind):
     path = tmp_path / "x.lock"
-    said = []
+    messages = []
     holder = FileLock(path)
     lock = FileLock(path)
     assert holder.acquire()
-    assert not lock.acquire_from_the_dead(said.append, wait_s=1e9) and said == []
+    assert not lock.acquire_from_the_dead(messages.append, wait_s=1e9) and messages == []
     path.write_text("17\nelsewhere\n")
-    assert not lock.acquire_from_the_dead(said.append, wait_s=0.1)
-    assert len(said) == 1 and "17 on elsewhere" in said[0]
+    assert not lock.acquire_from_the_dead(messages.append, wait_s=0.1)
+    assert len(messages) == 1 and "17 on elsewhere" in messages[0]
 
 
 def test_a_folder_belongs_to_one_run(tmp_path):
     """A second run is refused; one of another host is waited for, as its node may have died."""
     first = FolderClaim(tmp_path, "--save x")
     second = FolderClaim(tmp_path, "--save x", wait_s=0.1)
-    said = []
-    first.take(said.append)
+    messages = []
+    first.take(messages.append)
     with pytest.raises(ConfigError, match=rf"--save x .*\b{os.getpid()}\b"):
-        second.take(said.append)
+        second.take(messages.append)
     second.release()
-    assert said == []
+    assert messages == []
     (tmp_path / LOCK_NAME).write_text("17\nanother-node\n")
     with pytest.raises(ConfigError, match=r"--save x .*\b17 on another-node"):
-        second.take(said.append)
-    assert "17 on another-node" in said.pop()
+        second.take(messages.append)
+    assert "17 on another-node" in messages.pop()
     first.release()
     first.release()
-    second.take(said.append)
+    second.take(messages.append)
     second.release()
-    assert said == [] and names(tmp_path) == []
+    assert messages == [] and names(tmp_path) == []
     (tmp_path / "file").touch()
     unlockable = FolderClaim(tmp_path / "file" / "run", "--save x")
-    unlockable.take(said.append)
+    unlockable.take(messages.append)
     unlockable.release()
-    assert "--save x" in said.pop()
+    assert "--save x" in messages.pop()
 
 
 def test_a_file_appears_complete_or_not_at_all(tmp_path):

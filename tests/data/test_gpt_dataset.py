@@ -120,13 +120,13 @@ def test_cache_names(tmp_path):
     built = dataset(tmp_path / "c", 5, 10)
     key = hashlib.md5(built.description.encode()).hexdigest()
     cache = tmp_path / "index-cache"
-    parts = {"doc_idx": np.int32, "sample_idx": np.int32, "shuffle_idx": np.uint32}
+    dtypes = {"doc_idx": np.int32, "sample_idx": np.int32, "shuffle_idx": np.uint32}
     assert sorted(p.name for p in cache.iterdir()) == [
         f"{key}.dsc",
-        *(f"{key}_{part}.npy" for part in parts),
+        *(f"{key}_{name}.npy" for name in dtypes),
     ]
     assert (cache / f"{key}.dsc").read_text().startswith(built.description)
-    assert {part: np.load(cache / f"{key}_{part}.npy").dtype for part in parts} == parts
+    assert {name: np.load(cache / f"{key}_{name}.npy").dtype for name in dtypes} == dtypes
 
 
 @pytest.mark.parametrize("packed_samples", [True, False])
@@ -177,10 +177,10 @@ def test_data_that_changed_under_its_cache(tmp_path, sizes):
 def test_blend(tmp_path):
     first = write(tmp_path / "a", [40, 33])
     second = write(tmp_path / "b", [90], first_token=1000)
-    parts = [dataset(tmp_path / "a", 9, 8), dataset(tmp_path / "b", 5, 8)]
+    sources = [dataset(tmp_path / "a", 9, 8), dataset(tmp_path / "b", 5, 8)]
     cache = tmp_path / "cache"
     for path in (None, cache, cache):  # in memory, written, read
-        blend = BlendedDataset(parts, [2, 1], 12, data_cache_path=path)
+        blend = BlendedDataset(sources, [2, 1], 12, data_cache_path=path)
         a = iter(expected_samples(first, 9, 8, 7))
         b = iter(expected_samples(second, 5, 8, 7))
         # errors of (2/3, 1/3): k=0 a; k=1: -1/3, 1/3 b; k=2: 1/3, -1/3 a; then the pattern a, b, a
@@ -190,10 +190,12 @@ def test_blend(tmp_path):
         ]
     # _index and _sample_index
     assert len(list(cache.glob("*_index.npy"))) == 2 and len(blend) == 12
-    assert blend.where(1, 3) == parts[1].where(0, 3) != blend.where(0, 3) == parts[0].where(0, 3)
+    assert (
+        blend.where(1, 3) == sources[1].where(0, 3) != blend.where(0, 3) == sources[0].where(0, 3)
+    )
     first, second = blend.by_source(np.array([4, 0, 5]))
-    assert (first[0], first[1].tolist()) == (parts[0], [0, 3])
-    assert (second[0], second[1].tolist()) == (parts[1], [1])
+    assert (first[0], first[1].tolist()) == (sources[0], [0, 3])
+    assert (second[0], second[1].tolist()) == (sources[1], [1])
     assert blend.segments(3) is None
     with pytest.raises(IndexError):
         blend[12]

@@ -22,7 +22,7 @@ ENTRY = "some text"
 KEY = "552e21cd4cd9918678e3c1a0df491bc3"  # md5 of "some text", by coreutils' md5sum
 FILES = sorted([f"{KEY}.dsc", f"{KEY}_a.npy", f"{KEY}_b.npy"])
 VALUE = {"a": np.arange(50), "b": np.arange(60).reshape(-1, 2) * 3}
-OLD = {part: array + 1 for part, array in VALUE.items()}
+OLD = {name: array + 1 for name, array in VALUE.items()}
 
 
 def load(directory, build, **options):
@@ -34,9 +34,9 @@ def never():
     raise AssertionError("built although it was there")
 
 
-def same(arrays, wanted):
-    return arrays.keys() == wanted.keys() and all(
-        np.array_equal(arrays[part], wanted[part]) for part in wanted
+def same(arrays, expected):
+    return arrays.keys() == expected.keys() and all(
+        np.array_equal(arrays[name], expected[name]) for name in expected
     )
 
 
@@ -77,10 +77,10 @@ def test_one_of_four_builds_and_all_get_what_came_of_it(tmp_path, fails):
 
 def test_what_does_not_fit_is_built_again(tmp_path):
     load(tmp_path, lambda: OLD)
-    assert same(load(tmp_path, lambda: VALUE, fits=lambda found: found["a"][0] == 0), VALUE)
+    assert same(load(tmp_path, lambda: VALUE, fits=lambda cached: cached["a"][0] == 0), VALUE)
     # The file on disk differs from what was just written.
     with pytest.raises(DataError, match=str(tmp_path)):
-        load(tmp_path, lambda: OLD, fits=lambda found: found["a"][0] == 2)
+        load(tmp_path, lambda: OLD, fits=lambda cached: cached["a"][0] == 2)
     assert names(tmp_path) == FILES
 
 
@@ -97,14 +97,14 @@ DAMAGE = {
 
 def test_damaged_caches_are_built_again(tmp_path):
     for number, damage in enumerate(DAMAGE):
-        part = tmp_path / f"{KEY}_{'ab'[number % 2]}.npy"
+        path = tmp_path / f"{KEY}_{'ab'[number % 2]}.npy"
         load(tmp_path, lambda: VALUE)
-        DAMAGE[damage](part)
+        DAMAGE[damage](path)
         builds = []
         assert same(load(tmp_path, lambda: builds.append("") or VALUE), VALUE) and builds, damage  # noqa: B023
         assert same(load(tmp_path, never), VALUE), damage
-    part.unlink()
-    part.mkdir()  # which no file can replace
+    path.unlink()
+    path.mkdir()  # which no file can replace
     with pytest.raises(DataError, match=f"{tmp_path}: .*--data-cache-path"):
         load(tmp_path, lambda: VALUE)
 
@@ -193,7 +193,7 @@ def test_killed_while_it_replaces_what_did_not_fit(tmp_path, every):
     """Old and new parts together are never read. They have the right shape and wrong contents."""
 
     def replace(folder):
-        load(folder, lambda: VALUE, fits=lambda found: found["a"][0] == 0)
+        load(folder, lambda: VALUE, fits=lambda cached: cached["a"][0] == 0)
 
     for folder in killed_at_each(tmp_path, replace, every, lambda here: load(here, lambda: OLD)):
         # A reader without checks finds all old or all new files, or none and builds.

@@ -37,11 +37,11 @@ def test_shuffle(count, dtype, seed, draws):
     expected = np.arange(count).astype(dtype)
     shuffled = np.arange(count).astype(dtype)
     ours = warmed_up(seed, draws)
-    theirs = warmed_up(seed, draws)
-    theirs.shuffle(expected)
+    reference = warmed_up(seed, draws)
+    reference.shuffle(expected)
     call("shuffle", shuffled, ours)
     assert shuffled.tobytes() == expected.tobytes()
-    np.testing.assert_equal(ours.get_state(), theirs.get_state())
+    np.testing.assert_equal(ours.get_state(), reference.get_state())
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_shuffle_draws_for_huge_arrays(last):
     random = np.random.RandomState(5)
     before = random.get_state()
     expected = [
-        random.randint(0, place + 1, dtype=np.int64) for place in range(last, last - 300, -1)
+        random.randint(0, index + 1, dtype=np.int64) for index in range(last, last - 300, -1)
     ]
     partners, (state, position) = indexed_dataset.compiled.shuffle_partners(
         last, 300, before[1], before[2]
@@ -120,13 +120,13 @@ def check_blend(shares, size):
     which, sample = call("build_blend_index", shares, size)
     assert which.dtype == (np.uint8 if len(shares) <= 255 else np.int32)
     assert sample.dtype == np.int64
-    taken = np.zeros(len(shares))
+    counts = np.zeros(len(shares))
     for k in range(size):
-        chosen = np.argmax(shares * max(k, 1) - taken)  # the first of equal ones
-        assert (which[k], sample[k]) == (chosen, taken[chosen])
-        taken[chosen] += 1
-    for share, count in zip(shares, taken, strict=True):
-        assert count <= samples_of_component(size, share)
+        chosen = np.argmax(shares * max(k, 1) - counts)  # the first of equal ones
+        assert (which[k], sample[k]) == (chosen, counts[chosen])
+        counts[chosen] += 1
+    for share, count in zip(shares, counts, strict=True):
+        assert count <= samples_of_part(size, share)
 
 
 # gather

@@ -16,9 +16,9 @@ from tests.data.struct_format import packed, write
 DOCUMENTS = [[[5, 6, 7], [8]], [[65535]], [[], [1, 2]]]  # documents of sequences of tokens
 
 
-def gathered(indexed, *pieces):
-    """Return the tokens of pieces, each as (sequence, offset, length)."""
-    sequences, offsets, lengths = np.array(pieces, np.int64).reshape(-1, 3).T
+def gathered(indexed, *slices):
+    """Return the tokens of slices, each as (sequence, offset, length)."""
+    sequences, offsets, lengths = np.array(slices, np.int64).reshape(-1, 3).T
     out = np.full(max(0, int(lengths.clip(-1, 8).sum())), -1, np.int64)
     indexed.gather(SequenceSlices(sequences.astype(np.int32), offsets, lengths), out)
     return out.tolist()
@@ -138,8 +138,8 @@ def test_damaged_entries(tmp_path, at, value, damaged, mmap):
             lambda: gathered(indexed, (sequence, 0, len(tokens))),  # noqa: B023
         ):
             if sequence in damaged:
-                places = (SIZES_AT + 4 * sequence, sequence, POINTERS_AT + 8 * sequence)
-                message = r"a\.idx\b" + "".join(rf".* {place}\b" for place in places)
+                numbers = (SIZES_AT + 4 * sequence, sequence, POINTERS_AT + 8 * sequence)
+                message = r"a\.idx\b" + "".join(rf".* {number}\b" for number in numbers)
                 with pytest.raises(DataError, match=message):
                     read()
             else:
@@ -150,7 +150,7 @@ def test_damaged_entries(tmp_path, at, value, damaged, mmap):
     documents=st.lists(
         st.lists(st.lists(st.integers(0, 65535), max_size=5), max_size=3), min_size=1, max_size=5
     ),
-    place=st.floats(0, 1, exclude_max=True),
+    fraction=st.floats(0, 1, exclude_max=True),
     new=st.integers(0, 255),
     cut=st.booleans(),
     mmap=st.booleans(),
@@ -158,7 +158,7 @@ def test_damaged_entries(tmp_path, at, value, damaged, mmap):
 def test_damage_is_seen_or_harmless(
     tmp_path_factory,
     documents,
-    place,
+    fraction,
     new,
     cut,
     mmap,
@@ -168,7 +168,7 @@ def test_damage_is_seen_or_harmless(
     The type is left alone here: the files have no second record of it, nor of document starts.
     """
     data, index = packed(documents, "<u2")
-    at = int(place * len(index))
+    at = int(fraction * len(index))
     if at == 17 and not cut:
         at = 18
     damaged = index[:at] if cut else index[:at] + bytes([new]) + index[at + 1 :]
@@ -209,8 +209,8 @@ def test_pointers_beyond_32_bits(tmp_path, mmap):
     assert indexed.num_tokens == sum(sizes)
     assert indexed[2].tolist() == [4, 5, 6] and indexed[4].tolist() == [7, 8]
     assert indexed.read(0, sizes[0] - 2).tolist() == [2, 3]
-    pieces = (4, 0, 2), (0, sizes[0] - 2, 2), (2, 1, 2), (0, 0, 1)
-    assert gathered(indexed, *pieces) == [7, 8, 2, 3, 5, 6, 1]
+    slices = (4, 0, 2), (0, sizes[0] - 2, 2), (2, 1, 2), (0, 0, 1)
+    assert gathered(indexed, *slices) == [7, 8, 2, 3, 5, 6, 1]
 
 
 @pytest.mark.parametrize(

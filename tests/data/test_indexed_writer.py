@@ -60,21 +60,21 @@ def test_batches(tmp_path_factory, documents, cuts, dtype):
 def test_continue_from_a_position(tmp_path_factory, before, lost, after):
     """Additions after the position are cut off; the rest equals an uninterrupted write."""
     folder = tmp_path_factory.mktemp("continue")
-    parts = folder / "corpus_partial"
-    writer = IndexedDatasetWriter(folder / "corpus", "<u2", directory=parts)
+    partial = folder / "corpus_partial"
+    writer = IndexedDatasetWriter(folder / "corpus", "<u2", directory=partial)
     add(writer, before)
     position = json.loads(json.dumps(dataclasses.asdict(writer.position())))
     add(writer, lost)
     writer.leave()
     assert names(folder) == ["corpus_partial"]
     resumed = IndexedDatasetWriter(
-        folder / "corpus", "<u2", directory=parts, resume=WriterPosition(**position)
+        folder / "corpus", "<u2", directory=partial, resume=WriterPosition(**position)
     )
     assert resumed.num_documents == len(before)
     add(resumed, after)
     resumed.close()
     assert pair_bytes(folder / "corpus") == packed(before + after, "<u2")
-    assert names(folder) == ["corpus.bin", "corpus.idx", "corpus_partial"] and names(parts) == []
+    assert names(folder) == ["corpus.bin", "corpus.idx", "corpus_partial"] and names(partial) == []
 
 
 def old_or_new_or_none(prefix):
@@ -109,11 +109,11 @@ def test_publish_may_be_killed(tmp_path, every):
     def prepare(folder):
         with IndexedDatasetWriter(folder / "a", "<u2") as writer:
             add(writer, OLD)
-        parts = IndexedDatasetWriter(folder / "a", "<u2", directory=folder / "parts")
-        add(parts, NEW)
+        unpublished = IndexedDatasetWriter(folder / "a", "<u2", directory=folder / "parts")
+        add(unpublished, NEW)
         with pytest.raises(DataError, match=str(folder / "parts")):
             publish(folder)
-        parts.seal()
+        unpublished.seal()
 
     def publish(folder):
         IndexedDatasetWriter.publish(folder / "a", folder / "parts")

@@ -49,11 +49,11 @@ def test_counts(blend, kind, steps):
         consumed = min(consumed + step, len(blend) if kind == "single" else 10**9)
         counted.advance(consumed)
         counted = Ledger(blend, order, consumed, counted.record()) if anew else counted
-    taken = by_hand(blend, order, consumed)
-    for part, token, size in ((blend.sources[0], 1, 100), (blend.sources[1], 2, 300)):
-        tokens = taken[token] * SEQ_LENGTH
-        assert counted.counts[part.name] == Consumed(
-            taken[token], tokens, pytest.approx(tokens / size)
+    sample_counts = by_hand(blend, order, consumed)
+    for dataset, token, size in ((blend.sources[0], 1, 100), (blend.sources[1], 2, 300)):
+        tokens = sample_counts[token] * SEQ_LENGTH
+        assert counted.counts[dataset.name] == Consumed(
+            sample_counts[token], tokens, pytest.approx(tokens / size)
         )
 
 
@@ -63,7 +63,7 @@ def test_the_blend_changes_in_between(blend, tmp_path):
     'a' stays, 'b' goes, and 'c' comes with more tokens to an epoch.
     """
     before = Ledger(blend, SampleOrder(60), 30).record()
-    a, b = (part.name for part in blend.sources)
+    a, b = (dataset.name for dataset in blend.sources)
     new = BlendedDataset([blend.sources[0], source(tmp_path, "c", 500, 3, 31)], [1, 1], 60)
     after = Ledger(new, SampleOrder(60), 30, before)
     assert after.record()[b] == before[b] and after.counts[str(tmp_path / "c")] == Consumed()
@@ -97,11 +97,11 @@ def test_packed_samples_count_what_is_predicted(tmp_path):
 
 
 def test_the_ledger_counts_what_is_left_out_and_keeps_it_over_a_roll_back():
-    parts = [MockDataset("train", 80, 4, 50, seed=2) for _ in range(2)]
-    for part, name in zip(parts, "ab", strict=True):
-        part.name = name
-    blend = BlendedDataset(parts, [1, 3], 80)
-    whole = Ledger(blend, sample_order("single", 80), 48)
+    datasets = [MockDataset("train", 80, 4, 50, seed=2) for _ in range(2)]
+    for dataset, name in zip(datasets, "ab", strict=True):
+        dataset.name = name
+    blend = BlendedDataset(datasets, [1, 3], 80)
+    ledger = Ledger(blend, sample_order("single", 80), 48)
 
     def samples_of(positions):
         located = blend.by_source(np.array(positions, np.int64))
@@ -109,13 +109,15 @@ def test_the_ledger_counts_what_is_left_out_and_keeps_it_over_a_roll_back():
 
     at_16 = Ledger(blend, sample_order("single", 80), 16).record()
     ranges = [(40, 48)]
-    back = whole.rolled_back(ranges, 16, at_16, range(40, 48))
+    back = ledger.rolled_back(ranges, 16, at_16, range(40, 48))
     assert {name: count.left_out for name, count in back.counts.items()} == samples_of(
         range(40, 48)
     )
     back.advance(64)
-    taken = {name: samples_of(range(40))[name] + samples_of(range(48, 72))[name] for name in at_16}
-    assert {name: count.samples for name, count in back.counts.items()} == taken
+    expected = {
+        name: samples_of(range(40))[name] + samples_of(range(48, 72))[name] for name in at_16
+    }
+    assert {name: count.samples for name, count in back.counts.items()} == expected
     rolled = back.rolled_back([*ranges, (60, 64)], 16, at_16, range(52, 56))
     assert sum(count.left_out for count in rolled.counts.values()) == 12
     record = rolled.record()

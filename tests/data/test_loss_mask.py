@@ -48,17 +48,17 @@ def batches(config, samples, **options):
     assert dataset is not None
     stream = MicroBatchStream(dataset, Share(2))
     for batch in stream.take(samples // 2):
-        places = (batch.tokens, batch.labels, batch.position_ids == 0, batch.loss_mask)
-        yield from zip(*(place.flatten().tolist() for place in places), strict=True)
+        arrays = (batch.tokens, batch.labels, batch.position_ids == 0, batch.loss_mask)
+        yield from zip(*(array.flatten().tolist() for array in arrays), strict=True)
 
 
 @pytest.mark.parametrize("mmap", [True, False])
 def test_cut_samples_have_the_marks_of_their_labels(tmp_path, mmap):
     sizes = [40, 3, 1, 25, 90]
     prefix = write(tmp_path / "a", 0, sizes)
-    found = list(batches(config(data_path=(prefix,), mmap_bin_files=mmap), 20))
-    assert all(mask == (label % 2 == 0) for _, label, _, mask in found)
-    assert {label for _, label, *_ in found} >= set(range(SEQ, 100))
+    rows = list(batches(config(data_path=(prefix,), mmap_bin_files=mmap), 20))
+    assert all(mask == (label % 2 == 0) for _, label, _, mask in rows)
+    assert {label for _, label, *_ in rows} >= set(range(SEQ, 100))
 
 
 def test_packed_samples_count_each_marked_prediction_once(tmp_path):
@@ -67,12 +67,12 @@ def test_packed_samples_count_each_marked_prediction_once(tmp_path):
     prefix = write(tmp_path / "a", 0, sizes)
     settings = config(data_path=(prefix,), data_packing="best-fit")
     one_epoch = len(build_datasets(settings, 1, 0, 0).train or ())
-    found = list(batches(settings, one_epoch + one_epoch % 2))[: one_epoch * SEQ]
+    rows = list(batches(settings, one_epoch + one_epoch % 2))[: one_epoch * SEQ]
     ends = np.cumsum(sizes)
     firsts = {0, *ends.tolist()}
-    counted = sorted(label for _, label, _, mask in found if mask)
+    counted = sorted(label for _, label, _, mask in rows if mask)
     assert counted == [i for i in range(ends[-1]) if i % 2 == 0 and i not in firsts]
-    assert all(label == token + 1 for token, label, _, mask in found if mask)
+    assert all(label == token + 1 for token, label, _, mask in rows if mask)
 
 
 def test_a_blend_counts_all_tokens_of_data_without_a_mask_if_they_are_optional(
@@ -81,9 +81,9 @@ def test_a_blend_counts_all_tokens_of_data_without_a_mask_if_they_are_optional(
     masked = write(tmp_path / "a", 0, [200])
     plain = write(tmp_path / "b", 1000, [200], masked=False)
     blend = ("1", masked, "1", plain)
-    found = list(batches(config(data_path=blend, loss_mask="optional"), 8))
-    assert all(mask == (label % 2 == 0 or label >= 1000) for _, label, _, mask in found)
-    assert len({label >= 1000 for _, label, *_ in found}) == 2
+    rows = list(batches(config(data_path=blend, loss_mask="optional"), 8))
+    assert all(mask == (label % 2 == 0 or label >= 1000) for _, label, _, mask in rows)
+    assert len({label >= 1000 for _, label, *_ in rows}) == 2
     with pytest.raises(DataError, match="b_mask.idx"):
         list(batches(config(data_path=blend), 8))
     everything = list(batches(config(data_path=blend, loss_mask="ignore"), 8))
@@ -94,8 +94,8 @@ def test_a_copy_on_a_node_has_its_mask(tmp_path):
     prefix = write(tmp_path / "a", 0, [40])
     settings = config(data_path=(prefix,))
     copy = copy_to_node(prefix, tmp_path / "node")
-    found = list(batches(settings, 2, locations={prefix: copy}))
-    assert copy != prefix and all(mask == (label % 2 == 0) for _, label, _, mask in found)
+    rows = list(batches(settings, 2, locations={prefix: copy}))
+    assert copy != prefix and all(mask == (label % 2 == 0) for _, label, _, mask in rows)
     write(tmp_path / "a", 1, [40])
     assert copy_to_node(prefix, tmp_path / "node") != copy
 

@@ -53,8 +53,8 @@ def write(prefix, dtype):
     return prefix
 
 
-def digest(*parts):
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:32]
+def digest(*chunks):
+    return hashlib.sha256(b"".join(chunks)).hexdigest()[:32]
 
 
 def digest_of(prefix):
@@ -64,7 +64,7 @@ def digest_of(prefix):
 def orders(count):
     """Return splits of documents, some empty or of one token, and up to 6 epochs of samples."""
     random = np.random.RandomState(7)
-    found = []
+    cases = []
     for _ in range(count):
         number = int(random.randint(1, 60))
         sizes = np.where(
@@ -75,7 +75,7 @@ def orders(count):
         sizes[start] += 2
         seq_length = int(random.randint(1, 40) if random.rand() < 0.8 else random.randint(1, 2000))
         per_epoch = int(sizes[start:stop].sum()) / seq_length
-        found.append(
+        cases.append(
             {
                 "sizes": sizes.tolist(),
                 "start": start,
@@ -85,7 +85,7 @@ def orders(count):
                 "seed": int(random.randint(2**32, dtype=np.uint32)),
             }
         )
-    return found
+    return cases
 
 
 def our_order(case):
@@ -96,8 +96,8 @@ def our_order(case):
         "p", "train", "1", *split, case["num_samples"], case["seq_length"], case["seed"], sizes
     )
     arrays = build_index(request)
-    way = min(request.num_epochs, 2), request.separate_last_epoch
-    return digest(*(np.ascontiguousarray(arrays[part]).tobytes() for part in PARTS)), way
+    epoch_use = min(request.num_epochs, 2), request.separate_last_epoch
+    return digest(*(np.ascontiguousarray(arrays[name]).tobytes() for name in PARTS)), epoch_use
 
 
 def blends(largest):
@@ -128,9 +128,9 @@ def test_files_are_megatron_cores(tmp_path):
 
 def test_orders_and_blends_are_megatron_cores():
     golden = json.loads(GOLDEN.read_text())
-    found = [our_order(case) for case in orders(len(golden["orders"]))]
-    assert [order for order, _ in found] == golden["orders"]
-    assert {way for _, way in found} == {(1, False), (2, False), (2, True)}
+    actual = [our_order(case) for case in orders(len(golden["orders"]))]
+    assert [order for order, _ in actual] == golden["orders"]
+    assert {epoch_use for _, epoch_use in actual} == {(1, False), (2, False), (2, True)}
     assert [our_blend(case) for case in blends(6)] == golden["blends"]
 
 
@@ -178,12 +178,12 @@ def run_core(core, jobs):
     return json.loads(done.stdout)
 
 
-def check_golden(name, found):
+def check_golden(name, actual):
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
     if os.environ.get("MEGATRON_CORE_GOLDEN") == "write":
-        GOLDEN.write_text(json.dumps({**golden, name: found}, indent=1) + "\n")
+        GOLDEN.write_text(json.dumps({**golden, name: actual}, indent=1) + "\n")
     else:
-        assert found == golden[name]
+        assert actual == golden[name]
 
 
 @pytest.mark.campaign("peers")
@@ -222,11 +222,11 @@ def test_files_both_ways(core, tmp_path):
 
 @pytest.mark.campaign("peers")
 def test_orders_and_blends(core):
-    wanted = {"order": orders(150), "blend": blends(40)}
-    answers = run_core(core, [{name: case} for name, cases in wanted.items() for case in cases])
+    requests = {"order": orders(150), "blend": blends(40)}
+    answers = run_core(core, [{name: case} for name, cases in requests.items() for case in cases])
     order = answers[:150]
     blend = answers[150:]
-    assert order == [our_order(case)[0] for case in wanted["order"]]
-    assert blend == [our_blend(case) for case in wanted["blend"]]
+    assert order == [our_order(case)[0] for case in requests["order"]]
+    assert blend == [our_blend(case) for case in requests["blend"]]
     check_golden("orders", order[:20])
     check_golden("blends", blend[: len(blends(6))])

@@ -34,13 +34,13 @@ def dataset(
 def predictions_of(data, sample):
     """Return the pairs (token before, token predicted) that count in `sample`: those in a piece."""
     tokens = data[sample].tolist()
-    found = []
+    pairs = []
     at = 0
     for length in data.segments(sample).tolist():
-        found += list(zip(tokens[at : at + length - 1], tokens[at + 1 : at + length], strict=True))
+        pairs += list(zip(tokens[at : at + length - 1], tokens[at + 1 : at + length], strict=True))
         at += length
     assert set(tokens[at:]) <= {PAD} and len(tokens) == data.seq_length + 1
-    return found
+    return pairs
 
 
 SIZES = st.lists(st.sampled_from([0, 1, 2]) | st.integers(0, 40), min_size=1, max_size=25).filter(

@@ -20,10 +20,10 @@ def test_every_number_once(size, key):
 
 @given(size=st.integers(1, 10**15), key=st.integers(0, 2**40), data=st.data())
 def test_a_place_has_the_same_number_however_it_is_asked_for(size, key, data):
-    places = data.draw(st.lists(st.integers(0, size - 1), max_size=20, unique=True))
-    found = permute(np.array(places, np.int64), size, key).tolist()
-    assert len(set(found)) == len(places) and all(0 <= number < size for number in found)
-    assert [int(permute(np.array([place]), size, key)[0]) for place in places] == found
+    positions = data.draw(st.lists(st.integers(0, size - 1), max_size=20, unique=True))
+    numbers = permute(np.array(positions, np.int64), size, key).tolist()
+    assert len(set(numbers)) == len(positions) and all(0 <= number < size for number in numbers)
+    assert [int(permute(np.array([position]), size, key)[0]) for position in positions] == numbers
 
 
 def test_neighbours_are_strangers():

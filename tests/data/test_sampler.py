@@ -53,10 +53,10 @@ def samples(batches):
     return [int(token) for batch in batches for token in batch.tokens[:, 0]]
 
 
-def in_order(taken):
+def in_order(per_rank):
     """Return the samples that all ranks took, in the order of consumption."""
     batches = sorted(
-        (batch for rank in taken for batch in rank), key=lambda batch: batch.first_sample
+        (batch for rank in per_rank for batch in rank), key=lambda batch: batch.first_sample
     )
     return samples(batches)
 
@@ -75,9 +75,9 @@ def test_positions_are_counted_around_ranges(ranges, positions):
     disjoint = merged(ranges)
     assert left_out(list(disjoint)) == left_out(ranges) and are_ranges(list(map(list, disjoint)))
     assert all(a[1] < b[0] for a, b in pairwise(disjoint))
-    others = list(islice((n for n in count() if n not in left_out(ranges)), 81))
+    remaining = list(islice((n for n in count() if n not in left_out(ranges)), 81))
     assert around(np.array(positions, np.int64), disjoint).tolist() == [
-        others[p] for p in positions
+        remaining[p] for p in positions
     ]
 
 
@@ -86,14 +86,14 @@ def expected_order(kind, total, ranges, number):
 
     After a single pass of `total`, the first ones come again.
     """
-    others = list(islice((n for n in count() if n not in left_out(ranges)), 2 * total))
+    remaining = list(islice((n for n in count() if n not in left_out(ranges)), 2 * total))
 
     def sample(n):
         if kind == "cyclic":
             return int(permute(np.array([n % total]), total, n // total)[0])
-        return n if n < total else sample(others[n - total])
+        return n if n < total else sample(remaining[n - total])
 
-    return [sample(n) for n in others[:number]]
+    return [sample(n) for n in remaining[:number]]
 
 
 @pytest.mark.slow
@@ -156,9 +156,9 @@ def test_workers_and_resuming_change_nothing(num_workers, kind):
     plain = MicroBatchStream(data, share, **options).take(7)
     stream = MicroBatchStream(data, share, num_workers=num_workers, **options)
     # as the batch ramps up
-    taken = stream.take(1) + stream.take(4) + stream.take(0) + stream.take(2)
+    batches = stream.take(1) + stream.take(4) + stream.take(0) + stream.take(2)
     resumed = MicroBatchStream(data, share, 4 * 4, num_workers=num_workers, **options).take(3)
-    for expected, got in zip(plain + plain[4:], taken + resumed, strict=True):
+    for expected, got in zip(plain + plain[4:], batches + resumed, strict=True):
         assert expected.first_sample == got.first_sample
         for name in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens"):
             assert torch.equal(getattr(expected, name), getattr(got, name)), name

@@ -14,26 +14,26 @@ class PieceTokenizer(Tokenizer):
     As in SentencePiece, whose texts begin with a space that is not theirs.
     """
 
-    def __init__(self, pieces):
-        super().__init__(len(pieces), len(pieces) - 1)
-        self.pieces = pieces
+    def __init__(self, token_bytes):
+        super().__init__(len(token_bytes), len(token_bytes) - 1)
+        self.token_bytes = token_bytes
 
     def _encode(self, texts):
         raise NotImplementedError
 
     def _decode(self, ids):
-        return b"".join(self.pieces[i] for i in ids).decode(errors="replace").removeprefix(" ")
+        return b"".join(self.token_bytes[i] for i in ids).decode(errors="replace").removeprefix(" ")
 
 
 def streamed(tokenizer, tokens, stop, before=()):
     stream = TextStream(tokenizer, before, stop)
-    pieces = []
+    chunks = []
     for token in tokens:
-        pieces.append(stream.add(token))
+        chunks.append(stream.add(token))
         if stream.stopped is not None:
             break
-    pieces.append(stream.end())
-    return pieces, stream
+    chunks.append(stream.end())
+    return chunks, stream
 
 
 TEXTS = st.text(alphabet="ab éß€你好😀\n", max_size=20)
@@ -42,13 +42,13 @@ TEXTS = st.text(alphabet="ab éß€你好😀\n", max_size=20)
 @given(TEXTS, TEXTS, st.lists(st.integers(1, 5), min_size=1, max_size=8))
 def test_any_cut_of_the_bytes_gives_the_text(before, text, sizes):
     rest = text.encode()
-    pieces = [(" " + before).encode()]
+    token_bytes = [(" " + before).encode()]
     while rest:
         for size in sizes:
-            pieces.append(rest[:size])
+            token_bytes.append(rest[:size])
             rest = rest[size:]
-    tokenizer = PieceTokenizer(pieces)
-    shown, stream = streamed(tokenizer, range(1, len(pieces)), (), before=[0])
+    tokenizer = PieceTokenizer(token_bytes)
+    shown, stream = streamed(tokenizer, range(1, len(token_bytes)), (), before=[0])
     assert "".join(shown) == stream.text == text
     assert all("\ufffd" not in piece for piece in shown)
 
@@ -64,8 +64,8 @@ def test_the_text_ends_before_the_stop_string_that_is_complete_first(text, stop)
     if not ends:
         assert stream.stopped is None and "".join(shown) == stream.text == text
         return
-    found = [one for one in stop if text[: min(ends)].endswith(one)]
-    longest = max(found, key=len)
+    matches = [one for one in stop if text[: min(ends)].endswith(one)]
+    longest = max(matches, key=len)
     assert stream.stopped == longest
     assert "".join(shown) == stream.text == text[: min(ends) - len(longest)]
 

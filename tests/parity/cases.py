@@ -70,16 +70,16 @@ def train(rank, runs, steps=STEPS):
 
     out = []
     for fields in runs:
-        given = dict(fields)
-        packed, fused, poison = (given.pop(name, None) for name in ("packed", "fused", "poison"))
-        number = given.pop("steps", steps)
+        options = dict(fields)
+        packed, fused, poison = (options.pop(name, None) for name in ("packed", "fused", "poison"))
+        number = options.pop("steps", steps)
         with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
             patch.setattr(linear, "LEAST_TOKENS", 1)
             if fused:
                 force(patch)
-            found = stack.enter_context(routes()) if "num_experts" in given else {}
-            done = train_in_process(rank, given, number, poison, bool(packed))
-            out.append(done | {"routes": found})
+            recorded = stack.enter_context(routes()) if "num_experts" in options else {}
+            done = train_in_process(rank, options, number, poison, bool(packed))
+            out.append(done | {"routes": recorded})
     return out
 
 
@@ -91,13 +91,13 @@ SHAPES = [
 ]
 RECOMPUTED = [FULL, FULL2, BLOCK, SELECTIVE, CHEAP]
 GRID = [
-    layout(tp, pp, dp, schedule, tp > 1 and (number + again) % 2 == 0, number // 2 % 2, recompute)
+    layout(tp, pp, dp, schedule, tp > 1 and (number + variant) % 2 == 0, number // 2 % 2, recompute)
     for number, ((tp, pp, dp), schedule) in enumerate(
         (shape, schedule)
         for shape in SHAPES
         for schedule in (("1f1b", "interleaved", "zb-h1") if shape[1] > 1 else ("1f1b",))
     )
-    for again, recompute in enumerate((NONE, RECOMPUTED[number % len(RECOMPUTED)]))
+    for variant, recompute in enumerate((NONE, RECOMPUTED[number % len(RECOMPUTED)]))
 ]
 GRID += [
     layout(tp=2, pp=2, sp=True, clip_grad_by_kind=("embedding=0.05", "vector=0.02")),
@@ -354,8 +354,8 @@ SHARDED = [
         for inner, states in ((1, 1), (1, 2), (2, 2), (2, 4), (4, 4))
     ],
     *[
-        layout(dp=2, zero=3, recompute=again, steps=5, **precision)
-        for again in (NONE, FULL, BLOCK, SELECTIVE)
+        layout(dp=2, zero=3, recompute=mode, steps=5, **precision)
+        for mode in (NONE, FULL, BLOCK, SELECTIVE)
         for precision in ({}, BF16, FP16)
     ],
     *[

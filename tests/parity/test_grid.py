@@ -51,8 +51,8 @@ def reference(key, packed, fused):
         steps = fields.pop("steps", STEPS)
         if "num_experts" not in fields:
             return train_plainly(fields, steps, packed=packed)
-        with routes() as found:
-            return train_plainly(fields, steps, packed=packed) | {"routes": found}
+        with routes() as recorded:
+            return train_plainly(fields, steps, packed=packed) | {"routes": recorded}
 
 
 def reference_of(fields):
@@ -67,7 +67,7 @@ def reference_of(fields):
 
 
 @functools.cache
-def together(world_size):
+def batched_results(world_size):
     try:
         cases = [fields for _, size, fields in TOGETHER if size == world_size]
         return run_processes(world_size, train, cases, timeout_s=SETUP_LIMIT_S)
@@ -78,12 +78,12 @@ def together(world_size):
 def runs_of(case):
     _, world_size, fields = case
     if case not in TOGETHER:
-        return [found for (found,) in run_processes(world_size, train, [fields], timeout_s=600)]
+        return [result for (result,) in run_processes(world_size, train, [fields], timeout_s=600)]
     number = [other for other in TOGETHER if other[1] == world_size].index(case)
-    ranks = together(world_size)
+    ranks = batched_results(world_size)
     if isinstance(ranks, Exception):
         raise ranks
-    return [found[number] for found in ranks]
+    return [result[number] for result in ranks]
 
 
 def check(fields, ranks):
@@ -101,11 +101,11 @@ def check(fields, ranks):
         for key, chosen in rank["routes"].items() if precision == "fp32" else ():
             known = chosen > -2  # with context parallelism, a part
             np.testing.assert_array_equal(chosen[known], expected["routes"][key][known], str(key))
-    whole = assemble([r["parameters"] for r in ranks])
-    assert whole.keys() == expected["parameters"].keys()
+    full = assemble([r["parameters"] for r in ranks])
+    assert full.keys() == expected["parameters"].keys()
     for name, values in expected["parameters"].items() if precision == "fp32" else ():
         np.testing.assert_allclose(
-            whole[name], values, rtol=0, atol=PARAMETER_TOLERANCE, err_msg=name
+            full[name], values, rtol=0, atol=PARAMETER_TOLERANCE, err_msg=name
         )
 
 
@@ -158,14 +158,14 @@ def test_fp16_that_starts_in_overflow_skips_the_steps_of_one_process():
         sum_of_parts | dict(pipeline_model_parallel_size=2),
         each_replica,
     ]
-    found = run_processes(2, train, runs, 6)[0]
-    ((whole, other),) = run_processes(1, train, [sum_of_parts, each_replica], 6)
-    for run, one in zip(found, (whole, whole, other), strict=True):
+    distributed = run_processes(2, train, runs, 6)[0]
+    ((single, other),) = run_processes(1, train, [sum_of_parts, each_replica], 6)
+    for run, one in zip(distributed, (single, single, other), strict=True):
         assert 2 < one["skipped"] < 6
-        for (loss, norm, *taken), (loss_1, norm_1, *expected) in zip(
+        for (loss, norm, *actual), (loss_1, norm_1, *expected) in zip(
             run["history"], one["history"], strict=True
         ):
-            assert taken == expected
+            assert actual == expected
             assert loss == pytest.approx(loss_1, rel=TOLERANCES["fp16"][0])
             assert (norm or 0.0) == pytest.approx(norm_1 or 0.0, rel=TOLERANCES["fp16"][1])
 
@@ -177,11 +177,11 @@ def test_bf16_with_dropout_on_all_parallelisms_repeats_under_recomputation(
 ):
     """Recomputation repeats the run bit for bit."""
     _, world_size, fields = layout(tp=2, pp=2, sp=True, fused=True, **UNFUSED, **DROPOUT, **BF16)
-    for kept, again in run_processes(
+    for plain, recomputed in run_processes(
         world_size, train, [fields, {**fields, **recompute}], timeout_s=600
     ):
-        assert kept["history"] == again["history"]
+        assert plain["history"] == recomputed["history"]
         assert all(
-            (kept["parameters"][n][1] == again["parameters"][n][1]).all()
-            for n in kept["parameters"]
+            (plain["parameters"][n][1] == recomputed["parameters"][n][1]).all()
+            for n in plain["parameters"]
         )

@@ -97,4 +97,6 @@ def test_drawn_layout_equals_one_process(seed):
     context = draw_context(draw, world_size, fields)
     fields |= context
     world_size *= context["context_parallel_size"]
-    check(fields, [found for (found,) in run_processes(world_size, train, [fields], timeout_s=600)])
+    check(
+        fields, [result for (result,) in run_processes(world_size, train, [fields], timeout_s=600)]
+    )

@@ -129,29 +129,30 @@ def run(name, extra):
     """Run a campaign; return (verdict, figures)."""
     campaign = CAMPAIGNS[name]
     start = time.monotonic()
-    found = []
+    results = []
     if campaign.workers is not None:
         selected = _SELECTED.get(name, f"--campaign={name}").split()
-        found.append(
+        results.append(
             run_pytest(
                 [*selected, "-n", str(campaign.workers), *([] if campaign.programs else extra)]
             )
         )
-    found += [run_program([*program.split(), *extra]) for program in campaign.programs]
-    verdict = max((verdict for verdict, _ in found), key=[PROVED, NOT_PROVED, FAILED].index)
+    results += [run_program([*program.split(), *extra]) for program in campaign.programs]
+    verdict = max((verdict for verdict, _ in results), key=[PROVED, NOT_PROVED, FAILED].index)
     return (
         verdict,
-        f"{'; '.join(figures for _, figures in found)}; {(time.monotonic() - start) / 60:.1f} min",
+        f"{'; '.join(figures for _, figures in results)}; "
+        f"{(time.monotonic() - start) / 60:.1f} min",
     )
 
 
 def outcomes(report):
     """Return (test, passed, failure, error or skipped) of each test in a report of pytest."""
-    found = []
+    results = []
     for case in ElementTree.parse(report).iter("testcase"):
         kinds = (kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None)
-        found.append((f"{case.get('classname')}::{case.get('name')}", next(kinds, "passed")))
-    return found
+        results.append((f"{case.get('classname')}::{case.get('name')}", next(kinds, "passed")))
+    return results
 
 
 def run_pytest(words):

@@ -322,10 +322,10 @@ def changed(script, words, chance, sane=False):
     `sane`: use plausible values.
     """
     words = list(words)
-    own = flags_of(script)
+    script_flags = flags_of(script)
     # Without them it starts real trials.
-    kept = [word for word in words if word in ("--dry-run", "--report-only")]
-    passes_on = not own or "--preset" in words or "--num-layers" in words
+    retained = [word for word in words if word in ("--dry-run", "--report-only")]
+    passes_on = not script_flags or "--preset" in words or "--num-layers" in words
     for _ in range(chance.randint(1, 3)):
         what = chance.random()
         at = chance.randrange(len(words))
@@ -334,7 +334,11 @@ def changed(script, words, chance, sane=False):
         elif what < 0.25 and not sane:
             words[at] = chance.choice(WORDS)
         else:
-            flags = settings() if passes_on and (not own or chance.random() < 0.5) else own
+            flags = (
+                settings()
+                if passes_on and (not script_flags or chance.random() < 0.5)
+                else script_flags
+            )
             spelling, takes = chance.choice(flags)
             if sane and spelling in ("--help", "-h", "--print-config", "--dry-run"):
                 continue
@@ -343,7 +347,7 @@ def changed(script, words, chance, sane=False):
                 *([value(spelling, chance, sane)] if takes or chance.random() < 0.05 else []),
             ]
         words = words or [""]
-    return [*(word for word in kept if word not in words), *words]
+    return [*(word for word in retained if word not in words), *words]
 
 
 def value(spelling, chance, sane):
@@ -407,7 +411,9 @@ class Bench:
         ran = (note.read_text() if note.exists() else "") + (
             "a command ran" if any(self.folder.rglob("RAN")) else ""
         )
-        signature = next((found for code, text in outcomes if (found := judge(code, text))), "")
+        signature = next(
+            (description for code, text in outcomes if (description := judge(code, text))), ""
+        )
         signature = f"CODE RUN: {ran.splitlines()[0]}" if ran else signature
         if case.folders and not signature and any(code == 0 for code, _ in outcomes):
             signature = f"TRAINED: {done.partition(':')[0]}"
@@ -415,11 +421,15 @@ class Bench:
             shlex.join([*(f"{k}={v}" for k, v in e.items()), case.script, *w])
             for w, e in zip(case.words, case.environ, strict=True)
         ]
-        told = "\n".join(
+        transcript = "\n".join(
             [*lines, done, *(f"exit code {code}\n{text[-6000:]}" for code, text in outcomes)]
         )
         verdict = "refused" if any(code for code, _ in outcomes) else "accepted"
-        return "FAILED" if signature else verdict, signature, told.replace(str(self.folder), "{f}")
+        return (
+            "FAILED" if signature else verdict,
+            signature,
+            transcript.replace(str(self.folder), "{f}"),
+        )
 
     def _lay_out(self, made):
         """Put the files made for a case into its folder; they are made once, there."""
@@ -451,20 +461,20 @@ def judge(code, text):
     """
     if code is None or "Timeout (0:" in text:
         frames = re.findall(r'File "([^"]+)", line \d+ in (\w+)', text.partition("Timeout (0:")[2])
-        return f"HANG: {place(frames)}"
+        return f"HANG: {location(frames)}"
     if "Traceback (most recent call last)" in text:
-        part = text.rpartition("Traceback (most recent call last)")[2]
-        frames = re.findall(r'File "([^"]+)", line \d+, in ([\w<>]+)', part)[::-1]
+        trace = text.rpartition("Traceback (most recent call last)")[2]
+        frames = re.findall(r'File "([^"]+)", line \d+, in ([\w<>]+)', trace)[::-1]
         last = next(
-            (line for line in part.splitlines()[1:] if line and not line.startswith((" ", "'"))),
+            (line for line in trace.splitlines()[1:] if line and not line.startswith((" ", "'"))),
             "?",
         )
-        return f"TRACEBACK: {last.partition(':')[0]}: {place(frames)}"
+        return f"TRACEBACK: {last.partition(':')[0]}: {location(frames)}"
     # A long training without --save is ended by the campaign's own SIGTERM; see arm.
     return f"SIGNAL: {signal.Signals(-code).name}" if code < 0 and code != -signal.SIGTERM else ""
 
 
-def place(frames):
+def location(frames):
     """Return the innermost two frames of this project, and the innermost of all."""
     ours = [
         f"{file.removeprefix(f'{ROOT}/')}:{name}"
@@ -543,7 +553,7 @@ def campaign(
 
     Return (numbers of kinds and verdicts, {signature: cases that failed}).
     """
-    counts, found, lock = Counter(), defaultdict(list), threading.Lock()
+    counts, failures, lock = Counter(), defaultdict(list), threading.Lock()
 
     def work(job):
         bench = Bench(folder / f"bench-{job}")
@@ -552,20 +562,20 @@ def campaign(
                 kind, number = next(listed, ("", 0))
             if not kind:
                 return
-            verdict, signature, told = bench.run(case_of(seed, kind, number, targets))
+            verdict, signature, transcript = bench.run(case_of(seed, kind, number, targets))
             with lock:
                 counts[kind, verdict] += 1
                 if not signature:
                     continue
-                found[signature].append(f"{kind}:{number}")
-                if len(found[signature]) == 1:
-                    (folder / f"{kind}-{number}.txt").write_text(told, errors="replace")
-                    again = f"python -m tests.prove.hostile --seed {seed} --case {kind}:{number}"
-                    print(f"{signature}\n    {again}", flush=True)
+                failures[signature].append(f"{kind}:{number}")
+                if len(failures[signature]) == 1:
+                    (folder / f"{kind}-{number}.txt").write_text(transcript, errors="replace")
+                    command = f"python -m tests.prove.hostile --seed {seed} --case {kind}:{number}"
+                    print(f"{signature}\n    {command}", flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(work, range(jobs)))
-    return counts, found
+    return counts, failures
 
 
 def main():
@@ -584,18 +594,20 @@ def main():
     print(f"seed {seed}, files in {folder}", flush=True)
     if options.case:
         kind, _, number = options.case.partition(":")
-        verdict, signature, told = Bench(folder / "bench-0").run(case_of(seed, kind, int(number)))
-        print(f"{told}\n{verdict} {signature}")
+        verdict, signature, transcript = Bench(folder / "bench-0").run(
+            case_of(seed, kind, int(number))
+        )
+        print(f"{transcript}\n{verdict} {signature}")
         return int(verdict == "FAILED")
     until = time.monotonic() + 60 * options.minutes
-    counts, found = campaign(seed, cases(options.only), folder, until, options.jobs)
-    for bench in folder.glob("bench-*") if found else [folder]:
+    counts, failures = campaign(seed, cases(options.only), folder, until, options.jobs)
+    for bench in folder.glob("bench-*") if failures else [folder]:
         remove(bench)
-    for signature, failed in sorted(found.items()):
+    for signature, failed in sorted(failures.items()):
         print(f"{len(failed):5} x {signature}: {', '.join(failed[:4])}")
     figures = "".join(f"{kind} {verdict}: {n}, " for (kind, verdict), n in sorted(counts.items()))
-    print(f"{figures}{len(found)} different failures, seed {seed}")
-    return int(bool(found) or not counts)
+    print(f"{figures}{len(failures)} different failures, seed {seed}")
+    return int(bool(failures) or not counts)
 
 
 if __name__ == "__main__":

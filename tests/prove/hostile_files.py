@@ -502,12 +502,12 @@ def damage(folder, chance):
             path.write_bytes(content + change if isinstance(change, bytes) else change(content))
         else:
             content = path.read_bytes()
-            ways = [in_text, in_bytes] if _is_text(content) else [in_bytes]
+            mutations = [in_text, in_bytes] if _is_text(content) else [in_bytes]
             if _is_json(content):
-                ways += [in_json, in_json]
-            way = chance.choice(ways)
-            what = way.__name__
-            path.write_bytes(way(content, chance))
+                mutations += [in_json, in_json]
+            mutation = chance.choice(mutations)
+            what = mutation.__name__
+            path.write_bytes(mutation(content, chance))
         done[path] = what
     return "; ".join(f"{path.relative_to(folder)}: {what}" for path, what in done.items())
 
@@ -563,18 +563,18 @@ def in_bytes(content, chance):
         return chance.randbytes(100)
     at = chance.randrange(len(content))
     length = chance.randint(1, 40)
-    way = chance.randrange(6)
+    variant = chance.randrange(6)
     # Half of all places are in the first hundred bytes, where headers are.
     at = at if chance.random() < 0.5 else at % 100
     before = content[:at]
     after = content[at:]
-    if way == 0:
+    if variant == 0:
         return before
-    if way == 1:
+    if variant == 1:
         return before + bytes([after[0] ^ 1 << chance.randrange(8)]) + after[1:]
-    if way == 2:
+    if variant == 2:
         return before + chance.randbytes(length) + after
-    if way == 3:
+    if variant == 3:
         return before + bytes(min(length, len(after))) + after[length:]
     number = chance.choice(_INTEGERS)
     form = chance.choice("iqq")
@@ -587,17 +587,17 @@ def in_bytes(content, chance):
 def in_text(content, chance):
     """Replace, double or drop a word, a number, a string or a line."""
     text = content.decode("utf-8", "surrogateescape")
-    way = chance.randrange(6)
-    if way < 4:
+    variant = chance.randrange(6)
+    if variant < 4:
         tokens = list(re.finditer(r'"[^"\n]*"|[\w.+-]+|[\[\]{}=:,]', text))
         if tokens:
             token = chance.choice(tokens)
-            new = "" if way == 3 else chance.choice(_LITERALS)
+            new = "" if variant == 3 else chance.choice(_LITERALS)
             text = text[: token.start()] + new + text[token.end() :]
     else:
         lines = text.splitlines(keepends=True) or [""]
         at = chance.randrange(len(lines))
-        lines[at : at + 1] = [] if way == 4 else [lines[at], chance.choice(lines)]
+        lines[at : at + 1] = [] if variant == 4 else [lines[at], chance.choice(lines)]
         text = "".join(lines)
     return text.encode("utf-8", "surrogateescape")
 
@@ -630,10 +630,10 @@ def in_torch(path, chance):
 
 def _change(document, chance):
     holder, key = chance.choice(_nodes(document))
-    way = chance.random()
-    if way < 0.15 and holder is not document:
+    draw = chance.random()
+    if draw < 0.15 and holder is not document:
         del holder[key]
-    elif way < 0.25 and isinstance(holder, dict):
+    elif draw < 0.25 and isinstance(holder, dict):
         holder[chance.choice(("", "x", "format"))] = holder.pop(key)
     else:
         holder[key] = chance.choice(_VALUES)
@@ -641,16 +641,16 @@ def _change(document, chance):
 
 def _nodes(value):
     """Return (container, key) of all values within, in order."""
-    found = []
+    nodes = []
     open_ = [value]
     while open_:
         holder = open_.pop()
         holder = vars(holder) if isinstance(holder, argparse.Namespace) else holder
         for key in list(holder) if isinstance(holder, dict) else range(len(holder)):
-            found.append((holder, key))
+            nodes.append((holder, key))
             if isinstance(holder[key], dict | list | argparse.Namespace):
                 open_.append(holder[key])
-    return found
+    return nodes
 
 
 _MADE = (

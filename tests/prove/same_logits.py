@@ -21,9 +21,9 @@ def main(run, folder):
     generator = torch.Generator().manual_seed(1)
     size = (4, model.seq_length + 1)  # [b, s + 1]
     tokens = torch.randint(model.vocab_size, size, generator=generator)
-    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    reference = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
-        expected = theirs(tokens[:, :-1]).logits  # [b, s, v]
+        expected = reference(tokens[:, :-1]).logits  # [b, s, v]
         logits = trained.chunks["0"].logits(make_micro_batch(tokens.numpy()), None)  # [s, b, v]
     difference = (logits[..., : model.vocab_size].transpose(0, 1) - expected).abs().max()
     print(json.dumps({"difference": difference.item(), "largest": expected.abs().max().item()}))

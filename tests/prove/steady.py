@@ -52,8 +52,8 @@ def main():
             process.kill()
     good = [["passed"] * options.runs, ["skipped"] * options.runs]
     odd = {test: each for test, each in seen.items() if each not in good}
-    for test, given in sorted(odd.items()):
-        print(f"unsteady: {test}: {', '.join(given)}")
+    for test, results in sorted(odd.items()):
+        print(f"unsteady: {test}: {', '.join(results)}")
     print(
         f"{len(seen)} tests, {options.runs} runs beside {len(busy)} busy loops: {len(odd)} did not "
         "answer alike"

@@ -27,9 +27,9 @@ PLANTED = {
 @pytest.mark.timeout(180)  # the first case makes each kind of files
 def test_a_few_cases(tmp_path):
     few = itertools.islice(hostile.cases(("files", "flags")), 3)
-    counts, found = hostile.campaign(2, few, tmp_path, targets=CHEAP)
+    counts, failures = hostile.campaign(2, few, tmp_path, targets=CHEAP)
     verdicts = sorted(verdict for _, verdict in counts.elements())
-    assert not found and verdicts == ["accepted", "refused", "refused"]
+    assert not failures and verdicts == ["accepted", "refused", "refused"]
 
 
 @pytest.mark.parametrize(("signature", "code"), PLANTED.items(), ids=PLANTED)
@@ -43,8 +43,8 @@ def test_what_may_not_happen_is_a_failure(signature, code, tmp_path):
         (folder / "file").write_bytes(hostile_files.payload(folder))
         return ""
 
-    verdict, found, _ = bench.run(Case(str(script), [words], damage=plant))
-    assert verdict == "FAILED" and found.startswith(signature), found
+    verdict, reported, _ = bench.run(Case(str(script), [words], damage=plant))
+    assert verdict == "FAILED" and reported.startswith(signature), reported
 
 
 def test_a_signal_and_a_traceback_are_failures_and_a_refusal_is_none():

@@ -92,7 +92,7 @@ class Failed(Exception):
 
 
 @dataclass
-class Place:
+class Workspace:
     """An environment, and the folder in which its commands run.
 
     python  its interpreter
@@ -148,26 +148,26 @@ class Place:
         return done.stdout
 
 
-def prepare_data(place):
+def prepare_data(workspace):
     """Make a tokenizer and token files of the clone's own pages."""
-    pages = sorted((place.tree / "docs").glob("*.md"))
+    pages = sorted((workspace.tree / "docs").glob("*.md"))
     paragraphs = [text for page in pages for text in page.read_text().split("\n\n")]
     lines = [json.dumps({"text": text}) + "\n" for text in paragraphs[:400]]
-    (place.folder / "text.jsonl").write_text("".join(lines))
+    (workspace.folder / "text.jsonl").write_text("".join(lines))
     for line in PREPARATION:
-        place.run(line)
-    tokens = (place.folder / "text_text_document.bin").read_bytes()
-    place.texts["token file"] = hashlib.sha256(tokens).hexdigest()
+        workspace.run(line)
+    tokens = (workspace.folder / "text_text_document.bin").read_bytes()
+    workspace.texts["token file"] = hashlib.sha256(tokens).hexdigest()
     return f"{len(tokens) // 2} tokens"
 
 
 def losses(run):
     """Return the losses after each iteration of a run: of training, then of validation."""
-    found = {}
+    by_iteration = {}
     for record in read_records(run / "metrics.jsonl"):
         if record["event"] in ("iteration", "validation"):
-            found.setdefault(record["iteration"], []).append(record["lm_loss"])
-    return found
+            by_iteration.setdefault(record["iteration"], []).append(record["lm_loss"])
+    return by_iteration
 
 
 def largest_difference(a, b, limit):
@@ -178,64 +178,70 @@ def largest_difference(a, b, limit):
     return f"{difference:.0e}"
 
 
-def train(place, name):
-    place.train(name, f"{TRAINING} {RUNS[name]} --save runs/{name}")
-    after = losses(place.folder / "runs" / name)
+def train(workspace, name):
+    workspace.train(name, f"{TRAINING} {RUNS[name]} --save runs/{name}")
+    after = losses(workspace.folder / "runs" / name)
     expected = {i: 1 + (i % SAVED == 0) for i in range(1, ITERATIONS + 1)}
     if {i: len(values) for i, values in after.items()} != expected:
         raise Failed(f"has the losses {after}")
-    place.losses[name] = [loss for values in after.values() for loss in values]
+    workspace.losses[name] = [loss for values in after.values() for loss in values]
     note = f"loss {after[1][0]:.4f} to {after[ITERATIONS][0]:.4f}"
     if name in LAYOUTS:
-        beside = largest_difference(place.losses[name], place.losses[ALONE], LOSSES)
+        beside = largest_difference(workspace.losses[name], workspace.losses[ALONE], LOSSES)
         note += f", that of one process to {beside}"
     return note
 
 
-def resume(place):
+def resume(workspace):
     """Resume each run from the middle."""
     for name in RUNS:
         settings = f"--config runs/{name}/settings.toml --load runs/{name} --load-tag {SAVED}"
-        place.train(name, f"pretrain_gpt.py {settings} --save resumed/{name}")
-        whole, resumed = (losses(place.folder / where / name) for where in ("runs", "resumed"))
-        if resumed != {i: whole[i] for i in range(SAVED + 1, ITERATIONS + 1)}:
-            raise Failed(f"{name}: {resumed} are not the last losses of {whole}")
+        workspace.train(name, f"pretrain_gpt.py {settings} --save resumed/{name}")
+        full, resumed = (losses(workspace.folder / where / name) for where in ("runs", "resumed"))
+        if resumed != {i: full[i] for i in range(SAVED + 1, ITERATIONS + 1)}:
+            raise Failed(f"{name}: {resumed} are not the last losses of {full}")
     return f"{len(RUNS)} runs from iteration {SAVED}: the same bits"
 
 
-def hugging_face(place):
+def hugging_face(workspace):
     """Convert a dense model and one with experts there and back, and load them in transformers."""
     notes = []
     for name in (ALONE, "MoE"):
         convert = "python tools/convert_checkpoint.py"
-        place.run(f"{convert} --from megatron --to hf runs/{name} models/{name}")
-        place.run(f"{convert} --from hf --to megatron models/{name} back/{name}")
-        place.run(f"{convert} --from megatron --to hf back/{name} models/{name}-again")
-        first, again = (
-            [file.read_bytes() for file in sorted(place.folder.glob(f"models/{end}/*.safetensors"))]
+        workspace.run(f"{convert} --from megatron --to hf runs/{name} models/{name}")
+        workspace.run(f"{convert} --from hf --to megatron models/{name} back/{name}")
+        workspace.run(f"{convert} --from megatron --to hf back/{name} models/{name}-again")
+        first, reconverted = (
+            [
+                file.read_bytes()
+                for file in sorted(workspace.folder.glob(f"models/{end}/*.safetensors"))
+            ]
             for end in (name, f"{name}-again")
         )
-        if not first or first != again:
+        if not first or first != reconverted:
             raise Failed(f"{name}: other bytes after a conversion there and back")
         line = f"python tests/prove/same_logits.py runs/{name} models/{name}"
-        logits = json.loads(place.run(line).splitlines()[-1])
+        logits = json.loads(workspace.run(line).splitlines()[-1])
         if not logits["difference"] <= LOGITS < 1 < logits["largest"]:
             raise Failed(f"{name}: logits {logits}")
         notes.append(f"{name}: logits equal to {logits['difference']:.0e}")
     return ", ".join(notes)
 
 
-def tools(place):
+def tools(workspace):
     load = f"--load runs/{ALONE}"
     line = f"python tools/evaluate.py {load} --data-path text_text_document --format json"
-    place.losses["evaluate.py"] = [json.loads(place.run(line))["loss"]]
+    workspace.losses["evaluate.py"] = [json.loads(workspace.run(line))["loss"]]
     line = f"python tools/generate_text.py {load} --prompt The --temperature 0 --tokens 32"
-    place.texts["text"] = place.run(line)
-    place.run("python tools/report.py runs/one-process runs/TP")
-    return f"loss {place.losses['evaluate.py'][0]:.4f}, text {place.texts['text'][:60]!r}, a report"
+    workspace.texts["text"] = workspace.run(line)
+    workspace.run("python tools/report.py runs/one-process runs/TP")
+    return (
+        f"loss {workspace.losses['evaluate.py'][0]:.4f}, "
+        f"text {workspace.texts['text'][:60]!r}, a report"
+    )
 
 
-PARTS = {
+CHECKS = {
     "data": prepare_data,
     **{name: partial(train, name=name) for name in RUNS},
     "resume": resume,
@@ -244,21 +250,21 @@ PARTS = {
 }
 
 
-def compare(place, first):
+def compare(workspace, first):
     """Return the largest difference of each run from that of the first environment."""
-    for name, text in place.texts.items():
+    for name, text in workspace.texts.items():
         if text != first.texts.get(name):
             raise Failed(f"another {name}: {text} instead of {first.texts.get(name)}")
-    both = [name for name in place.losses if name in first.losses]
+    both = [name for name in workspace.losses if name in first.losses]
     differences = [
-        f"{name} {largest_difference(place.losses[name], first.losses[name], LOSSES)}"
+        f"{name} {largest_difference(workspace.losses[name], first.losses[name], LOSSES)}"
         for name in both
     ]
     return f"losses equal to: {', '.join(differences)}"
 
 
-def attempt(part, action):
-    """Print the line of a part; return its verdict."""
+def attempt(label, action):
+    """Print the line of a check; return its verdict."""
     try:
         note = action()
         verdict = NOT_PROVED if re.search(r"\d skipped", note) else PROVED
@@ -268,7 +274,7 @@ def attempt(part, action):
     except (Failed, Impossible, subprocess.TimeoutExpired) as error:
         verdict = FAILED
         note = str(error)
-    print(f"{part}: {verdict}: {note}", flush=True)
+    print(f"{label}: {verdict}: {note}", flush=True)
     return verdict
 
 
@@ -285,24 +291,26 @@ def main():
     options = parser.parse_args()
     print(f"environments: {options.cache}", flush=True)
     counts = Counter()
-    places = []
+    workspaces = []
     for name in options.environment or known:
         with tempfile.TemporaryDirectory(prefix="versions-") as folder:
-            place = Place(known[name], options.cache, Path(folder))
-            verdict = attempt(f"{name}: environment", place.prepare)
+            workspace = Workspace(known[name], options.cache, Path(folder))
+            verdict = attempt(f"{name}: environment", workspace.prepare)
             if verdict != PROVED:
                 counts[verdict] += 1
                 continue
-            for part, action in PARTS.items():
-                counts[attempt(f"{name}: {part}", partial(action, place))] += 1
-            if places:
-                first = places[0]
+            for check, action in CHECKS.items():
+                counts[attempt(f"{name}: {check}", partial(action, workspace))] += 1
+            if workspaces:
+                first = workspaces[0]
                 what = f"{name}: beside {first.environment.name}"
-                counts[attempt(what, partial(compare, place, first))] += 1
-            places.append(place)
+                counts[attempt(what, partial(compare, workspace, first))] += 1
+            workspaces.append(workspace)
             for tests in options.tests or TESTS:
-                counts[attempt(f"{name}: tests {tests}", partial(place.test, TESTS[tests]))] += 1
-    environments_run = ", ".join(place.environment.name for place in places)
+                counts[
+                    attempt(f"{name}: tests {tests}", partial(workspace.test, TESTS[tests]))
+                ] += 1
+    environments_run = ", ".join(workspace.environment.name for workspace in workspaces)
     print(
         f"{environments_run or 'no environment'}: {counts[PROVED]} parts proved, "
         f"{counts[FAILED]} failed"

@@ -70,7 +70,7 @@ def records(
         "pipeline": config["pipeline_model_parallel_size"],
         "data": config["data_parallel_size"],
     }
-    found = [
+    events = [
         {
             "event": "start",
             "time": clock,
@@ -86,7 +86,7 @@ def records(
         clock = clock + step_s
         consumed = consumed + size
         rate = size / step_s
-        found.append(
+        events.append(
             {
                 "event": "iteration",
                 "time": clock,
@@ -109,8 +109,10 @@ def records(
                 "memory_rank": max(0, world - number),
             }
         )
-    found.append({"event": "end", "time": clock, "iteration": first + len(times), "reason": "done"})
-    return found
+    events.append(
+        {"event": "end", "time": clock, "iteration": first + len(times), "reason": "done"}
+    )
+    return events
 
 
 def write(folder, written, point=None):

@@ -56,22 +56,22 @@ def test_a_calibration_of_seconds_plans(processes, words, tmp_path, monkeypatch,
     assert cluster.devices_per_node == 2 and cluster.device_type == "cpu" and cluster.name == "here"
     figures = cluster.compute
     assert {f.name for f in figures.values() if f.basis != "measured"} == {"kernel_s"}
-    wanted = "products.float32 collectives.all_reduce collectives.reduce messages step_overhead_s"
-    assert {*wanted.split()} <= {*figures}
+    expected = "products.float32 collectives.all_reduce collectives.reduce messages step_overhead_s"
+    assert {*expected.split()} <= {*figures}
     measured = [figure for name, figure in figures.items() if "overhead" not in name]
     assert all(point[-1] > 0 for figure in measured for point in figure.points)
-    found = estimate(
+    prediction = estimate(
         parse_plan([*MODEL, "--world-size", "2", "--tensor-model-parallel-size", "2"]), cluster
     )
-    assert found.seconds > 0 and found.confidence.worst == "assumed"
+    assert prediction.seconds > 0 and prediction.confidence.worst == "assumed"
     monkeypatch.chdir(tmp_path)
     at = MODEL.index("--global-batch-size")
     words = ["--cluster", path.name, "--processes", "1", "--top", "1", "--fix", "mbs=1", "tp=2"]
     words += ["--global-batch", MODEL[at + 1], "--", *MODEL[:at], *MODEL[at + 2 :]]
     assert plan.main(words) == 0
     assert plan.main([*words, "--bf16"]) == 2
-    told = capsys.readouterr().err
-    assert "here.toml" in told and "bfloat16" in told
+    errors = capsys.readouterr().err
+    assert "here.toml" in errors and "bfloat16" in errors
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,9 @@ def test_a_wrong_result_fails(
 
     def wrong(change):
         return [
-            lambda *a: ((change(found.detach().clone()), wanted) for found, wanted in right(*a))
+            lambda *a: (
+                (change(actual.detach().clone()), expected) for actual, expected in right(*a)
+            )
         ]
 
     def broken(*_):

@@ -65,7 +65,7 @@ def test_a_number_is_within_its_range_or_refused(make, accepted):
     assert make(str(accepted)) == accepted
     for text in EXTREMES:
         try:
-            found = make(text)
+            number = make(text)
         except argparse.ArgumentTypeError:
             continue
-        assert math.isfinite(found) and 0 <= found <= 10**9, text
+        assert math.isfinite(number) and 0 <= number <= 10**9, text

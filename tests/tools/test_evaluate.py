@@ -141,12 +141,12 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(bos, tmp_path, monkeypatch
     (tmp_path / "a.txt").write_text(LINES)
     (tmp_path / "b").write_text("short")
     sources = tokens.text_sources([str(tmp_path / "a.txt"), str(tmp_path / "b")])
-    parts = list(tokens.text_parts(sources, "text", tokenizer))
-    assert (len(parts) == 2) == bos  # pieces exist where they can
-    whole = [tokenizer.eod, *tokenizer.encode(LINES), tokenizer.eod, *tokenizer.encode("short")]
-    assert [i for part in parts for i in part.tokens.tolist()] == whole
+    chunks = list(tokens.text_parts(sources, "text", tokenizer))
+    assert (len(chunks) == 2) == bos  # pieces exist where they can
+    expected = [tokenizer.eod, *tokenizer.encode(LINES), tokenizer.eod, *tokenizer.encode("short")]
+    assert [i for chunk in chunks for i in chunk.tokens.tolist()] == expected
     size = len(LINES.encode()) + 5
-    assert (sum(part.text_bytes or 0 for part in parts), parts[-1].read_bytes) == (size, size)
+    assert (sum(chunk.text_bytes or 0 for chunk in chunks), chunks[-1].read_bytes) == (size, size)
 
 
 @pytest.mark.parametrize("bos", [False, True])
@@ -158,14 +158,16 @@ def test_token_files_are_read_as_their_text(bos, tmp_path, monkeypatch):
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"k": t}) + "\n" for t in texts))
     prefix = str(tmp_path / "data")
     write_documents(tmp_path / "data", [[*tokenizer.encode(t), tokenizer.eod] for t in texts])
-    theirs = list(
+    from_text = list(
         tokens.text_parts(tokens.text_sources([str(tmp_path / "text.jsonl")]), "k", tokenizer)
     )
-    ours = list(tokens.file_parts([prefix], tokenizer.vocab_size, tokenizer, count_bytes=True))
-    assert len(ours) > 4
-    assert np.array_equal(*(np.concatenate([p.tokens for p in parts]) for parts in (ours, theirs)))
-    assert sum(part.text_bytes or 0 for part in ours) == len("".join(texts).encode())
-    assert ours[-1].read_bytes == tokens.file_bytes([prefix])
+    from_file = list(tokens.file_parts([prefix], tokenizer.vocab_size, tokenizer, count_bytes=True))
+    assert len(from_file) > 4
+    assert np.array_equal(
+        *(np.concatenate([p.tokens for p in chunks]) for chunks in (from_file, from_text))
+    )
+    assert sum(chunk.text_bytes or 0 for chunk in from_file) == len("".join(texts).encode())
+    assert from_file[-1].read_bytes == tokens.file_bytes([prefix])
     with pytest.raises(DataError, match=str(tokenizer.eod)):
         list(tokens.file_parts([prefix], tokenizer.eod, None, count_bytes=True))
 
@@ -173,9 +175,9 @@ def test_token_files_are_read_as_their_text(bos, tmp_path, monkeypatch):
 def test_unusable_texts_are_named(tmp_path):
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=9)
     path = tmp_path / "a.txt"
-    for content, found in ((b"", "empty"), (b"1 2\n\xff", "byte 4"), (b"1 12", "12")):
+    for content, message in ((b"", "empty"), (b"1 2\n\xff", "byte 4"), (b"1 12", "12")):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=found) as caught:
+        with pytest.raises(DataError, match=message) as caught:
             list(tokens.text_parts(tokens.text_sources([str(path)]), "text", tokenizer))
         assert str(path) in str(caught.value)
 
@@ -183,12 +185,12 @@ def test_unusable_texts_are_named(tmp_path):
 @pytest.mark.slow
 def test_impossible_requests_are_refused(folder, tmp_path):
     write_documents(tmp_path / "empty", [[]])
-    for words, found in (
+    for words, message in (
         (["--text", str(folder / "text.jsonl"), "--stride", "17"], "17"),
         (["--data-path", str(tmp_path / "empty")], str(tmp_path / "empty")),
     ):
         (outcome,) = run(folder, 1, *words)
-        assert outcome.code == 2 and found in outcome.output, outcome
+        assert outcome.code == 2 and message in outcome.output, outcome
 
 
 def interrupt(name):

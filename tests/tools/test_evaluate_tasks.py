@@ -69,19 +69,19 @@ def expected():
     right = np.zeros(3)
     tokens = 0
     for line in CHOICES:
-        found = [log_likelihoods(line["context"], choice) for choice in line["choices"]]
-        sums = np.array([f[0] for f in found])
-        sizes = np.array([f[2] for f in found])
+        scores = [log_likelihoods(line["context"], choice) for choice in line["choices"]]
+        sums = np.array([f[0] for f in scores])
+        sizes = np.array([f[2] for f in scores])
         tokens += sizes.sum()
         lengths = np.array([len(choice) for choice in line["choices"]])
         for i, values in enumerate((sums, sums / lengths, sums / sizes)):
             right[i] += values.argmax() == line["answer"]
     shares = right / len(CHOICES)
     assert len(set(shares.tolist())) > 1, "the three likelihoods differ"
-    found = [log_likelihoods(line["context"], line["ending"]) for line in ENDINGS]
-    sums = np.array([f[0] for f in found])
-    sizes = np.array([f[2] for f in found])
-    greedy = np.mean([f[1] for f in found])
+    scores = [log_likelihoods(line["context"], line["ending"]) for line in ENDINGS]
+    sums = np.array([f[0] for f in scores])
+    sizes = np.array([f[2] for f in scores])
+    greedy = np.mean([f[1] for f in scores])
     assert 0.4 < greedy < 0.9
     names = ("accuracy", "accuracy_bytes", "accuracy_tokens")
     choices = dict(zip(names, shares, strict=True), examples=len(CHOICES), tokens=tokens)
@@ -111,12 +111,12 @@ def test_figures_are_those_of_transformers(
     outcomes = run(folder, processes, *flags)
     assert [outcome.code for outcome in outcomes] == [0] * processes, outcomes
     lines = [line for line in outcomes[0].output.splitlines() if line.startswith("{")]
-    found = [json.loads(line) for line in lines]
-    for record, wanted in zip(found, expected(), strict=True):
-        assert {name: record[name] for name in wanted} == pytest.approx(wanted, rel=1e-5)
-    assert [record["task"] for record in found] == ["choices", "endings"]
-    assert found[0]["cut"] > 0 and found[0]["iteration"] == 7
-    assert [json.loads(line) for line in metrics.read_text().splitlines()][-2:] == found
+    records = [json.loads(line) for line in lines]
+    for record, reference in zip(records, expected(), strict=True):
+        assert {name: record[name] for name in reference} == pytest.approx(reference, rel=1e-5)
+    assert [record["task"] for record in records] == ["choices", "endings"]
+    assert records[0]["cut"] > 0 and records[0]["iteration"] == 7
+    assert [json.loads(line) for line in metrics.read_text().splitlines()][-2:] == records
 
 
 def test_contexts_and_endings_are_tokenized_as_one_text(tmp_path):
@@ -172,12 +172,12 @@ def test_the_harness_gets_the_figures_of_transformers(folder, files, monkeypatch
     program = runpy.run_path(str(ROOT / "tools/megatron_inference/harness.py"))
     harness = program["MegatronLM"](megatron.load_model(folder / "checkpoint"))
     texts = [(line["context"], line["ending"]) for line in ENDINGS]
-    found = harness._loglikelihood_tokens(
+    scores = harness._loglikelihood_tokens(
         [(None, harness.tok_encode(before), harness.tok_encode(after)) for before, after in texts]
     )
     expected = [log_likelihoods(*text) for text in texts]
-    assert [greedy for _, greedy in found] == [greedy for _, greedy, _ in expected]
-    assert [total for total, _ in found] == pytest.approx([one[0] for one in expected], rel=1e-5)
+    assert [greedy for _, greedy in scores] == [greedy for _, greedy, _ in expected]
+    assert [total for total, _ in scores] == pytest.approx([one[0] for one in expected], rel=1e-5)
     requests = [SimpleNamespace(args=(after,)) for _, after in texts]
     sums = [log_likelihoods("", after)[0] for _, after in texts]
     assert harness.loglikelihood_rolling(requests) == pytest.approx(sums, rel=1e-5)

@@ -92,10 +92,10 @@ def test_a_bad_prompt_ends_the_job_before_the_first_text(run, tmp_path):
     out = tmp_path / "texts.jsonl"
     words = "--load", run, "--prompts", prompts, "--output", out, "--batch-size", 1, "--tokens", 4
     long = " ".join(map(str, range(40)))
-    for text, place in ((f"5\n{long}\n", "40"), ("5\n\n7\n", "txt:2")):
+    for text, location in ((f"5\n{long}\n", "40"), ("5\n\n7\n", "txt:2")):
         prompts.write_text(text)
         done = tool(*words)
-        assert done.code == 2 and place in done.output and "Traceback" not in done.output, done
+        assert done.code == 2 and location in done.output and "Traceback" not in done.output, done
         assert [path.name for path in tmp_path.iterdir()] == [prompts.name]
     prompts.write_text(f"5\n{long}\n")
     done = tool(*words, "--cut-prompts")

@@ -48,9 +48,9 @@ def test_contents(tmp_path, run):
     assert any(line.split() == ["parameters", "61"] for line in lines)
     assert any(line.split() == ["iteration", "100"] for line in lines)
     code, output = run(folder, "--json")
-    found = json.loads(output)
-    assert found["checkpoint"]["provenance"]["versions"] == {"torch": "1.2"}
-    assert found["tensors"]["master.embedding.weight"]["shape"] == [10, 3]
+    report = json.loads(output)
+    assert report["checkpoint"]["provenance"]["versions"] == {"torch": "1.2"}
+    assert report["tensors"]["master.embedding.weight"]["shape"] == [10, 3]
 
 
 def test_a_folder_of_checkpoints(tmp_path, run):
@@ -59,9 +59,9 @@ def test_a_folder_of_checkpoints(tmp_path, run):
     (newest / "state.json").write_text("{}")
     code, output = run(tmp_path)
     assert code == 0 and "iter_0000200" in output and "state.json" in output
-    found = json.loads(run(tmp_path, "--json")[1])
-    assert found["checkpoint"]["iteration"] == 100
-    assert [c["problem"] is None for c in found["checkpoints"]] == [False, True]
+    report = json.loads(run(tmp_path, "--json")[1])
+    assert report["checkpoint"]["iteration"] == 100
+    assert [c["problem"] is None for c in report["checkpoints"]] == [False, True]
     assert run(newest)[0] == 1
     assert run(tmp_path, "--tag", "200")[0] == 1
     assert run(tmp_path, "--tag", 100, "--json")[0] == 0
@@ -73,10 +73,10 @@ def test_norms(tmp_path, run):
     (row,) = [line for line in output.splitlines() if "master.bad" in line]
     assert code == 0 and row.split() == ["master.bad", "3", "float32", "5", "4", "1"]
     assert "exp_avg." not in output
-    found = json.loads(run(folder, "--norms", "--json")[1])
+    report = json.loads(run(folder, "--norms", "--json")[1])
     exact = VALUES["exp_avg.embedding.weight"].double().norm().item()
     # Both are in float64; the order of 30 additions differs.
-    assert found["tensors"]["exp_avg.embedding.weight"]["norm"] == pytest.approx(exact, rel=1e-14)
+    assert report["tensors"]["exp_avg.embedding.weight"]["norm"] == pytest.approx(exact, rel=1e-14)
     damage(folder / "__1_0.distcp")
     code, output = run(folder, "--norms")
     assert code == 1 and "damaged: " in output and "__1_0.distcp" in output
@@ -92,8 +92,8 @@ def test_verification(tmp_path, run):
         assert code == 1 and f"{folder}/__0_0.distcp" in output
     assert run(old, "--verify")[0] == 0
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    found = json.loads(run(tmp_path, "--verify", "--json")[1])["problems"]
-    assert "7" in found["tracker"][0] and found["iter_0000050"] == []
+    report = json.loads(run(tmp_path, "--verify", "--json")[1])["problems"]
+    assert "7" in report["tracker"][0] and report["iter_0000050"] == []
 
 
 def test_difference(tmp_path, run):
@@ -106,10 +106,12 @@ def test_difference(tmp_path, run):
     code, output = run("--diff", tmp_path / "a", tmp_path / "c")
     (row,) = [line for line in output.splitlines() if "master.embedding.weight" in line]
     assert code == 1 and "30 of 30" in row and row.split()[-1] == "0.5"
-    found = json.loads(run("--diff", first, other, "--json")[1])
-    assert found["same"] is False and list(found["tensors"]) == ["master.embedding.weight"]
+    report = json.loads(run("--diff", first, other, "--json")[1])
+    assert report["same"] is False and list(report["tensors"]) == ["master.embedding.weight"]
     # Each product is rounded to float32 once: relative 2**-24, for a difference of one half.
-    assert found["tensors"]["master.embedding.weight"]["relative"] == pytest.approx(0.5, rel=2**-23)
+    assert report["tensors"]["master.embedding.weight"]["relative"] == pytest.approx(
+        0.5, rel=2**-23
+    )
     assert run("--diff", first, other, "--match", "layers.*")[0] == 0
     damage(other / "__0_0.distcp")
     assert run("--diff", first, other)[0] == 1

@@ -55,8 +55,8 @@ def test_tables_and_files(capsys, tmp_path):
     )
     first = rows[0]
     names = "forward backward recompute layer_messages bubble pipeline_messages data_parallel"
-    parts = sum(float(first[f"{name}_s"]) for name in [*names.split(), "optimizer", "host"])
-    assert parts == pytest.approx(float(first["seconds_per_step"]))
+    total = sum(float(first[f"{name}_s"]) for name in [*names.split(), "optimizer", "host"])
+    assert total == pytest.approx(float(first["seconds_per_step"]))
     tokens_per_s = 16 * 2048 / float(first["seconds_per_step"])
     assert float(first["tokens_per_day"]) == pytest.approx(86400 * tokens_per_s)
     assert float(first["days"]) == pytest.approx(1e9 / tokens_per_s / 86400, rel=1e-4)
@@ -124,7 +124,9 @@ def test_bounds_and_the_formula_of_the_paper_are_options(capsys):
     def cells(*words):
         code, text = call(capsys, *SMALL, "--markdown", "--layout", LAYOUT, *words)
         assert code == 0, text
-        tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("| #")]
+        tables = [
+            section.splitlines() for section in text.split("\n\n") if section.startswith("| #")
+        ]
         split = [
             [[c.strip() for c in row.strip("|").split("|")] for row in (table[0], table[2])]
             for table in tables
@@ -156,7 +158,7 @@ def test_nothing_fits(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("words", "fragments"),
     [
         ([*ONE, "--devices", "8"], ["--nodes", "--devices"]),
         ([*ONE, "--headroom", "70"], ["--headroom 70", "64 GiB"]),
@@ -167,11 +169,11 @@ def test_nothing_fits(capsys):
         ([*SMALL, "--allow", "devices=0-1"], ["devices=0-1", "0 to 7"]),
     ],
 )
-def test_mistakes(capsys, words, parts):
+def test_mistakes(capsys, words, fragments):
     code, text = call(capsys, *words)
     assert code == 2 and "\nerror: " in f"\n{text}"
-    for part in parts:
-        assert part in text, text
+    for fragment in fragments:
+        assert fragment in text, text
 
 
 def test_what_is_missing_is_found_before_the_search(capsys, tmp_path, monkeypatch):
@@ -187,8 +189,8 @@ def test_what_is_missing_is_found_before_the_search(capsys, tmp_path, monkeypatc
 
 def test_the_plan_allows_what_the_dry_run_allows():
     args = plan.build_parser().parse_args(ONE)
-    given = plan.make_search(args, MODEL)
-    assert given.capacity == capacity_of(given.space.base, FRONTIER, "gpu") == 57.6 * 2**30
+    search = plan.make_search(args, MODEL)
+    assert search.capacity == capacity_of(search.space.base, FRONTIER, "gpu") == 57.6 * 2**30
 
 
 @pytest.mark.slow

@@ -114,18 +114,18 @@ TIMELINE = {
 }
 
 
-def written(folder, found):
-    write(folder, found)
+def written(folder, events):
+    write(folder, events)
     (folder / "timeline.json").write_text(json.dumps(TIMELINE))
     return folder
 
 
-def told(*words):
+def report_sections(*words):
     """Return a report as JSON: its sections by title."""
     with tempfile.NamedTemporaryFile() as file:
         assert report.main([*map(str, words), "--format", "json", "--output", file.name]) == 0
-        found = json.load(open(file.name))  # noqa: SIM115
-    return {section["title"]: section["blocks"] for section in found["sections"]}
+        content = json.load(open(file.name))  # noqa: SIM115
+    return {section["title"]: section["blocks"] for section in content["sections"]}
 
 
 def rows(blocks, number=0):
@@ -141,14 +141,14 @@ def traces(blocks):
 
 
 def test_figures_are_those_of_the_records(tmp_path):
-    found = told(written(tmp_path / "run", a_run()))
-    (summary,) = rows(found["At a glance"])
+    sections = report_sections(written(tmp_path / "run", a_run()))
+    (summary,) = rows(sections["At a glance"])
     expected = dict(ended="completed", iteration=12, tokens=12 * 640 * 2048, step_s=425.0)
     expected |= dict(lm_loss=7.8, valid_loss=7.7, tokens_per_s=640 * 2048 / 425)
     expected |= {"valid loss of wiki": 8.1, "memory_bytes": 52 << 30}
     assert expected.items() <= summary.items()
     assert summary["energy_kwh"] == pytest.approx(14 * 0.5)  # of lost steps too
-    training, blend, wiki, events = traces(found["Loss"])
+    training, blend, wiki, events = traces(sections["Loss"])
     assert training["axes"]["iteration"] == [*range(1, 13)]
     assert training["y"] == pytest.approx([9.0 - i / 10 for i in range(1, 13)])
     assert training["axes"]["tokens"][-1] == summary["tokens"]
@@ -163,25 +163,25 @@ def test_figures_are_those_of_the_records(tmp_path):
         12,
     ]  # roll-back, failed save, resume, slow rank
     named = "resume/loss spike/checkpoint failed/rejected checkpoint/stragglers".split("/")
-    assert {row["event"] for row in rows(found["Events"])} == {*named}
-    (phase,) = rows(found["Phases of a step"])
+    assert {row["event"] for row in rows(sections["Events"])} == {*named}
+    (phase,) = rows(sections["Phases of a step"])
     assert (phase["least"], phase["middle"], phase["most"]) == (90.0, 100.0, 120.0)
-    assert rows(found["Pipeline"])[0]["bubble"] == 0.21
-    (forward,) = traces(found["Pipeline"])
+    assert rows(sections["Pipeline"])[0]["bubble"] == 0.21
+    (forward,) = traces(sections["Pipeline"])
     assert sorted(zip(forward["y"], forward["base"], forward["text"], strict=True)) == [
         (f"stage {stage}", float(stage + batch), str(batch))
         for stage in (0, 1)
         for batch in (0, 1, 2)
     ]
     assert set(forward["x"]) == {0.9}
-    assert [(row["part"], row["most"]) for row in rows(found["Memory"])] == [
+    assert [(row["part"], row["most"]) for row in rows(sections["Memory"])] == [
         ("stage 0", 55.0),
         ("stage 1", 30.0),
     ]
-    assert rows(found["Data"])[0]["epochs"] == 1.5
-    assert rows(found["Checkpoints"])[0]["size_bytes"] == 3 << 30
-    assert {"setting": "num_layers", "value": 48} in rows(found["Settings"])
-    assert "Not in this report" not in found
+    assert rows(sections["Data"])[0]["epochs"] == 1.5
+    assert rows(sections["Checkpoints"])[0]["size_bytes"] == 3 << 30
+    assert {"setting": "num_layers", "value": 48} in rows(sections["Settings"])
+    assert "Not in this report" not in sections
 
 
 def test_a_resumed_run_and_a_roll_back_replace_what_is_done_again():
@@ -202,16 +202,18 @@ def test_runs_are_compared(tmp_path):
         write(tmp_path / str(tensor), records(settings("22b", tensor, 8, 1, 640), times))
         for tensor, times in ((1, [900.0, 420.0, 424.0, 422.0]), (2, [900.0, 421.0, 423.0, 425.0]))
     ]
-    found = told(*paths)
-    one, two = rows(found["Comparison"])
+    sections = report_sections(*paths)
+    one, two = rows(sections["Comparison"])
     assert one["verdict"] is None and one["tokens_per_s"] == 640 * 2048 / 422
     # twice as many devices at the same speed
     assert two["efficiency"] == pytest.approx(422 / 423 / 2)
     low, high = two["efficiency_interval"]
     assert low < two["efficiency"] < high < 1 and "slower" in two["verdict"]
-    different = {row["setting"]: (row["in 1"], row["in 2"]) for row in rows(found["Comparison"], 2)}
+    different = {
+        row["setting"]: (row["in 1"], row["in 2"]) for row in rows(sections["Comparison"], 2)
+    }
     assert different == {"tensor_model_parallel_size": (1, 2), "world_size": (8, 16)}
-    assert [trace["name"] for trace in traces(found["Loss"])] == ["1", "2"]
+    assert [trace["name"] for trace in traces(sections["Loss"])] == ["1", "2"]
 
 
 def test_an_experiment_is_one_folder(tmp_path):
@@ -228,13 +230,13 @@ def test_an_experiment_is_one_folder(tmp_path):
         json.dumps({"name": "tp-1", "experiment": "tp-22b"} | {"value": 1})
     )
     (failed / "result.json").write_text(json.dumps({"status": "failed", "reason": "OutOfMemory"}))
-    found = {row["run"]: row for row in rows(told(tmp_path)["Comparison"])}
-    assert {name: row["state"] for name, row in found.items()} == {
+    by_run = {row["run"]: row for row in rows(report_sections(tmp_path)["Comparison"])}
+    assert {name: row["state"] for name, row in by_run.items()} == {
         "tp-1": "failed",
         "tp-2": "valid",
         "tp-4": "valid",
     }
-    assert found["tp-1"]["remarks"] == "OutOfMemory" and found["tp-1"]["tokens_per_s"] is None
+    assert by_run["tp-1"]["remarks"] == "OutOfMemory" and by_run["tp-1"]["tokens_per_s"] is None
 
 
 WHOLE = json.dumps(TIMELINE)
@@ -250,7 +252,7 @@ WHOLE = json.dumps(TIMELINE)
 def test_a_damaged_timeline_ends_no_report(tmp_path, text):
     run = written(tmp_path / "run", a_run())
     (run / "timeline.json").write_text(text)
-    assert "timeline.json" in told(run)["Pipeline"][-1]
+    assert "timeline.json" in report_sections(run)["Pipeline"][-1]
 
 
 def test_every_field_of_an_event_has_a_check():
@@ -344,7 +346,7 @@ class Page(HTMLParser):
             self.text += data
 
 
-def hostile(found):
+def hostile(events):
     """Return records in which every text is hostile, names of sources too."""
     spoilt = {"reason", "device", "corpus", "folder", "instead", "place", "op", "stage"}
 
@@ -354,13 +356,13 @@ def hostile(found):
             return {f"wiki {HOSTILE}" if k == "wiki" else k: v for k, v in named.items()}
         return [spoil(one) for one in value] if isinstance(value, list) else value
 
-    return spoil(found)
+    return spoil(events)
 
 
 def test_nothing_from_a_file_is_run_or_loaded(tmp_path):
-    found = hostile(a_run())
-    found[0]["config"] |= {HOSTILE: HOSTILE, "data_path": [HOSTILE]}
-    run = written(tmp_path / "<b>run<", found)
+    events = hostile(a_run())
+    events[0]["config"] |= {HOSTILE: HOSTILE, "data_path": [HOSTILE]}
+    run = written(tmp_path / "<b>run<", events)
     assert report.main([str(run), "--title", HOSTILE]) == 0
     page = Page((run / "report.html").read_text())
     assert page.tags.count("script") == 3 and "img" not in page.tags and "b" not in page.tags

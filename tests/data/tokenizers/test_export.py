@@ -28,9 +28,9 @@ def test_sentence_piece(settings, model, tmp_path):
     assert not companions.note and companions.ids["eos_token_id"] == ours.eod
     for name, content in companions.files.items():
         (tmp_path / name).write_bytes(content)
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    again = tokenizer_settings(tmp_path)
-    back = build_tokenizer(**again)
-    assert theirs(TEXT).input_ids == ours.encode(TEXT) == back.encode(TEXT)
-    assert len(theirs) == ours.vocab_size == back.vocab_size
-    assert theirs.eos_token_id == ours.eod == back.eod
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    reread = tokenizer_settings(tmp_path)
+    back = build_tokenizer(**reread)
+    assert reference(TEXT).input_ids == ours.encode(TEXT) == back.encode(TEXT)
+    assert len(reference) == ours.vocab_size == back.vocab_size
+    assert reference.eos_token_id == ours.eod == back.eod

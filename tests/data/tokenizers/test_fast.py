@@ -60,13 +60,13 @@ def merged(text, merges):
 
     Apply the earliest merge, at its leftmost place, until none applies.
     """
-    parts = list(text)
+    symbols = list(text)
     while True:
-        found = [(merges.index(p), i) for i, p in enumerate(pairwise(parts)) if p in merges]
-        if not found:
-            return parts
-        _, i = min(found)
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        candidates = [(merges.index(p), i) for i, p in enumerate(pairwise(symbols)) if p in merges]
+        if not candidates:
+            return symbols
+        _, i = min(candidates)
+        symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
 
 
 @st.composite
@@ -196,14 +196,14 @@ def test_tokens_that_other_files_name_are_those_of_transformers(tmp_path, beside
     word_level(tmp_path, limited=False)
     for name, value in beside.items():
         (tmp_path / name).write_text(json.dumps(value))
-    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    reference = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     ours = build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
     names = [f"<{name}>" for name in ("new", "pad", "image", "z", "y", "end", "no", "x", "w", "v")]
     for text in ("".join(names), "a  <y>  b <z>  a <end> ", *names):
-        assert ours.encode(text) == theirs(text)["input_ids"]
-    assert (ours.vocab_size, ours.eod) == (len(theirs), theirs.eos_token_id)
-    ids = range(len(theirs))
-    text = theirs.decode(ids, skip_special_tokens=True)
+        assert ours.encode(text) == reference(text)["input_ids"]
+    assert (ours.vocab_size, ours.eod) == (len(reference), reference.eos_token_id)
+    ids = range(len(reference))
+    text = reference.decode(ids, skip_special_tokens=True)
     assert ours.decode([i for i in ids if i not in ours.special]) == text
 
 

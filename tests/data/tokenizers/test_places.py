@@ -10,15 +10,15 @@ TEXT = "Größer  hello\n\n\tworld 北京\u00a0it's 😀 \n"
 def check(tokenizer, text=TEXT):
     ids, places = tokenizer.encode_with_offsets(text)
     assert ids == tokenizer.encode(text)
-    whole = 0
+    complete = 0
     for i, (start, stop) in enumerate(places.tolist()):
         decoded = tokenizer.decode(ids[: i + 1])
         if "\ufffd" not in decoded:  # the token does not end within a character
             assert text[:stop].rstrip() == decoded.rstrip()
-            whole += 1
+            complete += 1
         assert start <= stop
         assert start <= (places[i - 1, 1] if i else 0), "characters without a token"
-    assert whole > 4 and places[-1, 1] == len(text)
+    assert complete > 4 and places[-1, 1] == len(text)
 
 
 def test_hugging_face(tmp_path):

@@ -72,11 +72,11 @@ def test_models_without_the_usual_pieces(tmp_path):
     bare = train(tmp_path / "bare.model", bos_id=-1, eos_id=-1, pad_id=-1)
     with pytest.raises(DataError, match="SentencePieceTokenizer"):
         build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=bare)
-    pieces = build_tokenizer("SentencePieceTokenizer", tokenizer_model=bare).vocab_size - 7
+    base_size = build_tokenizer("SentencePieceTokenizer", tokenizer_model=bare).vocab_size - 7
     # <CLS> <SEP> <EOD> <MASK> <PAD> <BOS> <EOS>: none of them is a piece of this model
     plain = build_tokenizer("SentencePieceTokenizer", tokenizer_model=bare)
-    assert plain.eod == pieces + 2
-    assert plain.decode(range(pieces, pieces + 7)) == "<CLS><SEP><EOD><MASK><PAD><BOS><EOS>"
+    assert plain.eod == base_size + 2
+    assert plain.decode(range(base_size, base_size + 7)) == "<CLS><SEP><EOD><MASK><PAD><BOS><EOS>"
     no_bos = train(tmp_path / "no_bos.model", bos_id=-1)
     with pytest.raises(DataError, match="GPTSentencePieceTokenizer"):
         build_tokenizer("Llama2Tokenizer", tokenizer_model=no_bos)

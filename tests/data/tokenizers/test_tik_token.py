@@ -88,13 +88,16 @@ def monkeypatch_module():
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [("gpt2", "r50k_base"), ("cl100k", "cl100k_base"), ("o200k", "o200k_base")]
+    ("ours", "encoding"),
+    [("gpt2", "r50k_base"), ("cl100k", "cl100k_base"), ("o200k", "o200k_base")],
 )
 @given(text=TEXTS)
-def test_patterns_cut_as_the_published_ones(published, ours, theirs, text):
+def test_patterns_cut_as_the_published_ones(published, ours, encoding, text):
     import regex
 
-    assert regex.findall(PATTERNS[ours], text) == regex.findall(published[theirs]["pat_str"], text)
+    assert regex.findall(PATTERNS[ours], text) == regex.findall(
+        published[encoding]["pat_str"], text
+    )
 
 
 def test_patterns_of_megatron_and_llama():
@@ -223,8 +226,12 @@ def test_json_vocabulary_is_cut(tmp_path):
     # hell o
     assert tokenizer.vocab_size == 269 and tokenizer.encode("hello") == [10 + 258, 10 + ord("o")]
     assert build(path, tiktoken_special_tokens=["</s>", "<x>"]).vocab_size == 1264
-    own = build(path, tiktoken_num_special_tokens=3, tiktoken_special_tokens=["</s>", "<x>"])
-    assert (own.eod, own.vocab_size, own.decode([0, 1, 2])) == (0, 267, "</s><x><SPECIAL_2>")
+    custom = build(path, tiktoken_num_special_tokens=3, tiktoken_special_tokens=["</s>", "<x>"])
+    assert (custom.eod, custom.vocab_size, custom.decode([0, 1, 2])) == (
+        0,
+        267,
+        "</s><x><SPECIAL_2>",
+    )
 
 
 @pytest.mark.parametrize(
@@ -289,8 +296,9 @@ def test_more_white_space_than_the_pattern_can_go_back_over(pattern):
     ids = {token: i for i, token in enumerate([*BYTES, b"  "])}
     encoder = RankTokenizer(ids, {"</s>": 257}, 257, PATTERNS[pattern])
     spaces = 1_000_002
-    found = encoder.encode(f"a{' ' * spaces}b")
+    encoded = encoder.encode(f"a{' ' * spaces}b")
     # The last space goes with the letter, and the others, an odd number, in pairs.
     assert (
-        len(found) == 1 + spaces // 2 - 1 + 1 + 2 and encoder.decode(found) == f"a{' ' * spaces}b"
+        len(encoded) == 1 + spaces // 2 - 1 + 1 + 2
+        and encoder.decode(encoded) == f"a{' ' * spaces}b"
     )

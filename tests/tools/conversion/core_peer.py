@@ -161,13 +161,13 @@ def main():
         target = sharded(model, masters, adam, {})
         loaded = dist_checkpointing.load(target, first)
         model.load_state_dict(loaded["model"])
-        held = loaded["optimizer"]["optimizer"]["state"]
+        loaded_states = loaded["optimizer"]["optimizer"]["state"]
         for i, (master, copy) in enumerate(
             zip(masters, loaded["optimizer"]["fp32_from_fp16_params"][0], strict=True)
         ):
             master.copy_(copy)
             for kind in ("exp_avg", "exp_avg_sq"):
-                adam.state[master][kind] = held[i][kind]
+                adam.state[master][kind] = loaded_states[i][kind]
         for metadata in ({}, {"singleton_local_shards": True}):
             save(f"{second}{len(metadata)}", metadata, **common)
     torch.distributed.barrier()

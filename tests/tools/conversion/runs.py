@@ -190,9 +190,9 @@ def over_stages(rank, root, precision):
     for layer in model.forward_funcs:
         if isinstance(layer, torch.nn.Module):
             layer.forward = functools.partial(theirs.push, layer)
-    whole = theirs.GPTModel(a)
-    theirs.initialise(whole)
-    values = dict(whole.named_parameters())
+    full_model = theirs.GPTModel(a)
+    theirs.initialise(full_model)
+    values = dict(full_model.named_parameters())
     for name, p in model.named_parameters():
         p.data = theirs.shard_of(name, values[pipe_name(name)].detach(), a, t, 2).clone()
         p.tensor_model_parallel = p.shape != values[pipe_name(name)].shape
@@ -206,13 +206,13 @@ def over_stages(rank, root, precision):
     # On the last stage the positions belong to a copy of the embedding of which only the tied
     # weight is used.
     first = topology.pipeline.is_first
-    own = [
+    local = [
         (pipe_name(n), p)
         for n, p in model.named_parameters()
         if first or not n.startswith("tied_modules")
     ]
     return {
-        "state": whole_state(own),
+        "state": whole_state(local),
         "files": sorted(path.name for path in (Path(root) / "global_step2").iterdir()),
     }
 
@@ -223,8 +223,8 @@ def pipe_name(name):
         return "language_model.embedding." + name.removeprefix("tied_modules.embed.")
     number, _, rest = name.partition(".")
     layer = int(number) - 2
-    part = f"layers.{layer}" if layer < theirs.LAYERS else "final_layernorm"
-    return f"language_model.encoder.{part}.{rest}"
+    section = f"layers.{layer}" if layer < theirs.LAYERS else "final_layernorm"
+    return f"language_model.encoder.{section}.{rest}"
 
 
 def ours_after(rank, directories):

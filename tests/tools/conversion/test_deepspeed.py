@@ -56,8 +56,8 @@ def folder(tmp_path_factory):
 def wrote(folder):
     """Write each folder and return the state of the ranks that wrote it."""
     two = run_processes(2, runs.on_two, str(folder))
-    found = {name: [rank[name] for rank in two] for name in two[0]}
-    return found | {"stages": run_processes(4, runs.over_stages, str(folder / "stages"), "fp16")}
+    states = {name: [rank[name] for rank in two] for name in two[0]}
+    return states | {"stages": run_processes(4, runs.over_stages, str(folder / "stages"), "fp16")}
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def plans(folder, wrote):
 @pytest.fixture(scope="module")
 def ours_has(folder, plans):
     """Return the state of our own engine after it loaded the converted checkpoints."""
-    (found,) = run_processes(1, runs.ours_after, [str(folder / f"{name}-new") for name in plans])
-    return dict(zip(plans, found, strict=True))
+    (states,) = run_processes(1, runs.ours_after, [str(folder / f"{name}-new") for name in plans])
+    return dict(zip(plans, states, strict=True))
 
 
 @pytest.mark.slow
@@ -156,8 +156,8 @@ def test_bf16_over_tensor_ranks(folder, wrote, ours_has):
     for t, result in enumerate(wrote["mixed"]):  # this is DeepSpeed's state, part by part
         for kind, values in result["state"].items():
             for name, value in values.items():
-                part = theirs.shard_of(name, torch.from_numpy(state[kind][name]), a, t, 2)
-                assert np.array_equal(value, part.numpy()), (kind, name)
+                shard = theirs.shard_of(name, torch.from_numpy(state[kind][name]), a, t, 2)
+                assert np.array_equal(value, shard.numpy()), (kind, name)
     check_state(folder / "mixed-new", "mixed", state)
     check_logits(ours_has["mixed"], "mixed", state["master"])
 
@@ -171,25 +171,25 @@ def test_fp16_pipeline_over_two_stages(folder, wrote, plans, ours_has):
     )
     assert (source.tensor_size, source.pipeline_size) == (2, 2)
     a = theirs.arguments("gpt")
-    found = whole_tensors(find_folder(folder / "stages-new"))
+    tensors = whole_tensors(find_folder(folder / "stages-new"))
     seen = set()
     # The joined tensors, cut again, are those of each rank.
     for rank, result in enumerate(results):
         for kind, values in result["state"].items():
             for name, value in values.items():
-                whole = found[f"{kind}.{ours(name)}"]
+                full = tensors[f"{kind}.{ours(name)}"]
                 padded = torch.from_numpy(value)
                 if "word_embeddings" in name:
-                    whole = torch.cat((whole, whole.new_zeros(64 - 50, theirs.HIDDEN)))
+                    full = torch.cat((full, full.new_zeros(64 - 50, theirs.HIDDEN)))
                     padded[max(0, 50 - 32 * (rank % 2)) :] = 0.0
-                assert torch.equal(theirs.shard_of(name, whole, a, rank % 2, 2), padded), (
+                assert torch.equal(theirs.shard_of(name, full, a, rank % 2, 2), padded), (
                     kind,
                     name,
                 )
                 seen.add(f"{kind}.{ours(name)}")
-    assert seen == found.keys()
+    assert seen == tensors.keys()
     masters = {
-        name: found[f"master.{ours(name)}"] for r in results for name in r["state"]["master"]
+        name: tensors[f"master.{ours(name)}"] for r in results for name in r["state"]["master"]
     }
     table = "language_model.embedding.word_embeddings.weight"
     masters[table] = torch.cat((masters[table], torch.zeros(14, theirs.HIDDEN)))
@@ -251,13 +251,13 @@ def test_without_optimizer(tmp_path, folder, wrote):
     shutil.copytree(folder / "mixed", tmp_path / "old")
     (tmp_path / "old" / "global_step2" / SHARD_1).unlink()
     converted(tmp_path / "old", tmp_path / "new", optimizer=False)
-    found = whole_tensors(find_folder(tmp_path / "new"))
-    assert all(name.startswith("master.") for name in found)
+    tensors = whole_tensors(find_folder(tmp_path / "new"))
+    assert all(name.startswith("master.") for name in tensors)
     name = "language_model.encoder.layers.1.self_attention.dense.weight"
-    parts = [
+    shards = [
         torch.from_numpy(r["state"]["master"][name]).bfloat16().float() for r in wrote["mixed"]
     ]
-    assert torch.equal(found["master.layers.1.self_attention.dense.weight"], torch.cat(parts, 1))
+    assert torch.equal(tensors["master.layers.1.self_attention.dense.weight"], torch.cat(shards, 1))
 
 
 @pytest.mark.slow

@@ -102,10 +102,10 @@ def test_experts_there_and_back(tmp_path, monkeypatch):
     source = make("qwen3_moe", tmp_path / "source", torch.bfloat16, max_shard_size="30KB")
     back = there_and_back(source, tmp_path)
     masters = whole_tensors(find_folder(tmp_path / "native"))
-    theirs = tensors(source)
+    source_tensors = tensors(source)
     for expert, ours in enumerate(masters["master.layers.2.mlp.experts.dense_h_to_4h.weight"]):
         for matrix, name in zip(ours, ("gate", "up"), strict=True):
-            of = theirs[f"model.layers.2.mlp.experts.{expert}.{name}_proj.weight"]
+            of = source_tensors[f"model.layers.2.mlp.experts.{expert}.{name}_proj.weight"]
             assert torch.equal(matrix, of.float())
     identical(source, back)
     fields = json.loads((back / "config.json").read_text())
@@ -162,8 +162,8 @@ def test_straight_from_megatron(tmp_path, style):
     assert main([old, native]) == 0
     assert main(["--to", "hf", "--fp16", native, str(tmp_path / "detour")]) == 0
     identical(tmp_path / "detour", tmp_path / "straight")
-    again = ["--to", "hf", "--bf16", "--overwrite", native, str(tmp_path / "detour")]
-    assert main(again) == 0
+    flags = ["--to", "hf", "--bf16", "--overwrite", native, str(tmp_path / "detour")]
+    assert main(flags) == 0
     assert {value.dtype for value in tensors(tmp_path / "detour").values()} == {torch.bfloat16}
     assert {value.dtype for value in tensors(tmp_path / "straight").values()} == {torch.float16}
 

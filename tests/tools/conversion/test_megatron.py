@@ -23,11 +23,11 @@ def whole_model(a, seed):
     }
 
 
-def in_version(name, part, version):
+def in_version(name, weight, version):
     """Return rows of query_key_value in the order of older versions of Megatron, row by row."""
     if "query_key_value" not in name or version >= 2.0:
-        return part
-    rows = part.unflatten(0, (-1, 3, theirs.HIDDEN // theirs.HEADS))  # [heads, kinds, head size]
+        return weight
+    rows = weight.unflatten(0, (-1, 3, theirs.HIDDEN // theirs.HEADS))  # [heads, kinds, head size]
     return rows.movedim(1, 0 if version == 0 else 2).flatten(0, 2)
 
 
@@ -48,7 +48,7 @@ def nested(flat):
     return out
 
 
-def stages(whole, a, pipeline, chunks):
+def stages(parameters, a, pipeline, chunks):
     """Return (pipeline rank, virtual stage) -> its parameters.
 
     Layers are counted from 0 in each.
@@ -56,7 +56,7 @@ def stages(whole, a, pipeline, chunks):
     last = pipeline * chunks - 1
     each = a.num_layers // (last + 1)
     out = {(p, chunk): {} for p in range(pipeline) for chunk in range(chunks)}
-    for name, x in whole.items():
+    for name, x in parameters.items():
         stage = 0 if name.startswith("embedding.") else last
         if name.startswith("encoder.layers."):
             _, _, number, rest = name.split(".", 3)
@@ -64,7 +64,7 @@ def stages(whole, a, pipeline, chunks):
             name = f"encoder.layers.{layer}.{rest}"
         out[stage % pipeline, stage // pipeline][name] = x
     if not a.untie_embeddings_and_output_weights and pipeline > 1:
-        table = whole["embedding.word_embeddings.weight"]
+        table = parameters["embedding.word_embeddings.weight"]
         out[pipeline - 1, chunks - 1]["word_embeddings_for_head.weight"] = table
     return out
 
@@ -73,7 +73,7 @@ def optimizer_state(kinds, half):
     """Return Megatron's optimizer state: without names, in two groups."""
     names = list(kinds["master"])
     decay = [
-        [n for n in names if (kinds["master"][n].dim() > 1) == wanted] for wanted in (True, False)
+        [n for n in names if (kinds["master"][n].dim() > 1) == decayed] for decayed in (True, False)
     ]
     order = [n for group in decay for n in group]
     moments = {n: {kind: kinds[kind][n] for kind in ("exp_avg", "exp_avg_sq")} for n in order}
@@ -104,11 +104,11 @@ def write(root, style, tensor=1, pipeline=1, chunks=1, version=3.0, half=True, *
         cut = {
             kind: {
                 n: in_version(n, theirs.shard_of(n, x, a, t, tensor), version)
-                for n, x in whole.items()
+                for n, x in tensors.items()
             }
-            for kind, whole in kinds.items()
+            for kind, tensors in kinds.items()
         }
-        each = {kind: stages(parts, a, pipeline, chunks) for kind, parts in cut.items()}
+        each = {kind: stages(shards, a, pipeline, chunks) for kind, shards in cut.items()}
         for p in range(pipeline):
             dtype = torch.float16 if half else torch.float32
             models = [
@@ -229,8 +229,8 @@ def test_errors(tmp_path):
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
     write(tmp_path / "old", "gpt", half=False)
     plan = planned(tmp_path / "old", optimizer=False)
-    part = plan.source.parts["final_layernorm.weight"][0]
-    (part.load or (lambda: part.weight))().fill_(float("nan"))
+    shard = plan.source.parts["final_layernorm.weight"][0]
+    (shard.load or (lambda: shard.weight))().fill_(float("nan"))
     with pytest.raises(CheckpointError, match="final_layernorm.weight"):
         whole_tensor(plan, "master", "final_layernorm.weight")
 
@@ -245,11 +245,11 @@ def test_gelu_without_fusion_is_the_exact_one():
 
 def test_arguments_of_other_architectures():
     """Arguments under Megatron's names, and the norm of the embeddings as BLOOM's layers have it."""
-    given = dict(qk_layernorm=True, add_qkv_bias=True, rotary_interleaved=True)
+    shared = dict(qk_layernorm=True, add_qkv_bias=True, rotary_interleaved=True)
     other = dict(embed_layernorm=True, use_rope_scaling=True, rope_scaling_factor=32.0)
-    found = settings_of({**given, **other, "position_embedding_type": "rope"})
-    assert found == dict(
-        **given,
+    settings = settings_of({**shared, **other, "position_embedding_type": "rope"})
+    assert settings == dict(
+        **shared,
         embedding_layernorm=True,
         position_embedding_type="rope",
         rope_scaling="llama3",

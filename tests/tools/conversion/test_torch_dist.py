@@ -46,11 +46,11 @@ FUSED = {
 }
 
 
-class Pieces(torch.Tensor):
-    """Tensor that torch's checkpoints write in pieces, as ranks do."""
+class ShardedTensor(torch.Tensor):
+    """Tensor that torch's checkpoints write in shards, as ranks do."""
 
     def cuts(self):
-        """Return the pieces: halves of the first and of the last dimension."""
+        """Return the slices of the shards: halves of the first and of the last dimension."""
         each = [[slice(0, size)] for size in self.shape]
         for dim in (-1, 0):
             size = self.shape[dim]
@@ -58,50 +58,50 @@ class Pieces(torch.Tensor):
             each[dim] = [slice(i, min(i + step, size)) for i in range(0, size, step)]
         return list(itertools.product(*each))
 
-    def piece(self, cut):
+    def shard(self, cut):
         return self.as_subclass(torch.Tensor)[cut].clone()
 
     def offsets(self, cut):
-        return torch.Size([part.start for part in cut])
+        return torch.Size([extent.start for extent in cut])
 
     def __create_write_items__(self, key, _):
         properties = Properties(self.dtype)
         items = []
         for number, cut in enumerate(self.cuts()):
             offset = self.offsets(cut)
-            size = self.piece(cut).shape
+            size = self.shard(cut).shape
             data = TensorWriteData(ChunkStorageMetadata(offset, size), properties, self.shape)
             index = MetadataIndex(key, offset, number)
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         return items
 
     def __create_chunk_list__(self):
-        each = ((self.offsets(cut), self.piece(cut).shape) for cut in self.cuts())
+        each = ((self.offsets(cut), self.shard(cut).shape) for cut in self.cuts())
         return [ChunkStorageMetadata(*one) for one in each]
 
     def __get_tensor_shard__(self, index):
-        return next(self.piece(c) for c in self.cuts() if self.offsets(c) == index.offset)
+        return next(self.shard(c) for c in self.cuts() if self.offsets(c) == index.offset)
 
 
 def in_core(flat, names, stacked, gated):
     """Return tensors as Megatron core names and stacks them."""
-    found = {}
+    tensors = {}
     for name, tensor in flat.items():
         for old, new in names.items():
             name = name.replace(old, new)
         _, _, rest = name.partition("decoder.layers.")
         if stacked and rest:
-            number, _, part = rest.partition(".")
-            found.setdefault(f"decoder.layers.{part}", []).append((int(number), tensor))
+            number, _, suffix = rest.partition(".")
+            tensors.setdefault(f"decoder.layers.{suffix}", []).append((int(number), tensor))
         elif gated and "linear_fc1" in name and "layer_norm" not in name:
-            found |= dict(zip((f"{name}_w", f"{name}_v"), tensor.chunk(2), strict=True))
+            tensors |= dict(zip((f"{name}_w", f"{name}_v"), tensor.chunk(2), strict=True))
         else:
-            found[name] = tensor
+            tensors[name] = tensor
     return {
         name: torch.stack([tensor for _, tensor in sorted(value, key=lambda one: one[0])])
         if isinstance(value, list)
         else value
-        for name, value in found.items()
+        for name, value in tensors.items()
     }
 
 
@@ -124,12 +124,13 @@ def write(root, style, stacked=True, fused=False, half=True):
             content |= {f"{prefix}{name}": x for name, x in core_names.items()}
     folder = root / "iter_0000005"
     folder.mkdir(parents=True)
-    pieces = {
-        n: x.as_subclass(Pieces) if isinstance(x, torch.Tensor) else x for n, x in content.items()
+    sharded = {
+        n: x.as_subclass(ShardedTensor) if isinstance(x, torch.Tensor) else x
+        for n, x in content.items()
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # one process without a group is intended
-        dcp.save(pieces, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        dcp.save(sharded, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     scaler = {"scale": torch.tensor([512.0]), "growth_tracker": 3, "hysteresis_tracker": 2}
     step = torch.tensor(5.0)
     adam = {"state": {"common_step": step}, "param_groups": [{"lr": 1e-3}]}
@@ -163,7 +164,7 @@ def test_all_of_it_is_converted(tmp_path, style, stacked, fused, half):
 
 
 def rewrite(edit):
-    """Return a function that changes the list of the pieces."""
+    """Return a function that changes the list of the shards."""
 
     def action(folder):
         path = folder / ".metadata"
@@ -200,8 +201,8 @@ def lose_a_piece(metadata):
 
 
 def lead_outside(metadata):
-    for place in metadata.storage_data.values():
-        place.relative_path = "../elsewhere"
+    for location in metadata.storage_data.values():
+        location.relative_path = "../elsewhere"
 
 
 def claim_layers(metadata):
@@ -250,22 +251,22 @@ def test_what_megatron_core_writes(core, tmp_path):
             )
             for rank in range(size)
         ]
-        said = [one.communicate()[1] for one in running]
-        assert not any(one.returncode for one in running), said
+        errors = [one.communicate()[1] for one in running]
+        assert not any(one.returncode for one in running), errors
     truth = torch.load(tmp_path / "truth.pt", weights_only=True)
     for folder in ("one", "four0", "four1"):
         target = tmp_path / f"{folder}-new"
         assert converted(tmp_path / folder, target).source.optimizer_step == 1
-        found = whole_tensors(find_folder(target))
-        assert len(found) == len(truth["tensors"])
+        tensors = whole_tensors(find_folder(target))
+        assert len(tensors) == len(truth["tensors"])
         for key, value in truth["tensors"].items():
             kind, _, name = key.partition(".")
-            own = ours(name)
-            assert own is not None
-            vocabulary = own in ("embedding.word_embeddings.weight", "output_layer.weight")
+            our_name = ours(name)
+            assert our_name is not None
+            vocabulary = our_name in ("embedding.word_embeddings.weight", "output_layer.weight")
             expected = value[:60] if vocabulary else value
-            expected = torch.stack(value.chunk(2)) if "dense_h_to_4h" in own else expected
-            assert torch.equal(found[f"{kind}.{own}"], expected), (folder, key)
+            expected = torch.stack(value.chunk(2)) if "dense_h_to_4h" in our_name else expected
+            assert torch.equal(tensors[f"{kind}.{our_name}"], expected), (folder, key)
     tokens = torch.tensor([[*row, 0] for row in TOKENS])
     chunk = megatron.load_model(tmp_path / "one-new").chunks["0"]
     with torch.no_grad():

@@ -16,10 +16,10 @@ def test_classes_of_theirs_become_records(tmp_path):
     arguments = argparse.Namespace(num_layers=2, dtype=torch.bfloat16)
     content = {"args": arguments, "rng": np.random.get_state(), "w": torch.ones(3)}
     torch.save(content, tmp_path / "file.pt")
-    found = load_file(tmp_path / "file.pt")
-    assert type(found["args"]) is Record
-    assert attributes(found["args"]) == {"num_layers": 2, "dtype": torch.bfloat16}
-    assert torch.equal(found["w"], content["w"])
+    loaded = load_file(tmp_path / "file.pt")
+    assert type(loaded["args"]) is Record
+    assert attributes(loaded["args"]) == {"num_layers": 2, "dtype": torch.bfloat16}
+    assert torch.equal(loaded["w"], content["w"])
 
 
 def test_unknown_classes_are_named_and_may_be_allowed(tmp_path):

@@ -260,30 +260,30 @@ def loss_of(logits, labels):
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def shard_of(name, whole, a, t, tp):
+def shard_of(name, full, a, t, tp):
     """Return the shard of tensor rank t of tp in Megatron.
 
     It has its heads, its columns of gate and of value, or its tokens.
     """
     if "query_key_value" in name:
-        return whole.view(a.num_key_value_heads, -1, *whole.shape[1:]).chunk(tp)[t].flatten(0, 1)
+        return full.view(a.num_key_value_heads, -1, *full.shape[1:]).chunk(tp)[t].flatten(0, 1)
     if "dense_h_to_4h" in name and a.swiglu:
-        gate, value = whole.chunk(2)
+        gate, value = full.chunk(2)
         return torch.cat((gate.chunk(tp)[t], value.chunk(tp)[t]))
     if "dense_h_to_4h" in name or "word_embeddings" in name or "output_layer" in name:
-        return whole.chunk(tp)[t]
+        return full.chunk(tp)[t]
     if name.endswith(("self_attention.dense.weight", "dense_4h_to_h.weight")):
-        return whole.chunk(tp, 1)[t]
-    return whole
+        return full.chunk(tp, 1)[t]
+    return full
 
 
 def cut(model, a, t, tp):
     """Reduce every parameter to the part of tensor rank t. The model can no longer compute."""
     for name, p in list(model.named_parameters()):
         owner = model.get_submodule(name.rpartition(".")[0])
-        part = nn.Parameter(shard_of(name, p.detach(), a, t, tp).contiguous())
-        part.tensor_model_parallel = part.shape != p.shape
-        setattr(owner, name.rpartition(".")[2], part)
+        shard = nn.Parameter(shard_of(name, p.detach(), a, t, tp).contiguous())
+        shard.tensor_model_parallel = shard.shape != p.shape
+        setattr(owner, name.rpartition(".")[2], shard)
 
 
 def whole_in_our_shape(name, tensor, a):

@@ -35,7 +35,7 @@ def refused(source, target, *words):
 
 def whole_tensors(folder):
     metadata = dcp.FileSystemReader(folder).read_metadata()
-    found = {
+    tensors = {
         name: torch.full(tuple(t.size), float("nan"), dtype=t.properties.dtype)
         for name, t in metadata.state_dict_metadata.items()
         if isinstance(t, TensorStorageMetadata)
@@ -43,19 +43,19 @@ def whole_tensors(folder):
     with warnings.catch_warnings():
         # One process without a process group is intended.
         warnings.simplefilter("ignore", UserWarning)
-        dcp.load(found, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-    return found
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    return tensors
 
 
 def check_tensors(root, a, kinds):
     """Check that our checkpoint has their {kind: {name: values}} bit for bit, and no other tensors."""
-    found = whole_tensors(find_folder(root))
+    tensors = whole_tensors(find_folder(root))
     expected = {
         f"{kind}.{ours(name)}": theirs.whole_in_our_shape(name, torch.as_tensor(value), a)
         for kind, values in kinds.items()
         for name, value in values.items()
     }
-    assert found.keys() == expected.keys()
+    assert tensors.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name].dtype == torch.float32
-        assert torch.equal(found[name], value), name
+        assert tensors[name].dtype == torch.float32
+        assert torch.equal(tensors[name], value), name

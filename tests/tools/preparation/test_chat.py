@@ -134,18 +134,18 @@ def test_tokens_and_mask_are_those_of_transformers(folder, tmp_path, marked):
     unmarked = tmp_path / "t.jinja"
     unmarked.write_text(WITHOUT_MARKS)
     flags = [] if marked else ["--append-eod", "--chat-template", str(unmarked)]
-    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
     assert run(folder, tmp_path / "o", lines, *flags) == 0
     ids, masks = written(tmp_path / "o")
-    for line, found, mask in zip(lines, ids, masks, strict=True):
-        expected = theirs.apply_chat_template(
+    for line, tokens, mask in zip(lines, ids, masks, strict=True):
+        expected = reference.apply_chat_template(
             line["messages"],
             tools=line.get("tools"),
             chat_template=MARKED if marked else TOOLS + QWEN,
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
-        assert found == expected["input_ids"] + [theirs.eos_token_id] * (not marked)
+        assert tokens == expected["input_ids"] + [reference.eos_token_id] * (not marked)
         assert mask == expected["assistant_masks"] + [1] * (not marked)
     share = np.mean([*chain.from_iterable(masks)])
     assert 0.1 < share < 0.9 and IndexedDataset(f"{tmp_path}/o_chat_document_mask").dtype == "u1"
@@ -204,13 +204,13 @@ def test_the_turns_of_a_template_without_marks_are_those_of_the_same_with_them()
         if turn["role"] == "assistant" and number % 4:
             name = ("reasoning", "reasoning_content", "thinking")[number % 4 - 1]
             turn |= {name: f"thought {number}"}
-    theirs = render_jinja_template(
+    reference = render_jinja_template(
         conversations,
         tools=tools,
         chat_template=TOOLS + QWEN,
         return_assistant_tokens_mask=True,
     )
-    for messages, text, places in zip(conversations, *theirs, strict=True):
+    for messages, text, places in zip(conversations, *reference, strict=True):
         assert rendered(Chat(WITHOUT_MARKS), messages, tools) == (text, tuple(places))
 
 
@@ -255,11 +255,11 @@ def test_the_template_and_its_tokens_are_those_of_transformers(folder, tmp_path,
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content)
         (tmp_path / name).write_text(text)
-    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    reference = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     chat, _ = find_chat(None, str(tmp_path))
     turns = [{"role": "assistant", "content": "a"}]
     for tools in (None, [{"type": "function"}]):
-        text = theirs.apply_chat_template(turns, tools=tools, tokenize=False)
+        text = reference.apply_chat_template(turns, tools=tools, tokenize=False)
         assert chat.read({"messages": turns, "tools": tools}).text == text
 
 

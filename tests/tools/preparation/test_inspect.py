@@ -62,7 +62,7 @@ def test_an_id_that_the_tokenizer_lacks(tmp_path, capsys):
     documents=st.lists(
         st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=3), min_size=1, max_size=5
     ),
-    place=st.floats(0, 1, exclude_max=True),
+    fraction=st.floats(0, 1, exclude_max=True),
     new=st.integers(0, 255),
     cut=st.booleans(),
     in_bin=st.booleans(),
@@ -71,7 +71,7 @@ def test_an_id_that_the_tokenizer_lacks(tmp_path, capsys):
 def test_any_inconsistency_is_found(
     tmp_path_factory,
     documents,
-    place,
+    fraction,
     new,
     cut,
     in_bin,
@@ -84,7 +84,7 @@ def test_any_inconsistency_is_found(
     """
     data, index = packed(documents, "<u2")
     content = data if in_bin else index
-    at = int(place * len(content))
+    at = int(fraction * len(content))
     damaged = content[:at] if cut else content[:at] + bytes([new]) + content[at + 1 :]
     folder = tmp_path_factory.mktemp("any")
     prefix = str(folder / "a")
@@ -93,9 +93,9 @@ def test_any_inconsistency_is_found(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "_BLOCK_ENTRIES", block)
         patch.setattr(library, "_BLOCK_BYTES", 2 * block)
-        found = inspect(prefix, vocab_size=100, validate=True, num_samples=3).problems
+        problems = inspect(prefix, vocab_size=100, validate=True, num_samples=3).problems
     if damaged == content:
-        assert not found
+        assert not problems
         return
     count = sum(map(len, documents))
     if not in_bin and not cut and at >= 34 + 12 * count:
@@ -108,7 +108,7 @@ def test_any_inconsistency_is_found(
         consistent = new == 3 or (not data and 1 <= new <= 8)
     else:
         consistent = False
-    assert bool(found) != consistent, found
+    assert bool(problems) != consistent, problems
 
 
 def test_ids_out_of_vocabulary(tmp_path, monkeypatch):
@@ -116,8 +116,10 @@ def test_ids_out_of_vocabulary(tmp_path, monkeypatch):
     ids = np.arange(1000) % 90
     ids[[333, 700, 701]] = [100, 99, 65535]
     prefix = write(tmp_path / "a", [[ids[:300].tolist(), []], [ids[300:].tolist()]])
-    found = texts(prefix, vocab_size=99, validate=True)
-    assert [re.findall(r"\d+", problem.removeprefix(f"{prefix}.bin: ")) for problem in found] == [
+    problems = texts(prefix, vocab_size=99, validate=True)
+    assert [
+        re.findall(r"\d+", problem.removeprefix(f"{prefix}.bin: ")) for problem in problems
+    ] == [
         ["666", "100", "2", "99"],
         ["1400", "99", "2", "99"],
         ["1402", "65535", "2", "99"],

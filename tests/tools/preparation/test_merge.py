@@ -24,11 +24,11 @@ PARTS = st.tuples(
 
 
 @pytest.mark.slow
-@given(parts=st.lists(PARTS, min_size=1, max_size=4), block=st.sampled_from([1, 3, 1 << 20]))
-def test_order_and_documents_are_kept(tmp_path_factory, parts, block):
+@given(sources=st.lists(PARTS, min_size=1, max_size=4), block=st.sampled_from([1, 3, 1 << 20]))
+def test_order_and_documents_are_kept(tmp_path_factory, sources, block):
     folder = tmp_path_factory.mktemp("merge")
     inputs = [
-        write(folder / f"part{i}", documents, dtype) for i, (dtype, documents) in enumerate(parts)
+        write(folder / f"part{i}", documents, dtype) for i, (dtype, documents) in enumerate(sources)
     ]
     notices = []
     done = []
@@ -37,10 +37,10 @@ def test_order_and_documents_are_kept(tmp_path_factory, parts, block):
         patch.setattr(merge_datasets, "_COPY_BYTES", 8 * block)
         totals = merge(inputs, folder / "all", say=notices.append, on_progress=done.append)
     dtype, documents, modes = unpacked(folder / "all")
-    assert documents == [document for _, part in parts for document in part] and modes == []
-    expected_dtype = np.result_type(*(dtype for dtype, _ in parts))
+    assert documents == [document for _, content in sources for document in content] and modes == []
+    expected_dtype = np.result_type(*(dtype for dtype, _ in sources))
     assert np.dtype(dtype) == expected_dtype and totals.dtype == expected_dtype
-    assert len(notices) == sum(np.dtype(dtype) != expected_dtype for dtype, _ in parts)
+    assert len(notices) == sum(np.dtype(dtype) != expected_dtype for dtype, _ in sources)
     assert totals.num_documents == len(documents) and totals.num_sequences == sum(
         map(len, documents)
     )

@@ -99,7 +99,7 @@ def test_bad_lines_are_left_out(
     monkeypatch.setattr(progress, "SHOWN_BAD", 2)
     path = tmp_path / "c.jsonl"
     count = len(BAD_LINES)
-    lines = [part for i, line in enumerate(BAD_LINES, 1) for part in (b'{"text": "%d"}' % i, line)]
+    lines = [row for i, line in enumerate(BAD_LINES, 1) for row in (b'{"text": "%d"}' % i, line)]
     path.write_bytes(b"\n".join(lines) + b"\n")
     assert run(tmp_path, "--on-bad-input", "skip", "--log-interval", 1, workers=workers) == 0
     assert documents(tmp_path / "o_text_document") == [[i] for i in range(1, 1 + count)]
@@ -116,7 +116,7 @@ def test_a_failed_run_goes_on_with_skip(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK_BYTES", 20)
     (tmp_path / "c.jsonl").write_bytes(b'{"text": "1"}\n' * 5 + b"bad\n" + b'{"text": "2"}\n' * 3)
     assert run(tmp_path) == 2
-    assert "c.jsonl:6: " in (said := capsys.readouterr().err) and "o_partial" in said
+    assert "c.jsonl:6: " in (errors := capsys.readouterr().err) and "o_partial" in errors
     assert run(tmp_path, "--on-bad-input", "skip") == 0
     assert documents(tmp_path / "o_text_document") == [[1]] * 5 + [[2]] * 3
 
@@ -139,13 +139,13 @@ def test_other_errors(tmp_path, capsys):
     write_input(tmp_path / "c.jsonl", [""])
     damaged = tmp_path / "d.jsonl.gz"
     damaged.write_bytes(gzip.compress(b'{"text": "1"}\n' * 1000)[:-20])
-    for said, code in (
+    for expected, code in (
         ("none.jsonl", lambda: run(tmp_path, inputs="none.jsonl")),
         ("c.jsonl", lambda: run(tmp_path)),  # no document with text in it
         ("d.jsonl.gz", lambda: run(tmp_path, inputs=damaged)),
         ("--json-keys", lambda: run(tmp_path, "--json-keys", "a/b")),
     ):
-        assert code() == 2 and said in capsys.readouterr().err, said
+        assert code() == 2 and expected in capsys.readouterr().err, expected
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.jsonl", "d.jsonl.gz"]
 
 
@@ -168,7 +168,7 @@ def test_corpus(tmp_path):
     (library_folder / "endless.py").symlink_to("/dev/zero")
     output = tmp_path / "c.jsonl"
     count, size = build_corpus(output, stdlib=library_folder)
-    found = read_corpus(output)
-    assert set(found) == {"alpha", "pkg", "pkg.deep"} and "\u00e9" in found["pkg.deep"]
-    assert (count, size) == (3, sum(len(text.encode()) for text in found.values()))
+    modules = read_corpus(output)
+    assert set(modules) == {"alpha", "pkg", "pkg.deep"} and "\u00e9" in modules["pkg.deep"]
+    assert (count, size) == (3, sum(len(text.encode()) for text in modules.values()))
     assert build_corpus(output, stdlib=library_folder, max_bytes=400)[1] <= 400

@@ -50,16 +50,18 @@ def tokenizer(tokenizer_arguments):
 def encode(blocks, tokenizer, append_eod):
     """Return the tokens of each document of the blocks, by hand: no writer, no workers."""
     options = PreprocessOptions(tokenizer={}, append_eod=append_eod)
-    found = []
+    documents = []
     bad = []
     for block in blocks:
         encoded = encode_block(block, tokenizer, options)
         (key,) = encoded.keys
         assert key.document_sequences.tolist() == [1] * len(key.sequence_sizes)
         ends = np.cumsum(key.sequence_sizes)
-        found += [part.tolist() for part in np.split(key.tokens, ends[:-1])] if len(ends) else []
+        documents += (
+            [document.tolist() for document in np.split(key.tokens, ends[:-1])] if len(ends) else []
+        )
         bad += encoded.bad
-    return found, bad
+    return documents, bad
 
 
 @pytest.mark.slow
@@ -149,11 +151,11 @@ def test_patterns(tmp_path):
     (tmp_path / "deep").mkdir()
     for name in ("b.jsonl", "a.jsonl", "deep/c.jsonl", "[x].jsonl"):
         (tmp_path / name).write_text("{}\n")
-    found = [
+    names = [
         Path(s.path).name for s in find_sources([tmp_path / "b.jsonl", tmp_path / "[ab].jsonl"])
     ]
     assert (
-        found == ["b.jsonl", "a.jsonl", "b.jsonl"]
+        names == ["b.jsonl", "a.jsonl", "b.jsonl"]
         and len(find_sources([tmp_path / "**/*.jsonl"])) == 4
     )
     # A file of this name comes first.

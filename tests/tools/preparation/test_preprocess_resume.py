@@ -105,7 +105,7 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def finished_job(tmp_path_factory):
     """Provide a job of two keys; plain, packed and parquet input; and lines that are left out."""
     folder = tmp_path_factory.mktemp("job")
     lines = json_lines(TEXTS, TITLES)
@@ -135,8 +135,8 @@ def test_a_finished_command_has_nothing_to_do(job):
 
 
 @pytest.fixture
-def job(whole, tmp_path):
-    return whole.at(tmp_path)
+def job(finished_job, tmp_path):
+    return finished_job.at(tmp_path)
 
 
 def stop_after(blocks):
@@ -309,15 +309,15 @@ def test_places_in_every_kind_of_file(job, tmp_path):
     assert not list(job.folder.glob("o*"))
 
 
-def test_another_command_is_refused_and_told_what_differs(whole, tmp_path):
-    inputs = [Path(shutil.copy2(path, tmp_path)) for path in whole.inputs]
+def test_another_command_is_refused_and_told_what_differs(finished_job, tmp_path):
+    inputs = [Path(shutil.copy2(path, tmp_path)) for path in finished_job.inputs]
     job = Job(tmp_path, inputs, {})
     prefix = tmp_path / "o"
     bigger = {"tokenizer_type": "NullTokenizer", "vocab_size": 200}
     job.stop(3)
 
-    def refused(said, run):
-        with pytest.raises(DataError, match=rf"{prefix}_partial.*{said}.*--restart"):
+    def refused(pattern, run):
+        with pytest.raises(DataError, match=rf"{prefix}_partial.*{pattern}.*--restart"):
             run()
 
     options = null_options(*KEYS, append_eod=True)
@@ -415,13 +415,13 @@ def test_signals_stop_the_tool_and_it_goes_on(tmp_path, capsys, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(preprocess_data.Progress, "update", kill)
-            code, said = run(f"o{number}{times}")
+            code, errors = run(f"o{number}{times}")
         assert code == 128 + number and handlers == [
             signal.getsignal(s) for s in preprocess_data.StopSignal.SIGNALS
         ]
-        assert times == 2 or (number.name in said and f"o{number}1_partial" in said)
-        code, said = run(f"o{number}{times}")
-        assert code == 0 and ("resuming" in said) == (times == 1)
+        assert times == 2 or (number.name in errors and f"o{number}1_partial" in errors)
+        code, errors = run(f"o{number}{times}")
+        assert code == 0 and ("resuming" in errors) == (times == 1)
         assert pair_bytes(tmp_path / f"o{number}{times}_text_document") == pair_bytes(
             tmp_path / "whole_text_document"
         )

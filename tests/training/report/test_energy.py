@@ -17,8 +17,8 @@ def only(name, library):
     return lambda asked: library if asked == name else no_library(asked)
 
 
-def zone(root, place, name, microjoules, largest=10**9):
-    folder = root / "class" / "powercap" / place
+def zone(root, location, name, microjoules, largest=10**9):
+    folder = root / "class" / "powercap" / location
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "name").write_text(f"{name}\n")
     (folder / "energy_uj").write_text(f"{microjoules}\n")

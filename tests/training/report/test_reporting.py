@@ -78,11 +78,11 @@ def test_a_file_tells_the_time_left_after_the_second_step():
 def test_a_file_gets_a_line_when_nothing_else_was_printed_for_30_s():
     clock = VirtualClock()
     with two_steps(clock) as (console, stream):
-        for seconds, said, lines in ((29, "", 0), (1, "", 1), (20, "log", 1), (20, "", 0)):
+        for seconds, text, lines in ((29, "", 0), (1, "", 1), (20, "log", 1), (20, "", 0)):
             before = len(stream.getvalue().splitlines())
             clock.now += seconds
-            if said:
-                console.say(said)
+            if text:
+                console.say(text)
             console.tell(30)
             assert len(stream.getvalue().splitlines()) - before == lines
 
@@ -91,32 +91,38 @@ def train_on_a_terminal(rank):
     """Return pretrain_gpt.py's exit code, and its output on a terminal."""
     from megatron import program
 
-    ours, theirs = pty.openpty()
+    controller, terminal = pty.openpty()
     os.environ.update(TERM="xterm", COLUMNS="120")
-    sys.stdout, parts = open(theirs, "w", buffering=1), []  # noqa: SIM115
+    sys.stdout, chunks = open(terminal, "w", buffering=1), []  # noqa: SIM115
 
     def read():
         with contextlib.suppress(OSError):  # the other end is closed
-            while part := os.read(ours, 65536):
-                parts.append(part)
+            while chunk := os.read(controller, 65536):
+                chunks.append(chunk)
 
     reader = threading.Thread(target=read)
     reader.start()
     code = program.run(TINY)
     sys.stdout.close()
     reader.join()
-    return code, b"".join(parts).decode(errors="replace")
+    return code, b"".join(chunks).decode(errors="replace")
 
 
 @pytest.mark.slow
 def test_a_run_on_a_terminal_shows_its_progress_and_whole_lines():
     ((code, text),) = run_processes(1, train_on_a_terminal)
     assert code == 0 and re.search(r"step [0-4]/4", text), text[-2000:]
-    whole = re.compile(
+    complete_line = re.compile(
         r" iteration +[1-4]/ +4 \| .*elapsed time per iteration \(ms\): [\d.]+ \| .*\|$"
     )
     assert (
-        len([line for line in text.replace("\r", "\n").splitlines() if whole.search(line.rstrip())])
+        len(
+            [
+                line
+                for line in text.replace("\r", "\n").splitlines()
+                if complete_line.search(line.rstrip())
+            ]
+        )
         == 4
     )
 
@@ -128,21 +134,21 @@ def profile_config(**fields):
 @pytest.mark.parametrize("flag", ["trace_dir", "tensorboard_dir", "metrics_file"])
 def test_a_profile_needs_a_folder_before_the_run_not_after(tmp_path, flag):
     (tmp_path / "file").write_text("")
-    place = str(tmp_path / "file" / "x") + ("/m.jsonl" if flag == "metrics_file" else "")
+    path = str(tmp_path / "file" / "x") + ("/m.jsonl" if flag == "metrics_file" else "")
     with pytest.raises(ConfigError, match=f"{tmp_path}/file/x"):
-        Profiler(profile_config(**{flag: place}), 0, print)
+        Profiler(profile_config(**{flag: path}), 0, print)
 
 
 def test_a_profile_is_written_beside_the_metrics(tmp_path):
-    said = []
+    messages = []
     config = profile_config(save=str(tmp_path), profile_step_start=2, profile_step_end=4)
-    profiler = Profiler(config, 0, said.append, range(6))
+    profiler = Profiler(config, 0, messages.append, range(6))
     for iteration in range(6):
         profiler.step(iteration)
         assert (tmp_path / "trace_rank0.json").exists() == (iteration >= 4)
     profiler.close()
     # iterations are counted from 0 in the flags, and from 1 in the log
-    assert len(said) == 1 and f"3 to 4 written to {tmp_path}/trace_rank0.json" in said[0]
+    assert len(messages) == 1 and f"3 to 4 written to {tmp_path}/trace_rank0.json" in messages[0]
 
 
 def test_stopwatch_leaves_pauses_out():
@@ -178,7 +184,7 @@ def test_user_errors_have_one_message_and_others_a_traceback(capsys):
     capsys.readouterr()
     assert run_guarded(lambda: raise_(ZeroDivisionError("why")), rank=5) == 1
     shown = capsys.readouterr().err
-    assert all(part in shown for part in ("rank 5", "Traceback", "ZeroDivisionError: why"))
+    assert all(fragment in shown for fragment in ("rank 5", "Traceback", "ZeroDivisionError: why"))
 
 
 def test_torchrun_gets_the_reason(tmp_path, monkeypatch):

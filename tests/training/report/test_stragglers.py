@@ -26,6 +26,6 @@ from tests.helpers.tiny import values
 def test_ranks_are_compared_with_those_of_their_stage(layout, seconds, slow):
     """The second stage does twice the work: that makes none of its ranks slow."""
     places = [f"n{rank // 4}:cuda:{rank % 4}" for rank in range(len(seconds))]
-    found = summarise(seconds, layout, places)
-    assert found["slow_ranks"] == len(slow)
-    assert values(found["slow"], "rank", "place", "ratio", "ms") == slow
+    summary = summarise(seconds, layout, places)
+    assert summary["slow_ranks"] == len(slow)
+    assert values(summary["slow"], "rank", "place", "ratio", "ms") == slow

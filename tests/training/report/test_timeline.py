@@ -89,8 +89,8 @@ def test_time_counts_for_one_phase(clock):
     flight.instruction(b"FORWARD", 0, 9)
     flight.computed()
     activities = recording.activities(clock)
-    found = phases_s(activities)
-    assert found == pytest.approx(
+    seconds = phases_s(activities)
+    assert seconds == pytest.approx(
         {
             "data": 2.0,
             "forward": 8.0,
@@ -106,7 +106,7 @@ def test_time_counts_for_one_phase(clock):
     )
     step = next(one for one in activities if one.what == "step")
     assert (step.start, step.end) == (1000.0, 1100.0)
-    assert sum(found.values()) <= step.end - step.start
+    assert sum(seconds.values()) <= step.end - step.start
     # A pass begins when its message has arrived.
     forward = next(one for one in activities if one.phase == "forward")
     assert (forward.start, forward.end) == (1000.0 + 1 + 2 + 4, 1000.0 + 7 + 8.78125)
@@ -209,7 +209,7 @@ def run_pipeline(rank, folder, real=False):
             self.work.wait()
             clock.now = max(clock.now, clock.origin + self.buffer.flatten()[0].item())
 
-    found = []
+    reports = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "irecv", Arriving)
         patch.setattr(flight_module, "_clock", clock)
@@ -238,9 +238,9 @@ def run_pipeline(rank, folder, real=False):
             executor.train(list(range(count)))
             recording.end()
             clock.now = clock.origin + 500.0  # the same moment
-            found.append(timeline.report(recording, 0.5))
+            reports.append(timeline.report(recording, 0.5))
             timeline.write()
-    return found
+    return reports
 
 
 @pytest.fixture(scope="module")
@@ -253,9 +253,9 @@ def ran(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_a_timeline_has_the_order_of_its_schedule_and_its_bubble(ran, case):
     name, chunks, count = case
-    folder, (first, *others) = ran
+    folder, (first, *rest) = ran
     times_ms, record = first[CASES.index(case)]
-    assert all(rank[CASES.index(case)] == ({}, None) for rank in others)
+    assert all(rank[CASES.index(case)] == ({}, None) for rank in rest)
     assert record.iteration == 5 and record.file == f"{name}.json"
     assert record.bubble == pytest.approx(record.predicted_bubble, rel=1e-6)
     if name != "zb-h1":
@@ -270,12 +270,12 @@ def test_a_timeline_has_the_order_of_its_schedule_and_its_bubble(ran, case):
     events = json.loads((folder / f"{name}.json").read_text())["traceEvents"]
     schedule = build_schedule(name, RANKS, chunks, count)
     for rank in range(RANKS):
-        found = [
+        operations = [
             (e["args"]["op"], e["args"]["stage"], e["args"]["micro_batch"])
             for e in events
             if e["tid"] == rank and e.get("cat") in ("forward", "backward")
         ]
-        assert found == [tuple(i) for i in schedule[rank] if i.op in COMPUTE]
+        assert operations == [tuple(i) for i in schedule[rank] if i.op in COMPUTE]
         (row,) = (e for e in events if e["tid"] == rank and e["ph"] == "M")
         step = next(e for e in events if e["tid"] == rank and e["name"] == "step")
         assert step["ts"] == pytest.approx(0.0)
@@ -307,10 +307,10 @@ def test_a_bubble_by_the_real_clock_is_that_of_the_schedule(tmp_path):
 
 def test_a_file_that_cannot_be_written_is_noted_once(tmp_path, clock):
     path = tmp_path / "gone" / "timeline.json"
-    said = []
-    timeline = of_one_rank(path, said.append, clock)
+    messages = []
+    timeline = of_one_rank(path, messages.append, clock)
     for _ in range(2):
         times_ms, record = timeline.report(a_step(SINGLE, clock.advance), 0.0)
         assert times_ms["forward"] == [8000.0]
         clock.advance(100.0)
-    assert record.file is None and len(said) == 1 and str(path) in said[0]
+    assert record.file is None and len(messages) == 1 and str(path) in messages[0]

@@ -38,8 +38,8 @@ def interval(first, last, **changes):
         StepRecord(i, 16 * i, 128 * i, 16, i / 8, None, i == 4, 2.0**i, 0.25 * i)
         for i in range(first, last + 1)
     ]
-    others = ("loss", "skipped", "counted")
-    of_last = {k: v for k, v in vars(steps[-1]).items() if k not in others}
+    omitted = ("loss", "skipped", "counted")
+    of_last = {k: v for k, v in vars(steps[-1]).items() if k not in omitted}
     fields = dict(
         total_iterations=9, seq_length=8, lm_loss=None, skipped=1, nan=0, step_time_s=0.25,
         samples_per_s=64.0, tokens_per_s=512.0, tokens_per_s_per_device=256.0, model_tflops=3.0,
@@ -114,19 +114,19 @@ def test_a_disk_that_is_full_for_a_while_loses_records_and_not_the_run(tmp_path)
         """Disk that takes 40 bytes of the second record and nothing of the third."""
 
         def __init__(self):
-            self.held = b""
+            self.content = b""
             self.calls = 0
 
         def write(self, data):
             self.calls += 1
             if self.calls == 3:
                 raise OSError(errno.ENOSPC, "No space left on device")
-            taken = bytes(data)[: 40 if self.calls == 2 else None]
-            self.held += taken
-            return len(taken)
+            chunk = bytes(data)[: 40 if self.calls == 2 else None]
+            self.content += chunk
+            return len(chunk)
 
-    said = []
-    metrics = JsonLines(tmp_path / "m.jsonl", warn=said.append)
+    messages = []
+    metrics = JsonLines(tmp_path / "m.jsonl", warn=messages.append)
     disk = Disk()
     metrics._file = disk
     (tmp_path / "full.jsonl").write_text('{"event": "iterat')
@@ -135,40 +135,40 @@ def test_a_disk_that_is_full_for_a_while_loses_records_and_not_the_run(tmp_path)
     assert (tmp_path / "full.jsonl").read_text() == '{"event": "iterat'
     for iteration in range(1, 6):
         metrics.on_event(CheckpointFailed(iteration=iteration, reason="x" * 40))
-    (tmp_path / "m.jsonl").write_bytes(disk.held)
+    (tmp_path / "m.jsonl").write_bytes(disk.content)
     assert [r["iteration"] for r in read_records(tmp_path / "m.jsonl")] == [1, 4, 5]
-    assert len(said) == 1 and str(tmp_path / "m.jsonl") in said[0]
+    assert len(messages) == 1 and str(tmp_path / "m.jsonl") in messages[0]
 
 
 # --- a tracker that fails
 
 
 @pytest.mark.parametrize(
-    ("goes_on", "seen", "taken"), [(False, [0], "0 of 11"), (True, [0, 1, 2, 3], "4 of 11")]
+    ("goes_on", "seen", "share"), [(False, [0], "0 of 11"), (True, [0, 1, 2, 3], "4 of 11")]
 )
-def test_a_tracker_that_hangs_delays_nothing_and_says_how_much_it_lost(goes_on, seen, taken):
-    said = []
-    taken_in = []
+def test_a_tracker_that_hangs_delays_nothing_and_says_how_much_it_lost(goes_on, seen, share):
+    messages = []
+    received = []
     hangs = threading.Event()
     ends = threading.Event()
 
     def hang(event):
-        taken_in.append(event.iteration)
+        received.append(event.iteration)
         hangs.set()
         ends.wait()
 
     wait = threading.Event.wait if goes_on else lambda _: False
     tracker = SimpleNamespace(on_event=hang, close=lambda: None)
-    behind = Background(tracker, "It", "DO", said.append, size=3, wait=wait)
+    behind = Background(tracker, "It", "DO", messages.append, size=3, wait=wait)
     for i in range(11):
         behind.on_event(CheckpointFailed(iteration=i, reason=""))  # three of ten wait
         hangs.wait()
-    assert len(said) == 1 and "It" in said[0] and "DO" in said[0]
+    assert len(messages) == 1 and "It" in messages[0] and "DO" in messages[0]
     if goes_on:
         ends.set()
     behind.finish()
     behind.close()
-    assert taken_in == seen and len(said) == 2 and taken in said[1]
+    assert received == seen and len(messages) == 2 and share in messages[1]
     ends.set()
 
 
@@ -215,8 +215,8 @@ class Full(megatron.Callback):
 def wait_for_trackers(folder):
     """Find modules in `folder`, and wait for trackers without a time limit."""
     sys.path.insert(0, folder)
-    *others, _ = trackers.Background.__init__.__defaults__
-    trackers.Background.__init__.__defaults__ = (*others, threading.Event.wait)
+    *defaults, _ = trackers.Background.__init__.__defaults__
+    trackers.Background.__init__.__defaults__ = (*defaults, threading.Event.wait)
 
 
 @pytest.mark.slow
@@ -224,20 +224,20 @@ def test_broken_callbacks_change_no_loss_and_end_normally_with_a_note_each(tmp_p
     (tmp_path / "broken.py").write_text(BROKEN)
     losses = []
     names = ["Throws", "Full"]
-    for own in ([], ["--callback", *(f"broken:{name}" for name in names)]):
-        folder = tmp_path / f"run{len(own)}"
+    for flags in ([], ["--callback", *(f"broken:{name}" for name in names)]):
+        folder = tmp_path / f"run{len(flags)}"
         (outcome,) = launch(
             1,
-            [*TINY, "--metrics-file", str(folder / "metrics.jsonl"), *own],
+            [*TINY, "--metrics-file", str(folder / "metrics.jsonl"), *flags],
             arm={0: (wait_for_trackers, str(tmp_path))},
         )
         assert outcome.code == 0, outcome
-        found = records(folder)
-        assert "end" in found
-        losses.append(values(found["iteration"], "lm_loss"))
+        by_event = records(folder)
+        assert "end" in by_event
+        losses.append(values(by_event["iteration"], "lm_loss"))
         for name in names:
             notes = [line for line in outcome.output.splitlines() if f"broken.{name}" in line]
-            assert len([n for n in notes if n.startswith(" note: on_event of")]) == bool(own)
+            assert len([n for n in notes if n.startswith(" note: on_event of")]) == bool(flags)
     assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
@@ -250,11 +250,11 @@ def in_tensorboard(folder):
 
     events = EventAccumulator(str(folder), purge_orphaned_data=True)
     events.Reload()
-    found = {
+    scalars = {
         name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]
     }
     (*_, text) = events.Tensors("configuration/text_summary")
-    return found, text.tensor_proto.string_val[0].decode()
+    return scalars, text.tensor_proto.string_val[0].decode()
 
 
 def wandb_records(path):
@@ -267,18 +267,18 @@ def wandb_records(path):
 
     data = path.read_bytes()
     at = 7
-    parts = b""
+    payload = b""
     assert data.startswith(b":W&B")
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
             continue
         length, kind = struct.unpack_from("<HB", data, at + 4)
-        parts += data[at + 7 : at + 7 + length]
+        payload += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
-            yield wandb_internal_pb2.Record.FromString(parts)
-            parts = b""
+            yield wandb_internal_pb2.Record.FromString(payload)
+            payload = b""
 
 
 def in_wandb(folder):
@@ -403,10 +403,10 @@ def test_a_callback_of_ones_own_hears_on_rank_0_what_the_metrics_file_has(tracke
     written = [r["event"] for r in read_records(tracked / "a run" / "metrics.jsonl")]
     second = written.index("end") + 1
     assert written[second : second + 2] == ["rejected_checkpoint", "start"]
-    for ranks, heard in ((2, written[:second]), (1, written[second:])):
+    for ranks, expected in ((2, written[:second]), (1, written[second:])):
         lines = (tracked / f"log{ranks}").read_text().splitlines()
-        (told,) = [line for line in lines if "was told:" in line]
-        assert told.startswith("rank 0") and told.split()[4:] == heard
+        (message,) = [line for line in lines if "was told:" in line]
+        assert message.startswith("rank 0") and message.split()[4:] == expected
         assert len([line for line in lines if line.endswith(" ended")]) == ranks
         assert not [line for line in lines if line.startswith(" note:") and "event" in line]
 

@@ -39,13 +39,13 @@ before, held = peak_memory_bytes(cpu), bytearray(b"x" * (256 * 2**20))
 del held
 peaks = before, peak_memory_bytes(cpu)
 plain = kept()
-said = [tune_allocator() for _ in range(3)]
+messages = [tune_allocator() for _ in range(3)]
 tuned = kept()
 with mapped_blocks(): within, _ = grown(2)
 grown(4)
 after, _ = grown(2)
 huge = "THP_enabled:\t1" in open("/proc/self/status").read()
-print(json.dumps([peaks, plain, said, tuned, within, after, huge]))
+print(json.dumps([peaks, plain, messages, tuned, within, after, huge]))
 """
 MOST = 60  # MiB: the four blocks, less the space free at the heap's end before
 
@@ -69,11 +69,11 @@ def test_blocks_of_a_step_are_kept_and_a_process_knows_its_own_peak():
         text=True,
         check=True,
     )
-    peaks, plain, said, tuned, within, after, huge = json.loads(done.stdout)
+    peaks, plain, messages, tuned, within, after, huge = json.loads(done.stdout)
     # the peak, not the present value
     assert 2**24 < peaks[0] < 2**29 and peaks[1] > peaks[0] + 200 * 2**20
     assert plain[1] < MOST
     # The large one is mapped, so that free returns it.
     assert tuned[0] == tuned[1] == tuned[2] >= MOST and not huge
-    assert len(said) == 3 and all("256 MiB" in line for line in said)
+    assert len(messages) == 3 and all("256 MiB" in line for line in messages)
     assert within == 0 and after > 0

@@ -64,8 +64,8 @@ def agree(topology, folder):
     agreement = Agreement(topology)
     on = [False]
     rank = topology.rank
-    own = [10 + topology.rank]
-    agreement.add("signal", lambda: own[0], lambda: on[0])
+    value = [10 + topology.rank]
+    agreement.add("signal", lambda: value[0], lambda: on[0])
     # A decision of rank 1 does not count.
     agreement.add_first("save", lambda: rank == 1, lambda: on[0])
     agreement.add_first("late", lambda: rank == 0, lambda: on[0])
@@ -82,7 +82,7 @@ def agree(topology, folder):
         else:
             dist.recv(word, 0)
             agreement.post()
-        own[0] = 99
+        value[0] = 99
         answers += [dict(agreement.read()), dict(agreement.read()), dict(agreement.now())]
         agreement.post()
         agreement.read()
@@ -128,13 +128,13 @@ def figures(topology, folder):
     energy = (20.0, 0.0, 40.0, 0.0)[topology.rank]
     interval.meter = SimpleNamespace(used_j=lambda: energy)
     partly = [loss * (i != 1) for i, loss in enumerate(losses)]  # no token in that micro-batch
-    part = local_loss(partly, None, topology)
+    partial_loss = local_loss(partly, None, topology)
     mask = torch.tensor([[1.0], [0.0], [1.0], [1.0]])
     masked = [MicroBatch(*[x] * 4, None, 0) for x in mask]
     unfinished = [
         StepRecord(3, 0, 0, 8, 0.1, None if mine is None else mine * math.nan),
-        StepRecord(4, 0, 0, 8, 0.1, part, counted=counted(masked, None, topology)),
-        StepRecord(5, 0, 0, 8, 0.1, part, counted=counted(masked[1:2], None, topology)),
+        StepRecord(4, 0, 0, 8, 0.1, partial_loss, counted=counted(masked, None, topology)),
+        StepRecord(5, 0, 0, 8, 0.1, partial_loss, counted=counted(masked[1:2], None, topology)),
     ]
     return interval.reduce(HELD[topology.rank], RESERVED[topology.rank], unfinished)
 
@@ -191,7 +191,7 @@ LIBRARIES = {
 
 def kernels(topology, folder):
     """Return this rank's message from check_kernels for each case of LIBRARIES."""
-    said = {}
+    messages = {}
     for name, (paths, prints, alike) in LIBRARIES.items():
         with pytest.MonkeyPatch.context() as patch:
             path = paths[topology.rank]
@@ -202,17 +202,20 @@ def kernels(topology, folder):
             )
             patch.setattr(library, "find", lambda device_type, host=host: host)
             patch.setattr(
-                library, "fingerprint", lambda _, found=prints[topology.rank]: found, raising=False
+                library,
+                "fingerprint",
+                lambda _, fingerprint=prints[topology.rank]: fingerprint,
+                raising=False,
             )
             faster = choose.EVERY_TYPE if alike or topology.rank > 0 else ()
             patch.setattr(choose, "HOST_FASTER", dict.fromkeys(choose.OPERATORS, faster))
             config = Config.create(**MODEL, tensor_model_parallel_size=2, world_size=RANKS)
             try:
                 check_kernels(config, topology)
-                said[name] = ""
+                messages[name] = ""
             except ConfigError as error:
-                said[name] = str(error)
-    return said
+                messages[name] = str(error)
+    return messages
 
 
 def times(topology, folder):
@@ -268,7 +271,7 @@ OF_EXPERTS = (
 
 def texts(topology, folder):
     """Generate greedily on each layout, without and with experts, and by sampling on the first."""
-    found = []
+    generated = []
     for fields, sampling in (
         *((fields, GREEDY) for fields in LAYOUTS),
         (SPLIT, Sampling(seed=5)),
@@ -281,9 +284,9 @@ def texts(topology, folder):
         made = generate(
             TextModel(config, split, chunks), PROMPTS, max_new_tokens=NEW, sampling=sampling
         )
-        found.append([text.ids for text in made])
+        generated.append([text.ids for text in made])
         assert all(chunk.training for chunk in chunks.values()), "left as it was found"
-    return found
+    return generated
 
 
 # -- the processes ---------------------------------------------------------------------------------
@@ -313,7 +316,7 @@ def do_all(rank, folder):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def results_of(tmp_path_factory):
     """Return a function that gives the ranks' results of a case on a layout."""
     ranks = run_processes(RANKS, do_all, str(tmp_path_factory.mktemp("ranks")))
 
@@ -324,39 +327,41 @@ def found(tmp_path_factory):
 
 
 def test_ranks_get_the_largest_number_of_the_moment_they_were_asked_in_one_reduction(
-    found,
+    results_of,
 ):
     late, now = ({"signal": signal, "save": 0, "late": 1} for signal in (10 + RANKS - 1, 99))
-    assert found(agree) == [([{}, late, {}, now, {}], [3, 3, 3])] * RANKS
+    assert results_of(agree) == [([{}, late, {}, now, {}], [3, 3, 3])] * RANKS
 
 
-def test_the_kill_switch_is_the_view_of_rank_0_alone(found):
-    assert found(stop) == [[False, True]] * RANKS
+def test_the_kill_switch_is_the_view_of_rank_0_alone(results_of):
+    assert results_of(stop) == [[False, True]] * RANKS
 
 
 @pytest.mark.parametrize(("tensor", "replicas"), [(2, 1), (1, 2)])
-def test_losses_are_averaged_over_micro_batches_and_replicas(found, tensor, replicas):
+def test_losses_are_averaged_over_micro_batches_and_replicas(results_of, tensor, replicas):
     every = np.array([[0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]])[:replicas]
     weighted = (every * [0.1, 0.2, 0.3, 0.8]).sum()
-    for losses, memory in found(figures, tensor, 2):
+    for losses, memory in results_of(figures, tensor, 2):
         assert losses.pop() is None
         expected = [every.mean(), weighted, math.nan, every[:, [0, 2, 3]].mean()]
         np.testing.assert_allclose(losses, expected, rtol=1e-6)
         # Beside the losses, whatever their value, and exact.
         layout = Layout(tensor=tensor, pipeline=2, data=replicas)
-        held = [[], []]
+        stage_sizes = [[], []]
         for rank, size in enumerate(HELD):
-            held[layout.coordinates(rank)[2]].append(size)
-        assert memory == Peak(2**52 + 3, 2, 2**52 + 7, (max(held[0]), max(held[1])), 60.0)
+            stage_sizes[layout.coordinates(rank)[2]].append(size)
+        assert memory == Peak(
+            2**52 + 3, 2, 2**52 + 7, (max(stage_sizes[0]), max(stage_sizes[1])), 60.0
+        )
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 1)])
-def test_an_evaluation_is_the_mean_over_micro_batches_and_replicas(found, tensor, pipeline):
+def test_an_evaluation_is_the_mean_over_micro_batches_and_replicas(results_of, tensor, pipeline):
     # 3 iterations of 2 micro-batches of 3 samples from sample 12 on; two replicas alternate.
     firsts = [12 + 3 * i for i in range(3 * 2 * 2)]
     losses = np.array([loss_of(f) for f in firsts])
     tokens = np.array([tokens_of(f) for f in firsts])
-    for plain, per_token in found(evaluate, tensor, pipeline):
+    for plain, per_token in results_of(evaluate, tensor, pipeline):
         marked = losses[tokens > 0]
         assert 0 < len(marked) < len(losses)
         np.testing.assert_allclose(plain, (marked.mean(), len(marked)), rtol=1e-6)
@@ -364,29 +369,29 @@ def test_an_evaluation_is_the_mean_over_micro_batches_and_replicas(found, tensor
         np.testing.assert_allclose(per_token, (mean, tokens.sum()), rtol=1e-6)
 
 
-def test_ranks_with_different_kernels_stop_on_every_rank(found):
-    said = found(kernels, 2)
-    assert said == [said[0]] * RANKS
-    assert {name for name, text in said[0].items() if not text} == {"none", "equal"}
-    missing = said[0]["missing"]
-    choices = said[0]["choices"]
+def test_ranks_with_different_kernels_stop_on_every_rank(results_of):
+    messages = results_of(kernels, 2)
+    assert messages == [messages[0]] * RANKS
+    assert {name for name, text in messages[0].items() if not text} == {"none", "equal"}
+    missing = messages[0]["missing"]
+    choices = messages[0]["choices"]
     assert "rank 0-1, 3" in missing and "rank 2" in missing and "/l.so" in missing
     assert "nobody built one" in missing
     assert "MEGATRON_KERNELS_LIBRARY" in missing
     assert "rank 0" in choices and "rank 1-3" in choices and "bias_activation" in choices
 
 
-def test_all_ranks_choose_by_the_times_of_the_first(found):
-    assert found(times) == [(False, "128")] * RANKS
+def test_all_ranks_choose_by_the_times_of_the_first(results_of):
+    assert results_of(times) == [(False, "128")] * RANKS
 
 
-def test_processes_tell_each_other_their_cores(found):
+def test_processes_tell_each_other_their_cores(results_of):
     cores = sorted(os.sched_getaffinity(0))
     masks = [{cores[rank % len(cores)]} for rank in range(RANKS)]
-    assert found(bound_cores) == [(masks, rank > 0) for rank in range(RANKS)]
+    assert results_of(bound_cores) == [(masks, rank > 0) for rank in range(RANKS)]
 
 
-def test_text_does_not_depend_on_the_layout(found):
+def test_text_does_not_depend_on_the_layout(results_of):
     """One process is compared with plain forward passes and with transformers in test_generate."""
 
     def alone(sampling, **fields):
@@ -402,4 +407,4 @@ def test_text_does_not_depend_on_the_layout(found):
     assert len(set(map(tuple, greedy))) == 3 and drawn != alone(Sampling(seed=9))
     assert all(len(set(itertools.chain(*texts))) > 5 for texts in (greedy, of_experts))
     expected = [greedy] * len(LAYOUTS) + [drawn] + [of_experts] * len(OF_EXPERTS)
-    assert found(texts) == [expected] * RANKS
+    assert results_of(texts) == [expected] * RANKS

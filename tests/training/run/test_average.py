@@ -36,12 +36,14 @@ def trained(tmp_path_factory):
 
 
 def test_the_loss_of_the_average_is_that_of_the_exported_model(trained):
-    found = records(trained / "run")["validation"]
-    assert all(abs(r["ema_loss"] - r["lm_loss"]) > 1e-4 for r in found) and len(found) >= 2
+    evaluations = records(trained / "run")["validation"]
+    assert (
+        all(abs(r["ema_loss"] - r["lm_loss"]) > 1e-4 for r in evaluations) and len(evaluations) >= 2
+    )
     words = [*FLAGS, "--load", f"hf:{trained / 'hf'}", "--skip-train", "--train-iters", "4"]
     run(*words, "--metrics-file", str(trained / "metrics.jsonl"))
     exported = dict(values(records(trained)["validation"], "dataset", "lm_loss"))
-    assert exported == pytest.approx(dict(values(found, "dataset", "ema_loss")), rel=1e-6)
+    assert exported == pytest.approx(dict(values(evaluations, "dataset", "ema_loss")), rel=1e-6)
 
 
 def test_tools_take_the_average(trained):

@@ -55,12 +55,12 @@ def test_each_corpus_has_the_loss_of_the_same_samples_every_time(data, tmp_path)
     """The second of three stages reads no data."""
     fields = dict(dataloader_type="cyclic", pipeline_model_parallel_size=3, num_workers=2)
     run_processes(3, run, {**data, **fields, "save": str(tmp_path)})
-    found = records(tmp_path)["validation"]
+    evaluations = records(tmp_path)["validation"]
     names = [(0, "a.b", EVAL_SAMPLES), (0, "small", SMALL), (0, None, EVAL_SAMPLES + SMALL)]
-    assert [(r["iteration"], r.get("corpus"), r["samples"]) for r in found] == [
+    assert [(r["iteration"], r.get("corpus"), r["samples"]) for r in evaluations] == [
         (at, name, samples) for at in (0, 2, 3) for _, name, samples in names
     ]
-    losses = np.array(values(found, "lm_loss")).reshape(3, 3)
+    losses = np.array(values(evaluations, "lm_loss")).reshape(3, 3)
     np.testing.assert_allclose(losses, losses[:1].repeat(3, 0), rtol=1e-6)
     np.testing.assert_allclose(losses[:, 2], losses[:, :2].mean(axis=1), rtol=1e-6)
     assert losses[0, 1] == pytest.approx(mean_loss(data, "small"), rel=1e-5)

@@ -48,11 +48,11 @@ def side_by_side(number, run):
 def test_the_copy_is_read(tmp_path, monkeypatch):
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
     prefix = write_numbers(tmp_path / "x", 80)
-    said = []
+    messages = []
     asked = staging(prefix, "$NODE_DISK/me")
-    locations = staged_locations(asked, rank_topology(), said.append)
+    locations = staged_locations(asked, rank_topology(), messages.append)
     assert Path(locations[prefix]).is_relative_to(tmp_path / "disk" / "me")
-    assert len(said) == 1 and locations[prefix] in said[0]
+    assert len(messages) == 1 and locations[prefix] in messages[0]
     before = build_datasets(asked, 4, 0, 0).train
     (tmp_path / "x.bin").write_bytes(bytes(160))  # the same size, all zeros
     built = build_datasets(asked, 4, 0, 0, reading=Reading(locations)).train
@@ -85,10 +85,10 @@ def test_a_copy_is_kept_and_changed_data_are_copied_anew(tmp_path, monkeypatch):
 def test_a_disk_that_takes_no_copy_is_no_reason_to_stop(tmp_path):
     (tmp_path / "disk").write_text("")
     prefix = write_numbers(tmp_path / "x", 80)
-    said = []
+    messages = []
     asked = staging(prefix, tmp_path / "disk")
-    assert staged_locations(asked, rank_topology(), said.append) == {prefix: prefix}
-    assert len(said) == 1 and prefix in said[0]
+    assert staged_locations(asked, rank_topology(), messages.append) == {prefix: prefix}
+    assert len(messages) == 1 and prefix in messages[0]
 
 
 def test_one_process_of_a_node_copies_and_only_stages_that_read_data(tmp_path):
@@ -98,18 +98,21 @@ def test_one_process_of_a_node_copies_and_only_stages_that_read_data(tmp_path):
     """
     prefix = write_numbers(tmp_path / "x", 80)
     store = dist.HashStore()
-    said = []
+    messages = []
     fields = dict(num_layers=3, pipeline_model_parallel_size=3, world_size=3)
     asked = staging(prefix, tmp_path / "disk", **fields)
     staged = side_by_side(
-        3, lambda rank: staged_locations(asked, rank_topology(rank, pipeline=3), said.append, store)
+        3,
+        lambda rank: staged_locations(
+            asked, rank_topology(rank, pipeline=3), messages.append, store
+        ),
     )
     assert (
         staged[0] == staged[2]
         and Path(staged[0][prefix]).is_relative_to(tmp_path / "disk")
         and staged[1] == {}
     )
-    assert len(said) == 1 and len(list((tmp_path / "disk").iterdir())) == 1
+    assert len(messages) == 1 and len(list((tmp_path / "disk").iterdir())) == 1
 
 
 def test_the_wait_has_an_end(tmp_path, monkeypatch):
@@ -153,8 +156,8 @@ def test_a_whole_run_from_copies(tmp_path):
     prefix = write_numbers(tmp_path / "x", 80)
     target = tmp_path / "disk"
     fields = dict(data_path=(prefix,), split="1", vocab_size=80, stage_data_to=str(target))
-    said = run_processes(2, run_and_listen, fields)
+    printed = run_processes(2, run_and_listen, fields)
     assert all(
-        f"{24 * 8} tokens" in lines[-1] and f"x {24 * 8 / 80:.3f}" in lines[-1] for lines in said
+        f"{24 * 8} tokens" in lines[-1] and f"x {24 * 8 / 80:.3f}" in lines[-1] for lines in printed
     )
     assert len(list(target.glob("**/*.bin"))) == 1

@@ -35,19 +35,19 @@ def test_greedy_text_is_that_of_transformers(style, tmp_path):
     of the layers, and a last norm that turns signs, make a text more than the repetition of a token
     (the gains of Gemma are those of the norm minus one).
     """
-    theirs = hugging_face(style, positions=80)
+    reference = hugging_face(style, positions=80)
     with torch.no_grad():
-        for name, p in theirs.named_parameters():
+        for name, p in reference.named_parameters():
             if p.ndim > 1 and (".h." in name or ".layers." in name):
                 p.mul_(2)
             if name.endswith(("ln_f.weight", "model.norm.weight")):
                 p.normal_(-1.0 if style == "gemma2" else 0.0, 1.0)
-    theirs.config.eos_token_id = theirs.generation_config.eos_token_id = None
-    theirs.eval().save_pretrained(tmp_path)
+    reference.config.eos_token_id = reference.generation_config.eos_token_id = None
+    reference.eval().save_pretrained(tmp_path)
     ours = megatron.load_model(f"hf:{tmp_path}")
     expected = []
     for prompt in PROMPTS:
-        found = theirs.generate(
+        output = reference.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt)),
             max_new_tokens=40,
@@ -58,9 +58,9 @@ def test_greedy_text_is_that_of_transformers(style, tmp_path):
             output_logits=True,
             return_dict_in_generate=True,
         )
-        best, second = torch.cat(found.logits).topk(2).values.unbind(-1)
+        best, second = torch.cat(output.logits).topk(2).values.unbind(-1)
         assert (best - second).min() > 1e-4
-        expected.append(found.sequences[0, len(prompt) :].tolist())
+        expected.append(output.sequences[0, len(prompt) :].tolist())
     assert max(len(set(text)) for text in expected) > 10
     assert ids(ours, max_new_tokens=40) == expected
 
@@ -77,15 +77,15 @@ ARCHITECTURES = {
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_cache_and_batch_change_nothing(name):
     model = one_process(**{**FIELDS, **ARCHITECTURES[name]})
-    whole = ids(model, cached=False)
-    assert ids(model) == whole and len({tuple(text) for text in whole}) == 3
-    assert [ids(model, [prompt])[0] for prompt in PROMPTS] == whole
+    uncached = ids(model, cached=False)
+    assert ids(model) == uncached and len({tuple(text) for text in uncached}) == 3
+    assert [ids(model, [prompt])[0] for prompt in PROMPTS] == uncached
     if model.config.model.position_embedding_type != "learned_absolute":  # no last position
         longer = dict(limits=Limits(context=64), max_new_tokens=32)
         assert ids(model, cached=False, **longer) == ids(model, **longer)
     # a text is drawn from its own seed, whatever is beside it
     drawn = ids(model, sampling=Sampling(), seeds=[3, 4, 5])
-    assert drawn != whole
+    assert drawn != uncached
     assert [
         ids(model, [prompt], sampling=Sampling(), seeds=[seed])[0]
         for prompt, seed in zip(PROMPTS, (3, 4, 5), strict=True)
@@ -115,17 +115,17 @@ class WithTheTokenBefore(TransformerLayer):
 def test_layers_of_ones_own_see_the_whole_text():
     model = one_process(**FIELDS)
     config = model.config.with_pieces(layer=WithTheTokenBefore)
-    own = TextModel(config, model.topology, build_chunks(config, model.topology))
-    assert ids(own) == ids(own, cached=False) != ids(model)
+    custom_model = TextModel(config, model.topology, build_chunks(config, model.topology))
+    assert ids(custom_model) == ids(custom_model, cached=False) != ids(model)
 
 
 def test_a_text_ends_with_the_end_token():
     model = one_process(**FIELDS)
-    whole = ids(model)
-    end = whole[0][2]
+    full_texts = ids(model)
+    end = full_texts[0][2]
     cut = generate(model, PROMPTS, max_new_tokens=20, sampling=GREEDY, limits=Limits(end_token=end))
     assert [text.ids for text in cut] == [
-        text[: text.index(end) + 1] if end in text else text for text in whole
+        text[: text.index(end) + 1] if end in text else text for text in full_texts
     ]
     assert cut[0].finish == "end_token"
 
@@ -133,18 +133,18 @@ def test_a_text_ends_with_the_end_token():
 @pytest.mark.slow
 def test_a_text_ends_with_each_end_token_of_a_folder(tmp_path):
     """generation_config.json may list several; it comes before config.json, as in transformers."""
-    theirs = hugging_face("llama", positions=80)
-    theirs.eval().save_pretrained(tmp_path)
+    reference = hugging_face("llama", positions=80)
+    reference.eval().save_pretrained(tmp_path)
     (path := tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
-    (whole,) = ids(megatron.load_model(f"hf:{tmp_path}"), [[1, 2, 3]])
-    ends = sorted({token for token in whole if whole.index(token) > 2})
+    (full_ids,) = ids(megatron.load_model(f"hf:{tmp_path}"), [[1, 2, 3]])
+    ends = sorted({token for token in full_ids if full_ids.index(token) > 2})
     for listed in ([*ends, 0], ends[0]):
         path.write_text(json.dumps({"eos_token_id": listed}))
-        (found,) = ids(megatron.load_model(f"hf:{tmp_path}"), [[1, 2, 3]])
-        expected = theirs.generate(
+        (generated,) = ids(megatron.load_model(f"hf:{tmp_path}"), [[1, 2, 3]])
+        expected = reference.generate(
             torch.tensor([[1, 2, 3]]), max_new_tokens=20, do_sample=False, eos_token_id=listed
         )
-        assert found == expected[0, 3:].tolist() and len(found) < len(whole)
+        assert generated == expected[0, 3:].tolist() and len(generated) < len(full_ids)
 
 
 def test_what_is_too_long_is_refused_or_cut_from_the_left():
@@ -161,25 +161,27 @@ def test_what_is_too_long_is_refused_or_cut_from_the_left():
 def test_text_streams_and_ends_at_a_stop_string():
     """The pieces are the text; a stop string of two bytes ends it before itself."""
     model = one_process(ByteTokenizer(), **BYTES)
-    pieces = {0: [], 1: []}
+    chunks = {0: [], 1: []}
     ended = []
 
     def take(number, text, last):
-        pieces[number].append(text)
+        chunks[number].append(text)
         if last:
             ended.append(number)
 
     prompts = ["ab", "xyz é"]
-    whole = generate(model, prompts, max_new_tokens=12, on_text=take)
-    assert ["".join(pieces[i]) for i in (0, 1)] == [text.text for text in whole]
-    assert sorted(ended) == [0, 1] and len(pieces[0]) > 4
-    text = whole[0].text
-    assert text == bytes(whole[0].ids).decode(errors="replace")
+    full_texts = generate(model, prompts, max_new_tokens=12, on_text=take)
+    assert ["".join(chunks[i]) for i in (0, 1)] == [text.text for text in full_texts]
+    assert sorted(ended) == [0, 1] and len(chunks[0]) > 4
+    text = full_texts[0].text
+    assert text == bytes(full_texts[0].ids).decode(errors="replace")
     assert len(text) > 6
     stop = text[3:5]
-    (found,) = generate(model, prompts[:1], max_new_tokens=12, limits=Limits(["none of it", stop]))
-    assert found.finish == "stop_string" and found.text == text[: text.index(stop)]
-    assert found.ids == whole[0].ids[: len(found.ids)] and len(found.ids) < 12
+    (stopped,) = generate(
+        model, prompts[:1], max_new_tokens=12, limits=Limits(["none of it", stop])
+    )
+    assert stopped.finish == "stop_string" and stopped.text == text[: text.index(stop)]
+    assert stopped.ids == full_texts[0].ids[: len(stopped.ids)] and len(stopped.ids) < 12
 
 
 def test_choice_follows_the_probabilities():
@@ -194,10 +196,10 @@ def test_choice_follows_the_probabilities():
     def close(sampling, expected):
         drawn = choose(scores.expand(20_000, 4), sampling, uniform)
         counts = torch.bincount(drawn, minlength=4).double()
-        wanted = 20_000 * torch.tensor(expected, dtype=torch.float64)
-        impossible = wanted == 0
+        expected_counts = 20_000 * torch.tensor(expected, dtype=torch.float64)
+        impossible = expected_counts == 0
         assert not counts[impossible].any()
-        return bool(((counts - wanted).square() / wanted)[~impossible].sum() < 30)
+        return bool(((counts - expected_counts).square() / expected_counts)[~impossible].sum() < 30)
 
     assert close(Sampling(), [0.15, 0.5, 0.1, 0.25])
     # Temperature 1/2 squares the probabilities.

@@ -33,13 +33,13 @@ PP2 = dict(pipeline_model_parallel_size=2)
 LLAMA = dict(LLAMA, hidden_dropout=0.0, attention_dropout=0.0)
 
 
-def counting(plain, found):
+def counting(plain, counts):
     """Do the same, and record under its name the waits of its last call."""
 
     def counted(*args, **kwargs):
         with HostWaits("meta") as waits:
             out = plain(*args, **kwargs)
-        found[plain.__name__] = waits.recorded
+        counts[plain.__name__] = waits.recorded
         return out
 
     return counted
@@ -47,12 +47,12 @@ def counting(plain, found):
 
 def count(config, rank):
     """Count the waits of the last step of a rank whose device has no data."""
-    found = {}
+    counts = {}
     with pytest.MonkeyPatch.context() as patch:
         for of, name in ((Executor, "train"), (Engine, "start_step"), (Engine, "finish_step")):
-            patch.setattr(of, name, counting(getattr(of, name), found))
+            patch.setattr(of, name, counting(getattr(of, name), counts))
         run_rank(config, rank, "meta", config.num_micro_batches())
-    return found
+    return counts
 
 
 def on_meta(rank, cases):
@@ -131,8 +131,8 @@ def reads(fields):
 
 
 def test_a_step_has_no_wait_before_its_figures_are_read():
-    (found,) = run_processes(1, on_meta, CASES)
-    for case, waits in zip(CASES, found, strict=True):
+    (waits_of_cases,) = run_processes(1, on_meta, CASES)
+    for case, waits in zip(CASES, waits_of_cases, strict=True):
         assert (len(waits["train"]), waits["start_step"]) == (reads(case[1]), []), (case, waits)
         assert len(waits["finish_step"]) == 1, (case, waits)
 

@@ -31,12 +31,12 @@ def meet(alike):
     return ranks_in_threads(range(len(alike)), len(alike), alike=alike)
 
 
-def refused(found, *words):
+def refused(errors, *words):
     """Check that all report the same, with these words, after their own names."""
-    assert all(isinstance(error, LaunchError) for error in found), found
-    assert len({str(error) for error in found}) == 1 and all(
-        word in str(found[0]) for word in words
-    ), found[0]
+    assert all(isinstance(error, LaunchError) for error in errors), errors
+    assert len({str(error) for error in errors}) == 1 and all(
+        word in str(errors[0]) for word in words
+    ), errors[0]
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,10 @@ def test_another_file_of_the_same_size_on_one_node_ends_all(tmp_path):
         path.write_bytes(b"2" + before[1:] if path == blend else changed)
         other = seen()
         path.write_bytes(before)
-        found = meet([usual, usual, other])
-        refused(found, f'{path} is "{len(before)} bytes', "rank 0-1", "rank 2")
+        errors = meet([usual, usual, other])
+        refused(errors, f'{path} is "{len(before)} bytes', "rank 0-1", "rank 2")
         for unchanged in {*texts, *map(Path, tokens)} - {path}:
-            assert f"{unchanged} is" not in str(found[0])
+            assert f"{unchanged} is" not in str(errors[0])
 
 
 def test_other_code_on_one_node_ends_all(tmp_path, monkeypatch):

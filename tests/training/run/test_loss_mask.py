@@ -111,11 +111,11 @@ def test_steps_without_a_token_in_the_loss_are_in_no_mean(tmp_path, per_token):
         batch = make_micro_batch(data[index][None], loss_tokens=[data.loss_tokens(index)])
         losses.append(model(batch, None).item())
     events = records(tmp_path)
-    found = [(r["lm_loss"], r.get("empty", 0)) for r in events["iteration"]]
+    actual = [(r["lm_loss"], r.get("empty", 0)) for r in events["iteration"]]
     expected = [((losses[0] + losses[1]) / 2, 1), (losses[2], 1), (None, 2)]
-    assert [empty for _, empty in found] == [empty for _, empty in expected]
-    assert found[2][0] is None
-    np.testing.assert_allclose([x for x, _ in found[:2]], [x for x, _ in expected[:2]], rtol=1e-5)
+    assert [empty for _, empty in actual] == [empty for _, empty in expected]
+    assert actual[2][0] is None
+    np.testing.assert_allclose([x for x, _ in actual[:2]], [x for x, _ in expected[:2]], rtol=1e-5)
     assert not {"validation", "loss_spike"} & events.keys()
 
 

@@ -75,7 +75,7 @@ def changed(folder, end=40, **changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "name", "ours", "iteration", "theirs"),
+    ("changes", "name", "ours", "iteration", "saved"),
     [
         (dict(train_iters=40), "learning rate", cosine(40, 10), 11, cosine(20, 10)),
         (dict(lr_schedule="warmup 2, cosine 18, constant 5 from 0.5"), "learning rate", 0.5, 21, 0),
@@ -86,12 +86,14 @@ def changed(folder, end=40, **changes):
     ],
 )
 def test_values_of_schedules_are_compared_over_the_rest_of_the_run(
-    tmp_path, changes, name, ours, iteration, theirs
+    tmp_path, changes, name, ours, iteration, saved
 ):
-    found = changed(tmp_path, 40 if "train_iters" in changes else 20 + (iteration > 20), **changes)
-    assert list(found) == [name]
-    here, at, there = map(float, found[name])
-    assert (here, there) == pytest.approx((ours, theirs), rel=1e-5) and at == iteration
+    differences = changed(
+        tmp_path, 40 if "train_iters" in changes else 20 + (iteration > 20), **changes
+    )
+    assert list(differences) == [name]
+    here, at, there = map(float, differences[name])
+    assert (here, there) == pytest.approx((ours, saved), rel=1e-5) and at == iteration
 
 
 def test_other_words_for_the_same_values_and_what_is_over_are_not_said(tmp_path):
@@ -103,12 +105,12 @@ def test_other_words_for_the_same_values_and_what_is_over_are_not_said(tmp_path)
 
 def test_all_settings_that_differ_are_named_and_a_flag_keeps_still(tmp_path):
     checkpoint = store(tmp_path, config(**BEFORE, hidden_dropout=0.1))
-    said = []
+    messages = []
     for flags in ({}, dict(override_opt_param_scheduler=True)):
         ours = config(**BEFORE | dict(lr=5e-3, hidden_dropout=0.2, log_interval=7), **flags)
-        describe_changes(stored_settings(checkpoint, ours), ours, stopped(), 20, said.append)
-    settings, schedules, again = said
-    assert "hidden_dropout 0.2 (was 0.1), lr 0.005 (was 0.01)" in settings == again
+        describe_changes(stored_settings(checkpoint, ours), ours, stopped(), 20, messages.append)
+    settings, schedules, repeated = messages
+    assert "hidden_dropout 0.2 (was 0.1), lr 0.005 (was 0.01)" in settings == repeated
     assert "log_interval" not in settings and "learning rate" in schedules
 
 
@@ -130,31 +132,31 @@ def test_all_settings_that_differ_are_named_and_a_flag_keeps_still(tmp_path):
 )
 def test_the_schedules_are_the_checkpoints_where_a_flag_asks_for_it(tmp_path, before, changes):
     """They keep the values also through another checkpoint, and what they replace is said."""
-    theirs = config(**BEFORE | before)
+    saved = config(**BEFORE | before)
     ours = BEFORE | dict(lr=1.0, use_checkpoint_opt_param_scheduler=True) | changes
-    folder = store(tmp_path / "0", theirs)
-    said = []
-    listener = SimpleNamespace(say=said.append)
-    for again in range(2):
+    folder = store(tmp_path / "0", saved)
+    messages = []
+    listener = SimpleNamespace(say=messages.append)
+    for attempt in range(2):
         stored = stored_settings(folder, config(**ours))
         here = config(**ours)
-        taken = with_checkpoint_settings(here, stored, listener)
+        resumed = with_checkpoint_settings(here, stored, listener)
         for step in (0, 1, 2, 10, 11, 15, 19, 20, 30):
             at = Progress(*3 * [0], 0, 0, step, 4 * step, 32 * step)
-            values = Schedules.from_config(taken).at(at)
-            expected = Schedules.from_config(theirs).at(at)
+            values = Schedules.from_config(resumed).at(at)
+            expected = Schedules.from_config(saved).at(at)
             if expected.betas is None:
-                expected = expected._replace(betas=(0.9, theirs.optimizer.adam_beta2))
+                expected = expected._replace(betas=(0.9, saved.optimizer.adam_beta2))
             assert values == expected
-        assert taken.batch == config(**ours).batch
-        folder = store(tmp_path / f"{again + 1}", taken.replace(hidden_dropout=0.3))
-    assert "lr 0.01 (here 1.0)" in said[0]
+        assert resumed.batch == config(**ours).batch
+        folder = store(tmp_path / f"{attempt + 1}", resumed.replace(hidden_dropout=0.3))
+    assert "lr 0.01 (here 1.0)" in messages[0]
 
 
 RUN = "--micro-batch-size 2 --mock-data --train-iters 3 --lr 1e-3".split()
 
 
-def taken(folder, *flags, world_size=1):
+def parsed(folder, *flags, world_size=1):
     """Parse the flags of a run that takes its model from a checkpoint."""
     words = [*RUN, "--load", str(folder), "--use-checkpoint-args", *flags]
     return parse_args(words, world_size, checkpoint=settings_to_take)
@@ -162,16 +164,16 @@ def taken(folder, *flags, world_size=1):
 
 def test_a_run_takes_its_model_from_the_checkpoint(tmp_path):
     stored = config(num_layers=3, swiglu=True, hidden_dropout=0.0, max_position_embeddings=16)
-    place = str(store(tmp_path, stored) / "config.json")
-    found = taken(tmp_path, "--tensor-model-parallel-size", "2", world_size=4)
-    assert found.model == stored.model
-    assert found.parallel.data_parallel_size == 2, "the layout is not the checkpoint's"
-    assert found.origin("num_layers") == f"checkpoint {place}"
+    path = str(store(tmp_path, stored) / "config.json")
+    resumed = parsed(tmp_path, "--tensor-model-parallel-size", "2", world_size=4)
+    assert resumed.model == stored.model
+    assert resumed.parallel.data_parallel_size == 2, "the layout is not the checkpoint's"
+    assert resumed.origin("num_layers") == f"checkpoint {path}"
     # What agrees is no contradiction, and the length of a sample is free.
-    other = taken(tmp_path, "--num-layers", "3", "--swiglu", "--seq-length", "4")
+    other = parsed(tmp_path, "--num-layers", "3", "--swiglu", "--seq-length", "4")
     assert (other.model.seq_length, other.model.max_position_embeddings) == (4, 16)
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
-    assert taken(tmp_path, "--load-tag", "5").model == taken(tmp_path).model == stored.model
+    assert parsed(tmp_path, "--load-tag", "5").model == parsed(tmp_path).model == stored.model
 
 
 @pytest.mark.parametrize(
@@ -188,13 +190,13 @@ def test_a_run_takes_its_model_from_the_checkpoint(tmp_path):
 def test_what_contradicts_the_checkpoint_is_refused(tmp_path, flags, words):
     store(tmp_path, config())
     with pytest.raises(ConfigError) as raised:
-        taken(tmp_path, *flags.split(), world_size=4)
+        parsed(tmp_path, *flags.split(), world_size=4)
     assert all(word in str(raised.value) for word in words), raised.value
 
 
 def test_there_must_be_a_checkpoint_to_take_a_model_from(tmp_path):
     with pytest.raises(ConfigError, match=f"1 problem: .*{tmp_path}"):
-        taken(tmp_path)
+        parsed(tmp_path)
     with pytest.raises(ConfigError, match="1 problem: .*--use-checkpoint-args.*--load"):
         parse_args([*RUN, "--use-checkpoint-args"], checkpoint=settings_to_take)
     # Where it is lost after the flags were read, the run does not start from scratch.
@@ -206,26 +208,26 @@ def test_there_must_be_a_checkpoint_to_take_a_model_from(tmp_path):
 def test_the_model_of_a_broken_checkpoint_is_that_of_the_one_before(tmp_path, broken):
     for iteration, layers in ((5, 3), (6, 2)):
         store(tmp_path, config(num_layers=layers), iteration)
-    assert taken(tmp_path).model.num_layers == 2
+    assert parsed(tmp_path).model.num_layers == 2
     (tmp_path / "iter_0000006" / broken).write_text("{}")
-    assert taken(tmp_path).model.num_layers == 3
+    assert parsed(tmp_path).model.num_layers == 3
 
 
 def test_the_tokenizer_is_taken_and_says_the_vocabulary(tmp_path):
     """NullTokenizer adds one id to --vocab-size, so that 25 ids are --vocab-size 24."""
     store(tmp_path / "null", config(vocab_size=25, tokenizer_type="NullTokenizer"))
-    found = taken(tmp_path / "null")
-    assert (found.tokenizer.tokenizer_type, found.model.vocab_size) == ("NullTokenizer", 24)
+    resumed = parsed(tmp_path / "null")
+    assert (resumed.tokenizer.tokenizer_type, resumed.model.vocab_size) == ("NullTokenizer", 24)
     with pytest.raises(ConfigError, match=r"vocab-size 25.* 24 "):
-        taken(tmp_path / "null", "--vocab-size", "25")
+        parsed(tmp_path / "null", "--vocab-size", "25")
     store(tmp_path / "own", config(tokenizer_type="HFTokenizer", tokenizer_model="old"))
-    found = taken(tmp_path / "own", "--tokenizer-model", "new")
-    assert (found.tokenizer.tokenizer_type, found.tokenizer.tokenizer_model) == (
+    resumed = parsed(tmp_path / "own", "--tokenizer-model", "new")
+    assert (resumed.tokenizer.tokenizer_type, resumed.tokenizer.tokenizer_model) == (
         "HFTokenizer",
         "new",
     )
-    found = taken(tmp_path / "own", "--vocab-file", "v", "--merge-file", "m")
-    assert (found.tokenizer.tokenizer_type, found.tokenizer.tokenizer_model) == (
+    resumed = parsed(tmp_path / "own", "--vocab-file", "v", "--merge-file", "m")
+    assert (resumed.tokenizer.tokenizer_type, resumed.tokenizer.tokenizer_model) == (
         "GPT2BPETokenizer",
         None,
     )
@@ -282,7 +284,7 @@ def test_a_checkpoint_without_settings_is_refused(tmp_path):
         with pytest.raises(CheckpointError, match="config.json"):
             stored_settings(checkpoint, config(load=str(tmp_path)))
         with pytest.raises(ConfigError, match="config.json"):
-            taken(tmp_path)
+            parsed(tmp_path)
 
 
 def test_counters_come_back_or_the_checkpoint_is_refused(tmp_path):

@@ -45,43 +45,47 @@ def config(prefixes, **changes):
     return tiny(**{**fields, **changes})
 
 
-def save(folder, theirs):
+def save(folder, settings):
     """Write a checkpoint as far as settings and provenance are concerned."""
     checkpoint = folder / "iter_0000010"
     checkpoint.mkdir(parents=True)
-    samples = planned_samples(theirs, BatchSchedule.from_config(theirs))[0]
-    record = Provenance(theirs, rank_topology(), (), samples)(10)
-    for name, content in (("config.json", plain(theirs)), ("passport.json", record)):
+    samples = planned_samples(settings, BatchSchedule.from_config(settings))[0]
+    record = Provenance(settings, rank_topology(), (), samples)(10)
+    for name, content in (("config.json", plain(settings)), ("passport.json", record)):
         (checkpoint / name).write_text(json.dumps(content))
     write_manifest(checkpoint, ["config.json", "passport.json"])
     return checkpoint
 
 
-def taken_of(made, start, stop):
+def token_counts(run_config, start, stop):
     """Return how often the samples of these places train on each token as an input."""
     train = build_datasets(
-        made, planned_samples(made, BatchSchedule.from_config(made))[0], 0, 0
+        run_config, planned_samples(run_config, BatchSchedule.from_config(run_config))[0], 0, 0
     ).train
-    order = sample_order(made.data.dataloader_type, len(train))
+    order = sample_order(run_config.data.dataloader_type, len(train))
     counts = np.zeros(6000, int)
     for index in order.indices(np.arange(start, stop)).tolist():
         tokens = train[index]
-        pieces = train.segments(index)
-        bounds = [0, made.model.seq_length] if pieces is None else np.append(0, np.cumsum(pieces))
+        lengths = train.segments(index)
+        bounds = (
+            [0, run_config.model.seq_length]
+            if lengths is None
+            else np.append(0, np.cumsum(lengths))
+        )
         for first, last in itertools.pairwise(bounds):
-            counts[tokens[first : last - (pieces is not None)]] += 1
+            counts[tokens[first : last - (lengths is not None)]] += 1
     return counts
 
 
-def said(checkpoint, ours):
-    """Return what is said about the data of a run that goes on after TAKEN samples."""
+def data_message(checkpoint, ours):
+    """Return the message about the data of a run that goes on after TAKEN samples."""
     stored = stored_settings(checkpoint, ours)
     lines = []
     batches = BatchSchedule.from_config(ours)
     samples = planned_samples(ours, batches)[0]
     dataset = build_datasets(ours, samples, 0, 0).train
-    theirs = stored.config
-    before = build_datasets(theirs, samples, 0, 0).train
+    saved = stored.config
+    before = build_datasets(saved, samples, 0, 0).train
     sources = Ledger(before, SampleOrder(len(before)), TAKEN).record()
     progress = Progress(10, TAKEN, 8 * TAKEN, sources=sources)
     describe_data(stored, ours, dataset, samples, progress, samples, lines.append)
@@ -110,36 +114,36 @@ def test_repeated_and_skipped_samples_are_counted(tmp_path, data, changes, names
     if "data_path" in changes:
         paths = (str(tmp_path / word) if word in "ab" else word for word in changes["data_path"])
         changes = {**changes, "data_path": tuple(paths)}
-    theirs = config(data)
+    saved = config(data)
     ours = config(data, **changes)
-    line = said(save(tmp_path, theirs), ours)
+    line = data_message(save(tmp_path, saved), ours)
     assert all(name in line for name in [*names, f"{TAKEN} samples were taken"])
     end = ours.batch.train_iters * BATCH
-    before = taken_of(theirs, 0, TAKEN)
-    counted = taken_of(ours, 0, TAKEN)
-    coming = taken_of(ours, TAKEN, end)
-    again = np.minimum(coming, np.maximum(before - counted, 0)).sum()
+    before = token_counts(saved, 0, TAKEN)
+    counted = token_counts(ours, 0, TAKEN)
+    coming = token_counts(ours, TAKEN, end)
+    repeated = np.minimum(coming, np.maximum(before - counted, 0)).sum()
     missing = np.maximum(counted - before, 0).sum()
     per_sample = (counted.sum() + coming.sum()) / end
-    assert again or missing
-    assert numbers(line) == pytest.approx((again / per_sample, missing / per_sample), abs=2)
+    assert repeated or missing
+    assert numbers(line) == pytest.approx((repeated / per_sample, missing / per_sample), abs=2)
 
 
 def test_the_same_order_under_other_circumstances_is_not_said(tmp_path, data):
     """A longer run of as many epochs, and a longer packed run."""
     checkpoint = save(tmp_path / "0", config(data))
-    assert said(checkpoint, config(data)) == ""
-    assert said(checkpoint, config(data, train_iters=25)) == ""
+    assert data_message(checkpoint, config(data)) == ""
+    assert data_message(checkpoint, config(data, train_iters=25)) == ""
     packed = dict(data_packing="best-fit", data_path=(data[0],))
     checkpoint = save(tmp_path / "1", config(data, **packed))
-    assert said(checkpoint, config(data, **packed, train_iters=300)) == ""
+    assert data_message(checkpoint, config(data, **packed, train_iters=300)) == ""
 
 
 @pytest.mark.parametrize("same_size", [True, False])
 def test_a_file_with_other_content_is_named(tmp_path, data, same_size):
     checkpoint = save(tmp_path / "0", config(data))
     write(tmp_path / "a", 1000 if same_size else 1300, 100)
-    line = said(checkpoint, config(data))
+    line = data_message(checkpoint, config(data))
     assert f"{data[0]} has other content" in line and data[1] + " has" not in line
     # none of its 20 samples that count as taken was; those of the other file go on
     assert numbers(line) == (0, 20)
@@ -150,9 +154,9 @@ def test_a_list_of_data_with_other_weights_is_another_blend(tmp_path, data):
     fields = dict(data_path=None, data_file_list=str(listed))
     listed.write_text(f"1 {data[0]} a\n1 {data[1]} b\n")
     checkpoint = save(tmp_path, config(data, **fields))
-    assert said(checkpoint, config(data, **fields)) == ""
+    assert data_message(checkpoint, config(data, **fields)) == ""
     listed.write_text(f"3 {data[0]} a\n1 {data[1]} b\n")
-    line = said(checkpoint, config(data, **fields))
+    line = data_message(checkpoint, config(data, **fields))
     repeated, skipped = numbers(line)
     # 30 samples of the first source count as taken, and 10 of the other one: 20 of each were
     assert "blend" in line and repeated >= 10 and skipped >= 10

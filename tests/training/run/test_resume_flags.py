@@ -45,7 +45,7 @@ _VALUES = dict(
 )
 
 
-def others(option, value):
+def other_values(option, value):
     """Return values of a setting that are not `value`, of which some may be refused."""
     if option.name in _VALUES:
         return [_VALUES[option.name]]
@@ -62,7 +62,7 @@ def others(option, value):
 def accepted(name, fields):
     """Return the other values of a setting that BASE takes beside these fields."""
     values = []
-    for value in others(all_options()[name], Config.create(**BASE).get(name)):
+    for value in other_values(all_options()[name], Config.create(**BASE).get(name)):
         with contextlib.suppress(MegatronError):
             Config.create(**{**BASE, "load": "x", **fields, name: value})
             values.append(value)
@@ -74,23 +74,23 @@ def resumed(rank, folder, changes):
     prefix = write_numbers(Path(folder, "x"), 8 * 100 + 1)
     base = {**BASE, "data_path": (prefix,)}
     pretrain(Config.create(**base, save=folder, exit_interval=2))
-    said = []
-    Console.say = lambda self, text: said.append(text)
-    found = []
+    printed = []
+    Console.say = lambda self, text: printed.append(text)
+    outcomes = []
     for number, change in enumerate(changes):
         metrics = Path(folder, f"{number}.jsonl")
-        said.clear()
+        printed.clear()
         fields = {**base, "metrics_file": str(metrics), "load": folder, **change}
         try:
             pretrain(Config.create(**fields))
         except MegatronError as error:
-            found.append((None, str(error)))
+            outcomes.append((None, str(error)))
             continue
         names = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
         records = read_records(metrics, "iteration")
         figures = [tuple(record[name] for name in names) for record in records]
-        found.append((figures, " ".join(" ".join(said).split())))
-    return found
+        outcomes.append((figures, " ".join(" ".join(printed).split())))
+    return outcomes
 
 
 def test_each_setting_of_a_run_that_differs_is_named(tmp_path):
@@ -105,7 +105,7 @@ def test_each_setting_of_a_run_that_differs_is_named(tmp_path):
         if option.one_start or option.inert or name == "schedule_basis":
             continue
         value = before.get(name)
-        other = next(iter(others(option, value)), ("other",) if option.many else "other")
+        other = next(iter(other_values(option, value)), ("other",) if option.many else "other")
         changed = dataclasses.replace(getattr(before, section), **{name: other})
         ours = dataclasses.replace(before, **{section: changed})
         stored = stored_settings(checkpoint, before)
@@ -119,37 +119,37 @@ def test_each_setting_of_a_run_that_differs_is_named(tmp_path):
 
 
 SOME = ("seed", "train_iters", "hidden_dropout", "clip_grad", "dataloader_type", "no_load_optim")
-PARTS = 6
+GROUPS = 6
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "part",
+    "group",
     [
         None,
         *(
-            pytest.param(part, marks=[pytest.mark.campaign("kills"), pytest.mark.timeout(1200)])
-            for part in range(PARTS)
+            pytest.param(group, marks=[pytest.mark.campaign("kills"), pytest.mark.timeout(1200)])
+            for group in range(GROUPS)
         ),
     ],
 )
-def test_any_setting_changed_is_the_same_run_or_named(tmp_path, part):
-    names = SOME if part is None else list(all_options())[part::PARTS]
+def test_any_setting_changed_is_the_same_run_or_named(tmp_path, group):
+    names = SOME if group is None else list(all_options())[group::GROUPS]
     changes = [{}]
     for name in names:
         values = accepted(name, {})
         changes += [
             {name: value} for value in (values if all_options()[name].choices else values[:1])
         ]
-    (found,) = run_processes(
-        1, resumed, str(tmp_path), changes, timeout_s=1200 if part is not None else None
+    (outcomes,) = run_processes(
+        1, resumed, str(tmp_path), changes, timeout_s=1200 if group is not None else None
     )
-    plain = found[0][0]
+    plain = outcomes[0][0]
     different = set()
-    for change, (figures, log) in zip(changes, found, strict=True):
+    for change, (figures, log) in zip(changes, outcomes, strict=True):
         for name in change:
             spellings = (name, *all_options()[name].flags)
             same = figures in (plain, None)  # None: refused
             assert same or any(word in log for word in spellings), (change, log)
             different |= set() if same else {name}
-    assert len(different) == len(names) if part is None else len(different) > 2
+    assert len(different) == len(names) if group is None else len(different) > 2

@@ -30,8 +30,8 @@ def test_a_run_writes_what_happened(tmp_path):
         **INTERLEAVED,
     )
     run_processes(2, run, fields)
-    found = records(tmp_path)
-    (start,), (end,) = found["start"], found["end"]
+    by_event = records(tmp_path)
+    (start,), (end,) = by_event["start"], by_event["end"]
     layout = {"world": 2, "tensor": 1, "pipeline": 2, "data": 1}
     assert start["layout"].items() >= layout.items()
     # what was chosen, without equal defaults and derived values
@@ -47,25 +47,29 @@ def test_a_run_writes_what_happened(tmp_path):
     assert start["costs"].items() >= costs.items()
     # Every second iteration, and the rest of the last interval.
     assert values(
-        found["iteration"], "iteration", "consumed_samples", "consumed_tokens", "total_iterations"
+        by_event["iteration"],
+        "iteration",
+        "consumed_samples",
+        "consumed_tokens",
+        "total_iterations",
     ) == [(2, 8, 64, 5), (4, 16, 128, 5), (5, 20, 160, 5)]
     # Before the first step because asked, at the interval, at the end on validation and test data.
-    assert values(found["validation"], "iteration", "dataset", "samples") == [
+    assert values(by_event["validation"], "iteration", "dataset", "samples") == [
         (0, "valid", 8),
         (3, "valid", 8),
         (5, "valid", 8),
         (5, "test", 8),
     ]
-    assert values(found["checkpoint"], "iteration") == [(2,), (4,), (5,)]
+    assert values(by_event["checkpoint"], "iteration") == [(2,), (4,), (5,)]
     assert (end["iteration"], end["reason"]) == (5, "done")
     # Of every fourth iteration and the last one there is a timeline, and in the file the last one.
-    assert values(found["timeline"], "iteration", "file") == [
+    assert values(by_event["timeline"], "iteration", "file") == [
         (4, "timeline.json"),
         (5, "timeline.json"),
     ]
     events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     assert {e["args"]["iteration"] for e in events if e["ph"] == "M"} == {5}
-    unrecorded, *recorded = (record.get("phases_ms") for record in found["iteration"])
+    unrecorded, *recorded = (record.get("phases_ms") for record in by_event["iteration"])
     assert unrecorded is None
     for phases in recorded:
         assert all(
@@ -73,9 +77,9 @@ def test_a_run_writes_what_happened(tmp_path):
             for of in ("data", "forward", "backward", "recompute", "pipeline-wait", "optimizer")
         )
     assert recorded[1]["save"]["min"] > 0  # of iteration 4
-    assert [len(record["stage_memory_bytes"]) for record in found["iteration"]] == [2, 2, 2]
+    assert [len(record["stage_memory_bytes"]) for record in by_event["iteration"]] == [2, 2, 2]
     # An untrained model with small weights gives all 24 entries about the same probability.
-    assert found["validation"][0]["lm_loss"] == pytest.approx(np.log(24), abs=0.05)
+    assert by_event["validation"][0]["lm_loss"] == pytest.approx(np.log(24), abs=0.05)
 
 
 def write_numbers(prefix, tokens):
@@ -123,37 +127,37 @@ def test_resizes_in_mid_run_change_no_sample_and_no_loss(tmp_path, kind):
     resized = dict(fields, save=save, load=save)
     pipeline = dict(pipeline_model_parallel_size=2, rank_order="dp-pp-tp", device_order=(1, 0))
     notes = []
-    for processes, part in (
+    for processes, changes in (
         (1, dict(micro_batch_size=2, num_workers=2, exit_interval=2)),
         (2, dict(micro_batch_size=2, exit_interval=4)),
         (2, dict(micro_batch_size=4, num_workers=1, **pipeline)),
     ):
-        ranks = run_processes(processes, run_and_note, {**resized, **part})
+        ranks = run_processes(processes, run_and_note, {**resized, **changes})
         notes += {number: tokens for rank in ranks for number, tokens in rank.items()}.items()
-    taken = [token // 8 for _, tokens in sorted(notes) for token in tokens]
-    assert sorted(taken) == list(range(96))  # all samples of the epoch, each once
+    samples = [token // 8 for _, tokens in sorted(notes) for token in tokens]
+    assert sorted(samples) == list(range(96))  # all samples of the epoch, each once
     (order,) = run_processes(1, run_and_note, {**fields, "save": str(tmp_path / "whole")})
-    assert taken == [token // 8 for _, tokens in sorted(order.items()) for token in tokens]
-    whole = records(tmp_path / "whole")
-    found = records(tmp_path / "run")
-    assert found["start"][-1]["layout"]["rank_order"] == "dp-pp-tp"
+    assert samples == [token // 8 for _, tokens in sorted(order.items()) for token in tokens]
+    uninterrupted = records(tmp_path / "whole")
+    resumed = records(tmp_path / "run")
+    assert resumed["start"][-1]["layout"]["rank_order"] == "dp-pp-tp"
     names = ("iteration", "consumed_samples", "learning_rate")
-    assert values(found["iteration"], *names) == values(whole["iteration"], *names)
-    losses = [values(side["iteration"], "lm_loss") for side in (found, whole)]
+    assert values(resumed["iteration"], *names) == values(uninterrupted["iteration"], *names)
+    losses = [values(side["iteration"], "lm_loss") for side in (resumed, uninterrupted)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
-    assert found["end"][-1]["consumed_samples"] == 96
-    assert [r["sources"][prefix]["samples"] for r in found["data"]] == [16, 32, 96]
-    assert found["data"][-1]["sources"] == {
+    assert resumed["end"][-1]["consumed_samples"] == 96
+    assert [r["sources"][prefix]["samples"] for r in resumed["data"]] == [16, 32, 96]
+    assert resumed["data"][-1]["sources"] == {
         prefix: {"samples": 96, "tokens": 768, "epochs": pytest.approx(768 / 769)}
     }
 
 
 def run_and_listen(rank, fields):
     """Return the lines about data that the run prints."""
-    said = []
-    Console.say = lambda self, text: said.append(text)
+    printed = []
+    Console.say = lambda self, text: printed.append(text)
     run(rank, fields)
-    return [text for text in said if text.startswith(" data: ")]
+    return [text for text in printed if text.startswith(" data: ")]
 
 
 def test_the_ledger_outlives_a_change_of_the_blend(tmp_path):
@@ -161,20 +165,20 @@ def test_the_ledger_outlives_a_change_of_the_blend(tmp_path):
     fields = dict(split="1", vocab_size=80, save=str(tmp_path / "run"))
     run_processes(1, run, dict(fields, data_path=("1", a, "1", b), exit_interval=4))
     resumed = dict(fields, data_path=("3", a, "1", c), load=fields["save"], straggler_report=True)
-    said, others = run_processes(2, run_and_listen, resumed)
-    assert said == others and "epoch 2" in said[0] and "iteration 5" in said[0]
-    assert all(figure in said[1] for figure in ("192", "a 1.400", "b 0.800", "c 0.200"))
-    found = records(tmp_path / "run")
+    printed, printed_on_rank_1 = run_processes(2, run_and_listen, resumed)
+    assert printed == printed_on_rank_1 and "epoch 2" in printed[0] and "iteration 5" in printed[0]
+    assert all(figure in printed[1] for figure in ("192", "a 1.400", "b 0.800", "c 0.200"))
+    by_event = records(tmp_path / "run")
     first, last = (
         {name: count["samples"] for name, count in record["sources"].items()}
-        for record in found["data"]
+        for record in by_event["data"]
     )
     # 8 of 24 samples are left; 3 : 1 holds for the blend as a whole, whose first 16 samples were
     # not read from it.
     assert first == {a: 8, b: 8} and last == {a: 8 + 6, b: 8, c: 2}
     # Computing times of both ranks are compared where that is asked for.
-    assert values(found["stragglers"], "iteration") == [(5,), (6,)]
-    assert all(0 < r["min_ms"] <= r["max_ms"] for r in found["stragglers"])
+    assert values(by_event["stragglers"], "iteration") == [(5,), (6,)]
+    assert all(0 < r["min_ms"] <= r["max_ms"] for r in by_event["stragglers"])
 
 
 def test_a_run_on_packed_documents(tmp_path):
@@ -191,16 +195,16 @@ def test_a_run_on_packed_documents(tmp_path):
         vocab_size=30,
         data_packing="best-fit",
     )
-    whole = tmp_path / "whole"
+    single = tmp_path / "whole"
     stages = tmp_path / "stages"
-    (said,) = run_processes(1, run_and_listen, dict(fields, save=str(whole)))
+    (printed,) = run_processes(1, run_and_listen, dict(fields, save=str(single)))
     run_processes(3, run, dict(fields, save=str(stages), pipeline_model_parallel_size=3))
-    one = records(whole)
+    one = records(single)
     three = records(stages)
     # Fewer than 8 of 8 predictions in each of 24 samples: predictions across documents or of
     # padding are not trained on.
     tokens = one["data"][-1]["sources"][prefix]["tokens"]
-    assert 24 * 4 < tokens < 24 * 8 and f" {tokens} " in said[-1]
+    assert 24 * 4 < tokens < 24 * 8 and f" {tokens} " in printed[-1]
     assert three["data"][-1]["sources"] == one["data"][-1]["sources"]
     losses = [values(side["iteration"], "lm_loss") for side in (three, one)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
@@ -218,8 +222,10 @@ def test_when_one_rank_fails_the_others_name_it():
         2, run_and_fail, dict(pipeline_model_parallel_size=2)
     )
     assert failed.startswith("RuntimeError: ")
-    said = other.splitlines()[0]
-    assert said.startswith("LaunchError: rank 0") and "rank 1" in said and "planted" in said
+    message = other.splitlines()[0]
+    assert (
+        message.startswith("LaunchError: rank 0") and "rank 1" in message and "planted" in message
+    )
 
 
 def run_each(rank, runs):
@@ -237,16 +243,16 @@ def test_an_evaluation_changes_no_step_and_depends_on_the_weights_alone(tmp_path
     evaluated = str(tmp_path / "evaluated")
     more = dict(save=evaluated, load=evaluated, train_iters=3, eval_iters=2, eval_interval=1)
     run_processes(1, run_each, [dict(save=plain, train_iters=3), more, more])
-    found = records(tmp_path / "evaluated")
-    losses = [values(of["iteration"], "lm_loss") for of in (found, records(tmp_path / "plain"))]
+    by_event = records(tmp_path / "evaluated")
+    losses = [values(of["iteration"], "lm_loss") for of in (by_event, records(tmp_path / "plain"))]
     assert losses[0] == losses[1]
     # After the last step the loss is measured once on validation data, and on test data.
     last = [(3, "valid"), (3, "test")]
-    assert values(found["validation"], "iteration", "dataset") == [
+    assert values(by_event["validation"], "iteration", "dataset") == [
         (1, "valid"),
         (2, "valid"),
         *last,
         *last,
     ]
-    first, second, third, _, again, _ = values(found["validation"], "lm_loss")
-    assert len({first, second, third}) == 3 and again == third
+    first, second, third, _, resumed, _ = values(by_event["validation"], "lm_loss")
+    assert len({first, second, third}) == 3 and resumed == third

@@ -58,14 +58,14 @@ class Case:
         self.now = 0.0
         self.saver = FakeSaver()
         self.agreement = Agreement(rank_topology())
-        self.said = []
+        self.messages = []
         self.records = []
         reporter = SimpleNamespace(
-            say=self.said.append,
+            say=self.messages.append,
             publish=lambda event: self.records.append((event.event, event.iteration)),
         )
-        parts = config, self.saver, self.agreement, reporter, None
-        self.saves = Saves(*parts, saved_iteration=saved, clock=lambda: self.now)
+        arguments = config, self.saver, self.agreement, reporter, None
+        self.saves = Saves(*arguments, saved_iteration=saved, clock=lambda: self.now)
 
     def step(self, iteration, seconds=1.0):
         """Do what the loop does after a step."""
@@ -144,8 +144,8 @@ def test_a_failed_save_is_tried_again_after_a_minute_of_steps():
     case.step(10)
     case.saver.broken = {"start"}
     case.step(20)
-    assert "iteration 20" in case.said[-2] and "ENOSPC" in case.said[-2]
-    assert "iteration 10" in case.said[-1]
+    assert "iteration 20" in case.messages[-2] and "ENOSPC" in case.messages[-2]
+    assert "iteration 10" in case.messages[-1]
     for i in range(21, 27):
         case.step(i, seconds=11.9)  # 59.5 s after 25
     assert case.starts == [10, 20, 26]
@@ -203,7 +203,7 @@ def test_other_errors_are_not_taken_for_a_full_disk():
 
 def test_the_wall_time_hears_how_long_a_save_takes():
     case = Case(save_interval=1)
-    heard = []
-    case.saves.after_save.append(heard.append)
+    durations = []
+    case.saves.after_save.append(durations.append)
     case.step(1)
-    assert heard == [2.0]
+    assert durations == [2.0]

@@ -70,15 +70,15 @@ def test_costs_are_those_of_all_tokens_and_the_time_is_that_of_the_rest():
         train_iters=10,
         rampup_batch_size=(2, 2, 4),
     )
-    whole = run_costs(config)
-    assert whole.parameters == layers * (12 * h * h + 13 * h) + (vocabulary + s + 2) * h
-    assert whole.tokens == (2 * 2 + 8 * 4) * s
-    assert whole.tokens_per_parameter == whole.tokens / whole.parameters
+    total = run_costs(config)
+    assert total.parameters == layers * (12 * h * h + 13 * h) + (vocabulary + s + 2) * h
+    assert total.tokens == (2 * 2 + 8 * 4) * s
+    assert total.tokens_per_parameter == total.tokens / total.parameters
     each = 6 * (layers * 12 * h * h + vocabulary * h) + layers * 12 * s * h
-    assert whole.flops == each * whole.tokens
-    assert (whole.seconds, whole.node_hours) == (None, None)
+    assert total.flops == each * total.tokens
+    assert (total.seconds, total.node_hours) == (None, None)
     rest = run_costs(config, 3, iteration=4, consumed_samples=12).at(2.0, 12 * s)
-    assert rest.tokens == whole.tokens and rest.seconds == 6 * 4 * s / 2
+    assert rest.tokens == total.tokens and rest.seconds == 6 * 4 * s / 2
     assert rest.node_hours == pytest.approx(3 * 6 * 4 * s / 2 / 3600)
 
 

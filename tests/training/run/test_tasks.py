@@ -37,25 +37,27 @@ def test_figures_at_each_evaluation_are_those_of_any_layout(tmp_path):
         (4, dict(INTERLEAVED, tensor_model_parallel_size=2, sequence_parallel=True)),
         (2, dict(context_parallel_size=2, micro_batch_size=1)),
     ]
-    found = []
+    runs = []
     for n, (processes, fields) in enumerate(layouts):
         fields = dict(FIELDS, **fields, eval_tasks=tasks, save=str(tmp_path / str(n)))
         run_processes(processes, run, fields)
-        found.append(records(tmp_path / str(n))["task"])
-    one = found[0]
+        runs.append(records(tmp_path / str(n))["task"])
+    one = runs[0]
     assert [(r["iteration"], r["task"]) for r in one] == [
         (at, name) for at in (0, 2, 3) for name in "ab"
     ]
     assert len({r["log_likelihood"] for r in one[::2]}) == 3, "the model learns"
-    for other in found[1:]:
-        for ours, theirs in zip(one, other, strict=True):
-            names = set(ours) - OTHERS
-            expected = pytest.approx({k: ours[k] for k in names}, rel=2e-5)
-            assert {k: theirs[k] for k in names} == expected
+    for other in runs[1:]:
+        for reference, actual in zip(one, other, strict=True):
+            names = set(reference) - OTHERS
+            expected = pytest.approx({k: reference[k] for k in names}, rel=2e-5)
+            assert {k: actual[k] for k in names} == expected
     arguments = ["--load", str(tmp_path / "0"), "--format", "json", "--tasks", *tasks]
     (outcome,) = launch(1, arguments, script="tools/evaluate.py")
     assert outcome.code == 0, outcome
     lines = [json.loads(line) for line in outcome.output.splitlines() if line.startswith("{")]
-    for ours, theirs in zip(one[-2:], lines, strict=True):
-        names = set(ours) - OTHERS
-        assert {k: theirs[k] for k in names} == pytest.approx({k: ours[k] for k in names}, rel=1e-5)
+    for reference, actual in zip(one[-2:], lines, strict=True):
+        names = set(reference) - OTHERS
+        assert {k: actual[k] for k in names} == pytest.approx(
+            {k: reference[k] for k in names}, rel=1e-5
+        )

@@ -32,25 +32,25 @@ def command(tmp_path, monkeypatch):
 
 def asked_once(clock=lambda: 1000.0, **environ):
     """Return the inquiry and its messages after the first answer; no second question follows."""
-    said = []
-    end = SlurmEnd({"SLURM_JOB_ID": "4711", **environ}, said.append, clock=clock, every_s=3600)
+    messages = []
+    end = SlurmEnd({"SLURM_JOB_ID": "4711", **environ}, messages.append, clock=clock, every_s=3600)
     end.close()
     end.thread.join()
-    return end, said
+    return end, messages
 
 
 def test_squeue_says_what_is_left_of_this_job(command):
     called = command("squeue", "echo 1-02:00:30")
-    end, said = asked_once()
+    end, messages = asked_once()
     assert called.read_text() == "-h -j 4711 -o %L\n"
     assert end.left_s() == 93630
-    assert len(said) == 1 and "4711" in said[0] and "1-02:00:30" in said[0]
+    assert len(messages) == 1 and "4711" in messages[0] and "1-02:00:30" in messages[0]
 
 
 def test_the_last_answer_counts_down_and_a_new_one_counts_more(command):
     command("squeue", "echo 10:00")
     now = [0.0]
-    end, said = asked_once(lambda: now[0], SLURM_JOB_ID="1")
+    end, messages = asked_once(lambda: now[0], SLURM_JOB_ID="1")
     now[0] = 100.0
     assert end.left_s() == 500
     command("squeue", "echo 30:00")  # the job was extended
@@ -61,15 +61,15 @@ def test_the_last_answer_counts_down_and_a_new_one_counts_more(command):
         now[0] += 100
         end.ask()
     assert end.left_s() == 1500
-    (warning,) = said[1:]  # once
+    (warning,) = messages[1:]  # once
     assert "slurm_load_jobs" in warning and "job 1 " in warning and "28:20" in warning
 
 
 @pytest.mark.parametrize("answer", ["UNLIMITED", "INVALID", "", r"\377\376 10:00"])
 def test_an_answer_that_says_nothing_is_told_but_not_that_there_is_no_limit(command, answer):
     command("squeue", f"printf '{answer}'")
-    end, said = asked_once()
-    assert end.left_s() is None and len(said) == (answer != "UNLIMITED")
+    end, messages = asked_once()
+    assert end.left_s() is None and len(messages) == (answer != "UNLIMITED")
 
 
 def test_of_a_job_array_its_own_task_is_asked_for(command):
@@ -89,11 +89,11 @@ def test_of_a_job_array_its_own_task_is_asked_for(command):
 def test_without_squeue_slurms_promise_is_believed(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     for promised in ("", "²", "9" * 5000):
-        end, said = asked_once(SLURM_JOB_END_TIME=promised)
-        assert end.left_s() is None and "--walltime" in said[0]
+        end, messages = asked_once(SLURM_JOB_END_TIME=promised)
+        assert end.left_s() is None and "--walltime" in messages[0]
     monkeypatch.setattr(time, "time", lambda: 5e8)
-    end, said = asked_once(SLURM_JOB_END_TIME=str(int(5e8) + 600))
-    assert end.left_s() == 600 and len(said) == 1
+    end, messages = asked_once(SLURM_JOB_END_TIME=str(int(5e8) + 600))
+    assert end.left_s() == 600 and len(messages) == 1
 
 
 def test_what_must_be_left():
@@ -137,12 +137,12 @@ def test_an_evaluation_is_foreseen_with_all_corpora():
 def test_a_job_goes_back_into_the_queue(command):
     command("squeue", "echo RUNNING None")
     called = command("scontrol", "exit 0")
-    said = []
-    assert requeue({"SLURM_JOB_ID": "4711"}, said.append)
-    assert called.read_text() == "requeue 4711\n" and len(said) == 1 and "4711" in said[0]
+    messages = []
+    assert requeue({"SLURM_JOB_ID": "4711"}, messages.append)
+    assert called.read_text() == "requeue 4711\n" and len(messages) == 1 and "4711" in messages[0]
     # Slurm ends all processes of the job then, sometimes also the scontrol that asked for it.
     command("scontrol", "kill -TERM $$")
-    assert requeue({"SLURM_JOB_ID": "4711"}, said.append) and said[1:] == said[:1]
+    assert requeue({"SLURM_JOB_ID": "4711"}, messages.append) and messages[1:] == messages[:1]
 
 
 @pytest.mark.parametrize(
@@ -151,15 +151,15 @@ def test_a_job_goes_back_into_the_queue(command):
 def test_a_job_that_somebody_cancelled_stays_cancelled(command, state, goes):
     command("squeue", f"echo {state}")
     called = command("scontrol", "exit 0")
-    said = []
-    assert requeue({"SLURM_JOB_ID": "4711"}, said.append) == goes == called.exists()
+    messages = []
+    assert requeue({"SLURM_JOB_ID": "4711"}, messages.append) == goes == called.exists()
 
 
 def test_what_keeps_a_job_out_of_the_queue_is_told(command):
-    said = []
-    assert not requeue({}, said.append)
-    assert len(said) == 1 and "--requeue" in said[0]
+    messages = []
+    assert not requeue({}, messages.append)
+    assert len(messages) == 1 and "--requeue" in messages[0]
     command("squeue", r"printf '\377 None'; exit 1")
     command("scontrol", r"printf '\377 disabled' >&2; exit 1")  # which is not text
-    assert not requeue({"SLURM_JOB_ID": "4711"}, said.append)
-    assert "ERROR" in said[1] and "4711" in said[1] and "disabled" in said[1]
+    assert not requeue({"SLURM_JOB_ID": "4711"}, messages.append)
+    assert "ERROR" in messages[1] and "4711" in messages[1] and "disabled" in messages[1]

@@ -46,7 +46,7 @@ def hold_interpreter():
     sum(range(10**14))
 
 
-WAYS = {
+FAULTS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "loop": endless_loop,
     "hold": hold_interpreter,
@@ -80,17 +80,17 @@ class Board:
 class Time:
     """Clock for a rank's watchdog that moves only after all events possible before."""
 
-    def __init__(self, board, victims, way):
+    def __init__(self, board, victims, fault):
         self.board = board
         self.victims = victims
-        self.way = way
+        self.fault = fault
         self.now = 0.0
         self.asked = False
         self.leaving = False
         self.over = False
         everybody = list(range(board.size))
         self.speaking = (
-            everybody if way != "stop" else [rank for rank in everybody if rank not in victims]
+            everybody if fault != "stop" else [rank for rank in everybody if rank not in victims]
         )
         flight._clock = lambda: time.monotonic() + HOURS_S * board.marked("there", everybody)
         sys.addaudithook(self._hear)
@@ -110,11 +110,11 @@ class Time:
             return True
         if not board.marked("there", list(range(board.size))):
             return False
-        if self.way == "stop" and any(
+        if self.fault == "stop" and any(
             process_state(board.pid(victim)) != STOPPED for victim in self.victims
         ):
             return False
-        if self.way == "slow" and (
+        if self.fault == "slow" and (
             board.marked("cleared", [board.rank]) or not board.marked("alive", self.victims)
         ):
             return False
@@ -187,7 +187,7 @@ def train(
     pipeline,
     nodes,
     victims,
-    way,
+    fault,
     folder,
     real,
 ):
@@ -206,7 +206,7 @@ def train(
     )
     # For an answer that comes, a time limit that only a hang exceeds; for one that never comes, a
     # short one.
-    silent = way == "stop" and 0 in victims
+    silent = fault == "stop" and 0 in victims
     watchdog._ANSWER_S, watchdog._NODE_S = (3.0, 0.5) if real else (0.5 if silent else 30.0, 1.0)
     with connect(detect_launch(), timedelta(seconds=180)) as meeting:
         topology = Topology.create(
@@ -214,7 +214,7 @@ def train(
         )
         try:
             board = Board(Path(folder), rank, size)
-            steps(topology, meeting, Path(folder), board, victims, way, real, here)
+            steps(topology, meeting, Path(folder), board, victims, fault, real, here)
         # Like training/run/setup.py, because the watchdog knows more.
         except (LaunchError, RuntimeError) as error:
             raise meeting.explain(error) from error
@@ -227,7 +227,7 @@ def steps(
     folder,
     board,
     victims,
-    way,
+    fault,
     real,
     here,
 ):
@@ -237,20 +237,20 @@ def steps(
 
     def hang():
         board.mark("there")
-        WAYS[way]()
+        FAULTS[fault]()
 
     def there(state):
         """Return whether a rank has reached the place where it will stay.
 
         It waits for the victims, or is the one that left out a collective.
         """
-        if way == "slow":
+        if fault == "slow":
             return state.call is not None and (state.call.kind, state.call.sequence) == ("world", 7)
         if topology.pipeline.size > 1:
             return state.step == HANGS_AT and state.instruction == WAITS_IN
         kind = (
             "data"
-            if way != "skip" or (rank not in victims and victims[0] in topology.data.ranks)
+            if fault != "skip" or (rank not in victims and victims[0] in topology.data.ranks)
             else "world"
         )
         return state.call is not None and (state.call.kind, state.call.sequence) == (
@@ -258,15 +258,15 @@ def steps(
             HANGS_AT + 1,
         )
 
-    toy = Toy(topology, hang if victim and way in WAYS else None, victim and way == "skip")
+    toy = Toy(topology, hang if victim and fault in FAULTS else None, victim and fault == "skip")
     toy.run(0)
     if real:
         limit_s = 3.0
         watch = Watchdog(meeting, topology, 3.0, folder)
     else:
         limit_s = 30.0
-        clock = Time(board, victims, way)
-        if not victim or way == "skip":
+        clock = Time(board, victims, fault)
+        if not victim or fault == "skip":
             clock.note_when_there(recorder, there)
         watch = Watchdog(meeting, topology, limit_s, folder, clock=clock, sleep=clock.sleep)
     end_lost_node(board, victims, here)
@@ -274,7 +274,7 @@ def steps(
     watch.patient = False
     for step in range(1, 6):
         toy.run(step)
-    if way == "slow" and victim:  # longer than the limit, but with signs of life
+    if fault == "slow" and victim:  # longer than the limit, but with signs of life
         be_slow(board, recorder, limit_s, real)
     all_reduce(torch.ones(1), topology.world)
     if not real:

@@ -53,9 +53,9 @@ def run_on_full_disk(rank, fields, broken):
 def test_training_goes_on_when_a_save_fails(tmp_path):
     fields = dict(save=str(tmp_path), save_interval=2, train_iters=5, async_save=True)
     assert run_processes(2, run_on_full_disk, fields, [4]) == [None, None]
-    found = records(tmp_path)
-    assert values(found["checkpoint"], "iteration") == [(2,), (5,)]
-    (failed,) = found["checkpoint_failed"]
+    by_event = records(tmp_path)
+    assert values(by_event["checkpoint"], "iteration") == [(2,), (5,)]
+    (failed,) = by_event["checkpoint_failed"]
     assert failed["iteration"] == 4 and os.strerror(errno.ENOSPC) in failed["reason"]
     assert iterations(tmp_path) == [2, 5] and not list(tmp_path.glob("*.tmp"))
 
@@ -67,8 +67,8 @@ def test_a_run_whose_last_save_failed_ends_with_an_error_and_keeps_the_old_check
     errors = run_processes(2, run_on_full_disk, fields, [3])
     assert errors[0] == errors[1]
     assert "iteration 3" in errors[0] and "iteration 2" in errors[0]
-    found = records(tmp_path)
-    assert values(found["end"], "iteration", "reason") == [(3, "done")]
+    by_event = records(tmp_path)
+    assert values(by_event["end"], "iteration", "reason") == [(3, "done")]
     assert iterations(tmp_path) == [2]
     # continues from there
     run_processes(1, run, dict(save=str(tmp_path), load=str(tmp_path), train_iters=3))
@@ -149,10 +149,12 @@ def test_a_signal_at_any_time_saves_and_ends_with_exit_code_0(
     )
     number = signal.SIGUSR1 if stopped else signal.SIGTERM
     assert run_processes(ranks, run_and_signal, fields, where, nth, int(number)) == [0] * ranks
-    found = records(tmp_path)
-    (end,) = found["end"]
+    by_event = records(tmp_path)
+    (end,) = by_event["end"]
     assert end["iteration"] == stopped and number.name in end["reason"]
-    assert iterations(tmp_path)[-1] == stopped and len(found.get("validation", ())) == evaluations
+    assert (
+        iterations(tmp_path)[-1] == stopped and len(by_event.get("validation", ())) == evaluations
+    )
 
 
 def test_a_signal_in_the_last_evaluation_costs_nothing_but_evaluations(tmp_path):
@@ -161,11 +163,11 @@ def test_a_signal_in_the_last_evaluation_costs_nothing_but_evaluations(tmp_path)
     )
     where = "megatron.training.run.loop.evaluate"
     assert run_processes(1, run_and_signal, fields, where, 2, int(signal.SIGTERM)) == [0]
-    found = records(tmp_path)
-    assert values(found["end"], "iteration", "reason") == [(2, "done")] and iterations(
+    by_event = records(tmp_path)
+    assert values(by_event["end"], "iteration", "reason") == [(2, "done")] and iterations(
         tmp_path
     ) == [2]
-    assert values(found["validation"], "iteration") == [(0,)]
+    assert values(by_event["validation"], "iteration") == [(0,)]
 
 
 # -- the end of the job ----------------------------------------------------------------------------
@@ -253,8 +255,8 @@ def test_a_lost_rank_is_named_and_the_job_goes_back_once_it_has_saved(
     outcomes = launch(2, [*TINY, *flags.split()], env=slurm(tmp_path, "2:00:00"), arm=arm)
     other = outcomes[1 - victim]
     assert other.code == 75, other
-    (said,) = [line for line in other.output.splitlines() if "LostRankError" in line]
-    assert f"rank {victim}" in said and "Traceback" not in other.output
+    (message,) = [line for line in other.output.splitlines() if "LostRankError" in line]
+    assert f"rank {victim}" in message and "Traceback" not in other.output
     assert asked_back(tmp_path) == ["scontrol requeue 4711"] * put_back
 
 

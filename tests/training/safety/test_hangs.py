@@ -18,11 +18,11 @@ def seen(
     stack="loop.py:1 train",
     **posted,
 ):
-    place = f"n{rank // 2}:cuda:{rank % 2}"
+    device = f"n{rank // 2}:cuda:{rank % 2}"
     doing = "FORWARD of stage 0, micro-batch 2"
     counts = [posted.get(kind, 0) for kind in KINDS]
     return FlightState(
-        rank, 100 + rank, 1, place, 16, "training", doing, call, quiet_s, counts, 1, stack, process
+        rank, 100 + rank, 1, device, 16, "training", doing, call, quiet_s, counts, 1, stack, process
     )
 
 

@@ -114,13 +114,13 @@ def test_the_first_bad_value_is_named(
     ends = run_processes(ranks, end_of_run, fields, {**poison, "step": 3})
     assert len({text for text, _ in ends}) == 1, "all ranks say the same"
     text, _ = ends[0]
-    place = ("3 to 5", "--max-consecutive-skips 3", "step 3", f"rank {poison['rank']} ", ":cpu")
-    assert all(name in text for name in (*place, *expected)), text
+    details = ("3 to 5", "--max-consecutive-skips 3", "step 3", f"rank {poison['rank']} ", ":cpu")
+    assert all(name in text for name in (*details, *expected)), text
     assert [state for _, state in ends] == ["unchanged"] * ranks or poison["what"] == "weight"
-    found = records(tmp_path)
-    (record,) = found["not_finite"]
+    by_event = records(tmp_path)
+    (record,) = by_event["not_finite"]
     assert record["skipped_since"] == 3 and record["first"] in text
-    counts = values(found["iteration"], "iteration", "skipped", "nan", "lm_loss")
+    counts = values(by_event["iteration"], "iteration", "skipped", "nan", "lm_loss")
     bad = int(poison["what"] == "forward")
     assert [(i, skipped) for i, skipped, *_ in counts] == [(1, 0), (2, 0), (3, 1), (4, 1)]
     assert [nan for _, _, nan, _ in counts[:2]] == [0, 0]
@@ -161,10 +161,10 @@ def test_in_fp16_a_scale_that_can_fall_is_no_fault(tmp_path):
     A scale of 2^28 makes the loss's own gradient overflow at first, far more than 3 times.
     """
     ((text, _),) = run_processes(1, end_of_run, {**FP16, "save": str(tmp_path)}, None)
-    found = records(tmp_path)
-    skipped = [r["skipped"] for r in found["iteration"]]
+    by_event = records(tmp_path)
+    skipped = [r["skipped"] for r in by_event["iteration"]]
     assert text == "" and len(skipped) == 20
-    assert found["end"][0]["skipped_iterations"] == sum(skipped)
+    assert by_event["end"][0]["skipped_iterations"] == sum(skipped)
     assert skipped[:4] == [1] * 4 and 0 in skipped, (
         "more skips in a row than the 3 that end a run, then steps"
     )
@@ -227,9 +227,9 @@ def steps_until_error(monkeypatch, results, **fields):
     for number, (skipped, scale) in enumerate(results, 1):
         try:
             step = StepRecord(number, 0, 0, 1, 0.1, None)
-            taken = StepInProgress(step, [], [torch.tensor(1.0)], None)
+            under_way = StepUnderWay(step, [], [torch.tensor(1.0)], None)
             if skipped:
-                bad_steps.count_skip(run, taken, StepResult(None, skipped, scale))
+                bad_steps.count_skip(run, under_way, StepResult(None, skipped, scale))
             else:
                 run.loop.skips = Skips()
         except TrainingError:
@@ -260,11 +260,11 @@ def test_an_infinite_loss_with_finite_gradients_spoils_them(tokens):
     x = torch.full((2, 1, 1), 2.0, requires_grad=True)
     labels = torch.tensor([[0], [1]])
     mask = torch.ones(2, 1)
-    found = vocabulary_loss(
+    loss = vocabulary_loss(
         x, labels, mask, Vocabulary(weight, LayerContext.single(), 0, 2, tokens), late=True
     )
-    found.backward()
-    assert found.item() == math.inf
+    loss.backward()
+    assert loss.item() == math.inf
     assert x.grad is not None and x.grad.isnan().any()
     x.grad = None
     vocabulary_loss(

@@ -29,23 +29,23 @@ def rule(progress, window=4):
     return SimpleNamespace(config=tiny(**fields), topology=rank_topology(), progress=progress)
 
 
-def note(found, number, loss, skipped=False):
+def note(detector, number, loss, skipped=False):
     counted = torch.tensor([0.0 if loss == 0 else 4.0, 4.0], dtype=torch.float64)
     step = StepRecord(number, 4 * number, 0, 4, 0.1, torch.tensor(loss), skipped, counted=counted)
-    return find_spike(found, step, loss_over_ranks(found, step))
+    return find_spike(detector, step, loss_over_ranks(detector, step))
 
 
 def test_a_loss_is_compared_with_the_median_of_the_window():
     progress = Progress()
-    found = rule(progress)
-    assert [note(found, i, loss) for i, loss in enumerate((9.0, 1.0, 3.0, 2.0), 1)] == [None] * 4
+    detector = rule(progress)
+    assert [note(detector, i, loss) for i, loss in enumerate((9.0, 1.0, 3.0, 2.0), 1)] == [None] * 4
     # Median 2.5: 5 is not more than twice that. Then 1, 2, 3, 5 and a median of 2.5 again.
-    assert note(found, 5, 5.0) is None and note(found, 6, 5.1) == Spike(
+    assert note(detector, 5, 5.0) is None and note(detector, 6, 5.1) == Spike(
         6, pytest.approx(5.1), 2.5, 20, 24
     )
     assert progress.recent_losses == [1.0, 3.0, 2.0, 5.0], "a spike is not in the window"
-    assert note(found, 7, 1.0, skipped=True) is None and progress.recent_losses[-1] == 5.0
-    spike = note(found, 8, math.nan, skipped=True)
+    assert note(detector, 7, 1.0, skipped=True) is None and progress.recent_losses[-1] == 5.0
+    spike = note(detector, 8, math.nan, skipped=True)
     assert spike is not None and spike.iteration == 8 and math.isnan(spike.loss)
 
 
@@ -60,9 +60,9 @@ def test_steps_without_a_token_in_the_loss_are_not_in_the_window():
 
 
 def test_it_needs_some_losses_but_sees_at_once_what_is_not_finite():
-    found = rule(Progress(), window=100)
-    assert [note(found, i, 1.0 if i < 10 else 1e6) for i in range(1, 11)] == [None] * 10
-    assert note(found, 11, 1e6) is not None  # ten losses: one median
+    detector = rule(Progress(), window=100)
+    assert [note(detector, i, 1.0 if i < 10 else 1e6) for i in range(1, 11)] == [None] * 10
+    assert note(detector, 11, 1e6) is not None  # ten losses: one median
     assert note(rule(Progress()), 1, math.inf) is not None
 
 
@@ -152,10 +152,10 @@ def test_a_run_goes_back_and_around_as_if_the_samples_had_not_been_there(tmp_pat
     alone = dict(rest, save=str(plain), load=str(plain), exit_interval=13)
     run_processes(2, run_and_note, alone, [], (40, 48))
     expected = losses(plain)
-    found = losses(saved)
-    assert {i: found[i] for i in range(1, 14)} == expected, "bit for bit"
+    actual = losses(saved)
+    assert {i: actual[i] for i in range(1, 14)} == expected, "bit for bit"
     assert last["recent_losses"] == state(plain, 13)["recent_losses"]
-    assert len(found) == 18
+    assert len(actual) == 18
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_checkpoints_of_another_run_in_the_folder_are_not_gone_back_to(tmp_path)
     run_processes(1, run_and_note, resumed, [44, 45, 46, 47])
     (spike,) = records(tmp_path)["loss_spike"]
     assert (spike["iteration"], spike["back_to_iteration"]) == (12, 5)
-    taken = losses(tmp_path)
-    assert state(tmp_path, 13)["recent_losses"] == [taken[i] for i in range(2, 14)], (
+    step_losses = losses(tmp_path)
+    assert state(tmp_path, 13)["recent_losses"] == [step_losses[i] for i in range(2, 14)], (
         "those of undone steps are gone"
     )

@@ -146,10 +146,10 @@ def test_an_error_of_nccl_is_looked_into_at_once_and_the_flight_recorder_is_writ
             raise RuntimeError("Connection reset by peer")
 
         def states():
-            found = [flight.FlightState.read(each.buffer) for each in (here, there)]
+            snapshots = [flight.FlightState.read(each.buffer) for each in (here, there)]
             return [
                 dataclasses.replace(state, process=GONE if state.rank else "running")
-                for state in found
+                for state in snapshots
                 if state
             ]
 
@@ -201,14 +201,14 @@ def hang(
     folder,
     size,
     victims,
-    way,
+    fault,
     tensor=1,
     pipeline=1,
     nodes=1,
     real=False,
 ):
     """Return the conclusions, the whole report, and how each rank ended."""
-    arguments = (size, tensor, pipeline, nodes, victims, way, str(folder), real)
+    arguments = (size, tensor, pipeline, nodes, victims, fault, str(folder), real)
     ends = [str(value) for _, value in run_processes_raw(size, train, *arguments)]
     path = folder / REPORT_NAME
     text = path.read_text() if path.exists() else ""
@@ -270,7 +270,7 @@ def test_a_rank_that_is_slow_but_alive_is_no_hang(tmp_path):
 @pytest.mark.slow
 @pytest.mark.campaign("real-time")
 @pytest.mark.parametrize(
-    ("size", "victims", "way", "groups", "said"),
+    ("size", "victims", "fault", "groups", "expected"),
     [
         (3, [1], "stop", dict(pipeline=3), ["rank 1 (", "SIGSTOP", "ranks 0, 2 wait for it"]),
         (4, [3], "stop", dict(tensor=2), ["rank 3 (", "SIGSTOP", "ranks 0-2 wait for it"]),
@@ -279,12 +279,12 @@ def test_a_rank_that_is_slow_but_alive_is_no_hang(tmp_path):
         (3, [1], "slow", {}, []),
     ],
 )
-def test_hangs_by_the_real_clock(tmp_path, size, victims, way, groups, said):
-    conclusions, text, ends = hang(tmp_path, size, victims, way, **groups, real=True)
-    if way == "slow":
+def test_hangs_by_the_real_clock(tmp_path, size, victims, fault, groups, expected):
+    conclusions, text, ends = hang(tmp_path, size, victims, fault, **groups, real=True)
+    if fault == "slow":
         assert (text, ends) == ("", ["done"] * size)
         return
     (conclusion,) = conclusions
-    assert all(words in conclusion for words in said), conclusion
-    assert way != "hold" or "hold_interpreter" in (tmp_path / "output_1").read_text()
+    assert all(words in conclusion for words in expected), conclusion
+    assert fault != "hold" or "hold_interpreter" in (tmp_path / "output_1").read_text()
     assert ends == [KILLED if rank in victims else ENDED for rank in range(size)]
