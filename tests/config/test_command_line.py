@@ -183,10 +183,10 @@ CHOSEN = st.fixed_dictionaries(
 def test_configuration_to_command_line_and_back(chosen):
     config = Config.create(**chosen)
     argv = command_line_of(config)
-    again = parse_args([*argv, *_run_needs(chosen)])
+    reparsed = parse_args([*argv, *_run_needs(chosen)])
     for name in chosen:
-        assert again.get(name) == config.get(name), argv
-    assert (again.model, again.parallel) == (config.model, config.parallel)
+        assert reparsed.get(name) == config.get(name), argv
+    assert (reparsed.model, reparsed.parallel) == (config.model, config.parallel)
 
 
 def _run_needs(chosen):

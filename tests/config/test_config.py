@@ -94,10 +94,10 @@ def test_dictionary_and_back(values):
     config = Config.create(**values)
     stored = json.loads(json.dumps(config.to_dict()))
     assert set(stored) == set(all_options())
-    again = Config.from_dict(stored)
+    restored = Config.from_dict(stored)
     wider = dict(hidden_size=128 * 96, num_attention_heads=96)
-    assert again == config
-    assert again.replace(**wider) == config.replace(**wider) or "ffn_hidden_size" in values
+    assert restored == config
+    assert restored.replace(**wider) == config.replace(**wider) or "ffn_hidden_size" in values
 
 
 def test_a_dictionary_with_an_unknown_name():

@@ -636,15 +636,15 @@ def rows(text):
     """Return (flag, its words, the text after '=>') of each line."""
     out = []
     for line in text.strip().splitlines():
-        given, _, rest = line.partition("=>")
-        flag, *words = given.split()
+        left, _, rest = line.partition("=>")
+        flag, *words = left.split()
         out.append((flag, words, rest.strip()))
     return out
 
 
 def flags_of(text):
-    parts = re.split(r"\s+(?=--)", text.strip())
-    return {flag: words for flag, *words in map(str.split, parts)}
+    options = re.split(r"\s+(?=--)", text.strip())
+    return {flag: words for flag, *words in map(str.split, options)}
 
 
 NEEDS = {
@@ -667,10 +667,10 @@ def test_settings():
         name = name or flag.removeprefix("--").replace("-", "_")
         expected = (text or " ".join(words) or "True").replace("'", "").replace(" ", "")
         value = config.get(name)
-        found = str(value)
+        actual = str(value)
         if isinstance(value, tuple):
-            found = f"({','.join(map(str, value))}{',' if len(value) == 1 else ''})"
-        assert found == expected, (flag, words)
+            actual = f"({','.join(map(str, value))}{',' if len(value) == 1 else ''})"
+        assert actual == expected, (flag, words)
         assert config.origin(name) == "command line"
         assert not [
             n for n in notices if flag in n and "no effect" not in n and flag != "--deepspeed"

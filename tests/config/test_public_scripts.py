@@ -15,8 +15,8 @@ from megatron.errors import ConfigError
 
 
 def scripts(name):
-    found = tomllib.loads(Path(__file__).with_name(name).read_text())["script"]
-    return found
+    entries = tomllib.loads(Path(__file__).with_name(name).read_text())["script"]
+    return entries
 
 
 SCRIPTS = scripts("public_scripts.toml")
@@ -66,16 +66,18 @@ def test_public_lines_resolve():
 
 def check_values(script, config):
     line = f"{script['line']} {script.get('read_as', '')}".strip()
-    last = {flag: words for flag, *words in (part.split() for part in re.split(r"\s(?=--)", line))}
+    last = {
+        flag: words for flag, *words in (option.split() for option in re.split(r"\s(?=--)", line))
+    }
     for flag, words in last.items():
         setting = flag.removeprefix("--").replace("-", "_")
         if words and setting in config.explicit:
-            found = config.explicit[setting]
-            values = found if isinstance(found, tuple) else (found,)
+            value = config.explicit[setting]
+            values = value if isinstance(value, tuple) else (value,)
             assert len(values) == len(words) and all(map(_same, values, words)), (
                 script["follows"],
                 flag,
-                found,
+                value,
             )
 
 
@@ -110,21 +112,21 @@ def test_scripts_of_every_family():
     assert len(resolved) >= 0.8 * (len(resolved) + sum("needs" not in s for s in refused))
 
 
-def _same(found, written):
+def _same(value, written):
     try:
-        return float(str(found)) == float(written)
+        return float(str(value)) == float(written)
     except ValueError:
-        return str(found).lower() in (written.lower(), "learned_absolute")
+        return str(value).lower() in (written.lower(), "learned_absolute")
 
 
 def test_public_lines_are_refused_for_the_right_reasons():
     for script in REFUSED:
-        found = problems_of(script)
+        problems = problems_of(script)
         for names in script["problems"]:
-            assert any(has(problem, names) for problem in found), (
-                f"{names}\nis not in\n" + "\n".join(found)
+            assert any(has(problem, names) for problem in problems), (
+                f"{names}\nis not in\n" + "\n".join(problems)
             )
-        for problem in found:
+        for problem in problems:
             assert any(has(problem, names) for names in script["problems"]), (
                 f"not listed: {problem}"
             )

@@ -133,14 +133,14 @@ def test_the_planners_first_choices_are_what_the_document_says():
     rows = re.findall(r"^\| (\S+) frontier \| `(.*)` \| (.*) \|$", DOCUMENTS[1].read_text(), re.M)
     recipes = {r.model: r for r in RECIPES if r.kind == "frontier" and not r.note}
     assert [model for model, *_ in rows] == list(recipes)
-    for model, flags, told in rows:
+    for model, flags, documented in rows:
         argv = recipes[model].argv()
         first, ours = (estimate(parse_plan([*argv, *f]), cluster) for f in (flags.split(), []))
         figures = ""
         for one in (first, ours):
             peak = max(rank.total for rank in one.memory)
             figures += f"{one.seconds:.2f} | {peak / GIB:.1f} | "
-        assert told == f"{figures}{100 * (1 - first.seconds / ours.seconds):.1f} %"
+        assert documented == f"{figures}{100 * (1 - first.seconds / ours.seconds):.1f} %"
 
 
 @pytest.mark.parametrize(
@@ -160,11 +160,11 @@ def test_recipes_of_other_pages(page, preset, capsys):
 
 
 def test_the_published_layout_of_experts_is_slower_as_the_page_says():
-    found = estimate(plan("moe-55b", 32), load_cluster("frontier"))
-    messages = 100 * found.breakdown["layer messages"] / found.seconds
+    result = estimate(plan("moe-55b", 32), load_cluster("frontier"))
+    messages = 100 * result.breakdown["layer messages"] / result.seconds
     direct = estimate(plan("moe-55b", 32, "--expert-ranks-per-node", "1"), load_cluster("frontier"))
     text = (ROOT / "docs/experts.md").read_text()
-    assert f"takes {found.seconds:.2f} s, {messages:.0f} % of it all-to-alls" in text
+    assert f"takes {result.seconds:.2f} s, {messages:.0f} % of it all-to-alls" in text
     assert f"and {direct.seconds:.2f} s with tokens sent directly" in text
 
 

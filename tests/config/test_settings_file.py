@@ -98,8 +98,8 @@ swiglu = true;squared_relu = true => --swiglu | --squared-relu
 def test_what_is_wrong_in_a_file_is_named(tmp_path):
     for case in WRONG.strip().splitlines():
         lines, words = case.split(" => ")
-        found = problems(stored(tmp_path, lines.replace(";", "\n")))
-        assert all(word in found for word in words.split(" | ")), found
+        text = problems(stored(tmp_path, lines.replace(";", "\n")))
+        assert all(word in text for word in words.split(" | ")), text
 
 
 def test_a_file_that_is_none(tmp_path):
@@ -127,12 +127,12 @@ def test_a_resolved_file_gives_the_same_run(tmp_path, argv):
     config = parse_plan(argv)
     path = stored(tmp_path, render_settings(config))
     size = ["--world-size", str(config.parallel.world_size)]
-    again = parse_plan(["--config", path, *size])
-    assert again == config
+    reread = parse_plan(["--config", path, *size])
+    assert reread == config
     # A preset's settings without effect are no news, but those of a file are.
     assert all(
         any(flag in n for flag in ("--openai-gelu", "--use-flash-attn"))
-        for n in {*again.notices} - {*config.notices}
+        for n in {*reread.notices} - {*config.notices}
     )
 
 
@@ -166,16 +166,19 @@ def test_each_setting_is_of_the_run_or_of_one_start(tmp_path):
         )
         for section in set(map(section_of, values))
     }
-    given = {"explicit": values, "origins": {**plain.origins, **dict.fromkeys(values, "argument")}}
-    new = render_settings(dataclasses.replace(plain, **sections, **given))
+    changes = {
+        "explicit": values,
+        "origins": {**plain.origins, **dict.fromkeys(values, "argument")},
+    }
+    new = render_settings(dataclasses.replace(plain, **sections, **changes))
     lines = "".join(f"{name} = {written(value)}\n" for name, value in values.items())
     older = f"{new.splitlines()[0]}\n[model]\n{lines}"
     for text, of_a_run in ((new, True), (older, True), (lines, False)):
         settings = read_settings(["--config", stored(tmp_path, text), "--trust-config"])
         left_out = values.keys() - settings.explicit.keys() - settings.bad
         assert left_out == (set(OF_ONE_START) if of_a_run else set())
-        (said,) = [n for n in settings.notices if "run.toml" in n] if of_a_run else [""]
-        assert all(f"{options[name].flag}" in said for name in left_out)
+        (notice,) = [n for n in settings.notices if "run.toml" in n] if of_a_run else [""]
+        assert all(f"{options[name].flag}" in notice for name in left_out)
     assert [name for name, option in options.items() if option.one_start] == sorted(
         OF_ONE_START, key=list(options).index
     )
@@ -187,9 +190,9 @@ def test_a_default_of_a_run_is_no_choice_against_a_flag(tmp_path):
     text = render_settings(parse_args(run))
     path = stored(tmp_path, text)
     flags = ["--data-packing", "best-fit", "--loss-mask", "required"]
-    again = parse_args(["--config", path, *flags])
-    assert again == parse_args([*run, *flags])
-    assert again.data.reset_position_ids and again.batch.calculate_per_token_loss
+    reread = parse_args(["--config", path, *flags])
+    assert reread == parse_args([*run, *flags])
+    assert reread.data.reset_position_ids and reread.batch.calculate_per_token_loss
     assert render_settings(parse_args(["--config", path])).count("# default") == text.count(
         "# default"
     )
@@ -241,8 +244,8 @@ def test_what_is_no_alternative_stays_a_contradiction(tmp_path):
     path = stored(tmp_path, RUN)
     both = "--train-iters", "9", "--train-samples", "400"
     assert all(flag in problems(path, *both) for flag in both[::2])
-    said = problems(path, "--valid-data-path", "c")
-    assert "--valid-data-path" in said and f"{path}:14: data_path" in said
+    text = problems(path, "--valid-data-path", "c")
+    assert "--valid-data-path" in text and f"{path}:14: data_path" in text
 
 
 def test_another_folder_has_its_own_outputs(tmp_path):
@@ -262,21 +265,23 @@ def test_another_folder_has_its_own_outputs(tmp_path):
 def test_a_resolved_file_on_other_processes(tmp_path):
     """Values that followed from the number of processes follow from the new number."""
     path = stored(tmp_path, render_settings(Config.create(**SIZES, **SHORT, world_size=4)))
-    again = parse_args(["--config", path, "--hidden-size", "128"], 8)
-    assert (again.batch.global_batch_size, again.parallel.data_parallel_size) == (8, 8)
-    assert again.model.ffn_hidden_size == 512
+    reread = parse_args(["--config", path, "--hidden-size", "128"], 8)
+    assert (reread.batch.global_batch_size, reread.parallel.data_parallel_size) == (8, 8)
+    assert reread.model.ffn_hidden_size == 512
 
 
 def test_a_resolved_file_with_pieces_and_a_deepspeed_json(tmp_path):
-    pieces = tmp_path / "own.py"
+    module = tmp_path / "own.py"
     ds = tmp_path / "ds.json"
-    pieces.write_text("def layer(): ...\nPIECES = {'layer': layer}\n")
+    module.write_text("def layer(): ...\nPIECES = {'layer': layer}\n")
     ds.write_text('{"gradient_clipping": 0.5, "comms_logger": {"verbose": true, "x": null}}')
-    argv = ["--preset", "tiny", "--pieces", str(pieces), "--deepspeed_config", str(ds)]
+    argv = ["--preset", "tiny", "--pieces", str(module), "--deepspeed_config", str(ds)]
     config = parse_plan(argv)
     assert config.engine.extra and config.pieces.layer is not None
-    again = ["--config", stored(tmp_path, render_settings(config))]
-    assert parse_plan([*again, "--trust-config"]) == parse_plan([*again, *argv[2:4]]) == config
+    resolved = ["--config", stored(tmp_path, render_settings(config))]
+    assert (
+        parse_plan([*resolved, "--trust-config"]) == parse_plan([*resolved, *argv[2:4]]) == config
+    )
 
 
 @pytest.mark.parametrize("key", ["pieces", "callback", "'--pieces'", "'--callback'"])
@@ -289,10 +294,10 @@ def test_code_is_named_on_the_command_line_only(tmp_path, monkeypatch, key):
     value = str(module) if "pieces" in key else "evil:Evil"
     path = stored(tmp_path, f'preset = "tiny"\n[logging]\n{key} = {written(value)}\n')
     for flags in ([], ["--print-config"]):
-        found = problems(path, *flags)
+        text = problems(path, *flags)
         name = key.strip("'")
         flag = f"--{name.removeprefix('--')} {value}"
-        assert all(word in found for word in (flag, "--trust-config", f"{path}:3: {name}"))
+        assert all(word in text for word in (flag, "--trust-config", f"{path}:3: {name}"))
     assert not trace.exists()
     parse_plan(["--config", path, "--trust-config"])
     assert trace.exists() == ("pieces" in key)  # the other is imported by the training
@@ -320,8 +325,8 @@ def test_settings_of_an_earlier_start_are_kept(tmp_path):
     for text, iteration in ((first, 0), (first + "# another comment\n", 0), (second, 5)):
         write_settings(path, text, iteration)
     write_settings(path, third, 5)  # the second start saved nothing
-    found = {file.name: file.read_text() for file in tmp_path.iterdir()}
-    assert found == {
+    files = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert files == {
         "settings.toml": third,
         "settings-0000005.toml": first + "# another comment\n",
     }

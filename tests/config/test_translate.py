@@ -66,8 +66,8 @@ def rows(text):
     """Yield layers, pipeline ranks, flags, and what is behind the arrow."""
     for line in text.strip().splitlines():
         if not line.startswith("#"):
-            given, _, result = line.partition("=>")
-            layers, ranks, flags = given.split(maxsplit=2)
+            left, _, result = line.partition("=>")
+            layers, ranks, flags = left.split(maxsplit=2)
             yield int(layers), int(ranks), flags.strip(), result.strip()
 
 
@@ -210,10 +210,10 @@ def test_weighted_paths(tmp_path):
         "test": "x: 2 0:1 d,1 0:1 e",
     }
     expected = {"train": ("0.6", "a", "0.4", "b"), "valid": ("c",), "test": ("2", "d", "1", "e")}
-    given = [
+    flags = [
         word for split, text in groups.items() for word in (f"--{split}-weighted-split-paths", text)
     ]
-    data = resolve(["--num-layers", "2", *given])[0].data
+    data = resolve(["--num-layers", "2", *flags])[0].data
     assert (data.train_data_path, data.valid_data_path, data.test_data_path) == tuple(
         expected.values()
     )

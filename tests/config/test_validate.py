@@ -230,10 +230,10 @@ MODEL = flags_of("--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-
 def test_refused_with_values_and_a_way_out():
     for case in CASES.strip().replace("\n    =>", " =>").splitlines():
         flags, words, remedy = case.split(" => ")
-        given = MODEL | flags_of(flags)
-        text = problem_of(lambda: planned(given))  # noqa: B023
+        options = MODEL | flags_of(flags)
+        text = problem_of(lambda: planned(options))  # noqa: B023
         assert all(word in text for word in words.split(" | ")), text
-        planned(given | flags_of(remedy))
+        planned(options | flags_of(remedy))
 
 
 def test_values_that_only_a_program_can_give():
@@ -269,16 +269,16 @@ def test_every_number_has_a_range_and_what_is_outside_is_refused():
         for value in (*EXTREMES, 10**5000, -(10**5000), math.nan, 1e308, 2.0**64):
             try:
                 as_many = (value,) if option.many else value
-                found = option.parse([value]) if isinstance(value, str) else option.accept(as_many)
+                parsed = option.parse([value]) if isinstance(value, str) else option.accept(as_many)
             except ValueError as error:
                 assert len(str(error)) < 200
                 continue
-            (number,) = found if option.many else (found,)
+            (number,) = parsed if option.many else (parsed,)
             # Within 64 bits, not infinite in fp32, and not zero in fp32 where it is a divisor.
             assert abs(number) <= 10**16 or option.name.endswith("loss_scale"), (option.name, value)
             assert option.name not in ("adam_eps", "layernorm_epsilon") or np.float32(number) > 0
             with contextlib.suppress(ConfigError):
-                Config.create(**{**SIZES, option.name: found})
+                Config.create(**{**SIZES, option.name: parsed})
 
 
 LIMITS = """
@@ -360,8 +360,8 @@ def test_pipeline():
         ("2 --num-layers-per-virtual-pipeline-stage 2 --global-batch-size 3", 2, "interleaved"),
         ("3 --enable-zbh1-pipeline", 1, "zb-h1"),
     ):
-        given = MODEL | flags_of(f"--pipeline-model-parallel-size {flags}")
-        parallel = planned(given).parallel
+        options = MODEL | flags_of(f"--pipeline-model-parallel-size {flags}")
+        parallel = planned(options).parallel
         assert (parallel.num_chunks, parallel.schedule) == (chunks, schedule), flags
         assert parallel.num_stages == chunks * parallel.pipeline_model_parallel_size
 

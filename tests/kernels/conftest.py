@@ -13,9 +13,9 @@ def kernels():
     failure.
     """
     library.forget()
-    found = library.find("cpu")
-    if found.handle is None:
+    cpu_library = library.find("cpu")
+    if cpu_library.handle is None:
         there = any(build.LIBRARIES.glob("libmegatron-host-*.so"))
-        (pytest.fail if there else pytest.skip)(found.line)
-    yield found
+        (pytest.fail if there else pytest.skip)(cpu_library.line)
+    yield cpu_library
     library.forget()

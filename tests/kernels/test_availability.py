@@ -61,8 +61,8 @@ def flash(packages, monkeypatch):
 )
 def test_flash_attention_where_it_cannot_run(packages, device, dtype, named):
     make(packages, "flash_attn", "raise RuntimeError('imported without need')", version="2.8.3")
-    found = choose.flash_attention(device, dtype)
-    assert (found.version, found.usable) == ("2.8.3", False) and named in found.reason
+    package = choose.flash_attention(device, dtype)
+    assert (package.version, package.usable) == ("2.8.3", False) and named in package.reason
 
 
 def test_flash_attention_that_works(flash):
@@ -104,17 +104,17 @@ def test_flash_attention_that_cannot_do_all(
     make(packages, "flash_attn", "def flash_attn_func(): ...", version=version)
     cuda = torch.device("cuda")
     asked = choose.AttentionFeatures(**features)
-    found = choose.choose_attention(KernelConfig(), cuda, "bfloat16", features=asked)
-    assert found == chosen
-    (line,) = choose.packages(KernelConfig(), "cuda", "bfloat16", found, asked)
+    backend = choose.choose_attention(KernelConfig(), cuda, "bfloat16", features=asked)
+    assert backend == chosen
+    (line,) = choose.packages(KernelConfig(), "cuda", "bfloat16", backend, asked)
     assert named in line and ("used" in line) == (chosen == "flash")
 
 
 def test_a_build_for_rocm_that_ignores_windows(flash, monkeypatch):
     monkeypatch.setenv("FLASH_ATTENTION_TRITON_AMD_ENABLE", "TRUE")
     windowed = choose.AttentionFeatures(windowed=True)
-    found = [choose.flash_attention("cuda", "bfloat16", x) for x in (choose.PLAIN, windowed)]
-    assert found[0].usable and "Triton" in found[1].reason
+    results = [choose.flash_attention("cuda", "bfloat16", x) for x in (choose.PLAIN, windowed)]
+    assert results[0].usable and "Triton" in results[1].reason
 
 
 def test_torch_for_a_ring(monkeypatch):
@@ -147,18 +147,18 @@ def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch):
         return choose.choose_attention(kernels, cpu, dtype, sequence, features)
 
     for handle, expected in ((object(), "blocked"), (None, "torch")):
-        found = library.KernelLibrary(None, "host", "", "", handle)
-        monkeypatch.setattr(library, "find", lambda device_type, found=found: found)
-        found = [chosen("auto", dtype) for dtype in ("float32", "bfloat16", "float16")]
-        assert found == [expected, expected, "torch"]
-        found = [chosen(name, "float32") for name in ("flash", "fused", "blocked", "local")]
-        assert found == ["torch", "torch", "blocked", "unfused"]
+        host = library.KernelLibrary(None, "host", "", "", handle)
+        monkeypatch.setattr(library, "find", lambda device_type, host=host: host)
+        backends = [chosen("auto", dtype) for dtype in ("float32", "bfloat16", "float16")]
+        assert backends == [expected, expected, "torch"]
+        backends = [chosen(name, "float32") for name in ("flash", "fused", "blocked", "local")]
+        assert backends == ["torch", "torch", "blocked", "unfused"]
         assert chosen("auto", "float32", 1024, windowed=True) == expected
-        found = [chosen("auto", dtype, 1024) for dtype in ("float32", "bfloat16")]
-        assert found == ["torch", expected]
+        backends = [chosen("auto", dtype, 1024) for dtype in ("float32", "bfloat16")]
+        assert backends == ["torch", expected]
     drops = choose.AttentionFeatures(drops=True)
-    found = choose.choose_attention(KernelConfig(), cpu, "float16", 512, drops)
-    assert found == "blocked", "the masks of any layout"
+    chosen_backend = choose.choose_attention(KernelConfig(), cpu, "float16", 512, drops)
+    assert chosen_backend == "blocked", "the masks of any layout"
 
 
 def test_flash_attention_on_a_device_that_is_too_old(packages, monkeypatch):
@@ -167,8 +167,8 @@ def test_flash_attention_on_a_device_that_is_too_old(packages, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
     make(packages, "flash_attn", "def flash_attn_func(): ...")
-    found = choose.flash_attention("cuda", "float16")
-    assert not found.usable and "8.0, Tesla V100" in found.reason
+    package = choose.flash_attention("cuda", "float16")
+    assert not package.usable and "8.0, Tesla V100" in package.reason
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def test_flash_attention_on_a_device_that_is_too_old(packages, monkeypatch):
 )
 def test_flash_attention_that_is_broken(packages, source, reason):
     make(packages, "flash_attn", source)
-    found = choose.flash_attention("cuda", "bfloat16")
-    assert not found.usable and reason in found.line
+    package = choose.flash_attention("cuda", "bfloat16")
+    assert not package.usable and reason in package.line
 
 
 def test_the_real_apex(packages):

@@ -125,12 +125,12 @@ def test_what_a_compiler_does_not_know_is_left_out_by_name(compilers, sources, t
     script = tmp_path / "bin" / "hipcc"
     old = 'case $* in *gfx942*|*gfx950*) echo "invalid target ID" >&2; exit 1;; esac\n'
     script.write_text(script.read_text().replace("#!/bin/sh\n", f"#!/bin/sh\n{old}"))
-    said = []
-    (path,) = build.make(["hip"], folder=tmp_path / "lib", say=said.append)
+    messages = []
+    (path,) = build.make(["hip"], folder=tmp_path / "lib", say=messages.append)
     assert path.name == "libmegatron-hip-gfx90a.so"
-    assert "gfx942, gfx950" in said[0] and "gfx90a" not in said[0]
+    assert "gfx942, gfx950" in messages[0] and "gfx90a" not in messages[0]
     with pytest.raises(build.BuildError, match="invalid target"):
-        build.make(["hip"], ["gfx942"], folder=tmp_path / "lib", say=said.append)
+        build.make(["hip"], ["gfx942"], folder=tmp_path / "lib", say=messages.append)
 
 
 def test_built_again_only_when_something_changed(compilers, sources, tmp_path, monkeypatch):
@@ -174,21 +174,21 @@ def test_a_compiler_that_fails(compilers, sources, tmp_path):
 def test_an_installation_warns_and_goes_on(compilers, sources, tmp_path, monkeypatch):
     # What is asked of torch needs no second to import it.
     monkeypatch.setattr(build, "_TORCH", "print('2.0', 1, '/lib', '/include', sep='\\n')")
-    said = []
+    messages = []
     folder = tmp_path / "lib"
     folder.mkdir()
     (folder / "libmegatron-hip-gfx1.so").write_text("of another build")
-    build.install(folder, alone=False, say=said.append)
-    assert "--target host" in said[0]
+    build.install(folder, alone=False, say=messages.append)
+    assert "--target host" in messages[0]
     compilers("hipcc", "c++")
     monkeypatch.setenv(build.CHOICE, "cuda,hip")
-    build.install(folder, alone=True, say=said.append)
-    assert "warning" in said[1] and "--target cuda" in said[1]
+    build.install(folder, alone=True, say=messages.append)
+    assert "warning" in messages[1] and "--target cuda" in messages[1]
     nodes, library = sorted(p.name for p in folder.iterdir())
     assert nodes.startswith("_nodes-torch-")
     assert library == "libmegatron-hip-gfx90a+gfx942+gfx950.so"
     monkeypatch.setenv(build.CHOICE, "none")
-    build.install(folder, alone=True, say=said.append)
+    build.install(folder, alone=True, say=messages.append)
     assert not list(folder.iterdir())
 
 

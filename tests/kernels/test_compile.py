@@ -57,13 +57,13 @@ def attention(rows):
     logarithms = torch.zeros(6, 2 * (rows + TILE))
     slope = torch.tensor([0.5, 0.25, 0.125, 0.0625])
     scores = draw(3, 2 * rows, rows + TILE, grad=False)
-    law = AttentionParameters(2, 0.5, 0.3, SEED, torch.arange(3), rows + TILE)
-    again = scores[..., TILE:].contiguous()
+    params = AttentionParameters(2, 0.5, 0.3, SEED, torch.arange(3), rows + TILE)
+    last_scores = scores[..., TILE:].contiguous()
     gradients = draw(3, 2 * rows, rows, seed=2, grad=False)
-    attention_weights_(AttentionBlock(scores, logarithms, slope, 1, TILE, None, law))
-    block = (again, logarithms, slope, 1, TILE, TILE, law, gradients, logarithms.cos())
+    attention_weights_(AttentionBlock(scores, logarithms, slope, 1, TILE, None, params))
+    block = (last_scores, logarithms, slope, 1, TILE, TILE, params, gradients, logarithms.cos())
     attention_gradient_(GradientBlock(*block))
-    return [scores, logarithms, again, gradients, row_dots(scores, scores)]
+    return [scores, logarithms, last_scores, gradients, row_dots(scores, scores)]
 
 
 def vocabulary(rows):
@@ -205,9 +205,9 @@ def everything(call, arguments):
     return [*results, *torch.autograd.grad(results, leaves, weights)]
 
 
-def assert_same(found, expected):
+def assert_same(actual, expected):
     """Compare bit for bit: the same implementations were called on the same numbers."""
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert (
             a.dtype == b.dtype
             and a.shape == b.shape
@@ -251,8 +251,8 @@ def test_inductor(name, kernels):
     """Compile the code around the operators with inductor; they themselves run unchanged."""
     call, arguments = PUBLIC[name]
     compiled = torch.compile(call, fullgraph=True, backend="inductor")
-    found, expected = (everything(each, arguments(ROWS)) for each in (compiled, call))
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    actual, expected = (everything(each, arguments(ROWS)) for each in (compiled, call))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 # ---- the registered operators --------------------------------------------------------------------
@@ -296,8 +296,8 @@ def recorded():
             recorder.grad = True
             results = flat(call(*arguments(ROWS)))
             recorder.grad = False
-            wanted = [r for r in results if r.requires_grad]
-            torch.autograd.backward(wanted, [torch.ones_like(r) for r in wanted])
+            differentiable = [r for r in results if r.requires_grad]
+            torch.autograd.backward(differentiable, [torch.ones_like(r) for r in differentiable])
     return recorder.calls
 
 

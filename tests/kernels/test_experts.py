@@ -87,8 +87,8 @@ def test_the_host_does_not_wait_for_products(dtype):
             torch.cuda.set_sync_debug_mode("default")
         return y, a.grad, w.grad
 
-    for found, expected in zip(results("cuda"), results("cpu"), strict=True):
-        assert torch.equal(found.cpu(), expected)
+    for actual, expected in zip(results("cuda"), results("cpu"), strict=True):
+        assert torch.equal(actual.cpu(), expected)
 
 
 @pytest.mark.parametrize("defers", [False, True])

@@ -39,7 +39,7 @@ WIDTH = 4096
 ROWS = 129 * WIDTH
 BOUNDARY = (1 << 31) // WIDTH
 # Rows around the boundary, and the last one.
-LOOKED_AT = [0, 1, BOUNDARY - 2, BOUNDARY - 1, BOUNDARY, BOUNDARY + 1, ROWS - 2, ROWS - 1]
+CHECKED_ROWS = [0, 1, BOUNDARY - 2, BOUNDARY - 1, BOUNDARY, BOUNDARY + 1, ROWS - 2, ROWS - 1]
 
 
 def free_bytes(device):
@@ -54,7 +54,7 @@ def large(device, needed=16 * GiB):
     if (free := free_bytes(device)) < needed:
         pytest.skip(f"needs {needed / GiB:.0f} GiB of free memory; {free / GiB:.1f} are there")
     x = zeros(ROWS * WIDTH, device).view(ROWS, WIDTH)
-    x[LOOKED_AT] = random((len(LOOKED_AT), WIDTH), torch.bfloat16, device, 1)
+    x[CHECKED_ROWS] = random((len(CHECKED_ROWS), WIDTH), torch.bfloat16, device, 1)
     return x
 
 
@@ -63,13 +63,13 @@ def check_rows(run, *large):
 
     Both use the same code.
     """
-    whole = run(*large)
-    part = run(*(x[LOOKED_AT] for x in large))
-    if isinstance(whole, torch.Tensor):
-        whole = (whole,)
-        part = (part,)
-    for a, b in zip(whole, part, strict=True):
-        assert a.shape[0] == ROWS and torch.equal(a[LOOKED_AT], b)
+    full = run(*large)
+    subset = run(*(x[CHECKED_ROWS] for x in large))
+    if isinstance(full, torch.Tensor):
+        full = (full,)
+        subset = (subset,)
+    for a, b in zip(full, subset, strict=True):
+        assert a.shape[0] == ROWS and torch.equal(a[CHECKED_ROWS], b)
 
 
 def some(x):
@@ -126,16 +126,16 @@ def test_attention_past_2_31(device):
     scores = large(device).view(129, WIDTH, WIDTH)
     origins = torch.arange(129, device=device) * WIDTH
     gradients = scores.clone()
-    law = AttentionParameters(1, 0.5, 0.25, 7, origins, WIDTH)
+    params = AttentionParameters(1, 0.5, 0.25, 7, origins, WIDTH)
     logarithms, dots = (torch.full((129, WIDTH), fill, device=device) for fill in (3.0, 0.125))
     few = {
         sample: (scores[sample, None].clone(), gradients[sample, None].clone())
         for sample in (0, 127, 128)
     }
-    attention_gradient_(GradientBlock(scores, logarithms, None, 0, 0, 0, law, gradients, dots))
+    attention_gradient_(GradientBlock(scores, logarithms, None, 0, 0, 0, params, gradients, dots))
     for sample, (weights, changed) in few.items():
         attention_gradient_(
-            GradientBlock(weights, logarithms, None, sample, 0, 0, law, changed, dots)
+            GradientBlock(weights, logarithms, None, sample, 0, 0, params, changed, dots)
         )
         assert (
             weights.any()
@@ -144,12 +144,14 @@ def test_attention_past_2_31(device):
         )
         assert bool((weights == 0).tril().any())
     few = {sample: scores[sample, None].clone() for sample in few}
-    attention_weights_(AttentionBlock(scores, logarithms, None, 0, 0, None, law))
+    attention_weights_(AttentionBlock(scores, logarithms, None, 0, 0, None, params))
     for sample, weights in few.items():
-        found = torch.empty_like(logarithms)
-        attention_weights_(AttentionBlock(weights, found, None, sample, 0, None, law))
+        sample_logarithms = torch.empty_like(logarithms)
+        attention_weights_(
+            AttentionBlock(weights, sample_logarithms, None, sample, 0, None, params)
+        )
         assert torch.equal(scores[sample], weights[0]) and torch.equal(
-            logarithms[sample], found[sample]
+            logarithms[sample], sample_logarithms[sample]
         )
 
 
@@ -163,16 +165,16 @@ def test_sums_over_rows_past_2_31(device):
     bias = torch.zeros(WIDTH, dtype=torch.bfloat16, device=device)
     dbias = torch.empty(WIDTH, device=device)
     dx = torch.ops.megatron.bias_activation_backward(x, x, "squared_relu", bias, dbias, False)
-    rows = exact(x[LOOKED_AT]).detach()
+    rows = exact(x[CHECKED_ROWS]).detach()
     want = 2 * rows * rows.clamp(min=0)
-    assert_close(dx[LOOKED_AT], want, torch.bfloat16, 2.0**-20 * want)
+    assert_close(dx[CHECKED_ROWS], want, torch.bfloat16, 2.0**-20 * want)
     assert_close(dbias, want.sum(0), torch.float32, 2.0**-20 * want.sum(0))
 
 
 @large_devices
 def test_norm_of_a_tensor_past_2_31(device):
     x = large(device)
-    want = float(x[LOOKED_AT].double().square().sum())
+    want = float(x[CHECKED_ROWS].double().square().sum())
     # The sum is rounded to fp32 once.
     assert float(scale_and_norm_([x])) == pytest.approx(want, rel=1e-6)
 
@@ -242,7 +244,7 @@ def test_wide_attention(device, n, dtype):
     queries = 8 - n % 2
     n -= (n - queries) % 32  # so that the queries start where they may
     scores = random((1, queries, n), dtype, device, 10, scale=3.0)
-    law = AttentionParameters(1, 0.7)
+    params = AttentionParameters(1, 0.7)
     first = n - queries
     gradients = random((1, queries, n), dtype, device, 11)
     hidden = torch.arange(n) > first + torch.arange(queries).unsqueeze(1)
@@ -250,21 +252,21 @@ def test_wide_attention(device, n, dtype):
     want = logits.softmax(-1)
     logarithms = torch.empty(1, n, device=device)
     y = scores.clone()
-    attention_weights_(AttentionBlock(y, logarithms, None, 0, first, None, law))
+    attention_weights_(AttentionBlock(y, logarithms, None, 0, first, None, params))
     # exp is good to 2^-21, the logarithm below to 2^-19: see numerics/test_attention.py.
     assert_close(y, want, dtype, (SUM + 2.0**-16) * want)
     assert_close(logarithms[:, first:], logits.logsumexp(-1), torch.float32, 2.0**-15)
     dots = torch.full((1, n), 0.25, device=device)
     half = slice(n // 64 * 32, n)
-    again = scores[..., half].contiguous()
+    block = scores[..., half].contiguous()
     changed = gradients[..., half].contiguous()
     attention_gradient_(
-        GradientBlock(again, logarithms, None, 0, first, half.start, law, changed, dots)
+        GradientBlock(block, logarithms, None, 0, first, half.start, params, changed, dots)
     )
     p = want[..., half]
     g = exact(gradients).detach()[..., half]
-    assert_close(again, p, dtype, 2.0**-14 * p)
+    assert_close(block, p, dtype, 2.0**-14 * p)
     assert_close(changed, 0.7 * p * (g - 0.25), dtype, 2.0**-14 * p * (g.abs() + 1))
-    found = row_dots(scores, gradients)
+    actual_dots = row_dots(scores, gradients)
     size = exact(scores).detach() * exact(gradients).detach()
-    assert_close(found, size.sum(-1), torch.float32, SUM * size.abs().sum(-1))
+    assert_close(actual_dots, size.sum(-1), torch.float32, SUM * size.abs().sum(-1))

@@ -56,15 +56,15 @@ def current(target, arch):
 def reason(device_type="cpu"):
     """Return the reason for a missing library, asked again."""
     library.forget()
-    found = library.find(device_type)
-    assert found.handle is None and "\n" not in found.line
-    return found.reason
+    result = library.find(device_type)
+    assert result.handle is None and "\n" not in result.line
+    return result.reason
 
 
 def test_nothing_is_there(folder):
-    found = library.find("cpu")
-    assert found.handle is None and not library.available(torch.device("cpu"))
-    assert all(part in found.line for part in (HOST, str(folder), "--target host"))
+    result = library.find("cpu")
+    assert result.handle is None and not library.available(torch.device("cpu"))
+    assert all(word in result.line for word in (HOST, str(folder), "--target host"))
     assert "mps" in reason("mps")
 
 
@@ -72,14 +72,14 @@ def test_the_best_that_this_processor_runs(folder, monkeypatch):
     monkeypatch.setattr(library, "host_archs", lambda: ["x86-64-v3", "x86-64-v2", "x86-64"])
     for arch in ("x86-64", "x86-64-v2", "x86-64-v4"):
         fake(folder / f"libmegatron-host-{arch}.so", current("host", arch))
-    found = library.find("cpu")
-    assert (found.target, found.arch, found.reason, found.sources) == (
+    result = library.find("cpu")
+    assert (result.target, result.arch, result.reason, result.sources) == (
         "host",
         "x86-64-v2",
         "",
         build.source_hash(),
     )
-    assert str(folder / "libmegatron-host-x86-64-v2.so") in found.line
+    assert str(folder / "libmegatron-host-x86-64-v2.so") in result.line
 
 
 def test_a_library_that_cannot_serve(folder, monkeypatch):
@@ -88,24 +88,24 @@ def test_a_library_that_cannot_serve(folder, monkeypatch):
     Loading a truncated one would end the process with a bus error.
     """
     stale = f"host {ARCH} 0123456789abcdef-00000000"
-    whole = fake(folder / "whole.so", current("host", ARCH)).read_bytes()
-    for i, (made, said) in enumerate(
+    binary = fake(folder / "whole.so", current("host", ARCH)).read_bytes()
+    for i, (made, message) in enumerate(
         (
             (stale, "sources"),
             (current("hip", ARCH), "hip"),
             ("nonsense", HOST),
             (b"\x7fELF cut off", HOST),
-            *((whole[:n], HOST) for n in (len(whole) - 1, 64)),
+            *((binary[:n], HOST) for n in (len(binary) - 1, 64)),
         )
     ):  # each in a folder of its own, because the loader recognises files
         monkeypatch.setattr(library, "LIBRARIES", folder / str(i))
-        place = folder / str(i) / HOST
+        path = folder / str(i) / HOST
         if isinstance(made, str):
-            fake(place, made)
+            fake(path, made)
         else:
-            place.parent.mkdir()
-            place.write_bytes(made)
-        assert said in reason() and "--target host" in reason()
+            path.parent.mkdir()
+            path.write_bytes(made)
+        assert message in reason() and "--target host" in reason()
     # An installed package has no sources to compare with.
     monkeypatch.setattr(library, "LIBRARIES", folder / "0")
     monkeypatch.setattr(library, "source_hash", lambda: "")
@@ -200,12 +200,12 @@ def test_the_fingerprint(folder, monkeypatch):
 
     prints = [of(f"host x86-64-v{level} aaaa-{level}") for level in (3, 4)]
     assert prints[0] == prints[1]
-    others = [
+    different = [
         of("host x86-64-v3 bbbb-3"),
         of("simulator x86-64-v3 aaaa-3"),
         of("host aarch64 aaaa-3"),
     ]
-    assert len({prints[0], *others}) == 4
+    assert len({prints[0], *different}) == 4
 
 
 def test_calls(folder):

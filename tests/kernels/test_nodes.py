@@ -98,7 +98,7 @@ def test_a_layer_has_the_bits_of_the_general_way(
 
 
 @pytest.fixture(params=["nodes", "general way"])
-def way(request, monkeypatch):
+def implementation(request, monkeypatch):
     if request.param == "nodes":
         request.getfixturevalue("built")
     else:
@@ -134,7 +134,7 @@ PARAMETERS = torch.randn(8), torch.randn(8, 8)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_parameters_without_memory_of_their_own_are_used(name, way):
+def test_parameters_without_memory_of_their_own_are_used(name, implementation):
     x = torch.randn(4, 2, 8)
     results = []
     for parameters in (PARAMETERS, map(Wrapped, PARAMETERS)):
@@ -145,7 +145,7 @@ def test_parameters_without_memory_of_their_own_are_used(name, way):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_derivative_in_forward_mode_is_an_error_not_left_out(name, way):
+def test_a_derivative_in_forward_mode_is_an_error_not_left_out(name, implementation):
     x = torch.randn(4, 2, 8)
     with forward_ad.dual_level(), pytest.raises((KernelError, NotImplementedError)):
         CALLS[name](forward_ad.make_dual(x.requires_grad_(), torch.ones_like(x)), *PARAMETERS)
@@ -154,7 +154,7 @@ def test_a_derivative_in_forward_mode_is_an_error_not_left_out(name, way):
 
 
 @pytest.mark.parametrize("name", ["norm", "bias_activation", "linear"])
-def test_a_parameter_changed_before_the_backward_pass_is_an_error(name, way):
+def test_a_parameter_changed_before_the_backward_pass_is_an_error(name, implementation):
     parameters = [torch.nn.Parameter(x.clone()) for x in PARAMETERS]
     y = CALLS[name](torch.randn(4, 2, 8, requires_grad=True), *parameters)
     with torch.no_grad():
@@ -165,7 +165,7 @@ def test_a_parameter_changed_before_the_backward_pass_is_an_error(name, way):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_parameter_frozen_before_the_backward_pass_gets_nothing(name, way):
+def test_a_parameter_frozen_before_the_backward_pass_gets_nothing(name, implementation):
     parameters = [torch.nn.Parameter(x.clone()) for x in PARAMETERS]
     accumulators = [GradientAccumulator(p, torch.zeros(p.shape)) for p in parameters]
     for p, accumulator in zip(parameters, accumulators, strict=True):
@@ -180,7 +180,7 @@ def test_a_parameter_frozen_before_the_backward_pass_gets_nothing(name, way):
 
 
 @pytest.mark.parametrize("name", ["norm", "bias_activation", "linear"])
-def test_hooks_on_saved_tensors_are_used_as_by_autograd(name, way):
+def test_hooks_on_saved_tensors_are_used_as_by_autograd(name, implementation):
     """Nothing that they hold stays once the graph is freed."""
 
     class Packed:

@@ -53,7 +53,7 @@ def kernel(name, **values):
 
 
 def test_budgets_are_found_beside_the_operation(rules):
-    wanted = {
+    expected = {
         CAUSAL: 4,
         "void part_kernel<float>(float*)": 8,
         "void step_kernel<bf16, 8>(bf16*)": 8,
@@ -61,7 +61,7 @@ def test_budgets_are_found_beside_the_operation(rules):
         "void flat_kernel<Nobody<float>, 4>(long)": None,
         "void flat_kernel<Choosing<float>, 4>(long)": 4,
     }
-    assert {name: resources.waves_wanted(kernel(name), rules) for name in wanted} == wanted
+    assert {name: resources.waves_wanted(kernel(name), rules) for name in expected} == expected
     assert len(resources.check(kernel("void flat_kernel<Nobody<float>, 4>(long)"), rules)) == 1
 
 
@@ -78,8 +78,8 @@ def test_budgets_are_found_beside_the_operation(rules):
     ],
 )
 def test_each_rule(rules, values, figures):
-    (found,) = resources.check(kernel(CAUSAL, **values), rules)
-    assert all(figure in found for figure in figures), found
+    (problem,) = resources.check(kernel(CAUSAL, **values), rules)
+    assert all(figure in problem for figure in figures), problem
     assert resources.check(kernel(CAUSAL, vgprs=128), rules) == []
 
 
@@ -103,11 +103,11 @@ def test_announced_narrow_accesses(rules):
 
 def test_an_announcement_that_is_too_generous(rules):
     step = "void step_kernel<bf16, 8>(bf16*)"
-    part = "void part_kernel<float>(float*)"
-    good = [kernel(MASKED, narrow=12), kernel(step, narrow=17), kernel(part, narrow=2)]
+    part_kernel = "void part_kernel<float>(float*)"
+    good = [kernel(MASKED, narrow=12), kernel(step, narrow=17), kernel(part_kernel, narrow=2)]
     assert resources.check_all(good, rules) == []
     wrong = resources.check_all(
-        [kernel(MASKED, narrow=11), kernel(step, narrow=16), kernel(part)], rules
+        [kernel(MASKED, narrow=11), kernel(step, narrow=16), kernel(part_kernel)], rules
     )
     assert [line.partition(":")[0] for line in wrong] == ["part_kernel", "Step", "Masked"]
     assert "16" in wrong[1]
@@ -145,10 +145,10 @@ amdhsa.kernels:
 
 
 def test_what_is_read_from_assembly():
-    (found,) = resources.parse_assembly(ASSEMBLY)
+    (parsed,) = resources.parse_assembly(ASSEMBLY)
     newer = ASSEMBLY.replace("NumSgprs", "TotalNumSgprs")  # LLVM 20
-    assert resources.parse_assembly(newer) == [found]
-    assert found == Kernel("_Z1k", 26, 3, 41, 128, 8, 5, 7, narrow=4, wide=2)
+    assert resources.parse_assembly(newer) == [parsed]
+    assert parsed == Kernel("_Z1k", 26, 3, 41, 128, 8, 5, 7, narrow=4, wide=2)
 
 
 def test_what_is_read_from_ptxas():
@@ -159,8 +159,8 @@ ptxas info    : Compiling entry function '_Z1b' for 'sm_90'
 ptxas info    : Function properties for _Z1b
     16 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
 """
-    (found,) = resources.parse_ptxas(text)
-    assert found.startswith("_Z1b") and "16" in found and "8" in found
+    (message,) = resources.parse_ptxas(text)
+    assert message.startswith("_Z1b") and "16" in message and "8" in message
 
 
 PLANTED = """

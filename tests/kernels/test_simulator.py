@@ -149,14 +149,14 @@ def program(tmp_path_factory):
 
     def get(wave, flags):
         if (wave, flags) not in made:
-            place = tmp_path_factory.mktemp("misuse")
-            (place / "misuse.cpp").write_text(KERNELS)
+            folder = tmp_path_factory.mktemp("misuse")
+            (folder / "misuse.cpp").write_text(KERNELS)
             words = f"-std=c++17 -DMK_SIMULATE={wave} -Wall -Wextra -Werror -Wno-unknown-pragmas"
             words += " -Wno-unused-function misuse.cpp -o misuse"
             command = [str(compiler("simulator")), f"-I{SOURCES}", *flags, *words.split()]
-            done = subprocess.run(command, capture_output=True, text=True, cwd=place)
+            done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
             assert done.returncode == 0, done.stderr
-            made[wave, flags] = place / "misuse"
+            made[wave, flags] = folder / "misuse"
         return made[wave, flags]
 
     return get

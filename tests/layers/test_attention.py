@@ -147,10 +147,10 @@ def compare(path, case, dtype, bound, mixed):
     slopes = alibi_slopes(heads) if alibi else None
     tensors = inputs(sum(lengths[0]), len(lengths), heads, groups, dtype, d)
     documents = documents_of(lengths) if any(len(n) > 1 for n in lengths) else None
-    found = output_and_gradients(attend(path, scoring, slopes, documents, mixed), tensors)
+    actual = output_and_gradients(attend(path, scoring, slopes, documents, mixed), tensors)
     exact = [x.detach().double().requires_grad_() for x in tensors]
     expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths, scoring), exact)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert a.dtype == dtype
         assert (a.double() - b).norm() <= bound * (b.norm() or expected[0].norm())
 
@@ -214,15 +214,15 @@ def test_dropout_acts_inside_documents_and_repeats(path):
     lengths = [[31, 1, 20, 12]] * 6
     scoring = Scoring(dropout=p)
     documents = documents_of(lengths)
-    first, again, other = (
+    first, repeated, other = (
         weights_of(path, 64, 6, heads, scoring, seed, documents) for seed in (3, 3, 4)
     )
-    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert torch.equal(first, repeated) and not torch.equal(first, other)
     seen = seen_of(lengths).expand_as(first)
     full = (seen / seen.sum(-1, keepdim=True) / (1 - p)).float()
     assert ((first == 0) | torch.isclose(first, full, rtol=1e-5, atol=0)).all()
-    kept = (first != 0)[seen].double()
-    assert abs(kept.mean().item() - (1 - p)) < 5 * (p * (1 - p) / len(kept)) ** 0.5
+    undropped = (first != 0)[seen].double()
+    assert abs(undropped.mean().item() - (1 - p)) < 5 * (p * (1 - p) / len(undropped)) ** 0.5
     # the first 20 queries and keys of two documents of each sample and head
     squares = [
         x[..., i : i + 20, i : i + 20].flatten(2) != 0 for x in (first, other) for i in (0, 32)
@@ -253,9 +253,9 @@ def test_gradients_with_dropout(path, scoring):
         weights = scores.masked_fill(~seen_of([[s]], scoring.window), -math.inf).softmax(-1)
         return torch.einsum("bhij,jbhd->ibhd", weights * mask, v)
 
-    found = output_and_gradients(run, [q, k, v])
+    actual = output_and_gradients(run, [q, k, v])
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    for a, b in zip(found, output_and_gradients(reference, exact), strict=True):
+    for a, b in zip(actual, output_and_gradients(reference, exact), strict=True):
         assert (a.double() - b).norm() <= 2.0**-19 * b.norm()
 
 
@@ -304,11 +304,11 @@ def test_parts_of_the_heads_change_nothing(monkeypatch, path, lengths, dtype, bo
     tensors = inputs(sum(lengths[0]), 2, 4, 2, dtype)
     monkeypatch.setattr(attention_blocked.torch, "get_num_threads", lambda: 1)
     run = attend(path, Scoring(dropout=0.3, seed=11), alibi_slopes(4), documents, True)
-    whole = output_and_gradients(run, tensors)
+    expected = output_and_gradients(run, tensors)
     each = 70 * 2 * (64 if dtype == torch.float32 else 70)
     for scores in (1, 3 * each):  # one head at a time, and several
         monkeypatch.setattr(attention_blocked, "_SCORES", scores)
-        for a, b in zip(whole, output_and_gradients(run, tensors), strict=True):
+        for a, b in zip(expected, output_and_gradients(run, tensors), strict=True):
             assert (a - b).double().norm() <= bound * a.double().norm()
 
 

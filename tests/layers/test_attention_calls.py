@@ -73,11 +73,13 @@ def test_recomputing_attention_repeats_every_bit(attention, fusions, documents, 
 
 def by_document(q, k, v, bounds, slopes=None, scoring=PLAIN):
     """Return what a kernel of packed rows [tokens, heads, d] returns, from the reference."""
-    pieces = zip(*(x.split(bounds.diff().tolist()) for x in (q, k, v)), strict=True)
+    documents = zip(*(x.split(bounds.diff().tolist()) for x in (q, k, v)), strict=True)
     return torch.cat(
         [
-            dense(*(x.unsqueeze(1) for x in piece), slopes, [[len(piece[0])]], scoring).squeeze(1)
-            for piece in pieces
+            dense(
+                *(x.unsqueeze(1) for x in document), slopes, [[len(document[0])]], scoring
+            ).squeeze(1)
+            for document in documents
         ]
     )
 
@@ -88,7 +90,7 @@ def test_what_flash_attention_is_told(monkeypatch, scoring):
 
     Those are told by the names of flash-attn 2.6.
     """
-    seen, told = [], dict(softmax_scale=0.3, softcap=2.0, window_size=(7, 0))
+    seen, options = [], dict(softmax_scale=0.3, softcap=2.0, window_size=(7, 0))
 
     def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, dropout_p, causal, alibi_slopes, **more):
         assert cu_q.dtype == cu_k.dtype == torch.int32 and type(max_q) is type(max_k) is int
@@ -96,27 +98,29 @@ def test_what_flash_attention_is_told(monkeypatch, scoring):
         seen.append((cu_q.tolist(), cu_k.tolist(), max_q, max_k, more))
         return by_document(q, k, v, cu_q, alibi_slopes, scoring)
 
-    def whole(q, k, v, *, dropout_p, causal, alibi_slopes, **more):
+    def fixed_length(q, k, v, *, dropout_p, causal, alibi_slopes, **more):
         assert causal and dropout_p == 0.0
         seen.append(more)
-        pieces = [x.transpose(0, 1) for x in (q, k, v)]
+        transposed = [x.transpose(0, 1) for x in (q, k, v)]
         lengths = [[q.shape[1]]] * q.shape[0]
-        return dense(*pieces, alibi_slopes, lengths, scoring).transpose(0, 1)
+        return dense(*transposed, alibi_slopes, lengths, scoring).transpose(0, 1)
 
     module = types.ModuleType("flash_attn")
     module.flash_attn_varlen_func = varlen
-    module.flash_attn_func = whole
+    module.flash_attn_func = fixed_length
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     slopes, tensors = alibi_slopes(4), inputs(23, 2, 4, 2)
     for lengths, documents in ((TWO_SAMPLES, documents_of(TWO_SAMPLES)), ([[23], [23]], None)):
-        law = scoring._replace(alibi=Alibi(slopes), documents=documents)
-        found = output_and_gradients(lambda *x, law=law: flash_attention(*x, law), tensors)
+        full_scoring = scoring._replace(alibi=Alibi(slopes), documents=documents)
+        actual = output_and_gradients(
+            lambda *x, full_scoring=full_scoring: flash_attention(*x, full_scoring), tensors
+        )
         expected = output_and_gradients(
             lambda *x, n=lengths: dense(*x, slopes, n, scoring), tensors
         )
-        for a, b in zip(found, expected, strict=True):
+        for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-    more = {} if scoring is PLAIN else told
+    more = {} if scoring is PLAIN else options
     assert seen == [(BOUNDS, BOUNDS, 23, 23, more), more]
 
 
@@ -133,18 +137,18 @@ def test_torch_gets_all_documents_at_once_on_a_gpu(monkeypatch, scoring):
         assert is_causal and right == 0 and not dropout_p and not return_debug_mask
         assert cu_q.dtype == cu_k.dtype == torch.int32 and type(max_q) is type(max_k) is int
         seen.append((cu_q.tolist(), cu_k.tolist(), max_q, max_k))
-        law = PLAIN._replace(**more) if left < 0 else Scoring(window=left, **more)
-        return by_document(q, k, v, cu_q, None, law), None, None, None, None
+        kernel_scoring = PLAIN._replace(**more) if left < 0 else Scoring(window=left, **more)
+        return by_document(q, k, v, cu_q, None, kernel_scoring), None, None, None, None
 
     monkeypatch.setattr(attention_fused, "_takes_bounds", lambda *_: True)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
     tensors = inputs(23, 2, 4, 2)
-    found = output_and_gradients(
+    actual = output_and_gradients(
         lambda *x: torch_attention(*x, scoring._replace(documents=documents_of(TWO_SAMPLES))),
         tensors,
     )
     expected = output_and_gradients(lambda *x: dense(*x, None, TWO_SAMPLES, scoring), tensors)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert seen == [(BOUNDS, BOUNDS, 23, 23)]
 

@@ -49,8 +49,8 @@ def log(monkeypatch):
     def gather(x, group):
         return torch.cat([x, x]), Work(log, next(sent))
 
-    def scatter(part, x, group):
-        part.copy_(2 * x[: len(part)])
+    def scatter(shard, x, group):
+        shard.copy_(2 * x[: len(shard)])
         return Work(log, next(sent))
 
     def reduce(x, group):

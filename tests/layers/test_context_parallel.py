@@ -64,7 +64,7 @@ def formula(q, k, v, kind):
 
 
 def core(
-    parts,
+    context_parallel,
     name,
     length=S,
     fused=False,
@@ -85,7 +85,7 @@ def core(
         attention_dropout=dropout,
         **{key: value for key, value in kind.items() if key != "documents"},
     ).model
-    of_layer = context(ALL if fused else NONE, context_parallel=parts)
+    of_layer = context(ALL if fused else NONE, context_parallel=context_parallel)
     documents = documents_of(LENGTHS) if kind.get("documents") else None
     key = DropoutKey(5, 6) if dropout else None
     attention = CoreAttention(of_layer, model, 0, False, backend)
@@ -101,12 +101,16 @@ def tensors(name, dtype, length=S):
     return [x.to(dtype) for x in drawn]
 
 
-def run(parts, name, dtype, length=S, **more):
+def run(context_parallel, name, dtype, length=S, **more):
     """Return output and gradients of this rank's rows."""
-    attention, call = core(parts, name, length, **more)
-    whole = tensors(name, dtype, length)
-    rows = torch.arange(length) if parts is None else parts.positions(length, torch.device("cpu"))
-    q, k, v, dout = (x[rows] for x in whole)
+    attention, call = core(context_parallel, name, length, **more)
+    full = tensors(name, dtype, length)
+    rows = (
+        torch.arange(length)
+        if context_parallel is None
+        else context_parallel.positions(length, torch.device("cpu"))
+    )
+    q, k, v, dout = (x[rows] for x in full)
     for x in (q, k, v):
         x.requires_grad_()
     out = attention(call, q, k, v)
@@ -114,8 +118,8 @@ def run(parts, name, dtype, length=S, **more):
     return [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
 
 
-def are_close(found, wanted, tolerance, what):
-    for name, x, exact in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+def are_close(actual, expected, tolerance, what):
+    for name, x, exact in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
         error = (x.double() - exact.double()).abs().max().item()
         assert error < tolerance, (what, name, error)
 
@@ -127,24 +131,29 @@ def all_models(rank):
     """
     topology = join(context_parallel_size=4)
     for heads, name in itertools.product(LAYOUTS, MODELS):
-        parts = ContextParallel(topology.context, heads, attend)
-        rows = parts.positions(S, torch.device("cpu"))
+        context_parallel = ContextParallel(topology.context, heads, attend)
+        rows = context_parallel.positions(S, torch.device("cpu"))
         q, k, v, dout = tensors(name, torch.float64)
         for x in (q, k, v):
             x.requires_grad_()
         out = formula(q, k, v, MODELS[name][2])
         out.backward(dout)
-        wanted = [x[rows] for x in (out.detach(), q.grad, k.grad, v.grad) if x is not None]
-        are_close(run(parts, name, torch.float64), wanted, 1e-12, (heads, name))
-        are_close(run(parts, name, torch.float32, fused=True), wanted, 5e-6, (heads, name, "fp32"))
+        expected = [x[rows] for x in (out.detach(), q.grad, k.grad, v.grad) if x is not None]
+        are_close(run(context_parallel, name, torch.float64), expected, 1e-12, (heads, name))
+        are_close(
+            run(context_parallel, name, torch.float32, fused=True),
+            expected,
+            5e-6,
+            (heads, name, "fp32"),
+        )
 
         for backend, lacking in LACKING.items():
             if heads == 4 or lacking & MODELS[name][2].keys():
                 continue
             with pytest.MonkeyPatch.context() as patch:
                 patch.setitem(sys.modules, "flash_attn.flash_attn_interface", flash_attn.module())
-                found = run(parts, name, torch.float64, backend=backend)
-            are_close(found, wanted, 1e-12, (heads, name, backend))
+                actual = run(context_parallel, name, torch.float64, backend=backend)
+            are_close(actual, expected, 1e-12, (heads, name, backend))
 
 
 @pytest.mark.slow
@@ -157,13 +166,13 @@ def dropped(rank):
     topology = join(context_parallel_size=2)
     length = 128
     for heads, fused in itertools.product((1, 2), (False, True)):
-        parts = ContextParallel(topology.context, heads, attend)
-        rows = parts.positions(length, torch.device("cpu"))
-        some, whole = (
+        context_parallel = ContextParallel(topology.context, heads, attend)
+        rows = context_parallel.positions(length, torch.device("cpu"))
+        some, full = (
             run(of, "grouped", torch.float32, length, fused=fused, dropout=0.3)
-            for of in (parts, None)
+            for of in (context_parallel, None)
         )
-        are_close(some, [x[rows] for x in whole], 1e-5, (heads, fused))
+        are_close(some, [x[rows] for x in full], 1e-5, (heads, fused))
 
 
 @pytest.mark.slow
@@ -195,22 +204,26 @@ def kept_and_sent(rank, backend):
 
     The rows of a rank are 16 in all cases: the sequences grow with the ranks.
     """
-    found = []
+    results = []
     work = Ring.rectangles
     for size, heads in ((1, 1), (2, 1), (4, 1), (4, 4)):
         messages = Messages()
         length = 16 * size
         group = dataclasses.replace(join(context_parallel_size=size).context, flight=messages)
-        parts = ContextParallel(group, heads, attend) if size > 1 else None
-        attention, call = core(parts, "plain", length, backend=backend)
-        rows = slice(0, 16) if parts is None else parts.positions(length, torch.device("cpu"))
+        context_parallel = ContextParallel(group, heads, attend) if size > 1 else None
+        attention, call = core(context_parallel, "plain", length, backend=backend)
+        rows = (
+            slice(0, 16)
+            if context_parallel is None
+            else context_parallel.positions(length, torch.device("cpu"))
+        )
         q, k, v, dout = (x[rows].clone() for x in tensors("plain", torch.float32, length))
         for x in (q, k, v):
             x.requires_grad_()
-        kept = {}
+        saved = {}
 
-        def keep(x, kept=kept):
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        def keep(x, saved=saved):
+            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
 
         def rectangles(ring, *step, messages=messages):
@@ -227,8 +240,8 @@ def kept_and_sent(rank, backend):
         order = list(messages.order)
         messages.bytes.clear()
         out.backward(dout)
-        found.append((sum(kept.values()), forward, dict(messages.bytes), order))
-    return found
+        results.append((sum(saved.values()), forward, dict(messages.bytes), order))
+    return results
 
 
 @pytest.mark.slow
@@ -257,6 +270,6 @@ def test_rows_of_all_ranks_are_the_sequence(heads):
     ranks = [ContextParallel(Group(range(size), rank), heads) for rank in range(size)]
     rows = [of.positions(length, torch.device("cpu")) for of in ranks]
     assert torch.equal(torch.cat(rows).sort()[0], torch.arange(length))
-    for place in range(size // heads):  # the ranks of a place together see as many keys as others
-        seen = sum(int((rows[place * heads + i] + 1).sum()) for i in range(heads))
+    for group in range(size // heads):  # the ranks of a group see as many keys as those of any
+        seen = sum(int((rows[group * heads + i] + 1).sum()) for i in range(heads))
         assert seen == length * (length + 1) // 2 * heads // size

@@ -23,21 +23,21 @@ def test_each_document_is_read_in_order_and_put_back(case):
     document = np.repeat(np.arange(len(lengths)), lengths).reshape(samples, s)
     rows = [(i, row) for i in range(s) for row in range(samples)]  # of [s, b]
     at = 0
-    found = []
+    order = []
     for n, longest in groups.shapes:
         for _ in range(n):
             read = [rows[k] for k in groups.gather[at : at + longest].tolist()]
             number = document[read[0][1], read[0][0]]
-            places = [
+            positions = [
                 (i, row) for row in range(samples) for i in range(s) if document[row, i] == number
             ]
-            assert read[: len(places)] == places
-            back = [groups.scatter[rows.index(place)].item() for place in places]
-            assert back == list(range(at, at + len(places)))
-            assert longest <= max(1.25 * len(places), 4), "filled up by more than a quarter"
-            found.append(number)
+            assert read[: len(positions)] == positions
+            back = [groups.scatter[rows.index(position)].item() for position in positions]
+            assert back == list(range(at, at + len(positions)))
+            assert longest <= max(1.25 * len(positions), 4), "filled up by more than a quarter"
+            order.append(number)
             at += longest
-    assert sorted(found) == list(range(len(lengths))) and at == len(groups.gather)
+    assert sorted(order) == list(range(len(lengths))) and at == len(groups.gather)
     assert all(n > 0 for n, _ in groups.shapes)
 
 

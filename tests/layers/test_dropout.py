@@ -11,8 +11,8 @@ X = torch.ones(64, 8, 128)
 def test_probability_and_scale():
     p = 0.1
     out = keyed_dropout(X, p, seed=5)
-    kept = (out != 0).double().mean().item()
-    assert abs(kept - (1 - p)) < 5 * (p * (1 - p) / X.numel()) ** 0.5  # five standard errors
+    fraction = (out != 0).double().mean().item()
+    assert abs(fraction - (1 - p)) < 5 * (p * (1 - p) / X.numel()) ** 0.5  # five standard errors
     assert torch.allclose(out[out != 0], torch.tensor(1 / (1 - p)))
     assert torch.equal(keyed_dropout(X, 0.0, 5), X)
     assert torch.equal(keyed_dropout(X, p, None), X)
@@ -39,8 +39,8 @@ def test_a_part_has_its_part_of_the_mask():
     Parts are one sample of a micro-batch, a part of the sequence, and some of the heads.
     """
 
-    def drop(shape, place):
-        return keyed_dropout(torch.ones(shape), 0.5, 7, False, place)
+    def drop(shape, layout):
+        return keyed_dropout(torch.ones(shape), 0.5, 7, False, layout)
 
     s = 12
     b = 3

@@ -64,7 +64,7 @@ def messages_body(rank):
         y.square().sum().backward()
         return layer, x, [y.detach().numpy(), x.grad.numpy()]
 
-    found = []
+    outcomes = []
     for each, empty in ((1, False), (2, False), (2, True)):
         topology = join(expert_model_parallel_size=4, expert_ranks_per_node=each)
         sent.clear()
@@ -73,24 +73,24 @@ def messages_body(rank):
             layer, x, results = run(Experts(topology.expert, topology.expert_hops), empty)
         experts = layer.router(x, CallContext())[1].numpy().copy()
         alone = run(Experts(), empty)[2]
-        found.append(dict(experts=experts, sent=[*sent], results=results, alone=alone))
-    return found
+        outcomes.append(dict(experts=experts, sent=[*sent], results=results, alone=alone))
+    return outcomes
 
 
 @pytest.mark.slow
 def test_a_token_is_sent_once_to_each_node_and_rank_of_its_experts():
     """Rows of tokens and of results are those of the routing, in the forward and backward pass."""
     one, two, empty = zip(*run_processes(4, messages_body), strict=True)
-    for found in (*one, *two, *empty):
-        for mine, alone in zip(found["results"], found["alone"], strict=True):
+    for result in (*one, *two, *empty):
+        for mine, alone in zip(result["results"], result["alone"], strict=True):
             np.testing.assert_allclose(mine, alone, rtol=1e-4, atol=1e-6 * abs(alone).max())
 
     def check(ranks, kind, width, pairs):
         """Compare messages with the rows [4, 4] from each rank to each."""
         np.fill_diagonal(pairs, 0)
-        for rank, found in enumerate(ranks):
+        for rank, result in enumerate(ranks):
             sent = [
-                size for group, *shape, size in found["sent"] if group == kind and shape == [width]
+                size for group, *shape, size in result["sent"] if group == kind and shape == [width]
             ]
             out = 4 * width * pairs[rank].sum()
             back = 4 * width * pairs[:, rank].sum()
@@ -103,8 +103,8 @@ def test_a_token_is_sent_once_to_each_node_and_rank_of_its_experts():
 
     for ranks, over_nodes in ((one, False), (two, True), (empty, True)):
         direct, between, within = np.zeros((3, 4, 4), dtype=int)
-        for source, found in enumerate(ranks):
-            for chosen in found["experts"] // (E // 4):
+        for source, result in enumerate(ranks):
+            for chosen in result["experts"] // (E // 4):
                 for target in set(chosen):
                     direct[source, target] += 1
                     # From the rank with this rank's place on the node of the target.
@@ -119,7 +119,7 @@ def test_a_token_is_sent_once_to_each_node_and_rank_of_its_experts():
             assert 0 < between.sum() < direct.sum(), (
                 "some tokens have experts on two ranks of a node"
             )
-    assert not any(found["experts"].max() >= E // 2 for found in empty)
+    assert not any(result["experts"].max() >= E // 2 for result in empty)
 
 
 def name_node(name):

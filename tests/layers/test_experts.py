@@ -71,11 +71,11 @@ RECOMPUTED = {"kept": {}, "moe": dict(recompute=True)}
 RECOMPUTED["moe_act"] = dict(recompute_activation=True)
 
 
-def made(fields, **again):
+def made(fields, **recompute):
     """Return a layer with random weights, biases of experts and load."""
     config = Config.create(**{**BASE, **fields})
     context = dataclasses.replace(LayerContext.single(), experts=Experts(loss_scale=SCALE))
-    layer = ExpertMLP(context, "layers.0.mlp", config.model, 0, **again)
+    layer = ExpertMLP(context, "layers.0.mlp", config.model, 0, **recompute)
     generator = torch.Generator().manual_seed(3)
     for name, p in layer.named_parameters():
         if name.endswith("bias"):
@@ -111,22 +111,22 @@ def reference(
     chosen = np.full((S, B, k), -1)
     weights = {}
     for s, b in text:
-        wanted = (scores[s, b] if bias is None else scores[s, b] + bias).detach().numpy().copy()
+        ranking = (scores[s, b] if bias is None else scores[s, b] + bias).detach().numpy().copy()
         if m.moe_router_num_groups:
-            parts = wanted.reshape(m.moe_router_num_groups, -1)
+            grouped = ranking.reshape(m.moe_router_num_groups, -1)
             each = k // m.moe_router_group_topk
-            sums = [np.sort(part)[::-1][:each].sum() for part in parts]
+            sums = [np.sort(row)[::-1][:each].sum() for row in grouped]
             for group in np.argsort(sums)[: -m.moe_router_group_topk]:
-                parts[group] = -np.inf
-            wanted = parts.reshape(-1)
-        best = np.argsort(-wanted)[:k]
+                grouped[group] = -np.inf
+            ranking = grouped.reshape(-1)
+        best = np.argsort(-ranking)[:k]
         chosen[s, b] = best
         of = {int(e): scores[s, b, e] for e in best}
-        whole = sum(of.values()) if softmax or k > 1 else 1.0
+        total = sum(of.values()) if softmax or k > 1 else 1.0
         if softmax and m.moe_router_pre_softmax:
-            whole = 1.0
+            total = 1.0
         factor = m.moe_router_topk_scaling_factor or 1.0
-        weights[s, b] = {e: w / whole * factor for e, w in of.items()}
+        weights[s, b] = {e: w / total * factor for e, w in of.items()}
     shares = scores / scores.sum(-1, keepdim=True)
     plain = np.argsort(-shares.detach().numpy(), axis=-1)[..., :k]
 
@@ -154,11 +154,11 @@ def reference(
     if m.moe_expert_capacity_factor:
         capacity = math.ceil(len(text) * k / E * m.moe_expert_capacity_factor)
         for e in range(E):
-            takers = [place for place, of in weights.items() if e in of]
+            takers = [token for token, of in weights.items() if e in of]
             if m.moe_token_drop_policy == "probs":
-                takers.sort(key=lambda place: -float(weights[place][e]))
-            for place in takers[capacity:]:
-                del weights[place][e]
+                takers.sort(key=lambda token: -float(weights[token][e]))
+            for token in takers[capacity:]:
+                del weights[token][e]
 
     def mlp(y, up, down, *b):
         if m.swiglu:
@@ -167,7 +167,11 @@ def reference(
         return down @ F.gelu(inner, approximate="tanh") + (b[1] if b else 0.0)
 
     rows = {}
-    names = [f"dense_{way}.{kind}" for kind in ("weight", "bias") for way in ("h_to_4h", "4h_to_h")]
+    names = [
+        f"dense_{direction}.{kind}"
+        for kind in ("weight", "bias")
+        for direction in ("h_to_4h", "4h_to_h")
+    ]
     for (s, b), of in weights.items():
         y = x[s, b]
         out = torch.zeros(H, dtype=torch.float64)
@@ -183,34 +187,34 @@ def reference(
 
 
 @pytest.mark.parametrize(
-    ("again", "lengths"), [("kept", (S - 3, S - 1)), ("moe", (S, S)), ("moe_act", (0, S - 1))]
+    ("recompute", "lengths"), [("kept", (S - 3, S - 1)), ("moe", (S, S)), ("moe_act", (0, S - 1))]
 )
 @pytest.mark.parametrize("name", CASES)
-def test_a_layer_is_that_of_a_loop_over_tokens(name, again, lengths):
+def test_a_layer_is_that_of_a_loop_over_tokens(name, recompute, lengths):
     """Values and gradients agree to the rounding of fp32, recomputed or not.
 
     Padding enters no load, loss or capacity, whatever it contains.
     """
-    layer, config = made(CASES[name], **RECOMPUTED[again])
+    layer, config = made(CASES[name], **RECOMPUTED[recompute])
     generator = torch.Generator().manual_seed(5)
     x, g = torch.randn(2, S, B, H, generator=generator)
     padding = torch.arange(S) >= torch.tensor(lengths).unsqueeze(1)  # [b, s]
     x[padding.t()] = 3.0  # one id
     g[padding.t()] = 0.0  # no attention and no loss reads it
-    mine = x.clone().requires_grad_()
+    layer_x = x.clone().requires_grad_()
     call = CallContext(dropout=DropoutKey(1, 0), padding=padding if padding.any() else None)
-    layer(mine, call).backward(g)
+    layer(layer_x, call).backward(g)
     of = {sharding_of(p).name.removeprefix("layers.0.mlp."): p for p in layer.parameters()}
     wide = {n: p.detach().double().requires_grad_() for n, p in of.items()}
-    theirs = x.double().requires_grad_()
-    y, losses, chosen = reference(theirs, wide, layer, config, lengths)
+    reference_x = x.double().requires_grad_()
+    y, losses, chosen = reference(reference_x, wide, layer, config, lengths)
     ((y * g.double()).sum() + SCALE * sum(losses)).backward()
     with torch.no_grad():
-        again_y = layer(x, CallContext(padding=call.padding))
+        inference_y = layer(x, CallContext(padding=call.padding))
     np.testing.assert_allclose(
-        again_y[~padding.t()], y.detach()[~padding.t()], rtol=1e-4, atol=1e-5
+        inference_y[~padding.t()], y.detach()[~padding.t()], rtol=1e-4, atol=1e-5
     )
-    np.testing.assert_allclose(mine.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(layer_x.grad, reference_x.grad, rtol=1e-4, atol=1e-5)
     for n, p in of.items():
         expected = wide[n].grad
         np.testing.assert_allclose(p.grad, expected, rtol=1e-4, atol=1e-5, err_msg=n)
@@ -219,8 +223,8 @@ def test_a_layer_is_that_of_a_loop_over_tokens(name, again, lengths):
     load = np.bincount(chosen[chosen >= 0], minlength=E)
     np.testing.assert_array_equal(layer.router.load, load)
     factors = [*layer.router.balancing.values(), config.model.moe_z_loss_coeff or 0.0]
-    found = layer.router.losses[: len(losses)].double() * torch.tensor(factors)[: len(losses)]
-    np.testing.assert_allclose(found, [float(loss.detach()) for loss in losses], rtol=1e-5)
+    actual = layer.router.losses[: len(losses)].double() * torch.tensor(factors)[: len(losses)]
+    np.testing.assert_allclose(actual, [float(loss.detach()) for loss in losses], rtol=1e-5)
 
 
 def test_evaluation_drops_only_when_asked():
@@ -231,10 +235,10 @@ def test_evaluation_drops_only_when_asked():
     with torch.no_grad():
         dropped = of_training(x, CallContext())
         torch.testing.assert_close(of_evaluation.eval()(x, CallContext()), dropped)
-        whole = of_evaluation.train()(x, CallContext())
-        assert (whole - dropped).abs().max() > 1e-3
+        undropped = of_evaluation.train()(x, CallContext())
+        assert (undropped - dropped).abs().max() > 1e-3
         alone = [of_training.eval()(row, CallContext()) for row in x.view(S * B, 1, 1, H)]
-        torch.testing.assert_close(torch.cat(alone).view_as(x), whole)
+        torch.testing.assert_close(torch.cat(alone).view_as(x), undropped)
 
 
 def test_biases_move_towards_an_even_load_where_the_step_counts():

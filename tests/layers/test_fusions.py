@@ -55,8 +55,10 @@ def test_sums_over_tokens_do_not_overflow_in_fp16(kind, fused):
     out = norm(x)
     out.backward(torch.full_like(out, 100.0) * x.sign())
     assert out.dtype == torch.float16 and len(sums) == 1 + (kind == "layernorm")
-    for p, found, total in zip(norm.parameters(), sums, expected, strict=False):
-        assert p.grad is None and found.total.double() == pytest.approx(total, rel=1e-4, abs=0.5)
+    for p, accumulator, total in zip(norm.parameters(), sums, expected, strict=False):
+        assert p.grad is None and accumulator.total.double() == pytest.approx(
+            total, rel=1e-4, abs=0.5
+        )
     assert expected[0].abs().max() > 65504
 
 
@@ -64,7 +66,9 @@ def test_every_site_of_a_layer_has_a_mask_of_its_own(monkeypatch):
     seeds = []
     run = elementwise.bias_dropout_add
     monkeypatch.setattr(
-        elementwise, "bias_dropout_add", lambda *given: (seeds.append(given[4]), run(*given))[1]
+        elementwise,
+        "bias_dropout_add",
+        lambda *arguments: (seeds.append(arguments[4]), run(*arguments))[1],
     )
     config = Config.create(
         num_layers=2,

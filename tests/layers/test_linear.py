@@ -197,24 +197,27 @@ def test_two_ranks_equal_plain_autograd(index, two_ranks, plain):
     y, expected = plain
     nodes, python = ([rank[index] for rank in ranks] for ranks in two_ranks)
     assert [rank[-1] for rank in nodes] == [rank[-1] for rank in python]
-    for way in (nodes, python):
-        outs, found, _ = zip(*way, strict=True)
-        check(index, outs, found, y, expected)
+    for implementation in (nodes, python):
+        outs, grads, _ = zip(*implementation, strict=True)
+        check(index, outs, grads, y, expected)
 
 
-def check(index, outs, found, y, expected):
+def check(index, outs, grads, y, expected):
     same = np.testing.assert_array_equal
     if CASES[index].sequence_parallel:
         same(np.concatenate(outs), y)
-        same(np.concatenate([g[0] for g in found]), expected[0])
+        same(np.concatenate([g[0] for g in grads]), expected[0])
     else:
-        for out, g in zip(outs, found, strict=True):
+        for out, g in zip(outs, grads, strict=True):
             same(out, y)
             same(g[0], expected[0])
-    for g in found:  # the bias outside the region sees its rank's own tokens, or all
-        same(found[0][4] + found[1][4] if CASES[index].sequence_parallel else g[4], expected[4])
+    for g in grads:  # the bias outside the region sees its rank's own tokens, or all
+        same(
+            grads[0][4] + grads[1][4] if CASES[index].sequence_parallel else g[4],
+            expected[4],
+        )
     for i in (1, 2, 3):
-        same(np.concatenate([g[i] for g in found], 1), expected[i])
+        same(np.concatenate([g[i] for g in grads], 1), expected[i])
 
 
 @pytest.mark.parametrize(
@@ -232,9 +235,9 @@ def check(index, outs, found, y, expected):
 )
 def test_one_rank_equals_plain_autograd(case, plain):
     x, target = inputs()
-    y, found = results(x, target, LayerContext.single(seed=9), case)
+    y, grads = results(x, target, LayerContext.single(seed=9), case)
     np.testing.assert_array_equal(y, plain[0])
-    for mine, expected in zip(found, plain[1], strict=True):
+    for mine, expected in zip(grads, plain[1], strict=True):
         np.testing.assert_array_equal(mine, expected)
 
 

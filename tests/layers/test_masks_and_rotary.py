@@ -70,7 +70,7 @@ def test_scaled_frequencies_are_those_of_transformers(case, dimension, base):
     """Frequencies, and the factor of cosines and sines, equal transformers', which are in fp32."""
     utils = pytest.importorskip("transformers.modeling_rope_utils")
     transformers = pytest.importorskip("transformers")
-    kind, (fields, theirs) = case.split()[0], SCALINGS[case]
+    kind, (fields, reference_fields) = case.split()[0], SCALINGS[case]
     model = ModelConfig(rope_scaling=kind, **fields)
     config = transformers.LlamaConfig(
         head_dim=dimension,
@@ -79,15 +79,15 @@ def test_scaled_frequencies_are_those_of_transformers(case, dimension, base):
             "rope_type": kind,
             "rope_theta": base,
             "original_max_position_embeddings": model.rope_original_positions,
-            **theirs,
+            **reference_fields,
         },
     )
     expected, factor = utils.ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    found = rotary_frequencies(dimension, base, model)
-    torch.testing.assert_close(found, expected.double(), rtol=1e-6, atol=0)
+    frequencies = rotary_frequencies(dimension, base, model)
+    torch.testing.assert_close(frequencies, expected.double(), rtol=1e-6, atol=0)
     plain = rotary_frequencies(dimension, base, None)
-    assert (found < 0.9 * plain).any()
-    assert kind == "linear" or (found == plain).any()
+    assert (frequencies < 0.9 * plain).any()
+    assert kind == "linear" or (frequencies == plain).any()
     embedding = RotaryEmbedding(dimension, base, model=model)
     cos, sin = embedding.angles(1000, None, torch.device("cpu"))
     length = (cos.double() ** 2 + sin.double() ** 2).sqrt()

@@ -22,14 +22,14 @@ def threads():
         torch.set_num_threads(before)
 
 
-def whole(name, shape, dim, size, padded=None):
-    parts = [
+def unsharded(name, shape, dim, size, padded=None):
+    shards = [
         ParameterFactory(7, rank, size, CPU)
         .create(name, shape, dim, normal(0.5), padded=padded)
         .detach()
         for rank in range(size)
     ]
-    return torch.cat(parts, dim)
+    return torch.cat(shards, dim)
 
 
 @pytest.mark.parametrize(
@@ -43,22 +43,22 @@ def whole(name, shape, dim, size, padded=None):
     ],
 )
 def test_weights_do_not_depend_on_the_tensor_parallel_size(shape, dim, padded):
-    one = whole("w", shape, dim, 1, padded)
+    one = unsharded("w", shape, dim, 1, padded)
     for size in (2, 4):
-        assert torch.equal(whole("w", shape, dim, size, padded), one)
+        assert torch.equal(unsharded("w", shape, dim, size, padded), one)
 
 
 def test_padding_is_zero_and_does_not_change_the_rest():
-    plain = whole("w", (100, 8), 0, 1)
-    padded = whole("w", (100, 8), 0, 4, padded=256)
+    plain = unsharded("w", (100, 8), 0, 1)
+    padded = unsharded("w", (100, 8), 0, 4, padded=256)
     assert torch.equal(padded[:100], plain)
     assert torch.count_nonzero(padded[100:]) == 0
     assert torch.count_nonzero(plain) == plain.numel()
 
 
 def test_names_and_blocks_are_independent():
-    a = whole("a", (512, 64), 0, 1)
-    b = whole("b", (512, 64), 0, 1)
+    a = unsharded("a", (512, 64), 0, 1)
+    b = unsharded("b", (512, 64), 0, 1)
     # The correlation of n independent pairs has standard deviation 1/sqrt(n); five of them are
     # significant.
     n = a.numel()
@@ -69,7 +69,7 @@ def test_names_and_blocks_are_independent():
 
 
 def test_distribution():
-    x = whole("w", (1024, 256), 1, 1)
+    x = unsharded("w", (1024, 256), 1, 1)
     n = x.numel()
     assert abs(x.mean()) < 5 * 0.5 / n**0.5  # five standard errors
     assert abs(x.std() - 0.5) < 5 * 0.5 / (2 * n) ** 0.5
@@ -96,4 +96,4 @@ def test_threads_draw_what_one_block_after_the_other_gives(threads, shape, dim):
                 0.0, 0.5, generator=torch.Generator().manual_seed(mix(7, name_key("w"), block))
             )
         )
-    assert torch.equal(whole("w", shape, dim, 4), torch.cat(blocks).movedim(0, dim))
+    assert torch.equal(unsharded("w", shape, dim, 4), torch.cat(blocks).movedim(0, dim))

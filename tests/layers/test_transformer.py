@@ -69,12 +69,12 @@ def make(context, model, dropout=0.0):
     )
     layer = TransformerLayer(context, config, 0)
     for p in layer.parameters():
-        own = sharding_of(p)
-        whole = 0.1 * torch.randn(
-            own.global_shape, generator=torch.Generator().manual_seed(len(own.name))
+        sharding = sharding_of(p)
+        full = 0.1 * torch.randn(
+            sharding.global_shape, generator=torch.Generator().manual_seed(len(sharding.name))
         )
-        box = tuple(slice(o, o + n) for o, n in zip(own.offset, own.extent, strict=True))
-        p.data += whole[box]
+        box = tuple(slice(o, o + n) for o, n in zip(sharding.offset, sharding.extent, strict=True))
+        p.data += full[box]
     return layer
 
 
@@ -101,12 +101,12 @@ def run(context, model, dropout):
     x.requires_grad_()
     out = layer(x, CallContext(dropout=DropoutKey(1, 2)))
     cut = [p for p in layer.parameters() if sharding_of(p).dim is not None]
-    gradient, *others = torch.autograd.grad(out, [x, *cut], out.detach().cos())
-    pieces = [
+    gradient, *rest = torch.autograd.grad(out, [x, *cut], out.detach().cos())
+    shards = [
         (sharding_of(p).name, sharding_of(p).offset, g.numpy())
-        for p, g in zip(cut, others, strict=True)
+        for p, g in zip(cut, rest, strict=True)
     ]
-    return out.detach().numpy(), gradient.numpy(), pieces
+    return out.detach().numpy(), gradient.numpy(), shards
 
 
 def body(rank):
@@ -126,20 +126,20 @@ def test_two_ranks_equal_one():
     of one process.
     """
     ranks = run_processes(2, body)
-    for (model, sequence_parallel, dropout), *found in zip(CASES, *ranks, strict=True):
+    for (model, sequence_parallel, dropout), *by_rank in zip(CASES, *ranks, strict=True):
         if not sequence_parallel:
-            assert all(np.array_equal(a, b) for a, b in zip(*(f[:2] for f in found), strict=True))
+            assert all(np.array_equal(a, b) for a, b in zip(*(f[:2] for f in by_rank), strict=True))
         expected = run(LayerContext.single(), model, dropout)
-        whole = (
-            [np.concatenate(parts) for parts in zip(*(f[:2] for f in found), strict=True)]
+        joined = (
+            [np.concatenate(shards) for shards in zip(*(f[:2] for f in by_rank), strict=True)]
             if sequence_parallel
-            else found[0][:2]
+            else by_rank[0][:2]
         )
-        for a, b in zip(whole, expected[:2], strict=True):
+        for a, b in zip(joined, expected[:2], strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
         for name, _, b in expected[2]:
             a = np.zeros_like(b)
-            for _, offset, piece in (p for f in found for p in f[2] if p[0] == name):
+            for _, offset, shard in (p for f in by_rank for p in f[2] if p[0] == name):
                 # Gradients of rows that both ranks hold are terms of a sum.
-                a[tuple(slice(o, o + n) for o, n in zip(offset, piece.shape, strict=True))] += piece
+                a[tuple(slice(o, o + n) for o, n in zip(offset, shard.shape, strict=True))] += shard
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4, err_msg=f"{model} {name}")

@@ -144,10 +144,10 @@ def test_the_graph_goes_with_the_loss():
     """
     x, labels, mask, v = one_rank()
     loss = vocabulary_loss(x, labels, mask, v, late=True)
-    kept = weakref.ref(v)  # an attribute of the node
+    node = weakref.ref(v)  # an attribute of the node
     loss.backward()
     del loss, v
-    assert kept() is None
+    assert node() is None
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -209,13 +209,13 @@ def test_bf16_in_chunks_without_a_sink_is_rounded_once():
 
     The products equal those with an accumulator, which adds in fp32: the same bits after one rounding.
     """
-    found = []
+    gradients = []
     for sunk in (True, False):
         x, labels, mask, v = one_rank(fused=True, tokens=3, dtype=torch.bfloat16)
         accumulator = hang_sink(v.weight)[0] if sunk else None
         vocabulary_loss(x, labels, mask, v, late=True).backward()
-        found.append(accumulator.total.bfloat16() if accumulator else v.weight.grad)
-    assert torch.equal(*found)
+        gradients.append(accumulator.total.bfloat16() if accumulator else v.weight.grad)
+    assert torch.equal(*gradients)
 
 
 PARALLEL = [
@@ -233,7 +233,7 @@ PARALLEL = [
 def body(rank):
     """Return [(loss, loss of an evaluation, dx, dw)] of the cases on one of two ranks."""
     topology = join(tensor=2)
-    found = []
+    results = []
     for vocab_padding, sequence_parallel, fused, deferred, overlap, sunk, limits in PARALLEL:
         context = LayerContext(
             topology.tensor,
@@ -243,13 +243,15 @@ def body(rank):
             fusions=ALL if fused else NONE,
         )
         x, weight, labels, mask = data()
-        own = shard("x", (V, H), 0, rank, 2, padded=vocab_padding)
-        part = torch.full((vocab_padding // 2, H), 9.0)
-        part[: own.extent[0]] = weight[own.offset[0] : own.offset[0] + own.extent[0]]
-        parameter = torch.nn.Parameter(part)
+        sharding = shard("x", (V, H), 0, rank, 2, padded=vocab_padding)
+        local_weight = torch.full((vocab_padding // 2, H), 9.0)
+        local_weight[: sharding.extent[0]] = weight[
+            sharding.offset[0] : sharding.offset[0] + sharding.extent[0]
+        ]
+        parameter = torch.nn.Parameter(local_weight)
         accumulator = hang_sink(parameter)[0] if sunk else None
         x = (x.chunk(2)[rank].clone() if sequence_parallel else x).requires_grad_()
-        v = Vocabulary(parameter, context, own.offset[0], own.extent[0], 7, **limits)
+        v = Vocabulary(parameter, context, sharding.offset[0], sharding.extent[0], 7, **limits)
         if deferred:
             context.weight_gradients.begin()
         loss = vocabulary_loss(x, labels, mask, v, late=True)
@@ -261,8 +263,10 @@ def body(rank):
         with torch.no_grad():
             evaluated = vocabulary_loss(x, labels, mask, v)
         dw = parameter.grad if accumulator is None else accumulator.total
-        found.append((loss.item(), evaluated.item(), x.grad.numpy(), dw[: own.extent[0]].numpy()))
-    return found
+        results.append(
+            (loss.item(), evaluated.item(), x.grad.numpy(), dw[: sharding.extent[0]].numpy())
+        )
+    return results
 
 
 @pytest.mark.slow

@@ -154,12 +154,12 @@ def test_flops_agree_with_the_papers_formula(layers, hidden, heads, named):
     vocab = 51200
     model = gpt(layers, hidden, heads, seq, vocab)
     ours = model_flops_per_token(model) * batch * seq
-    again = recompute_flops_per_token(model, FULL, [layers]) + 2 * hidden * 4 * hidden
-    hardware = ours + again * batch * seq
+    recomputed = recompute_flops_per_token(model, FULL, [layers]) + 2 * hidden * 4 * hidden
+    hardware = ours + recomputed * batch * seq
     assert hardware == pytest.approx(paper_flops(batch, seq, layers, hidden, vocab), rel=1e-12)
     # Without checkpointing the paper counts 4.5 h V for the head's 6 h V.
-    theirs = paper_flops(batch, seq, layers, hidden, vocab, checkpointing=False)
-    assert ours - theirs == pytest.approx(1.5 * batch * seq * hidden * vocab, rel=1e-6)
+    paper = paper_flops(batch, seq, layers, hidden, vocab, checkpointing=False)
+    assert ours - paper == pytest.approx(1.5 * batch * seq * hidden * vocab, rel=1e-6)
 
 
 def test_a_window_counts_the_keys_of_a_query():
@@ -168,12 +168,12 @@ def test_a_window_counts_the_keys_of_a_query():
     assert attention_score_flops(model, 0) == 4 * 32 * 64
     assert attention_score_flops(model, 1) == 4 * 128 * 64
     scores = 4 * (4 * 32 + 2 * 128) * 64
-    whole = gpt(6, 64, 4, 128, 512)
+    unwindowed = gpt(6, 64, 4, 128, 512)
     saved = 6 * 4 * 128 * 64 - scores
-    assert model_flops_per_token(model) == model_flops_per_token(whole) - 3 * saved
+    assert model_flops_per_token(model) == model_flops_per_token(unwindowed) - 3 * saved
     assert recompute_flops_per_token(model, SELECTIVE, []) == scores
     last = 2 * 64 * 4 * 64
-    assert recompute_flops_per_token(model, FULL, [6]) == 6 * layer_flops(whole) - saved - last
+    assert recompute_flops_per_token(model, FULL, [6]) == 6 * layer_flops(unwindowed) - saved - last
     assert attention_score_flops(gpt(6, 64, 4, 128, 512, window_size=(500,))) == 4 * 128 * 64
 
 

@@ -45,9 +45,11 @@ def test_recomputation_repeats_every_bit(monkeypatch, fields, recompute):
     loss, gradients, seen = step(monkeypatch, ALL, torch.bfloat16, **fields, **DROPOUT)
     # The embedding; attention weights and two sums in each layer.
     assert seen["bias_dropout_add"] == 1 + 3 * 3
-    again, repeated, more = step(monkeypatch, ALL, torch.bfloat16, **fields, **DROPOUT, **recompute)
+    repeated_loss, repeated, more = step(
+        monkeypatch, ALL, torch.bfloat16, **fields, **DROPOUT, **recompute
+    )
     assert more.total() > seen.total()
-    assert torch.equal(loss, again)
+    assert torch.equal(loss, repeated_loss)
     assert all(torch.equal(gradients[name], repeated[name]) for name in gradients)
 
 
@@ -58,7 +60,7 @@ def test_each_fusion_runs_its_own_operators(monkeypatch, fields):
     llama = fields is LOCAL
     blocked = fields is BLOCKED
     fields = {**fields, **DROPOUT, "num_layers": 1}
-    together = step(monkeypatch, ALL, **fields)[2]
+    combined = step(monkeypatch, ALL, **fields)[2]
     alone = {
         name: step(monkeypatch, Fusions(**{name: True}), **fields)[2]
         for name in choose.OPERATORS
@@ -66,9 +68,9 @@ def test_each_fusion_runs_its_own_operators(monkeypatch, fields):
     }
     # The bias before an activation is a product's, whose gradient is a sum of columns, unless the
     # activation takes it.
-    for calls in (together, *alone.values()):
+    for calls in (combined, *alone.values()):
         del calls["column_sums_"]
-    assert sum(alone.values(), start=type(together)()) == together
+    assert sum(alone.values(), start=type(combined)()) == combined
     used = {name for name, calls in alone.items() if calls}
     unused = {"permute"} | ({"layer_norm"} if llama else {"rotary", "rms_norm"})
     assert used == {*alone} - unused - {"masked_softmax" if blocked else "attention_block"}

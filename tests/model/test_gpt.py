@@ -54,13 +54,13 @@ def test_packed_documents_equal_documents_alone(positions):
     fields = dict(position_embedding_type=positions, num_key_value_heads=2)
     model = build(**fields)
     t = tokens()
-    pieces = [[6, 1, 4, 6], [9, 5]]  # 17 and 14 of 17 tokens
-    batch = make_micro_batch(t.numpy(), segments=[np.array(n) for n in pieces])
+    segments = [[6, 1, 4, 6], [9, 5]]  # 17 and 14 of 17 tokens
+    batch = make_micro_batch(t.numpy(), segments=[np.array(n) for n in segments])
     with torch.no_grad():
         packed = model.logits(batch, None)
         loss = model(batch, None)
         losses = []
-        for row, lengths in enumerate(pieces):
+        for row, lengths in enumerate(segments):
             for start, n in zip(np.cumsum([0, *lengths]), lengths, strict=False):
                 alone = t[row : row + 1, start : start + n]
                 scores = model.logits(micro_batch(torch.cat((alone, alone[:, :1]), 1)), None)[:, 0]
@@ -86,10 +86,10 @@ def test_documents_by_their_end_equal_the_pieces():
     t[0, 5] = t[0, 8] = t[1, 11] = 0
     model = build(reset_attention_mask=True, reset_position_ids=True)
     by_end = make_micro_batch(t.numpy(), separation=Separation(0, True, True))
-    pieces = make_micro_batch(t.numpy(), segments=[np.array([6, 3, 8]), np.array([12, 5])])
+    by_segments = make_micro_batch(t.numpy(), segments=[np.array([6, 3, 8]), np.array([12, 5])])
     with torch.no_grad():
-        assert torch.equal(model.logits(by_end, None), model.logits(pieces, None))
-    assert by_end.loss_mask.sum() == 2 * S and pieces.loss_mask.sum() == 2 * S - 3
+        assert torch.equal(model.logits(by_end, None), model.logits(by_segments, None))
+    assert by_end.loss_mask.sum() == 2 * S and by_segments.loss_mask.sum() == 2 * S - 3
 
 
 def test_positions_that_restart_without_a_mask():
@@ -158,13 +158,13 @@ def test_padding_changes_no_number():
 )
 def test_recomputation_repeats_every_bit_with_dropout_on(recompute, fields, documents):
     fields = dict(hidden_dropout=0.3, attention_dropout=0.2, **fields)
-    pieces = [np.array([6, 1, 4, 6]), np.array([9, 5])]
-    batch = make_micro_batch(tokens().numpy(), segments=pieces if documents else None)
+    segments = [np.array([6, 1, 4, 6]), np.array([9, 5])]
+    batch = make_micro_batch(tokens().numpy(), segments=segments if documents else None)
     loss, grads = gradients(build(**fields), batch)
-    again, grads_again = gradients(build(**fields, **recompute), batch)
-    assert torch.equal(loss, again)
+    repeated, repeated_grads = gradients(build(**fields, **recompute), batch)
+    assert torch.equal(loss, repeated)
     for name, g in grads.items():
-        assert torch.equal(grads_again[name], g), name
+        assert torch.equal(repeated_grads[name], g), name
 
 
 def test_dropout_depends_on_sample_seed_and_mode_only():

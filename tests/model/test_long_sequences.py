@@ -50,11 +50,11 @@ def test_scores_of_a_long_sequence_are_those_of_transformers(tmp_path, kind):
         rope_theta=500000.0,
         initializer_range=0.1,
     )
-    theirs = transformers.LlamaForCausalLM(config).eval()
-    theirs.save_pretrained(tmp_path)
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
     with torch.no_grad():
-        expected = theirs(tokens()[:, :-1]).logits[0].numpy()
-    found = np.full_like(expected, np.nan)
+        expected = model(tokens()[:, :-1]).logits[0].numpy()
+    actual = np.full_like(expected, np.nan)
     for positions, scores in run_processes(4, logits_of_a_part, str(tmp_path), kind, timeout_s=600):
-        found[positions] = scores
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+        actual[positions] = scores
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)

@@ -53,15 +53,15 @@ def kept_bytes(**fields):
     return config, sum(x.untyped_storage().nbytes() for x in saved.values())
 
 
-def kept(part):
+def live_bytes(module):
     """Return the bytes that a forward pass without data leaves."""
-    found = {}
-    for step in part.forward.steps:
+    live = {}
+    for step in module.forward.steps:
         if isinstance(step, Alloc):
-            found[step.id] = step.bytes
+            live[step.id] = step.bytes
         elif isinstance(step, Free):
-            found.pop(step.id, None)
-    return sum(found.values())
+            live.pop(step.id, None)
+    return sum(live.values())
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,13 @@ def test_a_layer_keeps_what_its_trace_says(changes):
     config, two = kept_bytes(num_layers=2, **changes)
     _, three = kept_bytes(num_layers=3, **changes)
     traced = trace(config, "cpu")
-    assert three - two == kept(traced.recompute or traced.layer)
+    assert three - two == live_bytes(traced.recompute or traced.layer)
 
 
 def test_the_head_keeps_its_norm_and_no_logits():
     config, one = kept_bytes(num_layers=1)
     traced = trace(config, "cpu")
-    head = kept(traced.head)
+    head = live_bytes(traced.head)
     labels, loss = 8 * S * B, 4  # no float, and none that autograd saves
-    assert one == kept(traced.layer) + head - labels - loss
+    assert one == live_bytes(traced.layer) + head - labels - loss
     assert head < 3 * S * B * H * 2

@@ -108,15 +108,15 @@ def test_initial_weights_and_scales():
     grouped = config.replace(optimizer="sgd", num_key_value_heads=4)
     adam = mup_scales(config)
     sgd = mup_scales(grouped)
-    found = {sharding_of(p).name: p for p in build(config).parameters()}
-    others = {sharding_of(p).name: sharding_of(p) for p in build(grouped).parameters()}
+    parameters = {sharding_of(p).name: p for p in build(config).parameters()}
+    shardings = {sharding_of(p).name: sharding_of(p) for p in build(grouped).parameters()}
     for name, (std, adam_lr, sgd_lr, eps) in TABLE.items():
-        p = found[name].detach()
-        s = sharding_of(found[name])
+        p = parameters[name].detach()
+        s = sharding_of(parameters[name])
         # of n numbers, with a standard error of std / sqrt(2 n)
         assert float(p[: s.extent[0]].std()) == pytest.approx(std, rel=4 / math.sqrt(2 * p.numel()))
         assert adam(s) == pytest.approx((adam_lr, eps)), name
-        assert sgd(others[name]) == pytest.approx((sgd_lr, eps)), name
+        assert sgd(shardings[name]) == pytest.approx((sgd_lr, eps)), name
     assert mup_scales(config.replace(**dict.fromkeys(MUP_FIELDS)))(s) == (1.0, 1.0)
 
 

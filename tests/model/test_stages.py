@@ -40,4 +40,4 @@ def test_layout_is_followed(counts):
 def test_refused(num_layers, num_stages, layout, named):
     with pytest.raises(ConfigError) as error:
         assign_layers(num_layers, num_stages, layout)
-    assert all(part in str(error.value) for part in named), str(error.value)
+    assert all(word in str(error.value) for word in named), str(error.value)

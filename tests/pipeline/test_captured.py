@@ -97,12 +97,12 @@ def passes(rank, cases):
             (result,) = train(rank, [fields], STEPS)
         return result, calls[0]
 
-    found = []
+    results = []
     for fields in cases:
         eager, calls_eager = run(fields)
         captured, calls_captured = run(fields | CAPTURED)
-        found.append((eager, captured, calls_eager, calls_captured))
-    return found
+        results.append((eager, captured, calls_eager, calls_captured))
+    return results
 
 
 def in_progress(rank, size, fields):

@@ -85,7 +85,7 @@ def test_bounds_of_zb_h1(size, m, forward, backward, weight):
     The bounds are the first micro-batch's way there and back, and the last rank's work behind p - 1
     forward passes.
     """
-    whole = run_pipeline(
+    undivided = run_pipeline(
         Pipeline("1f1b", size, 1, m, even(size, forward, backward + weight))
     ).makespan
     run = run_pipeline(Pipeline("zb-h1", size, 1, m, even(size, forward, backward, weight)))
@@ -93,7 +93,7 @@ def test_bounds_of_zb_h1(size, m, forward, backward, weight):
         size * (forward + backward) + weight,
         (size - 1) * forward + m * (forward + backward + weight),
     )
-    assert least <= run.makespan <= whole
+    assert least <= run.makespan <= undivided
 
 
 def test_one_micro_batch_pays_for_each_boundary_twice():

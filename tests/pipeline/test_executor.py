@@ -93,12 +93,12 @@ def reference(stages, count, scale, weights):
 
 
 def gradients(chunks):
-    found = {}
+    result = {}
     for g, chunk in chunks.items():
         for name, parameter in chunk.named_parameters():
             assert parameter.grad is not None
-            found[f"{g}.{name}"] = parameter.grad.numpy()
-    return found
+            result[f"{g}.{name}"] = parameter.grad.numpy()
+    return result
 
 
 def make(topology, schedule, chunks, **options):
@@ -160,10 +160,10 @@ def test_losses_and_gradients_are_those_of_one_process(size, runs):
 
     The order of summation over micro-batches differs, so equality is to rounding.
     """
-    by_rank = [found["cases"] for found in runs[size]]
+    by_rank = [results["cases"] for results in runs[size]]
     for number, (name, chunks, count) in enumerate(CASES[size]):
         stages = size * chunks
-        losses, wanted = reference(stages, count, 8.0, None)
+        losses, expected_gradients = reference(stages, count, 8.0, None)
         _, weighted = reference(stages, count, 1.0, [0.5 + i for i in range(count)])
         seen = set()
         for rank in range(size):
@@ -173,25 +173,29 @@ def test_losses_and_gradients_are_those_of_one_process(size, runs):
             np.testing.assert_allclose(evaluated, expected, rtol=1e-14)
             for key, gradient in first.items():
                 np.testing.assert_allclose(
-                    gradient, wanted[key], rtol=1e-12, atol=1e-14, err_msg=f"{name} {key}"
+                    gradient,
+                    expected_gradients[key],
+                    rtol=1e-12,
+                    atol=1e-14,
+                    err_msg=f"{name} {key}",
                 )
                 np.testing.assert_allclose(
                     second[key], weighted[key], rtol=1e-12, atol=1e-14, err_msg=f"{name} {key}"
                 )
             seen |= first.keys()
-        assert seen == wanted.keys()
+        assert seen == expected_gradients.keys()
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("interleaved", 3), ("zb-h1", 1)])
 def test_one_rank_needs_no_process_group(schedule, chunks):
     executor, stages = make(Topology.create(), schedule, chunks)
     losses = [loss.item() for loss in executor.train(micro_batches(3), loss_scale=2.0)]
-    wanted_losses, wanted = reference(chunks, 3, 2.0, None)
-    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-14)
-    found = gradients(stages)
-    assert found.keys() == wanted.keys()
-    for key, gradient in found.items():
-        np.testing.assert_allclose(gradient, wanted[key], rtol=1e-12, atol=1e-14)
+    expected_losses, expected = reference(chunks, 3, 2.0, None)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-14)
+    actual = gradients(stages)
+    assert actual.keys() == expected.keys()
+    for key, gradient in actual.items():
+        np.testing.assert_allclose(gradient, expected[key], rtol=1e-12, atol=1e-14)
 
 
 class Alive:
@@ -262,14 +266,14 @@ LIVE = [("1f1b", 1, 5), ("interleaved", 4, 9), ("zb-h1", 1, 5)]
 @pytest.mark.slow
 @pytest.mark.parametrize("name, chunks, count", LIVE)
 def test_memory_is_freed_as_the_schedule_says(name, chunks, count, runs):
-    found = [rank[name] for rank in runs[2]]
+    counts = [rank[name] for rank in runs[2]]
     # The chunks have no weights, so a split backward pass frees everything in its first half.
     limits = peak_activations(build_schedule(name, 2, chunks, count), until_weights=False)
-    assert [(peak, left) for peak, left, _, _ in found] == [(limit, 0) for limit in limits]
+    assert [(peak, left) for peak, left, _, _ in counts] == [(limit, 0) for limit in limits]
     # An output is freed when it has been sent, long before its backward pass: in the interleaved
     # case rank 0 keeps the graphs of twelve forward passes, and the outputs in flight and of the
     # latest one.
-    assert all(peak <= SENDS_IN_FLIGHT + 1 and left == 0 for _, _, peak, left in found)
+    assert all(peak <= SENDS_IN_FLIGHT + 1 and left == 0 for _, _, peak, left in counts)
     assert name != "interleaved" or limits[0] == 12 > SENDS_IN_FLIGHT + 1
 
 
@@ -305,10 +309,10 @@ def runs():
 @pytest.mark.slow
 def test_message_shape_may_follow_the_micro_batch(runs):
     losses, _ = reference(2, 3, 1.0, None)
-    found = [rank["sizes"] for rank in runs[2]]
-    assert found[0] == []
+    by_rank = [rank["sizes"] for rank in runs[2]]
+    assert by_rank[0] == []
     # The batches are equal: the mean of means.
-    np.testing.assert_allclose(found[1], [np.mean(losses)], rtol=1e-14)
+    np.testing.assert_allclose(by_rank[1], [np.mean(losses)], rtol=1e-14)
 
 
 def wrong_output(rank):

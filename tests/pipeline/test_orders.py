@@ -64,8 +64,8 @@ def test_a_name_is_its_function(forward_only):
     def named(p, v, m, rank):
         return passes_of_rank("interleaved", p, v, m, rank)
 
-    theirs = build_schedule("interleaved", 3, 2, 7, forward_only)
-    assert build_schedule(named, 3, 2, 7, forward_only).ranks == theirs.ranks
+    expected = build_schedule("interleaved", 3, 2, 7, forward_only)
+    assert build_schedule(named, 3, 2, 7, forward_only).ranks == expected.ranks
 
 
 def changed(change):
@@ -120,7 +120,7 @@ def test_what_a_long_step_holds_is_what_its_first_groups_hold(name, p, m):
     chunks = 3 if name == "interleaved" else 1
     assert len(group_sizes(p, m)) >= 6
 
-    def whole(p, v, m, rank):
+    def custom(p, v, m, rank):
         return passes_of_rank(name, p, v, m, rank)
 
     for rank in range(p):
@@ -131,6 +131,6 @@ def test_what_a_long_step_holds_is_what_its_first_groups_hold(name, p, m):
                     *(x.tolist() for x in (o, c, w, n)), map(tuple, h.tolist()), strict=True
                 )
             }
-            for o, c, h, w, n in (moments_of_rank(of, p, chunks, m, rank) for of in (name, whole))
+            for o, c, h, w, n in (moments_of_rank(of, p, chunks, m, rank) for of in (name, custom))
         )
         assert short == long

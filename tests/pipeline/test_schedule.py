@@ -116,8 +116,8 @@ def run(schedule, *, rendezvous):
         buffers = posted[sender, receiver]
         while wire and buffers:
             sent = wire.popleft()
-            wanted = buffers.popleft()
-            assert sent == wanted, f"{wanted} would be filled with the message for {sent}"
+            expected = buffers.popleft()
+            assert sent == expected, f"{expected} would be filled with the message for {sent}"
             arrived.add(sent)
         return True
 
@@ -134,11 +134,11 @@ def test_complete(schedule):
         split = schedule.name == "zb-h1" and size > 1
         passes |= {Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT} if split else {Op.BACKWARD}
     m = schedule.micro_batches
-    wanted = Counter(
+    expected = Counter(
         Instruction(op, g, i) for op in passes for g in range(schedule.num_stages) for i in range(m)
     )
-    found = Counter(i for rank in schedule for i in rank if i.op in COMPUTE)
-    assert found == wanted
+    actual = Counter(i for rank in schedule for i in rank if i.op in COMPUTE)
+    assert actual == expected
     assert all(i.stage % size == rank for rank in range(size) for i in schedule[rank])
 
 

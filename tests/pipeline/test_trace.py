@@ -29,9 +29,9 @@ def events(run):
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
 def test_passes(schedule, chunks):
     run = a_run(schedule, 3, chunks)
-    found = events(run)
+    trace_events = events(run)
     for rank, spans in enumerate(timeline(run).ranks):
-        passes = [event for event in found if event["ph"] == "X" and event["tid"] == rank]
+        passes = [event for event in trace_events if event["ph"] == "X" and event["tid"] == rank]
         assert [(e["args"]["stage"], e["args"]["micro-batch"]) for e in passes] == [
             s.instruction[1:] for s in spans
         ]
@@ -41,5 +41,5 @@ def test_passes(schedule, chunks):
         assert [e["dur"] for e in passes] == pytest.approx(
             [1e6 * (s.end - s.start) for s in spans], abs=1e-3
         )
-        named = [e["args"] for e in found if e["ph"] == "M" and e.get("tid") == rank]
+        named = [e["args"] for e in trace_events if e["ph"] == "M" and e.get("tid") == rank]
         assert {"name": f"pipeline rank {rank}"} in named

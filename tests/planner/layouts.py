@@ -29,11 +29,11 @@ def planned(*flags):
     return parse_plan([word for word in words if word not in taken_away])
 
 
-def layout_search(cluster, gib=57.6, worlds=(8,), batches=(8,), **wanted):
+def layout_search(cluster, gib=57.6, worlds=(8,), batches=(8,), **choices):
     """Return a search for layouts of a model of a billion parameters in memory of this size."""
     flags = "--num-layers 4 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --bf16"
     base = make_config(None, [*flags.split(), "--vocab-size", "50257"], max(batches))
-    space = LayoutSpace(base, "a model", cluster, worlds, {"gbs": batches, **wanted})
+    space = LayoutSpace(base, "a model", cluster, worlds, {"gbs": batches, **choices})
     return LayoutSearch(space, gib * GIB)
 
 

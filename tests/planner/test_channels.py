@@ -24,14 +24,22 @@ DGX = load_cluster("dgx-h100")
 
 
 SIZES = st.integers(1, 17)
-PARTS = st.sampled_from([1, 2, 4])
+DIVISORS = st.sampled_from([1, 2, 4])
 
 
-@given(SIZES, SIZES, SIZES, PARTS, PARTS, st.sampled_from(RANK_ORDERS), st.sampled_from([2, 4, 8]))
+@given(
+    SIZES,
+    SIZES,
+    SIZES,
+    DIVISORS,
+    DIVISORS,
+    st.sampled_from(RANK_ORDERS),
+    st.sampled_from([2, 4, 8]),
+)
 def test_groups_on_nodes(tensor, pipeline, data, context, expert, order, devices):
     data += -(tensor * pipeline * data) % devices and devices - data % devices  # whole nodes
-    parts = dict(context=math.gcd(context, data), expert=math.gcd(expert, data))
-    layout = Layout(tensor, pipeline, data, order, **parts)
+    subgroups = dict(context=math.gcd(context, data), expert=math.gcd(expert, data))
+    layout = Layout(tensor, pipeline, data, order, **subgroups)
     for name in ("tensor", "data", "context", "expert", "expert_data"):
         nodes = {}
         for ranks in {layout.ranks(name, rank) for rank in range(layout.world_size)}:
@@ -39,12 +47,12 @@ def test_groups_on_nodes(tensor, pipeline, data, context, expert, order, devices
                 group = tuple(rank % devices for rank in ranks if rank // devices == node)
                 nodes.setdefault(node, set()).add(group)
         _, stride, size = layout.lines[name]
-        found = groups_on_nodes(layout.world_size, devices, stride, size)
-        assert found == {frozenset(groups) for groups in nodes.values()}, name
+        actual = groups_on_nodes(layout.world_size, devices, stride, size)
+        assert actual == {frozenset(groups) for groups in nodes.values()}, name
 
 
 def links_between(node, source, target):
-    return {(node, *step) for way in shortest_routes(FRONTIER, source, target) for step in way}
+    return {(node, *step) for route in shortest_routes(FRONTIER, source, target) for step in route}
 
 
 def seconds_of_all(layout, order, wraps):
@@ -64,20 +72,20 @@ def seconds_of_all(layout, order, wraps):
             (node, source), (other, target) = ((r // devices, order[r % devices]) for r in (a, b))
             weight = 1.0
             if node == other:
-                taken = links_between(node, source, target)
+                links = links_between(node, source, target)
                 weight = 1.0 if FRONTIER.link_gb_per_s(source, target) else 1 / 0.72
             else:
                 out = FRONTIER.nic_of_device[source]
                 into = FRONTIER.nic_of_device[target]
-                taken = {(node, -1, out), (other, -2, into)}
-                taken |= links_between(node, source, 2 * out + 1)
-                taken |= links_between(other, 2 * into + 1, target)
-            paths.append(((i, node == other), taken))
-            users.update(taken)
-            weights |= Counter(dict.fromkeys(taken, weight))
+                links = {(node, -1, out), (other, -2, into)}
+                links |= links_between(node, source, 2 * out + 1)
+                links |= links_between(other, 2 * into + 1, target)
+            paths.append(((i, node == other), links))
+            users.update(links)
+            weights |= Counter(dict.fromkeys(links, weight))
     seconds = Counter()
-    for boundary, taken in paths:
-        for resource in taken:
+    for boundary, links in paths:
+        for resource in links:
             width = FRONTIER.link_gb_per_s(*resource[1:]) if resource[1] >= 0 else 0.0
             rate = 1e9 * (node_links(FRONTIER).rate_of_link(width) if width else 0.4 * 25)
             seconds |= {boundary: users[resource] * weights[resource] / rate}

@@ -32,16 +32,16 @@ def figures(draw):
 
 
 @given(
-    found=st.lists(figures(), unique_by=lambda f: f.name),
+    compute=st.lists(figures(), unique_by=lambda f: f.name),
     title=texts,
     cores=st.one_of(st.none(), st.integers(1, 64)),
 )
-def test_any_figures_survive(found, title, cores):
+def test_any_figures_survive(compute, title, cores):
     cluster = dataclasses.replace(
         LUMI,
         title=title,
         shared_cores=cores,
-        compute={f.name: f for f in found},
+        compute={f.name: f for f in compute},
         qos=(Queue("a b", max_nodes=3),),
         sources={**LUMI.sources, 'odd "name"': "line\nbreak \\ é"},
     )

@@ -23,10 +23,10 @@ def test_what_is_written_is_read():
 
 
 def test_the_short_form():
-    found = parse_layout("tp=4,pp=16,chunks=2,mbs=1,recompute=selective", "--layout")
-    assert found == dict(tp=(4,), pp=(16,), chunks=(2,), mbs=(1,), recompute=("selective",))
-    found = parse_layout("tp=4,8,pp=2,recompute=full:block:3,none,chunks=1", "--fix")
-    assert found == dict(tp=(4, 8), pp=(2,), recompute=("full:block:3", "none"), chunks=(1,))
+    parsed = parse_layout("tp=4,pp=16,chunks=2,mbs=1,recompute=selective", "--layout")
+    assert parsed == dict(tp=(4,), pp=(16,), chunks=(2,), mbs=(1,), recompute=("selective",))
+    parsed = parse_layout("tp=4,8,pp=2,recompute=full:block:3,none,chunks=1", "--fix")
+    assert parsed == dict(tp=(4, 8), pp=(2,), recompute=("full:block:3", "none"), chunks=(1,))
     assert matches("selective:mlp_act", "selective")
     assert not matches("selective:mlp_act", "selective:layernorm")
     assert parse_layout("recompute=selective:layernorm+mlp_act", "x")["recompute"] == (

@@ -26,8 +26,8 @@ LINKS = node_links(FRONTIER)
     ],
 )
 def test_published_groups(family, rate):
-    found = LINKS.collective(family).values()
-    assert {(each.gb_per_s, each.basis) for each in found} == {(rate, "published")}
+    rates = LINKS.collective(family).values()
+    assert {(each.gb_per_s, each.basis) for each in rates} == {(rate, "published")}
 
 
 def test_four_devices():
@@ -35,9 +35,9 @@ def test_four_devices():
 
     The published rate of {0, 1, 2, 3} is 52.
     """
-    found = LINKS.collective([(0, 1, 6, 7), (2, 3, 4, 5)])
+    rates = LINKS.collective([(0, 1, 6, 7), (2, 3, 4, 5)])
     for group in (frozenset({0, 1, 6, 7}), frozenset({2, 3, 4, 5})):
-        rate = found[group]
+        rate = rates[group]
         assert rate.gb_per_s == LINKS.rate_of_link(100) > 72 > 52
         assert rate.basis == "estimated"
     # With the published parts of a cut it would be 52 to 72: in any case no less than {0, 1, 2, 3}.
@@ -63,8 +63,8 @@ def test_cuts_and_rings_are_those_of_the_graph_of_links():
 def test_cards_give_the_published_rates(groups, rate):
     """Members a stride of `groups` apart, with devices in plain order, get the published rates."""
     crossing = [tuple(range(first, 8, groups)) for first in range(groups)]
-    for found in LINKS.card_shares(crossing):
-        assert found.gb_per_s == pytest.approx(rate) and found.basis == "published"
+    for share in LINKS.card_shares(crossing):
+        assert share.gb_per_s == pytest.approx(rate) and share.basis == "published"
 
 
 def test_groups_without_links_of_their_own_take_detours():

@@ -92,6 +92,6 @@ def test_states_are_18_bytes_for_a_parameter_and_zero_divides_12_of_them():
     ):
         config = small(dp=dp, flags=flags)
         (rank,) = memory_of_ranks(config)
-        found = rank.weights, rank.gradients, rank.master + rank.moments
+        actual = rank.weights, rank.gradients, rank.master + rank.moments
         n = parameters_of_rank(config, 0)
-        assert found == (weights * n, 4 * n, states * n), flags
+        assert actual == (weights * n, 4 * n, states * n), flags

@@ -45,9 +45,12 @@ def test_a_device_has_two_sets_and_a_cpu_the_state_as_well(fields, n_bytes):
     elsewhere = run(ON_EIGHT, more)
     (gpu,), (cpu,) = memory_of_ranks(config), memory_of_ranks(config, "cpu")
     assert gpu.master + gpu.moments == 2 * n_bytes * 3000 * 256 / 8
-    (whole,) = memory_of_ranks(elsewhere, "cpu")
-    assert whole.master + whole.moments == n_bytes * parameters_of_rank(config, 0) / 8
-    assert cpu.master + cpu.moments == whole.master + whole.moments + gpu.master + gpu.moments
+    (all_on_cpu,) = memory_of_ranks(elsewhere, "cpu")
+    assert all_on_cpu.master + all_on_cpu.moments == n_bytes * parameters_of_rank(config, 0) / 8
+    assert (
+        cpu.master + cpu.moments
+        == all_on_cpu.master + all_on_cpu.moments + gpu.master + gpu.moments
+    )
     assert dataclasses.replace(gpu, master=0, moments=0) == dataclasses.replace(
         memory_of_ranks(elsewhere)[0], master=0, moments=0
     )
@@ -94,10 +97,10 @@ def test_a_machine_without_the_facts_is_refused():
 # -- search ----------------------------------------------------------------------------------------
 
 
-def search_for(host_gib=512.0, **wanted):
+def search_for(host_gib=512.0, **choices):
     cluster = dataclasses.replace(FRONTIER, host_memory_gib=host_gib)
     fixed = dict(tp=(1,), pp=(1,), zero=(1,), mbs=(1,), recompute=("none",))
-    return layout_search(cluster, **fixed, **wanted)
+    return layout_search(cluster, **fixed, **choices)
 
 
 def test_the_search_offloads_where_it_is_asked_to():
@@ -119,7 +122,7 @@ def test_the_state_has_to_fit_on_the_host():
     config = plain.space.config(search(plain).estimated[0].layout)
     needed = 12 * parameters_of_rank(config, 0) / GIB
     for host_gib, fits in ((1.01 * needed / 0.9, True), (0.99 * needed / 0.9, False)):
-        found = search(search_for(host_gib, offload=(True,)))
-        assert bool(found.estimated) == fits
-        reasons = [reason for reason in found.rejections.counts if "on the host" in reason]
+        result = search(search_for(host_gib, offload=(True,)))
+        assert bool(result.estimated) == fits
+        reasons = [reason for reason in result.rejections.counts if "on the host" in reason]
         assert bool(reasons) != fits

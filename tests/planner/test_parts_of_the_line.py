@@ -123,9 +123,9 @@ def test_messages_of_experts():
         assert hops[GroupMessage("all_to_all", pairs * 64 * 2, group)] == times
     experts = 4 * 2 * (2 * 64 * 32 + 64 + 32)  # layers, experts of a rank, matrices and biases
     assert sent[GroupMessage("reduce_scatter", 4 * experts, "expert_data")] == 1
-    others = parameters_of_rank(config, 0) - experts
+    non_experts = parameters_of_rank(config, 0) - experts
     routers = 4 * 8 * 64  # weights of these in fp32
-    assert sent[GroupMessage("all_gather", 2 * others + 2 * routers, "data")] == 1
+    assert sent[GroupMessage("all_gather", 2 * non_experts + 2 * routers, "data")] == 1
 
 
 def test_tokens_go_over_the_nodes_of_the_machine_where_groups_divide_evenly():
@@ -140,7 +140,7 @@ def test_tokens_go_over_the_nodes_of_the_machine_where_groups_divide_evenly():
     for order, each in (("tp-dp-pp", 4), ("dp-tp-pp", 1)):
         assert placement_of(pairs, FRONTIER, order, tuple(range(8))).layout.expert_node == each
     other = made(f"{sizes} --tensor-model-parallel-size 8 --world-size 128 --rank-order dp-tp-pp")
-    naive, placed = (place(other, FRONTIER) for place in (naive_placement, choose_placement))
+    naive, placed = (method(other, FRONTIER) for method in (naive_placement, choose_placement))
     assert naive.layout.expert_node == 1 < placed.layout.expert_node
     assert "expert between" in render_placement(other, placed)
     uneven = LayoutSizes(expert_model_parallel_size=18, ranks_per_node=8)
@@ -168,7 +168,7 @@ def test_the_shared_expert_is_computed_while_tokens_are_under_way(each):
 
 
 @pytest.mark.parametrize(
-    "parts",
+    "flags",
     [
         "--context-parallel-size 4",
         "--context-parallel-size 4 --cp-comm-type a2a",
@@ -179,18 +179,18 @@ def test_the_shared_expert_is_computed_while_tokens_are_under_way(each):
     ],
     ids=["ring", "exchange", "both", "ring, TP", "experts", "experts, ring"],
 )
-def test_a_step_is_the_same_work_on_any_layout(parts):
-    alone = EXPERTS if EXPERTS in parts else ""
-    whole, divided = (estimate(made(fields), FRONTIER) for fields in (alone, parts))
-    assert divided.model_flops == pytest.approx(whole.model_flops)
+def test_a_step_is_the_same_work_on_any_layout(flags):
+    alone = EXPERTS if EXPERTS in flags else ""
+    unsharded, sharded = (estimate(made(fields), FRONTIER) for fields in (alone, flags))
+    assert sharded.model_flops == pytest.approx(unsharded.model_flops)
 
 
 def test_a_ring_is_hidden_by_attention():
     """Each message of a ring is under way during attention, but for the last one of gradients."""
     layer = trace(made("--context-parallel-size 4"), "cuda").layer
     names = [type(step).__name__ for step in layer.forward.steps]
-    kept = [name for name in names if name in ("Post", "Attention", "Wait")]
-    assert kept == ["Post", "Attention", "Wait"] * 3 + ["Attention"]
+    selected = [name for name in names if name in ("Post", "Attention", "Wait")]
+    assert selected == ["Post", "Attention", "Wait"] * 3 + ["Attention"]
     sizes = [m.bytes for m in layer.backward.messages()]
     rows = 2 * 16 * 2 * 64  # keys and values of 16 rows of 2 samples
     assert Counter(sizes) == {2 * rows: 3, 4 * rows: 3}  # and their gradients, in fp32
@@ -200,10 +200,10 @@ def test_a_ring_is_hidden_by_attention():
 
 
 def test_the_search_divides_experts_and_long_sequences():
-    def sizes(flags, **wanted):
+    def sizes(flags, **choices):
         config = made("--world-size 1 --global-batch-size 32", flags)
         fixed = dict(gbs=(32,), tp=(1,), pp=(1,))
-        space = LayoutSpace(config, "m", FRONTIER, (16,), fixed | wanted)
+        space = LayoutSpace(config, "m", FRONTIER, (16,), fixed | choices)
         valid = set()
         for layout in space.sizes(Rejections()):
             with contextlib.suppress(ConfigError):

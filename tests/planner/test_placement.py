@@ -165,7 +165,7 @@ def test_costs_by_hand():
     # 0 and 4, 2 and 6 have two ways of two links; 0-6 and 2-4 of 100 GB/s are on a way of both. 16
     # messages go in each direction, and one goes through the pipeline and back.
     message = 2 * tensor / 0.72 / ((50 + 79 / 3) * 1e9)
-    seconds = {part.name: part.seconds for part in cost.messages}
+    seconds = {message_cost.name: message_cost.seconds for message_cost in cost.messages}
     assert seconds["stage to stage"] == pytest.approx(2 * 16 * message)
     assert seconds["first in, last out"] == pytest.approx(2 * (message + 10e-6))
     assert cost.seconds_of("data") == 0

@@ -39,11 +39,12 @@ def test_a_cluster_chooses_and_says_what_it_costs():
 
 
 def test_what_is_given_is_kept_on_a_cluster_too():
-    given = config(16, PP2, ON_FRONTIER, "--rank-order dp-pp-tp --device-order 7,6,5,4,3,2,1,0")
-    placing = plan_ranks(given, launched(16)).mapping
-    assert (placing.device_order, placing.rank_order) == ((7, 6, 5, 4, 3, 2, 1, 0), "dp-pp-tp")
+    requested = config(16, PP2, ON_FRONTIER, "--rank-order dp-pp-tp --device-order 7,6,5,4,3,2,1,0")
+    mapping = plan_ranks(requested, launched(16)).mapping
+    assert (mapping.device_order, mapping.rank_order) == ((7, 6, 5, 4, 3, 2, 1, 0), "dp-pp-tp")
     chosen, naive = (
-        place(given, load_cluster("frontier")) for place in (choose_placement, naive_placement)
+        method(requested, load_cluster("frontier"))
+        for method in (choose_placement, naive_placement)
     )
     assert chosen.location(9) == (1, 6)
     assert (naive.layout.order, naive.device_order) == ("tp-dp-pp", (0, 1, 2, 3, 4, 5, 6, 7))
@@ -52,8 +53,8 @@ def test_what_is_given_is_kept_on_a_cluster_too():
 
 
 def test_a_part_of_a_node_keeps_its_ranks_and_finds_its_devices():
-    placing = plan_ranks(config(4, ON_FRONTIER), launched(4)).mapping
-    assert placing.device_order == () and len(placing.local_order) == 8
+    mapping = plan_ranks(config(4, ON_FRONTIER), launched(4)).mapping
+    assert mapping.device_order == () and len(mapping.local_order) == 8
 
 
 def test_processes_that_fill_no_whole_nodes_run_as_they_were_launched():

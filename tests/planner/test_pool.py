@@ -16,11 +16,11 @@ _base = 0
 
 def work(number):
     """Return the result, the process id, and whether this process now ignores Ctrl-C."""
-    held = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
+    blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set())
     return (
         _base + number,
         os.getpid(),
-        not held and signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
+        not blocked and signal.getsignal(signal.SIGINT) is signal.SIG_IGN,
     )
 
 

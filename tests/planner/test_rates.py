@@ -192,8 +192,8 @@ def test_attention_of_lengths_far_beyond_the_measured_ones(peaks):
     figures = [
         Figure("products.float32", ((512.0, 512.0, 512.0, 50.0),), MEASURED, "a test"),
         *(
-            Figure(f"attention.float32.{way}", points, MEASURED, "a test")
-            for way in ("forward", "backward")
+            Figure(f"attention.float32.{direction}", points, MEASURED, "a test")
+            for direction in ("forward", "backward")
         ),
     ]
     cluster = replace(FRONTIER.with_figures(figures), peak_tflops=peaks)

@@ -31,8 +31,8 @@ def test_pipeline_messages():
     assert (plain.message_bytes, plain.messages, plain.tied_bytes) == (S * 2 * H * 2, 6, 4 * V * H)
     assert made(f"{fields} --num-layers-per-virtual-pipeline-stage 1").messages == 12
     assert made(f"{fields} --untie-embeddings-and-output-weights").tied_bytes == 0
-    parts = "--tensor-model-parallel-size 2 --sequence-parallel --world-size 8"
-    halves = made(fields, parts)
+    tensor_flags = "--tensor-model-parallel-size 2 --sequence-parallel --world-size 8"
+    halves = made(fields, tensor_flags)
     assert halves.message_bytes == plain.message_bytes // 2
     # of a tensor rank's rows, a replica has half
     assert halves.tied_bytes == plain.tied_bytes / 2

@@ -82,9 +82,13 @@ def test_a_layer_with_a_window_counts_its_keys(device, backend, more):
     def flops(recompute):
         return sum(
             times
-            * sum(o.flops for o in of.computations(recompute=part) if isinstance(o, Attention))
+            * sum(
+                o.flops for o in of.computations(recompute=recomputed) if isinstance(o, Attention)
+            )
             for times, of, repeated in passes
-            for part in ((None,) if repeated and recompute else () if repeated else (recompute,))
+            for recomputed in (
+                (None,) if repeated and recompute else () if repeated else (recompute,)
+            )
         )
 
     once = 4 * 512 * (6 * 100 + 2 * 512) * 256 / 2
@@ -136,23 +140,23 @@ def test_explicit_attention_is_recomputed_as_far_as_its_weights():
 def test_what_is_taken_is_given_back(device, more):
     """All tensors are freed after a backward pass, whole or split."""
     traced = trace(run(f"--tensor-model-parallel-size 2 {more}"), device)
-    for part in (traced.embedding, traced.layer, traced.recompute, traced.head):
-        if part is not None:
-            assert not kept(part.forward, part.backward)
-            halves = Pass(part.inputs.steps + part.weights.steps, ())
-            assert not kept(halves)
+    for module in (traced.embedding, traced.layer, traced.recompute, traced.head):
+        if module is not None:
+            assert not live_tensors(module.forward, module.backward)
+            halves = Pass(module.inputs.steps + module.weights.steps, ())
+            assert not live_tensors(halves)
 
 
-def kept(*passes):
+def live_tensors(*passes):
     """Return the bytes of the tensors alive after these passes, by tensor number."""
-    found = {}
+    live = {}
     for each in passes:
         for step in each.steps:
             if isinstance(step, Alloc):
-                found[step.id] = step.bytes
+                live[step.id] = step.bytes
             elif isinstance(step, Free):
-                found.pop(step.id, None)
-    return found
+                live.pop(step.id, None)
+    return live
 
 
 def test_a_layer_that_is_recomputed_keeps_its_input_alone():
@@ -162,7 +166,7 @@ def test_a_layer_that_is_recomputed_keeps_its_input_alone():
     recompute = trace(config, "cuda").recompute
     assert (
         recompute is not None
-        and sum(kept(recompute.forward).values()) == hidden == recompute.hands_on
+        and sum(live_tensors(recompute.forward).values()) == hidden == recompute.hands_on
     )
     plain = trace(run("--tensor-model-parallel-size 2"), "cuda").layer
     last = 2 * 512 * 256 * 1024 / 2  # its last product, whose result no gradient needs
@@ -182,7 +186,9 @@ def test_a_layer_keeps_what_korthikanti_et_al_count(t, sequence, count):
     config = run("--hidden-dropout 0 --attention-dropout 0", sizes, sequence)
     layer = trace(config, "cuda").layer
     tokens = 512
-    assert sum(kept(layer.forward).values()) == pytest.approx(count * tokens * 1024, rel=0.01)
+    assert sum(live_tensors(layer.forward).values()) == pytest.approx(
+        count * tokens * 1024, rel=0.01
+    )
 
 
 DEPENDS = """
@@ -217,9 +223,9 @@ def test_what_a_trace_depends_on_gives_another(more):
     assert trace(same, "cuda") is plain
 
 
-def plain_of(part):
-    passes = (part.forward, part.backward, part.inputs, part.weights)
-    return part.parameters, part.hands_on, [(p.steps, p.labels) for p in passes]
+def plain_of(module):
+    passes = (module.forward, module.backward, module.inputs, module.weights)
+    return module.parameters, module.hands_on, [(p.steps, p.labels) for p in passes]
 
 
 def test_the_torch_here_does_not_decide_what_a_gpu_does(monkeypatch):
@@ -254,9 +260,9 @@ def test_a_file_has_the_whole_trace_and_a_broken_one_none(tmp_path, monkeypatch)
         traces._folder.cache_clear()
         monkeypatch.setattr(traces, "_modules", {})
         monkeypatch.setattr(traces, "_traces", {})
-        found = trace(config, "cuda").recompute
-        assert found is not None
-        return found
+        recompute = trace(config, "cuda").recompute
+        assert recompute is not None
+        return recompute
 
     try:
         made = fresh()

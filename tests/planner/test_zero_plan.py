@@ -135,20 +135,20 @@ def instructions(config, plan, rank):
 
 def recorded(config, rank, monkeypatch):
     """Return what a rank of a dry run posts in its second step, by group."""
-    found = []
+    posted = []
     of_steps = []
     step = Engine.step
     enter = FlightRecorder.enter
 
     def steps(self, *args):
         result = step(self, *args)
-        of_steps.append([*found])
-        found.clear()
+        of_steps.append([*posted])
+        posted.clear()
         return result
 
     def note(self, call, kind, size_bytes, *args, **more):
         if not more:
-            found.append((kind, call.decode(), size_bytes))
+            posted.append((kind, call.decode(), size_bytes))
         return enter(self, call, kind, size_bytes, *args, **more)
 
     monkeypatch.setattr(Engine, "step", steps)
@@ -179,9 +179,9 @@ def test_an_engine_sends_what_the_plan_says(case, monkeypatch):
         for kind, n_bytes, group in messages_of(plan, instructions(config, plan, rank)):
             expected.setdefault(group, []).append((kind, n_bytes))
         with monkeypatch.context() as patched:
-            found = recorded(config, rank * config.parallel.world_size // size, patched)
-        assert found == expected and found
-        most = max(most, sum(n_bytes for some in found.values() for _, n_bytes in some))
+            actual = recorded(config, rank * config.parallel.world_size // size, patched)
+        assert actual == expected and actual
+        most = max(most, sum(n_bytes for some in actual.values() for _, n_bytes in some))
     of_zero = (
         (message.bytes * count)
         for message, count in step_messages(config, "cuda").collectives.items()

@@ -9,7 +9,7 @@ from megatron.kernels import library
 def _compiled(request):
     """Skip without a library; on a GPU, fail if it is missing or stale."""
     if request.node.get_closest_marker("gpu"):
-        found = library.find("cuda")
-        assert found.handle is not None, found.reason
+        cuda_library = library.find("cuda")
+        assert cuda_library.handle is not None, cuda_library.reason
     else:
         request.getfixturevalue("kernels")

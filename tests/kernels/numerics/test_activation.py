@@ -54,19 +54,19 @@ def compare(x, bias, kind, seed):
     """Compare values, dx and dbias."""
     dtype = x.dtype
 
-    def parts(x, bias):
+    def split(x, bias):
         a, *value = (x if bias is None else x + bias).chunk(1 + gated(kind), -1)
         return a, *(value or [torch.ones_like(a)])
 
     def reference(x, bias):
-        a, value = parts(x, bias)
+        a, value = split(x, bias)
         return a * factor(a, kind)[0] * value
 
     dy = random((len(x), x.shape[1] // (1 + gated(kind))), dtype, x.device, seed + 1)
     (y, *gradients), (want, want_dx, want_dbias), wide, (g,) = compared(
         lambda x, bias: bias_activation(x, bias, kind), reference, [x, bias], dy
     )
-    a, value = parts(*wide)
+    a, value = split(*wide)
     share, share_error, slope_error = factor(a, kind)
     (slope,) = torch.autograd.grad(share.sum(), a, retain_graph=True)
     error = a.abs() * share_error + FLOOR

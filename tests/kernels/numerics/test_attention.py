@@ -106,53 +106,61 @@ class Case:
             ]
             self.factors = torch.stack(stay).view(shape) / (1 - probability)
 
-    def cut(self, part, queries, keys, *tensors):
+    def cut(self, samples, queries, keys, *tensors):
         """Return the block of each of the tensors [samples, rows, keys]."""
-        place = part, slice(queries.start * self.share, queries.stop * self.share), keys
-        blocks = (x[place].clone(memory_format=torch.contiguous_format) for x in tensors)
+        index = samples, slice(queries.start * self.share, queries.stop * self.share), keys
+        blocks = (x[index].clone(memory_format=torch.contiguous_format) for x in tensors)
         return [moved_on(x) if self.moved else x for x in blocks]
 
     def keys(self, queries):
         """Return the keys that a block of queries needs."""
         return slice(first_key(queries.start, self.window), queries.stop)
 
-    def weigh(self, part, queries):
+    def weigh(self, samples, queries):
         """Return (weights of the block from the kernel, all logarithms, NaN outside the block)."""
-        (scores,) = self.cut(part, queries, self.keys(queries), self.scores)
+        (scores,) = self.cut(samples, queries, self.keys(queries), self.scores)
         logarithms = torch.full_like(self.dots, float("nan"))
-        place = self.slopes, part.start, queries.start, None
-        attention_weights_(AttentionBlock(scores, logarithms, *place, self.params))
+        offsets = self.slopes, samples.start, queries.start, None
+        attention_weights_(AttentionBlock(scores, logarithms, *offsets, self.params))
         return scores, logarithms
 
-    def differentiate(self, part, queries, keys):
+    def differentiate(self, samples, queries, keys):
         """Return (weights, gradients of the scores) of a block."""
-        scores, gradients = self.cut(part, queries, keys, self.scores, self.gradients)
+        scores, gradients = self.cut(samples, queries, keys, self.scores, self.gradients)
         logarithms = self.logarithms.float().to(self.dots.device)
-        block = scores, logarithms, self.slopes, part.start, queries.start, keys.start, self.params
+        block = (
+            scores,
+            logarithms,
+            self.slopes,
+            samples.start,
+            queries.start,
+            keys.start,
+            self.params,
+        )
         attention_gradient_(GradientBlock(*block, gradients, self.dots))
         return scores, gradients
 
-    def check_weights(self, part, queries):
-        y, logarithms = self.weigh(part, queries)
+    def check_weights(self, samples, queries):
+        y, logarithms = self.weigh(samples, queries)
         tensors = self.weights * self.factors, self.hidden
-        want, hidden = self.cut(part, queries, self.keys(queries), *tensors)
+        want, hidden = self.cut(samples, queries, self.keys(queries), *tensors)
         assert_close(y, want, y.dtype, RELATIVE * want + LOST)
         assert not y.cpu()[hidden].any()
-        rows = part, slice(queries.start * self.share, queries.stop * self.share)
+        rows = samples, slice(queries.start * self.share, queries.stop * self.share)
         expected = self.logarithms[rows]
         error = 2.0**-19 * (1 + expected.abs())
         assert_close(logarithms[rows], expected, torch.float32, error)
         logarithms[rows] = float("nan")
         assert logarithms.isnan().all()
 
-    def check_gradients(self, part, queries, keys):
-        weights, gradients = self.differentiate(part, queries, keys)
+    def check_gradients(self, samples, queries, keys):
+        weights, gradients = self.differentiate(samples, queries, keys)
         g = exact(self.gradients).detach() * self.factors
         dots = exact(self.dots).detach().unsqueeze(-1)
         size = SCALE * self.weights * (g.abs() + dots.abs())  # of the terms that cancel
         expected = self.slope * self.weights * (g - dots)
         tensors = self.weights * self.factors, expected, size
-        want, expected, size = self.cut(part, queries, keys, *tensors)
+        want, expected, size = self.cut(samples, queries, keys, *tensors)
         assert_close(weights, want, weights.dtype, RELATIVE * want + LOST)
         assert_close(gradients, expected, weights.dtype, RELATIVE * size + LOST)
 
@@ -185,9 +193,9 @@ def test_blocks(device, dtype, case, cut, seed):
         return slice(start, min(start + count * TILE, case.length))
 
     queries = some(cut, cut % 3 + 1)
-    part = slice(cut % case.samples, case.samples)
-    case.check_weights(part, queries)
-    case.check_gradients(part, queries, some(cut * 7, cut % 2 + 1))
+    samples = slice(cut % case.samples, case.samples)
+    case.check_weights(samples, queries)
+    case.check_gradients(samples, queries, some(cut * 7, cut % 2 + 1))
 
 
 @devices
@@ -197,10 +205,10 @@ def test_what_is_not_seen_may_be_anything(device):
     Buffers are reused: old contents remain beyond the diagonal.
     """
     case = Case(device, torch.float32, 1)
-    part, block = slice(0, 1), slice(0, 40)
+    samples, block = slice(0, 1), slice(0, 40)
 
     def results():
-        return *case.weigh(part, block), *case.differentiate(part, block, block)
+        return *case.weigh(samples, block), *case.differentiate(samples, block, block)
 
     clean = results()
     for dirt in (float("nan"), float("inf")):
@@ -219,11 +227,11 @@ def test_dropout_is_the_same_however_it_is_cut(device, length, window):
     """
     sizes = {"samples": 2, "groups": 2, "share": 2, "length": length, "window": window}
     case = Case(device, torch.float32, 3, **sizes, probability=0.4)
-    for part in (slice(0, 4), slice(1, 3)):
+    for samples in (slice(0, 4), slice(1, 3)):
         for queries in (slice(0, length), slice(TILE, length)):
-            case.check_weights(part, queries)
+            case.check_weights(samples, queries)
             for keys in (slice(0, TILE), slice(TILE, length)):
-                case.check_gradients(part, queries, keys)
+                case.check_gradients(samples, queries, keys)
 
 
 @devices
@@ -239,7 +247,7 @@ def test_scores_without_bound(device):
     undefined = torch.full((1, 4, 4), math.nan, device=device)
     logarithms = torch.empty(1, 4, device=device)
     params = AttentionParameters(1, 1.0)
-    again = scores.clone()
+    scores_copy = scores.clone()
     gradients = torch.ones(1, 4, 4, device=device)
     dots = torch.zeros(1, 4, device=device)
     attention_weights_(AttentionBlock(scores, logarithms, None, 0, 0, None, params))
@@ -248,8 +256,10 @@ def test_scores_without_bound(device):
         and scores[0, 3].isnan().any()
     )
     assert logarithms[0, 2] == math.inf
-    attention_gradient_(GradientBlock(again, logarithms, None, 0, 0, 0, params, gradients, dots))
-    assert torch.equal(again[0, :3], scores[0, :3]) and torch.equal(
+    attention_gradient_(
+        GradientBlock(scores_copy, logarithms, None, 0, 0, 0, params, gradients, dots)
+    )
+    assert torch.equal(scores_copy[0, :3], scores[0, :3]) and torch.equal(
         gradients[0, 2], torch.zeros(4, device=device)
     )
     attention_weights_(AttentionBlock(undefined, logarithms, None, 0, 0, None, params))

@@ -138,11 +138,11 @@ def test_a_part_has_its_part_of_the_mask(device, dtype, columns):
         in_memory = torch.tensor([sample], device=device)
         for key in (DropoutKey(0, sample + 1), DropoutKey(0, 1, in_memory)):
             of_tokens = RowLayout(key.sample * 20 + 5, 2, 1, 20, 20, 20, key.samples)
-            for part, place in ((tokens, of_tokens), (heads, key.weights(5, 2, 1, 2))):
-                x = torch.ones(part.shape, dtype=dtype, device=device, requires_grad=True)
-                y = bias_dropout_add(x, None, None, p, seed, place)
+            for shard, layout in ((tokens, of_tokens), (heads, key.weights(5, 2, 1, 2))):
+                x = torch.ones(shard.shape, dtype=dtype, device=device, requires_grad=True)
+                y = bias_dropout_add(x, None, None, p, seed, layout)
                 y.backward(torch.ones_like(y))
-                assert torch.equal(y.cpu() != 0, part) and torch.equal(x.grad.cpu() != 0, part)
+                assert torch.equal(y.cpu() != 0, shard) and torch.equal(x.grad.cpu() != 0, shard)
 
 
 @devices
@@ -184,8 +184,8 @@ def test_what_is_refused():
     )
     refused(lambda: bias_dropout_add(torch.tensor(1.0), None, None, 0.1, 0), "x")
     for samples, words in ((torch.ones(1), "float32"), (torch.ones(2, dtype=torch.int64), [2])):
-        place = RowLayout(samples=samples)
-        refused(lambda p=place: bias_dropout_add(x, None, None, 0.1, 0, p), "samples", words)
+        layout = RowLayout(samples=samples)
+        refused(lambda p=layout: bias_dropout_add(x, None, None, 0.1, 0, p), "samples", words)
 
 
 @devices

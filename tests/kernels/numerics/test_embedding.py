@@ -51,15 +51,15 @@ def test_sums(device, dtype, table_dtype, runs, width, height, moved, seed):
     Source: Higham, 2002, section 3.1.
     """
     rows = rows_of(runs, height, seed)
-    place = moved_on if moved else torch.clone
-    values = place(random((len(rows), width), dtype, device, seed))
+    copy = moved_on if moved else torch.clone
+    values = copy(random((len(rows), width), dtype, device, seed))
     table = random((height, width), table_dtype, device, 3)
     wide = table.double().cpu()
     terms = values.double().cpu()
     size = wide.abs().index_add_(0, rows, terms.abs())
     wide.index_add_(0, rows, terms)
     adds = [add_rows_] * 2 + ([] if SIMULATED else [reference_] * 2)
-    results = [place(table) for _ in adds]
+    results = [copy(table) for _ in adds]
     for i, (add, sums) in enumerate(zip(adds, results, strict=True)):
         add(sums, rows.to(device), values)
         assert_close(sums, wide, table_dtype, 2.0**-24 * (len(rows) + 1) * size)

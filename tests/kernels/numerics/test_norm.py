@@ -78,7 +78,7 @@ def compare(device, dtype, rows, n, options, seed, scale, shift):
     before = make((n,), seed + 6) if added and "shifted" in options else None
     incoming = [make((rows, n), seed + 4 + i) for i in range(1 + added)]
     leaves = [x, residual, weight, bias, before]
-    actual, expected, wide, (g, *others) = compared(operator, reference, leaves, *incoming)
+    actual, expected, wide, (g, *rest) = compared(operator, reference, leaves, *incoming)
     t = wide[0].detach()
     if added:
         assert torch.equal(actual[1], rounded_sum(x, residual, before))
@@ -103,7 +103,7 @@ def compare(device, dtype, rows, n, options, seed, scale, shift):
     sizes = u + (0 if rms else average(u)) + h.abs() * average(u * h.abs())
     errors = h_error * average(g * gain * h).abs() + h.abs() * average(u * h_error)
     dx_error = rstd * (arithmetic * sizes + errors)
-    dx_error += 2.0**-23 * sum(other.abs() for other in others)
+    dx_error += 2.0**-23 * sum(other.abs() for other in rest)
     of_weight = (g.abs() * (h_error + arithmetic * h.abs())).sum(0)
     assert_close(actual[-5], dx, dtype, dx_error)
     assert_close(actual[-3], dweight, dtype, of_weight)

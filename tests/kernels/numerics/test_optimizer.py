@@ -31,7 +31,7 @@ SIZES = st.lists(st.one_of(st.integers(0, 40), st.sampled_from(LARGE)), min_size
 OFFSETS = st.sampled_from([0, 0, 1, 2, 3, 4, 6])
 
 
-class Placed:
+class GuardedTensors:
     """Tensors of given sizes inside larger ones, `offset` elements after an aligned address.
 
     Guards surround them.
@@ -40,20 +40,20 @@ class Placed:
     def __init__(self, sizes, offset, dtype, device, seed):
         self.offset = offset
         self.views = []
-        self.whole = []
+        self.buffers = []
         for i, n in enumerate(sizes):
-            whole = torch.full((n + offset + 9,), GUARD, dtype=dtype, device=device)
-            view = whole[offset : offset + n]
+            buffer = torch.full((n + offset + 9,), GUARD, dtype=dtype, device=device)
+            view = buffer[offset : offset + n]
             view.copy_(torch.zeros(n) if seed is None else random((n,), dtype, device, seed + i))
             self.views.append(view)
-            self.whole.append(whole)
+            self.buffers.append(buffer)
 
     def guarded(self):
         return all(
             bool(
                 (w[: self.offset] == GUARD).all() and (w[self.offset + v.numel() :] == GUARD).all()
             )
-            for w, v in zip(self.whole, self.views, strict=True)
+            for w, v in zip(self.buffers, self.views, strict=True)
         )
 
 
@@ -117,9 +117,9 @@ def check_adamw(
 
     Values are within the running bound, copies exact, and no guard is overwritten.
     """
-    w = Placed(sizes, offsets[0], torch.float32, device, seed)
-    m, v = (Placed(sizes, offset, torch.float32, device, None) for offset in offsets[1:3])
-    c = None if copy is None else Placed(sizes, offsets[3], copy, device, seed)
+    w = GuardedTensors(sizes, offsets[0], torch.float32, device, seed)
+    m, v = (GuardedTensors(sizes, offset, torch.float32, device, None) for offset in offsets[1:3])
+    c = None if copy is None else GuardedTensors(sizes, offsets[3], copy, device, seed)
     exact = [torch.nn.Parameter(view.double().cpu()) for view in w.views]
     settings = SETTINGS.copy()
     betas = (settings.pop("beta1"), settings.pop("beta2"))
@@ -129,16 +129,16 @@ def check_adamw(
     bounds = [Bound() for _ in sizes]
 
     def values():
-        found = []
+        snapshots = []
         for p in exact:
             state = reference.state[p]
             zero = torch.zeros_like(p)
             moments = (state.get(name, zero).clone() for name in ("exp_avg", "exp_avg_sq"))
-            found.append((p.detach().clone(), *moments))
-        return found
+            snapshots.append((p.detach().clone(), *moments))
+        return snapshots
 
     for step in range(1, STEPS + 1):
-        g = Placed(sizes, offsets[4], dtype, device, 100 * seed + step)
+        g = GuardedTensors(sizes, offsets[4], dtype, device, 100 * seed + step)
         for view in g.views:
             view[::7] = 0  # also where moments are 0
         before = [view.clone() for view in g.views]
@@ -165,7 +165,7 @@ def check_adamw(
             assert torch.equal(g.views[i], before[i])
             if c is not None:
                 assert torch.equal(c.views[i], w.views[i].to(copy))
-        assert all(placed is None or placed.guarded() for placed in (w, g, m, v, c))
+        assert all(tensors is None or tensors.guarded() for tensors in (w, g, m, v, c))
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def check_adamw(
     sizes=SIZES,
     copy=st.sampled_from([None, torch.float16, torch.bfloat16]),
     offset=OFFSETS,
-    others=st.lists(OFFSETS, min_size=5, max_size=5),
+    offsets=st.lists(OFFSETS, min_size=5, max_size=5),
     alike=st.booleans(),
     seed=st.integers(0, 99),
 )
@@ -186,11 +186,11 @@ def test_adamw(
     sizes,
     copy,
     offset,
-    others,
+    offsets,
     alike,
     seed,
 ):
-    check_adamw(sizes, dtype, copy, [offset] * 5 if alike else others, device, seed)
+    check_adamw(sizes, dtype, copy, [offset] * 5 if alike else offsets, device, seed)
 
 
 @devices
@@ -282,13 +282,13 @@ def test_bf16_moments_are_rounded_from_those_in_fp32(device, kernel, narrow, off
     sizes = [1030, 64, 0, 5000]
     dtypes = [torch.bfloat16 if is_narrow else torch.float32 for is_narrow in narrow]
     w, *moments, c, a = (
-        Placed(sizes, offset, dtype, device, seed)
+        GuardedTensors(sizes, offset, dtype, device, seed)
         for seed, dtype in enumerate([torch.float32, *dtypes, torch.bfloat16, torch.float32])
     )
     for v in moments[1].views:
         v.abs_()
     for step in (1, 2, 70_000):
-        g = Placed(sizes, offset, torch.bfloat16, device, 10 + step)
+        g = GuardedTensors(sizes, offset, torch.bfloat16, device, 10 + step)
         weights, firsts, seconds = (
             [x.float().clone() for x in placed.views] for placed in (w, *moments)
         )
@@ -341,17 +341,17 @@ def check_norm(sizes, dtype, offset, factor, device, seed):
 
     fp64 leaves no other error.
     """
-    x = Placed(sizes, offset, dtype, device, seed)
+    x = GuardedTensors(sizes, offset, dtype, device, seed)
     before = [view.clone() for view in x.views]
     total = scale_and_norm_(x.views, factor)
-    assert (total.shape, total.dtype, total.device) == ((), torch.float32, x.whole[0].device)
+    assert (total.shape, total.dtype, total.device) == ((), torch.float32, x.buffers[0].device)
     for view, old in zip(x.views, before, strict=True):
         assert torch.equal(view, (old.float() * torch.tensor(factor)).to(dtype))
     assert x.guarded()
     expected = sum(float(view.double().square().sum()) for view in x.views)
     assert float(total) == pytest.approx(expected, rel=1.001 * U, abs=1e-45)
-    again = [view.clone() for view in x.views]
-    assert scale_and_norm_(again) == scale_and_norm_(again)
+    copies = [view.clone() for view in x.views]
+    assert scale_and_norm_(copies) == scale_and_norm_(copies)
 
 
 @devices
@@ -385,9 +385,9 @@ def test_norm_of_many_elements(device):
 @devices
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_bad_element_shows_in_the_norm(device, bad):
-    for place in (0, 5, 4999):
+    for position in (0, 5, 4999):
         x = [torch.ones(100, device=device), torch.ones(5000, device=device)]
-        x[1][place] = bad
+        x[1][position] = bad
         for factor in (1.0, 0.5):
             assert not scale_and_norm_(x, factor).isfinite()
     huge = torch.full((3,), 1e25, device=device)  # finite elements whose squares fp32 cannot hold
@@ -398,14 +398,14 @@ def test_a_bad_element_shows_in_the_norm(device, bad):
 def test_norm_does_not_depend_on_the_number_of_threads():
     x = [random((50_003,), torch.float32, "cpu", s) for s in range(3)]
     before = torch.get_num_threads()
-    found = set()
+    norms = set()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.add(float(scale_and_norm_(x)))
+            norms.add(float(scale_and_norm_(x)))
     finally:
         torch.set_num_threads(before)
-    assert len(found) == 1
+    assert len(norms) == 1
 
 
 # -- both ------------------------------------------------------------------------------------------
@@ -436,8 +436,8 @@ def test_a_copy_keeps_any_nan(device, dtype):
     Rounding by an addition alone would turn it into 0, and CUDA makes such NaNs.
     """
     weight = torch.full((8,), -1, dtype=torch.int32, device=device).view(torch.float32)
-    others = [torch.ones(8, device=device) for _ in range(3)]
+    rest = [torch.ones(8, device=device) for _ in range(3)]
     copy = torch.zeros(8, dtype=dtype, device=device)
     rates = dict(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0)
-    adamw_(AdamWInputs([weight], *([x] for x in others), [copy], [], **rates, step=1))
+    adamw_(AdamWInputs([weight], *([x] for x in rest), [copy], [], **rates, step=1))
     assert weight.isnan().all() and copy.isnan().all()

@@ -56,34 +56,34 @@ def size(x, half):
     shared=st.booleans(),
     transposed=st.booleans(),
     head=st.sampled_from([0, 0, 1]),
-    place=st.sampled_from([(0, 0), (0, 0), (1, 16), (64, 128)]),
+    slicing=st.sampled_from([(0, 0), (0, 0), (1, 16), (64, 128)]),
 )
-def test_rotary(device, dtype, s, b, heads, d, rest, shared, transposed, head, place, seed):
+def test_rotary(device, dtype, s, b, heads, d, rest, shared, transposed, head, slicing, seed):
     """Rotate entire tensors, slices of a projection, misaligned ones, and [b, s, ..].
 
     Slices are of [.., heads, d + more] or of [.., heads + 2, d].
     """
     half = max(0, d - rest) // 2
-    entry, more = place
+    entry, more = slicing
 
-    def part(x):
+    def select(x):
         x = x.transpose(0, 1) if transposed else x
         return x[:, :, head : head + heads, entry : entry + d]
 
     cos, sin = tables(s, 1 if shared else b, half, device, seed + 1)
     order = (b, s) if transposed else (s, b)
     (y, gradient), (want, want_gradient), (x,), (g,) = compared(
-        lambda x: rotate(part(x), cos, sin),
-        lambda x: turned(part(x), cos, sin),
+        lambda x: rotate(select(x), cos, sin),
+        lambda x: turned(select(x), cos, sin),
         [random((*order, heads + 2 * head, d + more), dtype, device, seed)],
         random((s, b, heads, d), dtype, device, seed + 2),
     )
     assert y.is_contiguous()
-    x = part(x)
+    x = select(x)
     assert_close(y, want, dtype, ARITHMETIC * size(x, half))
     assert torch.equal(y[..., 2 * half :].cpu().double(), x[..., 2 * half :])
     error = torch.zeros_like(want_gradient)  # where x is not
-    part(error).copy_(ARITHMETIC * size(g, half))
+    select(error).copy_(ARITHMETIC * size(g, half))
     assert_close(gradient, want_gradient, dtype, error)
 
 

@@ -40,7 +40,7 @@ def test_the_median_of_all_rounds_counts_and_pieces_are_counted(monkeypatch):
     """
     factors = iter([9.0, 2.0, 3.0, 4.0, 9.0, 1.0, 5.0, 6.0, 9.0, 1.0, 1.0, 7.0])
     monkeypatch.setattr(
-        tasks, "_elapsed", lambda work, calls, device, together: next(factors) * calls * 1e-3
+        tasks, "_elapsed", lambda work, calls, device, synchronized: next(factors) * calls * 1e-3
     )
     task = FigureTask("a", (), lambda: lambda: None, calls=4)
     assert measure([task], CPU, 10.0, clock=VirtualClock()) == pytest.approx([3e-3 / 4])
@@ -125,8 +125,8 @@ def test_every_task_runs(flags, dtype, monkeypatch):
     listed = set()
     for size in (1, 2):
         traced = trace(planned(MODEL, flags, f"--tensor-model-parallel-size {size}"), "cpu")
-        for part in (traced.layer, traced.head):
-            for work in (*part.forward.computations(), *part.backward.computations()):
+        for section in (traced.layer, traced.head):
+            for work in (*section.forward.computations(), *section.backward.computations()):
                 if isinstance(work, Product) and work.batch == 1:
                     listed.add((work.m, work.n, work.k))
     assert {task.arguments for task in measurements if task.figure == products} == listed
@@ -134,8 +134,8 @@ def test_every_task_runs(flags, dtype, monkeypatch):
     if "unfused" not in flags:
         figures |= {f"attention.{dtype}.forward", f"attention.{dtype}.backward"}
     assert figures <= {task.figure for task in measurements}
-    places = [(task.figure, task.arguments) for task in measurements]
-    assert len(set(places)) == len(places), "no point is measured twice"
+    points = [(task.figure, task.arguments) for task in measurements]
+    assert len(set(points)) == len(points), "no point is measured twice"
 
 
 def measurements(points, device, device_type, per_node, memory_gib):

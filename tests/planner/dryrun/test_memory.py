@@ -90,9 +90,9 @@ def test_what_autograd_keeps_is_held_until_the_backward_pass(follower):
 def test_a_copy_to_the_host_does_not_count(follower):
     a = zeros(8)
     there = a.cpu()
-    part = there.view(-1).narrow(0, 0, 4)
+    view = there.view(-1).narrow(0, 0, 4)
     assert total(follower) == 8 * KIB
-    del there, part
+    del there, view
     assert total(follower) == 8 * KIB
     del a
     assert total(follower) == 0
@@ -127,17 +127,17 @@ def test_what_is_on_its_way_is_held_until_somebody_waits():
     """Tensors are held until their collective is awaited, as in NCCL and gloo; so are messages."""
     follower = RankRecorder("meta")
     with member(planned(SIZES), 1, "meta") as topology, followed(follower):
-        whole = zeros(8)
-        part, work = reduce_scatter_first_async(whole, topology.tensor)
-        del whole
+        full = zeros(8)
+        shard, work = reduce_scatter_first_async(full, topology.tensor)
+        del full
         assert total(follower) == 10 * KIB
         work.wait()
         assert total(follower) == 2 * KIB
-        message = dist.isend(part, 2)
+        message = dist.isend(shard, 2)
         assert message is not None and not message.is_completed()
         message.wait()
         assert message.is_completed()
-        del part
+        del shard
     assert total(follower) == 0
     ((ranks, (scatter,)),) = follower.collectives.items()
     assert scatter.call == "_reduce_scatter_base" and ranks == (0, 1, 2, 3)

@@ -86,8 +86,8 @@ def real_peak(rank, flags):
             job.step()
         job.engine.wait_for_weights()
     made = {}
-    held = changes(follower.steps[:before], CPU_BLOCK, made).sum()
-    return float(held + find_peak(changes(follower.steps[before:], CPU_BLOCK, made))[0].sum())
+    allocated = changes(follower.steps[:before], CPU_BLOCK, made).sum()
+    return float(allocated + find_peak(changes(follower.steps[before:], CPU_BLOCK, made))[0].sum())
 
 
 MORE = pytest.mark.campaign("memory")
@@ -112,9 +112,9 @@ def test_a_rank_allocates_what_a_real_one_does(flags):
     config = make(flags)
     real = run_processes(config.parallel.world_size, real_peak, flags)
     for rank, peak in enumerate(real):
-        found = run_rank(config, rank, "cpu", config.num_micro_batches()).peak.total
+        rehearsed = run_rank(config, rank, "cpu", config.num_micro_batches()).peak.total
         allowed = 2 * CPU_BLOCK if len(real) == 1 else max(MESSAGE_BYTES, 0.01 * peak)
-        assert abs(found - peak) <= allowed, f"rank {rank}: {found} instead of {peak}"
+        assert abs(rehearsed - peak) <= allowed, f"rank {rank}: {rehearsed} instead of {peak}"
 
 
 def test_the_copy_of_a_save_in_the_background_is_counted():
@@ -124,11 +124,11 @@ def test_the_copy_of_a_save_in_the_background_is_counted():
     """
     plain = make("--global-batch-size 2 --bf16")
     config = plain.replace(save="/nowhere", async_save=True)
-    found = rehearse(config, device="gpu")
+    report = rehearse(config, device="gpu")
     sizes = [4 * math.prod(shape) for shape in global_shapes(config).values()]
-    (run,) = found.ranks
+    (run,) = report.ranks
     assert run.copy_bytes == 3 * sum(-(-size // 64) * 64 for size in sizes) > 0
-    assert "async-save" in render(found)
+    assert "async-save" in render(report)
     assert run_rank(plain, 0, "meta", 1).copy_bytes == 0
 
 
@@ -171,8 +171,8 @@ def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(flags):
     members = [member for member in members_of(config) if member.stands_for]
     assert sorted(p for member in members for p in member.stands_for) == [*range(size)]
     for kind in members:
-        first, *others = (run_rank(config, p, "meta", enough).peak.total for p in kind.stands_for)
-        assert max(others, default=0) <= first
+        first, *rest = (run_rank(config, p, "meta", enough).peak.total for p in kind.stands_for)
+        assert max(rest, default=0) <= first
         losses = (count - enough) * GPU_BLOCK if kind.pipeline_rank == size - 1 else 0
         assert run_rank(config, kind.pipeline_rank, "meta", count).peak.total == first + losses
 
@@ -200,9 +200,9 @@ def test_a_limit_of_the_job_is_the_memory(tmp_path, line, limit):
 
 
 def broken(config):
-    found = rehearse(config, load_cluster("frontier"))
-    assert found.findings
-    return found
+    report = rehearse(config, load_cluster("frontier"))
+    assert report.findings
+    return report
 
 
 def test_a_rank_whose_code_fails_is_named_with_its_line(monkeypatch):
@@ -213,13 +213,13 @@ def test_a_rank_whose_code_fails_is_named_with_its_line(monkeypatch):
         return executor
 
     monkeypatch.setattr("megatron.planner.dryrun.rank.build_executor", build)
-    found = broken(make(PP2))
-    (finding,) = found.findings
+    report = broken(make(PP2))
+    (finding,) = report.findings
     assert (finding.kind, finding.rank) == ("error", 1)
     assert "63" in finding.text and "megatron/layers/" in finding.text
-    assert "RuntimeError" in render(found)
+    assert "RuntimeError" in render(report)
     # the others are shown all the same
-    assert [rank.pipeline_rank for rank in found.ranks] == [0]
+    assert [rank.pipeline_rank for rank in report.ranks] == [0]
 
 
 def test_collectives_that_differ_between_tensor_ranks(monkeypatch):
@@ -251,8 +251,8 @@ WIDE = "--vocab-size 100000 --cross-entropy-chunk-tokens 0 --num-layers 1 --micr
 )
 def test_what_does_not_fit_is_named_with_what_to_do(flags, gib, advice):
     cluster = dataclasses.replace(load_cluster("frontier"), memory_gib=gib / (1 - HEADROOM))
-    found = rehearse(make(f"--bf16 {flags}"), cluster)
-    finding = found.findings[0]
+    report = rehearse(make(f"--bf16 {flags}"), cluster)
+    finding = report.findings[0]
     assert finding.kind == "memory" and finding.rank == 0 and advice in finding.text
 
 

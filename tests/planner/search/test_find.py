@@ -22,29 +22,31 @@ MORE = pytest.mark.campaign("search")
 search_for = functools.partial(layout_search, FRONTIER)
 
 
-def every_layout(of):
+def every_layout(problem):
     """Return (score, layout) of all valid layouts that fit, the best first.
 
     Each is on the best of a few placements.
     """
-    found = []
-    for size in of.space.sizes(Rejections()):
-        for layout in of.space.variants(size):
+    scored = []
+    for size in problem.space.sizes(Rejections()):
+        for layout in problem.space.variants(size):
             try:
-                config = of.space.config(layout)
+                config = problem.space.config(layout)
             except ConfigError:
                 continue
-            if max(rank.total for rank in memory_of_ranks(config)) <= of.capacity:
-                places = worthwhile_placements(config, FRONTIER, {})
-                seconds = min(estimate(config, FRONTIER, place).seconds for place in places)
-                found.append((seconds / layout.batch, layout))
-    return sorted(found)
+            if max(rank.total for rank in memory_of_ranks(config)) <= problem.capacity:
+                placements = worthwhile_placements(config, FRONTIER, {})
+                seconds = min(
+                    estimate(config, FRONTIER, placement).seconds for placement in placements
+                )
+                scored.append((seconds / layout.batch, layout))
+    return sorted(scored)
 
 
 def test_shards_of_a_node_are_its_ranks_beside_tensor_parallel_ones():
-    wanted = dict(tp=(2,), pp=(1,), zero=(3,), mbs=(1,), overlap=(False,), recompute=("none",))
+    choices = dict(tp=(2,), pp=(1,), zero=(3,), mbs=(1,), overlap=(False,), recompute=("none",))
     node, number = (
-        search(search_for(worlds=(16,), batches=(16,), shard=(shard,), **wanted)).estimated[0]
+        search(search_for(worlds=(16,), batches=(16,), shard=(shard,), **choices)).estimated[0]
         for shard in (-1, 4)
     )
     assert (node.layout.tp, node.layout.shard) == (2, -1)
@@ -53,7 +55,7 @@ def test_shards_of_a_node_are_its_ranks_beside_tensor_parallel_ones():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("gib", "wanted"),
+    ("gib", "choices"),
     [
         (8.0, dict(tp=(1, 4), mbs=(1,), zero=(1, 2))),
         pytest.param(8.0, dict(tp=(1, 4), mbs=(1,)), marks=MORE),
@@ -61,26 +63,26 @@ def test_shards_of_a_node_are_its_ranks_beside_tensor_parallel_ones():
         pytest.param(5.0, dict(tp=(2, 8), zero=(1,), mbs=(2,)), marks=MORE),
     ],
 )
-def test_the_search_finds_what_estimating_everything_finds(gib, wanted, monkeypatch):
+def test_the_search_finds_what_estimating_everything_finds(gib, choices, monkeypatch):
     """The search finds the best layout, and the best with each value within 0.5 %.
 
     It makes few estimates, so that most layouts are left out.
     """
     monkeypatch.setattr(find, "ESTIMATED", 8)
-    of = search_for(gib, **wanted)
-    found = search(of, top=5)
-    everything = every_layout(of)
-    assert len(found.estimated) < len(everything)
-    assert found.estimated[0].score == pytest.approx(everything[0][0], rel=1e-9)
+    problem = search_for(gib, **choices)
+    result = search(problem, top=5)
+    everything = every_layout(problem)
+    assert len(result.estimated) < len(everything)
+    assert result.estimated[0].score == pytest.approx(everything[0][0], rel=1e-9)
     best = {}
     for score, layout in everything:
         for value in values_of(layout, 8):
             best.setdefault(value, score)
-    by_value = found.by_value(8)
+    by_value = result.by_value(8)
     assert by_value.keys() == best.keys()
     for value, score in best.items():
         assert by_value[value].score == pytest.approx(score, rel=5e-3), value
-    assert all(judged.memory <= of.capacity for judged in found.estimated)
+    assert all(judged.memory <= problem.capacity for judged in result.estimated)
 
 
 @pytest.mark.slow
@@ -95,12 +97,14 @@ def test_two_processes_find_what_one_finds():
 def test_no_layer_more_is_recomputed_than_must_be():
     """Recompute the fewest whole layers that fit; skip micro-batches that are too large."""
     switches = dict(zero=(1,), sp=(True,), overlap=(False,))
-    of = search_for(3.5, tp=(4,), pp=(1,), mbs=(1, 2, 4, 8), recompute=("full:block",), **switches)
-    found = search(of)
+    problem = search_for(
+        3.5, tp=(4,), pp=(1,), mbs=(1, 2, 4, 8), recompute=("full:block",), **switches
+    )
+    result = search(problem)
     fewest = {}
-    for _, layout in sorted(every_layout(of), key=lambda pair: pair[1].recompute):
+    for _, layout in sorted(every_layout(problem), key=lambda pair: pair[1].recompute):
         fewest.setdefault(layout.sizes, layout)
-    chosen = {judged.layout._replace(rank_order="", device_order=()) for judged in found.estimated}
+    chosen = {judged.layout._replace(rank_order="", device_order=()) for judged in result.estimated}
     assert chosen == set(fewest.values()) and len({layout.recompute for layout in chosen}) > 1
 
 
@@ -127,16 +131,16 @@ def test_placements_that_are_wanted():
 )
 def test_no_placement_is_faster_than_the_worthwhile_ones(tp, pp, chunks, micro):
     schedule = "interleaved" if chunks > 1 else "1f1b"
-    of = search_for(gib=1e9, worlds=(16,), batches=(32,))
+    problem = search_for(gib=1e9, worlds=(16,), batches=(32,))
     for overlap in {False, tp > 1}:
-        config = of.space.config(
+        config = problem.space.config(
             CandidateLayout(16, 32, tp, pp, chunks, schedule, micro, sp=tp > 1, overlap=overlap)
         )
-        kept = worthwhile_placements(config, FRONTIER, {})
-        best = min(estimate(config, FRONTIER, placement).seconds for placement in kept)
+        worthwhile = worthwhile_placements(config, FRONTIER, {})
+        best = min(estimate(config, FRONTIER, placement).seconds for placement in worthwhile)
         everything = min(
             estimate(config, FRONTIER, placement_of(config, FRONTIER, order, devices)).seconds
             for order in RANK_ORDERS
             for devices in FRONTIER.device_orders
         )
-        assert best == pytest.approx(everything, rel=1e-3) and len(kept) < 24
+        assert best == pytest.approx(everything, rel=1e-3) and len(worthwhile) < 24

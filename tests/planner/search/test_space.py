@@ -18,9 +18,9 @@ FLAGS = (
 ).split()
 
 
-def space(devices=16, batches=(24, 32), flags="", **wanted):
+def space(devices=16, batches=(24, 32), flags="", **choices):
     base = make_config(None, [*FLAGS, *flags.split()], max(batches))
-    return LayoutSpace(base, "a model", FRONTIER, (devices,), {"gbs": batches, **wanted})
+    return LayoutSpace(base, "a model", FRONTIER, (devices,), {"gbs": batches, **choices})
 
 
 def is_valid(where, layout):
@@ -97,8 +97,8 @@ def test_what_was_asked_for_counts():
     more = dataclasses.replace(space(), more={"tp": (12,), "mbs": (3,)})
     assert values("micro", more) >= {1, 2, 3, 4}
     shape = CandidateLayout(16, 32, 2, 2, 1, "1f1b", 1)
-    wanted = dict(sp=(True,), zero=(1,), overlap=(False,), recompute=("full",))
-    chosen = list(space(**wanted).variants(shape))
+    choices = dict(sp=(True,), zero=(1,), overlap=(False,), recompute=("full",))
+    chosen = list(space(**choices).variants(shape))
     assert {(c.sp, c.zero, c.overlap, c.recompute[:4]) for c in chosen} == {
         (True, 1, False, "full")
     }
@@ -107,7 +107,7 @@ def test_what_was_asked_for_counts():
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "choices",
     [
         dict(tp=(3,)),
         dict(tp=(32,)),
@@ -117,9 +117,9 @@ def test_what_was_asked_for_counts():
         dict(pp=(4,), chunks=(3,), recompute=("full:block",)),
     ],
 )
-def test_what_is_rejected_has_a_reason_and_an_example(wanted):
+def test_what_is_rejected_has_a_reason_and_an_example(choices):
     rejections = Rejections()
-    assert list(space(**wanted).sizes(rejections)) == []
+    assert list(space(**choices).sizes(rejections)) == []
     assert rejections.counts and all(rejections.nearest[reason][1] for reason in rejections.counts)
 
 
@@ -142,7 +142,7 @@ def test_flags_change_the_model_of_a_preset():
 
 
 @pytest.mark.parametrize(
-    ("preset", "flags", "parts"),
+    ("preset", "flags", "words"),
     [
         ("gpt-23b", "", "'gpt-23b' gpt-22b"),
         (None, "--seq-length 8", "--num-layers"),
@@ -157,8 +157,8 @@ def test_flags_change_the_model_of_a_preset():
         ("gpt-22b", "--deepspeed_config x.json", "--deepspeed"),
     ],
 )
-def test_mistakes_in_the_fixed_part(preset, flags, parts):
+def test_mistakes_in_the_fixed_part(preset, flags, words):
     with pytest.raises(ConfigError) as error:
         make_config(preset, flags.split(), 64)
-    for part in parts.split():
-        assert part in str(error.value)
+    for word in words.split():
+        assert word in str(error.value)

@@ -35,10 +35,10 @@ def test_a_message_behind_a_computation(first, second):
     one = max(1.0, first)
     apart = pass_seconds(steps_with("expert"), RATES, seconds)
     assert apart.total == pytest.approx(ONE * max(one + 1, second))
-    found = pass_seconds(steps, RATES, seconds)
-    assert found.total == pytest.approx(ONE * max(one + 1, first + second))
-    assert found.compute == pytest.approx(2 * ONE)
-    assert found.waited == pytest.approx(found.total - 2 * ONE, abs=1e-12)
+    timing = pass_seconds(steps, RATES, seconds)
+    assert timing.total == pytest.approx(ONE * max(one + 1, first + second))
+    assert timing.compute == pytest.approx(2 * ONE)
+    assert timing.waited == pytest.approx(timing.total - 2 * ONE, abs=1e-12)
     shown = pass_seconds(steps, RATES, seconds, hides=False)
     assert shown.total == pytest.approx(ONE * (2 + first + second))
     assert pass_seconds(steps, RATES, None).total == pytest.approx(2 * ONE)
@@ -66,8 +66,8 @@ def test_products_in_chunks_in_closed_form(message):
         assert product.m == 512 and sum(isinstance(step, Product) for step in only) == 4
         c = RATES.product_s(*product[:3])
         m = message * c
-        found = pass_seconds(Pass(only, ("",) * len(only)), RATES, lambda *_, m=m: m)
-        assert found.total == pytest.approx(m + 3 * max(m, c) + c)
+        timing = pass_seconds(Pass(only, ("",) * len(only)), RATES, lambda *_, m=m: m)
+        assert timing.total == pytest.approx(m + 3 * max(m, c) + c)
 
 
 def test_halves_of_a_backward_pass_make_the_whole():
@@ -76,12 +76,12 @@ def test_halves_of_a_backward_pass_make_the_whole():
     Messages are left out, and so is the output layer, which a split pass does not cut into chunks.
     """
     traced = trace(run("--tensor-model-parallel-size 2 --hidden-size 2048"), "cuda")
-    whole, halves = (
+    unsplit, halves = (
         stage_seconds(traced, StageWork(3, True, False, split=split), RATES, None)
         for split in (False, True)
     )
-    assert halves.backward_s + halves.weight_s == pytest.approx(whole.backward_s)
-    assert halves.weight_s > 0.15 * whole.backward_s and whole.weight_s == 0.0
+    assert halves.backward_s + halves.weight_s == pytest.approx(unsplit.backward_s)
+    assert halves.weight_s > 0.15 * unsplit.backward_s and unsplit.weight_s == 0.0
 
 
 def test_the_host_adds_to_each_layer():

@@ -73,23 +73,25 @@ def test_parts_add_up(config, factor):
     Nothing is left that is not a time of the machine.
     """
     for name, machine in MACHINES.items():
-        found = estimate(config, machine)
-        assert tuple(found.breakdown) == PARTS
-        assert all(seconds >= 0 for seconds in found.breakdown.values())
-        after = sum(found.breakdown[part] for part in ("data-parallel", "optimizer"))
+        result = estimate(config, machine)
+        assert tuple(result.breakdown) == PARTS
+        assert all(seconds >= 0 for seconds in result.breakdown.values())
+        after = sum(result.breakdown[component] for component in ("data-parallel", "optimizer"))
         overhead_s = rates_of(machine, config.precision.dtype_name).step_overhead_s
         if name == "busy host":
-            rank = busiest_rank(found.run)
-            own = found.stage_seconds[rank :: config.parallel.pipeline_model_parallel_size]
-            of_passes = config.num_micro_batches() * sum(sum(stage.overhead) for stage in own)
-            assert (
-                found.breakdown["host"] == pytest.approx(of_passes + overhead_s) and of_passes > 0
+            rank = busiest_rank(result.run)
+            rank_stages = result.stage_seconds[rank :: config.parallel.pipeline_model_parallel_size]
+            of_passes = config.num_micro_batches() * sum(
+                sum(stage.overhead) for stage in rank_stages
             )
-        assert found.run.makespan + after + overhead_s == pytest.approx(found.seconds)
-        assert 0 < found.mfu <= found.hfu < 1
+            assert (
+                result.breakdown["host"] == pytest.approx(of_passes + overhead_s) and of_passes > 0
+            )
+        assert result.run.makespan + after + overhead_s == pytest.approx(result.seconds)
+        assert 0 < result.mfu <= result.hfu < 1
         tokens = config.batch.global_batch_size * config.model.seq_length
-        assert found.tokens_per_s == pytest.approx(tokens / found.seconds)
-        assert 0.6 < folded(found) / found.seconds < 1.5
+        assert result.tokens_per_s == pytest.approx(tokens / result.seconds)
+        assert 0.6 < folded(result) / result.seconds < 1.5
     fast = estimate(config, FRONTIER)
     slower = slowed(factor)
     slow = estimate(config, slower, dataclasses.replace(fast.placement, cluster=slower))
@@ -114,8 +116,8 @@ def test_layouts_are_ranked_by_about_their_time(flags, off):
         "--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2",
         flags,
     )
-    found = estimate(config, FRONTIER)
-    assert folded(found) == pytest.approx(found.seconds, rel=off)
+    result = estimate(config, FRONTIER)
+    assert folded(result) == pytest.approx(result.seconds, rel=off)
 
 
 # -- one by one ------------------------------------------------------------------------------------
@@ -190,18 +192,18 @@ def test_ranks_that_share_cores_take_turns():
     one = estimate(config, alone)
     two = estimate(config, shared)
     assert two.run.makespan == pytest.approx(2 * one.run.makespan)
-    for part, times in (("forward", 2), ("optimizer", 2), ("host", 1)):
-        assert two.breakdown[part] == pytest.approx(times * one.breakdown[part])
+    for component, times in (("forward", 2), ("optimizer", 2), ("host", 1)):
+        assert two.breakdown[component] == pytest.approx(times * one.breakdown[component])
     assert two.breakdown["bubble"] == pytest.approx(0, abs=1e-9)
     assert folded(two) - folded(one) == pytest.approx(two.seconds - one.seconds, rel=0.05)
 
 
 def test_the_use_of_the_peak():
-    found = estimate(run("--world-size 16 --global-batch-size 32"), FRONTIER)
-    expected = formulas.model_flops_per_token(found.config.model) * 32 * 512
-    assert found.model_flops == expected == found.hardware_flops
-    assert found.mfu == pytest.approx(expected / (found.seconds * 16 * 191.5e12))
-    assert found.confidence.worst == "assumed"
+    result = estimate(run("--world-size 16 --global-batch-size 32"), FRONTIER)
+    expected = formulas.model_flops_per_token(result.config.model) * 32 * 512
+    assert result.model_flops == expected == result.hardware_flops
+    assert result.mfu == pytest.approx(expected / (result.seconds * 16 * 191.5e12))
+    assert result.confidence.worst == "assumed"
 
 
 # -- the arithmetic --------------------------------------------------------------------------------
@@ -218,21 +220,21 @@ def test_the_use_of_the_peak():
 )
 def test_the_explanation_adds_up(more):
     """The explanation adds up: printed terms give the printed sums of the estimate."""
-    found = estimate(run(more), FRONTIER)
-    tables = {table.title: table for table in explain(found)}
+    result = estimate(run(more), FRONTIER)
+    tables = {table.title: table for table in explain(result)}
     for title, table in tables.items():
         if title.endswith("on one GCD"):
-            *terms, whole = [row for row in table.rows if not row[0].startswith("message")]
+            *terms, total = [row for row in table.rows if not row[0].startswith("message")]
             assert sum(_seconds(row[2]) for row in terms) == pytest.approx(
-                _seconds(whole[2]), rel=2e-3
+                _seconds(total[2]), rel=2e-3
             ), title
     step = {row[0]: row[-1] for row in tables["one step"].rows}
-    parts = {part: _seconds(step[part]) for part in PARTS if part in step}
-    assert sum(parts.values()) == pytest.approx(_seconds(step["step"]), rel=2e-3)
-    assert parts == pytest.approx(
-        {part: value for part, value in found.breakdown.items() if value}, rel=2e-3
+    printed = {component: _seconds(step[component]) for component in PARTS if component in step}
+    assert sum(printed.values()) == pytest.approx(_seconds(step["step"]), rel=2e-3)
+    assert printed == pytest.approx(
+        {component: value for component, value in result.breakdown.items() if value}, rel=2e-3
     )
-    assert step["MFU"] == f"{100 * found.mfu:.1f} %"
+    assert step["MFU"] == f"{100 * result.mfu:.1f} %"
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -240,8 +242,8 @@ def test_listed_messages_of_zero_are_all_that_a_step_waits_for(stage):
     """On a CPU nothing is hidden: the messages that are listed are the data-parallel part."""
     zero = f"--zero-stage {stage} --zero-shard-size {4 if stage > 1 else 0}"
     config = run("--world-size 16 --global-batch-size 32 --zero-reduce-bucket-size 300000", zero)
-    found = estimate(config, dataclasses.replace(FRONTIER, device_type="cpu"))
-    tables = {table.title: table.rows for table in explain(found)}
+    result = estimate(config, dataclasses.replace(FRONTIER, device_type="cpu"))
+    tables = {table.title: table.rows for table in explain(result)}
     listed = {
         title: sum(_seconds(row[2]) for row in rows if row[0].startswith("message: data"))
         for title, rows in tables.items()
@@ -249,7 +251,7 @@ def test_listed_messages_of_zero_are_all_that_a_step_waits_for(stage):
     passes = sum(s for title, s in listed.items() if title.startswith("messages of ZeRO in one"))
     ends = listed["messages at the end of a step, pipeline rank 0"]
     assert (passes > 0) == (stage > 1) and ends > 0
-    assert found.breakdown["data-parallel"] == pytest.approx(2 * passes + ends, rel=1e-3)
+    assert result.breakdown["data-parallel"] == pytest.approx(2 * passes + ends, rel=1e-3)
     row = next(row for row in tables["one step"] if row[0] == "ZeRO")
     divided = {1: "", 2: "gradients over 4 ranks, ", 3: "weights and gradients over 4 ranks, "}
     assert row[1:] == (f"{divided[stage]}states over 16", f"stage {stage}")
@@ -266,8 +268,8 @@ def test_an_estimate_rests_on_its_own_figures_only():
     Whatever was asked of the machine before, explicit attention uses no rate of attention kernels.
     """
     estimate(run("--pipeline-model-parallel-size 2"), FRONTIER)
-    found = estimate(run("--attention-backend unfused"), FRONTIER)
-    names = {used.figure for used in found.confidence.used}
+    result = estimate(run("--attention-backend unfused"), FRONTIER)
+    names = {used.figure for used in result.confidence.used}
     assert "products.bfloat16" in names and not any(name.startswith("attention") for name in names)
     assert not any("message" in name or "hop" in name for name in names)
     pipeline = estimate(run("--pipeline-model-parallel-size 2"), FRONTIER)

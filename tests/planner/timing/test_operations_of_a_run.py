@@ -49,7 +49,7 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.batched = batched
         self.order = []
-        self.found = Counter()
+        self.counts = Counter()
         self.attention = Counter()
 
     @classmethod
@@ -64,7 +64,7 @@ class Products(TorchDispatchMode):
             a, b = (args[i] for i in PRODUCTS[name])
             batch = a.shape[0] if a.dim() == 3 else 1
             made = key(a.shape[-2], b.shape[-1], a.shape[-1], batch)
-            self.found[made] += 1
+            self.counts[made] += 1
             self.order.append(("product", made))
         if name.startswith("_scaled_dot_product"):
             self.attention["backward" if "backward" in name else "forward"] += 1
@@ -90,14 +90,14 @@ def _ran(job):
     with messages_of(job.topology.tensor, seen.order), seen:
         job.executor.train([batch, batch])
     sent = Counter(event[1:3] for event in seen.order if event[0] == "post")
-    return dict(seen.found), dict(sent), dict(seen.attention), seen.order
+    return dict(seen.counts), dict(sent), dict(seen.attention), seen.order
 
 
 @contextmanager
 def messages_of(group, order):
     """Return ("post", collective, bytes, number) and ("wait", number) of a group, in `order`."""
-    original = collectives.start
-    whole = collectives.all_reduce
+    original_start = collectives.start
+    original_all_reduce = collectives.all_reduce
 
     def post(call, size):
         number = sum(event[0] == "post" for event in order)
@@ -105,7 +105,7 @@ def messages_of(group, order):
         return number
 
     def start(call, of, size, *args, **kwargs):
-        work = original(call, of, size, *args, **kwargs)
+        work = original_start(call, of, size, *args, **kwargs)
         if of is not group:
             return work
         number = post(call.decode(), size)
@@ -115,7 +115,7 @@ def messages_of(group, order):
     def all_reduce(x, of, *args):
         if of is group and of.size > 1:
             order.append(("wait", post("all_reduce", x.nbytes)))
-        return whole(x, of, *args)
+        return original_all_reduce(x, of, *args)
 
     with mock.patch.multiple(collectives, start=start, all_reduce=all_reduce):
         yield
@@ -151,7 +151,7 @@ def listed_in_order(config):
 
     There is one stage without recomputation.
     """
-    found = []
+    events = []
     posts = 0
     (only,) = stages.stages_of(config)
     passes = stages.stage_passes(trace(config, "cpu"), only)
@@ -160,13 +160,13 @@ def listed_in_order(config):
         numbers = {}
         for step in of.steps:
             if isinstance(step, Product):
-                found.append(("product", key(*step[:4])))
+                events.append(("product", key(*step[:4])))
             elif isinstance(step, Post):
-                found.append(("post", step.message.kind, step.message.bytes, posts))
+                events.append(("post", step.message.kind, step.message.bytes, posts))
                 numbers[step.number], posts = posts, posts + 1
             elif isinstance(step, Wait):
-                found.append(("wait", numbers[step.number]))
-    return found
+                events.append(("wait", numbers[step.number]))
+    return events
 
 
 FULL = "--recompute-granularity full"
@@ -204,17 +204,17 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", CASES)
 def test_a_step_multiplies_and_sends_what_the_trace_says(processes):
-    whole = [f"{SIZES} --world-size {processes} {case}" for case in CASES[processes]]
-    ranks = run_processes(processes, ran, whole)
-    for i, case in enumerate(whole):
+    runs = [f"{SIZES} --world-size {processes} {case}" for case in CASES[processes]]
+    ranks = run_processes(processes, ran, runs)
+    for i, case in enumerate(runs):
         config = planned(case)
         pipeline = config.parallel.pipeline_model_parallel_size
         explicit = backend(config) == "unfused"  # autograd orders its products
         for rank, of_cases in enumerate(ranks):
             *counts, order = of_cases[i]
-            for got, wanted in zip(
+            for actual, expected in zip(
                 counts, listed(config, rank * pipeline // processes), strict=True
             ):
-                assert got == wanted, f"rank {rank} of {case}"
+                assert actual == expected, f"rank {rank} of {case}"
             if pipeline == 1 and not config.recompute.recompute_granularity and not explicit:
                 assert order == listed_in_order(config), f"rank {rank} of {case}"

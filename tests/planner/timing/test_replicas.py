@@ -75,10 +75,10 @@ def test_gradients_behind_the_last_pass_in_closed_form(seconds):
         "--world-size 2 --global-batch-size 4 --zero-reduce-bucket-size 262144"
     )
     links = Links(seconds / (4 * parameters_of(of(config), *stages_of(config))))
-    found = exchanged(config, links)
-    assert 0 < found.reduced <= seconds
+    result = exchanged(config, links)
+    assert 0 < result.reduced <= seconds
     if seconds > 10:
-        assert found.reduced == pytest.approx(seconds - 2.0 * (1 - 1 / 4), rel=1e-6)
+        assert result.reduced == pytest.approx(seconds - 2.0 * (1 - 1 / 4), rel=1e-6)
     off = dataclasses.replace(
         config, engine=dataclasses.replace(config.engine, overlap_grad_reduce=False)
     )
@@ -106,8 +106,8 @@ def test_sums_beyond_the_inner_ranks_begin_two_buckets_later(fields, hidden):
     seconds = 1e-4 * 4 * parameters_of(of(config), *stages_of(config)) / 2
     if "zero-state-shard-size" in fields:
         seconds *= 2  # an all-reduce among the copies
-    found = exchanged(config, links)
-    assert found.reduced == pytest.approx(seconds - hidden)
+    result = exchanged(config, links)
+    assert result.reduced == pytest.approx(seconds - hidden)
     shown = exchanged(config, links, hides=False)
     assert shown.reduced == pytest.approx(seconds)
 
@@ -125,12 +125,12 @@ def test_a_step_of_stage_3_waits_for_its_first_weights_and_its_last_sums(early):
     rates = rates_of(FRONTIER, "bfloat16")
     plan = plan_in_passes(config, traced, stage)
     links = Links(1e-9 * stage_seconds(traced, stage, rates, None).forward_s)
-    found = stage_seconds(traced, stage, rates, links.seconds, plan=plan)
+    timing = stage_seconds(traced, stage, rates, links.seconds, plan=plan)
     hidden = config.model.hidden_size
     table = 4096 * hidden
     vectors = ("--no" in early) * (4 * 2 + 1) * hidden
-    assert found.first == pytest.approx(2 * table * links.per_byte)
-    assert found.last == pytest.approx(4 * (table + vectors) * links.per_byte)
+    assert timing.first == pytest.approx(2 * table * links.per_byte)
+    assert timing.last == pytest.approx(4 * (table + vectors) * links.per_byte)
 
 
 def test_sums_of_stage_2_begin_within_a_layer():
@@ -145,10 +145,10 @@ def test_sums_of_stage_2_begin_within_a_layer():
     plan = plan_in_passes(config, traced, stage)
     alone = stage_seconds(traced, stage, rates, None).backward_s
     links = Links(alone / 2 / (4 * parameters_of(traced, stage)))
-    found = stage_seconds(traced, stage, rates, links.seconds, plan=plan)
+    timing = stage_seconds(traced, stage, rates, links.seconds, plan=plan)
     largest = max(bucket.elements for bucket in plan.buckets)
     assert len(plan.buckets) > 3 * stage.layers
-    assert 0 <= found.backward.shared < 1.1 * 4 * largest * links.per_byte
+    assert 0 <= timing.backward.shared < 1.1 * 4 * largest * links.per_byte
 
 
 def test_experts_are_sent_after_the_other_weights_of_their_layer():
@@ -161,8 +161,8 @@ def test_experts_are_sent_after_the_other_weights_of_their_layer():
     traced = of(config)
     layer = sum(p.elements for p in traced.layer.parameters)
     links = Links(0.4 / (4 * layer))
-    found = exchanged(config, links)
-    assert 0 < found.reduced < 0.45
+    result = exchanged(config, links)
+    assert 0 < result.reduced < 0.45
 
 
 def test_new_weights_are_waited_for_by_the_layers_that_need_them():
@@ -177,13 +177,13 @@ def test_new_weights_are_waited_for_by_the_layers_that_need_them():
     )
     elements = [parameters_of(of(config), stage) for stage in stages_of(config)]
     links = Links(1e-6)
-    found = exchanged(config, links)
-    assert found.gathered == pytest.approx(max(2e-6 * n - i for i, n in enumerate(elements)))
+    result = exchanged(config, links)
+    assert result.gathered == pytest.approx(max(2e-6 * n - i for i, n in enumerate(elements)))
     late = dataclasses.replace(
         config, engine=dataclasses.replace(config.engine, overlap_param_gather=True)
     )
     overlapped = exchanged(late, links)
-    assert 0 < overlapped.gathered < found.gathered
+    assert 0 < overlapped.gathered < result.gathered
 
 
 def test_stage_0_sums_everywhere_and_gathers_nothing():

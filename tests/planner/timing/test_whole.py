@@ -41,10 +41,10 @@ def test_work_on_each_matrix_is_that_of_newton_schulz():
         "layers.0.mlp.dense_h_to_4h.weight": (2, 4 * H, H),
     }
     expected = [3 * steps_on(H, H), steps_on(H, H), 2 * steps_on(4 * H, H)]
-    found, value_bytes = record_update(configured("--optimizer muon"), shapes)
+    recorded, value_bytes = record_update(configured("--optimizer muon"), shapes)
     products = [
         sum(each.flops for each in passes.computations() if isinstance(each, Product))
-        for passes in found.values()
+        for passes in recorded.values()
     ]
     assert products == expected and value_bytes == 2
     fp32 = configured("--optimizer muon --muon-fp32-matmul-prec high")
