@@ -126,7 +126,7 @@ def check_blend(shares, size):
         assert (which[k], sample[k]) == (chosen, counts[chosen])
         counts[chosen] += 1
     for share, count in zip(shares, counts, strict=True):
-        assert count <= samples_of_part(size, share)
+        assert count <= samples_of_component(size, share)
 
 
 # gather

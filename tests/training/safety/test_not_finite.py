@@ -227,9 +227,9 @@ def steps_until_error(monkeypatch, results, **fields):
     for number, (skipped, scale) in enumerate(results, 1):
         try:
             step = StepRecord(number, 0, 0, 1, 0.1, None)
-            under_way = StepUnderWay(step, [], [torch.tensor(1.0)], None)
+            in_progress = StepInProgress(step, [], [torch.tensor(1.0)], None)
             if skipped:
-                bad_steps.count_skip(run, under_way, StepResult(None, skipped, scale))
+                bad_steps.count_skip(run, in_progress, StepResult(None, skipped, scale))
             else:
                 run.loop.skips = Skips()
         except TrainingError:
