@@ -79,15 +79,15 @@ def _partition(config, items, keep):
 
 def pytest_collection_modifyitems(config, items):
     """Select the tests of one campaign, or those of none; deselect tests of missing devices."""
-    wanted = config.getoption("campaign")
+    campaign = config.getoption("campaign")
 
     def campaigns(item):
         return {name for mark in item.iter_markers("campaign") for name in mark.args}
 
     _partition(
-        config, items, lambda item: wanted in campaigns(item) if wanted else not campaigns(item)
+        config, items, lambda item: campaign in campaigns(item) if campaign else not campaigns(item)
     )
-    if wanted:
+    if campaign:
         for item in items:
             if not item.get_closest_marker("timeout"):
                 item.add_marker(pytest.mark.timeout(CAMPAIGN_LIMIT_S))

@@ -110,8 +110,8 @@ def test_the_exit_code_is_right_without_output(arguments, redirected, code):
     words = f"{sys.executable} pretrain_gpt.py {arguments} {redirected}"
     ended = subprocess.run(["sh", "-c", words], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == code, ended
-    said = ended.stdout + ended.stderr
-    assert "Traceback" not in said and said.count("note: standard") == (code > 0)
+    output = ended.stdout + ended.stderr
+    assert "Traceback" not in output and output.count("note: standard") == (code > 0)
 
 
 def test_a_fatal_signal_says_where_it_struck():

@@ -55,9 +55,9 @@ def train(folder, arguments, ranks=1, env=None):
     )
 
 
-def compare(found, expected, loss, norm):
-    assert found.keys() == expected.keys()
-    for iteration, record in found.items():
+def compare(actual, expected, loss, norm):
+    assert actual.keys() == expected.keys()
+    for iteration, record in actual.items():
         assert record["skipped"] == 0
         assert record["lm_loss"] == pytest.approx(expected[iteration]["lm_loss"], rel=loss)
         assert record["grad_norm"] == pytest.approx(expected[iteration]["grad_norm"], rel=norm)
@@ -129,11 +129,13 @@ def test_phases_of_a_recorded_step_are_measured_on_the_device(tmp_path):
 def test_a_resumed_run_continues_with_the_same_masks(tmp_path, precision):
     """A resumed run continues with the same dropout masks as the uninterrupted run."""
     arguments = [*PRECISION[precision], "--hidden-dropout", "0.2", "--attention-dropout", "0.2"]
-    whole = train(tmp_path, [*arguments, "--save", str(tmp_path / "saved"), "--save-interval", "2"])
+    uninterrupted = train(
+        tmp_path, [*arguments, "--save", str(tmp_path / "saved"), "--save-interval", "2"]
+    )
     rest = train(tmp_path, [*arguments, "--load", str(tmp_path / "saved"), "--load-tag", "2"])
     assert sorted(rest) == [3, 4]
     # Some kernels add in no fixed order; a mask of another key would change the loss by per cents.
-    compare(rest, {i: whole[i] for i in rest}, 1e-3, 1e-2)
+    compare(rest, {i: uninterrupted[i] for i in rest}, 1e-3, 1e-2)
 
 
 def test_a_checkpoint_of_a_device_loads_on_the_cpu(tmp_path, cpu_run):
@@ -250,8 +252,8 @@ def run_attention(core, case, dtype, device, scoring=PLAIN):
     return [x.detach().cpu().double() for x in (out, q.grad, k.grad, v.grad)]
 
 
-def close(found, expected, tolerance):
-    for a, b in zip(found, expected, strict=True):
+def close(actual, expected, tolerance):
+    for a, b in zip(actual, expected, strict=True):
         assert (a - b).norm() / b.norm() < tolerance
 
 
@@ -295,8 +297,8 @@ def test_torch_gets_all_documents_in_one_call(scoring, groups, head_dim):
     case = attention_case(groups, False, True, head_dim)
     expected = run_attention(torch_attention, case, torch.float64, torch.device("cpu"), scoring)
     with AttentionOperators() as seen:
-        found = run_attention(torch_attention, case, torch.bfloat16, DEVICE, scoring)
-    close(found, expected, 2e-2)
+        actual = run_attention(torch_attention, case, torch.bfloat16, DEVICE, scoring)
+    close(actual, expected, 2e-2)
     assert seen.names == ["_flash_attention_forward", "_flash_attention_backward"]
 
 
@@ -331,11 +333,11 @@ def test_a_ring_of_one_place(monkeypatch, backend, groups, documents):
     monkeypatch.setattr(ring.Ring, "rotate", lambda self, x: nothing)
 
     def attend(q, k, v, scoring):
-        law = AttentionParameters(8 // groups, q.shape[-1] ** -0.5)
-        flash = Flash(backend, law.share, law.scale) if backend else None
-        weigher = Weigher(REFERENCES, None, law)
+        parameters = AttentionParameters(8 // groups, q.shape[-1] ** -0.5)
+        flash = Flash(backend, parameters.share, parameters.scale) if backend else None
+        weigher = Weigher(REFERENCES, None, parameters)
         of = ring.Ring(Group((0,), 0), 1, 1, weigher, scoring.documents, flash)
-        return ring._Ring.apply(of, q.unflatten(2, (-1, law.share)), k, v).flatten(2, 3)
+        return ring._Ring.apply(of, q.unflatten(2, (-1, parameters.share)), k, v).flatten(2, 3)
 
     case = attention_case(groups, False, documents)
     expected = run_attention(torch_attention, case, torch.float64, torch.device("cpu"))

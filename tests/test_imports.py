@@ -38,8 +38,8 @@ ROOMS["jobs"] = ROOMS["planner"] | {"planner"}
 
 
 def module_name(path):
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    names = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(names[:-1] if names[-1] == "__init__" else names)
 
 
 @cache
@@ -68,8 +68,8 @@ def imports(name, tree):
             assert node.level == 0, f"{name}, line {node.lineno}: imports are absolute"
             if node.module and node.module.split(".")[0] == "megatron":
                 for alias in node.names:
-                    whole = f"{node.module}.{alias.name}"
-                    yield whole if whole in modules() else node.module
+                    full_name = f"{node.module}.{alias.name}"
+                    yield full_name if full_name in modules() else node.module
 
 
 def room(name):

@@ -107,6 +107,6 @@ def test_from_text_to_hugging_face_and_back(prepared, tmp_path, monkeypatch):
         "GPTSentencePieceTokenizer", tokenizer_model=str(tmp_path / "words.model")
     )
     for folder in models:
-        theirs = AutoTokenizer.from_pretrained(folder)
-        assert theirs(text).input_ids == ours.encode(text)
-        assert theirs.eos_token_id == ours.eod
+        converted = AutoTokenizer.from_pretrained(folder)
+        assert converted(text).input_ids == ours.encode(text)
+        assert converted.eos_token_id == ours.eod

@@ -101,14 +101,14 @@ def in_data(folder, payload):
 
     It is padded to the bytes of their numbers, with valid digests.
     """
-    whole = payload + bytes((folder / "__0_0.distcp").stat().st_size)
-    (folder / "__0_0.distcp").write_bytes(whole)
+    content = payload + bytes((folder / "__0_0.distcp").stat().st_size)
+    (folder / "__0_0.distcp").write_bytes(content)
     lists = json.loads((folder / "boxes_00000.json").read_text())
     for stored in lists.values():
         for box in stored["boxes"]:
             if box[2] == "__0_0.distcp":
                 length = max(len(payload), 4 * math.prod(box[1]))
-                box[3:] = [0, length, digest(whole[:length])]
+                box[3:] = [0, length, digest(content[:length])]
     (folder / "boxes_00000.json").write_text(json.dumps(lists))
     write_manifest(folder, SMALL, generation=9)
 
@@ -162,9 +162,9 @@ def test_our_own_format(tmp_path, hooked, capsys, kind):
                 ["--diff", bad, good],
             ):
                 assert inspect(list(map(str, arguments))) in (0, 1)
-            found = load_weights(root, toy.build(topology), topology)
+            loaded = load_weights(root, toy.build(topology), topology)
             # Unneeded data is not read; where something else is broken, the older one is loaded.
-            assert found.folder == (
+            assert loaded.folder == (
                 bad if kind in (".metadata", "passport.json", "tracker") else good
             )
     assert "Traceback" not in capsys.readouterr().err

@@ -64,8 +64,8 @@ DEEP = 50
 )
 def test_json_that_is_sound(tmp_path, text, value):
     (tmp_path / "a.json").write_text(text)
-    found = read_json(tmp_path / "a.json", 10_000, error=DataError)
-    assert value in (..., found) and parse_json(text, "here", error=DataError) == found
+    parsed = read_json(tmp_path / "a.json", 10_000, error=DataError)
+    assert value in (..., parsed) and parse_json(text, "here", error=DataError) == parsed
 
 
 @pytest.mark.parametrize(

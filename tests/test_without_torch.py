@@ -56,10 +56,10 @@ HELPS = (
 ).split()
 
 
-def write_traces(rank, check, place):
+def write_traces(rank, check, placement):
     from tools import preflight, show_placement
 
-    assert (preflight.main(check) or 0, show_placement.main(place)) == (0, 0)
+    assert (preflight.main(check) or 0, show_placement.main(placement)) == (0, 0)
 
 
 @pytest.mark.slow

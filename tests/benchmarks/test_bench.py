@@ -165,4 +165,4 @@ def test_it_runs_whole_and_no_row_of_ours_fails(tmp_path):
     (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
     assert {row["workload"] for row in record["rows"]} == {"W0", "W1", "W2", "W3", "W4"}
     assert all("step_s" in row for row in record["rows"] if not row["reason"])
-    assert all("value" in part for part in record["parts"])
+    assert all("value" in section for section in record["parts"])

@@ -159,10 +159,10 @@ def test_the_share_of_the_peak_is_in_the_figures():
     keys = [(case, side) for side in case.sides[:2]]
     seconds = case.flops / 989.4e12 * 2
     outcomes = {key: [sides.Outcome(step_s=[seconds])] for key in keys}
-    for gpu, said in (("NVIDIA H100 80GB HBM3", "tokens/s (MFU 50.0 %)"), ("another", "tokens/s")):
+    for gpu, text in (("NVIDIA H100 80GB HBM3", "tokens/s (MFU 50.0 %)"), ("another", "tokens/s")):
         table = results.rate_table(bench.rows_of(keys, outcomes, {}, 1, gpu))
         first, second = gpu_check.rates("", [[["a"], ["b"]], table]).split("; ")
-        assert first == f"ours {case.tokens / seconds:,.0f} {said}" and second.startswith(
+        assert first == f"ours {case.tokens / seconds:,.0f} {text}" and second.startswith(
             "ours, torch's kernels"
         )
 
@@ -203,16 +203,16 @@ def test_what_does_not_fit_or_has_no_compiler_cannot_be_done(
     monkeypatch,
 ):
     monkeypatch.setattr(gpu_check, "lacks", lambda *names: "")
-    found = {
+    excluded = {
         step.name for step in gpu_check.steps_of(GPU | {"count": 2}, Path("out")) if step.cannot
     }
-    assert not found
+    assert not excluded
     small = {name: value for name, value in GPU.items() if name != "compiler, cuda"} | {
         "arch": "sm_1"
     }
     small["memory_bytes"] = 16 * 2**30  # 1.3B takes 18 bytes a parameter
-    found = {step.name for step in gpu_check.steps_of(small, Path("out")) if step.cannot}
-    assert found == {"kernels", "bandwidth", "numerics", "MFU", "G2", "lost-rank"}
+    excluded = {step.name for step in gpu_check.steps_of(small, Path("out")) if step.cannot}
+    assert excluded == {"kernels", "bandwidth", "numerics", "MFU", "G2", "lost-rank"}
 
 
 def test_correctness_mfu_and_the_peers_come_within_ten_minutes():
@@ -273,11 +273,11 @@ print(*told)
 def test_a_cut_step_leaves_no_process(tmp_path):
     os.mkfifo(tmp_path / "pid")
     code = ENDS.format(code=HIDES, pipe=str(tmp_path / "pid"), log=str(tmp_path / "log"))
-    told = subprocess.run(
+    pid = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
     with pytest.raises(ProcessLookupError):
-        os.kill(int(told), 0)
+        os.kill(int(pid), 0)
 
 
 # The others are tests.
@@ -324,6 +324,6 @@ def test_a_kit_is_put_in_its_places(tmp_path, monkeypatch):
     (kit / "kit.json").write_text(json.dumps(label))
     assert gpu_check.use_kit(kit, root)
     assert (root / library).read_text() == "17"
-    found = importlib.util.find_spec("packed_here")
-    assert found and found.origin == str(kit / "site" / "packed_here.py")
+    spec = importlib.util.find_spec("packed_here")
+    assert spec and spec.origin == str(kit / "site" / "packed_here.py")
     assert os.environ["PYTHONPATH"].split(os.pathsep) == [str(kit / "site"), "before"]

@@ -66,15 +66,15 @@ def test_what_torch_says_of_a_device_is_counted_each_time(monkeypatch):
 
 
 def test_every_training_looked_at_is_one_that_pretrain_gpt_takes():
-    found = [
+    trainings = [
         training
         for device, devices in (("cpu", 0), ("cuda", 1), ("cuda", 2))
         for training in step_waits.trainings(device, devices)
     ]
-    for training in found:
+    for training in trainings:
         config = parse_args([*training.arguments, "--save", "saved"], training.ranks)
         assert config.batch.train_iters == 2 * config.logging.log_interval
-    assert {training.ranks for training in found} == {1, 2}
+    assert {training.ranks for training in trainings} == {1, 2}
 
 
 # ---- idle gaps -----------------------------------------------------------------------------------
@@ -124,8 +124,8 @@ def test_gaps_are_those_of_the_busiest_stream_and_name_what_the_host_did():
         ("aten::item", "cudaStreamSynchronize"),
     )
     assert longest.ms == pytest.approx(0.18) and short.ms == pytest.approx(0.005) and not short.host
-    whole, sizes, gaps = idle_gaps.tables(stream, 2)
+    summary, sizes, gaps = idle_gaps.tables(stream, 2)
     assert [row[1:] for row in sizes[1:3]] == [["0.5", "0.00"], ["0.0", "0.00"]] and sizes[3][
         1:
     ] == ["0.5", "0.09"]
-    assert whole[1][3:] == ["37.0 %", "2.5"] and len(gaps) == 3  # 5 pieces of work in 2 steps
+    assert summary[1][3:] == ["37.0 %", "2.5"] and len(gaps) == 3  # 5 pieces of work in 2 steps

@@ -17,12 +17,12 @@ def test_layouts_are_valid_many_and_not_what_is_calibrated():
     seen = parse_plan(CALIBRATED.split())
     assert len(LAYOUTS) >= 20 and len({layout.slug for layout in LAYOUTS}) == len(LAYOUTS)
     assert (seen.get("hidden_size"), seen.get("seq_length")) not in shapes
-    found = [
+    configs = [
         parse_plan([*layout.arguments, "--world-size", str(layout.processes)]) for layout in LAYOUTS
     ]
-    assert {c.parallel.schedule for c in found} == {"1f1b", "interleaved", "zb-h1"}
-    assert {c.parallel.tensor_model_parallel_size for c in found} == {1, 2, 4}
-    assert {c.parallel.data_parallel_size for c in found} >= {1, 2}
+    assert {c.parallel.schedule for c in configs} == {"1f1b", "interleaved", "zb-h1"}
+    assert {c.parallel.tensor_model_parallel_size for c in configs} == {1, 2, 4}
+    assert {c.parallel.data_parallel_size for c in configs} >= {1, 2}
 
 
 def test_ranking_and_errors():

@@ -70,17 +70,17 @@ def test_what_the_throughput_of_22b_asks_of_its_last_stage():
     """
     model = MODELS[0]
     config = parse_plan(table.argv_of(model, 8, 640))
-    whole = sized_model(config)
-    layer = 2048 * formulas.layer_flops(whole)
-    head = 2 * 51200 * whole.hidden_size
+    sized = sized_model(config)
+    layer = 2048 * formulas.layer_flops(sized)
+    head = 2 * 51200 * sized.hidden_size
     last_stage = 6 * 4 * layer + 3 * 2048 * head
     every = 48 * 4 * layer + 3 * 2048 * head
-    found = table.implied(model, {})
-    assert found.step_s == pytest.approx(640 * every / (8 * 73.5e12))
-    assert found.turn_s == pytest.approx(found.step_s / 647)
-    assert found.reduces_s == 0.0
-    assert found.overlapped_tflops == pytest.approx(last_stage / found.turn_s / 1e12)
-    assert found.other == pytest.approx(6 * 4 * layer)
+    implied = table.implied(model, {})
+    assert implied.step_s == pytest.approx(640 * every / (8 * 73.5e12))
+    assert implied.turn_s == pytest.approx(implied.step_s / 647)
+    assert implied.reduces_s == 0.0
+    assert implied.overlapped_tflops == pytest.approx(last_stage / implied.turn_s / 1e12)
+    assert implied.other == pytest.approx(6 * 4 * layer)
 
 
 # -- nothing is fitted -----------------------------------------------------------------------------
@@ -130,17 +130,17 @@ def test_bounds_are_those_of_figures_at_their_ends(machine):
             + 50 / cluster.nic_gb_per_s
         )
 
-    found = spread(seconds, machine, "float16")
-    assert found.value == pytest.approx(2 + 10 + 2)
-    by_name = {effect.figure: effect for effect in found.effects}
+    bounds = spread(seconds, machine, "float16")
+    assert bounds.value == pytest.approx(2 + 10 + 2)
+    by_name = {effect.figure: effect for effect in bounds.effects}
     assert (by_name["kernel_s"].slow, by_name["kernel_s"].fast) == pytest.approx((16.0, 13.0))
     assert (by_name["memory_gb_per_s"].slow, by_name["memory_gb_per_s"].fast) == pytest.approx(
         (16.5, 12.0)
     )
     assert (by_name[LINKS].slow, by_name[LINKS].fast) == pytest.approx((14.5, 13.6))
-    assert (found.low, found.high) == pytest.approx((1 + 8 + 1.6, 4 + 12.5 + 2.5))
-    assert found.likely == pytest.approx((1.5**2 + 2.25**2 + 0.45**2) ** 0.5)
-    assert [effect.figure for effect in found.effects[:2]] == ["memory_gb_per_s", "kernel_s"]
+    assert (bounds.low, bounds.high) == pytest.approx((1 + 8 + 1.6, 4 + 12.5 + 2.5))
+    assert bounds.likely == pytest.approx((1.5**2 + 2.25**2 + 0.45**2) ** 0.5)
+    assert [effect.figure for effect in bounds.effects[:2]] == ["memory_gb_per_s", "kernel_s"]
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -220,15 +220,15 @@ def test_the_page_has_these_predictions(machine_name, mark, comparisons):
 def test_the_margins_that_are_told_are_those_of_the_table():
     """README and guides state the range of factors of MI250X predictions, by the runs' year."""
 
-    def told(*rows):
+    def factor_range(*rows):
         factors = [row[-1] for row in rows]
         return f"{min(factors)} to {max(factors)}"
 
     text = (ROOT / "docs/measured/published.md").read_text()
-    others = rows_of(text, "mi250x")
+    measured_rows = rows_of(text, "mi250x")
     authors = rows_of(text, "frontier")[: len(MODELS)]
-    new = told(*(row for row in others if "2025" in row[0]))
-    old = told(*(row for row in others if "2023" in row[0]), *authors)
+    new = factor_range(*(row for row in measured_rows if "2025" in row[0]))
+    old = factor_range(*(row for row in measured_rows if "2023" in row[0]), *authors)
     for name in ("README.md", "docs/planning.md", "docs/measured/published.md"):
         page = " ".join((ROOT / name).read_text().split())
         assert f"{new} times" in page and f"{old} times" in page, name

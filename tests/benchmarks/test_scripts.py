@@ -41,9 +41,9 @@ def run(monkeypatch, capsys):
 
     def call(name, *arguments, code=0):
         monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", *arguments])
-        found = importlib.import_module(f"benchmarks.{name}").main()
+        status = importlib.import_module(f"benchmarks.{name}").main()
         output = capsys.readouterr().out
-        assert (found or 0) == code, output
+        assert (status or 0) == code, output
         return output
 
     return call
@@ -75,7 +75,7 @@ def test_bench_has_a_row_of_ours_and_all_parts(run, tmp_path, monkeypatch):
     record = json.loads(path.read_text())
     (row,) = record["rows"]
     assert row["side"] == "ours" and row["step_s"]
-    assert len({part["name"] for part in record["parts"] if "value" in part}) == 3
+    assert len({section["name"] for section in record["parts"] if "value" in section}) == 3
     assert "| W0 one process | ours |" in run("bench", "--markdown", str(path))
 
 

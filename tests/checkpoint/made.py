@@ -31,8 +31,8 @@ def tensors(seed=0, optimizer=True):
 
 def signed(content):
     """Return a manifest that is valid in itself."""
-    own = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-    return json.dumps({**content, "digest": own}, indent=1, sort_keys=True) + "\n"
+    checksum = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    return json.dumps({**content, "digest": checksum}, indent=1, sort_keys=True) + "\n"
 
 
 def make(
@@ -46,7 +46,7 @@ def make(
     """Write ROOT/iter_NNNNNNN, over `files` data files, and the tracker; return the folder."""
     folder = root / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
-    parts = []
+    lists = []
     for rank in range(files):
         with ShardWriter(folder, rank) as writer:
             for name, value in values.items():
@@ -59,10 +59,10 @@ def make(
                         (start, *(0 for _ in value.shape[1:])),
                         value[start:stop],
                     )
-            parts.append(writer.finish())
-    whole = merged(parts)
-    check_complete([totals(whole)])
-    names = [write_piece(folder, 0, whole)[0], write_index(folder, [totals(whole)])[0]]
+            lists.append(writer.finish())
+    complete = merged(lists)
+    check_complete([totals(complete)])
+    names = [write_piece(folder, 0, complete)[0], write_index(folder, [totals(complete)])[0]]
     contents = {
         "format": 3,
         "iteration": iteration,

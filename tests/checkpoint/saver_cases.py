@@ -61,14 +61,14 @@ def loaded(directory, topology):
     """Load into an engine that holds other values."""
     config = toy.config()
     engine = spoil(Engine(config, topology, toy.build(topology)))
-    found = load(directory, engine, topology, config)
+    result = load(directory, engine, topology, config)
     return {
         "state": toy.state_pieces(engine),
         "scalars": engine.scalars(),
         "weights": toy.weight_pieces(engine),
         "padding": _padding(engine),
         "elements": sum(f.numel for f in engine.fragments()),
-        "taken": (found.iteration, found.state, found.optimizer),
+        "taken": (result.iteration, result.state, result.optimizer),
     }
 
 
@@ -82,7 +82,7 @@ def _padding(engine):
         for f in engine.fragments():
             if f.parameter is p:
                 flat = padded.view(-1)[f.start : f.start + f.numel]
-                values += [held[flat] for held in (f.master, *f.moments.values())]
+                values += [buffer[flat] for buffer in (f.master, *f.moments.values())]
     return float(torch.cat(values).abs().max())
 
 
@@ -91,12 +91,12 @@ def gate():
     """Hold writers, in their threads, until the event is set."""
     opened = threading.Event()
 
-    def held(tensors, folder, rank, alive):
+    def write_once_opened(tensors, folder, rank, alive):
         while not opened.wait(0.01):
             alive()
         return write_tensors(tensors, folder, rank, alive)
 
-    with mock.patch.object(save_module, "write_tensors", held):
+    with mock.patch.object(save_module, "write_tensors", write_once_opened):
         try:
             yield opened
         finally:
@@ -133,9 +133,9 @@ def message(action):
 def listed(root):
     """List the names in a folder on all ranks, while none changes them."""
     dist.barrier()
-    found = sorted(p.name for p in root.iterdir())
+    names = sorted(p.name for p in root.iterdir())
     dist.barrier()
-    return found
+    return names
 
 
 def tracker(root):
@@ -169,8 +169,8 @@ def names(*iterations):
     return [*(f"iter_{iteration:07d}" for iteration in iterations), TRACKER]
 
 
-def expect(found, expected):
-    assert found == expected, f"{found} is not {expected}"
+def expect(actual, expected):
+    assert actual == expected, f"{actual} is not {expected}"
 
 
 def expect_there(root, *iterations):
@@ -214,16 +214,16 @@ def copy_of_the_moment_it_was_asked_for(root, training):
         opened.set()
         saved = saver.commit()
     later = toy.state_by_place(training.engine)
-    assert any((later[place] != values).any() for place, values in state.items())
+    assert any((later[key] != values).any() for key, values in state.items())
     file = f"iter_0000005/__{training.topology.rank}_0.distcp"
     assert (root / "sync" / file).read_bytes() == (root / "async" / file).read_bytes()
     size = sum(p.stat().st_size for p in saved.folder.iterdir())
     expect((saved.iteration, saved.bytes, saver.pending), (5, size, False))
     assert 0 < saved.stall_s <= saved.elapsed_s
     expect_there(root / "async", 5)
-    found = loaded(root / "async", training.topology)
-    toy.assert_same(toy.by_location(found["state"]), state)
-    expect((found["scalars"], found["taken"][1]), (scalars, {"n": 1}))
+    reloaded = loaded(root / "async", training.topology)
+    toy.assert_same(toy.by_place(reloaded["state"]), state)
+    expect((reloaded["scalars"], reloaded["taken"][1]), (scalars, {"n": 1}))
 
 
 def one_at_a_time(root, training):
@@ -263,9 +263,9 @@ def two_runs_in_one_folder(root, training):
     second.finish()
     assert "iter_0000003." in error and ".tmp" in error, error
     expect_there(root, 3)
-    found = loaded(root, training.topology)
-    expect(found["taken"][1], {"run": "second"})
-    toy.assert_same(toy.by_location(found["state"]), expected)
+    reloaded = loaded(root, training.topology)
+    expect(reloaded["taken"][1], {"run": "second"})
+    toy.assert_same(toy.by_place(reloaded["state"]), expected)
 
 
 def retention(root, training):
@@ -278,8 +278,8 @@ def retention(root, training):
     )
     if training.topology.rank == 0:
         (root / "iter_0000099.tmp").mkdir(parents=True)
-    kept = [(10,), (10, 20), (10, 20, 30), (10, 30, 40), (10, 40, 50), (10, 40, 50, 60)]
-    for iterations in kept:
+    retained = [(10,), (10, 20), (10, 20, 30), (10, 30, 40), (10, 40, 50), (10, 40, 50, 60)]
+    for iterations in retained:
         training.save(saver, iterations[-1], background=iterations[-1] % 20 == 0)
         saver.finish()
         there = [name for name in listed(root) if len(iterations) > 1 or ".tmp" not in name]
@@ -300,15 +300,15 @@ def no_clock_is_believed(root, training):
 
     Their files have the wrong time too. Then the last one breaks, and the tracker is lost.
     """
-    usual, saver = time.time, training.saver(root, keep_last=3)
+    real_time, saver = time.time, training.saver(root, keep_last=3)
     for iteration in range(2, 18, 2):
         fast_s = 86400.0 if iteration <= 4 else 0.0
-        with mock.patch.object(time, "time", lambda: usual() + fast_s):  # noqa: B023
+        with mock.patch.object(time, "time", lambda: real_time() + fast_s):  # noqa: B023
             training.save(saver, iteration)
             saver.finish()
         if fast_s and training.topology.rank == 0:
             for path in root.rglob("*"):
-                os.utime(path, (usual() + fast_s,) * 2)
+                os.utime(path, (real_time() + fast_s,) * 2)
     expect_there(root, 12, 14, 16)
     if training.topology.rank == 0:
         (root / "iter_0000016" / "config.json").unlink()

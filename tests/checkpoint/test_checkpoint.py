@@ -71,14 +71,14 @@ def weights_only(directory, topology, dtype):
     for p in chunks.parameters():
         p.data.fill_(77.0)
     assert load_weights(directory, chunks, topology).iteration == 2
-    pieces = {}
+    weights = {}
     for p in chunks.parameters():
         s = sharding_of(p)
         real = tuple(slice(0, n) for n in s.extent)
-        pieces[s.name] = [(s.offset, p.detach()[real].float().numpy().copy())]
+        weights[s.name] = [(s.offset, p.detach()[real].float().numpy().copy())]
         p.data[real] = 0.0
         assert not p.any(), "padding keeps what was there before"
-    return {"weights": pieces}
+    return {"weights": weights}
 
 
 def errors(root, topology):
@@ -156,8 +156,8 @@ def test_loads_exactly_on_any_layout(saved, four):
         for r in ranks:
             assert r["taken"] == (2, {"consumed_samples": 12}, True)
             assert (r["scalars"], r["padding"]) == (four[written][0]["scalars"], 0.0)
-    parts = [[r["elements"] for r in four[name]] for name in ("padded less", "same layout")]
-    assert parts[0] != parts[1]
+    elements = [[r["elements"] for r in four[name]] for name in ("padded less", "same layout")]
+    assert elements[0] != elements[1]
 
 
 def test_lists_name_each_element_once_whole_and_in_pieces(root, four):
@@ -165,20 +165,20 @@ def test_lists_name_each_element_once_whole_and_in_pieces(root, four):
 
     So do the lists of two runs that do the same.
     """
-    whole = root / "whole" / "iter_0000002"
-    pieces = root / "pieces" / "iter_0000002"
-    assert not (pieces / ".metadata").exists()
-    for folder in (whole, pieces):
+    one_list = root / "whole" / "iter_0000002"
+    split_lists = root / "pieces" / "iter_0000002"
+    assert not (split_lists / ".metadata").exists()
+    for folder in (one_list, split_lists):
         names = sorted(p.name for p in folder.glob("boxes_*"))
         assert names == ["boxes_00000.json", "boxes_00001.json"]
-    torchs = pickle.loads((whole / ".metadata").read_bytes())
-    expected = shards.read_stored(read_manifest(whole))
-    assert shards.read_stored(read_manifest(pieces)) == expected
+    torch_metadata = pickle.loads((one_list / ".metadata").read_bytes())
+    expected = shards.read_stored(read_manifest(one_list))
+    assert shards.read_stored(read_manifest(split_lists)) == expected
     kinds = ("master", "exp_avg", "exp_avg_sq")
     assert set(expected) == {f"{kind}.{name}" for kind in kinds for name in toy.SHAPES}
-    assert torchs.state_dict_metadata.keys() == expected.keys()
+    assert torch_metadata.state_dict_metadata.keys() == expected.keys()
     for name, stored in expected.items():
-        tensor = torchs.state_dict_metadata[name]
+        tensor = torch_metadata.state_dict_metadata[name]
         shape = toy.SHAPES[name.split(".", 1)[1]]
         assert tuple(tensor.size) == stored["shape"] == shape
         assert str(tensor.properties.dtype) == f"torch.{stored['dtype']}"
@@ -188,10 +188,12 @@ def test_lists_name_each_element_once_whole_and_in_pieces(root, four):
             assert all(o + n <= d for o, n, d in zip(offset, size, shape, strict=True))
             counted[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))] += 1
         assert (counted == 1).all(), name
-        files = {tuple(i.offset): f for i, f in torchs.storage_data.items() if i.fqn == name}
+        files = {
+            tuple(i.offset): f for i, f in torch_metadata.storage_data.items() if i.fqn == name
+        }
         assert len(tensor.chunks) == len(stored["boxes"]) == len(files)
-        found = {(o, sizes[o], f.relative_path, f.offset, f.length) for o, f in files.items()}
-        assert found == {box[:5] for box in stored["boxes"]}, name
+        boxes = {(o, sizes[o], f.relative_path, f.offset, f.length) for o, f in files.items()}
+        assert boxes == {box[:5] for box in stored["boxes"]}, name
         assert all(len(box[5]) == 32 for box in stored["boxes"])
 
 
@@ -204,7 +206,7 @@ def test_only_the_pieces_of_the_wanted_tensors_are_read(root, four, tmp_path):
     folder = shutil.copytree(root / "pieces" / "iter_0000002", tmp_path / "copy")
     (folder / "boxes_00001.json").unlink()
     listed = json.loads((folder / "boxes.json").read_text())["pieces"]
-    alone = [name for name, pieces in listed.items() if pieces == [0]]
+    alone = [name for name, numbers in listed.items() if numbers == [0]]
     assert alone and len(alone) < len(listed)
     manifest = read_manifest(folder)
     assert shards.read_stored(manifest, alone).keys() == set(alone)
@@ -224,11 +226,13 @@ def test_torch_reads_what_we_write(root, four, saved):
 
 def test_what_is_missing_or_double_is_seen():
     halves = [shards.Shard((row, 0), (2, 2), "__0_0.distcp", 0, 16, "") for row in (0, 2)]
-    part, rest = ({"w": {"shape": (4, 2), "dtype": "float32", "boxes": [half]}} for half in halves)
-    shards.check_complete([shards.totals(part), shards.totals(rest)])
-    shards.check_complete([shards.totals(shards.merged([part, rest]))])
-    assert len(part["w"]["boxes"]) == 1, "merging leaves its parts as they are"
-    for wrong in ([part], [part, rest, part]):
+    first, second = (
+        {"w": {"shape": (4, 2), "dtype": "float32", "boxes": [half]}} for half in halves
+    )
+    shards.check_complete([shards.totals(first), shards.totals(second)])
+    shards.check_complete([shards.totals(shards.merged([first, second]))])
+    assert len(first["w"]["boxes"]) == 1, "merging leaves its parts as they are"
+    for wrong in ([first], [first, second, first]):
         with pytest.raises(CheckpointError, match=r"\bw\b"):
             shards.check_complete([shards.totals(p) for p in wrong])
 
@@ -239,13 +243,13 @@ def test_weights_without_engine(saved, four):
 
 
 def test_errors_reach_every_rank(four):
-    found = four["errors"][0]
-    assert four["errors"] == [found] * 4, "the ranks tell different stories"
-    assert found["nothing saved"] is False
-    assert (found["replaced"], found["no-load-optim"]) == ({"again": True}, 4)
+    errors = four["errors"][0]
+    assert four["errors"] == [errors] * 4, "the ranks tell different stories"
+    assert errors["nothing saved"] is False
+    assert (errors["replaced"], errors["no-load-optim"]) == ({"again": True}, 4)
     for name, words in {
         "state no JSON": ["JSON"],
         "no optimizer": ["--no-load-optim"],
         "other tensors": ["master.unknown", "master.mixed", "(3, 2, 5)", "(4, 2, 5)"],
     }.items():
-        assert all(word in found[name] for word in words), found[name]
+        assert all(word in errors[name] for word in words), errors[name]

@@ -26,14 +26,14 @@ def tensors():
     }
 
 
-def write(directory, given, iteration=3):
+def write(directory, named_tensors, iteration=3):
     config = Config.create(
         num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50
     )
     return write_offline(
         directory,
         iteration,
-        (piece for name, tensor in given for piece in pieces(name, tensor)),
+        (piece for name, tensor in named_tensors for piece in pieces(name, tensor)),
         config=config,
         state={"iteration": iteration},
         scalars={"optimizer_step": 2},
@@ -48,9 +48,9 @@ def test_boxes_of_any_size(tmp_path, monkeypatch, box, of_file):
     monkeypatch.setattr(write_module, "FILE_BYTES", of_file)
     folder = write(tmp_path, tensors().items())
     assert folder == find_folder(tmp_path) == tmp_path / "iter_0000003"
-    found = whole_tensors(folder)
-    assert found.keys() == tensors().keys()
-    assert all(torch.equal(found[name], value) for name, value in tensors().items())
+    reread = whole_tensors(folder)
+    assert reread.keys() == tensors().keys()
+    assert all(torch.equal(reread[name], value) for name, value in tensors().items())
     manifest = read_manifest(folder)
     assert manifest.read_json(STATE)["state"] == {"iteration": 3}
     assert manifest.read_json(PROVENANCE) == {"from": "a test"}
@@ -71,7 +71,7 @@ def test_one_tensor_at_a_time(tmp_path):
 
     alive = []
 
-    def given():
+    def one_by_one():
         for i in range(4):
             assert sum(ref() is not None for ref in alive) <= 1
             tensor = torch.full((8,), float(i))
@@ -79,7 +79,7 @@ def test_one_tensor_at_a_time(tmp_path):
             yield f"master.{i}", tensor
             del tensor
 
-    write(tmp_path, given())
+    write(tmp_path, one_by_one())
 
 
 def test_after_an_error_all_is_as_before(tmp_path, monkeypatch):

@@ -65,9 +65,9 @@ def on_two_stages(rank, directory):
         save(root, iteration, engine, topology, config, {"at": iteration})
         states[iteration] = toy.state_by_place(engine)
     newest = root / "iter_0000002"
-    kept = root.parent / "kept"
+    backup = root.parent / "kept"
     if rank == 0:
-        shutil.copytree(newest, kept)
+        shutil.copytree(newest, backup)
     dist.barrier()
     out = {"files": sorted(os.listdir(newest)), "found": {}}
     other = spoil(Engine(config, topology, toy.build(topology)))
@@ -76,26 +76,26 @@ def on_two_stages(rank, directory):
             if rank == 0:
                 damage(newest / name)
             dist.barrier()
-            found = load(root, other, topology, config)
-            state = same(toy.state_by_place(other), states[found.iteration])
-            rejected = [(r.folder.name, r.reason) for r in found.rejected]
-            out["found"][name, how] = (found.iteration, found.state, state, rejected)
+            result = load(root, other, topology, config)
+            state = same(toy.state_by_place(other), states[result.iteration])
+            rejected = [(r.folder.name, r.reason) for r in result.rejected]
+            out["found"][name, how] = (result.iteration, result.state, state, rejected)
             dist.barrier()
             if rank == 0:
-                shutil.copyfile(kept / name, newest / name)
+                shutil.copyfile(backup / name, newest / name)
     dist.barrier()
-    found = load(root, other, topology, config)
+    result = load(root, other, topology, config)
     out["mended"] = (
-        found.iteration,
-        len(found.rejected),
+        result.iteration,
+        len(result.rejected),
         same(toy.state_by_place(other), states[2]),
     )
     return out | hopeless(root, topology, config, other)
 
 
-def same(found, expected):
-    return found.keys() == expected.keys() and all(
-        np.array_equal(values, expected[place]) for place, values in found.items()
+def same(actual, expected):
+    return actual.keys() == expected.keys() and all(
+        np.array_equal(values, expected[key]) for key, values in actual.items()
     )
 
 
@@ -119,8 +119,8 @@ def hopeless(root, topology, config, engine):
         if damage is not None and topology.rank == 0:
             damage(root / "iter_0000002" / "__1_0.distcp")
         dist.barrier()
-        found = load_weights(root, chunks, topology)
-        weights.append((found.iteration, [r.folder.name for r in found.rejected]))
+        result = load_weights(root, chunks, topology)
+        weights.append((result.iteration, [r.folder.name for r in result.rejected]))
         dist.barrier()
     out["weights"] = weights
     if topology.rank == 0:

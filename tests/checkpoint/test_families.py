@@ -46,8 +46,8 @@ def written(case):
 
     kind, fields = CASES[case]
     config = AutoConfig.for_model(kind, **fields, architectures=[FAMILIES[kind].architecture])
-    found = json.loads(config.to_json_string())
-    return found | {"pad_token_id": None}
+    entries = json.loads(config.to_json_string())
+    return entries | {"pad_token_id": None}
 
 
 def removed(fields):
@@ -57,21 +57,21 @@ def removed(fields):
 
 def changed(fields):
     for name, value in fields.items():
-        others = (None, 2)
+        alternatives = (None, 2)
         if isinstance(value, bool):
-            others = (not value, None)
+            alternatives = (not value, None)
         elif isinstance(value, int):
-            others = (2 * value, max(value // 2, 1), None)
+            alternatives = (2 * value, max(value // 2, 1), None)
         elif isinstance(value, float):
-            others = (value / 2 + 0.05, None)
+            alternatives = (value / 2 + 0.05, None)
         elif isinstance(value, str):
-            others = ("gelu", "relu", "silu") if "act" in name else ()
+            alternatives = ("gelu", "relu", "silu") if "act" in name else ()
         elif name == "layer_types" and isinstance(value, list):
-            others = (value[::-1], ["sliding_attention"] * len(value), None)
+            alternatives = (value[::-1], ["sliding_attention"] * len(value), None)
         elif name.startswith("rope_"):
-            others = ()
-        for other in others if name not in ("architectures", "model_type") else ():
-            yield name, fields | {name: other}
+            alternatives = ()
+        for alternative in alternatives if name not in ("architectures", "model_type") else ():
+            yield name, fields | {name: alternative}
 
 
 def added(fields):
@@ -86,7 +86,7 @@ def added(fields):
             yield "rope", fields | {"rope_scaling": rope, "rope_theta": 77.0}
 
 
-def theirs(folder, fields):
+def transformers_logits(folder, fields):
     """Write a model of transformers with these fields; return its logits, None if it refuses."""
     from transformers import AutoConfig
 
@@ -105,7 +105,7 @@ def theirs(folder, fields):
         (folder / "config.json").write_text(json.dumps(fields))
 
 
-def ours(folder):
+def megatron_logits(folder):
     model = megatron.load_model(f"hf:{folder}")
     batch = make_micro_batch(tokens(model.config.model.vocab_size or 0).numpy())
     with torch.no_grad():
@@ -121,12 +121,12 @@ def compare(folder, name, fields):
     except CheckpointError as error:
         named = any(word in str(error) for word in words)
         return "" if named else f"{name} is refused without its name: {error}"
-    expected = theirs(folder, fields)
+    expected = transformers_logits(folder, fields)
     if expected is None:
         return ""
-    found = ours(folder)
-    near = np.allclose(found, expected, atol=2e-5 * max(1.0, float(np.abs(expected).max())))
-    return "" if near else f"{name} {fields.get(name)} differs by {np.abs(found - expected).max()}"
+    actual = megatron_logits(folder)
+    near = np.allclose(actual, expected, atol=2e-5 * max(1.0, float(np.abs(expected).max())))
+    return "" if near else f"{name} {fields.get(name)} differs by {np.abs(actual - expected).max()}"
 
 
 # A case, fields that change, and one that is left out.

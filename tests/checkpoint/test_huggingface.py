@@ -20,7 +20,7 @@ from megatron.model.gpt import hidden_state
 from tests.helpers.hugging_face import CASES, SAMPLES, computed, identical, make, tokens
 from tests.helpers.processes import run_processes
 from tests.helpers.text import one_process
-from tests.helpers.training import Job, assemble, pieces
+from tests.helpers.training import Job, assemble, local_shards
 
 LAYOUTS = {
     1: {},
@@ -66,9 +66,9 @@ def one(source, target, world):
     divided = config.engine.zero_stage == 3
     load_engine(source, engine, topology, config)
     engine.wait_for_weights()
-    before = pieces(chunks.parameters())
-    mine = tokens(config.model.vocab_size).split(config.batch.micro_batch_size)
-    batch = make_micro_batch(mine[topology.data.rank].numpy())
+    before = local_shards(chunks.parameters())
+    samples = tokens(config.model.vocab_size).split(config.batch.micro_batch_size)
+    batch = make_micro_batch(samples[topology.data.rank].numpy())
 
     def logits():
         (chunk,) = chunks.values()
@@ -84,13 +84,13 @@ def one(source, target, world):
                 return None
             local = chunk.logits(batch, hidden)  # [s, b, vocabulary/tp]
         chunk.train()
-        parts = [torch.empty_like(local) for _ in range(topology.tensor.size)]
+        shards = [torch.empty_like(local) for _ in range(topology.tensor.size)]
         if topology.tensor.size > 1:
-            dist.all_gather(parts, local, group=topology.tensor.handle)
+            dist.all_gather(shards, local, group=topology.tensor.handle)
         else:
-            parts = [local]
-        whole = torch.cat(parts, -1)[..., : config.model.vocab_size]
-        return whole.transpose(0, 1).contiguous().numpy()
+            shards = [local]
+        full = torch.cat(shards, -1)[..., : config.model.vocab_size]
+        return full.transpose(0, 1).contiguous().numpy()
 
     first = logits()
     writing = dict(arriving=engine.arriving, on_all=divided)
@@ -107,13 +107,13 @@ def one(source, target, world):
         "loss": loss,
         "data": topology.data.rank,
         "before": before,
-        "after": pieces(chunks.parameters()),
+        "after": local_shards(chunks.parameters()),
     }
 
 
-def close(found, expected, what, tolerance=1e-5):
+def close(actual, expected, what, tolerance=1e-5):
     scale = max(1.0, float(np.abs(expected).max()))
-    assert np.abs(found - expected).max() <= tolerance * scale, what
+    assert np.abs(actual - expected).max() <= tolerance * scale, what
 
 
 @pytest.fixture(scope="module")
@@ -183,20 +183,20 @@ def test_transformers_computes_the_same_as_mup(tmp_path):
     export(tmp_path / "model", config, model.topology, chunks)
     batch = make_micro_batch(tokens(config.model.vocab_size).numpy())
     with torch.no_grad():
-        found = chunks["0"].eval().logits(batch, None)[..., : config.model.vocab_size]
-    scores = found.transpose(0, 1).contiguous().numpy()
+        output = chunks["0"].eval().logits(batch, None)[..., : config.model.vocab_size]
+    scores = output.transpose(0, 1).contiguous().numpy()
     assert scores.std() > 0.1
     close(scores, computed(tmp_path / "model")[0], "scores")
 
 
 def gradients_by_their_names(source, before, after):
     kind, model = read_model(source)
-    found = {}
+    gradients = {}
     for name, value in before.items():
         gradient = torch.from_numpy((value - after[name]) / RATE)
         matrix = matrix_of(FAMILIES[kind], model, name, tuple(gradient.shape))
-        found |= dict(zip(matrix.counts, map(np.asarray, matrix.cut(gradient)), strict=True))
-    return found
+        gradients |= dict(zip(matrix.counts, map(np.asarray, matrix.cut(gradient)), strict=True))
+    return gradients
 
 
 def loads_without_a_warning(folder):

@@ -37,15 +37,17 @@ def test_every_bit_is_looked_at(tmp_path):
     folder = make(tmp_path, 1, {"master.w": VALUES["master.layers.0.norm.weight"]}, files=1)
     tried = 0
     for path in sorted(folder.iterdir()):
-        whole = path.read_bytes()
-        for at in range(0, len(whole), 1 if path.name == "manifest.json" else 31):
-            path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+        content = path.read_bytes()
+        for at in range(0, len(content), 1 if path.name == "manifest.json" else 31):
+            path.write_bytes(
+                content[:at] + bytes([content[at] ^ (1 << at % 8)]) + content[at + 1 :]
+            )
             problems = verify(folder)
             assert problems and path.name in problems[0], (path.name, at)
             tried += 1
         path.unlink()
         assert path.name in verify(folder)[0]
-        path.write_bytes(whole)
+        path.write_bytes(content)
     assert tried > 500 and verify(folder) == []
     (folder / "__7_0.distcp").write_bytes(b"")
     (problem,) = verify(folder)
@@ -149,22 +151,25 @@ def test_differences_are_measured(tmp_path):
     settings = [{"model": {"swiglu": True}, "training": {"seed": seed}} for seed in (1, 2)]
     first = contents(make(tmp_path / "a", 1, VALUES, config=settings[0]))
     second = contents(make(tmp_path / "b", 2, changed, config=settings[1], files=3))
-    found = compare(first, second)
-    assert not found.same
-    assert (found.only_first, found.only_second) == (["exp_avg.embedding.weight"], ["master.new"])
-    assert [name for name, _, _ in found.kinds] == [
+    comparison = compare(first, second)
+    assert not comparison.same
+    assert (comparison.only_first, comparison.only_second) == (
+        ["exp_avg.embedding.weight"],
+        ["master.new"],
+    )
+    assert [name for name, _, _ in comparison.kinds] == [
         "exp_avg.layers.0.norm.weight",
         "exp_avg_sq.layers.0.norm.weight",
     ]
-    assert list(found.tensors) == ["master.embedding.weight"]
-    apart = found.tensors["master.embedding.weight"]
+    assert list(comparison.tensors) == ["master.embedding.weight"]
+    difference = comparison.tensors["master.embedding.weight"]
     exact = [v["master.embedding.weight"].double().numpy() for v in (VALUES, changed)]
-    assert (apart.elements, apart.of) == (1, 30)
-    assert apart.largest == abs(exact[0] - exact[1]).max()
+    assert (difference.elements, difference.of) == (1, 30)
+    assert difference.largest == abs(exact[0] - exact[1]).max()
     expected = np.linalg.norm(exact[0] - exact[1]) / np.linalg.norm(exact[0])
-    assert apart.relative == pytest.approx(expected, rel=1e-12)  # float64 on both sides
-    assert found.settings == [("training.seed", 1, 2)]
-    assert found.state == [("iteration", 1, 2), ("state.iteration", 1, 2)]
+    assert difference.relative == pytest.approx(expected, rel=1e-12)  # float64 on both sides
+    assert comparison.settings == [("training.seed", 1, 2)]
+    assert comparison.state == [("iteration", 1, 2), ("state.iteration", 1, 2)]
     assert compare(first, second, "layers.0.mlp*").tensors == {}
 
 

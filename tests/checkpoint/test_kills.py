@@ -56,14 +56,14 @@ def _one_tensor(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("again", "every"),
+    ("same_iteration", "every"),
     [
         pytest.param(False, 3, id="every third moment of the next iteration"),
         pytest.param(False, 1, id="the next iteration", marks=pytest.mark.campaign("kills")),
         pytest.param(True, 1, id="the same iteration again", marks=pytest.mark.campaign("kills")),
     ],
 )
-def test_a_save_that_is_killed_at_any_moment(tmp_path, again, every):
+def test_a_save_that_is_killed_at_any_moment(tmp_path, same_iteration, every):
     """A killed save leaves a valid checkpoint.
 
     Two checkpoints are kept, so that a third save also removes the first one.
@@ -71,7 +71,7 @@ def test_a_save_that_is_killed_at_any_moment(tmp_path, again, every):
     before = tmp_path / "before"
     for iteration in (1, 2):
         save(before, iteration, float(iteration))
-    number = 2 if again else 3
+    number = 2 if same_iteration else 3
     seen = set()
     for moment in itertools.count(step=every):
         root = tmp_path / f"killed_{moment}"
@@ -82,21 +82,21 @@ def test_a_save_that_is_killed_at_any_moment(tmp_path, again, every):
             save(root, number, 9.0, **KEPT)  # noqa: B023
 
         code = wait_for(forked(victim))
-        found = loaded(root)
-        seen.add(found)
-        assert found in ((2, 2.0), (number, 9.0)), moment
-        assert verify_tracker(root) == [] or again, (
+        latest = loaded(root)
+        seen.add(latest)
+        assert latest in ((2, 2.0), (number, 9.0)), moment
+        assert verify_tracker(root) == [] or same_iteration, (
             "between the two renames of a replacement its folder is .old"
         )
         if int((root / TRACKER).read_text()) == 3:
-            assert found == (3, 9.0)
+            assert latest == (3, 9.0)
         if code == 0:
             break
         assert code == -signal.SIGKILL
         save(root, 4, 4.0, **KEPT)
         assert loaded(root) == (4, 4.0)
         assert {p.name for p in root.iterdir()} == {
-            f"iter_000000{found[0]}",
+            f"iter_000000{latest[0]}",
             "iter_0000004",
             TRACKER,
         }
@@ -120,13 +120,13 @@ def test_what_is_named_is_on_the_disk(tmp_path):
     final = str(tmp_path / "iter_0000005")
     tracker = str(tmp_path / TRACKER)
     named = events.index(("rename", final))
-    told = events.index(("rename", tracker))
+    swap = events.index(("rename", tracker))
     synced = [Path(path) for event, path in events[:named] if event == "synced"]
     temporary = {path.parent for path in synced if path.suffix == ".distcp"}.pop()
     # torch itself writes and syncs that one.
     files = {path.name for path in Path(final).iterdir()} - {".metadata"}
     assert {path.name for path in synced if path.parent == temporary} == files
     assert temporary in synced and Path(f"{tracker}.1.tmp") in synced
-    assert ("synced", str(tmp_path)) in events[named:told] and ("synced", str(tmp_path)) in events[
-        told:
+    assert ("synced", str(tmp_path)) in events[named:swap] and ("synced", str(tmp_path)) in events[
+        swap:
     ]

@@ -22,15 +22,15 @@ def checkpoint(root, iteration, generation=0, **files):
     """Write the small files of a checkpoint; its tensors do not matter here."""
     folder = root / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
-    whole = {
+    texts = {
         "state": json.dumps({**STATE, "iteration": iteration}),
         "config": "{}",
         "boxes": '{"pieces": {}}',
         **files,
     }
-    for name, text in whole.items():
+    for name, text in texts.items():
         write_text(folder / f"{name}.json", text)
-    write_manifest(folder, [f"{name}.json" for name in whole], generation=generation)
+    write_manifest(folder, [f"{name}.json" for name in texts], generation=generation)
     return folder
 
 
@@ -56,9 +56,9 @@ def test_a_lost_tracker_is_said_and_the_newest_is_found(tmp_path):
     ):
         (tmp_path / TRACKER).unlink(missing_ok=True)
         put(tmp_path / TRACKER)
-        found = find(tmp_path)
-        assert found.folder == expected and not found.rejected
-        (note,) = found.notes
+        choice = find(tmp_path)
+        assert choice.folder == expected and not choice.rejected
+        (note,) = choice.notes
         assert TRACKER in note
 
 
@@ -67,9 +67,9 @@ def test_a_save_that_died_before_the_tracker_counts(tmp_path):
     track(tmp_path, "100")
     expected = checkpoint(tmp_path, 200, generation=2)
     (tmp_path / f"{TRACKER}.2.tmp").write_text("200\n")
-    found = find(tmp_path)
-    assert found.folder == expected and not found.rejected
-    assert "100" in found.notes[0] and "iter_0000200" in found.notes[0]
+    choice = find(tmp_path)
+    assert choice.folder == expected and not choice.rejected
+    assert "100" in choice.notes[0] and "iter_0000200" in choice.notes[0]
     # of another save, killed even earlier
     (tmp_path / f"{TRACKER}.2.tmp").rename(tmp_path / f"{TRACKER}.3.tmp")
     assert find(tmp_path).folder == tmp_path / "iter_0000100"
@@ -95,9 +95,9 @@ def test_a_tracker_leaves_newer_ones_aside(tmp_path):
     for iteration in (200, 300):
         checkpoint(tmp_path, iteration, generation=iteration // 100)
     track(tmp_path, "100")
-    found = find(tmp_path)
-    assert found.folder == expected and not found.rejected
-    assert all(name in found.notes[0] for name in ("iter_0000300", "iter_0000200", "--load-tag"))
+    choice = find(tmp_path)
+    assert choice.folder == expected and not choice.rejected
+    assert all(name in choice.notes[0] for name in ("iter_0000300", "iter_0000200", "--load-tag"))
     assert find(tmp_path, "300").folder == tmp_path / "iter_0000300"
     assert find(tmp_path, before=200).folder == expected
 
@@ -111,10 +111,10 @@ def test_broken_ones_are_named_and_passed_over(tmp_path):
     (tmp_path / "iter_0000400" / "state.json").unlink()
     (tmp_path / "iter_0000300" / "config.json").write_text('{"model": {} }')
     (tmp_path / "iter_0000200" / "manifest.json").write_text("{}")
-    found = find(tmp_path)
-    assert found.folder == expected
+    choice = find(tmp_path)
+    assert choice.folder == expected
     broken = {400: "state.json", 300: "config.json", 200: "manifest.json"}
-    for rejected, (iteration, name) in zip(found.rejected, broken.items(), strict=True):
+    for rejected, (iteration, name) in zip(choice.rejected, broken.items(), strict=True):
         assert rejected.folder.name == f"iter_0000{iteration}" and name in rejected.reason
     assert find(tmp_path, before=100) == CheckpointChoice(tmp_path / "iter_0000050")
 
@@ -122,9 +122,9 @@ def test_broken_ones_are_named_and_passed_over(tmp_path):
 def test_the_folder_that_the_tracker_names_is_missed(tmp_path):
     expected = checkpoint(tmp_path, 100)
     track(tmp_path, "200")
-    found = find(tmp_path)
-    assert found.folder == expected
-    assert found.rejected[0].folder == tmp_path / "iter_0000200"
+    choice = find(tmp_path)
+    assert choice.folder == expected
+    assert choice.rejected[0].folder == tmp_path / "iter_0000200"
     shutil.rmtree(expected)
     with pytest.raises(CheckpointError, match="iter_0000200"):
         find_folder(tmp_path)
@@ -155,10 +155,10 @@ def test_broken_ones_alone_are_an_error(tmp_path):
             find_folder(tmp_path)
     (tmp_path / TRACKER).unlink()
     (tmp_path / "iter_0000100").mkdir()
-    found = find(tmp_path)
-    assert found.folder is None and "manifest.json" in found.rejected[0].reason
+    choice = find(tmp_path)
+    assert choice.folder is None and "manifest.json" in choice.rejected[0].reason
     with pytest.raises(CheckpointError, match="iter_0000100"):
-        required(tmp_path, found)
+        required(tmp_path, choice)
 
 
 @pytest.mark.parametrize(
@@ -243,9 +243,9 @@ def test_what_was_forged_is_passed_over(tmp_path, name, how):
     (newest / f"{name}.json").write_bytes(text.encode("latin-1"))
     if name != "manifest":
         write_manifest(newest, ["state.json", "config.json", "boxes.json"])
-    found = find(tmp_path)
-    assert found.folder == expected
-    ((folder, reason),) = [(r.folder, r.reason) for r in found.rejected]
+    choice = find(tmp_path)
+    assert choice.folder == expected
+    ((folder, reason),) = [(r.folder, r.reason) for r in choice.rejected]
     assert folder == newest and f"{name}.json" in reason
 
 
@@ -257,8 +257,8 @@ def test_what_is_no_regular_file_is_not_read(tmp_path, name, how):
     path = newest / f"{name}.json"
     path.unlink()
     NO_FILES[how](path)
-    found = find(tmp_path)
-    assert found.folder == expected and [r.folder for r in found.rejected] == [newest]
+    choice = find(tmp_path)
+    assert choice.folder == expected and [r.folder for r in choice.rejected] == [newest]
 
 
 def test_what_a_run_went_back_from_does_not_stand_in_for_a_broken_one(tmp_path):
@@ -271,9 +271,9 @@ def test_what_a_run_went_back_from_does_not_stand_in_for_a_broken_one(tmp_path):
     track(tmp_path, "6\n")
     assert find(tmp_path).folder == made[6]
     (made[6] / "config.json").write_text("")
-    found = find(tmp_path)
-    assert found.folder == made[3] and [r.folder for r in found.rejected] == [made[6]]
-    assert any("iter_0000004" in note and "--load-tag" in note for note in found.notes)
+    choice = find(tmp_path)
+    assert choice.folder == made[3] and [r.folder for r in choice.rejected] == [made[6]]
+    assert any("iter_0000004" in note and "--load-tag" in note for note in choice.notes)
     assert find(tmp_path, before=6).folder == made[3]
     assert find(tmp_path, tag=4).folder == made[4]
     track(tmp_path, "4\n")  # a tracker written by hand asks for that one

@@ -50,7 +50,7 @@ RUNS = {
     ),
     "other sizes, finetune": ("1 --num-layers 1 --finetune", "--num-layers"),
 }
-REFUSED = {name: said for name, (_, said) in RUNS.items() if isinstance(said, str)} | {
+REFUSED = {name: message for name, (_, message) in RUNS.items() if isinstance(message, str)} | {
     "absent, exit": "absent",
     "empty, exit": "empty",
     "no such tag": "iter_0000003 | iter_0000002 | iter_0000004",
@@ -78,28 +78,28 @@ def all_runs(rank, directory):
     assert code == 0, output
     ended = {}
 
-    def again(name, folder, flags="", length="5"):
+    def resume(name, folder, flags="", length="5"):
         ended[name] = started(f"--load {folder} --train-iters {length} {STEP} {flags}")
 
     for name, (flags, _) in RUNS.items():
         length, _, flags = flags.partition(" ")
-        again(name, base, f"--save {root / name.replace(' ', '_')} {flags}", length)
+        resume(name, base, f"--save {root / name.replace(' ', '_')} {flags}", length)
     (root / "empty").mkdir()
-    again("empty", root / "empty")
-    again("absent, exit", root / "absent", "--exit-on-missing-checkpoint")
-    again("empty, exit", root / "empty", "--exit-on-missing-checkpoint")
-    again("no such tag", base, "--load-tag 3")
+    resume("empty", root / "empty")
+    resume("absent, exit", root / "absent", "--exit-on-missing-checkpoint")
+    resume("empty, exit", root / "empty", "--exit-on-missing-checkpoint")
+    resume("no such tag", base, "--load-tag 3")
     shutil.copytree(base, broken)
     file = broken / "iter_0000004" / "__0_0.distcp"
     data = bytearray(file.read_bytes())
     data[len(data) // 3] ^= 16
     file.write_bytes(data)
-    again("broken", broken, f"--metrics-file {root}/broken.jsonl")
-    again("broken, args", broken, "--use-checkpoint-args")
-    again("broken, tag", broken, "--load-tag 4")
+    resume("broken", broken, f"--metrics-file {root}/broken.jsonl")
+    resume("broken, args", broken, "--use-checkpoint-args")
+    resume("broken, tag", broken, "--load-tag 4")
     (broken / "iter_0000004" / "state.json").write_text("{}")
     (broken / "iter_0000002" / "manifest.json").unlink()
-    again("all broken", broken)
+    resume("all broken", broken)
     return ended
 
 
@@ -110,13 +110,13 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ended(root):
-    (found,) = run_processes(1, all_runs, str(root))
-    return found
+    (outcomes,) = run_processes(1, all_runs, str(root))
+    return outcomes
 
 
 def weights(folder):
-    found = contents(folder)
-    return {n: read_whole(found, n) for n in found.stored if n.startswith("master.")}
+    checkpoint = contents(folder)
+    return {n: read_whole(checkpoint, n) for n in checkpoint.stored if n.startswith("master.")}
 
 
 def assert_same(first, second):

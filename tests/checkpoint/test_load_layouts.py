@@ -178,10 +178,10 @@ def next_loss(job):
 
 
 def state_of(job):
-    kept = job.engine.persistent_tensors.items()
-    shapes = global_shapes(job.config) | {name: tuple(t.shape) for name, t in kept}
+    persistent = job.engine.persistent_tensors.items()
+    shapes = global_shapes(job.config) | {name: tuple(t.shape) for name, t in persistent}
     state = toy.state_pieces(job.engine)
-    state |= {f"kept.{name}": [((0,) * t.dim(), t.numpy().copy())] for name, t in kept}
+    state |= {f"kept.{name}": [((0,) * t.dim(), t.numpy().copy())] for name, t in persistent}
     return {"shapes": shapes, "state": state, "scalars": job.engine.scalars()}
 
 
@@ -198,8 +198,8 @@ def write(root, name):
 def read(root, case):
     job = job_of(case.written, case.fields, case.ranks)
     spoil(job.engine)
-    found = load(f"{root}/{case.written}", job.engine, job.topology, job.config)
-    assert not found.rejected and found.iteration == 2
+    result = load(f"{root}/{case.written}", job.engine, job.topology, job.config)
+    assert not result.rejected and result.iteration == 2
     job.engine.wait_for_weights()
     for p in job.chunks.parameters():
         rest = p.detach().clone()
@@ -231,8 +231,8 @@ def test_every_number_comes_back_and_the_next_step_is_the_same(tmp_path, rows):
         """Return the cases on so many ranks, and the results of all ranks for each."""
         chosen = [case for case in cases if case.ranks == ranks]
         words = (on_ranks, str(tmp_path), written, chosen)
-        found = run_processes(ranks, *words, timeout_s=SETUP_LIMIT_S)
-        return chosen, list(zip(*found, strict=True))
+        of_ranks = run_processes(ranks, *words, timeout_s=SETUP_LIMIT_S)
+        return chosen, list(zip(*of_ranks, strict=True))
 
     names = list(dict.fromkeys(case.written for case in cases))
     four, results = of_each(4, *names)
@@ -248,23 +248,23 @@ def test_every_number_comes_back_and_the_next_step_is_the_same(tmp_path, rows):
 def check(case, ranks, before):
     """Compare the loaded state of all ranks and their next step with those of the writing run."""
     shapes = {name: shape for rank in before + ranks for name, shape in rank["shapes"].items()}
-    ours, theirs, weights = (
+    loaded, saved, weights = (
         toy.assemble((rank[what] for rank in some), shapes)
         for some, what in ((ranks, "state"), (before, "state"), (ranks, "weights"))
     )
-    assert ours.keys() == theirs.keys()
+    assert loaded.keys() == saved.keys()
     if case.written.startswith("frozen"):
-        kinds = {n.partition(".")[0] for n in ours if n.partition(".")[2].startswith(FROZEN)}
+        kinds = {n.partition(".")[0] for n in loaded if n.partition(".")[2].startswith(FROZEN)}
         assert kinds == {"master", "ema"}, "what is frozen has no optimizer state"
-    for name, values in theirs.items():
-        np.testing.assert_array_equal(ours[name], values, err_msg=f"{case.name}: {name}")
+    for name, values in saved.items():
+        np.testing.assert_array_equal(loaded[name], values, err_msg=f"{case.name}: {name}")
     written = fields_of(WRITTEN[case.written][1])
     fp16 = case.fields.get("fp16")
     bf16 = case.fields.get("bf16")
     dtype = torch.float16 if fp16 else torch.bfloat16 if bf16 else torch.float32
     for name, values in weights.items():
-        kept = torch.float32 if name.endswith(".router.weight") else dtype
-        master = torch.from_numpy(theirs[f"master.{name}"]).float().to(kept).double().numpy()
+        stored_dtype = torch.float32 if name.endswith(".router.weight") else dtype
+        master = torch.from_numpy(saved[f"master.{name}"]).float().to(stored_dtype).double().numpy()
         np.testing.assert_array_equal(values, master, err_msg=f"{case.name}: {name}")
     expected = before[0]["loss"]
     half = fp16 or bf16 or written.get("fp16")

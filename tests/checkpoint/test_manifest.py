@@ -36,9 +36,9 @@ def test_a_file_that_changed_on_its_way_to_the_disk_is_found(tmp_path):
     """The manifest records the digest that the writer reports, not that of the file on disk."""
     (tmp_path / "a").write_bytes(b"what arrived")
     write_manifest(tmp_path, ["a"], {"a": (12, digest(b"what was sent"[:12]))})
-    found = read_manifest(tmp_path)
+    manifest = read_manifest(tmp_path)
     with pytest.raises(CheckpointError, match=r"\ba\b"):
-        found.read_bytes("a")
+        manifest.read_bytes("a")
 
 
 def nested(levels):

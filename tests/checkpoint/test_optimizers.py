@@ -30,10 +30,10 @@ def losses(folder, ranks, words):
 
 @pytest.mark.slow
 def test_muon_goes_on_on_another_layout_and_not_with_adam(tmp_path):
-    whole = losses(tmp_path, 1, MUON)
+    uninterrupted = losses(tmp_path, 1, MUON)
     first = losses(tmp_path, 2, f"{MUON} {CUT} --save @saved --exit-interval 2")
     rest = losses(tmp_path, 2, f"{MUON} --load @saved")
-    assert first + rest == pytest.approx(whole, rel=5e-6) and len(rest) == 2
+    assert first + rest == pytest.approx(uninterrupted, rel=5e-6) and len(rest) == 2
     (outcome,) = launch(1, [*WORDS, "--load", str(tmp_path / "saved")])
     assert outcome is not None and outcome.code != 0
     assert "--optimizer muon" in outcome.output and "--no-load-optim" in outcome.output
@@ -46,11 +46,13 @@ def test_bf16_moments_and_average_go_on_to_the_bit_and_load_into_fp32_and_back(
     """With bf16 weights, so that one kernel updates weights, their copy, moments and average."""
     average = "--bf16 --optimizer-implementation fused --ema-decay 0.7 --ema-interval 2"
     rounded = f"{average} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-    whole = losses(tmp_path, 1, f"{rounded} --save @whole --save-interval 2")
+    uninterrupted = losses(tmp_path, 1, f"{rounded} --save @whole --save-interval 2")
     load = "--load @whole --load-tag 2"
-    assert losses(tmp_path, 1, f"{rounded} {load} --save @rest") == whole[2:]
-    ours, theirs = (tmp_path / name / "iter_0000004" for name in ("rest", "whole"))
-    assert not tensors_that_differ(ours, theirs) and any("ema" in name for name in tensors(ours))
+    assert losses(tmp_path, 1, f"{rounded} {load} --save @rest") == uninterrupted[2:]
+    resumed, expected = (tmp_path / name / "iter_0000004" for name in ("rest", "whole"))
+    assert not tensors_that_differ(resumed, expected) and any(
+        "ema" in name for name in tensors(resumed)
+    )
     wide = losses(tmp_path, 1, f"{average} {load} --save @wide")
-    assert wide == pytest.approx(whole[2:], rel=1e-3)
+    assert wide == pytest.approx(uninterrupted[2:], rel=1e-3)
     assert len(losses(tmp_path, 1, f"{rounded} --load @wide --train-iters 5")) == 1

@@ -81,25 +81,25 @@ def test_left_overs(tmp_path):
     for iteration in (10, 20):
         checkpoint(tmp_path, iteration)
     (tmp_path / "iter_0000020").rename(tmp_path / "iter_0000020.old")
-    mine = (
+    stale = (
         "iter_0000010.old",
         "iter_0000030.tmp",
         "iter_0000035.0123abcd.tmp",
         "iter_0000005.removed",
     )
-    others = (
+    foreign = (
         "iter_0000040.tmp",
         "iter_3.tmp",
         "notes.tmp",
         "latest_checkpointed_iteration.txt.tmp",
     )
-    for name in (*mine, *others):
+    for name in (*stale, *foreign):
         (tmp_path / name).mkdir()
-    found = left_over(tmp_path, current=tmp_path / "iter_0000040.tmp")
+    leftovers = left_over(tmp_path, current=tmp_path / "iter_0000040.tmp")
     # Another run may be writing in them: without names they do not become half a checkpoint.
-    assert sorted(p.name for p in found) == sorted(
-        name.replace(".tmp", ".removed") for name in mine
+    assert sorted(p.name for p in leftovers) == sorted(
+        name.replace(".tmp", ".removed") for name in stale
     )
-    assert all(p.is_dir() for p in found) and not (tmp_path / mine[2]).exists()
+    assert all(p.is_dir() for p in leftovers) and not (tmp_path / stale[2]).exists()
     # Killed between the two renames of a replacement: only the old one exists.
     assert good_iterations(tmp_path) == [10, 20]

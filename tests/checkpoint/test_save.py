@@ -76,13 +76,13 @@ def test_a_commit_that_fails_is_undone(tmp_path, monkeypatch, stage, exists):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool", "complex64"])
 def test_any_tensor(tmp_path, dtype):
-    whole = (torch.arange(24) % 5).to(getattr(torch, dtype)).view(4, 6)
+    base = (torch.arange(24) % 5).to(getattr(torch, dtype)).view(4, 6)
     views = {
-        "rows": whole[1:3],
-        "columns": whole[:, 2:4],
-        "one": whole[2, 3],
-        "turned": whole.t(),
-        "none": whole[:0],
+        "rows": base[1:3],
+        "columns": base[:, 2:4],
+        "one": base[2, 3],
+        "turned": base.t(),
+        "none": base[:0],
     }
     with ShardWriter(tmp_path, 3) as writer:
         for name, view in views.items():
@@ -91,9 +91,9 @@ def test_any_tensor(tmp_path, dtype):
     data = (tmp_path / "__3_0.distcp").read_bytes()
     for name, view in views.items():
         ((offset, sizes, _, start, length, _),) = stored[name]["boxes"]
-        found = torch.load(io.BytesIO(data[start : start + length]), weights_only=True)
-        assert found.dtype == view.dtype and torch.equal(found, view) and view.shape == sizes
-        assert found.untyped_storage().nbytes() == found.nbytes
+        restored = torch.load(io.BytesIO(data[start : start + length]), weights_only=True)
+        assert restored.dtype == view.dtype and torch.equal(restored, view) and view.shape == sizes
+        assert restored.untyped_storage().nbytes() == restored.nbytes
         assert offset == (1,) * view.dim() and stored[name]["dtype"] == dtype
 
 

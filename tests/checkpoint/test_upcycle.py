@@ -35,8 +35,8 @@ def built(fields, topology):
 
 def logits(config, chunks):
     with torch.no_grad():
-        found = chunks["0"].eval().logits(batches(config, 0)[0], None)
-    return found[found.isfinite()].numpy()  # without the padding of the vocabulary
+        scores = chunks["0"].eval().logits(batches(config, 0)[0], None)
+    return scores[scores.isfinite()].numpy()  # without the padding of the vocabulary
 
 
 def upcycled(folder, tensor, dense, experts):
@@ -54,15 +54,15 @@ def upcycled(folder, tensor, dense, experts):
     )
     first = load(folder, engine, topology, config)
     engine.wait_for_weights()
-    found = logits(config, chunks)
+    actual = logits(config, chunks)
     plain, _, without = built(dense | experts, topology)
     with pytest.raises(CheckpointError, match="num-experts"):
         load(folder, without, topology, plain)
     # a checkpoint that has experts is loaded as usual
     save(folder, 8, engine, topology, config, {"consumed_samples": 64})
-    again = load(folder, engine, topology, config)
-    taken = [(one.iteration, one.state, one.optimizer) for one in (first, again)]
-    return {"expected": expected, "found": found, "taken": taken}
+    reloaded = load(folder, engine, topology, config)
+    restored = [(one.iteration, one.state, one.optimizer) for one in (first, reloaded)]
+    return {"expected": expected, "found": actual, "taken": restored}
 
 
 def all_cases(rank, folder):
@@ -74,7 +74,7 @@ def test_the_first_logits_are_those_of_the_dense_model(tmp_path):
     for rank in run_processes(2, all_cases, str(tmp_path)):
         for case, result in rank.items():
             expected = result["expected"]
-            found = result["found"]
+            actual = result["found"]
             assert expected.std() > 0.05
-            assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max(), case
+            assert np.abs(actual - expected).max() <= 1e-5 * np.abs(expected).max(), case
             assert result["taken"] == [(0, {}, False), (8, {"consumed_samples": 64}, True)]

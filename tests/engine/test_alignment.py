@@ -11,9 +11,9 @@ from tests.engine import toy
 from tests.helpers.tiny import tiny
 
 
-def alone(found, mine, group=None):
+def alone(gathered, local, group=None):
     """Replace all_gather_object: every rank is taken to contribute this rank's object."""
-    found[:] = [mine] * len(found)
+    gathered[:] = [local] * len(gathered)
 
 
 @pytest.mark.slow
@@ -36,7 +36,7 @@ def test_every_part_begins_on_16_bytes(precision):
                 odd += used % (8 * ranks) != 0
                 assert used <= len(bucket.weights) < used + 8 * ranks and bucket.ranks == ranks
                 for flat in (bucket.weights, bucket.gradients):
-                    assert [part.data_ptr() % 16 for part in flat.chunk(ranks)] == [0] * ranks
+                    assert [shard.data_ptr() % 16 for shard in flat.chunk(ranks)] == [0] * ranks
                     assert not flat[used:].any()
                 state = [
                     master,

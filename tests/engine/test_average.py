@@ -142,10 +142,10 @@ def test_kinds_are_clipped_before_all_are(runs, sizes, name):
             assert r["results"][s].grad_norm == pytest.approx(norm, rel=2e-6)
         for kind, limit in LIMITS.items():
             some = [g for k, g in gradients.items() if (g.dim() == 1) == (kind == "vector")]
-            own = torch.cat([g.view(-1) for g in some]).norm()
-            assert own > limit
+            kind_norm = torch.cat([g.view(-1) for g in some]).norm()
+            assert kind_norm > limit
             for g in some:
-                g *= limit / (own + 1e-6)
+                g *= limit / (kind_norm + 1e-6)
         v = values(s)
         for group in reference.optimizer.param_groups:
             group["betas"] = v.betas

@@ -88,11 +88,14 @@ def test_a_layer_of_ones_own_trains_as_in_one_process(trained, name):
     with pytest.MonkeyPatch.context() as patch:
         put(patch, gpt, {})
         expected = train_plainly(FIELDS)
-    whole = assemble([rank[name]["parameters"] for rank in trained])
-    assert whole.keys() == expected["parameters"].keys() and "heads.0.head_norm.weight" in whole
+    parameters = assemble([rank[name]["parameters"] for rank in trained])
+    assert (
+        parameters.keys() == expected["parameters"].keys()
+        and "heads.0.head_norm.weight" in parameters
+    )
     # to the tolerance of tests/parity/test_grid.py
     for key, values in expected["parameters"].items():
-        np.testing.assert_allclose(whole[key], values, rtol=0, atol=5e-6, err_msg=key)
+        np.testing.assert_allclose(parameters[key], values, rtol=0, atol=5e-6, err_msg=key)
 
 
 @pytest.mark.slow
@@ -188,10 +191,10 @@ def test_the_digest_of_a_device_sees_every_change(dtype, monkeypatch):
     monkeypatch.setattr(copies, "_WORDS", 16)
     line = torch.randn(1 + 203, generator=torch.Generator().manual_seed(1)).to(dtype)
     x = line[1:]  # not on word bounds, nor of a word's length
-    found = [int(copies.digest(x))]
-    assert found[0] == int(copies.digest(x.clone()))
+    digests = [int(copies.digest(x))]
+    assert digests[0] == int(copies.digest(x.clone()))
     for change in changes(x):
         y = x.clone()
         change(y)
-        found.append(int(copies.digest(y)))
-    assert len(set(found)) == len(found)
+        digests.append(int(copies.digest(y)))
+    assert len(set(digests)) == len(digests)

@@ -67,15 +67,15 @@ def test_one_process_without_launcher(tmp_path):
     lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
     assert len(lines) == 1, "DeepSpeed's own messages are kept away"
     assert "deepspeed" not in done.stderr.lower()
-    found = json.loads(lines[0])
-    assert found["extensions"] == str(tmp_path / f"torch_extensions_{os.getuid()}")
-    assert not Path(found["extensions"]).exists(), "nothing was compiled"
-    assert found["compile"] == "function" and found["compiled"] == 2
-    assert found["disabled"] is None and found["dynamo disabled"] is False
-    assert found["variables"] == [], "a later launch in this process must not read them"
-    assert found["logging"] == 0
-    if found["deepspeed"] >= [0, 19, 8]:  # older ones import torch's compiler themselves
-        assert (found["imported"], found["inductor code"]) == ([], [])
+    report = json.loads(lines[0])
+    assert report["extensions"] == str(tmp_path / f"torch_extensions_{os.getuid()}")
+    assert not Path(report["extensions"]).exists(), "nothing was compiled"
+    assert report["compile"] == "function" and report["compiled"] == 2
+    assert report["disabled"] is None and report["dynamo disabled"] is False
+    assert report["variables"] == [], "a later launch in this process must not read them"
+    assert report["logging"] == 0
+    if report["deepspeed"] >= [0, 19, 8]:  # older ones import torch's compiler themselves
+        assert (report["imported"], report["inductor code"]) == ([], [])
 
 
 @pytest.mark.slow
@@ -95,11 +95,11 @@ def test_settings_win_over_what_is_passed_through():
         "zero_optimization": {"stage": 3, "round_robin_gradients": True, "sub_group_size": 5},
         "tensorboard": {"enabled": False},
     }
-    found = deepspeed_json(toy.config("bf16", extra=extra))
-    assert found["tensorboard"] == {"enabled": False}
-    zero = found["zero_optimization"]
+    translated = deepspeed_json(toy.config("bf16", extra=extra))
+    assert translated["tensorboard"] == {"enabled": False}
+    zero = translated["zero_optimization"]
     assert (zero["stage"], zero["round_robin_gradients"], zero["sub_group_size"]) == (0, True, 5)
-    assert not found["bf16"]["enabled"] and found["gradient_clipping"] == 0
+    assert not translated["bf16"]["enabled"] and translated["gradient_clipping"] == 0
     assert extra["zero_optimization"]["stage"] == 3, "the user's settings are not changed"
 
 

@@ -33,7 +33,7 @@ def rounding(precision, scale=1024.0):
     return lambda g: (g * factor).to(DTYPES[precision]).double() / factor
 
 
-def whole(ranks, what):
+def assembled(ranks, what):
     return toy.assemble([r[what] for r in ranks])
 
 
@@ -67,7 +67,7 @@ def test_equals_adamw_in_float64(runs, name):
             torch.cat([w.detach().view(-1) for w in reference.weights.values()]).norm().item()
         )
         assert ranks[0]["results"][s].params_norm == pytest.approx(expected, rel=1e-6)
-    state = whole(ranks, "state")
+    state = assembled(ranks, "state")
     reference.check(state, atol=2e-6)
     for key in toy.SHAPES:
         moments = reference.moments(key)
@@ -76,8 +76,8 @@ def test_equals_adamw_in_float64(runs, name):
             np.testing.assert_allclose(
                 state[f"{moment}.{key}"], expected_moment, rtol=2e-5, atol=1e-9, err_msg=key
             )
-    weights = whole(ranks, "weights")
-    start = whole(ranks, "start")
+    weights = assembled(ranks, "weights")
+    start = assembled(ranks, "start")
     for key in toy.SHAPES:
         rounded_master = (
             torch.tensor(state[f"master.{key}"]).float().to(DTYPES.get(precision, torch.float32))
@@ -100,12 +100,12 @@ def test_bad_gradient_of_one_rank_skips_everywhere(runs, name):
         assert r["results"][1].grad_norm is None and r["results"][1].num_zeros is None
         assert (r["skipped_steps"], r["scalars"]["optimizer_step"]) == (1, 2)
         assert r["scale"] == (512.0 if precision == "fp16" else 1.0)
-    toy.assert_same(whole(ranks, "after"), whole(ranks, "before"))
+    toy.assert_same(assembled(ranks, "after"), assembled(ranks, "before"))
     # The run continues as if that step had not happened.
     reference = toy.Reference()
     for s, scale in ((0, 1024.0), (2, 512.0)):
         reference.step(toy.summed_gradients(sizes, s, rounding(precision, scale)), cases.lr(s))
-    reference.check(whole(ranks, "state"), atol=2e-6)
+    reference.check(assembled(ranks, "state"), atol=2e-6)
 
 
 @pytest.mark.parametrize("decides", ["sgd", "lion", "host"])
@@ -113,7 +113,7 @@ def test_bad_gradient_of_one_rank_skips_everywhere(runs, name):
 def test_a_skipped_step_leaves_weights_and_momentum(runs, precision, decides):
     ranks = runs[f"bad {decides} {precision}"]
     assert [x.skipped for x in ranks[0]["results"]] == [False, True, False]
-    before, after, state = (whole(ranks, name) for name in ("before", "after", "state"))
+    before, after, state = (assembled(ranks, name) for name in ("before", "after", "state"))
     toy.assert_same(after, before)
     assert any((state[key] != after[key]).any() for key in state), "the last step counts"
 
@@ -145,11 +145,11 @@ def test_parameters_that_are_missing_or_frozen_too_late_are_refused_on_all_ranks
 @pytest.mark.parametrize("precision", cases.PRECISIONS)
 def test_stages_may_have_other_kinds_of_parameters(runs, precision):
     """Parameters train the same if the last stage lacks a kind of parameter."""
-    whole, lacking = (
+    complete, lacking = (
         toy.assemble([states[i] for states in runs[f"unequal groups {precision}"]]) for i in (0, 1)
     )
-    assert {name.partition(".")[2] for name in whole.keys() - lacking.keys()} == {"final.norm"}
-    assert all(np.array_equal(values, whole[name]) for name, values in lacking.items())
+    assert {name.partition(".")[2] for name in complete.keys() - lacking.keys()} == {"final.norm"}
+    assert all(np.array_equal(values, complete[name]) for name, values in lacking.items())
 
 
 # -- overlap ---------------------------------------------------------------------------------------
@@ -169,9 +169,9 @@ def test_overlapped_is_the_same(runs, name):
     skipped = [r.skipped for r in overlapped[0]["results"]]
     assert skipped == [False, False, "infinite" in name, False]
     for rank in overlapped:
-        (first, count), *others = rank["sent"]
+        (first, count), *later = rank["sent"]
         assert count >= 2 and first == 0, "the first step counts"
-        late = [sent for sent, _ in others if sent < count]
+        late = [sent for sent, _ in later if sent < count]
         assert len(late) == ("missing" in name and rank is overlapped[-1]), (
             "all are on their way before step()"
         )

@@ -26,17 +26,17 @@ DIVIDED = {"fp32": 8, "bf16": 4 + 8, "fp16": 4 + 8}
 def storages():
     """Return bytes by address for the memory of all live tensors."""
     gc.collect()
-    found = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
-    found += [t.grad for t in found if t.is_leaf and t.grad is not None]
+    tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+    tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     sizes = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in found
+        for t in tensors
         if t.device.type == "cpu"
     }
     return {address: size for address, size in sizes.items() if size >= LEAST}
 
 
-def held(rank, precision, stage):
+def allocated(rank, precision, stage):
     topology = join()
     chunk = torch.nn.Module()
     for name, shape in SHAPES.items():
@@ -57,8 +57,8 @@ def held(rank, precision, stage):
 CASES = {1: [("fp32", 1), ("bf16", 1), ("fp16", 1)], 2: [("bf16", 1), ("fp32", 0)]}
 
 
-def held_in_each(rank, cases):
-    return [held(rank, *case) for case in cases]
+def allocated_in_each(rank, cases):
+    return [allocated(rank, *case) for case in cases]
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_nothing_is_held_twice(ranks):
         expected.append(
             ELEMENTS * BYTES[precision] - (divided - divided // ranks if stage == 1 else 0)
         )
-    assert run_processes(ranks, held_in_each, CASES[ranks]) == [expected] * ranks
+    assert run_processes(ranks, allocated_in_each, CASES[ranks]) == [expected] * ranks
 
 
 def test_what_a_chunk_is_given_is_not_kept_to_know_whose_gradients_are_terms():

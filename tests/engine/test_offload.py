@@ -48,7 +48,7 @@ TOYS = {
 def train(rank, cases):
     """Train with the state on the device, and with it on the host; return what each has."""
     topology = join()
-    found = []
+    outcomes = []
     for name, precision, stage in cases:
         both = []
         for offload in (False, True):
@@ -71,8 +71,8 @@ def train(rank, cases):
                 if not (precision == "fp32" and x is m)
             ]
             assert (max(on_device) <= 4) == offload
-        found.append(both)
-    return found
+        outcomes.append(both)
+    return outcomes
 
 
 CASES = [(name, "bf16", 1) for name in TOYS] + [
@@ -96,14 +96,14 @@ def test_the_same_numbers_to_the_bit(runs, number):
         (results, *here), (results_there, *there) = rank[number]
         assert results == results_there
         assert [r.skipped for r in results] == [s == BAD for s in range(STEPS)]
-        for mine, others in zip(here, there, strict=True):
-            toy.assert_same(toy.by_location(mine), toy.by_location(others))
+        for expected, offloaded in zip(here, there, strict=True):
+            toy.assert_same(toy.by_place(expected), toy.by_place(offloaded))
 
 
 def assert_offloading_changes_nothing(device, elements):
     """Update parameters of several sizes by the same gradients, on the device and from the host."""
     sizes = [elements, 8, elements // 2, elements // 3, elements]
-    found = []
+    final_states = []
     for offload in (False, True):
         generator = torch.Generator().manual_seed(3)
 
@@ -132,8 +132,8 @@ def assert_offloading_changes_nothing(device, elements):
             host.settle()
             states = [host.on_host[p] for p in parameters]
             assert all(torch.equal(copy_of[p].cpu(), host.on_host[p]["master"]) for p in parameters)
-        found.append([{name: x.cpu() for name, x in state.items()} for state in states])
-    for here, there in zip(*found, strict=True):
+        final_states.append([{name: x.cpu() for name, x in state.items()} for state in states])
+    for here, there in zip(*final_states, strict=True):
         assert here.keys() == there.keys() == {"master", "exp_avg", "exp_avg_sq"}
         assert all(torch.equal(x, there[name]) for name, x in here.items())
 
@@ -160,7 +160,7 @@ class Twice(torch.optim.Optimizer):
 
 
 def test_state_that_is_used_twice_in_a_row():
-    found = []
+    weights = []
     for offload in (False, True):
         p = torch.nn.Parameter(torch.ones(10))
         optimizer = Twice(p)
@@ -170,8 +170,8 @@ def test_state_that_is_used_twice_in_a_row():
             if host is not None:
                 host.prefetch()
             optimizer.step()
-        found.append(p.detach() if host is None else host.on_host[p]["master"])
-    assert torch.equal(*found)
+        weights.append(p.detach() if host is None else host.on_host[p]["master"])
+    assert torch.equal(*weights)
 
 
 class Whole(Rate):

@@ -42,8 +42,8 @@ def test_newton_schulz_maps_singular_values(shape):
     The steps multiply an error of the smallest ones by up to 3.4445^5 = 485.
     """
     x = matrix(*shape)
-    found = newton_schulz(x, coefficients("simple", 5))
-    torch.testing.assert_close(found.double(), orthogonal(x), rtol=0, atol=485 * 2.0**-23)
+    actual = newton_schulz(x, coefficients("simple", 5))
+    torch.testing.assert_close(actual.double(), orthogonal(x), rtol=0, atol=485 * 2.0**-23)
     exact = newton_schulz(x.double(), coefficients("simple", 5))
     torch.testing.assert_close(exact, orthogonal(x), rtol=0, atol=1e-12)
 
@@ -83,8 +83,8 @@ def muon(**settings):
 def test_scale_of_a_tall_matrix(mode, scale):
     optimizer, _ = muon(muon_scale_mode=mode, muon_extra_scale_factor=0.5)
     x = matrix(24, 8)
-    found = optimizer.orthogonalized("layers.0.mlp.dense_h_to_4h.weight", x)
-    torch.testing.assert_close(found.double(), 0.5 * scale * orthogonal(x), rtol=0, atol=1e-3)
+    actual = optimizer.orthogonalized("layers.0.mlp.dense_h_to_4h.weight", x)
+    torch.testing.assert_close(actual.double(), 0.5 * scale * orthogonal(x), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("split", [True, False])
@@ -92,12 +92,12 @@ def test_fused_queries_keys_and_values(split):
     """Two groups of two queries, a key and a value, of two rows each."""
     optimizer, _ = muon(muon_split_qkv=split)
     x = matrix(16, 8)
-    found = optimizer.orthogonalized("layers.0.self_attention.query_key_value.weight", x)
+    actual = optimizer.orthogonalized("layers.0.self_attention.query_key_value.weight", x)
     rows = ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15])
-    for part in rows if split else (list(range(16)),):
-        size = max(len(part), 8) ** 0.5
-        expected = size * orthogonal(x[part])
-        torch.testing.assert_close(found[part].double(), expected, rtol=0, atol=1e-3)
+    for block in rows if split else (list(range(16)),):
+        size = max(len(block), 8) ** 0.5
+        expected = size * orthogonal(x[block])
+        torch.testing.assert_close(actual[block].double(), expected, rtol=0, atol=1e-3)
 
 
 def test_a_skipped_step_of_muon_leaves_weights_and_momentum():
@@ -196,9 +196,9 @@ def test_largest_logits_are_those_of_all_scores(packed, window):
         q[-140:, 1] = 9.0
         k[-140:, 1] = 9.0
         padding = torch.arange(s) >= torch.tensor([s, 10]).unsqueeze(1)
-    found = torch.zeros(groups * share)
+    actual = torch.zeros(groups * share)
     scoring = Scoring(scale=0.3, window=window, documents=documents)
-    update_largest(found, (q, k, k), scoring, padding)
+    update_largest(actual, (q, k, k), scoring, padding)
     scores = torch.einsum("sbhd,tbhd->bhst", q.double(), k.double().repeat_interleave(share, 2))
     behind = torch.arange(s).unsqueeze(1) - torch.arange(s)
     seen = ((behind >= 0) & (behind <= window)).expand(b, s, s)
@@ -206,7 +206,7 @@ def test_largest_logits_are_those_of_all_scores(packed, window):
         of = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths)).view(b, s)
         seen = seen & (of.unsqueeze(2) == of.unsqueeze(1)) & (of != 3).unsqueeze(2)
     expected = scores.masked_fill(~seen.unsqueeze(1), -math.inf).amax((0, 2, 3)) * 0.3
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=0)
 
 
 # -- LAMB ------------------------------------------------------------------------------------------
@@ -223,10 +223,10 @@ def test_lamb_of_whole_parameters_is_that_of_one_process(tmp_path):
         "from tests.engine import lamb_on_cpu\nPIECES = {'optimizer': lamb_on_cpu.plain}"
     )
     expected = train_plainly({**fields, "pieces": str(plain)})
-    whole = assemble([rank["parameters"] for (rank,) in ranks])
-    assert whole.keys() == expected["parameters"].keys()
+    parameters = assemble([rank["parameters"] for (rank,) in ranks])
+    assert parameters.keys() == expected["parameters"].keys()
     for name, values in expected["parameters"].items():
-        np.testing.assert_allclose(whole[name], values, rtol=0, atol=5e-6, err_msg=name)
+        np.testing.assert_allclose(parameters[name], values, rtol=0, atol=5e-6, err_msg=name)
 
 
 def test_an_optimizer_that_is_given_parts_updates_each_weight_by_itself():
@@ -235,5 +235,5 @@ def test_an_optimizer_that_is_given_parts_updates_each_weight_by_itself():
     )
     with pytest.raises(ConfigError, match=r"Lamb.*lamb\.py"):
         optimizer_state(config.with_pieces(optimizer=lamb_on_cpu.plain))
-    found = optimizer_state(config.with_pieces(optimizer=lamb_on_cpu.Whole))
-    assert found.full_parameters == OPTIMIZERS["adam"]._replace(step=int)
+    state = optimizer_state(config.with_pieces(optimizer=lamb_on_cpu.Whole))
+    assert state.whole == OPTIMIZERS["adam"]._replace(step=int)

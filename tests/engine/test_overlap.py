@@ -39,12 +39,12 @@ def shared_by_two(rank):
 
 def buckets_of(parameters):
     """Make one bucket for each parameter, which becomes a view of it."""
-    found = []
+    buckets = []
     for p in parameters:
         flat = torch.cat([p.detach().view(-1), torch.zeros(p.numel() % 2)])
         p.data = flat[: p.numel()].view(p.shape)
-        found.append(Bucket([p], torch.zeros_like(flat), flat, shared_by_two(0)))
-    return found
+        buckets.append(Bucket([p], torch.zeros_like(flat), flat, shared_by_two(0)))
+    return buckets
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_gpt_waits_for_each_weight_before_it_is_used(fields, monkeypatch):
         assert not any(p.isnan().any() for p in parameters)
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_state_dict_waits(whole, monkeypatch):
+@pytest.mark.parametrize("of_model", [True, False])
+def test_a_state_dict_waits(of_model, monkeypatch):
     """A state dict of the model, or of a module within it, waits for the gathered weights.
 
     It must not hold the weights of the step before.
@@ -92,8 +92,8 @@ def test_a_state_dict_waits(whole, monkeypatch):
     gather = WeightGather(buckets_of(list(chunks.parameters())), chunks, overlap=True)
     gather.start()
     assert all(p.isnan().any() for p in chunks.parameters())
-    found = (chunks if whole else chunks[0][0]).state_dict()
-    assert found and not any(value.isnan().any() for value in found.values())
+    state = (chunks if of_model else chunks[0][0]).state_dict()
+    assert state and not any(value.isnan().any() for value in state.values())
 
 
 # -- buckets ---------------------------------------------------------------------------------------

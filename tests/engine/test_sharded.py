@@ -19,10 +19,10 @@ pytestmark = pytest.mark.slow
 LAYERS = 6
 
 
-def train(rank, stage, again):
+def train(rank, stage, recompute):
     """Take steps; return how many layers had weights and gradients, at most, in the second."""
     fields = dict(num_layers=LAYERS, zero_stage=stage, global_batch_size=4)
-    if again:
+    if recompute:
         fields |= dict(recompute_granularity="full", recompute_method="uniform")
     job = Job(configured(fields, 2))
     built = build_chunks(job.config, job.topology, job.context)
@@ -57,7 +57,7 @@ def train(rank, stage, again):
     return {"before": before, "left": left, **{name: max(some) for name, some in seen.items()}}
 
 
-RUNS = [(stage, again) for stage in (2, 3) for again in (False, True)]
+RUNS = [(stage, recompute) for stage in (2, 3) for recompute in (False, True)]
 
 
 def on_two(rank):
@@ -73,26 +73,26 @@ def runs():
     return run_processes(2, on_two), run_processes(4, on_four)
 
 
-@pytest.mark.parametrize(("stage", "again"), RUNS)
-def test_a_few_layers_have_memory_at_a_time(runs, stage, again):
+@pytest.mark.parametrize(("stage", "recompute"), RUNS)
+def test_a_few_layers_have_memory_at_a_time(runs, stage, recompute):
     """Weights: of this layer and the next. Gradients: of this layer, and two under way."""
-    for found in (rank[RUNS.index((stage, again))] for rank, _ in runs[0]):
-        assert found["weights"] == (2 if stage == 3 else LAYERS)
-        assert found["gradients"] <= 4
-        assert found["left"] == 0
-        assert (found["before"] == 0) == (stage == 3)
+    for layers in (rank[RUNS.index((stage, recompute))] for rank, _ in runs[0]):
+        assert layers["weights"] == (2 if stage == 3 else LAYERS)
+        assert layers["gradients"] <= 4
+        assert layers["left"] == 0
+        assert (layers["before"] == 0) == (stage == 3)
 
 
 def outward(rank, stage, twice):
     """Return how many sums over other ranks began in the passes of each step, of how many."""
     fields = dict(num_layers=2, zero_stage=stage, zero_shard_size=2, global_batch_size=8)
     job = Job(configured(fields, 4))
-    begun = []
-    found = []
+    reductions = []
+    counts = []
     transfer = gradients.transfer
 
     def note(bucket, op):
-        begun.extend([bucket] * (op is BucketOp.REDUCE_BEYOND))
+        reductions.extend([bucket] * (op is BucketOp.REDUCE_BEYOND))
         return transfer(bucket, op)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -104,11 +104,11 @@ def outward(rank, stage, twice):
                     job.train(step)
                 except ConfigError as error:
                     return str(error)
-            in_passes = len(begun)
+            in_passes = len(reductions)
             job.step()
-            found.append((in_passes, len(begun), len(set(begun))))
-            begun.clear()
-    return found
+            counts.append((in_passes, len(reductions), len(set(reductions))))
+            reductions.clear()
+    return counts
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -146,7 +146,7 @@ def of_users(rank, stage):
             self.requires_grad_(False)
             self.layers[-1].requires_grad_(True)
 
-    found = []
+    results = []
     for model in (Recomputes, Shares, Trains):
         config = configured(dict(num_layers=3, zero_stage=stage, global_batch_size=4), 2)
         job = Job(dataclasses.replace(config, pieces=Pieces(model=model)))
@@ -156,13 +156,13 @@ def of_users(rank, stage):
             for step in range(3):
                 losses.append(job.train(step))
                 job.step()
-        found.append((losses, sum("weight_users" in str(one.message) for one in warned)))
-    return found
+        results.append((losses, sum("weight_users" in str(one.message) for one in warned)))
+    return results
 
 
 def test_models_of_users_train_alike_with_stage_3(runs):
     """They recompute by themselves, call a layer twice, or train their last layer."""
-    for _, (whole, gathered) in runs[0]:
-        for (losses, _), (found, warned) in zip(whole, gathered, strict=True):
-            assert found == pytest.approx(losses, rel=1e-5) and len(set(losses)) == 3
+    for _, (stage_1, stage_3) in runs[0]:
+        for (losses, _), (losses_3, warned) in zip(stage_1, stage_3, strict=True):
+            assert losses_3 == pytest.approx(losses, rel=1e-5) and len(set(losses)) == 3
             assert not warned

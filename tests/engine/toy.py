@@ -87,12 +87,12 @@ def config(precision="fp32", zero_stage=1, **fields):
     return Config.create(**{**FIELDS, **PRECISIONS[precision], "zero_stage": zero_stage, **fields})
 
 
-def local(whole, p):
+def local(full, p):
     """Return this rank's part of a global tensor, padded with zeros to the local shape."""
     s = sharding_of(p)
-    out = torch.zeros(p.shape, dtype=whole.dtype)
-    part = whole[tuple(slice(o, o + n) for o, n in zip(s.offset, s.extent, strict=True))]
-    out[tuple(slice(0, n) for n in s.extent)] = part
+    out = torch.zeros(p.shape, dtype=full.dtype)
+    shard = full[tuple(slice(o, o + n) for o, n in zip(s.offset, s.extent, strict=True))]
+    out[tuple(slice(0, n) for n in s.extent)] = shard
     return out
 
 
@@ -136,13 +136,13 @@ def micro_gradient(name, step, data_rank, micro_batch):
     )
 
 
-def terms(spec, whole, tensor_size, pipeline_size):
+def terms(spec, full, tensor_size, pipeline_size):
     """Split the whole gradient into terms of the tensor ranks, or of the first and last stage."""
     count = tensor_size if spec.partial_gradient else min(pipeline_size, 2) if spec.tied else 1
     if count == 1:
-        return [whole]
-    first = 0.25 * whole
-    return [first, *[(whole - first) / (count - 1)] * (count - 1)]
+        return [full]
+    first = 0.25 * full
+    return [first, *[(full - first) / (count - 1)] * (count - 1)]
 
 
 def gradient(p, topology, step, micro_batch):
@@ -151,12 +151,13 @@ def gradient(p, topology, step, micro_batch):
     Where several ranks hold terms of a sum, return this rank's term.
     """
     spec = next(s for s in SPECS if s.name == sharding_of(p).name)
-    whole = micro_gradient(spec.name, step, topology.data.rank, micro_batch)
-    parts = terms(spec, whole, topology.tensor.size, topology.pipeline.size)
-    if len(parts) == 1:
-        return local(whole, p)
+    full = micro_gradient(spec.name, step, topology.data.rank, micro_batch)
+    addends = terms(spec, full, topology.tensor.size, topology.pipeline.size)
+    if len(addends) == 1:
+        return local(full, p)
     return local(
-        parts[topology.tensor.rank if spec.partial_gradient else -int(topology.pipeline.is_last)], p
+        addends[topology.tensor.rank if spec.partial_gradient else -int(topology.pipeline.is_last)],
+        p,
     )
 
 
@@ -191,16 +192,20 @@ def summed_gradients(
         return functools.reduce(lambda a, b: added(a + b), values)
 
     def of_replica(spec, replica, rank):
-        whole = (micro_gradient(spec.name, step, replica, m) for m in range(MICRO_BATCHES))
-        return total(rounded(terms(spec, g, tensor, pipeline)[rank]).double() for g in whole)
+        micro_gradients = (
+            micro_gradient(spec.name, step, replica, m) for m in range(MICRO_BATCHES)
+        )
+        return total(
+            rounded(terms(spec, g, tensor, pipeline)[rank]).double() for g in micro_gradients
+        )
 
-    found = {}
+    sums = {}
     for spec in SPECS:
         ranks = range(len(terms(spec, micro_gradient(spec.name, step, 0, 0), tensor, pipeline)))
-        found[spec.name] = total(
+        sums[spec.name] = total(
             total(of_replica(spec, d, rank) for d in range(data)) for rank in ranks
         )
-    return found
+    return sums
 
 
 class Reference:
@@ -256,8 +261,8 @@ def state_pieces(engine):
     out = {}
     for f in engine.fragments():
         for kind, flat in {"master": f.master, **f.moments}.items():
-            pieces = [(offset, view.float().cpu().numpy().copy()) for offset, view in f.real(flat)]
-            out.setdefault(f"{kind}.{f.sharding.name}", []).extend(pieces)
+            shards = [(offset, view.float().cpu().numpy().copy()) for offset, view in f.real(flat)]
+            out.setdefault(f"{kind}.{f.sharding.name}", []).extend(shards)
     return out
 
 
@@ -271,20 +276,20 @@ def weight_pieces(engine):
     return out
 
 
-def by_location(pieces):
+def by_place(shards):
     """Return pieces by name and offset."""
-    return {(name, offset): x for name, some in pieces.items() for offset, x in some}
+    return {(name, offset): x for name, some in shards.items() for offset, x in some}
 
 
 def state_by_place(engine):
     return by_location(state_pieces(engine))
 
 
-def assert_same(found, expected):
+def assert_same(actual, expected):
     """Compare arrays by name, to the bit."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, values in expected.items():
-        np.testing.assert_array_equal(found[name], values, err_msg=str(name))
+        np.testing.assert_array_equal(actual[name], values, err_msg=str(name))
 
 
 def assemble(ranks, shapes=SHAPES):
@@ -292,16 +297,16 @@ def assemble(ranks, shapes=SHAPES):
 
     Every element must be present, and equal in all copies.
     """
-    whole = {}
-    for pieces in ranks:
-        for key, found in pieces.items():
+    tensors = {}
+    for of_rank in ranks:
+        for key, shards in of_rank.items():
             name = key.split(".", 1)[1] if key not in shapes else key
-            out = whole.setdefault(key, np.full(shapes[name], np.nan))
-            for offset, values in found:
-                place = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
-                known = out[place]
+            out = tensors.setdefault(key, np.full(shapes[name], np.nan))
+            for offset, values in shards:
+                region = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
+                known = out[region]
                 assert np.all(np.isnan(known) | (known == values)), f"ranks disagree on {key}"
-                out[place] = values
-    for key, values in whole.items():
+                out[region] = values
+    for key, values in tensors.items():
         assert not np.isnan(values).any(), f"nobody holds all of {key}"
-    return whole
+    return tensors

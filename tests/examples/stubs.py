@@ -39,9 +39,9 @@ class Call:
 
     def value(self, flag):
         """Return the last value of a flag, as in `-N 2` or `--wait=600`."""
-        found = [self.words[i + 1] for i, word in enumerate(self.words) if word == flag]
-        found += [word.partition("=")[2] for word in self.words if word.startswith(flag + "=")]
-        return found[-1]
+        values = [self.words[i + 1] for i, word in enumerate(self.words) if word == flag]
+        values += [word.partition("=")[2] for word in self.words if word.startswith(flag + "=")]
+        return values[-1]
 
     @property
     def program(self):
@@ -71,8 +71,8 @@ class Ended:
 
 def own_environment():
     """Return the variables of this process without those of a job or a site."""
-    apart = ("SLURM", "SITE_", "MEGATRON_", "OUT")
-    return {name: value for name, value in os.environ.items() if not name.startswith(apart)}
+    excluded = ("SLURM", "SITE_", "MEGATRON_", "OUT")
+    return {name: value for name, value in os.environ.items() if not name.startswith(excluded)}
 
 
 def shell(*words, timeout=50, **options):
@@ -118,8 +118,8 @@ def run_script(folder, script, *arguments, nodes="a1,a2", **variables):
     }
     output = dict(capture_output=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     done = shell("bash", str(script), *arguments, env=environ, cwd=folder, **output)
-    found = []
+    recorded = []
     for record in calls.read_text().split("\1")[:-1]:
-        *words, told = record.split("\2")
-        found.append(Call(words, dict(word.split("=", 1) for word in told.split(" "))))
-    return Ended(done.returncode, done.stdout, found)
+        *words, exported = record.split("\2")
+        recorded.append(Call(words, dict(word.split("=", 1) for word in exported.split(" "))))
+    return Ended(done.returncode, done.stdout, recorded)

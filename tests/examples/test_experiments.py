@@ -110,7 +110,9 @@ def test_a_batch_that_does_not_divide_is_refused_not_rounded():
     assert [p.problem is None for p in points] == [True, False, True]
     assert "8016" in str(points[1].problem)
     lines = show.remarks([priced(p, FRONTIER) for p in points], 384, FRONTIER)
-    assert any(all(part in line for part in ("gcds-02560 ", "8015", "8020")) for line in lines)
+    assert any(
+        all(expected in line for expected in ("gcds-02560 ", "8015", "8020")) for line in lines
+    )
 
 
 @pytest.mark.parametrize("kind", ["weak", "strong", "batch"])
@@ -140,12 +142,12 @@ def test_the_warm_up_takes_a_small_batch_and_measured_steps_the_full_one(kind):
 
 def test_times_are_those_of_the_published_throughput():
     (point,) = plan(ExperimentRequest("weak", "175b", values=(2,), iterations=3, warm_up=0))
-    found = priced(point, FRONTIER)
+    costs = priced(point, FRONTIER)
     seconds = paper_flops("175b", 1280) / (128 * 69.2e12)
     bubble = 15 / (640 + 15)
     assert point.config is not None and bubble_of(point.config) == pytest.approx(bubble)
-    assert found.iteration_s == pytest.approx(seconds / (1 - bubble))
-    assert found.total_s == pytest.approx(START_UP_S + 3 * seconds / (1 - bubble))
+    assert costs.iteration_s == pytest.approx(seconds / (1 - bubble))
+    assert costs.total_s == pytest.approx(START_UP_S + 3 * seconds / (1 - bubble))
     assert priced(point, FRONTIER, tflops=138.4).iteration_s == pytest.approx(
         seconds / (1 - bubble) / 2
     )
@@ -206,16 +208,16 @@ class Runs:
         self,
         root,
         points,
-        place=LaunchTarget("local"),  # noqa: B008
+        target=LaunchTarget("local"),  # noqa: B008
         left_s=lambda: None,
         **more,
     ):
         """Run the points; while no times are known, the largest one goes first."""
         self.calls.clear()
-        found = Experiment(root, points, say=lambda line: None, **{"limit_s": None, **more})
+        experiment = Experiment(root, points, say=lambda line: None, **{"limit_s": None, **more})
         clock = self.clock
-        found.run(Runner(place, print, left_s=left_s, clock=clock, sleep=clock.sleep))
-        return found
+        experiment.run(Runner(target, print, left_s=left_s, clock=clock, sleep=clock.sleep))
+        return experiment
 
 
 class FakeRun:
@@ -273,11 +275,11 @@ def test_a_point_that_fails_is_recorded_and_the_next_one_runs(tmp_path, monkeypa
     reason = outcome.reasons("failed")["p1"]
     assert recorded.items() >= dict(status="failed", reason=reason, exit_code=1).items()
     assert json.loads((tmp_path / "p2/point.json").read_text())["value"] == 2
-    again = runs.run(tmp_path, points)
-    assert (runs.calls, [*again.reasons("done")]) == ([], ["p4"])
-    assert set(again.reasons("failed")) == {"p1", "p2", "p3"}
-    again = Runs(monkeypatch).run(tmp_path, points, retry_failed=True)
-    assert sorted(again.finished) == ["p1", "p2", "p3"]
+    resumed = runs.run(tmp_path, points)
+    assert (runs.calls, [*resumed.reasons("done")]) == ([], ["p4"])
+    assert set(resumed.reasons("failed")) == {"p1", "p2", "p3"}
+    resumed = Runs(monkeypatch).run(tmp_path, points, retry_failed=True)
+    assert sorted(resumed.finished) == ["p1", "p2", "p3"]
     assert "HIP-OOM" in (tmp_path / "p1/attempt-1/train.log").read_text()
 
 
@@ -307,10 +309,10 @@ def test_a_point_that_another_experiment_measures_is_left_to_it(tmp_path, monkey
 
 
 def test_what_does_not_fit_into_the_time_left_is_not_started(tmp_path, monkeypatch):
-    place = LaunchTarget("slurm", ("n1",))
+    target = LaunchTarget("slurm", ("n1",))
     (point,) = tiny(1)
     long = dataclasses.replace(point, iteration_s=1.0, total_s=3600.0)
-    outcome = Runs(monkeypatch).run(tmp_path, [long], place, left_s=lambda: 100.0)
+    outcome = Runs(monkeypatch).run(tmp_path, [long], target, left_s=lambda: 100.0)
     assert "1:40" in outcome.waiting["p1"] and outcome.out_of_time
     assert not outcome.resumable and not (tmp_path / "p1").exists()
 
@@ -360,9 +362,9 @@ def test_a_dry_run_shows_points_and_costs_and_nothing_is_submitted_by_accident(
     assert done.returncode == 0, done.stderr
     for line, kind in zip(done.stdout.splitlines(), kinds, strict=True):
         words = line.split("|")
-        given = dict(itertools.pairwise(words))
-        assert f"{words[0]}-{given['--preset']}" == kind and words[-2] == "--dry-run"
-        assert given["--out"] == f"{tmp_path}/runs/{kind}-{given['--recipe']}"
+        options = dict(itertools.pairwise(words))
+        assert f"{words[0]}-{options['--preset']}" == kind and words[-2] == "--dry-run"
+        assert options["--out"] == f"{tmp_path}/runs/{kind}-{options['--recipe']}"
     done = script(name, PYTHON=str(planner))
     assert (done.returncode, done.stdout) == (2, "") and done.stderr
 

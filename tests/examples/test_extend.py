@@ -74,10 +74,10 @@ def on_four():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_is_that_of_one_process(name):
-    found = on_four()
-    if isinstance(found, Exception):
-        raise found
-    ranks = [runs[list(RUNS).index(name)] for runs in found]
+    outcomes = on_four()
+    if isinstance(outcomes, Exception):
+        raise outcomes
+    ranks = [runs[list(RUNS).index(name)] for runs in outcomes]
     expected = train_plainly({**RUNS[name], "pieces": FILES[name]})
     for rank in ranks:
         for (loss, norm, *_), (loss_1, norm_1) in zip(
@@ -85,12 +85,12 @@ def test_a_run_is_that_of_one_process(name):
         ):
             assert loss == pytest.approx(loss_1, rel=5e-6)
             assert norm == pytest.approx(norm_1, rel=2e-5)
-    whole = assemble([rank["parameters"] for rank in ranks])
-    assert whole.keys() == expected["parameters"].keys()
-    apart = [np.abs(whole[n] - values) for n, values in expected["parameters"].items()]
+    parameters = assemble([rank["parameters"] for rank in ranks])
+    assert parameters.keys() == expected["parameters"].keys()
+    differences = [np.abs(parameters[n] - values) for n, values in expected["parameters"].items()]
     turned, most = (1e-4, 2 * STEPS * SIGNS["lr"]) if name == "optimizer" else (0.0, 5e-6)
-    assert max(d.max() for d in apart) <= most
-    assert sum((d > 5e-6).sum() for d in apart) <= turned * sum(d.size for d in apart)
+    assert max(d.max() for d in differences) <= most
+    assert sum((d > 5e-6).sum() for d in differences) <= turned * sum(d.size for d in differences)
 
 
 def good(outcomes):
@@ -121,19 +121,19 @@ def shown(rank):
         return out.getvalue()
 
     gc.freeze()  # a dry run collects its garbage often: not that of the imports too
-    found = {}
+    texts = {}
     for name in ("", *FILES):
         run = words(name) if name else [*TINY, "--mock-data"]
         dry = printed(program.run, [*run, *DRY])
-        pieces = ["--pieces", FILES[name]] if name else []
-        found[name] = dry.split("MiB on each device")[1], printed(plan.main, [*PLAN, *pieces])
-    return found
+        option = ["--pieces", FILES[name]] if name else []
+        texts[name] = dry.split("MiB on each device")[1], printed(plan.main, [*PLAN, *option])
+    return texts
 
 
 @pytest.fixture(scope="module")
 def planned():
-    (found,) = run_processes(1, shown)
-    return found
+    (texts,) = run_processes(1, shown)
+    return texts
 
 
 @pytest.mark.slow
@@ -143,8 +143,8 @@ def test_each_is_dry_run_and_planned(name, planned):
 
     The examples have other parameters, passes that wait, or less state.
     """
-    for found, plain in zip(planned[name], planned[""], strict=True):
-        assert (found == plain) == (name == "data")
+    for extended, plain in zip(planned[name], planned[""], strict=True):
+        assert (extended == plain) == (name == "data")
 
 
 TOLD = """
@@ -176,8 +176,8 @@ def test_callbacks_of_a_script_of_ones_own_hear_of_a_run_on_every_rank(tmp_path)
     good(outcomes)
     for outcome in outcomes:
         assert outcome is not None
-        (told,) = [line for line in outcome.output.splitlines() if line.startswith("told:")]
-        assert told == "told: start, step 1, step 2, log 2, step 3, log 3, save 3"
+        (events,) = [line for line in outcome.output.splitlines() if line.startswith("told:")]
+        assert events == "told: start, step 1, step 2, log 2, step 3, log 3, save 3"
 
 
 def test_pieces_that_cannot_serve_are_refused():

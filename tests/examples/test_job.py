@@ -121,20 +121,22 @@ def test_the_configuration_is_checked_first(tmp_path):
 
 @pytest.mark.parametrize(("code", "requeued"), [(1, False), (137, True)])
 def test_exit_codes(tmp_path, code, requeued):
-    said = (
+    messages = (
         "echo 'srun: error: a2: task 9: whatever' >&2; echo why "
         f">{tmp_path}/runs/gpt/logs/77/0/task_9.err"
     )
-    ended = train(tmp_path, STUB_srun=f"[[ $* != *{PROGRAM}* ]] || {{ {said}; exit {code}; }}")
+    ended = train(tmp_path, STUB_srun=f"[[ $* != *{PROGRAM}* ]] || {{ {messages}; exit {code}; }}")
     assert ended.code == code
     assert ended.requeued == ["77"] * requeued
     if code:
         assert re.search(r"ERROR: task\(s\) 9 on a2: whatever; \S+/logs/77/0/task_9.err", ended.log)
     if requeued:
-        kept = train(tmp_path, REQUEUE="0", STUB_srun=f"[[ $* != *{PROGRAM}* ]] || exit {code}")
-        assert kept.code == code
-        assert not kept.requeued
-        assert "--requeue" not in kept.named("srun", PROGRAM)[0].words
+        not_requeued = train(
+            tmp_path, REQUEUE="0", STUB_srun=f"[[ $* != *{PROGRAM}* ]] || exit {code}"
+        )
+        assert not_requeued.code == code
+        assert not not_requeued.requeued
+        assert "--requeue" not in not_requeued.named("srun", PROGRAM)[0].words
 
 
 def test_a_job_that_somebody_ended_stays_out_of_the_queue(tmp_path):
@@ -147,14 +149,14 @@ def test_a_job_that_somebody_ended_stays_out_of_the_queue(tmp_path):
     assert not ended.requeued
 
 
-@pytest.mark.parametrize(("signal", "told"), [("USR1", "trap 'exit 0' USR1"), ("TERM", "")])
-def test_a_job_that_saved_after_a_signal_has_ended_well(tmp_path, signal, told):
+@pytest.mark.parametrize(("signal", "trap"), [("USR1", "trap 'exit 0' USR1"), ("TERM", "")])
+def test_a_job_that_saved_after_a_signal_has_ended_well(tmp_path, signal, trap):
     """A job that saved after a signal has ended well.
 
     The signal may come before the script waits for the tasks. The script forwards USR1.
     """
-    then = "while :; do :; done" if told else "exit 0"
-    tasks = f"{told or ':'}; kill -{signal} $$; {then}"
+    then = "while :; do :; done" if trap else "exit 0"
+    tasks = f"{trap or ':'}; kill -{signal} $$; {then}"
     ended = train(tmp_path, STUB_srun=f"[[ $* != *{PROGRAM}* ]] || {{ {tasks}; }}")
     assert ended.code == 0, ended.log
     assert not ended.requeued
@@ -171,10 +173,10 @@ def test_a_job_that_saved_after_a_signal_has_ended_well(tmp_path, signal, told):
     ],
 )
 def test_an_error_of_the_program_is_no_lost_rank(tmp_path, ends, code, requeued):
-    said = "; ".join(
+    messages = "; ".join(
         f"echo 'srun: error: a1: task {task}: {end}' >&2" for task, end in enumerate(ends)
     )
-    ended = train(tmp_path, STUB_srun=f"[[ $* != *{PROGRAM}* ]] || {{ {said}; exit 75; }}")
+    ended = train(tmp_path, STUB_srun=f"[[ $* != *{PROGRAM}* ]] || {{ {messages}; exit 75; }}")
     assert ended.code == code
     assert ended.requeued == ["77"] * requeued
 
@@ -190,7 +192,7 @@ def test_what_failing_tasks_wrote_is_shown(tmp_path):
     ended = train(tmp_path, STUB_srun=fail)
     assert ended.code == 137
     last = ended.log[ended.log.index("ERROR: ") :]
-    told = [
+    messages = [
         "task(s) 9 on a2: Killed",
         "rank 9: Bus error",
         "task(s) 12,14 on a2",
@@ -198,7 +200,7 @@ def test_what_failing_tasks_wrote_is_shown(tmp_path):
         "rank 9 was killed",
     ]
     # The culprit comes first.
-    assert [last.index(text) for text in told] == sorted(last.index(text) for text in told)
+    assert [last.index(text) for text in messages] == sorted(last.index(text) for text in messages)
     logs = tmp_path / "runs" / "gpt" / "logs" / "77" / "0"
     # Empty entries are removed.
     assert sorted(path.name for path in logs.glob("task_*")) == ["task_0.err", "task_9.err"]

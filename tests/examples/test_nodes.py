@@ -97,8 +97,10 @@ def test_a_preflight_without_a_verdict(tmp_path, code, answer):
 
 
 def test_variables_of_somebodys_shell_are_not_the_jobs(tmp_path):
-    mine = dict(NODES="9", HOSTS="b1", LOGS="/mine", MASTER_ADDR="login", CODE="/c", PYTHON="/p")
-    call = trained(train(tmp_path, **mine))
+    user_set = dict(
+        NODES="9", HOSTS="b1", LOGS="/mine", MASTER_ADDR="login", CODE="/c", PYTHON="/p"
+    )
+    call = trained(train(tmp_path, **user_set))
     assert (call.value("-N"), "-w" in call.words) == ("2", False)
     assert call.environ["MASTER_ADDR"] != "login"
     assert call.value("--error") == f"{tmp_path}/runs/gpt/logs/77/0/task_%t.err"

@@ -17,8 +17,10 @@ LUMI = ROOT / "examples" / "lumi" / "site.env"
 
 
 def bash(text, *arguments, **variables):
-    mine = {name: os.environ.get(name, "/") for name in ("PATH", "HOME")}
-    return shell("bash", "-c", text, "bash", *arguments, env={**mine, "USER": "ada", **variables})
+    inherited = {name: os.environ.get(name, "/") for name in ("PATH", "HOME")}
+    return shell(
+        "bash", "-c", text, "bash", *arguments, env={**inherited, "USER": "ada", **variables}
+    )
 
 
 def local(*arguments, **variables):
@@ -49,11 +51,11 @@ def test_one_process_and_several(tmp_path):
             "--data-path my\\ corpus",
         ),
     ):
-        given = {"SITE_RUNS": "/runs", "PYTHON": str(python), **settings}
+        variables = {"SITE_RUNS": "/runs", "PYTHON": str(python), **settings}
         words = [*start, f"{ROOT}/pretrain_gpt.py", *shlex.split(flags)]
-        shown = local(*arguments, DRY_RUN="1", **given).stdout
+        shown = local(*arguments, DRY_RUN="1", **variables).stdout
         assert shlex.split(shown) == ["+", str(python), *words]
-        assert local(*arguments, **given).stdout.splitlines()[-len(words) :] == words
+        assert local(*arguments, **variables).stdout.splitlines()[-len(words) :] == words
         parse_args(shlex.split(flags), int(settings["PROCESSES"]))
 
 
@@ -97,18 +99,18 @@ def test_lumis_network_is_another_one(tmp_path):
         "SBATCH_ACCOUNT": "project_1",
         "SLURM_JOB_NUM_NODES": "2",
     }
-    for given in ({}, {"NCCL_NET_GDR_LEVEL": "PHB", "FI_MR_CACHE_MONITOR": "kdreg2"}):
+    for variables in ({}, {"NCCL_NET_GDR_LEVEL": "PHB", "FI_MR_CACHE_MONITOR": "kdreg2"}):
         environ = dict(
             entry.split("=", 1)
-            for entry in bash(text, **known, **given).stdout.split("\0")
+            for entry in bash(text, **known, **variables).stdout.split("\0")
             if "=" in entry
         )
-        found = {
+        network = {
             name: environ[name]
             for name in ("NCCL_NET_GDR_LEVEL", "FI_MR_CACHE_MONITOR")
             if name in environ
         }
-        assert found == (given or {"FI_MR_CACHE_MONITOR": "userfaultfd"})
+        assert network == (variables or {"FI_MR_CACHE_MONITOR": "userfaultfd"})
         assert environ["NCCL_CROSS_NIC"] == "1"
 
 

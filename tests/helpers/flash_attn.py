@@ -15,9 +15,9 @@ from torch import Tensor
 
 def module() -> types.ModuleType:
     """Return what `flash_attn.flash_attn_interface` would be."""
-    found = types.ModuleType("flash_attn.flash_attn_interface")
-    found._flash_attn_forward, found._flash_attn_backward = _forward, _backward  # type: ignore[attr-defined]
-    return found
+    interface = types.ModuleType("flash_attn.flash_attn_interface")
+    interface._flash_attn_forward, interface._flash_attn_backward = _forward, _backward  # type: ignore[attr-defined]
+    return interface
 
 
 def _forward(

@@ -70,9 +70,9 @@ _CASES = """{
 CASES = {
     name: (
         kind,
-        _OF_KINDS.get(kind, _COMMON | dict(num_key_value_heads=2, rms_norm_eps=1e-5)) | own,
+        _OF_KINDS.get(kind, _COMMON | dict(num_key_value_heads=2, rms_norm_eps=1e-5)) | overrides,
     )
-    for name, (kind, own) in json.loads(_CASES).items()
+    for name, (kind, overrides) in json.loads(_CASES).items()
 }
 """model_type and fields of config.json by name of a case."""
 
@@ -126,9 +126,9 @@ def computed(folder):
         folder, dtype=torch.float32, attn_implementation="eager"
     )
     model.eval()
-    given = tokens(model.config.vocab_size)
-    logits = model(given[:, :-1]).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), given[:, 1:].flatten())
+    inputs = tokens(model.config.vocab_size)
+    logits = model(inputs[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs[:, 1:].flatten())
     loss.backward()
     gradients = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
     if model.config.model_type == "gpt_neox":  # another name than in its files
@@ -136,7 +136,7 @@ def computed(folder):
     return logits.detach().numpy(), loss.item(), by_expert(model.config.model_type, gradients)
 
 
-def by_expert(kind, found):
+def by_expert(kind, weights):
     """Return tensors under their names in files, which have one for each expert."""
     block = "mlp"
     names = ("gate_proj", "up_proj", "down_proj")
@@ -144,16 +144,16 @@ def by_expert(kind, found):
         block = "block_sparse_moe"
         names = ("w1", "w3", "w2")
     out = {}
-    for name, value in found.items():
+    for name, value in weights.items():
         head, _, rest = name.partition(".mlp.")
         if rest == "gate.weight":
             out[f"{head}.{block}.gate.weight"] = value
         elif rest in ("experts.gate_up_proj", "experts.down_proj"):
             both = rest == "experts.gate_up_proj"
             for expert, matrix in enumerate(value):
-                parts = np.split(matrix, 2) if both else [matrix]
-                for part, its in zip(parts, names[:2] if both else names[2:], strict=True):
-                    out[f"{head}.{block}.experts.{expert}.{its}.weight"] = part
+                halves = np.split(matrix, 2) if both else [matrix]
+                for half, projection in zip(halves, names[:2] if both else names[2:], strict=True):
+                    out[f"{head}.{block}.experts.{expert}.{projection}.weight"] = half
         else:
             out[name] = value
     return out
@@ -163,10 +163,10 @@ def tensors(folder):
     """Return all tensors in the files of a folder."""
     from safetensors.torch import load_file
 
-    found = {}
+    weights = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+        weights |= load_file(path)
+    return weights
 
 
 def identical(one, other):
@@ -187,10 +187,12 @@ def save_tokenizer(folder, entries):
     from transformers import PreTrainedTokenizerFast
 
     words = ["</s>", "<unk>", *map(chr, range(ord("A"), ord("A") + entries - 2))]
-    own = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
-    own.pre_tokenizer = Split("", "isolated")
-    made = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="</s>", unk_token="<unk>")
-    made.save_pretrained(folder)
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, "<unk>"))
+    backend.pre_tokenizer = Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", unk_token="<unk>"
+    )
+    tokenizer.save_pretrained(folder)
 
 
 # -- models of another size, and the same here -----------------------------------------------------
@@ -220,12 +222,12 @@ STYLES = (
 def fields_of(case):
     """Return COMMON and the settings of a case that differ from those of GPT-2."""
     kind, fields = CASES[case]
-    usual = plain(Config.create(**COMMON).model)
+    defaults = plain(Config.create(**COMMON).model)
     settings = plain(model_of({"model_type": kind, **fields}, case)[1])
     return COMMON | {
         name: value
         for name, value in settings.items()
-        if name not in COMMON and value not in (None, usual[name])
+        if name not in COMMON and value not in (None, defaults[name])
     }
 
 

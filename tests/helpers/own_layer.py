@@ -56,11 +56,13 @@ def put(patch: Any, where: Any, declared: Mapping[str, bool], forward: Any = Non
                 chunk.context, f"heads.{stage}", model.hidden_size, model.kv_channels
             )
         for p in chunks.parameters():
-            own = sharding_of(p)
+            sharding = sharding_of(p)
             for end, partial in declared.items():
-                if own.name.startswith("heads.") and own.name.endswith(end):
+                if sharding.name.startswith("heads.") and sharding.name.endswith(end):
                     attach(
-                        p, dataclasses.replace(own, partial_gradient=partial), topology.tensor.size
+                        p,
+                        dataclasses.replace(sharding, partial_gradient=partial),
+                        topology.tensor.size,
                     )
         return chunks
 

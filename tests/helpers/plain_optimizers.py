@@ -37,22 +37,24 @@ class _Plain(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                kept = self.state[p].setdefault("kept", torch.zeros_like(p, dtype=torch.float64))
-                update = self.direction(p, kept, p.grad.double())
+                momentum = self.state[p].setdefault(
+                    "kept", torch.zeros_like(p, dtype=torch.float64)
+                )
+                update = self.direction(p, momentum, p.grad.double())
                 if update is not None:
                     decayed = p.double() * (1 - group["lr"] * group["weight_decay"])
                     p.copy_(decayed - group["lr"] * update)
 
-    def direction(self, p: Any, kept: torch.Tensor, g: torch.Tensor) -> torch.Tensor | None:
+    def direction(self, p: Any, momentum: torch.Tensor, g: torch.Tensor) -> torch.Tensor | None:
         raise NotImplementedError
 
 
 class PlainLion(_Plain):
-    def direction(self, p: Any, kept: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    def direction(self, p: Any, momentum: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         beta1 = self.settings.lion_beta1
         beta2 = self.settings.lion_beta2
-        update = torch.sign(beta1 * kept + (1 - beta1) * g)
-        kept.copy_(beta2 * kept + (1 - beta2) * g)
+        update = torch.sign(beta1 * momentum + (1 - beta1) * g)
+        momentum.copy_(beta2 * momentum + (1 - beta2) * g)
         return update
 
 
@@ -62,9 +64,11 @@ class PlainMuon(_Plain):
     def __init__(self, groups: Any, config: Config) -> None:
         super().__init__(groups, config)
         o = config.optimizer
-        others = [g for g in groups if not self.is_matrix(g["params"][0])]
+        adam_groups = [g for g in groups if not self.is_matrix(g["params"][0])]
         betas = (o.adam_beta1, o.adam_beta2)
-        self.adam = torch.optim.AdamW(others, lr=o.lr, betas=betas, eps=o.adam_eps, foreach=False)
+        self.adam = torch.optim.AdamW(
+            adam_groups, lr=o.lr, betas=betas, eps=o.adam_eps, foreach=False
+        )
 
     @staticmethod
     def is_matrix(p: Any) -> bool:
@@ -78,17 +82,17 @@ class PlainMuon(_Plain):
         super().step()
         self.adam.step()
 
-    def direction(self, p: Any, kept: torch.Tensor, g: torch.Tensor) -> torch.Tensor | None:
+    def direction(self, p: Any, momentum: torch.Tensor, g: torch.Tensor) -> torch.Tensor | None:
         if not self.is_matrix(p):
             return None
         beta = self.settings.muon_momentum
-        kept.copy_(beta * kept + (1 - beta) * g)
-        x = beta * kept + (1 - beta) * g if self.settings.muon_nesterov else kept
+        momentum.copy_(beta * momentum + (1 - beta) * g)
+        x = beta * momentum + (1 - beta) * g if self.settings.muon_nesterov else momentum
         update = torch.empty_like(x)
         for rows in self.rows_of(sharding_of(p).name, x.shape):
-            part = x.flatten(0, -2)[rows]
-            size = max(part.shape) ** 0.5 * self.settings.muon_extra_scale_factor
-            update.flatten(0, -2)[rows] = size * orthogonal(part)
+            block = x.flatten(0, -2)[rows]
+            size = max(block.shape) ** 0.5 * self.settings.muon_extra_scale_factor
+            update.flatten(0, -2)[rows] = size * orthogonal(block)
         return update
 
     def rows_of(self, name: str, shape: tuple[int, ...]) -> list[list[int]]:

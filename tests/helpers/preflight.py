@@ -13,16 +13,16 @@ from megatron.jobs.check_job import CheckedJob, check
 from tests.helpers.launching import ROOT
 
 
-def said(job: CheckedJob) -> set[tuple[str, str]]:
+def problems_of(job: CheckedJob) -> set[tuple[str, str]]:
     """Return (level, subject) of all errors and warnings."""
     return {(level, about) for level, about, _ in job.findings if level != "note"}
 
 
 def cost(job: CheckedJob) -> tuple[float, float]:
     """Return days and node-hours."""
-    found = re.match(r"([\d.,]+) days and ([\d,]+) node-hours", job.known["it costs"])
-    assert found, job.known
-    return float(found[1].replace(",", "")), float(found[2].replace(",", ""))
+    match = re.match(r"([\d.,]+) days and ([\d,]+) node-hours", job.known["it costs"])
+    assert match, job.known
+    return float(match[1].replace(",", "")), float(match[2].replace(",", ""))
 
 
 def checked(words: Sequence[str | Path], folder: Path, **environ: str) -> CheckedJob:
@@ -56,7 +56,7 @@ def accepted(script: Path, folder: Path, *words: str) -> CheckedJob:
     """
     job = checked([script, "--mock-data", *words], folder)
     # Room on this disk, an environment that is not packed, and a length left to the caller.
-    assert said(job) <= {("error", "saving"), ("warning", "script"), ("warning", "cost")}, (
+    assert problems_of(job) <= {("error", "saving"), ("warning", "script"), ("warning", "cost")}, (
         job.findings
     )
     return job

@@ -78,10 +78,10 @@ def pack(content: bytes, suffix: str, members: int = 1) -> bytes:
     if suffix not in (".gz", ".zst"):
         return content
     cuts = [len(content) * i // members for i in range(members + 1)]
-    parts = [content[a:b] for a, b in pairwise(cuts)]
+    chunks = [content[a:b] for a, b in pairwise(cuts)]
     if suffix == ".gz":
-        return b"".join(map(gzip.compress, parts))
-    return b"".join(pyarrow.Codec("zstd").compress(part, asbytes=True) for part in parts)
+        return b"".join(map(gzip.compress, chunks))
+    return b"".join(pyarrow.Codec("zstd").compress(chunk, asbytes=True) for chunk in chunks)
 
 
 def write_input(

@@ -155,14 +155,14 @@ def run_processes_raw(
         }
         # Each has a pipe of its own: a process killed while writing to a shared one would block the
         # others.
-        ours, theirs = fork_context.Pipe()
+        parent_end, child_end = fork_context.Pipe()
         process = fork_context.Process(
-            target=_body, args=(theirs, rank, variables, fn, args), daemon=True
+            target=_body, args=(child_end, rank, variables, fn, args), daemon=True
         )
         process.start()
-        theirs.close()
+        child_end.close()
         processes.append(process)
-        pipes.append(ours)
+        pipes.append(parent_end)
     outcomes: list[tuple[bool, Any]] = [(False, f"no result within {timeout_s} s")] * n
     missing = set(range(n))
     deadline = time.monotonic() + timeout_s

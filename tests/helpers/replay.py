@@ -78,8 +78,8 @@ class _Link:
         known = []
         while self.order and not self.order[oldest := next(iter(self.order))]:
             del self.order[oldest]
-            begun, of = self._begun.pop(oldest)
-            self._free = max(begun, self._free) + of.occupies
+            started, of = self._begun.pop(oldest)
+            self._free = max(started, self._free) + of.occupies
             known.append((oldest, self._free + of.latency))
         return known
 
@@ -202,7 +202,7 @@ def actions_of(
         link = link if duplex else (min(link), max(link))
         return Post(send, link, occupies(send), latency(send))
 
-    found: list[list[Action]] = []
+    actions_of_ranks: list[list[Action]] = []
     for instructions in ranks:
         actions: list[Action] = []
         sent: deque[Instruction] = deque()
@@ -226,8 +226,8 @@ def actions_of(
                 sent.append(instruction)
             else:
                 actions.append(post(needed, stage))
-        found.append(actions + [Wait(message) for message in sent])
-    return found
+        actions_of_ranks.append(actions + [Wait(message) for message in sent])
+    return actions_of_ranks
 
 
 _FORWARDS = (Op.FORWARD, Op.SEND_FORWARD, Op.RECV_FORWARD)
@@ -261,8 +261,8 @@ def run_lists(
         first: float = passes[4][i.stage] if i.op is Op.FORWARD and i.micro_batch == 0 else 0
         return first + passes[i.op][i.stage]
 
-    def message(part: int) -> TimeOf:
-        return lambda send: messages[part + (0 if send.op is Op.SEND_FORWARD else 2)][send.stage]
+    def message(column: int) -> TimeOf:
+        return lambda send: messages[column + (0 if send.op is Op.SEND_FORWARD else 2)][send.stage]
 
     actions = actions_of(ranks, duration, message(0), message(1), posted=posted, duplex=duplex)
     done = Replay(actions, at_once)

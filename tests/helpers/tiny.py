@@ -41,11 +41,11 @@ def tiny(**fields: Any) -> Config:
     return Config.create(**{**RUN, "mock_data": mock, **fields})
 
 
-def run(rank: int, fields: dict[str, Any], **pieces: Any) -> None:
+def run(rank: int, fields: dict[str, Any], **components: Any) -> None:
     """Train in one rank of run_processes."""
     from megatron.program import pretrain
 
-    pretrain(tiny(**fields, world_size=int(os.environ["WORLD_SIZE"])), **pieces)
+    pretrain(tiny(**fields, world_size=int(os.environ["WORLD_SIZE"])), **components)
 
 
 def rank_topology(rank: int = 0, **layout: Any) -> Topology:

@@ -162,7 +162,7 @@ def routes() -> Iterator[dict[tuple[str, int], np.ndarray]]:
 
     A recomputation must choose the same.
     """
-    found: dict[tuple[str, int], np.ndarray] = {}
+    experts_by_call: dict[tuple[str, int], np.ndarray] = {}
     from megatron.layers.expert_router import Router
 
     forward = Router.forward
@@ -171,46 +171,46 @@ def routes() -> Iterator[dict[tuple[str, int], np.ndarray]]:
         weights, experts = forward(self, x, call)
         key = self.name, call.dropout.sample
         chosen = experts.numpy().reshape(-1, x.shape[1], experts.shape[1])
-        if (parts := self.context.context_parallel) is not None:  # other ranks know the others
-            length = len(chosen) * parts.size
-            whole = np.full((length, *chosen.shape[1:]), _UNKNOWN)
-            whole[parts.positions(length, x.device).numpy()] = chosen
-            chosen = whole
-        assert key not in found or np.array_equal(found[key], chosen), key
-        found[key] = chosen.copy()
+        if (cp := self.context.context_parallel) is not None:  # other ranks know the others
+            length = len(chosen) * cp.size
+            full = np.full((length, *chosen.shape[1:]), _UNKNOWN)
+            full[cp.positions(length, x.device).numpy()] = chosen
+            chosen = full
+        assert key not in experts_by_call or np.array_equal(experts_by_call[key], chosen), key
+        experts_by_call[key] = chosen.copy()
         return weights, experts
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Router, "forward", recorded)
-        yield found
+        yield experts_by_call
 
 
 _SHARED = " of neighbours"
 
 
-def pieces(parameters: Any) -> dict[str, tuple[tuple[int, ...], np.ndarray]]:
+def local_shards(parameters: Any) -> dict[str, tuple[tuple[int, ...], np.ndarray]]:
     """Return {global name: (global offset, real values)} of this rank's parameters.
 
     Of a tensor's two parameters, the one that neighbours share has another name.
     """
-    found = {}
+    shards = {}
     for p in parameters:
         s = sharding_of(p)
         real = p.detach()[tuple(slice(0, n) for n in s.extent)]
         name = s.name if s.copies == 1 else f"{s.name}{_SHARED}"
-        found[name] = (s.offset, real.float().numpy().copy())
-    return found
+        shards[name] = (s.offset, real.float().numpy().copy())
+    return shards
 
 
 def assemble(ranks: list[dict[str, tuple[tuple[int, ...], np.ndarray]]]) -> dict[str, np.ndarray]:
     """Assemble whole parameters from the pieces of all ranks; copies must agree exactly."""
-    whole: dict[str, np.ndarray] = {}
+    parameters: dict[str, np.ndarray] = {}
     for name in sorted({n.removesuffix(_SHARED) for rank in ranks for n in rank}):
         both = name, f"{name}{_SHARED}"
-        parts = [rank[n] for rank in ranks for n in both if n in rank]
-        shape = tuple(max(o[d] + v.shape[d] for o, v in parts) for d in range(parts[0][1].ndim))
+        shards = [rank[n] for rank in ranks for n in both if n in rank]
+        shape = tuple(max(o[d] + v.shape[d] for o, v in shards) for d in range(shards[0][1].ndim))
         out = np.full(shape, np.nan, dtype=np.float32)
-        for offset, values in parts:
+        for offset, values in shards:
             box = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
             seen = ~np.isnan(out[box])
             assert np.array_equal(out[box][seen], values[seen]), (
@@ -218,8 +218,8 @@ def assemble(ranks: list[dict[str, tuple[tuple[int, ...], np.ndarray]]]) -> dict
             )
             out[box] = values
         assert not np.isnan(out).any(), f"{name} is not covered by the ranks"
-        whole[name] = out
-    return whole
+        parameters[name] = out
+    return parameters
 
 
 @functools.cache
@@ -271,7 +271,7 @@ class Job:
 
     def parameters(self) -> dict[str, tuple[tuple[int, ...], np.ndarray]]:
         self.engine.wait_for_weights()
-        return pieces(self.chunks.parameters())
+        return local_shards(self.chunks.parameters())
 
 
 def train_in_process(
@@ -358,11 +358,11 @@ def scales_of_mup(config: Config, name: str, shape: tuple[int, ...]) -> tuple[fl
     h = m.mup_base_hidden_size
     d = m.mup_base_head_dim or 1
     ffn = m.mup_base_ffn_hidden_size
-    for part, width in (
+    for infix, width in (
         (".experts.", m.moe_ffn_hidden_size),
         (".shared_experts.", m.moe_shared_expert_intermediate_size),
     ):
-        if part in name:
+        if infix in name:
             ffn = ffn * (width or 0) // (m.ffn_hidden_size or 1)
     heads = m.mup_base_num_attention_heads
     groups = m.mup_base_num_key_value_heads
@@ -396,13 +396,13 @@ def train_plainly(
     model.train()
     routers = [module for module in model.modules() if type(module).__name__ == "Router"]
     o = config.optimizer
-    wants = getattr(config.pieces.optimizer, "full_parameters", None)
-    whole = Unsharded()
+    takes_full = getattr(config.pieces.optimizer, "whole", None)
+    unsharded = Unsharded()
     groups = []
     for p in model.parameters():
         s = sharding_of(p)
-        wanted = wants is not None and wants(s.name, s.global_shape)
-        whole.names += [s.name] * wanted
+        full = takes_full is not None and takes_full(s.name, s.global_shape)
+        unsharded.names += [s.name] * full
         decay = o.weight_decay if s.decay else 0.0
         rate, eps = scales_of_mup(config, s.name, s.global_shape)
         groups.append(
@@ -410,7 +410,7 @@ def train_plainly(
                 "params": [p],
                 "lr": o.lr * rate,
                 "weight_decay": decay / rate,
-                "full_parameters": whole if wanted else None,
+                "whole": unsharded if full else None,
                 "eps": o.adam_eps * eps,
             }
         )
@@ -452,5 +452,5 @@ def train_plainly(
         history.append((total, norm))
     return {
         "history": history,
-        "parameters": {n: v for n, (_, v) in pieces(model.parameters()).items()},
+        "parameters": {n: v for n, (_, v) in local_shards(model.parameters()).items()},
     }

@@ -37,12 +37,12 @@ def setup(folder, *words, space=SPACE, prior=True):
     path = folder / "made.toml"
     folder.mkdir(exist_ok=True)
     path.write_text(space)
-    usual = f"--space {path} --no-prior --search optuna --confirm 0 --out {folder}/out".split()
-    found = make_setup(tune.build_parser().parse_args([*usual, *words]), [])
-    return dataclasses.replace(found, prior=prior)
+    defaults = f"--space {path} --no-prior --search optuna --confirm 0 --out {folder}/out".split()
+    tuning = make_setup(tune.build_parser().parse_args([*defaults, *words]), [])
+    return dataclasses.replace(tuning, prior=prior)
 
 
-class Made:
+class FakeRunner:
     """Stand-in for a Runner: trials take `turns` turns each and end as the truth says.
 
     `stop`: is given the turn and returns whether a signal comes. `die`: (turn, host) of nodes that
@@ -73,8 +73,8 @@ class Made:
 
     @property
     def free(self):
-        taken = [host for _, hosts, _ in self._running for host in hosts]
-        return [host for host in self.hosts if host not in taken]
+        busy = [host for _, hosts, _ in self._running for host in hosts]
+        return [host for host in self.hosts if host not in busy]
 
     def room(self, nodes):
         return nodes <= len(self.free)
@@ -85,14 +85,14 @@ class Made:
     def run(self, source):
         while True:
             for entry in list(self._running):
-                job, hosts, begun = entry
+                job, hosts, started = entry
                 dead = [host for host in hosts if host not in self.hosts]
-                if dead or self.turn >= begun + self.turns:
+                if dead or self.turn >= started + self.turns:
                     self._running.remove(entry)
-                    self._end(source, job, hosts, begun, f"{dead[0]} is down" if dead else "")
+                    self._end(source, job, hosts, started, f"{dead[0]} is down" if dead else "")
             if self.stop(self.turn):
-                for job, hosts, begun in self._running:
-                    self._end(source, job, hosts, begun, "interrupted by SIGTERM")
+                for job, hosts, started in self._running:
+                    self._end(source, job, hosts, started, "interrupted by SIGTERM")
                 return "SIGTERM"
             while (job := source.next(self)) is not None:
                 assert self.room(job.nodes)
@@ -107,16 +107,16 @@ class Made:
             self.turn += 1
             self.hosts = [host for host in self.hosts if (self.turn, host) not in self.die]
 
-    def _end(self, source, job, hosts, begun, interrupted):
+    def _end(self, source, job, hosts, started, interrupted):
         self.log.append(("lost" if interrupted else "end", int(job.folder.name)))
-        found = self.truth({**job.point["values"], "number": int(job.folder.name)})
-        why = found if isinstance(found, Ending) and not interrupted else None
+        outcome = self.truth({**job.point["values"], "number": int(job.folder.name)})
+        why = outcome if isinstance(outcome, Ending) and not interrupted else None
         if not interrupted and why is None:
-            (job.folder / "figures").write_text(json.dumps(found))
+            (job.folder / "figures").write_text(json.dumps(outcome))
         run = RunProcesses()
         complete = not interrupted and why is None
         run.exit_codes = [0]
-        times = float(begun), float(self.turn), None
+        times = float(started), float(self.turn), None
         watch = Watch(job, 0.0)
         source.ended(Attempt(job, tuple(hosts), run, watch, *times, complete, why, interrupted))
 
@@ -146,13 +146,13 @@ def no_files(monkeypatch):
 
 
 def candidates_of(made, change=lambda c: c):
-    found = enumerate_candidates(made.space, [], made.machine, predict=False)
-    ranked = (dataclasses.replace(c, step_s=1 + 0.001 * c.index) for c in found.candidates)
-    found.candidates[:] = map(change, ranked)
-    return found
+    enumeration = enumerate_candidates(made.space, [], made.machine, predict=False)
+    ranked = (dataclasses.replace(c, step_s=1 + 0.001 * c.index) for c in enumeration.candidates)
+    enumeration.candidates[:] = map(change, ranked)
+    return enumeration
 
 
 def search(made, runner=None, change=lambda c: c, say=lambda text: None):
     """Start the search once; return it and why it ended."""
-    found = TuningSearch(made, candidates_of(made, change), say)
-    return found, (runner or Made()).run(found) or found.why
+    tuner = TuningSearch(made, candidates_of(made, change), say)
+    return tuner, (runner or FakeRunner()).run(tuner) or tuner.why

@@ -13,7 +13,7 @@ ONE = f"{MODEL} --micro-batch-size 1"
 FOUR = Machine(None, 4, 1)
 
 
-def found_of(space, flags="", machine=FOUR, **more):
+def enumerated(space, flags="", machine=FOUR, **more):
     return enumerate_candidates(space, shlex.split(flags), machine, **{"predict": False, **more})
 
 
@@ -21,14 +21,14 @@ def config_of(candidate):
     return parse_args([*candidate.flags, "--mock-data", "--train-iters", "8"], candidate.processes)
 
 
-def reasons(found):
-    return dict(found.rejections.counts)
+def reasons(enumeration):
+    return dict(enumeration.rejections.counts)
 
 
-def complete(found, space):
+def complete(enumeration, space):
     """Check that every combination is a candidate or was rejected for a reason, with an example."""
-    assert all(example for _, example in found.rejections.nearest.values())
-    assert found.rejections.nearest.keys() == found.rejections.counts.keys()
-    assert [c.index for c in found.candidates] == list(range(len(found.candidates)))
-    assert len({c.key for c in found.candidates}) == len(found.candidates)
-    return len(found.candidates) + sum(reasons(found).values()) == space.combinations
+    assert all(example for _, example in enumeration.rejections.nearest.values())
+    assert enumeration.rejections.nearest.keys() == enumeration.rejections.counts.keys()
+    assert [c.index for c in enumeration.candidates] == list(range(len(enumeration.candidates)))
+    assert len({c.key for c in enumeration.candidates}) == len(enumeration.candidates)
+    return len(enumeration.candidates) + sum(reasons(enumeration).values()) == space.combinations

@@ -35,13 +35,13 @@ class Table(NamedTuple):
 
 
 def candidates_of(keep):
-    found = []
+    candidates = []
     for values in itertools.product(*(p.values for p in PARAMETERS)):
         named = dict(zip((p.name for p in PARAMETERS), values, strict=True))
         if keep(named):
             key = ",".join(f"{name}={value}" for name, value in named.items())
-            found.append(Candidate(len(found), key, named, 16, (), 2, 2048))
-    return tuple(found)
+            candidates.append(Candidate(len(candidates), key, named, 16, (), 2, 2048))
+    return tuple(candidates)
 
 
 def _seconds(v, bubble, slow_tp, recompute):
@@ -53,9 +53,9 @@ def _seconds(v, bubble, slow_tp, recompute):
     tp = v["tp"]
     pp = v["pp"]
     mbs = v["mbs"]
-    again = 1 + recompute * {"none": 0, "selective": 0.25, "full": 1}[v["recompute"]]
+    recomputation = 1 + recompute * {"none": 0, "selective": 0.25, "full": 1}[v["recompute"]]
     micro_batches = 64 / mbs
-    work = again * (1 + 0.3 / mbs) * (1 + bubble * (pp - 1) / micro_batches)
+    work = recomputation * (1 + 0.3 / mbs) * (1 + bubble * (pp - 1) / micro_batches)
     return work + slow_tp * math.log2(tp) * (0.8 if v["sp"] else 1.0) + 0.4 / (tp * pp)
 
 
@@ -82,23 +82,23 @@ def play(search, known, trials, prior=None, seed=0, until=lambda index: False):
     It ends after `trials` trials, when `until` returns true, or when nothing is left.
     """
     seen = {}
-    found = []
+    proposals = []
     for count in range(min(trials, len(known.candidates))):
         open_ = [index for index in range(len(known.candidates)) if index not in seen]
         history = History(known.candidates, PARAMETERS, seen, open_, prior=prior)
         index, by = propose(search, seed, history, count)
         assert index in open_
         seen[index] = None if index in known.fails else known.costs[index]
-        found.append((index, by))
+        proposals.append((index, by))
         if until(index):
             break
-    return found
+    return proposals
 
 
 def trials_to_good(search, known, trials, prior, seed):
     """Return the trials until one within 3 % of the best, or one more than `trials`."""
-    found = play(search, known, trials, prior, seed, until=known.good)
-    return len(found) if known.good(found[-1][0]) else trials + 1
+    proposals = play(search, known, trials, prior, seed, until=known.good)
+    return len(proposals) if known.good(proposals[-1][0]) else trials + 1
 
 
 def trials_by_chance(known):

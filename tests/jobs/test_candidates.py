@@ -12,7 +12,7 @@ from megatron.planner.cluster import GIB, load_cluster
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.placement import placement_of
 from megatron.planner.timing import estimate
-from tests.jobs.small_spaces import MODEL, ONE, complete, config_of, found_of, reasons
+from tests.jobs.small_spaces import MODEL, ONE, complete, config_of, enumerated, reasons
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_every_combination_is_put_to_the_parser(read, pp, mbs, batches):
     recompute = ["none", "selective:mlp_act", "full:block:2"]
     """
     space = read(text, MODEL)
-    found = found_of(space)
+    listing = enumerated(space)
     recompute = {
         "none": "none",
         "selective:mlp_act": "selective --recompute-modules mlp_act",
@@ -65,10 +65,10 @@ def test_every_combination_is_put_to_the_parser(read, pp, mbs, batches):
         # One replica leaves the optimizer nothing to shard over.
         values = config.to_dict() | ({"zero_stage": 0} if tp * stages == 4 else {})
         valid.setdefault(str(sorted(values.items())), config)
-    assert [config_of(c) for c in found.candidates] == list(valid.values())
-    assert len(valid) > 20 and complete(found, space)
+    assert [config_of(c) for c in listing.candidates] == list(valid.values())
+    assert len(valid) > 20 and complete(listing, space)
     assert space.combinations == 4 * len(pp) * len(mbs) * len(batches) * 2 * 2 * 2 * 3
-    assert all(c.tokens == config_of(c).batch.global_batch_size * 64 for c in found.candidates)
+    assert all(c.tokens == config_of(c).batch.global_batch_size * 64 for c in listing.candidates)
 
 
 def test_a_schedule_that_would_be_another_is_no_candidate(read):
@@ -76,16 +76,16 @@ def test_a_schedule_that_would_be_another_is_no_candidate(read):
         "[parameters]\npp = [1, 4]\nchunks = [1, 2, 4]\n"
         'schedule = ["1f1b", "interleaved", "zb-h1"]\n[derived]\ngbs="8"'
     )
-    found = found_of(space)
+    listing = enumerated(space)
     # four chunks of four stages would be more than the layers
-    assert [tuple(c.values.values()) for c in found.candidates] == [
+    assert [tuple(c.values.values()) for c in listing.candidates] == [
         (1, 1, "1f1b"), (4, 1, "1f1b"), (4, 1, "zb-h1"), (4, 2, "interleaved")
     ]  # fmt: skip
-    for candidate in found.candidates:
+    for candidate in listing.candidates:
         parallel = config_of(candidate).parallel
         values = candidate.values
         assert (parallel.schedule, parallel.num_chunks) == (values["schedule"], values["chunks"])
-    assert complete(found, space)
+    assert complete(listing, space)
 
 
 def test_derived_names_and_constraints_over_everything(read):
@@ -105,19 +105,19 @@ def test_derived_names_and_constraints_over_everything(read):
     "model" = "num_layers == 8 and seq_length == 64 and nodes == 1"
     """
     space = read(text, ONE.replace("--hidden-size 64 ", ""))
-    found = found_of(space)
+    listing = enumerated(space)
     expected = []
     for hidden, tp, pp, accumulation in itertools.product((64, 128), (1, 2), (1, 2), (2, 3)):
         replicas = 4 // (tp * pp)
         if replicas * accumulation in (4, 6) and (hidden // 4 == 16 or tp * pp == 1):
             expected.append((hidden, tp, pp, accumulation, replicas * accumulation))
     assert [
-        (*c.values.values(), config_of(c).batch.global_batch_size) for c in found.candidates
+        (*c.values.values(), config_of(c).batch.global_batch_size) for c in listing.candidates
     ] == expected
-    assert {config_of(c).model.ffn_hidden_size for c in found.candidates} == {64} and complete(
-        found, space
+    assert {config_of(c).model.ffn_hidden_size for c in listing.candidates} == {64} and complete(
+        listing, space
     )
-    assert set(reasons(found)) == {"width", "batch"}
+    assert set(reasons(listing)) == {"width", "batch"}
 
 
 def test_the_size_of_a_job(read):
@@ -126,11 +126,11 @@ def test_the_size_of_a_job(read):
     On two nodes of four devices, 12 processes are too many, and 6 fill no nodes.
     """
     space = read("[parameters]\nprocesses = [1, 2, 3, 4, 6, 8, 12]\n[derived]\ngbs = '24'")
-    found = found_of(space, machine=Machine(None, 4, 2))
-    sizes = [(c.processes, c.nodes) for c in found.candidates]
+    listing = enumerated(space, machine=Machine(None, 4, 2))
+    sizes = [(c.processes, c.nodes) for c in listing.candidates]
     assert sizes == [(1, 1), (2, 1), (3, 1), (4, 1), (8, 2)]
-    assert list(reasons(found).values()) == [1, 1]
-    by_nodes = found_of(read("[parameters]\nnodes = [1, 2, 3]"), machine=Machine(None, 4, 2))
+    assert list(reasons(listing).values()) == [1, 1]
+    by_nodes = enumerated(read("[parameters]\nnodes = [1, 2, 3]"), machine=Machine(None, 4, 2))
     assert [(c.processes, c.nodes, c.tokens) for c in by_nodes.candidates] == [
         (4, 1, 256),
         (8, 2, 512),
@@ -142,10 +142,10 @@ def test_flags_of_the_command_line_win_over_the_space_s(read):
         "[parameters]\ntp = [1, 2]",
         f"{MODEL} --micro-batch-size 2 --fp16 --initial-loss-scale 4096",
     )
-    (first, _) = found_of(space, "--micro-batch-size 3 --bf16 --num-layers 4").candidates
+    (first, _) = enumerated(space, "--micro-batch-size 3 --bf16 --num-layers 4").candidates
     config = config_of(first)
-    found = (config.batch.micro_batch_size, config.model.num_layers, config.precision.dtype_name)
-    assert found == (3, 4, "bfloat16")
+    actual = (config.batch.micro_batch_size, config.model.num_layers, config.precision.dtype_name)
+    assert actual == (3, 4, "bfloat16")
     assert "--fp16" not in first.flags and list(first.flags).count("--micro-batch-size") == 1
 
 
@@ -166,18 +166,18 @@ def test_flags_of_the_command_line_win_over_the_space_s(read):
 def test_flags_and_expressions_that_cannot_be_are_named_with_their_place(read, flags, rule, words):
     circle = "gbs = 'mbs + seed'\nseed = 'gbs'" if rule != "true" else "gbs = '8'"
     space = read(f"[parameters]\ntp = [1, 2]\n[derived]\n{circle}\n[constraints]\na = '{rule}'")
-    with pytest.raises(ConfigError) as found:
-        found_of(space, flags)
-    assert all(word in str(found.value) for word in words.split("|")), str(found.value)
+    with pytest.raises(ConfigError) as caught:
+        enumerated(space, flags)
+    assert all(word in str(caught.value) for word in words.split("|")), str(caught.value)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "0.5", "'a'", "none", "[1, 2]"])
 def test_a_derived_size_that_is_none_leaves_nothing_and_ends_well(read, value):
     for name in ("pp", "tp", "nodes", "processes", "mbs"):
-        found = found_of(
+        listing = enumerated(
             read(f'[parameters]\nchunks = [1, 2]\n[derived]\n{name} = "{value}"', MODEL)
         )
-        assert not found.candidates and found.rejections.counts
+        assert not listing.candidates and listing.rejections.counts
 
 
 # -- with a described machine ----------------------------------------------------------------------
@@ -198,8 +198,8 @@ def test_memory_is_the_planner_s(read, frontier):
     The closest miss is the example.
     """
     capacity = 20 * GIB
-    free = found_of(read(LAYOUTS, SMALL), machine=Machine(frontier, 8, 2))
-    some = found_of(read(LAYOUTS, SMALL), machine=Machine(frontier, 8, 2, capacity))
+    free = enumerated(read(LAYOUTS, SMALL), machine=Machine(frontier, 8, 2))
+    some = enumerated(read(LAYOUTS, SMALL), machine=Machine(frontier, 8, 2, capacity))
     needs = {
         c.key: max(rank.total for rank in memory_of_ranks(config_of(c), "gpu"))
         for c in free.candidates
@@ -221,7 +221,7 @@ def test_memory_is_the_planner_s(read, frontier):
 def test_the_placement_is_the_fastest_of_all(read, frontier):
     """The placement is the fastest of all rank orders and of all device orders of the machine."""
     space = read("[parameters]\ntp = [2, 4]\npp = [1, 4]\n", SMALL)
-    for candidate in found_of(space, machine=Machine(frontier, 8, 2), predict=True).candidates:
+    for candidate in enumerated(space, machine=Machine(frontier, 8, 2), predict=True).candidates:
         config = config_of(candidate)
         assert config.parallel.cluster == "frontier"
         assert config.parallel.rank_order is not None and config.parallel.device_order is not None
@@ -241,7 +241,7 @@ def test_the_placement_is_the_fastest_of_all(read, frontier):
 def test_orders_that_are_fixed_are_kept(read, frontier):
     flags = f"{SMALL} --rank-order dp-tp-pp --device-order 0,1,2,3,4,5,6,7"
     space = read("[parameters]\ntp = [2]", flags)
-    (one,) = found_of(space, machine=Machine(frontier, 8, 2), predict=True).candidates
+    (one,) = enumerated(space, machine=Machine(frontier, 8, 2), predict=True).candidates
     assert one.flags.count("--rank-order") == one.flags.count("--device-order") == 1
     config = config_of(one)
     assert config.parallel.rank_order == "dp-tp-pp"
@@ -257,4 +257,4 @@ def test_a_space_without_end_is_refused(read):
         f"{name} = {list(range(100))}" for name in names
     )
     with pytest.raises(ConfigError, match="30,000,000,000.* more than 50,000"):
-        found_of(read(f"{text}\n[derived]\ngbs = '4 * ({' + '.join(names)})'"))
+        enumerated(read(f"{text}\n[derived]\ngbs = '4 * ({' + '.join(names)})'"))

@@ -18,7 +18,7 @@ from megatron.jobs.check_job import check, directives, parse_options, winning
 from megatron.planner.cluster import load_cluster
 from megatron.planner.timing import estimate
 from tests.helpers.launching import ROOT
-from tests.helpers.preflight import checked, cost, said
+from tests.helpers.preflight import checked, cost, problems_of
 from tools.preflight import main
 
 EXAMPLES = ROOT / "examples" / "frontier"
@@ -75,7 +75,7 @@ def room(monkeypatch, free):
 
 def test_a_sound_job():
     job = report()
-    assert said(job) == set(), job.findings
+    assert problems_of(job) == set(), job.findings
     assert (job.nodes, job.tasks) == (2, 16) and job.config is not None and "memory" in job.known
     assert job.config.parallel.data_parallel_size == 2
     assert any("account" in text and "sbatch" in text for text in job.unchecked), (
@@ -127,7 +127,7 @@ MISTAKES = [
 def test_a_mistake_is_found(old, new, level, about):
     assert (old in HEAD) != (old in COMMAND)
     job = report(HEAD.replace(old, new), COMMAND.replace(old, new))
-    assert (level, about) in said(job), job.findings
+    assert (level, about) in problems_of(job), job.findings
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def test_a_mistake_is_found(old, new, level, about):
 )
 def test_variables_of_the_network(monkeypatch, name, value, level):
     monkeypatch.setenv(name, value)
-    assert said(report()) == {(level, "network")}
+    assert problems_of(report()) == {(level, "network")}
     gloo = COMMAND.replace("--bf16", "--bf16 --distributed-backend gloo")
-    assert said(report(command=gloo)) == set()
+    assert problems_of(report(command=gloo)) == set()
 
 
 def test_room_for_checkpoints_is_one_more_than_are_kept(monkeypatch):
@@ -150,7 +150,7 @@ def test_room_for_checkpoints_is_one_more_than_are_kept(monkeypatch):
     size = 12 * (512 * 64 + 64 * 64 + 2 * 64 + 4 * (12 * 64 * 64 + 13 * 64))
     for free, expected in ((2 * size, set()), (2 * size - 1, {("error", "saving")})):
         room(monkeypatch, free)
-        assert said(report()) == expected
+        assert problems_of(report()) == expected
 
 
 def test_what_slurm_says(sbatch, monkeypatch):
@@ -159,7 +159,7 @@ def test_what_slurm_says(sbatch, monkeypatch):
     def answers(text):
         sbatch.write_text(f"#!/bin/sh\n{text}\n")
 
-    assert said(report()) == set() and any(
+    assert problems_of(report()) == set() and any(
         "Unable to contact" in text for text in report().unchecked
     )
     answers('echo "sbatch: error: Invalid account $*" >&2; exit 1')
@@ -168,7 +168,7 @@ def test_what_slurm_says(sbatch, monkeypatch):
     ]
     assert "Invalid account --test-only -q debug job.sbatch" in text
     answers("echo 'sbatch: Job 7 to start at 12:00'")
-    assert said(report()) == set()
+    assert problems_of(report()) == set()
 
 
 def test_what_it_costs():
@@ -188,14 +188,18 @@ def test_what_it_costs():
 
 def test_without_a_machine_there_are_no_limits_and_that_is_said():
     job = report(HEAD.replace("-t 02:00:00", "-t 90-00"), cluster="none")
-    assert said(job) == set() and not {"memory", "it costs"} & set(job.known)
+    assert problems_of(job) == set() and not {"memory", "it costs"} & set(job.known)
     assert any("no machine" in text for text in job.unchecked)
 
 
 def test_of_a_foreign_script_nothing_is_run(tmp_path):
     Path("job.sbatch").write_text(HEAD + COMMAND)
     job = check(["job.sbatch", "--train-iters", "3"], "frontier")
-    assert said(job) == {("warning", "script")} and not Path("ran").exists() and job.words is None
+    assert (
+        problems_of(job) == {("warning", "script")}
+        and not Path("ran").exists()
+        and job.words is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -214,7 +218,7 @@ def test_processes_of_a_command(command, nodes, tasks):
     )
     words = f"{command} pretrain_gpt.py {flags}"
     job = check(["--", *words.split()], "none")
-    assert (job.nodes, job.tasks) == (nodes, tasks) and said(job) <= {("warning", "saving")}
+    assert (job.nodes, job.tasks) == (nodes, tasks) and problems_of(job) <= {("warning", "saving")}
     assert job.config is not None and job.config.parallel.world_size == tasks
 
 
@@ -223,16 +227,16 @@ def test_data_that_are_there(tmp_path_factory):
     with IndexedDatasetWriter(prefix, dtype=np.uint16) as writer:
         writer.add_document(np.arange(5000) % 90)
     flags = f"--data-path {prefix} --tokenizer-type NullTokenizer --vocab-size 100"
-    assert said(report(command=COMMAND.replace("--mock-data", flags))) == set()
+    assert problems_of(report(command=COMMAND.replace("--mock-data", flags))) == set()
     prefix.with_suffix(".bin").write_bytes(b"short")
-    assert said(report(command=COMMAND.replace("--mock-data", flags))) == {("error", "data")}
+    assert problems_of(report(command=COMMAND.replace("--mock-data", flags))) == {("error", "data")}
 
 
 def test_a_checkpoint_that_is_broken(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ckpt")
     (folder / TRACKER).write_text("7\n")
     job = report(command=COMMAND.replace("ckpt", str(folder)))
-    assert {about for _, about in said(job)} == {"checkpoint"}
+    assert {about for _, about in problems_of(job)} == {"checkpoint"}
 
 
 def test_exit_codes_and_output(capsys):
@@ -258,7 +262,7 @@ def test_the_command_line_wins_over_variables_and_they_over_the_script():
     environ = {"SBATCH_TIMELIMIT": "2:00", "SBATCH_NETWORK": ""}
     options = winning(line, environ, script)
     assert problems == []
-    assert {name: tuple(given) for name, given in options.items()} == {
+    assert {name: tuple(option) for name, option in options.items()} == {
         "nodes": ("4", "command line"),
         "time": ("2:00", "variable SBATCH_TIMELIMIT"),
         "partition": ("batch", "line 3"),
@@ -295,7 +299,7 @@ def test_our_own_scripts(model, recipe, words, tmp_path, monkeypatch):
     batch = ["--global-batch-size", "75264"] if words else []
     script = EXAMPLES / f"train_{model}.sbatch"
     job = checked([*words, script, "--mock-data", "--train-iters", "1000", *batch], tmp_path)
-    assert said(job) <= {("error", "saving"), ("warning", "script")}, job.findings
+    assert problems_of(job) <= {("error", "saving"), ("warning", "script")}, job.findings
     assert job.tasks == 8 * job.nodes and job.nodes == job.asked_nodes
     assert 0 < cost(job)[0] < 30 and "iterations 0 to 1,000 " in job.known["it costs"]
     assert list(tmp_path.iterdir()) == []

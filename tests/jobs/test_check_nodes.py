@@ -68,8 +68,8 @@ def hosts_of(folder):
 
 @pytest.mark.slow
 def test_a_good_allocation(tmp_path):
-    first, *others = measured(tmp_path / "out", range(4))
-    assert [first.code, *others] == [0, *[Outcome(0, "")] * 3], first.output
+    first, *rest = measured(tmp_path / "out", range(4))
+    assert [first.code, *rest] == [0, *[Outcome(0, "")] * 3], first.output
     assert "2 of 2 nodes" in first.output and "--exclude" not in first.output
     assert all(f"{name}, {unit}: " in first.output for name, (unit, _, _) in FIGURES.items())
     assert hosts_of(tmp_path / "out") == [["node01", "node02"], []]
@@ -112,7 +112,7 @@ def process_of(rank, world, speed):
     launch = Launch(rank=rank, local_rank=rank % 2, world_size=world, local_world_size=2)
     connection = SimpleNamespace(launch=launch, another=lambda: None)
     process = Process(connection, 60.0)
-    process._bandwidth = lambda name, place, size: speed(name, place)
+    process._bandwidth = lambda name, member, size: speed(name, member)
     return process
 
 
@@ -127,7 +127,7 @@ def test_every_node_meets_both_neighbours_and_one_at_a_time(count):
     for node in nodes:
         for rank in (2 * node, 2 * node + 1):
             process_of(
-                rank, 40, lambda name, place, rank=rank: groups[name].append((place, rank)) or 1.0
+                rank, 40, lambda name, member, rank=rank: groups[name].append((member, rank)) or 1.0
             ).meet(nodes)
     partners = defaultdict(set)
     for members in groups.values():
@@ -144,13 +144,15 @@ def test_every_node_meets_both_neighbours_and_one_at_a_time(count):
 def test_the_better_neighbour_counts(bad):
     """A node is judged by its better neighbour, whichever round the bad one is in."""
 
-    def speed(name, place, failure):
+    def speed(name, member, failure):
         if name.startswith(bad) and failure:
             raise RuntimeError("timed out")
         return 1.0 if name.startswith(bad) else 50.0
 
     for failure in (True, False):
-        process = process_of(2, 8, lambda name, place, failure=failure: speed(name, place, failure))
+        process = process_of(
+            2, 8, lambda name, member, failure=failure: speed(name, member, failure)
+        )
         process.meet([0, 1, 2, 3])
         if bad != "between":
             assert process.figures == {WITHIN: 50.0, BETWEEN: 50.0} and process.errors == {}
@@ -190,7 +192,7 @@ def test_nodes_with_bad_devices_take_part_in_no_collective():
 
 
 def verdict(nodes, change, each=2, device="cuda"):
-    told = {
+    reports = {
         rank: {
             "device": device,
             "errors": {},
@@ -198,38 +200,40 @@ def verdict(nodes, change, each=2, device="cuda"):
         }
         for rank in range(nodes * each)
     }
-    change(told)
+    change(reports)
     return judge(
-        told, [f"n{rank // each}" for rank in range(nodes * each)], load_cluster("frontier").bands
+        reports,
+        [f"n{rank // each}" for rank in range(nodes * each)],
+        load_cluster("frontier").bands,
     )
 
 
-def nothing(told):
+def nothing(reports):
     """Change nothing: all is well."""
 
 
 def figure(name, value, *ranks):
-    def change(told):
+    def change(reports):
         for rank in ranks:
-            told[rank]["figures"][name] = value
+            reports[rank]["figures"][name] = value
 
     return change
 
 
 def alone(*ranks):
-    def change(told):
+    def change(reports):
         for rank in ranks:
-            told[rank]["errors"][BETWEEN] = "timed out"
-            del told[rank]["figures"][BETWEEN]
+            reports[rank]["errors"][BETWEEN] = "timed out"
+            del reports[rank]["figures"][BETWEEN]
 
     return change
 
 
 def test_nothing_against_sound_nodes():
     for nodes in (1, 2, 5):
-        found = verdict(nodes, nothing)
-        assert (found.bad, found.good) == ([], [f"n{n}" for n in range(nodes)])
-        assert not any("FAULT" in line or "--exclude" in line for line in found.lines)
+        judgement = verdict(nodes, nothing)
+        assert (judgement.bad, judgement.good) == ([], [f"n{n}" for n in range(nodes)])
+        assert not any("FAULT" in line or "--exclude" in line for line in judgement.lines)
 
 
 @pytest.mark.parametrize(
@@ -239,38 +243,40 @@ def test_nothing_against_sound_nodes():
         figure(WITHIN, 20.0, 2, 3),
         figure(BETWEEN, 1.0, 3),
         alone(3),
-        lambda told: told[3]["errors"].update({PRODUCT: "no device"}),
-        lambda told: told.pop(3),
+        lambda reports: reports[3]["errors"].update({PRODUCT: "no device"}),
+        lambda reports: reports.pop(3),
     ],
 )
 def test_one_bad_node_is_named_and_no_other(change):
     for nodes in (3, 4):
-        found = verdict(nodes, change)
-        assert found.bad == ["n1"] and found.good == [f"n{n}" for n in range(nodes) if n != 1]
-        assert "--exclude=n1" in found.lines and any(
-            line.startswith("FAULT n1 rank 3: ") for line in found.lines
+        judgement = verdict(nodes, change)
+        assert judgement.bad == ["n1"] and judgement.good == [
+            f"n{n}" for n in range(nodes) if n != 1
+        ]
+        assert "--exclude=n1" in judgement.lines and any(
+            line.startswith("FAULT n1 rank 3: ") for line in judgement.lines
         )
 
 
 def test_two_nodes_that_do_not_reach_each_other_are_nobodys_fault():
-    found = verdict(2, alone(0, 1, 2, 3))
-    assert found.bad == found.good == [] and any(
-        line.startswith("FAULT no node") for line in found.lines
+    judgement = verdict(2, alone(0, 1, 2, 3))
+    assert judgement.bad == judgement.good == [] and any(
+        line.startswith("FAULT no node") for line in judgement.lines
     )
 
 
 def test_who_has_no_sound_neighbour_is_not_accused():
-    found = verdict(
-        2, lambda told: (alone(0, 1, 2, 3)(told), told[3]["errors"].update({WITHIN: "no end"}))
+    judgement = verdict(
+        2, lambda r: (alone(0, 1, 2, 3)(r), r[3]["errors"].update({WITHIN: "no end"}))
     )
-    assert found.bad == ["n1"] and found.good == ["n0"]
+    assert judgement.bad == ["n1"] and judgement.good == ["n0"]
 
 
 def test_a_machine_below_its_band_is_compared_with_itself():
     assert verdict(1, figure(PRODUCT, 88.0, 1)).bad == ["n0"], "the band is narrower than the share"
     slow = figure(PRODUCT, 60.0, *range(8))
     assert not verdict(4, slow).bad
-    assert verdict(4, lambda told: (slow(told), figure(PRODUCT, 40.0, 5)(told))).bad == ["n2"]
+    assert verdict(4, lambda r: (slow(r), figure(PRODUCT, 40.0, 5)(r))).bad == ["n2"]
 
 
 def test_nobody_is_accused_of_a_slow_cpu():
@@ -288,8 +294,8 @@ def test_normal_differences_accuse_nobody():
     noise = (1.0 + 0.03 * torch.randn(8000)).tolist()
     assert min(noise) < 0.91
 
-    def change(told):
-        for rank, one in told.items():
+    def change(reports):
+        for rank, one in reports.items():
             one["figures"][PRODUCT] = 110.0 * noise[rank]
 
     assert not verdict(1000, change, each=8).bad

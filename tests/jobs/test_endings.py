@@ -54,10 +54,10 @@ srun: error: node04: task 1: Killed
 )
 def test_one_log(tmp_path, codes, text, kind, words):
     (tmp_path / "train.log").write_text(text)
-    found = ending(
+    result = ending(
         None if codes is None else [codes], [tmp_path / "absent", tmp_path / "train.log"]
     )
-    assert found.kind == kind and words in found.reason
+    assert result.kind == kind and words in result.reason
 
 
 def test_the_first_cause_is_told_not_what_follows_from_it(tmp_path):

@@ -105,8 +105,8 @@ def test_ranks_know_their_place_and_nothing_of_a_launcher(tmp_path, monkeypatch)
     run = start_here([*FAST, program], 2, tmp_path)
     until(run.poll)
     assert run.exit_codes == [0, 0]
-    told = [(tmp_path / "train.log").read_text(), (tmp_path / "tasks/task_1.err").read_text()]
-    assert [eval(text) for text in told] == [
+    outputs = [(tmp_path / "train.log").read_text(), (tmp_path / "tasks/task_1.err").read_text()]
+    assert [eval(text) for text in outputs] == [
         {"RANK": str(rank), "WORLD_SIZE": "2", "SLURM_JOB_ID": None, "A": "b"} for rank in (0, 1)
     ]
 
@@ -115,9 +115,9 @@ def kill_the_starter(start, alive):
     """Start a run in another process, kill that process, and wait for the run to end."""
 
     def starter():
-        kept = start()
+        started = start()
         signal.pause()
-        assert kept
+        assert started
 
     pid = forked(starter)
     alive.started()

@@ -42,12 +42,12 @@ def metrics(path, config, seconds, **changes):
 
 
 def test_one_run_corrects_everything_to_what_it_took(tmp_path):
-    found = estimate(QUIET, FRONTIER)
-    folder = metrics(tmp_path / "run/metrics.jsonl", QUIET, 1.3 * found.seconds).parent
+    estimated = estimate(QUIET, FRONTIER)
+    folder = metrics(tmp_path / "run/metrics.jsonl", QUIET, 1.3 * estimated.seconds).parent
     (tmp_path / "failed").mkdir()
     cluster, factors, errors, left_out = refined(FRONTIER, [folder, tmp_path / "failed"])
     assert factors == pytest.approx((1.3, 1.3))
-    assert estimate(QUIET, cluster).seconds == pytest.approx(1.3 * found.seconds, rel=0.01)
+    assert estimate(QUIET, cluster).seconds == pytest.approx(1.3 * estimated.seconds, rel=0.01)
     assert len(left_out) == 1 and "failed" in left_out[0] and errors.rows[0][2] == "-23.1 %"
     before = FRONTIER.compute
     after = cluster.compute
@@ -108,11 +108,11 @@ def noisy(seed):
     """
     chance = random.Random(seed)
     runs = []
-    for i, found in enumerate([*estimates(), *estimates()]):
-        sent = messages_s(found)
+    for i, estimated in enumerate([*estimates(), *estimates()]):
+        sent = messages_s(estimated)
         slow = (3.0 if i in (1, 5, 11) else 1.0) * math.exp(chance.gauss(0, 0.01))
-        seconds = slow * (1.2 * (found.seconds - sent) + 2 * sent)
-        runs.append(RefinementRun(str(i), found.config, seconds))
+        seconds = slow * (1.2 * (estimated.seconds - sent) + 2 * sent)
+        runs.append(RefinementRun(str(i), estimated.config, seconds))
     return runs
 
 

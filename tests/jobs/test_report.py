@@ -7,7 +7,7 @@ import pytest
 from megatron.config.command_line import parse_plan
 from megatron.jobs import tune
 from megatron.jobs.tune import command, write_report
-from tests.jobs.made import Made, no_files, search, setup, truth
+from tests.jobs.made import FakeRunner, no_files, search, setup, truth
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +32,13 @@ def test_everything_is_there(tmp_path):
 
 def test_the_table_has_every_trial_with_its_figures(tmp_path, monkeypatch):
     no_pictures(monkeypatch)
-    found = report(tmp_path)
-    write_report(found)
+    tuner = report(tmp_path)
+    write_report(tuner)
     lines = (tmp_path / "out/report/trials.md").read_text().splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][2:]
     assert sorted(row[0] for row in rows) == sorted(str(n) for n in range(1, 13))
-    assert [row[1] for row in rows[:11]] == [one.candidate.key for one in found.ranked]
-    for one, (_, _, value, _, shown, *_) in zip(found.ranked, rows[:11], strict=True):
+    assert [row[1] for row in rows[:11]] == [one.candidate.key for one in tuner.ranked]
+    for one, (_, _, value, _, shown, *_) in zip(tuner.ranked, rows[:11], strict=True):
         step_s = truth(one.candidate.values)
         assert float(shown) == pytest.approx(step_s, rel=1e-3)
         assert value == f"{8 * 64 / step_s:.4g} tokens/s"
@@ -47,10 +47,10 @@ def test_the_table_has_every_trial_with_its_figures(tmp_path, monkeypatch):
 
 def test_the_best_command_is_the_layout_that_was_tried(tmp_path, monkeypatch):
     no_pictures(monkeypatch)
-    found = report(tmp_path)
-    write_report(found)
+    tuner = report(tmp_path)
+    write_report(tuner)
     words = shlex.split((tmp_path / "out/report/best.txt").read_text())
-    best = found.ranked[0]
+    best = tuner.ranked[0]
     assert words[:3] == ["torchrun", "--nproc-per-node=1", "pretrain_gpt.py"]
     assert parse_plan([*words[3:], "--world-size", "1"]) == parse_plan(
         [*best.candidate.flags, "--world-size", "1"]
@@ -70,9 +70,9 @@ def test_under_slurm_devices_are_bound(tmp_path, monkeypatch):
     no_pictures(monkeypatch)
     hosts = tmp_path / "hosts"
     hosts.write_text("\n".join(f"n{i}" for i in range(16)))
-    own = setup(tmp_path, "--hosts-file", str(hosts), "--cluster", "frontier", space=SLURM)
-    found, _ = search(own, Made(lambda values: 3.5, hosts=[f"n{i}" for i in range(16)]))
-    assert command(found).startswith(
+    tuning = setup(tmp_path, "--hosts-file", str(hosts), "--cluster", "frontier", space=SLURM)
+    tuner, _ = search(tuning, FakeRunner(lambda values: 3.5, hosts=[f"n{i}" for i in range(16)]))
+    assert command(tuner).startswith(
         "srun -N 16 -n 128 --ntasks-per-node=8 -c 7 --gpus-per-task=1 --gpu-bind=closest python -u "
         "pretrain_gpt.py "
     )

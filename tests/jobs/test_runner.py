@@ -34,10 +34,10 @@ class Jobs:
     `again`: interrupted jobs run again. `at`: called when all have started.
     """
 
-    def __init__(self, *jobs, again=False, at=lambda: None):
+    def __init__(self, *jobs, requeue=False, at=lambda: None):
         self.left = list(jobs)
         self.ends = []
-        self.again = again
+        self.requeue = requeue
         self.at = at
         self.most = self.started = 0
 
@@ -52,7 +52,7 @@ class Jobs:
 
     def ended(self, end):
         self.ends.append(end)
-        if end.interrupted and self.again:
+        if end.interrupted and self.requeue:
             self.left.append(end.job)
 
     @property
@@ -81,8 +81,8 @@ def run(
         clock.advance(pass_s)
         os.sched_yield()
 
-    place = LaunchTarget("slurm" if hosts else "local", tuple(hosts), 2 if hosts else 1)
-    return Runner(place, say, clock=clock, sleep=sleep, **more).run(source)
+    target = LaunchTarget("slurm" if hosts else "local", tuple(hosts), 2 if hosts else 1)
+    return Runner(target, say, clock=clock, sleep=sleep, **more).run(source)
 
 
 @pytest.fixture
@@ -169,11 +169,11 @@ def test_what_takes_too_long_is_stopped_and_nothing_is_left(
     words,
 ):
     programs(program)
-    begun = []
+    started = []
     look = running.Watch.look
 
     def after_the_start(self, now):
-        begun or begun.append(alive.started() is None)
+        started or started.append(alive.started() is None)
         return look(self, now)
 
     monkeypatch.setattr(running.Watch, "look", after_the_start)
@@ -352,12 +352,12 @@ def test_what_a_node_took_along_runs_again_on_others_twice(tmp_path, steps, monk
     """
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(running, "Inquiry", Asked)
-    said = []
+    messages = []
     hosts = ("n1", "n2", "n3", "n4")
     steps("exit 75")
-    source = Jobs(job(tmp_path), again=True)
-    run(source, hosts=hosts, say=said.append)
-    assert [end.hosts for end in source.ends] == [("n1",), ("n2",), ("n3",)] and len(said) == 3
+    source = Jobs(job(tmp_path), requeue=True)
+    run(source, hosts=hosts, say=messages.append)
+    assert [end.hosts for end in source.ends] == [("n1",), ("n2",), ("n3",)] and len(messages) == 3
     first, second, last = source.ends
     assert "n1" in first.interrupted and "n2" in second.interrupted
     assert source.why == LOST_RANK and last.why is not None and "n3" in last.why.reason

@@ -31,17 +31,17 @@ def series_of(folder):
 
 def test_figures_are_those_of_the_steady_steps(tmp_path):
     config = settings("22b", 1, 8, 2, 1280)
-    found = measure(tmp_path / "run", records(config, [900.0, 430.0, 410.0, 420.0]))
-    assert found.valid and found.notes == ()
-    assert (found.steady, found.step_s, found.batch, found.skipped) == (3, 420.0, 1280, 0)
-    assert found.spread == (430.0 - 410.0) / 420.0
-    assert found.tokens_per_s == 1280 * SEQUENCE / 420.0
-    assert found.tokens_per_s_per_device == 1280 * SEQUENCE / 420.0 / 16
-    assert found.memory_bytes == 44 * 2**30
+    result = measure(tmp_path / "run", records(config, [900.0, 430.0, 410.0, 420.0]))
+    assert result.valid and result.notes == ()
+    assert (result.steady, result.step_s, result.batch, result.skipped) == (3, 420.0, 1280, 0)
+    assert result.spread == (430.0 - 410.0) / 420.0
+    assert result.tokens_per_s == 1280 * SEQUENCE / 420.0
+    assert result.tokens_per_s_per_device == 1280 * SEQUENCE / 420.0 / 16
+    assert result.memory_bytes == 44 * 2**30
     expected = paper_flops("22b", 1280) / 420.0 / 16 / 1e12
-    assert found.hardware_tflops == pytest.approx(expected, rel=1e-12)
-    assert found.model_tflops == pytest.approx(0.75 * expected, rel=1e-12)
-    assert found.hfu == pytest.approx(expected / 191.5, rel=1e-12)
+    assert result.hardware_tflops == pytest.approx(expected, rel=1e-12)
+    assert result.model_tflops == pytest.approx(0.75 * expected, rel=1e-12)
+    assert result.hfu == pytest.approx(expected / 191.5, rel=1e-12)
 
 
 def test_warm_up_and_smaller_batches_do_not_count(tmp_path):
@@ -51,14 +51,14 @@ def test_warm_up_and_smaller_batches_do_not_count(tmp_path):
     )
     assert measure(tmp_path / "a", written).step_s == 435.0
     assert measure(tmp_path / "b", written, {"name": "x", "warm_up": 3}).step_s == 430.0
-    found = measure(tmp_path / "c", written, {"name": "x", "warm_up": 3}, warm_up=4)
-    assert (found.step_s, found.steady) == (430.0, 2) and found.valid
+    result = measure(tmp_path / "c", written, {"name": "x", "warm_up": 3}, warm_up=4)
+    assert (result.step_s, result.steady) == (430.0, 2) and result.valid
 
 
 def test_skipped_steps_are_counted_and_left_out(tmp_path):
     config = settings("22b", 1, 8, 1, 640)
-    found = measure(tmp_path / "a", records(config, [500.0, 400.0, 300.0, 420.0], skipped=[1, 3]))
-    assert found.valid and (found.skipped, found.steady, found.step_s) == (2, 2, 410.0)
+    result = measure(tmp_path / "a", records(config, [500.0, 400.0, 300.0, 420.0], skipped=[1, 3]))
+    assert result.valid and (result.skipped, result.steady, result.step_s) == (2, 2, 410.0)
 
 
 def longer_than_the_clock_says(written):
@@ -89,17 +89,17 @@ def test_contradictions_make_a_run_invalid(tmp_path, spoil, figures_):
     written = records(config, [420.0] * 4)
     assert measure(tmp_path / "good", written).valid
     spoil(written)
-    found = measure(tmp_path / "bad", written)
-    said = {float(number) for number in NUMBER.findall(" / ".join(found.problems))}
-    assert not found.valid and said >= {*figures_}, found.problems
+    result = measure(tmp_path / "bad", written)
+    numbers = {float(number) for number in NUMBER.findall(" / ".join(result.problems))}
+    assert not result.valid and numbers >= {*figures_}, result.problems
 
 
 def test_a_resumed_run_counts_from_its_last_start(tmp_path):
     config = settings("22b", 1, 8, 1, 640)
     first = records(config, [100.0] * 3)[:-1]
     second = records(config, [900.0, 420.0, 422.0], first=2, clock=2e9)
-    found = measure(tmp_path / "run", first + second)
-    assert found.valid and found.step_s == 421.0
+    result = measure(tmp_path / "run", first + second)
+    assert result.valid and result.step_s == 421.0
 
 
 def scaled(tmp_path, kind, worlds):
@@ -215,8 +215,8 @@ def test_values_that_follow_each_other_count_less():
     assert independent_values([1.0] * 30) == 30
 
 
-@pytest.mark.parametrize(("faster", "said"), [(1.0005, False), (1.05, True)])
-def test_only_a_difference_beyond_the_noise_is_one(tmp_path, faster, said):
+@pytest.mark.parametrize(("faster", "significant"), [(1.0005, False), (1.05, True)])
+def test_only_a_difference_beyond_the_noise_is_one(tmp_path, faster, significant):
     """Steps scatter by 1 %; the runs differ in their layout, and are compared in one table."""
     source = random.Random(2)
     for name, tensor, step_s in (("a", 1, 420.0), ("b", 2, 420.0 / faster)):
@@ -225,6 +225,6 @@ def test_only_a_difference_beyond_the_noise_is_one(tmp_path, faster, said):
     series = series_of(tmp_path)
     first, second = (row(series, member) for member in series.members)
     assert first["verdict"] is None and first["efficiency"] == 1
-    assert ("no difference" not in second["verdict"]) is said
+    assert ("no difference" not in second["verdict"]) is significant
     low, high = second["efficiency_interval"]
-    assert low < faster < high and (low > 1) is said
+    assert low < faster < high and (low > 1) is significant

@@ -17,14 +17,14 @@ PLAIN = table()
 def test_a_space_is_exhausted_with_each_candidate_once(name, prior):
     """All 12 candidates are proposed, each once, although some fail."""
     known = table(lambda v: v["mbs"] == 8, keep=lambda v: v["pp"] == v["tp"] == 1 and not v["sp"])
-    found = play(name, known, 100, known.prior if prior else None)
-    assert sorted(index for index, _ in found) == list(range(12))
+    proposals = play(name, known, 100, known.prior if prior else None)
+    assert sorted(index for index, _ in proposals) == list(range(12))
 
 
 @pytest.mark.parametrize("name", LEARNING)
 def test_the_best_of_the_prior_come_first(name):
-    found = play(name, PLAIN, 4, PLAIN.prior)
-    assert found == [
+    proposals = play(name, PLAIN, 4, PLAIN.prior)
+    assert proposals == [
         (index, "planner") for index in sorted(range(456), key=lambda i: PLAIN.prior[i])[:4]
     ]
 
@@ -51,8 +51,8 @@ def test_it_needs_far_fewer_trials_than_random_search(name, prior, seeds):
         cost + 0.25 * (c.values["mbs"] == 8)
         for cost, c in zip(PLAIN.costs, PLAIN.candidates, strict=True)
     ]
-    given = {"none": None, "wrong": wrong, "opposite": [-cost for cost in PLAIN.costs]}[prior]
-    needed = [trials_to_good(name, PLAIN, 60, given, seed) for seed in range(seeds)]
+    predicted = {"none": None, "wrong": wrong, "opposite": [-cost for cost in PLAIN.costs]}[prior]
+    needed = [trials_to_good(name, PLAIN, 60, predicted, seed) for seed in range(seeds)]
     assert max(needed) <= 60 and statistics.median(needed) < trials_by_chance(PLAIN) / 2, needed
 
 
@@ -61,8 +61,8 @@ def test_it_needs_far_fewer_trials_than_random_search(name, prior, seeds):
 def test_a_region_that_fails_is_left(name):
     """A failing region is avoided. Half of the space fails, and the planner prefers that half."""
     known = table(lambda v: v["tp"] >= 4)
-    found = play(name, known, 30, known.prior)
-    failed = [index in known.fails for index, _ in found]
+    proposals = play(name, known, 30, known.prior)
+    failed = [index in known.fails for index, _ in proposals]
     assert failed[0] and sum(failed[15:]) <= 3, failed
 
 

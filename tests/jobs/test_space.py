@@ -114,9 +114,9 @@ def test_the_digest_is_of_the_meaning(read):
     ],
 )
 def test_a_mistake_is_named_with_its_place(read, text, words):
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as caught:
         read(text)
-    assert all(word in str(found.value) for word in ("space.toml", *words.split("|")))
+    assert all(word in str(caught.value) for word in ("space.toml", *words.split("|")))
 
 
 @given(
@@ -160,8 +160,8 @@ def test_every_setting_that_has_a_flag_varies():
         except ConfigError as error:
             assert any(word in str(error) for word in ("at most", "less than", "at least")), name
             continue
-        given = read_settings(flags_of(name, accepted))
-        assert not given.problems and given.explicit[name] == (
+        parsed = read_settings(flags_of(name, accepted))
+        assert not parsed.problems and parsed.explicit[name] == (
             (value,) if option.many else value
         ), name
         varied += 1
@@ -174,14 +174,14 @@ NAMES = dict(tp=4, pp=12, mbs=3, half=0.5, sp=True, schedule="1f1b", chunks=None
 NUMBERS = st.sampled_from("0 1 2 3 7 64 1.5 tp pp mbs half".split())
 
 
-def joined(parts):
+def joined(operands):
     signs = st.sampled_from("+ - * / // %".split())
     return st.one_of(
-        st.tuples(parts, signs, parts).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
-        st.tuples(st.sampled_from(["min", "max"]), parts, parts).map(
+        st.tuples(operands, signs, operands).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+        st.tuples(st.sampled_from(["min", "max"]), operands, operands).map(
             lambda t: f"{t[0]}({t[1]}, {t[2]})"
         ),
-        parts.map(lambda a: f"(-{a})"),
+        operands.map(lambda a: f"(-{a})"),
     )
 
 
@@ -194,12 +194,12 @@ COMPARED = st.one_of(
 )
 LOGIC = st.recursive(
     COMPARED,
-    lambda parts: st.one_of(
-        st.tuples(parts, st.sampled_from(["and", "or"]), parts).map(
+    lambda operands: st.one_of(
+        st.tuples(operands, st.sampled_from(["and", "or"]), operands).map(
             lambda t: f"({t[0]} {t[1]} {t[2]})"
         ),
-        parts.map(lambda a: f"(not {a})"),
-        st.tuples(parts, parts, parts).map(lambda t: f"({t[0]} if {t[1]} else {t[2]})"),
+        operands.map(lambda a: f"(not {a})"),
+        st.tuples(operands, operands, operands).map(lambda t: f"({t[0]} if {t[1]} else {t[2]})"),
     ),
     max_leaves=5,
 )
@@ -213,8 +213,8 @@ def test_values_are_python_s(text):
         with pytest.raises(ValueError):
             parse_expression(text).value(NAMES)
     else:
-        found = parse_expression(text).value(NAMES)
-        assert found == expected and type(found) is type(expected)
+        value = parse_expression(text).value(NAMES)
+        assert value == expected and type(value) is type(expected)
 
 
 @given(
@@ -222,11 +222,11 @@ def test_values_are_python_s(text):
 )
 def test_any_text_has_a_value_or_a_problem_and_nothing_else(text):
     try:
-        found = parse_expression(text).value(NAMES)
+        value = parse_expression(text).value(NAMES)
     except ValueError as error:
         assert str(error)
     else:
-        assert found is None or isinstance(found, (int, float, str, bool))
+        assert value is None or isinstance(value, (int, float, str, bool))
 
 
 @pytest.mark.parametrize(

@@ -64,13 +64,15 @@ def test_table_five_has_its_combinations(sizes_of_batch):
     }
     assert space.combinations == 3264 == 6 * 4 * 17 * 2 * 2 * 2 and space.iterations == 10
     sizes = list(itertools.product((1, 2, 4, 8, 12, 16), (1, 2, 4, 8), (96, 128)))
-    whole = [gcds // (pp * tp) for pp, tp, gcds in sizes if gcds % (pp * tp) == 0]
-    found = listed("paper-175b", ANYWHERE, mbs=sizes_of_batch)
+    replicas = [gcds // (pp * tp) for pp, tp, gcds in sizes if gcds % (pp * tp) == 0]
+    enumeration = listed("paper-175b", ANYWHERE, mbs=sizes_of_batch)
     many = len(sizes_of_batch)
-    counts = sorted(found.rejections.counts.values())
-    assert counts == sorted([(len(sizes) - len(whole)) * many * 2 * 2, whole.count(1) * many * 2])
-    assert len(found.candidates) == 6 * 4 * many * 2 * 2 * 2 - sum(counts)
-    for candidate in found.candidates[::41]:
+    counts = sorted(enumeration.rejections.counts.values())
+    assert counts == sorted(
+        [(len(sizes) - len(replicas)) * many * 2 * 2, replicas.count(1) * many * 2]
+    )
+    assert len(enumeration.candidates) == 6 * 4 * many * 2 * 2 * 2 - sum(counts)
+    for candidate in enumeration.candidates[::41]:
         of = candidate.values
         run = settings(candidate)
         assert (

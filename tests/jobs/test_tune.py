@@ -19,7 +19,7 @@ from megatron.jobs.trial_statistics import CONFIRM
 from megatron.jobs.tune import BUDGET, EXHAUSTED, NODES, summary
 from megatron.metrics_file import read_records
 from megatron.planner.cluster import GIB
-from tests.jobs.made import Made, no_files, search, setup, truth
+from tests.jobs.made import FakeRunner, no_files, search, setup, truth
 from tools import tune
 
 # The second of two layouts needs gigabytes for its weights.
@@ -41,14 +41,14 @@ warm_up = 1
 """
 
 
-def told(found):
+def trial_records(tuner):
     return [
-        (t.number, t.candidate.key, t.by, t.result.step_s) for _, t in sorted(found.trials.items())
+        (t.number, t.candidate.key, t.by, t.result.step_s) for _, t in sorted(tuner.trials.items())
     ]
 
 
-def again(found):
-    return [t.number for t in found.trials.values() if t.by == CONFIRM]
+def confirmations(tuner):
+    return [t.number for t in tuner.trials.values() if t.by == CONFIRM]
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +60,10 @@ def made(monkeypatch):
 
 
 def test_every_candidate_once_and_the_best_is_the_best(tmp_path):
-    found, why = search(setup(tmp_path, prior=False))
-    assert why == EXHAUSTED and len(found.finished) == 12 == len(found.trials)
-    assert len({t.candidate.key for t in found.trials.values()}) == 12
-    assert found.ranked[0].candidate.key == "mbs=4,seed=1" and len(found.ranked) == 11
+    tuner, why = search(setup(tmp_path, prior=False))
+    assert why == EXHAUSTED and len(tuner.finished) == 12 == len(tuner.trials)
+    assert len({t.candidate.key for t in tuner.trials.values()}) == 12
+    assert tuner.ranked[0].candidate.key == "mbs=4,seed=1" and len(tuner.ranked) == 11
 
 
 def test_node_hours_prefer_few_nodes(tmp_path):
@@ -76,9 +76,9 @@ def test_node_hours_prefer_few_nodes(tmp_path):
         return dataclasses.replace(c, nodes=4) if c.key == "mbs=4,seed=1" else c
 
     for objective, best in (("tokens_per_s", True), ("node_hours", False)):
-        runner = Made(hosts=("n1", "n2", "n3", "n4"))
-        found, _ = search(setup(tmp_path / objective, "--objective", objective), runner, larger)
-        assert (found.ranked[0].candidate.key == "mbs=4,seed=1") is best
+        runner = FakeRunner(hosts=("n1", "n2", "n3", "n4"))
+        tuner, _ = search(setup(tmp_path / objective, "--objective", objective), runner, larger)
+        assert (tuner.ranked[0].candidate.key == "mbs=4,seed=1") is best
 
 
 @pytest.mark.parametrize(
@@ -98,27 +98,27 @@ def test_killed_at_any_turn_and_started_again_it_is_as_if_it_had_not_been(
         monkeypatch.setattr("megatron.jobs.search._FIRST", 4)
 
     def noisy(values):
-        found = truth(values)
+        outcome = truth(values)
         scatter = 0.001 * (7 * values["number"] % 5)
-        return found if isinstance(found, Ending) else 1 + 0.01 * found + scatter
+        return outcome if isinstance(outcome, Ending) else 1 + 0.01 * outcome + scatter
 
-    undisturbed, why = search(setup(tmp_path / "whole", *words), runner := Made(noisy))
+    undisturbed, why = search(setup(tmp_path / "whole", *words), runner := FakeRunner(noisy))
     turns = range(1, runner.turn, 7 if slow else 1)
     for turn in turns:
-        own = setup(tmp_path / f"cut{turn}", *words)
-        first, _ = search(own, Made(noisy, stop=lambda now, turn=turn: now == turn))
-        second, ended = search(own, again := Made(noisy))
-        assert told(second) == told(undisturbed) and ended == why, turn
-        assert len(first.finished + second.finished) == len(told(undisturbed)), turn
-        assert sum(what == "start" for what, _ in again.log) == len(second.finished)
+        tuning = setup(tmp_path / f"cut{turn}", *words)
+        first, _ = search(tuning, FakeRunner(noisy, stop=lambda now, turn=turn: now == turn))
+        second, ended = search(tuning, resumed := FakeRunner(noisy))
+        assert trial_records(second) == trial_records(undisturbed) and ended == why, turn
+        assert len(first.finished + second.finished) == len(trial_records(undisturbed)), turn
+        assert sum(what == "start" for what, _ in resumed.log) == len(second.finished)
 
 
 def test_what_was_complete_though_nobody_noted_it_counts(tmp_path):
-    own = setup(tmp_path, "--max-trials", "3")
-    search(own)
-    (own.out / "trials/0003/result.json").unlink()
-    found, why = search(own, runner := Made())
-    assert runner.log == [] and why == BUDGET and found.trials[3].result.step_s
+    tuning = setup(tmp_path, "--max-trials", "3")
+    search(tuning)
+    (tuning.out / "trials/0003/result.json").unlink()
+    tuner, why = search(tuning, runner := FakeRunner())
+    assert runner.log == [] and why == BUDGET and tuner.trials[3].result.step_s
 
 
 def test_side_by_side_on_nodes_of_their_own_and_a_large_one_is_not_passed_by(
@@ -127,18 +127,20 @@ def test_side_by_side_on_nodes_of_their_own_and_a_large_one_is_not_passed_by(
     def larger(c):
         return dataclasses.replace(c, nodes=4 if c.index == 4 else 1 + c.index % 2)
 
-    found, why = search(
-        setup(tmp_path), runner := Made(hosts=[f"n{i}" for i in range(5)], turns=4), larger
+    tuner, why = search(
+        setup(tmp_path), runner := FakeRunner(hosts=[f"n{i}" for i in range(5)], turns=4), larger
     )
     starts = [number for what, number in runner.log if what == "start"]
     assert why == EXHAUSTED and starts == sorted(starts) and len(starts) == 12
     assert runner.turn < 12 * 4, "some ran at the same time"
-    assert next(t.number for t in found.trials.values() if t.candidate.nodes == 4) == 5
+    assert next(t.number for t in tuner.trials.values() if t.candidate.nodes == 4) == 5
 
 
 def test_nothing_starts_that_would_not_end_in_time(tmp_path):
-    found, why = search(setup(tmp_path), runner := Made(turns=10, left_s=lambda turn: 35.5 - turn))
-    assert why == TIME and len(found.finished) == 3 and runner.turn == 30
+    tuner, why = search(
+        setup(tmp_path), runner := FakeRunner(turns=10, left_s=lambda turn: 35.5 - turn)
+    )
+    assert why == TIME and len(tuner.finished) == 3 and runner.turn == 30
 
 
 def test_out_of_memory_rules_out_what_needs_no_less(tmp_path):
@@ -148,8 +150,8 @@ def test_out_of_memory_rules_out_what_needs_no_less(tmp_path):
     def small(values):
         return Ending(OUT_OF_MEMORY, "too much") if values["mbs"] > 2 else truth(values)
 
-    found, why = search(setup(tmp_path), Made(small), sized)
-    tried = [t.candidate.values["mbs"] for t in found.trials.values()]
+    tuner, why = search(setup(tmp_path), FakeRunner(small), sized)
+    tried = [t.candidate.values["mbs"] for t in tuner.trials.values()]
     assert why == EXHAUSTED and tried.count(4) == 1 and 8 not in tried and len(tried) == 7
 
 
@@ -157,12 +159,16 @@ def test_failed_trials_run_again_where_the_budget_has_room(tmp_path):
     def bad(values):
         return Ending("crash", "exit code 1") if values["number"] in (2, 4) else 1.0
 
-    search(setup(tmp_path, "--max-trials", "5"), Made(bad))
-    found, why = search(setup(tmp_path, "--max-trials", "4", "--retry-failed"), runner := Made())
+    search(setup(tmp_path, "--max-trials", "5"), FakeRunner(bad))
+    tuner, why = search(
+        setup(tmp_path, "--max-trials", "4", "--retry-failed"), runner := FakeRunner()
+    )
     assert why == BUDGET and runner.log == [("start", 2), ("end", 2)]
-    found, _ = search(setup(tmp_path, "--max-trials", "5", "--retry-failed"), runner := Made())
+    tuner, _ = search(
+        setup(tmp_path, "--max-trials", "5", "--retry-failed"), runner := FakeRunner()
+    )
     assert runner.log == [("start", 4), ("end", 4)] and all(
-        trial.result.step_s for trial in found.trials.values()
+        trial.result.step_s for trial in tuner.trials.values()
     )
 
 
@@ -177,16 +183,16 @@ def test_leading_layouts_are_measured_again_and_how_many_may_change(tmp_path):
         return 1 + 0.001 * values["number"]
 
     for most, confirm, ended in ((4, 0, 4), (4, 2, 2), (4, 1, 0), (6, 1, 3), (6, 3, 2)):
-        found, why = search(
-            setup(tmp_path, "--max-trials", str(most), "--confirm", str(confirm)), Made(flat)
+        tuner, why = search(
+            setup(tmp_path, "--max-trials", str(most), "--confirm", str(confirm)), FakeRunner(flat)
         )
-        assert len(found.finished) == ended and why == BUDGET, (most, confirm)
-    assert again(found) == [5, 6, 9, 10, 11]
-    assert len({t.candidate.key for t in found.trials.values() if t.by != CONFIRM}) == 6, (
+        assert len(tuner.finished) == ended and why == BUDGET, (most, confirm)
+    assert confirmations(tuner) == [5, 6, 9, 10, 11]
+    assert len({t.candidate.key for t in tuner.trials.values() if t.by != CONFIRM}) == 6, (
         "none is proposed again"
     )
     # Layouts that differ widely leave no doubt.
-    assert again(search(setup(tmp_path / "clear", "--confirm", "3"))[0]) == []
+    assert confirmations(search(setup(tmp_path / "clear", "--confirm", "3"))[0]) == []
 
 
 def test_what_a_dead_node_ended_runs_again_and_too_few_nodes_are_another_start_s(
@@ -195,17 +201,17 @@ def test_what_a_dead_node_ended_runs_again_and_too_few_nodes_are_another_start_s
     def larger(c):
         return dataclasses.replace(c, nodes=2 if c.index > 2 else 1)
 
-    runner = Made(hosts=("n1", "n2", "n3"), die=((1, "n2"),))
-    found, why = search(setup(tmp_path / "one"), runner, larger)
-    assert why == EXHAUSTED and len(found.finished) == 12 and ("lost", 2) in runner.log
+    runner = FakeRunner(hosts=("n1", "n2", "n3"), die=((1, "n2"),))
+    tuner, why = search(setup(tmp_path / "one"), runner, larger)
+    assert why == EXHAUSTED and len(tuner.finished) == 12 and ("lost", 2) in runner.log
     assert [number for what, number in runner.log if what == "start"].count(2) == 2
-    runner = Made(hosts=("n1", "n2", "n3"), die=((5, "n1"), (5, "n2")))
-    found, why = search(setup(tmp_path / "few", "--confirm", "2"), runner, larger)
-    assert why == NODES and 3 <= len(found.finished) < 12
-    found, why = search(
-        setup(tmp_path / "few", "--confirm", "2"), Made(hosts=("n1", "n2", "n3")), larger
+    runner = FakeRunner(hosts=("n1", "n2", "n3"), die=((5, "n1"), (5, "n2")))
+    tuner, why = search(setup(tmp_path / "few", "--confirm", "2"), runner, larger)
+    assert why == NODES and 3 <= len(tuner.finished) < 12
+    tuner, why = search(
+        setup(tmp_path / "few", "--confirm", "2"), FakeRunner(hosts=("n1", "n2", "n3")), larger
     )
-    done = [t for t in found.trials.values() if t.by != CONFIRM and t.result.status]
+    done = [t for t in tuner.trials.values() if t.by != CONFIRM and t.result.status]
     assert why == EXHAUSTED and len(done) == 12
 
 
@@ -218,11 +224,11 @@ def test_a_folder_of_another_search_or_of_none_is_refused(tmp_path):
         ("point.json", '{"key": ["mbs=1,seed=0"], "by": "x"}'),
         ("result.json", "{"),
     ):
-        kept = (tmp_path / "out/trials/0001" / name).read_text()
+        original = (tmp_path / "out/trials/0001" / name).read_text()
         (tmp_path / "out/trials/0001" / name).write_text(text)
         with pytest.raises(ConfigError, match="0001"):
             search(setup(tmp_path))
-        (tmp_path / "out/trials/0001" / name).write_text(kept)
+        (tmp_path / "out/trials/0001" / name).write_text(original)
     assert len(search(setup(tmp_path))[0].finished) == 10
 
 
@@ -233,13 +239,13 @@ def test_nothing_is_called_better_that_lies_within_the_noise(tmp_path):
     difference.
     """
     for seconds, near in ((1.03, True), (1.2, False)):
-        said = []
-        own = setup(tmp_path / f"{seconds}", "--max-trials", "2")
-        runner = Made(lambda values, s=seconds: 1.0 if values["number"] == 2 else s)
-        found, _ = search(own, runner, say=said.append)
-        (line,) = [line for line in said if line.startswith("trial 2") and "tokens/s" in line]
+        messages = []
+        tuning = setup(tmp_path / f"{seconds}", "--max-trials", "2")
+        runner = FakeRunner(lambda values, s=seconds: 1.0 if values["number"] == 2 else s)
+        tuner, _ = search(tuning, runner, say=messages.append)
+        (line,) = [line for line in messages if line.startswith("trial 2") and "tokens/s" in line]
         assert ("trial 1 within the noise" in line) is near and "best so far: trial 2" in line
-        best, rest = summary(found)[:2]
+        best, rest = summary(tuner)[:2]
         assert "mbs=1,seed=1 (trial 2" in best and "512 tokens/s" in best
         assert ("mbs=1,seed=0 (trial 1)" in rest) is near
 
@@ -277,8 +283,8 @@ def test_dry_run_of_a_described_machine(tmp_path, capsys):
         capsys, "--space", str(space), "--nodes", "4", "--dry-run", "--max-trials", "20"
     )
     assert code == 0, text
-    for part in ("tp=8", "--preset gpt-22b", "--cluster frontier", "at most 3 trials"):
-        assert part in text, part
+    for expected in ("tp=8", "--preset gpt-22b", "--cluster frontier", "at most 3 trials"):
+        assert expected in text, expected
     assert text.index(" tp=4 ") < text.index(" tp=2 ") < text.index(" tp=1 "), (
         "the fastest by the planner first"
     )
@@ -308,12 +314,12 @@ MISTAKES = """
 
 @pytest.mark.parametrize("line", ["=> --space FILE|NAME", *MISTAKES.strip().splitlines()])
 def test_mistakes_end_with_what_to_do(capsys, tmp_path, line):
-    words, said = line.split("=> ")
+    words, message = line.split("=> ")
     words = words.split()
     if words:
         words[2:2] = ["--search", "optuna", "--out", str(tmp_path / "out")]
     code, text = call(capsys, *words)
-    assert code == 2 and text.startswith("error: ") and said in text, text
+    assert code == 2 and text.startswith("error: ") and message in text, text
     assert not (tmp_path / "out").exists()
 
 
@@ -324,11 +330,13 @@ def test_hosts_of_a_file(capsys, tmp_path):
     code, text = call(capsys, *words)
     assert code == 2 and str(hosts) in text and "n1" in text
     hosts.write_text("\n".join(f"n{i}" for i in range(12)))
-    found = make_setup(tune.build_parser().parse_args(words), [])
-    assert found.target.hosts == tuple(f"n{i}" for i in range(12)) and found.machine.max_nodes == 12
-    assert (found.target.launcher, found.target.parallel) == ("slurm", 12)
-    assert found.machine.processes_per_node == 8
-    assert found.machine.cluster and found.machine.cluster.name == "frontier" and found.prior
+    tuning = make_setup(tune.build_parser().parse_args(words), [])
+    assert (
+        tuning.target.hosts == tuple(f"n{i}" for i in range(12)) and tuning.machine.max_nodes == 12
+    )
+    assert (tuning.target.launcher, tuning.target.parallel) == ("slurm", 12)
+    assert tuning.machine.processes_per_node == 8
+    assert tuning.machine.cluster and tuning.machine.cluster.name == "frontier" and tuning.prior
 
 
 @pytest.mark.parametrize(
@@ -349,9 +357,9 @@ def test_exit_codes_of_what_has_no_best(words, monkeypatch, capsys, why, done, c
 def test_one_tuner_at_a_time(words, tmp_path, capsys):
     claim = FolderClaim(tmp_path / "out", "the folder")
     claim.take(print)
-    found, text = call(capsys, *words)
+    code, text = call(capsys, *words)
     claim.release()
-    assert found == 2 and f"--out {tmp_path / 'out'}" in text
+    assert code == 2 and f"--out {tmp_path / 'out'}" in text
 
 
 def results(out):
@@ -379,10 +387,10 @@ def test_the_lowest_validation_loss_at_a_token_budget_wins(tmp_path, monkeypatch
     code, text = call(capsys, "--max-trials", "1", *line[2:])
     assert code == 0 and len(results(tmp_path / "out")) == 1, text
     code, text = call(capsys, *line)
-    found = results(tmp_path / "out")
-    assert code == 0 and len(found) == 2, text
+    all_results = results(tmp_path / "out")
+    assert code == 0 and len(all_results) == 2, text
     assert not list(tmp_path.glob("out/trials/*/attempt-*")), "nothing is run again"
-    for number, result in enumerate(found, 1):
+    for number, result in enumerate(all_results, 1):
         folder = tmp_path / f"out/trials/{number:04}"
         values = json.loads((folder / "point.json").read_text())["values"]
         records = read_records(folder / "metrics.jsonl")
@@ -395,7 +403,7 @@ def test_the_lowest_validation_loss_at_a_token_budget_wins(tmp_path, monkeypatch
             assert result["loss"] == losses[-1]
         else:
             assert result["kind"] == STOPPED
-    best = min((r["loss"], n) for n, r in enumerate(found, 1) if r["status"] == DONE)[1]
+    best = min((r["loss"], n) for n, r in enumerate(all_results, 1) if r["status"] == DONE)[1]
     key = json.loads((tmp_path / f"out/trials/{best:04}/point.json").read_text())["key"]
     assert f"Best: {key}" in text and (tmp_path / "out/report/best.txt").is_file()
     code, text = call(capsys, *line)

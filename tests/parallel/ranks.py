@@ -53,7 +53,7 @@ def be_patient(patch):
     patch.setattr(rendezvous, "_LINGER_S", LINGER_S)
 
 
-def patient_connection(launch, survivors=(), placing=rendezvous.AS_LAUNCHED):
+def patient_connection(launch, survivors=(), mapping=rendezvous.AS_LAUNCHED):
     """Join the rendezvous in a process that ends with its test case.
 
     A roll call ends when the survivors have answered it. The rank with the store stops waiting when
@@ -67,7 +67,7 @@ def patient_connection(launch, survivors=(), placing=rendezvous.AS_LAUNCHED):
         lambda: bool(keys and met) and met[0].store.check(keys),
         lambda: met[0].store.add("left", 0) >= count,
     )
-    return Rendezvous(launch, torch.device("cpu"), LONG, placing, clock, clock.sleep).join()
+    return Rendezvous(launch, torch.device("cpu"), LONG, mapping, clock, clock.sleep).join()
 
 
 class Apart(Rendezvous):
@@ -103,7 +103,7 @@ def ranks_in_threads(
     Thread i is rank numbers[i] of `size`, with alike[i].
     """
     port = launch.pop("master_port", None) or free_port()
-    found = [None] * len(numbers)
+    results = [None] * len(numbers)
     job = f"test.{os.getpid()}.{port}"
 
     def run(thread, rank):
@@ -119,7 +119,7 @@ def ranks_in_threads(
             **{"local_world_size": size, **launch},
         )
         try:
-            own = (alike[thread] if alike else None) or {}
+            identity = (alike[thread] if alike else None) or {}
             joined = kind(
                 described,
                 torch.device("cpu"),
@@ -127,18 +127,18 @@ def ranks_in_threads(
                 rendezvous.AS_LAUNCHED,
                 clock,
                 clock.sleep,
-                own,
+                identity,
             ).join()
             try:
-                found[thread] = step(joined)
+                results[thread] = step(joined)
             finally:
                 joined.close()
         except Exception as error:
-            found[thread] = error
+            results[thread] = error
 
     threads = [threading.Thread(target=run, args=one) for one in enumerate(numbers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return results

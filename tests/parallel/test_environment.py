@@ -18,13 +18,13 @@ ORDERED = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 TP = {"tensor_model_parallel_size": 2, "world_size": 2}
 
 
-def chosen(build, given=None, **settings):
+def chosen(build, user_environ=None, **settings):
     """Return the variables set for the duration of a job, and the lines about them."""
-    environ = {**(given or {})}
+    environ = {**(user_environ or {})}
     with job_environment(Config.create(**TINY, **settings), environ, build) as lines:
-        found = dict(environ)
-    assert environ == (given or {}), "afterwards it is as it was"
-    return found, lines
+        variables = dict(environ)
+    assert environ == (user_environ or {}), "afterwards it is as it was"
+    return variables, lines
 
 
 @pytest.mark.parametrize(
@@ -44,28 +44,32 @@ def chosen(build, given=None, **settings):
     ],
 )
 def test_what_is_set(build, settings, expected):
-    found, lines = chosen(build, **settings)
-    assert found == expected
+    variables, lines = chosen(build, **settings)
+    assert variables == expected
     assert all(f"{name}={value}" in lines[0] for name, value in expected.items()) and bool(
         lines
     ) == bool(expected)
 
 
 def test_the_flight_recorder_goes_to_the_runs_folder(tmp_path):
-    found, _ = chosen("rocm", save=str(tmp_path))
-    assert Path(found[TRACE_FILE[0]]).is_relative_to(tmp_path)
+    variables, _ = chosen("rocm", save=str(tmp_path))
+    assert Path(variables[TRACE_FILE[0]]).is_relative_to(tmp_path)
 
 
 def test_what_the_user_has_set_stays_and_a_contradiction_is_told():
-    mine = {"GPU_MAX_HW_QUEUES": "4", "TORCH_NCCL_HIGH_PRIORITY": "1", "TORCH_FR_BUFFER_SIZE": "7"}
-    found, lines = chosen("rocm", mine)
+    user_set = {
+        "GPU_MAX_HW_QUEUES": "4",
+        "TORCH_NCCL_HIGH_PRIORITY": "1",
+        "TORCH_FR_BUFFER_SIZE": "7",
+    }
+    variables, lines = chosen("rocm", user_set)
     # No older name beside TORCH_FR_BUFFER_SIZE.
-    assert found == {**mine, **HANG, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    said = " ".join(line for line in lines if line.startswith("note: "))
+    assert variables == {**user_set, **HANG, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    notes = " ".join(line for line in lines if line.startswith("note: "))
     assert (
-        "GPU_MAX_HW_QUEUES=4" in said
-        and "TORCH_FR_BUFFER_SIZE=7" in said
-        and "HIGH_PRIORITY" not in said
+        "GPU_MAX_HW_QUEUES=4" in notes
+        and "TORCH_FR_BUFFER_SIZE=7" in notes
+        and "HIGH_PRIORITY" not in notes
     )
 
 

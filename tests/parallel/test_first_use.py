@@ -55,12 +55,12 @@ def used(rank):
 
 
 def test_each_group_and_each_neighbour_once_over_two_connections_to_the_store():
-    counts, kept = zip(*run_processes(RANKS, used), strict=True)
+    counts, connected = zip(*run_processes(RANKS, used), strict=True)
     assert list(counts) == [list(of_rank) for of_rank in zip(*USES.values(), strict=True)]
-    assert max(kept) == 2 * RANKS
+    assert max(connected) == 2 * RANKS
 
 
-def held(rank):
+def hang(rank):
     """Hang rank 1 in the tensor group of ranks 0 and 1.
 
     Ranks 2 and 3 wait for them in their data groups. Rank 0's time limit expires when all have
@@ -86,17 +86,19 @@ def held(rank):
 
     with pytest.raises(LaunchError) as caught:
         met.unless_failed(use, 180.0, "it did not end")
-    found = met.explain(caught.value)
+    error = met.explain(caught.value)
     rendezvous.ANSWER_S = 0.1  # gloo may wait for dead ranks for ever
     met.close()
-    return type(found).__name__, str(found)
+    return type(error).__name__, str(error)
 
 
 def test_where_a_group_hangs_every_rank_tells_who_is_in_which():
-    for kind, text in run_processes(RANKS, held):
-        before, _, own = text.partition("Seen here as")
-        assert kind == "LostRankError" and own, text
-        assert all(part in before for part in ("rank 0 in", "tensor group", "rank 2-3 in", "data"))
+    for kind, text in run_processes(RANKS, hang):
+        before, _, seen_here = text.partition("Seen here as")
+        assert kind == "LostRankError" and seen_here, text
+        assert all(
+            words in before for words in ("rank 0 in", "tensor group", "rank 2-3 in", "data")
+        )
 
 
 EXPERTS = Layout(tensor=2, pipeline=2, data=8, context=2, expert=4, expert_node=2, shard=4)

@@ -62,7 +62,7 @@ def test_a_record_says_what_its_rank_does():
     assert (inside.step, inside.phase) == (16, "saving")
     assert read(flight).phase == "set-up"
     flight.instruction(b"BACKWARD", 3, 7)
-    assert all(part in read(flight).instruction for part in ("BACKWARD", "3", "7"))
+    assert all(word in read(flight).instruction for word in ("BACKWARD", "3", "7"))
     flight.schedule_ends()
     assert read(flight).instruction == ""
     assert flight.enter(b"all_reduce", "data", 400) == 1

@@ -74,9 +74,11 @@ PALS = {
 LOGIN = "login05.frontier.olcf.ornl.gov"
 
 
-def without(environ, *parts):
+def without(environ, *fragments):
     return {
-        name: value for name, value in environ.items() if not any(part in name for part in parts)
+        name: value
+        for name, value in environ.items()
+        if not any(fragment in name for fragment in fragments)
     }
 
 
@@ -158,11 +160,11 @@ def test_what_an_environment_says(environ, expected):
             detect_launch(environ)
         assert all(word in str(caught.value) for word in expected), caught.value
         return
-    found = detect_launch(environ)
-    sizes = found.rank, found.local_rank, found.world_size, found.local_world_size
-    assert (found.launcher, *sizes, found.master_addr) == expected
+    detected = detect_launch(environ)
+    sizes = detected.rank, detected.local_rank, detected.world_size, detected.local_world_size
+    assert (detected.launcher, *sizes, detected.master_addr) == expected
     served = expected[0] == "torchrun" and "TORCHELASTIC_RUN_ID" in environ
-    assert (found.store_served, found.task, found.notices) == (served, found.rank, ())
+    assert (detected.store_served, detected.task, detected.notices) == (served, detected.rank, ())
 
 
 @pytest.mark.parametrize(
@@ -186,9 +188,9 @@ def test_what_an_environment_says(environ, expected):
     ],
 )
 def test_what_is_read_otherwise_than_it_is_written_is_said(changes, address, named):
-    found = detect_launch(SRUN | changes)
-    (notice,) = found.notices
-    assert found.master_addr == address and named in notice and "MASTER_ADDR" in notice
+    detected = detect_launch(SRUN | changes)
+    (notice,) = detected.notices
+    assert detected.master_addr == address and named in notice and "MASTER_ADDR" in notice
 
 
 LAYOUT = """Job step layout:
@@ -212,24 +214,24 @@ def test_rank_0_is_not_on_the_first_node(tmp_path, monkeypatch):
     sattach.write_text(f"#!/bin/sh\n[ \"$*\" = '--layout 4711.0' ] && echo '{LAYOUT}'\n")
     first = "frontier00122"
     for address, notices in ("", 0), (first, 0), ("frontier00121", 1):
-        found = detect_launch(environ | {"MASTER_ADDR": address})
-        assert (found.master_addr, len(found.notices)) == (first, notices)
+        detected = detect_launch(environ | {"MASTER_ADDR": address})
+        assert (detected.master_addr, len(detected.notices)) == (first, notices)
 
 
 def test_ranks_of_a_step_agree_on_port_and_job_and_steps_differ():
     def port_and_job(**changes):
-        found = detect_launch(SRUN | changes)
-        return found.master_port, found.job
+        detected = detect_launch(SRUN | changes)
+        return detected.master_port, detected.job
 
     other = dict(
         SLURM_PROCID="2", SLURM_LOCALID="2", SLURM_NODEID="0", SLURMD_NODENAME="frontier00121"
     )
     assert port_and_job() == port_and_job(**other)
     assert port_and_job(MASTER_PORT="3442")[0] == 3442
-    others = [port_and_job(SLURM_STEP_ID=str(n)) for n in range(8)] + [
+    other_steps = [port_and_job(SLURM_STEP_ID=str(n)) for n in range(8)] + [
         port_and_job(SLURM_JOB_ID="4712")
     ]
-    ports, jobs = map(set, zip(*others, strict=True))
+    ports, jobs = map(set, zip(*other_steps, strict=True))
     assert len(jobs) == len(ports) == 9  # a hash: these nine differ
     assert all(1024 <= port < 32768 for port in ports)
 
@@ -326,12 +328,12 @@ def test_what_tells_devices_apart(monkeypatch):
 
     monkeypatch.setattr(torch.version, "hip", "6.3")
     die = {"pci_domain_id": 0, "pci_bus_id": 193, "pci_device_id": 0}
-    others = [
+    other_devices = [
         identity(0, **{**die, "pci_bus_id": 198}),
         identity(0, **{**die, "pci_domain_id": 1}),
         identity(1, **die),
     ]
-    assert identity(0, **die) == identity(0, **die) and identity(0, **die) not in others
+    assert identity(0, **die) == identity(0, **die) and identity(0, **die) not in other_devices
     assert identity(0) == "", "a torch that does not tell"
     monkeypatch.setattr(torch.version, "hip", None)
     assert identity(0, uuid="a") != identity(0, uuid="b")

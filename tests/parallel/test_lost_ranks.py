@@ -76,10 +76,10 @@ def explained(rendezvous, victim):
         dist.recv(torch.ones(1), victim)
         return "nothing", "", False
     except RuntimeError as error:
-        found = rendezvous.explain(error)
+        explanation = rendezvous.explain(error)
         rendezvous_module.ANSWER_S = 0.1  # gloo may wait for dead ranks for ever
         rendezvous.close()
-        return type(found).__name__, str(found), rendezvous.acts_on_failure
+        return type(explanation).__name__, str(explanation), rendezvous.acts_on_failure
 
 
 def await_other_ranks():
@@ -96,10 +96,10 @@ def die():
 def check_survivors(outcomes, victim):
     """Check kinds and texts of all ranks but the victim, exactly one of which reports."""
     assert "exit code -9" in outcomes[victim][1]
-    survivors = [found for number, found in enumerate(outcomes) if number != victim]
+    survivors = [outcome for number, outcome in enumerate(outcomes) if number != victim]
     assert all(ok for ok, _ in survivors), survivors
-    assert sum(found[-1][2] for _, found in survivors) == 1
-    return [found[-1][:2] for _, found in survivors]
+    assert sum(outcome[-1][2] for _, outcome in survivors) == 1
+    return [outcome[-1][:2] for _, outcome in survivors]
 
 
 # -- a rank that others wait for dies, after all took the ranks of their devices -------------------
@@ -294,6 +294,6 @@ def test_torchruns_agent_and_its_store():
         monitor_interval=0.1,
         log_line_prefix_template=None,
     )
-    found = elastic_launch(config, meet_under_torchrun)()
-    assert [found[rank][:4] for rank in range(2)] == [("torchrun", 2, False, 1.0)] * 2
-    assert len({os.getpid(), found[0][4], found[1][4]}) == 3
+    results = elastic_launch(config, meet_under_torchrun)()
+    assert [results[rank][:4] for rank in range(2)] == [("torchrun", 2, False, 1.0)] * 2
+    assert len({os.getpid(), results[0][4], results[1][4]}) == 3

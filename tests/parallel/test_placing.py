@@ -62,9 +62,9 @@ def test_on_whole_nodes_ranks_follow_the_device_order(order, data, nodes, by_bus
             for d in devices
         ]
     devices_of = [task.address[1] // 10 if by_bus else task.number for task in tasks]
-    found = assign(tasks, order)
-    ranks = found.ranks
-    assert found.notices == [] and found.devices == devices_of
+    assignment = assign(tasks, order)
+    ranks = assignment.ranks
+    assert assignment.notices == [] and assignment.devices == devices_of
     of_rank = sorted(range(len(tasks)), key=ranks.__getitem__)
     assert [devices_of[task] for task in of_rank] == order * nodes
 
@@ -85,18 +85,18 @@ def tasks_of(text):
 )
 def test_nodes_that_keep_their_ranks(text, words):
     tasks = tasks_of(text)
-    found = assign(tasks, (1, 0))
-    assert found.ranks == list(range(len(tasks)))
-    assert len(found.notices) == 1 and all(word in found.notices[0] for word in words), (
-        found.notices
+    assignment = assign(tasks, (1, 0))
+    assert assignment.ranks == list(range(len(tasks)))
+    assert len(assignment.notices) == 1 and all(word in assignment.notices[0] for word in words), (
+        assignment.notices
     )
-    assert assign(tasks, ()) == Assignment(found.ranks, [task.number for task in tasks], [])
+    assert assign(tasks, ()) == Assignment(assignment.ranks, [task.number for task in tasks], [])
 
 
 def test_one_bad_node_does_not_touch_the_others():
-    found = assign(tasks_of("a0 a1 b0 b1 c0 c d0 d1"), (1, 0))
-    assert found.ranks == [1, 0, 3, 2, 4, 5, 7, 6]
-    (notice,) = found.notices
+    assignment = assign(tasks_of("a0 a1 b0 b1 c0 c d0 d1"), (1, 0))
+    assert assignment.ranks == [1, 0, 3, 2, 4, 5, 7, 6]
+    (notice,) = assignment.notices
     assert "1 of 4" in notice and "(c)" in notice
 
 
@@ -181,7 +181,7 @@ def test_variables_that_hide_every_device(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("placing", "shown", "expected"),
+    ("mapping", "shown", "expected"),
     [
         (FRONTIER, "", 6),
         (None, "", 4),
@@ -189,12 +189,12 @@ def test_variables_that_hide_every_device(monkeypatch):
         (FRONTIER, "7,6,5,4,3,2,1,0", 1),
     ],
 )
-def test_the_device_next_to_the_cores(monkeypatch, placing, shown, expected):
+def test_the_device_next_to_the_cores(monkeypatch, mapping, shown, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     launch = Launch(rank=4, local_rank=4, local_world_size=8, world_size=8, launcher="slurm")
     environ = {"ROCR_VISIBLE_DEVICES": shown}
-    assert select_device(launch, None, placing, environ) == torch.device("cuda", expected)
+    assert select_device(launch, None, mapping, environ) == torch.device("cuda", expected)
 
 
 @pytest.mark.parametrize(

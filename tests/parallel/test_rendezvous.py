@@ -33,8 +33,8 @@ def _patient(monkeypatch):
     monkeypatch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
 
 
-def others(ranks, *left_out):
-    return [found for rank, found in enumerate(ranks) if rank not in left_out]
+def except_ranks(ranks, *left_out):
+    return [result for rank, result in enumerate(ranks) if rank not in left_out]
 
 
 def test_ranks_meet_at_the_store_of_a_launcher(monkeypatch):
@@ -66,19 +66,19 @@ def test_a_rank_that_does_not_come_is_named_by_all_others():
 
     By its clock, rank 0 gives up when all others have arrived.
     """
-    said = [threading.Event() for _ in range(4)]
+    described = [threading.Event() for _ in range(4)]
 
     class Watched(Patience):
         def __init__(self, rank):
             super().__init__(
-                lambda: rank == 0 and said[1].is_set() and said[3].is_set(),
+                lambda: rank == 0 and described[1].is_set() and described[3].is_set(),
                 passing=LONG.seconds + 1,
             )
             self._rank = rank
 
         def sleep(self, seconds):
             # Ranks other than 0 wait only after they have described themselves.
-            said[self._rank].set()
+            described[self._rank].set()
             super().sleep(seconds)
 
     for error in ranks_in_threads(
@@ -139,8 +139,8 @@ def test_a_failure_reaches_the_others(failing):
         error = rank.explain(RuntimeError("closed"))
         return type(error), str(error), str(rank.explain(error))
 
-    for kind, text, again in others(ranks_in_threads([0, 1, 2], 3, fail_or_ask), failing):
-        assert kind is LaunchError and text == again, "not lost: it said why"
+    for kind, text, repeated in except_ranks(ranks_in_threads([0, 1, 2], 3, fail_or_ask), failing):
+        assert kind is LaunchError and text == repeated, "not lost: it said why"
         assert f"rank {failing} (n{failing}:cpu" in text and "DataError: corpus.bin" in text
 
 
@@ -149,7 +149,7 @@ def test_what_was_heard_outlives_the_store():
 
     Rank 0 fails and ends, with the store, before the others notice.
     """
-    heard = threading.Barrier(3)
+    notified = threading.Barrier(3)
     gone = threading.Event()
     met = threading.Barrier(3)
 
@@ -157,7 +157,7 @@ def test_what_was_heard_outlives_the_store():
         met.wait()
         if rank.launch.rank == 0:
             rank.fail("DataError: corpus.bin")
-            heard.wait()
+            notified.wait()
             rank._answers_ended.set()
             rank._listener.join()
             rank.store = None
@@ -166,7 +166,7 @@ def test_what_was_heard_outlives_the_store():
             return str, ""
         while not rank._roll_findings:
             threading.Event().wait(0.002)
-        heard.wait()
+        notified.wait()
         gone.wait()
         rank._listener.join()
         error = rank.explain(RuntimeError("closed"))
@@ -179,13 +179,13 @@ def test_what_was_heard_outlives_the_store():
 def test_a_rank_hears_while_torch_waits_in_the_store():
     """A rank learns of a failure while torch waits in the store, as gloo does for a failed rank."""
     waits = threading.Event()
-    told = threading.Event()
+    explained = threading.Event()
 
     def fail_or_ask(rank):
         if rank.launch.rank == 0:
             waits.wait()
             rank.fail("DataError: corpus.bin")
-            told.wait()
+            explained.wait()
             return ""
 
         def wait():
@@ -195,7 +195,7 @@ def test_a_rank_hears_while_torch_waits_in_the_store():
         with pytest.raises(LaunchError):
             rank.unless_failed(wait, LONG.seconds, "torch did not end")
         text = str(rank.explain(RuntimeError("closed")))
-        told.set()
+        explained.set()
         assert not rank.acts_on_failure
         return text
 
@@ -236,12 +236,12 @@ def test_a_verdict_forged_without_the_jobs_token_ends_nothing():
     launch = Launch(world_size=2, job=f"test.{os.getpid()}.{port}")
     for prefix in ("", f"{launch.store_prefix()}/", "megatron/"):
         intruder.set(f"{prefix}verdict", json.dumps({"error": "forged"}))
-    given = dict(kind=Apart, master_port=port, store_served=True)
-    assert [str(error) for error in ranks_in_threads([1], 2, **given)] == ["forged"], (
+    options = dict(kind=Apart, master_port=port, store_served=True)
+    assert [str(error) for error in ranks_in_threads([1], 2, **options)] == ["forged"], (
         "without a token it does"
     )
     assert ranks_in_threads(
-        [0, 1], 2, lambda rank: rank.notices, **given, token="a random text"
+        [0, 1], 2, lambda rank: rank.notices, **options, token="a random text"
     ) == [[], []]
     # Nor do they write where it can be guessed: with luck that would replace the forged verdict.
     assert json.loads(intruder.get(f"{launch.store_prefix()}/verdict")) == {"error": "forged"}
@@ -277,20 +277,22 @@ def test_while_ranks_of_several_nodes_join_their_store_asks_no_name_server(
 
     benchmarks/slow_names.py of commit 3d93ceee has a real one, which needs root.
     """
-    told = []
-    libc = SimpleNamespace(__nss_configure_lookup=lambda database, services: told.append(services))
+    configured = []
+    libc = SimpleNamespace(
+        __nss_configure_lookup=lambda database, services: configured.append(services)
+    )
     monkeypatch.setattr(store.ctypes, "CDLL", lambda _: libc)
 
     class Looking(InMemory):
         def _meet(self, deadline):
-            joining.extend(told)
+            joining.extend(configured)
             super()._meet(deadline)
 
     joining = []
     ranks_in_threads([0, 1], 2, kind=Looking)
-    assert joining == told == [], "they are all on one node"
+    assert joining == configured == [], "they are all on one node"
     ranks_in_threads([0, 1], 2, kind=Looking, local_world_size=1)
-    assert set(joining) == {b"files"} and len(told) == 2 and told[0] == b"files"
+    assert set(joining) == {b"files"} and len(configured) == 2 and configured[0] == b"files"
 
 
 def test_a_host_name_that_does_not_resolve(monkeypatch):
@@ -313,14 +315,14 @@ def test_the_time_limit_is_that_of_every_collective():
 
 
 def described(node, device, identity, **more):
-    told = {
+    description = {
         "node": node,
         "pid": 1,
         "device": device,
         "identity": identity,
         "backend": "cpu:gloo,cuda:nccl",
     }
-    return json.dumps({**told, "number": 0, "near": (), "address": (), **more})
+    return json.dumps({**description, "number": 0, "near": (), "address": (), **more})
 
 
 def judged(participants):

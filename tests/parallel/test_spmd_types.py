@@ -79,8 +79,8 @@ def linear_type(*, x, column, context, bias, weights):
 def loss_type(*, x, weight, labels, mask, count, v):
     logits = spmd.rules.einsum("sbi,vi->sbv", entered(x, v.context), weight)
     spmd.rules.ignore(*(t for t in (labels, mask, count) if t is not None))
-    whole = SimpleNamespace(tensor=v.context.tensor, sequence_parallel=False)
-    return spmd.rules.einsum("___->", left(logits, whole))
+    unsharded = SimpleNamespace(tensor=v.context.tensor, sequence_parallel=False)
+    return spmd.rules.einsum("___->", left(logits, unsharded))
 
 
 def with_loss_type(*, x, loss):
@@ -120,10 +120,10 @@ def cut_by(axis):
     cut = context_parallel.ContextParallel.cut
 
     def typed_cut(self, x):
-        part = cut(self, x).clone()
-        if spmd.has_local_type(part):
-            return spmd.mutate_type(part, axis, src=spmd.R, dst=spmd.V)
-        return part
+        shard = cut(self, x).clone()
+        if spmd.has_local_type(shard):
+            return spmd.mutate_type(shard, axis, src=spmd.R, dst=spmd.V)
+        return shard
 
     return typed_cut
 
@@ -172,7 +172,9 @@ def test_gradients_are_right_by_type(shape, typed, monkeypatch):
             for one, p in zip(plain.parameters(), chunk.parameters(), strict=True):
                 divided = sharding_of(p).dim is not None
                 declare(p, spmd.V if divided else spmd.R if terms.partial(one, True) else spmd.I)
-            others = [*map(vars, chunk.modules()), vars(batch)]
-            for x in (x for some in others for x in some.values() if isinstance(x, torch.Tensor)):
+            namespaces = [*map(vars, chunk.modules()), vars(batch)]
+            for x in (
+                x for some in namespaces for x in some.values() if isinstance(x, torch.Tensor)
+            ):
                 declare(x, spmd.I)
             assert spmd.get_local_type(chunk(batch, None))[spmd.MeshAxis.of(tp)] is spmd.I

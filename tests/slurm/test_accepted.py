@@ -23,11 +23,11 @@ def submit(testbed, script, *options):
     return testbed.ask("bash", "-c", command, "bash", *options, str(script), env=site)
 
 
-def nodes(testbed, said):
+def nodes(testbed, output):
     """Count the nodes on which the job would start."""
-    found = re.search(r"to start at .* on nodes? (\S+)", said)
-    assert found, said
-    return len(testbed.ask("scontrol", "show", "hostnames", found[1]).split())
+    match = re.search(r"to start at .* on nodes? (\S+)", output)
+    assert match, output
+    return len(testbed.ask("scontrol", "show", "hostnames", match[1]).split())
 
 
 def test_sbatch_takes_the_scripts_and_refuses_more_than_the_machine_has(testbed):
@@ -38,8 +38,8 @@ def test_sbatch_takes_the_scripts_and_refuses_more_than_the_machine_has(testbed)
     )
     assert len(scripts) == 8
     for script in scripts:
-        wanted = re.search(r"(?m)^#SBATCH .*?(?:-N\s*|--nodes[= ])(\d+)", script.read_text())
-        assert wanted and nodes(testbed, submit(testbed, script)) == int(wanted[1])
+        directive = re.search(r"(?m)^#SBATCH .*?(?:-N\s*|--nodes[= ])(\d+)", script.read_text())
+        assert directive and nodes(testbed, submit(testbed, script)) == int(directive[1])
         for too_much in (
             ["--time=12:01:00"],
             ["--nodes=91", "--time=02:01:00"],

@@ -71,8 +71,8 @@ def test_srun_starts_what_the_check_foretold(testbed, tmp_path, monkeypatch, scr
     calls = [json.loads((tmp_path / "calls" / f"{task}.json").read_text()) for task in range(16)]
     words = ["-N", "2", str(FRONTIER / script), *arguments]
     site = {**settings_of_site(tmp_path), **settings, "SLURM_CONF": testbed.env["SLURM_CONF"]}
-    training, found = foretold(monkeypatch, words, site)
-    assert found["sbatch --test-only"][0] == "note", found
+    training, findings = foretold(monkeypatch, words, site)
+    assert findings["sbatch --test-only"][0] == "note", findings
     level, text = foretold(monkeypatch, ["-t", "13:00:00", *words], site)[1]["sbatch --test-only"]
     assert level == "error" and "time limit" in text
     assert all(call["arguments"] == calls[0]["arguments"] for call in calls)

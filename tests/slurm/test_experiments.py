@@ -60,7 +60,7 @@ def test_a_signal_ends_it_and_the_next_job_goes_on(testbed, tmp_path):
     testbed.ask("scancel", "--batch", "--signal=USR1", job.number)
     assert job.wait() == "FAILED" and "interrupted by SIGUSR1" in job.text(), job.text()
     assert "1 point(s) done, 0 failed, 1 not run" in job.text()
-    again = experiment(testbed, tmp_path, "second", **settings)
-    assert again.wait() == "COMPLETED", again.text()
-    assert again.text().count("done already") == 1
-    assert "2 point(s) done, 0 failed, 0 not run" in again.text()
+    resumed = experiment(testbed, tmp_path, "second", **settings)
+    assert resumed.wait() == "COMPLETED", resumed.text()
+    assert resumed.text().count("done already") == 1
+    assert "2 point(s) done, 0 failed, 0 not run" in resumed.text()

@@ -57,8 +57,8 @@ def test_a_task_that_is_requeued_leaves_its_sisters_alone(testbed, tmp_path):
         return tmp_path / f"{array}_{task}.log"
 
     assert testbed.wait_for_state(tasks["1"], *ENDED, log=log("1")) == "COMPLETED"
-    for said in ("back into the queue, without", "back into the queue, to resume"):
-        testbed.wait_for_log(log("3"), said)
+    for message in ("back into the queue, without", "back into the queue, to resume"):
+        testbed.wait_for_log(log("3"), message)
         testbed.wait_for_state(tasks["3"], "PENDING", log=log("3"))
         testbed.control("hurry", tasks["3"])
     assert testbed.wait_for_state(tasks["3"], *ENDED, log=log("3")) == "COMPLETED"

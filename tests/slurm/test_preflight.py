@@ -33,8 +33,8 @@ def test_a_node_with_faults_is_left_out(testbed, tmp_path):
         testbed.control("mend")
     assert testbed.state(job.number) == "COMPLETED", job.text()
     folder = job.logs() / "preflight"
-    found = [(folder / name).read_text().split() for name in ("good_hosts", "bad_hosts")]
-    assert found == [["node01", "node03"], ["node02"]]
+    hosts = [(folder / name).read_text().split() for name in ("good_hosts", "bad_hosts")]
+    assert hosts == [["node01", "node03"], ["node02"]]
     assert "FAULT node02 rank 5:" in job.text()
     assert "--exclude=node02" in job.text()
     # Training has all tasks of the two good nodes.

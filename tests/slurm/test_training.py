@@ -172,13 +172,13 @@ def test_time_limit_and_lost_node(testbed, tmp_path):
     assert starts[:2] == ["0 0", f"1 {at_signal}"]
     third = int(starts[2].removeprefix("2 "))
     assert at_loss - 2 * 50 <= third <= at_loss  # a save may be in progress for one interval
-    found = history.steps(job.checkpoints)
-    assert [step for step, _ in found] == [
+    losses = history.steps(job.checkpoints)
+    assert [step for step, _ in losses] == [
         *range(1, at_loss + 1),
-        *range(third + 1, found[-1][0] + 1),
+        *range(third + 1, losses[-1][0] + 1),
     ]
-    last = found[-1][0]
+    last = losses[-1][0]
     folder = tmp_path / "undisturbed"
     flags = ["--preset", "tiny", "--distributed-backend", "gloo", *FOUR, "--save", str(folder)]
     assert run_processes(4, _train, [*flags, "--exit-interval", str(last)]) == [0] * 4
-    assert history.differing(found, dict(history.steps(folder))) == []
+    assert history.differing(losses, dict(history.steps(folder))) == []

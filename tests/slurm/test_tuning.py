@@ -122,13 +122,13 @@ def mid_way(folder, job):
 
 
 def kill_the_tuner(folder):
-    found = subprocess.run(
+    pgrep = subprocess.run(
         ["pgrep", "-f", f"tools/tune.py .*--out {folder}/"],
         capture_output=True,
         text=True,
         check=True,
     )
-    for pid in found.stdout.split():
+    for pid in pgrep.stdout.split():
         os.kill(int(pid), signal.SIGKILL)
 
 
@@ -205,7 +205,7 @@ def check_trials(results, report):
     assert {"trials.md", "trajectory.png"} <= {path.name for path in report.iterdir()}
 
 
-def held(testbed, folder):
+def blocked_search(testbed, folder):
     """Start a search whose first two trials wait for a file on their nodes; return the file."""
     few = SPACE.replace("pp == 1 or mbs < 3", "pp == 1 and mbs < 3")
     job = tune(testbed, folder, "run", few, HELD, REQUEUE="1", GUARD_S="1")
@@ -227,7 +227,7 @@ def mended(testbed):
 
 
 def test_a_node_dies_and_the_search_goes_on_without_it(testbed, tmp_path, mended):
-    job, go = held(testbed, tmp_path)
+    job, go = blocked_search(testbed, tmp_path)
     mended.append("node03")
     testbed.control("lose-node", "node03")
     go.touch()
@@ -251,7 +251,7 @@ def test_a_job_whose_script_died_with_its_node_goes_back_into_the_queue(testbed,
 
     With --no-kill Slurm itself would let the other nodes idle to the time limit.
     """
-    job, _ = held(testbed, tmp_path)
+    job, _ = blocked_search(testbed, tmp_path)
     mended.append("node01")
     testbed.control("lose-node", "node01")
     assert job.wait("PENDING", *ENDED) == "PENDING", job.text()
@@ -296,10 +296,10 @@ kill "$guard"
 
 
 def test_nodes_with_a_trial_on_all_their_cores_and_devices_answer(testbed, tmp_path):
-    said = output_of(
+    output = output_of(
         testbed, tmp_path, FULL, ["-w", "node0[1-3]", "-D", str(tmp_path), "--time=20"]
     )
-    assert sorted(re.findall("answers node0.", said)) == [f"answers node0{n}" for n in (1, 2, 3)], (
-        said
-    )
-    assert "dead: []" in said and said.count("ran beside it") == 24, said
+    assert sorted(re.findall("answers node0.", output)) == [
+        f"answers node0{n}" for n in (1, 2, 3)
+    ], output
+    assert "dead: []" in output and output.count("ran beside it") == 24, output
