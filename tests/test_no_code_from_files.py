@@ -21,10 +21,10 @@ from megatron.checkpoint.files import digest, write_manifest
 from megatron.checkpoint.load import load_weights
 from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
-from tests.checkpoint.made import make
+from tests.checkpoint.written import make
 from tests.engine import toy
 from tests.helpers.launching import ROOT, TINY, launch
-from tests.tools.conversion import theirs
+from tests.tools.conversion import megatron_deepspeed
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _watching = []
@@ -173,7 +173,12 @@ def test_our_own_format(tmp_path, hooked, capsys, kind):
 def foreign(root, name, payload):
     """Return a folder of DeepSpeed's or Megatron's, valid except for the payload in one file."""
     weights = {"language_model.pooler.weight": torch.ones(2)}
-    state = {"args": theirs.arguments("gpt"), "iteration": 3, "module": weights, "model": weights}
+    state = {
+        "args": megatron_deepspeed.arguments("gpt"),
+        "iteration": 3,
+        "module": weights,
+        "model": weights,
+    }
     group = "global_step3" if "_states" in name else "iter_0000003/mp_rank_00"
     (root / group).mkdir(parents=True)
     names = {"mp_rank_00_model_states.pt"} if "_states" in name else {"model_optim_rng.pt"}

@@ -222,7 +222,7 @@ def copy_of_the_moment_it_was_asked_for(root, training):
     assert 0 < saved.stall_s <= saved.elapsed_s
     expect_there(root / "async", 5)
     reloaded = loaded(root / "async", training.topology)
-    toy.assert_same(toy.by_place(reloaded["state"]), state)
+    toy.assert_same(toy.by_location(reloaded["state"]), state)
     expect((reloaded["scalars"], reloaded["taken"][1]), (scalars, {"n": 1}))
 
 
@@ -265,7 +265,7 @@ def two_runs_in_one_folder(root, training):
     expect_there(root, 3)
     reloaded = loaded(root, training.topology)
     expect(reloaded["taken"][1], {"run": "second"})
-    toy.assert_same(toy.by_place(reloaded["state"]), expected)
+    toy.assert_same(toy.by_location(reloaded["state"]), expected)
 
 
 def retention(root, training):

@@ -14,7 +14,7 @@ from megatron.errors import CheckpointError
 from megatron_conversion import write as write_module
 from megatron_conversion.write import pieces, write_offline
 from megatron_inspection.checkpoint import verify
-from tests.tools.conversion.whole import whole_tensors
+from tests.tools.conversion.full_tensors import whole_tensors
 
 SHAPES = {"a": (7, 5), "b": (3,), "c": (2, 6, 4), "d": (1,), "e": (4, 3)}
 

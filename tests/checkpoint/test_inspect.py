@@ -20,7 +20,7 @@ from megatron_inspection.checkpoint import (
     tensor_difference,
     verify,
 )
-from tests.checkpoint.made import make, tensors
+from tests.checkpoint.written import make, tensors
 
 VALUES = tensors()
 

@@ -12,7 +12,7 @@ from megatron.checkpoint.find import CheckpointChoice, find, find_folder, requir
 from megatron.checkpoint.settings import check_architecture, plain
 from megatron.config import Config
 from megatron.errors import CheckpointError
-from tests.checkpoint.made import signed
+from tests.checkpoint.written import signed
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = {"format": 3, "iteration": 1, "optimizer": True, "state": {}, "engine": {}}

@@ -15,7 +15,7 @@ from megatron.checkpoint.files import (
     write_manifest,
 )
 from megatron.errors import CheckpointError
-from tests.checkpoint.made import signed
+from tests.checkpoint.written import signed
 
 
 def test_digest_is_xxh3_also_of_files_larger_than_a_buffer(tmp_path):

@@ -11,8 +11,8 @@ from megatron.errors import ConfigError, TrainingError
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 from tests.engine import toy
+from tests.helpers.custom_layer import put
 from tests.helpers.groups import join
-from tests.helpers.own_layer import put
 from tests.helpers.poison import flip_bit
 from tests.helpers.processes import run_processes
 from tests.helpers.training import assemble, train_in_process, train_plainly

@@ -97,7 +97,7 @@ def test_the_same_numbers_to_the_bit(runs, number):
         assert results == results_there
         assert [r.skipped for r in results] == [s == BAD for s in range(STEPS)]
         for expected, offloaded in zip(here, there, strict=True):
-            toy.assert_same(toy.by_place(expected), toy.by_place(offloaded))
+            toy.assert_same(toy.by_location(expected), toy.by_location(offloaded))
 
 
 def assert_offloading_changes_nothing(device, elements):

@@ -236,4 +236,4 @@ def test_an_optimizer_that_is_given_parts_updates_each_weight_by_itself():
     with pytest.raises(ConfigError, match=r"Lamb.*lamb\.py"):
         optimizer_state(config.with_pieces(optimizer=lamb_on_cpu.plain))
     state = optimizer_state(config.with_pieces(optimizer=lamb_on_cpu.Whole))
-    assert state.whole == OPTIMIZERS["adam"]._replace(step=int)
+    assert state.full_parameters == OPTIMIZERS["adam"]._replace(step=int)

@@ -276,7 +276,7 @@ def weight_pieces(engine):
     return out
 
 
-def by_place(shards):
+def by_location(shards):
     """Return pieces by name and offset."""
     return {(name, offset): x for name, some in shards.items() for offset, x in some}
 

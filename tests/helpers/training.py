@@ -396,7 +396,7 @@ def train_plainly(
     model.train()
     routers = [module for module in model.modules() if type(module).__name__ == "Router"]
     o = config.optimizer
-    takes_full = getattr(config.pieces.optimizer, "whole", None)
+    takes_full = getattr(config.pieces.optimizer, "full_parameters", None)
     unsharded = Unsharded()
     groups = []
     for p in model.parameters():
@@ -410,7 +410,7 @@ def train_plainly(
                 "params": [p],
                 "lr": o.lr * rate,
                 "weight_decay": decay / rate,
-                "whole": unsharded if full else None,
+                "full_parameters": unsharded if full else None,
                 "eps": o.adam_eps * eps,
             }
         )

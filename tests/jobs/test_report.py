@@ -7,7 +7,7 @@ import pytest
 from megatron.config.command_line import parse_plan
 from megatron.jobs import tune
 from megatron.jobs.tune import command, write_report
-from tests.jobs.made import FakeRunner, no_files, search, setup, truth
+from tests.jobs.fake_runner import FakeRunner, no_files, search, setup, truth
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from megatron.jobs.trial_statistics import CONFIRM
 from megatron.jobs.tune import BUDGET, EXHAUSTED, NODES, summary
 from megatron.metrics_file import read_records
 from megatron.planner.cluster import GIB
-from tests.jobs.made import FakeRunner, no_files, search, setup, truth
+from tests.jobs.fake_runner import FakeRunner, no_files, search, setup, truth
 from tools import tune
 
 # The second of two layouts needs gigabytes for its weights.

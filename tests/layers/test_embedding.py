@@ -9,8 +9,8 @@ from megatron.layers.vocabulary import (
     PositionEmbedding,
     VocabParallelEmbedding,
 )
+from tests.helpers.gradient_accumulators import attach_accumulator
 from tests.helpers.operators import Watch
-from tests.helpers.sinks import hang_sink
 
 S = 6
 B = 3
@@ -48,7 +48,7 @@ def test_rows_in_sinks_equal_dense_gradients(position_ids):
     dense = modules(LayerContext.single())
     run(*dense, tokens, target, position_ids)
     sunk = modules(LayerContext.single())
-    accumulators = [hang_sink(m.weight) for m in sunk]
+    accumulators = [attach_accumulator(m.weight) for m in sunk]
     for passes in (1, 2):
         run(*sunk, tokens, target, position_ids)
         for (accumulator, done), module, other in zip(accumulators, sunk, dense, strict=True):
@@ -62,7 +62,7 @@ def test_rows_in_sinks_equal_dense_gradients(position_ids):
 def test_nothing_of_the_tables_size_is_made():
     context = LayerContext.single()
     words = VocabParallelEmbedding(context, table(context, 1000, 1000))
-    accumulator, _ = hang_sink(words.weight)
+    accumulator, _ = attach_accumulator(words.weight)
     tokens, target = data()
     known = [x.untyped_storage().data_ptr() for x in (words.weight, accumulator.total)]
     made = []

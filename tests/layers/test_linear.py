@@ -18,9 +18,9 @@ from megatron.layers import linear
 from megatron.layers.context import LayerContext, ParameterFactory, normal
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.flight import FlightRecorder
+from tests.helpers.gradient_accumulators import attach_accumulator
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
-from tests.helpers.sinks import hang_sink
 
 S = 8
 B = 2
@@ -81,7 +81,7 @@ def parameters(up, down):
     return [up.weight, up.bias, down.weight, down.bias]
 
 
-def hang_sinks(parameters, direct):
+def attach_accumulators(parameters, direct):
     """Attach an accumulator and a hook for autograd's gradient to each parameter, as the engine does."""
 
     def take(parameter):
@@ -93,7 +93,7 @@ def hang_sinks(parameters, direct):
 
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(take)
-    return [hang_sink(parameter, direct=direct)[1] for parameter in parameters]
+    return [attach_accumulator(parameter, direct=direct)[1] for parameter in parameters]
 
 
 def run(up, down, x, target, context, case):
@@ -123,7 +123,9 @@ def results(x, target, context, case):
     """Return (y, the gradients of x, up.weight, up.bias, down.weight, down.bias)."""
     up, down = block(context)
     added = (
-        hang_sinks(parameters(up, down), case.accumulators == "direct") if case.accumulators else []
+        attach_accumulators(parameters(up, down), case.accumulators == "direct")
+        if case.accumulators
+        else []
     )
     x = x.clone().requires_grad_()
     y = run(up, down, x, target, context, case)
@@ -244,7 +246,7 @@ def test_one_rank_equals_plain_autograd(case, plain):
 def test_frozen_weights_and_inputs_without_gradient():
     context = LayerContext.single(seed=9)
     up, down = block(context)
-    hang_sinks([up.weight, down.weight], direct=True)
+    attach_accumulators([up.weight, down.weight], direct=True)
     up.weight.requires_grad_(False)
     x, target = inputs()
     y, _ = down(gated(up(x)))

@@ -13,10 +13,10 @@ from megatron.layers.context import LayerContext, ParameterFactory
 from megatron.layers.vocabulary import Vocabulary, vocabulary_loss
 from megatron.parallel.sharding import shard
 from tests.helpers.fusions import context as fused_context
+from tests.helpers.gradient_accumulators import attach_accumulator
 from tests.helpers.groups import join
 from tests.helpers.operators import Watch
 from tests.helpers.processes import run_processes
-from tests.helpers.sinks import hang_sink
 
 S = 8
 B = 3
@@ -76,7 +76,7 @@ def one_rank(fused=False, tokens=7, dtype=torch.float32, **limits):
 @pytest.mark.parametrize("limits", LIMITS)
 def test_loss_and_gradients(fused, late, tokens, sunk, limits):
     x, labels, mask, v = one_rank(fused, tokens, **limits)
-    accumulator, done = hang_sink(v.weight) if sunk else (None, [])
+    accumulator, done = attach_accumulator(v.weight) if sunk else (None, [])
     expected = reference(*data(), **limits)
     loss = vocabulary_loss(x, labels, mask, v, late)
     assert loss.shape == () and loss.dtype == torch.float32 and loss.isnan() == late
@@ -160,7 +160,7 @@ def test_only_one_chunk_of_logits_exists_and_is_computed_once(fused, late):
     """
     context = fused_context(ALL if fused else NONE)
     weight = torch.nn.Parameter(torch.randn(1024, 2).bfloat16())
-    hang_sink(weight)
+    attach_accumulator(weight)
     x = torch.randn(S, B, 2).bfloat16().requires_grad_()
     labels = torch.randint(0, 1024, (S, B))
     v = Vocabulary(weight, context, 0, 1024, 7)
@@ -196,7 +196,7 @@ def test_fp16_needs_the_loss_scale_before_rounding():
     x = torch.zeros(64, 1, 64).half().requires_grad_()  # all probabilities are 2^-6
     v = Vocabulary(weight, context, 0, 64, 16)
     weights = 2.0**-14  # of the micro-batch; with 64 tokens of probability 2^-6: 2^-26
-    hang_sink(weight)
+    attach_accumulator(weight)
     loss = vocabulary_loss(x, torch.zeros(64, 1, dtype=torch.long), torch.ones(64, 1), v, late=True)
     (loss * (weights * 2.0**16)).backward()
     expected = torch.full((64, 1, 64), 2.0**-26)
@@ -212,7 +212,7 @@ def test_bf16_in_chunks_without_a_sink_is_rounded_once():
     gradients = []
     for sunk in (True, False):
         x, labels, mask, v = one_rank(fused=True, tokens=3, dtype=torch.bfloat16)
-        accumulator = hang_sink(v.weight)[0] if sunk else None
+        accumulator = attach_accumulator(v.weight)[0] if sunk else None
         vocabulary_loss(x, labels, mask, v, late=True).backward()
         gradients.append(accumulator.total.bfloat16() if accumulator else v.weight.grad)
     assert torch.equal(*gradients)
@@ -249,7 +249,7 @@ def body(rank):
             sharding.offset[0] : sharding.offset[0] + sharding.extent[0]
         ]
         parameter = torch.nn.Parameter(local_weight)
-        accumulator = hang_sink(parameter)[0] if sunk else None
+        accumulator = attach_accumulator(parameter)[0] if sunk else None
         x = (x.chunk(2)[rank].clone() if sequence_parallel else x).requires_grad_()
         v = Vocabulary(parameter, context, sharding.offset[0], sharding.extent[0], 7, **limits)
         if deferred:

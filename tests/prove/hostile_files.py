@@ -52,7 +52,7 @@ def tool(folder, script, words, log="made.log"):
 
 def legacy(folder):
     """Forge a checkpoint: no manifest, an old format, and a pickle in place of torch's own."""
-    from tests.checkpoint.made import make, tensors
+    from tests.checkpoint.written import make, tensors
 
     made = make(folder / "run", 5, tensors())
     for name in (".metadata", "__0_0.distcp", "common.pt", "state.pkl"):

@@ -16,7 +16,7 @@ from megatron.config import Config
 from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import DataError
 from megatron_inference import tokens
-from tests.checkpoint.made import make
+from tests.checkpoint.written import make
 from tests.helpers import fault_points
 from tests.helpers.hugging_face import GPT2, S, V, from_gpt2, hugging_face
 from tests.helpers.indexed import write_documents

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.made import make, tensors
+from tests.checkpoint.written import make, tensors
 from tools import inspect_checkpoint
 
 VALUES = tensors()

@@ -19,7 +19,7 @@ from megatron.model.gpt import build_chunks
 from megatron.parallel.topology import Topology
 from tests.helpers.groups import join
 from tests.helpers.training import Job
-from tests.tools.conversion import theirs
+from tests.tools.conversion import megatron_deepspeed
 
 PRECISION = {
     "fp32": {},
@@ -48,7 +48,9 @@ def start(topology, model, config, **more):
     # always so on a CPU: torch computes fp16 there, only slower
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     ensure_process_group()
-    optimizer = torch.optim.AdamW(theirs.groups(model), foreach=False, **theirs.RATES)
+    optimizer = torch.optim.AdamW(
+        megatron_deepspeed.groups(model), foreach=False, **megatron_deepspeed.RATES
+    )
     return start_engine(
         deepspeed, topology, model=model, optimizer=optimizer, config=config, **more
     )
@@ -79,8 +81,10 @@ def whole_state(named):
 
 
 def one_step(engine, rows, seed, topology, vocab):
-    t = theirs.tokens(seed, rows * topology.data.size, vocab)[topology.data.rank * rows :][:rows]
-    engine.backward(theirs.loss_of(engine(t[:, :-1]), t[:, 1:]))
+    t = megatron_deepspeed.tokens(seed, rows * topology.data.size, vocab)[
+        topology.data.rank * rows :
+    ][:rows]
+    engine.backward(megatron_deepspeed.loss_of(engine(t[:, :-1]), t[:, 1:]))
     engine.step()
     link_again(engine)
 
@@ -100,13 +104,18 @@ def without_pipeline(topology, root, style, precision):
 
     There are as many data-parallel ranks as processes.
     """
-    a = theirs.arguments(style, iteration=2)
-    model = theirs.GPTModel(a)
-    theirs.initialise(model)
+    a = megatron_deepspeed.arguments(style, iteration=2)
+    model = megatron_deepspeed.GPTModel(a)
+    megatron_deepspeed.initialise(model)
     engine = start(topology, model, configuration(precision, topology.data.size, 2))
     for step in range(2):
         one_step(engine, 2, step, topology, a.vocab_size)
-    client = {"iteration": 2, "args": a, "checkpoint_version": 3.0, "tokens": 12 * theirs.S}
+    client = {
+        "iteration": 2,
+        "args": a,
+        "checkpoint_version": 3.0,
+        "tokens": 12 * megatron_deepspeed.S,
+    }
     engine.save_checkpoint(root, tag="global_step2", client_state=client)
     out = {"state": whole_state(model.named_parameters())}
     one_step(engine, 2, 2, topology, a.vocab_size)
@@ -115,10 +124,12 @@ def without_pipeline(topology, root, style, precision):
 
 def over_tensor_ranks(topology, root, style, precision):
     """Move the parts of a model by gradients that are its weights, bf16: nothing is rounded."""
-    a = theirs.arguments(style, iteration=2, tensor_model_parallel_size=2, padded_vocab_size=64)
-    model = theirs.GPTModel(a)
-    theirs.initialise(model)
-    theirs.cut(model, a, topology.tensor.rank, 2)
+    a = megatron_deepspeed.arguments(
+        style, iteration=2, tensor_model_parallel_size=2, padded_vocab_size=64
+    )
+    model = megatron_deepspeed.GPTModel(a)
+    megatron_deepspeed.initialise(model)
+    megatron_deepspeed.cut(model, a, topology.tensor.rank, 2)
     engine = start(
         topology,
         model,
@@ -126,7 +137,7 @@ def over_tensor_ranks(topology, root, style, precision):
         mpu=ModelParallelUnit(topology),
     )
     for _ in range(2):
-        engine.backward(theirs.push(model, 0.0))
+        engine.backward(megatron_deepspeed.push(model, 0.0))
         engine.step()
         link_again(engine)
     client = {"iteration": 2, "args": a, "checkpoint_version": 3.0}
@@ -144,7 +155,7 @@ def of_our_own_names(rank, root):
         num_layers=2,
         hidden_size=32,
         num_attention_heads=4,
-        seq_length=theirs.S,
+        seq_length=megatron_deepspeed.S,
         vocab_size=50,
         swiglu=True,
         ffn_hidden_size=48,
@@ -155,7 +166,9 @@ def of_our_own_names(rank, root):
     model = build_chunks(config, topology)["0"]
     engine = start(topology, model, configuration("fp32", 1, 1))
     for step in range(2):
-        engine.backward(engine(make_micro_batch(theirs.tokens(step, 1, 50).numpy()), None))
+        engine.backward(
+            engine(make_micro_batch(megatron_deepspeed.tokens(step, 1, 50).numpy()), None)
+        )
         engine.step()
         link_again(engine)
     engine.save_checkpoint(root)
@@ -177,11 +190,11 @@ def over_stages(rank, root, precision):
 
     if not deepspeed.comm.is_initialized():
         deepspeed.comm.init_distributed(auto_mpi_discovery=False, verbose=False)
-    a = theirs.arguments(
+    a = megatron_deepspeed.arguments(
         "gpt", iteration=2, tensor_model_parallel_size=2, pipeline_model_parallel_size=2
     )
     model = PipelineModule(
-        layers=theirs.pipeline_layers(a),
+        layers=megatron_deepspeed.pipeline_layers(a),
         loss_fn=lambda x, labels: x.mean(),
         partition_method="uniform",
         topology=PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1),
@@ -189,16 +202,18 @@ def over_stages(rank, root, precision):
     )
     for layer in model.forward_funcs:
         if isinstance(layer, torch.nn.Module):
-            layer.forward = functools.partial(theirs.push, layer)
-    full_model = theirs.GPTModel(a)
-    theirs.initialise(full_model)
+            layer.forward = functools.partial(megatron_deepspeed.push, layer)
+    full_model = megatron_deepspeed.GPTModel(a)
+    megatron_deepspeed.initialise(full_model)
     values = dict(full_model.named_parameters())
     for name, p in model.named_parameters():
-        p.data = theirs.shard_of(name, values[pipe_name(name)].detach(), a, t, 2).clone()
+        p.data = megatron_deepspeed.shard_of(
+            name, values[pipe_name(name)].detach(), a, t, 2
+        ).clone()
         p.tensor_model_parallel = p.shape != values[pipe_name(name)].shape
     engine = start(topology, model, configuration(precision, 1, 2, micro=2))
     for step in range(2):
-        rows = theirs.tokens(step, 4, a.vocab_size).split(2)
+        rows = megatron_deepspeed.tokens(step, 4, a.vocab_size).split(2)
         engine.train_batch(iter([(r[:, :-1].contiguous(), r[:, 1:].contiguous()) for r in rows]))
         link_again(engine)
     client = {"iteration": 2, "args": a, "checkpoint_version": 3.0}
@@ -223,7 +238,7 @@ def pipe_name(name):
         return "language_model.embedding." + name.removeprefix("tied_modules.embed.")
     number, _, rest = name.partition(".")
     layer = int(number) - 2
-    section = f"layers.{layer}" if layer < theirs.LAYERS else "final_layernorm"
+    section = f"layers.{layer}" if layer < megatron_deepspeed.LAYERS else "final_layernorm"
     return f"language_model.encoder.{section}.{rest}"
 
 
@@ -239,10 +254,10 @@ def one_after(topology, directory):
     training = dict(
         micro_batch_size=2,
         global_batch_size=4,
-        lr=theirs.RATES["lr"],
+        lr=megatron_deepspeed.RATES["lr"],
         adam_beta2=0.95,
         adam_eps=1e-3,
-        weight_decay=theirs.WEIGHT_DECAY,
+        weight_decay=megatron_deepspeed.WEIGHT_DECAY,
         clip_grad=0.0,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -259,7 +274,9 @@ def one_after(topology, directory):
 
     vocab = stored["vocab_size"]
     with torch.no_grad():
-        logits = job.chunks["0"].logits(batch(theirs.tokens(77, 2, vocab)), None)[..., :vocab]
+        logits = job.chunks["0"].logits(batch(megatron_deepspeed.tokens(77, 2, vocab)), None)[
+            ..., :vocab
+        ]
     out = {
         "logits": logits.transpose(0, 1).numpy().copy(),
         "iteration": loaded.iteration,
@@ -267,7 +284,7 @@ def one_after(topology, directory):
         "optimizer": loaded.optimizer,
         "scalars": job.engine.scalars(),
     }
-    micro_batches = [batch(t) for t in theirs.tokens(2, 4, vocab).split(2)]
+    micro_batches = [batch(t) for t in megatron_deepspeed.tokens(2, 4, vocab).split(2)]
     job.executor.train(micro_batches, loss_scale=job.engine.loss_scale)
     job.step()
     following = {name: value for name, (_, value) in job.parameters().items()}

@@ -15,14 +15,14 @@ from megatron_conversion.deepspeed import ZeroShards, shards_in
 from megatron_conversion.names import ours
 from tests.helpers.launching import launch
 from tests.helpers.processes import run_processes
-from tests.tools.conversion import runs, theirs
-from tests.tools.conversion.whole import check_tensors, converted, refused, whole_tensors
+from tests.tools.conversion import megatron_deepspeed, runs
+from tests.tools.conversion.full_tensors import check_tensors, converted, refused, whole_tensors
 from tools.convert_checkpoint import main
 
 
 def model_of(style, masters):
     """Return their model in fp32 with the master weights."""
-    model = theirs.GPTModel(theirs.arguments(style))
+    model = megatron_deepspeed.GPTModel(megatron_deepspeed.arguments(style))
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(torch.from_numpy(masters[name]))
@@ -30,12 +30,12 @@ def model_of(style, masters):
 
 
 def check_state(root, style, state):
-    check_tensors(root, theirs.arguments(style), state)
+    check_tensors(root, megatron_deepspeed.arguments(style), state)
 
 
 def check_logits(result, style, masters):
-    vocab = theirs.ARGUMENTS[style]["vocab_size"]
-    t = theirs.tokens(77, 2, vocab)[:, :-1]
+    vocab = megatron_deepspeed.ARGUMENTS[style]["vocab_size"]
+    t = megatron_deepspeed.tokens(77, 2, vocab)[:, :-1]
     with torch.no_grad():
         expected = model_of(style, masters)(t)[..., :vocab].numpy()
     # Two layers in fp32 by other kernels: some rounding errors of 1e-7 of values up to 5.
@@ -83,14 +83,14 @@ def test_fp32_of_two_data_parallel_ranks_and_the_next_step(folder, wrote, plans,
     assert result["scalars"]["optimizer_step"] == 2
     assert (
         result["state"]["consumed_samples"] == 12
-        and result["state"]["consumed_tokens"] == 12 * theirs.S
+        and result["state"]["consumed_tokens"] == 12 * megatron_deepspeed.S
     )
     check_logits(result, "llama", there["state"]["master"])
-    a = theirs.arguments("llama")
+    a = megatron_deepspeed.arguments("llama")
     moved = 0.0
     for name, value in there["next"].items():
-        expected = theirs.whole_in_our_shape(name, torch.from_numpy(value), a).numpy()
-        before = theirs.whole_in_our_shape(
+        expected = megatron_deepspeed.whole_in_our_shape(name, torch.from_numpy(value), a).numpy()
+        before = megatron_deepspeed.whole_in_our_shape(
             name, torch.from_numpy(there["state"]["master"][name]), a
         ).numpy()
         moved = max(moved, float(np.abs(expected - before).max()))
@@ -138,13 +138,15 @@ def test_twelve_data_parallel_ranks(tmp_path):
 @pytest.mark.slow
 def test_bf16_over_tensor_ranks(folder, wrote, ours_has):
     """The whole state equals that of torch's AdamW on the whole model with the same gradients."""
-    a = theirs.arguments("mixed")
-    model = theirs.GPTModel(a)
-    theirs.initialise(model)
+    a = megatron_deepspeed.arguments("mixed")
+    model = megatron_deepspeed.GPTModel(a)
+    megatron_deepspeed.initialise(model)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.bfloat16().float())  # DeepSpeed makes its masters of the bf16 weights
-    optimizer = torch.optim.AdamW(theirs.groups(model), foreach=False, **theirs.RATES)
+    optimizer = torch.optim.AdamW(
+        megatron_deepspeed.groups(model), foreach=False, **megatron_deepspeed.RATES
+    )
     named = dict(model.named_parameters())
     for _ in range(2):
         for p in named.values():
@@ -156,7 +158,9 @@ def test_bf16_over_tensor_ranks(folder, wrote, ours_has):
     for t, result in enumerate(wrote["mixed"]):  # this is DeepSpeed's state, part by part
         for kind, values in result["state"].items():
             for name, value in values.items():
-                shard = theirs.shard_of(name, torch.from_numpy(state[kind][name]), a, t, 2)
+                shard = megatron_deepspeed.shard_of(
+                    name, torch.from_numpy(state[kind][name]), a, t, 2
+                )
                 assert np.array_equal(value, shard.numpy()), (kind, name)
     check_state(folder / "mixed-new", "mixed", state)
     check_logits(ours_has["mixed"], "mixed", state["master"])
@@ -170,7 +174,7 @@ def test_fp16_pipeline_over_two_stages(folder, wrote, plans, ours_has):
         results[0]["files"]
     )
     assert (source.tensor_size, source.pipeline_size) == (2, 2)
-    a = theirs.arguments("gpt")
+    a = megatron_deepspeed.arguments("gpt")
     tensors = whole_tensors(find_folder(folder / "stages-new"))
     seen = set()
     # The joined tensors, cut again, are those of each rank.
@@ -180,9 +184,11 @@ def test_fp16_pipeline_over_two_stages(folder, wrote, plans, ours_has):
                 full = tensors[f"{kind}.{ours(name)}"]
                 padded = torch.from_numpy(value)
                 if "word_embeddings" in name:
-                    full = torch.cat((full, full.new_zeros(64 - 50, theirs.HIDDEN)))
+                    full = torch.cat((full, full.new_zeros(64 - 50, megatron_deepspeed.HIDDEN)))
                     padded[max(0, 50 - 32 * (rank % 2)) :] = 0.0
-                assert torch.equal(theirs.shard_of(name, full, a, rank % 2, 2), padded), (
+                assert torch.equal(
+                    megatron_deepspeed.shard_of(name, full, a, rank % 2, 2), padded
+                ), (
                     kind,
                     name,
                 )
@@ -192,7 +198,7 @@ def test_fp16_pipeline_over_two_stages(folder, wrote, plans, ours_has):
         name: tensors[f"master.{ours(name)}"] for r in results for name in r["state"]["master"]
     }
     table = "language_model.embedding.word_embeddings.weight"
-    masters[table] = torch.cat((masters[table], torch.zeros(14, theirs.HIDDEN)))
+    masters[table] = torch.cat((masters[table], torch.zeros(14, megatron_deepspeed.HIDDEN)))
     assert source.loss_scale == {"scale": 256.0, "good_steps": 2, "allowance": 2}
     check_logits(ours_has["stages"], "gpt", {name: x.numpy() for name, x in masters.items()})
 
@@ -273,7 +279,7 @@ def test_files_that_say_less(tmp_path, folder, wrote):
     )(step)
     missing = "--num-attention-heads, --seq-length, --vocab-size"
     refused(tmp_path / "old", tmp_path / "new", missing)
-    settings = {"num_attention_heads": 4, "seq_length": theirs.S, "vocab_size": 50}
+    settings = {"num_attention_heads": 4, "seq_length": megatron_deepspeed.S, "vocab_size": 50}
     model = converted(tmp_path / "old", tmp_path / "new", settings).config.model
     assert not model.untie_embeddings_and_output_weights and model.add_bias_linear
     check_state(tmp_path / "new", "gpt", wrote["gpt"][0]["state"])

@@ -19,8 +19,8 @@ from megatron_conversion import write
 from megatron_conversion.huggingface import read_folder, to_checkpoint
 from tests.helpers.hugging_face import identical, make, save_tokenizer, tensors
 from tests.helpers.launching import launch
+from tests.tools.conversion.full_tensors import whole_tensors
 from tests.tools.conversion.test_megatron import write as write_theirs
-from tests.tools.conversion.whole import whole_tensors
 from tools.convert_checkpoint import main
 
 ALONE = Topology.from_layout(Layout(), 0)

@@ -11,13 +11,13 @@ from megatron.errors import CheckpointError
 from megatron_conversion.convert import find_source, read_source, whole_tensor
 from megatron_conversion.names import PipelineNames, ours
 from megatron_conversion.source import settings_of
-from tests.tools.conversion import theirs
-from tests.tools.conversion.whole import check_tensors, converted, planned, refused
+from tests.tools.conversion import megatron_deepspeed
+from tests.tools.conversion.full_tensors import check_tensors, converted, planned, refused
 
 
 def whole_model(a, seed):
-    model = theirs.GPTModel(a)
-    theirs.initialise(model, seed)
+    model = megatron_deepspeed.GPTModel(a)
+    megatron_deepspeed.initialise(model, seed)
     return {
         name.removeprefix("language_model."): p.detach() for name, p in model.named_parameters()
     }
@@ -27,7 +27,9 @@ def in_version(name, weight, version):
     """Return rows of query_key_value in the order of older versions of Megatron, row by row."""
     if "query_key_value" not in name or version >= 2.0:
         return weight
-    rows = weight.unflatten(0, (-1, 3, theirs.HIDDEN // theirs.HEADS))  # [heads, kinds, head size]
+    rows = weight.unflatten(
+        0, (-1, 3, megatron_deepspeed.HIDDEN // megatron_deepspeed.HEADS)
+    )  # [heads, kinds, head size]
     return rows.movedim(1, 0 if version == 0 else 2).flatten(0, 2)
 
 
@@ -89,7 +91,7 @@ def optimizer_state(kinds, half):
 
 def write(root, style, tensor=1, pipeline=1, chunks=1, version=3.0, half=True, **more):
     """Write a Megatron folder; return its arguments and whole tensors."""
-    a = theirs.arguments(
+    a = megatron_deepspeed.arguments(
         style,
         num_layers=4,
         tensor_model_parallel_size=tensor,
@@ -103,7 +105,7 @@ def write(root, style, tensor=1, pipeline=1, chunks=1, version=3.0, half=True, *
     for t in range(tensor):
         cut = {
             kind: {
-                n: in_version(n, theirs.shard_of(n, x, a, t, tensor), version)
+                n: in_version(n, megatron_deepspeed.shard_of(n, x, a, t, tensor), version)
                 for n, x in tensors.items()
             }
             for kind, tensors in kinds.items()
@@ -123,7 +125,7 @@ def write(root, style, tensor=1, pipeline=1, chunks=1, version=3.0, half=True, *
                 "args": a,
                 "checkpoint_version": version,
                 "iteration": 5,
-                "tokens": 60 * theirs.S,
+                "tokens": 60 * megatron_deepspeed.S,
                 **(
                     {"model": models[0]}
                     if chunks == 1
@@ -168,8 +170,8 @@ def test_all_of_it_is_converted(tmp_path, style, tensor, pipeline, chunks, versi
     counters = plan.source.counters
     assert (counters["consumed_samples"], counters["scheduled_samples"]) == (12, 48)
     assert (counters["consumed_tokens"], counters["scheduled_tokens"]) == (
-        60 * theirs.S,
-        48 * theirs.S,
+        60 * megatron_deepspeed.S,
+        48 * megatron_deepspeed.S,
     )
     check_tensors(tmp_path / "new", a, kinds)
 

@@ -25,10 +25,10 @@ from megatron.errors import CheckpointError
 from megatron_conversion.convert import find_source, read_source
 from megatron_conversion.names import ours
 from tests.data.test_megatron_core import core as core
-from tests.tools.conversion import theirs
+from tests.tools.conversion import megatron_deepspeed
 from tests.tools.conversion.core_peer import TOKENS
+from tests.tools.conversion.full_tensors import check_tensors, converted, refused, whole_tensors
 from tests.tools.conversion.test_megatron import whole_model
-from tests.tools.conversion.whole import check_tensors, converted, refused, whole_tensors
 
 # Megatron core's names: with norms of their own, and as parts of TransformerEngine's linear layers.
 LOCAL = {
@@ -107,7 +107,7 @@ def in_core(flat, names, stacked, gated):
 
 def write(root, style, stacked=True, fused=False, half=True):
     """Write a folder as Megatron does; return its arguments and whole tensors."""
-    a = theirs.arguments(style, num_layers=2, tensor_model_parallel_size=2)
+    a = megatron_deepspeed.arguments(style, num_layers=2, tensor_model_parallel_size=2)
     seeds = {"master": 3, "exp_avg": 4, "exp_avg_sq": 5}
     kinds = {kind: whole_model(a, seed) for kind, seed in seeds.items()}
     names = FUSED if fused else LOCAL

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.helpers.custom_layer import put
 from tests.helpers.launching import TINY, launch
-from tests.helpers.own_layer import put
 from tests.helpers.poison import flipped
 
 pytestmark = pytest.mark.slow
@@ -15,7 +15,7 @@ def ends(arguments, arm, *named):
         assert all(word in outcome.output for word in named), outcome
 
 
-def with_own_layer(declared):
+def with_custom_layer(declared):
     from megatron.training.run import setup
 
     put(pytest.MonkeyPatch(), setup, declared)  # for the rest of the process
@@ -23,7 +23,7 @@ def with_own_layer(declared):
 
 def test_a_wrong_declaration_ends_the_run_after_its_first_step(tmp_path):
     arguments = f"--tensor-model-parallel-size 2 --save {tmp_path} --save-interval 1"
-    arm = dict.fromkeys(range(2), (with_own_layer, {"head_norm.weight": False}))
+    arm = dict.fromkeys(range(2), (with_custom_layer, {"head_norm.weight": False}))
     ends(arguments, arm, "ConfigError", "heads.0.head_norm.weight")
     assert not list(tmp_path.glob("iter_*"))
 

@@ -11,7 +11,7 @@ from megatron.checkpoint.find import find_folder
 from megatron.errors import MegatronError
 from megatron_conversion.convert import convert, find_source, plan_conversion, read_source
 from megatron_conversion.names import ours
-from tests.tools.conversion import theirs
+from tests.tools.conversion import megatron_deepspeed
 
 
 def planned(source, settings=None, **how):
@@ -51,7 +51,9 @@ def check_tensors(root, a, kinds):
     """Check that our checkpoint has their {kind: {name: values}} bit for bit, and no other tensors."""
     tensors = whole_tensors(find_folder(root))
     expected = {
-        f"{kind}.{ours(name)}": theirs.whole_in_our_shape(name, torch.as_tensor(value), a)
+        f"{kind}.{ours(name)}": megatron_deepspeed.whole_in_our_shape(
+            name, torch.as_tensor(value), a
+        )
         for kind, values in kinds.items()
         for name, value in values.items()
     }

@@ -9,7 +9,7 @@ import torch
 from megatron.parallel.gradient_accumulator import GradientAccumulator
 
 
-def hang_sink(
+def attach_accumulator(
     parameter: torch.nn.Parameter, sums: torch.dtype = torch.float32, **options: Any
 ) -> tuple[GradientAccumulator, list[torch.nn.Parameter]]:
     """Attach a sum of NaN, which nothing may read, and return it and the contributions it gets."""

@@ -6,7 +6,7 @@ import torch
 from megatron.kernels.ops.elementwise import bias_activation, bias_dropout_add
 from megatron.kernels.ops.norm import norm
 from megatron.parallel import gradient_accumulator as module
-from tests.helpers.sinks import hang_sink
+from tests.helpers.gradient_accumulators import attach_accumulator
 
 TOKENS = 48
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -34,7 +34,7 @@ def products(dtype, out, width, n=3):
 def test_products_add_up(device, dtype, sums, shape, monkeypatch):
     monkeypatch.setattr(module, "_BLOCK", 4096)  # 700 rows are two blocks and a remainder
     weight = weight_of(shape, device)
-    accumulator, _ = hang_sink(weight, sums)
+    accumulator, _ = attach_accumulator(weight, sums)
     expected = torch.zeros(shape, dtype=torch.float64)
     absolute = torch.zeros(shape, dtype=torch.float64)
     for dy, x in products(dtype, weight.numel() // 12, 12):
@@ -54,7 +54,7 @@ def test_products_add_up(device, dtype, sums, shape, monkeypatch):
 
 def test_the_first_contribution_overwrites_and_parts_are_one():
     weight = weight_of((4, 3))
-    accumulator, seen = hang_sink(weight)
+    accumulator, seen = attach_accumulator(weight)
     (dy, x), *_ = products(torch.float32, 4, 3)
     for _ in range(2):
         accumulator.renew()
@@ -102,7 +102,7 @@ def test_a_frozen_vector_gets_no_gradient_beside_one_that_is_trained():
     x = torch.randn(3, 2, 8, requires_grad=True)
     weight = weight_of(8)
     bias = weight_of(8)
-    (of_weight, _), (of_bias, _) = hang_sink(weight), hang_sink(bias)
+    (of_weight, _), (of_bias, _) = attach_accumulator(weight), attach_accumulator(bias)
     weight.requires_grad_(False)
     norm(x, weight, bias, 1e-5).sum().backward()
     assert of_weight.fresh and not of_bias.fresh
