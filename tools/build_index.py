@@ -3,8 +3,9 @@
 
     python tools/build_index.py --world-size 1024 --data-path data/corpus_text_document --data-cache-path cache ...
 
-Give the flags of pretrain_gpt.py exactly as in the run, because they determine the indices: batch
-size, length of the run and evaluations give their lengths, the data paths as written their names.
+Give the flags of pretrain_gpt.py exactly as in the run, because they determine the indices: the
+batch size, the length of the run and its evaluations determine their lengths; the data paths, as
+written, determine their names.
 `python pretrain_gpt.py --help` lists the flags. In addition:
 
     --world-size N   processes of the run; optional with --global-batch-size
@@ -35,9 +36,9 @@ from megatron.training.run.process import as_tool, leave, run_guarded
 def split_arguments(argv: Sequence[str]) -> tuple[int, list[str]]:
     """Return the number of workers and the flags of pretrain_gpt.py. Raises ConfigError."""
     parser = Parser(add_help=False)
-    parser.add_argument("--workers", type=integer(1, 1024), default=1)
-    own, flags = parser.parse_known_args(list(argv))
-    return own.workers, flags
+    parser.add_argument("--workers", type=whole(1, 1024), default=1)
+    arguments, flags = parser.parse_known_args(list(argv))
+    return arguments.workers, flags
 
 
 def read_config(flags: Sequence[str]) -> Config:
@@ -75,9 +76,9 @@ def build(config: Config, workers: int) -> None:
     say = partial(print, flush=True)
     progress = Progress()
     load = config.checkpoint.load
-    found = find(load, config.checkpoint.load_tag) if load else None
-    if load and found is not None and (found.folder is not None or found.rejected):
-        folder = required(load, found)
+    choice = find(load, config.checkpoint.load_tag) if load else None
+    if load and choice is not None and (choice.folder is not None or choice.rejected):
+        folder = required(load, choice)
         stored = stored_settings(folder, config)
         config = with_checkpoint_settings(config, stored, Reporter(config, rank=1))
         if not (config.checkpoint.finetune or config.checkpoint.reset_iteration):

@@ -5,7 +5,7 @@
     python tools/check_kernels.py --measure
 
 Use it on a new machine after `python setup.py build_kernels`. Takes seconds. --measure times the
-implementations among which runs on this kind of CPU choose, and keeps the times beside the
+implementations among which runs on this kind of CPU choose, and saves the times beside the
 libraries; nothing else should run at the same time. MEGATRON_KERNELS_MEASURED names another file.
 """
 
@@ -50,9 +50,9 @@ def compared(operator: Operator, odd: bool) -> Check:
         shape = tuple(n // 8 if n >= 512 else n for n in operator.host[0])
         work = operator.prepare((*shape[:-1], shape[-1] | odd), device, dtype)
 
-        def results(way: Callable[..., Any]) -> list[torch.Tensor]:
+        def results(implementation: Callable[..., Any]) -> list[torch.Tensor]:
             torch.manual_seed(1)  # of the gradients
-            outputs = way(*work.arguments)
+            outputs = implementation(*work.arguments)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             if not work.leaves:
                 return list(outputs)
@@ -68,18 +68,18 @@ def compared(operator: Operator, odd: bool) -> Check:
 
 
 def dropout(device: torch.device, dtype: torch.dtype) -> Pairs:
-    """Compare bias_dropout_add with the mask that ones reveal, and the mask with its probability."""
+    """Compare bias_dropout_add under the mask that an input of ones reveals; check its rate."""
     rate = 0.2
     seed = 1234567890123
     x, residual, bias = (
         torch.randn(shape, device=device).to(dtype) for shape in ((200, 1001), (200, 1001), (1001,))
     )
-    kept = bias_dropout_add(torch.ones_like(x), None, None, rate, seed) != 0
-    share = (kept.float().mean() - (1 - rate)) / (5 * (rate * (1 - rate) / kept.numel()) ** 0.5)
+    mask = bias_dropout_add(torch.ones_like(x), None, None, rate, seed) != 0
+    share = (mask.float().mean() - (1 - rate)) / (5 * (rate * (1 - rate) / mask.numel()) ** 0.5)
     if abs(share) > 1:
-        raise ArithmeticError(f"{kept.float().mean():.4f} are kept, expected {1 - rate}")
-    found = bias_dropout_add(x, bias, residual, rate, seed)
-    yield found, residual.float() + (x.float() + bias.float()) * kept / (1 - rate)
+        raise ArithmeticError(f"{mask.float().mean():.4f} are kept, expected {1 - rate}")
+    actual = bias_dropout_add(x, bias, residual, rate, seed)
+    yield actual, residual.float() + (x.float() + bias.float()) * mask / (1 - rate)
 
 
 def adamw(device: torch.device, dtype: torch.dtype, moments: torch.dtype = torch.float32) -> Pairs:
@@ -113,8 +113,8 @@ def adamw(device: torch.device, dtype: torch.dtype, moments: torch.dtype = torch
                 ),
                 kernel,
             )
-    for found, expected in zip(*sides, strict=True):
-        yield from zip(found, expected, strict=True)
+    for actual, expected in zip(*sides, strict=True):
+        yield from zip(actual, expected, strict=True)
 
 
 CHECKS: dict[str, list[Check]] = {
@@ -144,16 +144,16 @@ def verdict(checks: Sequence[Check], device: torch.device) -> tuple[bool, str]:
         for dtype in _ROUNDING:
             torch.manual_seed(0)
             try:
-                for found, expected in check(device, dtype):
-                    if found.shape != expected.shape:
+                for actual, expected in check(device, dtype):
+                    if actual.shape != expected.shape:
                         return (
                             False,
-                            f"{dtype}: shape {list(found.shape)}, not {list(expected.shape)}",
+                            f"{dtype}: shape {list(actual.shape)}, not {list(expected.shape)}",
                         )
                     off = float(
-                        (found.double() - expected.double()).abs().nan_to_num(math.inf).max()
+                        (actual.double() - expected.double()).abs().nan_to_num(math.inf).max()
                     )
-                    rounding = max(_ROUNDING[dtype], _ROUNDING.get(found.dtype, 0.0))
+                    rounding = max(_ROUNDING[dtype], _ROUNDING.get(actual.dtype, 0.0))
                     limit = (16 * rounding + 2.0**-16) * float(expected.abs().max()) or 1e-30
                     if off / limit > worst:
                         worst = off / limit
@@ -168,19 +168,19 @@ def verdict(checks: Sequence[Check], device: torch.device) -> tuple[bool, str]:
 
 def describe(device_type: str) -> Iterator[str]:
     """Describe the library for this kind of device, or why there is none."""
-    found = library.find(device_type)
-    if found.handle is None:
-        yield f"{device_type:<5} none: {found.reason}"
+    kernels = library.find(device_type)
+    if kernels.handle is None:
+        yield f"{device_type:<5} none: {kernels.reason}"
         return
     gpu = f", {torch.cuda.get_device_name()}" if device_type == "cuda" else ""
     same = (
-        "those of csrc/kernels" if found.sources == source_hash() else "not those of csrc/kernels"
+        "those of csrc/kernels" if kernels.sources == source_hash() else "not those of csrc/kernels"
     )
     yield (
-        f"{device_type:<5} {found.target} {found.arch}{gpu}; built from sources {found.sources}, "
-        f"{same}"
+        f"{device_type:<5} {kernels.target} {kernels.arch}{gpu}; built from sources "
+        f"{kernels.sources}, {same}"
     )
-    yield f"      {found.path}"
+    yield f"      {kernels.path}"
 
 
 def inventory(device_types: Sequence[str]) -> Iterator[str]:
@@ -204,29 +204,29 @@ def inventory(device_types: Sequence[str]) -> Iterator[str]:
     yield f"  {choose.fused_adam(kind).line}"
 
 
-def table(one: measured_times.MeasuredTimes) -> Iterator[str]:
+def table(times: measured_times.MeasuredTimes) -> Iterator[str]:
     """List the times of a measurement, each case's fastest first."""
-    for case, seconds in one.seconds.items():
-        ways = sorted(seconds, key=seconds.__getitem__)
-        yield f"  {case:<32} " + ", ".join(f"{way} {1e3 * seconds[way]:.2f} ms" for way in ways)
+    for case, seconds in times.seconds.items():
+        names = sorted(seconds, key=seconds.__getitem__)
+        yield f"  {case:<32} " + ", ".join(f"{name} {1e3 * seconds[name]:.2f} ms" for name in names)
 
 
 def measure() -> None:
-    """Measure this machine, and keep and print the times. Raises KernelError."""
+    """Measure this machine; save and print the times. Raises KernelError."""
     file = measured_times.path()
-    found = library.find("cpu")
-    if file is None or found.handle is None:
-        why = f"{measured_times.OVERRIDE} is none" if file is None else found.line
+    kernels = library.find("cpu")
+    if file is None or kernels.handle is None:
+        why = f"{measured_times.OVERRIDE} is none" if file is None else kernels.line
         raise KernelError(f"nothing to measure: {why}")
-    one = fastest.measure()
-    measured_times.write(file, one)
-    print(f"{measured_times.cpu()}\n{one.line}, in {file}", *table(one), sep="\n")
+    times = fastest.measure()
+    measured_times.write(file, times)
+    print(f"{measured_times.cpu()}\n{times.line}, in {file}", *table(times), sep="\n")
 
 
 def compare(device_type: str) -> bool:
     """Compare all kernels of a kind of device with torch, print them, return if all agree."""
-    found = library.find(device_type)
-    print(f"{found.target} {found.arch} on {device_type}, compared with torch")
+    kernels = library.find(device_type)
+    print(f"{kernels.target} {kernels.arch} on {device_type}, compared with torch")
     failed = 0
     for name, checks in CHECKS.items():
         good, detail = verdict(checks, torch.device(device_type))
@@ -252,7 +252,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="time the implementations of a CPU and keep the times",
+        help="time the implementations of a CPU and save the times",
     )
     return parser
 

@@ -8,8 +8,8 @@
 
 From Megatron it reads global_stepN/ of DeepSpeed's engine (with or without pipeline, ZeRO stages 1
 and 2) and iter_NNNNNNN/ of Megatron (torch and torch_dist), of any tensor- and pipeline-parallel
-size, with the optimizer's state if they have it. The result loads on any layout: pretrain_gpt.py --load new/checkpoints
---use-checkpoint-args.
+size, with the optimizer's state if they have it. The result loads on any layout:
+pretrain_gpt.py --load new/checkpoints --use-checkpoint-args.
 
 Flags of the model (pretrain_gpt.py --help), such as --vocab-size 50257 or --num-attention-heads 16,
 add settings that the checkpoint's own arguments lack, or override them. Nothing in the checkpoint's
@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--load-tag", metavar="NAME", help="folder in SOURCE or iteration (default: the last)"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="show what was found and check it, but write nothing"
+        "--dry-run", action="store_true", help="read, check and describe SOURCE, but write nothing"
     )
     parser.add_argument(
         "--ema",
@@ -106,22 +106,22 @@ def model_settings(argv: Sequence[str]) -> dict[str, Any]:
     """Return settings from flags of pretrain_gpt.py. Raises ConfigError with all problems."""
     scanned = scan(argv)
     problems = list(scanned.problems)
-    found = dict[str, Any]()
+    settings = dict[str, Any]()
     for spelling, words in scanned.flags.items():
         flag = flag_table()[spelling]
         if flag.option is None:
             problems.append(f"{spelling} is not a setting of a model")
         elif flag.value is None:
             try:
-                found[flag.option.name] = flag.option.parse(words)
+                settings[flag.option.name] = flag.option.parse(words)
             except ValueError as error:
                 problems.append(f"{spelling} {error}")
         elif words:
             problems.append(f"{spelling} takes no value, got {' '.join(words)}")
         else:
-            found[flag.option.name] = flag.value
+            settings[flag.option.name] = flag.value
     raise_problems(problems)
-    return found
+    return settings
 
 
 def rows_of(plan: Any) -> list[tuple[str, str]]:
@@ -131,7 +131,7 @@ def rows_of(plan: Any) -> list[tuple[str, str]]:
     if source.data_size is not None:
         step += f", {source.data_size} data-parallel shards"
     rows = [
-        ("found", f"{source.kind}, {source.folder}"),
+        ("source", f"{source.kind}, {source.folder}"),
         (
             "files",
             f"{len(source.files):,}, {sum(path.stat().st_size for path in source.files):,} bytes",
@@ -212,9 +212,9 @@ def run(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     show(rows_of(plan))
     if args.dry_run:
         return
-    place = Path(args.target) / folder_name(source.iteration)
-    if place.exists() and not args.overwrite:
-        raise ConfigError(f"{place} exists: choose another TARGET, or replace it with --overwrite")
+    target = Path(args.target) / folder_name(source.iteration)
+    if target.exists() and not args.overwrite:
+        raise ConfigError(f"{target} exists: choose another TARGET, or replace it with --overwrite")
 
     written = convert(plan, args.target, provenance(), show_progress)
     show([("note", note) for note in plan.notes[known:]])
@@ -251,7 +251,7 @@ def from_huggingface(
     from megatron_conversion.huggingface import read_folder, to_checkpoint
 
     incoming = decided_by_first(topology, lambda: read_folder(Path(args.source), settings))
-    rows = [("found", f"{incoming.kind}, {incoming.folder}"), ("type", str(incoming.dtype))]
+    rows = [("source", f"{incoming.kind}, {incoming.folder}"), ("type", str(incoming.dtype))]
     _show_model(topology, rows, incoming.config, incoming.shapes)
     if not args.dry_run:
         progress = show_progress if topology.world.is_first else lambda done, total: None
@@ -296,7 +296,7 @@ def to_huggingface(args: argparse.Namespace, settings: dict[str, Any], topology:
         return companions, fields["model_type"]
 
     companions, kind = decided_by_first(topology, prepare)
-    rows = [("found", str(outgoing.folder)), ("family", kind), ("type", str(outgoing.dtype))]
+    rows = [("source", str(outgoing.folder)), ("family", kind), ("type", str(outgoing.dtype))]
     rows += [("note", note) for note in (*outgoing.notes, companions.note) if note]
     _show_model(topology, rows, outgoing.config, outgoing.shapes)
     if not args.dry_run:
@@ -337,8 +337,8 @@ def main(argv: Sequence[str]) -> int:
             "--plain-class": bool(args.plain_class) and source == "hf",
             "--load-tag": args.load_tag is not None and source == "hf",
         }
-        for flag, given in unused.items():
-            if given:
+        for flag, is_given in unused.items():
+            if is_given:
                 raise ConfigError(f"{flag} has no effect here: remove it")
         return run_huggingface(args, settings, source == "hf")
     run(args, settings)

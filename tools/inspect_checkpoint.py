@@ -120,51 +120,51 @@ def run(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Show one checkpoint and, for a folder of checkpoints, a list of all."""
-    there = [] if is_checkpoint(args.path) else overview(args.path)
-    report: dict[str, Any] = {"checkpoints": there} if there else {}
-    if there and not args.json:
+    checkpoints = [] if is_checkpoint(args.path) else overview(args.path)
+    report: dict[str, Any] = {"checkpoints": checkpoints} if checkpoints else {}
+    if checkpoints and not args.json:
         good = "OK (metadata only; --verify checks every byte)"
-        rows = [(c["name"], c["problem"] or good, c["bytes"]) for c in there]
+        rows = [(c["name"], c["problem"] or good, c["bytes"]) for c in checkpoints]
         table(f"checkpoints in {args.path}", ("name", "state", "bytes"), rows)
     if args.tag is not None:
         tagged(args.path, args.tag)
     try:
         folder = locate(args.path, args.tag)
-        found = contents(folder)
+        checkpoint = contents(folder)
     except CheckpointError as error:
         # An empty folder is an error, not a damaged checkpoint.
-        if not there and not is_checkpoint(args.path):
+        if not checkpoints and not is_checkpoint(args.path):
             raise
         if not args.json:
             print(f"damaged: {error}")
         return report | {"problem": str(error)}, DAMAGED
-    names = matching(found, args.match)
+    names = matching(checkpoint, args.match)
     check_match(args.match, names)
-    described = describe(found)
+    described = describe(checkpoint)
     if not args.json:
         shown = {k: v for k, v in described.items() if k != "provenance" or args.provenance}
         table(f"{folder}", ("", ""), [(name, plain_text(value)) for name, value in shown.items()])
     measured: dict[str, Norm] = {}
     problem = None
     if args.norms:
-        size = read_bytes(found, names)
+        size = read_bytes(checkpoint, names)
         try:
-            with Progress(f"reading {folder.name}", size) as progress:
-                measured = dict(norms(found, names, progress.add))
+            with ReadProgress(f"reading {folder.name}", size) as progress:
+                measured = dict(norms(checkpoint, names, progress.add))
         except CheckpointError as error:
             problem = str(error)
     if not args.json:
-        show_tensors(found, names, measured)
+        show_tensors(checkpoint, names, measured)
         if problem is not None:
             print(f"damaged: {problem}")
     report["checkpoint"] = described
     report["tensors"] = {
         name: {
-            "shape": list(found.stored[name]["shape"]),
-            "dtype": found.stored[name]["dtype"],
-            "shards": len(found.stored[name]["boxes"]),
-            "bytes": read_bytes(found, [name]),
-            "files": sorted({shard.file for shard in found.stored[name]["boxes"]}),
+            "shape": list(checkpoint.stored[name]["shape"]),
+            "dtype": checkpoint.stored[name]["dtype"],
+            "shards": len(checkpoint.stored[name]["boxes"]),
+            "bytes": read_bytes(checkpoint, [name]),
+            "files": sorted({shard.file for shard in checkpoint.stored[name]["boxes"]}),
             **(vars(measured[name]) if name in measured else {}),
         }
         for name in names
@@ -174,16 +174,16 @@ def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     ), OK if problem is None else DAMAGED
 
 
-def read_bytes(found: Contents, names: Iterable[str]) -> int:
+def read_bytes(contents: Contents, names: Iterable[str]) -> int:
     """Return the bytes of some tensors in the data files."""
-    return sum(shard.length for name in names for shard in found.stored[name]["boxes"])
+    return sum(shard.length for name in names for shard in contents.stored[name]["boxes"])
 
 
 def check_match(pattern: str | None, names: Sequence[str]) -> None:
     """Raise ConfigError if a pattern matches nothing: an empty comparison must not look equal."""
     if pattern is not None and not names:
         raise ConfigError(
-            f"--match {pattern} matches no tensor: give a whole name, or use the wildcard *"
+            f"--match {pattern} matches no tensor: give a full name, or use the wildcard *"
         )
 
 
@@ -205,35 +205,35 @@ def overview(directory: Path) -> list[dict[str, Any]]:
     return out
 
 
-def describe(found: Contents) -> dict[str, Any]:
+def describe(contents: Contents) -> dict[str, Any]:
     """Return the description of a checkpoint without its tensors."""
-    state = found.checkpoint.state
-    model = found.checkpoint.config.get("model", {})
+    state = contents.checkpoint.state
+    model = contents.checkpoint.config.get("model", {})
     return {
-        "folder": str(found.folder),
+        "folder": str(contents.folder),
         "format": state["format"],
-        "generation": found.checkpoint.manifest.generation,
-        "iteration": found.checkpoint.iteration,
-        "parameters": found.weights,
-        "tensors": len(found.stored),
+        "generation": contents.checkpoint.manifest.generation,
+        "iteration": contents.checkpoint.iteration,
+        "parameters": contents.weights,
+        "tensors": len(contents.stored),
         "optimizer": state["optimizer"],
-        "bytes": sum(found.files.values()),
-        "files": len(found.files),
-        "layout": found.layout,
+        "bytes": sum(contents.files.values()),
+        "files": len(contents.files),
+        "layout": contents.layout,
         "model": {name: value for name, value in model.items() if value is not None},
         "state": state["state"],
         "engine": state["engine"],
-        "provenance": found.provenance,
+        "provenance": contents.provenance,
     }
 
 
-def show_tensors(found: Contents, names: Iterable[str], measured: dict[str, Norm]) -> None:
+def show_tensors(contents: Contents, names: Iterable[str], measured: dict[str, Norm]) -> None:
     """Print a row for each parameter; with norms, one for each tensor."""
     chosen = set(names)
     rows: list[tuple[Any, ...]] = []
     if measured:
         for name, norm in measured.items():
-            entry = found.stored[name]
+            entry = contents.stored[name]
             rows.append(
                 (
                     name,
@@ -246,11 +246,11 @@ def show_tensors(found: Contents, names: Iterable[str], measured: dict[str, Norm
             )
         table("tensors", ("name", "shape", "dtype", "norm", "largest", "not finite"), rows)
         return
-    for parameter, kinds in found.parameters.items():
+    for parameter, kinds in contents.parameters.items():
         shown = [kind for kind in kinds if f"{kind}.{parameter}" in chosen]
         if not shown:
             continue
-        entries = [found.stored[f"{kind}.{parameter}"] for kind in shown]
+        entries = [contents.stored[f"{kind}.{parameter}"] for kind in shown]
         shards = [shard for entry in entries for shard in entry["boxes"]]
         files = sorted({shard.file for shard in shards})
         listed = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
@@ -277,7 +277,7 @@ def check(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         problems = {"tracker": verify_tracker(args.path)}
     for folder in chosen:
         size = sum(path.stat().st_size for path in folder.glob("*.distcp") if path.is_file())
-        with Progress(f"checking {folder.name}", size) as progress:
+        with ReadProgress(f"checking {folder.name}", size) as progress:
             problems[folder.name] = verify(folder, progress.add)
     if not args.json:
         for name, listed in problems.items():
@@ -307,48 +307,51 @@ def show_difference(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         first, second = (contents(locate(path, args.tag)) for path in args.diff)
         check_match(args.match, [*matching(first, args.match), *matching(second, args.match)])
         size = sum(read_bytes(each, matching(each, args.match)) for each in (first, second))
-        with Progress("reading both", size) as progress:
-            found = compare(first, second, args.match, progress.add)
+        with ReadProgress("reading both", size) as progress:
+            difference = compare(first, second, args.match, progress.add)
     except CheckpointError as error:
         if not args.json:
             print(f"damaged: {error}")
         return {"problem": str(error)}, DAMAGED
     report = {
-        **vars(found),
-        "tensors": {name: vars(d) for name, d in found.tensors.items()},
-        "same": found.same,
+        **vars(difference),
+        "tensors": {name: vars(d) for name, d in difference.tensors.items()},
+        "same": difference.same,
     }
     report |= {"first": str(first.folder), "second": str(second.folder)}
     if not args.json:
         print(f"A: {first.folder}\nB: {second.folder}")
         rows = [
             (name, f"{d.elements} of {d.of}", f"{d.largest:.6g}", f"{d.relative:.6g}")
-            for name, d in found.tensors.items()
+            for name, d in difference.tensors.items()
         ]
         table("tensors that differ", ("name", "elements", "largest difference", "relative"), rows)
-        for title, names in (("only in A", found.only_first), ("only in B", found.only_second)):
+        for title, names in (
+            ("only in A", difference.only_first),
+            ("only in B", difference.only_second),
+        ):
             table(title, ("name",), [(name,) for name in names])
         for title, changed in (
-            ("tensors that differ in shape or dtype", found.kinds),
-            ("state that differs", found.state),
-            ("settings that differ", found.settings),
+            ("tensors that differ in shape or dtype", difference.kinds),
+            ("state that differs", difference.state),
+            ("settings that differ", difference.settings),
         ):
             table(title, ("name", "A", "B"), [tuple(map(plain_text, change)) for change in changed])
-        print(f"{found.equal} tensors are bitwise equal, {len(found.tensors)} differ")
-    return report, OK if found.same else DAMAGED
+        print(f"{difference.equal} tensors are bitwise equal, {len(difference.tensors)} differ")
+    return report, OK if difference.same else DAMAGED
 
 
 # --- output
 
 
-class Progress:
+class ReadProgress:
     """Progress of reading, on standard error; see ByteProgress."""
 
     def __init__(self, what: str, size_bytes: int) -> None:
         self._progress = ByteProgress(what, size_bytes)
         self._done = 0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ReadProgress:
         self._progress.__enter__()
         return self
 
@@ -371,18 +374,20 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
 
     terminal = sys.stdout.isatty()
     console = Console(file=sys.stdout, width=None if terminal else _PIPE_COLUMNS)
-    made = Table(box=SIMPLE_HEAD, show_header=any(columns))
+    rich_table = Table(box=SIMPLE_HEAD, show_header=any(columns))
 
-    def numbers(value: Any) -> bool:
+    def is_number(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
 
     for number, name in enumerate(columns):
-        right = all(numbers(row[number]) for row in rows)
-        made.add_column(name, justify="right" if right else "left", overflow="fold")
+        right = all(is_number(row[number]) for row in rows)
+        rich_table.add_column(name, justify="right" if right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*(Text(f"{value:,}" if numbers(value) else str(value)) for value in row))
+        rich_table.add_row(
+            *(Text(f"{value:,}" if is_number(value) else str(value)) for value in row)
+        )
     console.print(Text(title, "bold"), soft_wrap=True)
-    console.print(made)
+    console.print(rich_table)
 
 
 def shape_text(entry: Stored) -> str:

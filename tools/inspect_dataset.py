@@ -115,14 +115,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def make_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     """Return the tokenizer of the flags. Raises ConfigError for invalid flags."""
-    given = {
+    options = {
         name: getattr(args, name) for name in TOKENIZER_FLAGS if getattr(args, name) is not None
     }
     if args.tokenizer_type is not None:
-        return build_tokenizer(args.tokenizer_type, **given)
-    given.pop("vocab_size", None)
-    if given:
-        raise ConfigError(f"--{next(iter(given)).replace('_', '-')} needs --tokenizer-type")
+        return build_tokenizer(args.tokenizer_type, **options)
+    options.pop("vocab_size", None)
+    if options:
+        raise ConfigError(f"--{next(iter(options)).replace('_', '-')} needs --tokenizer-type")
     return None
 
 

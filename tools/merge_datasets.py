@@ -126,11 +126,11 @@ def merge(
         dtypes.append(dataset.dtype)
         tokens += dataset.num_tokens
     dtype = _common_dtype(inputs, dtypes)
-    for prefix, found in zip(inputs, dtypes, strict=True):
-        if found != dtype:
+    for prefix, input_dtype in zip(inputs, dtypes, strict=True):
+        if input_dtype != dtype:
             say(
-                f"{os.fspath(prefix)}: tokens of type {found} are written as {dtype}, which can "
-                "represent all"
+                f"{os.fspath(prefix)}: tokens of type {input_dtype} are written as {dtype}, which "
+                "can represent all"
             )
     if any(masked.values()):
         for prefix in (prefix for prefix, has_mask in masked.items() if not has_mask):
@@ -147,15 +147,15 @@ def merge(
         for prefix in inputs:
             dataset = _open(prefix)
             _add_structure(writer, dataset)
-            for part in _tokens(dataset):
-                writer.append_tokens(part)
-                done += part.nbytes
+            for chunk in _tokens(dataset):
+                writer.append_tokens(chunk)
+                done += chunk.nbytes
                 on_progress(done)
             if any(masked.values()):
                 _add_structure(mask, dataset.mask or dataset)
-                for part in _tokens(dataset.mask or dataset):
-                    mask.append_tokens(part if dataset.mask else np.ones(len(part), MASK_DTYPE))
-        if not any(masked.values()):  # one of earlier data
+                for chunk in _tokens(dataset.mask or dataset):
+                    mask.append_tokens(chunk if dataset.mask else np.ones(len(chunk), MASK_DTYPE))
+        if not any(masked.values()):  # a mask of earlier data
             for path in (idx_path(mask_output), bin_path(mask_output)):
                 path.unlink(missing_ok=True)
     _merge_records(inputs, output_prefix, say)
@@ -169,8 +169,8 @@ def _merge_records(
 ) -> None:
     """Write which tokenizer wrote the data, if all inputs name the same one."""
     records = {os.fspath(prefix): read_record(prefix) for prefix in inputs}
-    (first, record), *others = records.items()
-    for prefix, other in others:
+    (first, record), *rest = records.items()
+    for prefix, other in rest:
         if (
             record
             and other
@@ -180,10 +180,10 @@ def _merge_records(
                 f"{prefix} was written with {other.tokenizer} of {other.vocab_size} ids, {first} "
                 f"with {record.tokenizer} of {record.vocab_size}: their ids mean different texts"
             )
-    found = [other for other in records.values() if other is not None]
-    alike = {(other.digest, other.vocab_size) for other in found}
-    if record is not None and len(found) == len(records) and len(alike) == 1:
-        replace(record, job="", largest_id=max(other.largest_id for other in found)).write(output)
+    known = [other for other in records.values() if other is not None]
+    alike = {(other.digest, other.vocab_size) for other in known}
+    if record is not None and len(known) == len(records) and len(alike) == 1:
+        replace(record, job="", largest_id=max(other.largest_id for other in known)).write(output)
 
 
 def _open(prefix: str | os.PathLike[str]) -> IndexedDataset:
@@ -234,7 +234,7 @@ def _check_space(
     output: str | os.PathLike[str], inputs: Sequence[str | os.PathLike[str]], token_bytes: int
 ) -> None:
     folder = Path(os.path.abspath(output)).parent
-    # The parts of the index exist twice for a short time: in their own files and joined.
+    # The arrays of the index exist twice for a short time: in separate files and joined.
     needed = token_bytes + 2 * sum(idx_path(prefix).stat().st_size for prefix in inputs)
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -266,21 +266,21 @@ def _add_structure(writer: IndexedDatasetWriter, dataset: IndexedDataset) -> Non
 
 
 def _tokens(dataset: IndexedDataset) -> Iterator[npt.NDArray[Any]]:
-    """Yield all tokens in pieces."""
+    """Yield all tokens in chunks."""
     path = bin_path(dataset.prefix)
     left = dataset.num_tokens
     try:
         with path.open("rb") as file:
             while left:
-                part = np.fromfile(
+                chunk = np.fromfile(
                     file, dataset.dtype, min(_COPY_BYTES // dataset.dtype.itemsize, left)
                 )
-                left -= len(part)
-                if not len(part):
+                left -= len(chunk)
+                if not len(chunk):
                     raise DataError(
                         f"{path}: ends {left} tokens early: it was truncated while being merged"
                     )
-                yield part
+                yield chunk
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 

@@ -101,84 +101,84 @@ def build_parser() -> argparse.ArgumentParser:
         help="run only these points",
     )
     parser.add_argument("--retry-failed", action="store_true", help="run failed points again")
-    _add_place(parser.add_argument_group("nodes and limits"))
+    _add_node_arguments(parser.add_argument_group("nodes and limits"))
     return parser
 
 
-def _add_place(place: argparse._ArgumentGroup) -> None:
-    place.add_argument(
+def _add_node_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
         "--dry-run", action="store_true", help="show the points and their cost; run nothing"
     )
-    place.add_argument(
+    group.add_argument(
         "--print-nodes",
         action="store_true",
         help="print the number of nodes of the largest point; run nothing",
     )
-    place.add_argument(
+    group.add_argument(
         "--list",
         action="store_true",
         help="print one job per point: name, nodes, time, partition",
     )
-    place.add_argument(
+    group.add_argument(
         "--print-limit",
         type=_COUNT,
         metavar="NODES",
         help="print the time limit of a job on NODES nodes",
     )
-    place.add_argument(
+    group.add_argument(
         "--launcher",
         choices=("slurm", "local"),
         default="slurm",
         help="how points are started (default slurm)",
     )
-    place.add_argument(
+    group.add_argument(
         "--hosts-file", type=Path, metavar="FILE", help="file with the nodes to use, one per line"
     )
-    place.add_argument(
+    group.add_argument(
         "--nodes",
         type=_COUNT,
         metavar="N",
         help="nodes of the allocation, for the cost in --dry-run",
     )
-    place.add_argument(
+    group.add_argument(
         "--tasks-per-node",
         type=_COUNT,
         metavar="N",
         help="processes per node (default: devices per node of the cluster)",
     )
-    place.add_argument(
+    group.add_argument(
         "--one-at-a-time",
         action="store_true",
         help="do not run points side by side on disjoint nodes",
     )
-    place.add_argument(
+    group.add_argument(
         "--limit",
         type=real(),
         metavar="SECONDS",
         help="time limit of a point (default: from its estimated cost)",
     )
-    place.add_argument(
+    group.add_argument(
         "--cluster",
         default=os.environ.get("MEGATRON_CLUSTER", "frontier"),
         metavar="NAME|FILE",
         help="machine whose limits apply; none: no limits (default: MEGATRON_CLUSTER, else "
         "frontier)",
     )
-    place.add_argument(
+    group.add_argument(
         "--partition",
         metavar="NAME",
         help="partition whose limits apply (default: the cluster's first)",
     )
-    place.add_argument(
+    group.add_argument(
         "--tflops", type=real(), metavar="T", help="hardware TFLOP/s per device (MI250X: per GCD)"
     )
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    parts = text.replace(",", " ").split()
-    if not parts:
+    words = text.replace(",", " ").split()
+    if not words:
         raise argparse.ArgumentTypeError(f"{text!r}: give a list of whole numbers such as 1,2,4")
-    return tuple(_COUNT(part) for part in parts)
+    return tuple(_COUNT(word) for word in words)
 
 
 def requested(
@@ -210,7 +210,7 @@ def longest_job(cluster: Cluster | None, nodes: int, partition: str | None) -> s
 def list_jobs(
     args: argparse.Namespace, points: list[Point], cluster: Cluster | None, root: Path
 ) -> None:
-    """Print the needs of a separate job for each open point; a dash is the default partition."""
+    """Print the resources of a separate job for each open point; a dash is the default partition."""
     for point in points:
         if state_of(root / point.name, point)[0] in ("", "interrupted"):
             partition = args.partition if point.fits_alone else point.queue or args.partition
@@ -252,13 +252,13 @@ def run(args: argparse.Namespace, points: list[Point], root: Path) -> int:
                 "--dry-run shows what would run"
             )
         hosts = tuple(read_text(args.hosts_file, 1 << 24, error=ConfigError).split())
-    found = Experiment(root, points, args.limit, args.retry_failed, _say)
-    place = LaunchTarget(args.launcher, hosts, 1 if args.one_at_a_time else len(hosts))
-    found.run(Runner(place, _say, left_s=time_left(None, slurm_time_left_s)))
-    summary(found, root)
-    if found.out_of_time:
-        return 3 if found.resumable else 4
-    return 1 if found.reasons(FAILED) or found.waiting else 0
+    scaling_experiment = Experiment(root, points, args.limit, args.retry_failed, _say)
+    target = LaunchTarget(args.launcher, hosts, 1 if args.one_at_a_time else len(hosts))
+    scaling_experiment.run(Runner(target, _say, left_s=time_left(None, slurm_time_left_s)))
+    summary(scaling_experiment, root)
+    if scaling_experiment.out_of_time:
+        return 3 if scaling_experiment.resumable else 4
+    return 1 if scaling_experiment.reasons(FAILED) or scaling_experiment.waiting else 0
 
 
 def _say(line: str) -> None:

@@ -12,7 +12,7 @@ from megatron.checkpoint.shards import read_stored
 from megatron.config import Config
 from megatron.errors import CheckpointError
 from megatron_conversion import write as write_module
-from megatron_conversion.write import pieces, write_offline
+from megatron_conversion.write import tensor_shards, write_offline
 from megatron_inspection.checkpoint import verify
 from tests.tools.conversion.full_tensors import whole_tensors
 
@@ -33,7 +33,7 @@ def write(directory, named_tensors, iteration=3):
     return write_offline(
         directory,
         iteration,
-        (piece for name, tensor in named_tensors for piece in pieces(name, tensor)),
+        (piece for name, tensor in given for piece in tensor_shards(name, tensor)),
         config=config,
         state={"iteration": iteration},
         scalars={"optimizer_step": 2},

@@ -28,9 +28,16 @@ from megatron_conversion.names import (
     is_replicated,
     merge,
 )
-from megatron_conversion.source import KINDS, Part, Source, configure, laid_out, settings_of
+from megatron_conversion.source import (
+    KINDS,
+    ParameterShard,
+    SourceCheckpoint,
+    configure,
+    layout_errors,
+    settings_of,
+)
 from megatron_conversion.torch_dist import BACKENDS, is_torch_dist, read_torch_dist
-from megatron_conversion.write import Piece, pieces, write_offline
+from megatron_conversion.write import TensorShard, tensor_shards, write_offline
 
 _TRACKER_LIMIT_BYTES = 4096
 
@@ -40,11 +47,11 @@ class Plan:
     """Plan to convert a foreign checkpoint.
 
     shapes   global shape of each parameter, by our names
-    rules    layout of its tensor-parallel parts
+    rules    layout of its tensor-parallel shards
     notes    remarks for the user
     """
 
-    source: Source
+    source: SourceCheckpoint
     config: Config
     shapes: dict[str, tuple[int, ...]]
     rules: Rules
@@ -63,7 +70,7 @@ def find_source(directory: str | os.PathLike[str], tag: str | None = None) -> Pa
     root = Path(directory)
     if not root.is_dir():
         raise CheckpointError(
-            f"{root} is not a folder: give one with a Megatron or DeepSpeed checkpoint"
+            f"{root} is not a folder: give a folder with a Megatron or DeepSpeed checkpoint"
         )
     if tag is not None:
         folder = root / tag if os.path.isdir(root / tag) else root / tagged_name(tag)
@@ -72,8 +79,8 @@ def find_source(directory: str | os.PathLike[str], tag: str | None = None) -> Pa
     else:
         folder = root / _tracked(root)
     if not folder.is_dir():
-        there = named(sorted(p.name for p in root.iterdir() if p.is_dir()))
-        raise CheckpointError(f"{folder} does not exist; {root} has: {there or 'no folder'}")
+        folders = named(sorted(p.name for p in root.iterdir() if p.is_dir()))
+        raise CheckpointError(f"{folder} does not exist; {root} has: {folders or 'no folder'}")
     return folder
 
 
@@ -85,7 +92,7 @@ def _tracked(root: Path) -> str:
             text = data.decode(errors="replace").strip()
             if not text or "/" in text or len(text) > 200:
                 raise CheckpointError(
-                    f"{root / name} holds {text[:40]!r} where a folder is expected: use --load-tag"
+                    f"{root / name} contains {text[:40]!r}, not the name of a folder: use --load-tag"
                 )
             return tagged_name(text)
     raise CheckpointError(
@@ -93,24 +100,24 @@ def _tracked(root: Path) -> str:
     )
 
 
-def reader_of(folder: Path) -> Callable[..., Source] | None:
+def reader_of(folder: Path) -> Callable[..., SourceCheckpoint] | None:
     """Return the reader of a foreign checkpoint's folder; None if no reader supports it."""
-    for is_theirs, read in (
+    for recognizes, read in (
         (is_deepspeed, read_deepspeed),
         (is_megatron, read_megatron),
         (is_torch_dist, read_torch_dist),
     ):
-        if is_theirs(folder):
+        if recognizes(folder):
             return read
     return None
 
 
 def read_source(
     folder: Path, *, optimizer: bool = True, version: float | None = None, plain: Sequence[str] = ()
-) -> Source:
+) -> SourceCheckpoint:
     """Read a foreign checkpoint's folder; tensors stay in its files. Raises CheckpointError."""
     if read := reader_of(folder):
-        with laid_out(folder):
+        with layout_errors(folder):
             return read(folder, optimizer, version, plain)
     names = {path.name for path in folder.iterdir()}
     if any(
@@ -129,19 +136,19 @@ def read_source(
     raise CheckpointError(f"{folder} {why}")
 
 
-def plan_conversion(source: Source, chosen: Mapping[str, Any]) -> Plan:
+def plan_conversion(source: SourceCheckpoint, chosen: Mapping[str, Any]) -> Plan:
     """Check a source against the model of its arguments and the user's settings `chosen`.
 
     Raises CheckpointError for tensors that are missing, unknown or of another shape, and
     ConfigError for invalid settings.
     """
-    with laid_out(source.folder):
+    with layout_errors(source.folder):
         settings = settings_of(source.arguments)
         config, notes = configure(_completed(settings, source, chosen), chosen)
         model = config.model
         vocab_size = config.model.vocab_size
         assert vocab_size is not None, "configure requires it"
-        layers = {name.split(".")[1] for name in source.parts if name.startswith("layers.")}
+        layers = {name.split(".")[1] for name in source.parameters if name.startswith("layers.")}
         if model.num_layers > len(layers):
             raise CheckpointError(
                 f"{source.folder} has {len(layers)} layers, but with these settings the model has "
@@ -151,61 +158,66 @@ def plan_conversion(source: Source, chosen: Mapping[str, Any]) -> Plan:
         _check_names(source, shapes)
         rules = Rules(source.version, model.kv_channels, vocab_size, model.gated)
         plan = Plan(source, config, shapes, rules, [*source.notes, *notes])
-        padded = _rows(source)
+        padded = _padded_vocab_size(source)
         if padded > vocab_size:
             plan.notes.append(
-                f"{padded - vocab_size} of {padded} rows of the vocabulary are padding and left "
-                "out; Megatron's loss includes them, so it is a little higher than the one here"
+                f"{padded - vocab_size} of {padded} vocabulary rows are padding and are "
+                "dropped; Megatron's loss includes them, so it is slightly higher than ours"
             )
         for name, shape in shapes.items():
-            found = tuple(
-                merge(name, [part.weight.to("meta") for part in source.parts[name]], rules).shape
+            source_shape = tuple(
+                merge(
+                    name, [shard.weight.to("meta") for shard in source.parameters[name]], rules
+                ).shape
             )
-            if found != shape:
+            if source_shape != shape:
                 raise CheckpointError(
-                    f"{source.folder}: {name} is {found} there, and {shape} with these settings"
+                    f"{source.folder}: {name} has shape {source_shape}, but "
+                    f"{shape} with these settings"
                 )
         return plan
 
 
-def _rows(source: Source) -> int:
+def _padded_vocab_size(source: SourceCheckpoint) -> int:
     """Return the padded size of the vocabulary."""
-    return sum(len(part.weight) for part in source.parts[WORD_EMBEDDINGS])
+    return sum(len(shard.weight) for shard in source.parameters[WORD_EMBEDDINGS])
 
 
 def _completed(
-    settings: dict[str, Any], source: Source, chosen: Mapping[str, Any]
+    settings: dict[str, Any], source: SourceCheckpoint, chosen: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Add settings that follow from the tensors, for missing arguments."""
-    parts = source.parts
+    """Fill in missing settings from the names and shapes of the tensors."""
+    parameters = source.parameters
     if not source.arguments:
-        shown: dict[str, Any] = {
-            "num_layers": len({name.split(".")[1] for name in parts if name.startswith("layers.")}),
-            "untie_embeddings_and_output_weights": OUTPUT_LAYER in parts,
-            "add_bias_linear": any(name.endswith("dense.bias") for name in parts),
-            "normalization": "layernorm" if "final_layernorm.bias" in parts else "rmsnorm",
+        inferred: dict[str, Any] = {
+            "num_layers": len(
+                {name.split(".")[1] for name in parameters if name.startswith("layers.")}
+            ),
+            "untie_embeddings_and_output_weights": OUTPUT_LAYER in parameters,
+            "add_bias_linear": any(name.endswith("dense.bias") for name in parameters),
+            "normalization": "layernorm" if "final_layernorm.bias" in parameters else "rmsnorm",
         }
-        if POSITION_EMBEDDINGS in parts:
-            shown["max_position_embeddings"] = len(parts[POSITION_EMBEDDINGS][0].weight)
-        if WORD_EMBEDDINGS in parts:
-            shown["hidden_size"] = parts[WORD_EMBEDDINGS][0].weight.shape[-1]
-        return {**shown, **settings}
+        if POSITION_EMBEDDINGS in parameters:
+            inferred["max_position_embeddings"] = len(parameters[POSITION_EMBEDDINGS][0].weight)
+        if WORD_EMBEDDINGS in parameters:
+            inferred["hidden_size"] = parameters[WORD_EMBEDDINGS][0].weight.shape[-1]
+        return {**inferred, **settings}
     if (
         settings.get("vocab_size") is None
         and chosen.get("vocab_size") is None
-        and WORD_EMBEDDINGS in parts
+        and WORD_EMBEDDINGS in parameters
     ):
         raise CheckpointError(
             f"{source.folder} does not contain the size of the vocabulary without padding: give "
-            f"--vocab-size with the number of entries of its tokenizer (at most {_rows(source)}, "
-            "its padded size)"
+            "--vocab-size with the number of entries of its tokenizer (at most "
+            f"{_padded_vocab_size(source)}, its padded size)"
         )
     return settings
 
 
-def _check_names(source: Source, shapes: Mapping[str, Any]) -> None:
-    missing = [name for name in shapes if name not in source.parts]
-    unknown = [name for name in source.parts if name not in shapes]
+def _check_names(source: SourceCheckpoint, shapes: Mapping[str, Any]) -> None:
+    missing = [name for name in shapes if name not in source.parameters]
+    unknown = [name for name in source.parameters if name not in shapes]
     lists = (("it has no", missing), ("it also has", unknown))
     if problems := [f"{what} {named(names)}" for what, names in lists if names]:
         hint = " (--untie-embeddings-and-output-weights?)" if OUTPUT_LAYER in unknown else ""
@@ -223,15 +235,15 @@ def convert(
 ) -> Path:
     """Write the checkpoint to DIRECTORY, tensor by tensor, and return its folder.
 
-    provenance   provenance to store beside that of the source
-    progress   called with (parameters written, all parameters)
+    provenance   stored beside that of the source
+    progress     called with (parameters written, all parameters)
 
     Raises CheckpointError if the optimizer's masters do not match the weights, or if it cannot be
     written.
     """
     source = plan.source
     state = dict(source.counters)
-    # without arguments only our settings contain the length of a sample
+    # without arguments, only our settings have the sequence length
     for kind in ("consumed", "scheduled"):
         state[f"{kind}_tokens"] = (
             state[f"{kind}_tokens"] or state[f"{kind}_samples"] * plan.config.model.seq_length
@@ -262,35 +274,35 @@ def convert(
     )
 
 
-def _tensors(plan: Plan, progress: Callable[[int, int], None]) -> Iterator[Piece]:
+def _tensors(plan: Plan, progress: Callable[[int, int], None]) -> Iterator[TensorShard]:
     """Yield the shards of fp32 tensors, one tensor after another, without keeping them."""
     for done, name in enumerate(plan.shapes, 1):
-        parts = plan.source.parts[name]
+        shards = plan.source.parameters[name]
         if is_replicated(name) and any(
-            not torch.equal(part.weight, parts[0].weight) for part in parts[1:]
+            not torch.equal(shard.weight, shards[0].weight) for shard in shards[1:]
         ):
-            plan.notes.append(f"{name} differs between tensor ranks: using that of the first")
+            plan.notes.append(f"{name} differs between tensor ranks: using the first rank's")
         for kind in KINDS if plan.optimizer else KINDS[:1]:
-            yield from pieces(f"{kind}.{name}", whole_tensor(plan, kind, name))
+            yield from tensor_shards(f"{kind}.{name}", whole_tensor(plan, kind, name))
         progress(done, len(plan.shapes))
 
 
 def whole_tensor(plan: Plan, kind: str, name: str) -> torch.Tensor:
-    """Return a whole parameter, or its optimizer state, in fp32. Raises CheckpointError."""
-    with laid_out(plan.source.folder):
-        parts = [_value(plan, name, part, kind) for part in plan.source.parts[name]]
-        whole = merge(name, parts, plan.rules)
-    check_finite(whole, f"{kind} of {name} in {plan.source.folder}")
-    return whole
+    """Return a full parameter, or its optimizer state, in fp32. Raises CheckpointError."""
+    with layout_errors(plan.source.folder):
+        values = [_value(plan, name, shard, kind) for shard in plan.source.parameters[name]]
+        tensor = merge(name, values, plan.rules)
+    check_finite(tensor, f"{kind} of {name} in {plan.source.folder}")
+    return tensor
 
 
-def _value(plan: Plan, name: str, part: Part, kind: str) -> torch.Tensor:
-    """Return a part's tensor in fp32; a master must round to the model's weight."""
-    load = part.load or (lambda: part.weight)
-    if part.state is None or not plan.optimizer:
+def _value(plan: Plan, name: str, shard: ParameterShard, kind: str) -> torch.Tensor:
+    """Return a shard's values in fp32; a master must round to the model's weight."""
+    load = shard.load or (lambda: shard.weight)
+    if shard.state is None or not plan.optimizer:
         return load().float()
-    value = part.state(kind).detach().float()
-    if kind == "master" and not torch.equal(value.to(part.weight.dtype), load()):
+    value = shard.state(kind).detach().float()
+    if kind == "master" and not torch.equal(value.to(shard.weight.dtype), load()):
         raise CheckpointError(
             f"{plan.source.folder}: the optimizer's fp32 {name} does not round to the model's: "
             "the files are from different steps or layouts. If the weights are the right ones, "

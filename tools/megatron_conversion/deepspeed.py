@@ -1,18 +1,18 @@
-"""Reader of checkpoints of DeepSpeed's engine: Megatron-DeepSpeed's, with or without pipeline.
+"""Reader of DeepSpeed engine checkpoints: Megatron-DeepSpeed's, with or without pipeline.
 
-    global_step100/mp_rank_01_model_states.pt               a model-parallel rank (stage x tensor
-    size + tensor rank):
-                                                            counters, arguments, and without
-                                                            pipeline the weights
-                   layer_03-model_01-model_states.pt        with pipeline: a layer's weights, of
-                   tensor rank 1
-                   bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt      a shard of the optimizer's
-                   state
+    global_step100/
+        mp_rank_01_model_states.pt
+            a model-parallel rank (stage x tensor size + tensor rank): counters, arguments and,
+            without pipeline, the weights
+        layer_03-model_01-model_states.pt
+            with pipeline: the weights of a layer on tensor rank 1
+        bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt
+            a shard of the optimizer's state
 
-The shards are those of ZeRO stages 1 and 2. The parameters of a group are laid end to end in one
-flat array, which is cut over the data-parallel ranks. Each shard has a map of which stretch of its
-piece belongs to which parameter (param_slice_mappings); older ones only have the shapes of the
-parameters (param_shapes).
+The shards are those of ZeRO stages 1 and 2. The parameters of a group are concatenated into one
+flat array, which is partitioned over the data-parallel ranks. Each shard maps parameters to ranges
+of its partition (param_slice_mappings); older ones only have the shapes of the parameters
+(param_shapes).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megatron.errors import CheckpointError
 from megatron_conversion.names import WORD_EMBEDDINGS, PipelineNames, flatten, ours
 from megatron_conversion.source import (
     MOMENTS,
-    Part,
-    Source,
+    ParameterShard,
+    SourceCheckpoint,
     aligned,
     check_ranks,
     source_of,
@@ -53,7 +53,7 @@ def is_deepspeed(folder: Path) -> bool:
 
 def read_deepspeed(
     folder: Path, optimizer: bool, version: float | None = None, plain: Sequence[str] = ()
-) -> Source:
+) -> SourceCheckpoint:
     """Read a folder that DeepSpeed's engine wrote.
 
     optimizer   whether to read its state
@@ -108,10 +108,12 @@ def read_deepspeed(
     else:
         weights, translate = _modules(files)
     shards = _shards(source, states, translate, plain) if optimizer else []
-    for name, parts in aligned(folder, weights).items():
-        source.parts[name] = [
-            Part(weight, _state(shards[t::tensor], folder, name, weight) if shards else None)
-            for t, (weight, _) in enumerate(parts)
+    for name, weight_shards in aligned(folder, weights).items():
+        source.parameters[name] = [
+            ParameterShard(
+                weight, _state(shards[t::tensor], folder, name, weight) if shards else None
+            )
+            for t, (weight, _) in enumerate(weight_shards)
         ]
     return source
 
@@ -120,10 +122,12 @@ def _modules(
     states: Mapping[Path, Mapping[str, Any]],
 ) -> tuple[Weights, Callable[[str], str | None]]:
     """Return a non-pipeline checkpoint's weights, and the translator of its optimizer's names."""
-    # The optimizer has the first of two names of a tensor. A tied embedding is an embedding here.
-    again = attributes(next(iter(states.values())).get("shared_params"))
+    # The optimizer uses the first of the two names of a shared tensor; we use the embedding's.
+    shared = attributes(next(iter(states.values())).get("shared_params"))
     tied = {
-        first: WORD_EMBEDDINGS for second, first in again.items() if ours(second) == WORD_EMBEDDINGS
+        first: WORD_EMBEDDINGS
+        for second, first in shared.items()
+        if ours(second) == WORD_EMBEDDINGS
     }
 
     def translate(name: str) -> str | None:
@@ -137,9 +141,13 @@ def _modules(
                 f"{path} has no weights, and there are no layer_NN-model_NN-model_states.pt files: "
                 "the checkpoint is incomplete"
             )
-        named = {name: weight for name, weight in flatten(module).items() if name not in again}
+        named = {name: weight for name, weight in flatten(module).items() if name not in shared}
         each.append(
-            {own: (weight, name) for name, weight in named.items() if (own := translate(name))}
+            {
+                our_name: (weight, name)
+                for name, weight in named.items()
+                if (our_name := translate(name))
+            }
         )
     return each, translate
 
@@ -164,29 +172,29 @@ def _layers(
     for number, ranks in loaded.items():
         for t, content in enumerate(ranks):
             for name, weight in flatten(content).items():
-                if own := names.in_file(number, name):
+                if our_name := names.in_file(number, name):
                     # a tied embedding is stored again in a later layer
-                    each[t].setdefault(own, (weight, name))
+                    each[t].setdefault(our_name, (weight, name))
     return each, names.in_module
 
 
 def _shards(
-    source: Source,
+    source: SourceCheckpoint,
     states: Mapping[int, Mapping[str, Any]],
     translate: Callable[[str], str | None],
     plain: Sequence[str],
 ) -> list[tuple[ZeroShards, dict[str, str]]]:
-    """Return each model-parallel rank's optimizer shards, with their parameter names by ours.
+    """Return each model-parallel rank's optimizer shards, with {our name: name in them}.
 
     Without shards the result is empty, with a note.
     """
     files = shards_in(source.folder)
     if not files:
-        kept = any(state.get("optimizer") for state in states.values())
+        has_state = any(state.get("optimizer") for state in states.values())
         source.notes.append(
-            "its optimizer's state is not in ZeRO's shards, and has no names of parameters: only "
-            "the weights are converted"
-            if kept
+            "its optimizer's state is not in ZeRO shards and has no parameter names: only the "
+            "weights are converted"
+            if has_state
             else "it has no optimizer state: only the weights are converted"
         )
         return []
@@ -197,20 +205,22 @@ def _shards(
             f"(*zero_pp_rank_*_mp_rank_{absent[0]:02d}_optim_states.pt): find them, or convert "
             "without the optimizer (--no-optim)"
         )
-    found = []
+    rank_shards = []
     for rank, state in states.items():
         shards = ZeroShards(files[rank], state.get("param_shapes"), plain)
-        found.append((shards, {own: name for name in shards.names if (own := translate(name))}))
+        rank_shards.append(
+            (shards, {our_name: name for name in shards.names if (our_name := translate(name))})
+        )
         source.files += shards.files
-    steps = {shards.step for shards, _ in found}
+    steps = {shards.step for shards, _ in rank_shards}
     if len(steps) > 1:
         raise CheckpointError(
             f"{source.folder}: optimizer shards of different steps: {sorted(map(str, steps))}"
         )
-    if not all(shards.is_adam for shards, _ in found):
+    if not all(shards.is_adam for shards, _ in rank_shards):
         source.notes.append("its optimizer is not Adam: only the weights are converted")
         return []
-    scaler = found[0][0].loss_scaler
+    scaler = rank_shards[0][0].loss_scaler
     if "scale_window" in scaler:  # a dynamic loss scale
         steps_since = int(scaler["cur_iter"]) - int(scaler["last_overflow_iter"]) - 1
         source.loss_scale = {
@@ -220,7 +230,7 @@ def _shards(
         }
     source.optimizer_step = steps.pop()
     source.data_size = len(files[0])
-    return found
+    return rank_shards
 
 
 def _state(
@@ -229,7 +239,7 @@ def _state(
     name: str,
     weight: torch.Tensor,
 ) -> Callable[[str], torch.Tensor]:
-    """Return a reader of one part's optimizer state, on the first stage with the parameter."""
+    """Return a reader of one shard's optimizer state, from the first stage with the parameter."""
     for shards, names in stages:
         if name in names:
             return partial(shards.tensor, name=names[name], shape=tuple(weight.shape))
@@ -243,22 +253,22 @@ def shards_in(folder: Path) -> dict[int, dict[int, Path]]:
 
     Raises CheckpointError if a rank has two files.
     """
-    found: dict[int, dict[int, Path]] = {}
+    files: dict[int, dict[int, Path]] = {}
     for path in sorted(folder.iterdir()):
         if match := _SHARD.match(path.name):
             data = int(match[1])
             model = int(match[2])
-            other = found.setdefault(model, {}).setdefault(data, path)
+            other = files.setdefault(model, {}).setdefault(data, path)
             if other != path:
                 raise CheckpointError(
                     f"{other} and {path.name} are shards of the same rank: remove those of the "
                     "other run or precision"
                 )
-    return found
+    return files
 
 
-class _Stretch(NamedTuple):
-    """Range of `numel` elements from `start` in a group's flat tensors, in shard `data`."""
+class _Slice(NamedTuple):
+    """Range of a group's flat tensors in the shard of data-parallel rank `data`."""
 
     data: int
     flat: Mapping[str, torch.Tensor]
@@ -294,9 +304,9 @@ class ZeroShards:
     def _read(self, states: list[dict[str, Any]], ranks: list[int], param_shapes: Any) -> None:
         counts = states[0]["partition_count"]
         expected = max(counts) if isinstance(counts, (list, tuple)) else int(counts)
-        wanted = list(range(min(expected, len(ranks) + 1)))
-        if ranks != wanted:
-            missing = sorted(set(wanted) - set(ranks))
+        expected_ranks = list(range(min(expected, len(ranks) + 1)))
+        if ranks != expected_ranks:
+            missing = sorted(set(expected_ranks) - set(ranks))
             example = re.sub(
                 r"pp_rank_\d+", f"pp_rank_{missing[0] if missing else expected}", self.files[0].name
             )
@@ -304,7 +314,7 @@ class ZeroShards:
                 f"{self.files[0].parent} has shards of {len(ranks)} data-parallel ranks, but "
                 f"{expected} wrote it: {example} is {'missing' if missing else 'from another run'}"
             )
-        pieces = [_pieces(state) for state in states]
+        partitions = [_partition(state) for state in states]
         self.loss_scaler = attributes(states[0].get("loss_scaler"))
         steps = {_step(state) for state in states}
         if len(steps) > 1:
@@ -313,9 +323,13 @@ class ZeroShards:
             )
         self.step = steps.pop()
         mapped = "param_slice_mappings" in states[0]
-        self._where = _mapped(states, pieces) if mapped else _laid(pieces, param_shapes)
-        self.names = list(self._where)
-        groups = [group for piece in pieces for group in piece]
+        self._slices = (
+            _mapped_slices(states, partitions)
+            if mapped
+            else _concatenated_slices(partitions, param_shapes)
+        )
+        self.names = list(self._slices)
+        groups = [group for partition in partitions for group in partition]
         self.is_adam = self.step is not None and all(
             kind in group for group in groups for kind in MOMENTS
         )
@@ -325,25 +339,25 @@ class ZeroShards:
 
         Raises CheckpointError.
         """
-        stretches = self._where[name]
-        held = sum(s.numel for s in stretches)
-        if held != math.prod(shape):
+        slices = self._slices[name]
+        numel = sum(s.numel for s in slices)
+        if numel != math.prod(shape):
             raise CheckpointError(
-                f"{self.files[0].parent}: the optimizer's shards have {held} numbers of {name}, "
-                f"which is {tuple(shape)}: files of different runs?"
+                f"{self.files[0].parent}: the optimizer's shards have {numel} elements of {name}, "
+                f"whose shape is {tuple(shape)}: files of different runs?"
             )
-        found = []
-        for s in stretches:
+        values = []
+        for s in slices:
             flat = s.flat[kind].detach().view(-1)
             if s.start + s.numel > flat.numel():
                 raise CheckpointError(
                     f"{self.files[s.data]} ends within {name}: the file is damaged"
                 )
-            found.append(flat[s.start : s.start + s.numel].float())
-        return (found[0] if len(found) == 1 else torch.cat(found)).view(*shape)
+            values.append(flat[s.start : s.start + s.numel].float())
+        return (values[0] if len(values) == 1 else torch.cat(values)).view(*shape)
 
 
-def _pieces(state: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
+def _partition(state: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
     """Return a shard's flat tensors by group: {"master": ..., "exp_avg": ..., "exp_avg_sq": ...}."""
     masters = state["single_partition_of_fp32_groups"]
     base = state["base_optimizer_state"]
@@ -361,54 +375,56 @@ def _pieces(state: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
 def _step(state: Mapping[str, Any]) -> int | None:
     """Return Adam's step count, which optimizers store per tensor or per group."""
     base = state["base_optimizer_state"]
-    places = base if isinstance(base, list) else [*base["state"].values(), *base["param_groups"]]
-    for place in (*places, {"step": state.get("base_optimizer_state_step")}):
-        if place.get("step") is not None:
-            return int(place["step"])
+    entries = base if isinstance(base, list) else [*base["state"].values(), *base["param_groups"]]
+    for entry in (*entries, {"step": state.get("base_optimizer_state_step")}):
+        if entry.get("step") is not None:
+            return int(entry["step"])
     return None
 
 
-_Pieces = list[dict[str, torch.Tensor]]
+_Partition = list[dict[str, torch.Tensor]]
 
 
-def _mapped(
-    states: Sequence[Mapping[str, Any]], pieces: Sequence[_Pieces]
-) -> dict[str, list[_Stretch]]:
-    """Locate parameters in the shards; their parts are in order of the data-parallel ranks."""
-    found: dict[str, list[_Stretch]] = {}
+def _mapped_slices(
+    states: Sequence[Mapping[str, Any]], partitions: Sequence[_Partition]
+) -> dict[str, list[_Slice]]:
+    """Locate parameters in the shards; their slices are in order of data-parallel ranks."""
+    slices: dict[str, list[_Slice]] = {}
     for data, state in enumerate(states):
-        for flat, mapping in zip(pieces[data], state["param_slice_mappings"], strict=True):
+        for flat, mapping in zip(partitions[data], state["param_slice_mappings"], strict=True):
             for name, address in mapping.items():
                 at = attributes(address)
-                found.setdefault(name, []).append(
-                    _Stretch(data, flat, int(at["start"]), int(at["numel"]))
+                slices.setdefault(name, []).append(
+                    _Slice(data, flat, int(at["start"]), int(at["numel"]))
                 )
-    return found
+    return slices
 
 
-def _laid(pieces: Sequence[_Pieces], param_shapes: Any) -> dict[str, list[_Stretch]]:
+def _concatenated_slices(
+    partitions: Sequence[_Partition], param_shapes: Any
+) -> dict[str, list[_Slice]]:
     """Locate parameters that are concatenated in the order of `param_shapes`, a dict per group."""
     if not param_shapes:
         raise CheckpointError(
             "the ZeRO shards do not contain the positions of parameters (neither "
             "param_slice_mappings nor param_shapes): convert without the optimizer (--no-optim)"
         )
-    found: dict[str, list[_Stretch]] = {}
+    slices: dict[str, list[_Slice]] = {}
     for group, shapes in enumerate(
         param_shapes if isinstance(param_shapes, (list, tuple)) else [param_shapes]
     ):
         bounds = [0]
-        for piece in pieces:
-            bounds.append(bounds[-1] + piece[group]["master"].numel())
+        for partition in partitions:
+            bounds.append(bounds[-1] + partition[group]["master"].numel())
         start = 0
         for name, shape in shapes.items():
             stop = start + math.prod(shape)
-            for data, piece in enumerate(pieces):
+            for data, partition in enumerate(partitions):
                 low = max(start, bounds[data])
                 high = min(stop, bounds[data + 1])
                 if low < high:
-                    found.setdefault(name, []).append(
-                        _Stretch(data, piece[group], low - bounds[data], high - low)
+                    slices.setdefault(name, []).append(
+                        _Slice(data, partition[group], low - bounds[data], high - low)
                     )
             start = stop
-    return found
+    return slices

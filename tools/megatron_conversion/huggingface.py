@@ -1,6 +1,6 @@
 """Conversion between Hugging Face folders and checkpoints, tensor by tensor.
 
-Both directions share the work over all processes, whatever the layout of the training was.
+Both directions divide the work among all processes, whatever the layout of the training.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from megatron_conversion.convert import (
     reader_of,
     whole_tensor,
 )
-from megatron_conversion.write import Piece, rows_of_shards, write_offline
+from megatron_conversion.write import TensorShard, rows_of_shards, write_offline
 
 BESIDE = "huggingface"
 """Folder beside a converted checkpoint with the files of the tokenizer and config.json."""
@@ -73,7 +73,7 @@ class Incoming:
     kind: str
     config: Config
     shapes: Shapes
-    places: TensorLocations
+    locations: TensorLocations
     dtype: torch.dtype
 
 
@@ -81,21 +81,21 @@ class Incoming:
 class Outgoing:
     """A checkpoint to convert to a Hugging Face folder.
 
-    whole   returns a parameter by its name, in fp32 or in `dtype`
+    load    returns a parameter by its name, in fp32 or in `dtype`
     notes   for the user
     """
 
     folder: Path
     config: Config
     shapes: Shapes
-    whole: Callable[[str], torch.Tensor]
+    load: Callable[[str], torch.Tensor]
     notes: Sequence[str] = ()
 
     @property
     def dtype(self) -> torch.dtype:
         """Return the type of the tensors for Hugging Face, that of the settings."""
-        found: torch.dtype = getattr(torch, self.config.precision.dtype_name)
-        return found
+        torch_dtype: torch.dtype = getattr(torch, self.config.precision.dtype_name)
+        return torch_dtype
 
 
 def read_folder(folder: Path, chosen: Mapping[str, Any]) -> Incoming:
@@ -109,10 +109,10 @@ def read_folder(folder: Path, chosen: Mapping[str, Any]) -> Incoming:
     settings = _known(plain(model))
     shapes = global_shapes(Config.create(**settings))
     expected = tensors_of(FAMILIES[kind], model, shapes)
-    places = find_tensors(folder, FAMILIES[kind], expected)
-    dtype = SafetensorsReader(folder, places)(next(iter(expected))).dtype
+    locations = find_tensors(folder, FAMILIES[kind], expected)
+    dtype = SafetensorsReader(folder, locations)(next(iter(expected))).dtype
     config = Config.create(**{**settings, **_PRECISIONS.get(dtype, {}), **chosen})
-    return Incoming(folder, kind, config, shapes, places, dtype)
+    return Incoming(folder, kind, config, shapes, locations, dtype)
 
 
 def to_checkpoint(
@@ -134,10 +134,10 @@ def to_checkpoint(
     beside = directory.absolute() / BESIDE
 
     def prepare() -> Path:
-        for place in (directory / folder_name(0), beside):
-            if place.exists() and not overwrite:
+        for path in (directory / folder_name(0), beside):
+            if path.exists() and not overwrite:
                 raise ConfigError(
-                    f"{place} exists: choose another TARGET, or replace it with --overwrite"
+                    f"{path} exists: choose another TARGET, or replace it with --overwrite"
                 )
         temporary = start_folder(beside)
         write_files(temporary, read_files(incoming.folder, (*TOKENIZER_FILES, CONFIG)))
@@ -149,7 +149,7 @@ def to_checkpoint(
         folder = write_offline(
             directory,
             0,
-            ahead(_masters(incoming, topology, progress)),
+            prefetched(_masters(incoming, topology, progress)),
             config=_with_tokenizer(incoming, beside),
             state=dataclasses.asdict(Progress()),
             scalars={"optimizer_step": 0, "skipped_steps": 0, "loss_scale": None},
@@ -164,8 +164,8 @@ def to_checkpoint(
     return folder
 
 
-def ahead(items: Iterator[T]) -> Iterator[T]:
-    """Yield items; a thread makes each one while the previous one is in use."""
+def prefetched(items: Iterator[T]) -> Iterator[T]:
+    """Yield items; a thread produces each one while the previous one is in use."""
     with ThreadPoolExecutor(1) as thread:
         made = thread.submit(next, items, None)
         while (item := made.result()) is not None:
@@ -183,16 +183,16 @@ def _with_tokenizer(incoming: Incoming, beside: Path) -> Config:
 
 def _masters(
     incoming: Incoming, topology: Topology, progress: Callable[[int, int], None]
-) -> Iterator[Piece]:
+) -> Iterator[TensorShard]:
     """Yield the fp32 shards of this process's share of the parameters, each valid until the next
     but one.
     """
     family = FAMILIES[incoming.kind]
-    read = SafetensorsReader(incoming.folder, incoming.places)
-    mine = list(incoming.shapes)[topology.rank :: topology.world.size]
+    read = SafetensorsReader(incoming.folder, incoming.locations)
+    local_names = list(incoming.shapes)[topology.rank :: topology.world.size]
     # One buffer is written while the other is filled. New memory would take longer.
     buffers = [torch.empty(0), torch.empty(0)]
-    for done, name in enumerate(mine, 1):
+    for done, name in enumerate(local_names, 1):
         shape = incoming.shapes[name]
         matrix = matrix_of(family, incoming.config.model, name, shape)
         for first, rows in rows_of_shards(shape):
@@ -204,7 +204,7 @@ def _masters(
             view = buffers[0][: math.prod(sizes)].view(sizes)
             read.fill(view, offset, matrix)
             yield f"{MASTER}.{name}", shape, offset, view
-        progress(done, len(mine))
+        progress(done, len(local_names))
 
 
 def read_checkpoint(
@@ -213,7 +213,7 @@ def read_checkpoint(
     """Read one of our checkpoints, without the tensors.
 
     chosen   settings to replace, such as the path of a tokenizer that was moved
-    kind     AVERAGE: the average of the weights in their place
+    kind     MASTER: the weights; AVERAGE: their average
 
     Raises CheckpointError, and ConfigError where no family has the model.
     """
@@ -237,8 +237,8 @@ def read_checkpoint(
         )
     # muP's factors are multiplied in fp32.
     dtype = None if config.model.use_mup else getattr(torch, config.precision.dtype_name)
-    whole = partial(_parameter, checkpoint.folder, stored, kind, dtype)
-    return Outgoing(checkpoint.folder, config, shapes, whole)
+    load = partial(_parameter, checkpoint.folder, stored, kind, dtype)
+    return Outgoing(checkpoint.folder, config, shapes, load)
 
 
 def _parameter(
@@ -264,12 +264,14 @@ def read_foreign(
     Arguments and errors are those of `read_source` and `plan_conversion`.
     """
     source = read_source(folder, optimizer=False, version=version, plain=plain_classes)
-    dtype = next((part.weight.dtype for parts in source.parts.values() for part in parts), None)
+    dtype = next(
+        (shard.weight.dtype for shards in source.parameters.values() for shard in shards), None
+    )
     if dtype in _PRECISIONS and not chosen.keys() & {"bf16", "fp16"}:
         chosen = {**chosen, **_PRECISIONS[dtype]}
     plan = plan_conversion(source, chosen)
-    whole = partial(whole_tensor, plan, MASTER)
-    return Outgoing(folder, plan.config, plan.shapes, whole, plan.notes)
+    load = partial(whole_tensor, plan, MASTER)
+    return Outgoing(folder, plan.config, plan.shapes, load, plan.notes)
 
 
 def to_huggingface(
@@ -288,20 +290,20 @@ def to_huggingface(
     """
     done = 0
 
-    def place() -> Path:
+    def choose_target() -> Path:
         if not (overwrite and folder.is_dir()):
             return folder
         beside = folder.with_name(f".{folder.name}.new")
         shutil.rmtree(beside, ignore_errors=True)
         return beside
 
-    target = decided_by_first(topology, place)
+    target = decided_by_first(topology, choose_target)
     # One process writes all of them in order.
-    in_order = ahead(map(outgoing.whole, outgoing.shapes)) if topology.world.size == 1 else None
+    in_order = prefetched(map(outgoing.load, outgoing.shapes)) if topology.world.size == 1 else None
 
-    def whole(name: str) -> torch.Tensor:
+    def load(name: str) -> torch.Tensor:
         nonlocal done
-        tensor = outgoing.whole(name) if in_order is None else next(in_order)
+        tensor = outgoing.load(name) if in_order is None else next(in_order)
         done += 1
         progress(done, len(outgoing.shapes))
         return tensor
@@ -310,7 +312,7 @@ def to_huggingface(
         target,
         outgoing.config,
         topology,
-        Parameters(outgoing.shapes, whole),
+        Parameters(outgoing.shapes, load),
         outgoing.dtype,
         companions,
     )

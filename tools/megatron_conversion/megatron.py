@@ -19,8 +19,8 @@ from megatron.errors import CheckpointError
 from megatron_conversion.names import flatten, ours
 from megatron_conversion.source import (
     MOMENTS,
-    Part,
-    Source,
+    ParameterShard,
+    SourceCheckpoint,
     aligned,
     check_ranks,
     source_of,
@@ -44,7 +44,7 @@ def is_megatron(folder: Path) -> bool:
 
 def read_megatron(
     folder: Path, optimizer: bool, version: float | None = None, plain: Sequence[str] = ()
-) -> Source:
+) -> SourceCheckpoint:
     """Read a folder that Megatron wrote; arguments and errors as those of read_deepspeed."""
     files = {
         (int(match[1]), int(match[2] or 0)): path / FILE
@@ -73,13 +73,13 @@ def read_megatron(
         pipeline,
     )
     optimizers = _optimizers(source, states, models) if optimizer else {}
-    each: list[dict[str, Part]] = [{} for _ in range(tensor)]
-    for t, found in enumerate(each):
+    each: list[dict[str, ParameterShard]] = [{} for _ in range(tensor)]
+    for t, shards in enumerate(each):
         for p, chunk, names in _chunks([models[t, p] for p in range(pipeline)]):
-            for name, own in names.items():
+            for name, our_name in names.items():
                 state = optimizers.get((t, p), {}).get((chunk, name))
-                found.setdefault(own, Part(models[t, p][chunk][name], state))
-    source.parts = aligned(folder, each)
+                shards.setdefault(our_name, ParameterShard(models[t, p][chunk][name], state))
+    source.parameters = aligned(folder, each)
     return source
 
 
@@ -102,15 +102,19 @@ def _chunks(models: Sequence[Models]) -> list[tuple[int, int, dict[str, str]]]:
         raise CheckpointError(
             "pipeline ranks have different numbers of virtual stages: files of several runs?"
         )
-    found = []
+    ordered = []
     first = 0
     for chunk in range(len(models[0])):
         for p, chunks in enumerate(models):
-            found.append(
-                (p, chunk, {name: own for name in chunks[chunk] if (own := ours(name, first))})
+            ordered.append(
+                (
+                    p,
+                    chunk,
+                    {name: our_name for name in chunks[chunk] if (our_name := ours(name, first))},
+                )
             )
             first += len({match[1] for name in chunks[chunk] if (match := _LAYER.search(name))})
-    return found
+    return ordered
 
 
 class _Unusable(Exception):
@@ -118,26 +122,26 @@ class _Unusable(Exception):
 
 
 def _optimizers(
-    source: Source,
+    source: SourceCheckpoint,
     states: Mapping[tuple[int, int], dict[str, Any]],
     models: Mapping[tuple[int, int], Models],
 ) -> dict[tuple[int, int], State]:
     """Return the optimizer's state of each rank; empty, with a note, if it cannot be read."""
     try:
-        found = {rank: _optimizer(state, models[rank]) for rank, state in states.items()}
+        by_rank = {rank: _optimizer(state, models[rank]) for rank, state in states.items()}
     except _Unusable as why:
         source.notes.append(f"{why}: only the weights are converted")
         return {}
-    steps = {step for _, step in found.values()}
+    steps = {step for _, step in by_rank.values()}
     if len(steps) > 1:
         raise CheckpointError(f"{source.folder}: optimizers of different steps: {sorted(steps)}")
     source.optimizer_step = steps.pop()
     take_loss_scale(source, next(iter(states.values()))["optimizer"])
-    return {rank: state for rank, (state, _) in found.items()}
+    return {rank: state for rank, (state, _) in by_rank.items()}
 
 
-def take_loss_scale(source: Source, optimizer: Any) -> None:
-    """Give a source the state of the loss scale that Megatron's optimizer has."""
+def take_loss_scale(source: SourceCheckpoint, optimizer: Any) -> None:
+    """Copy the state of the loss scale from Megatron's optimizer to a source."""
     scaler = attributes(attributes(optimizer).get("grad_scaler"))
     if "scale" in scaler and "growth_tracker" in scaler:
         source.loss_scale = {
@@ -150,10 +154,10 @@ def take_loss_scale(source: Source, optimizer: Any) -> None:
 
 def _optimizer(state: Mapping[str, Any], models: Models) -> tuple[State, int]:
     """Return (state by parameter, Adam's steps) of one rank. Raises _Unusable."""
-    held = state.get("optimizer")
-    if not isinstance(held, Mapping):
+    optimizer = state.get("optimizer")
+    if not isinstance(optimizer, Mapping):
         raise _Unusable("it has no optimizer state")
-    base = held.get("optimizer", held)
+    base = optimizer.get("optimizer", optimizer)
     entries = (base.get("state"), base.get("param_groups")) if isinstance(base, Mapping) else ()
     if [type(entry) for entry in entries] != [dict, list]:
         raise _Unusable(
@@ -161,7 +165,7 @@ def _optimizer(state: Mapping[str, Any], models: Models) -> tuple[State, int]:
         )
     moments = base["state"]
     groups = base["param_groups"]
-    masters = held.get("fp32_from_fp16_params")
+    masters = optimizer.get("fp32_from_fp16_params")
     # The head's weight is a separate parameter only if the first embedding is on another rank.
     embedding = any(
         "word_embeddings_for_head" not in n and "word_embeddings." in n for m in models for n in m
@@ -194,5 +198,5 @@ def _optimizer(state: Mapping[str, Any], models: Models) -> tuple[State, int]:
             step = int(entry.get("step", group.get("step", 0)))
             result[key] = tensors.__getitem__
     if step is None:
-        raise _Unusable("its optimizer has no steps")
+        raise _Unusable("its optimizer has no step count")
     return result, step

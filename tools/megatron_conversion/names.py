@@ -1,4 +1,4 @@
-"""Names of foreign parameters as our names, and joining of tensor-parallel parts.
+"""Mapping of foreign parameter names to ours, and merging of tensor-parallel shards.
 
 The sources are Megatron, Megatron-DeepSpeed and DeepSpeed's pipeline. Our names are those of the
 parameters' Shardings, with layers counted over the whole model.
@@ -29,7 +29,7 @@ _LAYER = re.compile(r"^(?:(?:encoder|transformer|decoder)\.)?layers\.(\d+)\.(.+)
 _FINAL = re.compile(
     r"^(?:(?:encoder|transformer|decoder)\.)?final_(?:layernorm|norm)\.(weight|bias)$"
 )
-_WHOLE = {
+_EXACT = {
     "word_embeddings.weight": WORD_EMBEDDINGS,
     "position_embeddings.weight": POSITION_EMBEDDINGS,
     **{
@@ -40,8 +40,7 @@ _WHOLE = {
     "output_weight": OUTPUT_LAYER,
     "lm_head.weight": OUTPUT_LAYER,
 }
-# Megatron core's names for parts of a layer; with TransformerEngine the norms are parts of the
-# linear layers.
+# Megatron core's names of a layer's modules; TransformerEngine fuses the norms into linear layers.
 _CORE = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
@@ -56,19 +55,19 @@ _CORE = {
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
     """Return the tensors of nested dicts under joined names, in order, without other values."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for key, value in nested.items():
         if isinstance(value, torch.Tensor):
-            found[f"{prefix}{key}"] = value.detach()
+            tensors[f"{prefix}{key}"] = value.detach()
         elif isinstance(value, Mapping):
-            found |= flatten(value, f"{prefix}{key}.")
-    return found
+            tensors |= flatten(value, f"{prefix}{key}.")
+    return tensors
 
 
 def ours(name: str, first_layer: int = 0) -> str | None:
     """Return our name of a parameter; None for other entries. Layers count from `first_layer`.
 
-    An unknown name is returned unchanged; `convert` refuses names that the model does not have.
+    An unknown name is returned unchanged; `convert` rejects names that the model does not have.
 
     >>> ours("language_model.encoder.layers.1.self_attention.dense.weight", first_layer=2)
     'layers.3.self_attention.dense.weight'
@@ -81,10 +80,10 @@ def ours(name: str, first_layer: int = 0) -> str | None:
     if final := _FINAL.match(name):
         return f"{FINAL_NORM}.{final[1]}"
     if layer := _LAYER.match(name):
-        part = layer[2]
-        theirs = next((theirs for theirs in _CORE if part.startswith(theirs)), "")
-        return f"layers.{int(layer[1]) + first_layer}.{_CORE.get(theirs, '')}{part.removeprefix(theirs)}"
-    return _WHOLE.get(name, name)
+        suffix = layer[2]
+        prefix = next((prefix for prefix in _CORE if suffix.startswith(prefix)), "")
+        return f"layers.{int(layer[1]) + first_layer}.{_CORE.get(prefix, '')}{suffix.removeprefix(prefix)}"
+    return _EXACT.get(name, name)
 
 
 class PipelineNames:
@@ -126,7 +125,7 @@ class PipelineNames:
 
 @dataclass(frozen=True)
 class Rules:
-    """Layout of tensor-parallel parts.
+    """Layout of tensor-parallel shards.
 
     version      Megatron's checkpoint_version: the order of the rows of query_key_value
     head_dim     width of an attention head
@@ -141,7 +140,7 @@ class Rules:
 
 
 def is_replicated(name: str) -> bool:
-    """Return whether every tensor rank holds the whole parameter."""
+    """Return whether every tensor rank holds the full parameter."""
     return not (
         name in (WORD_EMBEDDINGS, OUTPUT_LAYER)
         or "query_key_value." in name
@@ -150,51 +149,51 @@ def is_replicated(name: str) -> bool:
     )
 
 
-def merge(name: str, parts: Sequence[torch.Tensor], rules: Rules) -> torch.Tensor:
-    """Return the global tensor of parameter `name` (ours), in our row order, from its parts.
+def merge(name: str, shards: Sequence[torch.Tensor], rules: Rules) -> torch.Tensor:
+    """Return the global tensor of parameter `name` (ours), in our row order, from its shards.
 
-    Parts are by tensor rank; for replicated parameters the first is used. Raises CheckpointError if
-    the parts do not fit.
+    Shards are in order of tensor rank; of a replicated parameter, the first is used. Raises
+    CheckpointError if their shapes are inconsistent.
     """
     try:
         if is_replicated(name):
-            return parts[0]
+            return shards[0]
         if "query_key_value." in name:
-            return _joined([_ordered(part, rules) for part in parts], 0)
+            return _joined([_ordered(shard, rules) for shard in shards], 0)
         if "dense_h_to_4h." in name and rules.swiglu:
-            # Each rank has [gate; value] of its columns; here gate and value are whole matrices.
-            row = parts[0].shape[-1:] if name.endswith(".weight") else ()
-            return _joined([part.reshape(2, -1, *row) for part in parts], 1)
+            # Each rank has [gate; value] of its columns; here gate and value are full matrices.
+            row = shards[0].shape[-1:] if name.endswith(".weight") else ()
+            return _joined([shard.reshape(2, -1, *row) for shard in shards], 1)
         if name not in (WORD_EMBEDDINGS, OUTPUT_LAYER):
-            return _joined(parts, 0 if "dense_h_to_4h." in name else 1)
-        whole = _joined(parts, 0)
+            return _joined(shards, 0 if "dense_h_to_4h." in name else 1)
+        tensor = _joined(shards, 0)
     except RuntimeError as error:
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+        shapes = ", ".join(str(tuple(shard.shape)) for shard in shards)
         raise CheckpointError(
-            f"the parts of {name} do not fit together ({shapes}): {str(error).splitlines()[0]}. Is "
-            f"the number of tensor-parallel ranks {len(parts)}?"
+            f"the shards of {name} have inconsistent shapes ({shapes}): {str(error).splitlines()[0]}. "
+            f"Is the number of tensor-parallel ranks {len(shards)}?"
         ) from error
-    if len(whole) < rules.vocab_size:
+    if len(tensor) < rules.vocab_size:
         raise CheckpointError(
-            f"{name} has {len(whole)} rows, fewer than the vocabulary of {rules.vocab_size}: "
+            f"{name} has {len(tensor)} rows, fewer than the vocabulary of {rules.vocab_size}: "
             "correct --vocab-size"
         )
-    return whole[: rules.vocab_size]
+    return tensor[: rules.vocab_size]
 
 
-def _ordered(part: torch.Tensor, rules: Rules) -> torch.Tensor:
+def _ordered(shard: torch.Tensor, rules: Rules) -> torch.Tensor:
     """Reorder one rank's query_key_value to [head][query, key, value][head dimension].
 
     Version 0 has [query, key, value][head][head dimension], version 1.0 [head][head
     dimension][query, key, value].
     """
     if rules.version >= 2.0:
-        return part
-    rest = part.shape[1:]
+        return shard
+    rest = shard.shape[1:]
     if rules.version == 0:
-        return part.view(3, -1, rules.head_dim, *rest).transpose(0, 1).reshape(part.shape)
-    return part.view(-1, rules.head_dim, 3, *rest).transpose(1, 2).reshape(part.shape)
+        return shard.view(3, -1, rules.head_dim, *rest).transpose(0, 1).reshape(shard.shape)
+    return shard.view(-1, rules.head_dim, 3, *rest).transpose(1, 2).reshape(shard.shape)
 
 
-def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+def _joined(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim)

@@ -1,4 +1,4 @@
-"""Foreign checkpoint as returned by its reader, and Megatron's arguments as our settings."""
+"""Foreign checkpoint, as its reader returns it, and Megatron's arguments as our settings."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ _RUN = (
     "global_batch_size",
     "micro_batch_size",
 )
-# Arguments with another meaning here, or none: (name, values that mean it is off).
-_UNKNOWN = (
+# Arguments that are not supported, unless they are off: (name, values that mean off).
+_UNSUPPORTED = (
     ("num_experts", (None, 0, 1, [1], (1,))),
     ("multi_latent_attention", (None, False)),
     ("rotary_scaling_factor", (None, 1, 1.0)),
@@ -85,8 +85,8 @@ _UNKNOWN = (
     ("attention_output_gate", (None, False)),
     ("no_rope_freq", (None,)),
 )
-# Beginnings of our settings' names that settings_of reads in its own way, or _UNKNOWN refuses.
-_READ_APART = (
+# Prefixes of our settings that settings_of reads separately, or _UNSUPPORTED rejects.
+_READ_SEPARATELY = (
     *("vocab_size", "num_key_value_heads", "num_experts", "moe_", "position_embedding_type"),
     *("rope_", "yarn_", "rotary_base", "normalization", "layernorm_epsilon"),
     *("embedding_layernorm", "exact_gelu", "use_mup", "mup_", "window_size"),
@@ -94,8 +94,8 @@ _READ_APART = (
 
 
 @dataclass(frozen=True)
-class Part:
-    """Tensor rank's part of a parameter.
+class ParameterShard:
+    """Shard of a parameter on one tensor-parallel rank.
 
     weight   in the model's dtype; on the meta device if `load` returns its values
     state    returns "master", "exp_avg" or "exp_avg_sq", of the weight's shape; None without
@@ -108,17 +108,17 @@ class Part:
 
 
 @dataclass
-class Source:
+class SourceCheckpoint:
     """Foreign checkpoint. Tensors stay in its files until they are read.
 
     kind             name of the program that wrote it
-    iteration        iterations done
-    arguments        settings of its training, by Megatron's names; empty if it has none
+    iteration        completed iterations
+    arguments        training arguments, by Megatron's names; empty if it has none
     version          Megatron's checkpoint_version
     files            all files that were read
-    parts            by our name of each parameter: the part of each tensor rank
-    counters         consumed samples and the like, by the names of our state
-    optimizer_step   Adam's count of steps; None without optimizer state
+    parameters       shards of each parameter in order of tensor rank, by our names
+    counters         consumed samples and the like, by their names in our state
+    optimizer_step   Adam's step count; None without optimizer state
     loss_scale       state of a dynamic loss scale
     data_size        number of data-parallel ranks whose shards were found
     notes            remarks for the user
@@ -132,7 +132,7 @@ class Source:
     tensor_size: int
     pipeline_size: int
     files: list[Path]
-    parts: dict[str, list[Part]] = field(default_factory=dict)
+    parameters: dict[str, list[ParameterShard]] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     optimizer_step: int | None = None
     loss_scale: dict[str, Any] | None = None
@@ -147,10 +147,11 @@ def source_of(
     version: Any,
     tensor: int,
     pipeline: int,
-) -> Source:
-    """Return a source with the run's data from the model-parallel ranks' files.
+) -> SourceCheckpoint:
+    """Return a source with the arguments and counters in the model-parallel ranks' files.
 
-    `states` are by file, in order of ranks. Raises CheckpointError for different iterations.
+    `states` has the content of each file, in order of ranks. Raises CheckpointError if their
+    iterations differ.
     """
     first = next(iter(states.values()))
     arguments = attributes(first.get("args"))
@@ -168,11 +169,11 @@ def source_of(
         )
         raise CheckpointError(f"{folder} mixes files of different iterations ({listed})")
     iteration = next(iter(iterations.values()))
-    source = Source(
+    source = SourceCheckpoint(
         kind, folder, iteration, arguments, float(version), tensor, pipeline, list(states)
     )
     if not arguments:
-        source.notes.append("it has no arguments of Megatron: settings come from the command line")
+        source.notes.append("it has no Megatron arguments: settings come from the command line")
     # Megatron's scheduler counts only samples of steps that were not skipped.
     sequence = int(arguments.get("seq_length") or 0)
     samples = int(arguments.get("consumed_train_samples") or first.get("global_samples") or 0)
@@ -200,34 +201,34 @@ def check_ranks(
     folder: Path,
     tensor: int,
     pipeline: int,
-    there: set[tuple[int, int]],
+    ranks: set[tuple[int, int]],
     file_of: Callable[[int, int], str],
 ) -> None:
-    """Raise CheckpointError unless `there` has every (tensor, pipeline) rank and no other."""
-    most = len(there) + 1  # enough to miss one, whatever sizes a file claims
-    expected = {(t, p) for p in range(min(pipeline, most)) for t in range(min(tensor, most))}
-    if expected != there:
-        missing = sorted(expected - there)
-        more = sorted(there - expected)
+    """Raise CheckpointError unless `ranks` has every (tensor, pipeline) rank and no other."""
+    limit = len(ranks) + 1  # enough to detect a missing rank, whatever sizes a file claims
+    expected = {(t, p) for p in range(min(pipeline, limit)) for t in range(min(tensor, limit))}
+    if expected != ranks:
+        missing = sorted(expected - ranks)
+        extra = sorted(ranks - expected)
         raise CheckpointError(
             f"{folder} was written with tensor-parallel size {tensor} and pipeline-parallel size "
-            f"{pipeline}, but {file_of(*(missing or more)[0])} is "
+            f"{pipeline}, but {file_of(*(missing or extra)[0])} is "
             f"{'missing' if missing else 'unexpected'}"
         )
 
 
 def aligned(folder: Path, each: Sequence[Mapping[str, T]]) -> dict[str, list[T]]:
-    """Return the tensor ranks' values by parameter. Raises CheckpointError if they differ."""
+    """Return the tensor ranks' values by parameter. Raises CheckpointError if they lack some."""
     for t, other in enumerate(each):
         if different := sorted(each[0].keys() ^ other.keys()):
             raise CheckpointError(
                 f"{folder}: tensor ranks 0 and {t} have different parameters: {different[:4]}"
             )
-    return {name: [parts[name] for parts in each] for name in each[0]}
+    return {name: [values[name] for values in each] for name in each[0]}
 
 
 @contextlib.contextmanager
-def laid_out(folder: Path) -> Iterator[None]:
+def layout_errors(folder: Path) -> Iterator[None]:
     """Turn errors from unexpected types or sizes in foreign files into CheckpointError."""
     try:
         yield
@@ -247,9 +248,9 @@ def laid_out(folder: Path) -> Iterator[None]:
 
 
 def _unread(name: str, value: Any, arguments: Mapping[str, Any]) -> bool:
-    """Return whether an argument changes the model, and is not read here."""
-    ours = name in ARCHITECTURE and name not in _MODEL
-    if ours and not name.startswith(_READ_APART):
+    """Return whether an argument changes the model but is not read here."""
+    is_architecture = name in ARCHITECTURE and name not in _MODEL
+    if is_architecture and not name.startswith(_READ_SEPARATELY):
         return value is not None and value != all_options()[name].default
     return changes_model(name, value, arguments)
 
@@ -257,15 +258,17 @@ def _unread(name: str, value: Any, arguments: Mapping[str, Any]) -> bool:
 def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return our settings by flat name from Megatron's arguments, if present.
 
-    Raises CheckpointError that names parts of the model that are not supported here.
+    Raises CheckpointError naming features of the model that are not supported.
     """
-    strange = [
-        f"{name}={arguments[name]!r}" for name, off in _UNKNOWN if arguments.get(name) not in off
+    unsupported = [
+        f"{name}={arguments[name]!r}"
+        for name, off in _UNSUPPORTED
+        if arguments.get(name) not in off
     ]
-    strange += [
+    unsupported += [
         f"{name}={value!r:.60}"
         for name, value in arguments.items()
-        if name not in dict(_UNKNOWN) and _unread(name, value, arguments)
+        if name not in dict(_UNSUPPORTED) and _unread(name, value, arguments)
     ]
     positions = arguments.get("position_embedding_type")
     if arguments.get("use_rotary_position_embeddings"):
@@ -280,38 +283,44 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
             else None
         )
     if positions not in (None, "learned_absolute", "rope", "none", "alibi"):
-        strange.append(f"position_embedding_type={positions!r}")
-    if strange:
-        raise CheckpointError(f"the checkpoint's model has unsupported parts: {', '.join(strange)}")
-    found = {
+        unsupported.append(f"position_embedding_type={positions!r}")
+    if unsupported:
+        raise CheckpointError(
+            f"the checkpoint's model has unsupported features: {', '.join(unsupported)}"
+        )
+    settings = {
         name: arguments[name]
         for name in (*_MODEL, *_RUN)
         if isinstance(arguments.get(name), (bool, int, float, str))
     }
-    found["vocab_size"] = arguments.get("vocab_size")
-    found["embedding_layernorm"] = arguments.get("embed_layernorm")
-    stretched = arguments.get("rotary_seq_len_interpolation_factor")
+    settings["vocab_size"] = arguments.get("vocab_size")
+    settings["embedding_layernorm"] = arguments.get("embed_layernorm")
+    interpolation_factor = arguments.get("rotary_seq_len_interpolation_factor")
     if arguments.get("use_rope_scaling"):
-        found["rope_scaling"] = "llama3"
-        found["rope_scaling_factor"] = arguments.get("rope_scaling_factor")
-    elif stretched not in (None, 1):
-        found["rope_scaling"] = "linear"
-        found["rope_scaling_factor"] = stretched
-    found["position_embedding_type"] = positions
+        settings["rope_scaling"] = "llama3"
+        settings["rope_scaling_factor"] = arguments.get("rope_scaling_factor")
+    elif interpolation_factor not in (None, 1):
+        settings["rope_scaling"] = "linear"
+        settings["rope_scaling_factor"] = interpolation_factor
+    settings["position_embedding_type"] = positions
     if arguments.get("group_query_attention") is not False:
-        found["num_key_value_heads"] = arguments.get("num_key_value_heads") or arguments.get(
+        settings["num_key_value_heads"] = arguments.get("num_key_value_heads") or arguments.get(
             "num_query_groups"
         )
-    found["layernorm_epsilon"] = arguments.get("layernorm_epsilon", arguments.get("norm_epsilon"))
-    found["rotary_base"] = arguments.get(
+    settings["layernorm_epsilon"] = arguments.get(
+        "layernorm_epsilon", arguments.get("norm_epsilon")
+    )
+    settings["rotary_base"] = arguments.get(
         "rotary_base", arguments.get("rotary_position_embeddings_theta")
     )
     if isinstance(arguments.get("normalization"), str):
-        found["normalization"] = arguments["normalization"].lower()
+        settings["normalization"] = arguments["normalization"].lower()
     gelu = not any(arguments.get(name) for name in ("swiglu", "squared_relu", "openai_gelu"))
     if arguments and gelu and arguments.get("bias_gelu_fusion") is False:
-        found["exact_gelu"] = True  # Megatron's fused GELU is its tanh form, the other one exact
-    return {name: value for name, value in found.items() if value is not None}
+        settings["exact_gelu"] = (
+            True  # Megatron's fused GELU is the tanh approximation; unfused, it is exact
+        )
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def configure(settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> tuple[Config, list[str]]:

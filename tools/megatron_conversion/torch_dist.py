@@ -1,9 +1,9 @@
 """Reader of Megatron's torch_dist format: iter_0000100/ with common.pt, .metadata, __R_S.distcp.
 
-Megatron core writes it with torch.distributed.checkpoint: whole tensors in pieces, so the layout
-of the writer does not matter. Each layer has its own tensors, or is an index of the first dimension
-of a tensor of all layers. .metadata, a pickle, lists the pieces; its classes are read as Records. The tensors
-of an optimizer are used if they have the names and shapes of the parameters.
+Megatron core writes it with torch.distributed.checkpoint: shards of global tensors, so the layout
+of the writer does not matter. Each layer has its own tensors, or is an index into the first
+dimension of a tensor of all layers. .metadata, a pickle, lists the shards; its classes are read as
+Records. The tensors of an optimizer are used if they have the names and shapes of the parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.untrusted import open_regular, read_bytes, read_json
 from megatron.untrusted_pickle import check_pickle
 from megatron_conversion.megatron import take_loss_scale
 from megatron_conversion.names import ours
-from megatron_conversion.source import MOMENTS, Part, Source, source_of
+from megatron_conversion.source import MOMENTS, ParameterShard, SourceCheckpoint, source_of
 from megatron_conversion.unpickle import Record, attributes, load_file
 
 COMMON = "common.pt"
@@ -41,8 +41,8 @@ _JSON_LIMIT_BYTES = 1 << 20
 _METADATA_LIMIT_BYTES = 1 << 30
 
 
-class _Place(NamedTuple):
-    """Where a tensor is: under `key`, as a whole or as one layer of it."""
+class _Location(NamedTuple):
+    """Location of a parameter: the entire tensor `key`, or one layer of it."""
 
     key: str
     layer: int | None
@@ -55,7 +55,7 @@ def is_torch_dist(folder: Path) -> bool:
 
 def read_torch_dist(
     folder: Path, optimizer: bool, version: float | None = None, plain: Sequence[str] = ()
-) -> Source:
+) -> SourceCheckpoint:
     """Read a folder of torch_dist; arguments and errors as those of read_deepspeed."""
     backend = read_json(folder / BACKENDS, _JSON_LIMIT_BYTES, error=CheckpointError)
     if backend.get("sharded_backend") != "torch_dist":
@@ -73,70 +73,73 @@ def read_torch_dist(
         int(arguments.get("tensor_model_parallel_size") or 1),
         int(arguments.get("pipeline_model_parallel_size") or 1),
     )
-    listed = _listed(folder / METADATA)
-    weights = _locations(listed, [key for key in listed if not _OTHER_STATE.match(key)], "")
-    state: dict[str, dict[str, list[_Place]]] = {}
+    entries = _unchecked_entries(folder / METADATA)
+    weights = _locations(entries, [key for key in entries if not _OTHER_STATE.match(key)], "")
+    state: dict[str, dict[str, list[_Location]]] = {}
     if optimizer:
-        state = _optimizer(source, common, listed, weights)
-    used = {place.key for each in (weights, *state.values()) for p in each.values() for place in p}
-    stored = {key: _entry(folder, key, listed[key]) for key in sorted(used)}
+        state = _optimizer(source, common, entries, weights)
+    used = {
+        location.key for each in (weights, *state.values()) for p in each.values() for location in p
+    }
+    stored = {key: _entry(folder, key, entries[key]) for key in sorted(used)}
     if wrong := incomplete(stored):
         raise CheckpointError(f"{folder} is incomplete: {named(wrong)}")
     source.files += [folder / METADATA, *_data_files(folder, stored)]
-    for name, places in weights.items():
-        dtype = getattr(torch, stored[places[0].key]["dtype"])
+    for name, locations in weights.items():
+        dtype = getattr(torch, stored[locations[0].key]["dtype"])
         # without masters, the weights are in fp32
-        kinds = {"master": places, **{kind: found[name] for kind, found in state.items()}}
-        source.parts[name] = [
-            Part(
-                torch.empty(_size(listed, places), dtype=dtype, device="meta"),
+        kinds = {"master": locations, **{kind: by_name[name] for kind, by_name in state.items()}}
+        source.parameters[name] = [
+            ParameterShard(
+                torch.empty(_shape(entries, locations), dtype=dtype, device="meta"),
                 partial(_read_kind, folder, stored, kinds) if state else None,
-                partial(_read, folder, stored, places),
+                partial(_read, folder, stored, locations),
             )
         ]
     return source
 
 
 def _optimizer(
-    source: Source,
+    source: SourceCheckpoint,
     common: Mapping[str, Any],
-    listed: Mapping[str, Any],
-    weights: Mapping[str, list[_Place]],
-) -> dict[str, dict[str, list[_Place]]]:
-    """Return places of the optimizer's state by kind and parameter; empty, with a note, if none."""
+    entries: Mapping[str, Any],
+    weights: Mapping[str, list[_Location]],
+) -> dict[str, dict[str, list[_Location]]]:
+    """Locate the optimizer's state, by kind and parameter; empty, with a note, if it is unusable."""
     keys: dict[str, list[str]] = {}
-    for key in listed:
+    for key in entries:
         if match := _STATE.match(key):
             keys.setdefault("master" if "param" in match[1] else match[1], []).append(key)
-    found = {kind: _locations(listed, each, _STATE) for kind, each in keys.items()}
+    state = {kind: _locations(entries, each, _STATE) for kind, each in keys.items()}
     steps = set(_steps(common.get("optimizer")))
-    layout = any(map(_OTHER_STATE.match, listed)) or bool(attributes(common.get("optimizer")))
+    has_state = any(map(_OTHER_STATE.match, entries)) or bool(attributes(common.get("optimizer")))
     problem = None
-    if not layout:
+    if not has_state:
         problem = "it has no optimizer state"
-    elif not set(MOMENTS) <= found.keys() or any(
+    elif not set(MOMENTS) <= state.keys() or any(
         each.keys() != weights.keys()
         or any(
-            _size(listed, places) != _size(listed, weights[name]) for name, places in each.items()
+            _shape(entries, locations) != _shape(entries, weights[name])
+            for name, locations in each.items()
         )
-        for each in found.values()
+        for each in state.values()
     ):
         problem = (
             "its optimizer's state is not Adam's, or in the layout of the run that wrote it (save "
             "it with --dist-ckpt-optim-fully-reshardable)"
         )
     elif len(steps) != 1:
-        problem = f"the steps of its optimizer are not known ({named(sorted(map(str, steps)))})"
+        problem = f"the step count of its optimizer is unknown ({named(sorted(map(str, steps)))})"
     if problem:
         source.notes.append(f"{problem}: only the weights are converted")
         return {}
     source.optimizer_step = steps.pop()
     take_loss_scale(source, common.get("optimizer"))
-    return found
+    return state
 
 
 def _steps(value: Any, depth: int = 8) -> Iterator[int]:
-    """Yield the counts of Adam's steps in the common state of an optimizer, or of several."""
+    """Yield Adam's step counts in the common state of an optimizer, or of several."""
     entries = value.items() if isinstance(value, dict) else ()
     for name, item in entries:
         if name in ("step", "common_step"):
@@ -149,66 +152,73 @@ def _steps(value: Any, depth: int = 8) -> Iterator[int]:
 
 
 def _locations(
-    listed: Mapping[str, Any], keys: Sequence[str], prefix: str | re.Pattern[str]
-) -> dict[str, list[_Place]]:
-    """Return where each parameter is, by our names: in one tensor, or gate and value in two.
+    entries: Mapping[str, Any], keys: Sequence[str], prefix: str | re.Pattern[str]
+) -> dict[str, list[_Location]]:
+    """Locate each parameter, by our names: in one tensor, or gate and value in two.
 
     prefix   to remove from the keys
     """
-    found: dict[str, dict[str, _Place]] = {}
+    locations: dict[str, dict[str, _Location]] = {}
     for key in keys:
-        whole = re.sub(prefix, "", key)
-        half = _HALF.search(whole)
-        name = _HALF.sub(r"\1", whole)
-        part = half[2] if half else ""
+        full_name = re.sub(prefix, "", key)
+        match = _HALF.search(full_name)
+        name = _HALF.sub(r"\1", full_name)
+        half = match[2] if match else ""
         names: dict[str, int | None] = {name: None}
         if stacked := _STACKED.match(name):
-            layers = listed[key]["shape"][0]
+            layers = entries[key]["shape"][0]
             if not 0 < layers <= _LAYERS_LIMIT:
                 raise CheckpointError(f"{key} has {layers} layers")
             names = {f"{stacked[1]}{i}.{stacked[2]}": i for i in range(layers)}
-        for one, layer in names.items():
-            if own := ours(one):
-                if part in found.setdefault(own, {}):
-                    raise CheckpointError(f"{own} is there twice: {found[own][part].key}, {key}")
-                found[own][part] = _Place(key, layer)
-    for own, parts in found.items():
-        if set(parts) not in ({""}, {"w", "v"}):
-            raise CheckpointError(f"{own} lacks a half, or is there as a whole too")
+        for layer_name, layer in names.items():
+            if our_name := ours(layer_name):
+                if half in locations.setdefault(our_name, {}):
+                    raise CheckpointError(
+                        f"{our_name} is stored twice: {locations[our_name][half].key}, {key}"
+                    )
+                locations[our_name][half] = _Location(key, layer)
+    for our_name, halves in locations.items():
+        if set(halves) not in ({""}, {"w", "v"}):
+            raise CheckpointError(f"{our_name} lacks a half, or is also stored unsplit")
     return {
-        own: [parts[part] for part in ("", "w", "v") if part in parts]
-        for own, parts in found.items()
+        our_name: [halves[half] for half in ("", "w", "v") if half in halves]
+        for our_name, halves in locations.items()
     }
 
 
-def _size(listed: Mapping[str, Any], places: Sequence[_Place]) -> tuple[int, ...]:
+def _shape(entries: Mapping[str, Any], locations: Sequence[_Location]) -> tuple[int, ...]:
     """Return the shape of a parameter."""
-    shapes = [tuple(listed[p.key]["shape"])[p.layer is not None :] for p in places]
+    shapes = [
+        tuple(entries[location.key]["shape"])[location.layer is not None :]
+        for location in locations
+    ]
     return (sum(shape[0] for shape in shapes), *shapes[0][1:]) if len(shapes) > 1 else shapes[0]
 
 
-def _read(folder: Path, stored: Mapping[str, Stored], places: Sequence[_Place]) -> torch.Tensor:
+def _read(
+    folder: Path, stored: Mapping[str, Stored], locations: Sequence[_Location]
+) -> torch.Tensor:
     """Return a parameter from the data files."""
-    parts = [read_tensor(folder, stored, key, layer) for key, layer in places]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    tensors = [read_tensor(folder, stored, key, layer) for key, layer in locations]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _read_kind(
     folder: Path,
     stored: Mapping[str, Stored],
-    kinds: Mapping[str, Sequence[_Place]],
+    kinds: Mapping[str, Sequence[_Location]],
     kind: str,
 ) -> torch.Tensor:
     return _read(folder, stored, kinds[kind])
 
 
-def _entry(folder: Path, key: str, found: Any) -> Stored:
+def _entry(folder: Path, key: str, value: Any) -> Stored:
     """Return a tensor's entry after checking it. Raises CheckpointError."""
     try:
-        return checked_entry(found)
+        return checked_entry(value)
     except (LookupError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{folder / METADATA} does not list the pieces of {key} as torch does "
+            f"{folder / METADATA} does not list the shards of {key} as torch does "
             f"({type(error).__name__}: {str(error)[:200]})"
         ) from error
 
@@ -229,15 +239,15 @@ def _data_files(folder: Path, stored: Mapping[str, Stored]) -> list[Path]:
     return [folder / name for name in sorted(ends)]
 
 
-def _listed(path: Path) -> dict[str, Any]:
-    """Return the tensors in a .metadata as entries that are not checked yet, by key."""
+def _unchecked_entries(path: Path) -> dict[str, Any]:
+    """Return the tensors in a .metadata as unchecked entries, by key."""
     data = read_bytes(path, _METADATA_LIMIT_BYTES, error=CheckpointError)
     try:
         check_pickle(data, path, CheckpointError)
-        found = attributes(_Unpickler(BytesIO(data)).load())
+        metadata = attributes(_Unpickler(BytesIO(data)).load())
         tensors = {
             str(key): attributes(value)
-            for key, value in found["state_dict_metadata"].items()
+            for key, value in metadata["state_dict_metadata"].items()
             if "chunks" in attributes(value)  # others are bytes: states of generators and of FP8
         }
         entries: dict[str, Any] = {}
@@ -248,11 +258,11 @@ def _listed(path: Path) -> dict[str, Any]:
             entries[name] = {"shape": tensor["size"], "dtype": dtype, "boxes": []}
             for chunk in map(attributes, chunks):
                 sizes[name, chunk["offsets"]] = chunk["sizes"]
-        for index, place in found["storage_data"].items():
+        for index, location in metadata["storage_data"].items():
             key, offset = (attributes(index).get(field) for field in ("fqn", "offset"))
             if key not in entries:
                 continue
-            at = attributes(place)
+            at = attributes(location)
             if at.get("transform_descriptors"):
                 raise ValueError("its tensors are compressed or encrypted")
             where = (at["relative_path"], at["offset"], at["length"], None)

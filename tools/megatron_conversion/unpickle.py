@@ -34,7 +34,7 @@ PLAIN = (
     "deepspeed.",
     "megatron.",
 )
-"""Classes that are read as a Record: whole names, or prefixes that end in a dot."""
+"""Classes that are read as a Record: full names, or prefixes that end in a dot."""
 
 _LEGACY = (
     "argparse.Namespace",
@@ -66,9 +66,9 @@ class Record:
         """Do nothing: some pickled objects are created only by __new__."""
 
     def __setstate__(self, state: Any) -> None:
-        for part in state if isinstance(state, tuple) else (state,):
-            if isinstance(part, dict):
-                self.__dict__.update({str(name): value for name, value in part.items()})
+        for values in state if isinstance(state, tuple) else (state,):
+            if isinstance(values, dict):
+                self.__dict__.update({str(name): value for name, value in values.items()})
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
         if refused:
             raise CheckpointError(_refusal(path, ", ".join(refused)))
         with torch.serialization.safe_globals([(Record, name) for name in names]):
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
@@ -113,11 +113,11 @@ def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
             f"{path} cannot be read ({type(error).__name__}): it is damaged, or torch.save did not "
             "write it"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise CheckpointError(
-            f"{path} holds a {type(found).__name__}, expected a dict: is it a checkpoint?"
+            f"{path} holds a {type(content).__name__}, expected a dict: is it a checkpoint?"
         )
-    return found
+    return content
 
 
 def _refusal(path: Path, names: str) -> str:

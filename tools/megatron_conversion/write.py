@@ -26,12 +26,12 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.topology import Topology
 
 SHARD_BYTES = 64 << 20
-"""Size above which a tensor is cut between rows: a loading rank reads whole shards, and may need
-little of a tensor.
+"""Size above which a tensor is split between rows: a loading rank reads entire shards, and may
+need little of a tensor.
 """
 FILE_BYTES = 2 << 30
 
-Piece = tuple[str, tuple[int, ...], Index, torch.Tensor]
+TensorShard = tuple[str, tuple[int, ...], Index, torch.Tensor]
 """Shard of a tensor: the tensor's name in a checkpoint (tensors.py) and its shape, the shard's
 offset, and its values in host memory.
 """
@@ -40,7 +40,7 @@ offset, and its values in host memory.
 def write_offline(
     directory: str | os.PathLike[str],
     iteration: int,
-    shards: Iterable[Piece],
+    shards: Iterable[TensorShard],
     *,
     config: Config,
     state: Mapping[str, Any],
@@ -54,7 +54,7 @@ def write_offline(
     It becomes the last checkpoint. One process, or several together, write it without a model,
     shard by shard, in bounded memory.
 
-    shards       shards of whole tensors, taken one at a time; different on each process
+    shards       shards of tensors, consumed one at a time; different on each process
     state        counters of the training loop
     scalars      those of the engine: optimizer_step, skipped_steps, loss_scale
     optimizer    whether its state is among the shards
@@ -76,8 +76,8 @@ def write_offline(
         def complete() -> None:
             try:
                 generation = next_generation(folder.parent)
-                part = write_shard_list(temporary, 0, stored, True)
-                write_small_files(temporary, [part], files, True, generation)
+                group = write_shard_list(temporary, 0, stored, True)
+                write_small_files(temporary, [group], files, True, generation)
                 commit_folder(temporary, folder, iteration, generation)
             except OSError as error:
                 raise CheckpointError(f"writing checkpoint {folder} failed: {error}") from error
@@ -89,7 +89,7 @@ def write_offline(
     return folder
 
 
-def _write(folder: Path, topology: Topology, shards: Iterator[Piece]) -> Entries:
+def _write(folder: Path, topology: Topology, shards: Iterator[TensorShard]) -> Entries:
     """Write a process's shards into its own files; return their entries."""
     written: list[Entries] = []
     for number in itertools.count(topology.rank, topology.world.size):
@@ -105,7 +105,7 @@ def _write(folder: Path, topology: Topology, shards: Iterator[Piece]) -> Entries
     return merged(written)
 
 
-def pieces(name: str, tensor: torch.Tensor) -> Iterator[Piece]:
+def tensor_shards(name: str, tensor: torch.Tensor) -> Iterator[TensorShard]:
     """Yield the shards of a tensor."""
     for first, rows in rows_of_shards(tuple(tensor.shape)):
         offset = (first, *(0 for _ in tensor.shape[1:]))

@@ -38,7 +38,7 @@ from megatron.checkpoint.shards import Shard, Stored, incomplete, named, read_st
 from megatron.checkpoint.tensors import MASTER
 from megatron.errors import CheckpointError
 
-PART = 1 << 24  # elements that are processed together, in float64
+CHUNK_ELEMENTS = 1 << 24  # elements that are processed together, in float64
 _PER_FILE = 3  # damaged shards of a file that are reported one by one
 
 Count = Callable[[int], object]
@@ -52,8 +52,8 @@ ABSENT = "(absent)"
 class Contents:
     """Contents of a checkpoint, without the values of its tensors.
 
-    stored     the tensors' entries by name ("master.NAME", "exp_avg.NAME"), sorted
-    files      bytes of all files in the folder
+    stored       the tensors' entries by name ("master.NAME", "exp_avg.NAME"), sorted
+    files        bytes of all files in the folder
     provenance   provenance; empty if unknown
     """
 
@@ -69,13 +69,13 @@ class Contents:
     @property
     def parameters(self) -> dict[str, tuple[str, ...]]:
         """Kinds of stored tensors of each parameter."""
-        found: dict[str, tuple[str, ...]] = {}
+        by_parameter: dict[str, tuple[str, ...]] = {}
         for name in self.stored:
             kind, _, parameter = name.partition(".")
-            found[parameter] = (*found.get(parameter, ()), kind)
+            by_parameter[parameter] = (*by_parameter.get(parameter, ()), kind)
         return {
             name: tuple(sorted(kinds, key=lambda kind: (kind != MASTER, kind)))
-            for name, kinds in found.items()
+            for name, kinds in by_parameter.items()
         }
 
     @property
@@ -129,27 +129,27 @@ def contents(folder: Path) -> Contents:
     return Contents(checkpoint, dict(sorted(stored.items())), files, provenance)
 
 
-def matching(found: Contents, pattern: str | None) -> list[str]:
-    """Return the tensors whose own or parameter's name matches a shell pattern; None: all."""
+def matching(contents: Contents, pattern: str | None) -> list[str]:
+    """Return the tensors whose name, or parameter's name, matches a shell pattern; None: all."""
     return [
         name
-        for name in found.stored
+        for name in contents.stored
         if pattern is None
         or any(fnmatch.fnmatchcase(text, pattern) for text in (name, name.partition(".")[2]))
     ]
 
 
-def read_whole(found: Contents, name: str) -> torch.Tensor:
-    """Return a whole tensor. Raises CheckpointError if a part of it is damaged."""
-    entry = found.stored[name]
-    whole = torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-    wanted = [(name, shard) for shard in entry["boxes"]]
-    for _, shard, values in read_shards(found.folder, wanted, found.stored):
-        part = whole
+def read_whole(contents: Contents, name: str) -> torch.Tensor:
+    """Return a full tensor. Raises CheckpointError if a shard of it is damaged."""
+    entry = contents.stored[name]
+    tensor = torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+    shards = [(name, shard) for shard in entry["boxes"]]
+    for _, shard, values in read_shards(contents.folder, shards, contents.stored):
+        view = tensor
         for dim, (start, size) in enumerate(zip(shard.offset, shard.sizes, strict=True)):
-            part = part.narrow(dim, start, size)
-        part.copy_(values)
-    return whole
+            view = view.narrow(dim, start, size)
+        view.copy_(values)
+    return tensor
 
 
 # --- norms
@@ -164,16 +164,16 @@ class Norm:
     not_finite: int
 
 
-def norms(found: Contents, names: list[str], count: Count = bool) -> Iterator[tuple[str, Norm]]:
+def norms(contents: Contents, names: list[str], count: Count = bool) -> Iterator[tuple[str, Norm]]:
     """Yield the norm of each tensor. Raises CheckpointError that names a damaged file."""
     for name in names:
         squares = 0.0
         largest = 0.0
         bad = 0
-        wanted = [(name, shard) for shard in found.stored[name]["boxes"]]
-        for _, shard, values in read_shards(found.folder, wanted, found.stored):
-            for part in values.reshape(-1).split(PART):
-                exact = part.double()
+        shards = [(name, shard) for shard in contents.stored[name]["boxes"]]
+        for _, shard, values in read_shards(contents.folder, shards, contents.stored):
+            for chunk in values.reshape(-1).split(CHUNK_ELEMENTS):
+                exact = chunk.double()
                 finite = exact[exact.isfinite()]
                 bad += exact.numel() - finite.numel()
                 if finite.numel():
@@ -252,12 +252,12 @@ def _data_files(
 def verify_tracker(directory: Path) -> list[str]:
     """List the problems of the tracker file in a folder of checkpoints."""
     tracker = read_tracker(directory)
-    there = [folder.name for folder in folders(directory)]
+    names = [folder.name for folder in folders(directory)]
     if tracker.problem is not None:
         return [f"{tracker.path} {tracker.problem}"]
     if tracker.iteration is None:
-        return [f"{tracker.path} is missing"] if there else []
-    if folder_name(tracker.iteration) not in there:
+        return [f"{tracker.path} is missing"] if names else []
+    if folder_name(tracker.iteration) not in names:
         return [f"{tracker.path} names iteration {tracker.iteration}, whose folder is missing"]
     return []
 
@@ -310,36 +310,36 @@ class Difference:
 def compare(
     first: Contents, second: Contents, pattern: str | None = None, count: Count = bool
 ) -> Difference:
-    """Compare two checkpoints of any layouts, and the tensors that `pattern` matches.
+    """Compare two checkpoints of any layouts, restricted to tensors that `pattern` matches.
 
     Raises CheckpointError that names a damaged file.
     """
     names = matching(first, pattern)
-    others = set(matching(second, pattern))
+    second_names = set(matching(second, pattern))
     kinds: list[Change] = []
     tensors: dict[str, TensorDifference] = {}
     equal = 0
     for name in names:
-        if name not in others:
+        if name not in second_names:
             continue
-        ours = first.stored[name]
-        theirs = second.stored[name]
-        if (ours["shape"], ours["dtype"]) != (theirs["shape"], theirs["dtype"]):
+        left = first.stored[name]
+        right = second.stored[name]
+        if (left["shape"], left["dtype"]) != (right["shape"], right["dtype"]):
             kinds.append(
-                (name, f"{ours['shape']} {ours['dtype']}", f"{theirs['shape']} {theirs['dtype']}")
+                (name, f"{left['shape']} {left['dtype']}", f"{right['shape']} {right['dtype']}")
             )
             continue
         a = read_whole(first, name)
         b = read_whole(second, name)
-        count(sum(shard.length for entry in (ours, theirs) for shard in entry["boxes"]))
+        count(sum(shard.length for entry in (left, right) for shard in entry["boxes"]))
         difference = tensor_difference(a, b)
         if difference is None:
             equal += 1
         else:
             tensors[name] = difference
     return Difference(
-        [name for name in names if name not in others],
-        sorted(others - set(names)),
+        [name for name in names if name not in second_names],
+        sorted(second_names - set(names)),
         kinds,
         tensors,
         equal,
@@ -355,18 +355,20 @@ def tensor_difference(a: torch.Tensor, b: torch.Tensor) -> TensorDifference | No
     largest = 0.0
     squares = 0.0
     norm = 0.0
-    for x, y in zip(a.reshape(-1).split(PART), b.reshape(-1).split(PART), strict=True):
-        bytes_of = (x.numel(), x.element_size())
-        different = (x.view(torch.uint8).view(bytes_of) != y.view(torch.uint8).view(bytes_of)).any(
-            dim=1
-        )
+    for x, y in zip(
+        a.reshape(-1).split(CHUNK_ELEMENTS), b.reshape(-1).split(CHUNK_ELEMENTS), strict=True
+    ):
+        byte_shape = (x.numel(), x.element_size())
+        different = (
+            x.view(torch.uint8).view(byte_shape) != y.view(torch.uint8).view(byte_shape)
+        ).any(dim=1)
         elements += int(different.sum())
         exact = x.double()
         other = y.double()
         norm += float(torch.dot(exact, exact))
-        apart = torch.where(different, (exact - other).abs(), 0.0).nan_to_num(nan=math.inf)
-        largest = max(largest, float(apart.max())) if apart.numel() else largest
-        squares += float(torch.dot(apart, apart))
+        distance = torch.where(different, (exact - other).abs(), 0.0).nan_to_num(nan=math.inf)
+        largest = max(largest, float(distance.max())) if distance.numel() else largest
+        squares += float(torch.dot(distance, distance))
     if not elements:
         return None
     relative = math.sqrt(squares) / math.sqrt(norm) if norm and math.isfinite(norm) else math.inf
@@ -379,12 +381,14 @@ def _changes(first: Any, second: Any) -> list[Change]:
     >>> _changes({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "y": 3}, "b": 4})
     [('a.y', 2, 3), ('b', '(absent)', 4)]
     """
-    ours = dict(_flat(first))
-    theirs = dict(_flat(second))
+    first_values = dict(_flat(first))
+    second_values = dict(_flat(second))
     return [
-        (name, ours.get(name, ABSENT), theirs.get(name, ABSENT))
-        for name in sorted(ours.keys() | theirs.keys())
-        if name not in ours or name not in theirs or ours[name] != theirs[name]
+        (name, first_values.get(name, ABSENT), second_values.get(name, ABSENT))
+        for name in sorted(first_values.keys() | second_values.keys())
+        if name not in first_values
+        or name not in second_values
+        or first_values[name] != second_values[name]
     ]
 
 

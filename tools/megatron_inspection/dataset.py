@@ -61,10 +61,10 @@ class LengthCounts:
         """Return statistics of the lengths, and the number of empty documents."""
         shares = {"min": 0.0, "median": 0.5, "mean": None, "p99": 0.99, "max": 1.0}
         mean = self.tokens / self.documents if self.documents else 0.0
-        found = {
+        statistics = {
             name: mean if share is None else self.quantile(share) for name, share in shares.items()
         }
-        return {**found, "empty": int(self.counts[self.values == 0].sum())}
+        return {**statistics, "empty": int(self.counts[self.values == 0].sum())}
 
     def quantile(self, fraction: float) -> int:
         """Return the shortest length that this fraction of the documents does not exceed."""
@@ -120,12 +120,12 @@ class Inspection:
         """Add a problem at a byte of a file, or of the whole file."""
         self.problems.append(f"{file}: {'' if byte is None else f'byte {byte}: '}{text}")
 
-    def places(self, kind: str, wrong: npt.NDArray[np.bool_]) -> list[int]:
-        """Count the true entries as problems of a kind, and return those to list."""
+    def count_problems(self, kind: str, wrong: npt.NDArray[np.bool_]) -> list[int]:
+        """Count the true entries as problems of a kind; return the positions of those to list."""
         room = max(PROBLEMS_PER_KIND - self.counts[kind], 0)
-        places = np.flatnonzero(wrong)
-        self.counts[kind] += len(places)
-        listed: list[int] = places[:room].tolist()
+        positions = np.flatnonzero(wrong)
+        self.counts[kind] += len(positions)
+        listed: list[int] = positions[:room].tolist()
         return listed
 
 
@@ -142,77 +142,80 @@ def inspect(
 ) -> Inspection:
     """Check a data set, count its lengths, and decode some documents.
 
-    These are the beginnings of `documents`, or of the first `num_samples`; unreadable ones are left
-    out. The whole index is checked; with `validate` all tokens, too: ids must be in the vocabulary
-    of the tokenizer, or else in 0..vocab_size-1, or else in that of the tokenizer that wrote the
-    data, as far as it is known, and not negative. A `tokenizer` must be the one that wrote the
-    data. `on_progress` gets the bytes of .bin read.
+    Samples are the beginnings of `documents`, or of the first `num_samples`; unreadable ones are
+    omitted. The entire index is checked; with `validate` all tokens, too: ids must not be negative,
+    and must be in the vocabulary of `tokenizer`, or else below `vocab_size`, or else in the
+    vocabulary of the tokenizer that wrote the data, if that is known. A `tokenizer` must be the one
+    that wrote the data. `on_progress` gets the bytes of .bin read so far.
+
     Raises DataError if there are no files at all and ConfigError for documents that the data set
     does not have.
     """
     name = os.fspath(prefix)
     files = {path.suffix: path for path in (bin_path(name), idx_path(name))}
-    found = Inspection(
+    inspection = Inspection(
         name, file_bytes={end: path.stat().st_size for end, path in files.items() if path.is_file()}
     )
-    if not found.file_bytes:
+    if not inspection.file_bytes:
         raise DataError(
             f"{name}.idx, {name}.bin: no such files: give the common part of both names, without "
             "the suffix"
         )
     for suffix in (".idx", ".bin"):
-        if suffix not in found.file_bytes:
-            found.add(files[suffix], None, "no such file")
+        if suffix not in inspection.file_bytes:
+            inspection.add(files[suffix], None, "no such file")
     try:
-        if ".idx" in found.file_bytes:
-            found.index = map_index(files[".idx"])
-            _check_sequences(found, found.index)
-            _check_documents(found, found.index)
-            if found.sound:
-                found.lengths = count_lengths(found.index)
-            found.record = record = read_record(name)
+        if ".idx" in inspection.file_bytes:
+            inspection.index = map_index(files[".idx"])
+            _check_sequences(inspection, inspection.index)
+            _check_documents(inspection, inspection.index)
+            if inspection.sound:
+                inspection.lengths = count_lengths(inspection.index)
+            inspection.record = record = read_record(name)
             if (
                 tokenizer is not None
                 and record is not None
                 and record.digest
                 and digest(tokenizer, record.vocab_size) not in (record.digest, "")
             ):
-                found.add(record_path(name), None, "another tokenizer wrote the data")
-            if validate and ".bin" in found.file_bytes and found.index.dtype.kind in "iu":
+                inspection.add(record_path(name), None, "another tokenizer wrote the data")
+            if validate and ".bin" in inspection.file_bytes and inspection.index.dtype.kind in "iu":
                 limit = tokenizer.vocab_size if tokenizer is not None else vocab_size
                 if limit is None and record is not None:
                     limit = record.vocab_size
-                _check_tokens(found, found.index, limit, on_progress)
+                _check_tokens(inspection, inspection.index, limit, on_progress)
     except DataError as error:
-        found.add(files[".idx"], None, str(error).removeprefix(f"{files['.idx']}: "))
+        inspection.add(files[".idx"], None, str(error).removeprefix(f"{files['.idx']}: "))
     except OSError as error:
-        found.add(Path(error.filename or name), None, f"cannot be read: {error.strerror}")
+        inspection.add(Path(error.filename or name), None, f"cannot be read: {error.strerror}")
     mask = mask_prefix(name)
     if len(data_files(name)) > len(files):
-        found.mask = inspect(mask, vocab_size=2, validate=validate, on_progress=on_progress)
-        found.problems += found.mask.problems
-        if found.sound and not _same_structure(found, found.mask):
-            found.add(idx_path(mask), None, "other sequences or documents than those of the data")
-    if found.index is not None:
-        wanted = list(documents) or list(
-            range(min(num_samples, len(found.index.document_indices) - 1))
+        inspection.mask = inspect(mask, vocab_size=2, validate=validate, on_progress=on_progress)
+        inspection.problems += inspection.mask.problems
+        if inspection.sound and not _same_structure(inspection, inspection.mask):
+            inspection.add(
+                idx_path(mask), None, "its sequences or documents differ from those of the data"
+            )
+    if inspection.index is not None:
+        selected = list(documents) or list(
+            range(min(num_samples, len(inspection.index.document_indices) - 1))
         )
-        found.samples = _take_samples(name, wanted, tokenizer, sample_tokens)
-    return found
+        inspection.samples = _take_samples(name, selected, tokenizer, sample_tokens)
+    return inspection
 
 
-def _same_structure(found: Inspection, mask: Inspection) -> bool:
+def _same_structure(inspection: Inspection, mask: Inspection) -> bool:
     """Return whether the mask has sequences and documents of the same lengths as the data."""
-    assert found.index is not None and mask.index is not None, "both are sound"
+    assert inspection.index is not None and mask.index is not None, "both are sound"
     return mask.index.dtype == MASK_DTYPE and all(
-        np.array_equal(getattr(found.index, name), getattr(mask.index, name))
+        np.array_equal(getattr(inspection.index, name), getattr(mask.index, name))
         for name in ("sizes", "document_indices")
     )
 
 
-def _check_sequences(found: Inspection, index: Index) -> None:
+def _check_sequences(inspection: Inspection, index: Index) -> None:
     """Compare sizes and pointers, and the last ones with the length of .bin."""
-    path = idx_path(found.prefix)
+    path = idx_path(inspection.prefix)
     itemsize = index.dtype.itemsize
     count = len(index.sizes)
     end = 0
@@ -222,60 +225,62 @@ def _check_sequences(found: Inspection, index: Index) -> None:
         with np.errstate(over="ignore"):  # pointers may be anything
             ends = pointers + sizes * itemsize
         expected = np.concatenate(([end], ends[:-1]))
-        for at in found.places("size", sizes < 0):
-            found.add(
+        for at in inspection.count_problems("size", sizes < 0):
+            inspection.add(
                 path,
                 HEADER.size + 4 * (start + at),
                 f"sequence {start + at} has {sizes[at]} tokens",
             )
-        for at in found.places("pointer", pointers != expected):
+        for at in inspection.count_problems("pointer", pointers != expected):
             text = (
                 f"sequence {start + at} starts at byte {pointers[at]} of .bin, not at the end of "
                 "the previous one, "
             )
-            found.add(path, HEADER.size + 4 * count + 8 * (start + at), f"{text}{expected[at]}")
+            inspection.add(
+                path, HEADER.size + 4 * count + 8 * (start + at), f"{text}{expected[at]}"
+            )
         end = int(ends[-1])
-    actual = found.file_bytes.get(".bin", end)
+    actual = inspection.file_bytes.get(".bin", end)
     if actual < end:
         sequence = _sequence_at(index, actual)
         text = f"truncated: {actual} of {end} bytes; sequences from {sequence} on are cut off"
-        found.add(bin_path(found.prefix), actual, text)
+        inspection.add(bin_path(inspection.prefix), actual, text)
     elif actual > end:
         text = (
             f"{actual - end} bytes follow the last sequence, if tokens are {index.dtype} as "
             ".idx says"
         )
-        found.add(bin_path(found.prefix), max(end, 0), text)
+        inspection.add(bin_path(inspection.prefix), max(end, 0), text)
 
 
-def _check_documents(found: Inspection, index: Index) -> None:
+def _check_documents(inspection: Inspection, index: Index) -> None:
     """Check that document boundaries ascend from 0 to the number of sequences."""
-    path = idx_path(found.prefix)
+    path = idx_path(inspection.prefix)
     boundaries = index.document_indices
     count = len(index.sizes)
     first = HEADER.size + 12 * count
-    for at, wanted, name in ((0, 0, "first"), (len(boundaries) - 1, count, "last")):
-        if boundaries[at] != wanted:
-            found.add(
+    for at, expected, name in ((0, 0, "first"), (len(boundaries) - 1, count, "last")):
+        if boundaries[at] != expected:
+            inspection.add(
                 path,
                 first + 8 * at,
-                f"the {name} document boundary is {boundaries[at]}, not {wanted}",
+                f"the {name} document boundary is {boundaries[at]}, not {expected}",
             )
     for start in range(1, len(boundaries), _BLOCK_ENTRIES):
         block = boundaries[start - 1 : start + _BLOCK_ENTRIES]
-        for at in found.places("boundary", block[1:] < block[:-1]):
+        for at in inspection.count_problems("boundary", block[1:] < block[:-1]):
             text = (
                 f"document boundary {start + at} is {block[at + 1]}, less than the previous one, "
                 f"{block[at]}"
             )
-            found.add(path, first + 8 * (start + at), text)
+            inspection.add(path, first + 8 * (start + at), text)
 
 
 def _check_tokens(
-    found: Inspection, index: Index, vocab_size: int | None, on_progress: Callable[[int], None]
+    inspection: Inspection, index: Index, vocab_size: int | None, on_progress: Callable[[int], None]
 ) -> None:
     """Compare every id with the vocabulary."""
-    path = bin_path(found.prefix)
+    path = bin_path(inspection.prefix)
     itemsize = index.dtype.itemsize
     position = 0
     limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size - 1
@@ -283,7 +288,7 @@ def _check_tokens(
         while data := file.read(_BLOCK_BYTES):
             tokens: npt.NDArray[Any] = np.frombuffer(data, index.dtype, len(data) // itemsize)
             if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) > limit):
-                for at in found.places(
+                for at in inspection.count_problems(
                     "vocabulary", (tokens < 0) | (tokens.astype(np.int64) > limit)
                 ):
                     byte = position + at * itemsize
@@ -291,17 +296,17 @@ def _check_tokens(
                         "negative" if tokens[at] < 0 else f"not in the vocabulary of {vocab_size}"
                     )
                     text = f"id {tokens[at]} (sequence {_sequence_at(index, byte)}) is {what}"
-                    found.add(path, byte, text)
+                    inspection.add(path, byte, text)
             position += len(data)
-            found.tokens_scanned += len(tokens)
-            found.ones += int(np.count_nonzero(tokens == 1))
+            inspection.tokens_scanned += len(tokens)
+            inspection.ones += int(np.count_nonzero(tokens == 1))
             on_progress(position)
-    if wrong := found.counts["vocabulary"]:
+    if wrong := inspection.counts["vocabulary"]:
         text = (
-            f"{wrong} of {found.tokens_scanned} tokens; if most tokens are affected, the type in "
-            ".idx may be wrong"
+            f"{wrong} of {inspection.tokens_scanned} tokens; if most tokens are affected, the type "
+            "in .idx may be wrong"
         )
-        found.add(path, None, text)
+        inspection.add(path, None, text)
 
 
 def _sequence_at(index: Index, byte: int) -> int:
@@ -330,7 +335,7 @@ def count_lengths(index: Index) -> LengthCounts:
 
 
 def _take_samples(
-    name: str, wanted: Sequence[int], tokenizer: Tokenizer | None, sample_tokens: int
+    name: str, documents: Sequence[int], tokenizer: Tokenizer | None, sample_tokens: int
 ) -> list[Sample]:
     """Return the beginnings of the documents that can be read."""
     try:
@@ -340,7 +345,7 @@ def _take_samples(
     except DataError:  # its problems are listed already
         return []
     samples = []
-    for document in wanted:
+    for document in documents:
         if not 0 <= document < dataset.num_documents:
             raise ConfigError(
                 f"--documents {document}: {name} has {dataset.num_documents} documents, numbered "

@@ -231,8 +231,8 @@ def test_errors(tmp_path):
 def test_weights_that_are_not_finite_are_refused_by_name(tmp_path):
     write(tmp_path / "old", "gpt", half=False)
     plan = planned(tmp_path / "old", optimizer=False)
-    shard = plan.source.parts["final_layernorm.weight"][0]
-    (shard.load or (lambda: shard.weight))().fill_(float("nan"))
+    part = plan.source.parameters["final_layernorm.weight"][0]
+    (part.load or (lambda: part.weight))().fill_(float("nan"))
     with pytest.raises(CheckpointError, match="final_layernorm.weight"):
         whole_tensor(plan, "master", "final_layernorm.weight")
 
