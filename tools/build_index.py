@@ -28,7 +28,7 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
 
 from megatron.checkpoint.settings import settings_to_take
 from megatron.config import Config, parse_args
-from megatron.config.option import Parser, integer
+from megatron.config.option import Parser
 from megatron.errors import ConfigError
 from megatron.training.run.process import as_tool, leave, run_guarded
 
