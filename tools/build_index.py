@@ -28,7 +28,7 @@ if not __package__:  # run by its path, perhaps of a clone that is not installed
 
 from megatron.checkpoint.settings import settings_to_take
 from megatron.config import Config, parse_args
-from megatron.config.option import Parser
+from megatron.config.option import Parser, integer
 from megatron.errors import ConfigError
 from megatron.training.run.process import as_tool, leave, run_guarded
 
@@ -36,7 +36,7 @@ from megatron.training.run.process import as_tool, leave, run_guarded
 def split_arguments(argv: Sequence[str]) -> tuple[int, list[str]]:
     """Return the number of workers and the flags of pretrain_gpt.py. Raises ConfigError."""
     parser = Parser(add_help=False)
-    parser.add_argument("--workers", type=whole(1, 1024), default=1)
+    parser.add_argument("--workers", type=integer(1, 1024), default=1)
     arguments, flags = parser.parse_known_args(list(argv))
     return arguments.workers, flags
 

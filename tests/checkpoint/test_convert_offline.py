@@ -33,7 +33,7 @@ def write(directory, named_tensors, iteration=3):
     return write_offline(
         directory,
         iteration,
-        (piece for name, tensor in given for piece in tensor_shards(name, tensor)),
+        (piece for name, tensor in named_tensors for piece in tensor_shards(name, tensor)),
         config=config,
         state={"iteration": iteration},
         scalars={"optimizer_step": 2},

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.gpt_dataset import PARTS, IndexRequest, build_index
+from megatron.data.gpt_dataset import ARRAYS, IndexRequest, build_index
 from megatron.data.indexed_dataset import IndexedDataset, build_blend_index
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from tests.helpers.launching import ROOT
@@ -97,7 +97,7 @@ def our_order(case):
     )
     arrays = build_index(request)
     epoch_use = min(request.num_epochs, 2), request.separate_last_epoch
-    return digest(*(np.ascontiguousarray(arrays[name]).tobytes() for name in PARTS)), epoch_use
+    return digest(*(np.ascontiguousarray(arrays[name]).tobytes() for name in ARRAYS)), epoch_use
 
 
 def blends(largest):

@@ -10,7 +10,7 @@ from megatron.model import formulas
 from megatron.planner.channels import Channels
 from megatron.planner.cluster import load_cluster
 from megatron.planner.compute import Figure
-from megatron.planner.timing import PARTS, estimate, explain, folded_seconds
+from megatron.planner.timing import COMPONENTS, estimate, explain, folded_seconds
 from megatron.planner.timing.estimate import busiest_rank
 from megatron.planner.timing.passes import rates_of
 from tests.helpers.examples import examples
@@ -74,7 +74,7 @@ def test_parts_add_up(config, factor):
     """
     for name, machine in MACHINES.items():
         result = estimate(config, machine)
-        assert tuple(result.breakdown) == PARTS
+        assert tuple(result.breakdown) == COMPONENTS
         assert all(seconds >= 0 for seconds in result.breakdown.values())
         after = sum(result.breakdown[component] for component in ("data-parallel", "optimizer"))
         overhead_s = rates_of(machine, config.precision.dtype_name).step_overhead_s
@@ -229,7 +229,9 @@ def test_the_explanation_adds_up(more):
                 _seconds(total[2]), rel=2e-3
             ), title
     step = {row[0]: row[-1] for row in tables["one step"].rows}
-    printed = {component: _seconds(step[component]) for component in PARTS if component in step}
+    printed = {
+        component: _seconds(step[component]) for component in COMPONENTS if component in step
+    }
     assert sum(printed.values()) == pytest.approx(_seconds(step["step"]), rel=2e-3)
     assert printed == pytest.approx(
         {component: value for component, value in result.breakdown.items() if value}, rel=2e-3

@@ -17,14 +17,14 @@ from tests.data.struct_format import packed, unpacked, write
 from tools import merge_datasets
 from tools.merge_datasets import merge, prefixes_in
 
-PARTS = st.tuples(
+SOURCES = st.tuples(
     st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]),
     st.lists(st.lists(st.lists(st.integers(0, 127), max_size=5), max_size=3), max_size=4),
 )
 
 
 @pytest.mark.slow
-@given(sources=st.lists(PARTS, min_size=1, max_size=4), block=st.sampled_from([1, 3, 1 << 20]))
+@given(sources=st.lists(SOURCES, min_size=1, max_size=4), block=st.sampled_from([1, 3, 1 << 20]))
 def test_order_and_documents_are_kept(tmp_path_factory, sources, block):
     folder = tmp_path_factory.mktemp("merge")
     inputs = [
