@@ -72,7 +72,7 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
     family = FAMILIES.get(kind)
     if family is None:
         raise CheckpointError(
-            f"{where} has model_type {kind!r:.60}; supported are {', '.join(FAMILIES)}"
+            f"{where} has model_type {kind!r:.60}; the supported ones are {', '.join(FAMILIES)}"
         )
     classes = fields.get("architectures")
     if classes is not None and classes != [family.architecture]:
@@ -101,8 +101,8 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
         unknown = fields.keys() - read - _WITHOUT_EFFECT
         if unknown := {name for name in unknown if fields[name] is not None}:
             raise ValueError(
-                f"unknown fields for {kind}: {', '.join(sorted(unknown)[:8]):.200}. Remove from "
-                "the file those that do not change the model"
+                f"unknown fields for {kind}: {', '.join(sorted(unknown)[:8]):.200}. Remove those "
+                "that do not change the model from the file"
             )
         for setting, hf_name in family.fields.items():
             settings[setting] = known[hf_name]

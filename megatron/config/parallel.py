@@ -37,23 +37,23 @@ class ParallelConfig:
     cp_comm_type: str = option(
         "p2p",
         "Communication of context-parallel attention. p2p: keys and values rotate over the ranks "
-        "(ring attention). a2a: the ranks exchange rows for heads. a2a+p2p: both, see "
-        "--hierarchical-context-parallel-sizes.",
+        "(ring attention). a2a: an all-to-all exchanges parts of the sequence for heads. a2a+p2p: "
+        "both, see --hierarchical-context-parallel-sizes.",
         choices="p2p a2a a2a+p2p",
         hint="all layers use the same",
         derived="p2p, or a2a if a ring is impossible",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] = option(
         (),
-        "Two sizes for --cp-comm-type a2a+p2p: neighbouring ranks that exchange heads, and the "
-        "size of the ring. Their product is --context-parallel-size.",
+        "Two sizes for --cp-comm-type a2a+p2p: the number of neighbouring ranks that exchange "
+        "heads, and the size of the ring. Their product is --context-parallel-size.",
         PROCESSES,
         metavar="N",
     )
     expert_model_parallel_size: int = option(
         1,
         "Expert-parallel size: number of ranks over which the experts of a layer are distributed. "
-        "They are some of the data and context-parallel ranks.",
+        "They are a subset of the data- and context-parallel ranks.",
         PROCESSES,
         flags="--expert-model-parallel-size --moe-expert-parallel-size",
     )
@@ -66,7 +66,7 @@ class ParallelConfig:
     )
     expert_tensor_parallel_size: int = option(
         None,
-        "Ranks over which each expert is divided; only the tensor-parallel size.",
+        "Ranks over which each expert is divided; must equal the tensor-parallel size.",
         PROCESSES,
         derived="tensor-model-parallel-size",
     )
@@ -183,7 +183,7 @@ class ParallelConfig:
 
     @property
     def sequence_ranks(self) -> int:
-        """Return the number of ranks that share the rows between two layers."""
+        """Return the number of ranks over which the sequence is sharded between layers."""
         tensor = self.tensor_model_parallel_size if self.sequence_parallel else 1
         return tensor * self.context_parallel_size
 
@@ -267,8 +267,8 @@ class EngineConfig:
     zero_stage: int = option(
         1,
         "ZeRO stage. 0: each data-parallel rank holds the whole optimizer state. 1: the state is "
-        "sharded over the data-parallel ranks; 2: gradients, too; 3: weights, too, without "
-        "pipeline stages.",
+        "sharded over the data-parallel ranks; 2: gradients, too; 3: weights, too (not with "
+        "pipeline stages).",
         choices=(0, 1, 2, 3),
         shortcuts={
             "--use-distributed-optimizer": 1,
@@ -279,7 +279,7 @@ class EngineConfig:
     zero_shard_size: int = option(
         0,
         "Number of neighbouring data-parallel ranks over which ZeRO stages 2 and 3 shard gradients "
-        "and weights; other such groups hold the same. world, 0: all; node, -1: those on a node.",
+        "and weights; each such group holds a copy. world, 0: all; node, -1: those on a node.",
         _SHARD,
         value_names=_SHARD_NAMES,
     )

@@ -34,13 +34,13 @@ _PROBES = 256
 def build_packing(request: IndexRequest) -> Arrays:
     """Return the three arrays of `BIN_PARTS`.
 
-    pieces int32 [pieces, 2], (sequence, first token) of each piece, grouped by bin; its length
-    follows from the sequence's. bin_starts int64 [bins + 1], where the pieces of each bin start.
-    counts int64 [3]: tokens of the split, predictions (which an epoch trains on), and a checksum of
-    some sizes.
+    pieces int32 [pieces, 2], (sequence, first token) of each piece, grouped by bin; the length of a
+    piece follows from that of its sequence. bin_starts int64 [bins + 1], where the pieces of each
+    bin start. counts int64 [3]: tokens of the split, predictions (which an epoch trains on), and a
+    checksum of some sizes.
 
-    Building needs 24 bytes per piece and 8 per bin, of which the arrays take 8 each, plus about
-    40 MB. Raises DataError if no sequence has two tokens.
+    Building takes 24 bytes per piece, 8 bytes per bin and about 40 MB; the arrays themselves take
+    8 bytes per piece and per bin. Raises DataError if no sequence has two tokens.
     """
     pieces, lengths = _cut(request)
     if not len(pieces):
@@ -100,10 +100,7 @@ def _cut(request: IndexRequest) -> tuple[Int32Array, Int32Array]:
 
 
 def _probe(request: IndexRequest) -> int:
-    """Return a checksum of the sizes of some sequences.
-
-    It reveals other data under the same name.
-    """
+    """Return a checksum of the sizes of some sequences, to detect other data of the same name."""
     where = np.linspace(request.start, request.stop - 1, _PROBES).astype(np.int64)
     return zlib.crc32(request.sizes[where].astype("<i4").tobytes())
 
@@ -132,7 +129,7 @@ class PackedDataset(FileDataset):
         self.waste = 1 - filled / (self.num_bins * request.sample_tokens)
 
     def _take(self, arrays: Arrays) -> bool:
-        """Keep arrays; return whether shapes, a checksum and a few bins belong to this data."""
+        """Keep the arrays; return whether shapes, checksum and some of the bins match this data."""
         self._table, self._starts, counts = (arrays[name] for name in BIN_PARTS)
         starts = self._starts
         if counts.shape != (3,) or self._table.shape[1:] != (2,) or starts.ndim != 1:
@@ -176,7 +173,7 @@ class PackedDataset(FileDataset):
         return self._bin(int(self._order[index]))
 
     def _bin(self, number: int) -> SequenceSlices | None:
-        """Return the pieces of a bin; None if it has none or they are not within split and bin."""
+        """Return the pieces of a bin; None if empty, overfull or with pieces outside the split."""
         if not 0 <= number < self.num_bins:
             return None
         first, stop = self._starts[number : number + 2].tolist()

@@ -1,4 +1,4 @@
-"""Divides parameters into buckets, which are the optimizer's groups, by their shardings."""
+"""Divides parameters by their shardings into buckets, which are the optimizer's groups."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ Scales = Callable[[Sharding], tuple[float, float]]
 class BucketKind(NamedTuple):
     """Properties that the parameters of a bucket share. An optimizer's groups are sorted by it.
 
-    frozen           whether the parameters do not train; such buckets are not groups of the
-                     optimizer
-    spared           whether they are exempt from weight decay
-    full_parameters  whether the optimizer needs full parameters
-    lr_scale         factor on the learning rate
-    eps_scale        factor on AdamW's epsilon
-    fp32             whether passes use fp32 weights, even if other weights have 16 bits
-    unit             number of the unit within which the bucket stays (zero_plan._unit)
+    frozen     whether the parameters do not train; such buckets are not groups of the optimizer
+    spared     whether they are exempt from weight decay
+    whole      whether the optimizer needs full parameters
+    tied       whether the parameter is the tied embedding
+    lr_scale   factor on the learning rate
+    eps_scale  factor on AdamW's epsilon
+    experts    whether they belong to experts, which expert-parallel ranks do not share
+    fp32       whether passes use fp32 weights, even if other weights have 16 bits
+    unit       number of the unit within which the bucket stays (zero_plan._unit)
     """
 
     frozen: bool = False
@@ -53,7 +54,8 @@ class BucketKind(NamedTuple):
 class BucketPlan:
     """Parameters whose gradients are summed, and whose weights are sent, as one flat tensor.
 
-    members   numbers of its parameters, from the last one that a forward pass uses to the first
+    members   indices of its parameters, in the reverse of the order in which a forward pass uses
+              them
     elements  number of their elements on this rank
     vectors   whether all of them are norms or biases
     """
@@ -95,14 +97,14 @@ class BucketRule:
 
         records  shardings of a rank's parameters, in the order in which forward passes first use
                  them
-        units    unit of each parameter, which its bucket does not leave; by default one for all
+        units    unit of each parameter; no bucket spans two units. By default there is one unit
         frozen   whether each is frozen; by default none is
 
-        Buckets of a kind are filled in the reverse of that order, which is about the order in which
-        a backward pass produces gradients. Only a bucket with a single parameter exceeds the limit.
-        The tied embedding has a bucket of its own, so that the first and the last stage shard it
-        over their data-parallel ranks in the same way. If no parameters train there is one empty
-        bucket: an optimizer needs a group.
+        Buckets of a kind are filled in the reverse of that order, which is roughly the order in
+        which a backward pass produces gradients. Only a bucket with a single parameter exceeds the
+        limit. The tied embedding has a bucket of its own, so that the first and the last stage
+        shard it over their data-parallel ranks in the same way. If no parameters train there is one
+        empty bucket: an optimizer needs a group.
         """
         numbers: dict[Hashable, int] = {}
         for unit in units or ():
@@ -183,14 +185,14 @@ def mup_scales(config: Config) -> Scales:
     """Return the function that maps a parameter to muP's factors on learning rate and epsilon.
 
     By width: Yang et al., arXiv 2203.03466, table 8 and appendix B.3. By depth: Dey et al., arXiv
-    2505.01618, table 1 with alpha = 1; with it, Adam's rate does not depend on depth. SGD's rate is
+    2505.01618, table 1 with alpha = 1, where Adam's rate does not depend on depth. SGD's rate is
     proportional to depth, because gradients in the layers contain the factor of the residual
     branches. Norms that the residual stream passes through have rates proportional to 1 / depth:
     each of them changes the stream, and their gradients do not contain that factor.
     Muon's updates should have the norm sqrt(outputs / inputs) (Yang et al., arXiv 2310.17813,
-    section 3); they have the norm that --muon-scale-mode gives. All other optimizers, including the
-    user's own, are assumed to be like Adam: the size of an update does not depend on the size of
-    the gradient.
+    section 3); their factor corrects the norm that --muon-scale-mode gives them. All other
+    optimizers, including the user's own, are assumed to be like Adam: the size of an update does
+    not depend on the size of the gradient.
     """
     model = config.model
     if not model.use_mup:

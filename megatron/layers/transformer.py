@@ -35,7 +35,8 @@ def bias_dropout_add(
 ) -> Tensor:
     """Return residual + dropout(x + bias), in the residual's dtype.
 
-    The kernel is not used if x has another dtype. `row_layout`: see keyed_dropout.
+    x and residual [s(/tp), b, h], bias [h]. The kernel is not used if x has another dtype than the
+    residual. `row_layout`: see keyed_dropout.
     """
     if seed is None:
         probability = 0.0
@@ -152,7 +153,7 @@ class TransformerLayer(nn.Module):
         return self._add(out, bias, residual, call, Site.MLP_OUTPUT)
 
     def _parallel(self, x: Tensor, call: CallContext) -> Tensor:
-        """Return x + attention + MLP, whose sum has one message and one dropout mask."""
+        """Return x + attention + MLP, whose sum takes one reduction and one dropout mask."""
         first = self.input_layernorm
         second = self.post_attention_layernorm
         normed = self._before(first, x)

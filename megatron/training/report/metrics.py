@@ -355,7 +355,7 @@ class Profiler:
     It is off without --profile. It writes one Chrome trace per rank into --trace-dir, or else next
     to TensorBoard's files, next to the metrics file or into the current folder, and reports the
     path through `say`. With --record-memory-history the same ranks record which code allocates
-    device memory, and write a snapshot when the run ends, also after an error. Raises ConfigError
+    device memory, and write a snapshot when the run ends, even after an error. Raises ConfigError
     if the folder cannot be created.
 
     steps   the iterations of the run, counted from 0

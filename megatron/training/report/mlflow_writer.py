@@ -1,7 +1,7 @@
 """Program that writes a run's scalars to MLflow; trackers.MLflow starts it and sends it events.
 
-In a thread of the training process, MLflow's Python code would hold the interpreter's lock for a
-third of a millisecond per scalar.
+In a thread of the training process, MLflow's Python code would hold the GIL for a third of a
+millisecond per scalar.
 
 It reads JSON lines from its standard input: the settings (Begin), then [milliseconds since 1970,
 {iteration: {name: value}}] for each event, and finally the status of the run; without a status the

@@ -113,7 +113,7 @@ class Signals:
             text = "a checkpoint is being written; at a third Ctrl-C the run ends without it"
         else:
             by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-            last = "torchrun gives it 30 s" if by_torchrun else "at a second Ctrl-C at once"
+            last = "torchrun gives it 30 s" if by_torchrun else "a second Ctrl-C ends it at once"
             text = f"the run finishes its step, saves and ends; {last}"
         if self._prints:
             print(f" Ctrl-C: {text}", file=sys.stderr, flush=True)
@@ -134,7 +134,7 @@ class _Output(io.FileIO):
 
         Otherwise the buffer would keep it and fail again.
         """
-        reason = "it would have to wait"
+        reason = "writing would block"
         try:
             if (written := super().write(data)) is not None:
                 return written
@@ -246,7 +246,7 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
     except BrokenPipeError:
         return _reader_left()
     except BaseException as failure:
-        # a name that is too long is a user error wherever it is looked up, as in as_tool
+        # a file name that is too long is a user error wherever it is used, as in as_tool
         if getattr(failure, "errno", None) == errno.ENAMETOOLONG:
             print_error(failure, prefix=f"rank {who()}")
             return EXIT_USER_ERROR

@@ -76,7 +76,7 @@ class Stored:
 
 
 def stored_settings(folder: Path, config: Config) -> Stored:
-    """Return the settings in a checkpoint. Raises CheckpointError if they are not a run's."""
+    """Return the settings in a checkpoint. Raises CheckpointError if they are not from a run."""
     manifest = read_manifest(folder)
     stored = manifest.read_json(CONFIG)
     if not all(isinstance(stored.get(section), dict) for section in ("model", "optimizer")):
@@ -169,7 +169,7 @@ def describe_changes(
         return
     if values := list(other_values(stored, config, progress, end)):
         say(
-            "note: schedules differ from those of the checkpoint's run, and these are used: "
+            "note: schedules differ from those of the checkpoint's run; this run's are used: "
             f"{'; '.join(values)}. --use-checkpoint-opt_param-scheduler takes the checkpoint's "
             "learning rate, weight decay and betas"
         )
@@ -189,7 +189,7 @@ def describe_implementations(
     ]
     if differ:
         say(
-            f"note: implementations differ from those of {stored.folder}, so figures are not "
+            f"note: implementations differ from those of {stored.folder}, so results are not "
             f"bitwise equal: {'; '.join(differ)}"
         )
 
@@ -309,7 +309,7 @@ def describe_data(
         kind = stored.config.data.dataloader_type
         before = Ordered(data, sample_order(kind, len(data), progress.left_out))
     except MegatronError as error:
-        unknown = f". Repeated ones are not counted: the order before is unknown ({error})"
+        unknown = f". Repeated samples are not counted: the former order is unknown ({error})"
     order = sample_order(config.data.dataloader_type, len(dataset), progress.left_out)
     consumed = progress.consumed_samples
     by_source = reordered(before, Ordered(dataset, order), consumed, end, former.changed_sources)
@@ -327,11 +327,10 @@ def describe_data(
     listed = (f"{record['samples']} of {name}" for name, record in progress.sources.items())
     say(
         "WARNING: the order of the data differs from that of the checkpoint's run: "
-        f"{', '.join(changes)}. {consumed} samples were taken ({', '.join(listed)}). Of the "
+        f"{', '.join(changes)}. {consumed} samples were consumed ({', '.join(listed)}). Of the "
         f"{max(0, end - consumed)} to come {about}{repeated} repeat some of these, and {about}"
-        f"{skipped} others are skipped, because the first {consumed} of the new order count as taken"
-        + "".join(f"; {text}" for text in of_each)
-        + unknown
+        f"{skipped} others are skipped, because the first {consumed} of the new order count as "
+        "consumed" + "".join(f"; {text}" for text in of_each) + unknown
     )
 
 
@@ -390,7 +389,7 @@ class _FormerData:
                 differences.append(f"blend {current} (was {blend})")
         return [
             *differences,
-            *(f"{name} has other content" for name in sorted(self.changed_sources)),
+            *(f"{name} has changed" for name in sorted(self.changed_sources)),
         ]
 
     def _samples(self) -> int:
