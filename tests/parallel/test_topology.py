@@ -14,7 +14,7 @@ from megatron.parallel.layout import Layout, LayoutSizes
 from megatron.parallel.topology import Topology
 
 LAYOUTS = st.builds(Layout, *[st.integers(1, 4)] * 3, st.sampled_from(RANK_ORDERS))
-LAYOUTS = st.builds(
+EXPERT_LAYOUTS = st.builds(
     lambda t, p, r, context, nodes, each, order: Layout.for_world(
         t * p * r * math.lcm(context, nodes * each),
         LayoutSizes(t, p, context, nodes * each, each, rank_order=order),
@@ -77,7 +77,7 @@ def test_worlds_and_data_lines_that_do_not_divide(world, sizes, named):
         Layout.for_world(world, LayoutSizes(*sizes))
 
 
-@given(LAYOUTS)
+@given(EXPERT_LAYOUTS)
 def test_context_and_expert_ranks_divide_the_data_line(layout):
     ranks = grid(layout)
     for (p, d, t), number in np.ndenumerate(ranks):
@@ -96,7 +96,7 @@ def test_context_and_expert_ranks_divide_the_data_line(layout):
         assert topology.replica == d // layout.context < layout.replicas
 
 
-@given(LAYOUTS)
+@given(EXPERT_LAYOUTS)
 def test_every_member_makes_the_same_groups_in_the_same_order(layout):
     """Every member creates the same groups in the same order.
 
