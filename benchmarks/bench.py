@@ -39,14 +39,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import machine, parts, results
 from benchmarks.shared import ROOT, parser, print_table
-from benchmarks.sides import ALLOCATOR, PEERS, Outcome, environment, run
-from benchmarks.workloads import OURS, Case, Side, cpu_cases, cuda_cases, quick
+from benchmarks.sides import ALLOCATOR, PEERS, SideOutcome, environment, run
+from benchmarks.workloads import OURS, Side, WorkloadCase, cpu_cases, cuda_cases, quick
 from megatron.model.formulas import peak_tflops
 
 PEAKS_OF = {"bf16": "bfloat16", "fp32": "float32"}
 MOST_ROUNDS = 5
 WARM_UP = 1
-Key = tuple[Case, Side]
+Key = tuple[WorkloadCase, Side]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return made.parse_args(arguments)
 
 
-def choose(cases: Iterable[Case], only: Sequence[str] | None) -> list[Case]:
+def choose(cases: Iterable[WorkloadCase], only: Sequence[str] | None) -> list[WorkloadCase]:
     """Return the cases of these workloads; W2, W3 and W4 include W0, their reference."""
     cases = list(cases)
     if not only:
@@ -78,11 +78,11 @@ def choose(cases: Iterable[Case], only: Sequence[str] | None) -> list[Case]:
     unknown = [name for name in only if name not in known]
     if unknown:
         raise SystemExit(f"--only {' '.join(unknown)}: there is {', '.join(sorted(known))}")
-    wanted = set(only) | ({"W0"} if {"W2", "W3", "W4"} & set(only) else set())
-    return [case for case in cases if case.workload in wanted]
+    selected = set(only) | ({"W0"} if {"W2", "W3", "W4"} & set(only) else set())
+    return [case for case in cases if case.workload in selected]
 
 
-def beside(case: Case, clone: Path) -> Case:
+def beside(case: WorkloadCase, clone: Path) -> WorkloadCase:
     """The case with our sides alone, each followed by that of another version."""
     pairs = [
         (side, replace(side, name=f"{side.name}, beside", root=clone, version_of=side))
@@ -98,12 +98,12 @@ def play(
     threads: int,
     folder: Path,
     spent_s: float = 0.0,
-) -> tuple[dict[Key, list[Outcome]], dict[str, list[float]]]:
+) -> tuple[dict[Key, list[SideOutcome]], dict[str, list[float]]]:
     """Run rounds over the cases and sides; return the outcomes and the ceilings of each round.
 
     `spent_s` of --minutes are over. What a round leaves out has an empty outcome in it.
     """
-    outcomes: dict[Key, list[Outcome]] = {key: [] for key in keys}
+    outcomes: dict[Key, list[SideOutcome]] = {key: [] for key in keys}
     ceilings: dict[str, list[float]] = {}
     end = time.monotonic() + 60 * options.minutes - spent_s
     ceiling_s = 0.0
@@ -123,7 +123,7 @@ def play(
             # it is not tried again
             outcome = next((o for o in outcomes[case, side] if o.reason), None)
             if outcome is None and (case not in chosen or (count and side.once)):
-                outcome = Outcome()
+                outcome = SideOutcome()
             else:
                 outcome = outcome or run(
                     case,
@@ -138,12 +138,12 @@ def play(
     return outcomes, ceilings
 
 
-def fitting(outcomes: dict[Key, list[Outcome]], left_s: float) -> set[Case]:
+def fitting(outcomes: dict[Key, list[SideOutcome]], left_s: float) -> set[WorkloadCase]:
     """Choose the cases of a further round, by the time that their sides took in the first one.
 
     Those of the fewest rounds come first, and among them those of the shortest starts.
     """
-    seconds: dict[Case, list[float]] = {}
+    seconds: dict[WorkloadCase, list[float]] = {}
     for (case, side), rounds in outcomes.items():
         repeats = not side.once and not any(o.reason for o in rounds)
         seconds.setdefault(case, []).extend([rounds[0].wall_s] * repeats)
@@ -156,7 +156,7 @@ def fitting(outcomes: dict[Key, list[Outcome]], left_s: float) -> set[Case]:
     return chosen
 
 
-def line(count: int, case: Case, side: Side, outcome: Outcome) -> str:
+def line(count: int, case: WorkloadCase, side: Side, outcome: SideOutcome) -> str:
     """Return the line that is printed after a start."""
     head = f"round {count + 1}  {case.workload} {case.name:12s} {side.name:28s}"
     if outcome.reason:
@@ -189,7 +189,7 @@ def ceiling_name(dtype: str, processes: int, threads: int, device: str) -> str:
 
 def rows_of(
     keys: list[Key],
-    outcomes: dict[Key, list[Outcome]],
+    outcomes: dict[Key, list[SideOutcome]],
     ceiling: dict[str, Any],
     threads: int,
     gpu: str = "",
@@ -273,8 +273,7 @@ def main() -> int:
         cases = [quick(case) for case in {c.workload: c for c in reversed(cases)}.values()][::-1]
     folder = options.output.resolve() / "last"
     folder.mkdir(parents=True, exist_ok=True)
-    # What is told nothing takes all threads, which compares with others only where they have them,
-    # too.
+    # A side without settings takes all threads: it is comparable only if the others have all, too.
     fair = threads == about["threads"]
     keys = [
         (case, side)

@@ -23,8 +23,8 @@ from megatron.layers.attention_fused import torch_attention
 from megatron.layers.attention_unfused import PLAIN, Scoring
 from megatron.training.run.host import tune_allocator
 
-Run = Callable[[], object]
-Case = tuple[str, dict[str, Run]]
+Call = Callable[[], object]
+Case = tuple[str, dict[str, Call]]
 """Its name and its implementations."""
 
 BLOCKS = (64, 128, 256)
@@ -60,27 +60,30 @@ def operators(dtype: torch.dtype) -> Iterator[Case]:
     for fusion, names in OF_FUSION.items():
         if fusion == "optimizer" and dtype == torch.bfloat16:
             names = (*names, "scale_and_norm")  # in other types this pass is apart with both
-        ways: dict[str, list[Run]] = {"fused": [], "torch": []}
+        variants: dict[str, list[Call]] = {"fused": [], "torch": []}
         for name in names:
             operator = OPERATORS[name]
             work = operator.prepare(SMALLER.get(name, operator.host[0]), cpu, dtype)
-            for runs, way in zip(ways.values(), (work.ours, work.torch), strict=True):
-                runs.append(partial(both_passes, way, work.arguments, work.leaves))
-        yield f"{fusion} {name_of(dtype)}", {way: partial(each, runs) for way, runs in ways.items()}
+            for runs, run in zip(variants.values(), (work.ours, work.torch), strict=True):
+                runs.append(partial(both_passes, run, work.arguments, work.leaves))
+        yield (
+            f"{fusion} {name_of(dtype)}",
+            {side: partial(each, runs) for side, runs in variants.items()},
+        )
 
 
-def each(runs: list[Run]) -> None:
+def each(runs: list[Call]) -> None:
     """Run all of them."""
     for run in runs:
         run()
 
 
 def both_passes(
-    way: Callable[..., Any], arguments: tuple[Any, ...], leaves: list[torch.Tensor]
+    implementation: Callable[..., Any], arguments: tuple[Any, ...], leaves: list[torch.Tensor]
 ) -> None:
     """Compute a result and, where there are leaves, their gradients."""
     with torch.set_grad_enabled(bool(leaves)):
-        result = way(*arguments)
+        result = implementation(*arguments)
     if leaves:
         results = result if isinstance(result, tuple) else (result,)
         gradients = [torch.ones_like(x) for x in results]
@@ -101,14 +104,20 @@ def attention(dtype: torch.dtype) -> Iterator[Case]:
     if dtype == torch.float16:
         return
     limited = PLAIN._replace(window=WINDOW)
-    ways = {
+    variants = {
         str(choose.usual_block(name, shape[0])): partial(by_blocks, scoring=limited),
         "torch": partial(by_torch, scoring=limited),
     }
-    yield f"windowed {case}", {way: passes(run, x) for way, run in ways.items()}
+    yield f"windowed {case}", {variant: passes(run, x) for variant, run in variants.items()}
     case = f"keys {name}"
     x = projection(SEQUENCES[1], dtype)
-    yield case, {way: chosen(case, way, passes(by_blocks, x)) for way in ("copied", "in place")}
+    yield (
+        case,
+        {
+            variant: chosen(case, variant, passes(by_blocks, x))
+            for variant in ("copied", "in place")
+        },
+    )
 
 
 def projection(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
@@ -116,9 +125,9 @@ def projection(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, 3, 64).to(dtype).requires_grad_()
 
 
-def passes(way: Callable[..., Any], x: torch.Tensor) -> Run:
+def passes(implementation: Callable[..., Any], x: torch.Tensor) -> Call:
     """Return the forward and the backward pass of attention."""
-    return partial(both_passes, way, (x,), [x])
+    return partial(both_passes, implementation, (x,), [x])
 
 
 def by_torch(x: torch.Tensor, scoring: Scoring = PLAIN) -> torch.Tensor:
@@ -132,11 +141,11 @@ def by_blocks(x: torch.Tensor, scoring: Scoring = PLAIN) -> torch.Tensor:
     return blocked_attention((x,), scoring._replace(fusions=choose.ALL))
 
 
-def chosen(case: str, way: str, run: Run) -> Run:
-    """Return `run`, which chooses `way` in a case."""
+def chosen(case: str, variant: str, run: Call) -> Call:
+    """Return `run`, which chooses `variant` in a case."""
 
     def call() -> object:
-        measured_times.agree(MeasuredTimes({case: {way: 1.0}}))
+        measured_times.agree(MeasuredTimes({case: {variant: 1.0}}))
         return run()
 
     return call
@@ -147,20 +156,20 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def times(ways: dict[str, Run], now: Callable[[], float]) -> dict[str, float]:
-    """Return the shortest time of each way, in seconds, after a call that does not count."""
-    best = dict.fromkeys(ways, math.inf)
+def times(variants: dict[str, Call], now: Callable[[], float]) -> dict[str, float]:
+    """Return the shortest time of each variant, in seconds, after a call that does not count."""
+    best = dict.fromkeys(variants, math.inf)
     end = 0.0
     for nth in range(_ROUNDS + 1):
         if nth == 1:
             end = now() + _CASE_S
         if nth > 1 and now() > end:
             break
-        for way, run in ways.items():
+        for variant, run in variants.items():
             start = now()
             run()
             if nth:
-                best[way] = min(best[way], now() - start)
+                best[variant] = min(best[variant], now() - start)
     return best
 
 
@@ -172,9 +181,9 @@ def measure(now: Callable[[], float] = time.perf_counter) -> MeasuredTimes:
     try:
         for dtype in (torch.bfloat16, torch.float32, torch.float16):
             for cases in (operators(dtype), attention(dtype)):
-                for case, ways in cases:
+                for case, variants in cases:
                     measured_times.agree(MeasuredTimes())
-                    seconds[case] = times(ways, now)
+                    seconds[case] = times(variants, now)
     finally:
         measured_times.forget()
     return MeasuredTimes(

@@ -11,8 +11,8 @@ slurm    a lost node, USR1 before the time limit, a time limit without a signal 
          Slurm)
 
 The run is resumed after each fault. It has to continue from a valid checkpoint, lose at most the
-steps since the last save, and be bit-identical to an undisturbed run. Prints a row for each part
-and a line of figures; the exit code is 1 if anything failed. Parts that cannot run here are
+steps since the last save, and be bit-identical to an undisturbed run. Prints a row for each kind
+and a line of figures; the exit code is 1 if anything failed. Kinds that cannot run here are
 reported as not proved, with the reason.
 """
 
@@ -34,14 +34,14 @@ from benchmarks.faults import damage, disk, hang, kills, slurm, testbed
 from benchmarks.faults.job import Result
 from benchmarks.shared import parser
 
-PARTS = ("kills", "damage", "disk", "hang", "slurm")
+KINDS = ("kills", "damage", "disk", "hang", "slurm")
 
 
 def campaign(
-    part: str, folder: Path, chance: random.Random, options: argparse.Namespace
+    kind: str, folder: Path, chance: random.Random, options: argparse.Namespace
 ) -> Iterator[Result]:
-    """Yield the results of a part, printing each fault."""
-    if part == "kills":
+    """Yield the results of a kind of fault, printing each fault."""
+    if kind == "kills":
         yield from kills.campaign(folder, chance, options.kills, partial(print, flush=True))
         return
     campaigns = {
@@ -50,7 +50,7 @@ def campaign(
         "hang": partial(hang.campaign, folder, chance),
         "slurm": partial(slurm.campaign, folder),
     }
-    for result in campaigns[part]():
+    for result in campaigns[kind]():
         print(f"  {result.what}: {result.notes}", flush=True)
         yield result
 
@@ -66,7 +66,7 @@ def merged(results: list[Result]) -> Result:
 def main() -> int:
     made = parser(__doc__)
     add = made.add_argument
-    add("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
+    add("--only", nargs="+", choices=KINDS, default=KINDS, help="kinds of faults to run")
     add("--kills", type=int, default=100, help="total number of kills; 0: at every point")
     add("--flips", type=int, default=3, help="bit flips in each file")
     add("--seed", type=int, help="random seed; printed (default: random)")
@@ -78,16 +78,16 @@ def main() -> int:
     missing: list[str] = []
     lacks = {"disk": disk.missing, "slurm": testbed.missing}
     with tempfile.TemporaryDirectory(prefix="fault_campaign_") as temporary:
-        for part in options.only:
-            if reason := lacks.get(part, str)():
-                missing.append(f"{part} not proved: {reason}")
+        for kind in options.only:
+            if reason := lacks.get(kind, str)():
+                missing.append(f"{kind} not proved: {reason}")
                 continue
             start = time.monotonic()
-            folder = (options.folder or Path(temporary)) / part
-            # A seed for each part: it does the same alone and with others.
-            outcomes = [*campaign(part, folder, random.Random(f"{seed} {part}"), options)]
-            print(f"  {part}: {time.monotonic() - start:.0f} s", flush=True)
-            results += [merged(outcomes)] if part == "damage" else outcomes
+            folder = (options.folder or Path(temporary)) / kind
+            # A seed for each kind: it does the same alone and with others.
+            outcomes = [*campaign(kind, folder, random.Random(f"{seed} {kind}"), options)]
+            print(f"  {kind}: {time.monotonic() - start:.0f} s", flush=True)
+            results += [merged(outcomes)] if kind == "damage" else outcomes
     print()
     for result in results:
         print(f"{'WRONG' if result.faults else 'ok':6}{result.what}: {result.notes}")

@@ -351,9 +351,9 @@ def shares(log: str, tables: list[Table]) -> str:
         name.removesuffix(" / copy"): i for i, name in enumerate(head) if name.endswith(" / copy")
     }
     values = {side: [float(row[i]) for row in rows if row[i]] for side, i in columns.items()}
-    said = [f"{side} {statistics.median(of):.2f}" for side, of in values.items() if of]
-    if said:
-        return f"of a copy's bytes/s, median: {', '.join(said)}"
+    medians = [f"{side} {statistics.median(of):.2f}" for side, of in values.items() if of]
+    if medians:
+        return f"of a copy's bytes/s, median: {', '.join(medians)}"
     ratios = [float(row[head.index("both")]) for row in rows]
     return (
         f"torch's time over ours, median: {statistics.median(ratios):.2f}"
@@ -367,12 +367,12 @@ def rates(log: str, tables: list[Table]) -> str:
     head, *rows = next((table for table in tables if "tokens/s" in table[0]), [[]])
     records = [dict(zip(head, row, strict=False)) for row in rows]
     mfu = {row["side"]: f" (MFU {row['MFU']})" for row in records if row.get("MFU")}
-    said = [
+    texts = [
         f"{row['side']} {row['tokens/s']} tokens/s{mfu.get(row['side'], '')}"
         for row in records
         if row["tokens/s"]
     ]
-    return "; ".join(said) or last_line(log, tables)
+    return "; ".join(texts) or last_line(log, tables)
 
 
 def speed(log: str, tables: list[Table]) -> str:
@@ -386,7 +386,7 @@ def speed(log: str, tables: list[Table]) -> str:
     }
     cells = dict(cell.split(":", 1) for cell in lines[-1].split("|") if ":" in cell)
     values = {name.strip(): value.strip() for name, value in cells.items()}
-    return ", ".join(f"{said} {values[name]}" for name, said in names.items() if name in values)
+    return ", ".join(f"{label} {values[name]}" for name, label in names.items() if name in values)
 
 
 TRAINS = (

@@ -71,7 +71,7 @@ class HostWaits:
 
     def wait(self, what: str) -> None:
         """The device has to do something first."""
-        self.recorded.append(f"{what} at {_place()}")
+        self.recorded.append(f"{what} at {_location()}")
 
     def work(self) -> None:
         self._idle = False
@@ -138,7 +138,7 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _place() -> str:
+def _location() -> str:
     """The innermost line of megatron/ that is being run, and the one that called it."""
     frame = sys._getframe(1).f_back
     lines = list[str]()

@@ -46,7 +46,7 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamActivity:
     """Work on a stream, ms: its sum, the time from first to last, and the gaps, longest first.
 
     launches   pieces of work
@@ -59,7 +59,7 @@ class Stream:
     launches: int
 
 
-def fold(events: Iterable[Event]) -> Stream:
+def fold(events: Iterable[Event]) -> StreamActivity:
     """Return the compute stream of a trace. Raises ValueError for an empty trace."""
     complete = [
         event for event in events if event.get("ph") == "X" and event.get("dur") is not None
@@ -76,7 +76,7 @@ def fold(events: Iterable[Event]) -> Stream:
     return max(candidates, key=lambda stream: stream.busy_ms)
 
 
-def _stream(name: str, work: list[Event], host: Sequence[Event]) -> Stream:
+def _stream(name: str, work: list[Event], host: Sequence[Event]) -> StreamActivity:
     work = sorted(work, key=lambda event: (event["ts"], -event["dur"]))
     busy = 0.0
     gaps = []
@@ -96,7 +96,7 @@ def _stream(name: str, work: list[Event], host: Sequence[Event]) -> Stream:
         Gap(length / 1e3, before, after, _inside(host, at + length / 2) if number < SHOWN else ())
         for number, (length, at, before, after) in enumerate(gaps)
     ]
-    return Stream(name, busy / 1e3, (end - work[0]["ts"]) / 1e3, named, len(work))
+    return StreamActivity(name, busy / 1e3, (end - work[0]["ts"]) / 1e3, named, len(work))
 
 
 def _inside(host: Sequence[Event], at: float) -> tuple[str, ...]:
@@ -104,7 +104,7 @@ def _inside(host: Sequence[Event], at: float) -> tuple[str, ...]:
     return tuple(event["name"] for event in sorted(inside, key=lambda event: -event["dur"]))
 
 
-def tables(stream: Stream, steps: int) -> list[Table]:
+def tables(stream: StreamActivity, steps: int) -> list[Table]:
     """Return the stream as a whole, its gaps by size, and the longest."""
     idle = stream.span_ms - stream.busy_ms
     overview = [
@@ -157,8 +157,8 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    overview, *others = tables(stream, STEPS)
-    for table in (overview, *others):
+    overview, *rest = tables(stream, STEPS)
+    for table in (overview, *rest):
         print(*markdown(table), "", sep="\n")
     busy, idle, share = overview[1][1:4]
     print(f"idle {share}: {idle} ms a step beside {busy}; {stream.name}")

@@ -29,7 +29,7 @@ from megatron.kernels.ops import (
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
 Sizes = dict[str, Any]
-Way = Callable[..., Any]
+Implementation = Callable[..., Any]
 EPSILON = 1e-5
 SCALE = 0.125
 PROBABILITY = 0.1
@@ -41,17 +41,17 @@ class Work:
     """Arguments of one operator, and its implementations.
 
     Every implementation takes `arguments` and returns one result or a tuple. Gradients are computed
-    for `leaves`; without them there is no backward pass. `others` returns the implementations of
+    for `leaves`; without them there is no backward pass. `peers` returns the implementations of
     other packages, or raises the reason why there are none.
     """
 
     arguments: tuple[Any, ...]
-    ours: Way
-    torch: Way
+    ours: Implementation
+    torch: Implementation
     leaves: list[Tensor] = field(default_factory=list)
-    others: dict[str, Callable[[], Way]] = field(default_factory=dict)
+    peers: dict[str, Callable[[], Implementation]] = field(default_factory=dict)
     comparable: bool = True  # the results of ours and torch's are equal to rounding
-    exact: Way | None = None  # what to compare ours with in place of torch's
+    exact: Implementation | None = None  # what to compare ours with in place of torch's
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _weigh(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     """Scores become weights in their place; what is there the next time are small scores."""
     position = (None, 0, shape[2] - shape[1], None, attention.AttentionParameters(1, SCALE))
 
-    def way(operator: Way) -> Way:
+    def with_buffers(operator: Implementation) -> Implementation:
         scores = drawn.clone()
         logarithms = torch.empty(shape[0], shape[2], device=device)
 
@@ -144,7 +144,9 @@ def _weigh(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
         return call
 
     drawn = _random(shape, device, dtype)
-    return Work((), way(attention.attention_weights_), way(attention.weights_reference))
+    return Work(
+        (), with_buffers(attention.attention_weights_), with_buffers(attention.weights_reference)
+    )
 
 
 def _differentiate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
@@ -152,7 +154,7 @@ def _differentiate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Wo
     position = (None, 0, shape[2] - shape[1], 0, attention.AttentionParameters(1, SCALE))
     ones = torch.ones(shape[0], shape[2], device=device)  # logarithms and dots
 
-    def way(operator: Way) -> Way:
+    def with_buffers(operator: Implementation) -> Implementation:
         scores = drawn.clone()
         gradients = drawn.flip(0).contiguous()
 
@@ -163,7 +165,9 @@ def _differentiate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Wo
         return call
 
     drawn = _random(shape, device, dtype)
-    return Work((), way(attention.attention_gradient_), way(attention.gradient_reference))
+    return Work(
+        (), with_buffers(attention.attention_gradient_), with_buffers(attention.gradient_reference)
+    )
 
 
 def _seen(shape: Shape) -> float:
@@ -212,13 +216,13 @@ def _norm(rms: bool, add: bool = False) -> Callable[[Shape, torch.device, torch.
                 result = F.layer_norm(total, width, weight, bias, EPSILON)
             return (result, total) if add else result
 
-        def liger() -> Way:
+        def liger() -> Implementation:
             kind = f"fused_add_{'rms' if rms else 'layer'}" if add else "rms" if rms else "layer"
             fused = _foreign("liger_kernel.transformers.functional", f"liger_{kind}_norm")
             more = {"in_place": False} if rms else {}
             return lambda *inputs: fused(*inputs, EPSILON, **more)
 
-        def flash() -> Way:
+        def flash() -> Implementation:
             name = "rms_norm_fn" if rms else "layer_norm_fn"
             fused = _foreign("flash_attn.ops.triton.layer_norm", name)
 
@@ -228,8 +232,8 @@ def _norm(rms: bool, add: bool = False) -> Callable[[Shape, torch.device, torch.
 
             return call
 
-        others = {"liger": liger, "flash-attn": flash}
-        return Work(tuple(inputs), ours, plain, inputs, others)
+        peers = {"liger": liger, "flash-attn": flash}
+        return Work(tuple(inputs), ours, plain, inputs, peers)
 
     return prepare
 
@@ -242,7 +246,7 @@ def _torch_swiglu(x: Tensor, bias: Tensor) -> Tensor:
     return F.silu(gate) * value
 
 
-_ACTIVATIONS: dict[str, Way] = {
+_ACTIVATIONS: dict[str, Implementation] = {
     "gelu": lambda x, bias: F.gelu(x + bias, approximate="tanh"),
     "swiglu": _torch_swiglu,
     "squared_relu": lambda x, bias: F.relu(x + bias).square(),
@@ -255,14 +259,14 @@ def _activation(kind: str) -> Callable[[Shape, torch.device, torch.dtype], Work]
         x = _leaf((*shape[:-1], width), device, dtype)
         bias = _leaf((width,), device, dtype)
 
-        def liger() -> Way:
+        def liger() -> Implementation:
             """Liger's takes gate and value apart, and no bias: it moves less."""
             fused = _foreign("liger_kernel.transformers.functional", "liger_swiglu")
             return lambda x, _: fused(*x.chunk(2, dim=-1))
 
-        others = {"liger, no bias": liger} if kind == "swiglu" else {}
+        peers = {"liger, no bias": liger} if kind == "swiglu" else {}
         ours = lambda x, bias: elementwise.bias_activation(x, bias, kind)  # noqa: E731
-        return Work((x, bias), ours, _ACTIVATIONS[kind], [x, bias], others)
+        return Work((x, bias), ours, _ACTIVATIONS[kind], [x, bias], peers)
 
     return prepare
 
@@ -281,7 +285,7 @@ def _dropout(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
         )
         return residual + (x + bias) * keep * (1 / (1 - PROBABILITY))
 
-    def unkeyed() -> Way:
+    def unkeyed() -> Implementation:
         return lambda x, bias, residual: residual + F.dropout(x + bias, PROBABILITY)
 
     def ours(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
@@ -311,7 +315,7 @@ def _rotate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
         low, high = x.float().chunk(2, dim=-1)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
-    def flash() -> Way:
+    def flash() -> Implementation:
         """Batch before sequence."""
         fused = _foreign("flash_attn.layers.rotary", "apply_rotary_emb")
         narrow = [t[:, 0, 0].to(dtype) for t in (cos, sin)]
@@ -358,17 +362,17 @@ def _cross_entropy(shape: Shape, device: torch.device, dtype: torch.dtype) -> Wo
     def sequence(logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), labels, reduction="none")
 
-    def liger() -> Way:
+    def liger() -> Implementation:
         """Computes the gradient in its forward pass."""
         fused = _foreign("liger_kernel.transformers.functional", "liger_cross_entropy")
         return lambda logits, labels: fused(logits, labels, reduction="none")
 
-    def flash() -> Way:
+    def flash() -> Implementation:
         fused = _foreign("flash_attn.ops.triton.cross_entropy", "cross_entropy_loss")
         return lambda logits, labels: fused(logits, labels)[0]
 
-    others = {"liger": liger, "flash-attn": flash}
-    return Work((logits, labels), whole_cross_entropy, sequence, [logits], others)
+    peers = {"liger": liger, "flash-attn": flash}
+    return Work((logits, labels), whole_cross_entropy, sequence, [logits], peers)
 
 
 # ---- gradient of a table of embeddings, values [tokens, h] ---------------------------------------
@@ -388,7 +392,7 @@ def _add_rows(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     rows = token_rows(shape[0], device)
     values = _random(shape, device, dtype)
 
-    def way(operator: Way) -> Way:
+    def with_buffers(operator: Implementation) -> Implementation:
         table = torch.zeros(shape, device=device)
 
         def call() -> Tensor:
@@ -397,7 +401,7 @@ def _add_rows(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
 
         return call
 
-    return Work((), way(vocabulary.add_rows_), way(vocabulary.reference_))
+    return Work((), with_buffers(vocabulary.add_rows_), with_buffers(vocabulary.reference_))
 
 
 def _add_rows_bytes(shape: Shape, e: int) -> tuple[float, float]:

@@ -138,17 +138,17 @@ def _read_file(file: Path, rules: Rules) -> None:
         if start := re.search(r"template <(.*)>", line):
             template = start[1]
         if note := re.match(r"\s*// narrow:(.*)", line):
-            said = re.fullmatch(r" (all|[\dVITEMS*+ ]+) \((.+)\)", note[1])
-            if said is None:
+            parsed = re.fullmatch(r" (all|[\dVITEMS*+ ]+) \((.+)\)", note[1])
+            if parsed is None:
                 where = f"{file.name}:{number}: `// narrow:{note[1]}`"
                 raise BuildError(f"{where} must be `// narrow: COUNT (why)`, see launch.h")
             if re.match(
                 r"\s*(template|__global__|static __global__)",
                 lines[number] if number < len(lines) else "",
             ):
-                pending = said[1]
+                pending = parsed[1]
             else:
-                rules.allowed[struct] = said[1]
+                rules.allowed[struct] = parsed[1]
         if kernel := re.search(r"__global__ .*MK_OCCUPANCY\(\w+, (.+)\) (\w+)\(", line):
             decides = kernel[1]
             name = kernel[2]

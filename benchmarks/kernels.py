@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.kernel_cases import OPERATORS, Shape, Way, Work, enlarged
+from benchmarks.kernel_cases import OPERATORS, Implementation, Shape, Work, enlarged
 from benchmarks.machine import processor
 from benchmarks.shared import Record, Table, markdown, parser, print_table
 from benchmarks.sides import ALLOCATOR
@@ -98,10 +98,10 @@ def as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
 
 
 @dataclass
-class Side:
-    """One way to compute an operator, and its seconds of each pass in each round."""
+class TimedImplementation:
+    """Implementation of an operator, and its seconds of each pass in each round."""
 
-    way: Way
+    implementation: Implementation
     seconds: dict[str, list[float]] = field(default_factory=dict)
     gradients: list[torch.Tensor] | None = None
 
@@ -110,7 +110,9 @@ class Side:
         waiting: dict[str, list[Seconds]] = {"forward": [], "backward": []}
         for _ in range(calls):
             with torch.set_grad_enabled(bool(work.leaves)):
-                result, seconds = clock.time(functools.partial(self.way, *work.arguments))
+                result, seconds = clock.time(
+                    functools.partial(self.implementation, *work.arguments)
+                )
             waiting["forward"].append(seconds)
             if work.leaves:
                 outputs = as_tuple(result)
@@ -126,7 +128,7 @@ class Side:
         for name, value in {**took, "both": sum(took.values())}.items():
             self.seconds.setdefault(name, []).append(value)
 
-    def ratio(self, ours: Side, name: str) -> float:
+    def ratio(self, ours: TimedImplementation, name: str) -> float:
         """Return the median over the rounds of the time of this side divided by ours."""
         pairs = zip(self.seconds[name], ours.seconds[name], strict=True)
         return statistics.median(a / b for a, b in pairs)
@@ -144,13 +146,13 @@ def check_results(name: str, work: Work, dtype: torch.dtype) -> None:
                 raise SystemExit(f"{name}: the results differ by {error:.1e}")
 
 
-def usable(work: Work, clock: Clock) -> tuple[dict[str, Side], dict[str, str]]:
+def usable(work: Work, clock: Clock) -> tuple[dict[str, TimedImplementation], dict[str, str]]:
     """Return the sides of other packages that run once, and why the others do not."""
     sides = {}
     missing = {}
-    for name, make in work.others.items():
+    for name, make in work.peers.items():
         try:
-            side = Side(make())
+            side = TimedImplementation(make())
             side.run(work, clock, 1)
             sides[name] = side
         except Exception as error:  # whatever a foreign package raises, it is left out and said so
@@ -158,9 +160,15 @@ def usable(work: Work, clock: Clock) -> tuple[dict[str, Side], dict[str, str]]:
     return sides, missing
 
 
-def measure(sides: dict[str, Side], copy: Side, work: Work, clock: Clock, budget_s: float) -> None:
+def measure(
+    sides: dict[str, TimedImplementation],
+    copy: TimedImplementation,
+    work: Work,
+    clock: Clock,
+    budget_s: float,
+) -> None:
     """Run rounds of all sides in turn: at least five, or three if there is little time."""
-    nothing = Work((), copy.way, copy.way)
+    nothing = Work((), copy.implementation, copy.implementation)
     for _ in range(2):  # compiles, sets up, warms up
         for side in sides.values():
             side.run(work, clock, 1)
@@ -182,7 +190,7 @@ def measure(sides: dict[str, Side], copy: Side, work: Work, clock: Clock, budget
 
 
 @dataclass
-class Row:
+class OperatorTimes:
     """Figures of one operator, shape and type, by pass; `seconds` and `ratios` by side and pass."""
 
     operator: str
@@ -200,26 +208,26 @@ class Row:
         return f"{copy_s / self.seconds[side][name]:.2f}"
 
 
-def copying(device: torch.device, copied_bytes: int) -> Way:
+def copying(device: torch.device, copied_bytes: int) -> Implementation:
     source = torch.ones(copied_bytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
 
 def run_operator(
-    name: str, shape: Shape, dtype: torch.dtype, clock: Clock, budget_s: float, copy: Way
-) -> tuple[Row, dict[str, str]]:
+    name: str, shape: Shape, dtype: torch.dtype, clock: Clock, budget_s: float, copy: Implementation
+) -> tuple[OperatorTimes, dict[str, str]]:
     """Return the row of an operator, and why other packages are missing."""
     operator = OPERATORS[name]
-    copied = Side(copy)
+    copied = TimedImplementation(copy)
     device = torch.device("cuda" if isinstance(clock, GpuClock) else "cpu")
     work = operator.prepare(shape, device, dtype)
     check_results(name, work, dtype)
-    sides = {"ours": Side(work.ours), "torch": Side(work.torch)}
+    sides = {"ours": TimedImplementation(work.ours), "torch": TimedImplementation(work.torch)}
     if device.type == "cuda":
-        sides["compile"] = Side(torch.compile(work.torch, dynamic=False))
-    others, missing = usable(work, clock)
-    sides |= others
+        sides["compile"] = TimedImplementation(torch.compile(work.torch, dynamic=False))
+    peers, missing = usable(work, clock)
+    sides |= peers
     measure(sides, copied, work, clock, budget_s)
     passes = operator.moved(shape, dtype.itemsize)
     moved = {n: size for n, size in zip(PASSES, (*passes, sum(passes)), strict=True) if size}
@@ -230,7 +238,7 @@ def run_operator(
     ours = sides.pop("ours")
     ratios = {s: {name: each.ratio(ours, name) for name in moved} for s, each in sides.items()}
     kind = str(dtype).removeprefix("torch.")
-    return Row(name, shape, kind, moved, seconds, ratios), missing
+    return OperatorTimes(name, shape, kind, moved, seconds, ratios), missing
 
 
 # ---- overhead of a call --------------------------------------------------------------------------
@@ -258,8 +266,8 @@ def overhead(name: str, device: torch.device, calls: int, now: Callable[[], floa
     operator = OPERATORS[name]
     work = operator.prepare(tuple(min(n, 8) for n in operator.host[0]), device, torch.float32)
     cells = [name]
-    for way in (work.ours, work.torch):
-        call = functools.partial(way, *work.arguments)
+    for implementation in (work.ours, work.torch):
+        call = functools.partial(implementation, *work.arguments)
         with torch.no_grad():
             cells.append(f"{per_call_us(call, device, calls, now):.1f}")
         cells.append(f"{per_call_us(call, device, calls, now):.1f}" if work.leaves else "")
@@ -281,13 +289,13 @@ def shape_text(shape: Shape) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def host_table(rows: list[Row]) -> Table:
+def host_table(rows: list[OperatorTimes]) -> Table:
     """Tabulate the times torch / ours."""
     head = "operator, shape, type, ours ms, torch ms, forward, backward, both, beside"
     lines = [head.split(", ")]
     for row in rows:
         ratios = row.ratios["torch"]
-        others = [side for side in row.ratios if side != "torch"]
+        rest = [side for side in row.ratios if side != "torch"]
         lines.append(
             [
                 row.operator,
@@ -295,13 +303,13 @@ def host_table(rows: list[Row]) -> Table:
                 row.dtype,
                 *(f"{row.seconds[side]['both'] * 1e3:.3f}" for side in ("ours", "torch")),
                 *(f"{ratios[p]:.2f}" if p in ratios else "" for p in PASSES),
-                ", ".join(f"{side} {row.ratios[side]['both']:.2f}" for side in others),
+                ", ".join(f"{side} {row.ratios[side]['both']:.2f}" for side in rest),
             ]
         )
     return lines
 
 
-def gpu_table(rows: list[Row], copied_bytes: int) -> Table:
+def gpu_table(rows: list[OperatorTimes], copied_bytes: int) -> Table:
     """Tabulate the achieved share of the copy's bytes/s."""
     sides = dict.fromkeys(["ours", "torch", "compile", *(s for row in rows for s in row.seconds)])
     sides.pop("copy", None)
@@ -355,7 +363,7 @@ def main() -> None:
     clock: Clock = GpuClock() if gpu else HostClock(now)
     copied_bytes = 2 * (2**30 if gpu else 2**27)
     copy = copying(device, copied_bytes)
-    rows = list[Row]()
+    rows = list[OperatorTimes]()
     missing: dict[str, list[str]] = {}
     for name in names:
         operator = OPERATORS[name]
@@ -403,8 +411,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     # Without the first setting a CPU spends its time on fresh pages, on every side alike.
-    wanted = {"GLIBC_TUNABLES": ALLOCATOR}
-    wanted |= {"OMP_NUM_THREADS": "1"} if "--busy" in sys.argv else {}
-    if any(os.environ.get(name) != value for name, value in wanted.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
+    settings = {"GLIBC_TUNABLES": ALLOCATOR}
+    settings |= {"OMP_NUM_THREADS": "1"} if "--busy" in sys.argv else {}
+    if any(os.environ.get(name) != value for name, value in settings.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **settings})
     main()

@@ -193,12 +193,12 @@ def driver() -> str:
 
 def _version(tool: str) -> str:
     """The line of a compiler's --version that has one."""
-    said = subprocess.run(
+    output = subprocess.run(
         [tool, "--version"], capture_output=True, text=True, errors="replace", check=False
     ).stdout
     return (
         f"{tool}: "
-        f"{next((line for line in said.splitlines() if re.search(r'[0-9][.][0-9]', line)), 'no version')}"
+        f"{next((line for line in output.splitlines() if re.search(r'[0-9][.][0-9]', line)), 'no version')}"
     )
 
 

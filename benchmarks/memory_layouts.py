@@ -205,7 +205,7 @@ SHARED_SMALLER: dict[str, Any] = {**SMALLER, **_SHORT}
 
 
 @dataclass(frozen=True)
-class Run:
+class MemoryRun:
     """Run with the fields of COMMON, `large` and `fields`; the baseline has `smaller`, not `large`.
 
     limit  of the error, as a fraction of what was measured
@@ -219,29 +219,29 @@ class Run:
     limit: float = 0.10
 
 
-def _zero(name: str, processes: int, **fields: Any) -> Run:
+def _zero(name: str, processes: int, **fields: Any) -> MemoryRun:
     """Return a run in fp32: a CPU without instructions for bf16 takes many times as long for it."""
     fields["global_batch_size"] = 2 * processes
-    return Run(name, processes, fields, SHARED, SHARED_SMALLER, limit=0.03)
+    return MemoryRun(name, processes, fields, SHARED, SHARED_SMALLER, limit=0.03)
 
 
 _B = dict(bf16=True)
 _SP = dict(sequence_parallel=True)
 _PP2 = dict(pipeline_model_parallel_size=2, global_batch_size=4)
 RUNS = (
-    Run("bf16", 1, {**_B}),
-    Run("fp32", 1, {}),
-    Run("full recomputation", 1, {**_B, **FULL}),
-    Run("micro-batch 2", 1, {**_B, "micro_batch_size": 2, "global_batch_size": 4}),
+    MemoryRun("bf16", 1, {**_B}),
+    MemoryRun("fp32", 1, {}),
+    MemoryRun("full recomputation", 1, {**_B, **FULL}),
+    MemoryRun("micro-batch 2", 1, {**_B, "micro_batch_size": 2, "global_batch_size": 4}),
     _zero("DP 2, ZeRO 1", 2, zero_stage=1),
     _zero("DP 2, ZeRO 2", 2, zero_stage=2),
     _zero("DP 2, ZeRO 3", 2, zero_stage=3),
     _zero("DP 4, ZeRO 3 within 2", 4, zero_stage=3, zero_shard_size=2),
-    Run("TP 2, SP", 2, {**_B, **_SP, "tensor_model_parallel_size": 2}),
-    Run("PP 2", 2, {**_B, **_PP2}),
-    Run("PP 2, zb-h1", 2, {**_B, **_PP2, "enable_zbh1_pipeline": True}),
-    Run("PP 4", 4, {**_B, **_PP2, "pipeline_model_parallel_size": 4}),
-    Run("TP 2, PP 2", 4, {**_B, **_PP2, "tensor_model_parallel_size": 2}),
+    MemoryRun("TP 2, SP", 2, {**_B, **_SP, "tensor_model_parallel_size": 2}),
+    MemoryRun("PP 2", 2, {**_B, **_PP2}),
+    MemoryRun("PP 2, zb-h1", 2, {**_B, **_PP2, "enable_zbh1_pipeline": True}),
+    MemoryRun("PP 4", 4, {**_B, **_PP2, "pipeline_model_parallel_size": 4}),
+    MemoryRun("TP 2, PP 2", 4, {**_B, **_PP2, "tensor_model_parallel_size": 2}),
 )
 _GPT2 = {
     **SMALLER,
@@ -249,9 +249,9 @@ _GPT2 = {
 }
 _WORK = dict(vocab_size=50304, micro_batch_size=4, global_batch_size=8)
 DEVICE_RUNS = (
-    Run("124M, bf16", 1, {**_B, **_WORK}, _GPT2),
-    Run("124M, bf16, full recomputation", 1, {**_B, **_WORK, **FULL}, _GPT2),
-    Run("124M, fp32", 1, {**_WORK}, _GPT2),
+    MemoryRun("124M, bf16", 1, {**_B, **_WORK}, _GPT2),
+    MemoryRun("124M, bf16, full recomputation", 1, {**_B, **_WORK, **FULL}, _GPT2),
+    MemoryRun("124M, fp32", 1, {**_WORK}, _GPT2),
 )
 """On one GPU, where the peak holds tensors alone and needs no baseline."""
 
@@ -270,17 +270,19 @@ _GATED = {**_HELD, **dict(swiglu=True, normalization="rmsnorm", position_embeddi
 _LONG = dict(seq_length=2048, max_position_embeddings=2048)
 _WIDE = dict(hidden_size=512, micro_batch_size=2, global_batch_size=4)
 PROCESSES = (
-    Run("ZeRO 1", 2, {"zero_stage": 1}, _HELD),
-    Run("ZeRO 1, 2,048 tokens", 2, {**_LONG, "micro_batch_size": 1}, _HELD),
-    Run("ZeRO 2, gated", 2, {"zero_stage": 2}, _GATED),
-    Run("ZeRO 3, gated", 2, {"zero_stage": 3}, _GATED),
-    Run("PP 2, gated", 2, {"pipeline_model_parallel_size": 2}, _GATED),
-    Run("full recomputation", 2, {**FULL, "micro_batch_size": 8, "global_batch_size": 16}, _HELD),
-    Run("8 experts, ZeRO 1", 2, {}, _EXPERTS),
-    Run("8 experts, ZeRO 3", 2, {"zero_stage": 3}, _EXPERTS),
-    Run("8 experts, EP 2", 2, {"expert_model_parallel_size": 2}, _EXPERTS),
-    Run("8 experts, PP 2", 2, {"pipeline_model_parallel_size": 2}, _EXPERTS),
-    Run("hidden size 512, CP 2, gated", 2, {**_WIDE, "context_parallel_size": 2}, _GATED),
-    Run("one process", 1, {"global_batch_size": 4}, _HELD),
+    MemoryRun("ZeRO 1", 2, {"zero_stage": 1}, _HELD),
+    MemoryRun("ZeRO 1, 2,048 tokens", 2, {**_LONG, "micro_batch_size": 1}, _HELD),
+    MemoryRun("ZeRO 2, gated", 2, {"zero_stage": 2}, _GATED),
+    MemoryRun("ZeRO 3, gated", 2, {"zero_stage": 3}, _GATED),
+    MemoryRun("PP 2, gated", 2, {"pipeline_model_parallel_size": 2}, _GATED),
+    MemoryRun(
+        "full recomputation", 2, {**FULL, "micro_batch_size": 8, "global_batch_size": 16}, _HELD
+    ),
+    MemoryRun("8 experts, ZeRO 1", 2, {}, _EXPERTS),
+    MemoryRun("8 experts, ZeRO 3", 2, {"zero_stage": 3}, _EXPERTS),
+    MemoryRun("8 experts, EP 2", 2, {"expert_model_parallel_size": 2}, _EXPERTS),
+    MemoryRun("8 experts, PP 2", 2, {"pipeline_model_parallel_size": 2}, _EXPERTS),
+    MemoryRun("hidden size 512, CP 2, gated", 2, {**_WIDE, "context_parallel_size": 2}, _GATED),
+    MemoryRun("one process", 1, {"global_batch_size": 4}, _HELD),
 )
 """Ordinary runs, whose processes are compared with what a dry run says that they hold."""

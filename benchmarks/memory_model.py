@@ -38,7 +38,7 @@ from benchmarks.memory_layouts import (
     PROCESSES,
     RUNS,
     SHAPES,
-    Run,
+    MemoryRun,
     Shape,
     drawn,
 )
@@ -134,7 +134,7 @@ def compare_formula(shape: Shape) -> list[Compared]:
     return rows
 
 
-def compare_run(run: Run) -> list[Compared]:
+def compare_run(run: MemoryRun) -> list[Compared]:
     """Compare differences of a model and a smaller one, in dry run and real runs, by rank."""
     large, smaller = ({**COMMON, **sizes, **run.fields} for sizes in (run.large, run.smaller))
     measured = [peak_bytes(_command(fields), run.processes) for fields in (large, smaller)]
@@ -143,27 +143,27 @@ def compare_run(run: Run) -> list[Compared]:
     name = f"{run.name}, {run.processes} process(es)"
     rows = []
     for rank in range(run.processes):
-        expected, held = (values[0][rank] - values[1][rank] for values in (foreseen, measured))
-        rows.append(Compared(name, rank, expected, held, run.limit))
+        expected, actual = (values[0][rank] - values[1][rank] for values in (foreseen, measured))
+        rows.append(Compared(name, rank, expected, actual, run.limit))
     return rows
 
 
-def compare_process(run: Run, steps: int = 40) -> Compared:
+def compare_process(run: MemoryRun, steps: int = 40) -> Compared:
     """Compare what a process is said to hold with the largest peak that a run's ranks report."""
     fields = {**COMMON, **run.large, **run.fields}
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder, "metrics.jsonl")
         flags = [*_command(fields, steps), "--metrics-file", str(metrics)]
         peaks = peak_bytes(flags, run.processes, {"OMP_NUM_THREADS": "1"})
-        held = max(record["memory_bytes"] for record in read_records(metrics, "iteration"))
+        reported = max(record["memory_bytes"] for record in read_records(metrics, "iteration"))
     config = Config.create(**{**fields, "world_size": run.processes})
     tensors = max(_foreseen(config))
     least, median, most = (process_bytes(tensors, "cpu", share) for share in PROCESS_SHARES)
-    limit = 1.0 if least <= held <= most else 0.0
-    return Compared(run.name, 0, median, held, limit, anonymous=max(peaks))
+    limit = 1.0 if least <= reported <= most else 0.0
+    return Compared(run.name, 0, median, reported, limit, anonymous=max(peaks))
 
 
-def compare_device(runs: Sequence[Run]) -> list[Compared]:
+def compare_device(runs: Sequence[MemoryRun]) -> list[Compared]:
     """Compare the dry run's tensors with the peak of torch's allocator on the first GPU."""
     every = [{**COMMON, **run.large, **run.fields} for run in runs]
     peaks = []
@@ -175,7 +175,7 @@ def compare_device(runs: Sequence[Run]) -> list[Compared]:
         rehearse(Config.create(**fields), None, "gpu").ranks[0].needed_bytes for fields in every
     ]
     sizes = zip(runs, foreseen, peaks, strict=True)
-    return [Compared(run.name, 0, expected, held, run.limit) for run, expected, held in sizes]
+    return [Compared(run.name, 0, expected, actual, run.limit) for run, expected, actual in sizes]
 
 
 def peak_bytes(flags: Sequence[str], processes: int, malloc: Mapping[str, str] = BARE) -> list[int]:
@@ -259,11 +259,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--markdown", action="store_true", help="tables as Markdown")
     options = made.parse_args(arguments)
 
-    def wanted(name: str) -> bool:
+    def selected(name: str) -> bool:
         return not options.only or any(proof in name for proof in options.only)
 
-    def chosen(runs: Sequence[Run]) -> Iterator[Run]:
-        for run in (run for run in runs if wanted(run.name)):
+    def chosen(runs: Sequence[MemoryRun]) -> Iterator[MemoryRun]:
+        for run in (run for run in runs if selected(run.name)):
             print(run.name, file=sys.stderr, flush=True)
             yield run
 
@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows: list[Compared] = []
         if proof == "formulas":
             for shape in (*SHAPES, *map(drawn, range(*options.seeds))):
-                if wanted(f"{shape.name} ({shape.device})"):
+                if selected(f"{shape.name} ({shape.device})"):
                     print(f"{shape.name} ({shape.device})", file=sys.stderr, flush=True)
                     rows += compare_formula(shape)
         elif proof == "runs":

@@ -86,7 +86,7 @@ def batches(text: torch.Tensor, seed: int, samples: int, length: int) -> Iterato
         yield MicroBatch(rows[:, :-1], rows[:, 1:], torch.ones(samples, length), None, None, 0)  # type: ignore[arg-type]
 
 
-class Training:
+class MupTraining:
     """A model, its optimizer and its data in one process."""
 
     def __init__(self, config: Config, text: torch.Tensor, samples: int) -> None:
@@ -152,7 +152,7 @@ def coordinates(
     An output layer of its own starts with zeros, as appendix D.2 recommends: the scores of random
     weights vanish with growing width, and are noise in the first steps of the narrow models.
     """
-    training = Training(config, text, samples)
+    training = MupTraining(config, text, samples)
     if config.model.untie_embeddings_and_output_weights:
         training.model.output_weight.detach().zero_()
     probe = next(batches(text, -1, samples, config.model.seq_length))

@@ -60,7 +60,7 @@ SHARED = ("-c", GLOO)
 
 
 @dataclass(frozen=True)
-class Case:
+class ParityCase:
     """A training that must follow the reference; `shared`: its ranks are on one device."""
 
     name: str
@@ -70,20 +70,23 @@ class Case:
     shared: bool = False
 
 
-def cases(device: str, devices: int) -> list[Case]:
+def cases(device: str, devices: int) -> list[ParityCase]:
     """List what this machine can run."""
     if device == "cpu":
-        return [Case("one process", "bf16"), Case("TP 2, gloo", "fp32", 2, (*LAYOUTS["TP 2"],))]
+        return [
+            ParityCase("one process", "bf16"),
+            ParityCase("TP 2, gloo", "fp32", 2, (*LAYOUTS["TP 2"],)),
+        ]
     shared = devices < 2
     through = "gloo, one device" if shared else "RCCL/NCCL"
     two = [
-        Case(f"{name}, {through}", precision, 2, (*flags,), shared)
+        ParityCase(f"{name}, {through}", precision, 2, (*flags,), shared)
         for name, flags in LAYOUTS.items()
         if not (shared and name == "PP 2")
         for precision in ("fp32", "bf16")
     ]
-    one = [Case("one process", precision) for precision in ("fp32", "bf16")]
-    return [*one, Case("captured passes", "bf16", flags=CAPTURED), *two]
+    one = [ParityCase("one process", precision) for precision in ("fp32", "bf16")]
+    return [*one, ParityCase("captured passes", "bf16", flags=CAPTURED), *two]
 
 
 def furthest(records: dict[int, Record], expected: dict[int, Record], key: str) -> float:

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.results import DISK_FLOOR, SHORT_FLOOR, figure
 from benchmarks.shared import ROOT, Record
 from benchmarks.sides import environment, run
-from benchmarks.workloads import EAGER, OURS, Case
+from benchmarks.workloads import EAGER, OURS, WorkloadCase
 
 REPEAT = 3
 
@@ -35,7 +35,7 @@ def failed(name: str, reason: str) -> Record:
     return {"name": name, "side": "", "unit": "", "note": reason}
 
 
-def optimizer_and_save(case: Case, threads: int, folder: Path) -> Iterator[Record]:
+def optimizer_and_save(case: WorkloadCase, threads: int, folder: Path) -> Iterator[Record]:
     """Yield the optimizer's time of a step and that of a checkpoint, ours and the plain loop's."""
     case = replace(case, micro_batch=1, micro_batches=1)
     for side in (OURS, EAGER):
@@ -77,7 +77,7 @@ def kernels(quick: bool, threads: int, folder: Path) -> Iterator[Record]:
             yield row(name, f"kernel alone, {label}", milliseconds, "ms", note="all passes")
 
 
-def measure(case: Case, *, quick: bool, threads: int, folder: Path) -> list[Record]:
+def measure(case: WorkloadCase, *, quick: bool, threads: int, folder: Path) -> list[Record]:
     """Return all rows; a failed one has the reason, and the others continue. `case`: W1 in bf16."""
     makers: list[tuple[str, Callable[[], Iterator[Record]]]] = [
         ("optimizer step and save", partial(optimizer_and_save, case, threads, folder)),

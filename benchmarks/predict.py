@@ -38,7 +38,7 @@ from benchmarks.predict_layouts import (
     GPU_LAYOUTS,
     LAYOUTS,
     TINY,
-    Layout,
+    PredictedLayout,
 )
 from benchmarks.shared import ROOT, Table, markdown, parser, train
 from megatron.config.command_line import parse_plan
@@ -58,10 +58,10 @@ SETS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class LayoutPrediction:
     """Seconds of a step. slower: time of a fixed product at the run over that at calibration."""
 
-    layout: Layout
+    layout: PredictedLayout
     predicted: float
     measured: float
     slower: float
@@ -86,7 +86,7 @@ def calibrate(processes: int, minutes: float, path: Path, model: str = CALIBRATE
     subprocess.run(command, cwd=ROOT, env=env, check=True)
 
 
-def predict(layout: Layout, cluster: Path) -> tuple[float, dict[str, float]]:
+def predict(layout: PredictedLayout, cluster: Path) -> tuple[float, dict[str, float]]:
     """Seconds of a step and their parts."""
     config = parse_plan([*layout.arguments, "--world-size", str(layout.processes)])
     estimated = estimate(config, load_cluster(cluster))
@@ -108,7 +108,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     return statistics.correlation(ranks(a), ranks(b))
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[LayoutPrediction]) -> Table:
     """Return a table with a row for each layout."""
     head = "layout, model, processes, predicted ms, measured ms, error, machine slower, error then"
     lines = [head.split(", ")]
@@ -120,7 +120,7 @@ def table(rows: Sequence[Row]) -> Table:
     return lines
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[LayoutPrediction]) -> str:
     """Median and worst error, and the ranking."""
     lines = [f"{len(rows)} layouts"]
     for name, error in (
@@ -204,7 +204,9 @@ def main() -> None:
             now = timed(metrics, "runs", run)
             steps = steps_of(metrics)
             rows.append(
-                Row(layout, seconds, statistics.median(steps), now / then, seconds_of_parts, steps)
+                LayoutPrediction(
+                    layout, seconds, statistics.median(steps), now / then, seconds_of_parts, steps
+                )
             )
             print(markdown(table(rows[-1:]))[-1], flush=True)
     print("", *markdown(table(rows)), "", summary(rows), sep="\n")

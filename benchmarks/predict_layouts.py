@@ -30,7 +30,7 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class PredictedLayout:
     """Command line of pretrain_gpt.py: a model of MODELS, a number of processes, and flags."""
 
     name: str
@@ -61,34 +61,38 @@ _SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn ml
 _MBS = "--micro-batch-size"
 
 LAYOUTS = [
-    Layout("mbs 1", "wide", 1, f"{_MBS} 1"),
-    Layout("mbs 4", "wide", 1, f"{_MBS} 4"),
-    Layout("mbs 2, full recompute", "wide", 1, f"{_MBS} 2 {_FULL}"),
-    Layout("tp 2, mbs 2", "wide", 2, f"{_TP} 2 {_MBS} 2"),
-    Layout("tp 2, sp, mbs 4", "wide", 2, f"{_TP} 2 {_SP} {_MBS} 4"),
-    Layout("pp 2, mbs 1", "wide", 2, f"{_PP} 2 {_MBS} 1"),
-    Layout("pp 2, 2 chunks, mbs 1", "wide", 2, f"{_PP} 2 {_CHUNKS} 1 {_MBS} 1"),
-    Layout("pp 2, zb-h1, mbs 1", "wide", 2, f"{_PP} 2 {_ZB} {_MBS} 1"),
-    Layout("dp 2, mbs 2", "wide", 2, f"{_MBS} 2"),
-    Layout("tp 2, pp 2, mbs 1", "wide", 4, f"{_TP} 2 {_PP} 2 {_MBS} 1"),
-    Layout("pp 4, mbs 1", "wide", 4, f"{_PP} 4 {_MBS} 1"),
-    Layout("tp 4, mbs 4", "wide", 4, f"{_TP} 4 {_MBS} 4"),
-    Layout("mbs 2", "deep", 1, f"{_MBS} 2"),
-    Layout("mbs 1, selective recompute", "deep", 1, f"{_MBS} 1 {_SELECTIVE}"),
-    Layout("tp 2, mbs 1", "deep", 2, f"{_TP} 2 {_MBS} 1"),
-    Layout("pp 2, mbs 2", "deep", 2, f"{_PP} 2 {_MBS} 2"),
-    Layout("pp 2, 4 chunks, mbs 2", "deep", 2, f"{_PP} 2 {_CHUNKS} 1 {_MBS} 2"),
-    Layout("pp 2, 5+3 layers, mbs 1", "deep", 2, f"{_PP} 2 --pipeline-layout 5,3 {_MBS} 1"),
-    Layout("pp 2, zb-h1, full recompute, mbs 1", "deep", 2, f"{_PP} 2 {_ZB} {_FULL} {_MBS} 1"),
-    Layout("dp 2, mbs 1, full recompute", "deep", 2, f"{_MBS} 1 {_FULL}"),
-    Layout("pp 2, dp 2, mbs 1", "deep", 4, f"{_PP} 2 {_MBS} 1"),
-    Layout("pp 4, 2 chunks, mbs 1", "deep", 4, f"{_PP} 4 {_CHUNKS} 1 {_MBS} 1"),
-    Layout("mbs 1", "gated", 1, f"{_MBS} 1"),
-    Layout("tp 2, sp, mbs 1", "gated", 2, f"{_TP} 2 {_SP} {_MBS} 1"),
-    Layout("pp 2, mbs 1", "gated", 2, f"{_PP} 2 {_MBS} 1"),
-    Layout("dp 2, mbs 2, full recompute", "gated", 2, f"{_MBS} 2 {_FULL}"),
-    Layout("tp 2, dp 2, mbs 1", "gated", 4, f"{_TP} 2 {_MBS} 1"),
-    Layout("pp 4, zb-h1, mbs 1", "gated", 4, f"{_PP} 4 {_ZB} {_MBS} 1"),
+    PredictedLayout("mbs 1", "wide", 1, f"{_MBS} 1"),
+    PredictedLayout("mbs 4", "wide", 1, f"{_MBS} 4"),
+    PredictedLayout("mbs 2, full recompute", "wide", 1, f"{_MBS} 2 {_FULL}"),
+    PredictedLayout("tp 2, mbs 2", "wide", 2, f"{_TP} 2 {_MBS} 2"),
+    PredictedLayout("tp 2, sp, mbs 4", "wide", 2, f"{_TP} 2 {_SP} {_MBS} 4"),
+    PredictedLayout("pp 2, mbs 1", "wide", 2, f"{_PP} 2 {_MBS} 1"),
+    PredictedLayout("pp 2, 2 chunks, mbs 1", "wide", 2, f"{_PP} 2 {_CHUNKS} 1 {_MBS} 1"),
+    PredictedLayout("pp 2, zb-h1, mbs 1", "wide", 2, f"{_PP} 2 {_ZB} {_MBS} 1"),
+    PredictedLayout("dp 2, mbs 2", "wide", 2, f"{_MBS} 2"),
+    PredictedLayout("tp 2, pp 2, mbs 1", "wide", 4, f"{_TP} 2 {_PP} 2 {_MBS} 1"),
+    PredictedLayout("pp 4, mbs 1", "wide", 4, f"{_PP} 4 {_MBS} 1"),
+    PredictedLayout("tp 4, mbs 4", "wide", 4, f"{_TP} 4 {_MBS} 4"),
+    PredictedLayout("mbs 2", "deep", 1, f"{_MBS} 2"),
+    PredictedLayout("mbs 1, selective recompute", "deep", 1, f"{_MBS} 1 {_SELECTIVE}"),
+    PredictedLayout("tp 2, mbs 1", "deep", 2, f"{_TP} 2 {_MBS} 1"),
+    PredictedLayout("pp 2, mbs 2", "deep", 2, f"{_PP} 2 {_MBS} 2"),
+    PredictedLayout("pp 2, 4 chunks, mbs 2", "deep", 2, f"{_PP} 2 {_CHUNKS} 1 {_MBS} 2"),
+    PredictedLayout(
+        "pp 2, 5+3 layers, mbs 1", "deep", 2, f"{_PP} 2 --pipeline-layout 5,3 {_MBS} 1"
+    ),
+    PredictedLayout(
+        "pp 2, zb-h1, full recompute, mbs 1", "deep", 2, f"{_PP} 2 {_ZB} {_FULL} {_MBS} 1"
+    ),
+    PredictedLayout("dp 2, mbs 1, full recompute", "deep", 2, f"{_MBS} 1 {_FULL}"),
+    PredictedLayout("pp 2, dp 2, mbs 1", "deep", 4, f"{_PP} 2 {_MBS} 1"),
+    PredictedLayout("pp 4, 2 chunks, mbs 1", "deep", 4, f"{_PP} 4 {_CHUNKS} 1 {_MBS} 1"),
+    PredictedLayout("mbs 1", "gated", 1, f"{_MBS} 1"),
+    PredictedLayout("tp 2, sp, mbs 1", "gated", 2, f"{_TP} 2 {_SP} {_MBS} 1"),
+    PredictedLayout("pp 2, mbs 1", "gated", 2, f"{_PP} 2 {_MBS} 1"),
+    PredictedLayout("dp 2, mbs 2, full recompute", "gated", 2, f"{_MBS} 2 {_FULL}"),
+    PredictedLayout("tp 2, dp 2, mbs 1", "gated", 4, f"{_TP} 2 {_MBS} 1"),
+    PredictedLayout("pp 4, zb-h1, mbs 1", "gated", 4, f"{_PP} 4 {_ZB} {_MBS} 1"),
 ]
 
 GPU_CALIBRATED = (
@@ -96,11 +100,11 @@ GPU_CALIBRATED = (
     "--vocab-size 32767 --micro-batch-size 4 --bf16"
 )
 GPU_LAYOUTS = [
-    Layout("mbs 16", "124M", 1, f"{_MBS} 16"),
-    Layout("mbs 4", "124M", 1, f"{_MBS} 4"),
-    Layout("mbs 8, full recompute", "124M", 1, f"{_MBS} 8 {_FULL}"),
-    Layout("tp 2, sp, mbs 16", "124M", 2, f"{_TP} 2 {_SP} {_MBS} 16"),
-    Layout("pp 2, mbs 4", "124M", 2, f"{_PP} 2 {_MBS} 4"),
-    Layout("dp 2, mbs 16", "124M", 2, f"{_MBS} 16"),
+    PredictedLayout("mbs 16", "124M", 1, f"{_MBS} 16"),
+    PredictedLayout("mbs 4", "124M", 1, f"{_MBS} 4"),
+    PredictedLayout("mbs 8, full recompute", "124M", 1, f"{_MBS} 8 {_FULL}"),
+    PredictedLayout("tp 2, sp, mbs 16", "124M", 2, f"{_TP} 2 {_SP} {_MBS} 16"),
+    PredictedLayout("pp 2, mbs 4", "124M", 2, f"{_PP} 2 {_MBS} 4"),
+    PredictedLayout("dp 2, mbs 16", "124M", 2, f"{_MBS} 16"),
 ]
-TINY = [Layout("mbs 1", "tiny", 1, f"{_MBS} 1")]
+TINY = [PredictedLayout("mbs 1", "tiny", 1, f"{_MBS} 1")]

@@ -52,7 +52,7 @@ EVAL_INTERVAL = 5
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayoutFlags:
     """Ranks and flags of a user."""
 
     name: str
@@ -60,28 +60,28 @@ class Layout:
     flags: tuple[str, ...] = ()
 
 
-ONE = Layout("1 process", 1)
-DATA = Layout("DP2", 2)
-TENSOR2 = Layout("TP2", 2, ("--tensor-model-parallel-size", "2"))
-PIPELINE = Layout("PP2", 2, ("--pipeline-model-parallel-size", "2"))
-CONTEXT = Layout("CP2", 2, ("--context-parallel-size", "2"))
-INTERLEAVED = Layout(
+ONE = LayoutFlags("1 process", 1)
+DATA = LayoutFlags("DP2", 2)
+TENSOR2 = LayoutFlags("TP2", 2, ("--tensor-model-parallel-size", "2"))
+PIPELINE = LayoutFlags("PP2", 2, ("--pipeline-model-parallel-size", "2"))
+CONTEXT = LayoutFlags("CP2", 2, ("--context-parallel-size", "2"))
+INTERLEAVED = LayoutFlags(
     "PP2 interleaved",
     2,
     ("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"),
 )
-ZERO_BUBBLE = Layout(
+ZERO_BUBBLE = LayoutFlags(
     "PP2 zero-bubble", 2, ("--pipeline-model-parallel-size", "2", "--enable-zbh1-pipeline")
 )
 
 
 @dataclass(frozen=True)
-class Case:
+class ResumeCase:
     """A run that is killed on one layout and resumed on each of `resumed`."""
 
     dtype: str
-    killed: Layout
-    resumed: tuple[Layout, ...]
+    killed: LayoutFlags
+    resumed: tuple[LayoutFlags, ...]
     asynchronous: bool = False
     flags: tuple[str, ...] = ()
 
@@ -101,7 +101,7 @@ class Case:
 # the other masks.
 NO_HEAD_MASKS = ("--attention-dropout", "0")
 # Everything that changes from step to step, and the average of the weights.
-SCHEDULED = Case(
+SCHEDULED = ResumeCase(
     "fp32",
     DATA,
     (DATA, PIPELINE),
@@ -127,20 +127,22 @@ SCHEDULED = Case(
 )
 CASES = (
     SCHEDULED,
-    Case("fp32", ONE, (ONE, DATA, PIPELINE, INTERLEAVED)),
-    Case("fp32", DATA, (DATA, ONE, ZERO_BUBBLE), asynchronous=True),
-    Case("fp32", PIPELINE, (PIPELINE, TENSOR2, CONTEXT), asynchronous=True, flags=NO_HEAD_MASKS),
-    Case("bf16", ONE, (ONE, DATA), asynchronous=True),
-    Case("bf16", TENSOR2, (TENSOR2, PIPELINE), flags=NO_HEAD_MASKS),
+    ResumeCase("fp32", ONE, (ONE, DATA, PIPELINE, INTERLEAVED)),
+    ResumeCase("fp32", DATA, (DATA, ONE, ZERO_BUBBLE), asynchronous=True),
+    ResumeCase(
+        "fp32", PIPELINE, (PIPELINE, TENSOR2, CONTEXT), asynchronous=True, flags=NO_HEAD_MASKS
+    ),
+    ResumeCase("bf16", ONE, (ONE, DATA), asynchronous=True),
+    ResumeCase("bf16", TENSOR2, (TENSOR2, PIPELINE), flags=NO_HEAD_MASKS),
 )
 
 
 @dataclass(frozen=True)
-class Row:
+class Resumption:
     """One resumption: what was compared and whether it held."""
 
-    case: Case
-    resumed: Layout
+    case: ResumeCase
+    resumed: LayoutFlags
     killed_in: int
     resumed_from: int
     loss_difference: float
@@ -167,7 +169,9 @@ HEAD = "run; killed on; after step; resumed on; from; losses differ; tensors dif
 )
 
 
-def prove(case: Case, folder: Path, data: list[str], iterations: int, step: int) -> Iterator[Row]:
+def prove(
+    case: ResumeCase, folder: Path, data: list[str], iterations: int, step: int
+) -> Iterator[Resumption]:
     """Train undisturbed, kill after `step`, resume and compare."""
     undisturbed = folder / "whole"
     killed = folder / "killed"
@@ -193,7 +197,7 @@ def prove(case: Case, folder: Path, data: list[str], iterations: int, step: int)
         yield compare(case, layout, undisturbed, copy, done, iterations, beside)
 
 
-def steps_to_kill(case: Case, iterations: int) -> range:
+def steps_to_kill(case: ResumeCase, iterations: int) -> range:
     """After each of these there is a checkpoint: one in the background is complete when the next
     one is due.
     """
@@ -201,14 +205,14 @@ def steps_to_kill(case: Case, iterations: int) -> range:
 
 
 def compare(
-    case: Case,
-    layout: Layout,
+    case: ResumeCase,
+    layout: LayoutFlags,
     undisturbed: Path,
     resumed: Path,
     killed_in: int,
     iterations: int,
     beside: Path | None = None,
-) -> Row:
+) -> Resumption:
     """Compare the undisturbed run with the one killed after `killed_in` steps and resumed.
 
     beside  an undisturbed run on the other layout, unless nothing may differ
@@ -255,7 +259,9 @@ def compare(
             if difference > min(MOST, max(ROUNDINGS[case.dtype], TIMES * there)):
                 faults.append(f"{name} differs by {difference:.1e}, undisturbed {there:.1e}")
     most = max(tensors.values())
-    return Row(case, layout, killed_in, resumed_from, max(losses, evaluations), most, tuple(faults))
+    return Resumption(
+        case, layout, killed_in, resumed_from, max(losses, evaluations), most, tuple(faults)
+    )
 
 
 def validations(folder: Path) -> list[tuple[int, history.Step]]:
@@ -282,7 +288,7 @@ def main() -> int:
         f"seed {seed}; {options.iterations} steps, a checkpoint every {SAVE_INTERVAL}", flush=True
     )
     chance = random.Random(seed)
-    rows = list[Row]()
+    rows = list[Resumption]()
     with tempfile.TemporaryDirectory(prefix="prove_resume_") as temporary:
         folder = options.folder or Path(temporary)
         data = make_corpus(folder / "data")

@@ -54,7 +54,7 @@ _LLAMA_TOKENS = 2048 * 8192
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """Published seconds of a step in the layout of `flags`; `unlike`: differences from the flags."""
 
     name: str
@@ -69,10 +69,10 @@ class Run:
         return [*self.flags.split(), "--world-size", str(self.devices)]
 
 
-def _llama(devices: int, tflops: float) -> Run:
+def _llama(devices: int, tflops: float) -> PublishedRun:
     """Convert published TFLOP/s to seconds: 6 FLOPs per parameter and token, without scores."""
     seconds = 6 * _LLAMA_PARAMETERS * _LLAMA_TOKENS / (devices * tflops * 1e12)
-    return Run(
+    return PublishedRun(
         "Llama 3 405B",
         devices,
         f"{_LLAMA_405B} {_LLAMA_CHUNKS} --global-batch-size 2048",
@@ -82,8 +82,10 @@ def _llama(devices: int, tflops: float) -> Run:
     )
 
 
-def _nemotron(size: str, devices: int, batch: int, seconds: float, flags: str, unlike: str) -> Run:
-    return Run(
+def _nemotron(
+    size: str, devices: int, batch: int, seconds: float, flags: str, unlike: str
+) -> PublishedRun:
+    return PublishedRun(
         f"Nemotron-4 {size}",
         devices,
         f"{flags} --global-batch-size {batch}",
@@ -94,10 +96,16 @@ def _nemotron(size: str, devices: int, batch: int, seconds: float, flags: str, u
 
 
 _BF16_SUMS = "gradients summed in bf16 between replicas"
-RUNS: tuple[Run, ...] = (
-    Run("GPT-3 175B", 128, f"{_GPT3_175B} --global-batch-size 256", 8.309, _GPT3, _BF16_SUMS),
-    Run("GPT-3 175B", 1024, f"{_GPT3_175B} --global-batch-size 2048", 8.453, _GPT3, _BF16_SUMS),
-    Run("GPT-3 175B", 2048, f"{_GPT3_175B} --global-batch-size 4096", 8.49, _GPT3, _BF16_SUMS),
+RUNS: tuple[PublishedRun, ...] = (
+    PublishedRun(
+        "GPT-3 175B", 128, f"{_GPT3_175B} --global-batch-size 256", 8.309, _GPT3, _BF16_SUMS
+    ),
+    PublishedRun(
+        "GPT-3 175B", 1024, f"{_GPT3_175B} --global-batch-size 2048", 8.453, _GPT3, _BF16_SUMS
+    ),
+    PublishedRun(
+        "GPT-3 175B", 2048, f"{_GPT3_175B} --global-batch-size 4096", 8.49, _GPT3, _BF16_SUMS
+    ),
     _nemotron("15B", 16, 64, 2.812, _NEMOTRON_15B, "nothing known"),
     _nemotron("15B", 256, 1024, 2.852, _NEMOTRON_15B, "nothing known"),
     _nemotron("15B", 2048, 8192, 2.887, _NEMOTRON_15B, "nothing known"),
@@ -123,7 +131,7 @@ def _xmoe(
     batch: tuple[int, int],
     flags: str = "",
     unlike: str = _DROPS,
-) -> tuple[Run, float]:
+) -> tuple[PublishedRun, float]:
     """Return a run and its published TFLOP/s of a GCD.
 
     sizes    layers, width, width of an expert, heads, sequence length
@@ -146,13 +154,13 @@ def _xmoe(
         f"--global-batch-size {total} --vocab-size 50257 --position-embedding-type rope --fp16 --use-flash-attn "
         f"--zero-stage 1 {flags}"
     )
-    return Run(name, devices, flags, seconds, _XMOE, unlike), tflops
+    return PublishedRun(name, devices, flags, seconds, _XMOE, unlike), tflops
 
 
 _SMALL = 28, 2048, 1408, 16, 2048
 _LARGE = 28, 7168, 2048, 128, 4096
 _SUPER = 61, 7168, 2560, 128, 4096
-XMOE_RUNS: tuple[tuple[Run, float], ...] = (
+XMOE_RUNS: tuple[tuple[PublishedRun, float], ...] = (
     # The README of the repository: 50 to 55.
     _xmoe("X-MoE Small, 10.1B", 8, 52.5, _SMALL, (64, 6, 8), (4, 256)),
     _xmoe("X-MoE Small, 10.1B", 256, 44.0, _SMALL, (64, 6, 8), (4, 8192)),
@@ -203,12 +211,12 @@ def _turku(
     seconds: float,
     flags: str,
     unlike: str = _BLOCKING,
-) -> Run:
+) -> PublishedRun:
     flags = f"{flags} --global-batch-size {batch}"
-    return Run(name, devices, flags, seconds, f"{_TURKU}: {folder}", unlike)
+    return PublishedRun(name, devices, flags, seconds, f"{_TURKU}: {folder}", unlike)
 
 
-def _175b(nodes: int, seconds: float) -> Run:
+def _175b(nodes: int, seconds: float) -> PublishedRun:
     flags = (
         "--num-layers 70 --hidden-size 14336 --num-attention-heads 112 "
         f"--tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 {_ALIBI}"
@@ -217,7 +225,7 @@ def _175b(nodes: int, seconds: float) -> Run:
     return _turku("175B, 2023, ROCm 5.2", folder, 8 * nodes, 1024, seconds, flags)
 
 
-def _llama_2(devices: int, tokens_per_s: float) -> Run:
+def _llama_2(devices: int, tokens_per_s: float) -> PublishedRun:
     """The speed that a regression test of the machine expects, in tokens a second of a GCD."""
     flags = (
         "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 "
@@ -229,7 +237,7 @@ def _llama_2(devices: int, tokens_per_s: float) -> Run:
         "--max-position-embeddings 4096 --global-batch-size 256"
     )
     source = "github.com/Lumi-supercomputer/lumi-reframe-tests, checks/apps/megatron-lm, 2025"
-    return Run(
+    return PublishedRun(
         "Llama 2 7B, 2025, ROCm 6.2",
         devices,
         flags,
@@ -239,7 +247,7 @@ def _llama_2(devices: int, tokens_per_s: float) -> Run:
     )
 
 
-MI250X_RUNS: tuple[Run, ...] = (
+MI250X_RUNS: tuple[PublishedRun, ...] = (
     _llama_2(16, 1950),
     _llama_2(64, 1880),
     _llama_2(128, 1820),

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.published_runs import MI250X_RUNS, PLAIN_ORDER, RUNS, XMOE_RUNS, Run
+from benchmarks.published_runs import MI250X_RUNS, PLAIN_ORDER, RUNS, XMOE_RUNS, PublishedRun
 from megatron.config import Config
 from megatron.config.command_line import parse_plan
 from megatron.model.formulas import paper_flops
@@ -44,7 +44,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictedComparison:
     comparison: Comparison
     spread: Spread
 
@@ -69,13 +69,16 @@ def _placed(argv: tuple[str, ...], cluster_name: str) -> tuple[Config, Placement
 
 def rows(
     comparisons: Sequence[Comparison], cluster: Cluster, seconds: Seconds = estimated_seconds
-) -> list[Row]:
+) -> list[PredictedComparison]:
     """Each comparison with its prediction on this machine."""
 
     def value_of(each: Comparison) -> Callable[[Cluster], float]:
         return lambda machine: each.value([seconds(argv, machine) for argv in each.runs])
 
-    return [Row(each, spread(value_of(each), cluster, each.dtype)) for each in comparisons]
+    return [
+        PredictedComparison(each, spread(value_of(each), cluster, each.dtype))
+        for each in comparisons
+    ]
 
 
 def argv_of(
@@ -180,7 +183,7 @@ def xmoe_comparisons() -> list[Comparison]:
     return [_of_run(run, "GCDs", "TFLOP/s per GCD", tflops) for run, tflops in XMOE_RUNS]
 
 
-def _of_run(run: Run, devices: str, unit: str, rate: float | None = None) -> Comparison:
+def _of_run(run: PublishedRun, devices: str, unit: str, rate: float | None = None) -> Comparison:
     """Compare the seconds of a step, or a rate."""
     config = parse_plan(run.argv())
     parallel = config.parallel
@@ -319,7 +322,7 @@ def implied(
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def comparison_table(title: str, compared: Sequence[Row]) -> Table:
+def comparison_table(title: str, compared: Sequence[PredictedComparison]) -> Table:
     columns = (
         "result",
         "layout",
@@ -348,7 +351,7 @@ def comparison_table(title: str, compared: Sequence[Row]) -> Table:
     )
 
 
-def effect_table(row: Row, at_most: int = 8) -> Table:
+def effect_table(row: PredictedComparison, at_most: int = 8) -> Table:
     """Tabulate the effects of figures on a prediction, the strongest first."""
     unit = row.comparison.unit
     title = f"what moves '{row.comparison.result}' ({_text(row.spread.value, unit)})"
@@ -384,14 +387,14 @@ def micro_batch_table() -> Table:
         p = model.pipeline_size
         replicas = gcds // model.replica_gcds
         by_bubble = (efficiency_by_bubble(p, model.total, replicas, b) for b in (1, 2, 4, 8))
-        wanted = micro_batch_by_bubble(p, model.total, replicas, efficiency)
+        implied_micro_batch = micro_batch_by_bubble(p, model.total, replicas, efficiency)
         lines.append(
             (
                 model.name.upper(),
                 str(replicas),
                 f"{100 * efficiency:.2f} %",
                 *(f"{100 * e:.2f} %" for e in by_bubble),
-                f"{wanted:.2f}",
+                f"{implied_micro_batch:.2f}",
             )
         )
     return Table("strong scaling by the bubble alone", columns, lines)

@@ -183,7 +183,7 @@ def rendezvous(data: int, repeat: int) -> list[Row]:
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     first.store = dist.PrefixStore("job", store)
     for rank in range(world):
-        told = {
+        participant = {
             "node": f"frontier{rank // 8:05d}",
             "pid": 1,
             "device": "cuda:0",
@@ -194,7 +194,7 @@ def rendezvous(data: int, repeat: int) -> list[Row]:
             "address": (),
             "near": (),
         }
-        first.store.set(f"participant/{rank}", json.dumps(told))
+        first.store.set(f"participant/{rank}", json.dumps(participant))
     judge = lambda: first._judge(time.monotonic() + 60)  # noqa: E731
     row, verdict = measured("rank 0 compares all ranks", judge, repeat)
     assert "error" not in verdict, verdict
@@ -252,13 +252,15 @@ def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any
         at = 0
         for name, shape, local, dim, _ in group:
             size = math.prod(local)
-            held = boxes(min(max(low - at, 0), size), min(max(low + each - at, 0), size), local)
+            local_boxes = boxes(
+                min(max(low - at, 0), size), min(max(low + each - at, 0), size), local
+            )
             at += size
-            if not held or (dim is None and tensor):
+            if not local_boxes or (dim is None and tensor):
                 continue
             for kind in ("master", "exp_avg", "exp_avg_sq"):
                 rows = []
-                for offset, sizes in held:
+                for offset, sizes in local_boxes:
                     offsets = tuple(
                         o + tensor * local[d] * (d == dim) for d, o in enumerate(offset)
                     )
@@ -304,17 +306,19 @@ def checkpoint(data: int, repeat: int) -> list[Row]:
             repeat,
         )
         rows.append(row)
-        pieces = world > METADATA_MAX_RANKS
+        without_metadata = world > METADATA_MAX_RANKS
         parts_of_all = []
         for number, lists in enumerate(_all_written(data)):
             stored = shards.merged(lists)
             named = shards.write_piece(folder, number, stored)
             parts_of_all.append(
-                pickle.dumps((named, shards.totals(stored), {} if pieces else stored))
+                pickle.dumps((named, shards.totals(stored), {} if without_metadata else stored))
             )
         rows.append(
             measured(
-                "save: rank 0, all it does", lambda: _finish(folder, parts_of_all, pieces), repeat
+                "save: rank 0, all it does",
+                lambda: _finish(folder, parts_of_all, without_metadata),
+                repeat,
             )[0]
         )
         size = sum(p.stat().st_size for p in folder.iterdir()) / 2**20
@@ -340,7 +344,7 @@ def _lead(folder: Path, lists: list[dict[str, Any]]) -> None:
     shards.totals(stored)
 
 
-def _finish(folder: Path, received: list[bytes], pieces: bool) -> None:
+def _finish(folder: Path, received: list[bytes], without_metadata: bool) -> None:
     import pickle
 
     from megatron.checkpoint import shards
@@ -350,9 +354,9 @@ def _finish(folder: Path, received: list[bytes], pieces: bool) -> None:
     shards.check_complete([totals for _, totals, _ in pieces_of_groups])
     known = dict(named for named, _, _ in pieces_of_groups)
     known.update([shards.write_index(folder, [totals for _, totals, _ in pieces_of_groups])])
-    if not pieces:
+    if not without_metadata:
         shards.write_metadata(folder, shards.merged(stored for _, _, stored in pieces_of_groups))
-    write_manifest(folder, [*known, *([] if pieces else [METADATA])], known)
+    write_manifest(folder, [*known, *([] if without_metadata else [METADATA])], known)
 
 
 ITEMS = {f.__name__: f for f in (topology, schedule, executor, engine, rendezvous, checkpoint)}

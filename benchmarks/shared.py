@@ -105,8 +105,8 @@ def launch(
     count = len(logs)
     peaks = [0] * count
     started: list[subprocess.Popen[bytes]] = []
-    with reserve_port() as held:
-        port = held.getsockname()[1]
+    with reserve_port() as reserved:
+        port = reserved.getsockname()[1]
         try:
             for rank, log in enumerate(logs):
                 variables = Launch(rank, rank, count, count, master_port=port).environment()

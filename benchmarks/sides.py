@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks import shared
 from benchmarks.shared import ROOT
-from benchmarks.workloads import OURS, Case, Side
+from benchmarks.workloads import OURS, Side, WorkloadCase
 from megatron.planner import subprocesses
 
 ALLOCATOR = (
@@ -32,7 +32,7 @@ LIMIT_S = 420.0  # of one start: a compiler on a slow machine, and a deadlock is
 
 
 @dataclass
-class Outcome:
+class SideOutcome:
     """Outcome of one start. `reason` says why there are no figures.
 
     step_s        measured steps, without warm-up
@@ -73,14 +73,14 @@ def environment(
         env |= {"GLIBC_TUNABLES": ALLOCATOR, "OMP_NUM_THREADS": str(threads)}
     if peers:
         paths = env["PYTHONPATH"].split(os.pathsep)
-        others = [path for path in paths if path and Path(path).resolve() != ROOT]
-        env["PYTHONPATH"] = os.pathsep.join([str(PEERS), *others])
+        rest = [path for path in paths if path and Path(path).resolve() != ROOT]
+        env["PYTHONPATH"] = os.pathsep.join([str(PEERS), *rest])
         env["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
     return env
 
 
 def absent(side: Side) -> str:
-    """Why a side cannot run here; empty when it can."""
+    """Return the reason why a side cannot run here; "" if it can."""
     needs = {"transformers_deepspeed.py": ("transformers", "deepspeed")}.get(side.program, ())
     missing = [name for name in needs if importlib.util.find_spec(name) is None]
     if side.program == "megatron_core.py" and not (PEERS / "megatron" / "core").is_dir():
@@ -97,7 +97,7 @@ def absent(side: Side) -> str:
     return ""
 
 
-def our_arguments(case: Case, side: Side, steps: int) -> list[str]:
+def our_arguments(case: WorkloadCase, side: Side, steps: int) -> list[str]:
     """The command line of pretrain_gpt.py."""
     words = (
         f"--num-layers {case.layers} --hidden-size {case.hidden} "
@@ -112,7 +112,7 @@ def our_arguments(case: Case, side: Side, steps: int) -> list[str]:
     return [*words, *["--bf16"] * (case.dtype == "bf16"), *side.flags]
 
 
-def peer_task(case: Case, side: Side, steps: int, output: Path) -> dict[str, object]:
+def peer_task(case: WorkloadCase, side: Side, steps: int, output: Path) -> dict[str, object]:
     """The first argument of a peer, fields of benchmarks/peers/common.Task."""
     return dict(
         layers=case.layers,
@@ -135,7 +135,7 @@ def peer_task(case: Case, side: Side, steps: int, output: Path) -> dict[str, obj
 
 
 def run(
-    case: Case,
+    case: WorkloadCase,
     side: Side,
     *,
     warm_up: int,
@@ -143,14 +143,14 @@ def run(
     threads: int,
     folder: Path,
     save: bool = False,
-) -> Outcome:
+) -> SideOutcome:
     """Start a side once, for `warm_up` and `steps` measured steps, on `threads` threads in total.
 
     With `save` a checkpoint is written after the last step (and, by pretrain_gpt.py, the times of a
     step's parts). Files and logs go to `folder`.
     """
     if reason := absent(side):
-        return Outcome(reason=reason)
+        return SideOutcome(reason=reason)
     ours = side.program == OURS.program
     key = slug(f"{case.workload} {case.name} {side.name}")
     output = folder / f"{key}.jsonl"
@@ -179,7 +179,7 @@ def run(
         codes, peaks = shared.launch(command, logs, env, LIMIT_S, look=peak_bytes)
         outcome = read(output, ours, warm_up, began_at)
         if any(codes):
-            outcome = Outcome(reason=f"exit codes {codes}: {last_words(log)}")
+            outcome = SideOutcome(reason=f"exit codes {codes}: {last_words(log)}")
         elif not outcome.reason and case.device == "cpu":
             outcome.memory_bytes = sum(peaks)
         if save and checkpoint.exists():
@@ -206,17 +206,17 @@ def peak_bytes(pid: int) -> int:
     )
 
 
-def read(output: Path, ours: bool, warm_up: int, began_at: float) -> Outcome:
+def read(output: Path, ours: bool, warm_up: int, began_at: float) -> SideOutcome:
     """The figures of a metrics file of pretrain_gpt.py, or of what a peer wrote."""
     if not output.exists():
-        return Outcome(reason="it wrote no figures")
+        return SideOutcome(reason="it wrote no figures")
     records = [json.loads(line) for line in output.read_text().splitlines()]
     steps = [r for r in records if (r.get("event") == "iteration" if ours else "step" in r)]
     if len(steps) <= warm_up:
-        return Outcome(reason=f"it wrote {len(steps)} steps")
+        return SideOutcome(reason=f"it wrote {len(steps)} steps")
     seconds = "step_time_s" if ours else "seconds"
     measured = steps[warm_up:]
-    outcome = Outcome([step[seconds] for step in measured], start_s=steps[0]["time"] - began_at)
+    outcome = SideOutcome([step[seconds] for step in measured], start_s=steps[0]["time"] - began_at)
     outcome.first_loss = steps[0]["lm_loss" if ours else "loss"]
     outcome.memory_bytes = steps[-1].get("memory_bytes" if ours else "device_bytes")
     outcome.optimizer_s = [step["optimizer_s"] for step in measured if "optimizer_s" in step]

@@ -141,7 +141,7 @@ def watch(file: str, device: str, arguments: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Training:
+class WatchedTraining:
     """Training to observe.
 
     shared   its ranks share a device and use gloo (parity.py)
@@ -155,7 +155,7 @@ class Training:
     allowed: int = 1
 
 
-def trainings(device: str, devices: int) -> list[Training]:
+def trainings(device: str, devices: int) -> list[WatchedTraining]:
     """List what this machine can run."""
     steps = STEPS[device]
     length = ["--train-iters", str(2 * steps), "--log-interval", str(steps)]
@@ -163,9 +163,11 @@ def trainings(device: str, devices: int) -> list[Training]:
         length += "--num-layers 1 --global-batch-size 4".split()
     tiny = [*TINY, *NO_DROPOUT, *length]
     zero = ["--bf16", "--zero-stage", "1", "--overlap-param-gather"]
-    two = Training("tiny, 2 ranks, ZeRO-1", [*tiny, *zero], 2, device == "cuda" and devices < 2)
+    two = WatchedTraining(
+        "tiny, 2 ranks, ZeRO-1", [*tiny, *zero], 2, device == "cuda" and devices < 2
+    )
     config = parse_args(tiny, 1)
-    experts = Training(
+    experts = WatchedTraining(
         "tiny, experts",
         [*tiny, "--bf16", *"--num-experts 4 --moe-router-topk 2".split()],
         allowed=1 + config.model.num_layers * config.num_micro_batches(),
@@ -178,12 +180,13 @@ def trainings(device: str, devices: int) -> list[Training]:
         "--overlap-param-gather",
     ]
     more = [
-        Training(f"tiny, {name}", [*tiny, "--bf16", *LAYOUTS[name]], 2) for name in ("TP 2", "PP 2")
+        WatchedTraining(f"tiny, {name}", [*tiny, "--bf16", *LAYOUTS[name]], 2)
+        for name in ("TP 2", "PP 2")
     ]
-    return [Training("124M, bf16", mid), experts, two, *(more if devices > 1 else [])]
+    return [WatchedTraining("124M, bf16", mid), experts, two, *(more if devices > 1 else [])]
 
 
-def look_at(training: Training, device: str, folder: Path) -> Counter[Line]:
+def look_at(training: WatchedTraining, device: str, folder: Path) -> Counter[Line]:
     """Run it; return the waits of the rank with the most waits at each line.
 
     Raises RuntimeError if a rank fails.

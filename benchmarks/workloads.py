@@ -51,7 +51,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Case:
+class WorkloadCase:
     """Model, batch and layout. micro_batches: of one replica in a step; the first side is ours.
 
     steps     measured steps of a start
@@ -142,7 +142,7 @@ SMALL: dict[str, Any] = dict(
 )
 
 
-def cpu_cases() -> list[Case]:
+def cpu_cases() -> list[WorkloadCase]:
     """List all cases of a run on CPUs. fp32 takes one micro-batch a step: it is four times as slow."""
     chunked = ("--num-layers-per-virtual-pipeline-stage", "1")
     pipelines = (
@@ -162,13 +162,13 @@ def cpu_cases() -> list[Case]:
         ("fp32", 512, 2, 1, both),
         ("fp32", 1024, 1, 1, both),
     ]
-    alone = Case(
+    alone = WorkloadCase(
         **SMALL, workload="W0", name="one process", micro_batch=2, micro_batches=4, sides=(OURS,)
     )
     tensor = (OURS, MEGATRON_CORE)
     return [
         *(
-            Case(
+            WorkloadCase(
                 **GPT2,
                 name=f"{dtype} s={sequence}",
                 sequence=sequence,
@@ -194,7 +194,7 @@ def cpu_cases() -> list[Case]:
     ]
 
 
-def quick(case: Case) -> Case:
+def quick(case: WorkloadCase) -> WorkloadCase:
     """The case with a tiny model, to see that everything runs."""
     layers = min(case.layers, 6 if case.pipeline > 1 else 2)
     return replace(
@@ -212,13 +212,13 @@ BYTES_PER_PARAMETER = 18  # bf16 weight, fp32 master, gradient and two moments
 ACTIVATIONS_SHARE = 0.35  # of the device's memory that the largest model leaves for everything else
 
 
-def cuda_cases(memory_bytes: int) -> list[Case]:
+def cuda_cases(memory_bytes: int) -> list[WorkloadCase]:
     """Return the cases of a GPU: 124M, 1.3B, and the largest of GPT-3's proportions that fits.
 
     If 1.3B does not fit it is left out, and the largest is smaller.
     """
     room = (1 - ACTIVATIONS_SHARE) * memory_bytes
-    small = Case(
+    small = WorkloadCase(
         workload="G1",
         name="124M",
         layers=12,

@@ -63,9 +63,9 @@ def build_corpus(
     `seed` alone.
 
     Stops before the texts exceed `max_bytes`. `docstrings_only` keeps only the docstrings of
-    modules, classes and functions. `stdlib` is the folder to read, by default this Python's. Parts
-    that a Python build lacks are left out. Returns the number of documents and the bytes of text.
-    Raises DataError if nothing is found or `output` cannot be written.
+    modules, classes and functions. `stdlib` is the folder to read, by default this Python's.
+    Modules that a Python build lacks are left out. Returns the number of documents and the bytes
+    of text. Raises DataError if nothing is found or `output` cannot be written.
     """
     folder = Path(stdlib if stdlib is not None else sysconfig.get_path("stdlib"))
     sources = find_modules(folder)
@@ -107,9 +107,13 @@ def find_modules(folder: Path) -> dict[str, Path | None]:
         for file in files:
             if file.endswith(".py"):
                 path = Path(root, file)
-                parts = path.relative_to(folder).with_suffix("").parts
+                components = path.relative_to(folder).with_suffix("").parts
                 modules[
-                    ".".join(parts[:-1] if parts[-1] == "__init__" and parts[1:] else parts)
+                    ".".join(
+                        components[:-1]
+                        if components[-1] == "__init__" and components[1:]
+                        else components
+                    )
                 ] = path
     return modules
 
@@ -121,13 +125,13 @@ def _document(name: str, path: Path | None, docstrings_only: bool) -> str | None
     else:
         try:
             source = read_bytes(path, _MOST_SOURCE_BYTES, error=DataError)
-            # declared by the source
+            # the encoding that the source declares
             encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
             text = io.TextIOWrapper(io.BytesIO(source), encoding).read()
             if docstrings_only:
                 text = "\n\n".join(_source_docstrings(name, text))
             text.encode()
-        # the last: nested too deep
+        # the last two: nested too deeply
         except (DataError, SyntaxError, ValueError, RecursionError, MemoryError):
             return None
     return text if len(text) >= MIN_CHARACTERS else None

@@ -106,24 +106,24 @@ def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -
     from megatron.planner.calibration.machine import machine, run
     from megatron.planner.cluster import write_cluster
 
-    found = run(config, launch, 60 * args.minutes)
-    if found is None:
+    measurement = run(config, launch, 60 * args.minutes)
+    if measurement is None:
         return
-    cluster = machine(found, args.name or args.output.stem, flags)
+    cluster = machine(measurement, args.name or args.output.stem, flags)
     write_cluster(cluster, args.output, _HEADING)
     for figure in cluster.compute.values():
         print(
-            f"  {figure.name:34} {figure.used.value:>22} {_unit(figure.name, found.device):8} "
+            f"  {figure.name:34} {figure.used.value:>22} {_unit(figure.name, measurement.device):8} "
             f"{figure.basis}"
         )
     print(
-        f"{args.output}: {found.nodes} node(s) of {found.per_node} x {found.device}, "
-        f"{sum(len(rows) for rows in found.points.values())} points of {len(found.points)} figures"
+        f"{args.output}: {measurement.nodes} node(s) of {measurement.per_node} x {measurement.device}, "
+        f"{sum(len(rows) for rows in measurement.points.values())} points of {len(measurement.points)} figures"
     )
 
 
 def start(count: int, argv: Sequence[str]) -> None:
-    """Start `count` processes of this program as a launcher would, with the first one's output.
+    """Start `count` processes of this program as a launcher would; print the first one's output.
 
     Raises LaunchError if one fails.
     """

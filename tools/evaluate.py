@@ -9,9 +9,9 @@ Examples:
     python tools/evaluate.py --load runs/a --lm-eval-tasks mine --lm-eval-include-path my_tasks
 
 Every token is predicted once, from the tokens before it: windows of --context tokens begin every
---stride tokens, and each counts only the predictions that the one before it did not reach. A
+--stride tokens, and each counts only the predictions that the previous window did not make. A
 smaller stride gives more context and takes longer. As in training, an end-of-document token (EOD)
-separates documents and is predicted as well; the first document follows one too. Model and
+separates documents and is predicted as well; one also precedes the first document. Model and
 tokenizer are those of the checkpoint; the layout may differ from that of the training, and the
 result does not depend on it.
 
@@ -50,7 +50,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.training.run.process import as_tool, leave
 from megatron_inference import tokens
 from megatron_inference.model import Trained, add_flags, run_with_model
-from megatron_inference.tokens import Part, Window
+from megatron_inference.tokens import TokenSegment, Window
 from megatron_preparation.progress import ByteProgress
 
 if TYPE_CHECKING:
@@ -76,13 +76,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--data-path",
         nargs="+",
         metavar="PREFIX",
-        help="token files (.bin and .idx), which cost no tokenization on each process",
+        help="token files (.bin and .idx), which spare each process the tokenization",
     )
     data.add_argument(
         "--tasks",
         nargs="+",
         metavar="FILE",
-        help="multiple choice or cloze, a file of JSON lines for each task",
+        help="multiple-choice or cloze tasks, one file of JSON lines each",
     )
     data.add_argument(
         "--lm-eval-tasks",
@@ -100,13 +100,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--num-fewshot",
         type=integer(0, 1000),
         metavar="N",
-        help="examples before each question of --lm-eval-tasks (default: as the task says)",
+        help="few-shot examples for each question of --lm-eval-tasks (default: the task's)",
     )
     parser.add_argument(
         "--limit",
         type=integer(),
         metavar="N",
-        help="only the first N examples of each of --lm-eval-tasks",
+        help="evaluate only the first N examples of each task of --lm-eval-tasks",
     )
     parser.add_argument(
         "--json-key",
@@ -125,7 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=integer(1, MOST_WIDTH),
         metavar="N",
         help="tokens between the starts of windows (default: half of --context); --context itself "
-        "is the fastest, and as in training",
+        "is the fastest, and what training does",
     )
     parser.add_argument(
         "--micro-batch-size",
@@ -135,7 +135,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="windows or texts of one forward pass (default: 4)",
     )
     parser.add_argument(
-        "--format", choices=("text", "json"), default="text", help="of the result (default: text)"
+        "--format",
+        choices=("text", "json"),
+        default="text",
+        help="format of the result (default: text)",
     )
     return parser
 
@@ -295,7 +298,7 @@ class Input:
                 f"windows would be left out; use at most {context}"
             )
         self.bytes: int | None = 0
-        self._parts: Iterator[Part]
+        self._segments: Iterator[TokenSegment]
         if args.text is not None and tokenizer is None:
             raise ConfigError(
                 f"{args.load} was trained without a tokenizer, so --text cannot be tokenized: give "
@@ -305,13 +308,13 @@ class Input:
             sources = tokens.text_sources(args.text)
             self.names = [source.path for source in sources]
             self.size_bytes = sum(source.size for source in sources)
-            self._parts = tokens.text_parts(sources, args.json_key, tokenizer)
+            self._segments = tokens.text_segments(sources, args.json_key, tokenizer)
         else:
             self.names = args.data_path
             self.size_bytes = tokens.file_bytes(args.data_path)
             count_bytes = trained.topology.world.is_first
             size = config.model.vocab_size
-            self._parts = tokens.file_parts(
+            self._segments = tokens.file_segments(
                 args.data_path, size, tokenizer, count_bytes=count_bytes
             )
             kind = config.tokenizer.tokenizer_type
@@ -327,31 +330,37 @@ class Input:
                         file=sys.stderr,
                         flush=True,
                     )
-        self._before = self._after = (0, 0)  # tokens and bytes of the input around the last part
-        self._trained, self._windows = trained, tokens.windows(self._taken(), context, self.stride)
+        self._before = self._after = (
+            0,
+            0,
+        )  # tokens and bytes of the input before and after the last segment
+        self._trained, self._windows = (
+            trained,
+            tokens.windows(self._token_arrays(), context, self.stride),
+        )
 
-    def _taken(self) -> Iterator[npt.NDArray[Any]]:
-        for part in self._parts:
+    def _token_arrays(self) -> Iterator[npt.NDArray[Any]]:
+        for segment in self._segments:
             self._before = self._after
-            self._after = self._before[0] + len(part.tokens), part.read_bytes
+            self._after = self._before[0] + len(segment.tokens), segment.read_bytes
             if self.bytes is not None:
-                self.bytes += part.text_bytes or 0
-            yield part.tokens
+                self.bytes += segment.text_bytes or 0
+            yield segment.tokens
 
     def steps(self, progress: ByteProgress | None, start: float) -> Iterator[list[MicroBatch]]:
-        """Yield this rank's micro-batches, as many on each rank."""
+        """Yield this rank's micro-batches; all ranks get the same number."""
         topology = self._trained.topology
         size = self._trained.config.batch.micro_batch_size
         chunk = size * topology.layout.replicas  # windows of one micro-batch on all replicas
         count = 1 if topology.pipeline.size == 1 else _PER_STAGE * topology.pipeline.size
-        own = size * topology.replica
+        offset = size * topology.replica
         predicted = 0
-        while found := list(islice(self._windows, chunk * count)):
+        while windows := list(islice(self._windows, chunk * count)):
             yield [
-                self._micro_batch(found[at + own : at + own + size], size)
-                for at in range(0, len(found), chunk)
+                self._micro_batch(windows[at + offset : at + offset + size], size)
+                for at in range(0, len(windows), chunk)
             ]
-            predicted += sum(window.stop - window.start for window in found)
+            predicted += sum(window.stop - window.start for window in windows)
             if progress is not None:
                 rate = predicted / (time.perf_counter() - start)
                 (first, read), (last, read_then) = self._before, self._after
@@ -359,7 +368,7 @@ class Input:
                 progress.update(int(done), f"{predicted} tokens, {rate:.0f} tokens/s")
 
     def _micro_batch(self, windows: Iterable[Window], size: int) -> MicroBatch:
-        """Return up to `size` windows as a micro-batch; places without one do not count."""
+        """Return up to `size` windows as a micro-batch; rows without a window do not count."""
         import torch
 
         from megatron.data.sampler import Separation, make_micro_batch

@@ -9,7 +9,7 @@ Examples:
         --bf16 --temperature 0 --stop "\\n\\n"
 
 Model and tokenizer are those of the checkpoint; the layout may differ from that of the training,
-and processes beyond it share the batches. Texts of --prompt are shown as they are generated. With
+and its replicas share the batches. Texts of --prompt are shown as they are generated. With
 --prompts each text is a line of JSON: line (in the file), prompt, cut_tokens, text, tokens (new
 ones), finish (end_token, stop_string, max_new_tokens or context) and seed.
 """
@@ -43,7 +43,7 @@ _ROWS = (".jsonl", ".ndjson")
 _MOST_SEED = 2**32 - 1
 
 
-class Prompt(NamedTuple):
+class SeededPrompt(NamedTuple):
     """A prompt, its number in the file or on the command line, and its seed."""
 
     line: int
@@ -94,14 +94,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--context",
         type=integer(2, MOST_POSITIONS),
         metavar="N",
-        help="most tokens of prompt and text; more than in the training only without learned "
-        "positions (default: the model's positions)",
+        help="maximum number of tokens of prompt and text; only a model without learned position "
+        "embeddings can exceed that of its training (default: the model's positions)",
     )
     parser.add_argument(
         "--cut-prompts",
         action="store_true",
-        help="cut prompts from their left so that --tokens fit into the context (default: a "
-        "prompt that leaves no place for a new token is an error)",
+        help="truncate prompts on the left so that --tokens fit into the context (default: a "
+        "prompt that leaves no room for a new token is an error)",
     )
     _add_sampling(parser)
     add_flags(parser)
@@ -172,11 +172,13 @@ def continue_prompts(args: argparse.Namespace, trained: Trained) -> None:
             "one, or give token ids to megatron.generate"
         )
     if args.prompts is None:
-        prompts = [Prompt(i, text, args.seed + i - 1) for i, text in enumerate(args.prompt, 1)]
+        prompts = [
+            SeededPrompt(i, text, args.seed + i - 1) for i, text in enumerate(args.prompt, 1)
+        ]
     else:
         prompts = read_prompts(args.prompts, args.json_key, args.seed)
     limits = Limits(args.stop, context=args.context, cut=args.cut_prompts)
-    # so that a bad one ends the job before the first text
+    # an unusable prompt ends the job before any text is generated
     prepare(trained, [p.text for p in prompts], args.tokens, limits)
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     data = trained.topology.data
@@ -191,18 +193,18 @@ def continue_prompts(args: argparse.Namespace, trained: Trained) -> None:
         if args.output is not None and first:
             out = stack.enter_context(open(args.output + ".part", "w", encoding="utf-8"))
         for at in range(0, len(batches), data.size):
-            own = batches[at + data.rank] if at + data.rank < len(batches) else []
-            live = Live(own) if first and args.prompts is None else None
+            local = batches[at + data.rank] if at + data.rank < len(batches) else []
+            live = Live(local) if first and args.prompts is None else None
             made = generate(
                 trained,
-                [prompt.text for prompt in own],
+                [prompt.text for prompt in local],
                 max_new_tokens=args.tokens,
                 sampling=sampling,
-                seeds=[prompt.seed for prompt in own],
+                seeds=[prompt.seed for prompt in local],
                 limits=limits,
                 on_text=None if live is None else live.add,
             )
-            every = gather_objects(list(zip(own, made, strict=True)), data)
+            every = gather_objects(list(zip(local, made, strict=True)), data)
             for replica, results in enumerate(every if first else ()):
                 for prompt, result in results:
                     new_tokens += len(result.ids)
@@ -226,7 +228,7 @@ def continue_prompts(args: argparse.Namespace, trained: Trained) -> None:
         os.replace(args.output + ".part", args.output)
     seconds = time.perf_counter() - start
     if cut:
-        print(f" {cut} prompts were cut from their left", file=sys.stderr)
+        print(f" {cut} prompts were truncated on the left", file=sys.stderr)
     if short:
         print(f" {short} texts end where the context ends (finish: context)", file=sys.stderr)
     print(
@@ -237,14 +239,14 @@ def continue_prompts(args: argparse.Namespace, trained: Trained) -> None:
     )
 
 
-def read_prompts(path: str, json_key: str, seed: int) -> list[Prompt]:
+def read_prompts(path: str, json_key: str, seed: int) -> list[SeededPrompt]:
     """Return the prompts of a file. Raises DataError, with the line, for an invalid prompt."""
     rows = path.endswith(_ROWS)
     prompts = []
     with open_regular(path, error=DataError) as file:
         for number, line in enumerate(file, 1):
             where = f"{path}:{number}"
-            own_seed = (seed + number - 1) % (_MOST_SEED + 1)
+            prompt_seed = (seed + number - 1) % (_MOST_SEED + 1)
             if rows and not line.strip():
                 continue
             try:
@@ -254,23 +256,23 @@ def read_prompts(path: str, json_key: str, seed: int) -> list[Prompt]:
             if rows:
                 row = parse_json(line, where, error=DataError)
                 text = row.get(json_key)
-                own_seed = row.get("seed", own_seed)
+                prompt_seed = row.get("seed", prompt_seed)
                 if not isinstance(text, str):
                     raise DataError(f"{where}: {json_key!r} is {text!r:.60}, expected a string")
-                if not is_count(own_seed) or own_seed > _MOST_SEED:
+                if not is_count(prompt_seed) or prompt_seed > _MOST_SEED:
                     raise DataError(
-                        f"{where}: the seed is {own_seed!r:.60}, expected a whole number from 0 to "
+                        f"{where}: the seed is {prompt_seed!r:.60}, expected a whole number from 0 to "
                         f"{_MOST_SEED}"
                     )
             if not text:
                 raise DataError(f"{where}: an empty prompt: each needs at least one character")
-            prompts.append(Prompt(number, text, own_seed))
+            prompts.append(SeededPrompt(number, text, prompt_seed))
     if not prompts:
         raise DataError(f"{path}: no prompt")
     return prompts
 
 
-def as_json(prompt: Prompt, result: Continuation) -> str:
+def as_json(prompt: SeededPrompt, result: Continuation) -> str:
     """Return a line of the output of --prompts."""
     return json.dumps(
         {
@@ -286,15 +288,15 @@ def as_json(prompt: Prompt, result: Continuation) -> str:
 
 
 class Live:
-    """Shows texts of a batch one below the other while they grow: the others wait for the first."""
+    """Print the growing texts of a batch one below the other: each waits for those before it."""
 
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, prompts: Sequence[SeededPrompt]) -> None:
         self._waiting = [f"--- {prompt.text!r}\n{prompt.text}" for prompt in prompts]
         self._ended = [False] * len(prompts)
         self._at = 0
 
     def add(self, number: int, text: str, ended: bool) -> None:
-        """Take further text of a prompt."""
+        """Append text to the continuation of a prompt."""
         self._waiting[number] += text + "\n" * ended
         self._ended[number] = ended
         while self._at < len(self._waiting):

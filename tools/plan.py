@@ -47,7 +47,7 @@ from megatron.training.run.process import as_tool
 from megatron_preparation.progress import ByteProgress
 
 EXIT_NOTHING_FITS = 3
-_WIDTH = 190  # which the table of layouts needs
+_WIDTH = 190  # columns that the table of layouts needs
 
 EPILOG = """\
 A LAYOUT is a list such as tp=4,pp=16,chunks=2,mbs=1,recompute=selective. Names and values:
@@ -59,10 +59,10 @@ A LAYOUT is a list such as tp=4,pp=16,chunks=2,mbs=1,recompute=selective. Names 
   0-1-6-7-2-3-4-5)
 
 A preset gives the model, not the layout; flags of pretrain_gpt.py after -- change the model. The search chooses the
-fastest value of each name that a layout leaves out, but for offload=off. --fix and --allow take several values: tp=4,8.
+fastest value of each name that a layout leaves out; offload stays off. --fix and --allow take several values: tp=4,8.
 recompute=full means full:uniform:1 in a layout, and every full:... in --fix and --allow. A formula ranks all layouts
-that fit; then the pipeline schedule is simulated for the best layouts overall, and for the best ones that have each
-value of each name.
+that fit; then the pipeline schedule is simulated for the best layouts overall, and for the best layouts with each value
+of each name.
 
 Exit codes: 0; 2 error in the input; 3 nothing fits, or a layout is rejected."""
 
@@ -169,8 +169,8 @@ def _add_output(out: argparse._ArgumentGroup) -> None:
         "--output",
         type=Path,
         metavar="DIR",
-        help="folder for table.csv, table.json, timeline.png, trace.json and job.sbatch (command.sh for "
-        "another machine than Frontier and LUMI, or a part of a node)",
+        help="folder for table.csv, table.json, timeline.png, trace.json and job.sbatch (command.sh on "
+        "machines other than Frontier and LUMI, and for a part of a node)",
     )
     out.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
 
@@ -180,45 +180,50 @@ def _add_output(out: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     """Search, or evaluate the layouts of --layout; print and write. Raises ConfigError."""
-    given = make_search(args, flags)
-    forms = [_form(given, text) for text in args.layout]
+    layout_search = make_search(args, flags)
+    restricted = [_restrict_to_layout(layout_search, text) for text in args.layout]
     if args.output is not None:
-        if args.explain is not None or len(forms) > 1:
+        if args.explain is not None or len(restricted) > 1:
             raise ConfigError(
                 "--output cannot be combined with --explain or with several --layout: run once for "
                 "each"
             )
         output.make_folder(args.output)
-    print(_headline(given), flush=True)
+    print(_headline(layout_search), flush=True)
     with _progress() as progress:
-        results = [search(form, args.top, args.processes, progress) for form in forms or [given]]
-    most = 1 if forms else max(args.top, args.explain or 0)
-    best = [one.layout for found in results for one in found.best[:most]]
+        results = [
+            search(each, args.top, args.processes, progress)
+            for each in restricted or [layout_search]
+        ]
+    most = 1 if restricted else max(args.top, args.explain or 0)
+    best = [candidate.layout for result in results for candidate in result.best[:most]]
     rejected = [
-        output.rejection_table(found.rejections, f"{text}: rejected")
-        for text, found in zip(args.layout or ["all layouts"], results, strict=True)
-        if not found.estimated
+        output.rejection_table(result.rejections, f"{text}: rejected")
+        for text, result in zip(args.layout or ["all layouts"], results, strict=True)
+        if not result.estimated
     ]
-    chosen = [chosen_layout(given, layout, args.tokens) for layout in best]
+    chosen = [chosen_layout(layout_search, layout, args.tokens) for layout in best]
     if args.explain is not None and not rejected:
         if args.explain > len(chosen):
             raise ConfigError(f"--explain {args.explain}: there are only {len(chosen)} layouts")
-        print(given.space.write(best[args.explain - 1]))
+        print(layout_search.space.write(best[args.explain - 1]))
         _show(args, explain(chosen[args.explain - 1].estimate))
         return 0
     if chosen:
         _show(args, _tables(chosen, args))
-        if not forms:
-            _show(args, _tables_of_search(given, results[0]))
-        _show_winner(given, chosen[0])
+        if not restricted:
+            _show(args, _tables_of_search(layout_search, results[0]))
+        _show_winner(layout_search, chosen[0])
     _show(args, rejected)
     if rejected:
-        if not any("offload" in of for of in (given.space.restrictions, given.space.more)):
+        if not any(
+            "offload" in of for of in (layout_search.space.restrictions, layout_search.space.more)
+        ):
             print("\nNot tried: --fix offload=off,on, the optimizer's state in host memory.")
         return EXIT_NOTHING_FITS
     if args.output is not None:
         for path in output.write_files(
-            args.output, given, results[0], chosen, args.preset, args.tokens
+            args.output, layout_search, results[0], chosen, args.preset, args.tokens
         ):
             print(f"wrote {path}")
     return 0
@@ -239,7 +244,7 @@ def _progress() -> Iterator[Progress]:
         yield show
 
 
-# -- what is asked for -----------------------------------------------------------------------------
+# -- the request -----------------------------------------------------------------------------------
 
 
 def make_search(args: argparse.Namespace, flags: Sequence[str]) -> LayoutSearch:
@@ -248,58 +253,62 @@ def make_search(args: argparse.Namespace, flags: Sequence[str]) -> LayoutSearch:
     worlds = _worlds(args, cluster)
     batch = args.global_batch or PRESETS.get(args.preset, {}).get("global_batch_size")
     if batch is None:
-        make_config(args.preset, flags, 1)  # an unknown preset is the reason then
+        make_config(args.preset, flags, 1)  # reports an unknown preset first
         raise ConfigError(
             "--global-batch is missing: give the samples per step, such as --global-batch 640"
         )
     batches = _numbers(str(batch), "--global-batch")
-    wanted, more = (
+    restrictions, more = (
         parse_layout(",".join(words), flag) if words else {}
         for flag, words in (("--fix", args.fix), ("--allow", args.allow))
     )
     for name, flag in (("nodes", "--nodes"), ("gbs", "--global-batch")):
-        if name in wanted or name in more:
+        if name in restrictions or name in more:
             raise ConfigError(f"--fix and --allow do not accept {name}=...: use {flag}")
     for name, values in more.items():
-        if name in wanted or name == "devices":
-            wanted[name] = tuple(dict.fromkeys((*wanted.get(name, cluster.device_orders), *values)))
-    check_device_orders(wanted, cluster)
-    _check_host(wanted, more, cluster=cluster)
+        if name in restrictions or name == "devices":
+            restrictions[name] = tuple(
+                dict.fromkeys((*restrictions.get(name, cluster.device_orders), *values))
+            )
+    check_device_orders(restrictions, cluster)
+    _check_host(restrictions, more, cluster=cluster)
     base = make_config(args.preset, flags, max(batches))
     rates_of(cluster, base.precision.dtype_name)  # raises before the search if rates are unknown
     name = args.preset or f"{base.model.num_layers} layers of width {base.model.hidden_size}"
-    space = LayoutSpace(base, name, cluster, worlds, {**wanted, "gbs": tuple(batches)}, more)
+    space = LayoutSpace(base, name, cluster, worlds, {**restrictions, "gbs": tuple(batches)}, more)
     return LayoutSearch(space, usable_bytes(args.headroom, cluster))
 
 
-def _form(given: LayoutSearch, text: str) -> LayoutSearch:
+def _restrict_to_layout(layout_search: LayoutSearch, text: str) -> LayoutSearch:
     """Restrict a search to the layouts of --layout, within --fix. Raises ConfigError."""
-    wanted = parse_layout(text, "--layout")
-    space = given.space
-    if "recompute" in wanted:  # "full" has the meaning of --recompute-granularity full
-        wanted["recompute"] = tuple(
-            "full:uniform:1" if v == "full" else v for v in wanted["recompute"]
+    requested = parse_layout(text, "--layout")
+    space = layout_search.space
+    if "recompute" in requested:  # "full" has the meaning of --recompute-granularity full
+        requested["recompute"] = tuple(
+            "full:uniform:1" if v == "full" else v for v in requested["recompute"]
         )
-    _check_host(wanted, cluster=space.cluster)
-    both = narrowed(space.restrictions, wanted)
-    for name in (name for name, values in both.items() if not values):
-        allowed, own = (
-            ", ".join(map(write_value, values[name])) for values in (space.restrictions, wanted)
+    _check_host(requested, cluster=space.cluster)
+    combined = narrowed(space.restrictions, requested)
+    for name in (name for name, values in combined.items() if not values):
+        allowed, asked = (
+            ", ".join(map(write_value, values[name])) for values in (space.restrictions, requested)
         )
         raise ConfigError(
-            f"--layout {text}: {name}={own} is not among the allowed values {name}={allowed}"
+            f"--layout {text}: {name}={asked} is not among the allowed values {name}={allowed}"
         )
     worlds = space.worlds
-    if "nodes" in wanted:
-        worlds = _whole_nodes(cast("tuple[int, ...]", wanted["nodes"]), space.cluster)
+    if "nodes" in requested:
+        worlds = _whole_nodes(cast("tuple[int, ...]", requested["nodes"]), space.cluster)
     return LayoutSearch(
-        dataclasses.replace(space, restrictions=both, worlds=worlds), given.capacity
+        dataclasses.replace(space, restrictions=combined, worlds=worlds), layout_search.capacity
     )
 
 
-def _check_host(*wanted: Restrictions, cluster: Cluster) -> None:
-    """Raise ConfigError for offload=on if the file of a machine with GPUs lacks facts of its hosts."""
-    if cluster.device_type != "cpu" and any(True in of.get("offload", ()) for of in wanted):
+def _check_host(*restrictions: Restrictions, cluster: Cluster) -> None:
+    """Raise ConfigError for offload=on if a GPU machine's file does not describe its hosts."""
+    if cluster.device_type != "cpu" and any(
+        True in restriction.get("offload", ()) for restriction in restrictions
+    ):
         _ = cluster.host
 
 
@@ -331,24 +340,24 @@ def _numbers(text: str, flag: str) -> list[int]:
     """Read numbers: 128, or 64,128, or 16:128 as 16, 32, 64, 128. Raises ConfigError."""
     low, colon, high = text.partition(":")
     try:
-        found = [int(part) for part in ([low, high] if colon else text.split(","))]
+        numbers = [int(number) for number in ([low, high] if colon else text.split(","))]
     except ValueError:
-        found = []
+        numbers = []
     if (
-        not found
-        or not 1 <= min(found) <= max(found) <= MOST_PROCESSES
-        or (colon and found[0] > found[1])
+        not numbers
+        or not 1 <= min(numbers) <= max(numbers) <= MOST_PROCESSES
+        or (colon and numbers[0] > numbers[1])
     ):
         raise ConfigError(
             f"{flag} {text}: give a number (128), several (64,128), or a range (16:128)"
         )
     if colon:
-        first, last = found
-        found += [first << k for k in range(1, last.bit_length()) if first << k < last]
-    return sorted(set(found))
+        first, last = numbers
+        numbers += [first << k for k in range(1, last.bit_length()) if first << k < last]
+    return sorted(set(numbers))
 
 
-# -- what is printed -------------------------------------------------------------------------------
+# -- printing --------------------------------------------------------------------------------------
 
 
 def _show(args: argparse.Namespace, shown: Sequence[Table]) -> None:
@@ -359,14 +368,14 @@ def _show(args: argparse.Namespace, shown: Sequence[Table]) -> None:
         )
 
 
-def _headline(given: LayoutSearch) -> str:
-    space = given.space
-    cluster = given.space.cluster
+def _headline(layout_search: LayoutSearch) -> str:
+    space = layout_search.space
+    cluster = layout_search.space.cluster
     nodes = ", ".join(f"{-(-world // cluster.devices_per_node):,}" for world in space.worlds)
     batches = ", ".join(f"{batch:,}" for batch in space.restrictions["gbs"])
     return (
         f"{space.name} in {space.base.precision.dtype_name} on {nodes} node(s) of "
-        f"{cluster.name}, batch {batches}, up to {given.capacity / GIB:.1f} of "
+        f"{cluster.name}, batch {batches}, up to {layout_search.capacity / GIB:.1f} of "
         f"{cluster.memory_gib:g} GiB"
     )
 
@@ -380,23 +389,23 @@ def _tables(chosen: Sequence[ChosenLayout], args: argparse.Namespace) -> list[Ta
     ]
 
 
-def _tables_of_search(given: LayoutSearch, found: SearchResult) -> list[Table]:
-    of_values = [output.values_table(given, found, name) for name in ("gbs", "nodes")]
+def _tables_of_search(layout_search: LayoutSearch, result: SearchResult) -> list[Table]:
+    of_values = [output.values_table(layout_search, result, name) for name in ("gbs", "nodes")]
     return [
         *(table for table in of_values if len(table.rows) > 1),
-        output.losses_table(output.losses(given, found)),
+        output.losses_table(output.losses(layout_search, result)),
         output.rejection_table(
-            found.rejections,
-            f"{found.sizes:,} sizes in {found.seconds:.1f} s, {len(found.estimated):,} layouts "
+            result.rejections,
+            f"{result.sizes:,} sizes in {result.seconds:.1f} s, {len(result.estimated):,} layouts "
             "estimated; rejected",
         ),
     ]
 
 
-def _show_winner(given: LayoutSearch, first: ChosenLayout) -> None:
-    cluster = given.space.cluster
+def _show_winner(layout_search: LayoutSearch, first: ChosenLayout) -> None:
+    cluster = layout_search.space.cluster
     confidence = first.estimate.confidence
-    print(f"\nNumber 1: {given.space.write(first.layout)}")
+    print(f"\nNumber 1: {layout_search.space.write(first.layout)}")
     print(
         "Days and node-hours exclude start-up, evaluation, saving, failures and batch size ramp-up."
     )

@@ -56,8 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=real(least=5),
         default=60.0,
         metavar="S",
-        help="time limit of each measurement; processes missing after twice this time are "
-        "given up (default 60)",
+        help="time limit of each measurement; processes that have not reported after twice this "
+        "time count as missing (default 60)",
     )
     parser.add_argument(
         "--backend", choices=("gloo", "nccl"), help="default: nccl (RCCL) with devices, else gloo"

@@ -36,7 +36,7 @@ from megatron.training.run.process import as_tool
 from megatron_preparation.chat import find_chat
 from megatron_preparation.encode import PreprocessOptions
 from megatron_preparation.preprocess import ON_BAD_INPUT, Listeners, PreprocessStopped, preprocess
-from megatron_preparation.progress import Progress
+from megatron_preparation.progress import PreprocessProgress
 from megatron_preparation.sources import FORMATS
 
 WITHOUT_EFFECT = {
@@ -215,7 +215,7 @@ def _add_tokenizer(group: argparse._ArgumentGroup) -> None:
 def options_of(
     args: argparse.Namespace, say: Callable[[str], None] = lambda _: None
 ) -> PreprocessOptions:
-    """Return the options of the command line; `say` gets where the chat template is from.
+    """Return the options of the command line; `say` is called with the origin of the chat template.
 
     Raises ConfigError for flags that contradict --chat, DataError for an unreadable template.
     """
@@ -246,8 +246,8 @@ def options_of(
             args.chat_template, args.tokenizer_model if hugging_face else None, args.max_tokens
         )
         say(f"chat template: {origin}")
-    elif given := [n for n in ("chat_template", "max_tokens") if getattr(args, n) is not None]:
-        raise ConfigError(f"--{given[0].replace('_', '-')} needs --chat")
+    elif chat_flags := [n for n in ("chat_template", "max_tokens") if getattr(args, n) is not None]:
+        raise ConfigError(f"--{chat_flags[0].replace('_', '-')} needs --chat")
     return PreprocessOptions(
         tokenizer=tokenizer,
         json_keys=("chat",) if args.chat else tuple(args.json_keys or ["text"]),
@@ -293,7 +293,7 @@ def main(argv: Sequence[str]) -> int:
     for name, why in WITHOUT_EFFECT.items():
         if getattr(args, name):
             print(f"note: --{name.replace('_', '-')} has no effect: {why}", file=sys.stderr)
-    progress = Progress(args.log_interval)
+    progress = PreprocessProgress(args.log_interval)
     stop = StopSignal()
     listeners = Listeners(
         on_progress=progress.update,

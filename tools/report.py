@@ -1,4 +1,4 @@
-"""Report about one training run, or several side by side, as a page for a browser.
+"""Report on one training run, or several side by side, as a page for a browser.
 
 RUN is the folder of a run, its metrics.jsonl, or a folder that contains runs, such as an experiment.
 
@@ -55,13 +55,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--picture",
         type=Path,
         metavar="FILE",
-        help="draw loss and learning rate as well: .png, .svg or .pdf (needs matplotlib)",
+        help="also draw loss and learning rate: .png, .svg or .pdf (needs matplotlib)",
     )
     parser.add_argument(
         "--warm-up",
         type=integer(0),
         metavar="N",
-        help="first steps that do not count for speeds (default: those of the experiment, else 1)",
+        help="steps at the start that speeds exclude (default: those of the experiment, else 1)",
     )
     parser.add_argument(
         "--peak-tflops",

@@ -40,7 +40,7 @@ from megatron.untrusted import without_waiting
 class RankRow(NamedTuple):
     """Row of a rank. `chunks` are the layers of each of its chunks, in the order of the model.
 
-    dp      place in its data line; cp, ep: in its groups of sequences and of experts, parts of it
+    dp      data-parallel rank; cp, ep: ranks in the context- and expert-parallel subgroups of it
     """
 
     rank: int
@@ -69,8 +69,8 @@ def rank_rows(config: Config, placement: Placement) -> Iterator[RankRow]:
         layout = placement.layout
         tp, dp, pp = layout.coordinates(rank)
         nic = cluster.nics[cluster.nic_of_device[device]]
-        parts = dp % layout.context, dp % layout.expert
-        yield RankRow(rank, node, device, nic, tp, dp, *parts, pp, chunks[pp])
+        indices = dp % layout.context, dp % layout.expert
+        yield RankRow(rank, node, device, nic, tp, dp, *indices, pp, chunks[pp])
 
 
 COLUMNS = (*RankRow._fields[:-1], "layers")

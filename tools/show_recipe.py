@@ -32,7 +32,7 @@ from megatron.planner.timing import estimate
 from megatron.planner.trace import GPT2_VOCABULARY
 from megatron.training.run.process import as_tool
 
-_PARTS = ("recompute", "bubble", "layer messages", "pipeline messages", "data-parallel")
+_COSTS = ("recompute", "bubble", "layer messages", "pipeline messages", "data-parallel")
 _PLAIN = "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7"
 
 
@@ -125,10 +125,10 @@ def outlook_tables(configs: Mapping[str, Config], cluster: Cluster) -> list[Tabl
     for name, config in configs.items():
         parallel = config.parallel
         recompute = config.recompute
-        found = estimate(config, cluster)
-        again = recompute.recompute_granularity or "nothing"
-        if again == "selective":
-            again = ", ".join(recompute.recompute_modules)
+        step = estimate(config, cluster)
+        recomputed = recompute.recompute_granularity or "nothing"
+        if recomputed == "selective":
+            recomputed = ", ".join(recompute.recompute_modules)
         layouts.append(
             (
                 name,
@@ -143,22 +143,22 @@ def outlook_tables(configs: Mapping[str, Config], cluster: Cluster) -> list[Tabl
                     ),
                 ),
                 str(config.num_micro_batches()),
-                "whole layers" if again == "full" else again,
+                "whole layers" if recomputed == "full" else recomputed,
             )
         )
-        full = max(found.memory, key=lambda rank: rank.total)
+        full = max(step.memory, key=lambda rank: rank.total)
         rest = full.logits + full.buffers + full.temporary
         optimizer = full.master + full.moments
-        parts = (full.weights, full.gradients, optimizer, full.activations, rest, full.total)
-        memory.append((name, str(full.rank), *(f"{part / GIB:.1f}" for part in parts)))
-        shares = (f"{100 * found.breakdown[part] / found.seconds:.1f} %" for part in _PARTS)
+        sizes = (full.weights, full.gradients, optimizer, full.activations, rest, full.total)
+        memory.append((name, str(full.rank), *(f"{size / GIB:.1f}" for size in sizes)))
+        shares = (f"{100 * step.breakdown[cost] / step.seconds:.1f} %" for cost in _COSTS)
         naive = estimate(config, cluster, naive_placement(config, cluster)).seconds
         times.append(
             (
                 name,
-                f"{found.seconds:.2f}",
+                f"{step.seconds:.2f}",
                 f"{naive:.2f}",
-                f"{100 * (found.mfu or 0):.1f} %",
+                f"{100 * (step.mfu or 0):.1f} %",
                 *shares,
             )
         )
@@ -192,7 +192,7 @@ def outlook_tables(configs: Mapping[str, Config], cluster: Cluster) -> list[Tabl
             memory,
         ),
         Table(
-            "time of a step, predicted", ("recipe", "s/step", "naive s/step", "MFU", *_PARTS), times
+            "time of a step, predicted", ("recipe", "s/step", "naive s/step", "MFU", *_COSTS), times
         ),
     ]
 

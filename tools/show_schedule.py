@@ -77,7 +77,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--timeline",
         type=Path,
         metavar="FILE.json",
-        help="draw a step that a run has recorded, instead of a schedule; by default next to the file",
+        help="draw a step that a run has recorded, instead of a schedule (default of --plot: next to it)",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw the schedule (needs matplotlib)"
@@ -113,30 +113,26 @@ def peak_receives(schedule: Schedule) -> tuple[int, ...]:
     """Return each rank's largest number of receive buffers posted and not yet used."""
     peaks = []
     for instructions in schedule:
-        held: set[tuple[bool, int, int]] = set()
+        posted: set[tuple[bool, int, int]] = set()
         peak = 0
         for op, stage, micro_batch in instructions:
             if op in RECEIVES:
-                held.add((op is Op.RECV_FORWARD, stage, micro_batch))
-                peak = max(peak, len(held))
+                posted.add((op is Op.RECV_FORWARD, stage, micro_batch))
+                peak = max(peak, len(posted))
             elif op in COMPUTE and op is not Op.BACKWARD_WEIGHT:
-                held.discard((op is Op.FORWARD, stage, micro_batch))
+                posted.discard((op is Op.FORWARD, stage, micro_batch))
         peaks.append(peak)
     return tuple(peaks)
 
 
 def label(instruction: Instruction, schedule: Schedule) -> str:
-    """The operation's letter, the micro-batch and, if there are several, the chunk: F3, or
-    F3.1.
-    """
+    """Return the operation's letter, the micro-batch and, of several, the chunk: F3, or F3.1."""
     chunk = f".{instruction.stage // schedule.pipeline_size}" if schedule.chunks > 1 else ""
     return f"{instruction.op.letters}{instruction.micro_batch}{chunk}"
 
 
 def text_lanes(schedule: Schedule, timeline: ScheduleTimeline) -> str:
-    """One line per rank; time runs to the right in steps of the shortest computation, and dots are
-    waiting.
-    """
+    """Return a line per rank: time in steps of the shortest computation, waits as dots."""
     spans = [span for rank in timeline.ranks for span in rank]
     step = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
     width = max(len(label(span.instruction, schedule)) for span in spans) + 1

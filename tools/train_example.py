@@ -35,7 +35,7 @@ from megatron.training.run.process import as_tool
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ("def main(", "import ", '"""Return the')
-UNFINISHED = "unfinished.json"  # exists until all parts have ended: what is trained, and where
+UNFINISHED = "unfinished.json"  # exists until all steps have ended: what is trained, and where
 PEERS_LEAVE_S = 60.0  # time for the other processes to end after one failed
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ONE_PRESS_S = 1.0  # `timeout` sends a signal twice
@@ -99,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class Interrupted(Exception):
-    """A signal to this process, after which its processes have ended."""
+    """Signal to this process, raised once its child processes have ended."""
 
     def __init__(self, number: signal.Signals) -> None:
         self.number = number
@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_example(size: Size, iterations: int, folder: Path) -> int:
-    """Run the parts of the example; return the exit code. Raises Interrupted."""
+    """Run the steps of the example; return the exit code. Raises Interrupted."""
     steps = Steps()
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary, data = prepare(steps, size, folder)
@@ -255,7 +255,7 @@ def checkpoint_of(folder: Path) -> Path | None:
 
 
 class Steps:
-    """Run the parts of the example under headings, and record their times."""
+    """Run the steps of the example under headings, and record their times."""
 
     def __init__(self) -> None:
         self.start = time.monotonic()
@@ -292,13 +292,13 @@ def make(target: Path, outputs: Sequence[Path], command: Sequence[str]) -> None:
         for a in command[2:]
         if os.path.isfile(a) and Path(a) not in outputs
     }
-    wanted = json.dumps({"command": list(command[2:]), "inputs": inputs})
-    if all(path.exists() for path in outputs) and stamp.exists() and stamp.read_text() == wanted:
+    expected = json.dumps({"command": list(command[2:]), "inputs": inputs})
+    if all(path.exists() for path in outputs) and stamp.exists() and stamp.read_text() == expected:
         print(f" reused: {', '.join(map(str, outputs))}", flush=True)
         return
     stamp.unlink(missing_ok=True)
     execute(command)
-    stamp.write_text(wanted)
+    stamp.write_text(expected)
 
 
 def choose_machine() -> Machine:
@@ -327,7 +327,7 @@ def matmul_gflops(dtype: object, seconds: float = 1.0) -> float:
     import torch
 
     a, b = torch.randn(1024, 256).to(dtype), torch.randn(256, 1024).to(dtype)  # type: ignore[call-overload]
-    a @ b  # the first one also sets up
+    a @ b  # warm-up
     count = 0
     start = time.perf_counter()
     while time.perf_counter() - start < seconds:
@@ -423,10 +423,10 @@ def run_together(
 ) -> list[int | None]:
     """Run commands at the same time and return their exit codes.
 
-    After a failure the others get time to report; None for those that did not end in it. Raises
-    Interrupted after a signal, once all have ended. They run in their own sessions, so that a
-    terminal's Ctrl-C reaches them once, from this process: a second one makes them end without saving. The
-    kernel kills them with this process.
+    After a failure the others get time to report; the code of one that has not ended by then is
+    None. Raises Interrupted after a signal, once all have ended. Each runs in a separate session,
+    so that a terminal's Ctrl-C reaches it once, from this process: a second one would end it
+    without saving. The kernel kills them with this process.
     """
     processes: list[subprocess.Popen[bytes]] = []
     watch = [sys.executable, "-I", "-S", parent_watch.__file__, str(os.getpid())]
@@ -460,7 +460,7 @@ def run_together(
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[signal.Signals]]:
-    """Note signals that ask to end; one that comes again within ONE_PRESS_S is the same."""
+    """Record signals to end; a repetition within ONE_PRESS_S counts as the same signal."""
     noted = list[signal.Signals]()
     last = dict[int, float]()
 

@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="number of threads (default: 2)",
     )
     parser.add_argument(
-        "--seed", type=integer(0), default=1234, help="seed of the draw (default: 1234)"
+        "--seed", type=whole(0), default=1234, help="seed for drawing documents (default: 1234)"
     )
     return parser
 
@@ -135,7 +135,7 @@ def train_vocabulary(
             max_sentence_length=1 << 20,
             shuffle_input_sentence=False,
             num_threads=num_threads,
-            minloglevel=2,  # what it warns of, its error says
+            minloglevel=2,  # its errors repeat its warnings
         )
     except RuntimeError as error:
         size = f"{sum(map(len, lines))} characters of text"
@@ -151,7 +151,7 @@ def train_vocabulary(
 
 
 def _refusal(error: str, text: str) -> str:
-    """Return what SentencePiece's error says of a vocabulary size, without places in its source."""
+    """Rephrase SentencePiece's error about a vocabulary size, without locations in its source."""
     if most := re.search(r"set it to a value <= (\d+)", error):
         size = int(most[1])
         less = f"give {size} or less, or " if size >= MIN_VOCAB_SIZE else ""
@@ -190,7 +190,7 @@ def _sample_lines(documents: Sequence[str], sample_bytes: int) -> list[str]:
             encoded = len(line.encode())
             # Tabs are symbols, too, and reserved in training. Long lines are data, not text.
             if line.strip() and encoded <= _MAX_LINE_BYTES:
-                lines += [part for part in line.split("\t") if part]
+                lines += [segment for segment in line.split("\t") if segment]
                 size += encoded
             if size >= sample_bytes:
                 return lines

@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_search(parser.add_argument_group("search"))
     _add_trials(parser.add_argument_group("trials"))
-    _add_place(parser.add_argument_group("devices"))
+    _add_devices(parser.add_argument_group("devices"))
     _add_output(parser.add_argument_group("output"))
     return parser
 
@@ -150,7 +150,7 @@ def _add_trials(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_place(group: argparse._ArgumentGroup) -> None:
+def _add_devices(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--launcher",
         choices=("local", "slurm"),

@@ -67,29 +67,29 @@ KINDS: dict[str, Callable[[Path, random.Random], str]] = {
 
 
 @dataclass(frozen=True)
-class Trained:
+class UndisturbedRun:
     """Undisturbed run, and a folder with its checkpoints up to the point where others resume."""
 
     folder: Path
-    whole: dict[int, history.Step]
+    reference: dict[int, history.Step]
     ranks: int
 
     def arguments(self, save: Path, iterations: int) -> list[str]:
         return training(save, iterations, SAVE_INTERVAL, *CONSTANT)
 
 
-def train(folder: Path, ranks: int = 2) -> Trained:
+def train(folder: Path, ranks: int = 2) -> UndisturbedRun:
     """The undisturbed run: three checkpoints, and some steps after them in a copy."""
-    trained = Trained(folder, {}, ranks)
+    trained = UndisturbedRun(folder, {}, ranks)
     last = SAVES * SAVE_INTERVAL
     for name, iterations in (("before", last), ("whole", last + MORE)):
         if name == "whole":
             shutil.copytree(folder / "before", folder / name)
         run_well(ranks, trained.arguments(folder / name, iterations), folder / f"logs_{name}")
-    return Trained(folder, dict(history.steps(folder / "whole")), ranks)
+    return UndisturbedRun(folder, dict(history.steps(folder / "whole")), ranks)
 
 
-def files_of(trained: Trained) -> list[str]:
+def files_of(trained: UndisturbedRun) -> list[str]:
     """The files of the newest checkpoint, and the tracker."""
     return [
         *sorted(path.name for path in history.newest(trained.folder / "before").iterdir()),
@@ -97,7 +97,7 @@ def files_of(trained: Trained) -> list[str]:
     ]
 
 
-def hurt(trained: Trained, name: str, kind: str, number: int, seed: int) -> Result:
+def hurt(trained: UndisturbedRun, name: str, kind: str, number: int, seed: int) -> Result:
     """Damage a copy, resume from it, look at what the run took and computed."""
     copy = trained.folder / f"damage_{number}"
     shutil.copytree(trained.folder / "before", copy)
@@ -122,7 +122,7 @@ def hurt(trained: Trained, name: str, kind: str, number: int, seed: int) -> Resu
     else:
         steps = history.steps(copy)
         resumed = steps[0][0] - 1
-        different = history.differing(steps, trained.whole)
+        different = history.differing(steps, trained.reference)
         if different:
             faults.append(f"silently wrong: losses of steps {different} differ")
         # A tracker that is damaged may name an older checkpoint, which is whole, but no newer one.
@@ -147,13 +147,13 @@ def campaign(
 ) -> Iterator[Result]:
     """Every kind of damage to every file, several flips each."""
     trained = train(folder)
-    wanted = [
+    damages = [
         (name, kind)
         for name in files_of(trained)
         for kind in KINDS
         for _ in range(flips if kind == "flip" else 1)
     ]
-    names, kinds = zip(*wanted, strict=True)
-    seeds = [chance.randrange(2**32) for _ in wanted]
+    names, kinds = zip(*damages, strict=True)
+    seeds = [chance.randrange(2**32) for _ in damages]
     with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(partial(hurt, trained), names, kinds, range(len(wanted)), seeds)
+        yield from pool.map(partial(hurt, trained), names, kinds, range(len(damages)), seeds)

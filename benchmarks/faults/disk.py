@@ -150,7 +150,7 @@ def resumed(
     disk: Path,
     metrics: Path,
     flags: tuple[str, ...],
-    wanted: int,
+    expected: int,
     reference: dict[int, history.Step],
     folder: Path,
 ) -> list[str]:
@@ -161,8 +161,8 @@ def resumed(
         return [f"could not be resumed, exit codes {job.codes}: {job.tail()}"]
     steps = history.steps(metrics)
     faults = []
-    if steps[before][0] != wanted + 1:
-        faults.append(f"went on with step {steps[before][0]}, not {wanted + 1}")
+    if steps[before][0] != expected + 1:
+        faults.append(f"went on with step {steps[before][0]}, not {expected + 1}")
     different = history.differing(steps, reference)
     if different:
         faults.append(f"losses of steps {different} are not those of the undisturbed run")

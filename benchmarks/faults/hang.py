@@ -34,12 +34,12 @@ def stop_one(folder: Path, layout: str, victim: int, step: int) -> Result:
     faults: list[str] = []
     stop = {victim: [(strike, "megatron.run.step", step, "stop")]}
     with Job(ranks, [*arguments, *watched], folder / "logs", arms=stop) as job:
-        others = [rank for rank in range(ranks) if rank != victim]
-        if not job.wait_for_end(others, SOON_S):
+        other_ranks = [rank for rank in range(ranks) if rank != victim]
+        if not job.wait_for_end(other_ranks, SOON_S):
             faults.append(
-                f"of ranks {others} some still run after {SOON_S:.0f} s: exit codes {job.codes}"
+                f"of ranks {other_ranks} some still run after {SOON_S:.0f} s: exit codes {job.codes}"
             )
-        elif not all(job.codes[rank] for rank in others):
+        elif not all(job.codes[rank] for rank in other_ranks):
             faults.append(f"exit codes {job.codes}")
     output = job.outputs()
     conclusion = next(

@@ -83,7 +83,7 @@ class Kill:
 
 
 @dataclass
-class Outcome:
+class ChainOutcome:
     """A chain from start to end; `moments` is how many there were to choose from."""
 
     chain: Chain
@@ -133,13 +133,13 @@ def run_chain(
     folder: Path,
     chance: random.Random,
     say: Callable[[str], None] = lambda _: None,
-) -> Outcome:
+) -> ChainOutcome:
     """Kill a training at `kills` points (None: all), let it finish, compare it undisturbed."""
     return _Running(chain, kills, folder, chance, say).run()
 
 
 class _Running:
-    """A chain on its way."""
+    """A chain in progress."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class _Running:
         self.chance = chance
         self.say = say
         self.save = folder / "run"
-        self.outcome = Outcome(chain)
+        self.outcome = ChainOutcome(chain)
         self.last = 5 * SAVE_INTERVAL  # of the run that is listed
         moments = self.listed()
         chance.shuffle(moments)
@@ -187,7 +187,7 @@ class _Running:
             for name, times in sorted(counts[rank].items())
         ]
 
-    def run(self) -> Outcome:
+    def run(self) -> ChainOutcome:
         undisturbed = self.folder / "whole"
         run_well(self.chain.ranks, self.arguments(undisturbed), self.folder / "logs_whole")
         reference = dict(history.steps(undisturbed))
@@ -239,14 +239,16 @@ class _Running:
             if everybody:
                 job.kill()
             codes = job.wait(OTHERS_LEAVE_S + LIMIT_S)
-        others = [
+        other_codes = [
             code
             for rank, code in enumerate(codes)
             if rank != moment.rank and code != -signal.SIGKILL
         ]
         # 0: training was done before the kill; 2: a lost peer; 75: the hang detector's.
         faults = [
-            f"another rank ended with exit code {code}" for code in others if code not in (0, 2, 75)
+            f"another rank ended with exit code {code}"
+            for code in other_codes
+            if code not in (0, 2, 75)
         ]
         if codes[moment.rank] not in (0, -signal.SIGKILL):
             faults.append(f"the victim ended with exit code {codes[moment.rank]}")

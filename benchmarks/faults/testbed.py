@@ -53,9 +53,9 @@ class Testbed:
         try:
             self.control("start")
         except subprocess.SubprocessError as error:
-            said = self._log.read_text(errors="replace")[-2000:]
+            log = self._log.read_text(errors="replace")[-2000:]
             self._end()
-            raise RuntimeError(f"the Slurm testbed did not start: {said}") from error
+            raise RuntimeError(f"the Slurm testbed did not start: {log}") from error
         return self
 
     def __exit__(
@@ -125,9 +125,9 @@ class Testbed:
         while not (log.exists() and re.search(pattern, log.read_text(errors="replace"))):
             now = time.monotonic()
             if ended or now > end:
-                said = log.read_text(errors="replace")[-5000:] if log.exists() else ""
+                output = log.read_text(errors="replace")[-5000:] if log.exists() else ""
                 when = f"before it was {self.state(job)}" if ended else f"within {timeout_s:.0f} s"
-                raise Overdue(f"the job did not say {pattern!r} {when}:\n{said}")
+                raise Overdue(f"the job did not say {pattern!r} {when}:\n{output}")
             time.sleep(0.05)
             # before the next look at the log, so that no last line is missed
             if job and now > asked + 1:
@@ -141,12 +141,12 @@ class Testbed:
         end = time.monotonic() + timeout_s
         while (state := self.state(job)) not in states:
             if time.monotonic() > end:
-                said = (
+                output = (
                     f":\n{log.read_text(errors='replace')[-5000:]}" if log and log.exists() else ""
                 )
                 raise Overdue(
                     f"job {job} is {state}, not {' or '.join(states)}, after {timeout_s:.0f} "
-                    f"s{said}"
+                    f"s{output}"
                 )
             time.sleep(0.2)
         return state

@@ -51,13 +51,13 @@ FACTORIES = (
 )
 
 
-class Stream(types.SimpleNamespace):
+class DummyStream(types.SimpleNamespace):
     """Dummy CUDA stream or event; all work counts as complete."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> DummyStream:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -90,7 +90,7 @@ def cuda_means_cpu() -> None:
         setattr(cuda, name, lambda *_, **__: None)
     cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
     for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
-        setattr(cuda, name, lambda *_, **__: Stream())
+        setattr(cuda, name, lambda *_, **__: DummyStream())
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
     named = torch.Tensor.type
 

@@ -32,7 +32,7 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        matrices = self.param_groups[0]["full_parameters"]
+        full_matrices = self.param_groups[0]["whole"]
         flats = []
         step = 0
         for group in self.param_groups:
@@ -49,7 +49,7 @@ class Lamb(torch.optim.Optimizer):
             p = torch.nn.Parameter(weights)
             p.grad = gradient
             self.inner = self.inner or self.make([p])
-            group = self.param_groups[matrices.group_of[name]]
+            group = self.param_groups[full_matrices.group_of[name]]
             keys = {key: group[key] for key in ("lr", "weight_decay")}
             self.inner.param_groups[0].update(keys, params=[p])
             state = {"step": step - 1, **dict(zip(MOMENTS, moments, strict=True))}
@@ -57,9 +57,9 @@ class Lamb(torch.optim.Optimizer):
             self.inner.step()
             return torch.stack((p, gradient, *(state[name] for name in MOMENTS)), -1)
 
-        if matrices is None:  # of a trial, which shows the state that is kept
+        if full_matrices is None:  # of a trial, which shows the state that is kept
             return
-        matrices(flats, update)
+        full_matrices(flats, update)
         for group, flat in zip(self.param_groups, flats, strict=True):
             (p,) = group["params"]
             weights, _, *moments = flat.unbind(-1)

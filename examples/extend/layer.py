@@ -47,7 +47,8 @@ class ParallelLayer(torch.nn.Module):
     def forward(self, x: torch.Tensor, call: CallContext) -> torch.Tensor:
         normed = self.norm(x)  # [s(/tp), b, h]
         q, k, v = (
-            part(normed).unflatten(-1, (-1, self.head_dim)) for part in (self.q, self.k, self.v)
+            projection(normed).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q, self.k, self.v)
         )
         # q, k, v [s, b, heads/tp, d]
         angles = self.rotary.angles(q.shape[0], call.position_ids, q.device)
@@ -55,9 +56,15 @@ class ParallelLayer(torch.nn.Module):
         k = self.rotary.rotate(self.k_norm(k), angles)
         attended, _ = self.dense(self.attention(call, q, k, v).flatten(2))  # [s(/tp), b, h]
         out, bias = self.mlp(normed)
-        seed, place = call.hidden_mask(x, self.index, Site.MLP_OUTPUT, self.context)
+        seed, row_layout = call.hidden_mask(x, self.index, Site.MLP_OUTPUT, self.context)
         return bias_dropout_add(
-            attended + out, bias, x, self.dropout, seed, self.context.fusions.bias_dropout, place
+            attended + out,
+            bias,
+            x,
+            self.dropout,
+            seed,
+            self.context.fusions.bias_dropout,
+            row_layout,
         )
 
 

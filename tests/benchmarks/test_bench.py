@@ -120,7 +120,7 @@ def test_warm_up_steps_do_not_count(tmp_path):
 
 
 def outcomes(*rounds):
-    return [sides.Outcome(step_s=steps, memory_bytes=2**30, start_s=3.0) for steps in rounds]
+    return [sides.SideOutcome(step_s=steps, memory_bytes=2**30, start_s=3.0) for steps in rounds]
 
 
 def test_ratios_are_taken_within_a_round():

@@ -158,8 +158,8 @@ def test_the_share_of_the_peak_is_in_the_figures():
     case = workloads.cuda_cases(80 * 2**30)[0]
     keys = [(case, side) for side in case.sides[:2]]
     seconds = case.flops / 989.4e12 * 2
-    outcomes = {key: [sides.Outcome(step_s=[seconds])] for key in keys}
-    for gpu, text in (("NVIDIA H100 80GB HBM3", "tokens/s (MFU 50.0 %)"), ("another", "tokens/s")):
+    outcomes = {key: [sides.SideOutcome(step_s=[seconds])] for key in keys}
+    for gpu, said in (("NVIDIA H100 80GB HBM3", "tokens/s (MFU 50.0 %)"), ("another", "tokens/s")):
         table = results.rate_table(bench.rows_of(keys, outcomes, {}, 1, gpu))
         first, second = gpu_check.rates("", [[["a"], ["b"]], table]).split("; ")
         assert first == f"ours {case.tokens / seconds:,.0f} {text}" and second.startswith(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.predict import Row, spearman, summary, table
+from benchmarks.predict import LayoutPrediction, spearman, summary, table
 from benchmarks.predict_layouts import CALIBRATED, LAYOUTS, MODELS
 from megatron.config.command_line import parse_plan
 
@@ -30,7 +30,8 @@ def test_ranking_and_errors():
     assert spearman([1, 2, 3], [30, 20, 10]) == pytest.approx(-1.0)
     assert spearman([1, 2, 3, 4], [1, 2, 4, 3]) == pytest.approx(0.8)  # 1 - 6 * 2 / (4 * 15)
     rows = [
-        Row(LAYOUTS[i], predicted, 1.0, 1.1, {}, []) for i, predicted in enumerate((1.1, 0.7, 1.2))
+        LayoutPrediction(LAYOUTS[i], predicted, 1.0, 1.1, {}, [])
+        for i, predicted in enumerate((1.1, 0.7, 1.2))
     ]
     assert all(figure in summary(rows) for figure in ("20.0 %", "-30.0 %", "23.0 %", "+32.0 %"))
     assert table(rows)[1][3:] == ["1100", "1000", "+10.0 %", "1.10", "+21.0 %"]

@@ -136,15 +136,15 @@ LINES = "".join(f"Zeile {n}: größer,\n\n  or not?\n\tso\n" * (n % 3) for n in 
 
 @pytest.mark.parametrize("bos", [False, True])
 def test_a_text_in_pieces_has_the_tokens_of_the_whole(bos, tmp_path, monkeypatch):
-    monkeypatch.setattr(tokens, "PIECE_BYTES", 700)
+    monkeypatch.setattr(tokens, "TEXT_BLOCK_BYTES", 700)
     tokenizer = byte_pairs(tmp_path / "tokenizer.json", bos=bos)
     (tmp_path / "a.txt").write_text(LINES)
     (tmp_path / "b").write_text("short")
     sources = tokens.text_sources([str(tmp_path / "a.txt"), str(tmp_path / "b")])
-    chunks = list(tokens.text_parts(sources, "text", tokenizer))
-    assert (len(chunks) == 2) == bos  # pieces exist where they can
-    expected = [tokenizer.eod, *tokenizer.encode(LINES), tokenizer.eod, *tokenizer.encode("short")]
-    assert [i for chunk in chunks for i in chunk.tokens.tolist()] == expected
+    parts = list(tokens.text_segments(sources, "text", tokenizer))
+    assert (len(parts) == 2) == bos  # pieces exist where they can
+    whole = [tokenizer.eod, *tokenizer.encode(LINES), tokenizer.eod, *tokenizer.encode("short")]
+    assert [i for part in parts for i in part.tokens.tolist()] == whole
     size = len(LINES.encode()) + 5
     assert (sum(chunk.text_bytes or 0 for chunk in chunks), chunks[-1].read_bytes) == (size, size)
 
@@ -152,24 +152,22 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(bos, tmp_path, monkeypatch
 @pytest.mark.parametrize("bos", [False, True])
 def test_token_files_are_read_as_their_text(bos, tmp_path, monkeypatch):
     """A sequence longer than what is read at once, and runs of short ones."""
-    monkeypatch.setattr(tokens, "PART_TOKENS", 40)
+    monkeypatch.setattr(tokens, "SEGMENT_TOKENS", 40)
     tokenizer = byte_pairs(tmp_path / "tokenizer.json", bos=bos)
     texts = ["ab", "x" * 130, "größer", *map(str, range(50))]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"k": t}) + "\n" for t in texts))
     prefix = str(tmp_path / "data")
     write_documents(tmp_path / "data", [[*tokenizer.encode(t), tokenizer.eod] for t in texts])
-    from_text = list(
-        tokens.text_parts(tokens.text_sources([str(tmp_path / "text.jsonl")]), "k", tokenizer)
+    theirs = list(
+        tokens.text_segments(tokens.text_sources([str(tmp_path / "text.jsonl")]), "k", tokenizer)
     )
-    from_file = list(tokens.file_parts([prefix], tokenizer.vocab_size, tokenizer, count_bytes=True))
-    assert len(from_file) > 4
-    assert np.array_equal(
-        *(np.concatenate([p.tokens for p in chunks]) for chunks in (from_file, from_text))
-    )
-    assert sum(chunk.text_bytes or 0 for chunk in from_file) == len("".join(texts).encode())
-    assert from_file[-1].read_bytes == tokens.file_bytes([prefix])
+    ours = list(tokens.file_segments([prefix], tokenizer.vocab_size, tokenizer, count_bytes=True))
+    assert len(ours) > 4
+    assert np.array_equal(*(np.concatenate([p.tokens for p in parts]) for parts in (ours, theirs)))
+    assert sum(part.text_bytes or 0 for part in ours) == len("".join(texts).encode())
+    assert ours[-1].read_bytes == tokens.file_bytes([prefix])
     with pytest.raises(DataError, match=str(tokenizer.eod)):
-        list(tokens.file_parts([prefix], tokenizer.eod, None, count_bytes=True))
+        list(tokens.file_segments([prefix], tokenizer.eod, None, count_bytes=True))
 
 
 def test_unusable_texts_are_named(tmp_path):
@@ -177,8 +175,8 @@ def test_unusable_texts_are_named(tmp_path):
     path = tmp_path / "a.txt"
     for content, message in ((b"", "empty"), (b"1 2\n\xff", "byte 4"), (b"1 12", "12")):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=message) as caught:
-            list(tokens.text_parts(tokens.text_sources([str(path)]), "text", tokenizer))
+        with pytest.raises(DataError, match=found) as caught:
+            list(tokens.text_segments(tokens.text_sources([str(path)]), "text", tokenizer))
         assert str(path) in str(caught.value)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from megatron import metrics_file
 from megatron.training.report import events as training_events
-from megatron_report.reading import holding
+from megatron_report.reading import effective_records
 from tests.tools.measured import records, settings, write
 from tools import report
 
@@ -193,7 +193,9 @@ def test_a_resumed_run_and_a_roll_back_replace_what_is_done_again():
     resumed = {"event": "start", "iteration": 20}
     first = [start, step(10, 3.0), step(20, 2.0), step(30, 9.0), step(40, 9.0)]
     for back in (spike, resumed):
-        steps = [r for r in holding([*first, back, step(30, 1.5)]) if r["event"] == "iteration"]
+        steps = [
+            r for r in effective_records([*first, back, step(30, 1.5)]) if r["event"] == "iteration"
+        ]
         assert [(r["iteration"], r["lm_loss"]) for r in steps] == [(10, 3.0), (20, 2.0), (30, 1.5)]
 
 

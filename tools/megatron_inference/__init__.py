@@ -1,1 +1,1 @@
-"""Use of a trained model, on any layout."""
+"""Inference with a trained model, on any layout."""

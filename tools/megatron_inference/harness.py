@@ -21,14 +21,14 @@ from megatron.training.run.generate import GenerativeModel, Limits, Sampling, ge
 from megatron.training.run.tasks import context_of, request_of, score
 from megatron_preparation.progress import ByteProgress
 
-_NEW_TOKENS = 256  # most that are generated where a task does not say, as in the harness
+_NEW_TOKENS = 256  # default limit of a task, as in the harness
 
 
 class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
     """A model of this framework, on any layout, for the harness.
 
-    All ranks of `model` make one and call it with the same requests. `micro_batch_size` texts are
-    in one forward pass.
+    Every rank of `model` creates one and calls it with the same requests. A forward pass has
+    `micro_batch_size` texts.
     """
 
     def __init__(self, model: GenerativeModel, micro_batch_size: int = 4) -> None:
@@ -46,7 +46,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the beginning of every text, or else the end-of-document token."""
+        """Return the token that begins every text, or else the end-of-document token."""
         if self._text.bos is not None:
             return self._text.bos
         return next(iter(self._text.encode_beginning("")), self._text.eod)
@@ -62,16 +62,16 @@ class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        wanted = [request_of(before, after, self.max_length) for _, before, after in requests]
+        scored = [request_of(before, after, self.max_length) for _, before, after in requests]
         first = self._model.topology.world.is_first
-        with ByteProgress("log-likelihoods", len(wanted), unit="texts") as progress:
+        with ByteProgress("log-likelihoods", len(scored), unit="texts") as progress:
             scores = score(
                 self._model,
-                wanted,
+                scored,
                 micro_batch_size=self._size,
                 on_progress=progress.update if first else lambda done: None,
             )
-        answers = [(found.log_likelihood, found.greedy) for found in scores]
+        answers = [(result.log_likelihood, result.greedy) for result in scores]
         for (texts, *_), answer in zip(requests, answers, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
@@ -80,10 +80,10 @@ class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        parts = list[tuple[None, list[int], list[int]]]()
+        disjoint = list[tuple[None, list[int], list[int]]]()
         owners = list[int]()
         for number, request in enumerate(requests):
-            # The windows put the prefix token first, so that it comes once.
+            # The windows add the prefix token: without it here it occurs once.
             ids = self.tok_encode(request.args[0], False)
             prefix = self.prefix_token_id
             windows = utils.get_rolling_token_windows(
@@ -93,39 +93,39 @@ class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
                 context_len=1,
             )
             for before, after in map(utils.make_disjoint_window, windows):
-                parts.append((None, before, after))
+                disjoint.append((None, before, after))
                 owners.append(number)
         sums = [0.0] * len(requests)
-        for owner, (value, _) in zip(owners, self._loglikelihood_tokens(parts), strict=True):
+        for owner, (value, _) in zip(owners, self._loglikelihood_tokens(disjoint), strict=True):
             sums[owner] += value
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        alike = defaultdict[str, list[int]](list)
+        by_arguments = defaultdict[str, list[int]](list)
         for number, request in enumerate(requests):
-            alike[repr(request.args[1])].append(number)
+            by_arguments[repr(request.args[1])].append(number)
         texts = [""] * len(requests)
         first = self._model.topology.world.is_first
         done = 0
         with ByteProgress("generated", len(requests), unit="texts") as progress:
-            for numbers in alike.values():
+            for numbers in by_arguments.values():
                 numbers.sort(key=lambda i: -len(requests[i].args[0]))
                 for at in range(0, len(numbers), self._size):
-                    some = numbers[at : at + self._size]
-                    prompts = [requests[i].args[0] for i in some]
-                    found = self._continued(prompts, requests[some[0]].args[1])
-                    for i, text in zip(some, found, strict=True):
+                    batch = numbers[at : at + self._size]
+                    prompts = [requests[i].args[0] for i in batch]
+                    continuations = self._continue(prompts, requests[batch[0]].args[1])
+                    for i, text in zip(batch, continuations, strict=True):
                         texts[i] = text
                         self.cache_hook.add_partial("generate_until", requests[i].args, text)
-                    done += len(some)
+                    done += len(batch)
                     if first:
                         progress.update(done)
         return texts
 
-    def _continued(self, prompts: Sequence[str], wanted: Mapping[str, Any]) -> list[str]:
-        settings = utils_of_models.normalize_gen_kwargs(dict(wanted), _NEW_TOKENS)
+    def _continue(self, prompts: Sequence[str], arguments: Mapping[str, Any]) -> list[str]:
+        settings = utils_of_models.normalize_gen_kwargs(dict(arguments), _NEW_TOKENS)
         until = [stop for stop in settings["until"] if stop]
-        found = generate(
+        continuations = generate(
             self._model,
             prompts,
             max_new_tokens=settings["max_gen_toks"],
@@ -136,10 +136,10 @@ class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
             ),
             limits=Limits(until, context=self.max_length, cut=True),
         )
-        return [self._bare(continuation.ids, until) for continuation in found]
+        return [self._bare(continuation.ids, until) for continuation in continuations]
 
     def _bare(self, ids: Sequence[int], until: Sequence[str]) -> str:
-        """Return a text as the harness wants it: without special tokens, then up to a stop."""
+        """Decode as the harness expects: without special tokens, cut at the first stop string."""
         left_out = self._text.special | {self._text.eod}
         text = self._text.decode([i for i in ids if i not in left_out])
         for stop in until:
@@ -156,13 +156,13 @@ def evaluate_harness(
     limit: int | None = None,
     micro_batch_size: int = 4,
 ) -> dict[str, dict[str, float]]:
-    """Return {task: {metric: value}} of tasks; on the first rank, {} on the others.
+    """Evaluate tasks; return {task: {metric: value}} on the first rank, {} on the others.
 
-    All ranks call this. Raises DataError for whatever the harness finds wrong.
+    All ranks call this. Raises DataError for any error of the harness.
     """
     lm = MegatronLM(model, micro_batch_size)
     try:
-        found = simple_evaluate(
+        results = simple_evaluate(
             lm,
             tasks=list(names),
             num_fewshot=num_fewshot,
@@ -181,7 +181,7 @@ def evaluate_harness(
             for metric, value in figures.items()
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
-        for task, figures in ((found or {}).get("results") or {}).items()
+        for task, figures in ((results or {}).get("results") or {}).items()
     }
 
 

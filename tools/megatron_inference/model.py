@@ -1,4 +1,4 @@
-"""Loading of a checkpoint's model and tokenizer onto all processes of a tool.
+"""Loading of a checkpoint's model and tokenizer on all processes of a tool.
 
 torch is imported once the command line is known to be valid.
 """
@@ -37,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="the --save folder of a training run; hf:FOLDER, a model in the format of Hugging Face",
     )
     parser.add_argument(
-        "--load-tag", metavar="NAME", help="another checkpoint in that folder (default: the newest)"
+        "--load-tag", metavar="NAME", help="checkpoint in that folder (default: the newest)"
     )
     parser.add_argument(
         "--allow-older",
@@ -48,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ema",
         action="store_true",
-        help="use the average of the weights of a training with --ema-decay",
+        help="use the averaged weights of a run trained with --ema-decay",
     )
     parser.add_argument("--tensor-model-parallel-size", type=integer(), default=1, metavar="N")
     parser.add_argument("--pipeline-model-parallel-size", type=integer(), default=1, metavar="N")
@@ -56,10 +56,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer-model",
         metavar="PATH",
-        help="path, if moved since training",
+        help="path of the tokenizer model, if it has moved since training",
     )
-    parser.add_argument("--vocab-file", metavar="FILE", help="path, if moved since training")
-    parser.add_argument("--merge-file", metavar="FILE", help="path, if moved since training")
+    parser.add_argument("--vocab-file", metavar="FILE", help="path, if it has moved since training")
+    parser.add_argument("--merge-file", metavar="FILE", help="path, if it has moved since training")
     parser.add_argument(
         "--distributed-timeout-minutes", type=real(525600), default=10.0, metavar="MINUTES"
     )
@@ -83,8 +83,8 @@ def run_with_model(
 ) -> int:
     """Connect all processes, load the model, call `use`, and return the exit code.
 
-    `args` has the flags of add_flags. `files` are read besides the model and must be the same for
-    all. `changed` are settings other than the checkpoint's, None for those that stay.
+    `args` has the flags of add_flags. `files` are read in addition to the model and must be the
+    same on all. `changed` are settings that replace the checkpoint's; None keeps a setting.
     """
     try:
         launch = detect_launch()

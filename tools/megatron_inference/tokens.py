@@ -2,7 +2,7 @@
 
 Tokens are in the order and form of training data: an end-of-document token (EOD) precedes every
 document of a text. The one before the first gives its first token a context. Memory is bounded by
-the longest document; long plain texts are read in pieces.
+the longest document; long plain texts are read in blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.errors import DataError
 from megatron_preparation.encode import PreprocessOptions, texts_of_block
 from megatron_preparation.sources import (
     MAX_DOCUMENT_BYTES,
-    Source,
+    InputFile,
     find_sources,
     open_source,
     read_errors,
@@ -30,15 +30,15 @@ from megatron_preparation.sources import (
 )
 
 Ids = npt.NDArray[np.int64]
-PIECE_BYTES = 1 << 20  # of a plain text that is tokenized at once
-PART_TOKENS = 1 << 20  # of a token file that are read at once
+TEXT_BLOCK_BYTES = 1 << 20  # of a plain text that is tokenized at once
+SEGMENT_TOKENS = 1 << 20  # of a token file that are read at once
 _CONTEXT_BYTES = 256  # on both sides of a cut, in which the tokens must not change
 _CUTS = 64  # line ends that are tried before more text is read
 _ROWS = {".jsonl", ".json", ".ndjson", ".parquet", ".pq"}
 
 
 @dataclass(frozen=True)
-class Part:
+class TokenSegment:
     """Consecutive tokens, the bytes of their text, and the bytes of the input read so far.
 
     text_bytes   in UTF-8, without EOD; None if it was not asked for or there is no tokenizer
@@ -61,36 +61,38 @@ class Window:
     stop: int
 
 
-def text_sources(paths: Sequence[str]) -> list[Source]:
+def text_sources(paths: Sequence[str]) -> list[InputFile]:
     """Return the files of `paths`: JSON lines and parquet by their suffix, others as plain text.
 
     Raises DataError for a missing or empty file.
     """
-    found = []
+    sources = []
     for source in (one for path in paths for one in find_sources([path])):
         rows = _ROWS & set(Path(source.path).suffixes)
-        found.append(source if rows else replace(source, kind="text"))
+        sources.append(source if rows else replace(source, kind="text"))
         if not source.size:
             raise DataError(f"{source.path}: the file is empty: there is nothing to evaluate")
-    return found
+    return sources
 
 
-def text_parts(sources: Sequence[Source], json_key: str, tokenizer: Tokenizer) -> Iterator[Part]:
+def text_segments(
+    sources: Sequence[InputFile], json_key: str, tokenizer: Tokenizer
+) -> Iterator[TokenSegment]:
     """Yield the tokens of texts.
 
-    Raises DataError, with file and place, for a text that cannot be read, decoded or tokenized.
+    Raises DataError, with file and location, for a text that cannot be read, decoded or tokenized.
     """
     options = PreprocessOptions({}, (json_key,))
     before = 0
     for source in sources:
         if source.kind == "text":
             opened = False
-            for text, read in _pieces(source, tokenizer):
+            for text, read in _text_blocks(source, tokenizer):
                 tokens, _ = _encode([text], source, tokenizer)
                 if len(tokens) and not opened:
                     tokens = np.insert(tokens, 0, tokenizer.eod)
                     opened = True
-                yield Part(tokens, len(text.encode()), before + read)
+                yield TokenSegment(tokens, len(text.encode()), before + read)
         else:
             for block in read_sources([source], [json_key]):
                 (texts,) = texts_of_block(block, options)
@@ -98,19 +100,19 @@ def text_parts(sources: Sequence[Source], json_key: str, tokenizer: Tokenizer) -
                 starts = (np.cumsum(sizes, dtype=np.int64) - sizes)[sizes > 0]
                 bytes_ = sum(len(text.encode()) for text in texts)
                 tokens = np.insert(tokens, starts, tokenizer.eod)
-                yield Part(tokens, bytes_, before + block.file_bytes)
+                yield TokenSegment(tokens, bytes_, before + block.file_bytes)
         before += source.size
 
 
 def _encode(
-    texts: Sequence[str], source: Source, tokenizer: Tokenizer
+    texts: Sequence[str], source: InputFile, tokenizer: Tokenizer
 ) -> tuple[Ids, npt.NDArray[np.int32]]:
     try:
         ids, sizes = tokenizer.encode_batch_arrays(texts, np.int64)
     except DataError as error:
         raise DataError(f"{source.path}: {error}") from error
     tokens = ids.astype(np.int64, copy=False)
-    if tokenizer.behind:  # EOD precedes every document, so it does not follow it too
+    if tokenizer.behind:  # EOD precedes every document: drop the one that the tokenizer appends
         ends = np.cumsum(sizes, dtype=np.int64)[sizes > 0] - 1
         ended = tokens[ends] == tokenizer.eod
         tokens = np.delete(tokens, ends[ended])
@@ -118,14 +120,14 @@ def _encode(
     return tokens, sizes
 
 
-def _pieces(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
-    """Yield a plain text in pieces whose tokens are those of the whole, and the bytes read."""
-    held = bytearray()
+def _text_blocks(source: InputFile, tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
+    """Yield blocks of a text, whose tokens are those of the entire text, and the bytes read."""
+    buffer = bytearray()
     done = 0
 
     def decoded(size: int) -> str:
         try:
-            return held[:size].decode()
+            return buffer[:size].decode()
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{source.path}: not UTF-8: {error.reason} at byte {done + error.start}"
@@ -133,70 +135,70 @@ def _pieces(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
 
     try:
         with open_source(source) as (stream, read_bytes):
-            while block := stream.read(PIECE_BYTES):
-                held += block if done or held else block.removeprefix(codecs.BOM_UTF8)
-                if size := _cut(held, tokenizer):
+            while block := stream.read(TEXT_BLOCK_BYTES):
+                buffer += block if done or buffer else block.removeprefix(codecs.BOM_UTF8)
+                if size := _cut(buffer, tokenizer):
                     yield decoded(size), read_bytes()
                     done += size
-                    del held[:size]
-                elif len(held) > MAX_DOCUMENT_BYTES:
+                    del buffer[:size]
+                elif len(buffer) > MAX_DOCUMENT_BYTES:
                     raise DataError(
                         f"{source.path}: more than {MAX_DOCUMENT_BYTES} bytes from byte {done} on "
                         "without a line end at which this tokenizer's text can be cut: give JSON "
                         "lines with shorter documents"
                     )
-            if held:
-                yield decoded(len(held)), source.size
+            if buffer:
+                yield decoded(len(buffer)), source.size
     except read_errors() as error:
         raise DataError(f"{source.path}: cannot be read: {error}") from error
 
 
-def _cut(held: bytearray, tokenizer: Tokenizer) -> int:
+def _cut(buffer: bytearray, tokenizer: Tokenizer) -> int:
     """Return how many bytes to tokenize, up to one of the last line ends; 0 if no cut is safe.
 
     A cut is safe if the tokens on both sides of it are the same with and without it. Tokenizers
-    that put something before every text have no safe cuts.
+    that add a prefix to every text have no safe cuts.
     """
-    end = len(held) - _CONTEXT_BYTES
+    end = len(buffer) - _CONTEXT_BYTES
     for _ in range(_CUTS):
-        end = held.rfind(b"\n", 0, max(end, 0)) + 1
+        end = buffer.rfind(b"\n", 0, max(end, 0)) + 1
         if not end:
             return 0
         first = max(end - _CONTEXT_BYTES, 0)
         left, right = (
-            bytes(part).decode(errors="ignore")
-            for part in (held[first:end], held[end : end + _CONTEXT_BYTES])
+            bytes(side).decode(errors="ignore")
+            for side in (buffer[first:end], buffer[end : end + _CONTEXT_BYTES])
         )
-        whole, *parts = tokenizer.encode_batch([left + right, left, right])
-        if whole == [i for part in parts for i in part]:
+        joined, *separate = tokenizer.encode_batch([left + right, left, right])
+        if joined == [i for side in separate for i in side]:
             return end
         end -= 1
     return 0
 
 
-def file_parts(
+def file_segments(
     prefixes: Sequence[str], vocab_size: int, tokenizer: Tokenizer | None, *, count_bytes: bool
-) -> Iterator[Part]:
+) -> Iterator[TokenSegment]:
     """Yield the tokens of token files as they are stored, with EOD before the first.
 
     An EOD at the very end of a file is left out, since none follows the last document of a text.
     `count_bytes`: decode the tokens to count the bytes of the text; a sequence of more than
-    PART_TOKENS is decoded in parts. Raises DataError for damaged files and for ids of another
+    SEGMENT_TOKENS is decoded in segments. Raises DataError for damaged files and for ids of another
     vocabulary.
     """
-    # Tokens that a tokenizer puts around every text are not part of it.
+    # Tokens that a tokenizer puts around every text do not belong to it.
     marks = [] if tokenizer is None else [tokenizer.eod, *tokenizer.encode("")]
     before = 0
     for prefix in prefixes:
         data = IndexedDataset(prefix)
         left = data.num_tokens
         if tokenizer is not None:
-            yield Part(np.array([tokenizer.eod], np.int64), 0, before)
+            yield TokenSegment(np.array([tokenizer.eod], np.int64), 0, before)
             last = data[len(data) - 1] if len(data) else np.empty(0)
             left -= len(last) > 0 and int(last[-1]) == tokenizer.eod
-        for pieces in _runs(data.sizes):
-            tokens = np.empty(int(pieces.lengths.sum()), np.int64)
-            data.gather(pieces, tokens)
+        for slices in _runs(data.sizes):
+            tokens = np.empty(int(slices.lengths.sum()), np.int64)
+            data.gather(slices, tokens)
             if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
                 raise DataError(
                     f"{prefix}: token ids from {tokens.min()} to {tokens.max()}, but the model has "
@@ -205,25 +207,25 @@ def file_parts(
             before += len(tokens) * data.dtype.itemsize
             text_bytes = None
             if count_bytes and tokenizer is not None:
-                texts = np.split(tokens, np.cumsum(pieces.lengths)[:-1])
+                texts = np.split(tokens, np.cumsum(slices.lengths)[:-1])
                 text_bytes = sum(
                     len(tokenizer.decode(ids[~np.isin(ids, marks)].tolist()).encode())
                     for ids in texts
                 )
-            yield Part(tokens[:left], text_bytes, before)
+            yield TokenSegment(tokens[:left], text_bytes, before)
             left -= len(tokens)
 
 
 def _runs(sizes: npt.NDArray[np.int32]) -> Iterator[SequenceSlices]:
-    """Yield pieces of sequences, together about PART_TOKENS."""
+    """Yield slices of sequences, each of about SEGMENT_TOKENS in total."""
     first = 0
     while first < len(sizes):
-        ends = np.cumsum(sizes[first : first + PART_TOKENS], dtype=np.int64)
-        count = max(1, int(np.searchsorted(ends, PART_TOKENS, side="right")))
+        ends = np.cumsum(sizes[first : first + SEGMENT_TOKENS], dtype=np.int64)
+        count = max(1, int(np.searchsorted(ends, SEGMENT_TOKENS, side="right")))
         size = int(ends[0])
-        if size > PART_TOKENS:
-            for offset in range(0, size, PART_TOKENS):
-                length = min(PART_TOKENS, size - offset)
+        if size > SEGMENT_TOKENS:
+            for offset in range(0, size, SEGMENT_TOKENS):
+                length = min(SEGMENT_TOKENS, size - offset)
                 yield SequenceSlices(*np.array([[first], [offset], [length]]))
         else:
             sequences = np.arange(first, first + count)
@@ -241,21 +243,21 @@ def file_bytes(prefixes: Sequence[str]) -> int:
         raise DataError(f"{error.filename}: {error.strerror}") from error
 
 
-def windows(parts: Iterable[Ids], context: int, stride: int) -> Iterator[Window]:
+def windows(arrays: Iterable[Ids], context: int, stride: int) -> Iterator[Window]:
     """Yield windows that begin every `stride` tokens, and in which every token counts once.
 
     Each predicts the tokens that the windows before it did not reach, with at least context -
-    stride + 1 tokens before them, except at the very beginning. The first token of all is not
-    predicted. A last window is filled up with zeros.
+    stride + 1 tokens before them, except at the very beginning. The very first token is not
+    predicted. The last window is padded with zeros.
     """
-    held = np.empty(0, np.int64)
+    buffer = np.empty(0, np.int64)
     start = 0
-    for part in parts:
-        held = np.concatenate([held, part])
-        while len(held) > context:
-            yield Window(held[: context + 1], start, context)
-            held = held[stride:]
+    for ids in arrays:
+        buffer = np.concatenate([buffer, ids])
+        while len(buffer) > context:
+            yield Window(buffer[: context + 1], start, context)
+            buffer = buffer[stride:]
             start = context - stride
-    stop = len(held) - 1
+    stop = len(buffer) - 1
     if stop > start:
-        yield Window(np.pad(held, (0, context - stop)), start, stop)
+        yield Window(np.pad(buffer, (0, context - stop)), start, stop)

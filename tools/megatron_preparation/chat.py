@@ -1,15 +1,16 @@
 """Text of conversations, and the part of it that the model has to learn.
 
 A line of JSON has {"messages": [{"role", "content"}, ...]}, and a chat template turns it into text,
-or {"prompt", "completion"}, whose text is the two together. Turns of the assistant and completions
-are in the loss, everything else only gives context.
+or {"prompt", "completion"}, which are concatenated. Turns of the assistant and completions are in
+the loss, everything else only gives context.
 
 A template is Jinja as in Hugging Face's tokenizer_config.json: the same variables, options and
 sandbox as in transformers, without strftime_now, so that a text does not depend on the day. What
 stands between {% generation %} and {% endgeneration %} is in the loss. Without these marks, it is
 what the template's loop writes for a turn of the assistant, without what it writes for
 add_generation_prompt. A template without such a loop is rendered up to the beginning and up to the
-end of each turn, and the difference is in the loss; the parts must be beginnings of the whole.
+end of each turn, and the difference is in the loss; each rendering must be a prefix
+of the full one.
 
 A template that is not the built-in one runs in a process with limits of time and memory.
 
@@ -65,7 +66,7 @@ Spans = tuple[tuple[int, int], ...]
 class Conversation:
     """A text and the ranges of its characters that are in the loss, in order.
 
-    around   whether the tokens that the tokenizer puts around every text are wanted
+    around   whether to add the tokens that the tokenizer puts around every text
     """
 
     text: str
@@ -75,12 +76,12 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Chat:
-    """How lines become conversations.
+    """Conversion of lines to conversations.
 
     template    source of the chat template
     tokens      names of special tokens, and their texts, for the template
-    max_tokens  of a conversation; a longer one is unusable. None: any number
-    tool_use    source of the template of conversations with tools; None: the same
+    max_tokens  of a conversation; a longer one is bad input. None: no limit
+    tool_use    source of the template of conversations with tools; None: `template`
     """
 
     template: str = DEFAULT
@@ -92,26 +93,26 @@ class Chat:
         """Return the conversation of a line. Raises DataError for a line of another form."""
         if "messages" in document:
             text, in_loss = self._render(document["messages"], document.get("tools"))
-            found = Conversation(text, in_loss, around=False)
+            conversation = Conversation(text, in_loss, around=False)
         elif "prompt" in document and "completion" in document:
             prompt = document["prompt"]
             completion = document["completion"]
             if not isinstance(prompt, str) or not isinstance(completion, str):
                 raise DataError("'prompt' and 'completion' must both be strings")
             text = prompt + completion
-            found = Conversation(text, ((len(prompt), len(text)),), around=True)
+            conversation = Conversation(text, ((len(prompt), len(text)),), around=True)
         else:
             raise DataError(
                 "no key 'messages', and not both 'prompt' and 'completion': there are "
                 f"{sorted(document)!s:.300}"
             )
         try:
-            found.text.encode()
+            conversation.text.encode()
         except UnicodeEncodeError:
             raise DataError("half of a surrogate pair, which is not a character") from None
-        if not any(start < stop for start, stop in found.in_loss):
+        if not any(start < stop for start, stop in conversation.in_loss):
             raise DataError("no turn of the assistant and no completion: nothing is in the loss")
-        return found
+        return conversation
 
     def encode(
         self, conversation: Conversation, tokenizer: Tokenizer, *, append_eod: bool
@@ -127,7 +128,7 @@ class Chat:
         before = np.cumsum(inside)
         marks = before[places[:, 1]] > before[places[:, 0]]
         with_text = np.flatnonzero(places[:, 1] > places[:, 0])
-        # of each token, the last one up to it that has characters; none before the first
+        # for each token, the last one up to it that has characters; -1 before the first
         last = np.searchsorted(with_text, np.arange(len(ids)), side="right") - 1
         marks = np.where(last >= 0, marks[with_text[last]], False) if len(with_text) else marks
         if append_eod and len(ids) and ids[-1] != tokenizer.eod:
@@ -168,7 +169,7 @@ def _process_of(chat: Chat) -> LimitedProcess:
 
 
 def serve(about: dict[str, Any]) -> Callable[[Any], tuple[str, Spans] | None]:
-    """Return the child's function of messages and tools. Raises ConfigError for a mistake."""
+    """Return the child's function that renders messages and tools. Raises ConfigError."""
     chat = Chat(**about)
     compiled(chat.template)
     return lambda request: None if request is None else rendered(chat, *request)
@@ -177,7 +178,7 @@ def serve(about: dict[str, Any]) -> Callable[[Any], tuple[str, Spans] | None]:
 def rendered(chat: Chat, messages: list[dict[str, Any]], tools: Any) -> tuple[str, Spans]:
     """Return the text of a conversation, and its ranges in the loss. Raises DataError."""
     messages = [_with_reasoning(message) for message in messages]
-    text, spans = _parted(_text(chat, messages, tools))
+    text, spans = _split_at_marks(_text(chat, messages, tools))
     if _MARKED.search(chat.template):
         return text, spans
     if (turns := _turns(chat, text, messages, tools)) is not None:
@@ -189,8 +190,8 @@ def rendered(chat: Chat, messages: list[dict[str, Any]], tools: Any) -> tuple[st
         stop = _text(chat, messages[: i + 1], tools)
         if not (text.startswith(stop) and stop.startswith(start)):
             raise DataError(
-                f"message {i}: the chat template writes it in another way when others follow, "
-                "so its place in the text is not known: put {% generation %} and "
+                f"message {i}: the chat template writes it differently when others follow, "
+                "so its position in the text is unknown: put {% generation %} and "
                 "{% endgeneration %} around the assistant's turns in the template"
             )
         spans += ((len(start), len(stop)),)
@@ -202,11 +203,11 @@ def _turns(chat: Chat, text: str, messages: list[dict[str, Any]], tools: Any) ->
 
     A turn is what the pass of a loop over the messages writes for it, without the beginning that
     add_generation_prompt writes; what follows the loop belongs to the last one. None if no loop
-    writes each turn once, or the text is another one with marks in it.
+    writes each turn once, or if marks change the text.
     """
-    places = _passes(_text(chat, messages, tools, turns=True), text)
+    ranges = _passes(_text(chat, messages, tools, turns=True), text)
     numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if places is None or any(i not in places for i in numbers):
+    if ranges is None or any(i not in ranges for i in numbers):
         return None
     if not numbers:
         return ()
@@ -219,7 +220,7 @@ def _turns(chat: Chat, text: str, messages: list[dict[str, Any]], tools: Any) ->
     beginning = ahead[max((stop for _, stop in before.values()), default=0) :]
     spans = list[tuple[int, int]]()
     for i in numbers:
-        start, stop = places[i]
+        start, stop = ranges[i]
         pairs = enumerate(zip(beginning, text[start:stop], strict=False))
         shared = next((at for at, (a, b) in pairs if a != b), min(len(beginning), stop - start))
         spans.append((start + shared, stop))
@@ -230,25 +231,25 @@ def _turns(chat: Chat, text: str, messages: list[dict[str, Any]], tools: Any) ->
 
 def _passes(marked: str, text: str) -> dict[int, tuple[int, int]] | None:
     """Return the range in `text` of what was written for each message; None if ambiguous."""
-    places = dict[int, tuple[int, int]]()
+    ranges = dict[int, tuple[int, int]]()
     bare = list[str]()
     opened = list[Any]()
     length = 0
-    for piece in re.split(f"({_TURN}[0-9]*{_NAMED}|{_LEFT})", marked):
-        if piece[:1] == _TURN:
-            opened.append((piece[1:-1], length))
-        elif piece == _LEFT:
+    for fragment in re.split(f"({_TURN}[0-9]*{_NAMED}|{_LEFT})", marked):
+        if fragment[:1] == _TURN:
+            opened.append((fragment[1:-1], length))
+        elif fragment == _LEFT:
             if not opened:
                 return None
             number, start = opened.pop()
             if number and start < length:
-                if int(number) in places:
+                if int(number) in ranges:
                     return None
-                places[int(number)] = start, length
+                ranges[int(number)] = start, length
         else:
-            bare.append(piece)
-            length += len(piece)
-    return None if opened or "".join(bare) != text else places
+            bare.append(fragment)
+            length += len(fragment)
+    return None if opened or "".join(bare) != text else ranges
 
 
 def _text(
@@ -324,11 +325,11 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Namespace(Namespace):
-    """As in transformers: no names with an underscore in front."""
+    """Namespace without names that begin with an underscore, as in transformers."""
 
     def __init__(*args: Any, **names: Any) -> None:
-        self, *given = args
-        values = dict(*given, **names)
+        self, *positional = args
+        values = dict(*positional, **names)
         for name in values:
             _Namespace._check(name)
         Namespace.__init__(self, values)
@@ -345,7 +346,7 @@ class _Namespace(Namespace):
 
 @functools.cache
 def compiled(template: str, turns: bool = False) -> Template:
-    """Return a template that can be rendered. Raises ConfigError with the line of a mistake."""
+    """Return a template that can be rendered. Raises ConfigError with the line of an error."""
 
     def to_json(
         value: Any,
@@ -377,7 +378,7 @@ def compiled(template: str, turns: bool = False) -> Template:
         return environment.from_string(template)
     except MemoryError:
         raise
-    except Exception as error:  # also Python's, for what its compiler does not take
+    except Exception as error:  # also Python's own, for code that its compiler rejects
         line = getattr(error, "lineno", None) if isinstance(error, TemplateError) else None
         raise ConfigError(
             f"the chat template cannot be used: {type(error).__name__}: {error!s:.300}"
@@ -385,23 +386,23 @@ def compiled(template: str, turns: bool = False) -> Template:
         ) from None
 
 
-def _parted(marked: str) -> tuple[str, Spans]:
-    """Return a text without marks, and the ranges between them."""
+def _split_at_marks(marked: str) -> tuple[str, Spans]:
+    """Remove the marks from a text; return it and the ranges between them."""
     texts = list[str]()
     spans = list[tuple[int, int]]()
     length = 0
     start: int | None = None
-    for piece in re.split(f"([{_BEGIN}{_END}])", marked):
-        if piece == _BEGIN and start is None:
+    for fragment in re.split(f"([{_BEGIN}{_END}])", marked):
+        if fragment == _BEGIN and start is None:
             start = length
-        elif piece == _END and start is not None:
+        elif fragment == _END and start is not None:
             spans.append((start, length))
             start = None
-        elif piece in (_BEGIN, _END):
+        elif fragment in (_BEGIN, _END):
             raise DataError("the chat template has {% generation %} within {% generation %}")
         else:
-            texts.append(piece)
-            length += len(piece)
+            texts.append(fragment)
+            length += len(fragment)
     return "".join(texts), tuple(spans)
 
 
@@ -412,8 +413,8 @@ def find_chat(
 
     Also return its origin. `tokenizer_model` is the path of an HFTokenizer, whose folder may
     have templates with names, as in transformers: "default", and "tool_use" for conversations with
-    tools. Raises DataError for files that cannot be read, ConfigError for a template with a
-    mistake.
+    tools. Raises DataError for files that cannot be read, ConfigError for an invalid
+    template.
     """
     templates = {"default": DEFAULT}
     origin = "the built-in one"

@@ -1,8 +1,8 @@
 """Tokenization of blocks of documents, in one process or several.
 
-Unusable documents are left out and reported.
-Worker processes return blocks in their order. A few blocks per worker are in flight, so that no
-worker is idle and memory does not grow when one takes long.
+Unusable documents are left out and reported. Worker processes return blocks in their order. A few
+blocks per worker are in flight, so that no worker is idle and memory does not grow when one takes
+long.
 """
 
 from __future__ import annotations
@@ -44,19 +44,16 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 class PreprocessOptions:
     """Options that determine the output.
 
-    tokenizer: the arguments of build_tokenizer.
-    json_keys: keys of a JSON line, or columns of a parquet file, to tokenize, each into files of
-    its own. Plain text
-        counts as each of the keys.
-    append_eod: end every document with the tokenizer's eod, unless it ends so already.
-    split_sentences: one sequence per sentence, cut after . ! ? and at line ends; with
-    `keep_newlines` the white space
-        between sentences is kept at the end of the earlier one.
-    input_format: 'jsonl', 'text' (one document per file), 'parquet', or 'auto' (by suffix); .gz and
-    .zst are always
-        unpacked.
-    chat: read JSON lines of messages, or of prompt and completion, and write a loss mask too;
-        json_keys is the one name of the output.
+    tokenizer        arguments of build_tokenizer
+    json_keys        keys of a JSON line, or columns of a parquet file, to tokenize, each into
+                     separate files; plain text counts as each of the keys
+    append_eod       end every document with the tokenizer's eod, unless it already does
+    split_sentences  one sequence per sentence, cut after . ! ? and at line ends
+    keep_newlines    keep white space between sentences, at the end of the earlier one
+    input_format     'jsonl', 'text' (one document per file), 'parquet', or 'auto' (by suffix); .gz
+                     and .zst are always decompressed
+    chat             read JSON lines of messages, or of prompt and completion, and write a loss mask
+                     too; json_keys is the one name of the output
     """
 
     tokenizer: dict[str, Any]
@@ -69,13 +66,13 @@ class PreprocessOptions:
 
     @property
     def level(self) -> str:
-        """Return the part of the file names for the kind of sequence."""
+        """Return the word in the file names for the kind of sequence."""
         return "sentence" if self.split_sentences else "document"
 
     def outputs(self, prefix: str, vocab_size: int) -> dict[str, np.dtype[Any]]:
         """Return the prefixes of the data sets to write, and their types; the tokens come first."""
-        found = {f"{prefix}_{key}_{self.level}": token_dtype(vocab_size) for key in self.json_keys}
-        return found | {mask_prefix(name): MASK_DTYPE for name in found if self.chat is not None}
+        dtypes = {f"{prefix}_{key}_{self.level}": token_dtype(vocab_size) for key in self.json_keys}
+        return dtypes | {mask_prefix(name): MASK_DTYPE for name in dtypes if self.chat is not None}
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ class BadInput:
 
 
 @dataclass
-class Documents:
+class ParsedDocuments:
     """Usable documents of a block: their numbers, and their texts for each of the json_keys.
 
     With `PreprocessOptions.chat` each text is a Conversation.
@@ -127,7 +124,7 @@ def encode_block(block: Block, tokenizer: Tokenizer, options: PreprocessOptions)
     except LimitError as error:
         raise LimitError(f"{block.where(block.first)} or after it: {error}") from None
     except BaseException as error:
-        if not _blames_a_text(error):
+        if not _is_text_error(error):
             raise
         _drop_unencodable(documents, tokenizer, options)
         keys = _encode_documents(documents.texts, tokenizer, options)
@@ -144,9 +141,11 @@ def texts_of_block(block: Block, options: PreprocessOptions) -> list[list[str]]:
     return documents.texts
 
 
-def parse_block(block: Block, json_keys: Sequence[str], chat: Chat | None = None) -> Documents:
+def parse_block(
+    block: Block, json_keys: Sequence[str], chat: Chat | None = None
+) -> ParsedDocuments:
     """Return the texts, or the conversations of `chat`, and the bad documents of a block."""
-    documents = Documents([], [[] for _ in json_keys])
+    documents = ParsedDocuments([], [[] for _ in json_keys])
     if block.problem:
         documents.bad.append((block.first, block.problem))
         return documents
@@ -161,8 +160,8 @@ def parse_block(block: Block, json_keys: Sequence[str], chat: Chat | None = None
         if texts is None:
             continue
         documents.numbers.append(number)
-        for text, found in zip(texts, documents.texts, strict=True):
-            found.append(text)
+        for text, texts_of_key in zip(texts, documents.texts, strict=True):
+            texts_of_key.append(text)
     return documents
 
 
@@ -187,7 +186,7 @@ def _texts(
     if kind == "parquet":
         return [_decode(column or b"") for column in content]
     text = content if isinstance(content, str) else _decode(content)
-    text = text.removeprefix("\ufeff")  # the mark that some editors put at the start of a file
+    text = text.removeprefix("\ufeff")  # a byte order mark, which some editors write
     if kind == "text":
         return [text] * len(keys)
     if not text or text.isspace():
@@ -212,8 +211,8 @@ def _decode(content: bytes) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        place = f"byte {error.start}" + (f", line {line}" if line > 1 else "")
-        raise DataError(f"not UTF-8: {error.reason} at {place}") from None
+        location = f"byte {error.start}" + (f", line {line}" if line > 1 else "")
+        raise DataError(f"not UTF-8: {error.reason} at {location}") from None
 
 
 def _text_of(document: dict[str, Any], key: str) -> str:
@@ -239,14 +238,14 @@ def _encode_documents(
     """Return the tokens of documents for each of the outputs."""
     if options.chat is None:
         return [_encode_texts(of_key, tokenizer, options) for of_key in texts]
-    found = [
+    encoded = [
         options.chat.encode(conversation, tokenizer, append_eod=options.append_eod)
         for conversation in texts[0]
     ]
-    sizes = np.fromiter((len(ids) for ids, _ in found), np.int32, len(found))
-    ids = np.array([i for ids, _ in found for i in ids], token_dtype(tokenizer.vocab_size))
-    marks = np.concatenate([np.empty(0, MASK_DTYPE), *(marks for _, marks in found)])
-    ones = np.ones(len(found), np.int64)
+    sizes = np.fromiter((len(ids) for ids, _ in encoded), np.int32, len(encoded))
+    ids = np.array([i for ids, _ in encoded for i in ids], token_dtype(tokenizer.vocab_size))
+    marks = np.concatenate([np.empty(0, MASK_DTYPE), *(marks for _, marks in encoded)])
+    ones = np.ones(len(encoded), np.int64)
     return [EncodedKey(ids, sizes, ones, 0), EncodedKey(marks, sizes, ones, 0)]
 
 
@@ -255,9 +254,9 @@ def _encode_texts(
 ) -> EncodedKey:
     sequences = np.ones(len(texts), np.int64)
     if options.split_sentences:
-        pieces = [split_sentences(text, options.keep_newlines) for text in texts]
-        sequences = np.fromiter(map(len, pieces), np.int64, len(pieces))
-        texts = [piece for document in pieces for piece in document]
+        sentences = [split_sentences(text, options.keep_newlines) for text in texts]
+        sequences = np.fromiter(map(len, sentences), np.int64, len(sentences))
+        texts = [sentence for document in sentences for sentence in document]
     dtype = token_dtype(tokenizer.vocab_size)
     tokens, sizes = tokenizer.encode_batch_arrays(texts, dtype)
     owner = np.repeat(np.arange(len(sequences)), sequences)[sizes > 0]
@@ -273,7 +272,7 @@ def _encode_texts(
     return EncodedKey(tokens, sizes, document_sequences, len(counts) - len(document_sequences))
 
 
-def _blames_a_text(error: BaseException) -> bool:
+def _is_text_error(error: BaseException) -> bool:
     """Return whether the text may be the cause; Rust panics are not subclasses of Exception."""
     return not isinstance(
         error,
@@ -282,24 +281,24 @@ def _blames_a_text(error: BaseException) -> bool:
 
 
 def _drop_unencodable(
-    documents: Documents, tokenizer: Tokenizer, options: PreprocessOptions
+    documents: ParsedDocuments, tokenizer: Tokenizer, options: PreprocessOptions
 ) -> None:
     """Move the documents that the tokenizer rejects to the bad ones: a batch fails as a whole."""
-    kept = []
+    accepted = []
     for i, number in enumerate(documents.numbers):
         try:
             one = [texts[i : i + 1] for texts in documents.texts]
             _encode_documents(one, tokenizer, options)
         except BaseException as error:
-            if not _blames_a_text(error):
+            if not _is_text_error(error):
                 raise
             known = isinstance(error, DataError)
             why = str(error) if known else f"the tokenizer fails: {type(error).__name__}: {error}"
             documents.bad.append((number, why))
         else:
-            kept.append(i)
-    documents.numbers = [documents.numbers[i] for i in kept]
-    documents.texts = [[texts[i] for i in kept] for texts in documents.texts]
+            accepted.append(i)
+    documents.numbers = [documents.numbers[i] for i in accepted]
+    documents.texts = [[texts[i] for i in accepted] for texts in documents.texts]
 
 
 def split_sentences(text: str, keep_newlines: bool = False) -> list[str]:
@@ -338,18 +337,18 @@ def encode_blocks(
         return
     # Not forked: the tokenizer libraries have threads.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, _begin, (options,))
+    pool = ProcessPoolExecutor(workers, context, _init_worker, (options,))
     children: dict[int, BaseProcess] = {}
     try:
         yield from _in_order(pool, children, blocks, workers, poll)
     except BrokenProcessPool:
-        raise _death(pool, children.values()) from None
+        raise _worker_error(pool, children.values()) from None
     except MemoryError:
         raise DataError("there is not enough memory: try fewer --workers") from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for child in children.values():
-            child.kill()  # it has nothing to lose
+            child.kill()  # it has no state to lose
         for child in children.values():
             child.join()
 
@@ -390,7 +389,7 @@ def _in_order(
             yield block, future.result()
 
 
-def _death(pool: ProcessPoolExecutor, children: Collection[BaseProcess]) -> DataError:
+def _worker_error(pool: ProcessPoolExecutor, children: Collection[BaseProcess]) -> DataError:
     """Return the error for a worker that ended, and end the others."""
     ended = multiprocessing.connection.wait([child.sentinel for child in children], timeout=5)
     # The pool's thread waits for the workers too. While it does, an exit code may look unknown
@@ -411,12 +410,12 @@ def _death(pool: ProcessPoolExecutor, children: Collection[BaseProcess]) -> Data
     return DataError(f"a worker process {how}, possibly for lack of memory: try fewer --workers")
 
 
-_here: tuple[Tokenizer, PreprocessOptions] | None = None  # of a worker process
+_worker_state: tuple[Tokenizer, PreprocessOptions] | None = None  # of a worker process
 
 
-def _begin(options: PreprocessOptions) -> None:
+def _init_worker(options: PreprocessOptions) -> None:
     """Prepare a worker process: it uses one core and ends with its parent."""
-    global _here
+    global _worker_state
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker has a parent process"
 
@@ -425,9 +424,9 @@ def _begin(options: PreprocessOptions) -> None:
         os._exit(0)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    _here = build_tokenizer(**options.tokenizer, num_threads=1), options
+    _worker_state = build_tokenizer(**options.tokenizer, num_threads=1), options
 
 
 def _encode(block: Block) -> EncodedBlock:
-    assert _here is not None, "_begin ran before"
-    return encode_block(block, *_here)
+    assert _worker_state is not None, "_init_worker ran before"
+    return encode_block(block, *_worker_state)

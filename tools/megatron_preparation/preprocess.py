@@ -41,7 +41,7 @@ from megatron.data.tokenizer_record import read_record, record_of
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.untrusted import is_count, read_json
 from megatron_preparation.encode import BadInput, EncodedBlock, PreprocessOptions, encode_blocks
-from megatron_preparation.sources import Block, Place, Source, find_sources, read_sources
+from megatron_preparation.sources import Block, InputFile, InputPosition, find_sources, read_sources
 
 JOURNAL_INTERVAL_S = 15.0
 ON_BAD_INPUT = ("fail", "skip")
@@ -80,7 +80,7 @@ class Totals:
 
     documents, tokens, empty_documents: over all keys; empty ones have no tokens and are left out.
     bad_documents: lines or rows that were skipped. largest_id: of all tokens.
-    input_bytes: text after unpacking. file_bytes: read from disk, of `total_file_bytes`.
+    input_bytes: text after decompression. file_bytes: read from disk, of `total_file_bytes`.
     earlier_documents, earlier_bytes, earlier_file_bytes: the part done before this run.
     outputs: prefixes of the data sets. bad_input: the file that names the bad documents, if there
     are any. unchanged: an earlier run had written all files.
@@ -129,7 +129,7 @@ def preprocess(
 ) -> Totals:
     """Write `{output_prefix}_{key}_{level}.bin/.idx` for each key; return totals with prefixes.
 
-    With `options.chat` each has a loss mask beside it, which gets its name first.
+    With `options.chat` each has a loss mask beside it, which gets its final name first.
     The files are the same for any number of workers, and appear only when all input was read; until
     then, existing files of these names are kept. An unfinished run of the same inputs and options is
     resumed; `restart` discards it. With `on_bad_input` 'skip', unusable documents are left out and
@@ -151,7 +151,7 @@ def preprocess(
     for source in sources if options.chat is not None else ():
         if source.kind != "jsonl":
             raise ConfigError(f"{source.path}: --chat reads JSON lines, and this is {source.kind}")
-    # its errors come before any work
+    # built first, so that its errors come before any work
     tokenizer = build_tokenizer(**options.tokenizer, num_threads=1)
     prefix = os.fspath(output_prefix)
     try:
@@ -183,7 +183,7 @@ class Journal:
     """
 
     sealed: bool
-    place: Place
+    place: InputPosition
     positions: tuple[WriterPosition, ...]
     bad_bytes: int
     counts: dict[str, int]
@@ -204,7 +204,7 @@ class PartialFolder:
             return None
         try:
             values = read_json(self.journal, _MOST_BYTES, error=DataError)
-            counts = {"largest_id": 0} | values["counts"]  # older ones do not have it
+            counts = {"largest_id": 0} | values["counts"]  # which older journals lack
             counts = {name: counts[name] for name in COUNTS}
             numbers = [*values["place"].values(), *counts.values(), values["bad_bytes"]]
             numbers += [number for position in values["positions"] for number in position.values()]
@@ -213,7 +213,7 @@ class PartialFolder:
             positions = tuple(WriterPosition(**position) for position in values["positions"])
             return Journal(
                 values["sealed"] is True,
-                Place(**values["place"]),
+                InputPosition(**values["place"]),
                 positions,
                 values["bad_bytes"],
                 counts,
@@ -262,7 +262,7 @@ class PartialFolder:
             )
 
     def remove(self) -> None:
-        """Remove the folder, the journal first: without it the rest counts as nothing."""
+        """Remove the folder, the journal first: without it the other files are ignored."""
         self.journal.unlink(missing_ok=True)
         if self.path.exists():
             flush_directory(self.path)
@@ -271,7 +271,7 @@ class PartialFolder:
             self.path.rmdir()
 
 
-def describe_job(sources: Sequence[Source], options: PreprocessOptions) -> dict[str, Any]:
+def describe_job(sources: Sequence[InputFile], options: PreprocessOptions) -> dict[str, Any]:
     """Return, as JSON, the inputs, options and tokenizer files that determine the output."""
     tokenizer = {key: value for key, value in options.tokenizer.items() if value is not None}
     for key in _TOKENIZER_FILES:
@@ -287,7 +287,7 @@ def describe_job(sources: Sequence[Source], options: PreprocessOptions) -> dict[
 
 
 def _named(job: dict[str, Any]) -> dict[str, str]:
-    """Return the parts of a job by the names that users know."""
+    """Return the fields of a job under the names that users know."""
     options = dict(job["options"])
     options |= options.pop("tokenizer")
     named = {
@@ -304,7 +304,7 @@ def _named(job: dict[str, Any]) -> dict[str, str]:
 
 
 def _library_of(tokenizer_type: str) -> str:
-    """Return the tokenizer's package, of which another version may give other ids."""
+    """Return the tokenizer's package: another version of it may give other ids."""
     name = tokenizer_type.lower()
     if "null" in name:
         return ""
@@ -324,7 +324,7 @@ def _hash(path: Path) -> str:
     for file in files:
         if file.is_file():
             digest.update(f"{file.name if file != path else ''}\0{file.stat().st_size}\0".encode())
-            with open(file, "rb") as stream:  # in pieces: it may be larger than memory
+            with open(file, "rb") as stream:  # in chunks: it may be larger than memory
                 hashlib.file_digest(stream, lambda: digest)
     return digest.hexdigest()
 
@@ -340,7 +340,7 @@ class _Run:
         self,
         prefix: str,
         options: PreprocessOptions,
-        sources: Sequence[Source],
+        sources: Sequence[InputFile],
         listeners: Listeners,
         tokenizer: Tokenizer,
     ) -> None:
@@ -359,7 +359,7 @@ class _Run:
         content = json.dumps(self.job, sort_keys=True).encode()
         self.job_digest = hashlib.sha256(content).hexdigest()
         self.journal: Journal | None = None  # as it is on disk
-        self.place = Place()
+        self.position = InputPosition()
         self.writers: list[IndexedDatasetWriter] = []
         self.bad_file: BinaryIO
 
@@ -377,14 +377,14 @@ class _Run:
         except (MegatronError, OSError) as error:
             if isinstance(error, OSError):
                 error = _cannot_write(error, self.folder.path)
-            kept = ""
+            saved = ""
             if self.journal is not None:
-                kept = (
+                saved = (
                     f"; {self.journal.counts['documents']} documents are done and kept in "
                     f"{self.folder.path}, the same command resumes after them"
                 )
             kind = DataError if isinstance(error, _WriteError) else type(error)
-            raise kind(f"{error}{kept}") from error
+            raise kind(f"{error}{saved}") from error
         finally:
             with suppress(OSError):
                 if not self.folder.journal.exists():  # nothing to resume
@@ -427,20 +427,20 @@ class _Run:
         self.folder.check_job(job, self.journal, len(self.dtypes))
         totals = self.totals
         counts = self.journal.counts
-        self.place = self.journal.place
+        self.position = self.journal.place
         for name in COUNTS:
             setattr(totals, name, counts[name])
         totals.earlier_documents, totals.earlier_bytes = totals.documents, totals.input_bytes
         totals.earlier_file_bytes = totals.file_bytes
-        source = self.sources[self.place.source]
+        source = self.sources[self.position.source]
         note = (
             f"resuming after {counts['documents']} documents, in {source.path} after "
-            f"{self.place.documents} of it"
+            f"{self.position.documents} of it"
         )
         if self.journal.sealed:
             note = "an earlier run has written all documents: only renaming the files"
-        elif source.packing:
-            note += f" ({self.place.offset / 1e6:.0f} MB are unpacked again)"
+        elif source.compression:
+            note += f" ({self.position.offset / 1e6:.0f} MB are decompressed again)"
         self.listeners.on_note(note)
 
     def poll(self) -> None:
@@ -469,7 +469,9 @@ class _Run:
             ) from error
 
     def _encode_all(self, workers: int, on_bad_input: str, interval_s: float) -> None:
-        blocks = read_sources(self.sources, self.options.json_keys, self.place, on_skip=self.poll)
+        blocks = read_sources(
+            self.sources, self.options.json_keys, self.position, on_skip=self.poll
+        )
         due = time.monotonic() + interval_s
         try:
             with closing(
@@ -521,15 +523,15 @@ class _Run:
         totals.bad_documents += len(encoded.bad)
         totals.input_bytes += block.text_bytes
         totals.file_bytes = block.file_bytes
-        self.place = block.after
+        self.position = block.after
 
     def _write_journal(self) -> None:
-        """Sync all files, then write the journal that counts them."""
+        """Sync all files, then write the journal that covers them."""
         try:
             positions = tuple(writer.position() for writer in self.writers)
             flush_to_disk(self.bad_file)
             counts = {name: getattr(self.totals, name) for name in COUNTS}
-            journal = Journal(False, self.place, positions, self.bad_file.tell(), counts)
+            journal = Journal(False, self.position, positions, self.bad_file.tell(), counts)
             self.folder.write(self.folder.journal, asdict(journal))
         except OSError as error:
             raise _cannot_write(error, self.folder.path) from error
@@ -545,7 +547,7 @@ class _Run:
         self.folder.write(self.folder.journal, asdict(replace(self.journal, sealed=True)))
 
     def _publish(self) -> None:
-        """Give the files their names. Each step can be repeated by a run that resumes."""
+        """Give the files their final names. A resumed run can repeat each step."""
         # A mask comes first: tokens must never appear without it.
         for output in reversed(self.totals.outputs):
             IndexedDatasetWriter.publish(output, self.folder.path)

@@ -63,7 +63,7 @@ class ByteProgress:
         return self
 
     def update(self, done: int, what: str | None = None, due: bool | None = None) -> None:
-        """Show that `done` bytes are done, as `what`; in a log if `due` (default: every LINE_S)."""
+        """Show `done` bytes under the title `what`; in a log if `due` (default: every LINE_S)."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, description=what or self._what)
             return
@@ -103,7 +103,7 @@ class ByteProgress:
             self._bar = None
 
 
-class Progress:
+class PreprocessProgress:
     """Show Totals of preprocessing on stderr. Rates exclude the work of an interrupted run.
 
     log_interval: documents between two lines if stderr is not a terminal; None: a line every LINE_S

@@ -26,40 +26,40 @@ if TYPE_CHECKING:
     import pyarrow
 
 BLOCK_BYTES = 1 << 19  # large enough to amortise passing a block on, small in memory
-# Tokenizers take whole documents, with 7 (tiktoken), 45 (SentencePiece) or 130 (tokenizers) bytes
-# per byte of text.
+# Tokenizers need an entire document in memory, and 7 (tiktoken), 45 (SentencePiece) or 130
+# (tokenizers) bytes per byte of text.
 MAX_DOCUMENT_BYTES = 1 << 30
 _STREAM_BYTES = 1 << 20
-_ARROWS_WINDOW_BYTES = 1 << 27  # beyond which pyarrow does not unpack
+_ARROWS_WINDOW_BYTES = 1 << 27  # largest window that pyarrow decompresses
 FORMATS = ("auto", "jsonl", "text", "parquet")
 _TEXT_SUFFIXES = (".txt", ".text")
 _PARQUET_SUFFIXES = (".parquet", ".pq")
-_PACKED_SUFFIXES = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
-_OTHER_PACKED_SUFFIXES = (".bz2", ".xz", ".lzma", ".lz4", ".zip", ".7z", ".tar", ".tgz", ".br")
+_COMPRESSED_SUFFIXES = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+_UNSUPPORTED_SUFFIXES = (".bz2", ".xz", ".lzma", ".lz4", ".zip", ".7z", ".tar", ".tgz", ".br")
 
 
 Rows = tuple[tuple[bytes | None, ...], ...]
-# Documents, their bytes after unpacking, bytes of the file read so far, content and problem of the
-# next block.
-Part = tuple[int, int, int, bytes | Rows, str]
+# Documents, their bytes after decompression, bytes of the file read so far, content and problem of
+# the next block.
+RawBlock = tuple[int, int, int, bytes | Rows, str]
 
 
 @dataclass(frozen=True)
-class Source:
-    """One input file. `kind` is 'jsonl', 'text' or 'parquet'; `packing` 'gzip', 'zstd' or ''."""
+class InputFile:
+    """Input file. `kind`: 'jsonl', 'text' or 'parquet'; `compression`: 'gzip', 'zstd' or ''."""
 
     path: str
     kind: str
-    packing: str
+    compression: str
     size: int
     mtime_ns: int
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place in the input, after `documents` lines or rows of file number `source`.
+class InputPosition:
+    """Position in the input, after `documents` lines or rows of file number `source`.
 
-    `offset` counts their bytes after unpacking (0 for parquet).
+    `offset` counts their bytes after decompression (0 for parquet).
     """
 
     source: int = 0
@@ -72,17 +72,16 @@ class Block:
     """Consecutive documents of one file; `first` is the number of the first one, counted from 1.
 
     content: lines with their ends as bytes, a text as bytes, or for parquet the columns of each row
-    as bytes, None for
-        missing values.
+    as bytes, None for missing values.
     problem: the reason why the only document is unusable, or ''.
-    text_bytes: size after unpacking. file_bytes: size on disk of everything before `after`, over
-    all files. after: the start of the next block.
+    text_bytes: size after decompression. file_bytes: size on disk of everything before `after`,
+    over all files. after: the start of the next block.
     """
 
     path: str
     kind: str
     first: int
-    after: Place
+    after: InputPosition
     text_bytes: int
     file_bytes: int
     content: bytes | Rows = b""
@@ -97,26 +96,26 @@ class Block:
 
 def find_sources(
     inputs: Sequence[str | os.PathLike[str]], input_format: str = "auto"
-) -> list[Source]:
+) -> list[InputFile]:
     """Return the files of `inputs` in order; patterns (* ? [ ], ** for folders) sorted by name.
 
     Raises DataError for a missing file, an unsupported compression, and a pattern without files.
     """
     sources = []
     for name in inputs:
-        given = os.fspath(name)
-        paths = [given]
-        if glob.has_magic(given) and not os.path.exists(given):
+        pattern = os.fspath(name)
+        paths = [pattern]
+        if glob.has_magic(pattern) and not os.path.exists(pattern):
             paths = sorted(
-                path for path in glob.glob(given, recursive=True) if os.path.isfile(path)
+                path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)
             )
             if not paths:
-                raise DataError(f"{given}: no file matches this pattern")
-        sources += [_source(Path(path), input_format) for path in paths]
+                raise DataError(f"{pattern}: no file matches this pattern")
+        sources += [_input_file(Path(path), input_format) for path in paths]
     return sources
 
 
-def _source(path: Path, input_format: str) -> Source:
+def _input_file(path: Path, input_format: str) -> InputFile:
     try:
         status = path.stat()
     except OSError as error:
@@ -125,11 +124,11 @@ def _source(path: Path, input_format: str) -> Source:
         raise DataError(f"{path}: is a folder: name its files, for example '{path}/*.jsonl'")
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path}: not a regular file: a run that resumes could not read it again")
-    packing = _PACKED_SUFFIXES.get(path.suffix, "")
-    suffix = Path(path.stem).suffix if packing else path.suffix
-    if suffix in _OTHER_PACKED_SUFFIXES:
+    compression = _COMPRESSED_SUFFIXES.get(path.suffix, "")
+    suffix = Path(path.stem).suffix if compression else path.suffix
+    if suffix in _UNSUPPORTED_SUFFIXES:
         raise DataError(
-            f"{path}: {suffix} files are not supported: unpack it, or pack it as .gz or .zst"
+            f"{path}: {suffix} files are not supported: decompress it, or compress it as .gz or .zst"
         )
     kind = input_format
     if kind == "auto":
@@ -140,12 +139,12 @@ def _source(path: Path, input_format: str) -> Source:
             if suffix in _PARQUET_SUFFIXES
             else "jsonl"
         )
-    if kind == "parquet" and packing:
+    if kind == "parquet" and compression:
         raise DataError(
-            f"{path}: a parquet file inside {path.suffix}: unpack it; parquet compresses its own "
+            f"{path}: a parquet file inside {path.suffix}: decompress it; parquet compresses its own "
             "pages"
         )
-    return Source(os.path.abspath(path), kind, packing, status.st_size, status.st_mtime_ns)
+    return InputFile(os.path.abspath(path), kind, compression, status.st_size, status.st_mtime_ns)
 
 
 def read_blocks(
@@ -158,42 +157,42 @@ def read_blocks(
 
 
 def read_sources(
-    sources: Sequence[Source],
+    sources: Sequence[InputFile],
     json_keys: Sequence[str],
-    start: Place = Place(),
+    start: InputPosition = InputPosition(),
     *,
     on_skip: Callable[[], None] = lambda: None,
 ) -> Iterator[Block]:
     """Yield the documents from `start` on. `json_keys` are the columns of parquet files.
 
-    `on_skip` is called repeatedly on the way to `start`: a packed file has to be unpacked up to
-    there. Raises DataError, with the file and the place in it, for missing or damaged data.
+    `on_skip` is called repeatedly on the way to `start`: a compressed file has to be decompressed
+    up to there. Raises DataError, with the file and the location, for missing or damaged data.
     """
     before = sum(source.size for source in sources[: start.source])
     for number in range(start.source, len(sources)):
         source = sources[number]
-        place = start if number == start.source else Place(number)
+        current = start if number == start.source else InputPosition(number)
         try:
-            for count, size, position, content, problem in _READERS[source.kind](
-                source, place, json_keys, on_skip
+            for count, size, file_bytes, content, problem in _READERS[source.kind](
+                source, current, json_keys, on_skip
             ):
-                first = place.documents + 1
-                offset = 0 if source.kind == "parquet" else place.offset + size
-                place = Place(number, offset, place.documents + count)
+                first = current.documents + 1
+                offset = 0 if source.kind == "parquet" else current.offset + size
+                current = InputPosition(number, offset, current.documents + count)
                 yield Block(
                     source.path,
                     source.kind,
                     first,
-                    place,
+                    current,
                     size,
-                    before + position,
+                    before + file_bytes,
                     content,
                     problem,
                 )
         except read_errors() as error:
             unit = "row" if source.kind == "parquet" else "line"
             raise DataError(
-                f"{source.path}: cannot be read after {unit} {place.documents}: {error}"
+                f"{source.path}: cannot be read after {unit} {current.documents}: {error}"
             ) from error
         before += source.size
 
@@ -205,29 +204,29 @@ def read_errors() -> tuple[type[Exception], ...]:
 
 
 @contextmanager
-def open_source(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """Yield the unpacked content and a function that returns the bytes of the file read so far.
+def open_source(source: InputFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """Yield the decompressed content and a function that returns the bytes of the file read so far.
 
     Reading a damaged file raises one of read_errors().
     """
-    if source.packing == "zstd" and _window_bytes(source.path) > _ARROWS_WINDOW_BYTES:
-        with _by_program(source) as found:
-            yield found
+    if source.compression == "zstd" and _window_bytes(source.path) > _ARROWS_WINDOW_BYTES:
+        with _by_program(source) as opened:
+            yield opened
         return
-    if source.packing == "zstd":
+    if source.compression == "zstd":
         import pyarrow
 
         with (
-            pyarrow.OSFile(source.path) as packed,
-            pyarrow.CompressedInputStream(packed, "zstd") as stream,
+            pyarrow.OSFile(source.path) as compressed,
+            pyarrow.CompressedInputStream(compressed, "zstd") as stream,
         ):
-            yield BufferedReader(stream, _STREAM_BYTES), packed.tell
+            yield BufferedReader(stream, _STREAM_BYTES), compressed.tell
         return
     with open(source.path, "rb", buffering=_STREAM_BYTES) as raw:
-        # Python's module checks the sum of every member and accepts zeros after the last
-        if source.packing:
-            with gzip.GzipFile(fileobj=raw) as unpacked:
-                yield cast(BinaryIO, unpacked), raw.tell
+        # Python's gzip checks the CRC of every member and accepts zeros after the last
+        if source.compression:
+            with gzip.GzipFile(fileobj=raw) as decompressed:
+                yield cast(BinaryIO, decompressed), raw.tell
         else:
             yield raw, raw.tell
 
@@ -241,12 +240,12 @@ def _window_bytes(path: str) -> int:
     flags = head[4]
     if not flags & 0x20:
         return (1 << 10 + (head[5] >> 3)) * (8 + (head[5] & 7)) // 8
-    first = 5 + (0, 1, 2, 4)[flags & 3]  # behind the number of a dictionary
+    first = 5 + (0, 1, 2, 4)[flags & 3]  # after the dictionary ID
     return int.from_bytes(head[first : first + (1, 2, 4, 8)[flags >> 6]], "little")
 
 
-class _Output(RawIOBase):
-    """Standard output of a program, whose failure is an OSError at its end."""
+class _ProgramOutput(RawIOBase):
+    """Standard output of a program; its end raises OSError if the program failed."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -263,41 +262,41 @@ class _Output(RawIOBase):
 
 
 @contextmanager
-def _by_program(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """Unpack with the program zstd, because pyarrow has no setting for long windows."""
-    with open(source.path, "rb", buffering=0) as packed:
+def _by_program(source: InputFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """Decompress with the zstd program, because pyarrow has no setting for long windows."""
+    with open(source.path, "rb", buffering=0) as compressed:
         try:
             process = subprocess.Popen(
                 ["zstd", "--decompress", "--stdout", "--long=31"],
-                stdin=packed,
+                stdin=compressed,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )
         except FileNotFoundError:
             raise DataError(
-                f"{source.path}: packed with a window of {_window_bytes(source.path) >> 20} MiB (zstd "
+                f"{source.path}: compressed with a window of {_window_bytes(source.path) >> 20} MiB (zstd "
                 "--long), for which the program zstd is needed, and it is not on PATH"
             ) from None
         with process:
             try:
-                yield BufferedReader(_Output(process), _STREAM_BYTES), packed.tell
+                yield BufferedReader(_ProgramOutput(process), _STREAM_BYTES), compressed.tell
             finally:
                 process.kill()
 
 
 def _read_lines(
-    source: Source, place: Place, keys: Sequence[str], on_skip: Callable[[], None]
-) -> Iterator[Part]:
+    source: InputFile, start: InputPosition, keys: Sequence[str], on_skip: Callable[[], None]
+) -> Iterator[RawBlock]:
     with open_source(source) as (stream, read_bytes):
-        _skip(stream, place.offset, source, on_skip)
-        pieces: list[bytes] = []
+        _skip(stream, start.offset, source, on_skip)
+        lines: list[bytes] = []
         size = 0
         while True:
             line = stream.readline(MAX_DOCUMENT_BYTES + 1)
             too_long = len(line) > MAX_DOCUMENT_BYTES
-            if pieces and (too_long or not line or size >= BLOCK_BYTES):
-                yield len(pieces), size, min(read_bytes(), source.size), b"".join(pieces), ""
-                pieces = []
+            if lines and (too_long or not line or size >= BLOCK_BYTES):
+                yield len(lines), size, min(read_bytes(), source.size), b"".join(lines), ""
+                lines = []
                 size = 0
             if not line:
                 return
@@ -309,12 +308,12 @@ def _read_lines(
                 problem = f"{length} bytes, but a document can have at most {MAX_DOCUMENT_BYTES}"
                 yield 1, length, min(read_bytes(), source.size), b"", problem
                 continue
-            pieces.append(line)
+            lines.append(line)
             size += len(line)
 
 
-def _skip(stream: BinaryIO, offset: int, source: Source, on_skip: Callable[[], None]) -> None:
-    if not source.packing:
+def _skip(stream: BinaryIO, offset: int, source: InputFile, on_skip: Callable[[], None]) -> None:
+    if not source.compression:
         stream.seek(offset)
         return
     left = offset
@@ -323,16 +322,16 @@ def _skip(stream: BinaryIO, offset: int, source: Source, on_skip: Callable[[], N
         chunk = stream.read(min(left, _STREAM_BYTES))
         if not chunk:
             raise EOFError(
-                f"it ends {left} bytes before the place where an earlier run stopped: the file was "
+                f"it ends {left} bytes before the point where an earlier run stopped: the file was "
                 "changed"
             )
         left -= len(chunk)
 
 
 def _read_text(
-    source: Source, place: Place, keys: Sequence[str], on_skip: Callable[[], None]
-) -> Iterator[Part]:
-    if place.documents:
+    source: InputFile, start: InputPosition, keys: Sequence[str], on_skip: Callable[[], None]
+) -> Iterator[RawBlock]:
+    if start.documents:
         return
     with open_source(source) as (stream, _):
         data = stream.read(MAX_DOCUMENT_BYTES + 1)
@@ -348,8 +347,8 @@ def _read_text(
 
 
 def _read_parquet(
-    source: Source, place: Place, keys: Sequence[str], on_skip: Callable[[], None]
-) -> Iterator[Part]:
+    source: InputFile, start: InputPosition, keys: Sequence[str], on_skip: Callable[[], None]
+) -> Iterator[RawBlock]:
     from pyarrow import parquet
 
     # Read pages on demand: otherwise a whole column of a row group would be in memory.
@@ -360,7 +359,7 @@ def _read_parquet(
         row = 0
         for group in range(metadata.num_row_groups):
             num_rows = metadata.row_group(group).num_rows
-            if row + num_rows <= place.documents:
+            if row + num_rows <= start.documents:
                 row += num_rows
                 continue
             batch_rows = _rows_per_batch(metadata.row_group(group), keys)
@@ -368,7 +367,7 @@ def _read_parquet(
                 batch_rows, row_groups=[group], columns=list(keys), use_threads=False
             )
             for batch in batches:
-                done = min(max(place.documents - row, 0), batch.num_rows)
+                done = min(max(start.documents - row, 0), batch.num_rows)
                 row += done
                 if done:
                     on_skip()
@@ -380,21 +379,21 @@ def _read_parquet(
                         problem = (
                             f"{size} bytes, but a document can have at most {MAX_DOCUMENT_BYTES}"
                         )
-                    position = source.size * row // metadata.num_rows
-                    yield len(rows), size, position, () if problem else rows, problem
+                    file_bytes = source.size * row // metadata.num_rows
+                    yield len(rows), size, file_bytes, () if problem else rows, problem
 
 
-def _check_columns(source: Source, schema: pyarrow.Schema, keys: Sequence[str]) -> None:
+def _check_columns(source: InputFile, schema: pyarrow.Schema, keys: Sequence[str]) -> None:
     import pyarrow
 
     for key in keys:
-        found = schema.get_all_field_indices(key)
-        if len(found) != 1:
-            what = f"{len(found)} columns" if found else "no column"
+        indices = schema.get_all_field_indices(key)
+        if len(indices) != 1:
+            what = f"{len(indices)} columns" if indices else "no column"
             raise DataError(
                 f"{source.path}: {what} {key!r}: there are {schema.names}; choose with --json-keys"
             )
-        kind = schema.field(found[0]).type
+        kind = schema.field(indices[0]).type
         plain = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
         if plain not in (
             pyarrow.string(),
@@ -409,7 +408,7 @@ def _check_columns(source: Source, schema: pyarrow.Schema, keys: Sequence[str]) 
 
 
 def _rows_per_batch(group: Any, keys: Sequence[str]) -> int:
-    """Return the rows of about one block, by the sizes in the file's metadata."""
+    """Return the number of rows of about one block, by the sizes in the file's metadata."""
     columns = (group.column(i) for i in range(group.num_columns))
     size = sum(
         column.total_uncompressed_size for column in columns if column.path_in_schema in keys

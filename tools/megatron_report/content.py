@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.jobs.scaling import SWEEP, Series, compare, row, throughput
-from megatron_report.reading import Record, Run, axes, events, provenance, read_timeline
+from megatron_report.reading import Record, RecordedRun, axes, events, provenance, read_timeline
 from megatron_report.values import head, shown
 
 # Okabe and Ito, Color Universal Design (2008), in an order of contrast on white; without yellow
@@ -26,7 +26,7 @@ _SPEED = (
     "run verdict value devices layout tokens_per_s noise efficiency efficiency_interval state remarks"
 ).split()
 _MEASURED = ("step_s", "model_tflops", "mfu", "hfu", "memory_bytes")
-_MANY = 5  # number of runs from which on only tables describe them
+_MANY = 5  # from this number of runs on, only tables describe them
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Table:
 class Plot:
     """Traces and layout of plotly.
 
-    A trace may have `axes`, its positions by the names of the horizontal axis to choose from.
+    A trace may have `axes`: its positions on each horizontal axis that the reader can choose.
     """
 
     caption: str
@@ -66,7 +66,7 @@ class Section:
     blocks: Sequence[Block]
 
 
-def sections(runs: Sequence[Run]) -> Iterator[Section]:
+def sections(runs: Sequence[RecordedRun]) -> Iterator[Section]:
     """Yield the sections of a report; a line lists what no run has recorded."""
     shown = runs if len(runs) < _MANY else ()
     yield Section("At a glance", [*map(_verdict, shown), _overview(runs)])
@@ -98,12 +98,12 @@ def sections(runs: Sequence[Run]) -> Iterator[Section]:
 # -- summaries -------------------------------------------------------------------------------------
 
 
-def summary(run: Run) -> Record:
-    """Return what was run and how it went, by name; None if it is not known."""
+def summary(run: RecordedRun) -> Record:
+    """Return facts and results of a run by name; unknown ones are None."""
     config = run.config
-    found = run.measured
+    measured = run.measured
     steps = run.of("iteration")
-    last = next((r for r in reversed(run.kept) if r.get("iteration") is not None), {})
+    last = next((r for r in reversed(run.effective) if r.get("iteration") is not None), {})
     layout = run.start.get("layout") or {}
     sizes = [config.get(f"{n}_model_parallel_size") for n in ("tensor", "pipeline")]
     losses = [r["lm_loss"] for r in steps if r.get("lm_loss") is not None]
@@ -111,7 +111,7 @@ def summary(run: Run) -> Record:
         f"valid loss of {name}" if name else "valid_loss": checks[-1].get("lm_loss")
         for name, checks in _validations(run).items()
     }
-    interval = throughput(found)
+    interval = throughput(measured)
     joules = [r["energy_j"] for r in run.records if r.get("energy_j") is not None]
     shape = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
     return {
@@ -120,59 +120,61 @@ def summary(run: Run) -> Record:
         "iteration": last.get("iteration"),
         "iterations_planned": (steps or [{}])[-1].get("total_iterations")
         or config.get("train_iters"),
-        "tokens": next((r["tokens"] for r in reversed(run.kept) if r["tokens"]), None),
+        "tokens": next((r["tokens"] for r in reversed(run.effective) if r["tokens"]), None),
         "hours": last.get("hours"),
         "lm_loss": losses[-1] if losses else None,
         **valid,
-        "tokens_per_s": found.tokens_per_s,
-        "tokens_per_s_interval": [rate * found.run.world_size for rate in interval[::2]]
-        if interval and found.median_s and found.run.world_size
+        "tokens_per_s": measured.tokens_per_s,
+        "tokens_per_s_interval": [rate * measured.run.world_size for rate in interval[::2]]
+        if interval and measured.median_s and measured.run.world_size
         else None,
-        **{name: getattr(found, name) for name in _MEASURED},
+        **{name: getattr(measured, name) for name in _MEASURED},
         "energy_kwh": sum(joules) / 3.6e6 if joules else None,
         "skipped": sum(r.get("skipped") or 0 for r in steps),
         "parameters": run.start.get("parameters"),
         "shape": ", ".join(f"{n.replace('_', ' ')} {config[n]}" for n in shape if config.get(n)),
-        "devices": found.run.world_size,
+        "devices": measured.run.world_size,
         "device": run.start.get("device"),
         "layout": "tensor {} x pipeline {} x data {}".format(*sizes, layout.get("data") or "?")
         if all(sizes)
         else None,
         "global_batch": config.get("global_batch_size"),
-        "remarks": "; ".join([*found.problems, *found.notes]) or None,
+        "remarks": "; ".join([*measured.problems, *measured.notes]) or None,
     }
 
 
-def _verdict(run: Run) -> str:
+def _verdict(run: RecordedRun) -> str:
     """Describe in one sentence how a run went."""
-    told = summary(run)
+    values = summary(run)
     names = ("iteration", "lm_loss", "valid_loss", "tokens_per_s", "mfu")
-    parts = [f"{head(k)} {shown(k, told[k])}" for k in names if told.get(k) is not None]
-    return "; ".join([f"{run.name}: {run.ended}", *parts]) + "."
+    phrases = [f"{head(k)} {shown(k, values[k])}" for k in names if values.get(k) is not None]
+    return "; ".join([f"{run.name}: {run.ended}", *phrases]) + "."
 
 
-def _overview(runs: Sequence[Run]) -> Table:
+def _overview(runs: Sequence[RecordedRun]) -> Table:
     return Table(
         "What was run, and how it went", [summary(r) for r in runs], across=len(runs) < _MANY
     )
 
 
-def _comparison(runs: Sequence[Run]) -> Iterator[Block]:
+def _comparison(runs: Sequence[RecordedRun]) -> Iterator[Block]:
     yield (
         "Speeds are those of the steady steps. Two speeds differ only if the 95 % intervals of their "
         "medians do not overlap; neighbouring steps are correlated, so fewer of them count "
         "(“independent”). Steps of one run do not show how much a repetition would vary."
     )
     for series in compare([run.measured for run in runs]):
-        said = f"{series.name}, {series.kind} scaling" if series.scales else f"Speed: {series.name}"
+        caption = (
+            f"{series.name}, {series.kind} scaling" if series.scales else f"Speed: {series.name}"
+        )
         if series.kind == SWEEP:
-            said += f"; value is the {series.parameter}"
+            caption += f"; value is the {series.parameter}"
         if series.base is not None and len(series.members) > 1:
-            said += f"; efficiency is tokens/s per device relative to {series.base.run.name}"
+            caption += f"; efficiency is tokens/s per device relative to {series.base.run.name}"
         if series.published is not None:
-            said += f"; published HFU: {series.published.percent} %"
+            caption += f"; published HFU: {series.published.percent} %"
         rows = [row(series, member) for member in series.members]
-        yield Table(said, [{name: each[name] for name in _SPEED} for each in rows])
+        yield Table(caption, [{name: each[name] for name in _SPEED} for each in rows])
         more = [{k: v for k, v in each.items() if k == "run" or k not in _SPEED} for each in rows]
         yield Table("Further figures", more, folded=True)
         yield from _efficiency(series) if len(series.members) > 1 else ()
@@ -201,7 +203,7 @@ def _efficiency(series: Series) -> Iterator[Block]:
 
 
 def _curve(name: str, number: int, mode: str = "lines", **trace: Any) -> Record:
-    """Return a trace in the colour of this number, after all colours with another dash."""
+    """Return a trace in the colour of this number; once all are used, with another dash."""
     color = COLORS[number % len(COLORS)]
     dash = _DASHES[number // len(COLORS) % len(_DASHES)]
     return {
@@ -215,7 +217,7 @@ def _curve(name: str, number: int, mode: str = "lines", **trace: Any) -> Record:
 
 
 def _curves(
-    runs: Sequence[Run],
+    runs: Sequence[RecordedRun],
     caption: str,
     field: str,
     what: str,
@@ -235,16 +237,16 @@ def _curves(
         )
 
 
-def _validations(run: Run) -> dict[str, list[Record]]:
+def _validations(run: RecordedRun) -> dict[str, list[Record]]:
     """Return the evaluations of the validation data by corpus, "" for the blend."""
-    found: dict[str, list[Record]] = {}
+    evaluations: dict[str, list[Record]] = {}
     for record in run.of("validation"):
         if record.get("dataset") in ("valid", None) and record.get("lm_loss") is not None:
-            found.setdefault(record.get("corpus") or "", []).append(record)
-    return found
+            evaluations.setdefault(record.get("corpus") or "", []).append(record)
+    return evaluations
 
 
-def loss(runs: Sequence[Run]) -> Iterator[Block]:
+def loss(runs: Sequence[RecordedRun]) -> Iterator[Block]:
     """Yield training and validation loss, with the events as marks."""
     traces = [t for plot in _curves(runs, "", "lm_loss", "training") for t in plot.traces]
     symbols = ("circle-open", "square-open", "diamond-open", "triangle-up-open", "star-open")
@@ -275,7 +277,7 @@ def loss(runs: Sequence[Run]) -> Iterator[Block]:
     yield from _listed("Validation", runs, "validation", names)
 
 
-def rates(runs: Sequence[Run]) -> Iterator[Block]:
+def rates(runs: Sequence[RecordedRun]) -> Iterator[Block]:
     """Yield the learning rate and, if it varies, the batch."""
     scientific = {"yaxis": {"rangemode": "tozero", "exponentformat": "power"}}
     yield from _curves(runs, "Learning rate", "learning_rate", "learning rate", scientific)
@@ -284,7 +286,7 @@ def rates(runs: Sequence[Run]) -> Iterator[Block]:
         yield from _curves(runs, "Global batch (samples)", "global_batch_size", "batch")
 
 
-def _throughput(runs: Sequence[Run]) -> Iterator[Block]:
+def _throughput(runs: Sequence[RecordedRun]) -> Iterator[Block]:
     yield from _curves(runs, "Tokens per second", "tokens_per_s", "tokens/s")
     yield from _curves(runs, "MFU, as a fraction of the devices' peak", "mfu", "MFU")
 
@@ -293,12 +295,12 @@ def _throughput(runs: Sequence[Run]) -> Iterator[Block]:
 
 
 def _bars(
-    caption: str, names: Sequence[str], found: Sequence[Mapping[str, Sequence[float]]]
+    caption: str, names: Sequence[str], ranges: Sequence[Mapping[str, Sequence[float]]]
 ) -> Iterator[Block]:
-    """Yield horizontal bars of (least, middle, most) by part for each name, if there are any."""
+    """Yield horizontal bars of (least, middle, most) by label for each name, if there are any."""
     traces: list[Record] = []
     rows = []
-    for number, (name, values) in enumerate(zip(names, found, strict=True)):
+    for number, (name, values) in enumerate(zip(names, ranges, strict=True)):
         least, middle, most = zip(*values.values(), strict=True) if values else ((), (), ())
         bars: Record = {
             "type": "data",
@@ -318,8 +320,8 @@ def _bars(
         }
         traces += [trace] if values else []
         rows += [
-            {"run": name, "part": part, "least": v[0], "middle": v[1], "most": v[2]}
-            for part, v in values.items()
+            {"run": name, "part": label, "least": v[0], "middle": v[1], "most": v[2]}
+            for label, v in values.items()
         ]
     if traces:
         height = {"height": 110 + 26 * len(rows)}
@@ -329,17 +331,19 @@ def _bars(
         yield Table(f"{caption.partition(',')[0]} in figures", rows, folded=True)
 
 
-def _phases(runs: Sequence[Run]) -> Iterator[Block]:
-    found = []
+def _phases(runs: Sequence[RecordedRun]) -> Iterator[Block]:
+    ranges = []
     for run in runs:
-        parts: dict[str, list[Record]] = {}
+        records_by_phase: dict[str, list[Record]] = {}
         records = [r for r in run.of("iteration") if r.get("phases_ms")]
         for record in records[1:] or records:  # the first interval also compiles and allocates
-            for part, ms in record["phases_ms"].items():
-                parts.setdefault(part, []).append(ms)
-        found.append({part: v for part, ms in parts.items() if (v := _over_ranks(ms))})
+            for phase, ms in record["phases_ms"].items():
+                records_by_phase.setdefault(phase, []).append(ms)
+        ranges.append(
+            {phase: v for phase, ms in records_by_phase.items() if (v := _over_ranks(ms))}
+        )
     names = [run.name for run in runs]
-    yield from _bars("Time of each phase (ms per step), median step, over all ranks", names, found)
+    yield from _bars("Time of each phase (ms per step), median step, over all ranks", names, ranges)
 
 
 def _over_ranks(records: Sequence[Record]) -> tuple[float, ...]:
@@ -349,7 +353,7 @@ def _over_ranks(records: Sequence[Record]) -> tuple[float, ...]:
     return tuple(map(statistics.median, zip(*triples, strict=True)))
 
 
-def _pipeline(runs: Sequence[Run]) -> Iterator[Block]:
+def _pipeline(runs: Sequence[RecordedRun]) -> Iterator[Block]:
     caption = "Bubble: time of the pipeline's ranks without computation"
     rows = list(_listed(caption, runs, "timeline", "iteration bubble predicted_bubble"))
     yield from rows
@@ -365,7 +369,7 @@ def _timeline(caption: str, spans: Sequence[Record]) -> Plot:
     """Plot spans as bars in a row for each stage, coloured by what is done."""
     traces = []
     for number, name in enumerate(dict.fromkeys(span["name"] for span in spans)):
-        own = [span for span in spans if span["name"] == name]
+        named = [span for span in spans if span["name"] == name]
         traces.append(
             {
                 "type": "bar",
@@ -375,10 +379,10 @@ def _timeline(caption: str, spans: Sequence[Record]) -> Plot:
                     "color": "#c8c8c8" if "wait" in name else COLORS[number % len(COLORS)],
                     "line": {"color": "#ffffff", "width": 0.5},
                 },
-                "y": [span["row"] for span in own],
-                "x": [span["ms"] for span in own],
-                "base": [span["start_ms"] for span in own],
-                "text": ["" if (m := span["micro_batch"]) is None else str(m) for span in own],
+                "y": [span["row"] for span in named],
+                "x": [span["ms"] for span in named],
+                "base": [span["start_ms"] for span in named],
+                "text": ["" if (m := span["micro_batch"]) is None else str(m) for span in named],
                 "textposition": "inside",
                 "insidetextanchor": "middle",
                 "textangle": 0,
@@ -394,26 +398,26 @@ def _timeline(caption: str, spans: Sequence[Record]) -> Plot:
 # -- the machine -----------------------------------------------------------------------------------
 
 
-def _memory(runs: Sequence[Run]) -> Iterator[Block]:
-    found = []
+def _memory(runs: Sequence[RecordedRun]) -> Iterator[Block]:
+    peaks = []
     for run in runs:
         stages: dict[str, float] = {}
         for record in run.of("iteration"):
-            for stage, held in enumerate(record.get("stage_memory_bytes") or []):
+            for stage, peak in enumerate(record.get("stage_memory_bytes") or []):
                 name = f"stage {stage}"
-                stages[name] = max(stages.get(name, 0.0), (held or 0) / 2**30)
-        found.append({name: (held, held, held) for name, held in stages.items()})
-    yield from _bars("Peak memory of each stage (GiB)", [run.name for run in runs], found)
+                stages[name] = max(stages.get(name, 0.0), (peak or 0) / 2**30)
+        peaks.append({name: (peak, peak, peak) for name, peak in stages.items()})
+    yield from _bars("Peak memory of each stage (GiB)", [run.name for run in runs], peaks)
 
 
-def _energy(runs: Sequence[Run]) -> Iterator[Block]:
+def _energy(runs: Sequence[RecordedRun]) -> Iterator[Block]:
     yield from _curves(runs, "Energy (J per token)", "joules_per_token", "J/token")
 
 
-def _data(runs: Sequence[Run]) -> Iterator[Block]:
+def _data(runs: Sequence[RecordedRun]) -> Iterator[Block]:
     rows = []
     for run in runs:
-        last = next((r for r in reversed(run.kept) if r.get("sources")), {})
+        last = next((r for r in reversed(run.effective) if r.get("sources")), {})
         for source, counts in (last.get("sources") or {}).items():
             names = ("samples", "tokens", "epochs", "left_out")
             rows.append({"run": run.name, "source": source, **{n: counts.get(n) for n in names}})
@@ -421,18 +425,18 @@ def _data(runs: Sequence[Run]) -> Iterator[Block]:
         yield Table("What was read of each source", rows)
 
 
-def _checkpoints(runs: Sequence[Run]) -> Iterator[Block]:
+def _checkpoints(runs: Sequence[RecordedRun]) -> Iterator[Block]:
     names = "iteration time size_bytes elapsed_s stall_s background"
     yield from _listed("Checkpoints", runs, "checkpoint", names)
 
 
-def _events(runs: Sequence[Run]) -> Iterator[Block]:
+def _events(runs: Sequence[RecordedRun]) -> Iterator[Block]:
     rows = [{"run": run.name, **event} for run in runs for event in events(run)]
     if rows:
         yield Table("Events", rows, folded=len(rows) > _FOLDED)
 
 
-def _listed(caption: str, runs: Sequence[Run], event: str, names: str) -> Iterator[Table]:
+def _listed(caption: str, runs: Sequence[RecordedRun], event: str, names: str) -> Iterator[Table]:
     """Yield a table of these fields of the records of an event, if there are any."""
     rows = [
         {"run": run.name, **{name: record.get(name) for name in names.split()}}
@@ -444,19 +448,21 @@ def _listed(caption: str, runs: Sequence[Run], event: str, names: str) -> Iterat
         yield Table(caption, rows, folded=len(rows) > _FOLDED)
 
 
-# -- where it comes from ---------------------------------------------------------------------------
+# -- provenance ------------------------------------------------------------------------------------
 
 
-def _values(caption: str, names: Sequence[str], runs: Sequence[Run], folded: bool = False) -> Table:
+def _values(
+    caption: str, names: Sequence[str], runs: Sequence[RecordedRun], folded: bool = False
+) -> Table:
     heads = [f"in {run.name}" for run in runs] if len(runs) > 1 else ["value"]
-    found = [
+    rows = [
         {"setting": name, **{h: r.config.get(name) for h, r in zip(heads, runs, strict=True)}}
         for name in names
     ]
-    return Table(caption, found, exact=True, folded=folded)
+    return Table(caption, rows, exact=True, folded=folded)
 
 
-def _settings(runs: Sequence[Run]) -> Iterator[Block]:
+def _settings(runs: Sequence[RecordedRun]) -> Iterator[Block]:
     chosen = sorted({name for run in runs for name in run.chosen})
     names = list(dict.fromkeys([*chosen, *sorted({n for run in runs for n in run.config})]))
     if chosen:
@@ -466,19 +472,19 @@ def _settings(runs: Sequence[Run]) -> Iterator[Block]:
         yield _values("All settings", names, runs, folded=True)
 
 
-def _provenance(runs: Sequence[Run]) -> Iterator[Block]:
+def _provenance(runs: Sequence[RecordedRun]) -> Iterator[Block]:
     for run in runs if len(runs) < _MANY else ():
-        found, why_not = provenance(run)
-        told: Record = {"metrics": str(run.measured.run.path), **found}
+        record, why_not = provenance(run)
+        entries: Record = {"metrics": str(run.measured.run.path), **record}
         if why_not:
-            told |= {name: run.start.get(name) for name in ("versions", "device", "places")}
+            entries |= {name: run.start.get(name) for name in ("versions", "device", "places")}
             yield (f"{run.name}: from the metrics file, without a checkpoint's record: {why_not}.")
-        rows = [{"what": name, "value": value} for name, value in _flat("", told)]
+        rows = [{"what": name, "value": value} for name, value in _flat("", entries)]
         yield Table(f"Provenance of {run.name}", rows, exact=True, folded=len(runs) > 1)
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the single values of nested ones, with the names on the way to them."""
+    """Yield the leaves of a nested value, each with the path of names to it."""
     if isinstance(value, dict):
         for inner, deeper in value.items():
             yield from _flat(f"{name} {inner}".strip(), deeper)

@@ -71,13 +71,13 @@ def _pipes(lines: Sequence[Sequence[str]]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text that Markdown shows as it is, in one line."""
+    """Escape a text for Markdown, on one line."""
     escaped = "".join(f"\\{c}" if c in "\\`*[]<>|_#" else c for c in _valid(text))
     return " ".join(escaped.split())
 
 
 def _valid(text: str) -> str:
-    """Return a text that can be written: half a surrogate pair becomes its escape."""
+    """Return a text that can be encoded: a lone surrogate becomes its escape."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -124,7 +124,7 @@ def as_page(title: str, sections: Sequence[Section]) -> str:
 
 
 def _html(text: object) -> str:
-    """Return a text for HTML, in elements and in attributes."""
+    """Escape a text for HTML elements and attributes."""
     return html.escape(_valid(str(text)))
 
 
@@ -134,13 +134,13 @@ def _id(title: str) -> str:
 
 def _section(section: Section, plots: dict[str, Plot]) -> str:
     """Return a section; its plots are added to `plots` by the id of their element."""
-    parts = []
+    elements = []
     chooses = any(
         isinstance(b, Plot) and any("axes" in t for t in b.traces) for b in section.blocks
     )
     if chooses:
         name = f"axis-{_id(section.title)}"
-        parts.append(
+        elements.append(
             '<fieldset class="axis"><legend>over</legend>'
             + "".join(
                 f'<label><input type="radio" name="{name}" value="{axis}"'
@@ -151,18 +151,18 @@ def _section(section: Section, plots: dict[str, Plot]) -> str:
         )
     for block in section.blocks:
         if isinstance(block, str):
-            parts.append(f"<p>{_html(block)}</p>")
+            elements.append(f"<p>{_html(block)}</p>")
         elif isinstance(block, Table):
-            parts.append(_table(block))
+            elements.append(_table(block))
         else:
             name = f"plot-{len(plots)}"
             plots[name] = block
-            parts.append(
+            elements.append(
                 f'<figure><figcaption>{_html(block.caption)}</figcaption><div class="plot" '
                 f'id="{name}" role="img" aria-label="{_html(block.caption)}"></div></figure>'
             )
     name = _id(section.title)
-    inside = "\n".join(parts)
+    inside = "\n".join(elements)
     return f'<section id="{name}"><h2>{_html(section.title)}</h2>\n{inside}</section>\n'
 
 
@@ -196,15 +196,17 @@ def _drawn(plot: Plot) -> dict[str, Any]:
 
 
 def _thinned(trace: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a curve with the least and the greatest value of each of many short parts."""
+    """Reduce a curve to the least and the greatest value of each of many short segments."""
     y = trace.get("y", ())
     if "axes" not in trace or len(y) <= _MOST_POINTS:
         return dict(trace)
     width = math.ceil(2 * len(y) / _MOST_POINTS)
-    parts = [range(at, min(at + width, len(y))) for at in range(0, len(y), width)]
-    kept = sorted({choose(part, key=y.__getitem__) for part in parts for choose in (min, max)})
-    positions = {name: [values[i] for i in kept] for name, values in trace["axes"].items()}
-    return {**trace, "y": [y[i] for i in kept], "axes": positions}
+    segments = [range(at, min(at + width, len(y))) for at in range(0, len(y), width)]
+    selected = sorted(
+        {choose(segment, key=y.__getitem__) for segment in segments for choose in (min, max)}
+    )
+    positions = {name: [values[i] for i in selected] for name, values in trace["axes"].items()}
+    return {**trace, "y": [y[i] for i in selected], "axes": positions}
 
 
 def _escaped(value: Any) -> Any:

@@ -8,10 +8,10 @@ from pathlib import Path
 from megatron import drawing
 from megatron.errors import DataError
 from megatron_report.content import Plot, loss, rates
-from megatron_report.reading import Run
+from megatron_report.reading import RecordedRun
 
 
-def draw(runs: Sequence[Run], output: Path, title: str = "") -> Path:
+def draw(runs: Sequence[RecordedRun], output: Path, title: str = "") -> Path:
     """Write the picture and return its path.
 
     Raises DataError if no run has a loss, ConfigError if the picture cannot be written.
@@ -22,10 +22,10 @@ def draw(runs: Sequence[Run], output: Path, title: str = "") -> Path:
     figure, both = pyplot.subplots(
         2, 1, sharex=True, figsize=(8, 5.5), height_ratios=(4, 1), layout="constrained"
     )
-    for axes, found, label in zip(
+    for axes, blocks_of, label in zip(
         both, (loss, rates), ("loss (nats per token)", "learning rate"), strict=True
     ):
-        plot = next((block for block in found(runs) if isinstance(block, Plot)), None)
+        plot = next((block for block in blocks_of(runs) if isinstance(block, Plot)), None)
         for trace in plot.traces if plot else ():
             axes.plot(
                 trace["axes"]["iteration"],

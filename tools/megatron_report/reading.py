@@ -23,7 +23,7 @@ Record = dict[str, Any]
 TIMELINE = "timeline.json"
 _TIMELINE_BYTES = 1 << 28
 _MOST_BARS = 20_000  # of a timeline: more cannot be told apart
-_TOLD = {
+_EVENT_FIELDS = {
     "start": "iteration",
     "iteration": "skipped nan",
     "loss_spike": "lm_loss median back_to_iteration samples",
@@ -33,28 +33,28 @@ _TOLD = {
     "rejected_checkpoint": "folder reason instead",
     "end": "reason",
 }
-"""Fields of the records that are events, if one of the fields is not empty."""
+"""Fields of records by event: the report lists a record if one of them is not empty."""
 _AXES = ("iteration", "tokens", "hours")
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """One run of a report.
 
     name      unique in the report
     measured  figures of its steady steps since its last start
     records   all records; each with `tokens` and `hours` of the job, where known
-    kept      those of them that hold, see `holding`
+    effective those that no later one replaces, see `effective_records`
     """
 
     name: str
     measured: Figures
     records: Sequence[Record]
-    kept: Sequence[Record]
+    effective: Sequence[Record]
 
     def of(self, event: str) -> list[Record]:
-        """Return the records of an event that hold."""
-        return [record for record in self.kept if record["event"] == event]
+        """Return the effective records of an event."""
+        return [record for record in self.effective if record["event"] == event]
 
     @property
     def start(self) -> Record:
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def ended(self) -> str:
-        """How the run ended, in words."""
+        """Return a description of how the run ended."""
         last = next((r for r in reversed(self.records) if r["event"] in ("start", "end")), {})
         if last.get("event") == "end":
             reason = last.get("reason") or "without a reason"
@@ -86,30 +86,32 @@ class Run:
 
 def read_runs(
     paths: Sequence[str], warm_up: int | None = None, peak_tflops: float | None = None
-) -> list[Run]:
+) -> list[RecordedRun]:
     """Read the runs in these folders and metrics files. Raises DataError if one is unreadable."""
-    found = find_runs(paths)
-    names = [run.name for run in found]
+    recorded = find_runs(paths)
+    names = [run.name for run in recorded]
     runs = []
-    for run in found:
+    for run in recorded:
         name = run.name if names.count(run.name) == 1 else str(run.path)
         records = list(_placed(read_records(run.path) if run.path.is_file() else []))
         measured = figures(dataclasses.replace(run, name=name), warm_up, peak_tflops)
-        runs.append(Run(name, measured, records, holding(records)))
+        runs.append(RecordedRun(name, measured, records, effective_records(records)))
     return runs
 
 
-def holding(records: Sequence[Record]) -> list[Record]:
-    """Return the records that hold: a resumed run or a roll-back replaces later iterations."""
-    kept: list[Record] = []
+def effective_records(records: Sequence[Record]) -> list[Record]:
+    """Return the records in effect: a resumed run or a roll-back replaces later iterations."""
+    effective: list[Record] = []
     for record in records:
         back = (
             record["iteration"] if record["event"] == "start" else record.get("back_to_iteration")
         )
         if back is not None:
-            kept = [r for r in kept if r["event"] == "start" or (r.get("iteration") or 0) <= back]
-        kept.append(record)
-    return kept
+            effective = [
+                r for r in effective if r["event"] == "start" or (r.get("iteration") or 0) <= back
+            ]
+        effective.append(record)
+    return effective
 
 
 def _placed(records: Sequence[Record]) -> Iterator[Record]:
@@ -134,12 +136,12 @@ def axes(records: Sequence[Record]) -> dict[str, list[Any]]:
     return {axis: [record.get(axis) for record in records] for axis in _AXES}
 
 
-def read_timeline(run: Run) -> tuple[list[Record], str]:
+def read_timeline(run: RecordedRun) -> tuple[list[Record], str]:
     """Return the spans of a timeline {name, row, start_ms, ms, micro_batch}, or why there are none.
 
     Reads complete events ("ph": "X", times in microseconds) of the trace event format. There is a
     row for each stage: the first thread of the stage that a thread's metadata or an event's
-    arguments name. The event's category is its name, unless it is "other": such events are around
+    arguments name. The event's category is its name, unless it is "other": such events enclose
     others.
     """
     path = run.measured.run.path.with_name(TIMELINE)
@@ -151,19 +153,19 @@ def read_timeline(run: Run) -> tuple[list[Record], str]:
     try:
         for event in read_json(path, _TIMELINE_BYTES, error=DataError)["traceEvents"]:
             thread = (str(event.get("pid")), str(event.get("tid")))
-            told = event.get("args") or {}
-            if event["ph"] == "M" and "pipeline" in told:
-                threads[thread] = told["pipeline"]
-            name = str(event.get("cat") or told.get("op") or event.get("name"))
+            arguments = event.get("args") or {}
+            if event["ph"] == "M" and "pipeline" in arguments:
+                threads[thread] = arguments["pipeline"]
+            name = str(event.get("cat") or arguments.get("op") or event.get("name"))
             if event["ph"] != "X" or name == "other":
                 continue
-            row = f"stage {threads.get(thread, told.get('stage', thread[0]))}"
+            row = f"stage {threads.get(thread, arguments.get('stage', thread[0]))}"
             if rows.setdefault(row, thread) == thread:
                 start = event["ts"] / 1e3
                 length = event["dur"] / 1e3
                 if not abs(start) + abs(length) < 1e100:
                     raise OverflowError("its times are not finite")
-                span = {"name": name, "row": row, "micro_batch": told.get("micro_batch")}
+                span = {"name": name, "row": row, "micro_batch": arguments.get("micro_batch")}
                 spans.append({**span, "start_ms": start, "ms": length})
         spans.sort(key=lambda span: (span["start_ms"], -span["ms"]))
         begin = spans[0]["start_ms"]
@@ -174,7 +176,7 @@ def read_timeline(run: Run) -> tuple[list[Record], str]:
         return [], str(error)
 
 
-def provenance(run: Run) -> tuple[Record, str]:
+def provenance(run: RecordedRun) -> tuple[Record, str]:
     """Return the provenance of the newest good checkpoint in the run's folder, or why not."""
     try:
         checkpoint = find(run.measured.run.path.parent).folder
@@ -188,14 +190,16 @@ def provenance(run: Run) -> tuple[Record, str]:
         return {}, str(error)
 
 
-def events(run: Run) -> Iterator[Record]:
-    """Yield {iteration, time, event, what} for whatever was not a plain step of the run."""
+def events(run: RecordedRun) -> Iterator[Record]:
+    """Yield {iteration, time, event, what} for all but the ordinary steps of the run."""
     for number, record in enumerate(run.records):
         event = record["event"]
         if (event, record.get("reason")) == ("end", "done") or (not number and event == "start"):
             continue
-        told = {name: record.get(name) for name in _TOLD.get(event, "").split()}
-        what = [_said(name, value) for name, value in told.items() if value or event == "start"]
+        fields = {name: record.get(name) for name in _EVENT_FIELDS.get(event, "").split()}
+        what = [
+            _describe(name, value) for name, value in fields.items() if value or event == "start"
+        ]
         if what:
             label = {"start": "resume", "iteration": "skip"}.get(event, event.replace("_", " "))
             at = record.get("iteration")
@@ -207,8 +211,8 @@ def events(run: Run) -> Iterator[Record]:
             }
 
 
-def _said(name: str, value: Any) -> str:
-    """Return a name with its value; of a list of tables, the first of them."""
+def _describe(name: str, value: Any) -> str:
+    """Return a name and its value as text; of a list of tables, the first ones."""
     if isinstance(value, list) and isinstance(value[0], dict):
         tables = [", ".join(f"{key} {one[key]}" for key in one) for one in value[:8]]
         return "; ".join(tables) + (f"; and {len(value) - 8} more" if len(value) > 8 else "")

@@ -19,7 +19,7 @@ from megatron.errors import DataError
 from megatron_preparation import sources
 from megatron_preparation.encode import PreprocessOptions, encode_block
 from megatron_preparation.preprocess import preprocess
-from megatron_preparation.sources import Place, find_sources, read_blocks, read_sources
+from megatron_preparation.sources import InputPosition, find_sources, read_blocks, read_sources
 from tests.helpers.examples import examples
 from tests.helpers.preprocessing import (
     EOD,
@@ -211,7 +211,7 @@ def test_parquet_strings(
     path = parquet_file(tmp_path / "c.parquet", pyarrow.array(values).cast(kind), row_group_size=7)
     blocks = list(read_blocks([path]))
     assert encode(blocks, tokenizer, False)[0] == [[*value.encode()] for value in values if value]
-    assert blocks[-1].after == Place(0, 0, 25)
+    assert blocks[-1].after == InputPosition(0, 0, 25)
 
 
 def test_parquet_that_is_not_utf8(tmp_path, tokenizer):

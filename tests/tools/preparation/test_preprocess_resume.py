@@ -414,8 +414,8 @@ def test_signals_stop_the_tool_and_it_goes_on(tmp_path, capsys, monkeypatch):
                 os.kill(os.getpid(), number)  # noqa: B023
 
         with monkeypatch.context() as patch:
-            patch.setattr(preprocess_data.Progress, "update", kill)
-            code, errors = run(f"o{number}{times}")
+            patch.setattr(preprocess_data.PreprocessProgress, "update", kill)
+            code, said = run(f"o{number}{times}")
         assert code == 128 + number and handlers == [
             signal.getsignal(s) for s in preprocess_data.StopSignal.SIGNALS
         ]
@@ -434,7 +434,7 @@ def test_a_signal_that_was_ignored_before_stays_so(tmp_path, monkeypatch):
     """
     write_input(tmp_path / "c.jsonl", TEXTS)
     monkeypatch.setattr(
-        preprocess_data.Progress, "update", lambda *_: os.kill(os.getpid(), signal.SIGHUP)
+        preprocess_data.PreprocessProgress, "update", lambda *_: os.kill(os.getpid(), signal.SIGHUP)
     )
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
