@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="number of threads (default: 2)",
     )
     parser.add_argument(
-        "--seed", type=whole(0), default=1234, help="seed for drawing documents (default: 1234)"
+        "--seed", type=integer(0), default=1234, help="seed for drawing documents (default: 1234)"
     )
     return parser
 

@@ -32,7 +32,7 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        full_matrices = self.param_groups[0]["whole"]
+        full_matrices = self.param_groups[0]["full_parameters"]
         flats = []
         step = 0
         for group in self.param_groups:

@@ -175,7 +175,7 @@ def test_unusable_texts_are_named(tmp_path):
     path = tmp_path / "a.txt"
     for content, message in ((b"", "empty"), (b"1 2\n\xff", "byte 4"), (b"1 12", "12")):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=found) as caught:
+        with pytest.raises(DataError, match=message) as caught:
             list(tokens.text_segments(tokens.text_sources([str(path)]), "text", tokenizer))
         assert str(path) in str(caught.value)
 

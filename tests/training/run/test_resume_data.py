@@ -116,7 +116,7 @@ def test_repeated_and_skipped_samples_are_counted(tmp_path, data, changes, names
         changes = {**changes, "data_path": tuple(paths)}
     saved = config(data)
     ours = config(data, **changes)
-    line = said(save(tmp_path, theirs), ours)
+    line = data_message(save(tmp_path, saved), ours)
     assert all(name in line for name in [*names, f"{TAKEN} samples were consumed"])
     end = ours.batch.train_iters * BATCH
     before = token_counts(saved, 0, TAKEN)
@@ -143,7 +143,7 @@ def test_the_same_order_under_other_circumstances_is_not_said(tmp_path, data):
 def test_a_file_with_other_content_is_named(tmp_path, data, same_size):
     checkpoint = save(tmp_path / "0", config(data))
     write(tmp_path / "a", 1000 if same_size else 1300, 100)
-    line = said(checkpoint, config(data))
+    line = data_message(checkpoint, config(data))
     assert f"{data[0]} has changed" in line and data[1] + " has" not in line
     # none of its 20 samples that count as taken was; those of the other file go on
     assert numbers(line) == (0, 20)
