@@ -31,7 +31,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.faults import damage, disk, hang, kills, slurm, testbed
-from benchmarks.faults.job import Result
+from benchmarks.faults.job import JobOutcome
 from benchmarks.shared import parser
 
 KINDS = ("kills", "damage", "disk", "hang", "slurm")
@@ -39,7 +39,7 @@ KINDS = ("kills", "damage", "disk", "hang", "slurm")
 
 def campaign(
     kind: str, folder: Path, chance: random.Random, options: argparse.Namespace
-) -> Iterator[Result]:
+) -> Iterator[JobOutcome]:
     """Yield the results of a kind of fault, printing each fault."""
     if kind == "kills":
         yield from kills.campaign(folder, chance, options.kills, partial(print, flush=True))
@@ -55,12 +55,12 @@ def campaign(
         yield result
 
 
-def merged(results: list[Result]) -> Result:
+def merged(results: list[JobOutcome]) -> JobOutcome:
     """Return many damages as one result."""
     counts = Counter(result.notes for result in results)
     notes = ", ".join(f"{count} {note}" for note, count in sorted(counts.items()))
     wrong = tuple(f"{result.what}: {fault}" for result in results for fault in result.faults)
-    return Result(f"{len(results)} damaged files", notes, wrong)
+    return JobOutcome(f"{len(results)} damaged files", notes, wrong)
 
 
 def main() -> int:
@@ -74,7 +74,7 @@ def main() -> int:
     options = made.parse_args()
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
-    results: list[Result] = []
+    results: list[JobOutcome] = []
     missing: list[str] = []
     lacks = {"disk": disk.missing, "slurm": testbed.missing}
     with tempfile.TemporaryDirectory(prefix="fault_campaign_") as temporary:

@@ -87,7 +87,7 @@ class Step:
     figures: Callable[[str, list[Table]], str] = last_line
 
 
-class Check:
+class CheckStep:
     """Results of all calls on one `device`, in a folder. sources: digest of the checked sources."""
 
     def __init__(
@@ -691,7 +691,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     facts = json.loads(facts_file.read_text())
     kind = f"{facts['count']} x" if facts["count"] else "No GPU: a rehearsal on"
     device = f"{kind} {facts['name']}, torch {facts['torch']}"
-    check = Check(folder, options.budget - seconds, device, digest(), play, fresh=options.fresh)
+    check = CheckStep(folder, options.budget - seconds, device, digest(), play, fresh=options.fresh)
     check.take(first, code, seconds)
     steps = [first, *steps_of(facts, folder)]
     if unknown := set(options.only) - {step.name for step in steps}:

@@ -49,7 +49,7 @@ class HostWaits:
         self.device = device
         self.recorded = list[str]()
         self._idle = False
-        self._modes = (_Operators(self), _Functions(self))
+        self._modes = (_WaitingOperators(self), _Functions(self))
 
     def __enter__(self) -> HostWaits:
         for mode in self._modes:
@@ -77,7 +77,7 @@ class HostWaits:
         self._idle = False
 
 
-class _Operators(TorchDispatchMode):
+class _WaitingOperators(TorchDispatchMode):
     def __init__(self, waits: HostWaits) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._waits = waits

@@ -37,7 +37,7 @@ SEED = 1234
 
 
 @dataclass
-class Work:
+class CaseCost:
     """Arguments of one operator, and its implementations.
 
     Every implementation takes `arguments` and returns one result or a tuple. Gradients are computed
@@ -59,7 +59,7 @@ class Operator:
     """moved: (shape, bytes of an element) -> bytes of the forward and of the backward pass."""
 
     fusion: str | None  # the field of megatron.kernels.choose.Fusions; None: it is in none
-    prepare: Callable[[Shape, torch.device, torch.dtype], Work]
+    prepare: Callable[[Shape, torch.device, torch.dtype], CaseCost]
     moved: Callable[[Shape, int], tuple[float, float]]
     host: tuple[Shape, Shape]  # GPT-2 124M's, and a large model's
     gpu: tuple[Shape, ...]
@@ -93,15 +93,15 @@ def _torch_softmax(scores: Tensor, hidden: Tensor) -> Tensor:
     return (scores * SCALE).masked_fill(hidden, float("-inf")).softmax(-1)
 
 
-def _causal(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+def _causal(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
     x = _leaf(shape, device, dtype)
     hidden = torch.ones(shape[-2:], dtype=torch.bool, device=device).triu_(1)
 
     ours = lambda x, _: attention.causal_softmax(x, SCALE)  # noqa: E731
-    return Work((x, hidden), ours, _torch_softmax, [x])
+    return CaseCost((x, hidden), ours, _torch_softmax, [x])
 
 
-def _masked(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+def _masked(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
     """Return a mask of four documents per sample; a random one would cause branch mispredictions."""
     x = _leaf(shape, device, dtype)
     ids = torch.arange(shape[-1], device=device) * 4 // shape[-1]
@@ -111,7 +111,7 @@ def _masked(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     hidden = hidden.expand(shape[0], 1, *shape[2:]).contiguous()
 
     ours = lambda x, mask: attention.masked_softmax(x, mask, SCALE)  # noqa: E731
-    return Work((x, hidden), ours, _torch_softmax, [x])
+    return CaseCost((x, hidden), ours, _torch_softmax, [x])
 
 
 def _causal_bytes(shape: Shape, e: int) -> tuple[float, float]:
@@ -129,7 +129,7 @@ def _masked_bytes(shape: Shape, e: int) -> tuple[float, float]:
 # keys] -----------------
 
 
-def _weigh(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+def _weigh(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
     """Scores become weights in their place; what is there the next time are small scores."""
     position = (None, 0, shape[2] - shape[1], None, attention.AttentionParameters(1, SCALE))
 
@@ -144,12 +144,12 @@ def _weigh(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
         return call
 
     drawn = _random(shape, device, dtype)
-    return Work(
+    return CaseCost(
         (), with_buffers(attention.attention_weights_), with_buffers(attention.weights_reference)
     )
 
 
-def _differentiate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+def _differentiate(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
     """Overwrite scores and gradients in place, without letting either vanish over time."""
     position = (None, 0, shape[2] - shape[1], 0, attention.AttentionParameters(1, SCALE))
     ones = torch.ones(shape[0], shape[2], device=device)  # logarithms and dots
@@ -165,7 +165,7 @@ def _differentiate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Wo
         return call
 
     drawn = _random(shape, device, dtype)
-    return Work(
+    return CaseCost(
         (), with_buffers(attention.attention_gradient_), with_buffers(attention.gradient_reference)
     )
 
@@ -183,16 +183,16 @@ def _differentiate_bytes(shape: Shape, e: int) -> tuple[float, float]:
     return 2 * (_seen(shape) + elements(shape)) * e, 0
 
 
-def _dots(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+def _dots(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
     a, b = (_random(shape, device, dtype) for _ in range(2))
-    return Work((a, b), attention.row_dots, attention.dots_reference)
+    return CaseCost((a, b), attention.row_dots, attention.dots_reference)
 
 
 # ---- norms of [rows, h] --------------------------------------------------------------------------
 
 
-def _norm(rms: bool, add: bool = False) -> Callable[[Shape, torch.device, torch.dtype], Work]:
-    def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+def _norm(rms: bool, add: bool = False) -> Callable[[Shape, torch.device, torch.dtype], CaseCost]:
+    def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
         width = shape[-1:]
         inputs = [_leaf(shape, device, dtype) for _ in range(1 + add)]
         inputs += [_leaf(width, device, dtype) for _ in range(1 if rms else 2)]
@@ -233,7 +233,7 @@ def _norm(rms: bool, add: bool = False) -> Callable[[Shape, torch.device, torch.
             return call
 
         peers = {"liger": liger, "flash-attn": flash}
-        return Work(tuple(inputs), ours, plain, inputs, peers)
+        return CaseCost(tuple(inputs), ours, plain, inputs, peers)
 
     return prepare
 
@@ -253,8 +253,8 @@ _ACTIVATIONS: dict[str, Implementation] = {
 }
 
 
-def _activation(kind: str) -> Callable[[Shape, torch.device, torch.dtype], Work]:
-    def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+def _activation(kind: str) -> Callable[[Shape, torch.device, torch.dtype], CaseCost]:
+    def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
         width = shape[-1] * (2 if kind == "swiglu" else 1)
         x = _leaf((*shape[:-1], width), device, dtype)
         bias = _leaf((width,), device, dtype)
@@ -266,12 +266,12 @@ def _activation(kind: str) -> Callable[[Shape, torch.device, torch.dtype], Work]
 
         peers = {"liger, no bias": liger} if kind == "swiglu" else {}
         ours = lambda x, bias: elementwise.bias_activation(x, bias, kind)  # noqa: E731
-        return Work((x, bias), ours, _ACTIVATIONS[kind], [x, bias], peers)
+        return CaseCost((x, bias), ours, _ACTIVATIONS[kind], [x, bias], peers)
 
     return prepare
 
 
-def _dropout(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+def _dropout(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
     """Use a mask from a seed, as the model does without a kernel; F.dropout is not repeatable."""
     x = _leaf(shape, device, dtype)
     residual = _leaf(shape, device, dtype)
@@ -291,7 +291,7 @@ def _dropout(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
     def ours(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
         return elementwise.bias_dropout_add(x, bias, residual, PROBABILITY, SEED)
 
-    return Work(
+    return CaseCost(
         (x, bias, residual),
         ours,
         keyed,
@@ -304,7 +304,7 @@ def _dropout(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
 # ---- rotary embedding of [s, b, heads, d] --------------------------------------------------------
 
 
-def _rotate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+def _rotate(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
     """Queries as they lie in the fused qkv [s, b, heads, 3 d]."""
     s, _, _, d = shape
     x = _random((*shape[:-1], 3 * d), device, dtype)[..., :d].requires_grad_()
@@ -321,7 +321,7 @@ def _rotate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
         narrow = [t[:, 0, 0].to(dtype) for t in (cos, sin)]
         return lambda x, *_: fused(x.transpose(0, 1), *narrow).transpose(0, 1)
 
-    return Work((x, cos, sin), rotary.rotate, sequence, [x], {"flash-attn": flash})
+    return CaseCost((x, cos, sin), rotary.rotate, sequence, [x], {"flash-attn": flash})
 
 
 # ---- cross entropy of [tokens, vocabulary] -------------------------------------------------------
@@ -354,7 +354,7 @@ def whole_cross_entropy(
     return losses
 
 
-def _cross_entropy(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+def _cross_entropy(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
     # no leaf, as in a model: ours overwrites it
     logits = _leaf(shape, device, dtype) * 1.0
     labels = torch.randint(shape[1], shape[:1], device=device)
@@ -372,7 +372,7 @@ def _cross_entropy(shape: Shape, device: torch.device, dtype: torch.dtype) -> Wo
         return lambda logits, labels: fused(logits, labels)[0]
 
     peers = {"liger": liger, "flash-attn": flash}
-    return Work((logits, labels), whole_cross_entropy, sequence, [logits], peers)
+    return CaseCost((logits, labels), whole_cross_entropy, sequence, [logits], peers)
 
 
 # ---- gradient of a table of embeddings, values [tokens, h] ---------------------------------------
@@ -387,7 +387,7 @@ def token_rows(tokens: int, device: torch.device, frequent: float = 0.3) -> Tens
     return rows[torch.randperm(tokens, generator=torch.Generator().manual_seed(SEED))].to(device)
 
 
-def _add_rows(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+def _add_rows(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
     """Make sums in fp32, which grow from call to call."""
     rows = token_rows(shape[0], device)
     values = _random(shape, device, dtype)
@@ -401,7 +401,7 @@ def _add_rows(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
 
         return call
 
-    return Work((), with_buffers(vocabulary.add_rows_), with_buffers(vocabulary.reference_))
+    return CaseCost((), with_buffers(vocabulary.add_rows_), with_buffers(vocabulary.reference_))
 
 
 def _add_rows_bytes(shape: Shape, e: int) -> tuple[float, float]:
@@ -419,17 +419,19 @@ def _routed(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
     return (rows.argsort() // choices).to(device), rows.view(tokens, choices).to(device)
 
 
-def _permute(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+def _permute(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
     x = _leaf((shape[0], shape[2]), device, dtype)
     maps = _routed(shape, device)
-    return Work((x, *maps), experts.permute, experts.permute_reference, [x])
+    return CaseCost((x, *maps), experts.permute, experts.permute_reference, [x])
 
 
-def _unpermute(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+def _unpermute(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
     y = _leaf((shape[0] * shape[1], shape[2]), device, dtype)
     weights = torch.rand(shape[:2], device=device).requires_grad_()
     rows = _routed(shape, device)[1]
-    return Work((y, rows, weights), experts.unpermute, experts.unpermute_reference, [y, weights])
+    return CaseCost(
+        (y, rows, weights), experts.unpermute, experts.unpermute_reference, [y, weights]
+    )
 
 
 def _permute_bytes(shape: Shape, e: int) -> tuple[float, float]:
@@ -451,7 +453,7 @@ def _adamw(
     dtype: torch.dtype,
     moments: torch.dtype = torch.float32,
     share: float = 0.0,
-) -> Work:
+) -> CaseCost:
     """fp32 masters and gradients, and a copy of `dtype` of the new weights; none where it is fp32.
 
     `share`: of the new weights in their average. With bf16 moments torch's side is what a run
@@ -484,7 +486,7 @@ def _adamw(
         optimizer.adamw_(adamw, kernel)
 
     if moments != torch.float32:
-        return Work((), update, lambda *_: update(kernel=False), comparable=False)
+        return CaseCost((), update, lambda *_: update(kernel=False), comparable=False)
 
     for p, g in zip(parameters, gradients, strict=True):
         p.grad = g
@@ -499,7 +501,7 @@ def _adamw(
         if share:
             torch._foreach_lerp_(averages, parameters, share)
 
-    return Work((), update, step, comparable=False)
+    return CaseCost((), update, step, comparable=False)
 
 
 def _adamw_bytes(more: int = 0) -> Callable[[Shape, int], tuple[float, float]]:
@@ -512,10 +514,10 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     return torch.stack([t.double().square().sum() for t in tensors]).sum()
 
 
-def _norm_of(scales: bool) -> Callable[[Shape, torch.device, torch.dtype], Work]:
+def _norm_of(scales: bool) -> Callable[[Shape, torch.device, torch.dtype], CaseCost]:
     """The norm of tensors, which are scaled first, or only read."""
 
-    def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+    def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
         count, size = shape
         drawn = _random((size,), device, dtype)
         tensors = [drawn.clone() for _ in range(count)]
@@ -529,7 +531,7 @@ def _norm_of(scales: bool) -> Callable[[Shape, torch.device, torch.dtype], Work]
 
         exact = lambda *_: _sum_of_squares(tensors)  # noqa: E731
         ours = lambda *_: optimizer.scale_and_norm_(tensors, factor)  # noqa: E731
-        return Work((), ours, sequence, exact=exact)
+        return CaseCost((), ours, sequence, exact=exact)
 
     return prepare
 

@@ -101,7 +101,7 @@ class Kernel:
 
 
 @dataclass
-class Rules:
+class ResourceRules:
     """Declarations of kernels in the sources.
 
     waves       WAVES of each struct: a number, "condition ? 4 : 8", or "Op::WAVES" where another
@@ -117,15 +117,15 @@ class Rules:
     allowed: dict[str, str] = field(default_factory=dict)
 
 
-def read_rules(folder: Path = SOURCES) -> Rules:
+def read_rules(folder: Path = SOURCES) -> ResourceRules:
     """Read budgets and declarations of all sources. Raises BuildError for an invalid declaration."""
-    rules = Rules()
+    rules = ResourceRules()
     for file in sorted([*folder.glob("*.h"), *folder.glob("*.cpp")]):
         _read_file(file, rules)
     return rules
 
 
-def _read_file(file: Path, rules: Rules) -> None:
+def _read_file(file: Path, rules: ResourceRules) -> None:
     lines = file.read_text().splitlines()
     struct = ""
     template = ""
@@ -161,7 +161,7 @@ def _read_file(file: Path, rules: Rules) -> None:
             template = pending = ""
 
 
-def waves_wanted(kernel: Kernel, rules: Rules) -> int | None:
+def waves_wanted(kernel: Kernel, rules: ResourceRules) -> int | None:
     """Return WAVES of the kernel's operation; None without a declaration."""
     decides = rules.decides.get(kernel.function, "")
     if decides.isdigit():
@@ -175,7 +175,7 @@ def waves_wanted(kernel: Kernel, rules: Rules) -> int | None:
     return None
 
 
-def sizes(kernel: Kernel, rules: Rules) -> dict[str, int]:
+def sizes(kernel: Kernel, rules: ResourceRules) -> dict[str, int]:
     """Return V (elements of a pack) and ITEMS (packs per lane), if template arguments have them."""
     values = {"V": 0, "ITEMS": 1}
     for name, value in zip(
@@ -188,7 +188,7 @@ def sizes(kernel: Kernel, rules: Rules) -> dict[str, int]:
     return values
 
 
-def narrow_allowed(kernel: Kernel, rules: Rules) -> int | None:
+def narrow_allowed(kernel: Kernel, rules: ResourceRules) -> int | None:
     """Return the number of narrow loads and stores announced for a kernel; None: any number.
 
     Kernels of one element a lane (V = 1) serve what is not aligned and are narrow by nature.
@@ -201,7 +201,7 @@ def narrow_allowed(kernel: Kernel, rules: Rules) -> int | None:
     return sum(_evaluate(note, known) for note in notes)
 
 
-def _structs(kernel: Kernel, rules: Rules) -> list[str]:
+def _structs(kernel: Kernel, rules: ResourceRules) -> list[str]:
     named = re.match(r"(\w+)<", rules.decides.get(kernel.function, ""))
     return [*([named[1]] if named else []), *kernel.words]
 
@@ -216,7 +216,7 @@ def _evaluate(note: str, known: dict[str, int]) -> int:
     return total
 
 
-def check(kernel: Kernel, rules: Rules, arch: str = TUNED_FOR) -> list[str]:
+def check(kernel: Kernel, rules: ResourceRules, arch: str = TUNED_FOR) -> list[str]:
     """Which rules the kernel breaks; empty when none.
 
     Scalar registers that are kept in vector registers, without memory, are accepted on GPUs that
@@ -246,7 +246,7 @@ def check(kernel: Kernel, rules: Rules, arch: str = TUNED_FOR) -> list[str]:
     return wrong
 
 
-def check_all(kernels: Sequence[Kernel], rules: Rules, arch: str = TUNED_FOR) -> list[str]:
+def check_all(kernels: Sequence[Kernel], rules: ResourceRules, arch: str = TUNED_FOR) -> list[str]:
     """Yield a line for each broken rule, and for each declaration that no kernel fully uses."""
     wrong = [f"{kernel.name}: {what}" for kernel in kernels for what in check(kernel, rules, arch)]
     for owner, note in rules.allowed.items():

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.kernel_cases import OPERATORS, Implementation, Shape, Work, enlarged
+from benchmarks.kernel_cases import OPERATORS, CaseCost, Implementation, Shape, enlarged
 from benchmarks.machine import processor
 from benchmarks.shared import Record, Table, markdown, parser, print_table
 from benchmarks.sides import ALLOCATOR
@@ -105,7 +105,7 @@ class TimedImplementation:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     gradients: list[torch.Tensor] | None = None
 
-    def run(self, work: Work, clock: Clock, calls: int) -> None:
+    def run(self, work: CaseCost, clock: Clock, calls: int) -> None:
         """Run one round of calls, with each pass timed separately."""
         waiting: dict[str, list[Seconds]] = {"forward": [], "backward": []}
         for _ in range(calls):
@@ -134,7 +134,7 @@ class TimedImplementation:
         return statistics.median(a / b for a, b in pairs)
 
 
-def check_results(name: str, work: Work, dtype: torch.dtype) -> None:
+def check_results(name: str, work: CaseCost, dtype: torch.dtype) -> None:
     """Raise SystemExit if ours and torch's results differ by more than roundings."""
     if not work.comparable:
         return
@@ -146,7 +146,7 @@ def check_results(name: str, work: Work, dtype: torch.dtype) -> None:
                 raise SystemExit(f"{name}: the results differ by {error:.1e}")
 
 
-def usable(work: Work, clock: Clock) -> tuple[dict[str, TimedImplementation], dict[str, str]]:
+def usable(work: CaseCost, clock: Clock) -> tuple[dict[str, TimedImplementation], dict[str, str]]:
     """Return the sides of other packages that run once, and why the others do not."""
     sides = {}
     missing = {}
@@ -163,12 +163,12 @@ def usable(work: Work, clock: Clock) -> tuple[dict[str, TimedImplementation], di
 def measure(
     sides: dict[str, TimedImplementation],
     copy: TimedImplementation,
-    work: Work,
+    work: CaseCost,
     clock: Clock,
     budget_s: float,
 ) -> None:
     """Run rounds of all sides in turn: at least five, or three if there is little time."""
-    nothing = Work((), copy.implementation, copy.implementation)
+    nothing = CaseCost((), copy.implementation, copy.implementation)
     for _ in range(2):  # compiles, sets up, warms up
         for side in sides.values():
             side.run(work, clock, 1)

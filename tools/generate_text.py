@@ -194,7 +194,7 @@ def continue_prompts(args: argparse.Namespace, trained: Trained) -> None:
             out = stack.enter_context(open(args.output + ".part", "w", encoding="utf-8"))
         for at in range(0, len(batches), data.size):
             local = batches[at + data.rank] if at + data.rank < len(batches) else []
-            live = Live(local) if first and args.prompts is None else None
+            live = LiveText(local) if first and args.prompts is None else None
             made = generate(
                 trained,
                 [prompt.text for prompt in local],
@@ -287,7 +287,7 @@ def as_json(prompt: SeededPrompt, result: Continuation) -> str:
     )
 
 
-class Live:
+class LiveText:
     """Print the growing texts of a batch one below the other: each waits for those before it."""
 
     def __init__(self, prompts: Sequence[SeededPrompt]) -> None:

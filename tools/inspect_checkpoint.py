@@ -35,7 +35,7 @@ from megatron.errors import CheckpointError, ConfigError
 from megatron.training.run.process import as_tool
 from megatron_inspection.checkpoint import (
     Contents,
-    Norm,
+    TensorNorm,
     compare,
     contents,
     is_checkpoint,
@@ -144,7 +144,7 @@ def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     if not args.json:
         shown = {k: v for k, v in described.items() if k != "provenance" or args.provenance}
         table(f"{folder}", ("", ""), [(name, plain_text(value)) for name, value in shown.items()])
-    measured: dict[str, Norm] = {}
+    measured: dict[str, TensorNorm] = {}
     problem = None
     if args.norms:
         size = read_bytes(checkpoint, names)
@@ -227,7 +227,7 @@ def describe(contents: Contents) -> dict[str, Any]:
     }
 
 
-def show_tensors(contents: Contents, names: Iterable[str], measured: dict[str, Norm]) -> None:
+def show_tensors(contents: Contents, names: Iterable[str], measured: dict[str, TensorNorm]) -> None:
     """Print a row for each parameter; with norms, one for each tensor."""
     chosen = set(names)
     rows: list[tuple[Any, ...]] = []

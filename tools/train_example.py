@@ -66,7 +66,7 @@ QUICK = Size(0.6, 512, 4, 32, 2, 32, 1, 4, 20, 10, 2, 1e-2, 8, 0.0)
 
 
 @dataclass(frozen=True)
-class Machine:
+class LocalMachine:
     """Machine of the example: `processes` of `threads` threads, on "cuda" (or ROCm) or "cpu"."""
 
     device: str
@@ -238,11 +238,11 @@ def prepare(steps: Steps, size: Size, folder: Path) -> tuple[Path, Path]:
     return vocabulary, data
 
 
-def unfinished(stamp: Path, job: Mapping[str, object]) -> Machine | None:
+def unfinished(stamp: Path, job: Mapping[str, object]) -> LocalMachine | None:
     """Return the machine of a run of the same job that was interrupted; None without one."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         before = json.loads(stamp.read_text())
-        machine = Machine(**before.pop("machine"))
+        machine = LocalMachine(**before.pop("machine"))
         return machine if before == job else None
     return None
 
@@ -301,7 +301,7 @@ def make(target: Path, outputs: Sequence[Path], command: Sequence[str]) -> None:
     stamp.write_text(expected)
 
 
-def choose_machine() -> Machine:
+def choose_machine() -> LocalMachine:
     """Choose accelerators if present, otherwise 2 CPU processes in the faster dtype."""
     import torch
 
@@ -309,7 +309,7 @@ def choose_machine() -> Machine:
     if devices:
         used = min(devices, 2)
         name = torch.cuda.get_device_name(0)
-        return Machine("cuda", used, 1, True, f"{used} of {devices} device(s) ({name}), bf16")
+        return LocalMachine("cuda", used, 1, True, f"{used} of {devices} device(s) ({name}), bf16")
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     torch.set_num_threads(threads)
     rates = {dtype: matmul_gflops(dtype) for dtype in (torch.float32, torch.bfloat16)}
@@ -319,7 +319,7 @@ def choose_machine() -> Machine:
         f"products: {rates[torch.float32]:.0f} GFLOP/s in fp32, {rates[torch.bfloat16]:.0f} in "
         "bf16)"
     )
-    return Machine("cpu", 2, threads, bf16, reason)
+    return LocalMachine("cpu", 2, threads, bf16, reason)
 
 
 def matmul_gflops(dtype: object, seconds: float = 1.0) -> float:
@@ -337,7 +337,7 @@ def matmul_gflops(dtype: object, seconds: float = 1.0) -> float:
 
 
 def training_arguments(
-    size: Size, machine: Machine, iterations: int, vocabulary: Path, data: Path, run: Path
+    size: Size, machine: LocalMachine, iterations: int, vocabulary: Path, data: Path, run: Path
 ) -> list[str]:
     """Return the arguments of pretrain_gpt.py."""
     settings: dict[str, object] = {
@@ -379,7 +379,7 @@ def training_arguments(
     return [*words, "--eval-at-start", *(["--bf16"] if machine.bf16 else [])]
 
 
-def environment(machine: Machine) -> dict[str, str]:
+def environment(machine: LocalMachine) -> dict[str, str]:
     """Return the environment of a process."""
     env = dict(os.environ)
     if machine.device == "cpu":
@@ -387,7 +387,7 @@ def environment(machine: Machine) -> dict[str, str]:
     return env
 
 
-def train(arguments: Sequence[str], machine: Machine) -> None:
+def train(arguments: Sequence[str], machine: LocalMachine) -> None:
     """Start processes as a launcher would, and wait for all.
 
     Raises LaunchError if one fails, and Interrupted.

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.faults import history
-from benchmarks.faults.job import CONSTANT, Result, run_job, run_well, training
+from benchmarks.faults.job import CONSTANT, JobOutcome, run_job, run_well, training
 
 TRACKER = "latest_checkpointed_iteration.txt"
 SAVES = 3
@@ -97,7 +97,7 @@ def files_of(trained: UndisturbedRun) -> list[str]:
     ]
 
 
-def hurt(trained: UndisturbedRun, name: str, kind: str, number: int, seed: int) -> Result:
+def hurt(trained: UndisturbedRun, name: str, kind: str, number: int, seed: int) -> JobOutcome:
     """Damage a copy, resume from it, look at what the run took and computed."""
     copy = trained.folder / f"damage_{number}"
     shutil.copytree(trained.folder / "before", copy)
@@ -134,7 +134,7 @@ def hurt(trained: UndisturbedRun, name: str, kind: str, number: int, seed: int) 
         faults.append(f"the log does not name {name}")
     shutil.rmtree(copy)
     notes = "not resumed" if resumed is None else f"resumed from {resumed}"
-    return Result(f"{name} {what}", notes, tuple(faults))
+    return JobOutcome(f"{name} {what}", notes, tuple(faults))
 
 
 def file_text(output: str) -> str:
@@ -144,7 +144,7 @@ def file_text(output: str) -> str:
 
 def campaign(
     folder: Path, chance: random.Random, flips: int = 1, jobs: int = 2
-) -> Iterator[Result]:
+) -> Iterator[JobOutcome]:
     """Every kind of damage to every file, several flips each."""
     trained = train(folder)
     damages = [

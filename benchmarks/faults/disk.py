@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults import history
-from benchmarks.faults.job import Arms, Job, Result, run_job, run_well, training
+from benchmarks.faults.job import Arms, FaultJob, JobOutcome, run_job, run_well, training
 from tests.helpers.fault_points import on
 
 SAVE_INTERVAL = 5
@@ -72,7 +72,7 @@ def arguments(save: Path, metrics: Path, *more: str) -> list[str]:
     return training(save, ITERATIONS, SAVE_INTERVAL, "--metrics-file", file, *more)
 
 
-def campaign(folder: Path, ranks: int = 2) -> Iterator[Result]:
+def campaign(folder: Path, ranks: int = 2) -> Iterator[JobOutcome]:
     """Each fault, with synchronous and with asynchronous saves."""
     undisturbed = folder / "whole"
     run_well(ranks, arguments(undisturbed, undisturbed), folder / "logs_whole")
@@ -92,7 +92,7 @@ def full(
     reference: dict[int, history.Step],
     flags: tuple[str, ...],
     name: str,
-) -> Result:
+) -> JobOutcome:
     """Room for two checkpoints and a half; then, for a second start, for all."""
     faults: list[str] = []
     metrics = folder / "metrics"
@@ -104,7 +104,7 @@ def full(
             faults.append(f"2 checkpoints fit, there are {stayed}")
         remount(disk, f"size={50 * size}")
         faults += resumed(ranks, disk, metrics, flags, 2 * SAVE_INTERVAL, reference, folder)
-    return Result(f"full disk, {name} saves", f"{', '.join(stayed)} stayed", tuple(faults))
+    return JobOutcome(f"full disk, {name} saves", f"{', '.join(stayed)} stayed", tuple(faults))
 
 
 def read_only(
@@ -114,7 +114,7 @@ def read_only(
     reference: dict[int, history.Step],
     flags: tuple[str, ...],
     name: str,
-) -> Result:
+) -> JobOutcome:
     """The folder cannot be written any more when rank 0 is about to begin the third save."""
     faults: list[str] = []
     metrics = folder / "metrics"
@@ -126,10 +126,10 @@ def read_only(
         last = int(history.newest(disk).name.removeprefix("iter_"))
         subprocess.run(["umount", "--lazy", str(disk)], check=True)  # what covers it
         faults += resumed(ranks, disk, metrics, flags, last, reference, folder)
-    return Result(f"read-only folder, {name} saves", f"resumed from {last}", tuple(faults))
+    return JobOutcome(f"read-only folder, {name} saves", f"resumed from {last}", tuple(faults))
 
 
-def after_failed_saves(job: Job, reason: str, disk: Path, metrics: Path) -> list[str]:
+def after_failed_saves(job: FaultJob, reason: str, disk: Path, metrics: Path) -> list[str]:
     """Return the problems of a run with failed saves: it must finish, report them, and fail."""
     faults = []
     if history.steps(metrics)[-1][0] != ITERATIONS:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.faults import history
-from benchmarks.faults.job import CONSTANT, Job, Result, run_job, run_well, training
+from benchmarks.faults.job import CONSTANT, FaultJob, JobOutcome, run_job, run_well, training
 from tests.helpers.fault_points import strike
 
 SAVE_INTERVAL = 5
@@ -24,7 +24,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-def stop_one(folder: Path, layout: str, victim: int, step: int) -> Result:
+def stop_one(folder: Path, layout: str, victim: int, step: int) -> JobOutcome:
     """Stop a rank after some step, read the report, resume."""
     ranks, flags = LAYOUTS[layout]
     save = folder / "run"
@@ -33,7 +33,7 @@ def stop_one(folder: Path, layout: str, victim: int, step: int) -> Result:
     watched += ["--distributed-timeout-minutes", str(OTHERS_LEAVE_S / 60)]
     faults: list[str] = []
     stop = {victim: [(strike, "megatron.run.step", step, "stop")]}
-    with Job(ranks, [*arguments, *watched], folder / "logs", arms=stop) as job:
+    with FaultJob(ranks, [*arguments, *watched], folder / "logs", arms=stop) as job:
         other_ranks = [rank for rank in range(ranks) if rank != victim]
         if not job.wait_for_end(other_ranks, SOON_S):
             faults.append(
@@ -67,12 +67,12 @@ def stop_one(folder: Path, layout: str, victim: int, step: int) -> Result:
         run_well(ranks, [*undisturbed, "--exit-interval", str(last)], folder / "logs_whole")
         if history.differing(steps, dict(history.steps(undisturbed_run))):
             faults.append("losses are not those of the undisturbed run")
-    return Result(
+    return JobOutcome(
         f"SIGSTOP on rank {victim} of {layout} after step {step}", conclusion.strip(), tuple(faults)
     )
 
 
-def campaign(folder: Path, chance: random.Random) -> Iterator[Result]:
+def campaign(folder: Path, chance: random.Random) -> Iterator[JobOutcome]:
     """Each layout with rank 0, which serves the store, and with another."""
     for number, layout in enumerate(LAYOUTS):
         for victim in (0, LAYOUTS[layout][0] - 1):

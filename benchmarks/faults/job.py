@@ -18,7 +18,17 @@ from megatron.planner.subprocesses import reserve_port
 from tests.helpers.launching import ROOT, Script
 from tests.helpers.processes import rank_environment
 
-__all__ = ["MOCK", "ROOT", "TINY", "Arms", "Job", "Overdue", "Result", "free_ports", "run_job"]
+__all__ = [
+    "MOCK",
+    "ROOT",
+    "TINY",
+    "Arms",
+    "FaultJob",
+    "JobOutcome",
+    "Overdue",
+    "free_ports",
+    "run_job",
+]
 
 LIMIT_S = 400.0  # reached only by hanging jobs
 Arms = Mapping[int, Sequence[tuple[Any, ...]]]
@@ -41,7 +51,7 @@ CONSTANT = ["--lr-decay-style", "constant"]
 
 
 @dataclass(frozen=True)
-class Result:
+class JobOutcome:
     """A fault, what came of it, and what was wrong with that."""
 
     what: str
@@ -80,7 +90,7 @@ class Rank(Script):
                 os.kill(self.pid, number)
 
 
-class Job:
+class FaultJob:
     """Job of N ranks of pretrain_gpt.py, or another script, with output in LOGS/rank_R.log.
 
         with Job(2, arguments, logs, arms={1: [(strike, "megatron.run.step", 5, "kill")]}) as job:
@@ -114,7 +124,7 @@ class Job:
             for rank in range(n)
         ]
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> FaultJob:
         return self
 
     def __exit__(
@@ -183,9 +193,9 @@ def run_job(
     logs: Path,
     env: Mapping[str, str] | None = None,
     arms: Arms | None = None,
-) -> Job:
+) -> FaultJob:
     """A job from start to end. Raises Overdue."""
-    with Job(n, arguments, logs, env, arms=arms) as job:
+    with FaultJob(n, arguments, logs, env, arms=arms) as job:
         job.wait()
     return job
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults import history
-from benchmarks.faults.job import LIMIT_S, Job, Result, run_job, run_well, training
+from benchmarks.faults.job import LIMIT_S, FaultJob, JobOutcome, run_job, run_well, training
 from tests.helpers.fault_points import record, strike, strike_at
 
 SAVE_INTERVAL = 5
@@ -110,7 +110,7 @@ class ChainOutcome:
 
 def campaign(
     folder: Path, chance: random.Random, total: int, say: Callable[[str], None]
-) -> Iterator[Result]:
+) -> Iterator[JobOutcome]:
     """Kill the same number of times on each layout; 0: at every point."""
     share, rest = divmod(total, len(CHAINS))
     for number, chain in enumerate(CHAINS):
@@ -124,7 +124,7 @@ def campaign(
             f"every {SAVE_INTERVAL}; {outcome.steps_compared} losses compared"
         )
         what = f"{len(outcome.kills)} kills at {outcome.moments} moments, {chain.name}"
-        yield Result(what, notes, tuple(outcome.wrong))
+        yield JobOutcome(what, notes, tuple(outcome.wrong))
 
 
 def run_chain(
@@ -229,7 +229,7 @@ class _Running:
             (strike_at, str(self.save), nth, "kill", moment.name),
             (strike, STEP, 4 * SAVE_INTERVAL, "kill"),
         ]
-        with Job(
+        with FaultJob(
             ranks,
             self.arguments(self.save),
             self.folder / f"logs_{number}",

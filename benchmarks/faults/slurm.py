@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.faults import history
-from benchmarks.faults.job import CONSTANT, ROOT, Result, run_well, training
+from benchmarks.faults.job import CONSTANT, ROOT, JobOutcome, run_well, training
 from benchmarks.faults.testbed import Testbed
 
 SAVE_INTERVAL = 20
@@ -47,7 +47,7 @@ def submit(
     )
 
 
-def lose_a_node(testbed: Testbed, folder: Path) -> Result:
+def lose_a_node(testbed: Testbed, folder: Path) -> JobOutcome:
     """Lose a node during a long training; Slurm requeues the job, which resumes and ends.
 
     It ends after more steps than it lost.
@@ -73,7 +73,7 @@ def lose_a_node(testbed: Testbed, folder: Path) -> Result:
     faults = [f"the job ended as {state}: {text[-1500:]}"] if state != "COMPLETED" else []
     if "start 1" not in text:
         faults.append("the job was not started again")
-    return Result("a node lost, requeued by Slurm", *judge(folder, save, iterations, faults))
+    return JobOutcome("a node lost, requeued by Slurm", *judge(folder, save, iterations, faults))
 
 
 def judge(
@@ -108,7 +108,7 @@ def judge(
 
 def near_the_limit(
     testbed: Testbed, folder: Path, *flags: str, clock: bool, reason: str, what: str
-) -> Result:
+) -> JobOutcome:
     """Run a job with a limit of a minute: it has to save, exit, requeue itself and resume.
 
     clock   whether the program monitors the remaining time
@@ -130,7 +130,7 @@ def near_the_limit(
     text = log.read_text(errors="replace")
     if state != "PENDING":
         faults.append(f"the job is {state}, not back in the queue: {text[-1500:]}")
-        return Result(what, "", tuple(faults))
+        return JobOutcome(what, "", tuple(faults))
     if not re.search(reason, text):
         faults.append(f"the log does not say {reason!r}")
     reached = max(int(i) for i in re.findall(r"(?m)^ iteration +(\d+)/", text))
@@ -150,10 +150,10 @@ def near_the_limit(
         faults.append(
             f"scancel came at step {reached}, {history.newest(save).name} is the newest checkpoint"
         )
-    return Result(what, *judge(folder, save, iterations, faults))
+    return JobOutcome(what, *judge(folder, save, iterations, faults))
 
 
-def usr1(testbed: Testbed, folder: Path) -> Result:
+def usr1(testbed: Testbed, folder: Path) -> JobOutcome:
     """Run with sbatch --signal=USR1@45, to every task; 15 to 45 s remain, as Slurm polls at 30 s."""
     what = "USR1 before the time limit, requeued by the program"
     return near_the_limit(
@@ -161,7 +161,7 @@ def usr1(testbed: Testbed, folder: Path) -> Result:
     )
 
 
-def no_signal(testbed: Testbed, folder: Path) -> Result:
+def no_signal(testbed: Testbed, folder: Path) -> JobOutcome:
     """The program asks Slurm itself how much time is left."""
     what = "time limit without a signal, requeued by the program"
     return near_the_limit(
@@ -169,7 +169,7 @@ def no_signal(testbed: Testbed, folder: Path) -> Result:
     )
 
 
-def campaign(folder: Path) -> Iterator[Result]:
+def campaign(folder: Path) -> Iterator[JobOutcome]:
     """All of them, on one testbed."""
     with Testbed() as testbed:
         for number, fault in enumerate((lose_a_node, usr1, no_signal)):

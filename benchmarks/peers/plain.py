@@ -30,7 +30,7 @@ from common import (
 from torch import Tensor, nn
 
 
-class Layer(nn.Module):
+class PlainLayer(nn.Module):
     """Attention and MLP, each behind a LayerNorm and with a residual.
 
     order  of the fused projection [b, s, 3, n, d] as [3, b, n, s, d]
@@ -71,7 +71,7 @@ class GPT(nn.Module):
         super().__init__()
         self.words = nn.Embedding(task.vocabulary, task.hidden)
         self.positions = nn.Embedding(task.sequence, task.hidden)
-        self.layers = nn.ModuleList(Layer(task) for _ in range(task.layers))
+        self.layers = nn.ModuleList(PlainLayer(task) for _ in range(task.layers))
         self.last_norm = nn.LayerNorm(task.hidden)
         for parameter in self.parameters():
             if parameter.dim() >= 2:

@@ -61,7 +61,7 @@ class Machine:
             for name, s in foreseen.items()
         ]
         times = {"clock": self.clock, "say": lambda line: None}
-        check = gpu_check.Check(
+        check = gpu_check.CheckStep(
             self.folder, budget, device, sources, self.play, fresh=fresh, **times
         )
         good = check.run(steps, only)
@@ -159,7 +159,7 @@ def test_the_share_of_the_peak_is_in_the_figures():
     keys = [(case, side) for side in case.sides[:2]]
     seconds = case.flops / 989.4e12 * 2
     outcomes = {key: [sides.SideOutcome(step_s=[seconds])] for key in keys}
-    for gpu, said in (("NVIDIA H100 80GB HBM3", "tokens/s (MFU 50.0 %)"), ("another", "tokens/s")):
+    for gpu, text in (("NVIDIA H100 80GB HBM3", "tokens/s (MFU 50.0 %)"), ("another", "tokens/s")):
         table = results.rate_table(bench.rows_of(keys, outcomes, {}, 1, gpu))
         first, second = gpu_check.rates("", [[["a"], ["b"]], table]).split("; ")
         assert first == f"ours {case.tokens / seconds:,.0f} {text}" and second.startswith(

@@ -20,7 +20,7 @@ from megatron.model.gpt import hidden_state
 from tests.helpers.hugging_face import CASES, SAMPLES, computed, identical, make, tokens
 from tests.helpers.processes import run_processes
 from tests.helpers.text import one_process
-from tests.helpers.training import Job, assemble, local_shards
+from tests.helpers.training import TrainingJob, assemble, local_shards
 
 LAYOUTS = {
     1: {},
@@ -58,7 +58,7 @@ def run(rank, world, folders):
 def one(source, target, world):
     """Load a model, compute, write it, take a step, compute again and write it again."""
 
-    job = Job(config_of(source, world, seq_length=tokens().shape[1] - 1))
+    job = TrainingJob(config_of(source, world, seq_length=tokens().shape[1] - 1))
     config = job.config
     topology = job.topology
     engine = job.engine

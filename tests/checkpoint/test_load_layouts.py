@@ -23,7 +23,7 @@ from tests.checkpoint.saver_cases import save, spoil
 from tests.engine import toy
 from tests.helpers.frozen import FROZEN, PIECES
 from tests.helpers.processes import SETUP_LIMIT_S, run_processes
-from tests.helpers.training import BASE, Job
+from tests.helpers.training import BASE, TrainingJob
 
 MODEL = dict(
     BASE,
@@ -168,7 +168,7 @@ def job_of(written, fields, ranks):
     config = Config.create(**{**WRITTEN[written][0], **fields, "world_size": ranks})
     if written.startswith("frozen"):
         config = dataclasses.replace(config, pieces=Pieces(**PIECES))
-    return Job(config, Topology.create() if ranks == 1 else None)
+    return TrainingJob(config, Topology.create() if ranks == 1 else None)
 
 
 def next_loss(job):

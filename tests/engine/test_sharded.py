@@ -13,7 +13,7 @@ from megatron.engine.zero_plan import IN_FLIGHT, BucketOp
 from megatron.errors import ConfigError
 from megatron.model.gpt import GPTChunk, build_chunks
 from tests.helpers.processes import run_processes
-from tests.helpers.training import Job, configured
+from tests.helpers.training import TrainingJob, configured
 
 pytestmark = pytest.mark.slow
 LAYERS = 6
@@ -24,7 +24,7 @@ def train(rank, stage, recompute):
     fields = dict(num_layers=LAYERS, zero_stage=stage, global_batch_size=4)
     if recompute:
         fields |= dict(recompute_granularity="full", recompute_method="uniform")
-    job = Job(configured(fields, 2))
+    job = TrainingJob(configured(fields, 2))
     built = build_chunks(job.config, job.topology, job.context)
     before = sum(p.untyped_storage().nbytes() for p in built.parameters())
     (chunk,) = job.chunks.values()
@@ -86,7 +86,7 @@ def test_a_few_layers_have_memory_at_a_time(runs, stage, recompute):
 def outward(rank, stage, twice):
     """Return how many sums over other ranks began in the passes of each step, of how many."""
     fields = dict(num_layers=2, zero_stage=stage, zero_shard_size=2, global_batch_size=8)
-    job = Job(configured(fields, 4))
+    job = TrainingJob(configured(fields, 4))
     reductions = []
     counts = []
     transfer = gradients.transfer
@@ -149,7 +149,7 @@ def of_users(rank, stage):
     results = []
     for model in (Recomputes, Shares, Trains):
         config = configured(dict(num_layers=3, zero_stage=stage, global_batch_size=4), 2)
-        job = Job(dataclasses.replace(config, pieces=Pieces(model=model)))
+        job = TrainingJob(dataclasses.replace(config, pieces=Pieces(model=model)))
         losses = []
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")

@@ -44,7 +44,7 @@ needs_simulator = pytest.mark.skipif(
 
 
 @dataclass(frozen=True)
-class Outcome:
+class NumericsOutcome:
     """Exit code of a process (negative: the signal) and its output."""
 
     code: int
@@ -108,7 +108,7 @@ def environment(library: Path | None, flags: Sequence[str]) -> dict[str, str]:
 
 def run_process(
     command: Sequence[str], variables: dict[str, str], timeout_s: float = 240
-) -> Outcome:
+) -> NumericsOutcome:
     """Run a command at the root of the repository; return its output and errors in one text."""
     done = subprocess.run(
         command,
@@ -120,7 +120,7 @@ def run_process(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    return Outcome(done.returncode, done.stdout)
+    return NumericsOutcome(done.returncode, done.stdout)
 
 
 # pytest that collects once and forks for each run, because starting and collecting takes longer
@@ -186,7 +186,7 @@ def run_numerics(
     library: Path,
     flags: Sequence[str],
     folder: Path,
-) -> dict[str, Outcome]:
+) -> dict[str, NumericsOutcome]:
     """Run numerical tests on a simulator library, once for each of `runs`.
 
     Each is the number of a fault planted into the library (0: none) and words of the node ids of
@@ -199,6 +199,6 @@ def run_numerics(
     assert outcome.passed and "STATUS " in outcome.output, outcome.end
     status = json.loads(outcome.output.rpartition("STATUS ")[2])
     return {
-        name: Outcome(status[name], output.read_text(errors="replace"))
+        name: NumericsOutcome(status[name], output.read_text(errors="replace"))
         for name, output in outputs.items()
     }

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 Look = Callable[[str, tuple[Any, ...], list[torch.Tensor]], object]
 
 
-class Watch(TorchDispatchMode):
+class OperatorWatch(TorchDispatchMode):
     """Call `look(name, arguments, tensors returned)` after each operator."""
 
     def __init__(self, look: Look) -> None:

@@ -28,12 +28,12 @@ from megatron.pipeline.schedule import NOMINAL_DURATIONS, Lists, ScheduleCosts, 
 TimeOf = Callable[[Instruction], float]
 
 
-class Compute(NamedTuple):
+class ReplayCompute(NamedTuple):
     label: Hashable
     duration: float
 
 
-class Post(NamedTuple):
+class ReplayPost(NamedTuple):
     """Start to send, receive or take part in `message`, which goes over `link`, and continue.
 
     The message begins when all its ranks have posted it. It departs when the older messages of its
@@ -46,13 +46,13 @@ class Post(NamedTuple):
     latency: float
 
 
-class Wait(NamedTuple):
+class ReplayWait(NamedTuple):
     """Continue when `message`, posted before, has arrived."""
 
     message: Hashable
 
 
-Action = Compute | Post | Wait
+Action = ReplayCompute | ReplayPost | ReplayWait
 
 
 class Lane(NamedTuple):
@@ -68,10 +68,10 @@ class _Link:
 
     def __init__(self) -> None:
         self.order: dict[Hashable, int] = {}  # and the number of missing posts
-        self._begun: dict[Hashable, tuple[float, Post]] = {}
+        self._begun: dict[Hashable, tuple[float, ReplayPost]] = {}
         self._free: float = 0
 
-    def post(self, post: Post, time: float) -> list[tuple[Hashable, float]]:
+    def post(self, post: ReplayPost, time: float) -> list[tuple[Hashable, float]]:
         """Post a message; return the messages whose arrival this determines, with the arrival."""
         self.order[post.message] -= 1
         self._begun[post.message] = time, post
@@ -94,7 +94,9 @@ class Replay:
     def __init__(self, ranks: Sequence[Sequence[Action]], at_once: float = math.inf) -> None:
         self._todo = [deque(actions) for actions in ranks]
         self._links: dict[Hashable, _Link] = defaultdict(_Link)
-        for post in (action for actions in ranks for action in actions if isinstance(action, Post)):
+        for post in (
+            action for actions in ranks for action in actions if isinstance(action, ReplayPost)
+        ):
             order = self._links[post.link].order
             order[post.message] = order.get(post.message, 0) + 1
         self._at_once = at_once
@@ -142,11 +144,11 @@ class Replay:
         todo = self._todo[rank]
         while todo:
             action = todo[0]
-            if isinstance(action, Compute):
+            if isinstance(action, ReplayCompute):
                 heapq.heappush(self._computing, (self._work + action.duration, rank))
                 self._since[rank] = self._now
                 return
-            if isinstance(action, Post):
+            if isinstance(action, ReplayPost):
                 self._post(action)
             elif not self._arrived(rank, action.message):
                 return
@@ -168,7 +170,7 @@ class Replay:
             self.waited[rank].append(Lane(message, since, self._now))
         return True
 
-    def _post(self, action: Post) -> None:
+    def _post(self, action: ReplayPost) -> None:
         for message, arrives in self._links[action.link].post(action, self._now):
             self._arriving[message] = arrives
             for rank in self._waiting.pop(message, ()):
@@ -197,10 +199,10 @@ def actions_of(
     """
     size, last = len(ranks), max(i.stage for instructions in ranks for i in instructions)
 
-    def post(send: Instruction, to: int) -> Post:
+    def post(send: Instruction, to: int) -> ReplayPost:
         link = send.stage % size, to % size
         link = link if duplex else (min(link), max(link))
-        return Post(send, link, occupies(send), latency(send))
+        return ReplayPost(send, link, occupies(send), latency(send))
 
     actions_of_ranks: list[list[Action]] = []
     for instructions in ranks:
@@ -213,20 +215,20 @@ def actions_of(
             needed = Instruction(kind, before, micro_batch)
             if op in COMPUTE:
                 if op is not Op.BACKWARD_WEIGHT and 0 <= before <= last and size > 1:
-                    actions.append(Wait(needed))
-                actions.append(Compute(instruction, duration(instruction)))
+                    actions.append(ReplayWait(needed))
+                actions.append(ReplayCompute(instruction, duration(instruction)))
                 if not posted and op is not Op.BACKWARD_WEIGHT:
                     actions.append(post(Instruction(kind, stage, micro_batch), to))
             elif not posted:
                 continue
             elif op in SENDS:
                 if len(sent) >= SENDS_IN_FLIGHT:  # as in executor.py
-                    actions.append(Wait(sent.popleft()))
+                    actions.append(ReplayWait(sent.popleft()))
                 actions.append(post(instruction, to))
                 sent.append(instruction)
             else:
                 actions.append(post(needed, stage))
-        actions_of_ranks.append(actions + [Wait(message) for message in sent])
+        actions_of_ranks.append(actions + [ReplayWait(message) for message in sent])
     return actions_of_ranks
 
 

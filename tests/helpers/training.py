@@ -228,7 +228,7 @@ def _joined(tensor: int, pipeline: int, order: str, **sizes: int) -> Topology:
     return join(tensor, pipeline, order=order, **sizes)
 
 
-class Job:
+class TrainingJob:
     """Model, engine and executor of this rank of run_processes, as a run builds them."""
 
     def __init__(self, config: Config, topology: Topology | None = None, **options: Any) -> None:
@@ -287,7 +287,7 @@ def train_in_process(
     step. Processes may do several runs, one after another.
     """
     # A gradient is changed after the backward passes: it must not be in flight by then.
-    job = Job(
+    job = TrainingJob(
         configured(fields | ({"overlap_grad_reduce": False} if poison else {}), dist_world_size())
     )
     engine = job.engine

@@ -17,7 +17,7 @@ PARAMETERS = (
 )
 
 
-class Table(NamedTuple):
+class FrontierTable(NamedTuple):
     """Candidates with `costs` (log(cost) of each), `prior` (a planner's) and `fails` (indices)."""
 
     candidates: tuple[Candidate, ...]
@@ -68,7 +68,7 @@ def table(
     The planner underestimates messages, overestimates bubbles and takes recomputation for free.
     """
     candidates = candidates_of(lambda v: v["tp"] * v["pp"] <= 64 and keep(v))
-    return Table(
+    return FrontierTable(
         candidates,
         tuple(math.log(_seconds(c.values, 1.0, 0.09, 0.33)) for c in candidates),
         tuple(math.log(_seconds(c.values, 1.5, 0.03, 0.05)) for c in candidates),

@@ -19,7 +19,7 @@ from megatron.layers.attention_unfused import PLAIN, Scoring, unfused_attention
 from megatron.layers.positions import Alibi, Documents, alibi_slopes
 from megatron.parallel.keyed_random import seeded
 from tests.helpers.fusions import Operators
-from tests.helpers.operators import Watch
+from tests.helpers.operators import OperatorWatch
 
 D = 8
 PATHS = ("torch", "unfused", "unfused, fused", "blocked", "blocked, fused")
@@ -326,7 +326,7 @@ def watched(run, tensors):
             a, b = args[-2:]
             flops.append(Product(a.shape[1], b.shape[2], a.shape[2], a.shape[0]).flops)
 
-    with Watch(look):
+    with OperatorWatch(look):
         output_and_gradients(run, tensors)
     return max(elements), sum(flops)
 

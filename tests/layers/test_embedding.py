@@ -10,7 +10,7 @@ from megatron.layers.vocabulary import (
     VocabParallelEmbedding,
 )
 from tests.helpers.gradient_accumulators import attach_accumulator
-from tests.helpers.operators import Watch
+from tests.helpers.operators import OperatorWatch
 
 S = 6
 B = 3
@@ -70,6 +70,6 @@ def test_nothing_of_the_tables_size_is_made():
     def look(name, args, returned):
         made.extend(x.numel() for x in returned if x.untyped_storage().data_ptr() not in known)
 
-    with Watch(look):
+    with OperatorWatch(look):
         (words(tokens) * target).sum().backward()
     assert max(made) == S * B * H

@@ -15,7 +15,7 @@ from megatron.parallel.sharding import shard
 from tests.helpers.fusions import context as fused_context
 from tests.helpers.gradient_accumulators import attach_accumulator
 from tests.helpers.groups import join
-from tests.helpers.operators import Watch
+from tests.helpers.operators import OperatorWatch
 from tests.helpers.processes import run_processes
 
 S = 8
@@ -174,7 +174,7 @@ def test_only_one_chunk_of_logits_exists_and_is_computed_once(fused, late):
             shapes.append(tuple(returned[0].shape))
             places.update(x.data_ptr() for x in returned if x.shape[1] == 1024)
 
-    with Watch(look), torch.set_grad_enabled(late):
+    with OperatorWatch(look), torch.set_grad_enabled(late):
         loss = vocabulary_loss(x, labels, torch.ones(S, B), v, late=True)
         if late:
             loss.backward()

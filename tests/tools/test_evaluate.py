@@ -141,10 +141,10 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(bos, tmp_path, monkeypatch
     (tmp_path / "a.txt").write_text(LINES)
     (tmp_path / "b").write_text("short")
     sources = tokens.text_sources([str(tmp_path / "a.txt"), str(tmp_path / "b")])
-    parts = list(tokens.text_segments(sources, "text", tokenizer))
-    assert (len(parts) == 2) == bos  # pieces exist where they can
-    whole = [tokenizer.eod, *tokenizer.encode(LINES), tokenizer.eod, *tokenizer.encode("short")]
-    assert [i for part in parts for i in part.tokens.tolist()] == whole
+    chunks = list(tokens.text_segments(sources, "text", tokenizer))
+    assert (len(chunks) == 2) == bos  # pieces exist where they can
+    expected = [tokenizer.eod, *tokenizer.encode(LINES), tokenizer.eod, *tokenizer.encode("short")]
+    assert [i for chunk in chunks for i in chunk.tokens.tolist()] == expected
     size = len(LINES.encode()) + 5
     assert (sum(chunk.text_bytes or 0 for chunk in chunks), chunks[-1].read_bytes) == (size, size)
 

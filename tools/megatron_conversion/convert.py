@@ -24,7 +24,7 @@ from megatron_conversion.names import (
     OUTPUT_LAYER,
     POSITION_EMBEDDINGS,
     WORD_EMBEDDINGS,
-    Rules,
+    NameRules,
     is_replicated,
     merge,
 )
@@ -54,7 +54,7 @@ class Plan:
     source: SourceCheckpoint
     config: Config
     shapes: dict[str, tuple[int, ...]]
-    rules: Rules
+    rules: NameRules
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -156,7 +156,7 @@ def plan_conversion(source: SourceCheckpoint, chosen: Mapping[str, Any]) -> Plan
             )
         shapes = global_shapes(config)
         _check_names(source, shapes)
-        rules = Rules(source.version, model.kv_channels, vocab_size, model.gated)
+        rules = NameRules(source.version, model.kv_channels, vocab_size, model.gated)
         plan = Plan(source, config, shapes, rules, [*source.notes, *notes])
         padded = _padded_vocab_size(source)
         if padded > vocab_size:

@@ -124,7 +124,7 @@ class PipelineNames:
 
 
 @dataclass(frozen=True)
-class Rules:
+class NameRules:
     """Layout of tensor-parallel shards.
 
     version      Megatron's checkpoint_version: the order of the rows of query_key_value
@@ -149,7 +149,7 @@ def is_replicated(name: str) -> bool:
     )
 
 
-def merge(name: str, shards: Sequence[torch.Tensor], rules: Rules) -> torch.Tensor:
+def merge(name: str, shards: Sequence[torch.Tensor], rules: NameRules) -> torch.Tensor:
     """Return the global tensor of parameter `name` (ours), in our row order, from its shards.
 
     Shards are in order of tensor rank; of a replicated parameter, the first is used. Raises
@@ -181,7 +181,7 @@ def merge(name: str, shards: Sequence[torch.Tensor], rules: Rules) -> torch.Tens
     return tensor[: rules.vocab_size]
 
 
-def _ordered(shard: torch.Tensor, rules: Rules) -> torch.Tensor:
+def _ordered(shard: torch.Tensor, rules: NameRules) -> torch.Tensor:
     """Reorder one rank's query_key_value to [head][query, key, value][head dimension].
 
     Version 0 has [query, key, value][head][head dimension], version 1.0 [head][head

@@ -156,7 +156,7 @@ def read_whole(contents: Contents, name: str) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Norm:
+class TensorNorm:
     """Norm and largest absolute value of a tensor's finite elements in float64; count of others."""
 
     norm: float
@@ -164,7 +164,9 @@ class Norm:
     not_finite: int
 
 
-def norms(contents: Contents, names: list[str], count: Count = bool) -> Iterator[tuple[str, Norm]]:
+def norms(
+    contents: Contents, names: list[str], count: Count = bool
+) -> Iterator[tuple[str, TensorNorm]]:
     """Yield the norm of each tensor. Raises CheckpointError that names a damaged file."""
     for name in names:
         squares = 0.0
@@ -180,7 +182,7 @@ def norms(contents: Contents, names: list[str], count: Count = bool) -> Iterator
                     squares += float(torch.dot(finite, finite))
                     largest = max(largest, float(finite.abs().max()))
             count(shard.length)
-        yield name, Norm(math.sqrt(squares), largest, bad)
+        yield name, TensorNorm(math.sqrt(squares), largest, bad)
 
 
 # --- verification

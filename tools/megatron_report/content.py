@@ -30,7 +30,7 @@ _MANY = 5  # from this number of runs on, only tables describe them
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """Rows of values by column.
 
     across  each row is shown as a column
@@ -57,7 +57,7 @@ class Plot:
     layout: Mapping[str, Any]
 
 
-Block = str | Table | Plot
+Block = str | ReportTable | Plot
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ def _verdict(run: RecordedRun) -> str:
     return "; ".join([f"{run.name}: {run.ended}", *phrases]) + "."
 
 
-def _overview(runs: Sequence[RecordedRun]) -> Table:
-    return Table(
+def _overview(runs: Sequence[RecordedRun]) -> ReportTable:
+    return ReportTable(
         "What was run, and how it went", [summary(r) for r in runs], across=len(runs) < _MANY
     )
 
@@ -174,9 +174,9 @@ def _comparison(runs: Sequence[RecordedRun]) -> Iterator[Block]:
         if series.published is not None:
             caption += f"; published HFU: {series.published.percent} %"
         rows = [row(series, member) for member in series.members]
-        yield Table(caption, [{name: each[name] for name in _SPEED} for each in rows])
+        yield ReportTable(caption, [{name: each[name] for name in _SPEED} for each in rows])
         more = [{k: v for k, v in each.items() if k == "run" or k not in _SPEED} for each in rows]
-        yield Table("Further figures", more, folded=True)
+        yield ReportTable("Further figures", more, folded=True)
         yield from _efficiency(series) if len(series.members) > 1 else ()
     configs = [run.config for run in runs]
     names = sorted({name for config in configs for name in config})
@@ -328,7 +328,7 @@ def _bars(
         yield Plot(
             caption, traces, {"yaxis": {"autorange": "reversed"}, "barmode": "group", **height}
         )
-        yield Table(f"{caption.partition(',')[0]} in figures", rows, folded=True)
+        yield ReportTable(f"{caption.partition(',')[0]} in figures", rows, folded=True)
 
 
 def _phases(runs: Sequence[RecordedRun]) -> Iterator[Block]:
@@ -422,7 +422,7 @@ def _data(runs: Sequence[RecordedRun]) -> Iterator[Block]:
             names = ("samples", "tokens", "epochs", "left_out")
             rows.append({"run": run.name, "source": source, **{n: counts.get(n) for n in names}})
     if rows:
-        yield Table("What was read of each source", rows)
+        yield ReportTable("What was read of each source", rows)
 
 
 def _checkpoints(runs: Sequence[RecordedRun]) -> Iterator[Block]:
@@ -433,10 +433,12 @@ def _checkpoints(runs: Sequence[RecordedRun]) -> Iterator[Block]:
 def _events(runs: Sequence[RecordedRun]) -> Iterator[Block]:
     rows = [{"run": run.name, **event} for run in runs for event in events(run)]
     if rows:
-        yield Table("Events", rows, folded=len(rows) > _FOLDED)
+        yield ReportTable("Events", rows, folded=len(rows) > _FOLDED)
 
 
-def _listed(caption: str, runs: Sequence[RecordedRun], event: str, names: str) -> Iterator[Table]:
+def _listed(
+    caption: str, runs: Sequence[RecordedRun], event: str, names: str
+) -> Iterator[ReportTable]:
     """Yield a table of these fields of the records of an event, if there are any."""
     rows = [
         {"run": run.name, **{name: record.get(name) for name in names.split()}}
@@ -445,7 +447,7 @@ def _listed(caption: str, runs: Sequence[RecordedRun], event: str, names: str) -
         if record.get("dataset") != "test"
     ]
     if rows:
-        yield Table(caption, rows, folded=len(rows) > _FOLDED)
+        yield ReportTable(caption, rows, folded=len(rows) > _FOLDED)
 
 
 # -- provenance ------------------------------------------------------------------------------------
@@ -453,13 +455,13 @@ def _listed(caption: str, runs: Sequence[RecordedRun], event: str, names: str) -
 
 def _values(
     caption: str, names: Sequence[str], runs: Sequence[RecordedRun], folded: bool = False
-) -> Table:
+) -> ReportTable:
     heads = [f"in {run.name}" for run in runs] if len(runs) > 1 else ["value"]
     rows = [
         {"setting": name, **{h: r.config.get(name) for h, r in zip(heads, runs, strict=True)}}
         for name in names
     ]
-    return Table(caption, rows, exact=True, folded=folded)
+    return ReportTable(caption, rows, exact=True, folded=folded)
 
 
 def _settings(runs: Sequence[RecordedRun]) -> Iterator[Block]:
@@ -480,7 +482,7 @@ def _provenance(runs: Sequence[RecordedRun]) -> Iterator[Block]:
             entries |= {name: run.start.get(name) for name in ("versions", "device", "places")}
             yield (f"{run.name}: from the metrics file, without a checkpoint's record: {why_not}.")
         rows = [{"what": name, "value": value} for name, value in _flat("", entries)]
-        yield Table(f"Provenance of {run.name}", rows, exact=True, folded=len(runs) > 1)
+        yield ReportTable(f"Provenance of {run.name}", rows, exact=True, folded=len(runs) > 1)
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError
-from megatron_report.content import Plot, Section, Table
+from megatron_report.content import Plot, ReportTable, Section
 from megatron_report.values import head, shown
 
 _HERE = Path(__file__).parent
@@ -28,7 +28,7 @@ def as_json(title: str, sections: Sequence[Section]) -> str:
     return json.dumps({"title": title, "sections": sections}, indent=1, default=vars) + "\n"
 
 
-def _cells(table: Table) -> list[list[str]]:
+def _cells(table: ReportTable) -> list[list[str]]:
     """Return the texts of a table, head first, without columns that are empty."""
     columns = [
         name
@@ -59,7 +59,7 @@ def as_markdown(title: str, sections: Sequence[Section]) -> str:
         for block in section.blocks:
             if isinstance(block, str):
                 lines.append(_plain(block))
-            elif isinstance(block, Table):
+            elif isinstance(block, ReportTable):
                 lines += [f"**{_plain(block.caption)}**", _pipes(_cells(block))]
     return "\n\n".join(lines) + "\n"
 
@@ -152,7 +152,7 @@ def _section(section: Section, plots: dict[str, Plot]) -> str:
     for block in section.blocks:
         if isinstance(block, str):
             elements.append(f"<p>{_html(block)}</p>")
-        elif isinstance(block, Table):
+        elif isinstance(block, ReportTable):
             elements.append(_table(block))
         else:
             name = f"plot-{len(plots)}"
@@ -166,7 +166,7 @@ def _section(section: Section, plots: dict[str, Plot]) -> str:
     return f'<section id="{name}"><h2>{_html(section.title)}</h2>\n{inside}</section>\n'
 
 
-def _table(table: Table) -> str:
+def _table(table: ReportTable) -> str:
     first, *rest = _cells(table)
     long = ' class="long"'
     if table.across and len(first) == 2:  # one run, whose name is the title

@@ -382,7 +382,7 @@ def publish_start(
             iteration=progress.iteration,
             config=config.to_dict(),
             layout=layout_record(config, topology),
-            locations=list(locations),
+            places=list(locations),
             device=device_name(topology.device),
             parameters=costs.parameters,
             versions=versions(),

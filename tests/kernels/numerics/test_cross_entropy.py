@@ -10,7 +10,7 @@ from benchmarks.kernel_cases import whole_cross_entropy as cross_entropy
 from megatron.kernels import library, operators
 from megatron.kernels.ops import vocabulary as module
 from megatron.kernels.ops.vocabulary import gradient_, local_pass
-from tests.helpers.operators import Watch
+from tests.helpers.operators import OperatorWatch
 from tests.kernels.numerics.reference import (
     ROWS,
     WIDTHS,
@@ -213,7 +213,7 @@ def large_arrays(logits, run):
             seen.append(name)
             assert where.data_ptr() == here.data_ptr() or where.nbytes() < here.nbytes() // 8, name
 
-    with Watch(look):
+    with OperatorWatch(look):
         result = run()
     assert len(seen) >= 3
     return result

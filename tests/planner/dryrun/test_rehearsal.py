@@ -25,7 +25,7 @@ from megatron.planner.events import Alloc, Free
 from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK, HEADROOM, changes, find_peak
 from megatron.planner.tensors import OperatorRecorder
 from tests.helpers.processes import run_processes
-from tests.helpers.training import Job
+from tests.helpers.training import TrainingJob
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +74,7 @@ def real_peak(rank, flags):
     s = config.model.seq_length
     count = config.num_micro_batches()
     with follower:
-        job = Job(config, perform_initialization=False)
+        job = TrainingJob(config, perform_initialization=False)
         tokens, labels, positions = (torch.zeros(count, b, s, dtype=torch.int64) for _ in range(3))
         mask = torch.ones(count, b, s)
         batches = [

@@ -18,7 +18,7 @@ from megatron.planner import stage as stages
 from megatron.planner.events import Post, Wait
 from megatron.planner.trace import trace
 from tests.helpers.processes import run_processes
-from tests.helpers.training import Job
+from tests.helpers.training import TrainingJob
 from tests.planner.layouts import planned
 
 SIZES = (
@@ -73,7 +73,7 @@ class Products(TorchDispatchMode):
 
 def ran(rank, cases):
     """Return this rank's products and messages in a step of two micro-batches, for each case."""
-    return [_ran(Job(planned(case))) for case in cases]
+    return [_ran(TrainingJob(planned(case))) for case in cases]
 
 
 def _ran(job):

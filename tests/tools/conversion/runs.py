@@ -18,7 +18,7 @@ from megatron.engine.deepspeed_engine import (
 from megatron.model.gpt import build_chunks
 from megatron.parallel.topology import Topology
 from tests.helpers.groups import join
-from tests.helpers.training import Job
+from tests.helpers.training import TrainingJob
 from tests.tools.conversion import megatron_deepspeed
 
 PRECISION = {
@@ -265,7 +265,7 @@ def one_after(topology, directory):
         make_vocab_size_divisible_by=8,
     )
     config = Config.create(**{**stored, **training})
-    job = Job(config, topology)
+    job = TrainingJob(config, topology)
     loaded = load(directory, job.engine, topology, config)
     job.engine.wait_for_weights()
 

@@ -415,7 +415,7 @@ def test_signals_stop_the_tool_and_it_goes_on(tmp_path, capsys, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(preprocess_data.PreprocessProgress, "update", kill)
-            code, said = run(f"o{number}{times}")
+            code, errors = run(f"o{number}{times}")
         assert code == 128 + number and handlers == [
             signal.getsignal(s) for s in preprocess_data.StopSignal.SIGNALS
         ]

@@ -35,7 +35,7 @@ def test_the_example_trains_and_keeps_what_it_made(tmp_path, monkeypatch):
     monkeypatch.setattr(train_example, "execute", execute)
     monkeypatch.setattr(train_example, "train", train)
     monkeypatch.setattr(
-        train_example, "choose_machine", lambda: train_example.Machine("cpu", 2, 1, False, "")
+        train_example, "choose_machine", lambda: train_example.LocalMachine("cpu", 2, 1, False, "")
     )
     words = ["--quick", "--folder", str(tmp_path)]
     assert train_example.main(words) == 128 + signal.SIGINT
