@@ -44,16 +44,16 @@ def test_all_nodes_are_good(tmp_path):
 
 
 def test_spare_nodes_take_the_place_of_bad_ones(tmp_path):
-    stub = measured("a2 a3", "a1", code=137)  # the task of a dead node spoils srun's exit code
+    stub = measured("a2 a3 a4", "a1", code=137)  # the task of a dead node spoils srun's exit code
     ended = train(
         tmp_path,
-        nodes="a1,a2,a3",
+        nodes="a1,a2,a3,a4",
         PREFLIGHT="1",
         NODES_NEEDED="2",
         STUB_srun=f"[[ $* != *'hostname -i'* ]] || {{ echo fe80::1 10.1.2.3; exit; }}; {stub}",
     )
     assert ended.code == 0, ended.log
-    assert ended.named("srun", MEASURE)[0].value("-N") == "3"
+    assert ended.named("srun", MEASURE)[0].value("-N") == "4"
     call = trained(ended)
     assert [call.value(flag) for flag in ("-N", "-n", "-w")] == ["2", "16", "a2,a3"]
     assert call.environ["MASTER_ADDR"] == "10.1.2.3"  # that of a2, which now has rank 0
