@@ -18,7 +18,7 @@ def export_problem(model: ModelConfig, pieces: Pieces) -> str:
     """Return why --save-hf could not write a model; "" if it could."""
     for name in ("layer", "model"):
         if getattr(pieces, name) is not None:
-            return f"it writes no model with your own {name}, for whose parts there are no names"
+            return f"it cannot write your own {name}: Hugging Face has no names for its parts"
     try:
         # Every family has a vocabulary size; a tokenizer may supply it later.
         family_of(dataclasses.replace(model, vocab_size=model.vocab_size or 1))
@@ -45,7 +45,8 @@ def family_of(model: ModelConfig, preferred: str | None = None) -> str:
             return kind
     nearest = min(order, key=lambda kind: len(differences[kind]))
     raise ConfigError(
-        f"Hugging Face has no such model among {', '.join(FAMILIES)}; {nearest} would have "
+        f"none of the Hugging Face families {', '.join(FAMILIES)} has this model; {nearest} is the "
+        "nearest, but it would have "
         f"{'; '.join(differences[nearest])}"
     )
 

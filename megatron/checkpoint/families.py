@@ -30,10 +30,11 @@ ONLY: Fields = {
 class HFModules:
     """Hugging Face modules that hold the rows of one of our matrices, one after another.
 
+    modules      their names; {} is the layer number
     by_head      whether their rows are all queries, then all keys, then all values; ours are
                  [group][queries, key, value] (SelfAttention)
     transposed   their weights are [in, out]
-    by_expert    each expert has these modules; its number fills the second {}
+    by_expert    each expert has these modules; the second {} is the expert's number
     """
 
     modules: tuple[str, ...]
@@ -51,7 +52,7 @@ class Family:
     fields         our settings, and the fields of config.json with the same value
     modules        our modules, and the Hugging Face modules for each; {} is the layer number. Each
                    has a weight, a bias, or both
-    rules          see Rule
+    rules          conversions of settings that have no single field with the same value
     absent         default values of the fields that config.json may omit
     only           fields that would change the model, each with its only supported value
     older          names of fields, and the names that some published files use instead
@@ -73,7 +74,7 @@ class Family:
 
     @property
     def experts(self) -> bool:
-        """Return whether its models have experts."""
+        """Return whether the family's models have experts."""
         return any(entry.by_expert for entry in self.modules.values())
 
     def hf_tensors(self, parameter: str, experts: int = 1) -> tuple[HFModules, tuple[str, ...]]:
@@ -474,4 +475,4 @@ FAMILIES: Mapping[str, Family] = {
         prefix="transformer.",
     ),
 }
-"""Families by model_type. If several compute the same function, the first is written."""
+"""Families by model_type. If several describe a model, `family_of` prefers the first."""

@@ -51,12 +51,12 @@ def _number(fields: Fields, name: str, kind: type = float) -> Any:
     kinds = int if kind is int else (int, float)
     most = MOST_POSITIONS if kind is int else 1e30
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < most:
-        raise ValueError(f"{name} is {value!r:.60}, expected a number from 0 to below {most}")
+        raise ValueError(f"{name} is {value!r:.60}, expected a number of at least 0, below {most}")
     return value
 
 
 def _positive(fields: Fields, name: str, kind: type = float) -> Any:
-    """Return a field that must be a number other than 0."""
+    """Return a field that must be a positive number."""
     if not (value := _number(fields, name, kind)):
         raise unsupported(name, value)
     return value
@@ -197,7 +197,10 @@ def windows_of(model: ModelConfig) -> list[int | None]:
 
 
 def _window(size: object, windowed: list[bool]) -> Values:
-    """Return the settings of a window of `size` tokens, itself included, in some layers."""
+    """Return the settings of a window in the layers for which `windowed` is true.
+
+    size   tokens that a token attends to, itself included; None: no window
+    """
     if size is None or not any(windowed):
         return {}
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -223,12 +226,12 @@ def _layer_types(fields: Fields, usual: Callable[[int], bool]) -> list[bool]:
         or any(t not in kinds for t in types)
     ):
         raise ValueError(
-            f"layer_types does not have one of {', '.join(kinds)} for each of num_hidden_layers "
-            f"{len(layers)}"
+            f"layer_types does not have one of {', '.join(kinds)} for each layer: "
+            f"num_hidden_layers is {len(layers)}"
         )
     if kinds[0] in types and not fields["sliding_window"]:
         raise ValueError(
-            "layer_types has windows, but sliding_window is null or use_sliding_window false"
+            "layer_types has windows, but sliding_window is null or use_sliding_window is false"
         )
     return [kind == kinds[0] for kind in types]
 
@@ -252,7 +255,7 @@ WINDOW_OF_ALL = Rule(lambda f: _window(f["sliding_window"], [True]), _window_siz
 def _window_by_layer(windowed: Callable[[int, int], bool]) -> Rule:
     """Return the rule for a window.
 
-    If layer_types is null, `windowed(layer, max_window_layers)` selects the layers.
+    If layer_types is null, `windowed(layer, max_window_layers)` says which layers have it.
     """
 
     def write(model: ModelConfig) -> Values:
@@ -286,8 +289,8 @@ def experts(count: str, normalised: str | None = "norm_topk_prob") -> Rule:
 
     count        name of the field with the number of experts
     normalised   name of the field that is true if the weights of the chosen experts add up to one;
-                 None: they do. A softmax over all experts, divided by its sum over some of them, is
-                 a softmax over these
+                 None: they always do. (A softmax over all experts, divided by its sum over the
+                 chosen ones, is a softmax over the chosen ones)
     """
 
     def read(fields: Fields) -> Values:
@@ -314,7 +317,7 @@ def experts(count: str, normalised: str | None = "norm_topk_prob") -> Rule:
 def _layers_with_experts(fields: Fields) -> Values:
     dense = fields["mlp_only_layers"] or []
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
-        raise ValueError(f"mlp_only_layers is {dense!r:.60}, expected a list of layers")
+        raise ValueError(f"mlp_only_layers is {dense!r:.60}, expected a list of layer numbers")
     step = _positive(fields, "decoder_sparse_step", int)
     which = [int(layer not in dense and (layer + 1) % step == 0) for layer in _layers(fields)]
     return {"moe_layer_freq": (1,) if all(which) else tuple(which)}
@@ -347,7 +350,7 @@ SCALES = Rule(  # Gemma: query_pre_attn_scalar for scores, root of the hidden si
         else round(m.softmax_scale**-2)
     },
 )
-LENGTH = Rule(  # no positions are learned or scaled; in old files the field is informational only
+LENGTH = Rule(  # positions are neither learned nor scaled: seq_length does not change the model
     lambda f: {"seq_length": _number(f, "seq_length", int)},
     lambda m: {"seq_length": m.seq_length},
 )
@@ -356,6 +359,6 @@ LENGTH = Rule(  # no positions are learned or scaled; in old files the field is 
 def dropout_of_embedding(fields: Fields) -> Values:
     if fields["embd_pdrop"] != fields["resid_pdrop"]:
         raise ValueError(
-            f"embd_pdrop {fields['embd_pdrop']!r:.60} other than resid_pdrop is not supported"
+            f"embd_pdrop {fields['embd_pdrop']!r:.60} unequal to resid_pdrop is not supported"
         )
     return {}

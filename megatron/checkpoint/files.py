@@ -8,9 +8,10 @@ digests of shards in data files are in the shard lists (shards.py), which the ma
 turn. Thus a flipped bit or a truncation anywhere in a checkpoint is found when the affected part is
 read, before it is used.
 
-The generation gives the order in which the checkpoints in a folder were saved. Iterations do not,
-because a run may roll back, nor do clocks, which may be wrong. Each save uses the largest existing
-generation plus one; checkpoints without a generation count as older than all others.
+The generation gives the order in which the checkpoints in a folder were saved. Iterations do
+not, because a run may roll back; timestamps do not, because clocks may be wrong. Each save uses the
+largest existing generation plus one; checkpoints without a generation count as older than all
+others.
 
 Digests are 128-bit XXH3 in hex (Y. Collet, https://github.com/Cyan4973/xxHash), which runs about as
 fast as memory can be read. They detect accidental damage but are not a signature.
@@ -49,7 +50,7 @@ _OTHER = "load another checkpoint"
 # largest sizes of the manifest, and of a file that it lists
 _MANIFEST_LIMIT_BYTES = 64 << 20
 _FILE_LIMIT_BYTES = 1 << 30
-_BLOCK_BYTES = 4096  # of each block between the ends of a file that sampled_digest reads
+_BLOCK_BYTES = 4096  # size of the blocks that sampled_digest reads between the ends of a file
 _LARGEST_GENERATION = 1 << 62  # so that the next save can still add one
 
 
@@ -74,8 +75,8 @@ def file_digest(path: StrPath) -> Written:
 def sampled_digest(path: StrPath, most_bytes: int) -> Written:
     """Return the size of a file, and the digest of at most `most_bytes` of it. Raises OSError.
 
-    Of a longer file, a quarter of `most_bytes` is read at each end, and evenly spaced blocks in
-    between.
+    A longer file is read in part: a quarter of `most_bytes` at each end, and evenly spaced blocks
+    in between.
     """
     with open(path, "rb", buffering=0) as f:
         size = os.fstat(f.fileno()).st_size
@@ -138,7 +139,7 @@ class Manifest:
         data = read_bytes(path, size, error=CheckpointError)
         if len(data) != size or digest(data) != expected:
             raise CheckpointError(
-                f"{path} is damaged: it has {len(data)} bytes with digest {digest(data)}, and "
+                f"{path} is damaged: it has {len(data)} bytes with digest {digest(data)}, but "
                 f"{size} with digest {expected} were written: {_OTHER}"
             )
         return data
@@ -185,8 +186,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: its digest does not match its content: {_OTHER}")
     if content.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} has format {content.get('format')!r}, this program reads {FORMAT}: use the "
-            "version that wrote it"
+            f"{path} has format {content.get('format')!r}, but this program reads {FORMAT}: use "
+            "the version that wrote it"
         )
     try:
         files = {name: _checked(name, *entry) for name, entry in content["files"].items()}

@@ -67,8 +67,10 @@ class CheckpointChoice:
 class Checkpoint:
     """The small files of a checkpoint, checked.
 
-    state      counters of the training loop ("state") and of the optimizer ("engine"), "iteration",
-               "optimizer"
+    folder     its path
+    manifest   sizes and digests of its small files
+    state      content of state.json: "iteration", the counters of the training loop ("state") and
+               of the optimizer ("engine"), and whether the optimizer's state is there ("optimizer")
     config     the configuration, section by section
     """
 
@@ -100,6 +102,7 @@ class Checkpoint:
 class Tracker:
     """The tracker file of a directory.
 
+    path        where it is, or would be
     iteration   the iteration that it names; None if it names none
     problem     what is wrong with it; None if it is valid or missing
     """
@@ -205,7 +208,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         foreign = any(map(_FOREIGN.fullmatch, names))
         raise CheckpointError(
             f"{folder / MANIFEST} is missing: not a checkpoint of this program, or incomplete"
-            + (f". It looks foreign: {_CONVERT}" if foreign else "")
+            + (f". It seems to be another program's: {_CONVERT}" if foreign else "")
         )
     manifest = read_manifest(folder)
     lacking = {STATE, CONFIG, SHARD_INDEX} - manifest.files.keys()
@@ -223,11 +226,11 @@ def find(
 ) -> CheckpointChoice:
     """Find the newest good checkpoint in a directory, or the one that `tag` names.
 
-    tag      an iteration or a folder
+    tag      an iteration or a folder's name
     before   consider only checkpoints of earlier iterations than this one, and return no notes
 
-    Raises CheckpointError if the checkpoint that `tag` names does not exist or is broken, or if the
-    directory holds only checkpoints of other programs.
+    Raises CheckpointError if the checkpoint that `tag` names does not exist or is broken, and if
+    the directory cannot be listed, is itself a checkpoint, or holds only those of other programs.
     """
     root = Path(directory)
     if tag is not None:
@@ -273,7 +276,8 @@ def find(
         if foreign:
             raise CheckpointError(
                 f"{root} has no checkpoint of this program, but {', '.join(foreign[:4])}, which "
-                f"look foreign: {_CONVERT}; name an empty folder to start from scratch"
+                f"seem to be another program's: {_CONVERT}; name an empty folder to start from "
+                "scratch"
             )
         if tracker.problem is not None:  # a checkpoint must have existed
             rejected.append(RejectedCheckpoint(tracker.path, tracker.problem))
@@ -340,8 +344,8 @@ def _skipped(candidates: list[Path], tracker: Tracker) -> list[Path]:
 def _notes(tracker: Tracker, good: Path | None, skipped: list[Path]) -> Iterator[str]:
     if skipped:
         yield (
-            f"{', '.join(folder.name for folder in skipped)} not considered: the run went back "
-            f"before them, or {tracker.path} names iteration {tracker.iteration}; load one with "
+            f"{', '.join(folder.name for folder in skipped)} not considered: the run rolled back "
+            f"past them, or {tracker.path} names iteration {tracker.iteration}; load one with "
             "--load-tag"
         )
     if good is None:

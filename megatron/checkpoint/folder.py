@@ -163,7 +163,7 @@ def left_over(directory: Path, current: Path | None = None) -> list[Path]:
         if path.suffix == ".old" and not final.exists():
             os.rename(path, final)
         elif path.suffix == ".tmp":
-            # it has just got its final name, or will be removed next time
+            # The rename fails if it has just got its final name; otherwise the next save retries.
             with contextlib.suppress(OSError):
                 leftovers.append(path.rename(path.with_suffix(".removed")))
         else:

@@ -1,7 +1,7 @@
 """Loads models in Hugging Face's format: config.json and safetensors files.
 
-Each rank reads the rows and columns of each tensor that it needs, from one memory-mapped file after
-another. Nothing in the folder is executed.
+Each rank reads only the rows and columns that it needs, from one memory-mapped file after another.
+Nothing in the folder is executed.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Matrix:
     """One of our parameters, whose rows are the rows of Hugging Face tensors in another order.
 
     shape        of our parameter
-    counts       rows of each Hugging Face tensor, by name
-    columns      None for a vector
+    counts       number of rows of each Hugging Face tensor, by name
+    columns      number of columns; None for a vector
     order        Hugging Face row for each of our rows; None: the same
     transposed   the Hugging Face tensors are [columns, rows]
     """
@@ -134,7 +134,7 @@ def tensors_of(family: Family, model: ModelConfig, shapes: Shapes) -> Shapes:
 # ---- files
 
 TensorLocations = Mapping[str, tuple[str, str]]
-"""File of each tensor and the tensor's name in this file, by its name in transformers."""
+"""(file, name in this file) of each tensor, by the tensor's name in transformers."""
 
 
 def open_tensors(path: Path) -> Any:
@@ -196,8 +196,8 @@ def find_tensors(folder: Path, family: Family, shapes: Shapes) -> TensorLocation
         if stored[0].dtype != stored[1].dtype or not torch.equal(*stored):
             raise CheckpointError(
                 f"{folder}: its {CONFIG} has tie_word_embeddings, but {head} and {embedding} are "
-                "not equal: set it to false, as transformers treats such a model, or remove "
-                f"{head} from its files"
+                "not equal, and transformers treats such a model as untied: set it to false, or "
+                f"remove {head} from its files"
             )
         del locations[head]
     return locations
@@ -232,7 +232,7 @@ def _files(folder: Path) -> list[str]:
 
 
 class SafetensorsReader:
-    """Returns tensors in a folder by their names in transformers, as views of the mapped file."""
+    """Reader of a folder's tensors, by their names in transformers, as views of the mapped file."""
 
     def __init__(self, folder: Path, locations: TensorLocations) -> None:
         self._folder = folder
@@ -255,7 +255,7 @@ class SafetensorsReader:
         return tensor
 
     def fill(self, target: torch.Tensor, offset: Index, matrix: Matrix) -> None:
-        """Fill the shard of one of our parameters that begins at `offset`."""
+        """Fill `target`, the shard at `offset` of one of our parameters. Raises CheckpointError."""
         index = matrix.rows(offset, tuple(target.shape))
         start = 0
         out = None
@@ -313,7 +313,8 @@ def fill_shards(
 ) -> None:
     """Fill the views of `tensors` (megatron.checkpoint.tensors), by name, from a folder.
 
-    All ranks call it. Raises CheckpointError on every rank; views filled before keep their values.
+    All ranks call it; `alive` is called after every tensor. Raises CheckpointError on every rank;
+    views filled before keep their values.
     """
 
     def describe() -> tuple[str, TensorLocations]:

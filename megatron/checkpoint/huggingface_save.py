@@ -126,7 +126,7 @@ class Companions:
     """Files and fields that accompany the tensors of a model.
 
     files   tokenizer files and generation_config.json, by name
-    ids     fields of config.json that name special tokens
+    ids     fields of config.json with the ids of special tokens
     kind    model_type of the folder they come from
     note    parts that the folder will lack; "" if none
     """
@@ -152,10 +152,10 @@ def lacking(model: ModelConfig) -> list[str]:
         if option.name in _OF_TRAINING and (value := getattr(model, option.name)) != option.default
     ]
     if flags:
-        notes.append(f"config.json lacks {', '.join(flags)}: to continue training, give them again")
+        notes.append(f"config.json lacks {', '.join(flags)}: to continue training, pass them again")
     if (factor := model.moe_eval_capacity_factor) is not None:
         notes.append(
-            "transformers drops no tokens, this evaluation does (--moe-eval-capacity-factor "
+            "transformers drops no tokens, but evaluation here does (--moe-eval-capacity-factor "
             f"{factor}): results differ"
         )
     return notes
@@ -358,6 +358,7 @@ def write_model(
 ) -> int:
     """Write a model in Hugging Face's format; return the size of its tensors in bytes.
 
+    parameters   those of this rank's pipeline stages
     dtype        of the tensors in the files
     companions   by default the companions for `config`
     alive        called after every parameter
@@ -468,8 +469,8 @@ def export(
 ) -> int:
     """Write a run's model in its training precision; return the size of its tensors in bytes.
 
-    `arriving` yields parameters when their values are available (Engine.arriving); with `on_all`
-    all data-parallel ranks must call it for the same parameters.
+    `arriving` yields parameters when their values are available (Engine.arriving). With `on_all`,
+    all data-parallel ranks must call `arriving` for the same parameters.
 
     All ranks call it. In addition to the model, a rank needs memory for one parameter that it
     gathers from its tensor- and expert-parallel groups. Raises the errors of `write_model`.

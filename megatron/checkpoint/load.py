@@ -161,7 +161,7 @@ def load(
     notes = list(loaded.notes)
     what = "the average of the weights"
     if averaged and config.optimizer.ema_decay is None:
-        notes.append(f"{what} in {loaded.folder} is dropped: --ema-decay continues it")
+        notes.append(f"{what} in {loaded.folder} is dropped: pass --ema-decay to continue it")
     elif not averaged and config.optimizer.ema_decay is not None:
         notes.append(f"{what} begins with the weights of {loaded.folder}")
     if optimizer and dropped:
@@ -317,8 +317,8 @@ def _read(
                 )
         if stateless:
             problems.append(
-                f"it has no optimizer state of {named(list(stateless))}, frozen there or trained by "
-                "another optimizer: --no-load-optim loads the weights alone"
+                f"it has no optimizer state for {named(list(stateless))}, frozen there or trained "
+                "by another optimizer: --no-load-optim loads the weights alone"
             )
         if topology.world.is_first:
             weights = {name for name in names if name.partition(".")[0] == MASTER}
@@ -454,7 +454,11 @@ class _Stream(io.RawIOBase):
 
 
 def _tensor_in(data: torch.Tensor, path: Path, name: str, shard: Shard, dtype: str) -> torch.Tensor:
-    """Return the tensor that torch.save wrote into the bytes of a shard, as a view of them."""
+    """Return the tensor that torch.save wrote into the bytes of a shard.
+
+    It is a view of these bytes if it is contiguous and starts at the beginning of its storage.
+    Raises CheckpointError if the bytes are not a tensor of the shard's sizes and of `dtype`.
+    """
     stream: Any = _Stream(data.numpy().data)
     check_torch_file(stream, f"{path}, where {name} is,", CheckpointError)
     try:
@@ -476,7 +480,7 @@ def _tensor_in(data: torch.Tensor, path: Path, name: str, shard: Shard, dtype: s
     actual = getattr(values, "shape", None), getattr(values, "dtype", None)
     if actual != (shard.sizes, getattr(torch, dtype)):
         raise CheckpointError(
-            f"{path} is damaged: at byte {shard.start} it has {actual}, but {shard.sizes} of "
-            f"{dtype} of {name} were written"
+            f"{path} is damaged: at byte {shard.start} it has {actual}, but a shard {shard.sizes} "
+            f"in {dtype} of {name} was written"
         )
     return values

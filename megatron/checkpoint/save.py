@@ -92,11 +92,16 @@ class _Pending:
 
     It writes this rank's part, in the calling thread or in another one.
 
+    folder      the checkpoint's final path
+    iteration   completed iterations
+    rank        this process's rank in the job, which names its data file
     tensors     shards that this rank writes
     texts       small files that rank 0 writes, by name
     temporary   the folder being written; Path() until rank 0 has created it
     future      result of the thread; None if the calling thread writes
     progress    number of shards that the thread has written
+    begun       time.perf_counter() at the start
+    stall_s     time in `Saver.start`, during which training waited
     """
 
     folder: Path
@@ -115,7 +120,7 @@ class _Pending:
         return f"saving checkpoint {self.folder}"
 
     def start(self) -> None:
-        """Start a thread that writes; it does not communicate."""
+        """Start a thread that writes this rank's shards; the thread does not communicate."""
         executor = ThreadPoolExecutor(1, "write-checkpoint")
         self.future = executor.submit(self.write, self._count)
         executor.shutdown(wait=False)
@@ -188,8 +193,8 @@ class Saver:
     def prepare(self, engine: Engine) -> str:
         """Allocate and pin the host memory for saves in the background.
 
-        This takes seconds. Returns a note if the memory could not be pinned on this rank. Raises
-        CheckpointError on every rank if any rank lacks the memory.
+        This takes seconds. Returns a note if the memory could not be pinned on this rank, otherwise
+        "". Raises CheckpointError on every rank if any rank lacks the memory.
         """
         with errors_on_all_ranks(self._topology, "getting host memory for --async-save"):
             self._snapshot.reserve(tensors_to_save(engine, self._topology, self._optimizer))
@@ -210,7 +215,7 @@ class Saver:
         provenance   provenance of the run, serializable as JSON; rank 0's is written
         background   copy this rank's part of the state to host memory, and let a thread write the
                      copy. Returns None as soon as the copy is made: from then on the engine may
-                     change. `commit` completes the checkpoint.
+                     change. `commit` completes the checkpoint
 
         An earlier save that is still pending is committed first; if that fails, its error is raised
         and no new save is started.
@@ -324,8 +329,8 @@ class Saver:
 
 
 _GroupShards = tuple[tuple[str, Written], Totals, int, Entries]
-"""Data that a data-parallel group sends to rank 0: its piece, its totals for each tensor, the size
-of its shards in bytes, and the shards themselves if .metadata is written.
+"""Data that a data-parallel group sends to rank 0: name, size and digest of its piece, its totals
+for each tensor, the size of its shards in bytes, and their entries if .metadata is written.
 """
 
 
@@ -371,6 +376,7 @@ def write_small_files(
 
     Return the size of the checkpoint in bytes.
 
+    groups          the data that each data-parallel group sent
     texts           the files from `small_files`
     with_metadata   whether to write .metadata
     """

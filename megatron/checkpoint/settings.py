@@ -54,10 +54,12 @@ def settings_to_take(
 
     For --load hf:FOLDER they come from that folder.
 
+    explicit   settings that the user gave, by name; "load" is among them
+
     Returns the file, the settings that must equal the checkpoint's, and the settings that apply
-    unless `explicit` has others. Every rank reads the file itself, and no other file if the tracker
-    names a good checkpoint. `load` later checks the architecture of the checkpoint that rank 0
-    chooses. Raises CheckpointError.
+    unless `explicit` has others. Every rank reads the file itself, and opens no other checkpoint if
+    the one that the tracker names can be read. `load` later checks the architecture of the
+    checkpoint that rank 0 chooses. Raises CheckpointError.
     """
     source = hugging_face_folder(explicit["load"])
     if source is None:
@@ -83,7 +85,7 @@ def settings_to_take(
         defaults |= {o.name: tokenizer.get(o.name) for o in options_of(TokenizerConfig)}
     if kind == "NullTokenizer" and isinstance(fixed.get("vocab_size"), int):
         fixed["vocab_size"] -= 1  # NullTokenizer adds one id
-    elif kind not in (None, "HFTokenizer"):  # with HFTokenizer, models often have more entries
+    elif kind not in (None, "HFTokenizer"):  # its models often have more rows than it has ids
         fixed.pop("vocab_size", None)  # given by the tokenizer
     return str(file), fixed, defaults
 
@@ -140,7 +142,10 @@ def check_architecture(stored: dict[str, Any], config: Config, where: str) -> No
 
 
 def check_optimizer(stored: dict[str, Any], config: Config, where: str) -> None:
-    """Raise CheckpointError if the checkpoint was written with another --optimizer."""
+    """Raise CheckpointError if the checkpoint was written with another --optimizer.
+
+    Nothing is compared if either run has an optimizer of the user's own.
+    """
     saved = stored.get("optimizer", {}).get("optimizer")
     current = config.optimizer.optimizer
     custom = config.pieces.optimizer is not None or stored.get("pieces", {}).get("optimizer")
@@ -154,7 +159,7 @@ def check_optimizer(stored: dict[str, Any], config: Config, where: str) -> None:
 def checkpoint_bytes(config: Config) -> int:
     """Return the size of a checkpoint in bytes.
 
-    It has 4 bytes for each weight and, unless --no-save-optim omits it, the optimizer's state.
+    A checkpoint has 4 bytes for each weight and, without --no-save-optim, the optimizer's state.
     """
     if config.checkpoint.no_save_optim:
         return 4 * parameters_of(config)

@@ -1,9 +1,9 @@
 """Lists of the shards in a checkpoint's data files.
 
-Lists are collected from the ranks, written, and read back. A shard is a rectangular part of a
-tensor. A large job has hundreds of thousands of them. A single list would cost the rank that writes
-it, and each rank that reads it, minutes and gigabytes. Therefore lists are collected in two steps,
-from the ranks of a data-parallel group on its first rank, and from these ranks on rank 0:
+The lists are collected from the ranks, written, and read back. A shard is a rectangular part of a
+tensor. A large job has hundreds of thousands of shards. A single list would cost the rank that
+writes it, and each rank that reads it, minutes and gigabytes. Therefore lists are collected in two
+steps, from the ranks of a data-parallel group on its first rank, and from these ranks on rank 0:
 
     boxes.json           the pieces in which each tensor's shards are listed
     boxes_00017.json     a piece: the shards written by the data-parallel group of model-parallel
@@ -51,7 +51,8 @@ Totals = dict[str, tuple[Index, int]]
 class Shard(NamedTuple):
     """A rectangular part of a tensor: global offset and sizes.
 
-    Its bytes begin at byte `start` of `file` and have a digest, unless another program wrote them.
+    It takes `length` bytes of `file`, from byte `start` on, and they have a digest unless another
+    program wrote them.
     """
 
     offset: Index
@@ -82,7 +83,7 @@ def _elements(stored: Stored) -> int:
 
 
 def stored_bytes(stored: Entries) -> int:
-    """Return how many bytes the shards take in the data files."""
+    """Return the size of the shards in the data files, in bytes."""
     return sum(shard.length for s in stored.values() for shard in s["boxes"])
 
 
@@ -101,7 +102,7 @@ def check_complete(groups: Iterable[Totals]) -> None:
 
 
 def incomplete(stored: Entries) -> list[str]:
-    """List the tensors whose shards omit elements, overlap, or exceed the tensor."""
+    """Return a message for each tensor whose shards omit elements, overlap or exceed it."""
     problems = []
     for name, entry in stored.items():
         shape = tuple(entry["shape"])
@@ -139,7 +140,7 @@ def overlap(
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """Return the intersection of two rectangular parts of a tensor.
 
-    It is given in the coordinates of the first and of the second part; None if it is empty.
+    It is given as slices of the first part and as slices of the second; None if it is empty.
 
     >>> overlap((0, 4), (2, 4), (1, 6), (3, 9))
     ((slice(1, 2, None), slice(2, 4, None)), (slice(0, 1, None), slice(0, 2, None)))
@@ -203,7 +204,7 @@ def write_metadata(folder: Path, stored: Entries) -> None:
 
 
 def read_index(manifest: Manifest) -> dict[str, list[int]]:
-    """Return the pieces that list each tensor of a checkpoint, by name. Raises CheckpointError."""
+    """Return the numbers of the pieces that list each tensor, by name. Raises CheckpointError."""
     listed = manifest.read_json(SHARD_INDEX).get("pieces")
     if not isinstance(listed, dict) or not all(
         isinstance(n, list) and all(map(is_count, n)) for n in listed.values()

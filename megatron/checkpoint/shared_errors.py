@@ -1,4 +1,4 @@
-"""Errors on one rank that are raised on all.
+"""Raises the errors of one rank on all ranks.
 
 Thus no rank continues alone or waits for one that has stopped.
 """
@@ -33,10 +33,11 @@ def errors_on_all_ranks(
 
     The error names ranks and reasons.
 
+    what     the task of the body, for the message
     damage   type of the error if only CheckpointErrors occurred; otherwise it is CheckpointError
 
-    Every rank must enter the context. The body may make collective calls only if these share their
-    errors themselves.
+    Every rank must enter the context. The body may make collective calls only if these raise their
+    errors on all ranks themselves.
     """
     caught: Exception | None = None
     try:

@@ -36,9 +36,9 @@ def nothing() -> None:
 
 
 class SyncedFile:
-    """A new file that is synced to disk while more is written: at most two parts wait for the disk.
+    """A new file that is synced to disk while more is written.
 
-    Raises OSError with the system's own reason.
+    About 2 * _SYNC bytes, at most, wait for the disk. Raises OSError with the system's own reason.
     """
 
     def __init__(self, path: Path) -> None:
@@ -112,7 +112,7 @@ class ShardWriter:
             with _without_checksums():
                 torch.save(_with_separate_storage(view), cast(IO[bytes], self))
         except Exception:
-            # torch's zip writer replaces it with an error that only names a line of its own source
+            # torch's zip writer replaces an OSError with one that only names a line of its source
             if self._error is not None:
                 raise self._error from None
             raise
@@ -155,7 +155,7 @@ class ShardWriter:
 
 
 def write_tensors(tensors: Tensors, folder: Path, rank: int, alive: Alive = nothing) -> Entries:
-    """Write a rank's part of `tensors` into its file in `folder`; return the shards in the file."""
+    """Write a rank's shards, `tensors`, into its file in `folder`; return the file's entries."""
     with ShardWriter(folder, rank, alive) as writer:
         for name, shards in tensors.items():
             for offset, view in shards.views.items():
