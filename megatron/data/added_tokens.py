@@ -1,4 +1,4 @@
-"""Tokens that only files next to a tokenizer.json define, added as in transformers 5."""
+"""Adds the tokens that only files next to a tokenizer.json define, as transformers 5 does."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def files_beside(file: Path) -> list[Path]:
 def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
     """Add the tokens that files next to a tokenizer.json define to its `tokenizers.Tokenizer`.
 
-    Their ids follow the file's ids in transformers' order: added_tokens_decoder in
-    tokenizer_config.json by its ids, or else the older added_tokens.json; then the named tokens,
-    such as eos_token, and the extra ones. Returns the named tokens. Without added_tokens_decoder,
-    special_tokens_map.json takes precedence over tokenizer_config.json. Raises DataError for values
-    of the wrong type.
+    Their ids follow those of the file, in transformers' order: first the tokens of
+    added_tokens_decoder in tokenizer_config.json, by id, or else those of the older
+    added_tokens.json; then the named tokens, such as eos_token, and the extra ones. Without
+    added_tokens_decoder, special_tokens_map.json takes precedence over tokenizer_config.json.
+    Returns the text of each named token. Raises DataError for values of the wrong type.
     """
     config, added, extra, named = _read(file)
     beside = next(iter(files_beside(file)), file)
     decoder = config.get("added_tokens_decoder")
-    if isinstance(extra, dict):  # a list belongs to the older name
+    if isinstance(extra, dict):  # then the older field may hold a list
         extra = config.get("additional_special_tokens") or []
     extras = [
         _token(
@@ -78,12 +78,12 @@ def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
 
 
 def named_tokens(file: Path) -> dict[str, str]:
-    """Return the named tokens, such as eos_token, in the files next to a tokenizer.json."""
+    """Return the text of each named token, such as eos_token, in the files next to `file`."""
     return {name: token.content for name, token in _read(file)[3].items()}
 
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, Any], Any, dict[str, AddedToken]]:
-    """Return the settings, added_tokens.json, extra and named tokens next to a tokenizer.json."""
+    """Return (settings, added_tokens.json, extra and named tokens) of the files next to `file`."""
     # transformers writes a length of 10^30 for "no limit"
     config, older, added = (
         read_json(beside, _MOST_BYTES, error=DataError, bits=128) if beside.is_file() else {}
@@ -111,7 +111,7 @@ def _token(file: Path, name: str, value: Any, *, special: bool) -> AddedToken:
     settings = value if isinstance(value, dict) else {"content": value}
     flags = {flag: settings[flag] for flag in _FLAGS if flag in settings}
     if not isinstance(settings.get("content"), str) or not settings["content"]:
-        raise DataError(f"{file}: its {name} is {value!r:.60}, expected a text")
+        raise DataError(f"{file}: its {name} is {value!r:.60}, expected a non-empty string")
     if not all(isinstance(flag, bool) for flag in flags.values()):
         raise DataError(
             f"{file}: a flag of its {name} {settings['content']!r:.60} is not a boolean"

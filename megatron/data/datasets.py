@@ -41,7 +41,7 @@ _MOST_EPOCHS = 16
 
 @dataclass(frozen=True)
 class Datasets:
-    """The three data sets; None for one without data or without samples.
+    """The three data sets of a run; None for one without data or without samples.
 
     corpora   named validation sets, each for one epoch; they replace `valid`
     """
@@ -65,8 +65,10 @@ Blend = tuple[BlendPart, ...]
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """The data sets of one split and the part of each that it takes: a --split text, or WHOLE.
+    """The data sets of one split, and the part of each that the split takes.
 
+    blend   the data sets and their weights
+    split   a --split text; UNSPLIT: the split takes the whole of each data set
     names   names of the data sets, if they are separate instead of a blend
     """
 
@@ -84,7 +86,7 @@ class Reading:
     """Options for reading data files.
 
     locations  {prefix: the copy to read} (--stage-data-to)
-    pad_id     fills packed samples
+    pad_id     token id that fills the rest of packed samples
     verify     read all of an existing index and compare it with its digests; one rank of a job does
                this for all
     workers    number of a blend's indices that are built at the same time
@@ -117,7 +119,7 @@ def split_bounds(split: str, num_sequences: int) -> tuple[tuple[int, int], ...]:
 
 
 def parse_data_path(values: Sequence[str]) -> Blend:
-    """Return the blend that one prefix, or pairs `weight prefix`, describe.
+    """Return the blend for one prefix, or for pairs `weight prefix`.
 
     Weights are scaled to add up to 1. A weight of 0 excludes a data set. The configuration has
     checked the form.
@@ -146,7 +148,7 @@ def read_data_file_list(path: str) -> Blend:
                 raise ValueError("not a weight")
         except (ValueError, IndexError):
             raise ConfigError(
-                f"{path}:{number}: expected 'weight prefix corpus', with a weight of 0 or more, "
+                f"{path}:{number}: expected 'weight prefix [corpus]', with a weight of 0 or more, "
                 f"got {line!r}"
             ) from None
         pairs.append((weight, prefix))
@@ -163,7 +165,7 @@ def _normalised(pairs: Sequence[tuple[float, str]]) -> Blend:
 def samples_of_component(num_samples: int, weight: float) -> int:
     """Return the number of samples to prepare from one data set of a blend.
 
-    It is half a percent more than the share, as in Megatron.
+    It is half a percent more than the data set's share, as in Megatron.
     """
     return math.ceil(num_samples * weight * 1.005)
 
@@ -207,7 +209,7 @@ def data_prefixes(config: Config) -> list[str]:
 
 
 def open_data(prefix: str, data: DataConfig, location: str | None = None) -> IndexedDataset:
-    """Return the data set with a prefix, and its loss mask if --loss-mask asks for it.
+    """Open the data set with a prefix, and its loss mask if --loss-mask selects it.
 
     `location` is the prefix of a copy to read. Raises DataError for files that are missing or
     damaged, and for a mask without --loss-mask.
@@ -260,7 +262,7 @@ def check_data(
 
 
 def describe_epochs(epochs: Mapping[str, float]) -> tuple[str, str]:
-    """Return a text on how often a run reads its data, and a warning if that is too often or ""."""
+    """Return a text on how often a run reads its data, and a warning if too often, else ""."""
     if not any(epochs.values()):
         return "", ""
     most = max(epochs, key=epochs.__getitem__)
@@ -329,7 +331,7 @@ def build_datasets(
                     f"sample of {config.model.seq_length + 1}: leave it out"
                 )
             corpus = build(index, SplitPlan((source,), plan.split), 1)
-            assert corpus is not None, "one with tokens"
+            assert corpus is not None, "a corpus with tokens has samples"
             corpora[name] = corpus
     if train_samples and made[0] is None:
         raise DataError(
@@ -441,8 +443,9 @@ def _samples_of_exact_epochs(
     assert epochs is not None, "the flag was given"
     if len(tokens) > 1:
         raise ConfigError(
-            f"--train-data-exact-num-epochs {epochs} is for one data set, {len(tokens)} are given: "
-            "in a blend the weights and the length of the run decide how often each is repeated"
+            f"--train-data-exact-num-epochs {epochs} is for one data set, but {len(tokens)} are "
+            "given: in a blend, the weights and the length of the run decide how often each is "
+            "repeated"
         )
     available = (epochs * tokens[0] - 1) // seq_length
     if available < num_samples and data.dataloader_type != "cyclic":

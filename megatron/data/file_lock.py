@@ -52,8 +52,8 @@ class FileLock:
     def acquire_from_the_dead(self, say: Callable[[str], object], wait_s: float = WAIT_S) -> bool:
         """Take the lock if it is free, or wait if its holder may have died unnoticed.
 
-        Return whether it was taken. A holder on this host must be alive. If the holder is on
-        another host, report with `say` and wait up to `wait_s` seconds.
+        Return whether it was taken. If the holder is on this host, it is alive, and there is no
+        wait. Otherwise, report with `say` and wait up to `wait_s` seconds.
         """
         if self.acquire():
             return True
@@ -113,7 +113,7 @@ class FolderClaim:
     def take(self, say: Callable[[str], object]) -> None:
         """Claim the folder; if it cannot be locked, only report that with `say`.
 
-        Raises ConfigError while another program holds it.
+        Raises ConfigError if another program holds it.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

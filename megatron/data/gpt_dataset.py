@@ -57,9 +57,9 @@ class TokenDataset(ABC):
 
     @abstractmethod
     def by_source(self, indices: Int64Array) -> BySource:
-        """Yield each source that these samples come from, and their numbers within it.
+        """Yield each source that provides some of these samples, and their numbers within it.
 
-        Samples beyond the end are ignored: a checkpoint without a record may have consumed more
+        Samples beyond the end are ignored: a checkpoint without a ledger record may count more
         samples than the data set has, in a run with nothing left to do.
         """
 
@@ -80,9 +80,9 @@ class TokenDataset(ABC):
         return None
 
     def loss_tokens(self, index: int, /) -> Int64Array | None:
-        """Return which tokens of sample `index` count in the loss as labels: 0 or 1 for each.
+        """Return 1 for each token of sample `index` that counts in the loss as a label, else 0.
 
-        None if all of them do.
+        int64 [seq_length + 1]; None if all of them count.
         """
         return None
 
@@ -92,11 +92,11 @@ class TokenDataset(ABC):
 
 
 class SourceDataset(TokenDataset):
-    """A data set whose samples come from one pair of files.
+    """A data set whose samples come from one source: a pair of files, the user or a generator.
 
     It may be part of a blend, and it is the unit whose consumption is counted. `name` is the prefix
-    of the files, `description` identifies the index in the cache, and `tokens_per_epoch` counts all
-    tokens in the split.
+    of its files, `description` identifies the index in the cache, and `tokens_per_epoch` counts the
+    tokens of an epoch.
     """
 
     name: str
@@ -132,8 +132,9 @@ class SourceDataset(TokenDataset):
 class IndexRequest:
     """Parameters that determine an index.
 
-    `start` and `stop` bound the sequences of the split, `tokens_per_epoch` counts their tokens.
-    `prefix`, `name` and `split` are part of the description, as the user gave them.
+    `start` and `stop` bound the sequences of the split, and `tokens_per_epoch` counts their tokens.
+    `num_samples` is the least number of samples. `prefix`, `name` and `split` are part of the
+    description, as the user gave them. `sizes` has the tokens of each sequence of the whole data.
     """
 
     prefix: str
@@ -211,12 +212,12 @@ class IndexRequest:
 def build_index(request: IndexRequest) -> Arrays:
     """Return the three arrays of `ARRAYS`.
 
-    doc_idx int32 [epochs * documents], sequence numbers in shuffled order; sample_idx [n + 1, 2],
-    see build_sample_index; shuffle_idx uint32 [n] (int64 for 2^32 - 2 samples or more), the sample
-    that the i-th read returns.
+    doc_idx int32 [epochs * sequences], sequence numbers in shuffled order; sample_idx [n + 1, 2],
+    see build_sample_index; shuffle_idx uint32 [n] (int64 for 2^32 - 2 samples or more), whose entry
+    i is the row in sample_idx of sample i.
 
-    The arrays need 4 bytes per document and epoch, and 12 per sample (8 more if doc_idx has 2^31
-    entries, 4 more if shuffle_idx is int64). At first, 4 more bytes per document are needed
+    The arrays need 4 bytes per sequence and epoch, and 12 per sample (8 more if doc_idx has 2^31
+    entries, 4 more if shuffle_idx is int64). At first, 4 more bytes per sequence are needed
     temporarily.
     """
     random = np.random.RandomState(request.seed)
@@ -283,8 +284,8 @@ class FileDataset(SourceDataset):
         """Pass arrays from the cache to `take`, or build them from checked sizes.
 
         `take` keeps arrays for reading and returns whether they belong to this data. The description
-        does not cover the content of the data files, so a cache may outlive data that were
-        preprocessed again under the same name.
+        does not cover the content of the data files, so a cache may be older than the data, if they
+        were preprocessed again under the same name.
         """
 
         def build_checked() -> Arrays:
@@ -357,7 +358,7 @@ class GPTDataset(FileDataset):
         self._cached(request.description, ARRAYS, lambda: build_index(request), self._take)
 
     def _take(self, arrays: Arrays) -> bool:
-        """Keep arrays; return whether their shapes, and a few samples, belong to this data."""
+        """Keep the arrays; return whether their shapes and a few samples match this data."""
         self._documents, self._rows, self._shuffle = (arrays[name] for name in ARRAYS)
         request = self._request
         samples = request.samples_in(request.num_epochs)
@@ -422,9 +423,10 @@ def spread(count: int) -> list[int]:
 class BlendedDataset(TokenDataset):
     """A blend of several data sets, with `size` samples.
 
-    Their order keeps every share as close as possible to its weight. Each data set must have at
-    least samples_of_part(size, weight) samples. The index is kept in memory, or in
-    `data_cache_path` if that is given, where all processes on a machine share it.
+    Their order keeps every data set's share of the samples as close as possible to its weight
+    (build_blend_index). Each data set must have as many samples as it gives to the blend. The index
+    is kept in memory, or in `data_cache_path` if that is given, where all processes on a machine
+    share it.
     """
 
     def __init__(
@@ -523,7 +525,7 @@ class UserDataset(SourceDataset):
         if tokens.shape != (self.seq_length + 1,) or not np.issubdtype(tokens.dtype, np.integer):
             raise DataError(
                 f"{self.name} returns sample {index} as {tokens.dtype} {list(tokens.shape)}: a "
-                f"sample is {self.seq_length + 1} token ids, --seq-length and the label of the last"
+                f"sample is {self.seq_length + 1} token ids, --seq-length plus the last label"
             )
         return tokens.astype(np.int64, copy=False)
 
@@ -543,7 +545,7 @@ class MockDataset(SourceDataset):
     ) -> None:
         if vocab_size < 2:
             raise DataError(
-                f"--mock-data needs a vocabulary of 2 or more, --vocab-size is {vocab_size}"
+                f"--mock-data needs a vocabulary of 2 or more, but --vocab-size is {vocab_size}"
             )
         self.num_samples = num_samples
         self.seq_length = seq_length

@@ -48,7 +48,7 @@ class CacheEntry:
     names: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return the content and the path of the entry, for messages."""
+        """Return the first lines of the description and its path, for messages."""
         lines = [line for line in self.description.split("\n")[:4] if line]
         return f"{', '.join(lines)}: {self.description_path}"
 
@@ -78,7 +78,7 @@ class CacheEntry:
 
     def verify(self, arrays: Arrays) -> None:
         """Raise DataError for arrays that differ from those stored, if there are digests."""
-        # the process that stored it was killed before it wrote this last file
+        # the process that stored the entry was killed before it wrote this last file
         if not os.path.lexists(self.description_path):
             return
         content = read_bytes(self.description_path, 1 << 24, error=DataError)
@@ -129,11 +129,11 @@ def load_or_build(
     """Return the arrays of an entry from the first directory that has it, or build it.
 
     A new entry is written to the last directory. `fits` rejects arrays built from other data under
-    the same description; they are built again. With `verify` an existing entry is read completely
-    and must match its digests. Waits up to WAIT_S seconds for another process that is building.
-    Raises DataError if the entry does not match its digests, the directory cannot be written, the
-    build fails for lack of memory or because of a file, or the wait times out; the message then
-    names the lock and its holder.
+    the same description; the entry is then built again. With `verify` an existing entry is read
+    completely and must match its digests. Waits up to WAIT_S seconds for another process that is
+    building it. Raises DataError if the entry does not match its digests, the directory cannot be
+    written, the build fails for lack of memory or because of a file, or the wait times out (the
+    message names the lock and its holder).
     """
     entries = [CacheEntry(Path(directory), description, tuple(names)) for directory in directories]
     target = entries[-1]

@@ -119,7 +119,7 @@ class IndexedDataset:
     sizes: int32 [N], tokens of each sequence.
     pointers: int64 [N], byte offset of each sequence.
     document_indices: int64 [D], sequence at which each document starts, and N.
-    modes: int8 [N], or None.
+    modes: int8 [N], mode of each sequence, or None.
     mask: the loss mask, if `open_mask` has opened it.
     """
 
@@ -309,7 +309,10 @@ class IndexedDataset:
         return f"{self._bin_path}, document {document}, byte {byte}"
 
     def _byte_starts(self, slices: SequenceSlices) -> tuple[Int64Array, Int64Array]:
-        """Return where slices start in .bin and their lengths; each lies within its sequence."""
+        """Return the byte of .bin at which each slice starts, and the lengths of the slices.
+
+        Raises IndexError for a slice that is not within its sequence.
+        """
         sequences, first, count = (np.ascontiguousarray(array, np.int64) for array in slices)
         if not len(sequences):
             return sequences, count
@@ -373,8 +376,8 @@ class IndexedDataset:
                 ) from error
             if not more:
                 raise DataError(
-                    f"{self._bin_path}: ends at byte {at}, it had {self._bin_bytes}: it was "
-                    "truncated after it was opened"
+                    f"{self._bin_path}: ends at byte {at}, but had {self._bin_bytes} bytes: it "
+                    "was truncated after it was opened"
                 )
             data += more
         return np.frombuffer(data, self.dtype)
@@ -459,7 +462,7 @@ def _loops() -> ModuleType:
 
 
 def shuffle(array: IntArray, random: np.random.RandomState) -> None:
-    """Do `random.shuffle(array)` for integers of 4 or 8 bytes, with the same result.
+    """Shuffle an array of integers of 4 or 8 bytes as `random.shuffle(array)` would.
 
     The order, and the generator's state afterwards, are the same. C++ is several times faster for
     arrays larger than the caches, without temporary memory or the GIL.

@@ -1,9 +1,9 @@
 """Writer of the pair of files that indexed_dataset.py describes.
 
 An unfinished data set consists of three part files: tokens, int32 sizes and int64 document ends.
-Data is only appended to them, so memory does not grow with the data, and a killed run can truncate
-them to a known length and resume. `seal` joins the two small ones into the .idx; `publish` renames
-both files.
+Data is only appended to them, so memory does not grow with the data, and after a run is killed, the
+next one can truncate them to a known length and resume. `seal` joins the two small ones into the
+.idx; `publish` gives .bin and .idx their final names.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PARTS = ("bin", *_SMALL_PARTS, *_JOINED_PARTS)
 
 @dataclass(frozen=True)
 class WriterPosition:
-    """The part of a data set that is synced to disk."""
+    """Size of the part of a data set that is synced to disk."""
 
     tokens: int
     sequences: int
@@ -316,7 +316,7 @@ class IndexedDatasetWriter:
 def open_at(path: Path, length: int, buffering: int = -1) -> BinaryIO:
     """Open a file for writing at byte `length`, where it is truncated.
 
-    Raises DataError if the file is shorter, and OSError.
+    Raises DataError if the file is shorter, and OSError if it cannot be opened.
     """
     file = open(path, "ab", buffering=buffering)  # noqa: SIM115 (the caller closes it)
     actual = os.fstat(file.fileno()).st_size

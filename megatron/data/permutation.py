@@ -17,11 +17,11 @@ def permute(positions: Int64Array, size: int, key: int) -> Int64Array:
     """Return the values at `positions` of permutation number `key` of 0..size-1.
 
     Each value is computed independently: no memory or time is spent on shuffling 10^9 samples.
-    `positions` and `key` are not negative. A Feistel network permutes the numbers r *
-    columns + c of the smallest table that holds `size`: each round adds a hash of one coordinate to
-    the other, which is invertible (Black and Rogaway, "Ciphers with arbitrary finite domains",
-    CT-RSA 2002, section 5); a number beyond `size` passes through the network again (section 4).
-    The hash is the finaliser of SplitMix64 (megatron.parallel.keyed_random.scramble).
+    `positions` and `key` are not negative. A Feistel network permutes the numbers r * columns + c
+    of the smallest nearly square table with `size` cells or more: each round adds a hash of one
+    coordinate to the other, which is invertible (Black and Rogaway, "Ciphers with arbitrary finite
+    domains", CT-RSA 2002, section 5); a result of `size` or more passes through the network again
+    (section 4). The hash is the finaliser of SplitMix64 (megatron.parallel.keyed_random.scramble).
     """
     assert size > 0 and (not len(positions) or 0 <= positions.min() <= positions.max() < size), (
         "positions out of range"

@@ -71,7 +71,12 @@ def reordered(
 
 @dataclass
 class _Consumption:
-    """Samples of a source in a range of an order, and the tokens to compare."""
+    """Samples of a source in a range of an order.
+
+    spans      tokens to compare
+    compared   number of these tokens
+    samples    number of the samples, compared or not
+    """
 
     spans: list[Spans] = field(default_factory=list)
     compared: int = 0
@@ -103,12 +108,12 @@ def _collect(data: Ordered, start: int, stop: int, share: float) -> dict[str, _C
 def _compare(spans: list[Spans]) -> tuple[int, int]:
     """Return the number of tokens that are repeated, and of those that are skipped.
 
-    `spans` has the consumed spans, those that the new order has before this position, and those
-    that it has after it.
+    `spans` has three entries: the spans that were consumed, and those that the new order has before
+    and after the position at which the run continues.
     """
     bounds = np.concatenate([end for starts, length in spans for end in (starts, starts + length)])
     sizes = [len(starts) for starts, _ in spans]
-    kind = np.repeat(np.arange(6), np.repeat(sizes, 2))  # a start and an end of each of the three
+    kind = np.repeat(np.arange(6), np.repeat(sizes, 2))  # starts and ends of each of the three
     changes = np.zeros((len(bounds), 3), np.int64)
     changes[np.arange(len(bounds)), kind // 2] = 1 - 2 * (kind % 2)
     sort = np.argsort(bounds, kind="stable")

@@ -95,7 +95,7 @@ class SampleOrder:
               one pass in the original order
     left_out  ranges of positions to skip, from `merged`. The run needs as many samples as before:
               at the end of a single pass, the first samples are read again to replace those left
-              out.
+              out
     """
 
     total: int
@@ -139,7 +139,7 @@ def sample_order(
 ) -> SampleOrder:
     """Return the order of --dataloader-type (None: single) over `total` samples.
 
-    It skips those `left_out`.
+    It skips the positions in the ranges `left_out`.
     """
     return SampleOrder(total, dataloader_type == "cyclic", merged(left_out))
 
@@ -190,10 +190,13 @@ class MicroBatchStream:
 
     dataset           None on ranks that read no data: their micro-batches have no content except
                       the number of the first sample
+    share             which of the samples this rank reads
     order             by default each sample once, in the original order
     consumed_samples  counts the samples that all ranks together have taken, without those that the
                       order leaves out
     separation        applies if the data set does not separate pieces itself
+    device            where `take` puts the micro-batches
+    vocab_size        number of valid ids; `take` raises DataError for others. None: no check
     """
 
     def __init__(
@@ -429,9 +432,10 @@ def make_micro_batch(
 def _piece_starts(
     segments: Sequence[Int64Array], shape: tuple[int, ...], first_sample: int
 ) -> tuple[BoolArray, BoolArray]:
-    """Return which of tokens 1 ... s start a piece or the padding, and which tokens are no padding.
+    """Return which of tokens 1..s start a piece or the padding, and which tokens are not padding.
 
-    Samples have the shape [b, s + 1].
+    They are bool [b, s] and bool [b, s + 1]; `shape` is [b, s + 1]. Raises DataError for pieces
+    that do not fit their sample.
     """
     samples, size = shape
     assert len(segments) == samples, f"{len(segments)} lists of pieces for {samples} samples"
@@ -549,7 +553,7 @@ class Ledger:
         return back
 
     def record(self) -> dict[str, dict[str, Any]]:
-        """Return {source: {samples, tokens, epochs}} for checkpoint and metrics file.
+        """Return {source: {samples, tokens, epochs}} for the checkpoint and the metrics file.
 
         left_out is included if it is not 0.
         """
@@ -565,10 +569,10 @@ class Ledger:
         return {short[name]: record for name, record in self.record().items()}
 
     def line(self) -> str:
-        """Return a log line.
+        """Return a log line with the tokens and the epochs of each source.
 
-        It has the epochs of the sources with the most, in descending order, and the range of the
-        rest.
+        The sources with the most epochs are listed, in descending order; of the others, only their
+        number and range.
         """
         epochs_of = {name: record["epochs"] for name, record in self.by_short_name().items()}
         listed = sorted(epochs_of.items(), key=lambda item: -item[1])

@@ -16,10 +16,10 @@ class TextStream:
     before   the preceding ids: a tokenizer may join words differently at the start of a text
     stop     strings at which the text ends, and which are not part of it
     text     everything passed on so far
-    stopped  the stop string that was found; None before
+    stopped  the stop string that was found; None if none was found yet
 
     A token may end inside a character, and a stop string may span several tokens. Text is held back
-    while it may be the beginning of either.
+    while it may be part of such a character or the beginning of a stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int], stop: Sequence[str]) -> None:
@@ -30,14 +30,14 @@ class TextStream:
         self._waiting = ""
         self.stopped: str | None = None
         # The text of a few tokens depends on where they start. Text is therefore decoded from the
-        # last position but one at which it ended with a whole character, and the part already known
+        # second-last position at which it ended with a whole character, and the part already known
         # is cut off.
         self._ids = list(before)
         self._ended = len(before)
         self._known = len(self._decode(self._ids))
 
     def add(self, token: int) -> str:
-        """Return the text that can be shown after the next token."""
+        """Append a token; return the text that can be shown now."""
         self._ids.append(token)
         decoded = self._decode(self._ids)
         bare = decoded.rstrip(_REPLACEMENT)
@@ -62,7 +62,7 @@ class TextStream:
         return shown
 
     def _passed(self, fresh: str) -> str:
-        """Return the waiting text and `fresh`, except for what may begin a stop string."""
+        """Return the waiting text and `fresh`, up to a stop string or to what may begin one."""
         text = self._waiting + fresh
         matches = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if matches:

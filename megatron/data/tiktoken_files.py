@@ -1,8 +1,9 @@
 """TikTokenizer: OpenAI's .tiktoken rank files, and Megatron-LM's JSON vocabularies of this kind.
 
 A JSON vocabulary is numbered as in Megatron-LM: ids 0 to N - 1 are special tokens (<unk>, <s>,
-</s>, <mask>, <pad>, <cls>, <sep> and <SPECIAL_7>, ...; N is 1000 unless given), rank r has id N +
-r, and </s> ends a document. The vocabulary is cut at --vocab-size, or at 131072.
+</s>, <mask>, <pad>, <cls>, <sep> and <SPECIAL_7>, ...), rank r has id N + r, and </s> ends a
+document. N is --tiktoken-num-special-tokens, by default 1000. The vocabulary is cut at
+--vocab-size, or at 131072.
 
 In a rank file ids are ranks, and special tokens follow them. Published files are recognised by
 their number of ranks:
@@ -84,7 +85,8 @@ PUBLISHED: Mapping[int, tuple[str, Mapping[str, int]]] = {
 def tik_token(path: Path, settings: TokenizerConfig, *, vocab_size: int | None) -> RankTokenizer:
     """Return the tokenizer that a file defines.
 
-    Raises ConfigError for settings that do not fit it, DataError for other files.
+    Raises ConfigError for settings that do not fit the file, and DataError if it is not such a file
+    or is damaged.
     """
     with path.open("rb") as file:
         is_json = file.read(100).lstrip()[:1] in (b"[", b"{")  # not in base64's alphabet
@@ -133,8 +135,8 @@ def _from_json(path: Path, settings: TokenizerConfig, vocab_size: int | None) ->
         )
     if vocab_size is not None and room > len(ranks):
         raise ConfigError(
-            f"--vocab-size {vocab_size}: {path} has {len(ranks)} tokens, with {count} special "
-            f"tokens the vocabulary is {len(ranks) + count} at most"
+            f"--vocab-size {vocab_size}: {path} has {len(ranks)} tokens; with {count} special "
+            f"tokens, the vocabulary size is {len(ranks) + count} at most"
         )
     ids = {token: rank + count for token, rank in ranks.items() if rank < room}
     check_vocabulary(path, ids.values(), ids)

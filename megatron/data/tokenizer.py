@@ -105,7 +105,7 @@ def build_tokenizer(
         raise ConfigError(
             f"--vocab-size {vocab_size}, but {path} makes a vocabulary of "
             f"{tokenizer.vocab_size} for {kind}: leave --vocab-size out, or give the right file; "
-            "for a larger one in the model, use --make-vocab-size-divisible-by"
+            "for a larger vocabulary in the model, use --make-vocab-size-divisible-by"
         )
     return tokenizer
 

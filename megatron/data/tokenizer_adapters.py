@@ -76,9 +76,9 @@ class Tokenizer(ABC):
         """Return the ids of each text from the library."""
 
     def _encode_with_offsets(self, text: str, special: bool) -> Placed:
-        """Return ids and ranges of characters for one text, see encode_with_places.
+        """Return ids and ranges of characters for one text, see encode_with_offsets.
 
-        Only conversations need it.
+        Only conversations and the digest of a tokenizer need it.
         """
         raise NotImplementedError
 
@@ -98,7 +98,7 @@ class Tokenizer(ABC):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text.
 
-        Raises DataError for a text with half of a surrogate pair.
+        Raises DataError for a text with a lone surrogate.
         """
         return [
             ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
@@ -171,7 +171,7 @@ class Tokenizer(ABC):
             for text in texts:
                 if match := _SURROGATE.search(text):
                     raise DataError(
-                        f"the text contains half of a surrogate pair, {match.group()!r} at character "
+                        f"the text contains a lone surrogate, {match.group()!r} at character "
                         f"{match.start()}, which is not a character: replace it before tokenizing"
                     ) from None
             raise
@@ -372,7 +372,7 @@ def hugging_face(file: Path) -> Tokenizer:
     """Return the HFTokenizer for a tokenizer.json.
 
     eod is the eos_token in the files next to it, see `add_tokens`, or one of USUAL_ENDS. Raises
-    DataError for anything else.
+    DataError if the file is missing or invalid, or if it has no such token.
     """
     if not file.is_file():
         raise DataError(
@@ -380,15 +380,15 @@ def hugging_face(file: Path) -> Tokenizer:
             "GPTSentencePieceTokenizer or TikTokenizer, vocab.json and merges.txt of GPT-2 for "
             "GPT2BPETokenizer; with transformers, "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes a tokenizer.json "
-            "for others"
+            "for other tokenizers"
         )
 
     with reading(file, "a tokenizer.json"):
         from tokenizers import Tokenizer as Fast
 
         tokenizer = Fast.from_file(str(file))
-    # A file keeps the limits of the tokenizer's last use; this program never truncates or pads a
-    # text.
+    # A file keeps the truncation and padding of the tokenizer's last use; this program never does
+    # either.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     with reading(file, "a tokenizer.json that belongs to the files beside it"):
@@ -447,7 +447,8 @@ class SentencePieceTokenizer(Tokenizer):
 def sentence_piece(tokenizer_type: str, path: Path, vocab_extra_ids: int) -> Tokenizer:
     """Return one of Megatron's three SentencePiece tokenizers.
 
-    Only SentencePieceTokenizer has `vocab_extra_ids`.
+    Only SentencePieceTokenizer uses `vocab_extra_ids`. Raises DataError for an invalid model, or if
+    it lacks a piece that the tokenizer needs.
     """
     processor = _processor(path)
     if tokenizer_type == "SentencePieceTokenizer":
@@ -470,7 +471,12 @@ def sentence_piece(tokenizer_type: str, path: Path, vocab_extra_ids: int) -> Tok
 
 
 def sentence_piece_facts(path: Path) -> Callable[[Any], dict[str, Any]]:
-    """Return a function that returns a model's names, special ids, and whether it adds a prefix."""
+    """Return a function that returns facts about a model.
+
+    names    its pieces, by id
+    ids      ids of bos, unk and pad; -1 for one that it lacks
+    prefix   whether it puts a space before a text
+    """
     processor = _processor(path)
     facts = {
         "names": _names(processor),

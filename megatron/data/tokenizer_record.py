@@ -1,9 +1,9 @@
-"""The tokenizer that wrote a data set, in `<prefix>.tokenizer.json` next to its .bin and .idx.
+"""Records the tokenizer that wrote a data set, in `<prefix>.tokenizer.json` next to the data.
 
-It holds the tokenizer's type, vocabulary size, end-of-document id and digest, the largest id in the
-data, and a digest of the job that wrote the data ("" if it is unknown). The tokenizer's digest
-covers the meaning of ids: the ids of a sample text, and the texts of the ids. Thus another file
-with the same tokenizer, or with the same tokenizer and added tokens, has the same digest.
+The file holds the tokenizer's type, vocabulary size, end-of-document id and digest, the largest id
+in the data, and a digest of the job that wrote the data ("" if it is unknown). The tokenizer's
+digest covers the meaning of ids: the ids of a sample text, and the texts of the ids. Thus another
+file with the same tokenizer, or with the same tokenizer and added tokens, has the same digest.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def read_record(prefix: StrPath) -> TokenizerRecord | None:
     record = TokenizerRecord(**values)
     if max(record.eod, record.largest_id) >= record.vocab_size:
         raise DataError(
-            f"{path}: damaged: of {record.vocab_size} ids, the largest is {record.largest_id} and "
-            f"{record.eod} ends a document: remove it"
+            f"{path}: damaged: it has {record.vocab_size} ids, but {record.largest_id} is the "
+            f"largest and {record.eod} ends a document: remove it"
         )
     return record
 
@@ -150,14 +150,14 @@ def check_tokenizer(
             raise DataError(
                 f"{dataset.prefix}: was written with another tokenizer than this run's: "
                 f"{record.tokenizer} of {count} ids, and {kind} of {texts.vocab_size} gives other ids "
-                "for the same text. Give the tokenizer of the data; if you know better, remove "
-                f"{record_path(dataset.prefix)}"
+                "for the same text. Give the tokenizer of the data; if you are sure that it fits, "
+                f"remove {record_path(dataset.prefix)}"
             )
         if record.eod != texts.eod:
             ends.append(f"{dataset.prefix} ({record.eod})")
     notices = {
-        "do not name their tokenizer: only the size of their ids was compared": unknown,
-        f"are not compared with --tokenizer-type {kind}: one of the two has ids for text": other,
+        "do not name their tokenizer: only their largest ids were compared": unknown,
+        f"are not compared with --tokenizer-type {kind}: only one of them encodes text": other,
         f"end documents with another id than this run's tokenizer ({texts and texts.eod})": ends,
     }
     return [
