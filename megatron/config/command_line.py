@@ -28,8 +28,8 @@ from megatron.config.validate import DATA, REQUIRED
 from megatron.errors import CheckpointError, ConfigError
 
 # Returns the file with a checkpoint's settings, the settings that must match, and those that apply
-# unless others are given. Its argument holds the settings given so far, including `load`. Raises
-# CheckpointError.
+# unless the run gives other values. The argument holds the settings given so far, including `load`.
+# Raises CheckpointError.
 ReadCheckpoint = Callable[
     [Mapping[str, object]], tuple[str, Mapping[str, object], Mapping[str, object]]
 ]
@@ -44,8 +44,12 @@ GROUPED = "--group-query-attention"  # without it --num-query-groups has no effe
 class Flag:
     """Meaning of one spelling of a flag.
 
-    settings: the names of the settings that it may set: to `value` if it has no words, or through
-    `read`. weak: any other flag that sets them overrides it.
+    settings  names of the settings that the flag may set
+    option    declaration of the setting, for a flag that sets a single one
+    value     value that the flag sets if it is given without words; None: it needs words
+    weak      whether any other flag for the same setting overrides this one
+    foreign   another framework's flag that has no setting here
+    read      function that translates the flag's words into settings
     """
 
     settings: tuple[str, ...] = ()
@@ -57,7 +61,7 @@ class Flag:
 
 
 class ChosenValue(NamedTuple):
-    """A chosen value, its flag as written, and where it was written."""
+    """A chosen value, with its flag as written and its origin."""
 
     written: str
     value: object
@@ -97,8 +101,8 @@ def settings_flags() -> Mapping[str, Flag]:
 def flag_table() -> Mapping[str, Flag]:
     """Return every spelling that a command line may contain, with its meaning.
 
-    Flags of other frameworks may have dashes instead of underscores, and underscores instead of
-    dashes.
+    Flags of other frameworks are also accepted with dashes for underscores, and with underscores
+    for dashes.
     """
     table = dict(settings_flags())
     for spelling, foreign in foreign_flags().items():
@@ -112,7 +116,8 @@ def flag_table() -> Mapping[str, Flag]:
 class Scanned(NamedTuple):
     """Words of a command line by flag.
 
-    `flags` contains each spelling once, with the words of its last use.
+    `flags` contains each spelling once, with the words of its last use. `problems` names unknown
+    flags and words that belong to no flag.
     """
 
     flags: dict[str, list[str]]
@@ -136,7 +141,10 @@ def with_preset(name: str | None, flags: Sequence[str]) -> list[str]:
 
 
 def split_at_dashes(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """Split a tool's words at the first -- into its own and training flags. None means sys.argv."""
+    """Split a tool's command line at the first -- into its own words and training flags.
+
+    None stands for sys.argv[1:].
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]
@@ -181,10 +189,15 @@ def parse_args(
 ) -> Config:
     """Return the configuration of a training command line.
 
-    world_size: number of processes that the launcher started; None without a launcher. checkpoint:
-    reads the settings for --use-checkpoint-args; None: no checkpoint is read. export: see finish.
-    --help and --print-config print and raise SystemExit(0); with --complete the latter requires the
-    settings that a run needs. Raises ConfigError with all problems as a numbered list.
+    world_size  number of processes that the launcher started; None without a launcher
+    pieces      the user's own pieces
+    checkpoint  function that reads the settings for --use-checkpoint-args and --load hf:FOLDER;
+                None: no checkpoint is read
+    export      see finish
+
+    --help and --print-config print and raise SystemExit(0); with --complete, --print-config
+    requires the settings that a run needs. Raises ConfigError with all problems, numbered if there
+    are several.
     """
     scanned = scan(argv)
     if "--help" in scanned.flags or "-h" in scanned.flags:
@@ -199,8 +212,9 @@ def parse_args(
     if world_size is not None and not (printing and explicit is not None):
         if explicit not in (None, world_size):
             settings.problems.append(
-                f"--world-size {explicit} ({settings.origins['world_size']}) contradicts the launcher, "
-                f"which started {world_size} processes: remove it; it is for --print-config"
+                f"--world-size {explicit} ({settings.origins['world_size']}) contradicts the "
+                f"launcher, which started {world_size} processes: remove it; it is for "
+                "--print-config and --dry-run"
             )
         settings.give("world_size", world_size, "launcher")
     complete = not printing or "--complete" in scanned.flags
@@ -227,9 +241,9 @@ def parse_plan(
 def read_settings(
     argv: Sequence[str], pieces: Pieces = PLAIN, checkpoint: ReadCheckpoint | None = None
 ) -> Settings:
-    """Return the settings chosen by a command line and its preset, before they are resolved.
+    """Return the settings chosen by a command line, its preset and its --config file, unresolved.
 
-    Problems are collected in `problems`.
+    Problems are collected in the result's `problems`.
     """
     scanned = scan(argv)
     settings = Settings(problems=scanned.problems, pieces=pieces)
@@ -262,8 +276,8 @@ def _give_flags(settings: Settings, flags: Flags, checkpoint: ReadCheckpoint | N
     ):
         del chosen["num_key_value_heads"]
         settings.notices.append(
-            f"{groups.written} has no effect without {GROUPED}, as in Megatron-LM: each head has its "
-            f"own key and value. --num-key-value-heads {groups.value} alone groups the queries"
+            f"{groups.written} has no effect without {GROUPED}, as in Megatron-LM: each head has "
+            f"its own key and value. --num-key-value-heads {groups.value} alone groups the queries"
         )
     if "--preset" in flags:
         words = flags["--preset"]
@@ -276,8 +290,8 @@ def _give_flags(settings: Settings, flags: Flags, checkpoint: ReadCheckpoint | N
         try:
             if len(words) != 1 or settings.pieces != PLAIN:
                 raise ConfigError(
-                    f"--pieces {' '.join(words)}: give one file, and none to a program that has "
-                    "its own"
+                    f"--pieces {' '.join(words)}: give one file, and none to a program that passes "
+                    "its own pieces"
                 )
             settings.pieces = load_pieces(words[0])
         except ConfigError as error:
@@ -309,7 +323,7 @@ def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
             source, fixed, suggested = read(settings.explicit)
     except CheckpointError as error:
         settings.problems.append(f"--load {settings.explicit['load']}: {error}")
-    if not source:  # their absence is not an additional problem
+    if not source:  # that these are missing is not an additional problem
         settings.bad.update((*REQUIRED, "vocab_size"))
     for name, value in {**suggested, **fixed}.items():
         chosen = settings.explicit.get(name)
@@ -321,7 +335,8 @@ def _give_checkpoint(settings: Settings, read: ReadCheckpoint) -> None:
         elif name in fixed and chosen != value:
             settings.problems.append(
                 f"{all_options()[name].written(chosen)} ({settings.origins[name]}) contradicts "
-                f"{name} {value} of {source}, whose model is loaded: remove one of them"
+                f"{name} {value} of {source}, whose model is loaded: remove it, or load another "
+                "checkpoint"
             )
 
 
@@ -330,12 +345,16 @@ def _flags_of_file(
 ) -> tuple[dict[str, list[str]], dict[str, str], set[str]]:
     """Return the flags in the file named by --config, with their words, and their origins.
 
-    Also return the origins of values that were defaults in the run that wrote the file: if they
-    still are the defaults, they do not count as chosen. `explicit` holds the flags on the command
-    line, `chosen` its settings. If a run wrote the file, even with an older version, settings for a
-    single start are omitted and, with a different --save, so are the locations of that run's
-    outputs; a notice lists them, except those that are chosen again. Flags that name code are a
-    problem unless they are overridden or --trust-config is given, since such files are shared.
+    Also return the origins of values that were defaults in the run that wrote the file; a value
+    that is still the default does not count as chosen.
+
+    explicit  flags on the command line, with their words
+    chosen    settings that these flags set
+
+    If a run wrote the file, even with an older version, settings for a single start are omitted.
+    If --save differs, so are the locations of that run's outputs. A notice lists what is omitted,
+    except settings that are chosen again. Flags that name code are a problem unless they are
+    overridden or --trust-config is given, since such files are shared.
     """
     from megatron.config.settings_file import read_settings_file, words_of
 
@@ -373,8 +392,8 @@ def _flags_of_file(
             problems = [f"{spelling} is for the command line only: remove it"]
         elif names_code and explicit.keys().isdisjoint(("--trust-config", spelling)):
             problems = [
-                f"{' '.join([spelling, *values])} names code, which a file may not: give it on the "
-                "command line, or --trust-config if you trust whoever wrote the file"
+                f"{' '.join([spelling, *values])} names code, which a file may not do: give it on "
+                "the command line, or --trust-config if you trust whoever wrote the file"
             ]
         elif spelling:
             flags[spelling] = values
@@ -383,8 +402,9 @@ def _flags_of_file(
         settings.problems += [f"{problem} ({origin})" for problem in problems]
     if left_out:
         settings.notices.append(
-            f"not repeated, because they are for the start or folder of the run that wrote {words[0]}: "
-            f"{', '.join(left_out)}. Give those that this start needs on the command line"
+            "not repeated, because they belong to a single start or to the --save folder of the "
+            f"run that wrote {words[0]}: {', '.join(left_out)}. Give those that this start needs "
+            "on the command line"
         )
     return flags, origins, defaults
 
@@ -399,7 +419,7 @@ def _chosen_values(
     """Return the chosen value of each setting.
 
     `origins` holds the origins of flags that are not on the command line. Two flags with different
-    values for a setting are a problem.
+    values for a setting are a problem, unless one of them overrides the other.
     """
     chosen: dict[str, ChosenValue] = {}
     weak: dict[str, ChosenValue] = {}
@@ -443,10 +463,10 @@ _DECIDES = {
 
 
 def _winner(one: ChosenValue, other: ChosenValue) -> ChosenValue | None:
-    """Return which of two values of a setting wins; None if they contradict each other."""
+    """Return the one of two values that wins; None if they contradict each other."""
     for first, second in ((one, other), (other, one)):
         flags = first.written.split()[0], second.written.split()[0]
-        # Every ZeRO stage but 0 has a distributed optimizer.
+        # Every ZeRO stage but 0 distributes the optimizer.
         if flags in _DECIDES or (flags[1] == "--use-distributed-optimizer" and first.value):
             return first
     return None

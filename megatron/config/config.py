@@ -39,24 +39,27 @@ Export = Callable[[ModelConfig, Pieces], str]
 class Config(Sections):
     """All settings of a run, resolved and checked. Use Config.create(...) or parse_args(...).
 
-    `pieces` are the user's own pieces (see with_pieces). replace(...) keeps them; to_dict omits
-    them.
+    explicit          chosen settings and their values
+    origins           origin of each setting (see origin)
+    notices           messages for the user about settings that have no effect or were translated
+    standing_notices  the notices that replace(...) keeps, because they cannot be derived from the
+                      settings: about flags that are not settings, and about the DeepSpeed JSON
+    pieces            the user's own pieces (see with_pieces); to_dict omits them
     """
 
     explicit: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
     origins: Mapping[str, str] = dataclasses.field(compare=False, repr=False)
     notices: tuple[str, ...] = dataclasses.field(compare=False, repr=False, default=())
-    # Notices that cannot be derived from the settings: about flags that are not settings, and about
-    # the DeepSpeed JSON.
     standing_notices: tuple[str, ...] = dataclasses.field(compare=False, repr=False, default=())
     pieces: Pieces = PLAIN
 
     @classmethod
     def create(cls, preset: str | None = None, **values: object) -> Config:
-        """Create a configuration from setting names: Config.create(num_layers=4, ...).
+        """Create a configuration from settings by name: Config.create(num_layers=4, ...).
 
-        Required: num_layers, hidden_size, num_attention_heads, seq_length. Defaults:
-        micro_batch_size 1, lr 1e-4, train_iters 1, world_size one replica. `preset` names a preset
+        num_layers, hidden_size, num_attention_heads and seq_length are required. Unless given,
+        micro_batch_size is 1, lr is 1e-4, train_iters is one more than warm-up and final decay
+        take, and world_size is the smallest that the parallel sizes allow. `preset` names a preset
         to start from. Raises ConfigError with all problems.
         """
         settings = Settings()
@@ -69,7 +72,7 @@ class Config(Sections):
     def replace(self, **values: object) -> Config:
         """Return a copy with some settings changed and dependent settings derived again.
 
-        None resets a setting.
+        None resets a setting. Raises ConfigError with all problems.
         """
         settings = Settings(
             explicit=dict(self.explicit),
@@ -85,7 +88,8 @@ class Config(Sections):
     def with_pieces(self, **pieces: Any) -> Config:
         """Return a copy with the user's own pieces.
 
-        A piece is a layer, model, datasets, optimizer, schedule or callbacks. Raises ConfigError.
+        The keywords are layer, model, datasets, optimizer, schedule and callbacks. Raises
+        ConfigError if a piece is not callable or does not work with --cuda-graph-impl.
         """
         merged = dataclasses.replace(self.pieces, **pieces)
         raise_problems(list(piece_problems(self.kernels.cuda_graph_impl, merged)))
@@ -93,7 +97,7 @@ class Config(Sections):
 
     @property
     def schedule(self) -> str | Piece:
-        """Return the pipeline schedule: its name, or the user's own order."""
+        """Return the pipeline schedule: its name, or the user's function (protocols.Order)."""
         return self.pieces.schedule or self.parallel.schedule
 
     @property
@@ -109,7 +113,8 @@ class Config(Sections):
     def origin(self, name: str) -> str:
         """Return the origin of a setting.
 
-        It is 'default', 'command line', 'preset X', 'FILE:LINE: key' or 'derived ...'.
+        Examples are 'default', 'command line', 'preset X', 'FILE:LINE: key' and 'derived ...'.
+        Raises ConfigError for an unknown name.
         """
         section_of(name)
         return self.origins[name]
@@ -124,7 +129,8 @@ class Config(Sections):
     def num_micro_batches(self, global_batch_size: int | None = None) -> int:
         """Return the number of micro-batches in a step on each replica.
 
-        By default, the step has the full global batch.
+        `global_batch_size` defaults to the setting. Raises ConfigError if it is not a multiple of
+        micro-batch size x data-parallel size.
         """
         size = global_batch_size or self.batch.global_batch_size
         per_round = self.batch.micro_batch_size * self.parallel.data_parallel_size
@@ -177,10 +183,13 @@ def finish(
     run: bool = False,
     export: Export | None = None,
 ) -> Config:
-    """Merge the DeepSpeed JSON, derive dependent settings, check everything and freeze it.
+    """Return a configuration: chosen settings, derived ones and defaults, all of them checked.
 
-    run: also require the settings that only a training run needs. export: a function that returns
-    why --save-hf could not write a model. Raises ConfigError.
+    merge_json  whether to merge the DeepSpeed JSON into `settings`
+    run         whether to require the settings that only a training run needs
+    export      function that returns why --save-hf could not write a model
+
+    Raises ConfigError with all problems.
     """
     if merge_json:
         merge_deepspeed_json(settings)
@@ -204,7 +213,7 @@ def finish(
             if problem := export(settings.sections().model, settings.pieces):
                 settings.problems.append(f"--save-hf: {problem}")
         except Exception:
-            if not settings.problems:  # with others there may be no such model at all
+            if not settings.problems:  # with other problems, there may be no model to export
                 raise
     raise_problems([_located(settings, problem) for problem in settings.problems])
     return Config(
@@ -264,7 +273,7 @@ def resolve(s: Settings) -> None:
     defaults = {name: copy.copy(option.default) for name, option in options.items()}
     v.update(defaults | s.explicit)
     s.origins = dict.fromkeys(options, "default") | s.origins
-    # Megatron-LM's examples quote it twice
+    # Megatron-LM's examples quote this value twice
     v["split"] = v["split"].strip("'\"")
     for name, (value, origin) in _FALLBACKS.items():
         s.fill(name, value, origin)
@@ -303,7 +312,7 @@ def resolve(s: Settings) -> None:
 
 
 def _context(s: Settings) -> None:
-    """Exchange heads if cp_comm_type has its default and a ring is impossible."""
+    """Set cp_comm_type to a2a if it is not chosen, and a2a is possible but a ring is not."""
     v = s.values
     name = "cp_comm_type"
     size = s.values["context_parallel_size"]
@@ -332,7 +341,7 @@ def _model(s: Settings) -> None:
     gate = "swiglu" if v["swiglu"] else "geglu" if v["geglu"] else ""
 
     def mlp_width(hidden: int) -> int:
-        # Three matrices instead of two: 2/3 of the width keeps the number of parameters
+        # Three matrices instead of two: 2/3 of the width keeps the number of parameters the same
         # (Shazeer 2020, arXiv 2002.05202).
         return max(64, int(4 * hidden * 2 / 3 / 64) * 64) if gate else 4 * hidden
 
@@ -351,7 +360,7 @@ def _model(s: Settings) -> None:
 
 
 def _experts(s: Settings) -> None:
-    """Derive the settings of experts; without experts they keep their defaults."""
+    """Derive the settings of experts; without experts, reset them to their defaults."""
     v = s.values
     if v["num_experts"] in (0, 1):
         s.notices.append(f"--num-experts {v['num_experts']} has no effect: it means no experts")
@@ -416,7 +425,9 @@ def _parallel(s: Settings) -> None:
     setting = "expert_tensor_parallel_size"
     ranks = v["tensor_model_parallel_size"]
     if v["num_experts"] is None and v[setting] not in (None, ranks) and setting not in s.bad:
-        s.notices.append(f"--expert-tensor-parallel-size {v[setting]} has no effect: no experts")
+        s.notices.append(
+            f"--expert-tensor-parallel-size {v[setting]} has no effect: there are no experts"
+        )
         s.derive(setting, ranks, "derived: there are no experts")
     _chunks(s)
     tensor = "tensor_model_parallel_size"

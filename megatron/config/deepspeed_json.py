@@ -1,9 +1,9 @@
-"""Merges a DeepSpeed JSON into the settings.
+"""Merges a DeepSpeed JSON file into the settings.
 
 "auto" leaves a value to the command line. A value that is only in the JSON is used. A value that
 contradicts a chosen one is a problem that names both values, their origins and the line in the
 file. deepspeed_json.toml lists the entries that set something, are refused, have no effect or are
-passed to DeepSpeed; unknown entries are passed on, too, with a notice.
+passed on to DeepSpeed; unknown entries are also passed on, with a notice.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _object(pairs: list[tuple[str, object]]) -> Values:
 
 
 class _Merge:
-    """One merge. Handled entries are removed from `content`; those that remain are unknown."""
+    """One merge. Handled entries are removed from `content`; the rest is passed to DeepSpeed."""
 
     def __init__(self, settings: Settings, path: str, content: Values, text: str) -> None:
         self.settings = settings
@@ -86,7 +86,7 @@ class _Merge:
             has = f"{key} has"
             used = (*tables["settings"], *tables["fp16_settings"])
             if isinstance(rest, dict) and any(name.startswith(f"{key}.") for name in used):
-                has = f"{', '.join(f'{key}.{inner}' for inner in rest)} have"  # others do
+                has = f"{', '.join(f'{key}.{inner}' for inner in rest)} have"  # the others do
             self.settings.notices.append(f"{self._at(key)}: {has} no effect: {why}")
         remaining = {key: value for key, value in self.content.items() if not _only_empty(value)}
         if "optimizer" in remaining:
@@ -106,7 +106,7 @@ class _Merge:
             self.settings.give("extra", remaining, self.path)
 
     def _pop(self, key: str) -> Any:
-        """Remove an entry and return its value, or None."""
+        """Remove an entry and return its value; None if there is no such entry."""
         path = key.split(".")
         node: Any = self.content
         for depth, name in enumerate(path[:-1], 1):
@@ -133,7 +133,7 @@ class _Merge:
         self.settings.problems.append(f"{self._at(key)}: {text}")
 
     def _set(self, key: str, names: str | list[str], value: object) -> None:
-        """Set the setting for an entry, or the settings for its numbers."""
+        """Set the setting of an entry, or, with a list of `names`, one setting for each number."""
         if value is None or value == "auto":
             return
         if isinstance(names, str):
@@ -148,7 +148,7 @@ class _Merge:
     def _set_one(self, key: str, name: str, value: object, written: object = None) -> None:
         """Set one setting.
 
-        `written` is the value in the file, if it differs from the setting's own value.
+        `written` is the value in the file if that is not the setting's value, but was converted.
         """
         settings = self.settings
         option = all_options()[name]
@@ -173,8 +173,9 @@ class _Merge:
             # a dynamic scale.
             settings.give(name, None, origin)
             settings.notices.append(
-                f"--loss-scale {chosen:g} ({where}) has no effect: the loss scale is dynamic, as "
-                f"DeepSpeed takes it from its file ({origin} 0); for a fixed one, write it there"
+                f"--loss-scale {chosen:g} ({where}) has no effect: the loss scale is dynamic, "
+                f"because DeepSpeed takes it from its JSON ({origin} 0); for a static one, write "
+                "it there"
             )
         elif chosen != value:
             entry = key
@@ -191,7 +192,7 @@ class _Merge:
     def _accumulation(self, steps: object) -> None:
         """Derive the missing batch size from the accumulation steps, or check the given sizes.
 
-        The global batch is gradient_accumulation_steps x micro-batch x replicas.
+        The global batch size is gradient_accumulation_steps x micro-batch size x replicas.
         """
         if steps is None or steps == "auto":
             return
@@ -239,7 +240,7 @@ _READ: Mapping[str, Callable[[Any], object]] = {
     "fp16.initial_scale_power": _power_of_two,
     "zero_optimization.offload_optimizer.device": _on_the_host,
 }
-"""Entries whose values are converted to those of the settings."""
+"""Functions that convert the value of an entry to that of its setting, by entry."""
 
 
 def _only_empty(value: object) -> bool:

@@ -8,11 +8,11 @@ _FORMS = re.compile(r"(?:(?P<days>\d{1,9})-)?(?P<parts>\d{1,9}(?::\d{1,9}){0,2})
 
 
 def duration_s(text: str) -> int | None:
-    """Return a duration, written in one of the forms accepted by sbatch --time, in seconds.
+    """Return, in seconds, a duration written in one of the forms accepted by sbatch --time.
 
     The forms are D-HH:MM:SS, D-HH:MM, D-HH, HH:MM:SS, MM:SS and whole minutes. Return None for
-    anything else, such as UNLIMITED or INVALID. The first part may have up to nine digits. Minutes
-    and seconds are below 60, hours after days below 24.
+    anything else, such as UNLIMITED or INVALID. The first number may have up to nine digits; of the
+    others, minutes and seconds must be below 60, and hours below 24.
 
     >>> duration_s("1-02:00:30"), duration_s("90:00"), duration_s("120"), duration_s("UNLIMITED")
     (93630, 5400, 7200, None)
@@ -37,7 +37,7 @@ def duration_s(text: str) -> int | None:
 
 
 def show_duration(seconds: float) -> str:
-    """Return seconds in Slurm's notation.
+    """Return a duration in Slurm's notation, rounded to whole seconds.
 
     >>> show_duration(93630.4), show_duration(5), show_duration(-5)
     ('1-02:00:30', '0:05', '-0:05')

@@ -20,10 +20,14 @@ _HOW_MANY = {"0": "no value", "1": "one value", "?": "at most one value"}
 
 @dataclass(frozen=True)
 class Foreign:
-    """One such flag, handled like the others in its family for the same reason.
+    """One such flag; all flags of a family are handled in the same way, for the same reason.
 
-    model: whether it changes the function computed by given weights. values: number of values that
-    it takes: '0', '1', '?' or '*'. harmless: values that leave the feature off.
+    refused   whether the flag is an error unless its value leaves the feature off; otherwise it is
+              accepted without effect
+    reason    why, and for a refused flag what to do instead
+    model     whether the flag changes the function computed by given weights
+    values    number of values that the flag takes: '0', '1', '?' (at most one) or '*' (any)
+    harmless  values that leave the feature off; '@NAME' is the value of the setting NAME
     """
 
     refused: bool
@@ -64,9 +68,11 @@ class Foreign:
 
 
 def changes_model(name: str, value: object, arguments: Mapping[str, object]) -> bool:
-    """Return whether the command line would refuse this argument of Megatron as a flag.
+    """Return whether an argument of Megatron makes the weights compute an unsupported function.
 
-    Only arguments that change the function computed by the weights count, and only if they are on.
+    name       name of the argument, whose flag has no setting here
+    value      its value: one that leaves the feature off changes nothing
+    arguments  all arguments, since a harmless value may be that of another argument
     """
     foreign = foreign_flags().get(f"--{name.replace('_', '-')}")
     if foreign is None or not foreign.model or value is False:
@@ -86,7 +92,7 @@ def _equal(a: str, b: str) -> bool:
 
 @functools.cache
 def foreign_flags() -> Mapping[str, Foreign]:
-    """Return every such flag by its spelling, in the order of the file."""
+    """Return every such flag by its spelling, in the order of flags_of_others.toml."""
     flags: dict[str, Foreign] = {}
     for table in tomllib.loads(FILE.read_text(encoding="utf-8")).values():
         for entry in table["flags"].split():

@@ -46,7 +46,8 @@ _START = (
     ),
     (
         "--pieces FILE",
-        "Python file with your own layer, model, optimizer, data or schedule (docs/extending.md).",
+        "Python file with your own layer, model, datasets, optimizer, schedule or callbacks "
+        "(docs/extending.md).",
     ),
     (
         "--preset NAME",
@@ -57,7 +58,7 @@ _START = (
         "Read settings by name from a TOML file, such as the settings.toml that a run writes. "
         "They override a preset; flags override them.",
     ),
-    ("--trust-config", "Accept --pieces and --callback in the file of --config, which run code."),
+    ("--trust-config", "Accept --pieces and --callback, which run code, in the file of --config."),
 )
 
 
@@ -166,7 +167,10 @@ def render_config(config: Config) -> str:
 
 
 def differences(config: Config) -> dict[str, object]:
-    """Return the settings that were chosen and differ from their defaults, JSON-serializable."""
+    """Return chosen settings that differ from their defaults, JSON-serializable.
+
+    Settings that the launcher chose are left out.
+    """
     return {
         name: value
         for name, value in config.to_dict().items()
@@ -177,7 +181,7 @@ def differences(config: Config) -> dict[str, object]:
 
 
 def render_differences(config: Config) -> list[str]:
-    """Return the result of `differences`, one line for each source."""
+    """Return the result of `differences` as text, one line for each origin."""
     lines: dict[str, str] = {}
     for name in differences(config):
         source = config.origin(name)

@@ -65,7 +65,7 @@ class TokenizerConfig:
         None,
         "Pre-tokenization pattern of a TikTokenizer.",
         choices="v1 v2 gpt2 cl100k llama3 o200k",
-        derived="v2 for a JSON vocabulary; the tokenizer's for a published .tiktoken file",
+        derived="v2 for a JSON vocabulary; the tokenizer's own for a published .tiktoken file",
     )
     tiktoken_num_special_tokens: int | None = option(
         None,
@@ -96,7 +96,7 @@ class DataConfig:
     data_file_list: str | None = option(
         None, "File with lines 'weight prefix corpus', instead of --data-path.", metavar="FILE"
     )
-    split: str = option("969, 30, 1", "Proportions of the training, validation and test split.")
+    split: str = option("969, 30, 1", "Proportions of the training, validation and test splits.")
     train_data_path: tuple[str, ...] | None = option(
         None, "Training data: a prefix, or WEIGHT PREFIX pairs.", metavar="[WEIGHT] PREFIX ..."
     )
@@ -116,8 +116,8 @@ class DataConfig:
     mock_data: bool = option(False, "Use synthetic data.")
     data_cache_path: str | None = option(
         None,
-        "Folder for index files. Required if the data folder is read-only; otherwise they are "
-        "stored in index-cache next to the data.",
+        "Folder for index files, by default index-cache next to the data. Required if the data "
+        "folder is read-only.",
         metavar="FOLDER",
     )
     stage_data_to: str | None = option(
@@ -129,8 +129,8 @@ class DataConfig:
     data_packing: str = option(
         "concat",
         "How documents are packed into samples. concat: concatenate documents and cut them. "
-        "best-fit: keep documents whole, pad, and separate them, as with --reset-position-ids "
-        "and --reset-attention-mask.",
+        "best-fit: keep documents whole, pad samples, and separate documents, as with "
+        "--reset-position-ids and --reset-attention-mask.",
         choices="concat best-fit",
     )
     num_workers: int = option(
@@ -161,11 +161,11 @@ class DataConfig:
     eod_mask_loss: bool = option(False, "Mask the loss on end-of-document tokens.")
     loss_mask: str | None = option(
         None,
-        "Use of the loss masks next to the data, which tools/preprocess_data.py --chat writes for "
-        "fine-tuning: PREFIX_mask.bin and .idx. required: every data set must have one, and only "
-        "the tokens that it marks count in the loss. optional: all tokens of a data set without "
-        "one count. ignore: all tokens of all data sets count. Without this flag, data with a "
-        "mask is refused.",
+        "How to use the loss masks next to the data, which tools/preprocess_data.py --chat writes "
+        "for fine-tuning: PREFIX_mask.bin and .idx. required: every data set must have one, and "
+        "only the tokens that it marks count in the loss. optional: all tokens of a data set "
+        "without one count. ignore: all tokens of all data sets count. Without this flag, data "
+        "with a mask is refused.",
         choices="required optional ignore",
     )
     mmap_bin_files: bool = option(True, "Memory-map .bin files.")
@@ -214,13 +214,13 @@ class CheckpointConfig:
     )
     save_hf_ema: bool = option(
         False,
-        "Write the average of the weights (--ema-decay) with --save-hf, not the weights.",
+        "With --save-hf, write the average of the weights (--ema-decay) instead of the weights.",
         of_folder=True,
     )
     load: str | None = option(
         None,
-        "Folder to load the latest checkpoint from. hf:FOLDER: weights, model and, unless given, "
-        "tokenizer from a Hugging Face model; training starts at iteration 0.",
+        "Folder to load the latest checkpoint from. hf:FOLDER: load weights, model settings and, "
+        "unless given, the tokenizer from a Hugging Face model; training starts at iteration 0.",
         metavar="FOLDER",
         one_start=True,
     )
@@ -243,8 +243,8 @@ class CheckpointConfig:
     )
     use_checkpoint_args: bool = option(
         False,
-        "Take the model from the checkpoint of --load, and its sequence length, dropout and "
-        "tokenizer unless they are given.",
+        "Take the architecture of the model from the checkpoint of --load, and also its sequence "
+        "length, dropout and tokenizer unless they are given.",
         one_start=True,
     )
     exit_on_missing_checkpoint: bool = option(
@@ -254,15 +254,16 @@ class CheckpointConfig:
     )
     override_opt_param_scheduler: bool = option(
         False,
-        "Use the learning rate settings of the command line, not the checkpoint's, without a note.",
+        "Use the schedules of this run instead of the checkpoint's, as by default, but without a "
+        "note about the differences.",
         flags="--override-opt_param-scheduler --override-opt-param-scheduler "
         "--override-lr-scheduler",
         one_start=True,
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
-        "Use the schedules of learning rate, weight decay and betas of the checkpoint's run, not the "
-        "command line's.",
+        "Use the schedules of learning rate, weight decay and betas of the checkpoint's run "
+        "instead of this run's.",
         flags="--use-checkpoint-opt_param-scheduler --use-checkpoint-opt-param-scheduler "
         "--use-checkpoint-lr-scheduler",
     )
@@ -293,7 +294,7 @@ class LoggingConfig:
         None, "Folder for TensorBoard events.", metavar="FOLDER", of_folder=True
     )
     tensorboard_log_interval: int = option(
-        1, "Number of iterations between the entries of single steps in trackers.", COUNT
+        1, "Number of iterations between the steps that have their own entries in trackers.", COUNT
     )
     tensorboard_queue_size: int = option(
         1000, "Number of TensorBoard entries to buffer.", Range(1, 10**6)
@@ -301,8 +302,8 @@ class LoggingConfig:
     log_params_norm: bool = option(False, "Log the norm of the parameters.")
     moe_per_layer_logging: bool = option(
         False,
-        "Log the balance of each layer with experts: largest load, entropy, share of drops, and in "
-        "the metrics file the tokens of each expert.",
+        "Log the balance of each layer with experts: largest load, entropy, share of dropped "
+        "choices and, in the metrics file, the tokens of each expert.",
     )
     log_num_zeros_in_grad: bool = option(False, "Log the number of zeros in the gradient.")
     timing_log_level: int = option(
@@ -347,7 +348,7 @@ class LoggingConfig:
         None,
         "MLflow server or store to log to, such as sqlite:///FILE.",
         metavar="URI",
-        derived="MLFLOW_TRACKING_URI",
+        derived="variable MLFLOW_TRACKING_URI",
     )
     mlflow_experiment_name: str | None = option(
         None, "MLflow experiment to log to.", metavar="NAME", derived="megatron"
@@ -387,8 +388,8 @@ class LoggingConfig:
     )
     record_memory_history: bool = option(
         False,
-        "Record on --profile-ranks which code allocates the memory of a GPU, and write a snapshot "
-        "when the run ends.",
+        "On --profile-ranks, record which code allocates GPU memory, and write a snapshot when the "
+        "run ends.",
         one_start=True,
     )
     memory_snapshot_path: str = option(

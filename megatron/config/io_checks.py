@@ -113,7 +113,7 @@ def _checkpoints(config: Sections) -> Problems:
             yield (
                 f"{all_options()[name].flag} would start at iteration 0 after each restart, from "
                 f"the run's own checkpoints: give --save another FOLDER than --load {load}, "
-                "and resume from that one without the flag"
+                "and resume from the --save folder without the flag"
             )
     if hugging_face_folder(load) is not None and tag is not None:
         yield f"--load-tag {tag} names a checkpoint, but --load {load} has none"

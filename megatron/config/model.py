@@ -84,7 +84,7 @@ class ModelConfig:
     openai_gelu: bool = option(
         False,
         "Use the tanh approximation of GELU, as in GPT-2.",
-        inert="GELU is always computed in its tanh form",
+        inert="GELU is computed in its tanh form unless --exact-gelu is given",
     )
     norm_position: str = option(
         "pre",
@@ -106,17 +106,17 @@ class ModelConfig:
     )
     add_qkv_bias: bool = option(
         False,
-        "Add biases to queries, keys and values, also with --disable-bias-linear.",
+        "Add biases to queries, keys and values, even with --disable-bias-linear.",
         flags="--add-qkv-bias --add-qkv-bias-linear",
     )
     parallel_residual: str | None = option(
         None,
-        "Add attention and MLP of the same input to the residual stream, with one norm for both "
-        "(GPT-J) or one each (GPT-NeoX).",
+        "Compute attention and MLP from the same input, and add both to the residual stream, with "
+        "one norm for both (GPT-J) or one each (GPT-NeoX).",
         choices="one_norm two_norms",
     )
     softmax_scale: float | None = option(
-        None, "Factor of the attention scores.", FACTOR, derived="1 / sqrt(kv-channels)"
+        None, "Factor applied to the attention scores.", FACTOR, derived="1 / sqrt(kv-channels)"
     )
     attention_logit_softcapping: float | None = option(
         None,
@@ -143,11 +143,11 @@ class ModelConfig:
     )
     window_attn_skip_freq: tuple[int, ...] | None = option(
         None,
-        "Layers without the window: every N-th, or a list over the layers, 1 with window and 0 "
-        "without.",
+        "Layers without the window: every N-th layer, or those with 0 in a list of zeros and ones, "
+        "one for each layer.",
         Range(0, MOST_LAYERS),
         metavar="N",
-        derived="all layers have it",
+        derived="all layers have the window",
     )
     untie_embeddings_and_output_weights: bool = option(
         False, "Give the output layer its own weights."
@@ -170,7 +170,8 @@ class ModelConfig:
         flags="--rotary-base --rotary-position-embeddings-theta --rotary-theta --rope-theta",
     )
     rotary_interleaved: bool = option(
-        False, "Rotate neighbouring entries of a head (GPT-J) instead of its two halves."
+        False,
+        "Rotate pairs of neighbouring entries of a head (GPT-J) instead of pairing its two halves.",
     )
     rope_scaling: str | None = option(
         None,
@@ -180,7 +181,7 @@ class ModelConfig:
     )
     rope_scaling_factor: float = option(
         8.0,
-        "Factor between the new and the original longest sequence.",
+        "Ratio of the longest sequence to that of the original training.",
         Range(1, 1e6),
         flags="--rope-scaling-factor --rotary-scaling-factor --yarn-rotary-scaling-factor",
     )
@@ -192,26 +193,32 @@ class ModelConfig:
         "--yarn-original-max-position-embeddings",
     )
     rope_low_freq_factor: float = option(
-        1.0, "Llama 3.1: wavelengths above original / this value are scaled in full.", FACTOR
+        1.0, "Llama 3.1: wavelengths above rope-original-positions / X are scaled in full.", FACTOR
     )
     rope_high_freq_factor: float = option(
-        4.0, "Llama 3.1: wavelengths below original / this value are not scaled.", FACTOR
+        4.0, "Llama 3.1: wavelengths below rope-original-positions / X are not scaled.", FACTOR
     )
     yarn_beta_fast: float = option(
-        32.0, "YaRN: rotations above which frequencies are not scaled.", FACTOR
+        32.0,
+        "YaRN: frequencies with more than X rotations in the original longest sequence are not "
+        "scaled.",
+        FACTOR,
     )
     yarn_beta_slow: float = option(
-        1.0, "YaRN: rotations below which frequencies are scaled in full.", FACTOR
+        1.0,
+        "YaRN: frequencies with fewer than X rotations in the original longest sequence are scaled "
+        "in full.",
+        FACTOR,
     )
     yarn_attention_factor: float | None = option(
         None,
-        "YaRN: factor of cosines and sines.",
+        "YaRN: factor applied to cosines and sines.",
         Range(above=0, at_most=1e3),
         derived="0.1 ln(rope-scaling-factor) + 1",
     )
     embedding_scale: float | None = option(
         None,
-        "Factor of the word embeddings (Gemma: sqrt(hidden-size)).",
+        "Factor applied to the word embeddings (Gemma: sqrt(hidden-size)).",
         FACTOR,
         flags="--embedding-scale --input-embeddings-multiplier",
     )
@@ -220,7 +227,8 @@ class ModelConfig:
     )
     apply_query_key_layer_scaling: bool = option(
         False,
-        "Divide attention scores by the layer number, and multiply them back in the softmax.",
+        "Divide attention scores by the layer number, and multiply them by it again in the "
+        "softmax.",
         inert="it would not change the result, and attention is computed so that scores cannot "
         "overflow",
         off_flags="--no-query-key-layer-scaling",
@@ -240,7 +248,7 @@ class ModelConfig:
     use_mup: bool = option(
         False,
         "Use muP: learning rates, epsilon and initial weights that were tuned for a small base "
-        "model fit this one. Give the sizes of the base model.",
+        "model also fit this one. Give the sizes of the base model.",
         flags="--use-mup --mup",
     )
     mup_base_hidden_size: int = option(
@@ -257,8 +265,8 @@ class ModelConfig:
     )
     mup_base_head_dim: int | None = option(
         None,
-        "muP: size of each attention head of the base model. The factor of attention scores is "
-        "sqrt(mup-base-head-dim) / kv-channels, or 1 / kv-channels without this flag.",
+        "muP: size of each attention head of the base model. The factor applied to attention "
+        "scores is sqrt(mup-base-head-dim) / kv-channels, or 1 / kv-channels without this flag.",
         WIDTH,
     )
     mup_base_num_attention_heads: int = option(
@@ -275,27 +283,27 @@ class ModelConfig:
         derived="in proportion to the attention heads, at least 1",
     )
     mup_embedding_mult: float = option(
-        1.0, "muP: factor of the embeddings, tuned on the base model.", FACTOR
+        1.0, "muP: factor applied to the embeddings, tuned on the base model.", FACTOR
     )
     mup_output_mult: float = option(
         None,
-        "muP: factor of the output scores.",
+        "muP: factor applied to the output scores.",
         FACTOR,
         derived="mup-base-hidden-size / hidden-size",
     )
     mup_attn_scale_power: float = option(
-        1.0, "muP: power of kv-channels in the factor of attention scores.", Range(0, 2)
+        1.0, "muP: power of kv-channels in the factor applied to attention scores.", Range(0, 2)
     )
     num_experts: int | None = option(
         None,
-        "Experts of each mixture-of-experts layer; 1: no experts.",
+        "Number of experts in each mixture-of-experts layer. 0 or 1: no experts.",
         Range(0, MOST_WIDTH),
         none_word=True,
     )
     moe_layer_freq: tuple[int, ...] = option(
         (1,),
-        "Layers with experts: every N-th, beginning with the first, or a list over the layers, "
-        "1 with experts and 0 without, such as ([0]*1+[1]*23).",
+        "Layers with experts: every N-th layer, beginning with the first, or those with 1 in a "
+        "list of zeros and ones, one for each layer, such as ([0]*1+[1]*23).",
         Range(0, MOST_LAYERS),
         metavar="N",
     )
@@ -310,8 +318,8 @@ class ModelConfig:
     )
     moe_use_upcycling: bool = option(
         False,
-        "Make the experts from the MLPs of the dense checkpoint of --load, and start at iteration 0. "
-        "A checkpoint that has experts is loaded as usual.",
+        "Make the experts from the MLPs of the dense checkpoint of --load, and start at iteration "
+        "0. A checkpoint that has experts is loaded as usual.",
         one_start=True,
     )
     moe_shared_expert_gate: bool = option(
@@ -324,36 +332,37 @@ class ModelConfig:
         2, "Number of experts for each token.", WIDTH, flags="--moe-router-topk --topk"
     )
     moe_router_score_function: str = option(
-        "softmax", "Scores of the router.", choices="softmax sigmoid"
+        "softmax", "Function that computes the router's scores.", choices="softmax sigmoid"
     )
     moe_router_pre_softmax: bool = option(
-        False, "Softmax over all experts, before choosing, instead of over the chosen ones."
+        False,
+        "Apply the softmax over all experts, before choosing, instead of over the chosen experts.",
     )
     moe_router_topk_scaling_factor: float | None = option(
-        None, "Factor of the weights of the chosen experts.", FACTOR, derived="1"
+        None, "Factor applied to the weights of the chosen experts.", FACTOR, derived="1"
     )
     moe_router_num_groups: int | None = option(
         None,
-        "Number of equal groups of experts; each token chooses only from some of them.",
+        "Number of equal groups of experts; each token chooses experts only from some of the "
+        "groups.",
         WIDTH,
     )
     moe_router_group_topk: int | None = option(
         None,
-        "Number of groups for each token: those with the largest sums of their best topk / "
-        "group-topk scores.",
+        "Number of groups from which each token chooses: those with the largest sums of their best "
+        "topk / group-topk scores.",
         WIDTH,
     )
     moe_router_load_balancing_type: tuple[str, ...] = option(
         ("aux_loss",),
-        "Balancing loss of the routers: over each micro-batch (aux_loss), each sequence "
-        "(seq_aux_loss), or with the load of the last global batch (global_aux_loss). Several may "
-        "be given.",
+        "Balancing loss of the routers. aux_loss: over each micro-batch. seq_aux_loss: over each "
+        "sequence. global_aux_loss: with the load of the last global batch. Several may be given.",
         choices="aux_loss seq_aux_loss global_aux_loss none",
         metavar="TYPE ...",
     )
     moe_aux_loss_coeff: tuple[float, ...] = option(
         (0.0,),
-        "Coefficient of the balancing loss, or one for each.",
+        "Coefficient of the balancing loss, or one for each type of loss.",
         Range(0, 1e6),
         metavar="X ...",
         flags="--moe-aux-loss-coeff --moe-loss-coeff",
@@ -363,10 +372,12 @@ class ModelConfig:
     )
     moe_router_enable_expert_bias: bool = option(
         False,
-        "Balance without a loss: each expert has a bias, used only for choosing, which moves with "
-        "its load after each step. Needs sigmoid scores.",
+        "Balance without a loss: each expert has a bias, which is used only for choosing, and "
+        "which is lowered or raised after each step according to its load. Needs sigmoid scores.",
     )
-    moe_router_bias_update_rate: float = option(1e-3, "Step of the experts' biases.", Range(0, 1e3))
+    moe_router_bias_update_rate: float = option(
+        1e-3, "Amount by which the bias of an expert changes in a step.", Range(0, 1e3)
+    )
     moe_input_jitter_eps: float | None = option(
         None,
         "In training, multiply the routers' input by random numbers from 1 - X to 1 + X.",
@@ -375,21 +386,23 @@ class ModelConfig:
     )
     moe_expert_capacity_factor: float | None = option(
         None,
-        "In training, drop the choices beyond this multiple of an expert's even share of the choices "
-        "of a micro-batch.",
+        "In training, drop the choices beyond this multiple of an expert's even share of the "
+        "choices in a micro-batch.",
         FACTOR,
         flags="--moe-expert-capacity-factor --moe-train-capacity-factor",
         derived="nothing is dropped",
     )
     moe_eval_capacity_factor: float | None = option(
         None,
-        "The same for evaluation, tasks and generation, whose results then depend on the batch.",
+        "The same limit for evaluation, tasks and generation, whose results then depend on the "
+        "batch.",
         FACTOR,
         derived="nothing is dropped",
     )
     moe_token_drop_policy: str = option(
         "probs",
-        "Choices that are kept: those with the largest weights, or the first in the sequences.",
+        "Choices that are kept. probs: those with the largest weights. position: the first ones in "
+        "the sequences.",
         choices="probs position",
     )
 
@@ -426,8 +439,8 @@ class ModelConfig:
     def residual_scale(self) -> float:
         """Return the factor for the outputs of attention and MLP on the residual stream.
 
-        It is 1 / depth, relative to the base model of muP (Dey et al., arXiv 2505.01618, table 1,
-        alpha = 1), and 1 without muP.
+        With muP, it is the depth of the base model divided by that of this model (Dey et al., arXiv
+        2505.01618, table 1, alpha = 1); without muP, it is 1.
         """
         return self.mup_base_num_layers / self.num_layers if self.use_mup else 1.0
 
@@ -436,8 +449,9 @@ class ModelConfig:
         """Return the factor for the initial weights of keys and values; 1 without muP.
 
         If they have fewer outputs than inputs, as in multi-query attention, their weights are
-        smaller: sqrt(outputs / inputs) times the weights of a square matrix (Yang et al., arXiv
-        2310.17813, section 3). Otherwise, the gradients through them would dominate all others.
+        smaller: sqrt(outputs / inputs) times the weights of a square matrix, both counted relative
+        to the base model (Yang et al., arXiv 2310.17813, section 3). Without this factor, the
+        gradients through keys and values would dominate all others.
         """
         if not self.use_mup:
             return 1.0
@@ -456,7 +470,7 @@ class ModelConfig:
         return self.mup_base_hidden_size / self.hidden_size if self.use_mup else 1.0
 
     def mup_base(self) -> ModelConfig:
-        """Return muP's base model, with its number of layers, and experts in proportion to MLPs."""
+        """Return muP's base model with this model's depth, and with experts scaled like the MLP."""
         moe, shared = (
             width and width * self.mup_base_ffn_hidden_size // (self.ffn_hidden_size or 1)
             for width in (self.moe_ffn_hidden_size, self.moe_shared_expert_intermediate_size)

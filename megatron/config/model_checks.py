@@ -22,8 +22,8 @@ def _positions(config: Sections) -> Problems:
     ):
         yield (
             f"--seq-length {model.seq_length} is longer than --max-position-embeddings "
-            f"{model.max_position_embeddings}: learned positions must cover the sequence; raise the "
-            "latter or use --position-embedding-type rope"
+            f"{model.max_position_embeddings}: learned positions must cover the sequence; raise "
+            "the latter or use --position-embedding-type rope"
         )
 
 
@@ -68,7 +68,7 @@ def _norms(config: Sections) -> Problems:
     if parallel and position != "pre":
         yield (
             f"--parallel-residual {parallel} and --norm-position {position} contradict each other: "
-            "attention and MLP of one input have their norms before them"
+            "attention and MLP of the same input have their norms before them"
         )
     for name, value in (("parallel_residual", parallel), ("norm_position", position)):
         if after and value not in (None, "pre"):
@@ -116,8 +116,8 @@ def _router(config: Sections) -> Problems:
         yield f"--moe-router-topk {topk} is more than --num-experts {experts}"
     if softmax and topk == 1 and not model.moe_router_pre_softmax:
         yield (
-            "--moe-router-topk 1 with a softmax over the chosen expert alone gives it the weight 1, "
-            "and the router no gradient: add --moe-router-pre-softmax"
+            "--moe-router-topk 1 with a softmax over the chosen expert alone gives it the weight "
+            "1, and the router no gradient: add --moe-router-pre-softmax"
         )
     if groups is None or chosen is None:
         return
@@ -141,7 +141,8 @@ def _balancing(config: Sections) -> Problems:
     if len(kinds) != len(factors) or len(set(kinds)) != len(kinds):
         yield (
             f"--moe-router-load-balancing-type {' '.join(kinds)} and --moe-aux-loss-coeff "
-            f"{' '.join(f'{x:g}' for x in factors)}: give each type once, and a coefficient of each"
+            f"{' '.join(f'{x:g}' for x in factors)}: give each type once, and a coefficient for "
+            "each"
         )
     if "none" in kinds and any(factors):
         yield "--moe-router-load-balancing-type none has no loss: leave --moe-aux-loss-coeff out"
@@ -202,7 +203,7 @@ def _mup_experts(config: Sections) -> Problems:
             yield (
                 f"{all_options()[name].flag} {width}: experts of the base model are smaller in "
                 f"proportion, {base} / {ffn} of it (--mup-base-ffn-hidden-size, "
-                "--ffn-hidden-size), which is no whole number"
+                "--ffn-hidden-size), which is not a whole number"
             )
 
 
@@ -220,7 +221,8 @@ def _mup_groups(config: Sections) -> Problems:
         )
     elif config.optimizer.optimizer == "sgd" and heads * base_groups != groups * base_heads:
         yield (
-            f"--optimizer sgd and --use-mup with {heads} heads in {groups} groups, and {base_heads} "
-            f"in {base_groups} in the base model: queries would need another learning rate than "
-            "keys and values of the same matrix. Use Adam, or as many heads in each group"
+            f"--optimizer sgd and --use-mup with {heads} heads in {groups} groups, and "
+            f"{base_heads} in {base_groups} in the base model: queries would need another learning "
+            "rate than keys and values of the same matrix. Use Adam, or groups of the same size in "
+            "both models"
         )

@@ -1,4 +1,4 @@
-"""Declaration of a setting: type, flags, limits and help, next to its dataclass field.
+"""Declaration of a setting in its dataclass field: type, flags, limits and help.
 
 The command line, type and range checks, --help and --print-config are generated from these
 declarations.
@@ -74,13 +74,17 @@ TOKENS = Range(1, MOST_TOKENS)
 class Option:
     """One setting, declared with `option(...)`.
 
-    `name` and `kind` come from the dataclass field.
+    `name`, `kind` (the type of a value) and `many` (whether the setting is a tuple of values) come
+    from the dataclass field.
 
-    flags: spellings that take a value (or switch a bool on). off_flags: spellings that switch a
-    bool off. shortcuts: spellings without a value that set the field to the given one.
-    weak_shortcuts: the same, but they yield to any other flag of the field. value_names: other
-    accepted names for a choice, or other accepted words for a number, in lower case. implies:
-    spellings, or names of values, that also set other fields unless a flag does.
+    flags           spellings that take a value, or switch a bool on
+    off_flags       spellings that switch a bool off
+    shortcuts       spellings that take no value, with the value that each sets
+    weak_shortcuts  the same, but any other flag of the setting overrides them
+    value_names     other accepted names of a choice, or words for a number, in lower case, with
+                    their values
+    implies         spellings, or names of values, that also set other settings, unless a flag sets
+                    those
     """
 
     name: str = ""
@@ -99,7 +103,7 @@ class Option:
     # what to do about an invalid choice, or why another word is read as a number
     hint: str = ""
     metavar: str | None = None
-    shown_off: bool = False  # a bool that is on unless turned off: --help shows the flag that does
+    shown_off: bool = False  # a bool that is on by default: --help shows its off_flags
     # the value if the flag is given without one, for the few flags that allow it
     implied: object = None
     limits: Range = ANY
@@ -108,13 +112,13 @@ class Option:
     # a setting for a single start, such as the checkpoint to load and when to exit; the others are
     # carried over through settings.toml
     one_start: bool = False
-    of_folder: bool = False  # names an output of the run in --save; other runs have their own
+    of_folder: bool = False  # names an output of one run: a run with another --save has its own
     names_code: bool = False  # its value is imported or run: fine on a command line, not in files
     none_word: bool = False  # the word none resets this setting, even though it has no choices
 
     @property
     def has_none(self) -> bool:
-        """Return whether the word none resets this on the command line."""
+        """Return whether the word none resets this setting on the command line."""
         return self.default is None and (self.choices is not None or self.none_word)
 
     @property
@@ -132,7 +136,7 @@ class Option:
     def parse(self, texts: list[str]) -> Any:
         """Return the value expressed by these command-line words.
 
-        Raises ValueError that states the expected form.
+        Raises ValueError, stating the expected form.
         """
         if self.many:
             if self.kind is int:  # 0,1,6,7 and 0 1 6 7 are the same
@@ -165,7 +169,7 @@ class Option:
     def accept(self, value: object) -> object:
         """Return the value converted to the field's type and spelling.
 
-        Raises ValueError for a wrong type, choice or range.
+        Raises ValueError if its type is wrong, or if it is not among the choices or limits.
         """
         if self.many:
             if not isinstance(value, (list, tuple)):
@@ -209,7 +213,7 @@ class Option:
 def _unrolled(text: str) -> str:
     """Expand a list with repetitions, such as Megatron's ([1]*3+[0])*2, to 1,1,1,0,1,1,1,0.
 
-    Other texts are returned unchanged.
+    Other texts are returned unchanged. Raises ValueError for brackets in another form.
     """
     if "[" not in text:
         return text
@@ -239,7 +243,7 @@ def _unrolled(text: str) -> str:
 class Parser(argparse.ArgumentParser):
     """Parser for tools, based on argparse.
 
-    Errors are ConfigError, abbreviations are off, and help texts keep their line breaks.
+    Errors raise ConfigError, abbreviations are off, and help texts keep their line breaks.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -252,12 +256,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def integer(least: int = 1, most: int = MOST) -> Callable[[str], int]:
-    """Return an argparse type for a whole number in this range."""
+    """Return an argparse type for a whole number from `least` to `most`."""
     return functools.partial(_number, Option(kind=int, limits=Range(least, most)))
 
 
 def real(most: float = MOST, least: float | None = None) -> Callable[[str], float]:
-    """Return an argparse type for a number above 0, or at least `least`."""
+    """Return an argparse type for a number above 0, or of at least `least`, up to `most`."""
     limits = Range(above=0, at_most=most) if least is None else Range(least, most)
     return functools.partial(_number, Option(kind=float, limits=limits))
 
@@ -279,7 +283,7 @@ def pairs(text: str) -> dict[str, str]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as shown in messages, shortened."""
+    """Return a value as messages show it, shortened if it is long."""
     try:
         text = str(value)
     except ValueError:  # too many digits

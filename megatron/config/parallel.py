@@ -40,7 +40,7 @@ class ParallelConfig:
         "(ring attention). a2a: an all-to-all exchanges parts of the sequence for heads. a2a+p2p: "
         "both, see --hierarchical-context-parallel-sizes.",
         choices="p2p a2a a2a+p2p",
-        hint="all layers use the same",
+        hint="all layers use the same communication",
         derived="p2p, or a2a if a ring is impossible",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] = option(
@@ -59,10 +59,11 @@ class ParallelConfig:
     )
     expert_ranks_per_node: int | None = option(
         None,
-        "Expert-parallel ranks on each node. A token is sent once to each node of its experts, and "
-        "from there to their ranks. 1: directly to their ranks.",
+        "Number of ranks of an expert-parallel group on each node. A token is sent once to each "
+        "node that has any of its experts, and from there to their ranks. 1: directly to their "
+        "ranks.",
         PROCESSES,
-        derived="the number on the launcher's nodes, or 1 if expert groups divide these unevenly",
+        derived="the number on the launcher's nodes, or 1 if these divide the groups unevenly",
     )
     expert_tensor_parallel_size: int = option(
         None,
@@ -78,7 +79,7 @@ class ParallelConfig:
     )
     pipeline_layout: str | None = option(
         None,
-        "Number of layers of each pipeline stage, for example 3,4,4,3. With twice as many numbers "
+        "Number of layers in each pipeline stage, for example 3,4,4,3. With twice as many numbers "
         "as pipeline ranks, each rank holds two interleaved chunks.",
         metavar="N,N,...",
         flags="--pipeline-layout --num-layer-list",
@@ -94,7 +95,7 @@ class ParallelConfig:
     enable_zbh1_pipeline: bool = option(False, "Use the zero-bubble schedule ZB-H1.")
     async_tensor_model_parallel_allreduce: bool = option(
         True,
-        "Overlap the all-reduce of input gradients with the weight gradient.",
+        "Overlap the all-reduce of input gradients with the computation of weight gradients.",
         off_flags="--no-async-tensor-model-parallel-allreduce "
         "--disable-async-tensor-model-parallel-allreduce",
     )
@@ -105,7 +106,7 @@ class ParallelConfig:
     )
     tp_comm_overlap_chunks: int = option(
         4,
-        "Number of chunks for --tp-comm-overlap. Fewer are used if a chunk would have less than "
+        "Number of chunks for --tp-comm-overlap. Fewer are used if a chunk would have fewer than "
         "256 tokens.",
         Range(2),
     )
@@ -189,7 +190,7 @@ class ParallelConfig:
 
     @property
     def head_ranks(self) -> int:
-        """Return the number of context-parallel ranks that exchange rows for attention heads."""
+        """Return the number of context-parallel ranks that exchange sequence parts for heads."""
         if self.cp_comm_type == "a2a":
             return self.context_parallel_size
         return self.hierarchical_context_parallel_sizes[0] if self.cp_comm_type != "p2p" else 1
@@ -233,8 +234,8 @@ class RecomputeConfig:
         None,
         "Modules to recompute with --recompute-granularity selective: core_attn (attention "
         "scores), mlp_act (output of the activation function), layernorm (output of the norms). "
-        "mlp_act and layernorm cost at most about 1 % of a step each. moe: whole layers of experts, "
-        "with their messages; moe_act: output of the experts' activation function.",
+        "mlp_act and layernorm cost at most about 1 % of a step each. moe: whole layers of "
+        "experts, with their messages; moe_act: output of the experts' activation function.",
         choices="core_attn mlp_act layernorm moe moe_act",
         metavar="MODULE ...",
         derived="core_attn",
@@ -268,7 +269,7 @@ class EngineConfig:
         1,
         "ZeRO stage. 0: each data-parallel rank holds the whole optimizer state. 1: the state is "
         "sharded over the data-parallel ranks; 2: gradients, too; 3: weights, too (not with "
-        "pipeline stages).",
+        "pipeline parallelism).",
         choices=(0, 1, 2, 3),
         shortcuts={
             "--use-distributed-optimizer": 1,
@@ -343,7 +344,7 @@ def layout_counts(layout: str) -> list[int] | None:
 
 
 def even_counts(number: int, stages: int) -> list[int]:
-    """Return the number of layers per stage.
+    """Return how many of `number` layers each stage gets.
 
     Each gets the quotient; the remainder goes, one layer each, to the stages just before the last.
     """

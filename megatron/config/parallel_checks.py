@@ -50,7 +50,7 @@ def _pipeline(config: Sections) -> Problems:
         )
     if parallel.num_chunks > 1 and pp == 1:
         yield (
-            "interleaved chunks need --pipeline-model-parallel-size of at least 2: drop the "
+            "interleaved chunks need a --pipeline-model-parallel-size of at least 2: drop the "
             "interleaving"
         )
     if parallel.num_chunks > 1 and parallel.enable_zbh1_pipeline:
@@ -68,7 +68,8 @@ def _layout(config: Sections) -> Problems:
         return
     if len(counts) % pp:
         yield (
-            f"{flag} has {len(counts)} stages, not a multiple of --pipeline-model-parallel-size {pp}"
+            f"{flag} has {len(counts)} stages, not a multiple of --pipeline-model-parallel-size "
+            f"{pp}"
         )
     if sum(counts) != layers:
         yield f"{flag} has {sum(counts)} layers in all, but --num-layers is {layers}"
@@ -139,8 +140,8 @@ def _expert_parallel(config: Sections) -> Problems:
     expert_tensor = parallel.expert_tensor_parallel_size
     if expert_tensor not in (None, tensor):
         yield (
-            f"--expert-tensor-parallel-size {expert_tensor}: experts are divided over all tensor-parallel "
-            f"ranks; use {tensor}, or leave it out"
+            f"--expert-tensor-parallel-size {expert_tensor}: experts are divided over all "
+            f"tensor-parallel ranks; use {tensor}, or leave it out"
         )
 
 
@@ -152,8 +153,8 @@ def _zero(config: Sections) -> Problems:
     group_size = parallel.data_parallel_size * parallel.context_parallel_size
     if stage == 3 and (pp := parallel.pipeline_model_parallel_size) > 1:
         yield (
-            f"--zero-stage 3 gathers weights for one stage, but --pipeline-model-parallel-size is "
-            f"{pp}: use --zero-stage 2, or 1 pipeline stage"
+            "--zero-stage 3 supports one pipeline stage only, but --pipeline-model-parallel-size "
+            f"is {pp}: use --zero-stage 2, or 1 pipeline stage"
         )
     if not stage and (engine.zero_shard_size or engine.zero_state_shard_size):
         yield (
@@ -161,7 +162,7 @@ def _zero(config: Sections) -> Problems:
             "leave them out, or use stage 1, 2 or 3"
         )
         return
-    of = "data-parallel ranks, context-parallel ones included"
+    of = "the number of data-parallel ranks, context-parallel ones included"
     each = group_size
     for name in ("zero_state_shard_size", "zero_shard_size"):
         if (size := config.get(name)) > 0 and each % size:
@@ -215,11 +216,14 @@ def _context_parallel(config: Sections) -> Problems:
 
 
 def ring_limits(config: Sections, ring_size: int) -> Iterator[tuple[str, str]]:
-    """Yield limits of ring attention that --cp-comm-type a2a lacks, each with another remedy."""
+    """Yield limits of ring attention that a2a lacks, each with a further remedy or ''."""
     length = config.model.seq_length
     dropout = config.model.attention_dropout
     if config.kernels.attention_backend in ("unfused", "local"):
-        yield f"--attention-backend {config.kernels.attention_backend} stores all scores", "auto"
+        yield (
+            f"--attention-backend {config.kernels.attention_backend} stores all scores",
+            "--attention-backend auto",
+        )
     if config.optimizer.qk_clip:
         yield "--qk-clip does not work on a ring", ""
     if not dropout:
@@ -231,8 +235,8 @@ def ring_limits(config: Sections, ring_size: int) -> Iterator[tuple[str, str]]:
     step = 2 * ring_size * TILE
     if length is not None and length % step:
         yield (
-            f"{flag} on a ring of {ring_size} ranks needs a --seq-length that is a multiple of {step}, "
-            f"not {length}",
+            f"{flag} on a ring of {ring_size} ranks needs a --seq-length that is a multiple of "
+            f"{step}, not {length}",
             f"--attention-dropout 0, or --seq-length {nearest_multiples(length, step)}",
         )
 

@@ -52,7 +52,9 @@ _NUMBER = re.compile(r"(\d{1,20}(?:\.\d{1,20})?(?:E\d{1,2})?)([KMBT]?)")
 class Phase:
     """A phase of a schedule as written.
 
-    length   in the unit of the run, or with `percent` a share of the run; None: the rest
+    shape    one of SHAPES
+    length   in the unit of the run, or with `percent` a percentage of the run; None: the rest
+    percent  whether `length` is a percentage
     numbers  values by name, such as `to`
     """
 
@@ -63,7 +65,9 @@ class Phase:
 
 
 def number(text: str, most: int = MOST_TOKENS) -> float:
-    """Return a number that may end in K, M, B or T. Raises ValueError.
+    """Return a number that may end in K, M, B or T.
+
+    Raises ValueError if the text is not a number from 0 to `most`.
 
     >>> number("1.5K"), number("250b")
     (1500.0, 250000000000.0)
@@ -76,7 +80,7 @@ def number(text: str, most: int = MOST_TOKENS) -> float:
 
 
 def parse_phases(text: str) -> list[Phase]:
-    """Return the phases of a schedule. Raises ValueError that names the invalid phase.
+    """Return the phases of a schedule. Raises ValueError, naming the invalid phase.
 
     >>> [(p.shape, p.length) for p in parse_phases("warmup 1K, cosine")]
     [('warmup', 1000.0), ('cosine', None)]
@@ -128,7 +132,9 @@ def _parse_phase(text: str) -> Phase:
 
 
 def parse_batch_sizes(text: str) -> list[tuple[int, int]]:
-    """Return the (tokens, samples) pairs in --step-batch-size-schedule. Raises ValueError.
+    """Return the (tokens, samples) pairs in --step-batch-size-schedule.
+
+    Raises ValueError if a pair is invalid, or if the tokens do not begin at 0 and ascend.
 
     >>> parse_batch_sizes("0:768 250B:1536")
     [(0, 768), (250000000000, 1536)]
@@ -148,7 +154,9 @@ def parse_batch_sizes(text: str) -> list[tuple[int, int]]:
 
 
 def norm_limits(words: Sequence[str] | None) -> dict[str, float]:
-    """Return the limit for each kind in --clip-grad-by-kind. Raises ValueError.
+    """Return the norm limit of each kind in --clip-grad-by-kind.
+
+    Raises ValueError if a word is not KIND=NORM or repeats a kind.
 
     >>> norm_limits(["embedding=0.1"])
     {'embedding': 0.1}

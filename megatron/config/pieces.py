@@ -1,4 +1,4 @@
-"""The user's own pieces, which replace the project's (protocols: megatron/protocols.py)."""
+"""The user's own layer, optimizer and other pieces of a run (see megatron/protocols.py)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Pieces:
                 yield name, piece
 
     def describe(self) -> dict[str, str]:
-        """Return the place where each of the user's own pieces is defined.
+        """Return, by name, the place where each of the user's own pieces is defined.
 
         Logs show these places, and ranks compare them.
         """
@@ -71,7 +71,7 @@ PLAIN = Pieces()
 def load_pieces(file: str) -> Pieces:
     """Run the user's Python file, and return its dictionary PIECES as Pieces.
 
-    Raises ConfigError if the file or the dictionary is missing.
+    Raises ConfigError if the file or the dictionary is missing, or if a key or value is invalid.
     """
     path = Path(file)
     # The module name under which pickle finds the functions and classes in another process.

@@ -59,13 +59,13 @@ def give_preset(settings: Settings, name: str, chosen: Mapping[str, object]) -> 
 
 
 def yielding(values: Mapping[str, object], chosen: Mapping[str, object]) -> dict[str, str]:
-    """Return the settings of `values` that yield to `chosen` ones, each with the one that wins."""
+    """Return the settings of `values` that yield, each with the `chosen` setting that wins."""
     per_chunk = "num_layers_per_virtual_pipeline_stage"
     pipeline = "pipeline_model_parallel_size"
     winners = {
         other: taker
         for taker, losers in _YIELDS.items()
-        if chosen.get(taker) or (taker == "recompute_granularity" and taker in chosen)  # or none
+        if chosen.get(taker) or (taker == "recompute_granularity" and taker in chosen)  # even none
         for other in losers
     }
     for group in _ALTERNATIVES:

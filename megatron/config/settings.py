@@ -67,7 +67,7 @@ def section_of(name: str) -> str:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ', did you mean --x or --y?', or an empty string.
 
-    Names that begin with the word come first.
+    If up to three names begin with the word, only these are suggested; otherwise similar names.
     """
     names = sorted(known)
     near = [n for n in names if n.startswith(word)] if len(word.strip("-_")) >= 2 else []
@@ -106,7 +106,10 @@ class Settings:
     pieces: Pieces = PLAIN
 
     def give(self, name: str, value: object, origin: str) -> None:
-        """Choose a value. None resets the setting to its derived or default value."""
+        """Choose a value; None resets the setting to its derived or default value.
+
+        A problem is recorded if the name is unknown or the value invalid.
+        """
         option = all_options().get(name)
         if option is None:
             self.problems.append(f"unknown setting '{name}'{did_you_mean(name, all_options())}")

@@ -3,8 +3,8 @@
 A key is the name of a setting, or any flag, with underscores or dashes. Tables named after the
 sections of a configuration may group keys; since names are unique, a key may be in any of them.
 This module writes TOML itself because each line includes the origin of its value, which a library
-that writes only data would drop. Settings for a single start are in [start], which --config
-ignores.
+that writes only data would drop. A run writes its settings for a single start into [start], which
+--config does not repeat.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Entry = tuple[str, list[str], str, bool]
 
 
 def read_settings_file(path: str) -> tuple[list[Entry], bool]:
-    """Return the entries in a file, and whether a run wrote the file. Raises ConfigError.
+    """Return the entries in a file, and whether a run wrote the file.
 
     An entry consists of a key, its value as a flag's words, 'FILE:LINE: key', and whether a run
-    wrote it as a default.
+    wrote it as a default. Raises ConfigError if the file cannot be read or is not TOML.
     """
     content = read_toml(path, _MOST_BYTES, error=ConfigError)
     text = read_text(path, _MOST_BYTES, error=ConfigError)
@@ -101,7 +101,7 @@ def render_settings(config: Config) -> str:
 
 
 def written(value: object) -> str:
-    """Return a value as TOML, which has no null.
+    """Return a value as TOML. TOML has no null: None becomes the word unset, for comments.
 
     >>> print(written((True, 0.5, "a\\n")))
     [true, 0.5, "a\\n"]
@@ -117,9 +117,10 @@ def written(value: object) -> str:
 def write_settings(path: Path, text: str, iteration: int) -> None:
     """Write the result of `render_settings` for a run that starts at `iteration`.
 
-    Settings that were read from this file keep their lines, with the original origin. A file with
-    different settings is kept as settings-ITERATION.toml, unless that exists: between two starts at
-    the same iteration there is no training worth recording. Raises OSError and ValueError.
+    Settings that were read from this file keep their lines, with the original origin. An existing
+    file with different settings is kept as settings-ITERATION.toml, unless that exists: between two
+    starts at the same iteration there is no training worth recording. Raises OSError or ValueError
+    if the text cannot be written.
     """
     try:
         before = read_toml(path, _MOST_BYTES, error=ConfigError)

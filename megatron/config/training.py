@@ -46,8 +46,8 @@ class BatchConfig:
     )
     step_batch_size_schedule: str | None = option(
         None,
-        "Global batch sizes from numbers of tokens on, such as '0:768 250B:1536 500B:3072'. The last "
-        "one is --global-batch-size.",
+        "Global batch sizes, each after the number of consumed tokens at which it begins, such as "
+        "'0:768 250B:1536 500B:3072'. The last one is --global-batch-size.",
         metavar="TOKENS:SAMPLES ...",
     )
     train_iters: int | None = option(None, "Number of training iterations.", COUNT)
@@ -169,7 +169,7 @@ class OptimizerConfig:
     adam_eps: float = option(1e-8, "Adam epsilon.", Range(LEAST_NORMAL, 1))
     exp_avg_dtype: str = option(
         "fp32",
-        "Type of AdamW's first moment. bf16 saves 2 bytes per parameter; it is rounded "
+        "Type of AdamW's first moment. bf16 saves 2 bytes per parameter; the moment is rounded "
         "stochastically, and the update is computed in fp32.",
         **_MOMENT,
     )
@@ -178,7 +178,8 @@ class OptimizerConfig:
     ema_decay: float | None = option(
         None,
         "Keep an exponential moving average of the weights with this decay, as an fp32 tensor "
-        "along with the optimizer's state. It is saved and loaded with this state. Unset: off.",
+        "along with the optimizer's state. The average is saved and loaded with this state. Unset: "
+        "off.",
         SHARE,
     )
     ema_warmup: bool = option(
@@ -191,7 +192,7 @@ class OptimizerConfig:
     lion_beta2: float = option(0.98, "Decay of Lion's momentum.", SHARE)
     muon_momentum: float = option(0.9, "Muon momentum.", SHARE)
     muon_nesterov: bool = option(
-        False, "Nesterov momentum in Muon.", flags="--muon-nesterov --muon-use-nesterov"
+        False, "Use Nesterov momentum in Muon.", flags="--muon-nesterov --muon-use-nesterov"
     )
     muon_split_qkv: bool = option(
         True,
@@ -200,26 +201,26 @@ class OptimizerConfig:
     )
     muon_scale_mode: str = option(
         "spectral",
-        "Factor of Muon's update of a matrix [out, in]. spectral: sqrt(max(out, in)). "
+        "Factor applied to Muon's update of a matrix [out, in]. spectral: sqrt(max(out, in)). "
         "shape_scaling: sqrt(max(1, out/in)). unit_rms_norm: sqrt(out/in).",
         choices="spectral unit_rms_norm shape_scaling",
     )
     muon_extra_scale_factor: float = option(
         1.0,
-        "Further factor of Muon's update. With spectral, 0.2 gives it the size of Adam's.",
+        "Further factor applied to Muon's update. With spectral, 0.2 gives it the size of Adam's.",
         Range(above=0, at_most=1000),
     )
     muon_num_ns_steps: int = option(5, "Number of Muon's Newton-Schulz steps.", Range(1, 100))
     muon_coefficient_type: str = option(
         "quintic",
-        "Coefficients of the Newton-Schulz steps. simple: the same in all steps. quintic: those of "
-        "5 steps, repeated. polar_express: those of 8 steps, the last repeated.",
+        "Coefficients of the Newton-Schulz steps. simple: the same in all steps. quintic: a cycle "
+        "of 5 sets. polar_express: 8 sets, of which the last is repeated.",
         choices="simple quintic polar_express",
     )
     muon_fp32_matmul_prec: str = option(
         "medium",
-        "Precision of the Newton-Schulz products and of messages of updates. medium: bf16. high: "
-        "fp32.",
+        "Precision of the Newton-Schulz products and of the messages that carry updates. "
+        "medium: bf16. high: fp32.",
         choices="medium high",
     )
     qk_clip: bool = option(
@@ -229,11 +230,12 @@ class OptimizerConfig:
     )
     qk_clip_alpha: float = option(
         0.5,
-        "Share of the queries in QK-clip: eta^alpha, and eta^(1-alpha) for keys.",
+        "Exponent of QK-clip: with eta = threshold / largest logit, queries are scaled by eta^X, "
+        "and keys by eta^(1-X).",
         Range(above=0, below=1),
     )
     qk_clip_threshold: float = option(
-        100.0, "Largest attention logit without QK-clip.", Range(above=0, at_most=1e9)
+        100.0, "Largest attention logit that QK-clip leaves as it is.", Range(above=0, at_most=1e9)
     )
 
 
@@ -318,18 +320,18 @@ class KernelConfig:
     )
     cuda_graph_impl: str | None = option(
         None,
-        "local: record each forward and backward pass of a micro-batch over a chunk once, as a CUDA "
-        "or HIP graph, and replay it: the host launches a pass in one call. Values do not change. "
-        "On a CPU this is rehearsed, for tests: it is not faster. transformer_engine, for "
-        "Megatron's scripts, means local. Not with attention dropout unless --attention-backend is "
-        "blocked or unfused, nor with experts, separated documents, ring attention, ZeRO 2 and 3, "
-        "or your own layers or models.",
+        "local: record each forward and backward pass of a micro-batch over a chunk once, as a "
+        "CUDA or HIP graph, and replay it: the host launches a pass in one call. Values do not "
+        "change. On a CPU, operators are recorded and called again, for tests: this is not faster. "
+        "transformer_engine, for Megatron's scripts, means local. Not supported with attention "
+        "dropout unless --attention-backend is blocked or unfused, nor with experts, separated "
+        "documents, ring attention, ZeRO 2 and 3, or your own layers or models.",
         choices="local",
         value_names="transformer_engine=local",
         shortcuts="--enable-cuda-graph=local --external-cuda-graph=local",
     )
     cuda_graph_warmup_steps: int = option(
-        3, "Steps after each start that run eagerly before --cuda-graph-impl records.", COUNT
+        3, "Number of steps after each start that run eagerly before passes are recorded.", COUNT
     )
     masked_softmax_fusion: bool = option(
         True,
@@ -453,8 +455,8 @@ class TrainingConfig:
     )
     max_consecutive_skips: int = option(
         None,
-        "Exit with an error after N consecutive steps with non-finite loss or gradients, or without "
-        "a token in the loss. 0: never.",
+        "Exit with an error after N consecutive steps with non-finite loss or gradients, or "
+        "without a token in the loss. 0: never.",
         NATURAL,
         derived="10, or 100 in fp16",
     )
@@ -471,8 +473,8 @@ class TrainingConfig:
     hang_timeout: float = option(
         300.0,
         "If a rank makes no progress for this many seconds, the job reports which rank waits for "
-        "which, and exits. 0: never. For the first step and evaluation batch, at least 0.9 of "
-        "--distributed-timeout-minutes.",
+        "which, and exits. 0: never. For the first step and the first evaluation batch, the limit "
+        "is at least 0.9 times --distributed-timeout-minutes.",
         NATURAL,
         metavar="SECONDS",
     )

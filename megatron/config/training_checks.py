@@ -63,7 +63,7 @@ def _rampup(config: Sections) -> Problems:
         yield (
             f"--rampup-batch-size {start} {increment}: steps of {increment} from {start} do not "
             f"reach --global-batch-size {gbs}; use {nearest_multiples(gbs - start, increment)} as "
-            "their difference"
+            "the difference of the two sizes"
         )
     if batch.micro_batch_size is None or config.parallel.data_parallel_size is None:
         return
@@ -122,7 +122,8 @@ def _weight_decay(config: Sections) -> Problems:
     if style == "constant" and not start == end == optimizer.weight_decay:
         yield (
             f"--start-weight-decay {start:g} and --end-weight-decay {end:g} need "
-            "--weight-decay-incr-style linear or cosine; with constant only --weight-decay has an effect"
+            "--weight-decay-incr-style linear or cosine; with constant only --weight-decay has an "
+            "effect"
         )
     if style != "constant" and optimizer.weight_decay_schedule is not None:
         yield (
@@ -201,13 +202,13 @@ def _norms(config: Sections) -> Problems:
 
 
 def piece_problems(cuda_graph_impl: str | None, pieces: Pieces) -> Problems:
-    """Yield problems that the user's own pieces cause if passes are captured in graphs."""
+    """Yield problems of the user's own layer or model if passes are captured in graphs."""
     for name, piece in {"layer": pieces.layer, "model": pieces.model}.items():
         if cuda_graph_impl is not None and piece is not None:
             yield (
                 f"your own {name} ({pieces.describe()[name]}) does not work with "
-                f"--cuda-graph-impl {cuda_graph_impl}: replays would not run its Python code in each "
-                "pass. Use --cuda-graph-impl none"
+                f"--cuda-graph-impl {cuda_graph_impl}: replays would not run its Python code in "
+                "each pass. Use --cuda-graph-impl none"
             )
 
 

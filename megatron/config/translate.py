@@ -53,7 +53,9 @@ LATE: Mapping[str, tuple[str, ...]] = {
 class Direct:
     """A flag that maps to settings on its own.
 
-    `read` returns values of some of them, or raises ValueError or ConfigError.
+    settings  names of the settings that the flag may set
+    read      function from the flag's words to values of some of these settings; it raises
+              ValueError or ConfigError if the words are invalid
     """
 
     settings: tuple[str, ...]
@@ -66,7 +68,7 @@ def is_off(words: Sequence[str]) -> bool:
 
 
 def meaning(written: str, values: Mapping[str, object]) -> str:
-    """Return the notice for a flag with this meaning."""
+    """Return the notice for a flag that sets these values."""
     settings = " ".join(all_options()[name].written(value) for name, value in values.items())
     if not settings:
         return f"{written} has no effect: this is always the case"
@@ -78,7 +80,7 @@ _COUNT = Option(kind=int, limits=COUNT)
 
 
 def _choice(hint: str, values: Mapping[str, Values]) -> Direct:
-    """Return a flag that takes one of several words, each of which stands for settings."""
+    """Return a flag that takes one of several words, each of which stands for some settings."""
     kinds = Option(choices=tuple(values), hint=hint)
     settings = dict.fromkeys(name for chosen in values.values() for name in chosen)
     return Direct(tuple(settings), lambda words: values[kinds.parse(words)])
@@ -237,10 +239,10 @@ def translate_late(settings: Settings, flags: Flags) -> None:
 
 
 class _Late:
-    """Settings from flags that depend on other settings, and layers per stage.
+    """Translation of the LATE flags into settings.
 
-    Layers per stage come from flags that describe the first and last stages, which also hold the
-    embedding and the loss.
+    Most of them divide the layers into pipeline stages, of which the first also holds the embedding
+    and the last the loss.
     """
 
     def __init__(self, settings: Settings, flags: Flags) -> None:
@@ -286,7 +288,7 @@ class _Late:
             raise ValueError(
                 f"{several} contradict each other: use one of them, or --pipeline-layout"
             )
-        # Megatron-DeepSpeed's interval ends with a layer with experts.
+        # In Megatron-DeepSpeed, each interval ends with a layer that has experts.
         interval = self._read(EXPERT_INTERVAL, _COUNT)
         if interval is not None and self.layers:
             flags_written = self._written((EXPERT_INTERVAL,))
@@ -307,24 +309,25 @@ class _Late:
             if rest or not each:
                 raise ValueError(
                     f"{flags_written} does not divide {self.layers} layers into equal chunks on "
-                    f"{self.pipeline} stages: use --pipeline-layout with {self.pipeline * chunks} "
-                    "counts"
+                    f"{self.pipeline} pipeline ranks: use --pipeline-layout with "
+                    f"{self.pipeline * chunks} counts"
                 )
             self._give(flags_written, {_PER_CHUNK: each} if chunks > 1 else {})
         elif counts := method(self.layers, chunks):
             if min(counts) < 1:
                 raise ValueError(
-                    f"{flags_written} leaves stage {counts.index(min(counts))} of {len(counts)} without "
-                    "layers, but each needs one: use fewer stages, or --pipeline-layout"
+                    f"{flags_written} leaves stage {counts.index(min(counts))} of {len(counts)} "
+                    "without layers, but each needs one: use fewer stages, or --pipeline-layout"
                 )
             if len(counts) > self.pipeline or self._is_preset(_PER_CHUNK):
                 self.settings.give(_PER_CHUNK, None, flags_written)  # implied by the layout
             self._give(flags_written, {"pipeline_layout": ",".join(map(str, counts))})
 
     def _by_partition(self, layers: int, chunks: int) -> list[int]:
-        """Return counts by Megatron-DeepSpeed's partition method.
+        """Return the layers of each stage under Megatron-DeepSpeed's partition method.
 
-        Return an empty list for the method that is the default here.
+        Return an empty list for the method that is the default here. Raises ValueError for methods
+        that are not supported.
         """
         method = self._read(PARTITION, _TEXT).lower()
         if method == "type:transformer":
@@ -368,7 +371,7 @@ class _Late:
         return [rank // chunks for _ in range(chunks) for rank in ranks]
 
     def _by_text(self, layers: int, chunks: int) -> list[int]:
-        """Return counts from Megatron's notation.
+        """Return the layers of each stage in Megatron's notation. Raises ValueError.
 
         E, t and L are embedding, layer and loss; | separates stages; *n repeats the preceding
         letter or bracket.
@@ -426,8 +429,8 @@ class _Late:
             written = all_options()[name].written
             if chosen != value and not self._is_preset(name):
                 raise ValueError(
-                    f"{flags_written} means {written(value)}, but {written(chosen)} is given: use one of "
-                    "them"
+                    f"{flags_written} means {written(value)}, but {written(chosen)} is given: use "
+                    "one of them"
                 )
             self.settings.give(name, value, f"command line: {flags_written}")
         self.settings.notices.append(meaning(flags_written, values))

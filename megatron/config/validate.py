@@ -150,7 +150,7 @@ def run_requirements(settings: Settings) -> None:
     if "lr" not in known and not skips_training:
         add("--lr is missing: give the maximum learning rate, such as --lr 3e-4")
     if "micro_batch_size" not in known:
-        add("--micro-batch-size is missing: give the samples of one forward pass")
+        add("--micro-batch-size is missing: give the number of samples in one forward pass")
     user_data = settings.pieces.datasets is not None
     if not user_data and known.isdisjoint(DATA) and not explicit.get("mock_data"):
         add("no data: give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
@@ -166,7 +166,8 @@ def run_requirements(settings: Settings) -> None:
             conflicts.insert(0, f"--load {explicit['load']}" if "load" in explicit else "no --load")
         if conflicts:
             add(
-                f"--requeue starts the same command again, which with {', '.join(conflicts)} does not "
-                f"continue from --save {explicit['save']}: start once without --requeue (REQUEUE=0 in "
-                f"the job scripts), then with it, with --load {explicit['save']} and without the others"
+                f"--requeue starts the same command again, which with {', '.join(conflicts)} does "
+                f"not continue from --save {explicit['save']}: start once without --requeue "
+                f"(REQUEUE=0 in the job scripts), then with it, with --load {explicit['save']} and "
+                "without the others"
             )
