@@ -34,11 +34,11 @@ def pyplot(instead: str = "") -> Any:
 
 
 def save(figure: Any, path: Path, *, dpi: int = 130, choose: str = "another --out folder") -> Path:
-    """Write a figure in the format of its suffix (default .png), close it and return the path.
+    """Write a figure to a file in the format of its suffix (default .png), and close the figure.
 
-    Parent folders are created. An existing file is replaced once the new one is complete. Raises
-    ConfigError if it cannot be written or the suffix is not an image format; `choose` says what the
-    user can choose instead.
+    Return the path with its suffix. Parent folders are created. An existing file is replaced once
+    the new one is complete. Raises ConfigError if it cannot be written or the suffix is not an
+    image format; the message ends with `choose`, what the user can choose instead.
     """
     if path.is_dir():
         raise ConfigError(f"{path}: it is a folder: choose {choose}")

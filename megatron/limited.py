@@ -45,8 +45,8 @@ class LimitError(DataError):
 class LimitedProcess:
     """A child that calls `target`, "module:function", with `argument` to get a handler.
 
-    The handler is called with each request, and returns bytes or a JSON value. `what` names it in
-    messages. The child starts when first needed, and ends with this object or this process.
+    The handler is called with each request, and returns bytes or a JSON value. Messages call it
+    `what`. The child starts when first needed, and ends with this object or this process.
     """
 
     target: str
@@ -112,9 +112,9 @@ class LimitedProcess:
             code = child.wait()
             name = signal.Signals(-code).name if code < 0 else f"code {code}"
             raise LimitError(
-                f"{self.what}: it was ended by {name}, as it may be for more than {seconds:.0f} s of "
-                f"CPU time or {memory / 2**30:.1f} GiB of memory: use one from a source that you "
-                "trust, or shorter texts"
+                f"{self.what}: its process ended with {name}, perhaps because it took more than "
+                f"{seconds:.0f} s of CPU time or {memory / 2**30:.1f} GiB of memory: use one from "
+                "a source that you trust, or shorter texts"
             ) from None
         if "error" not in reply:
             return content if reply["bytes"] else reply["value"]
@@ -140,6 +140,7 @@ def _end(child: subprocess.Popen[bytes], connection: Connection) -> None:
 def serve(target: str, number: int) -> None:
     """Answer requests over a connection until it is closed; this is the child's program.
 
+    target  see LimitedProcess
     number  file descriptor of the connection
     """
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

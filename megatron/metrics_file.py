@@ -47,7 +47,7 @@ def _table_of(is_right: Check) -> Check:
 
 
 def _samples(value: object) -> bool:
-    return is_count(value) or _counts(value)  # number in an evaluation, or a list of those left out
+    return is_count(value) or _counts(value)  # their number in an evaluation, a list in a rollback
 
 
 def _yes_or_no(value: object) -> bool:
@@ -94,7 +94,7 @@ SETTINGS: Kinds = {
     ).split(),
     is_text: ("recompute_granularity",),
 }
-"""Settings that figures are computed from."""
+"""Settings that computations on a metrics file need."""
 
 
 def check_kinds(values: Mapping[str, Any], kinds: Kinds, where: object) -> None:
@@ -103,8 +103,8 @@ def check_kinds(values: Mapping[str, Any], kinds: Kinds, where: object) -> None:
         for name in names:
             if (value := values.get(name)) is not None and not is_right(value):
                 raise DataError(
-                    f"{where}: {name} is {repr(value)[:60]}, which no run writes: the file is damaged, "
-                    "or it is another file"
+                    f"{where}: {name} is {repr(value)[:60]}, which no run writes: the file is "
+                    "damaged, or it is another file"
                 )
 
 
@@ -117,8 +117,9 @@ class Records(list[dict[str, Any]]):
 def read_records(path: Path, event: str | None = None) -> Records:
     """Return the records in a metrics file, only those of `event` if it is given.
 
-    Truncated lines are left out, and so are start and iteration records without an iteration
-    number. Raises DataError if the file cannot be read or has a record that no run would write.
+    Lines that are not records, such as truncated ones, are left out, and so are start and iteration
+    records without an iteration number. Raises DataError if the file cannot be read or has a record
+    that no run would write.
     """
     records = Records()
     with open_regular(path, error=DataError) as raw:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # modules from higher layers, only for the signatures
 
 
 class Layer(Protocol):
-    """Factory of layer `index` of the model, from 0: a module that is called as layer(x, call).
+    """Factory of layer `index` (from 0) of the model: a module that is called as layer(x, call).
 
     x         input; the output has the same shape  # [s(/tp), b, h]
     call      positions, documents and dropout key of the micro-batch
@@ -39,8 +39,11 @@ class Stage(Protocol):
     """Factory of a model stage with these `layers`, such as megatron.GPTChunk.
 
     A stage may be derived from GPTChunk. It is called as stage(batch, hidden, late_loss=True), like
-    GPTChunk, and has `context` as an attribute. `tied_weight` is the embedding of the first stage
-    if that is on the same rank, otherwise None.
+    GPTChunk, and has `context` as an attribute.
+
+    stage        global number of the stage
+    last         whether it is the last stage
+    tied_weight  embedding of the first stage if that is on the same rank, otherwise None
     """
 
     def __call__(
@@ -87,8 +90,8 @@ class Optimizer(Protocol):
 
     An optimizer that needs parameters in their global shape, as Muon does for matrices, also has a
     function full_parameters(name, global_shape) -> bool. Parameters for which it is true are in
-    separate groups. When steps are taken, their key "full_parameters" is a
-    megatron.engine.full_matrices.FullMatrices that all of them share; it is None in other groups.
+    separate groups. In a training step, the key "full_parameters" of all these groups is the same
+    megatron.engine.full_matrices.FullMatrices; in other groups it is None.
     """
 
     def __call__(self, groups: ParamsT, settings: OptimizerConfig, /) -> torch.optim.Optimizer: ...
@@ -102,7 +105,7 @@ class Order(Protocol):
     An array has one instruction per row: op, stage, micro-batch.
 
     Global stage g is chunk g // pipeline_size of rank g % pipeline_size. build_schedule inserts the
-    messages. Raises ConfigError for sizes that it does not support.
+    messages. The function raises ConfigError for sizes that it does not support.
     """
 
     def __call__(
@@ -126,7 +129,7 @@ class Callback:
         """Called before a step takes its data."""
 
     def on_advance(self, run: Run) -> None:
-        """Called when `run.progress` counts a step, which the device may still compute."""
+        """Called when `run.progress` counts a step, which the device may still be computing."""
 
     def after_step(self, run: Run) -> None:
         """Called between two steps, before the log line, evaluation and save that may follow."""
@@ -151,7 +154,7 @@ class Callback:
         """Called before a checkpoint is written."""
 
     def after_save(self, run: Run) -> None:
-        """Called when a save has begun, which may still be running, and after the last step."""
+        """Called after a save has begun (it may still be running), and after the last step."""
 
     def on_save(self, run: Run) -> None:
         """Called when a checkpoint is complete; run.saves.saved_iteration is its iteration."""

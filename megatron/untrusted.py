@@ -40,7 +40,7 @@ def open_regular(path: str | os.PathLike[str], *, error: type[MegatronError]) ->
 def without_waiting(path: str, flags: int) -> int:
     """Open a file for writing, as an `opener` for open().
 
-    For a fifo without a reader, it raises an error instead of waiting.
+    Raises OSError for a fifo without a reader, instead of waiting for one.
     """
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
@@ -72,8 +72,8 @@ def read_bytes(
         size = os.fstat(file.fileno()).st_size
         if size > limit_bytes:
             raise error(
-                f"{path} has more than {limit_bytes} bytes, too many for such a file: is it another "
-                "one?"
+                f"{path} has more than {limit_bytes} bytes, too many for such a file: is it the "
+                "right one?"
             )
         try:
             return file.read(size)
@@ -140,12 +140,12 @@ def parse_json(
 
     source   where the text comes from, for the message
     kind     type that the value must have: dict, list, ...
-    bits     size of the largest integer
+    bits     most bits that an integer may have
     hooks    further arguments of json.loads, such as object_pairs_hook; errors that these raise,
              other than ValueError, are passed on
 
-    Raises `error` if the text is not JSON or has another type, is nested too deeply, or has larger
-    integers.
+    Raises `error` if the text is not JSON, if the value is of another type or nested too deeply, or
+    if an integer is larger.
     """
     try:
         text = text if isinstance(text, str) else text.decode("utf-8-sig")
@@ -185,7 +185,7 @@ def _integer(bits: int, digits: str) -> int:
 def check_depth(value: Any, levels: int = _DEPTH) -> None:
     """Raise RecursionError if a value is nested more than `levels` deep.
 
-    Recursive code that walks it might do the same.
+    Other recursive code that walks such a value might also fail.
     """
     if isinstance(value, (dict, list)):
         if not levels:

@@ -2,9 +2,9 @@
 
 A pickle can share a value: sixty nested pairs, each of which holds the next one twice, take 300
 bytes in a file but 2^60 steps to hash, print or copy. Even readers that execute nothing accept
-them. This module follows the instructions without creating values, and tracks only their sizes. A
-pickle is refused for a tuple or number that is too large to hash, for a structure that is far
-larger than its file, is nested too deeply or contains itself, and for repeated copies of large
+such pickles. This module follows the instructions without creating values, and tracks only their
+sizes. A pickle is refused for a tuple or number that is too large to hash, for a structure that is
+far larger than its file, is nested too deeply or contains itself, and for repeated copies of large
 containers.
 """
 
@@ -64,7 +64,7 @@ def check_torch_file(file: BinaryIO, source: object, error: type[MegatronError])
             with zipfile.ZipFile(file) as archive:
                 listed = [one for one in archive.infolist() if _is_pickle(one.filename)]
                 if len(listed) != 1 or listed[0].compress_type != zipfile.ZIP_STORED:
-                    raise ValueError("its data.pkl is missing, compressed or there twice")
+                    raise ValueError("its data.pkl is missing, compressed or present twice")
             # Not with zipfile, which verifies checksums: torch may not have written any.
             file.seek(listed[0].header_offset + _NAME_LENGTHS)
             file.seek(sum(struct.unpack("<HH", file.read(4))), os.SEEK_CUR)
@@ -92,8 +92,8 @@ def _is_pickle(name: str) -> bool:
 def check_pickle(content: bytes | BinaryIO, source: object, error: type[MegatronError]) -> None:
     """Check a pickle, given as bytes or at a file's position, which moves to the pickle's end.
 
-    Raises `error`, naming `source`, for one that would take time or memory out of proportion to its
-    size, and LookupError or ValueError if it is damaged.
+    Raises `error`, naming `source`, if the pickle would take time or memory out of proportion to
+    its size, and LookupError or ValueError if it is damaged.
     """
     stack: list[_Value] = []
     memo: dict[int, _Value] = {}
@@ -132,7 +132,7 @@ def check_pickle(content: bytes | BinaryIO, source: object, error: type[Megatron
                 del stack[last:]
                 operands = before.index(pickletools.markobject)
             if len(stack) < operands:
-                raise ValueError("it takes more than there is")
+                raise ValueError("it takes more values from the stack than there are")
             if operands:
                 values = stack[-operands:] + values
                 del stack[-operands:]
@@ -157,7 +157,7 @@ def check_pickle(content: bytes | BinaryIO, source: object, error: type[Megatron
 
 def _check_size(top: _Value, most: int, source: object, error: type[MegatronError]) -> None:
     """Raise `error` if a value is too large or too deep with its content, or contains itself."""
-    sizes = {id(_PLAIN): (1, 1)}  # number of values, including those inside, and of levels
+    sizes = {id(_PLAIN): (1, 1)}  # numbers of values, with those inside, and of levels
     started: set[int] = set()
     pending = [top]
     while pending:

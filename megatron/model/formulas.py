@@ -1,6 +1,6 @@
 """Parameters, FLOPs and message sizes of a GPT, computed from its configuration alone.
 
-The built-in model needs no torch for this.
+The built-in model needs no torch for this; user-defined layers and models do.
 
 Only the operations of matrix products are counted, a multiplication and an addition for each term:
 2 m n k for [m, k] x [k, n]. Norms, activations, softmax and dropout are left out, as in the papers
@@ -147,7 +147,7 @@ def layer_flops(model: ModelConfig, layer: int = 0) -> float:
 
 
 def _last_product_flops(model: ModelConfig, layer: int) -> float:
-    """Return the forward FLOPs per token of a layer's last product; 0 unless only sums follow."""
+    """Return the forward FLOPs per token of a layer's last product; 0 if more than sums follow."""
     if model.has_experts(layer) or "post_mlp_layernorm" in model.layer_norms:
         return 0.0
     return 2.0 * model.hidden_size * model.ffn_hidden_size

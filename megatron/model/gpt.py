@@ -131,7 +131,7 @@ class GPTChunk(nn.Module):
         return vocabulary_loss(x, labels, mask, self._vocabulary(), late_loss, count)
 
     def token_losses(self, batch: MicroBatch, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return, on the last stage, the loss of every label, [b, s], and whether it is greedy.
+        """Return, on the last stage, each label's loss and whether the label is greedy, as [b, s].
 
         A label is greedy if no other token has a higher score. No gradients are computed.
         """
@@ -179,7 +179,7 @@ class GPTChunk(nn.Module):
         return scores(x, self._vocabulary(), positions)
 
     def _outputs(self, hidden: Tensor) -> Tensor:
-        """Return the output layer's input, multiplied by the factor on its scores."""
+        """Return the output layer's input, multiplied by muP's factor on the output scores."""
         x: Tensor = self.final_layernorm(hidden)
         scale = self.config.model.mup_output_mult
         return x if scale is None or scale == 1.0 else x * scale
@@ -260,7 +260,10 @@ class GPTChunk(nn.Module):
 def layer_context(
     config: Config, topology: Topology, perform_initialization: bool = True, late: bool = False
 ) -> LayerContext:
-    """Return how this rank's layers are distributed over ranks; see ParameterFactory."""
+    """Return how this rank's layers are distributed over ranks.
+
+    For `perform_initialization` and `late` see ParameterFactory.
+    """
     model = config.model
     base_shapes = dict[str, tuple[int, ...]]()
     if model.use_mup:

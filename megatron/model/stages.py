@@ -1,4 +1,4 @@
-"""Divides the layers into pipeline stages and recomputed groups; arithmetic without torch."""
+"""Divides the layers into pipeline stages and recomputed groups, without importing torch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _parse(layout: str, num_layers: int, num_stages: int) -> list[int]:
 
 
 def recomputed_groups(layers: int, recompute: RecomputeConfig) -> list[int]:
-    """Return the sizes, in order, of the groups of a stage's layers that are fully recomputed.
+    """Return, in order, the sizes of the groups of a stage's layers that are fully recomputed.
 
     uniform: each group of n layers keeps only its input (Chen et al., arXiv 1604.06174).
     block: each of the stage's first n layers keeps only its input; the others keep everything.
