@@ -1,5 +1,5 @@
-"""Builds csrc/: index helpers, the clock and, by megatron/kernels/build.py, the kernels. The rest:
-pyproject.toml.
+"""Builds csrc/: the index helpers, the schedule clock and, with megatron/kernels/build.py, the
+kernels. All other settings of the package are in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pybind11.setup_helpers import Pybind11Extension
 from setuptools import Command, Extension, find_namespace_packages, setup
 from setuptools.command.build_ext import build_ext
 
-# By path: the package itself would want torch, which pip's build environment lacks.
+# Loaded by path, so that no import of the package needs torch: pip's build environment lacks it.
 kernels = runpy.run_path(str(Path(__file__).with_name("megatron") / "kernels" / "build.py"))
 
 
@@ -41,23 +41,28 @@ class Build(build_ext):
 
 
 class BuildKernels(Command):
-    """python setup.py build_kernels --target hip|cuda|host"""
+    """Command `python setup.py build_kernels --target hip|cuda|host`."""
 
     description = "compile csrc/kernels/ for GPUs or for this processor"
     user_options: ClassVar = [
         (
             "target=",
             None,
-            "hip, cuda or host; several with commas; all whose compiler is there by default",
+            "hip, cuda or host, or several separated by commas; by default all that have a "
+            "compiler",
         ),
         (
             "arch=",
             None,
             "e.g. gfx90a,gfx942; by default gfx90a,gfx942,gfx950, sm_90 or this processor",
         ),
-        ("jobs=", None, "compilers that run side by side; one per processor by default"),
-        ("output-dir=", None, "where the libraries go; megatron/kernels/lib by default"),
-        ("force", None, "build also what is up to date"),
+        (
+            "jobs=",
+            None,
+            "number of compilers to run at the same time; by default one per processor",
+        ),
+        ("output-dir=", None, "folder for the libraries; by default megatron/kernels/lib"),
+        ("force", None, "build even what is up to date"),
     ]
     boolean_options: ClassVar = ["force"]
 

@@ -1,7 +1,6 @@
-"""Custom data set: the bytes of the file of --data-path (default: this file), for a vocabulary of 256.
+"""Custom data set: the bytes of the file given with --data-path (default: this file).
 
-Use it with --vocab-size 256.
-The last tenth is for validation.
+Use it with --vocab-size 256. The last tenth of the file is for validation.
 """
 
 from __future__ import annotations

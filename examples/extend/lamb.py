@@ -1,6 +1,7 @@
-"""DeepSpeed's FusedLamb, whose trust ratio needs all elements of a parameter, under ZeRO.
+"""Custom optimizer: DeepSpeed's FusedLamb under ZeRO.
 
-Another optimizer with Adam's moments can take its place in `make`.
+Its trust ratio needs all elements of a parameter. Another optimizer with Adam's moments can take
+its place in `make`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Lamb(torch.optim.Optimizer):
             flats.append(torch.stack((p, p.grad, *moments), -1))
 
         def update(name: str, values: torch.Tensor) -> torch.Tensor:
-            if values.is_meta:  # of a dry run
+            if values.is_meta:  # in a dry run
                 return values
             weights, gradient, *moments = (x.contiguous() for x in values.unbind(-1))
             p = torch.nn.Parameter(weights)
@@ -57,7 +58,7 @@ class Lamb(torch.optim.Optimizer):
             self.inner.step()
             return torch.stack((p, gradient, *(state[name] for name in MOMENTS)), -1)
 
-        if full_matrices is None:  # of a trial, which shows the state that is kept
+        if full_matrices is None:  # in a trial step, which only shows which state is kept
             return
         full_matrices(flats, update)
         for group, flat in zip(self.param_groups, flats, strict=True):

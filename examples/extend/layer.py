@@ -1,7 +1,7 @@
 """Custom layer: parallel attention and MLP after one norm, with normalised queries and keys.
 
-Both are as in ViT-22B (Dehghani et al., arXiv 2302.05442, section 2). The linear layers shard it
-over tensor-parallel ranks.
+Both features are those of ViT-22B (Dehghani et al., arXiv 2302.05442, section 2). The parallel
+linear layers shard the weights over tensor-parallel ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Custom optimizer: momentum whose update of every matrix is divided by its root mean square.
 
-For matrices it needs all elements of the momentum, as Muon does; other parameters take the sign of
-theirs. --adam-beta1 is the momentum; learning rate and weight decay follow their schedules.
+For matrices it needs all elements of the momentum, as Muon does; the update of other parameters is
+the sign of their momentum. --adam-beta1 is the decay of the momentum; learning rate and weight
+decay follow their schedules.
 """
 
 from __future__ import annotations

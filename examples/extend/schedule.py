@@ -1,4 +1,4 @@
-"""Custom schedule: GPipe (Huang et al., arXiv 1811.06965), all forward, then all backward passes."""
+"""Custom schedule: GPipe (Huang et al., arXiv 1811.06965): all forward passes come first."""
 
 from __future__ import annotations
 
