@@ -18,25 +18,26 @@ _PER_RANK = 1_000_000
 
 ALIGNMENT = 8
 """A rank's share of a bucket is a multiple of this number of elements, so that each share begins on
-a multiple of 16 bytes in both 16-bit and 32-bit formats. With smaller multiples, kernels load
-single elements, and NCCL does not use wide loads either."""
+a multiple of 16 bytes in both 16-bit and 32-bit formats. Otherwise kernels would load single
+elements, and NCCL would not use wide loads either."""
 
 Scales = Callable[[Sharding], tuple[float, float]]
 """Function that maps a parameter to the factors on its learning rate and on its epsilon."""
 
 
 class BucketKind(NamedTuple):
-    """Properties that the parameters of a bucket share. An optimizer's groups are sorted by it.
+    """Properties that the parameters of a bucket share. An optimizer's groups are sorted by them.
 
-    frozen     whether the parameters do not train; such buckets are not groups of the optimizer
-    spared     whether they are exempt from weight decay
-    whole      whether the optimizer needs full parameters
-    tied       whether the parameter is the tied embedding
-    lr_scale   factor on the learning rate
-    eps_scale  factor on AdamW's epsilon
-    experts    whether they belong to experts, which expert-parallel ranks do not share
-    fp32       whether passes use fp32 weights, even if other weights have 16 bits
-    unit       number of the unit within which the bucket stays (zero_plan._unit)
+    frozen           whether the parameters do not train; such buckets are not groups of the
+                     optimizer
+    spared           whether they are exempt from weight decay
+    full_parameters  whether the optimizer needs full parameters
+    tied             whether the parameter is the tied embedding
+    lr_scale         factor on the learning rate
+    eps_scale        factor on AdamW's epsilon
+    experts          whether they belong to experts, which expert-parallel ranks do not share
+    fp32             whether passes use fp32 weights, even if other weights have 16 bits
+    unit             number of the unit that contains all of them (zero_plan._unit)
     """
 
     frozen: bool = False
@@ -54,6 +55,7 @@ class BucketKind(NamedTuple):
 class BucketPlan:
     """Parameters whose gradients are summed, and whose weights are sent, as one flat tensor.
 
+    kind      properties that its parameters share
     members   indices of its parameters, in the reverse of the order in which a forward pass uses
               them
     elements  number of their elements on this rank
@@ -75,11 +77,11 @@ class BucketPlan:
 class BucketRule:
     """Settings that determine a run's buckets.
 
-    limit            number of elements at which a bucket is closed
+    limit            maximum number of elements in a bucket of several parameters
     full_parameters  whether the optimizer needs a full parameter
     scales           muP's factors
-    settings         the settings that determine `full_parameters` and `scales`: rules with equal
-                     ones are equal
+    settings         the settings that determine `full_parameters` and `scales`: rules with the
+                     same limit and settings are equal
     """
 
     limit: float = math.inf
@@ -98,13 +100,13 @@ class BucketRule:
         records  shardings of a rank's parameters, in the order in which forward passes first use
                  them
         units    unit of each parameter; no bucket spans two units. By default there is one unit
-        frozen   whether each is frozen; by default none is
+        frozen   whether each parameter is frozen; by default none is
 
         Buckets of a kind are filled in the reverse of that order, which is roughly the order in
         which a backward pass produces gradients. Only a bucket with a single parameter exceeds the
         limit. The tied embedding has a bucket of its own, so that the first and the last stage
-        shard it over their data-parallel ranks in the same way. If no parameters train there is one
-        empty bucket: an optimizer needs a group.
+        shard it over their data-parallel ranks in the same way. If no parameters train, an empty
+        bucket is added: an optimizer needs a group.
         """
         numbers: dict[Hashable, int] = {}
         for unit in units or ():
@@ -149,9 +151,9 @@ class BucketRule:
 
 
 def bucket_limit(config: Config, ranks: int) -> float:
-    """Return the number of elements at which a bucket of `ranks` data-parallel ranks is closed.
+    """Return the maximum number of elements in a bucket over `ranks` data-parallel ranks.
 
-    A single rank needs buckets only if 16-bit moments are widened, or offloaded state is fetched,
+    A single rank needs a limit only if 16-bit moments are widened, or offloaded state is fetched,
     one bucket after another.
     """
     if ranks == 1 and not (has_16_bit_moments(config) or config.engine.cpu_offload):
@@ -171,11 +173,11 @@ def bucket_rule(config: Config, ranks: int) -> BucketRule:
 
 
 def bucket_elements(most: int, ranks: int) -> int:
-    """Return the number of elements at which a bucket over `ranks` data-parallel ranks is closed.
+    """Return the size, in elements, of buckets over `ranks` data-parallel ranks.
 
     It is a million per rank, so that each rank's message is worth its latency (4 MB in fp32) and a
-    checkpoint has few shards, and at least 4 million, which is enough for a few ranks: many buckets
-    can then be in flight during a backward pass. It is at most `most`, unless that is 0.
+    checkpoint has few shards. For up to four ranks it is 4 million, small enough for many buckets
+    to be in flight during a backward pass. It never exceeds `most`, unless that is 0.
     """
     size = max(_SMALLEST, ranks * _PER_RANK)
     return min(most, size) if most else size

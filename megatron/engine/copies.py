@@ -31,7 +31,7 @@ class FirstGradients:
     Only parameters that all tensor ranks hold are included.
 
     partial  for each parameter, whether its gradient is treated as a term of a sum
-    digests  int64 [parameters], 0 if a gradient is zero
+    digests  int64 [parameters]; 0 for a gradient that is zero
     """
 
     partial: Mapping[nn.Parameter, bool]
@@ -76,9 +76,9 @@ def check_copies(
 ) -> None:
     """Compare all copies of `parameters`; `arrived` yields them when their values have arrived.
 
-    With `first`, also compare the gradients of the first step. All ranks call it. Raises
-    TrainingError on every rank if copies differ, ConfigError if gradients are not of the assumed
-    kind. `when` is part of the message.
+    With `first`, also compare the gradients of the first step. All ranks call this. Raises
+    TrainingError on every rank if copies differ, and ConfigError if gradients are not of the
+    assumed kind. `when` is part of the message.
     """
     errors = [] if first is None else _wrong_gradients(first, topology.tensor)
     digests = torch.stack([digest(p) for p in arrived])
@@ -115,9 +115,9 @@ def check_copies(
 
 
 _TENSOR = (
-    "Tensor-parallel ranks must hold the same values. Likely causes: in some steps its gradient is "
-    "a term of a sum over them but is treated as whole (partial_gradient in docs/extending.md), an "
-    "operator that is not deterministic, or a memory fault"
+    "Tensor-parallel ranks must hold the same values. Likely causes: a gradient that in some steps "
+    "is a term of a sum over them but is treated as whole (partial_gradient in docs/extending.md), "
+    "an operator that is not deterministic, or a memory fault"
 )
 _EMBEDDING = (
     "The first and the last stage must hold the same tied embedding. Likely causes: code "
@@ -169,9 +169,9 @@ def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]
                 f"{_listed(unequal)}: the gradient is taken to be whole on each tensor-parallel "
                 f"rank, but in the first step it differs between ranks {ranks}, and so would the "
                 "copies. Likely causes: the parameter works on different heads, features or tokens "
-                "on each rank, and autograd does not show the messages after it (declare it with "
-                "partial_gradient=True, docs/extending.md), or an operator or a message does not "
-                "give all ranks the same bits"
+                "on each rank, and autograd does not show the collectives after it (declare it "
+                "with partial_gradient=True, docs/extending.md), or an operator or a collective "
+                "does not give all ranks the same bits"
             )
         )
     if equal:

@@ -1,8 +1,8 @@
 """Uses DeepSpeed through its documented interface: imports, configures and starts its engine.
 
-It gets our optimizer as a client optimizer, without ZeRO or mixed precision: to DeepSpeed the run
-is fp32 training on one rank. Its `step` calls that optimizer; reducing and clipping gradients and
-gathering weights are done here. One private name is replaced (_COMMUNICATION).
+DeepSpeed's engine gets our optimizer as a client optimizer, without ZeRO or mixed precision: to
+DeepSpeed the run is fp32 training on one rank. Its `step` calls that optimizer; megatron.engine
+reduces and clips gradients and gathers weights. One private name is replaced (_COMMUNICATION).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ModelParallelUnit:
 def ensure_process_group(device: Any = "cpu") -> None:
     """Initialise torch.distributed if it is not initialised yet.
 
-    A single process gets a world of one rank, without any port. Raises ConfigError in a process
+    A single process gets a world of one rank, which opens no port. Raises ConfigError in a process
     that a launcher started as one of several and that has not joined the others.
     """
     if dist.is_initialized():
@@ -114,8 +114,8 @@ def ensure_process_group(device: Any = "cpu") -> None:
 def import_deepspeed(device: Any = "cpu") -> Any:
     """Import deepspeed without its messages and its slow start-up, and return the module.
 
-    Raises ConfigError if it or pydantic is missing or too old, if it cannot be imported, or if it
-    lacks the name that is replaced here.
+    Raises ConfigError if DeepSpeed or pydantic is missing or too old, if DeepSpeed cannot be
+    imported, or if it lacks the name that is replaced on a CPU.
     """
     # meta tensors can be made on any machine
     on_cpu = torch.device(device).type in ("cpu", "meta")
@@ -125,9 +125,9 @@ def import_deepspeed(device: Any = "cpu") -> Any:
     # each other out.
     private = os.path.join(tempfile.gettempdir(), f"torch_extensions_{os.getuid()}")
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", private)
-    # Its autotuner, which is not used, would import MLflow if it is installed, which takes seconds.
-    # Its kernels for inference, not used either, ask Triton for a device: without one Triton 3.2
-    # fails. torch may have imported Triton before.
+    # DeepSpeed's autotuner, which is not used, would import MLflow if that is installed, which
+    # takes seconds. Its inference kernels, which are not used either, ask Triton for a device:
+    # Triton 3.2 fails if there is none. torch may have imported Triton before.
     hidden = ["mlflow", "triton"] if on_cpu else ["mlflow"]
     before = {name: sys.modules[name] for name in hidden if name in sys.modules}
     try:
@@ -194,7 +194,7 @@ def start_engine(
 ) -> Any:
     """Run deepspeed.initialize(**arguments) and return the DeepSpeedEngine.
 
-    It uses the running process group.
+    DeepSpeed uses the process group that is already initialised.
 
     from_file  whether the user gave a --deepspeed_config
 
@@ -204,8 +204,8 @@ def start_engine(
     index = device.index
     if index is None:
         index = torch.cuda.current_device() if device.type == "cuda" else 0
-    # Without these variables DeepSpeed looks for mpi4py. It compares them with mpirun's variable,
-    # although another launcher may have set them: hide mpirun's.
+    # Without these variables DeepSpeed looks for mpi4py. It compares LOCAL_RANK with mpirun's
+    # variable, even if another launcher has set LOCAL_RANK: hide mpirun's.
     values = {
         "RANK": topology.rank,
         "WORLD_SIZE": topology.world.size,
@@ -216,8 +216,8 @@ def start_engine(
     variables = {name: str(value) for name, value in values.items() if name not in os.environ}
     hidden = {"OMPI_COMM_WORLD_LOCAL_RANK": None}
     with _quiet(), changed(os.environ, {**variables, **hidden}), _no_collections():
-        # The device is the one that the topology chose: LOCAL_RANK is not its index if each task
-        # sees only one device.
+        # The topology has chosen the device: LOCAL_RANK is not its index if each task sees only one
+        # device.
         args = SimpleNamespace(device_rank=index)
         if dist.get_backend() == "fake":  # in a dry run, which writes nothing
             settings = {name: x for name, x in arguments["config"].items() if name not in _MONITORS}

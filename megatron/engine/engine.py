@@ -73,9 +73,10 @@ if TYPE_CHECKING:
 class LossScale:
     """Loss scale: 1 in fp32 and bf16; fixed or dynamic in fp16 (arXiv 1710.03740, section 3.2).
 
-    A dynamic scale halves after `hysteresis` overflows, never below its minimum. It doubles after
-    `loss_scale_window` steps in a row without overflow, and `hysteresis` overflows are allowed
-    again. Every rank makes the same updates, because all ranks agree on an overflow first.
+    A dynamic scale halves at the `hysteresis`-th overflow and at every later one, never below its
+    minimum. After `loss_scale_window` steps in a row without overflow it doubles, and the overflows
+    are counted from 0 again. Every rank makes the same updates, because all ranks agree on an
+    overflow first.
     """
 
     def __init__(self, precision: PrecisionConfig) -> None:
@@ -144,8 +145,8 @@ class Engine:
     """ZeRO in fp32, bf16 or fp16, with fp32 master weights and gradient sums in fp32 or bf16.
 
     chunks    this rank's model: fp32 parameters, each with a Sharding; the engine converts them to
-              fp16 or bf16. Those without requires_grad are frozen: they have no gradient and no
-              optimizer state, but are sharded, gathered and saved like the rest
+              fp16 or bf16. Parameters without requires_grad are frozen: they have no gradient and
+              no optimizer state, but are sharded, gathered and saved like the rest
 
     Stage 1 shards the optimizer's state over the data-parallel ranks; stages 2 and 3 are in
     megatron/engine/sharded.py. Stage 0 is stage 1 with a single shard: all ranks get the sum of the
@@ -164,13 +165,15 @@ class Engine:
 
     Attributes for checkpoints:
 
-    copies                the data-parallel ranks that hold the same fragments as this one, and
-                          the same for fragments of experts: groups of one where ZeRO shards them
+    copies                two groups of data-parallel ranks: those with the same fragments of
+                          ordinary parameters as this rank, and those with the same fragments of
+                          experts. If ZeRO shards over all ranks, each group is this rank alone
     routers               routers of the layers with experts
     persistent_tensors    fp32 tensors besides the parameters, by global name
     host_state            optimizer state in host memory; None if it is on the device
 
-    Raises ConfigError if DeepSpeed is missing or a rank has no parameters.
+    Raises ConfigError if DeepSpeed is missing, if a rank has no parameters, or if the model
+    or the optimizer does not support a setting.
     """
 
     def __init__(self, config: Config, topology: Topology, chunks: nn.Module) -> None:
@@ -289,7 +292,7 @@ class Engine:
             group.update(group_keys(matrices if is_full else None))
 
     def _hold_state(self, config: Config, averaged: bool) -> None:
-        """Collect this rank's shards of optimizer state, for checkpoints, the average, QK-clip."""
+        """Collect this rank's optimizer state, for checkpoints, the average and QK-clip."""
         states = [self._update.state_of(master) for master in self._update.masters]
         owned = [
             (p, first, span, bucket, tensors)
@@ -380,11 +383,12 @@ class Engine:
         return int(self._over_model(views))
 
     def begin(self, micro_batches: int) -> None:
-        """Announce the backward passes of `micro_batches`.
+        """Announce the backward passes of this many micro-batches.
 
         Complete buckets can then be reduced early, and the experts' balancing losses get their
-        factor. Not needed without overlap and experts. Raises ConfigError, on every rank, for a
-        second call before `step`.
+        factor. Needed only with overlap or experts. Raises ConfigError, on every rank, for a second
+        call before `step` if sums may have been sent already; with ZeRO stages 2 and 3, a gradient
+        that arrives after its sum was sent raises it instead.
         """
         self._gradients.begin(micro_batches)
         self._weights.begin(micro_batches)
@@ -598,7 +602,10 @@ class Engine:
     # -- figures -----------------------------------------------------------------------------------
 
     def _over_model(self, terms: list[tuple[Fragment, Tensor]]) -> Tensor:
-        """Sum scalars, in float64, over the ranks that together hold the model once; a scalar."""
+        """Return the sum of scalars, in float64, over the ranks that together hold the model once.
+
+        terms  pairs of a fragment and its scalar
+        """
         zero = torch.zeros((), dtype=torch.float64, device=self.topology.device)
 
         def total(some: list[Tensor]) -> Tensor:
@@ -728,7 +735,8 @@ def build_executor(
 ) -> Executor:
     """Return an executor that runs the schedule on `chunks` (from build_chunks).
 
-    It announces its steps to `engine`.
+    It announces each step, and the end of each backward pass, to `engine`. Raises ConfigError if
+    CUDA graphs need dropout kernels that this run does not have.
     """
     some: Any = next(iter(chunks.values()))
     stages = stages_of(chunks)

@@ -2,10 +2,10 @@
 
 ZeRO gives each data-parallel rank a range of every bucket, and tensor parallelism gives each rank a
 shard of a matrix. Here every matrix has one owner among the data- and tensor-parallel ranks of its
-pipeline stage that hold it; each expert has matrices of its own. Two all-to-alls carry it to its
-owner: one over the data-parallel group for the ranges of a shard, one over the tensor group for the
-shards. Two carry the result back. In each, a rank sends about as many elements as it owns in the
-buckets: 1/(data-parallel size) of the elements it sends to reduce the gradients.
+pipeline stage that hold it; each expert has matrices of its own. Two all-to-alls carry a matrix to
+its owner: one over the data-parallel group for the ranges of a shard, one over the tensor group for
+the shards. Two more carry the result back. In each, a rank sends about as many elements as it owns
+in the buckets: 1/(data-parallel size) of the elements it sends to reduce the gradients.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Shards:
 
 
 def _matrices(p: torch.nn.Parameter) -> Iterator[tuple[int, Sharding]]:
-    """Yield the first element and the sharding of a parameter, or of each of its experts."""
+    """Yield the index of the first element, and the sharding, of a parameter or of each expert."""
     s = sharding_of(p)
     if not s.experts:
         yield 0, s
@@ -62,22 +62,30 @@ def _matrices(p: torch.nn.Parameter) -> Iterator[tuple[int, Sharding]]:
 
 
 class _LocalMatrix(NamedTuple):
-    """A local matrix: its bucket's number, its elements in the bucket, its number in _Shards."""
+    """This rank's shard of a matrix.
+
+    bucket    index of its bucket
+    elements  its elements in the bucket
+    number    its index in _Shards
+    """
 
     bucket: int
     elements: slice
     number: int
 
     def slice_of(self, rank: int, size: int) -> slice:
-        """Return the elements that lie in the range of `rank`, if each rank has `size` elements."""
+        """Return the elements in the range of `rank`, if each rank's range has `size` elements."""
         low = max(self.elements.start, rank * size)
         return slice(low, max(low, min(self.elements.stop, (rank + 1) * size)))
 
 
 class _Matrix(NamedTuple):
-    """A matrix by its global name, of which a rank may have several shards.
+    """A matrix, of which a rank may have several shards.
 
-    owner  tensor rank and data-parallel rank
+    name    its global name
+    shape   its global shape
+    shards  this rank's shards
+    owner   the owner's tensor rank and data-parallel rank
     """
 
     name: str
@@ -89,14 +97,14 @@ class _Matrix(NamedTuple):
 class FullMatrices:
     """Value of the key "full_parameters" of an optimizer's groups: one object for all of them.
 
-    Every rank calls it once per step, as matrices(flats, change). `flats` are the flat tensors [n]
-    of these groups, in order, with the layout of this rank's weights; or [n, k] with k values per
-    weight. change(name, tensor) gets each parameter in its global shape (and k), on one rank, and
-    returns a tensor of this shape; it gets experts one by one, without their dimension, with their
-    number after the name. Each rank's range of the result replaces the values in `flats`.
-    Values are sent and passed to `change` in `dtype`.
+    Every rank calls it once per step, as matrices(flats, change, dtype). `flats` has a tensor [n]
+    for each of these groups, in order, laid out as the range of the weights that this rank owns; or
+    [n, k] with k values per weight. change(name, tensor) gets each parameter in its global shape
+    (and k), on one rank, and returns a tensor of this shape; it gets experts one by one, without
+    their dimension, with their number after the name. Each rank's range of the result replaces the
+    values in `flats`. Values are sent and passed to `change` in `dtype`.
 
-    group_of  number of a parameter's group among those of full parameters, by the name that
+    group_of  index of a parameter's group among the groups of full parameters, by the name that
               `change` gets
 
     All owners have about the same amount of work (work_of). The messages of one round are in flight
@@ -132,7 +140,8 @@ class FullMatrices:
     ) -> Iterator[list[_Matrix]]:
         """Give each matrix, the largest first, to the rank with the least work so far.
 
-        Yield rounds, in each of which every rank processes the next of its matrices.
+        Yield rounds. In each, every rank processes as many of its next matrices as have about ROUND
+        elements.
         """
         ranks = [(t, d) for d in range(data.size) for t in range(self._tensor.size)]
         work = dict.fromkeys(ranks, 0.0)
@@ -162,8 +171,8 @@ class FullMatrices:
     ) -> None:
         waiting = deque(self._round(*some, flats, change, dtype) for some in self._rounds)
         active = list[Iterator[None]]()
-        # The newest round goes first: its messages and the next round's are in flight while the
-        # third computes.
+        # The newest round goes first: its message and that of the second-newest round are in flight
+        # while the third-newest computes.
         while waiting or active:
             if waiting:
                 active.insert(0, waiting.popleft())
@@ -232,7 +241,7 @@ class FullMatrices:
             changed = change(name, full)
             if changed.shape != full.shape:
                 raise ValueError(
-                    f"{name}: {list(full.shape)} was changed into {list(changed.shape)}"
+                    f"{name}: shape {list(full.shape)} was changed into {list(changed.shape)}"
                 )
             full.copy_(changed)
         yield from exchange(of_full, extents, self._tensor, none)
@@ -242,8 +251,8 @@ class FullMatrices:
 def exchange(sent: Views, received: Views, group: Group, none: Tensor) -> Iterator[None]:
     """Send the tensors `sent` to the ranks of a group, and receive theirs into `received`.
 
-    The generator yields after starting the message, an all-to-all in the dtype and on the device of
-    `none`, which is empty.
+    The generator yields once it has started the collective: an all-to-all, in the dtype and on the
+    device of the empty tensor `none`.
     """
     targets = [x for some in received for x in some]
     sources = [x for some in sent for x in some]

@@ -49,7 +49,7 @@ class Gradients:
 
     numbered  buckets of the plan, frozen ones included
     terms     which gradients are terms of a sum over the tensor ranks
-    direct    layers may add weight gradients to the sums themselves
+    direct    whether layers may add weight gradients to the sums themselves
 
     A bucket is complete once each of its parameters has received all contributions of a step.
     The first step counts the contributions per micro-batch. Nothing overlaps in that step, or in
@@ -117,7 +117,7 @@ class Gradients:
     # -- while backward passes run -----------------------------------------------------------------
 
     def begin(self, micro_batches: int) -> None:
-        """Announce the backward passes of `micro_batches`; `reduce` follows them.
+        """Announce the backward passes of this many micro-batches; `reduce` follows them.
 
         Raises ConfigError, on every rank, for a second call before `reduce` if the overlap may
         already have sent sums.
@@ -172,7 +172,7 @@ class Gradients:
         self._works[number] = next(transfer(bucket, BucketOp.REDUCE), [])
 
     def _reduce_beyond(self, number: int) -> None:
-        """Begin to sum a bucket over the other ranks, if there are any."""
+        """Begin to sum a bucket over the ranks beyond the inner ones, if there are any."""
         bucket = self._numbered[number]
         if bucket.hops(BucketOp.REDUCE_BEYOND):
             self._arrive(number)
@@ -224,7 +224,7 @@ class Gradients:
         """Sum the owned ranges of gradients whose terms are on several ranks of the model."""
         topology = self._topology
         embedding = topology.embedding
-        # The neighbour at the other end of the pipeline may still compute: start early, wait late.
+        # The rank at the other end of the pipeline may still be computing: start early, wait late.
         works = (
             []
             if embedding is None
@@ -317,7 +317,7 @@ _NEVER = 1 << 62
 def _for_each(contributions: int, micro_batches: int) -> int:
     """Return the number of contributions per micro-batch.
 
-    If they differ, or there were none, return a number that is never reached.
+    If it is 0 or not a whole number, return a number that is never reached.
     """
     count, rest = divmod(contributions, micro_batches)
     return count if count and not rest else _NEVER
@@ -385,7 +385,7 @@ class Terms:
 
         used  whether it has a gradient
 
-        Raises ConfigError if no path in the graph, or paths of both kinds, lead to it.
+        Raises ConfigError if paths of both kinds lead to it, or if it is used and no path does.
         """
         sharding = sharding_of(p)
         if sharding.partial_gradient is not None or sharding.dim is not None:
@@ -416,15 +416,16 @@ class Terms:
 # is cut into as many ranges as there are outer ranks.
 
 Messages = Iterator[list[Any]]
-"""Hops of a transfer, as work handles: the next one begins once these have been waited for."""
+"""Hops of a transfer, as work handles: the next hop begins once these have been waited for."""
 Begun = deque[tuple[Messages, list[Any]]]
-"""Transfers that have begun, in their order, with the work handles of their hops."""
+"""Transfers that have begun, in their order, each with the work handles of its current hop."""
 
 
 @dataclass(eq=False)
 class Bucket:
     """One parameter group as flat tensors with the same layout; zeros pad only the end.
 
+    parameters    the parameters, in the order of the flat tensors
     gradients     sums, in fp32 or bf16; without memory if the parameters are frozen  # [n]
     weights       the weights that passes use; the parameters are views of them  # [n]
     shards        the ranks that share the bucket
@@ -433,7 +434,8 @@ class Bucket:
     weight_shard  the weights that this rank keeps, if `weights` have no memory outside of the
                   passes that need them  # [n / inner]
     frozen        whether the parameters do not train: only loading changes them
-    own_...       the ranges that this rank owns  # [n / states]
+    starts        index of the first element of each parameter
+    owned_...     the ranges that this rank owns  # [n / states]
     """
 
     parameters: Sequence[torch.nn.Parameter]
@@ -520,7 +522,7 @@ def divide(
     sums: torch.dtype,
     device: torch.device,
 ) -> tuple[Bucket, torch.Tensor]:
-    """Put the parameters of a plan's bucket into flat tensors.
+    """Put the parameters of a plan's bucket into flat tensors; return the bucket.
 
     Also return this rank's exact fp32 shard. Values that do not exist yet (ParameterFactory.late)
     are drawn. Without parameters everything is padding.
@@ -687,7 +689,7 @@ class WeightGather:
 
     buckets  in the order in which forward passes need them: the same on all data-parallel ranks
     chunks   this rank's model: a module that is about to run waits for its weights
-    overlap  `start` returns at once
+    overlap  whether `start` returns while weights are in flight
 
     A chunk's `weight_users()` returns which modules it calls, and which parameters each needs:
     pairs of a module and its parameters, including those of its submodules. A chunk without that

@@ -30,7 +30,8 @@ class HostState:
     """Master weights and state of an optimizer, in host memory outside of its steps.
 
     optimizer  has one parameter in each group. Its parameters and their state are on the host at
-               first; afterwards they have values only while their group is updated, on `device`
+               first; afterwards they have values only while their group is updated
+    device     the device on which groups are updated
     masters    whether the parameters move as well; in fp32 they are the weights themselves and stay
     updated    called with a parameter after its update, while it still has its values
     uses       expected uses of state in a step (ZeroPlan.updates): group numbers, and tensor names
@@ -42,6 +43,9 @@ class HostState:
     An optimizer that needs full parameters requests their state through its attribute `near`:
     near(groups, *names) yields the groups one after another, each with its state of these names
     (MASTER: the parameter) on the device until the next group is requested.
+
+    Raises ConfigError if such an optimizer has no attribute `near`, or if host memory cannot be
+    locked.
     """
 
     def __init__(
@@ -77,7 +81,7 @@ class HostState:
         ]
         self._absent = {key: torch.zeros((), dtype=key[1], device=device) for key in most}
         self.on_host: dict[Tensor, dict[str, Tensor]] = {}
-        for p in parameters:  # each frees its former memory
+        for p in parameters:  # one by one, since each then frees its previous memory
             state = tensors(p).items()
             self.on_host[p] = {n: self._locked(x) if device.type == "cuda" else x for n, x in state}
             self._show(p, None)

@@ -78,9 +78,9 @@ def parameter_groups(
 
     A group's key `decays` tells whether its weight decay follows the schedule, and its key
     `full_parameters` whether the optimizer needs full parameters. Its learning rate is the
-    schedule's times its key `lr_scale`, by which its weight decay is divided: their product, which
-    AdamW subtracts, is the same for all groups. Its key `eps_scale` is the factor on AdamW's
-    epsilon.
+    schedule's times its key `lr_scale`, by which its weight decay is divided: the product of the
+    two, with which AdamW shrinks weights, is the same for all groups. Its key `eps_scale` is the
+    factor on AdamW's epsilon.
     """
     kinds = (bucket.kind for bucket in buckets if not bucket.kind.frozen)
     return [
@@ -141,9 +141,10 @@ def create_state(
     device: torch.device,
     models: Mapping[Tensor, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Create the optimizer's state as zeros: tensors where the weights are, steps on `device`.
+    """Create the optimizer's state as zeros, in tensors on the devices of the weights.
 
-    models  by parameter, tensors on whose device its state is created instead
+    device  where steps are counted if the optimizer is fused or capturable; else on the CPU
+    models  for some parameters, a tensor on whose device the state is created instead
 
     torch would create it in the first step. A new engine needs it earlier to load a checkpoint, and
     it is better to run out of memory at the start.
@@ -236,7 +237,7 @@ class Fragment:
 
     It is the range [start, start + numel) of the parameter.
 
-    master   fp32 weights, a flat view into the optimizer's partition  # [numel]
+    master   fp32 weights, a flat view into the optimizer's parameter  # [numel]
     moments  the optimizer's state by name, flat views like `master`. A frozen parameter has
              none, but is its own average
     """

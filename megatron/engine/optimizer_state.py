@@ -73,11 +73,13 @@ class OptimizerState(NamedTuple):
     def traffic_bytes(self, gradient_bytes: float, kernel: bool, average_share: float) -> float:
         """Return the bytes that an update reads and writes per weight.
 
-        The gradient is read once, master weight and state are read and written once. Without our
+        The gradient is read once; master weight and state are read and written once. Without our
         kernel, torch's operators also scale gradients and widen and round any bf16 tensors
         (adamw_reference_), and an average reads the new weights again.
 
-        average_share  share of the updates that also update the average
+        gradient_bytes  bytes per element of the gradient
+        kernel          whether our kernel carries out the update
+        average_share   share of the updates that also update the average
         """
         narrow = sum(n_bytes == 2 for n_bytes in self.tensors.values())
         average = 8.0 * (AVERAGE in self.tensors)
@@ -150,7 +152,7 @@ def _selector(make: Any) -> WantsFullParameters | None:
 
 
 def wants_full_parameters(config: Config) -> WantsFullParameters | None:
-    """Return the test that selects full parameters by global name and shape; None: none are."""
+    """Return the function that selects full parameters by global name and shape; None: none."""
     if config.pieces.optimizer is not None:
         return _selector(config.pieces.optimizer)
     if config.optimizer.optimizer != "muon":
@@ -189,8 +191,9 @@ def _state_of(make: Optimizer, settings: OptimizerConfig, on_host: bool) -> Opti
     )
     if not torch.allclose(joint, separate, rtol=1e-3, atol=1e-6):
         raise ConfigError(
-            f"{type(optimizer).__name__} updates a weight from others of its tensor, but ZeRO "
-            "gives it only shards: make it take full parameters, as examples/extend/lamb.py does"
+            f"{type(optimizer).__name__} updates a weight from other weights of its tensor, but "
+            "ZeRO gives it only shards: make it take full parameters, as examples/extend/lamb.py "
+            "does"
         )
     return state
 

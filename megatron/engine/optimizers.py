@@ -28,13 +28,13 @@ def untraced_step(optimizer: type[torch.optim.Optimizer]) -> Callable[..., Any]:
 
 
 class SGD(Untraced, torch.optim.SGD):
-    """torch.optim.SGD."""
+    """torch.optim.SGD whose step does not call Dynamo."""
 
     step = untraced_step(torch.optim.SGD)
 
 
 class AdamW(Untraced, torch.optim.AdamW):
-    """torch.optim.AdamW."""
+    """torch.optim.AdamW whose step does not call Dynamo."""
 
     step = untraced_step(torch.optim.AdamW)
 
@@ -53,14 +53,14 @@ class SkipsOnDevice:
     found_inf: Tensor | None = None
 
     def gradient(self, p: Tensor) -> Tensor:
-        """Return the gradient, scaled in place; zeros in a step that is skipped."""
+        """Return the gradient, divided in place by `grad_scale`; zeros in a skipped step."""
         assert p.grad is not None, "every parameter of a step has a gradient"
         if self.grad_scale is not None and self.found_inf is not None:
             p.grad.div_(self.grad_scale).masked_fill_(self.found_inf > 0, 0.0)
         return p.grad
 
     def step_counts(self, p: Tensor) -> Tensor:
-        """Return 1, or 0 in a step that is skipped: a factor on changes to weights and state."""
+        """Return 1, or 0 in a skipped step: a factor on changes to weights and state."""
         none = torch.zeros((), device=p.device)
         return 1.0 - (none if self.found_inf is None else self.found_inf)
 

@@ -3,7 +3,8 @@
 Kimi Team, arXiv 2507.20534, section 2.1. A head whose largest logit S exceeds the threshold t gets
 eta = t / S: its queries are multiplied by eta^alpha, its keys by eta^(1 - alpha), which would make
 that logit t. If several heads share a key, the key gets the smallest of their factors, and each
-query gets the rest of its own eta. Thus no head's logits ever change because of another head.
+query gets the remaining factor of its own eta. Thus no head's logits ever change because of another
+head.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megatron.parallel.topology import Topology
 class ParameterSlice(NamedTuple):
     """Elements of a parameter, starting at `first`, that this rank's optimizer holds.
 
+    master   their master weights
     weights  the same elements of the weights that forward and backward passes use
     """
 
@@ -57,7 +59,9 @@ class QKClip:
 
     @torch.no_grad()
     def apply(self, counts: Tensor) -> None:
-        """Clip by the logits of a step, on all ranks; the scalar `counts`: whether the step counts.
+        """Clip according to the logits of a step; all ranks call this.
+
+        counts  whether the step counts; a boolean scalar on the device
 
         The master weights are scaled, and their rounded values written to this rank's shard of the
         weights that forward and backward passes use.

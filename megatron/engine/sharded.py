@@ -57,7 +57,7 @@ class ShardedGradients(Gradients):
         direct: bool,
     ) -> None:
         super().__init__(plan, buckets, topology, terms, direct)
-        # contributions in the current pass, and in every pass: empty until the first one is over
+        # contributions in the current pass, and in every pass: empty until the first pass is over
         self._new = dict.fromkeys(self._accumulators, 0)
         self._per_pass: dict[torch.nn.Parameter, int] = {}
         self._missing = self._parameters_of_buckets()
@@ -89,7 +89,7 @@ class ShardedGradients(Gradients):
             self._run(self._sums.complete(number, self._is_last(self._plan.stage_of(number))))
 
     def _is_last(self, stage: int) -> bool:
-        """Return whether a stage's pass is its last in the step, after which all ranks sum."""
+        """Return whether sums over all ranks may begin in this pass, the stage's last in a step."""
         last = self.counted and self._ended[stage] == self._micro_batches - 1
         return last and self._plan.zero.early
 
@@ -146,9 +146,9 @@ class ShardedGradients(Gradients):
         super()._reduce_beyond(number)
 
     def of(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """Return the values `p` will add to the sum, in its shape; 0 after a pass without `local`.
+        """Return what has not been added to the sum of `p` yet, in its shape.
 
-        All data-parallel ranks call it.
+        It is 0 after a pass unless `local` is set. All data-parallel ranks call this.
         """
         self._new[p] += 1
         return self._accumulators[p].complete()
@@ -240,8 +240,9 @@ class ShardedWeights(WeightGather):
             self._watch(module, numbers)
 
     def _indices(self, steps: Sequence[ModulePass]) -> dict[tuple[str, int], int]:
-        """Return the step that an event begins: a call, or the arrival of its output's gradient.
+        """Return the index of the step that each event (kind, call) begins.
 
+        An event is a call, or the arrival of the gradient of its output.
         For the last layer in a recomputed group, the gradient arrives before the layer is called.
         """
         indices = {(step.kind, step.call): n for n, step in enumerate(steps)}
@@ -380,7 +381,7 @@ class ShardedWeights(WeightGather):
 
     @torch.no_grad()
     def start(self, frozen: bool = False) -> None:
-        """Gather the new weights; of sharded weights, only the shard that each rank keeps."""
+        """Gather the new weights; if they are sharded, only the shard that this rank keeps."""
         self._stays_gathered = False
         self._passes = 0
         self._steps = ()

@@ -141,7 +141,7 @@ class Update:
         return self._host
 
     def state_of(self, master: Tensor) -> dict[str, Tensor]:
-        """Return a master weight's tensors between steps by name, MASTER included."""
+        """Return, by name, a master weight's tensors between steps, MASTER included."""
         state = (
             tensors_of(self._inner, master) if self._host is None else self._host.on_host[master]
         )
@@ -153,11 +153,11 @@ class Update:
             bucket.owned_weights.copy_(master.detach())
 
     def step(self, loss_scale: float) -> Tensor:
-        """Take one step with the reduced gradients, which contain `loss_scale`.
+        """Take one step with the reduced gradients, which include the factor `loss_scale`.
 
         No weights are gathered. Returns the global norm of the gradient, loss scale included, as a
-        scalar on the device. If `moves` is False for this norm nothing has changed, and the caller
-        has to call `skip` once it has read the norm.
+        scalar on the device. If `moves` is False for this norm, nothing has changed, and the caller
+        must call `skip` once it has read the norm.
         """
         squares = self._sum_of_squares()
         if self._in_bf16:  # round the root: runs of earlier versions continue bit for bit
@@ -207,7 +207,7 @@ class Update:
                 bucket.owned_weights.copy_(values)
 
     def _sum_of_squares(self) -> Tensor:
-        """Return the sum of squares of the gradients, for each of `_norm_gradients`.
+        """Return the sums of squares of the gradients: [kinds], or a scalar without limits by kind.
 
         A parameter that several model-parallel ranks hold is counted on one of them. A value that
         is not finite in another copy must not go unnoticed, or the copies would differ from then
@@ -245,7 +245,7 @@ class Update:
 def moves(norm: Tensor) -> Tensor:
     """Return whether a gradient of this norm moves the weights: it is finite, and not exactly 0.
 
-    Otherwise, without a gradient (for example if no token counts in the loss), momentum and weight
-    decay would still move the weights.
+    If the gradient is 0 (for example because no token counts in the loss), momentum and weight
+    decay must not move the weights either.
     """
     return norm.isfinite() & (norm > 0)

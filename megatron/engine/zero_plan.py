@@ -1,8 +1,8 @@
 """ZeRO's plan: what each pass and the end of a step do with each bucket of parameters.
 
 Rajbhandari et al., arXiv 1910.02054, with shards of two sizes (Wang et al., arXiv 2306.10209; Zhang
-et al., arXiv 2205.00119). All functions are pure functions of the parameters' records and settings.
-The engine carries out the plan on tensors; the planner adds up its memory, time and messages.
+et al., arXiv 2205.00119). The plan depends only on the parameters' shardings and on settings. The
+engine carries out the plan on tensors; the planner adds up its memory, time and messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron.parallel.layout import Layout
 
 IN_FLIGHT = 2
-"""Most buckets whose gradients ZeRO stages 2 and 3 reduce at a time."""
+"""Maximum number of buckets whose gradients ZeRO stages 2 and 3 reduce at a time."""
 
 REDUCED_ALREADY = (
     "the gradients of earlier micro-batches are being reduced already: call Engine.step() after "
@@ -44,7 +44,8 @@ class BucketOp(Enum):
     REDUCE         sum gradients over the inner ranks, each of which gets its shard
     ACCUMULATE     add that shard to the sums of earlier micro-batches, and free the gradients
                    (stages 2 and 3)
-    REDUCE_BEYOND  sum the shard over all other ranks: each rank gets what its optimizer owns
+    REDUCE_BEYOND  sum the shard over the ranks beyond the inner ones: each rank gets the sums that
+                   its optimizer owns
     FETCH, STORE   copy optimizer state from or to host memory (--cpu-offload)
     UPDATE         run the optimizer on the elements that this rank owns
     RETURN         gather new weights from their owners
@@ -90,8 +91,8 @@ class Hop(NamedTuple):
 class ShardSizes(NamedTuple):
     """Numbers of ranks that share a parameter.
 
-    inner           ranks that divide gradients in stages 2 and 3, and weights in stage 3
-    states          ranks that divide the optimizer's state
+    inner           ranks that shard its gradients in stages 2 and 3, and its weights in stage 3
+    states          ranks that shard its optimizer state
     gradient_ranks  ranks that sum its gradients
     """
 
@@ -124,7 +125,7 @@ class Zero(NamedTuple):
     """ZeRO's stage and sizes.
 
     stage         the stage in effect
-    sizes         of parameters other than experts
+    sizes         numbers of ranks that share a parameter other than an expert's
     experts       expert-parallel size: the number of ranks that share an expert is smaller by this
                   factor
     ahead, early  whether weights are gathered, and gradients sent, while passes run
@@ -161,7 +162,7 @@ class Zero(NamedTuple):
 
     @property
     def divides_gradients(self) -> bool:
-        """Return whether gradients have memory only from their first use in a pass until sent."""
+        """Return whether gradients have memory only while a pass computes and reduces them."""
         return self.stage > 1
 
     def hops(self, op: BucketOp, bucket: BucketPlan) -> tuple[Hop, ...]:
@@ -222,8 +223,8 @@ def zero_of(config: Config, layout: Layout | None = None) -> Zero:
 def stage_in_effect(stage: int, ranks: int) -> int:
     """Return the stage that ZeRO follows if `ranks` ranks shard gradients.
 
-    With a single rank, stages 2 and 3 act as stage 1: otherwise it would hold all gradients of a
-    pass in addition to its sums.
+    With a single rank, stages 2 and 3 act as stage 1: otherwise that rank would hold all gradients
+    of a pass in addition to its sums.
     """
     return stage if ranks > 1 else min(stage, 1)
 
@@ -381,6 +382,7 @@ class Reductions:
 class ZeroPlan:
     """Everything that ZeRO does on a rank.
 
+    zero        ZeRO's stage and sizes
     buckets     in the order of the optimizer's groups; frozen ones come last
     first_uses  stage and call in which each parameter is first used
     calls       calls of each stage, in the order of a forward pass
@@ -414,7 +416,7 @@ class ZeroPlan:
         return {member: n for n, bucket in enumerate(self.buckets) for member in bucket.members}
 
     def stage_of(self, bucket: int) -> int:
-        """Return the stage after whose passes a bucket is sent; the same for all below ZeRO-2."""
+        """Return the stage after whose passes a bucket is sent; below ZeRO-2, 0 for all buckets."""
         return self._stages[bucket] if self.zero.divides_gradients else 0
 
     @functools.cached_property
@@ -435,10 +437,10 @@ class ZeroPlan:
         return self._orders.get(stage, ())
 
     def in_flight(self, bucket: int) -> float:
-        """Return how many sums may be in flight when another begins.
+        """Return how many reductions may be in flight once that of a bucket has begun.
 
-        Below ZeRO-2 any number; but with a second hop only one, so that its second hop begins
-        before the next one's first.
+        Below ZeRO-2 any number, but only one if reductions have a second hop: it then begins before
+        the first hop of the next reduction.
         """
         if self.zero.divides_gradients:
             return IN_FLIGHT
@@ -608,8 +610,9 @@ Use = tuple[int, tuple[str, ...]]
 def streamed(uses: Sequence[Use]) -> Iterator[BucketInstruction]:
     """Yield the updates of offloaded state.
 
-    During an UPDATE the state of the next use arrives and the state of the previous one leaves,
-    which takes two sets of tensors. State is fetched only after the last use that changes it.
+    During an UPDATE the state of the next use arrives and the state of the previous use leaves,
+    which takes two sets of tensors. State that an UPDATE changes is not fetched for the next use
+    before that UPDATE has stored it.
     """
     fetched = 0
     for now, (bucket, names) in enumerate(uses):
@@ -640,6 +643,8 @@ def zero_plan(
     records  shardings of its parameters, in the order in which forward passes first use them
     calls    by stage; a parameter without a call counts as part of the first stage
     frozen   see BucketRule.plan
+
+    recomputed, sweeps  see ZeroPlan
     """
     first: dict[int, tuple[int, int]] = {}
     for stage, of_stage in calls.items():
@@ -665,8 +670,8 @@ def _unit(record: Sharding, zero_stage: int, stage: int, call: int) -> Hashable:
     """Return the unit within which a parameter's bucket stays.
 
     With ZeRO stage 2 it is a pipeline stage, so that a bucket is complete after a backward pass.
-    With stage 3 a matrix shares a bucket only with other matrices of its call, whose weights are
-    gathered together.
+    With stage 3 this applies only to vectors: a matrix shares a bucket only with other matrices of
+    its call, whose weights are gathered together.
     """
     if zero_stage < 2:
         return ()
