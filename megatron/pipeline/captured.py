@@ -4,14 +4,14 @@ After some eager steps each pass is recorded as a CUDA or HIP graph, which the h
 one call. Host decisions stay outside: messages between stages, gradient buckets, the factor on a
 loss. A chunk has as many slots as its schedule has micro-batches in flight: a slot has static
 inputs, and the memory of the activations that its forward pass keeps for its backward pass. A
-micro-batch's integers become inputs on the device as well: dropout masks depend on the number of
+micro-batch's integers become inputs on the device as well: dropout masks depend on the index of
 its first sample.
 
-Like torch.cuda.make_graphed_callables, it records the forward pass with autograd and the backward
-pass through its graph, in one memory pool. The graph is retained, so that the backward pass of the
-last micro-batch, during which gradients are sent, can run eagerly.
+Like torch.cuda.make_graphed_callables, this module records the forward pass with autograd and the
+backward pass through its graph, in one memory pool. The graph is retained, so that the backward
+pass of the last micro-batch, during which gradients are sent, can run eagerly.
 
-A CPU has no such graphs. There a rehearsal records the operators instead, and calls them again on
+A CPU has no such graphs. There, a rehearsal records the operators instead and calls them again on
 the same memory. It enforces the rules of a capture, so that tests find code that would break one.
 """
 
@@ -48,7 +48,7 @@ DATA_DEPENDENT = _operators(
 )
 """Operators that return a value to the host, or a tensor whose size depends on values."""
 INDEXED = _operators("index index_put index_put_ _index_put_impl_")
-"""Operators that do so if an index is a mask."""
+"""Operators that return a tensor of such a size if an index is a mask."""
 _MOVES = _operators("set_ resize_ resize_as_")
 _EMPTY = _operators("empty empty_like new_empty empty_strided new_empty_strided")
 
@@ -78,8 +78,8 @@ class _Rules(TorchDispatchMode):
 
     what   name of the pass, for errors
     names  names of the chunk's modules, by id
-    calls  list to which a rehearsal appends each operator's repetition; None: they are in a
-           device's graph
+    calls  list to which a rehearsal appends a function for each operator, which repeats it; None:
+           a device's graph records the operators
 
     Tensors from outside, such as rotary tables, are kept alive: a replay reads their memory.
     """
@@ -122,7 +122,7 @@ class _Rules(TorchDispatchMode):
         for x in used:
             if (storage := _storage(x)) not in self._made:
                 self.outside[storage] = x.detach()
-        if not func.is_view:  # an operator that writes to an input may return others as well
+        if not func.is_view:  # an operator that writes to an input may also return new tensors
             self._made.update({*map(_storage, results)} - {*map(_storage, used)})
         if self._calls is not None and not func.is_view and func.overloadpacket not in _EMPTY:
             self._calls.append(_repeated(func, args, kwargs, results))
@@ -267,7 +267,7 @@ Message = tuple[tuple[int, ...], torch.dtype]
 
 
 class Pool:
-    """Stream and memory shared by all recorded passes, and the form of their messages.
+    """Stream and memory shared by all recorded passes, and shape and dtype of their messages.
 
     The stream is None on a CPU.
     """
@@ -286,7 +286,7 @@ class Pool:
 class Slot:
     """Slot for one micro-batch in flight in a stage: its static inputs and recorded passes.
 
-    loss  the last stage's loss, once the backward pass has been replayed
+    loss  on the last stage, the loss, valid once the backward pass has been replayed; else None
     """
 
     def __init__(self, stage: CapturedStage, batch: MicroBatch, hidden: Tensor | None) -> None:
@@ -392,11 +392,12 @@ class Slot:
 class CapturedStage:
     """A stage of this rank, with the tensors that its slots share.
 
+    number    number of the stage in the whole pipeline
     chunk     the function that the executor calls
     module    contains the parameters and modules that it uses
     last      whether its output is the loss
 
-    The output, its gradient and the input's gradient are each in use within a single pass only.
+    The output, its gradient and the input's gradient hold values only while one pass runs.
     """
 
     def __init__(
@@ -428,9 +429,10 @@ class CapturedStage:
 class Captures:
     """Recorded passes of this rank's stages, for an executor.
 
-    stages   functions that the executor runs, and the modules they use, by global stage
-    warmup   training steps that run eagerly first: they measure values that later steps rely on
-    before   called before the first pass of a step whose passes are replayed
+    stages      functions that the executor runs, and the modules they use, by global stage
+    last_stage  global number of the stage whose output is the loss
+    warmup      training steps that run eagerly first: they measure values that later steps rely on
+    before      called before the first pass of a step whose passes are replayed
     """
 
     def __init__(
@@ -484,7 +486,7 @@ class Captures:
                 raise ConfigError(
                     "--cuda-graph-impl local replays passes, but the host chooses kernels by the "
                     f"{name} of a micro-batch: leave the flag out, or use data whose samples are "
-                    "not divided"
+                    "not divided into documents"
                 )
         inputs: dict[str, _Form] = {n: (x.shape, x.dtype) for n, x in _tensors(batch).items()}
         if self._inputs is None:
@@ -502,9 +504,9 @@ class Captures:
     def stream(self) -> Iterator[None]:
         """Run training passes on the stream on which they are, or will be, recorded.
 
-        Libraries create handles and memory per stream: eager steps do this first, since a capture
-        must not (pytorch pull request 187745). Autograd nodes run on the stream on which they were
-        created.
+        Libraries create handles and memory for each stream, which a capture must not do: eager
+        steps on this stream do it first (pytorch pull request 187745). Autograd nodes run on the
+        stream on which they were created.
         """
         stream = self._pool.stream
         if stream is None:
@@ -521,7 +523,7 @@ class Captures:
         return captured.free.pop() if captured.free else Slot(captured, batch, hidden)
 
     def eager(self, stage: int, micro_batch: int) -> bool:
-        """Return whether a backward pass runs eagerly, as gradients are sent during it."""
+        """Return whether a backward pass runs eagerly, because gradients are sent during it."""
         accumulators = self._captured[stage].accumulators() if micro_batch == self._last else []
         return any(accumulator.added is not None for accumulator in accumulators)
 

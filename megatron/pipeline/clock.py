@@ -2,8 +2,9 @@
 
 The executor's instruction lists run on a simulated clock. Each rank executes its list as the
 executor does: receives are posted ahead, sends are asynchronous, and messages queue on their links
-(schedule.py, executor.py). There is no formula for the bubble. Times are counted in whole ticks,
-the caller's unit divided by a power of two, so that sums are exact in any order.
+(schedule.py, executor.py). No formula for the bubble is used. Unless ranks share cores, times are
+counted in whole ticks, the caller's unit divided by a power of two, so that sums are exact in any
+order.
 """
 
 from __future__ import annotations
@@ -195,7 +196,10 @@ def timeline(run: PipelineRun) -> ScheduleTimeline:
 def simulate(
     schedule: Schedule, durations: Mapping[Op, float], latency: float = 0.0
 ) -> ScheduleTimeline:
-    """Run the computations of all ranks; results arrive `latency` later, without messages."""
+    """Run the computations of all ranks; results arrive `latency` later, without messages.
+
+    durations  time of a pass of each kind
+    """
     passes = [
         np.array([i for i in instructions if i.op <= Op.BACKWARD_WEIGHT], np.int32)
         for instructions in schedule
@@ -231,7 +235,7 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
     m = pipeline.micro_batches
     times = pipeline.times
     stages = p * v
-    # Only the last large lists are cached: they take 12 bytes per instruction.
+    # Of large lists only the most recent are cached: they take 12 bytes per instruction.
     lists = (_small_lists if stages * m <= _SMALL else _large_lists)(pipeline.schedule, p, v, m)
     assert len(times.forward) == len(times.backward) == stages, (
         f"expected the times of {stages} stages"
@@ -256,7 +260,7 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
     scale = 1.0
     at_once = math.inf
     if pipeline.cores is None:
-        # As many ticks per unit as keep the longest conceivable step below 2**61.
+        # The most ticks per unit that keep the longest conceivable step below 2**61.
         each = passes[[0, 2, 3, 4]].max(axis=1).sum()
         longest = stages * m * (each + 2 * messages.reshape(2, 2, -1).sum(axis=1).max())
         if longest > 0:

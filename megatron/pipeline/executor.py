@@ -57,7 +57,8 @@ class Executor:
 
     Every rank of the pipeline must call `train` and `evaluate` in the same order with the same
     number of micro-batches. Gradients are added to the parameters' `.grad`; nothing is reduced and
-    no parameter is changed.
+    no parameter is changed. Raises ConfigError for chunks of other stages than this rank's, an
+    unknown schedule, and a missing queue of weight gradients.
     """
 
     def __init__(
@@ -114,7 +115,8 @@ class Executor:
         micro-batch. Returns the detached, unscaled losses of the micro-batches in order on the rank
         of the last stage, and an empty list on other ranks. No value is copied from the device.
 
-        Raises LaunchError, with the peer's rank, if a neighbour is lost.
+        Raises ConfigError for a wrong number of loss weights or an output of the wrong shape or
+        dtype, and LaunchError, with the peer's rank, if a neighbour is lost.
         """
         count = len(micro_batches)
         plan = self._plan(count, False)
@@ -162,9 +164,10 @@ _NAMES = {op: op.name.encode() for op in Op}  # for the flight recorder
 
 
 class _Saved(NamedTuple):
-    """Graph of a chunk's forward pass (through root), its input, and the list for the gradient.
+    """Saved state of a chunk's forward pass: its graph, its input, and its output's gradient.
 
-    For a recorded pass, `root` is its slot, which also holds the input.
+    `root` leads to the graph; `gradient` is the list from which it takes the gradient (Root). For a
+    recorded pass, `root` is its slot, which also holds the input.
     """
 
     root: Tensor | Slot

@@ -92,9 +92,9 @@ def one_forward_one_backward(
 def zero_bubble_h1(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
     """ZB-H1: 1F1B with weight gradients deferred to idle time.
 
-    Source: Qi et al., arXiv 2401.10241, section 2.3. Rank r defers r of them: live micro-batches
-    plus deferred weight gradients never exceed pipeline_size on any rank, which is also the number
-    of live micro-batches on the first rank under 1F1B.
+    Source: Qi et al., arXiv 2401.10241, section 2.3. Rank r defers up to r of them at a time: on no
+    rank do live micro-batches plus deferred weight gradients exceed pipeline_size, which is also
+    the number of live micro-batches on the first rank under 1F1B.
     """
     order = one_forward_one_backward(pipeline_size, chunks, micro_batches, rank)
     backward = np.flatnonzero(order[:, 0] == Op.BACKWARD)
@@ -110,9 +110,9 @@ def group_sizes(pipeline_size: int, micro_batches: int) -> list[int]:
     """Return the sizes of the groups of micro-batches, larger ones first.
 
     A group passes through one chunk before the next chunk starts. Groups have pipeline_size
-    micro-batches if the number of micro-batches is a multiple of it. Otherwise the remainder is
-    spread over the groups: none is smaller than the pipeline (a rank would wait for its own output
-    to come around), and few are much larger.
+    micro-batches if that divides the number of micro-batches. Otherwise the remainder is spread
+    over the groups. Few are much larger than the pipeline, and none is smaller (a rank would wait
+    for its own output to come around) unless it is the only group.
 
     >>> group_sizes(4, 8), group_sizes(4, 11), group_sizes(4, 3)
     ([4, 4], [6, 5], [3])
@@ -180,6 +180,7 @@ def _alternate(forward: Rows, backward: Rows, warm_up: int) -> Rows:
 class NamedOrder(NamedTuple):
     """A named order.
 
+    passes       the order function
     interleaves  whether it needs several chunks per rank instead of one, if there are several ranks
     splits       whether it splits backward passes in two
     """

@@ -161,9 +161,10 @@ def splits_backward(
 class Lists:
     """Instructions of all ranks of a pipeline as arrays, rank after rank.
 
-    rows     instructions of all ranks  # [instructions, 3]: op, stage, micro-batch
-    offsets  index of each rank's first row, and the number of rows  # [ranks + 1]
-    owner    the rank of each stage  # [stages]
+    rows           instructions of all ranks  # [instructions, 3]: op, stage, micro-batch
+    offsets        index of each rank's first row, and the number of rows  # [ranks + 1]
+    owner          the rank of each stage  # [stages]
+    micro_batches  number of micro-batches in the step
     """
 
     rows: Rows
@@ -226,9 +227,11 @@ class ScheduleCosts:
 
 @dataclass(frozen=True)
 class Times:
-    """Start and end times of the instructions of `Lists`, by row.
+    """Times of a run of `Lists`.
 
-    By rank: when it was done, and how long it waited for results that had already been computed.
+    starts, ends  start and end of each instruction, by row
+    done          when each rank was done
+    message_wait  how long each rank waited for results that had already been computed
     """
 
     starts: Numbers
@@ -381,12 +384,12 @@ class Moments(NamedTuple):
 
     op         kind of the pass
     chunk      chunk of this rank, from 0
-    in_flight  micro-batches of each chunk between their forward and their backward pass (or its
-               first half, if it is split), not counting the pass's own  # [moments, chunks]
-    waiting    micro-batches whose weight gradients are deferred, in all chunks, not counting the
-               pass's own
-    messages   sent messages that are kept, and messages for which a receive has been posted,
-               not counting the one that the pass uses
+    in_flight  number of micro-batches of each chunk between their forward and their backward pass
+               (or its first half, if it is split), not counting the pass's own  # [moments, chunks]
+    waiting    number of micro-batches whose weight gradients are deferred, in all chunks, not
+               counting the pass's own
+    messages   number of sent messages that are kept and of messages for which a receive has been
+               posted, not counting the one that the pass uses
     """
 
     op: Numbers
