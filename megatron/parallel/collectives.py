@@ -1,7 +1,8 @@
-"""Collectives over a `Group`, all but the last without gradients; no-ops in a group of one.
+"""Collectives over a `Group`, which do nothing in a group of one.
 
-The group's flight recorder gets an entry for each call, and another for the wait if the call was
-only started.
+Only the last function supports gradients.
+The group's flight recorder gets an entry for each call, and another one for the wait if the call is
+asynchronous.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def start(
 def all_reduce_async(
     x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Started:
-    """Sum `x` over the group in place; call wait() on the result before reading `x`."""
+    """Start to sum (or `op`) `x` over the group in place; call wait() before reading `x`."""
     if group.size == 1:
         return DONE
     return start(b"all_reduce", group, x.nbytes, dist.all_reduce, x, op=op)
@@ -164,7 +165,7 @@ def split_first(x: Tensor, group: Group) -> Tensor:
 def gather_objects(value: T, group: Group, *, everywhere: bool = True) -> list[T]:
     """Return the values from all ranks of the group in order.
 
-    With `everywhere` False, [] on all ranks but the first.
+    If `everywhere` is False, return [] on all ranks but the first.
     """
     if group.size == 1:
         return [value]
@@ -275,7 +276,13 @@ def _use(
     right: Sequence[int],
     peer: int = -1,
 ) -> None:
-    """Make a call and read its result `x` on the host, as one entry of the flight record."""
+    """Make a call and read its result `x` on the host, as one entry of the flight record.
+
+    right  the correct result
+    peer   the rank at the other end of a message; -1: a collective
+
+    Raises LaunchError if the result is wrong.
+    """
     group.flight.enter(name, group.kind, x.nbytes, x.is_cpu, peer=peer)
     call()
     read = [int(number.item()) for number in x]
@@ -286,7 +293,7 @@ def _use(
             f"the first {name.decode()} of rank {group.ranks[group.rank]} "
             f"{ranks if peer < 0 else f'with rank {peer} of {ranks}'} gave {read} instead of "
             f"{list(right)}: NCCL, RCCL or its network plugin moves wrong data between these "
-            "ranks; try other nodes, or other versions of them"
+            "ranks; try other nodes, or other versions of these libraries"
         )
 
 

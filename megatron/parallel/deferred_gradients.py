@@ -43,7 +43,7 @@ class WeightGradients:
     ) -> None:
         """Defer the gradient dy^T x of one or several weights: dy [.., out], x [.., in].
 
-        gathered  the message that gathers dy or x, to wait for before computing
+        gathered  the all-gather of dy or x, to wait for before computing; None: both are complete
         """
         weights = (weights,) if isinstance(weights, Tensor) else weights
         # not x itself: a deferred gradient must not keep the graph alive
@@ -60,7 +60,7 @@ class WeightGradients:
 def weight_gradients(weights: tuple[Tensor, ...], dy: Tensor, x: Tensor) -> list[Tensor | None]:
     """Compute dW [out, in], the sum over tokens of dy [.., out] times x [.., in], for each weight.
 
-    The weights stacked by rows correspond to the rows of dW. Each gradient has its weight's shape;
+    dW has the rows of all weights, one weight after another. Each gradient has its weight's shape;
     it is None if the weight has an accumulator, to which it was added.
     """
     x = x.flatten(0, -2)

@@ -102,7 +102,7 @@ SETTINGS = (
     Setting(
         "TORCH_NCCL_DUMP_ON_TIMEOUT",
         lambda config: "1",
-        "torch writes its flight recorder if it sees a time-out first",
+        "torch writes its flight record if it sees a time-out first",
     ),
     Setting(
         TRACE_FILE[0],
@@ -122,7 +122,7 @@ SETTINGS = (
     Setting(
         "PYTORCH_CUDA_ALLOC_CONF",
         lambda config: "expandable_segments:True",
-        "new blocks of other sizes than the freed ones leave no holes",
+        "new blocks leave no holes if their sizes differ from those of the freed ones",
         ("PYTORCH_ALLOC_CONF",),
         builds=_CUDA,
     ),
@@ -220,7 +220,7 @@ class Variables:
         number = natural_number(text)
         if number is None:
             raise LaunchError(
-                f"{name}={text[:40]!r} is not a whole number from 0 of at most 18 digits"
+                f"{name}={text[:40]!r} is not a nonnegative whole number of at most 18 digits"
             )
         return number
 
@@ -239,7 +239,10 @@ def job_name(environ: Mapping[str, str]) -> str | None:
 
 
 def ask_slurm(*command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands. Raises OSError and SubprocessError."""
+    """Run one of Slurm's commands and return its output.
+
+    Raises OSError if it cannot be run, and SubprocessError if it takes more than `timeout_s`.
+    """
     # squeue also reads formats and filters from variables, which are not meant for these commands.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     return subprocess.run(
@@ -254,7 +257,7 @@ def ask_slurm(*command: str, timeout_s: float = 60.0) -> subprocess.CompletedPro
 
 
 def natural_number(text: str) -> int | None:
-    """Parse a nonnegative integer; None for other text and for more than 18 digits.
+    """Return a nonnegative integer from its digits; None for other text or more than 18 digits.
 
     >>> natural_number("12"), natural_number("-1"), natural_number("²")
     (12, None, None)

@@ -1,11 +1,11 @@
-"""Flight records: each rank's current activity, readable by other processes if it cannot answer.
+"""Flight records: each rank's current activity, which others can read even if it cannot answer.
 
 Each rank has a record of fixed size, one page of a file that all ranks of its node map into memory:
 step and phase, the last instruction of the schedule, the last collective or message that it entered
-and whether it has left it, and the number of collectives it has posted in each kind of group.
-Writing makes no system call and takes no lock. Thus other ranks on the node can describe a rank
-that is stopped, stuck in a kernel or dead (megatron.training.safety.watchdog). If a host is far
-ahead of its device, `DeviceCalls` measures which call the device has reached.
+and whether it has left that call, and the number of collectives it has posted in each kind of
+group. Writing makes no system call and takes no lock. Thus other ranks on the node can describe a
+rank that is stopped, stuck in a kernel or dead (megatron.training.safety.watchdog). If a host is
+far ahead of its device, `DeviceCalls` measures which call the device has reached.
 
 This module needs no torch.
 """
@@ -108,7 +108,7 @@ class FlightRecorder:
         self._attach(_Record.from_buffer_copy(self._record))
 
     def describe(self, rank: int, pid: int, location: str, process_start: int = 0) -> None:
-        """Write the rank and process of this record."""
+        """Write the rank, process and location (node:device) of this record."""
         record = self._record
         record.rank = rank
         record.pid = pid
@@ -237,7 +237,7 @@ class FlightRecorder:
     def device_is(self, call: CallRecord | None, reached: list[int] | None) -> None:
         """Write the device's current call and how many collectives of each kind it has reached.
 
-        For a host that is ahead of its device. `reached`: None if unknown or no longer valid.
+        For a host that is ahead of its device. `reached` is None if unknown or no longer valid.
         """
         record = self._record
         record.device_call = call or CallRecord()
@@ -507,7 +507,7 @@ class DeviceCalls:
         return event
 
     def add(self, what: object, begun: DeviceEvent, ended: DeviceEvent | None = None) -> None:
-        """Add `what`, which ran between two events, to the marks if kept; `ended`: default now."""
+        """Add `what`, which ran between two events, to the marks if kept; `ended` None: now."""
         if self.marks is not None and len(self.marks) < MOST_MARKS:
             self.marks.append((what, begun, ended or self.mark()))
 

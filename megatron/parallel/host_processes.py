@@ -44,9 +44,9 @@ def bounded(
     failure: str = "the store gave no answer",
     failed: Future[None] | None = None,
 ) -> T:
-    """Return the function's result; raise LaunchError if it takes too long.
+    """Return the function's result; raise LaunchError if it takes longer than `seconds`.
 
-    Also raises it if `failed` is done first: another rank has failed.
+    Also raises LaunchError if `failed`, which is done when another rank has failed, is done first.
 
     For calls into torch that cannot be interrupted: a store whose host lost power never answers,
     and gloo waits five times its timeout for a peer that died before it connected. After a
@@ -117,7 +117,7 @@ def release_free_memory() -> None:
 def _stat(pid: int) -> tuple[str, int]:
     """Return the state letter and start time (clock ticks since boot) of a process.
 
-    ("", 0) if there is no such process.
+    Return ("", 0) if there is no such process.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -128,9 +128,9 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 def process_start(pid: int) -> int:
-    """Return a process's start time, which distinguishes it from later processes with its PID.
+    """Return a process's start time (clock ticks since boot); 0 if unknown.
 
-    0 if unknown.
+    It distinguishes the process from later ones with the same PID.
     """
     return _stat(pid)[1]
 

@@ -65,8 +65,8 @@ class RowLayout(NamedTuple):
     `positions` rows. By default the tensor is the full tensor and is drawn as a whole.
 
     of_sample  number of rows in a sample
-    samples    number of samples to add to `start`, int64 [1] on the device, so that a replayed pass
-               reads its current value; None: 0
+    samples    number of samples by which `start` is advanced, int64 [1] on the device, so that a
+               replayed pass reads its current value; None: 0
     """
 
     start: int = 0
@@ -106,7 +106,7 @@ class DropoutKey:
         return mix(self.seed, layer, int(site))
 
     def hidden(self, x: Tensor, rank: int = 0, ranks: int = 1) -> RowLayout:
-        """Return the layout of x [s, b, h], shard `rank` of `ranks` of the sequence: one head."""
+        """Return the layout of x [s, b, h], shard `rank` of `ranks` of a sequence, as one head."""
         rows, samples = x.shape[:2]
         positions = rows * ranks
         start = self.sample * positions + rank * rows

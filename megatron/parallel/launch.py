@@ -56,7 +56,7 @@ _LAUNCHERS = (
 _JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PALS_APID", "PMI_JOBID", "SLURM_JOB_ID")
 _STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID")
 _NODE_VARIABLES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
-_MOST = 1 << 20  # maximum number of processes in a job: more are a mistake
+_MOST = 1 << 20  # maximum number of processes in a job: a larger number is a mistake
 
 
 @dataclass(frozen=True)
@@ -355,7 +355,7 @@ def _same_host(one: str, other: str) -> bool:
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first host name of a Slurm node list. Raises LaunchError.
+    """Return the first host name of a Slurm node list. Raises LaunchError if it is invalid.
 
     >>> first_host("frontier[00001-00003,00007],x1")
     'frontier00001'

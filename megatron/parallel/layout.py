@@ -39,8 +39,8 @@ def line_of(rank: int, stride: int, size: int) -> range:
 class LayoutSizes:
     """Sizes that a job chooses for its layout; the fields have the settings' names.
 
-    expert_ranks_per_node  None: the number of an expert group's ranks on each node, given nodes of
-                           `ranks_per_node` ranks; 1 if groups would be divided unevenly
+    expert_ranks_per_node  number of an expert group's ranks on each node. None: derived from
+                           `ranks_per_node`; 1 if groups would be divided unevenly
     rank_order             None: DEFAULT_ORDER
     """
 
@@ -124,7 +124,7 @@ class Layout:
         if states % shard or self.data % states or (shard % self.expert and self.expert % shard):
             experts = f", and {self.expert} ranks of experts" if self.expert > 1 else ""
             raise ConfigError(
-                f"ZeRO over {shard} ranks, and its optimizer states over {states}, do not divide "
+                f"ZeRO over {shard} ranks, with optimizer states over {states}, does not divide "
                 f"the {self.data} ranks that share each part of the model{experts}: change "
                 "--zero-shard-size or --zero-state-shard-size"
             )

@@ -33,7 +33,7 @@ _LONGEST = 200  # maximum length of a value in a description, in characters
 
 
 def bus_address(device: torch.device) -> tuple[int, ...]:
-    """Return PCI domain, bus and device; empty for the CPU or if torch has none."""
+    """Return a device's PCI domain, bus and device number; () for the CPU or if torch has none."""
     if device.type == "cpu":
         return ()
     properties = torch.cuda.get_device_properties(device)
@@ -96,7 +96,7 @@ def conflict(tasks: Sequence[LaunchedProcess]) -> str:
 
 
 def digests(alike: Alike) -> dict[str, tuple[str, str]]:
-    """Return digest and text for each kind of values that must be equal."""
+    """Return the digest and the JSON text of each kind of values that must be equal."""
     texts = {kind: json.dumps(values, sort_keys=True) for kind, values in alike.items()}
     return {k: (hashlib.sha256(text.encode()).hexdigest()[:32], text) for k, text in texts.items()}
 
@@ -139,7 +139,7 @@ def difference(of_ranks: Sequence[Mapping[str, str]], text_of: Callable[[str], s
         return ""
     more = [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
     return (
-        f"all ranks must have the same, but {'; '.join(differences[:_SHOWN] + more)}. Give every "
+        f"all ranks must agree, but {'; '.join(differences[:_SHOWN] + more)}. Give every "
         "process the same command line ($RANDOM or $(date) in it differs between processes), code "
         "and files"
     )

@@ -1,4 +1,4 @@
-"""Placement: which device a process that sees several uses, and which rank it gets on its node.
+"""Placement: which device a process uses if it sees several, and which rank it gets on its node.
 
 Placement changes ranks, never devices: the launcher binds a process to cores, and so to the device
 and the network card next to them. The machine's links then determine the best order of a node's
@@ -8,8 +8,9 @@ Processes first use the launcher's numbers (Launch.task), and one of them comput
 never get the same rank, even if they report a wrong device.
 
 A process that sees all devices of a node takes the one that belongs to its local rank, which no
-other takes. It does not choose by the cores that it is bound to: several processes may be bound
-to cores next to one device (-c2 does this). If its cores belong to other devices, a notice says so.
+other process takes. It does not choose by the cores that it is bound to: several processes may be
+bound to cores next to one device (srun -c2 does this). If its cores belong to other devices, a
+notice says so.
 
 This module needs no torch.
 """
@@ -92,7 +93,7 @@ class LaunchedProcess(NamedTuple):
     def location(self) -> str:
         """Return "node:device".
 
-        The number is the device's number on the node if the process counts differently.
+        The device's number on the node is appended if it differs from torch's.
         """
         other = self.number is not None and self.device != f"cuda:{self.number}"
         return f"{self.node}:{self.device}" + (f" (device {self.number})" if other else "")
@@ -139,7 +140,7 @@ def visible_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
 
 
 def _numbers(text: str) -> tuple[int, ...] | None:
-    """Return '4' or '0,1,2' as numbers; None for anything else."""
+    """Return the numbers in a list such as '4' or '0,1,2'; None for any other text."""
     words = text.split(",")
     numbers = tuple(
         number for word in words if (number := natural_number(word.strip())) is not None
@@ -256,7 +257,7 @@ def ranks_per_node(nodes: Sequence[str]) -> int:
 def _devices(
     tasks: Sequence[LaunchedProcess], members: Sequence[int], count: int
 ) -> list[int] | str:
-    """Return the device of each of a node's tasks, or why it does not matter or is unknown."""
+    """Return the device of each of a node's tasks, or why ranks cannot follow the devices."""
     if len(tasks) != count:
         return f"{len(tasks)} process(es) on a node of {count} devices"
     if members[-1] - members[0] + 1 != count:
@@ -277,7 +278,7 @@ def _devices(
 
 
 def check_devices(mapping: RankMapping) -> RankMapping:
-    """Return `mapping` if its device order names each device once. Raises LaunchError."""
+    """Return `mapping`. Raises LaunchError unless its device order names each device once."""
     order = mapping.device_order
     devices = len(mapping.local_order) or len(order)
     if order and sorted(order) != list(range(devices)):

@@ -80,7 +80,7 @@ _INQUIRY = "inquiry"  # a call of a watchdog
 _NOBODY = -1  # in place of the failed rank's number, if no rank reported why it failed
 _OPEN = (
     "any process that connects to the ranks' store can guess its keys and end this job: export "
-    "MEGATRON_JOB_TOKEN, a random text, before srun, mpirun or torchrun"
+    "MEGATRON_JOB_TOKEN, a random string, before srun, mpirun or torchrun"
 )
 
 
@@ -206,7 +206,7 @@ class Rendezvous(StoreConnection):
     def _meet(self, deadline: float) -> None:
         """Describe this process to the others, and take the rank that the verdict assigns.
 
-        Raises LaunchError.
+        Raises LaunchError if the verdict is an error.
         """
         store = self.store
         task = self.launch.task

@@ -21,7 +21,7 @@ Kind = Literal["hidden", "embedding", "output", "vector"]
 def kind_of(name: str, global_shape: Sequence[int]) -> Kind:
     """Return the kind of a parameter, on which its optimizer and its learning rate may depend.
 
-    hidden     a layer's matrix, from features to features; several matrices have 3 dimensions
+    hidden     a layer's matrix, from features to features, or several of them in 3 dimensions
     embedding  a table from tokens or positions to features
     output     any other matrix, normally from features to the vocabulary
     vector     a norm or a bias
@@ -58,7 +58,7 @@ class Sharding:
     tied             whether this is the tied embedding weight, held by the first and the last stage
     decay            whether weight decay applies
     copies           number of neighbouring tensor ranks that hold this shard of a divided
-                     dimension; the gradients of more than one are terms of a sum
+                     dimension; if there are several, their gradients are terms of a sum
     base_shape       global shape in the base model of muP; None without muP
     fp32             whether forward and backward passes use it in fp32 even if other weights are
                      16-bit
@@ -125,8 +125,8 @@ def shard(
 ) -> Sharding:
     """Return the shard of tensor rank `rank` of `size`; dimension `dim` is split into equal parts.
 
-    `padded` is the padded length of `dim`, a multiple of `size`; entries beyond the global shape
-    are not real.
+    `properties` are further fields of the Sharding. `padded` is the padded length of `dim`, a
+    multiple of `size`; entries beyond the global shape are not real.
 
     >>> shard("w", (6, 4), 0, 1, 2).offset
     (3, 0)

@@ -29,8 +29,8 @@ ANSWER_S = 5.0  # how long the store, or a rank, may take to answer
 _BATCH = 1024  # keys in one request; its time grows faster than the number of keys
 _PATIENCE_S = 3.0  # how long torch may look for a store that has not started yet
 _FOREVER = timedelta(days=20)  # longer times do not fit into torch's 31 bits of milliseconds
-# requests per second from all ranks together for a key that they wait for; they cost rank 0 about
-# 0.2 cores
+# requests per second, from all ranks together, for a key that they wait for; serving them takes
+# rank 0 about 0.2 cores
 _ASKED = 10_000
 
 
@@ -71,7 +71,7 @@ class StoreConnection:
     def open(self) -> None:
         """Connect to the store, which may take `timeout` to start, or serve it.
 
-        Raises LaunchError.
+        Raises LaunchError if the store cannot be served or reached.
         """
         if self.launch.world_size == 1 and not self.launch.store_served:
             self.store = dist.HashStore()

@@ -83,7 +83,7 @@ class ShardGroups:
     """The groups over which ZeRO shards the state that every data-parallel rank would hold.
 
     inner   neighbours that together hold one copy of the gradients and, with stage 3, the weights
-    outer   ranks with the same shard of these, each with a different shard of its optimizer states
+    outer   ranks with the same shard of these, each with a different part of its optimizer state
     states  the ranks that together hold one copy of the optimizer's state: inner times outer
     copies  ranks with the same shard of the optimizer's state
     """
@@ -234,8 +234,8 @@ class Topology:
         (Rendezvous.flight); by default nobody reads the record. `sizes`, the same on all ranks,
         replaces the first two arguments.
 
-        Raises ConfigError if the world does not divide, and LaunchError if ranks do not form a
-        group in time.
+        Raises ConfigError if the processes do not divide into whole replicas, and LaunchError if
+        ranks do not form a group in time.
         """
         import torch
         import torch.distributed as dist
