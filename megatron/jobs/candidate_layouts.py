@@ -54,14 +54,15 @@ _FIRST_LOSS_SCALE = 4096
 class Candidate:
     """A layout that may be tried: it is valid and, as far as known, fits in memory.
 
-    index         position among the candidates of the space; key: tp=2,pp=4,mbs=1, the same in
-                  every run of the tuner
-    values        by parameter of the space; processes: number of processes in a trial
-    flags         all flags of pretrain_gpt.py, except those that a trial adds (length, metrics
-                  file, log intervals)
+    index         position among the candidates of the space
+    key           name such as tp=2,pp=4,mbs=1, the same in every run of the tuner
+    values        values of the space's parameters, by name
+    processes     number of processes in a trial
+    flags         flags for pretrain_gpt.py, except those that a trial adds (trial_flags,
+                  --metrics-file)
     nodes         number of nodes of a trial; tokens, batch: tokens and samples per step
     memory_bytes  predicted peak on the device that needs the most; None: not predicted
-    step_s        predicted seconds per step; None without a machine description
+    step_s        predicted seconds per step; None: not predicted
     """
 
     index: int
@@ -78,7 +79,7 @@ class Candidate:
     def cost(self, figure: float, objective: str) -> float:
         """Return the seconds or node-seconds per token if a step takes `figure` seconds.
 
-        If the objective is the validation loss, the cost is the loss itself.
+        If the objective is the validation loss, `figure` is the loss, and so is the cost.
         """
         if objective == LOSS:
             return figure
@@ -103,7 +104,7 @@ class Machine:
 
 @dataclass
 class Enumeration:
-    """Candidates in the order of the combinations, and the reasons why others were rejected."""
+    """Candidates in the order of the combinations, and why other combinations were rejected."""
 
     candidates: list[Candidate] = field(default_factory=list)
     rejections: Rejections = field(default_factory=Rejections)
@@ -151,7 +152,7 @@ def enumerate_candidates(
         try:
             candidate, same = _checked(_Names(space, common, machine, values, key), predict)
             if (first := seen.setdefault(same, key)) != key:
-                raise InvalidLayout("equivalent to another one", f"as {first}")
+                raise InvalidLayout("equivalent to another combination", f"same as {first}")
             enumeration.candidates.append(replace(candidate, index=len(enumeration.candidates)))
         except InvalidLayout as rejected:
             reason, case = rejected.args
@@ -162,7 +163,7 @@ def enumerate_candidates(
 def _common_flags(space: SearchSpace, flags: Sequence[str]) -> tuple[str, ...]:
     """Return the flags that all layouts share; the command line overrides the space.
 
-    Raises ConfigError.
+    Raises ConfigError for flags that are invalid or that contradict the space.
     """
     scanned = scan(flags)
     raise_problems(scanned.problems)
@@ -178,7 +179,7 @@ def _common_flags(space: SearchSpace, flags: Sequence[str]) -> tuple[str, ...]:
         if not fixed.keys() & (settings | (_PRECISION if settings & _PRECISION else set())):
             words += [spelling, *values]
     words += flags
-    # an error in them is an error in every layout
+    # an error in the shared flags is an error in every layout
     raise_problems(read_settings(words).problems)
     return tuple(words)
 
@@ -209,7 +210,9 @@ def _settings(flags: tuple[str, ...]) -> dict[str, object]:
 
 
 class _Names(dict[str, Any]):
-    """Values for names in expressions: settings, the combination, and derived values on demand.
+    """Values for names in expressions: settings, the combination's values, and derived values.
+
+    Derived values are computed on demand.
 
     Raises InvalidLayout, and ConfigError for an expression without a value.
     """
@@ -271,7 +274,7 @@ class _Names(dict[str, Any]):
             return replicas
         if name == "gbs":
             return self["mbs"] * self["dp"]
-        raise KeyError(f"{name} does not vary here")
+        raise KeyError(f"{name} is neither a parameter nor derived")
 
     def evaluate(self, where: str, expression: Expression) -> object:
         try:
@@ -303,7 +306,8 @@ class _Names(dict[str, Any]):
 def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
     """Check a layout, cheapest checks first; return it and a text that identifies duplicates.
 
-    Raises InvalidLayout and ConfigError.
+    Raises InvalidLayout for a layout that cannot be used, ConfigError for an expression without a
+    value.
     """
     space = names.space
     machine = names.machine
@@ -323,7 +327,7 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
     most = machine.max_nodes
     most = most if machine.cluster is None else min(most, machine.cluster.nodes)
     if nodes > most:
-        raise InvalidLayout("more nodes than available", f"{nodes}, available are {most}")
+        raise InvalidLayout("more nodes than available", f"{nodes}, but the limit is {most}")
     if nodes > 1 and processes % each:
         raise InvalidLayout(
             f"does not fill whole nodes of {each} processes", f"{processes} processes"
@@ -338,9 +342,9 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
         raise InvalidLayout(f"refused: {general}", problem) from None
     layout = candidate_of(config)
     settings = config.to_dict()
-    # A single stage has no choice of schedule.
+    # With a single stage, zb-h1 is turned off, which does not contradict the combination.
     if names.get("schedule", layout.schedule) not in (layout.schedule, "zb-h1"):
-        raise InvalidLayout("no such schedule with these chunks", f"it would be {layout.schedule}")
+        raise InvalidLayout("schedule contradicts the chunks", f"it would be {layout.schedule}")
     try:
         memory, step_s, placed = _fit(config, machine, predict)
     except ConfigError as error:
@@ -366,9 +370,12 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
 def _fit(
     config: Config, machine: Machine, predict: bool
 ) -> tuple[float | None, float | None, tuple[str, ...]]:
-    """Return the planner's (peak bytes, seconds of a step, flags of the best placement).
+    """Return the planner's (peak bytes, seconds per step, flags of the best placement).
 
-    Raises InvalidLayout for a layout that does not fit, ConfigError for one that the planner refuses.
+    Without a machine description the result is (None, None, ()); seconds are None unless `predict`.
+
+    Raises InvalidLayout for a layout that does not fit, and ConfigError for one that the planner
+    refuses.
     """
     cluster = machine.cluster
     layout = candidate_of(config)
@@ -383,7 +390,7 @@ def _fit(
         )
     words = list[str]()
     step_s = None
-    # Placement matters if the links between a node's devices differ and all devices are used.
+    # The device order matters if links between a node's devices differ and all devices are used.
     ordered = len(cluster.device_orders) > 1 and layout.world % cluster.devices_per_node == 0
     if predict:
         restrictions = {

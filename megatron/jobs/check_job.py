@@ -55,7 +55,9 @@ Exit codes: 0 no errors; 2 errors."""
 _OURS = re.compile(
     r"^\s*(?:source|\.)\s.*examples/frontier/(job|allocation|experiment)\.sh", re.MULTILINE
 )
-_TIGHT = 0.9  # share of memory; the runtime and the communication library take a few gigabytes
+# Share of memory above which to warn: the runtime and the communication library take a few
+# gigabytes.
+_TIGHT = 0.9
 _LETTERS = dict(A="account", D="chdir", J="job-name", N="nodes", p="partition", q="qos", t="time")
 _NO_VALUE = (
     "hold overcommit oversubscribe quiet verbose version help contiguous requeue no-requeue "
@@ -83,10 +85,17 @@ Options = dict[str, OptionValue]
 class CheckedJob:
     """A job with the findings of the check.
 
-    environ   environment variables for its training
-    words     flags in the training command
-    known     facts to print, by name
-    findings  (level, subject, text): level is error, warning or note
+    options           Slurm options by name
+    environ           environment variables for its training
+    nodes, tasks      numbers of nodes and processes of the training
+    cluster           machine to check against, if one is given
+    words             flags in the training command; None: no command was found
+    config            settings of the training; None: there is no command, or it is invalid
+    tokenizer         tokenizer of the training, if it can be read
+    vocabulary_known  whether the vocabulary's size is known
+    known             facts to print, by name
+    findings          (level, subject, text): level is error, warning or note
+    unchecked         what was not checked
     """
 
     options: Options
@@ -127,9 +136,9 @@ class CheckedJob:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Check a job and print the report; return the exit code. Own flags precede the script or --.
+    """Check a job and print the report; return the exit code.
 
-    Raises ConfigError.
+    The flags of the check itself precede the script or --. Raises ConfigError.
     """
     parser = Parser("preflight.py check", usage=USAGE, description=DESCRIPTION)
     text = "machine to check against, or none (default: MEGATRON_CLUSTER, then SITE_CLUSTER)"
@@ -189,7 +198,7 @@ def lines(job: CheckedJob) -> Iterator[str]:
 
 
 def parse_options(words: Sequence[str], where: str = "command line") -> tuple[Options, int]:
-    """Return the leading options of `words` by name or letter, and the next word's position.
+    """Return the leading options in `words` by name or letter, and the position of the next word.
 
     An unknown option is assumed to take a value.
 
@@ -242,7 +251,7 @@ def directives(text: str) -> tuple[Options, list[str]]:
 
 
 def winning(line: Options, environ: Mapping[str, str], script: Options) -> Options:
-    """Merge options: the command line takes precedence, then variables, then the script."""
+    """Merge options: the command line takes precedence, then SBATCH_ variables, then the script."""
     variables = {
         name.replace("timelimit", "time").replace("_", "-"): OptionValue(value, f"variable {key}")
         for key, value in environ.items()
@@ -276,13 +285,13 @@ def output_of(
 
 
 def ask_slurm(job: CheckedJob, words: Sequence[str]) -> None:
-    """Check with `sbatch --test-only`, which submits nothing.
+    """Check with `sbatch --test-only WORDS`, which submits nothing.
 
-    It takes the machine's partitions and limits into account and, with Slurm accounting, the
-    user's.
+    sbatch takes the machine's partitions and limits into account and, with Slurm accounting, the
+    limits of the user's account.
     """
     if "account" not in job.options:
-        job.warn("account", "no -A, no SBATCH_ACCOUNT: Slurm uses your default account or refuses")
+        job.warn("account", "no -A or SBATCH_ACCOUNT: Slurm uses your default account or refuses")
     job.unchecked.append("the account's remaining node-hours, and the wait in the queue")
     try:
         code, output = output_of(["sbatch", "--test-only", *words])
@@ -339,7 +348,9 @@ def read_script(words: Sequence[str], line: Options, at: int) -> CheckedJob:
     for problem in problems:
         job.error("options", problem)
     if not text.startswith("#!"):
-        job.error("script", "its first line names no interpreter, as sbatch needs: add #!/bin/bash")
+        job.error(
+            "script", "the first line names no interpreter, which sbatch requires: add #!/bin/bash"
+        )
     ask_slurm(job, words)
     checks = _OURS.search(text)
     if checks and checks[1] == "job":
@@ -347,7 +358,7 @@ def read_script(words: Sequence[str], line: Options, at: int) -> CheckedJob:
     elif checks:
         tool = "tune.py" if checks[1] == "allocation" else "run_experiment.py"
         job.unchecked.append(
-            f"the trainings that tools/{tool} starts: {script} --dry-run shows them and their cost"
+            f"the runs that tools/{tool} starts: {script} --dry-run shows them and their cost"
         )
     elif "--" in arguments:
         read_command(job, arguments[arguments.index("--") + 1 :])
@@ -358,9 +369,10 @@ def read_script(words: Sequence[str], line: Options, at: int) -> CheckedJob:
 
 
 def dry_run(job: CheckedJob, content: bytes, arguments: Sequence[str]) -> None:
-    """Run a copy of a script that uses job.sh with DRY_RUN=1, with the job's variables.
+    """Run a copy of a script that uses job.sh, with DRY_RUN=1 and the job's Slurm variables.
 
-    As under Slurm, it runs in the folder of submission. Raises ConfigError.
+    Like Slurm, this runs it in the folder of submission or of --chdir. Raises ConfigError if the
+    script cannot be run or its output cannot be read.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-check-") as folder:
         copy = Path(folder, "slurm_script")
@@ -433,7 +445,7 @@ def check_network(job: CheckedJob, cluster: Cluster) -> None:
     if job.nodes == 1 or not any(nic.startswith("hsn") for nic in cluster.nics):
         return
     if job.environ.get("NCCL_NET", "Socket") in ("", "Socket"):
-        text = "without the plugin RCCL falls back to TCP. examples/frontier/env.sh sets it"
+        text = "without the plugin RCCL falls back to TCP. examples/frontier/env.sh sets NCCL_NET"
         job.warn("network", f"NCCL_NET is not OFI: {text}")
     if job.environ.get("FI_MR_CACHE_MONITOR") == "memhooks":
         job.error("network", "FI_MR_CACHE_MONITOR=memhooks deadlocks with RCCL: use kdreg2")
@@ -485,7 +497,7 @@ def check_data(job: CheckedJob, config: Config) -> None:
         job.unchecked.append(f"data {', '.join(local)}, on node-local disks")
         return
     samples = planned_samples(config, BatchSchedule.from_config(config))[0]
-    if not job.vocabulary_known:  # no id can be called out of range
+    if not job.vocabulary_known:  # so that no id counts as out of range
         config = config.replace(vocab_size=MOST)
     epochs, notices = datasets.check_data(config, job.tokenizer, samples)
     for notice in notices:
@@ -528,7 +540,7 @@ def check_saving(job: CheckedJob, config: Config) -> None:
 
 
 def check_memory(job: CheckedJob, config: Config) -> None:
-    """Compare the planner's peak memory per device with the machine's memory, if known."""
+    """Compare the predicted device and host memory with the machine's, if the machine is known."""
     if (cluster := job.cluster) is None:
         return
     peak = max(rank.total for rank in memory_of_ranks(config, cluster.device_type))

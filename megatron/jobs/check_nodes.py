@@ -1,9 +1,9 @@
 """Test the nodes in an allocation before training (`tools/preflight.py measure`).
 
 Every process multiplies matrices on its device. Processes on nodes whose devices work then
-all-reduce within their node and with their counterparts on both neighbouring nodes. Each writes its
-figures and errors to rank 0's store, and rank 0 judges the nodes. Ranks must be in contiguous
-blocks, one block per node. The collectives have not been run on a GPU.
+all-reduce within their node and with their counterparts on both neighbouring nodes. Each process
+writes its figures and errors to rank 0's store, and rank 0 judges the nodes. Ranks must be in
+contiguous blocks, one block per node. The collectives have not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _MARGIN_S = 5.0
 PRODUCT = "matrix product"
 WITHIN = "all-reduce within the node"
 BETWEEN = "all-reduce with a neighbouring node"
-# For each measurement: unit, share of the median below which a rank counts as slow, and name of its
-# band in a cluster file.
+# For each measurement: unit, share of the median below which a rank counts as slow, and name of the
+# measurement's lower bound in a cluster file.
 FIGURES = {
     PRODUCT: ("TFLOP/s", 0.75, "gemm_tflops"),
     WITHIN: ("GB/s", 0.5, "allreduce_node_gb_per_s"),
@@ -53,7 +53,7 @@ Results = Mapping[int, Mapping[str, Any]]
 
 
 class Process:
-    """A process in the test: its figures, and its errors by step. Each step may take `seconds`."""
+    """A process in the test: its figures and errors, by step. A step may take at most `seconds`."""
 
     def __init__(self, connection: StoreConnection, seconds: float) -> None:
         self.launch = connection.launch
@@ -67,7 +67,7 @@ class Process:
         self.errors = dict[str, str]()
 
     def multiply(self, backend: str | None, mapping: RankMapping | None) -> None:
-        """Measure the TFLOP/s of a product of square matrices of ones here; check the result."""
+        """Measure the TFLOP/s of a product of matrices of ones on the device; check the result."""
 
         def work() -> float:
             self._device = select_device(self.launch, backend, mapping)
@@ -89,9 +89,10 @@ class Process:
     def meet(self, nodes: Sequence[int]) -> None:
         """All-reduce within this node, then with both neighbours in the ring of `nodes`.
 
-        The faster neighbour counts, so that a bad node does not affect the figures of others. An
-        odd ring takes three rounds, each of which leaves out one node. All deadlines are counted
-        from the start, so that a process whose round timed out has its full time in the next one.
+        Only the faster of the two results counts, so that a bad node does not affect its
+        neighbours' figures. An odd ring takes three rounds, each of which leaves out one node. All
+        deadlines are counted from the start, so that a process whose round timed out has its full
+        time in the next round.
         """
         each = self.launch.local_world_size
         node, local = divmod(self.launch.rank, each)
@@ -120,11 +121,15 @@ class Process:
             self.meet(nodes)
         results = self.share("network", came, limit)
         with contextlib.suppress(RuntimeError):  # rank 0 has all results, and may have exited
-            store.wait(["network"], limit)  # a group ends with its first member
+            store.wait(["network"], limit)  # a group fails once a member has exited
         return results
 
     def share(self, phase: str, ranks: Iterable[int], limit: timedelta) -> Results:
-        """Send results to rank 0, which returns all that are in time and publishes good nodes."""
+        """Send this rank's results to rank 0.
+
+        Rank 0 waits at most `limit` for those of `ranks`, publishes the good nodes under the key
+        `phase`, and returns the results that have arrived; other ranks return none.
+        """
         launch = self.launch
         store = self._connection.store
         report = {
@@ -172,7 +177,7 @@ class Process:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(minutes=30)  # a watchdog would kill the process
+            options._timeout = timedelta(minutes=30)  # after this, the watchdog kills the process
             length = 2**28
             group = dist.ProcessGroupNCCL(store, member, size, options)
         else:
@@ -210,7 +215,10 @@ class NodeVerdict(NamedTuple):
 
 
 def judge(results: Results, hosts: Sequence[str], bands: Mapping[str, float]) -> NodeVerdict:
-    """Judge the results of all ranks; `hosts` has the host of each rank, in allocation order.
+    """Judge the results of all ranks.
+
+    hosts  the host of each rank, in allocation order
+    bands  lower bounds for figures on a healthy node, by name
 
     A rank is slow if it is far below the median, or below the machine's band while most ranks are
     not. On a CPU no rank counts as slow: speeds depend on other programs.
@@ -257,7 +265,7 @@ def judge(results: Results, hosts: Sequence[str], bands: Mapping[str, float]) ->
 
 
 def rank_hosts(launch: Launch, results: Results) -> list[str]:
-    """Return each rank's host, as reported by a process there or from Slurm's node list."""
+    """Return each rank's host, as reported by a process on its node, or from Slurm's node list."""
     each = launch.local_world_size
     names = dict(enumerate(_slurm_hosts()))
     names |= {rank // each: report["host"] for rank, report in results.items()}
@@ -274,15 +282,18 @@ def _slurm_hosts() -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one process of the test; rank 0 prints the verdict and returns it as the exit code."""
+    """Run one process of the test; rank 0 prints the verdict and returns it as the exit code.
+
+    Raises LostRankError on other ranks if rank 0 does not answer.
+    """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides a warning for each repeated wait
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # a watchdog would kill the process
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # NCCL's watchdog would kill the process
     launch = detect_launch()
     cluster = None if args.cluster == "none" else load_cluster(args.cluster)
     if launch.on_one_node and not host_name_is_local():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if launch.rank == 0:
-        _write_hosts(args.out, [], [])  # discard those of an earlier start
+        _write_hosts(args.out, [], [])  # discard the lists of an earlier start
 
     def work() -> Results:
         connection = StoreConnection(launch, timedelta(seconds=2 * args.seconds))

@@ -1,8 +1,8 @@
 """Scaling experiments: their points, their costs, and a job source that runs them.
 
 Every point is resolved by pretrain_gpt.py's parser, so that contradictions are found before
-anything is queued. Costs are derived from the published throughput and the machine's limits. This
-module does not require torch.
+anything is queued. Costs are estimated from the published throughput and compared with the
+machine's limits. This module does not require torch.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ _LIMIT_S = 3600.0  # time limit for a point whose time cannot be predicted
 class ExperimentKind(NamedTuple):
     """A kind of experiment.
 
-    varies  the size that varies; values: its default values
-    batch   global batch size in a sweep with the paper's models (pp-bubble: micro-batches per
-            stage); replicas: number of replicas in such a sweep
+    parameter  name of the size that varies, for reports
+    varies     the size that varies: dp, tp, pp, mbs or batch; values: its default values
+    batch      global batch size in a sweep with the paper's models (pp-bubble: micro-batches per
+               stage); replicas: number of replicas in such a sweep
     """
 
     parameter: str
@@ -72,13 +73,15 @@ KINDS: Mapping[str, ExperimentKind] = {
 class ExperimentRequest:
     """A requested experiment.
 
-    model       22b, 175b, 1t (the paper's models), or the name of any preset
-    recipe      paper: the preset as published, in fp16; frontier: the preset's improved version
-    values      values of the size that varies; empty for the kind's defaults
-    batch       batch size: per replica (weak), in total (strong), per pipeline stage (pp-bubble),
-                otherwise for every point. None: the published size, or the kind's default
-    iterations  measured steps with the full batch, after `warm_up` steps
-    flags       additional flags for pretrain_gpt.py; they take precedence
+    kind            name in KINDS
+    model           22b, 175b, 1t (the paper's models), or the name of any preset
+    recipe          paper: the preset as published, in fp16; frontier: its improved version
+    values          values of the size that varies; empty for the kind's defaults
+    batch           samples per replica (weak), micro-batches per pipeline stage (pp-bubble), or
+                    samples per step. None: the published size, or the kind's default
+    iterations      measured steps with the full batch, after `warm_up` steps
+    tasks_per_node  processes per node, if a point has that many
+    flags           additional flags for pretrain_gpt.py; they take precedence
     """
 
     kind: str
@@ -117,12 +120,14 @@ class ExperimentRequest:
 class Point:
     """A run in an experiment. If its settings are invalid, `config` is None and `problem` says why.
 
-    flags        for pretrain_gpt.py, without the path of the metrics file
+    name         name of its folder
+    value        value of the size that varies
     world        number of processes
+    flags        for pretrain_gpt.py, without the path of the metrics file
     iteration_s  seconds per step with the full batch; total_s: for the whole point with its warm-up
                  and start-up; None: unknown
-    limit_h      time limit for a job on this many nodes
-    queue        partition with a sufficient time limit, if the default partition's is too short
+    limit_h      time limit in hours for a job on this many nodes
+    queue        first partition that allows this many nodes for this long, if one is known
     """
 
     name: str
@@ -261,7 +266,8 @@ def priced(
 ) -> Point:
     """Return the point with its cost filled in.
 
-    tflops  hardware TFLOP/s per device; None: the published value for this model
+    tflops     hardware TFLOP/s per device; None: the published value for this model
+    partition  partition whose time limit applies; None: the default partition
 
     Raises ConfigError for more nodes than the machine or the partition allows.
     """
@@ -305,11 +311,13 @@ class Experiment(JobSource):
 
     A failed point is recorded, and the others continue.
 
-    limit_s      time limit for each point; None: derived from its cost
-    waiting      points that were not started or were interrupted, with the reasons
-    out_of_time  whether points wait for lack of time
+    limit_s       time limit for each point; None: derived from its cost
+    retry_failed  whether to repeat failed points
+    say           called with one line for each event
+    waiting       points that were not started or were interrupted, with the reasons
+    out_of_time   whether points were postponed for lack of time, or the run was interrupted
 
-    Raises ConfigError for a folder with other contents.
+    Raises ConfigError for a folder that holds a point with other settings.
     """
 
     def __init__(
@@ -339,14 +347,14 @@ class Experiment(JobSource):
                 self._to_do.append(point)
 
     def reasons(self, status: str) -> dict[str, str | None]:
-        """Return the points with this status, with the reasons."""
+        """Return the reasons of the points with this status, by name."""
         return {name: one.reason for name, one in self.results.items() if one.status == status}
 
     @property
     def resumable(self) -> bool:
         """Return whether some points were completed and others ran out of time.
 
-        Without the first condition, a resumed job might never finish.
+        If no point was completed, jobs could be resumed forever without progress.
         """
         return self.out_of_time and bool({*self.finished} & {*self.reasons(DONE)})
 
@@ -358,15 +366,17 @@ class Experiment(JobSource):
             self._postpone(point, f"interrupted by {why}" if runner.signal else why)
 
     def next(self, runner: Runner) -> Job | None:
-        """Return the first point that fits on the free nodes and in the remaining time.
+        """Return the job of the first point that fits on the free nodes and in the remaining time.
 
-        Points that can never fit are postponed.
+        Points are postponed if they need more nodes or time than there are, or if another process
+        runs them.
         """
         for point in list(self._to_do):
             left = runner.left_s()
             if not runner.ever(point.nodes):
                 self._postpone(
-                    point, f"needs {point.nodes} of {len(runner.target.hosts)} available nodes"
+                    point,
+                    f"needs {point.nodes} nodes; fewer of {len(runner.target.hosts)} are usable",
                 )
             elif not runner.room(point.nodes):
                 continue

@@ -17,7 +17,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Run the command; the kernel kills it when the parent's thread ends (prctl, kept by exec)."""
+    """Run the command; the kernel kills it when the thread that started this process ends.
+
+    The request (prctl) survives exec.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # the parent ended before prctl was called
         os.kill(os.getpid(), signal.SIGKILL)

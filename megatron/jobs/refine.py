@@ -27,7 +27,7 @@ from megatron.planner.timing import Estimate, estimate
 
 WARM_UP = 3
 LEAST_STEPS = 3
-"""Number of steps to ignore (the first has no overlap, memory settles) and then to require."""
+"""Number of steps to ignore (the first has no overlap, memory settles), and to require then."""
 _LEAST_RUNS = 4  # for two factors: with three runs, some pair of factors always fits
 _BETTER = 0.5  # two factors must reduce the error of one factor to less than this share
 # ratios to try of the message factor to the compute factor, 2.5 % apart
@@ -53,9 +53,9 @@ Factors = tuple[float, float]
 def refined(cluster: Cluster, paths: Sequence[Path]) -> tuple[Cluster, Factors, Table, list[str]]:
     """Correct a machine description from the metrics files of runs.
 
-    Return it with the factors, a table of its estimates' errors before and after, and the runs and
-    lines that were left out. Raises DataError if no run can be used, and ConfigError for a
-    run that does not fit on the machine.
+    Return the corrected description, the factors, a table of the estimates' errors before and after
+    the correction, and the runs and lines that were left out. Raises DataError if no run can be
+    used, and ConfigError for a run that does not fit on the machine.
     """
     runs = list[RefinementRun]()
     left_out = list[str]()
@@ -85,7 +85,7 @@ def refined(cluster: Cluster, paths: Sequence[Path]) -> tuple[Cluster, Factors, 
     return (
         corrected,
         factors,
-        Table("", ("run", "ms a step", "estimate before", "after"), rows),
+        Table("", ("run", "ms/step", "estimate before", "after"), rows),
         left_out,
     )
 
@@ -93,7 +93,7 @@ def refined(cluster: Cluster, paths: Sequence[Path]) -> tuple[Cluster, Factors, 
 def read_run(path: Path) -> RefinementRun:
     """Read the last start in a metrics file or a folder's metrics file, without its first steps.
 
-    Raises DataError.
+    Raises DataError if the file cannot be read or has too few valid steps.
     """
     measured = figures(read_measured(path), WARM_UP)
     run = measured.run
@@ -103,7 +103,7 @@ def read_run(path: Path) -> RefinementRun:
             f"{path}: {why}: at least {LEAST_STEPS} steps with the full batch are needed after the "
             f"first {WARM_UP}: run about 20 steps with --log-interval 1"
         )
-    # earlier versions had settings for single scalars
+    # earlier versions had a setting for each scalar
     settings = {n: v for n, v in run.settings.items() if not n.endswith("_to_tensorboard")}
     try:
         return RefinementRun(
@@ -159,7 +159,7 @@ def correct(cluster: Cluster, factors: Factors, dtypes: set[str]) -> Cluster:
     corrected = []
     for name, figure in {**assumed_figures(peaks), **cluster.compute}.items():
         factor = factors[name.startswith(_OF_MESSAGES)]
-        source = f"{figure.source}; seconds times {factor:.3f} by the step times of runs"
+        source = f"{figure.source}; seconds times {factor:.3f} according to the step times of runs"
         scaled = figure.scaled(factor if is_time(name) else 1 / factor)
         corrected.append(dataclasses.replace(scaled, source=source))
     return cluster.with_figures(corrected).with_bandwidths(1 / factors[1])

@@ -24,21 +24,21 @@ LOST_RANK = "lost rank"
 REFUSED = "refused"
 STOPPED = "stopped early"
 CRASH = "crash"
-"""Kinds of endings. The starter of a run reports timeouts and sometimes hangs."""
+"""Kinds of endings. The process that starts a run detects time-outs, early stops and some hangs."""
 
 _KILLED = (-9, 137)
 _TAIL_BYTES = 100_000
 _SHOWN = 200  # characters shown of a line
 
 # Messages from HIP, CUDA, srun and slurmstepd (but not the name of a folder); torch; BLAS; torch on
-# a CPU and errno ENOMEM; C++; Python.
+# a CPU and errno ENOMEM; C++; Python; HSA.
 _MEMORY = (
     r"(?<![\w/.-])(?:out[ _]of[ _]memory|oom[-_]kill)|(?-i:OutOfMemory)|BLAS_STATUS_ALLOC_FAILED|"
     r"can(?:no|')t allocate memory|not enough memory: you tried|std::bad_alloc|\bMemoryError\b|"
     r"HSA_STATUS_ERROR_OUT_OF_RESOURCES"
 )
-# Other failures due to a memory limit: a thread's stack, a mapped library. The last two come from a
-# node that died before Slurm noticed; srun then kills the tasks on the other nodes.
+# Messages from Slurm about a lost node. The last two come from a node that died before Slurm
+# noticed; srun then kills the tasks on the other nodes.
 _NODE = (
     "node failure|NODE_FAIL|DUE TO NODE FAIL|io error with slurmstepd on node|launch for \\S+ "
     "failed on node"
@@ -51,7 +51,8 @@ _FOLLOWS = re.compile(
 )
 # errors that the user must also fix, but not by changing settings
 _NO_REFUSAL = re.compile(r"(?:Launch|Training|Kernel)Error")
-# With --wait, srun then ends the other tasks; its later messages about them are consequences.
+# After this message, srun with --wait ends the other tasks; later messages about them are
+# consequences.
 _SRUN_FORCE = re.compile(r"^srun: First task exited \d+s ago", re.MULTILINE)
 _SRUN_WORDS = {
     "Killed": 137,
@@ -69,7 +70,7 @@ _SRUN = re.compile(
 
 @dataclass(frozen=True)
 class Ending:
-    """Reason for a run's failure. kind: one of the above; reason: one line for users."""
+    """Reason for a run's failure. kind: one of the kinds above; reason: one line for users."""
 
     kind: str
     reason: str
@@ -153,16 +154,19 @@ def _precedence(code: int) -> tuple[int, int]:
 DONE = "done"
 FAILED = "failed"
 INVALID = "invalid"
-"""Outcomes of a trial: with figures, without, or with contradictory figures, which never win."""
+"""Statuses of a trial: with figures, without, or with contradictory figures, which never win."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a trial; without a status, it is unfinished. Figures are None unless valid.
+    """Outcome of a trial. Figures are None unless valid.
 
-    kind, reason    for a failure, or for invalid figures
+    status          DONE, FAILED or INVALID; "": unfinished
+    kind            kind of ending of a failed trial
+    reason          why the trial failed or its figures are invalid
     step_s          median time of the steady steps; spread: (slowest - fastest) / median; steady:
                     the number of steady steps
+    tokens_per_s    rate of all devices together
     memory_bytes    peak over all ranks
     notes           remarks on valid figures
     loss            the last validation loss, if this is the objective
@@ -194,7 +198,7 @@ RUNNING = Result()
 
 
 def is_complete(folder: Path, steps: int) -> bool:
-    """Return whether a folder's metrics file has all steps up to the end. Raises DataError."""
+    """Return whether a folder's metrics file records all steps of a run. Raises DataError."""
     return (folder / METRICS).is_file() and all_done(read_records(folder / METRICS), steps)
 
 

@@ -28,8 +28,8 @@ GRACE_S = 15.0
 """Seconds between SIGTERM and SIGKILL; short, because these runs save nothing."""
 _REPEAT_S = 5.0
 _WAIT_S = 60  # from the end of one task in a step until srun ends the others
-# from the loss of a rank until the others are killed: they normally end on their own and name the
-# lost rank
+# from the loss of a rank until the other ranks are killed: normally these end on their own and name
+# the lost rank
 _PEERS_S = 20.0
 _MOST_LOGS = 256
 _FIRST_PORT = 3442
@@ -72,9 +72,10 @@ exit "$code"
 class SlurmStep:
     """The job step that executes a run under Slurm.
 
-    name     name in squeue; unique among the running steps
-    turn     number of runs started before this one, which selects its port
-    limit_s  time after which Slurm ends the step if the starter has not
+    name            name in squeue; unique among the running steps
+    hosts           nodes on which it runs `tasks_per_node` processes each
+    turn            position among the runs of the starter, which selects the port
+    limit_s         time after which Slurm ends the step if the starter has not
     """
 
     name: str
@@ -85,9 +86,10 @@ class SlurmStep:
 
 
 class RunProcesses:
-    """Processes of a run: either all ranks or one launcher.
+    """Processes of a run.
 
-    step        name of the run's step under Slurm
+    processes   all ranks, or one launcher
+    step        name of the run's step under Slurm; None without Slurm
     resources   closed when the run ends: the reserved port, and the pipe by which the launcher
                 monitors its starter
     exit_codes  None until the run has ended; then the exit codes of the processes that ended before
@@ -193,7 +195,7 @@ def start_here(
 ) -> RunProcesses:
     """Start `count` ranks on this machine.
 
-    The first writes to LOG in the folder, the others to TASKS/task_N.err. They are killed when the
+    Rank 0 writes to LOG in the folder, rank N to TASKS/task_N.err. The ranks are killed when the
     calling thread ends, so call this from the main thread.
     """
     run = RunProcesses(clock=clock)
@@ -218,7 +220,10 @@ def start_step(
     folder: Path,
     clock: Callable[[], float] = time.monotonic,
 ) -> RunProcesses:
-    """Start a job step on its hosts; output goes to LOG in the folder, errors to TASKS/task_N.err."""
+    """Start a job step on its hosts.
+
+    Output goes to LOG in the folder, errors to TASKS/task_N.err.
+    """
     run = RunProcesses(step.name, clock)
     listening, alive = os.pipe()
     run.resources.callback(os.close, alive)
@@ -264,7 +269,7 @@ def step_environment(environ: Mapping[str, str], step: SlurmStep, tasks: Path) -
 
 
 def logs_of(folder: Path) -> list[Path]:
-    """Return the logs that may contain the reason for a run's end."""
+    """Return the logs that may contain the reason for a run's end, the most informative first."""
     return [folder / LOG, *sorted((folder / TASKS).glob("*.err"))[:_MOST_LOGS]]
 
 

@@ -69,7 +69,7 @@ _POLL_S = 0.2
 _LEAST_STALL_S = 60.0
 _SLOWER = 10.0
 _EXIT_S = 30.0  # allowed from the last record to the end of the processes
-_MOST_LOST = 2  # nodes that may die under a run; if one more dies, the run is blamed
+_MOST_LOST = 2  # attempts that a run may lose to dead nodes; at the next, the run is blamed
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -79,7 +79,12 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class LaunchTarget:
-    """Destination of runs. launcher: local or slurm; hosts: () for this machine; parallel: maximum."""
+    """Where runs are started.
+
+    launcher  local or slurm
+    hosts     nodes of the allocation; () for this machine
+    parallel  maximum number of runs at the same time
+    """
 
     launcher: str
     hosts: tuple[str, ...] = ()
@@ -93,9 +98,10 @@ class Job:
     name      for messages and Slurm; folder: for its files; point: contents of its point.json, to
               which the hosts are added
     flags     for pretrain_gpt.py, without --metrics-file; steps: total optimizer steps
+    processes, nodes  numbers of processes and nodes
     limit_s   total time limit; stall_s: longest time without a new step, None: derived from earlier
               steps and step_s, the predicted time per step
-    stops     decides from the validation losses so far whether to stop the run
+    stops     decides from the validation losses so far whether to stop the run; None: never
     """
 
     name: str
@@ -115,11 +121,15 @@ class Job:
 class Attempt:
     """A started job with its outcome.
 
-    stopped      the limit that it exceeded
-    complete     whether all steps are recorded
-    why          why it failed; None if it succeeded or was interrupted
-    interrupted  external cause of its end (a signal, a dead node, the allocation's end), after
-                 which it is repeated
+    hosts           its nodes; () on this machine
+    run, watch      its processes and their monitor
+    started, ended  seconds since the epoch (1970)
+    stopped         why it was stopped: a limit that it exceeded, or its validation loss
+    complete        whether all steps are recorded
+    why             why it failed; None if it succeeded or was interrupted
+    interrupted     external cause of its end (a signal, a dead node, the allocation's end), after
+                    which it is repeated
+    inquiry         test of its nodes, if it failed inside a Slurm job
     """
 
     job: Job
@@ -135,7 +145,7 @@ class Attempt:
     inquiry: Inquiry | None = None
 
     def note(self, record: Mapping[str, object]) -> None:
-        """Write result.json: this record and the circumstances. Raises ConfigError."""
+        """Write result.json: this record, exit code, times and nodes. Raises ConfigError."""
         circumstances = {
             "exit_code": cause(self.run.exit_codes),
             "started": self.started,
@@ -167,7 +177,7 @@ class JobSource:
         return Result(DONE)
 
     def report(self, end: Attempt, result: Result) -> None:
-        """Report how a job ended; without a status it was interrupted and will run again."""
+        """Report how a job ended; if `result` has no status, the job will run again."""
 
     def ended(self, end: Attempt) -> None:
         """Record the end of a job. Raises ConfigError if it cannot be written."""
@@ -187,8 +197,12 @@ class JobSource:
 class Runner:
     """Runs the jobs from a source.
 
+    target  where to run them
     say     called with one line for each node that is left out
-    left_s  seconds left; None if unknown
+    left_s  returns the seconds left; None if unknown
+    clock   returns the time in seconds
+    sleep   waits for a number of seconds
+    signal  name of the signal that ends the run; "" if there was none
     """
 
     def __init__(
@@ -269,7 +283,7 @@ class Runner:
             names = ("attempt-", LOCK_NAME)
             old = [path for path in job.folder.iterdir() if not path.name.startswith(names)]
             if old:
-                # some may have been removed
+                # some subfolders may have been removed, so take the first free name
                 attempts = (job.folder / f"attempt-{n}" for n in itertools.count(1))
                 aside = next(path for path in attempts if not path.exists())
                 aside.mkdir()
@@ -279,8 +293,8 @@ class Runner:
             if self._local:
                 run = start_here(training_command(flags), job.processes, job.folder, self._clock)
             else:
-                # Another search or experiment may be running in this Slurm job: step names include
-                # our process id.
+                # Another search or experiment may be running in this Slurm job, so step names
+                # include our process ID.
                 name = f"{job.name}-{os.getpid()}"
                 tasks = job.processes // job.nodes
                 step = SlurmStep(name, hosts, tasks, self._turn, job.limit_s)
@@ -288,7 +302,7 @@ class Runner:
         self._running.append(Attempt(job, hosts, run, Watch(job, self._clock())))
 
     def _settle(self, each: Attempt, source: JobSource) -> None:
-        """Notify the source of a run's end, once its cause is known."""
+        """Notify the source of a run's end, once the cause of the end is known."""
         if each.why is None:
             with contextlib.suppress(DataError):
                 each.complete = is_complete(each.job.folder, each.job.steps)
@@ -346,7 +360,7 @@ class Runner:
     # -- the end -----------------------------------------------------------------------------------
 
     def _stop_all(self, source: JobSource, why: str) -> None:
-        """Stop all runs and wait a few seconds; those with remaining steps count as interrupted."""
+        """Stop all runs and wait up to 2 GRACE_S; those with steps left count as interrupted."""
         for each in self._running:
             if each.stopped is None or each.inquiry is not None:
                 each.interrupted = each.interrupted or why
@@ -397,7 +411,7 @@ class Watch:
     _complete: bool = False
 
     def look(self, now: float) -> Ending | None:
-        """Return why the run must be stopped, or None. now: seconds on its start's clock."""
+        """Return why the run must be stopped, or None. now: seconds on the runner's clock."""
         metrics = self.job.folder / METRICS
         size = 0
         with contextlib.suppress(OSError):
@@ -460,9 +474,10 @@ def time_left(
     reserve_s: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Callable[[], float | None]:
-    """Return a countdown: the smaller of `walltime_s` and the allocation's time minus a reserve.
+    """Return a function that returns the seconds left, or None if both limits are unknown.
 
-    It returns None if both are unknown.
+    The limits are `walltime_s` from now on, and the end of the allocation less `reserve_s`; the
+    earlier one counts.
     """
     begun = clock()
     left_s = allocation_s()
@@ -477,7 +492,7 @@ def slurm_time_left_s() -> float | None:
 
 
 def _squeue(what: str) -> str | None:
-    """Query squeue about this job; None if it does not respond."""
+    """Return squeue's answer about this job; None if there is no job or no answer."""
     job = job_name(os.environ)
     if not job:
         return None
@@ -558,9 +573,9 @@ class Inquiry:
             self.dead = sorted(dead)
 
     def answers(self, hosts: Iterable[str]) -> set[str]:
-        """Return the nodes that can start a task, which prints their name, in a separate step.
+        """Return the nodes that can start a task: a step on each node prints the node's name.
 
-        Raises OSError.
+        Raises OSError if srun cannot be started.
         """
         step = "srun -N 1 -n 1 -c 1 --overlap --time=3 --job-name=nodes -w".split()
         probes = [

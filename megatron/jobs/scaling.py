@@ -36,7 +36,11 @@ _PLAUSIBLE_SHARE_OF_PEAK = 0.9  # out of reach for a training run, so higher fig
 class StepTimes:
     """A record in a metrics file, for `steps` steps with a mean time of `step_time_s`.
 
-    time  when it was written, in seconds since the epoch (1970)
+    iteration      the last of these steps, counted from 1
+    model_tflops, hardware_tflops  TFLOP/s per device
+    memory_bytes   peak so far over all ranks
+    skipped, nan   numbers of steps that were skipped, and of steps with a non-finite loss
+    time           when the record was written, in seconds since the epoch (1970)
     """
 
     iteration: int
@@ -56,11 +60,14 @@ class StepTimes:
 class MeasuredRun:
     """A run: its settings, and its lines since the last start.
 
-    settings  by the names of Megatron's arguments, as far as they are known
-    point     description of the point if the run is part of an experiment; otherwise {}
-    failure   why there are no figures; None if there are
-    finished  whether it ran to the end
-    left_out  number of lines in its file that are not records
+    path             its metrics file, which may be missing
+    settings         by the names of Megatron's arguments, as far as they are known
+    start_iteration  number of steps completed before the last start
+    device           name of its devices; "" if unknown
+    point            description of the point if the run is part of an experiment; otherwise {}
+    failure          why there are no figures; None if there are
+    finished         whether it ran to the end
+    left_out         number of lines in its file that are not records
     """
 
     name: str
@@ -112,7 +119,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[MeasuredRun]:
         marked = {file.parent for name in (METRICS, POINT) for file in path.rglob(name)}
         if not marked and path.is_dir():
             raise DataError(f"{path}: contains no run: a run has a {METRICS}")
-        # Except earlier attempts, which were moved into subfolders of a run's folder (runner.py).
+        # Leave out earlier attempts, which are in subfolders of a run's folder (runner.py).
         aside = {p for p in marked if p.name.startswith("attempt-") and p.parent in marked}
         runs += map(read_run, sorted(marked - aside) or [path])
     return runs
@@ -170,11 +177,15 @@ def read_run(path: str | Path) -> MeasuredRun:
 class Figures:
     """Figures of one run; None if unavailable. Rates are in tokens/s; TFLOP/s are per device.
 
+    steady        number of steady steps
+    step_s        their median seconds
     range_s       the fastest and the slowest steady step; None for a single step
     median_s      95 % interval of the median step; None for a single step
     independent   number of independent values among the steady ones, see independent_values
+    batch         samples per step
+    mfu, hfu      share of the device's peak in model and in hardware TFLOP/s
     memory_bytes  peak memory over all ranks
-    skipped, nan  number of such steps in the whole run
+    skipped, nan  numbers of skipped steps and of non-finite losses in the whole run
     problems      contradictions; if there are any, the figures are invalid
     notes         other remarks
     """
@@ -214,7 +225,7 @@ class Figures:
 def figures(
     run: MeasuredRun, warm_up: int | None = None, peak_tflops: float | None = None
 ) -> Figures:
-    """Measure a run. A run without lines gives figures without values.
+    """Compute the figures of a run; most are None for a run without lines.
 
     warm_up      number of steps that do not count; None: as in its point, otherwise 1
     peak_tflops  peak of a device; None: the known value
@@ -304,9 +315,10 @@ def _steady(run: MeasuredRun, warm_up: int, full: int) -> list[StepTimes]:
 def independent_values(values: Sequence[float]) -> float:
     """Return the number of independent values that would scatter as `values` do.
 
-    n (1 - r) / (1 + r) for an autoregressive process of order 1 (Wilks, Statistical Methods in the
-    Atmospheric Sciences, section on the sampling distribution of a mean); r is the correlation
-    between neighbours, used only from 10 values on and if positive.
+    The number is n (1 - r) / (1 + r), as for an autoregressive process of order 1 (Wilks,
+    Statistical Methods in the Atmospheric Sciences, section on the sampling distribution of a
+    mean). r is the correlation between neighbours; it counts as 0 if it is negative, or for fewer
+    than 10 values.
     """
     mean = statistics.fmean(values)
     n = len(values)
@@ -323,7 +335,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
     This is the interval of the sign test, which assumes no distribution (Conover, Practical
     Nonparametric Statistics, section 3.2, in its normal approximation), for the number of
-    independent values. For up to 8 values it is their range.
+    independent values. For up to 7 values it is their range.
     """
     ordered = sorted(values)
     n = independent_values(values)
@@ -333,7 +345,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _contradictions(run: MeasuredRun) -> Iterator[str]:
-    """Find samples and times that disagree with the previous line; missing values (NaN) agree."""
+    """Yield samples and times that contradict the previous line; missing values (NaN) never do."""
     for before, line in itertools.pairwise(run.lines):
         counted = line.consumed_samples - before.consumed_samples
         expected = line.global_batch_size * line.steps
@@ -372,6 +384,7 @@ class Series:
 
     kind       weak (batch per replica is fixed), strong (batch is fixed), sweep (of `parameter`) or
                other
+    parameter  what varies, for headings
     members    in order of the parameter
     base       reference for efficiency: the smallest valid run in weak or strong scaling, otherwise
                the first valid run; None for a sweep
@@ -391,7 +404,7 @@ class Series:
         return self.kind in (WEAK, STRONG)
 
     def efficiency(self, member: Figures) -> Range | None:
-        """Return throughput per device relative to the base; None without a base or if invalid.
+        """Return throughput per device relative to the base; None without a base or valid figures.
 
         The bounds compare the slow end of one run's interval with the fast end of the other's, so
         that they lie on different sides of 1 if the intervals overlap.
@@ -427,7 +440,7 @@ class Series:
 def throughput(m: Figures) -> Range | None:
     """Return tokens/s per device for the median steady step, between the bounds of its interval.
 
-    None for an invalid run. A single step has no interval.
+    None for an invalid run. A single step has no interval: its bounds are 0 and infinity.
     """
     rate = m.tokens_per_s_per_device
     if rate is None or m.step_s is None or not m.valid:
@@ -481,7 +494,7 @@ def _series(members: list[Figures]) -> Series:
 
 
 def state(m: Figures) -> str:
-    """Return 'valid', 'invalid', or the state of a run without figures."""
+    """Return 'valid' or 'invalid', or for a run without figures 'failed' or 'not run'."""
     if m.run.failure is not None:
         return "not run" if m.run.failure == "not run yet" else "failed"
     return "valid" if m.valid else "invalid"
@@ -496,7 +509,7 @@ _FIGURES = (
 def row(series: Series, m: Figures) -> dict[str, object]:
     """Return a run's unrounded values by name; None for missing figures.
 
-    `noise` is half the interval of the median over the median.
+    `noise` is half the width of the median's interval, as a share of the median.
     """
     sizes = (m.run.get(f"{name}_model_parallel_size") for name in ("tensor", "pipeline"))
     low, efficiency, high = series.efficiency(m) or (None, None, None)

@@ -38,10 +38,13 @@ _TREES = 100
 class History:
     """The state on which a proposal depends.
 
-    seen     log(cost) by candidate, in the order of first trials; None: it failed
-    open     candidates that may be proposed: neither tried nor running nor ruled out
-    pending  running candidates
-    prior    the planner's log(cost) for each candidate; None: no prior
+    Candidates are given by their index in `candidates`.
+
+    parameters  parameters of the space
+    seen        log(cost) by candidate, in the order of first trials; None: it failed
+    open        candidates that may be proposed: neither tried nor running nor ruled out
+    pending     running candidates
+    prior       the planner's log(cost) for each candidate; None: no prior
     """
 
     candidates: Sequence[Candidate]
@@ -57,10 +60,11 @@ class History:
         return tuple(p.values.index(values[p.name]) for p in self.parameters)
 
     def expected(self) -> list[float]:
-        """Return the expected log(cost) of each candidate: level + slope x the planner's prior.
+        """Return the expected log(cost) of each candidate: linear in the planner's prior.
 
         Level and slope are fitted to the measured candidates by least squares, with the slope
-        regularized toward 1 (_RIDGE). Without a prior, it is the mean of the tried candidates.
+        regularized toward 1 (_RIDGE). Without a prior, all candidates get the mean of the measured
+        ones.
         """
         known = {index: cost for index, cost in self.seen.items() if cost is not None}
         level = statistics.mean(known.values()) if known else 0.0
@@ -87,7 +91,7 @@ class History:
 
 
 def find_search(name: str) -> str:
-    """Resolve a name in SEARCHES, including "auto".
+    """Return the search that a name in SEARCHES selects: "optuna" or "deephyper".
 
     Raises ConfigError if its library is missing or has an incompatible version.
     """
@@ -111,8 +115,8 @@ def find_search(name: str) -> str:
 class Halving:
     """Optuna's asynchronous successive halving (Li et al., arXiv 1810.05934) for trials.
 
-    After 1, `factor`, factor^2 ... evaluations a trial continues if its loss is among the best
-    1/factor of the trials that got that far. `most` evaluations end a trial.
+    After 1, `factor`, factor^2 ... evaluations, a trial continues if its loss is among the best
+    1/factor of the trials that got that far. A trial ends after `most` evaluations.
     """
 
     def __init__(self, factor: int, most: int) -> None:
@@ -139,9 +143,12 @@ class Halving:
 
 
 def propose(search: str, seed: int, history: History, count: int) -> tuple[int, str]:
-    """Return (candidate to try next, its proposer); at least one candidate must be open.
+    """Return (index of the candidate to try next, its proposer's name).
 
-    count  number of earlier proposals, which seeds random choices
+    At least one candidate must be open.
+
+    search  optuna or deephyper
+    count   number of earlier proposals, which together with `seed` determines random choices
     """
     prior = history.prior
     chance = random.Random(f"{seed} {count}")
@@ -152,7 +159,10 @@ def propose(search: str, seed: int, history: History, count: int) -> tuple[int, 
         return chance.choice(history.open), "random"
 
     def belief(index: int) -> float:
-        """Return the planner's log(cost), plus log(1.25) per failure at most one value away."""
+        """Return the planner's log(cost), plus log(1.25) for each failed candidate nearby.
+
+        A candidate is nearby if at most one value differs.
+        """
         near = [
             other
             for other in failed
@@ -164,7 +174,7 @@ def propose(search: str, seed: int, history: History, count: int) -> tuple[int, 
 
 
 def _optuna(history: History, chance: random.Random) -> int:
-    """Choose by TPE over value indices, and take the open candidate nearest to its sample."""
+    """Sample value indices by TPE, and return the open candidate nearest to the sample."""
     import optuna
     from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
@@ -212,7 +222,7 @@ def _deephyper(history: History, chance: random.Random) -> int:
     Floats = NDArray[np.float64]
 
     class OnPrediction(RandomForestRegressor):  # type: ignore[misc]
-        """Forest of log(cost) minus its prediction, which is also an additional feature."""
+        """Forest for log(cost) minus the expected log(cost), which is also an added feature."""
 
         def fit(self, X: Floats, y: Floats) -> object:
             return super().fit(*self._on(X, y))
@@ -230,7 +240,7 @@ def _deephyper(history: History, chance: random.Random) -> int:
     logging.getLogger("deephyper").setLevel(logging.ERROR)
     seed = chance.getrandbits(31)
     # A forest predicts the same for many candidates, and the first of these in the sample is
-    # chosen: shuffle, so that it is not always the next in the list.
+    # chosen: shuffle the sample, so that this is not always the next candidate of the list.
     sampled = chance.sample(list(history.open), len(history.open))
     names = sorted(p.name for p in history.parameters)  # DeepHyper's order
     points = [

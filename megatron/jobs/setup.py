@@ -28,8 +28,12 @@ _LIMIT_S = 1800.0  # time limit for a trial whose time cannot be predicted
 class Setup:
     """Settings for a search.
 
-    flags       flags for pretrain_gpt.py, given after --
-    prior       whether the planner's ranking guides the search
+    args     parsed arguments of tools/tune.py
+    flags    flags for pretrain_gpt.py, given after --
+    target   where trials run
+    search   key in search.SEARCHES
+    prior    whether the planner's ranking guides the search
+    out      folder of the search
     """
 
     args: argparse.Namespace
@@ -42,7 +46,10 @@ class Setup:
     out: Path
 
     def steps(self, candidate: Candidate) -> int:
-        """Return a trial's number of steps; with [trial] tokens, equal per evaluation."""
+        """Return a trial's number of steps.
+
+        With [trial] tokens, it is a multiple of the number of evaluations.
+        """
         if not self.space.tokens:
             return self.space.warm_up + self.space.iterations
         evaluations = self.space.evaluations
@@ -166,7 +173,12 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
 
 
 def _processes(args: argparse.Namespace, space: SearchSpace, cluster: Cluster | None) -> int:
-    """Return the number of local processes: GPUs, or else cores, or the space's need."""
+    """Return the number of local processes.
+
+    This is --processes, the number of devices of the described machine, or that of the GPUs here.
+    Without these, it is the number of cores, or the largest number that the space names if that is
+    larger. Raises ConfigError for flags of --launcher slurm.
+    """
     for name in ("nodes", "tasks_per_node", "parallel"):
         if getattr(args, name) not in (None, 1):
             raise ConfigError(

@@ -139,7 +139,7 @@ _TRIAL = dict(iterations=5, warm_up=3, tokens=0, evaluations=4, valid_samples=64
 _DIMENSIONS = [d.name for d in DIMENSIONS]
 _SHORT = (*_DIMENSIONS, "processes", "preset", "dp")
 SETTING = {d.name: d.setting for d in DIMENSIONS if d.setting and d.name != "nodes"}
-"""The settings for which short names are aliases."""
+"""The setting for which each short name is an alias."""
 _SHORT_OF = {setting: name for name, setting in SETTING.items()}
 DECIDES = {
     **SETTING,
@@ -149,8 +149,8 @@ DECIDES = {
     "nodes": "world_size",
     "processes": "world_size",
 }
-"""Settings that conflict with a short name."""
-# Recomputation patterns as values.
+"""The setting that each short name determines: giving both is an error."""
+# Short forms of recomputation patterns.
 _ABBREVIATIONS = {
     "selective": "selective:core_attn",
     "full": "full:uniform:1",
@@ -191,6 +191,7 @@ class Parameter:
 class SearchSpace:
     """A validated space file, created by `load_space`.
 
+    name, path   name without .toml, and path, of the file
     parameters   all parameters, including variables, in the order of the file
     variables    names of parameters that are not flags and occur only in expressions
     flags        flags for pretrain_gpt.py that all layouts share
@@ -198,12 +199,12 @@ class SearchSpace:
     constraints  displayed reason -> expression that must hold
     cluster      name of the intended machine; "" for any
     iterations   measured steps in a trial, after `warm_up` steps
-    tokens       tokens per trial, whose result is then its validation loss; 0: the result is step
-                 time
+    tokens       tokens per trial, whose result is then its validation loss; 0: the result is the
+                 step time
     evaluations  evaluations per trial, spread evenly over its steps, on `valid_samples` samples
                  each
-    halving      after 1, `halving`, `halving`^2 ... evaluations a trial continues if it is among
-                 the best 1/`halving`; 0: always
+    halving      after 1, `halving`, `halving`^2 ... evaluations, a trial continues only if it is
+                 among the best 1/`halving`; 0: every trial continues
     """
 
     name: str
@@ -233,7 +234,7 @@ class SearchSpace:
         return math.prod(len(parameter.values) for parameter in self.parameters)
 
     def digest(self) -> str:
-        """Return a digest of the layouts and their order; titles and reasons do not count."""
+        """Return a digest that changes with the layouts or their order, but not with titles."""
         rules = (
             [(name, rule.text) for name, rule in self.derived.items()],
             [e.text for e in self.constraints.values()],
@@ -247,7 +248,7 @@ class SearchSpace:
 def meaning(name: str) -> str:
     """Resolve a name, with or without dashes, to a short name or a setting.
 
-    Raises ConfigError.
+    Raises ConfigError for an unknown name.
     """
     plain = name.lstrip("-").replace("-", "_")
     if plain not in _SHORT and plain not in all_options():
@@ -257,7 +258,7 @@ def meaning(name: str) -> str:
 
 
 def read_value(name: str, explicit: object) -> Value:
-    """Convert a value of a space file. Raises ConfigError if the flags of its name reject it."""
+    """Convert a value of a space file. Raises ConfigError if it is invalid for this name."""
     if not isinstance(explicit, int | float | str):
         raise ConfigError(f"{explicit!r} cannot be the value of a flag")
     text = write_value(explicit)
@@ -278,7 +279,10 @@ def read_value(name: str, explicit: object) -> Value:
 
 
 def flags_of(name: str, value: Any) -> list[str]:
-    """Return the flags that set a name to this value; chunks, which depend on stages, use CHUNK."""
+    """Return the flags that set a name to this value.
+
+    For chunks, whose flag depends on the number of stages, give the name CHUNK and its value.
+    """
     if name == "preset":
         return [] if value is None else ["--preset", str(value)]
     settings = {SETTING.get(name, name): value}
@@ -426,7 +430,7 @@ def _named(key: str, origins: dict[str, str]) -> str:
         raise ConfigError(f"{key} {_NO_POSITION}")
     setting = DECIDES.get(name, name)
     if setting in origins:
-        raise ConfigError(f"{origins[setting]}, which sets the same: remove one")
+        raise ConfigError(f"{origins[setting]}, which sets the same thing: remove one of them")
     origins[setting] = f"{key} is given"
     return name
 
@@ -444,7 +448,10 @@ def _parameter(name: str, explicit: object, is_flag: bool) -> Parameter:
 
 
 def _expression(explicit: object, variables: Collection[str]) -> Expression:
-    """Parse an expression, using short names. Raises ConfigError and ValueError."""
+    """Parse an expression, and replace the names in it by those that `meaning` returns.
+
+    Raises ValueError for invalid syntax, ConfigError for an unknown name.
+    """
     expression = parse_expression(
         str(explicit).lower() if isinstance(explicit, bool) else str(explicit)
     )

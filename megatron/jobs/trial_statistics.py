@@ -54,12 +54,12 @@ class MeasuredCandidate:
 
     A layout that fails now and then is unreliable. It has a cost only as long as more of its trials
     gave valid figures than failed, and none ran out of memory: all steps in a trial are similar, so
-    a layout that once ran out of memory is at the limit. Lost ranks do not count, because they are
+    a layout that once ran out of memory is at its limit. Lost ranks do not count, because they are
     not caused by the layout.
 
     steps     seconds per step in its valid trials, or their validation losses
     failures  trials that count against the layout
-    cost      objective to minimize, from the median of `steps`; infinite if there are none
+    cost      objective to minimize, from the median of `steps`; infinite if it has none (above)
     """
 
     candidate: Candidate
@@ -90,7 +90,7 @@ class MeasuredCandidate:
 
 
 def measured(trials: Iterable[Trial], objective: str) -> list[MeasuredCandidate]:
-    """Group finished trials by layout, in the order of the first trials."""
+    """Group finished trials by layout, in the order of the layouts' first trials."""
     by_key: dict[str, list[Trial]] = {}
     for trial in sorted(trials, key=lambda trial: trial.number):
         if trial.result.status:
@@ -117,12 +117,12 @@ def measured(trials: Iterable[Trial], objective: str) -> list[MeasuredCandidate]
 
 
 def ranked(layouts: Iterable[MeasuredCandidate]) -> list[MeasuredCandidate]:
-    """Return layouts with figures, best first; the sort is stable."""
+    """Return layouts with a cost, best first; the sort is stable."""
     return sorted((one for one in layouts if one.cost < math.inf), key=lambda one: one.cost)
 
 
 def value_of(cost: float, objective: str) -> tuple[float, str]:
-    """Convert a cost into tokens/s, node-hours per billion tokens or a loss; return it with its unit."""
+    """Return a cost as tokens/s, node-hours per billion tokens or a loss, with its unit."""
     if objective == LOSS:
         return cost, "nats, validation loss"
     if objective == "node_hours":
@@ -139,7 +139,7 @@ def written(cost: float, objective: str) -> str:
 def noise_of(layouts: Iterable[MeasuredCandidate]) -> float:
     """Estimate the standard deviation of log(cost) of one trial.
 
-    The estimate uses repeated measurements of layouts, and the spread of steady steps.
+    The estimate combines a prior, the spread of steady steps, and repeated trials of layouts.
     """
     errors = list[float]()
     squares = 0.0
@@ -175,12 +175,12 @@ def rivals(best: Sequence[MeasuredCandidate], noise: float) -> list[MeasuredCand
 def in_turn(trials: Sequence[Trial], objective: str) -> list[Candidate]:
     """Return the layouts to measure next, best first; none if the best is certain.
 
-    trials  in any state; an unfinished one counts as a measurement, so that the next trial goes to
-            another layout
+    trials  in any state; an unfinished CONFIRM trial counts as a measurement, so that the next
+            trial goes to another layout
 
     These are the layouts with the fewest measurements among the best and its rivals. The winner is
-    thus measured at least as often as the layouts it is compared with. A layout that failed when it
-    was measured again is not repeated.
+    thus measured at least as often as the layouts it is compared with. A layout with a failure is
+    not measured again.
     """
     layouts = measured(trials, objective)
     known = [one for one in ranked(layouts) if not one.failures]
@@ -199,8 +199,9 @@ def in_turn(trials: Sequence[Trial], objective: str) -> list[Candidate]:
 
 
 def ruled_out(candidates: Sequence[Candidate], trials: Sequence[Trial]) -> set[int]:
-    """Return the candidates predicted to need at least as much memory as one that ran out.
+    """Return the indices of candidates that probably do not fit.
 
+    They are predicted to need at least as much memory as a candidate that ran out of memory.
     Predictions are not exact: a trial that ran out of memory is ignored if another trial fit even
     though it should need as much or more.
     """

@@ -1,4 +1,4 @@
-"""Search for the best layout by running trials (tools/tune.py), and the report on it.
+"""Search for the best layout by running trials, and report on the search (tools/tune.py).
 
 The state of a search is kept in its trials' folders, as for experiments: point.json, written
 when a trial starts, metrics.jsonl, and result.json, written when it ends. A killed search resumes
@@ -150,7 +150,9 @@ class TuningSearch(JobSource):
 
     At the end of the search, the layouts that may be the best are measured again.
 
+    setup        settings of the search
     enumeration  candidates to search
+    say          called with one line for each event
     why          why the search ended, once no more trials can be started
 
     Raises ConfigError if the folder contains trials from another search.
@@ -208,7 +210,7 @@ class TuningSearch(JobSource):
 
     @property
     def ranked(self) -> list[MeasuredCandidate]:
-        """Return layouts with figures, best first."""
+        """Return layouts with a cost, best first."""
         return ranked(self.layouts)
 
     @property
@@ -242,7 +244,7 @@ class TuningSearch(JobSource):
     def next(self, runner: Runner) -> Job | None:
         if not runner.room(min(c.nodes for c in self.enumeration.candidates)):
             return None
-        # too many nodes may have died since it was queued
+        # too many nodes may have died since the trial was queued
         if self._queued is None or not runner.ever(self._queued.candidate.nodes):
             self._queued = self._choose(runner)
         trial = self._queued
@@ -271,7 +273,7 @@ class TuningSearch(JobSource):
         return self._job(trial)
 
     def _choose(self, runner: Runner) -> Trial | None:
-        """Return the next trial to start, or None, with the reason in `why`."""
+        """Return the next trial to start; if there is none, set `why` and return None."""
         args = self.setup.args
         trials = list(self.trials.values())
         number = max([self._last, *self.trials]) + 1
@@ -315,7 +317,7 @@ class TuningSearch(JobSource):
         """Collect the state on which the next proposal depends."""
         candidates = self.enumeration.candidates
         trials = list(self.trials.values())
-        # A lost rank is not caused by the layout.
+        # Layouts whose trials only lost ranks are left out: that is not caused by the layout.
         seen = {
             one.candidate.index: math.log(one.cost) if one.cost < math.inf else None
             for one in self.layouts
@@ -376,7 +378,7 @@ class TuningSearch(JobSource):
             return result
         losses = valid_losses(read_records(metrics))
         if self._halving is not None:
-            self._halving.stops(int(job.folder.name), losses)  # so that others are compared with it
+            self._halving.stops(int(job.folder.name), losses)  # for comparison with other trials
         if len(losses) < self.setup.space.evaluations:
             return Result(INVALID, None, f"{len(losses)} validation losses: is there enough data?")
         return dataclasses.replace(result, loss=losses[-1])
@@ -558,7 +560,7 @@ def _picture(search: TuningSearch, path: Path) -> Path:
 def command(search: TuningSearch) -> str:
     """Return a shell command that runs the best layout.
 
-    It uses torchrun, or a step of a Slurm job with devices bound as in the launch scripts.
+    It uses torchrun, or under Slurm srun, with devices bound as in the launch scripts.
     """
     candidate = search.ranked[0].candidate
     cluster = search.setup.machine.cluster
