@@ -105,7 +105,7 @@ def library_name(target: str, arch: str) -> str:
 
 
 def compiler(target: str) -> str | None:
-    """Find the compiler of a target; None if there is none.
+    """Find a suitable compiler for a target; None if there is none.
 
     $HIPCC, $NVCC or $CXX take precedence over the PATH.
     """
@@ -174,7 +174,8 @@ def known_archs(tool: str, archs: Sequence[str]) -> list[str]:
 def compile_flags(target: str, archs: Sequence[str]) -> list[str]:
     """Return the compiler's flags.
 
-    Without them, Debian's hipcc builds for NVIDIA or for gfx803.
+    Debian's hipcc builds for gfx803 without --offload-arch, and for NVIDIA without HIP_PLATFORM
+    (see `build`).
     """
     common = ["-std=c++17", "-O3"]
     if target == "hip":
@@ -222,8 +223,8 @@ def build(
     """Compile the kernels for `target` and return the library's path. Raises BuildError.
 
     `only` names the .cpp files to compile, without suffix (default: all); library.cpp is always
-    included. `extra` flags are added to every command. The library gets its final name only once it
-    is complete.
+    included. `extra` flags are added to every command. At most `jobs` compilers run at once
+    (default: one per CPU). The library gets its final name only once it is complete.
     """
     tool = _needed_compiler(target)
     archs = list(archs or default_archs(target))
@@ -288,7 +289,7 @@ def _link(target: str, tool: str, flags: Sequence[str]) -> list[str]:
     """Return the linker's command, which does not link HIP's runtime.
 
     torch ships its own, and a process must not have two. The runtime's functions are therefore
-    resolved at load time in the one that torch has loaded (see library.py).
+    resolved at load time in the runtime that torch has loaded (see library.py). Raises BuildError.
     """
     if target != "hip":
         return [tool, *flags, "-shared"]
@@ -335,7 +336,7 @@ def missing_bytes(path: Path) -> int:
 
 
 def nodes_name(torch_version: str) -> str:
-    """Return the file name of the built csrc/nodes/ for this Python and a version of torch."""
+    """Return the name of the extension built from csrc/nodes/ for this Python and a torch."""
     return f"_nodes-torch-{torch_version}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
@@ -346,12 +347,12 @@ def nodes_hash() -> str:
 
 
 def build_nodes(folder: Path = LIBRARIES, *, force: bool = False) -> tuple[Path, bool]:
-    """Compile csrc/nodes/ for this Python's torch; return its path, and whether it was just built.
+    """Compile csrc/nodes/ for this Python's torch; return the path, and whether it was just built.
 
     Raises BuildError, for example if this Python has no torch or no headers.
     """
     tool = _needed_compiler("host")
-    # In a separate process: this one must not import torch for the rest of its life.
+    # In a separate process, so that this one does not import torch.
     asked = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True)
     if asked.returncode:
         raise BuildError(f"{sys.executable} cannot import torch, which the nodes extend")
@@ -363,9 +364,9 @@ def build_nodes(folder: Path = LIBRARIES, *, force: bool = False) -> tuple[Path,
     folder.mkdir(parents=True, exist_ok=True)
     searched = [f"-isystem{each}" for each in (*includes, sysconfig.get_path("include"))]
     defined = [f'-DMK_NODES="{digest}"', f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
-    # torch's own headers are C++20 since 2.14.
+    # torch's headers require C++20 since 2.14.
     flags = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-shared", "-Wall", "-Wextra"]
-    # The loader finds these by name, since torch has already loaded them.
+    # The loader finds these libraries by name, since torch has already loaded them.
     linked = [f"-L{libraries}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
     with written_atomically(path) as partial:
         command = [tool, *flags, *defined, *searched, "nodes.cpp", *linked, "-o", str(partial)]
@@ -421,7 +422,10 @@ def make(
     force: bool = False,
     say: Callable[[str], None] = print,
 ) -> list[Path]:
-    """Build the missing libraries of `plan`, and report each in two lines. Raises BuildError."""
+    """Build the libraries of `plan` that are missing or outdated, or all of them with `force`.
+
+    Return the paths of all libraries. Each one is reported through `say`. Raises BuildError.
+    """
     made = []
     for target, names in plan(targets, archs):
         path = folder / library_name(target, "+".join(names))
@@ -444,7 +448,7 @@ def make(
 def make_nodes(
     folder: Path = LIBRARIES, *, force: bool = False, say: Callable[[str], None] = print
 ) -> list[Path]:
-    """Build the nodes, or report why not: Python then does their work, only more slowly."""
+    """Build the nodes, or report why this fails: Python then does their work, but more slowly."""
     start = time.monotonic()
     try:
         path, made = build_nodes(folder, force=force)
@@ -461,8 +465,8 @@ def install(folder: Path, *, alone: bool, say: Callable[[str], None] = print) ->
 
     They are built for this processor, or for the targets in MEGATRON_KERNELS_TARGETS.
 
-    A failed build is only a warning, since torch's own operators can do the same. `alone` removes
-    libraries from earlier builds from `folder`, which becomes part of a wheel.
+    A failed build is only a warning, since torch's own operators can replace the kernels. `alone`
+    removes libraries from earlier builds from `folder`, which becomes part of a wheel.
     """
     if not source_hash():
         return

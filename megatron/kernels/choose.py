@@ -42,6 +42,7 @@ _NAMES = {
 class OptionalPackage:
     """Result of the search for one optional package.
 
+    version   None: not installed; "": unknown
     usable    whether it is installed and supports the device and the requested precision
     reason    why not; "" if usable
     fallback  its replacement
@@ -171,8 +172,8 @@ def choose_attention(
 
     "flash" is flash-attn, "torch" torch's attention. `device` None means the CPU, `sequence` 0 a
     short sequence. It is not an error if flash-attn cannot be used, since torch's attention gives
-    the same result; the log reports the choice (see report). With attention dropout, torch has no
-    kernel on a CPU and would store all scores.
+    the same result; the log reports the choice (see report). With attention dropout, "blocked" is
+    used on a CPU, where torch has no kernel and would store all scores.
     """
     backend = kernels.attention_backend
     device_type = device.type if device is not None else "cpu"
@@ -196,7 +197,7 @@ def choose_attention(
 
 
 def fastest_attention(dtype_name: str, sequence: int, windowed: bool = False) -> str:
-    """Return "torch" or, for blocks, their length in positions.
+    """Return "torch" or, if blocks are faster, their length in positions.
 
     The choice is based on measurements on this CPU, or else on other CPUs: in bf16, blocks are 1.3
     to 2.8 times as fast as torch for sequences of 512 to 2048; in fp32, 1.2 times at 512 and with a
@@ -211,7 +212,7 @@ def fastest_attention(dtype_name: str, sequence: int, windowed: bool = False) ->
 
 
 def block_length(dtype_name: str, length: int) -> int:
-    """Return the number of positions per attention block: the fastest on this CPU, or the usual."""
+    """Return the number of positions per attention block: the fastest here, or usual_block."""
     times = measured_times.find()
     default = str(usual_block(dtype_name, length))
     case = times.nearest(_case(dtype_name, windowed=False), length)
@@ -343,9 +344,9 @@ def _import_problem(module: str, name: str) -> str:
 
 
 def _too_old_for_flash_attention() -> str:
-    """Return why this NVIDIA device is too old for flash-attn 2, which needs Ampere.
+    """Return why an NVIDIA device is too old for flash-attn 2, which needs Ampere; "" otherwise.
 
-    ROCm wheels check this themselves.
+    flash-attn's wheels for ROCm check the device themselves.
     """
     import torch
 
@@ -419,7 +420,7 @@ HOST_FASTER = {
 measurements (measured_times.py). On a GPU all kernels are faster.
 """
 
-_APEX = "apex has it"
+_APEX = "apex computes it"
 _SETTINGS = {
     "masked_softmax": "masked_softmax_fusion",
     "bias_activation": "bias_gelu_fusion",
@@ -505,7 +506,7 @@ def implementations(config: Config, device: torch.device) -> dict[str, str]:
 def _attention(config: Config, device: torch.device) -> tuple[str, AttentionFeatures]:
     """Return how a run computes attention, and the features that it needs."""
     model = config.model
-    # a windowed layer, if there is one, since it needs more features
+    # a windowed layer, if there is one, because it needs more features
     some = (layer for layer in range(model.num_layers) if model.window(layer) is not None)
     features = AttentionFeatures.of_layer(config, next(some, 0))
     dtype_name = config.precision.dtype_name
@@ -543,9 +544,9 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
     model = config.model
     dtype_name = config.precision.dtype_name
     if name == "attention_block" and attention != "blocked":
-        return "only --attention-backend blocked has it"
+        return "only --attention-backend blocked uses it"
     if name == "masked_softmax" and attention != "unfused":
-        return "only --attention-backend unfused has it"
+        return "only --attention-backend unfused uses it"
     if name == "permute" and model.num_experts is None:
         return "no --num-experts"
     if name == "rotary" and model.position_embedding_type != "rope":
@@ -583,7 +584,7 @@ def _why_not(name: str, kernels: KernelConfig, device_type: str, dtype_name: str
     if wish == "apex" and (fused_norm if name in NORMS else fused_adam)(device_type).usable:
         return _APEX
     if dtype_name not in EVERY_TYPE:
-        return f"they do not compute in {dtype_name}"
+        return f"kernels do not compute in {dtype_name}"
     if device_type == "cpu" and wish != "fused" and not faster_on_host(name, dtype_name):
         return "torch's is faster on a CPU"
     return ""

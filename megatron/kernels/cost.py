@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 class Product(NamedTuple):
     """`batch` products [m, k] x [k, n].
 
-    moved: bytes moved for a sum to which the product is added, in addition to the result's; the
-    kernel moves them while it multiplies.
+    moved: bytes moved, in addition to those of the result, for a sum to which the product is added;
+    the kernel moves them while it multiplies.
     """
 
     m: int
@@ -34,8 +34,10 @@ class Product(NamedTuple):
 class Attention(NamedTuple):
     """Causal attention that stores no scores: by flash-attn, by torch or in blocks.
 
-    heads  query heads on this device
-    keys   the most keys that a query sees; None: the whole sequence
+    batch, seq, head_dim  sizes of the queries [batch, heads, seq, head_dim]
+    heads     query heads on this device
+    backward  whether this is the backward pass
+    keys      the most keys that a query sees; None: the whole sequence
     """
 
     batch: int
@@ -53,7 +55,7 @@ class Attention(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Memory-bound kernels, and the total bytes that they read and write.
+    """Memory-bound kernels: their number, and the total bytes that they read and write.
 
     kind  "norm", "activation", "residual" (bias, dropout, residual sum), "loss", "embedding" or
           "copy" (the rest)

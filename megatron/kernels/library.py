@@ -1,4 +1,4 @@
-"""Finds, loads and calls the compiled kernels.
+"""Find, load and call the compiled kernels.
 
 There is one library for each kind of device, loaded on first use. A C function is declared once,
 with the types of its arguments (`Function`), and called with a tensor that determines its device
@@ -164,7 +164,7 @@ def _named(path: Path) -> KernelLibrary:
         reason = "there is no such file"
     elif path.name.startswith(("libmegatron-hip-", "libmegatron-cuda-")):
         reason = (
-            "the variable is for tensors on the CPU; the library of a GPU is found in "
+            "the variable is for tensors on the CPU; libraries for GPUs are found in "
             "megatron/kernels/lib"
         )
     else:
@@ -204,7 +204,7 @@ def _load(path: Path, target: str | None) -> KernelLibrary:
     try:
         missing = missing_bytes(path)
         if missing > 0:
-            return KernelLibrary(reason=f"{path.name} is cut off, {missing} bytes are missing")
+            return KernelLibrary(reason=f"{path.name} is truncated, {missing} bytes are missing")
         if target == "hip":
             _share_hip_runtime()
         handle = ctypes.CDLL(str(path))
@@ -250,7 +250,7 @@ def _load_nodes() -> tuple[Any, str]:
         return None, f"there is no {path.name}: {how}"
     try:
         if (missing := missing_bytes(path)) > 0:
-            return None, f"{path.name} is cut off, {missing} bytes are missing: {how}"
+            return None, f"{path.name} is truncated, {missing} bytes are missing: {how}"
         loader = importlib.machinery.ExtensionFileLoader("megatron.kernels._nodes", str(path))
         spec = importlib.util.spec_from_loader(loader.name, loader)
         assert spec is not None, "a loader that exists"
@@ -265,7 +265,7 @@ def _load_nodes() -> tuple[Any, str]:
 
 
 def _bind_nodes(device_type: str, handle: Any, sources: str) -> str:
-    """Pass a kind of device's kernels to the nodes; return why they cannot call them, or ""."""
+    """Pass a library's kernels to the nodes; return why the nodes cannot call them, or ""."""
     global _nodes
     nodes, reason = _load_nodes()
     if nodes is None:
@@ -274,7 +274,7 @@ def _bind_nodes(device_type: str, handle: Any, sources: str) -> str:
     functions = [(name, f) for name in _CALLED_BY_NODES if (f := getattr(handle, name, None))]
     if nodes.sources.partition("-")[0] != sources or len(functions) < len(_CALLED_BY_NODES):
         nodes.bind(device_type, {})
-        return "the nodes are for other kernels: python setup.py build_kernels"
+        return "the nodes were built for other kernels: python setup.py build_kernels"
     addresses = {name: ctypes.cast(f, ctypes.c_void_p).value for name, f in functions}
     nodes.bind(device_type, addresses)
     _nodes = nodes
@@ -386,7 +386,7 @@ class Function:
     def __init__(self, name: str, arguments: str) -> None:
         self.name = name
         self.arguments = arguments
-        # All pointers are in this range; the other arguments need no check.
+        # Only arguments in this range can be tensors.
         self._first = arguments.index("p")
         self._end = arguments.rindex("p") + 1
 

@@ -44,9 +44,9 @@ class MeasuredTimes:
     seconds  time by case and implementation; empty: not measured
     threads  number of threads in use
     date     YYYY-MM-DD
-    torch    its version
-    kernels  the library's target, architecture and source hash
-    reason   why there is none
+    torch    version of torch
+    kernels  target, architecture and source hash of the kernels' library
+    reason   why there is no measurement; "" if there is one
     """
 
     seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -67,9 +67,9 @@ class MeasuredTimes:
         )
 
     def fastest(self, case: str, default: str, without: str = "") -> str:
-        """Return a case's fastest implementation, except `without`, or a default about as fast.
+        """Return a case's fastest implementation, not counting `without`.
 
-        Also return the default if the case was not measured.
+        Return `default` if it is about as fast, or if the case was not measured.
         """
         times = {
             implementation: s
@@ -215,8 +215,9 @@ def _is_implementation(case: str, implementation: str) -> bool:
 def write(file: Path, one: MeasuredTimes) -> None:
     """Write a measurement to a file, which is replaced atomically.
 
-    It replaces a measurement with the same number of threads; measurements for another torch or
-    other kernels are dropped, and a damaged file is replaced. Raises KernelError.
+    The measurement replaces one with the same number of threads; measurements for another torch or
+    other kernels are dropped, and a damaged file is replaced. Raises KernelError if the file cannot
+    be written.
     """
     try:
         earlier = read(file)

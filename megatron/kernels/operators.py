@@ -1,10 +1,10 @@
 """Operators under `torch.ops.megatron`, and checks of their inputs.
 
-Each has an implementation for CPU and CUDA (ROCm) tensors, a rule for the shapes of its results, so
-that torch.compile can trace it, and, if it is differentiable, an autograd rule. The implementation
-calls the compiled kernel if there is one, and torch's own operators otherwise. Only tracers and
-profilers need torch's dispatcher, which takes more host time than a kernel launch, so ordinary
-calls bypass it.
+Each operator has an implementation for CPU and CUDA (ROCm) tensors, a rule for the shapes of its
+results, so that torch.compile can trace it, and, if it is differentiable, an autograd rule. The
+implementation calls the compiled kernel if there is one, and torch's own operators otherwise. Only
+tracers and profilers need torch's dispatcher, which takes more host time than a kernel launch, so
+ordinary calls bypass it.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ def operator(
     reference  computes it with torch's operators
     shapes     creates empty results with the right shape, dtype and device; None for an operator
                without results
-    record     makes a record from the inputs, which all these functions receive instead of them
+    record     makes a record from the inputs; all these functions receive it instead of the inputs
     check      (name, *inputs): raises KernelError for an invalid input; None for backward passes,
                whose inputs autograd and the forward pass have checked
+    gradient   how to differentiate it; None: it is not differentiable
     work       the kind of a memory-bound kernel that reads its inputs and writes its results once
                (cost.Memory), or a function from the inputs to the operator's cost
     """
@@ -107,7 +108,7 @@ def operator(
     differentiable = None if gradient is None else _differentiable(name, run, gradient, record)
     visible = gradient.visible if gradient is not None and gradient.hidden else None
     registered = getattr(torch.ops.megatron, name).default
-    writes = shapes is None  # it writes to its inputs, which autograd must be told if it records
+    writes = shapes is None  # to its inputs, of which autograd must be told if it records
 
     def call(*inputs: Any) -> Any:
         records = torch.is_grad_enabled()
@@ -257,7 +258,7 @@ def check_device(operator: str, x: Tensor, /, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != x.device:
             raise KernelError(
-                f"{operator}: {name} is on {tensor.device} but others are on {x.device}"
+                f"{operator}: {name} is on {tensor.device} but the other tensors are on {x.device}"
             )
 
 
@@ -273,9 +274,9 @@ def check_shape(operator: str, shape: Iterable[int], **tensors: Tensor | None) -
 def check_all(
     operator: str, shape: Iterable[int] | None = None, /, **tensors: Tensor | None
 ) -> None:
-    """Check that the tensors share a floating-point dtype and device, are contiguous, not scalars.
+    """Check that the tensors are contiguous, not scalars, of one floating dtype, on one device.
 
-    `shape`: the shape of each of them, if it is given.
+    `shape`: the required shape of all of them; None: any.
     """
     first = next(tensor for tensor in tensors.values() if tensor is not None)
     check_beside(operator, first, TYPES, shape, **tensors)
@@ -294,32 +295,34 @@ def check_beside(
 ) -> None:
     """Check that the tensors share one dtype of `allowed` and the device of x, and are contiguous.
 
-    `shape`: the shape of each of them, if it is given.
+    `shape`: the required shape of all of them; None: any.
     """
     check_type(operator, allowed, **tensors)
     check_device(operator, x, **tensors)
     for name, tensor in tensors.items():
         if tensor is not None and not tensor.is_contiguous():
-            raise KernelError(f"{operator}: {name} of strides {tensor.stride()} is not contiguous")
+            raise KernelError(
+                f"{operator}: {name} with strides {tensor.stride()} is not contiguous"
+            )
     if shape is not None:
         check_shape(operator, shape, **tensors)
 
 
 # -- sums over rows --------------------------------------------------------------------------------
 
-# The minimum number of rows in a block: its sums, 8 bytes per column, stay below 6 % of the bytes
-# it reads and writes
+# The minimum number of rows in a block: with it, the sums, 8 bytes per column, stay below 6 % of
+# the bytes that the block reads and writes.
 BLOCK_ROWS = 32
 # blocks of 256 threads: more than two per slot on 110 (MI250X) or 132 (H100) compute units
 _BLOCKS = 2048
-HOST_ROW_BLOCKS = 64  # more than there are threads
+HOST_ROW_BLOCKS = 64  # so that each of up to 64 threads has a block
 
 
 def partial_sums(like: Tensor, needed: bool, sums: int = 1) -> tuple[int, Tensor | None]:
-    """Return the number of parts of the rows of `like`, and memory for their sums.
+    """Return the number of row blocks of `like`, and memory for their sums.
 
-    The memory is fp32 [parts, sums, n]. Each part's sums are added up afterwards, as for the
-    gradient of a bias.
+    The memory is fp32 [blocks, sums, n]. The kernel sums each block separately, then adds up the
+    sums of the blocks, for example to the gradient of a bias.
 
     sums    number of sums for each column
     needed  if false, there is nothing to sum: (0, None)
@@ -335,12 +338,12 @@ def partial_sums(like: Tensor, needed: bool, sums: int = 1) -> tuple[int, Tensor
 
 @functools.lru_cache(1024)
 def count_row_blocks(count: int, columns: int, element_size: int, on_cpu: bool) -> int:
-    """Return the number of row blocks, with `count` elements in total, that are summed separately.
+    """Return the number of row blocks that are summed separately, for `count` elements in total.
 
     It depends only on the shape and the kind of device, not on threads or compute units, so that
     results are reproducible.
     """
-    # blocks of 64 lanes of 16 bytes side by side
+    # blocks side by side, each of 64 lanes of 16 bytes
     across = -(-columns * element_size // (16 * 64))
     most = HOST_ROW_BLOCKS if on_cpu else max(1, _BLOCKS // across)
     return max(1, min(most, -(-count // columns // BLOCK_ROWS)))

@@ -1,13 +1,13 @@
-"""Softmax of attention scores: all scores at once, causal or masked, or one block, in place.
+"""Softmax of attention scores: of all at once, causal or masked, or of one block, in place.
 
 The matrix products around it are torch's (megatron/layers/attention_{unfused,blocked}.py).
 
 Bytes moved for N scores of e bytes, all at once: forward N e in and N e out, and the mask, one byte
 per element, in each of three passes (heads share the part that is in a cache); backward 2 N e in
-and N e out. A causal row is read up to its last visible key: half of the input. Rows that do not
-consist of full, aligned packs of 16 bytes are processed element by element and read up to three
-times. Rows with more than 65,536 elements (fp32: 32,768; in the backward pass half as many on
-CUDA), which do not fit in registers, are also read up to three times, in packs.
+and N e out. A causal row is read up to its last visible key: half of the input on average. Rows
+that do not consist of full, aligned packs of 16 bytes are processed element by element and read up
+to three times. Rows with more than 65,536 elements (fp32: 32,768; in the backward pass half as many
+on CUDA), which do not fit in registers, are also read up to three times, in packs.
 
 For causal attention in blocks, the forward pass keeps for each row the logarithm of the sum of
 exponentials, as in Dao et al., arXiv 2205.14135, and the backward pass recomputes the weights from
@@ -81,13 +81,16 @@ class AttentionParameters(NamedTuple):
 
 
 def first_key(first: int, window: int) -> int:
-    """Return the first key that queries from position `first` on see: a multiple of TILE."""
+    """Return the position of the first key that queries from `first` on see, rounded down.
+
+    It is a multiple of TILE.
+    """
     return max(0, (first - window) // TILE * TILE)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """The inputs of attention_weights_; attention_gradient_ has two more."""
+    """The inputs of attention_weights_; attention_gradient_ takes two more (GradientBlock)."""
 
     scores: Tensor
     logarithms: Tensor
@@ -99,14 +102,14 @@ class AttentionBlock:
 
     @property
     def start(self) -> int:
-        """Position of the first key; without `key`, the last key is the last query's."""
+        """Position of the first key; without `key`, the last key is that of the last query."""
         if self.key is not None:
             return self.key
         return self.first + self.scores.shape[1] // self.params.share - self.scores.shape[2]
 
     @property
     def rows(self) -> tuple[slice, slice]:
-        """The samples and rows of the block among all of them."""
+        """The block's samples and rows, as slices of all samples and all rows."""
         row = self.first * self.params.share
         samples, rows = self.scores.shape[:2]
         return slice(self.sample, self.sample + samples), slice(row, row + rows)
@@ -157,13 +160,13 @@ def _check(name: str, block: AttentionBlock, **rows: Tensor) -> None:
     check(
         name,
         share > 0 and row_count % share == 0,
-        f"{row_count} rows are not for {share} queries each",
+        f"{row_count} rows are not a multiple of {share} queries",
     )
     for what, start in (("first", block.first), ("key", block.key or 0)):
         check(
             name,
             params.probability == 0.0 or (start >= 0 and start % TILE == 0),
-            f"{what} is {start}; with dropout blocks start at multiples of {TILE}",
+            f"{what} is {start}; with dropout, blocks start at multiples of {TILE}",
         )
     row = block.first * share
     for what, x in rows.items():
@@ -222,7 +225,7 @@ def _check_gradient(name: str, block: GradientBlock) -> None:
 
 
 def _mask(block: AttentionBlock) -> Tensor:
-    """Return factors 0 or 1 / (1 - p) from torch's generator, by tiles of TILE by TILE."""
+    """Return factors 0 or 1 / (1 - p), drawn by torch's generator in tiles of TILE by TILE."""
     scores = block.scores
     sample = block.sample
     params = block.params
@@ -251,7 +254,7 @@ def _mask(block: AttentionBlock) -> Tensor:
 
 
 def _logits(block: AttentionBlock) -> Tensor:
-    """Return the scaled, capped and biased scores in fp32 (fp64 for fp64).
+    """Return the scaled, capped and biased scores in fp32 (fp64 for fp64 scores).
 
     They are -infinity for keys after the query or before its window.
     """
@@ -390,22 +393,28 @@ _weights_ = operator(
 
 
 def attention_weights_(block: AttentionBlock) -> None:
-    """Turn scores [samples, queries * share, keys] into softmax weights with dropout.
+    """Turn scores [samples, queries * share, keys] into softmax weights with dropout, in place.
 
-    They are contiguous, fp32, fp16 or bf16. The queries start at position `first`. A query sees the
-    key of its own position and `window` keys before it, and all of these are present: the last key
-    is that of the last query, the first one at a multiple of TILE up to first_key(first, window).
-    Weights of other keys are exactly 0. A score stands for scale * score, or cap * tanh(scale *
-    score / cap) with a `cap` above 0, plus slope * (key - query) if there are `slopes`, fp32
-    [groups * share]; samples are [.., groups], from `sample` on. The logarithms of the sums of
-    exponentials are written to their rows of `logarithms`, fp32 [all samples, all rows]; infinity
-    for a row that is all -infinity, whose weights are 0. Weights are dropped with `probability` and
-    scaled by 1 / (1 - p) otherwise. With `key`, the position of the first key, the keys may be any:
-    weights and logarithms are then those of a section of each row. The rows of the job are
-    [samples, heads, positions]: `origins`, int64, one for each sample, has the number of the first
-    query of its first head; that of the next head is larger by `positions`. Has no gradient: see
-    attention_gradient_. Raises KernelError for other types and shapes, and probabilities outside of
-    [0, 1).
+    Scores are contiguous, in fp32, fp16 or bf16. Their first dimension is [.., groups], counted
+    from `sample`; the queries start at position `first`. A query sees the key at its own position
+    and the `window` keys before it; the weights of other keys are exactly 0. Without `key`, all
+    keys that a query sees must be present: the last key is at the last query's position, the first
+    one at a multiple of TILE up to first_key(first, window). With `key`, the position of the first
+    key, the keys may be any: weights and logarithms are then those of a section of each row.
+
+    A score x becomes scale * x, or cap * tanh(scale * x / cap) with a `cap` above 0, plus slope *
+    (key - query) if there are `slopes`, fp32 [groups * share]. The logarithm of each row's sum of
+    exponentials is written to its row of `logarithms`, fp32 [all samples, all rows]; it is infinity
+    for a row that is all -infinity, whose weights are 0.
+
+    Weights are dropped with `probability`, and scaled by 1 / (1 - probability) otherwise. With
+    dropout, `first` and `key` must be multiples of TILE. The mask depends on the numbers of the
+    rows [samples, heads, positions] in the job: `origins`, int64, has for each sample (of all
+    groups) the number of the first query of the first head; that of the next head is larger by
+    `positions`.
+
+    Has no gradient: see attention_gradient_. Raises KernelError for other types and shapes, and for
+    probabilities outside [0, 1).
     """
     _weights_(
         block.scores,
@@ -433,10 +442,11 @@ _gradient_ = operator(
 def attention_gradient_(block: GradientBlock) -> None:
     """Turn scores into weights again, and the gradients of the weights into those of the scores.
 
-    Both have the same shape. The block has the queries from position `first` on and the keys from
-    position `key` on; it may be any rectangle. `dots` [all samples, all rows], fp32: for each
-    query, the output times its gradient, summed over the head (row_dots). The other inputs are the
-    same as for attention_weights_, which wrote `logarithms`.
+    Both are overwritten and have the same shape; the weights are those after dropout. The block has
+    the queries from position `first` on and the keys from position `key` on; it may be any
+    rectangle. `dots` [all samples, all rows], fp32: for each query, the output times its gradient,
+    summed over the head (row_dots). The other inputs are the same as for attention_weights_, which
+    wrote `logarithms`.
     """
     _gradient_(
         block.scores,
@@ -491,7 +501,7 @@ def _check_softmax(
 def hidden_keys(hidden: Tensor | None, scores: Tensor, window: int) -> Tensor:
     """Return the mask of hidden scores [.., queries, keys].
 
-    These are the scores in `hidden` (None: later keys) and all scores outside the window.
+    These are the scores in `hidden` (None: those of later keys) and all scores outside the window.
     """
     queries, keys = scores.shape[-2:]
     all_pairs = partial(torch.ones, queries, keys, dtype=torch.bool, device=scores.device)
@@ -591,8 +601,8 @@ def masked_softmax(
     """Return softmax(scale * scores) over the keys where `mask` is False; the others get exactly 0.
 
     scores [b, heads, queries, keys], mask bool [b or 1, 1, queries, keys]. Keys more than `window`
-    before key keys - queries + q are hidden from query q as well. A query that sees nothing, or
-    nothing above -infinity, gets all zeros and no gradient. Raises KernelError for other types or
-    shapes.
+    positions before key keys - queries + q are hidden from query q as well. A query that sees
+    nothing, or nothing above -infinity, gets all zeros and no gradient. Raises KernelError for
+    other types or shapes.
     """
     return _softmax(scores.contiguous(), mask.contiguous(), scale, window)

@@ -246,7 +246,7 @@ def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
 
 
 def activation(x: Tensor, bias: Tensor | None, kind: str, fused: bool) -> Tensor:
-    """Return activation(x + bias) with the kernel, or activation(x) with torch."""
+    """Return activation(x + bias) with the kernel; with torch activation(x), if x has the bias."""
     return bias_activation(x, bias, kind) if fused else activate(x, kind)
 
 
@@ -255,7 +255,7 @@ _SUM_BACKWARD = Function("mk_bias_dropout_add_backward", "ppppllliuwfiuwuupu")
 
 
 def check_key(name: str, probability: float, seed: int) -> None:
-    """Check the arguments that determine a mask."""
+    """Check the arguments that determine a mask. Raises KernelError."""
     if not 0.0 <= probability < 1.0:
         why = f"probability is {probability}; it must be at least 0 and less than 1"
         raise KernelError(f"{name}: {why}")
@@ -452,11 +452,11 @@ def bias_dropout_add(
 
     x [.., n], copied unless contiguous; bias [n] or None; residual like x or None; -> [.., n]. Each
     entry is zeroed with `probability` (0 <= p < 1) and scaled by 1 / (1 - p) otherwise, as a
-    function of seed (0 <= seed < 2^63) and global position, so that the backward pass and
-    recomputation get the same mask. The gradient of the bias is summed in fp32, and not rounded if
-    the bias is in fp32 and x in 16 bits. Dropping does not hide a non-finite element: the result is
-    NaN. Raises KernelError for other probabilities, seeds and shapes, and for types other
-    than fp32, fp16 and bf16.
+    function of seed (0 <= seed < 2^63) and position in the job (`row_layout`), so that the backward
+    pass and recomputation get the same mask. The gradient of the bias is summed in fp32, and not
+    rounded if the bias is in fp32 and x in 16 bits. Dropping does not hide a non-finite element:
+    the result is NaN. Raises KernelError for other probabilities, seeds and shapes, and for types
+    other than fp32, fp16 and bf16.
     """
     if x.numel() and row_layout.samples is None and (nodes := nodes_for(x)) is not None:
         check_key("bias_dropout_add", probability, seed)

@@ -70,7 +70,7 @@ def _check_unpermute(
     check_beside(name, y, [torch.float32], positions.shape, weights=weights)
     if not padded and y.device.type == "cpu":  # its gradient would not be written
         unused = y.shape[0] - int((positions >= 0).sum())
-        check(name, not unused, f"{unused} rows are no choice's: they are `padded`")
+        check(name, not unused, f"{unused} rows belong to no choice: set `padded`")
 
 
 def _rows(x: Tensor, at: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ _permuted = operator(
 
 
 def permute(x: Tensor, order: Tensor, positions: Tensor) -> Tensor:
-    """Return the rows of tokens x [t, h] in the order of their experts, [n, h].
+    """Return [n, h]: the rows of tokens x [t, h] in the order of their experts.
 
     order      the token of each row; -1: a row of zeros  # [n], int64
     positions  the row of each choice, -1: it has none  # [t, k], int64
@@ -190,7 +190,7 @@ def permute(x: Tensor, order: Tensor, positions: Tensor) -> Tensor:
 
 
 def unpermute(y: Tensor, positions: Tensor, weights: Tensor, padded: bool = False) -> Tensor:
-    """Return the sum over each token's choices of weight times row of y [n, h], [t, h].
+    """Return [t, h]: the sum over each token's choices of weight times row of y [n, h].
 
     positions  the row of each choice, -1: it adds nothing  # [t, k], int64
     weights    fp32  # [t, k]
@@ -252,7 +252,7 @@ def why_no_grouped_product(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _products(x: Tensor, matrices: Tensor, counts: RowCounts) -> Tensor:
-    """Return the product of each expert's rows of x [n, in] and its matrix [E, in, out], [n, out]."""
+    """Return [n, out]: each expert's rows of x [n, in] times its matrix of [E, in, out]."""
     wide = all(n * x.element_size() % 16 == 0 for n in matrices.shape[1:])
     if wide and _torch_grouped is not None and not why_no_grouped_product(x.device, x.dtype):
         grouped: Tensor = _torch_grouped(x, matrices, offs=counts.ends)
@@ -328,9 +328,9 @@ def _matrices(weight: Tensor) -> Tensor:
 def grouped_product(
     x: Tensor, weight: Tensor, counts: RowCounts, queue: WeightGradients | None = None
 ) -> Tensor:
-    """Return x W^T for each expert's rows of x [n, in], [n, out].
+    """Return [n, out]: x W^T for each expert's rows of x [n, in].
 
-    weight  one matrix per expert  # [E, out, in], or [E, m, out/m, in] for m side by side
+    weight  one matrix per expert  # [E, out, in], or [E, m, out/m, in] for m matrices side by side
     counts  rows of each expert, in all n; may be 0
     queue   the queue for the weight's gradient if a schedule defers it
 

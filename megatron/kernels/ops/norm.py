@@ -3,7 +3,7 @@
 Bytes moved for N elements of e bytes: forward N e in and N e out, with a residual 2 N e in and 2 N
 e out; backward 2 N e in and N e out, and N e more in if there is a gradient of the sum. The
 gradients of weight and bias come from the same pass over the rows; their partial sums, fp32, out
-and in again, add at most a twelfth if a compute unit has 32 rows or more, and more if it has fewer.
+and in again, add at most about a twelfth (CUDA: a third) unless a compute unit has only a few rows.
 
 Rows that are too wide for registers or do not consist of full packs of 16 bytes move more.
 Forward: above 65,536 elements (fp32 32,768; on CUDA a quarter of either) the input of the norm is
@@ -96,9 +96,9 @@ def _rows(x: Tensor) -> int:
 
 
 def _like(norm: _Inputs) -> tuple[Tensor, ...]:
-    """Return an empty norm, sum if there is one, and statistics: rstd and, not RMS, mean.
+    """Return empty tensors for the norm, the sum if there is a residual, and the statistics.
 
-    The statistics are fp32 [1 or 2, rows].
+    The statistics are fp32 [1 or 2, rows]: rstd and, except for RMSNorm, the mean.
     """
     sums = 1 if norm.rms else 2
     total = () if norm.residual is None else (torch.empty_like(norm.x),)
@@ -147,8 +147,8 @@ def _count_row_blocks(rows: int, row_bytes: int, element_size: int, device: int,
 
     Each block has separate sums. The number depends only on the shape and the device, so that
     results are reproducible. There are as many blocks as the compute units hold at once, but fewer
-    (down to one per unit) if their sums would exceed a twelfth of the bytes moved. On CUDA the
-    numbers are the fastest on an H200, where sums may be up to a third.
+    (down to one per unit) if their sums would exceed a twelfth of the bytes moved. On CUDA, sums
+    may be up to a third of the bytes, and the numbers are the fastest on an H200.
     """
     if device < 0:  # a CPU
         return min(HOST_ROW_BLOCKS, -(-rows // BLOCK_ROWS))
@@ -167,7 +167,10 @@ def _count_row_blocks(rows: int, row_bytes: int, element_size: int, device: int,
 
 
 class _Gradient(NamedTuple):
-    """The inputs of norm_backward; dweight, dbias and dshift are written, or added to by `adds`."""
+    """The inputs of norm_backward.
+
+    dweight, dbias and dshift are written, or added to if their bit of `adds` (1, 2, 4) is set.
+    """
 
     dy: Tensor
     dsum: Tensor | None
@@ -190,7 +193,7 @@ def _backward(dx: Tensor, of: _Gradient) -> None:
     sums = (1 if of.rms else 2) + (of.dshift is not None)
     row_blocks = _row_blocks(x, rows, sums)
     partial = x.new_empty((row_blocks, sums, n), dtype=torch.float32)
-    # An RMS norm has no bias. For a LayerNorm without bias, its gradient goes to the workspace.
+    # The kernel writes a bias's gradient for every LayerNorm; without a bias, to scratch memory.
     if dbias is None and not of.rms:
         dbias = x.new_empty((n,), dtype=torch.float32)
     _BACKWARD(

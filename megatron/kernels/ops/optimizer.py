@@ -74,11 +74,13 @@ class AdamWInputs(NamedTuple):
     exp_avgs, exp_avg_sqs  fp32 or bf16, all of one type. The step is computed in fp32, and new
                      moments in bf16 are then rounded stochastically (round_). With rounding to
                      nearest, a second moment would never fall: with beta2 = 0.999 it falls by at
-                     most 0.1 % in a step, a quarter of half the distance between two bf16 numbers
+                     most 0.1 % in a step, less than half the distance between two bf16 numbers
+                     (0.2 to 0.4 %)
     copies           fp16 or bf16 tensors that get the new weights, rounded; empty if there are
                      none
-    averages         fp32 averages of the weights, which move to the new ones by the share
+    averages         fp32 averages of the weights, which move towards the new weights by the share
                      `new_in_average`, as with torch.lerp; at 0 they are not read
+    lr, beta1, beta2, eps, weight_decay  as for torch.optim.AdamW
     step             counts from 1: the bias correction is that of `step` steps
     gradient_scale   a number, or one fp32 number on the device; if it is not finite the step is
                      skipped: nothing is written
@@ -133,7 +135,7 @@ _ODDS = 0x61C88647, 0x2545F491, 0x2C1B3C6D  # multipliers of the hash, less than
 
 
 def round_(target: Tensor, x: Tensor, step: int) -> None:
-    """Round fp32 numbers stochastically to one of the two nearest in bf16.
+    """Round fp32 numbers x stochastically to one of the two nearest in bf16, and write to `target`.
 
     The probability of rounding up is the number's position in the gap between the two, from 0 to 1.
     The 16 random bits that decide are a hash of the number and the step. Thus all ranks that hold
@@ -312,14 +314,13 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
     """AdamW through `adamw_`: fp32 weights, gradients in fp32 or 16 bit.
 
     params  as for torch's optimizers; weight_decay is 0.01 in groups that have none
+    kernel  False: torch's operators even where there is a kernel
 
     Each group counts its steps in `group["step"]`, on the host. A parameter without a gradient is
-    left out. State: `exp_avg` and `exp_avg_sq`, fp32 unless they are there in bf16.
-
-    kernel          False: torch's operators even where there is a kernel
+    left out. State: `exp_avg` and `exp_avg_sq`, fp32 unless they already exist in bf16.
 
     copies          {parameter: 16-bit tensor of its shape}: gets the new weights in the same pass
-    average         name of an fp32 average among a parameter's state, which moves to the new
+    average         name of an fp32 average among a parameter's state, which moves towards the new
                     weights in the same pass, by the share `new_in_average`; "" for none
     gradients       {parameter: gradient}, instead of .grad, which has the parameter's format
     gradient_scale  factor of all gradients, e.g. for clipping: one fp32 number on their device,

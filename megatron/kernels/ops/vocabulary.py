@@ -9,8 +9,8 @@ fp32 results, 20 bytes each pass) are negligible.
 Embedding: `add_rows_` adds values to the rows that were looked up, in a fixed order. Bytes moved
 for n values of e bytes and width w, which hit d different rows of a table of t bytes per element: n
 w e in, d w t in and out. On a GPU a row that occurs in more than one chunk of values costs 8 w
-bytes more for each of them: at most e = 2 and 16 values to a chunk, 25 percent. Values are sorted
-by row first, 12 bytes of each are kept.
+bytes more for each of these chunks: at most 25 percent, with e = 2 and 16 values per chunk. Values
+are sorted by row first, which takes 12 bytes of memory per value.
 """
 
 from __future__ import annotations
@@ -189,11 +189,11 @@ local_pass = operator(
 [..].
 
 logits [.., v], contiguous, of the entries first, first + 1, ..., of which only the first `real`
-exist; labels int64 [..], ids in the full vocabulary. With a cap other than 0 a logit x counts as
-cap tanh(x / cap). The sum is over exp(logit - maximum); if no logit is above -inf the maximum is
--inf and the sum 0. A NaN shows in the sum, never in the maximum.
-The target is 0 if the label is another rank's. Has no gradient: see `gradient_`. Raises
-KernelError for other types, shapes or layouts.
+exist; labels int64 [..], ids in the full vocabulary. With a cap other than 0, a logit x counts as
+cap tanh(x / cap). The sum is over exp(logit - maximum); if no logit is above -inf, the maximum is
+-inf and the sum 0. A NaN shows in the sum, never in the maximum. The target is 0 if the label is
+another rank's. Has no gradient: see `gradient_`. Raises KernelError for other types, shapes or
+layouts.
 """
 
 gradient_ = operator(
@@ -209,9 +209,9 @@ gradient[token].
 
 maximum, total and gradient are fp32 [..]: the largest logit and the sum of exp(logit - maximum)
 over the full vocabulary, and the losses' gradient; the others as in `local_pass`. Padding columns
-get 0; a label of another rank subtracts nothing. With a cap this is multiplied by the derivative
-of cap tanh(x / cap). The logits' version counter increases, so that a
-backward pass that saved them fails.
+get 0; a label of another rank subtracts nothing. With a cap, the gradient is multiplied by the
+derivative of cap tanh(x / cap). The logits' version counter increases, so that a backward pass that
+saved them fails.
 """
 
 
@@ -226,7 +226,7 @@ _ADD_ROWS = Function("mk_add_rows", "ppppplllli")
 def reference_(table: Tensor, rows: Tensor, values: Tensor, partial: Tensor | None = None) -> None:
     """Add values to rows with torch's operators.
 
-    Each of the two ways to add has a fixed order on one kind of device only
+    Each of torch's two ways to add has a fixed order on only one kind of device
     (torch.use_deterministic_algorithms).
     """
     total = table
@@ -300,8 +300,8 @@ def add_rows_(table: Tensor, rows: Tensor, values: Tensor) -> None:
 
     Sums are in fp32 and rounded to the table's format once. Their order depends on the rows alone:
     the same bits every time on one kind of device, on a CPU the same as index_add_. Nothing waits
-    for the device, so on a GPU rows outside the table are ignored; on a CPU they are an error.
-    Raises KernelError.
+    for the device, so on a GPU rows outside the table are ignored. Raises KernelError for other
+    types and shapes, and on a CPU for rows outside the table.
     """
     library = find(table.device.type)
     partial = None
