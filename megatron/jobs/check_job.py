@@ -306,7 +306,7 @@ def ask_slurm(job: CheckedJob, words: Sequence[str]) -> None:
 
 
 def check_options(job: CheckedJob) -> None:
-    """Check nodes and wall time against the machine's limits, and check interacting options."""
+    """Check nodes and wall time against the machine's limits, and options that depend on others."""
     cluster = job.cluster
     limit = job.value("time")
     wall_s = duration_s(limit or "")
@@ -412,7 +412,10 @@ def dry_run(job: CheckedJob, content: bytes, arguments: Sequence[str]) -> None:
 
 
 def read_command(job: CheckedJob, command: Sequence[str]) -> None:
-    """Read the flags in a training command and its number of processes (srun, torchrun or one)."""
+    """Read the flags in a training command, and its numbers of nodes and processes.
+
+    These come from the flags of srun or torchrun; without a launcher, there is one process.
+    """
     runs = [bool(re.fullmatch(r"(.*/)?pretrain_gpt\w*(\.py)?", word)) for word in command]
     if not any(runs):
         job.error("command", f"it does not run pretrain_gpt.py: {shlex.join(command)[:200]}")

@@ -46,7 +46,7 @@ done
 """
 
 # The functions of job.sh start the tasks; sourcing it sets PYTHON and CODE. ALIVE is a pipe whose
-# other end belongs to the starter: it closes when the starter ends, which srun would not notice.
+# other end belongs to this process: it closes when this process ends, which srun would not notice.
 _SLURM_LAUNCH = """
 source "$MEGATRON_ROOT/examples/frontier/job.sh" || exit 2
 PYTHON=${POINT_PYTHON:-$PYTHON}; CODE=${POINT_CODE:-$CODE}
@@ -74,8 +74,8 @@ class SlurmStep:
 
     name            name in squeue; unique among the running steps
     hosts           nodes on which it runs `tasks_per_node` processes each
-    turn            position among the runs of the starter, which selects the port
-    limit_s         time after which Slurm ends the step if the starter has not
+    turn            number of runs that this process has started so far, which selects the port
+    limit_s         time after which Slurm ends the step if this process has not
     """
 
     name: str
@@ -91,7 +91,7 @@ class RunProcesses:
     processes   all ranks, or one launcher
     step        name of the run's step under Slurm; None without Slurm
     resources   closed when the run ends: the reserved port, and the pipe by which the launcher
-                monitors its starter
+                monitors this process
     exit_codes  None until the run has ended; then the exit codes of the processes that ended before
                 others were killed
     """

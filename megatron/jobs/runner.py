@@ -1,10 +1,10 @@
 """Run short trainings (trials of the tuner, points of experiments).
 
 On a single machine they run one at a time; in a Slurm job they run side by side as job steps, on
-separate nodes. A failed run does not end the others, and no run outlives its starter. Each run has
-a time limit, and a limit on the time between two training steps. When a run fails inside a Slurm
-job, its nodes are tested; nodes that do not respond are left out from then on, and the run is
-repeated on other nodes.
+separate nodes. A failed run does not end the others, and no run outlives the process that started
+it. Each run has a time limit, and a limit on the time between two training steps. When a run fails
+inside a Slurm job, its nodes are tested; nodes that do not respond are left out from then on, and
+the run is repeated on other nodes.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ class Runner:
             if each.why is not None and not each.complete:
                 if not self._local and not each.interrupted:
                     if each.stopped is None and _squeue("%T") not in (None, "RUNNING"):
-                        # Slurm signals the steps as well as their starter
+                        # at its end Slurm signals the steps as well as this process
                         self._over = True
                         each.interrupted = ALLOCATION
                     elif os.environ.get("SLURM_JOB_ID") and each.why.kind != STOPPED:

@@ -170,10 +170,10 @@ def choose_attention(
 ) -> str:
     """Choose the attention: "flash", "torch", "blocked" or "unfused".
 
-    "flash" is flash-attn, "torch" torch's attention. `device` None means the CPU, `sequence` 0 a
-    short sequence. It is not an error if flash-attn cannot be used, since torch's attention gives
-    the same result; the log reports the choice (see report). With attention dropout, "blocked" is
-    used on a CPU, where torch has no kernel and would store all scores.
+    "flash" is flash-attn, and "torch" is torch's attention. `device` None means the CPU; `sequence`
+    0 means a short sequence. It is no error if flash-attn cannot be used, since torch's attention
+    gives the same result; the log reports the choice (see report). With attention dropout,
+    "blocked" is used on a CPU, where torch has no kernel and would store all scores.
     """
     backend = kernels.attention_backend
     device_type = device.type if device is not None else "cpu"
