@@ -1,1 +1,1 @@
-"""Transformer layers for tensor- and sequence-parallel groups, independent of data and pipeline."""
+"""Layers of transformers. They do not depend on data parallelism or on pipeline stages."""

@@ -26,12 +26,14 @@ from megatron.parallel.sharding import Rows
 
 
 class CoreAttention:
-    """Causal attention of one layer, as configured: Scoring, ALiBi, dropout, recomputation.
+    """Causal attention of one layer, with the scoring and dropout that `config` sets.
 
-    attention  name of its implementation (choose_attention)
+    layer      index of the layer in the model
+    recompute  whether to recompute attention in the backward pass
+    attention  name of the implementation (choose_attention)
 
-    largest    the largest scaled product q k^T of each head in the training passes so far, for
-               QK-clip: fp32 [heads/tp]; None: not recorded
+    largest    the largest scaled product q k^T of each head in the training passes of this step,
+               for QK-clip: fp32 [heads/tp]; None: not recorded
     """
 
     def __init__(
@@ -62,7 +64,8 @@ class CoreAttention:
     def __call__(self, call: CallContext, *tensors: Tensor) -> Tensor:
         """Map q [s, b, heads/tp, d], k and v [s, b, kv heads/tp, d] to [s, b, heads/tp, d].
 
-        Blocked attention also accepts the fused projection of all three, except with a cache.
+        Without a cache and context parallelism, blocked attention also accepts the fused projection
+        of all three, [s, b, groups/tp, queries + 2, d].
         """
         if call.cache is not None:
             q, k, v = tensors
@@ -74,7 +77,7 @@ class CoreAttention:
         return self.within(call, None, *tensors)
 
     def scoring_of(self, call: CallContext, positions: int) -> Scoring:
-        """Return a call's scoring, for weights [b, this rank's heads, positions, keys]."""
+        """Return the scoring of a call with weights [b, this rank's heads, positions, keys]."""
         scoring = self.scoring._replace(documents=call.documents)
         if call.dropout is None:
             return scoring
@@ -85,7 +88,7 @@ class CoreAttention:
         return scoring._replace(dropout=self.dropout, seed=seed, row_layout=row_layout)
 
     def within(self, call: CallContext, heads: slice | None, *tensors: Tensor) -> Tensor:
-        """Return attention over the rows of the tensors, which are full sequences.
+        """Return attention within full sequences; `tensors` are those of __call__.
 
         heads  which of the tensor rank's heads the tensors contain; None: all of them
         """
@@ -120,7 +123,7 @@ class CoreAttention:
 class SelfAttention(torch.nn.Module):
     """Self-attention: [s(/tp), b, h] -> ([s(/tp), b, h], bias or None).
 
-    recompute, attention: see CoreAttention. summed: see RowParallelLinear.
+    layer, recompute, attention: see CoreAttention. summed: see RowParallelLinear.
 
     The rows of the fused weight are ordered [key-value group][queries ..., key, value][head
     dimension], so that splitting them gives every rank whole groups (the order in Megatron
@@ -202,7 +205,7 @@ class SelfAttention(torch.nn.Module):
     def forward(
         self, x: Tensor, call: CallContext, recompute_input: RecomputeInput = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute attention over x; `recompute_input` recomputes x."""
+        """Compute attention over x, which `recompute_input` recomputes in the backward pass."""
         mixed = self.query_key_value(x, recompute_input)  # [s, b, groups/tp * (queries + 2) * d]
         s, b = mixed.shape[:2]
         plain = self.rotary is None and self.q_layernorm is None and call.cache is None
@@ -217,7 +220,8 @@ class SelfAttention(torch.nn.Module):
     def _apart(self, mixed: Tensor, call: CallContext) -> tuple[Tensor, ...]:
         """Split the projection into q [s, b, heads/tp, d], k and v [s, b, groups/tp, d].
 
-        Queries and keys are normalized and rotated; their positions determine the angles.
+        Queries and keys are normalized and then rotated, if configured; their positions determine
+        the angles of rotation.
         """
         s, b = mixed.shape[:2]
         angles = None
@@ -228,14 +232,14 @@ class SelfAttention(torch.nn.Module):
         nodes = nodes_for(mixed)
         fused = self.rotary is None or self.rotary.fused
         if nodes is not None and fused and self.q_layernorm is None:
-            # One node, whose gradient is written directly into the projection's gradient.
+            # One node, whose backward pass writes directly into the projection's gradient.
             sizes = self.groups, self.queries, self.head_dim
             heads: tuple[Tensor, ...] = nodes.split_heads(mixed, *sizes, *(angles or (None, None)))
             if heads is not NotImplemented:
                 return heads
         mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
         # The gradient of split is one concatenation; the gradient of each slice would be as large
-        # as the whole.
+        # as the full tensor.
         q, k, v = mixed.split((self.queries, 1, 1), dim=3)
         k = k.squeeze(3)
         v = v.squeeze(3)

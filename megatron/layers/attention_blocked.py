@@ -15,7 +15,8 @@ from megatron.kernels.ops import attention as kernel
 from megatron.layers.attention_unfused import PLAIN, Scoring
 from megatron.parallel.autograd import Context, Node
 
-# Scores stored at once: a buffer of several MiB for any number of heads and samples.
+# Approximate number of scores stored at once: a buffer of several MiB, however many heads and
+# samples there are.
 _SCORES = 1 << 22
 _FEWER_KERNELS = 512
 
@@ -45,19 +46,22 @@ def block_length(length: int, dtype: torch.dtype) -> int:
 
 
 def query_rows(x: Tensor) -> Tensor:
-    """Reshape [s, b, groups, share, d] to [b groups, s share, d]: a view if share is 1."""
+    """Reshape [s, b, groups, share, d] to [b groups, s share, d].
+
+    The result is a view if share is 1 and the strides allow it.
+    """
     return x.permute(1, 2, 0, 3, 4).reshape(x.shape[1] * x.shape[2], -1, x.shape[4])
 
 
 def key_rows(x: Tensor) -> Tensor:
-    """Reshape [s, b, groups, d] to [b groups, s, d]: a view if their strides allow."""
+    """Reshape [s, b, groups, d] to [b groups, s, d]: a view if the strides allow it."""
     return x.permute(1, 2, 0, 3).flatten(0, 1)
 
 
 def transposed(x: Tensor) -> Tensor:
     """Transpose [n, keys, d] to [n, d, keys], as the second matrix of a product.
 
-    It is copied first if products of copies are faster on this CPU.
+    x is copied first if products with a contiguous copy are faster on this CPU.
     """
     copied = choose.copies_keys(str(x.dtype).removeprefix("torch."))
     return (x.contiguous() if copied else x).transpose(1, 2)
@@ -78,7 +82,11 @@ def _most_scores(block: int, length: int, share: int, window: int) -> int:
 
 
 def cut_heads(count: int, scores: int) -> list[slice]:
-    """Divide samples times groups into batches of about _SCORES scores that occupy all threads."""
+    """Divide `count` samples times groups into batches of about _SCORES scores.
+
+    `scores` is the number of scores of one sample and group. Batches are large enough to occupy all
+    threads.
+    """
     size = min(count, max(_SCORES // scores, torch.get_num_threads()))
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
@@ -111,8 +119,8 @@ class _RowView:
 def _put_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute out = a b.
 
-    In fp32 MKL's batched product needs contiguous results: for other results torch multiplies
-    matrix by matrix, at two thirds of the speed, which costs more than a copy.
+    In fp32 MKL's batched product needs contiguous results: for strided results torch multiplies one
+    matrix at a time, at two thirds of the speed, which costs more than a copy.
     """
     if out.is_contiguous() or out.dtype != torch.float32 or out.device.type != "cpu":
         torch.bmm(a, b, out=out)
@@ -121,7 +129,7 @@ def _put_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
-    """Compute total (+)= a b.
+    """Compute total = a b if `fresh`, otherwise total += a b.
 
     With 16-bit factors, total is fp32 and a product is rounded before it is added.
     """
@@ -146,9 +154,9 @@ def _split(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Attention(Node):
-    """out [s, b, groups, share, d] of _split(tensors).
+    """Attention [s, b, groups, share, d] for q, k and v from _split(tensors).
 
-    The gradients are written in the layout of the tensors.
+    The gradients have the layout of the tensors.
     """
 
     @staticmethod
@@ -292,7 +300,7 @@ def update_largest(
     padding  bool [b, s]: queries that do not count
 
     The products are taken before soft cap and ALiBi, block by block: no scores [s, s] are stored,
-    whichever implementation computes attention. They are half the work of its forward pass.
+    whichever implementation computes attention. This is half the work of attention's forward pass.
     """
     q, k, _ = _split(tensors)
     s, b, groups, share, _ = q.shape

@@ -20,8 +20,8 @@ _aten = torch.ops.aten
 def _causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scoring: Scoring) -> Tensor:
     """Return attention [n, l, heads, d], causal if there is no bias.
 
-    q [n, l, heads, d], k and v [n, keys, kv heads, d]. Bias, or mask of visible keys: [1, heads, l,
-    keys], [l, keys] or None.
+    q [n, l, heads, d], k and v [n, keys, kv heads, d]. `bias` is added to the scores,
+    [1, heads, l, keys], or is a bool mask of visible keys, [l, keys].
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [n, heads, l, d]
     grouped = q.shape[1] != k.shape[1]
@@ -70,8 +70,8 @@ def _in_window(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scoring: Sc
     """Return causal attention in a window shorter than l; see _causal.
 
     The first window + 1 queries see all keys before them; `bias` applies to these queries. The
-    others are processed in blocks, each with the keys that its queries see: the first `window` of
-    these keys precede the block. All blocks share one mask.
+    other queries are processed in blocks, each with the keys that its queries see: the first
+    `window` of these keys precede the block. All blocks share one mask.
     """
     length = q.shape[1]
     window = scoring.window
@@ -116,8 +116,8 @@ def _by_bounds(
 ) -> Tensor:
     """Return attention within documents: [s, b, heads, d].
 
-    attend maps the rows [b * s, heads, d] of q, k and v, the document bounds in queries and in
-    keys, and the length of the longest document in each to the rows of the output.
+    attend  returns the rows of the output for the rows [b * s, heads, d] of q, k and v, the bounds
+            of documents in queries and in keys, and the length of the longest document in each
     """
     rows = [x.transpose(0, 1).flatten(0, 1) for x in (q, k, v)]
     bounds = documents.cu_seqlens
@@ -130,7 +130,7 @@ def _takes_bounds(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
     """Return whether torch's flash attention can compute all documents in one call.
 
     Not on ROCm: its log-sum-exps are [documents, heads, longest], and some versions ignore
-    windows or exchange their gradients
+    windows or return gradients in the wrong order
     (aten/src/ATen/native/transformers/hip/flash_attn/aot/mha_all_aot.hip).
     """
     if q.device.type != "cuda" or torch.version.hip is not None or q.shape[-1] % 8:
@@ -215,7 +215,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     slopes = None if scoring.alibi is None else scoring.alibi.slopes
-    # older versions lack some of these arguments
+    # older versions lack some of these arguments: pass only those in use
     more: dict[str, object] = {"dropout_p": scoring.dropout, "causal": True}
     if scoring.scale is not None:
         more["softmax_scale"] = scoring.scale

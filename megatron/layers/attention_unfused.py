@@ -28,7 +28,7 @@ class Scoring(NamedTuple):
     cap         scores x become cap tanh(x / cap); 0: no cap
     window      number of keys before its own position that a query sees
     alibi       the bias of the scores
-    fusions     operators that use kernels, which make their own dropout masks
+    fusions     operators that use kernels; these make dropout masks in their own way
     documents   documents within which tokens see each other; None: within a sample
     dropout     dropout probability of the weights; `seed` determines the masks
                 (megatron.parallel.keyed_random)
@@ -77,7 +77,7 @@ PLAIN = Scoring()
 def unfused_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v, [s, b, heads, d], computed explicitly.
 
-    q [s, b, heads, d], k, v [s, b, kv heads, d].
+    q [s, b, heads, d], k and v [s, b, kv heads, d].
 
     Query head h reads key-value head h // (heads / kv heads). Keys and values are not copied: the
     queries of a group are the rows of one matrix. The weights [b, heads, s, s] are kept for the

@@ -30,8 +30,8 @@ class KeyValueCache:
             position = torch.arange(capacity, device=device)
             hidden = torch.zeros(len(lengths), capacity, device=device)
             self._hidden = hidden.masked_fill_(position < self._starts.unsqueeze(1), float("-inf"))
-            # Slots before a sample repeat its first token: these values are finite and have weight
-            # 0.
+            # Slots before a sample repeat its first token, so that their values are finite; their
+            # weight is 0.
             self._sources = (position[:longest].unsqueeze(1) - self._starts).clamp_(min=0)
 
     @property

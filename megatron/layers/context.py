@@ -37,8 +37,8 @@ from megatron.parallel.topology import Group
 
 BLOCK = 64
 _PIECE = 1 << 20
-"""Minimum number of elements that a thread draws at a time. It takes a few milliseconds, so that
-all threads finish at about the same time.
+"""Maximum number of elements that a thread draws at a time, unless one block is larger. Drawing
+them takes a few milliseconds, so that all threads finish at about the same time.
 """
 Fill = Callable[[Tensor, torch.Generator, tuple[int, ...]], object]
 """Fills a block of a parameter. Arguments: block, generator, and the parameter's global shape or,
@@ -47,14 +47,14 @@ in muP, its shape in the base model. Several threads call it at once.
 
 
 def normal(std: float) -> Fill:
-    """Draw from N(0, std^2)."""
+    """Return a Fill that draws from N(0, std^2)."""
     return lambda block, generator, shape: block.normal_(0.0, std, generator=generator)
 
 
 def xavier_uniform() -> Fill:
-    """Draw from U(-a, a), a = sqrt(6 / (fan in + fan out)), both for the global matrix.
+    """Return a Fill that draws from U(-a, a) (Glorot and Bengio, 2010, eq. 16).
 
-    Glorot and Bengio, 2010, eq. 16.
+    a = sqrt(6 / (fan in + fan out)), with the fans of the global matrix.
     """
 
     def fill(block: Tensor, generator: torch.Generator, shape: tuple[int, ...]) -> None:
@@ -69,10 +69,10 @@ def constant(value: float) -> Fill:
 
 
 def weight_fills(config: ModelConfig) -> tuple[Fill, Fill]:
-    """Return the initial distributions of weights, and of those that write to the residual stream.
+    """Return the Fill of most weights, and of those whose output goes to the residual stream.
 
-    N(0, std^2), and N(0, std^2 / 2L) for the second kind (Radford et al., GPT-2, section 2.3), or
-    Xavier's for all. In muP they are the base model's, with its number of layers L.
+    These are N(0, std^2) and N(0, std^2 / 2L) for L layers (Radford et al., GPT-2, section 2.3), or
+    Xavier's distribution for both. In muP, L is the number of layers of the base model.
     """
     if config.init_method_xavier_uniform:
         return xavier_uniform(), xavier_uniform()
@@ -87,8 +87,8 @@ def draw(sharding: Sharding, fill: Fill, seed: int, device: torch.device | None 
     In muP a hidden matrix has the base model's variance divided by the growth of its inputs (Yang
     et al., arXiv 2203.03466, table 8).
 
-    Each thread also needs memory, on the host and on the device, for at most two pieces of _PIECE
-    elements each, or of one block each if that is larger.
+    In addition to the result, each thread needs memory, on the host and on the device, for at most
+    two pieces of _PIECE elements each, or of one block each if a block is larger.
     """
     dim = 0 if sharding.dim is None else sharding.dim
     device = device or torch.device("cpu")
@@ -224,12 +224,14 @@ class LayerContext:
     """Distribution of layers over ranks.
 
     tensor             the tensor-parallel group
-    context_parallel   this rank's slice of each sequence, with context parallelism
     parameters         makes this rank's shard of each parameter
+    sequence_parallel  whether each tensor rank holds a slice of the sequence between layers
     overlap            whether the input gradient of a column-parallel layer is reduced while its
                        weight gradient is computed
-    chunks             number of chunks of a product: one's message overlaps the next's computation
-    weight_gradients   the queue that zero-bubble schedules use
+    chunks             number of chunks of a product: the message of each chunk overlaps with the
+                       computation of the next
+    context_parallel   this rank's slice of each sequence; None without context parallelism
+    weight_gradients   the queue of weight gradients that zero-bubble schedules defer
     fusions            which operators use the fused kernels; none by default
     experts            state that layers with experts share; None without experts
     alibis, rotaries   cached results of alibi() and rotary()
@@ -316,7 +318,7 @@ class LayerContext:
 def _defer_gathered(
     queue: WeightGradients, group: Group, weight: Tensor, dy: Tensor, x: Tensor
 ) -> None:
-    """Defer a weight gradient, and start to gather its x [s/tp, b, in]."""
+    """Defer a weight gradient, and start to gather the layer's input x [s/tp, b, in]."""
     queue.add_product(weight, dy, *gather_first_async(x.detach(), group))
 
 
@@ -331,7 +333,7 @@ class CallContext:
                    None in training
     padding        bool [b, s]: padding tokens in the full sequences; None: there are none
 
-    numbers        row counts of each layer with experts, for its recomputation
+    numbers        row counts of each layer with experts, by layer index, for recomputation
     """
 
     position_ids: Tensor | None = None
@@ -344,7 +346,7 @@ class CallContext:
     def hidden_mask(
         self, x: Tensor, layer: int, site: Site, context: LayerContext
     ) -> tuple[int | None, RowLayout | list[RowLayout]]:
-        """Return seed and row layout of the dropout mask of the residual stream x [s(/tp), b, h].
+        """Return seed and row layout of the dropout mask for the residual stream x [s(/tp), b, h].
 
         The seed is None if dropout is off. With context parallelism there may be one row layout for
         each half.

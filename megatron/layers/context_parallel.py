@@ -2,10 +2,10 @@
 
 The c ranks of a context group form a ring of r ring ranks, each made up of h neighbouring ranks:
 c = r h. Ring rank i holds chunks i and 2 r - 1 - i of the 2 r equal chunks of a sequence, so that
-causal attention is the same work for all. Its h ranks divide these rows further, in order. For
-attention the h ranks exchange rows for heads (all-to-all; Jacobs et al., arXiv 2309.14509,
-section 3), then the keys and values rotate around the r ring ranks (ring.py). With h = 1 there is
-only the ring ("p2p"), with h = c only the all-to-all ("a2a").
+causal attention is the same amount of work for all. Its h ranks divide these rows further, in
+order. For attention the h ranks exchange parts of the sequence for attention heads (all-to-all;
+Jacobs et al., arXiv 2309.14509, section 3), then the keys and values rotate around the r ring ranks
+(ring.py). With h = 1 there is only the ring ("p2p"), with h = c only the all-to-all ("a2a").
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class ContextParallel:
     """This rank's slice of each sequence.
 
     group   the context-parallel ranks
-    heads   number of neighbours that exchange rows for heads (h above); it divides the group's size
+    heads   number of neighbouring ranks that exchange parts of the sequence for attention heads (h
+            above); it divides the group's size
     attend  attention within full sequences, which CoreAttention calls: ring.attend
     """
 
@@ -55,7 +56,7 @@ class ContextParallel:
 
     @property
     def head_rank(self) -> int:
-        """Return this rank's index among the h ranks that exchange rows for heads."""
+        """Return this rank's index among the h neighbouring ranks that exchange heads."""
         return self.group.rank % self.heads
 
     def starts(self, length: int, shard: int = 0, shards: int = 1) -> list[int]:
@@ -109,7 +110,10 @@ class ContextParallel:
     def hidden_layouts(
         self, key: DropoutKey, x: Tensor, shard: int, shards: int
     ) -> list[RowLayout]:
-        """Return the row layouts of x [s/c(/tp), b, h], a shard of this rank's rows: one head."""
+        """Return the row layouts of x [s/c(/tp), b, h], one of `shards` shards of this rank's rows.
+
+        A row layout of x has one head.
+        """
         rows, samples = x.shape[:2]
         length = rows * shards * self.size
         return [

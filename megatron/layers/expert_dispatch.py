@@ -1,6 +1,6 @@
 """Dispatch of tokens to experts: rows sorted by expert, and messages to the experts' ranks.
 
-A token is sent once to each rank that holds experts chosen for it and passes through all of them;
+A token is sent once to each rank that holds experts chosen for it and passes through all of these;
 the sum of their weighted outputs is sent back. Messages have a row for each pair of token and rank,
 and follow two small messages with row counts and choices. Across several nodes, a token is sent
 once to each node, and from there to the ranks; results are summed on the node (X-MoE, arXiv
@@ -42,8 +42,8 @@ REFERENCES = DispatchOperators(permute_reference, unpermute_reference)
 def sorted_choices(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the token of each row, the row of each choice, and the end of each expert's rows.
 
-    Rows are sorted by expert, then by token; choices without a row come last. The ends of the
-    experts are exclusive, [count], int32.
+    Rows are sorted by expert, then by token; choices without an expert come last. The shapes are
+    [t k], [t, k] with -1 for a choice without an expert, and [count] in int32, exclusive.
 
     experts  the index, below `count`, of each choice's expert; -1: none  # [t, k], int64
     """
@@ -59,11 +59,12 @@ def sorted_choices(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def count_choices(experts: Tensor, none: Tensor) -> Tensor:
-    """Return how often each expert is chosen, [E] in fp32; `none` are zeros of this shape.
-
-    -1 is no expert.
+    """Return how often each expert is chosen, [E] in fp32.
 
     Unlike torch.bincount, this does not wait for the device. On a CPU fp32 is faster than integers.
+
+    experts  chosen experts, of any shape; -1: none
+    none     zeros, fp32 [E]
     """
     flat = experts.flatten()
     return none.scatter_add(0, flat.clamp(min=0), (flat >= 0).to(none.dtype))
@@ -74,9 +75,10 @@ Numbers = Callable[[], list[int]]
 
 
 def members_chosen(experts: Tensor, each: int, members: int) -> Tensor:
-    """Return which members, with `each` experts, hold experts chosen for a token: [t, members].
+    """Return which members hold experts chosen for each token, bool [t, members].
 
-    experts  -1: none  # [t, k]
+    experts  of each token; -1: none  # [t, k]
+    each     number of experts of a member
     """
     chosen = torch.zeros(len(experts), members + 1, dtype=torch.bool, device=experts.device)
     return chosen.scatter_(1, experts.div(each, rounding_mode="floor") + 1, True)[:, 1:]
@@ -86,9 +88,10 @@ def exchange_numbers(experts: Tensor, hops: Sequence[Group], each: int) -> Tenso
     """Return all row counts that the host needs for a layer, as a tensor on the device.
 
     They are, for each hop, the rows sent to each member and the rows received from each, then the
-    rows of each of this rank's experts. Each hop has one message, equally long for every member.
+    rows of each of this rank's experts. Each hop takes one message, equally long for every member.
 
-    experts  of this rank's tokens, -1: none  # [t, k]
+    experts  chosen by this rank's tokens, -1: none  # [t, k]
+    hops     groups over which a token is sent, in this order
     each     number of experts on a rank
     """
     count = each * math.prod(hop.size for hop in hops)
@@ -112,7 +115,7 @@ def exchange_numbers(experts: Tensor, hops: Sequence[Group], each: int) -> Tenso
 def read_numbers(
     numbers: HostCopy, choices: Sequence[int], hops: Sequence[Group], each: int
 ) -> list[int]:
-    """Return the numbers from `exchange_numbers`, called with choices of the shape `choices`.
+    """Return the numbers of `exchange_numbers`, whose `experts` had the shape `choices`.
 
     The planner, which has no data, replaces this.
     """
@@ -120,13 +123,13 @@ def read_numbers(
 
 
 class Dispatch:
-    """Dispatch of tokens to the group's members with their experts, and combining of results.
+    """Dispatch of tokens to the members of `group` with their experts, and combining of results.
 
     Across several nodes, one dispatch sends tokens to nodes and the next to ranks: the group of the
     first consists of the ranks with the same local rank on each node.
 
-    experts    of this rank's tokens, -1: none  # [t, k]
-    each       number of experts of each member, including those on other ranks of its node
+    experts    chosen by this rank's tokens, -1: none  # [t, k]
+    each       number of experts of each member; if members are nodes, of all the node's ranks
     operators  operators that move the rows
     numbers    from index `at` on, the row counts sent to each member, then those received from it
     """
@@ -161,15 +164,15 @@ class Dispatch:
         self.order = pairs % len(experts)
 
     def send(self, tokens: Tensor) -> tuple[Tensor, Arrival]:
-        """Start to send tokens [t, h]; received rows may be read after their arrival."""
+        """Start to send tokens [t, h]; return received rows, to be read after `Arrival.wait`."""
         arrival = Arrival(self.group, self.received, self.sent)
         rows = self.operators.permute(tokens, self.order, self.positions)
         return _Send.apply(rows, arrival), arrival
 
     def send_choices(self, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and experts [n, k] of the rows that this rank receives; see Dispatch.
+        """Send the weights and experts [t, k] of tokens; return those of received rows, [n, k].
 
-        Experts count from this rank's first; -1: another rank's.
+        Received experts are numbered from the first one of this member; -1: another member's.
         """
         local = experts[self.order] - (self.rank_of * self.each).unsqueeze(1)
         local = local.masked_fill((local < 0) | (local >= self.each), -1)
@@ -232,7 +235,7 @@ class _Arrive(Node):
             gradient.contiguous(), arrival.group, arrival.received, arrival.sent
         )
         arrival.gradient, arrival.work = started
-        return gradient, None  # has the shape that autograd expects; _Send has the other gradient
+        return gradient, None  # a placeholder of the expected shape: _Send returns what arrives
 
 
 class _Sum(Node):

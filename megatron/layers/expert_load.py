@@ -1,4 +1,4 @@
-"""Load of experts: updates of the routers' biases after a step, and figures for a log line."""
+"""Load of experts: updates of the routers' biases after a step, and statistics for log lines."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ LOSS_NAMES = {
 def take_figures(
     routers: Sequence[Router], model: ModelConfig, topology: Topology
 ) -> dict[str, Any]:
-    """Return the routers' figures since the last call, in the form used by an Iteration event.
+    """Return the routers' statistics since the last call, in the form used by an Iteration event.
 
-    All ranks call this with their own routers. One message is sent.
+    All ranks call this with their own routers. It takes one all-reduce.
     """
     kinds = zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, strict=True)
     names = [LOSS_NAMES[kind] for kind, factor in kinds if factor] + ["z_loss"]

@@ -24,12 +24,14 @@ from megatron.parallel.topology import Group
 
 
 def shared_by(context: LayerContext) -> Experts:
-    """Return the state that layers with experts share; by default a single process's."""
+    """Return the state that layers with experts share; without it, that of a single process."""
     return context.experts or Experts()
 
 
 class _Gather(Node):
-    """Gathered scores: [s/n, b, E] -> [s, b, E]. Each rank has the gradients for all tokens.
+    """Gathered scores: [s/n, b, E] -> [s, b, E].
+
+    Each rank has the full gradients for all tokens, so it only takes its slice of them.
 
     tensor  whether the group is the tensor-parallel group, for engine/gradients.py
     """
@@ -62,7 +64,7 @@ class _Scores(Node):
 
 
 class _WithLoss(Node):
-    """The first argument, with an attached loss whose gradient is `experts.loss_scale`."""
+    """x, with a loss attached to it, whose gradient is `experts.loss_scale`."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, loss: Tensor, experts: Experts) -> Tensor:
@@ -98,7 +100,7 @@ class Router(torch.nn.Module):
     """The choice of experts: x [s(/tp), b, h] -> weights and experts [s b, k] for all tokens.
 
     Weights are fp32, experts int64; a dropped choice has weight 0 and expert -1. So do choices for
-    padding, which does not count toward any load, loss, capacity or figure.
+    padding, which does not count toward any load, loss, capacity or statistic.
 
     load         how often each expert was chosen since the last step, before drops  # [E], fp32
 
@@ -261,7 +263,7 @@ class Router(torch.nn.Module):
         if self.balancing and (
             self.expert_bias is not None or self.config.moe_router_num_groups is not None
         ):
-            # Losses use the scores without bias and groups (arXiv 2412.19437, eq. 18).
+            # Losses use choices without bias and group limit (arXiv 2412.19437, eq. 18).
             experts = shares.detach().topk(self.config.moe_router_topk, dim=-1).indices
         experts = experts.view(*logits.shape[:2], -1)
         if real is not None:
@@ -319,7 +321,7 @@ class Router(torch.nn.Module):
             return None
         # The capacity depends on the number of tokens without padding, which is on the device only.
         limit = ((experts[:, 0] >= 0).sum().double() * k / self.experts * factor).ceil()
-        columns = experts + 1  # the first column is for choices of padding
+        columns = experts + 1  # the first column is for choices for padding
         table = weights.new_full((tokens, self.experts + 1), -1.0)
         if config.moe_token_drop_policy == "probs":
             best = table.scatter_(1, columns, weights).topk(capacity, dim=0).indices

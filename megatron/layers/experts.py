@@ -3,7 +3,7 @@
 A router scores all experts for each token; the token passes through the best k, and their weighted
 outputs are summed (Shazeer et al., arXiv 1701.06538). Nothing is padded: an expert processes
 exactly the rows it receives. With expert parallelism, a layer's experts are distributed over some
-of the data-parallel ranks.
+of the data- and context-parallel ranks.
 
 A token's weights and choices are the same on any layout. Tensor parallelism divides the FFN size of
 each expert, as in an MLP.
@@ -51,7 +51,7 @@ from megatron.parallel.topology import Group
 
 
 class _Enter(Node):
-    """The tokens, as input for each tensor rank's shard of the experts; gradients are summed."""
+    """Tokens as input of every tensor rank's shard of the experts; their gradients are summed."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, context: LayerContext) -> Tensor:
@@ -84,7 +84,8 @@ class _SummedWeights(Node):
 class _ExpertWeights(nn.Module):
     """Matrices [E, *shape] of this rank's experts; `dim` of `shape` is split over tensor ranks.
 
-    bias   whether there are biases, [E, *shape without the last dimension]
+    experts  number of experts in the layer, on all ranks
+    bias     whether there are biases, [E, *shape without the last dimension]
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class _ExpertWeights(nn.Module):
     def _make(
         self, name: str, experts: int, shape: tuple[int, ...], dim: int | None, fill: Fill
     ) -> nn.Parameter:
-        """Draw each expert separately, so that it is the same on whichever rank holds it."""
+        """Make a parameter, drawing each expert separately: its values depend on no layout."""
         factory = self.context.parameters
         group = shared_by(self.context).group
         cut = None if dim is None else dim + 1
@@ -152,7 +153,10 @@ class _ExpertWeights(nn.Module):
         return factory.make(sharding, values)
 
     def forward(self, rows: Tensor, counts: RowCounts) -> Tensor:
-        """Multiply each expert's rows [n, in], counted by `counts`, by its matrix: [n, out]."""
+        """Multiply rows [n, in], sorted by expert, by their expert's matrix, and add its bias.
+
+        Returns [n, out]. `counts` is the number of rows of each expert.
+        """
         y = grouped_product(rows, self.weight, counts, self.context.weight_gradients)
         if self.bias is None:
             return y
@@ -180,6 +184,7 @@ class _BiasShare(Node):
 class ExpertMLP(nn.Module):
     """Router, experts and shared expert: [s(/tp), b, h] -> [s(/tp), b, h].
 
+    index                 index of the layer in the model
     recompute_activation  recompute the output of the activation function in the backward pass
     recompute             recompute the whole layer, messages included
     summed                see RowParallelLinear
@@ -228,7 +233,7 @@ class ExpertMLP(nn.Module):
         if config.moe_shared_expert_intermediate_size is not None:
             of = f"{name}.shared_experts"
             width = replace(config, ffn_hidden_size=config.moe_shared_expert_intermediate_size)
-            # It is in the experts' tensor-parallel region and sends no messages of its own.
+            # The shared expert is in the experts' tensor-parallel region and sends no messages.
             self.shared = MLP(context.alone(), of, width, *fills, recompute_activation)
             if config.moe_shared_expert_gate:
                 make = context.parameters.create
@@ -250,7 +255,7 @@ class ExpertMLP(nn.Module):
         choices = (weights, experts)
         numbers = self._numbers(experts, call)
         dispatches = list[Dispatch]()
-        # This keeps the device busy while the host waits for the numbers.
+        # This keeps the device busy while the host waits for the row counts.
         shared = None if self.hops and self.overlap else self._shared(x)
         each = self.dense_h_to_4h.weight.shape[0] * self.group.size
         at = 0
@@ -287,7 +292,7 @@ class ExpertMLP(nn.Module):
         return out * (F.linear(x, self.gate) * self.router.config.router_scale).sigmoid()
 
     def _numbers(self, experts: Tensor, call: CallContext) -> Numbers:
-        """Return a reader of the row counts; recomputation uses those of the first pass."""
+        """Return a reader of the row counts; recomputation reads those of the forward pass."""
         layer = self.router.layer
         each = self.dense_h_to_4h.weight.shape[0]
         if not within_backward() or layer not in call.numbers:
@@ -299,7 +304,9 @@ class ExpertMLP(nn.Module):
     ) -> Tensor:
         """Return the sum over choices [t, k] of weight times the expert's output for tokens [t, h].
 
-        dropless  whether every choice is one of these experts; if so, the host need not wait
+        sizes     returns the number of rows of each expert
+        dropless  whether every choice is one of these experts; if so, the host need not wait for
+                  the sizes
         """
         order, positions, ends = sorted_choices(experts, self.dense_h_to_4h.weight.shape[0])
         counts = RowCounts(ends, sizes)

@@ -58,7 +58,7 @@ def _gather_async(x: Tensor, context: LayerContext) -> tuple[Tensor, Started]:
 def one_token(x: Tensor) -> bool:
     """Return whether x [s, b, ..] is one generated token for each sample.
 
-    That is too little work for a fused kernel to be worth its launch.
+    This is too little work for a fused kernel to be worth its launch.
     """
     return x.shape[0] == 1 and not torch.is_grad_enabled()
 
@@ -174,8 +174,8 @@ def _partial_gradient(column: bool, context: LayerContext) -> bool:
 
 
 RecomputeInput = Callable[[], Tensor] | None
-"""Recomputes a layer's input in the backward pass, bit for bit and without autograd, instead of
-keeping it.
+"""Recomputes a layer's input in the backward pass, bit for bit and without autograd. None: the
+input is kept.
 """
 
 
@@ -200,11 +200,11 @@ class _Linear(torch.autograd.Function):
         ctx.recompute_input = recompute_input
         ctx.hooks = None
         if recompute_input is None:
-            # Saved like autograd would, but before the product: recomputation ends with the last
-            # tensor to be saved, and need not compute a product after it.
+            # Saved as autograd would save it, but before the product: recomputation ends as soon as
+            # the last tensor is saved, and does not compute a product after it.
             hooks = getattr(
                 torch._C._autograd, "_top_saved_tensors_default_hooks", None
-            )  # from 2.7
+            )  # from torch 2.7 on
             ctx.hooks = hooks and hooks(True)
             if ctx.hooks is None:
                 ctx.save_for_backward(x)
@@ -242,10 +242,10 @@ class _Linear(torch.autograd.Function):
                 "a weight of a linear layer was changed in place between its forward and its "
                 "backward pass"
             )
-        saved = ctx.saved_tensors  # an error if the graph has been freed
+        saved = ctx.saved_tensors  # raises an error if the graph has been freed
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        # The graph lives until its pass ends; these references are dropped earlier, and with them
-        # the tensors from which x is computed.
+        # The graph lives until its backward pass ends; these references, and with them the tensors
+        # from which x is computed, are dropped earlier.
         if ctx.hooks is not None:
             x = ctx.hooks[1](ctx.packed)
             if not keeps_graph:
@@ -269,7 +269,7 @@ class _Linear(torch.autograd.Function):
     def _column(ctx: Context, x: Tensor, dy: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
         """Gather x while dx is computed, and sum dx while dW is computed.
 
-        A deferred dW gathers x last.
+        If dW is deferred, x is gathered last.
         """
         needs_x = ctx.needs_input_grad[0]
         needs_weight = any(ctx.needs_input_grad[5:])
@@ -319,7 +319,8 @@ def _defer(
     context: LayerContext, weights: Weights, dy: Tensor, x: Tensor, gathered: Started
 ) -> None:
     """Put the weight gradient into the queue; `gathered` is the message of dy or x."""
-    if dy.is_cuda and torch.cuda.is_current_stream_capturing():  # a graph has its own waits
+    # A CUDA graph has to contain the wait.
+    if dy.is_cuda and torch.cuda.is_current_stream_capturing():
         gathered.wait()
         gathered = collectives.DONE
     context.weight_gradients.add_product(weights, dy, x, gathered)
@@ -350,7 +351,10 @@ def linear(
     weights: Weights,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return y of _Linear. For one token, an autograd node takes half as long as all the rest."""
+    """Return y of _Linear, without an autograd node if no gradients are needed.
+
+    For one token, the node would take half as long as everything else.
+    """
     nodes = nodes_for(x)
     usual = recompute_input is None and len(weights) == 1 and not one_token(x)
     if nodes is not None and usual and context.region is not NotImplemented:
@@ -386,8 +390,9 @@ class ColumnParallelLinear(nn.Module):
     `shape` is the global shape of the weight, [out, in] or [n, out, in] for n matrices side by side
     (a gated unit), each split in this way, giving [s, b, n * out/tp].
 
-    rows  this rank's rows if shards are uneven: its own, then those that it shares with others
-          (weight_shared, bias_shared); the rows of the result are in this order
+    rows  this rank's rows of the weight if shards are uneven: those that it alone holds, then those
+          that it shares with other ranks (weight_shared, bias_shared). The entries of the result
+          are in this order
     """
 
     def __init__(
@@ -421,12 +426,12 @@ class ColumnParallelLinear(nn.Module):
     def apart(
         self, x: Tensor, recompute_input: RecomputeInput = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the product and the bias [out/tp], for a kernel that fuses its addition."""
+        """Return the product and the bias [out/tp], for a kernel that also adds the bias."""
         y = linear(x, True, self.context, recompute_input, self._weights())
         bias = self.bias
         shared = self.bias_shared
         if bias is None or shared is None:
-            # A vector is returned itself: a view would have no accumulator.
+            # A vector is returned as it is: a view would have no accumulator.
             return y, bias if bias is None or bias.dim() == 1 else bias.view(-1)
         return y, torch.cat([bias, shared])
 

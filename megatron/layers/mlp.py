@@ -21,6 +21,7 @@ from megatron.layers.linear import (
 class MLP(torch.nn.Module):
     """MLP, h -> ffn -> h: [s(/tp), b, h] -> ([s(/tp), b, h], bias or None).
 
+    fill, output_fill     draw the first and the second weight (weight_fills)
     recompute_activation  recompute the output of the activation function in the backward pass
     summed                see RowParallelLinear
     """
@@ -51,7 +52,7 @@ class MLP(torch.nn.Module):
     def forward(
         self, x: Tensor, recompute_input: RecomputeInput = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the MLP of x; `recompute_input` recomputes x."""
+        """Compute the MLP of x, which `recompute_input` recomputes in the backward pass."""
         fused = self.fused and not one_token(x)
         up, bias = (
             self.dense_h_to_4h.apart(x, recompute_input)

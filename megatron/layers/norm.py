@@ -27,6 +27,8 @@ class Norm(nn.Module):
     Ba et al., arXiv 1607.06450; Zhang and Sennrich, arXiv 1910.07467. The result has the dtype of
     the weight; statistics are in fp32. With `one_plus` the stored weight is the gain minus one.
     With a `shard`, which is this rank's range of h, the statistics still cover the full rows.
+
+    kind  "layernorm" or "rmsnorm"
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class Norm(nn.Module):
 def norm_of(
     context: LayerContext, model: ModelConfig, name: str, width: int, shard: Rows | None = None
 ) -> Norm:
-    """Make a norm of the model's kind."""
+    """Make a norm of the model's kind over `width` entries; `shard`: see Norm."""
     kind = model.normalization
     epsilon = model.layernorm_epsilon
     return Norm(context, name, width, kind, epsilon, model.apply_layernorm_1p, shard)

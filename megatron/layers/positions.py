@@ -19,8 +19,9 @@ from megatron.layers.context_parallel import ContextParallel
 def alibi_slopes(heads: int) -> Tensor:
     """Return the slope of each head, fp32 [heads] (Press et al., arXiv 2108.12409, section 3).
 
-    A power of two gives 2^(-8/heads), 2^(-16/heads), ...; any other count takes the slopes for the
-    next lower power, then every second slope for the next higher power, like the authors' code.
+    For a power of two they are 2^(-8/heads), 2^(-16/heads), ...; any other count takes the slopes
+    for the next lower power, then every second slope for the next higher power, as in the authors'
+    code.
     """
 
     def geometric(n: int) -> list[float]:
@@ -33,8 +34,8 @@ def alibi_slopes(heads: int) -> Tensor:
 def alibi_bias(slopes: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """Return additive scores [1, heads, length, length]: -slope * (i - j) for keys j <= i.
 
-    -infinity for other keys. They depend only on the distance, so the top left corner can be used
-    for a shorter sequence. In addition to the result, this needs memory for a few matrices
+    They are -infinity for other keys. They depend only on the distance, so the top left corner can
+    be used for a shorter sequence. In addition to the result, this needs memory for a few matrices
     [length, length], not for one per head.
     """
     index = torch.arange(
@@ -51,7 +52,7 @@ def alibi_bias(slopes: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 class Alibi:
     """The slopes of this rank's heads, fp32 [heads], and the bias that all its layers share.
 
-    It is neither a module nor a buffer, like RotaryEmbedding: no checkpoint contains it and no cast
+    Like RotaryEmbedding, it is neither a module nor a buffer: no checkpoint contains it and no cast
     of the model changes it.
     """
 
@@ -63,9 +64,9 @@ class Alibi:
     def bias(self, length: int, longest: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
         """Return alibi_bias(slopes / scale, length, dtype), which must not be written to.
 
-        It is a corner of a table, which is rebuilt when a longer table or another kind is needed.
-        Table lengths are powers of two up to `longest`, the length of a sequence. A row of the
-        table is a multiple of 16 entries long, so that a kernel can load many at once.
+        It is a corner of a table, which is rebuilt for a longer table, another dtype or another
+        scale. Table lengths are powers of two up to `longest`, the length of a sequence, rounded up
+        to a multiple of 16, so that a kernel can load many entries of a row at once.
         """
         table = self._table
         if (
@@ -87,11 +88,11 @@ Angles = tuple[Tensor, Tensor]
 def rotary_frequencies(dimension: int, base: float, model: ModelConfig | None) -> Tensor:
     """Return each pair's angle per position, fp64 [dimension / 2], scaled as `model` specifies.
 
-    base^(-2i / dimension) (Su et al., arXiv 2104.09864, section 3.2.2), which "linear" divides by
-    the factor (Chen et al., arXiv 2306.15595). The other two divide only the low frequencies and
-    ramp between low and high ones: "llama3" over the wavelength (apply_scaling in Meta's code of
-    Llama 3.1), "yarn" over the index of the pair (Peng et al., arXiv 2309.00071, section 3.2, with
-    the bounds rounded outwards to whole pairs as in the authors' code).
+    It is base^(-2i / dimension) (Su et al., arXiv 2104.09864, section 3.2.2), which "linear"
+    divides by the factor (Chen et al., arXiv 2306.15595). The others divide only the low
+    frequencies and ramp between low and high ones: "llama3" over the wavelength (apply_scaling in
+    Meta's code of Llama 3.1), "yarn" over the index of the pair (Peng et al., arXiv 2309.00071,
+    section 3.2, with the bounds rounded outwards to whole pairs as in the authors' code).
     """
     index = torch.arange(0, dimension, 2, dtype=torch.float64)
     plain = base ** (-index / dimension)
@@ -122,6 +123,8 @@ class RotaryEmbedding:
     """Angles for the first `dimension` entries of each head; shared by the layers of a rank.
 
     It is neither a module nor a buffer: a cast of the model to bf16 must not change the angles.
+    With `fused` a kernel rotates.
+
     `model` specifies how frequencies are scaled, and whether neighbouring entries are pairs, for
     which there is no kernel; None: no scaling, and the two halves are paired.
     """
@@ -168,9 +171,10 @@ class RotaryEmbedding:
         device: torch.device,
         context_parallel: ContextParallel | None = None,
     ) -> Angles:
-        """Return (cos, sin), fp32 [s, 1 or b, 1, dimension/2], s being `length`.
+        """Return (cos, sin), fp32 [s, 1 or b, 1, dimension/2], where s is `length`.
 
-        If there are no ids [b, s], the positions are 0 ... length-1, or this rank's.
+        Without position_ids [b, s], the positions are 0 ... length-1, or with context parallelism
+        those of this rank.
         """
         full_length = length if context_parallel is None else length * context_parallel.size
         cos, sin = self._all_angles(
@@ -225,7 +229,7 @@ class Groups:
 
     shapes    (documents, length of the longest) of each batch; the longest documents come first
     gather    int64 [sum of documents * length]: the row of [s, b] from which each slot of the
-              batches is read. A slot past the end of its document reads a row after that document
+              batches is read. A slot past the end of its document reads a later row or the last
     scatter   int64 [s * b]: the slot in the batches of each row of [s, b]
     """
 
@@ -241,7 +245,8 @@ class Groups:
 def group_documents(lengths: npt.NDArray[np.int64], samples: int) -> Groups:
     """Divide documents into batches of similar length.
 
-    `lengths` [documents]: the samples follow one another.
+    lengths   int64 [documents], sample by sample
+    samples   number of samples, which are equally long
     """
     total = int(lengths.sum())
     starts = np.cumsum(lengths) - lengths
@@ -322,7 +327,7 @@ class Documents:
 
     @cached_property
     def starts(self) -> list[Tensor]:
-        """Return the rows of [s, b] at which documents start, for each batch of similar length."""
+        """Return the rows of [s, b] at which documents start, for each batch of documents."""
         shapes = self.groups.shapes
         batches = self.groups.split(self.groups.gather)
         return [
@@ -330,7 +335,7 @@ class Documents:
         ]
 
     def batches(self, x: Tensor) -> list[Tensor]:
-        """Return x [s, b, ...] as [documents, length, ...] for each batch of similar length."""
+        """Return x [s, b, ...] as [documents, length, ...] for each batch of documents."""
         shapes = self.groups.shapes
         rows = x.flatten(0, 1).index_select(0, self.groups.gather)
         # The gradient of split is one concatenation; slices would need, for each batch, a gradient

@@ -2,9 +2,9 @@
 
 Ring attention (Liu et al., arXiv 2310.01889) in the zig-zag order of chunks: at each step a rank
 sends its current keys and values to the next rank, and computes with them while the previous rank's
-arrive. Partial softmaxes are merged in fp32 by their log-sum-exps. In the backward
-pass keys and values rotate once more. Their gradients, in fp32, follow one step behind and end up
-on the ranks that own the keys.
+arrive. Partial softmaxes are merged in fp32 by their log-sum-exps. In the backward pass keys and
+values rotate once more. Their gradients, in fp32, follow one step behind and end up on the ranks
+that own the keys.
 
 A step consists of a few rectangles of queries and keys, without keys that no query sees: keys in
 later chunks, outside a window or in other documents. A flash kernel computes a rectangle
@@ -69,7 +69,7 @@ class Rectangle(NamedTuple):
     key: int
 
     def mask(self, window: int) -> Mask:
-        """Return the mask if each query sees `window` keys before its own position."""
+        """Return the mask for queries that see `window` keys before their own position."""
         stop = self.query + self.rows.stop - self.rows.start
         high = self.key + self.keys.stop - self.keys.start
         cut = stop - 1 - self.key > window
@@ -122,7 +122,10 @@ class Ring:
     def _seen(
         self, row: int, chunk: int, column: int, key_chunk: int, half: int, samples: int
     ) -> Iterator[Rectangle]:
-        """Yield the rectangles of a chunk of queries and a chunk of keys, at local row, column."""
+        """Yield the rectangles of a chunk of queries and a chunk of keys, each of `half` positions.
+
+        The chunks start at local row `row` and at key `column` of the step.
+        """
         query = chunk * half
         key = key_chunk * half
         window = self.params.window
@@ -194,13 +197,13 @@ class Ring:
     def _numbers(self, row: int, query: int, key: int) -> tuple[int, int]:
         """Return the positions of a block's first query and key for the kernels.
 
-        Only their difference matters, so queries are numbered by local row, which needs fewer
-        entries. With dropout, however, the masks depend on the positions.
+        Only their difference matters, so queries are numbered by local row, which keeps the tensors
+        of `by_number` small. With dropout, however, the masks depend on the positions.
         """
         return (query, key) if self.params.probability else (row, key - (query - row))
 
     def by_number(self, x: Tensor) -> Tensor:
-        """Return x [b groups, local rows * share] with each row at the position of its query."""
+        """Return x [b groups, local rows * share], its rows numbered as in RingBlock."""
         if not self.params.probability:
             return x
         numbered = x.new_zeros(len(x), x.shape[1] * self.ring_size)
@@ -336,7 +339,7 @@ class _Ring(Node):
             sums = ring.by_number(sums)
         to_queries = torch.zeros_like(queries, dtype=sums.dtype)
         work = Attention(b, groups * share, n, d, True, ring.keys_of_step(n))
-        local = following = sums  # gradients of this step's pairs, and of the previous step's
+        local = following = sums  # gradients of this rank's pairs, and of the previous step's
         for step in range(ring.ring_size):
             coming = ring.rotate(pairs) if step + 1 < ring.ring_size else None
             behind = ring.rotate(following) if step > 1 else None
@@ -384,7 +387,7 @@ def _of_rows(rows: Tensor, like: Tensor) -> Tensor:
 def _merge(total: Tensor, sums: Tensor, out: Tensor, new: Tensor) -> None:
     """Merge output and log-sum-exp for more keys into `total` [.., d] and `sums` [..].
 
-    A row that sees none of them has an infinite logarithm.
+    `new` is +infinity for a row that sees none of these keys.
     """
     new = new.masked_fill(new == math.inf, -math.inf)
     both = torch.logaddexp(sums, new)
@@ -425,7 +428,7 @@ def _rotating(
     k: Tensor,
     v: Tensor,
 ) -> Tensor:
-    """Return attention for tensors that contain this ring rank's two chunks."""
+    """Return attention for q, k and v of this ring rank's two chunks, by the ring."""
     q = q.unflatten(2, (k.shape[2], -1))
     length = len(q) * context_parallel.ring_size
     scoring = core.scoring_of(call, length)

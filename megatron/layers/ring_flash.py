@@ -18,8 +18,8 @@ _aten = torch.ops.aten
 Mask = tuple[bool, int]
 """Mask of a call: causal or not, and the reach of its window (-1: none); both hide keys.
 
-If causal, query i and key i have the same position; otherwise all keys precede the queries. The
-last query sees this many keys before the last key, and each earlier query sees one more.
+If causal, query i and key i have the same position; otherwise all keys precede the queries. With a
+reach of n, the last query sees n keys before the last key, and each earlier query sees one more.
 """
 
 
@@ -40,7 +40,7 @@ class Flash(NamedTuple):
     def forward(self, q: Tensor, pairs: Tensor, mask: Mask) -> tuple[Tensor, Tensor, list[Any]]:
         """Return out [n, rows * share, d], log-sum-exps [n, rows * share], and a kernel's state.
 
-        This is the dropout state. Dropout is off, so any backward pass can use any state.
+        The state is that of dropout, which is off: any backward pass can use any state.
         """
         tensors = [self._by_head(q), *pairs.unsqueeze(3)]
         if self.backend == "flash":
@@ -70,7 +70,10 @@ class Flash(NamedTuple):
         mask: Mask,
         state: list[Any],
     ) -> list[Tensor]:
-        """Return the gradients of queries, keys and values."""
+        """Return the gradients of queries, keys and values, in their shapes.
+
+        dout and out are shaped like q, the log-sum-exps as in `forward`.
+        """
         dout, q, out = (self._by_head(x) for x in (dout, q, out))
         tensors = [dout, q, *pairs.unsqueeze(3), out]
         sums = self._by_head(logarithms).transpose(1, 2).contiguous()  # [n, share, rows]

@@ -35,8 +35,8 @@ def bias_dropout_add(
 ) -> Tensor:
     """Return residual + dropout(x + bias), in the residual's dtype.
 
-    x and residual [s(/tp), b, h], bias [h]. The kernel is not used if x has another dtype than the
-    residual. `row_layout`: see keyed_dropout.
+    x and residual [s(/tp), b, h], bias [h]. With `fused` the kernel is used if it supports the
+    arguments: x and the residual must have the same dtype. `row_layout`: see keyed_dropout.
     """
     if seed is None:
         probability = 0.0
@@ -63,8 +63,8 @@ def bias_dropout_add(
 class TransformerLayer(nn.Module):
     """A transformer layer: [s(/tp), b, h] -> [s(/tp), b, h]; `index` counts from 0 over the model.
 
-    With selective recomputation, the backward pass recomputes the modules that the configuration
-    lists: core_attn, mlp_act, layernorm, moe_act, moe.
+    With selective recomputation, the backward pass recomputes those of core_attn, mlp_act,
+    layernorm, moe_act and moe that the configuration lists.
     """
 
     def __init__(self, context: LayerContext, config: Config, index: int) -> None:
@@ -88,7 +88,7 @@ class TransformerLayer(nn.Module):
         self.context = context
         self.residual_after_norm = model.apply_residual_connection_post_layernorm
         self.parallel = not summed
-        # The residual stream would keep the norm's output anyway.
+        # With the residual after the norm, the residual stream keeps the norm's output anyway.
         self.recomputes_norms = "layernorm" in recompute and not self.residual_after_norm
         self.input_layernorm = norm_if_any("input_layernorm")
         attention = choose_attention(
@@ -188,7 +188,7 @@ class TransformerLayer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return norm(x + bias) and no bias; without a norm, x and bias.
 
-        In muP they are multiplied by the depth factor.
+        In muP the results are multiplied by the depth factor.
         """
         if norm is not None:
             x = norm(x if bias is None else x + wide(bias))
@@ -198,7 +198,7 @@ class TransformerLayer(nn.Module):
         return x * self.scale, None if bias is None else wide(bias) * self.scale
 
     def _recompute_norm(self, norm: Norm | None, x: Tensor) -> RecomputeInput:
-        """Return a function that recomputes norm(x), if configured; its backward needs x anyway."""
+        """Return a function that recomputes norm(x), if configured: its backward keeps x anyway."""
         return partial(norm, x.detach()) if self.recomputes_norms and norm is not None else None
 
     def _add(

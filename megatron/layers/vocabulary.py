@@ -5,13 +5,13 @@ relative to it, and the label's logit. One message gives every rank the numbers 
 which it computes the loss and the gradient of its own logits (Shoeybi et al., arXiv 1909.08053,
 section 3).
 
-Both work on chunks of tokens, so that only one chunk's logits exist at a time: they are
-overwritten by their gradient, which is added to the gradients of input and weight before the next
-chunk uses their memory. All of this happens in the backward pass, because the gradient of the loss
-is known only then: a loss scale must be applied before 16-bit rounding, the weight gradient is
-added directly to its fp32 sum, and a schedule may defer it. With `late` the logits are computed
-only once. In exchange the loss gets its value only in the backward pass, which is early enough for
-a pipeline's executor.
+Output layer and cross entropy work on chunks of tokens, so that only one chunk's logits exist at a
+time: they are overwritten by their gradient, from which the gradients of input and weight are
+computed before the next chunk uses the memory. All of this happens in the backward pass, because
+the gradient of the loss is known only then: a loss scale must be applied before 16-bit rounding,
+the weight gradient is added directly to its fp32 sum, and a schedule may defer it. With `late` the
+logits are computed only once. In exchange the loss gets its value only in the backward pass, which
+is early enough for a pipeline's executor.
 
 The alternatives were to compute gradients in the forward pass for a loss gradient of 1 and to scale
 them afterwards (Liger, Hsu et al., arXiv 2410.10989, section 3.2: an fp32 [vocabulary/tp, h] tensor
@@ -42,8 +42,8 @@ from megatron.parallel.topology import Group
 CPU_TOKENS = 512
 GPU_TOKENS = 4096
 """Default number of tokens in a chunk. Each chunk reads and writes the fp32 weight gradient once:
-4 / tokens bytes per FLOP of that product. At these sizes, on typical devices, this is a few percent
-of its time."""
+4 / tokens bytes per FLOP of the product that computes it. At these sizes, on typical devices, this
+is a few percent of the product's time."""
 
 
 def _combine(local: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,14 +68,14 @@ def _combine(local: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
 class Vocabulary:
     """This rank's shard of the output layer.
 
-    weight   [vocab/tp, h], rows `first`, `first` + 1, ... of the vocabulary, of which the first
-             `real` exist
+    weight   [vocab/tp, h], rows `first`, `first` + 1, ... of the vocabulary; all after the first
+             `real` are padding
     context  the tensor-parallel group, the queue of deferred weight gradients, fusions
     tokens   number of tokens in a chunk; 0: all at once; None: the device's default
     cap      soft cap of the logits x, which become cap tanh(x / cap); 0: none
-    z_loss   coefficient z of the z-loss: z times the mean of log(sum exp(logits))^2 over the
-             unmasked tokens is added to the loss in the gradient alone (Chowdhery et al., arXiv
-             2204.02311, section 5)
+    z_loss   coefficient z of the z-loss, z times the mean of log(sum exp(logits))^2 over the
+             unmasked tokens (Chowdhery et al., arXiv 2204.02311, section 5). It contributes to the
+             gradient, but not to the value of the loss
     """
 
     weight: Tensor
@@ -169,9 +169,9 @@ def _mean(losses: Tensor, mask: Tensor, count: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def token_losses(x: Tensor, labels: Tensor, v: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Return the loss of every token, fp32 [s, b], and whether no token has a higher logit.
+    """Return the loss of every label, fp32 [s, b], and whether no token has a higher logit.
 
-    x [s(/tp), b, h], labels int64 [s, b]; without gradients.
+    x [s(/tp), b, h], labels int64 [s, b]. The second result is bool [s, b]. Without gradients.
     """
     local = _statistics(x, labels.reshape(-1), v)
     losses, maximum, _ = _combine(local, v.context.tensor)
@@ -284,7 +284,7 @@ def _to_gradient(logits: Tensor, labels: Tensor, token_gradients: Tensor, v: Voc
 
 
 def _summed(dx: Tensor, context: LayerContext) -> tuple[Tensor, collectives.Started]:
-    """Return the sum of dx over the ranks, or this rank's shard of it, and a handle to wait for.
+    """Return dx summed over the tensor ranks, or this rank's shard of it, and a handle to wait for.
 
     The message is sent while the last chunk's weight gradient is computed.
     """
