@@ -1,21 +1,21 @@
-"""Text of conversations, and the part of it that the model has to learn.
+"""Renders conversations as text, and determines which part of it is in the loss.
 
-A line of JSON has {"messages": [{"role", "content"}, ...]}, and a chat template turns it into text,
-or {"prompt", "completion"}, which are concatenated. Turns of the assistant and completions are in
-the loss, everything else only gives context.
+A line of JSON has either {"messages": [{"role", "content"}, ...]}, which a chat template turns into
+text, or {"prompt", "completion"}, which are concatenated. The assistant's turns and completions are
+in the loss; everything else is only context.
 
 A template is Jinja as in Hugging Face's tokenizer_config.json: the same variables, options and
-sandbox as in transformers, without strftime_now, so that a text does not depend on the day. What
-stands between {% generation %} and {% endgeneration %} is in the loss. Without these marks, it is
-what the template's loop writes for a turn of the assistant, without what it writes for
-add_generation_prompt. A template without such a loop is rendered up to the beginning and up to the
-end of each turn, and the difference is in the loss; each rendering must be a prefix
-of the full one.
+sandbox as in transformers, except strftime_now, so that the text does not depend on the date. Text
+between {% generation %} and {% endgeneration %} is in the loss. In a template without these marks,
+the loss covers what the loop over the messages writes for an assistant turn, less the header that
+add_generation_prompt writes. A template without such a loop is rendered up to the start and up to
+the end of each assistant turn, and the difference is in the loss; both renderings must be prefixes
+of the full text.
 
-A template that is not the built-in one runs in a process with limits of time and memory.
+A template other than the built-in one runs in a process with CPU-time and memory limits.
 
-A token is in the loss if one of its characters is. A token without characters, such as an
-end-of-document token, is if the one before it is.
+A token is in the loss if one of its characters is. A token without characters, such as
+end-of-document, is treated like the token before it.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ DEFAULT = (
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
 _MOST_BYTES = 1 << 24
-# Unicode's noncharacters, which no text for interchange has.
+# Unicode noncharacters, which are not used in interchanged text.
 _BEGIN = "\ufdd0"
 _END = "\ufdd1"
 _TURN = "\ufdd2"
 _NAMED = "\ufdd3"
 _LEFT = "\ufdd4"
 _MARKS = (_BEGIN, _END, _TURN, _NAMED, _LEFT)
-_NUMBERS = "numbers of messages"  # a name that no template can have
+_NUMBERS = "numbers of messages"  # not an identifier, so no template can refer to it
 _MARKED = re.compile(r"\{%[-+]?\s*generation\b")
 Spans = tuple[tuple[int, int], ...]
 
@@ -66,7 +66,7 @@ Spans = tuple[tuple[int, int], ...]
 class Conversation:
     """A text and the ranges of its characters that are in the loss, in order.
 
-    around   whether to add the tokens that the tokenizer puts around every text
+    around   whether to add the special tokens (such as BOS) that the tokenizer adds to every text
     """
 
     text: str
@@ -79,9 +79,10 @@ class Chat:
     """Conversion of lines to conversations.
 
     template    source of the chat template
-    tokens      names of special tokens, and their texts, for the template
-    max_tokens  of a conversation; a longer one is bad input. None: no limit
-    tool_use    source of the template of conversations with tools; None: `template`
+    tokens      names and texts of special tokens, for the template
+    max_tokens  maximum length of a conversation in tokens; a longer one is bad input. None: no
+                limit
+    tool_use    source of the template for conversations with tools; None: `template`
     """
 
     template: str = DEFAULT
@@ -90,7 +91,7 @@ class Chat:
     tool_use: str | None = None
 
     def read(self, document: dict[str, Any]) -> Conversation:
-        """Return the conversation of a line. Raises DataError for a line of another form."""
+        """Return the conversation of a line. Raises DataError for a line in any other form."""
         if "messages" in document:
             text, in_loss = self._render(document["messages"], document.get("tools"))
             conversation = Conversation(text, in_loss, around=False)
@@ -103,23 +104,23 @@ class Chat:
             conversation = Conversation(text, ((len(prompt), len(text)),), around=True)
         else:
             raise DataError(
-                "no key 'messages', and not both 'prompt' and 'completion': there are "
+                "neither 'messages' nor both 'prompt' and 'completion': the keys are "
                 f"{sorted(document)!s:.300}"
             )
         try:
             conversation.text.encode()
         except UnicodeEncodeError:
-            raise DataError("half of a surrogate pair, which is not a character") from None
+            raise DataError("a lone surrogate, which is not a character") from None
         if not any(start < stop for start, stop in conversation.in_loss):
-            raise DataError("no turn of the assistant and no completion: nothing is in the loss")
+            raise DataError("no text in an assistant turn or a completion: nothing is in the loss")
         return conversation
 
     def encode(
         self, conversation: Conversation, tokenizer: Tokenizer, *, append_eod: bool
     ) -> tuple[list[int], npt.NDArray[np.uint8]]:
-        """Return the ids of a conversation, and 1 for each that is in the loss, 0 for the others.
+        """Return the ids of a conversation, and for each id 1 if it is in the loss, otherwise 0.
 
-        Raises DataError if it is too long, or no token is in the loss.
+        Raises DataError if the conversation is too long or no token is in the loss.
         """
         ids, places = tokenizer.encode_with_offsets(conversation.text, special=conversation.around)
         inside = np.zeros(len(conversation.text) + 1, np.int64)
@@ -128,7 +129,7 @@ class Chat:
         before = np.cumsum(inside)
         marks = before[places[:, 1]] > before[places[:, 0]]
         with_text = np.flatnonzero(places[:, 1] > places[:, 0])
-        # for each token, the last one up to it that has characters; -1 before the first
+        # for each token, the last one at or before it that has characters; -1 if there is none
         last = np.searchsorted(with_text, np.arange(len(ids)), side="right") - 1
         marks = np.where(last >= 0, marks[with_text[last]], False) if len(with_text) else marks
         if append_eod and len(ids) and ids[-1] != tokenizer.eod:
@@ -137,7 +138,7 @@ class Chat:
         if self.max_tokens is not None and len(ids) > self.max_tokens:
             raise DataError(f"{len(ids)} tokens, more than --max-tokens {self.max_tokens}")
         if not marks.any():
-            raise DataError("the turns of the assistant have no token: nothing is in the loss")
+            raise DataError("the assistant's turns have no tokens: nothing is in the loss")
         return ids, marks.astype(np.uint8)
 
     def _render(self, messages: Any, tools: Any) -> tuple[str, Spans]:
@@ -153,7 +154,7 @@ class Chat:
         except RecursionError:
             raise DataError("'messages' are nested too deeply") from None
         if any(mark in written for mark in _MARKS):
-            raise DataError("U+FDD0 to U+FDD4 in a message, which are not characters")
+            raise DataError("a message contains one of U+FDD0 to U+FDD4, which are not characters")
         if tools is not None and self.tool_use is not None:
             return replace(self, template=self.tool_use, tool_use=None)._render(messages, tools)
         if self.template == DEFAULT:
@@ -169,14 +170,20 @@ def _process_of(chat: Chat) -> LimitedProcess:
 
 
 def serve(about: dict[str, Any]) -> Callable[[Any], tuple[str, Spans] | None]:
-    """Return the child's function that renders messages and tools. Raises ConfigError."""
+    """Return the function that the child process applies to (messages, tools).
+
+    Raises ConfigError for an invalid template.
+    """
     chat = Chat(**about)
     compiled(chat.template)
     return lambda request: None if request is None else rendered(chat, *request)
 
 
 def rendered(chat: Chat, messages: list[dict[str, Any]], tools: Any) -> tuple[str, Spans]:
-    """Return the text of a conversation, and its ranges in the loss. Raises DataError."""
+    """Return the text of a conversation, and its ranges of characters in the loss.
+
+    Raises DataError if the template fails or the ranges cannot be determined.
+    """
     messages = [_with_reasoning(message) for message in messages]
     text, spans = _split_at_marks(_text(chat, messages, tools))
     if _MARKED.search(chat.template):
@@ -199,11 +206,11 @@ def rendered(chat: Chat, messages: list[dict[str, Any]], tools: Any) -> tuple[st
 
 
 def _turns(chat: Chat, text: str, messages: list[dict[str, Any]], tools: Any) -> Spans | None:
-    """Return the ranges of the assistant's turns in a text, from one pass of the template's loop.
+    """Return the ranges of the assistant's turns in a text, from the template's loop over messages.
 
-    A turn is what the pass of a loop over the messages writes for it, without the beginning that
-    add_generation_prompt writes; what follows the loop belongs to the last one. None if no loop
-    writes each turn once, or if marks change the text.
+    A turn is what one iteration of the loop writes, less the header that add_generation_prompt
+    writes; text after the loop belongs to the last turn. None if no loop writes each turn exactly
+    once, or if the marks change the rendered text.
     """
     ranges = _passes(_text(chat, messages, tools, turns=True), text)
     numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -211,7 +218,7 @@ def _turns(chat: Chat, text: str, messages: list[dict[str, Any]], tools: Any) ->
         return None
     if not numbers:
         return ()
-    # as far as the first turn, because a beginning may depend on the message before it
+    # only up to the first assistant turn: a header may depend on the preceding message
     context = messages[: numbers[0]] or messages
     ahead = _text(chat, context, tools, generate=True)
     before = _passes(_text(chat, context, tools, generate=True, turns=True), ahead)
@@ -230,7 +237,7 @@ def _turns(chat: Chat, text: str, messages: list[dict[str, Any]], tools: Any) ->
 
 
 def _passes(marked: str, text: str) -> dict[int, tuple[int, int]] | None:
-    """Return the range in `text` of what was written for each message; None if ambiguous."""
+    """Return the range in `text` that a loop wrote for each message; None if ambiguous."""
     ranges = dict[int, tuple[int, int]]()
     bare = list[str]()
     opened = list[Any]()
@@ -255,7 +262,10 @@ def _passes(marked: str, text: str) -> dict[int, tuple[int, int]] | None:
 def _text(
     chat: Chat, messages: Sequence[Any], tools: Any, *, generate: bool = False, turns: bool = False
 ) -> str:
-    """Render; `turns`: with marks around what each pass of a loop over the messages writes."""
+    """Return the rendered text. Raises DataError if the template fails.
+
+    With `turns`, what each iteration of a loop over the messages writes is between marks.
+    """
     try:
         return compiled(chat.template, turns).render(
             {
@@ -276,7 +286,10 @@ def _text(
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its reasoning under all names that templates read, as transformers."""
+    """Return a message with its reasoning under all names that templates read.
+
+    transformers does the same.
+    """
     names = ("reasoning_content", "reasoning", "thinking")
     reasoning = next((message[name] for name in names if message.get(name) is not None), None)
     if reasoning is None:
@@ -299,7 +312,7 @@ class _Generation(Extension):
 
 
 class _Turns(Extension):
-    """Puts marks around what each pass of a loop writes, with the number of its message."""
+    """Puts marks around what each iteration of a loop writes, with the number of its message."""
 
     def around(self, tree: nodes.Template) -> nodes.Template:
         for loop in tree.find_all(nodes.For):
@@ -346,7 +359,7 @@ class _Namespace(Namespace):
 
 @functools.cache
 def compiled(template: str, turns: bool = False) -> Template:
-    """Return a template that can be rendered. Raises ConfigError with the line of an error."""
+    """Return a compiled template. Raises ConfigError, with the line number, if it is invalid."""
 
     def to_json(
         value: Any,
@@ -387,7 +400,7 @@ def compiled(template: str, turns: bool = False) -> Template:
 
 
 def _split_at_marks(marked: str) -> tuple[str, Spans]:
-    """Remove the marks from a text; return it and the ranges between them."""
+    """Remove the marks from a text; return the text and the ranges that were between marks."""
     texts = list[str]()
     spans = list[tuple[int, int]]()
     length = 0
@@ -409,12 +422,12 @@ def _split_at_marks(marked: str) -> tuple[str, Spans]:
 def find_chat(
     file: str | None, tokenizer_model: str | None, max_tokens: int | None = None
 ) -> tuple[Chat, str]:
-    """Return the chat template of --chat-template, of the tokenizer, or the built-in one.
+    """Return a Chat, and the origin of its template for messages.
 
-    Also return its origin. `tokenizer_model` is the path of an HFTokenizer, whose folder may
-    have templates with names, as in transformers: "default", and "tool_use" for conversations with
-    tools. Raises DataError for files that cannot be read, ConfigError for an invalid
-    template.
+    The template is that of --chat-template (`file`), of the tokenizer's folder, or the built-in
+    one. `tokenizer_model` is the path of an HFTokenizer, whose folder may have named templates, as
+    in transformers: "default", and "tool_use" for conversations with tools. Raises DataError for
+    files that cannot be read, ConfigError for an invalid template.
     """
     templates = {"default": DEFAULT}
     origin = "the built-in one"
@@ -430,8 +443,8 @@ def find_chat(
         origin = file
     if "default" not in templates:
         raise DataError(
-            f"{origin}: of its chat templates, {', '.join(sorted(templates))}, none is named default: "
-            "write the one to use to a file, and give it as --chat-template"
+            f"{origin}: none of its chat templates ({', '.join(sorted(templates))}) is named "
+            "default: write the one to use to a file, and pass that file as --chat-template"
         )
     source = templates["default"]
     chat = Chat(source, tuple(sorted(tokens.items())), max_tokens, templates.get("tool_use"))
@@ -446,7 +459,7 @@ def find_chat(
 
 
 def _templates(folder: Path) -> tuple[dict[str, str], str]:
-    """Return the chat templates of a tokenizer's folder by name, and where they are from."""
+    """Return the chat templates of a tokenizer's folder by name, and the path they are from."""
     main = folder / "chat_template.jinja"
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if main.is_file():
@@ -465,5 +478,7 @@ def _templates(folder: Path) -> tuple[dict[str, str], str]:
         isinstance(one, dict) and all(isinstance(one.get(k), str) for k in ("name", "template"))
         for one in listed
     ):
-        raise DataError(f"{file}: its chat_template is neither a text nor a list of named texts")
+        raise DataError(
+            f"{file}: its chat_template is neither a string nor a list of named strings"
+        )
     return {one["name"]: one["template"] for one in listed}, str(file)

@@ -1,8 +1,8 @@
 """Tokenization of blocks of documents, in one process or several.
 
-Unusable documents are left out and reported. Worker processes return blocks in their order. A few
-blocks per worker are in flight, so that no worker is idle and memory does not grow when one takes
-long.
+Unusable documents are left out and reported. Encoded blocks are returned in the order of the input.
+A few blocks per worker are in flight, so that no worker is idle and memory does not grow when one
+block takes long.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class PreprocessOptions:
 
     tokenizer        arguments of build_tokenizer
     json_keys        keys of a JSON line, or columns of a parquet file, to tokenize, each into
-                     separate files; plain text counts as each of the keys
+                     separate files; plain text is written under each of the keys
     append_eod       end every document with the tokenizer's eod, unless it already does
     split_sentences  one sequence per sentence, cut after . ! ? and at line ends
     keep_newlines    keep white space between sentences, at the end of the earlier one
     input_format     'jsonl', 'text' (one document per file), 'parquet', or 'auto' (by suffix); .gz
                      and .zst are always decompressed
-    chat             read JSON lines of messages, or of prompt and completion, and write a loss mask
-                     too; json_keys is the one name of the output
+    chat             read JSON lines of messages, or of prompt and completion, and also write a loss
+                     mask; json_keys is then the single key in the output's name
     """
 
     tokenizer: dict[str, Any]
@@ -66,7 +66,7 @@ class PreprocessOptions:
 
     @property
     def level(self) -> str:
-        """Return the word in the file names for the kind of sequence."""
+        """Return the word in the output's file names for the kind of sequence."""
         return "sentence" if self.split_sentences else "document"
 
     def outputs(self, prefix: str, vocab_size: int) -> dict[str, np.dtype[Any]]:
@@ -90,7 +90,8 @@ class BadInput:
 class ParsedDocuments:
     """Usable documents of a block: their numbers, and their texts for each of the json_keys.
 
-    With `PreprocessOptions.chat` each text is a Conversation.
+    With `PreprocessOptions.chat` each text is a Conversation. `bad` has the number of each unusable
+    document and the reason.
     """
 
     numbers: list[int]
@@ -100,7 +101,12 @@ class ParsedDocuments:
 
 @dataclass(frozen=True)
 class EncodedKey:
-    """Tokens of a block for one key, with the lengths of sequences and of documents."""
+    """Tokens of a block for one key, without documents that have no tokens.
+
+    sequence_sizes      number of tokens of each sequence
+    document_sequences  number of sequences of each document
+    empty_documents     number of documents without tokens
+    """
 
     tokens: npt.NDArray[Any]
     sequence_sizes: npt.NDArray[np.int32]
@@ -117,7 +123,10 @@ class EncodedBlock:
 
 
 def encode_block(block: Block, tokenizer: Tokenizer, options: PreprocessOptions) -> EncodedBlock:
-    """Return the tokens of a block."""
+    """Return the tokens of a block.
+
+    Raises LimitError, with file and line, if the tokenizer or template exceeds its limits.
+    """
     documents = parse_block(block, options.json_keys, options.chat)
     try:
         keys = _encode_documents(documents.texts, tokenizer, options)
@@ -133,7 +142,10 @@ def encode_block(block: Block, tokenizer: Tokenizer, options: PreprocessOptions)
 
 
 def texts_of_block(block: Block, options: PreprocessOptions) -> list[list[str]]:
-    """Return a block's documents, a list per json_key. Raises DataError with file and line."""
+    """Return a block's documents, a list per json_key.
+
+    Raises DataError, with file and line, for the first unusable document.
+    """
     documents = parse_block(block, options.json_keys)
     if documents.bad:
         number, why = documents.bad[0]
@@ -166,7 +178,10 @@ def parse_block(
 
 
 def _contents(block: Block) -> Iterable[tuple[int, Any]]:
-    """Yield (number, content): bytes of parquet columns, otherwise str, or bytes if not UTF-8."""
+    """Yield the number and content of each document.
+
+    The content is the bytes of parquet columns, otherwise str, or bytes if it is not UTF-8.
+    """
     content: Any = block.content
     if block.kind != "parquet":
         with suppress(UnicodeDecodeError):
@@ -218,7 +233,7 @@ def _decode(content: bytes) -> str:
 def _text_of(document: dict[str, Any], key: str) -> str:
     if key not in document:
         raise DataError(
-            f"no key {key!r}: there are {sorted(document)!s:.300}; choose with --json-keys"
+            f"no key {key!r}: the keys are {sorted(document)!s:.300}; choose with --json-keys"
         )
     text = document[key]
     if not isinstance(text, str):
@@ -226,9 +241,7 @@ def _text_of(document: dict[str, Any], key: str) -> str:
     try:
         text.isascii() or text.encode()  # UTF-8 has no surrogates, but JSON can spell them
     except UnicodeEncodeError:
-        raise DataError(
-            f"{key!r} holds half of a surrogate pair, which is not a character"
-        ) from None
+        raise DataError(f"{key!r} holds a lone surrogate, which is not a character") from None
     return text
 
 
@@ -273,7 +286,7 @@ def _encode_texts(
 
 
 def _is_text_error(error: BaseException) -> bool:
-    """Return whether the text may be the cause; Rust panics are not subclasses of Exception."""
+    """Return whether a text may be the cause; a panic in Rust is not a subclass of Exception."""
     return not isinstance(
         error,
         LimitError | MemoryError | KeyboardInterrupt | SystemExit | GeneratorExit | AssertionError,
@@ -283,7 +296,7 @@ def _is_text_error(error: BaseException) -> bool:
 def _drop_unencodable(
     documents: ParsedDocuments, tokenizer: Tokenizer, options: PreprocessOptions
 ) -> None:
-    """Move the documents that the tokenizer rejects to the bad ones: a batch fails as a whole."""
+    """Move the documents that the tokenizer rejects to the bad ones: a batch fails entirely."""
     accepted = []
     for i, number in enumerate(documents.numbers):
         try:
@@ -326,9 +339,9 @@ def encode_blocks(
 ) -> Generator[tuple[Block, EncodedBlock], None, None]:
     """Yield blocks with their tokens, in order.
 
-    One worker is this process, with `tokenizer`; several are processes that build their own. `poll`
-    is called at least every POLL_S, but not while this process encodes. Raises DataError if a
-    worker dies.
+    A single worker is this process, with `tokenizer`; several are separate processes, which build
+    their own tokenizers. `poll` is called at least every POLL_S seconds, but not while this process
+    encodes. Raises DataError if a worker dies.
     """
     if workers == 1:
         for block in blocks:
@@ -365,7 +378,7 @@ def _in_order(
     more = True
     while more or pending:
         poll()
-        # Large documents count by their bytes.
+        # The bytes in flight are limited, too: documents may be large.
         while (
             more
             and len(pending) < _PENDING_PER_WORKER * workers

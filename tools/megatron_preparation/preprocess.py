@@ -129,28 +129,29 @@ def preprocess(
 ) -> Totals:
     """Write `{output_prefix}_{key}_{level}.bin/.idx` for each key; return totals with prefixes.
 
-    With `options.chat` each has a loss mask beside it, which gets its final name first.
-    The files are the same for any number of workers, and appear only when all input was read; until
-    then, existing files of these names are kept. An unfinished run of the same inputs and options is
-    resumed; `restart` discards it. With `on_bad_input` 'skip', unusable documents are left out and
-    listed in `{output_prefix}_bad_input.txt`.
+    With `options.chat` each data set has a loss mask beside it, which gets its final name first.
+    The files are the same for any number of workers, and appear only when all input has been read;
+    until then, existing files of these names are kept. An unfinished run of the same inputs and
+    options is resumed; `restart` discards it. With `on_bad_input` 'skip', unusable documents are
+    left out and listed in `{output_prefix}_bad_input.txt`. The journal is written every
+    `journal_interval_s` seconds.
 
-    Raises DataError with file and line for unusable input, for output that cannot be written, and
-    if another run has left or is writing these files; ConfigError for invalid options;
-    PreprocessStopped.
+    Raises DataError for unusable input, with file and line, for output that cannot be written, and
+    if a different run of this prefix is unfinished or another process is writing it; ConfigError
+    for invalid options; PreprocessStopped if a listener asks to stop.
     """
     keys = options.json_keys
     if not keys or len(set(keys)) != len(keys):
         raise ConfigError(f"--json-keys {list(keys)}: expected one or more different keys")
     if any(not key or "/" in key or "\0" in key for key in keys):
         raise ConfigError(
-            f"--json-keys {list(keys)}: a key becomes part of a file name, so it cannot be '' or "
-            "have /"
+            f"--json-keys {list(keys)}: a key becomes part of a file name, so it cannot be empty "
+            "or contain /"
         )
     sources = find_sources(inputs, options.input_format)
     for source in sources if options.chat is not None else ():
         if source.kind != "jsonl":
-            raise ConfigError(f"{source.path}: --chat reads JSON lines, and this is {source.kind}")
+            raise ConfigError(f"{source.path}: --chat reads JSON lines, but this is {source.kind}")
     # built first, so that its errors come before any work
     tokenizer = build_tokenizer(**options.tokenizer, num_threads=1)
     prefix = os.fspath(output_prefix)
@@ -176,10 +177,11 @@ def preprocess(
 
 @dataclass(frozen=True)
 class Journal:
-    """State of a run: the input before `place` is in the part files, up to `positions` by key.
+    """State of a run: the input before `place` is in the part files, up to `positions`.
 
-    sealed: all input is written, and only the data sets have to be renamed. counts: the fields of
-    Totals in COUNTS.
+    positions: one per output, in order. sealed: all input is written, and only the data sets have
+    to be renamed. bad_bytes: the valid length of bad_input.txt. counts: the fields of Totals in
+    COUNTS.
     """
 
     sealed: bool
@@ -190,7 +192,7 @@ class Journal:
 
 
 class PartialFolder:
-    """Folder of an unfinished run. Methods raise OSError; `read`, `check_job` also DataError."""
+    """Folder of an unfinished run. Methods raise OSError; `read` and `check_job` also DataError."""
 
     def __init__(self, prefix: str) -> None:
         self.path = Path(f"{prefix}_partial")
@@ -204,7 +206,7 @@ class PartialFolder:
             return None
         try:
             values = read_json(self.journal, _MOST_BYTES, error=DataError)
-            counts = {"largest_id": 0} | values["counts"]  # which older journals lack
+            counts = {"largest_id": 0} | values["counts"]  # older journals lack it
             counts = {name: counts[name] for name in COUNTS}
             numbers = [*values["place"].values(), *counts.values(), values["bad_bytes"]]
             numbers += [number for position in values["positions"] for number in position.values()]
@@ -224,7 +226,7 @@ class PartialFolder:
             ) from None
 
     def write(self, path: Path, values: dict[str, Any]) -> None:
-        """Replace a JSON file atomically. All data that a journal counts must be synced before."""
+        """Replace a JSON file atomically. All data that a journal covers must be synced before."""
         with renamed_into(path) as file:
             file.write(json.dumps(values).encode())
         flush_directory(self.path)
@@ -252,13 +254,13 @@ class PartialFolder:
             ]
             raise DataError(
                 f"{self.path} has {journal.counts['documents']} documents of an unfinished run, "
-                f"and this run differs: {'; '.join(differences)}. To finish that run, give its "
-                "command again; --restart discards it; another --output-prefix keeps it"
+                f"but this run differs: {'; '.join(differences)}. To finish that run, repeat its "
+                "command; --restart discards it; another --output-prefix keeps it"
             )
         if journal.place.source >= len(job["inputs"]) or len(journal.positions) != outputs:
             raise DataError(
-                f"{self.journal}: damaged (it is of other inputs or outputs); --restart begins "
-                "again"
+                f"{self.journal}: damaged (it belongs to other inputs or outputs); --restart "
+                "begins again"
             )
 
     def remove(self) -> None:
@@ -330,7 +332,7 @@ def _hash(path: Path) -> str:
 
 
 class _WriteError(DataError):
-    """The files on disk may differ from the counts: only the journal on disk is valid."""
+    """Failed write: the files may differ from the counts, so only the journal on disk is valid."""
 
 
 class _Run:
@@ -381,7 +383,7 @@ class _Run:
             if self.journal is not None:
                 saved = (
                     f"; {self.journal.counts['documents']} documents are done and kept in "
-                    f"{self.folder.path}, the same command resumes after them"
+                    f"{self.folder.path}: the same command resumes after them"
                 )
             kind = DataError if isinstance(error, _WriteError) else type(error)
             raise kind(f"{error}{saved}") from error
@@ -434,8 +436,8 @@ class _Run:
         totals.earlier_file_bytes = totals.file_bytes
         source = self.sources[self.position.source]
         note = (
-            f"resuming after {counts['documents']} documents, in {source.path} after "
-            f"{self.position.documents} of it"
+            f"resuming after {counts['documents']} documents, in {source.path} after the first "
+            f"{self.position.documents} of that file"
         )
         if self.journal.sealed:
             note = "an earlier run has written all documents: only renaming the files"
@@ -561,7 +563,7 @@ class _Run:
             if self.folder.bad_input.exists():
                 os.replace(self.folder.bad_input, named)
         else:
-            named.unlink(missing_ok=True)  # of the previous files
+            named.unlink(missing_ok=True)  # belongs to the previous files
         flush_directory(named.parent)
         self.folder.remove()
 

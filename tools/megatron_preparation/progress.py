@@ -18,8 +18,8 @@ LINE_S = 10.0
 class ByteProgress:
     """Context manager that shows the share of `total` bytes done, MB/s and the time left on stderr.
 
-    Rates exclude the first `done` bytes. `clock` returns seconds. `unit`: what is counted instead
-    of bytes.
+    Rates exclude the first `done` bytes. `what` is the title, `clock` returns seconds, and `unit`
+    names what is counted instead of bytes.
     """
 
     def __init__(
@@ -63,7 +63,10 @@ class ByteProgress:
         return self
 
     def update(self, done: int, what: str | None = None, due: bool | None = None) -> None:
-        """Show `done` bytes under the title `what`; in a log if `due` (default: every LINE_S)."""
+        """Show `done` bytes under the title `what`.
+
+        A log file gets a line if `due`; None: every LINE_S seconds.
+        """
         if self._bar is not None:
             self._bar.update(self._task, completed=done, description=what or self._what)
             return
@@ -104,7 +107,7 @@ class ByteProgress:
 
 
 class PreprocessProgress:
-    """Show Totals of preprocessing on stderr. Rates exclude the work of an interrupted run.
+    """Shows Totals of preprocessing on stderr. Rates exclude the work of an interrupted run.
 
     log_interval: documents between two lines if stderr is not a terminal; None: a line every LINE_S
     seconds.
@@ -174,13 +177,13 @@ class PreprocessProgress:
         if self._bad <= SHOWN_BAD:
             self.say(f"skipped: {document}")
         elif self._bad == SHOWN_BAD + 1:
-            self.say("skipped: more, which are counted and listed in a file at the end")
+            self.say("skipped: more documents, which are counted, and listed in a file at the end")
 
     def say(self, text: str) -> None:
         """Print a line without disturbing the bar."""
         (self._bytes or ByteProgress("", 0)).say(text)
 
     def close(self) -> None:
-        """Remove the bar."""
+        """Remove the progress bar."""
         if self._bytes is not None:
             self._bytes.__exit__(None, None, None)

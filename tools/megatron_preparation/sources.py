@@ -25,8 +25,8 @@ from megatron.errors import DataError
 if TYPE_CHECKING:
     import pyarrow
 
-BLOCK_BYTES = 1 << 19  # large enough to amortise passing a block on, small in memory
-# Tokenizers need an entire document in memory, and 7 (tiktoken), 45 (SentencePiece) or 130
+BLOCK_BYTES = 1 << 19  # large enough to amortise sending a block to a worker, small in memory
+# Tokenizers need an entire document in memory, plus 7 (tiktoken), 45 (SentencePiece) or 130
 # (tokenizers) bytes per byte of text.
 MAX_DOCUMENT_BYTES = 1 << 30
 _STREAM_BYTES = 1 << 20
@@ -39,8 +39,8 @@ _UNSUPPORTED_SUFFIXES = (".bz2", ".xz", ".lzma", ".lz4", ".zip", ".7z", ".tar", 
 
 
 Rows = tuple[tuple[bytes | None, ...], ...]
-# Documents, their bytes after decompression, bytes of the file read so far, content and problem of
-# the next block.
+# The next block: number of documents, their bytes after decompression, bytes of the file read so
+# far, content and problem.
 RawBlock = tuple[int, int, int, bytes | Rows, str]
 
 
@@ -99,7 +99,8 @@ def find_sources(
 ) -> list[InputFile]:
     """Return the files of `inputs` in order; patterns (* ? [ ], ** for folders) sorted by name.
 
-    Raises DataError for a missing file, an unsupported compression, and a pattern without files.
+    Raises DataError for a missing file, a folder, an unsupported compression, or a pattern that
+    matches no file.
     """
     sources = []
     for name in inputs:
@@ -128,7 +129,8 @@ def _input_file(path: Path, input_format: str) -> InputFile:
     suffix = Path(path.stem).suffix if compression else path.suffix
     if suffix in _UNSUPPORTED_SUFFIXES:
         raise DataError(
-            f"{path}: {suffix} files are not supported: decompress it, or compress it as .gz or .zst"
+            f"{path}: {suffix} files are not supported: decompress it, or compress it as .gz or "
+            ".zst"
         )
     kind = input_format
     if kind == "auto":
@@ -141,8 +143,8 @@ def _input_file(path: Path, input_format: str) -> InputFile:
         )
     if kind == "parquet" and compression:
         raise DataError(
-            f"{path}: a parquet file inside {path.suffix}: decompress it; parquet compresses its own "
-            "pages"
+            f"{path}: a parquet file inside {path.suffix}: decompress it; parquet compresses its "
+            "own pages"
         )
     return InputFile(os.path.abspath(path), kind, compression, status.st_size, status.st_mtime_ns)
 
@@ -198,7 +200,7 @@ def read_sources(
 
 
 def read_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of libraries for damaged files; those of pyarrow only if it is loaded."""
+    """Return the errors that libraries raise for damaged files; pyarrow's only if it is loaded."""
     loaded = sys.modules.get("pyarrow")
     return OSError, EOFError, zlib.error, *((loaded.ArrowException,) if loaded else ())
 
@@ -223,7 +225,7 @@ def open_source(source: InputFile) -> Iterator[tuple[BinaryIO, Callable[[], int]
             yield BufferedReader(stream, _STREAM_BYTES), compressed.tell
         return
     with open(source.path, "rb", buffering=_STREAM_BYTES) as raw:
-        # Python's gzip checks the CRC of every member and accepts zeros after the last
+        # Python's gzip checks the CRC of every member and accepts zeros after the last one
         if source.compression:
             with gzip.GzipFile(fileobj=raw) as decompressed:
                 yield cast(BinaryIO, decompressed), raw.tell
@@ -245,7 +247,7 @@ def _window_bytes(path: str) -> int:
 
 
 class _ProgramOutput(RawIOBase):
-    """Standard output of a program; its end raises OSError if the program failed."""
+    """Standard output of a program; reading its end raises OSError if the program failed."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -263,7 +265,10 @@ class _ProgramOutput(RawIOBase):
 
 @contextmanager
 def _by_program(source: InputFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """Decompress with the zstd program, because pyarrow has no setting for long windows."""
+    """Decompress with the zstd program, because pyarrow has no setting for long windows.
+
+    Yields as open_source does. Raises DataError if the program is missing.
+    """
     with open(source.path, "rb", buffering=0) as compressed:
         try:
             process = subprocess.Popen(
@@ -274,8 +279,9 @@ def _by_program(source: InputFile) -> Iterator[tuple[BinaryIO, Callable[[], int]
             )
         except FileNotFoundError:
             raise DataError(
-                f"{source.path}: compressed with a window of {_window_bytes(source.path) >> 20} MiB (zstd "
-                "--long), for which the program zstd is needed, and it is not on PATH"
+                f"{source.path}: compressed with a window of "
+                f"{_window_bytes(source.path) >> 20} MiB (zstd --long): this needs the program "
+                "zstd, which is not on PATH"
             ) from None
         with process:
             try:
@@ -340,8 +346,8 @@ def _read_text(
     if size > MAX_DOCUMENT_BYTES:
         data = b""
         problem = (
-            f"more than {MAX_DOCUMENT_BYTES} bytes, the limit of a document: a text file is "
-            "one; split it"
+            f"more than {MAX_DOCUMENT_BYTES} bytes, the limit for a document: a text file is "
+            "one document; split it"
         )
     yield 1, size, source.size, data, problem
 
@@ -391,7 +397,8 @@ def _check_columns(source: InputFile, schema: pyarrow.Schema, keys: Sequence[str
         if len(indices) != 1:
             what = f"{len(indices)} columns" if indices else "no column"
             raise DataError(
-                f"{source.path}: {what} {key!r}: there are {schema.names}; choose with --json-keys"
+                f"{source.path}: {what} {key!r}: the columns are {schema.names}; choose with "
+                "--json-keys"
             )
         kind = schema.field(indices[0]).type
         plain = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
@@ -408,7 +415,7 @@ def _check_columns(source: InputFile, schema: pyarrow.Schema, keys: Sequence[str
 
 
 def _rows_per_batch(group: Any, keys: Sequence[str]) -> int:
-    """Return the number of rows of about one block, by the sizes in the file's metadata."""
+    """Return the number of rows in about one block, according to the file's metadata."""
     columns = (group.column(i) for i in range(group.num_columns))
     size = sum(
         column.total_uncompressed_size for column in columns if column.path_in_schema in keys
@@ -419,7 +426,7 @@ def _rows_per_batch(group: Any, keys: Sequence[str]) -> int:
 def _rows(batch: pyarrow.RecordBatch, keys: Sequence[str]) -> Iterator[tuple[bytes | None, ...]]:
     import pyarrow
 
-    # Strings are not checked for UTF-8 here: the error of decoding them names the row.
+    # Strings are not checked for UTF-8 here: the error when they are decoded names the row.
     texts = (batch.column(key).cast(pyarrow.large_string()) for key in keys)
     return zip(*(text.cast(pyarrow.large_binary()).to_pylist() for text in texts), strict=True)
 
