@@ -4,8 +4,9 @@ Example:
 
     python tools/build_corpus.py --output runs/corpus.jsonl
 
-One document per module: its source, docstrings included, or the docstrings of a module that is
-compiled into the interpreter. Nothing else is imported or run.
+There is one document per module: its source, docstrings included, or the docstrings of a module
+that is compiled into the interpreter. Only modules of the second kind are imported; no source is
+run.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ def build_corpus(
     docstrings_only: bool = False,
     stdlib: str | os.PathLike[str] | None = None,
 ) -> tuple[int, int]:
-    """Write JSON lines {"name": module, "text": ...} to `output`, in an order that depends on
-    `seed` alone.
+    """Write JSON lines {"name": module, "text": ...} to `output`.
 
-    Stops before the texts exceed `max_bytes`. `docstrings_only` keeps only the docstrings of
-    modules, classes and functions. `stdlib` is the folder to read, by default this Python's.
-    Modules that a Python build lacks are left out. Returns the number of documents and the bytes
-    of text. Raises DataError if nothing is found or `output` cannot be written.
+    Returns the number of documents and the bytes of text. The order of modules depends on `seed`
+    alone. Writing stops before the texts exceed `max_bytes`. `docstrings_only` keeps only the
+    docstrings of modules, classes and functions. `stdlib` is the folder to read, by default this
+    Python's. Modules that a Python build lacks are left out. Raises DataError if nothing is found
+    or `output` cannot be written.
     """
     folder = Path(stdlib if stdlib is not None else sysconfig.get_path("stdlib"))
     sources = find_modules(folder)
@@ -131,7 +132,7 @@ def _document(name: str, path: Path | None, docstrings_only: bool) -> str | None
             if docstrings_only:
                 text = "\n\n".join(_source_docstrings(name, text))
             text.encode()
-        # the last two: nested too deeply
+        # the last two are raised for a source that is nested too deeply
         except (DataError, SyntaxError, ValueError, RecursionError, MemoryError):
             return None
     return text if len(text) >= MIN_CHARACTERS else None
@@ -149,7 +150,7 @@ def _source_docstrings(name: str, source: str) -> Iterator[str]:
 
 
 def _builtin_docstrings(name: str) -> Iterator[str]:
-    """Return the docstrings of a built-in module; importing it runs no source."""
+    """Yield the docstrings of a built-in module; importing it runs no source."""
     try:
         module = __import__(name)
     except ImportError:  # some builds list modules that cannot be imported on this system
@@ -181,7 +182,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=real(),
         default=20.0,
         metavar="MB",
-        help="maximum size (default: 20)",
+        help="maximum size of the texts (default: 20)",
     )
     parser.add_argument(
         "--seed", type=integer(0), default=1234, help="seed of the order of modules (default: 1234)"

@@ -34,7 +34,10 @@ from megatron.training.run.process import as_tool, leave, run_guarded
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[int, list[str]]:
-    """Return the number of workers and the flags of pretrain_gpt.py. Raises ConfigError."""
+    """Return the number of workers and the flags of pretrain_gpt.py.
+
+    Raises ConfigError for an invalid number of workers.
+    """
     parser = Parser(add_help=False)
     parser.add_argument("--workers", type=integer(1, 1024), default=1)
     arguments, flags = parser.parse_known_args(list(argv))
@@ -42,7 +45,10 @@ def split_arguments(argv: Sequence[str]) -> tuple[int, list[str]]:
 
 
 def read_config(flags: Sequence[str]) -> Config:
-    """Return the run's configuration. Raises ConfigError, also for an unknown batch size."""
+    """Return the run's configuration.
+
+    Raises ConfigError for invalid flags, or if they leave the batch size unknown.
+    """
     config = parse_args(flags, checkpoint=settings_to_take)
     guessed = [
         name
@@ -100,7 +106,7 @@ def build(config: Config, workers: int) -> None:
     left = max(0, end - progress.iteration)
     needed = batches.samples_after(left, progress.consumed_samples)
     extended(config, datasets, prepare, planned, needed)
-    # Linux counts KiB
+    # ru_maxrss is in KiB on Linux
     say(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
 
 

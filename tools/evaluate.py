@@ -1,4 +1,4 @@
-"""Measure loss, perplexity and bits per byte of a trained model on whole files, or its answers to tasks.
+"""Measure loss, perplexity and bits per byte of a trained model on files, or its accuracy in tasks.
 
 Examples:
 
@@ -16,10 +16,10 @@ tokenizer are those of the checkpoint; the layout may differ from that of the tr
 result does not depend on it.
 
 A file of --tasks has JSON lines, {"context": "...", "choices": ["...", "..."], "answer": 0} (multiple choice) or
-{"context": "...", "ending": "..."} (cloze). The model chooses the most likely choice: by the sum of its tokens'
-log-likelihoods, by this sum per byte, and per token. An ending is right if greedy decoding gives it. Texts that are too
-long are cut from their left, and counted. --lm-eval-tasks runs tasks of EleutherAI's lm-evaluation-harness, if that is
-installed.
+{"context": "...", "ending": "..."} (cloze). The most likely choice is found in three ways: by the sum of its tokens'
+log-likelihoods, by this sum per byte, and by this sum per token. An ending is right if greedy decoding gives it. Texts
+that are too long are cut on the left, and counted. --lm-eval-tasks runs tasks of EleutherAI's lm-evaluation-harness, if
+that is installed.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--stride",
         type=integer(1, MOST_WIDTH),
         metavar="N",
-        help="tokens between the starts of windows (default: half of --context); --context itself "
-        "is the fastest, and what training does",
+        help="tokens between the starts of windows (default: half of --context); a stride of "
+        "--context is the fastest, and is what training uses",
     )
     parser.add_argument(
         "--micro-batch-size",
@@ -244,7 +244,8 @@ def evaluate(args: argparse.Namespace, trained: Trained) -> None:
         progress = stack.enter_context(ByteProgress("evaluate", text.size_bytes)) if first else None
         if progress is not None:
             progress.say(
-                f" evaluating iteration {trained.loaded.iteration} on {text.size_bytes / 1e6:.3f} MB"
+                f" evaluating iteration {trained.loaded.iteration} on "
+                f"{text.size_bytes / 1e6:.3f} MB"
             )
         measured = mean_loss(
             executor.evaluate, text.steps(progress, start), topology, per_token=True
@@ -253,8 +254,8 @@ def evaluate(args: argparse.Namespace, trained: Trained) -> None:
     loss, count = measured
     if not count:
         raise DataError(
-            f"{', '.join(text.names)}: no token to predict: at least two are needed, or one where "
-            "the tokenizer is known"
+            f"{', '.join(text.names)}: no token to predict: at least two are needed, or one if the "
+            "tokenizer is known"
         )
     if not first:
         return
@@ -280,9 +281,10 @@ def evaluate(args: argparse.Namespace, trained: Trained) -> None:
 class Input:
     """The data of an evaluation, read once, in order.
 
-    names       of the files
-    size_bytes  of the files
-    bytes       of the text so far; None if it is unknown, and on ranks other than the first
+    names       paths of the files, or prefixes of the token files
+    size_bytes  total size of the files
+    bytes       bytes of the text read so far, valid on the first rank only; None if they cannot be
+                counted without a tokenizer
     """
 
     def __init__(self, args: argparse.Namespace, trained: Trained) -> None:
@@ -391,7 +393,7 @@ class Input:
 
 
 def as_json(result: dict[str, Any]) -> str:
-    """Return one JSON object; numbers that are not finite are null."""
+    """Return the result as a JSON object; numbers that are not finite become null."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):
@@ -402,7 +404,7 @@ def as_json(result: dict[str, Any]) -> str:
 
 
 def as_text(result: dict[str, Any]) -> str:
-    """Return a table."""
+    """Return the result as a table."""
     names = result["data"][:_SHOWN]
     more = len(result["data"]) - _SHOWN
     rows = [

@@ -10,8 +10,8 @@ Examples:
 
 Model and tokenizer are those of the checkpoint; the layout may differ from that of the training,
 and its replicas share the batches. Texts of --prompt are shown as they are generated. With
---prompts each text is a line of JSON: line (in the file), prompt, cut_tokens, text, tokens (new
-ones), finish (end_token, stop_string, max_new_tokens or context) and seed.
+--prompts each text is a line of JSON with the keys line (in the file), prompt, cut_tokens, text,
+tokens (number of new ones), finish (end_token, stop_string, max_new_tokens or context) and seed.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def build_parser() -> argparse.ArgumentParser:
     prompts.add_argument(
         "--prompts",
         metavar="FILE",
-        help="file of prompts, one per line; of a .jsonl file the texts of --json-key, each with "
-        'a "seed" if it has one',
+        help="file of prompts, one per line; in a .jsonl file, a line has the prompt under "
+        '--json-key, and optionally a "seed"',
     )
     parser.add_argument(
         "--json-key",
@@ -95,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=integer(2, MOST_POSITIONS),
         metavar="N",
         help="maximum number of tokens of prompt and text; only a model without learned position "
-        "embeddings can exceed that of its training (default: the model's positions)",
+        "embeddings can exceed the length in training (default: the model's positions)",
     )
     parser.add_argument(
         "--cut-prompts",
@@ -261,8 +261,8 @@ def read_prompts(path: str, json_key: str, seed: int) -> list[SeededPrompt]:
                     raise DataError(f"{where}: {json_key!r} is {text!r:.60}, expected a string")
                 if not is_count(prompt_seed) or prompt_seed > _MOST_SEED:
                     raise DataError(
-                        f"{where}: the seed is {prompt_seed!r:.60}, expected a whole number from 0 to "
-                        f"{_MOST_SEED}"
+                        f"{where}: the seed is {prompt_seed!r:.60}, expected a whole number from 0 "
+                        f"to {_MOST_SEED}"
                     )
             if not text:
                 raise DataError(f"{where}: an empty prompt: each needs at least one character")
@@ -273,7 +273,7 @@ def read_prompts(path: str, json_key: str, seed: int) -> list[SeededPrompt]:
 
 
 def as_json(prompt: SeededPrompt, result: Continuation) -> str:
-    """Return a line of the output of --prompts."""
+    """Return a result of --prompts as a line of JSON."""
     return json.dumps(
         {
             "line": prompt.line,
@@ -288,7 +288,7 @@ def as_json(prompt: SeededPrompt, result: Continuation) -> str:
 
 
 class LiveText:
-    """Print the growing texts of a batch one below the other: each waits for those before it."""
+    """Prints the growing texts of a batch one below the other: each waits for those before it."""
 
     def __init__(self, prompts: Sequence[SeededPrompt]) -> None:
         self._waiting = [f"--- {prompt.text!r}\n{prompt.text}" for prompt in prompts]

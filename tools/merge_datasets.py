@@ -5,8 +5,8 @@ Examples:
     python tools/merge_datasets.py --inputs data/part-0 data/part-1 --output-prefix data/all
     python tools/merge_datasets.py --input data/parts --output-prefix data/all
 
-The second form joins all data sets of a folder, sorted by name. If some have a loss mask
-(PREFIX_mask), the result has one; the tokens of the others are all in the loss.
+The second form joins all data sets of a folder, sorted by name. If some of them have a loss mask
+(PREFIX_mask), the result has one; all tokens of data sets without a mask are in the loss.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from megatron_preparation.progress import ByteProgress
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser: Megatron's flags, and --inputs."""
+    """Return the parser, with Megatron's flags and --inputs."""
     parser = Parser(description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -70,7 +70,7 @@ _BLOCK_ENTRIES = 1 << 18
 def prefixes_in(folder: str | os.PathLike[str]) -> list[str]:
     """Return the data sets of a folder by name, which is Megatron's order. Other files are ignored.
 
-    Raises DataError if there is none, or if a .bin or .idx is missing its counterpart.
+    Raises DataError if there is none, or if a .bin has no .idx or an .idx no .bin.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -138,7 +138,7 @@ def merge(
     done = 0
     mask_output = mask_prefix(output_prefix)
     with ExitStack() as stack:
-        # closed in reverse order: the mask gets its name first, tokens never appear without it
+        # closed in reverse order: the mask gets its name first, so tokens never appear without it
         writer = stack.enter_context(IndexedDatasetWriter(output_prefix, dtype))
         if any(masked.values()):
             mask = stack.enter_context(IndexedDatasetWriter(mask_output, MASK_DTYPE))
@@ -155,7 +155,7 @@ def merge(
                 _add_structure(mask, dataset.mask or dataset)
                 for chunk in _tokens(dataset.mask or dataset):
                     mask.append_tokens(chunk if dataset.mask else np.ones(len(chunk), MASK_DTYPE))
-        if not any(masked.values()):  # a mask of earlier data
+        if not any(masked.values()):  # remove the mask of earlier data
             for path in (idx_path(mask_output), bin_path(mask_output)):
                 path.unlink(missing_ok=True)
     _merge_records(inputs, output_prefix, say)
@@ -167,7 +167,7 @@ def _merge_records(
     output: str | os.PathLike[str],
     say: Callable[[str], None],
 ) -> None:
-    """Write which tokenizer wrote the data, if all inputs name the same one."""
+    """Record which tokenizer wrote the data, if all inputs name the same one."""
     records = {os.fspath(prefix): read_record(prefix) for prefix in inputs}
     (first, record), *rest = records.items()
     for prefix, other in rest:
@@ -209,7 +209,7 @@ def _check_output(inputs: Sequence[str | os.PathLike[str]], output: str | os.Pat
         if targets & {os.path.realpath(bin_path(prefix)), os.path.realpath(idx_path(prefix))}:
             raise ConfigError(
                 f"--output-prefix {os.fspath(output)} is the input {os.fspath(prefix)}: choose "
-                "another name, or another folder if the inputs are all of a folder"
+                "another name, or another folder if --input merges this one"
             )
 
 
@@ -245,7 +245,7 @@ def _check_space(
 
 
 def _add_structure(writer: IndexedDatasetWriter, dataset: IndexedDataset) -> None:
-    """Append sizes and document ends. Raises DataError for a damaged .idx."""
+    """Append the sequence sizes and document ends. Raises DataError for a damaged .idx."""
     dataset.check(0, len(dataset))
     before = writer.num_sequences
     last = 0

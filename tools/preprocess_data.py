@@ -5,13 +5,14 @@ Example:
     python tools/preprocess_data.py --input 'shards/*.jsonl.zst' --output-prefix data/corpus --append-eod \\
         --tokenizer-type GPT2BPETokenizer --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
 
-writes data/corpus_text_document.bin and .idx; give training --data-path data/corpus_text_document.
+writes data/corpus_text_document.bin and .idx, which training reads with --data-path
+data/corpus_text_document.
 
 With --chat, the lines are conversations for fine-tuning, {"messages": [{"role": "user", "content":
 "..."}, ...]} or {"prompt": "...", "completion": "..."}; a loss mask is written next to the data, so that
-training with --loss-mask required learns the assistant's turns and the completions only.
+training with --loss-mask required learns only the assistant's turns and the completions.
 
-To resume a stopped or killed run, repeat the command. Until it is complete, its files are in
+To resume a stopped or killed run, repeat the command. Until the run is complete, its files are in
 data/corpus_partial, and files of an earlier run are not changed.
 """
 
@@ -51,7 +52,7 @@ WITHOUT_EFFECT = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser: Megatron's flags."""
+    """Return the parser, whose flags are Megatron's."""
     parser = Parser(description=__doc__)
     _add_input(parser.add_argument_group("input"))
     group = parser.add_argument_group("conversations")
@@ -72,9 +73,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--max-tokens",
         type=integer(2, MOST_WIDTH),
         metavar="N",
-        help="treat a longer conversation as bad input (see --on-bad-input), for example above "
-        "--seq-length + 1 of the training (default: conversations are written whole, and cut as "
-        "other documents are when samples are packed)",
+        help="treat a conversation of more than N tokens as bad input (see --on-bad-input); a "
+        "useful N is --seq-length + 1 of the training (default: conversations are written whole, "
+        "and cut as other documents are when samples are packed)",
     )
     _add_tokenizer(parser.add_argument_group("tokenizer"))
     group = parser.add_argument_group("output")

@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSON lines, .parquet or .txt; also as .gz or .zst",
+        help="JSON lines, .parquet or .txt; JSON lines and text may be compressed (.gz, .zst)",
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="the model file to write")
     parser.add_argument(
@@ -98,15 +98,16 @@ def train_vocabulary(
 ) -> int:
     """Train byte-pair encoding on up to `sample_bytes` of documents; return its vocabulary size.
 
-    The model file is for GPTSentencePieceTokenizer; </s> ends a document. The same input and arguments
-    give the same model. Text is not normalised, white space is kept, and characters without a piece
-    are encoded as bytes, so decode(encode(text)) is the text, except that U+2581, SentencePiece's
-    mark for a space, becomes a space. With `on_bad_input` 'skip', unusable documents are left out, and
-    `say` gets their number and the first one. Raises DataError for unusable input, ConfigError for a
-    vocabulary that the text cannot fill.
+    The model file is for GPTSentencePieceTokenizer; </s> ends a document. The same input and
+    arguments give the same model. Text is not normalised, white space is kept, and characters
+    without a piece are encoded as bytes, so decode(encode(text)) is the text, except that U+2581,
+    SentencePiece's mark for a space, becomes a space. With `on_bad_input` 'skip', unusable
+    documents are left out, and `say` is called with their number and the first one. Raises
+    DataError for unusable input, ConfigError for a vocabulary that is too small or that the text
+    cannot fill.
     """
     if vocab_size < MIN_VOCAB_SIZE:
-        raise ConfigError(f"--vocab-size {vocab_size}: the bytes alone need {MIN_VOCAB_SIZE}")
+        raise ConfigError(f"--vocab-size {vocab_size}: must be at least {MIN_VOCAB_SIZE}")
     import sentencepiece
 
     bad = list[str]()
@@ -164,7 +165,7 @@ def _refusal(error: str, text: str) -> str:
 def _texts(
     inputs: Sequence[str | os.PathLike[str]], json_key: str, bad: list[str] | None
 ) -> Iterator[str]:
-    """Yield the documents. Unusable ones are added to `bad`; raises DataError if it is None."""
+    """Yield the documents. Unusable ones are added to `bad`; if it is None, raises DataError."""
     from megatron_preparation.encode import parse_block
     from megatron_preparation.sources import read_blocks
 

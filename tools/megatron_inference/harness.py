@@ -21,20 +21,20 @@ from megatron.training.run.generate import GenerativeModel, Limits, Sampling, ge
 from megatron.training.run.tasks import context_of, request_of, score
 from megatron_preparation.progress import ByteProgress
 
-_NEW_TOKENS = 256  # default limit of a task, as in the harness
+_NEW_TOKENS = 256  # default maximum number of new tokens, as in the harness
 
 
 class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
     """A model of this framework, on any layout, for the harness.
 
-    Every rank of `model` creates one and calls it with the same requests. A forward pass has
-    `micro_batch_size` texts.
+    Every rank of `model` creates a MegatronLM and calls it with the same requests. A forward pass
+    processes up to `micro_batch_size` texts.
     """
 
     def __init__(self, model: GenerativeModel, micro_batch_size: int = 4) -> None:
         super().__init__()
         if model.tokenizer is None:
-            raise ConfigError("the tasks are texts, and the checkpoint has no tokenizer")
+            raise ConfigError("the tasks consist of text, but the checkpoint has no tokenizer")
         self._model = model
         self._text = model.tokenizer
         self._size = micro_batch_size
@@ -83,7 +83,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc, unused-ignore]
         disjoint = list[tuple[None, list[int], list[int]]]()
         owners = list[int]()
         for number, request in enumerate(requests):
-            # The windows add the prefix token: without it here it occurs once.
+            # Windows add the prefix token: it is removed here, so that it occurs only once.
             ids = self.tok_encode(request.args[0], False)
             prefix = self.prefix_token_id
             windows = utils.get_rolling_token_windows(
@@ -158,7 +158,8 @@ def evaluate_harness(
 ) -> dict[str, dict[str, float]]:
     """Evaluate tasks; return {task: {metric: value}} on the first rank, {} on the others.
 
-    All ranks call this. Raises DataError for any error of the harness.
+    All ranks call this. `include_path` is a folder with further task files, `limit` the number of
+    examples of each task. Raises DataError for any error of the harness.
     """
     lm = MegatronLM(model, micro_batch_size)
     try:
@@ -186,7 +187,7 @@ def evaluate_harness(
 
 
 def table(results: Mapping[str, Mapping[str, float]]) -> str:
-    """Return results as text."""
+    """Return the results as text, one line per task and metric."""
     rows = [
         f"{task:24} {metric:24} {value:.6g}"
         for task, figures in results.items()

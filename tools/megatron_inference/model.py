@@ -34,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--load",
         required=True,
         metavar="FOLDER",
-        help="the --save folder of a training run; hf:FOLDER, a model in the format of Hugging Face",
+        help="the --save folder of a training run, or hf:FOLDER for a model in Hugging Face format",
     )
     parser.add_argument(
         "--load-tag", metavar="NAME", help="checkpoint in that folder (default: the newest)"
@@ -42,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-older",
         action="store_true",
-        help="if the newest checkpoint is damaged, load the one before, with a warning (default: "
+        help="if the newest checkpoint is damaged, load the previous one, with a warning (default: "
         "an error)",
     )
     parser.add_argument(
@@ -81,10 +81,11 @@ def run_with_model(
     files: Sequence[Path],
     changed: Mapping[str, Any] = {},
 ) -> int:
-    """Connect all processes, load the model, call `use`, and return the exit code.
+    """Connect all processes, load the model, call `use` with it, and return the exit code.
 
     `args` has the flags of add_flags. `files` are read in addition to the model and must be the
-    same on all. `changed` are settings that replace the checkpoint's; None keeps a setting.
+    same on all processes. `changed` are settings that replace the checkpoint's; None keeps a
+    setting.
     """
     try:
         launch = detect_launch()

@@ -1,8 +1,8 @@
 """Streams of tokens to evaluate, from texts or token files, and their windows.
 
 Tokens are in the order and form of training data: an end-of-document token (EOD) precedes every
-document of a text. The one before the first gives its first token a context. Memory is bounded by
-the longest document; long plain texts are read in blocks.
+document of a text. The EOD before the first document is the context of that document's first token.
+Memory is bounded by the longest document; long plain texts are read in blocks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megatron_preparation.sources import (
 )
 
 Ids = npt.NDArray[np.int64]
-TEXT_BLOCK_BYTES = 1 << 20  # of a plain text that is tokenized at once
-SEGMENT_TOKENS = 1 << 20  # of a token file that are read at once
+TEXT_BLOCK_BYTES = 1 << 20  # of a plain text that are read at once
+SEGMENT_TOKENS = 1 << 20  # maximum number of tokens of a token file that are read at once
 _CONTEXT_BYTES = 256  # on both sides of a cut, in which the tokens must not change
 _CUTS = 64  # line ends that are tried before more text is read
 _ROWS = {".jsonl", ".json", ".ndjson", ".parquet", ".pq"}
@@ -78,7 +78,7 @@ def text_sources(paths: Sequence[str]) -> list[InputFile]:
 def text_segments(
     sources: Sequence[InputFile], json_key: str, tokenizer: Tokenizer
 ) -> Iterator[TokenSegment]:
-    """Yield the tokens of texts.
+    """Yield the tokens of the texts in files; `json_key` is the key or column of the text.
 
     Raises DataError, with file and location, for a text that cannot be read, decoded or tokenized.
     """
@@ -121,7 +121,10 @@ def _encode(
 
 
 def _text_blocks(source: InputFile, tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
-    """Yield blocks of a text, whose tokens are those of the entire text, and the bytes read."""
+    """Yield blocks of a text, and the bytes of the file read so far.
+
+    The text is cut where this does not change the tokens.
+    """
     buffer = bytearray()
     done = 0
 
@@ -144,8 +147,8 @@ def _text_blocks(source: InputFile, tokenizer: Tokenizer) -> Iterator[tuple[str,
                 elif len(buffer) > MAX_DOCUMENT_BYTES:
                     raise DataError(
                         f"{source.path}: more than {MAX_DOCUMENT_BYTES} bytes from byte {done} on "
-                        "without a line end at which this tokenizer's text can be cut: give JSON "
-                        "lines with shorter documents"
+                        "without a line end at which the text can be cut for this tokenizer: give "
+                        "JSON lines with shorter documents"
                     )
             if buffer:
                 yield decoded(len(buffer)), source.size
@@ -179,14 +182,14 @@ def _cut(buffer: bytearray, tokenizer: Tokenizer) -> int:
 def file_segments(
     prefixes: Sequence[str], vocab_size: int, tokenizer: Tokenizer | None, *, count_bytes: bool
 ) -> Iterator[TokenSegment]:
-    """Yield the tokens of token files as they are stored, with EOD before the first.
+    """Yield the tokens of token files as they are stored.
 
-    An EOD at the very end of a file is left out, since none follows the last document of a text.
-    `count_bytes`: decode the tokens to count the bytes of the text; a sequence of more than
-    SEGMENT_TOKENS is decoded in segments. Raises DataError for damaged files and for ids of another
-    vocabulary.
+    If there is a tokenizer, an EOD is added before the first token of each file, and an EOD at the
+    very end of a file is left out, since none follows the last document of a text. `count_bytes`:
+    decode the tokens to count the bytes of the text; a sequence of more than SEGMENT_TOKENS tokens
+    is decoded in segments. Raises DataError for damaged files and for ids of another vocabulary.
     """
-    # Tokens that a tokenizer puts around every text do not belong to it.
+    # Tokens that the tokenizer puts around every text are not part of the text.
     marks = [] if tokenizer is None else [tokenizer.eod, *tokenizer.encode("")]
     before = 0
     for prefix in prefixes:
@@ -217,7 +220,7 @@ def file_segments(
 
 
 def _runs(sizes: npt.NDArray[np.int32]) -> Iterator[SequenceSlices]:
-    """Yield slices of sequences, each of about SEGMENT_TOKENS in total."""
+    """Yield runs of slices of sequences; a run has at most SEGMENT_TOKENS tokens in total."""
     first = 0
     while first < len(sizes):
         ends = np.cumsum(sizes[first : first + SEGMENT_TOKENS], dtype=np.int64)
@@ -236,7 +239,7 @@ def _runs(sizes: npt.NDArray[np.int32]) -> Iterator[SequenceSlices]:
 
 
 def file_bytes(prefixes: Sequence[str]) -> int:
-    """Return the size of the token files in bytes. Raises DataError for a missing one."""
+    """Return the total size of the .bin files in bytes. Raises DataError if one is missing."""
     try:
         return sum(os.stat(bin_path(prefix)).st_size for prefix in prefixes)
     except OSError as error:
@@ -244,11 +247,11 @@ def file_bytes(prefixes: Sequence[str]) -> int:
 
 
 def windows(arrays: Iterable[Ids], context: int, stride: int) -> Iterator[Window]:
-    """Yield windows that begin every `stride` tokens, and in which every token counts once.
+    """Yield windows of `context` + 1 tokens that begin every `stride` tokens of the arrays.
 
-    Each predicts the tokens that the windows before it did not reach, with at least context -
-    stride + 1 tokens before them, except at the very beginning. The very first token is not
-    predicted. The last window is padded with zeros.
+    Every token but the very first is predicted once: a window predicts the tokens that the windows
+    before it did not reach, from at least context - stride + 1 tokens, except at the very
+    beginning. The last window is padded with zeros.
     """
     buffer = np.empty(0, np.int64)
     start = 0
