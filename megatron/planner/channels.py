@@ -2,21 +2,22 @@
 
 The time of a collective is its start-up time, plus the latency of its steps, plus its bytes divided
 by the bandwidth of the slowest group of its kind while all such groups run. Steps are counted as
-NCCL and RCCL do when they choose an algorithm (src/graph/tuning.cc in both):
+NCCL and RCCL count them to choose an algorithm (src/graph/tuning.cc in both):
 
-    ring  (ranks - 1) steps, of which (nodes - 1) between nodes; twice that for an all-reduce
+    ring  (ranks - 1) steps, of which (nodes - 1) are between nodes; twice that for an all-reduce
     tree  2 (ranks of a node - 1) steps within nodes and 2 log2(nodes) between them, for an
           all-reduce
 
-The faster algorithm is assumed. In an all-to-all every rank sends one slice directly to each other
-rank. The bytes are counted on the links between the devices of a node, split evenly over equally
-short paths, and on the cards of a node for ranks on other nodes. The most loaded link or card sets
-the time. Messages start eight at a time, as in NCCL (NCCL_MAX_DEV_WORK_P2P_PER_BATCH), and each
-batch has the latency of one step. In a ring message every rank sends to the next member and
-receives from the previous one: one step of a ring. A message between stages occupies its link in
-proportion to its bytes, on the busiest link or card while all boundaries send in the same
-direction, and arrives one latency later. If a machine's file has measured seconds
-(`compute.collectives`, `compute.messages`), these are interpolated linearly between sizes instead.
+The faster algorithm is assumed. In an all-to-all every rank sends one slice directly to every other
+rank. Bytes for ranks on the same node are counted on the links between its devices, split evenly
+over equally short paths, and bytes for other nodes on the node's network cards. The most loaded
+link or card determines the time. Messages start eight at a time, as in NCCL
+(NCCL_MAX_DEV_WORK_P2P_PER_BATCH), and each batch has the latency of one step. A message of kind
+"ring" is one step of a ring: every rank sends to the next member and receives from the previous
+one. A message between stages occupies its link for a time proportional to its bytes, and arrives
+one latency later. Its bandwidth is that of the busiest link or card while all boundaries send in
+the same direction. If a machine's file has measured seconds (`compute.collectives`,
+`compute.messages`), these are interpolated linearly between sizes instead.
 """
 
 from __future__ import annotations
@@ -38,18 +39,19 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure, FigureReader, Used
 from megatron.planner.node_links import ESTIMATED, NodeLinks, Rate, Step, node_links, path_of
 
-_AT_ONCE = 8  # messages of an all-to-all in flight
+_AT_ONCE = 8  # messages of an all-to-all that start together
 _NOWHERE = -1
 _AWAY = -2
-"""Ends of a message that are not a position on the same node: no message, or another node."""
+"""Stand-ins for a position on the node at an end of a message: no message, or another node."""
 
 
 class GroupLink(NamedTuple):
     """Group of ranks that run collectives: its size, nodes spanned, and stride between members.
 
-    words     name of the kind in reports
+    words     name of this kind of group in reports
     rate      GB/s of the slowest such group while all of them run; None for a group of one
-    exchange  the same for an all-to-all: GB/s that a rank sends to all others together
+    exchange  GB/s that a rank of the slowest group sends to all others together in an all-to-all;
+              None for groups without all-to-alls
     """
 
     ranks: int
@@ -62,7 +64,7 @@ class GroupLink(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """A layout on the nodes of a machine: position i of every node is device device_order[i]."""
+    """Layout on the nodes of a machine: rank i of every node is on device device_order[i]."""
 
     cluster: Cluster
     layout: Layout
@@ -70,7 +72,7 @@ class Placement:
 
     @property
     def chosen_devices(self) -> tuple[int, ...]:
-        """Device order; empty on part of a node, which leaves no choice of devices."""
+        """Device order; empty for a job on part of a node, which has no choice of devices."""
         full_node = len(self.device_order) == self.cluster.devices_per_node
         return self.device_order if full_node else ()
 
@@ -83,10 +85,10 @@ class Placement:
 class Channels(FigureReader):
     """Seconds of messages on a placement, as a function of their bytes.
 
-    lanes       groups along each mesh dimension, by name (Layout.lines, lines_of), and "ends", the
-                stages that share a tied embedding
-    boundaries  for each pipeline rank's boundary to the next: whether both ends are on one node ->
-                seconds per byte on the link, in the slowest such replica
+    lanes       groups along each mesh dimension, by name (Layout.lines, lines_of), and "ends": the
+                first and the last stage, which share a tied embedding
+    boundaries  for the boundary from each pipeline rank to the next: whether both ends are on one
+                node -> seconds per byte on the link, in the slowest such replica
     """
 
     def __init__(self, config: Config, cluster: Cluster, placement: Placement) -> None:
@@ -104,10 +106,11 @@ class Channels(FigureReader):
         self._seconds: dict[tuple[str, str, float], float] = {}
 
     def seconds(self, kind: str, n_bytes: float, group: str = "tensor") -> float:
-        """Return the seconds of a collective (events.GroupMessage) in all groups of a dimension.
+        """Return the seconds of a collective that all groups of a dimension run at once.
 
-        With `kind` "reduce" it runs along a chain of all members to one of them. On a CPU the
-        engine sums gradients in this way, for one owner after another.
+        The arguments are the fields of events.GroupMessage. A collective of kind "reduce" runs
+        along a chain of all members to one of them. On a CPU the engine sums gradients in this way,
+        for one owner after another.
         """
         if kind == "reduce_scatter" and self._reduces and group not in OF_PASSES:
             ranks = self.lanes[group].ranks
@@ -148,7 +151,7 @@ class Channels(FigureReader):
         return start + latency + sent / (rate.gb_per_s * 1e9)
 
     def boundary(self, sender: int, forward: bool, n_bytes: float) -> tuple[float, float]:
-        """Return the seconds that a message occupies its link, and its latency after that.
+        """Return the seconds for which a message occupies its link, and its latency after that.
 
         Both are for the slowest replica. The message goes from pipeline rank `sender` to the next
         rank (forward) or to the previous one. With interleaved chunks, the first and the last rank
@@ -161,7 +164,7 @@ class Channels(FigureReader):
         return occupied, total - occupied
 
     def _message(self, within: bool, per_byte: float, n_bytes: float) -> tuple[float, float]:
-        """Return the seconds from sending to arrival, and how many of them occupy the link."""
+        """Return the seconds from sending to arrival, and those for which the link is occupied."""
         measured = self.figures.get("messages")
         if measured is not None and (
             points := sorted(p[1:] for p in measured.points if (p[0] == 1) == within)
@@ -182,7 +185,10 @@ class Channels(FigureReader):
             )
             if rate.basis == ESTIMATED:
                 basis = ASSUMED
-                text = "estimated from the widths of links and cards by published ratios (node_links.py)"
+                text = (
+                    "estimated from the widths of links and cards by published ratios "
+                    "(node_links.py)"
+                )
             self._used[name] = Used(name, f"{rate.gb_per_s:.4g} GB/s, {rate.limit}", basis, text)
 
 
@@ -202,10 +208,10 @@ def _measured(figure: Figure, group: GroupLink) -> list[tuple[float, ...]]:
 
 
 def _interpolate(points: Sequence[tuple[float, ...]], x: float) -> float:
-    """Interpolate linearly; constant before the first point, last slope after the last point.
+    """Interpolate linearly, with the first value before and the last slope after the points.
 
-    A negative last slope is noise: beyond it, as beyond a single point, values are proportional to
-    the last point.
+    A last slope that is not positive is noise: beyond it, as beyond a single point, values grow in
+    proportion to the size.
     """
     last, end = points[-1]
     if x <= last:
@@ -226,8 +232,8 @@ OF_PASSES = "tensor", "context", *EXCHANGES
 def lines_of(layout: Layout, heads: int) -> dict[str, RankGroup]:
     """Return the mesh dimensions in which collectives run.
 
-    heads  number of neighbouring context-parallel ranks that exchange heads; rings connect sets of
-           such neighbours
+    heads  number of neighbouring context-parallel ranks that exchange heads; a ring has one rank of
+           each set of such neighbours
     """
     excluded = "world", "pipeline", "data.states", "expert_data.states"
     dimensions = {
@@ -267,7 +273,7 @@ def _lanes(
     # largest seconds per byte of each boundary on any link or card, within and between nodes, while
     # all boundaries send forward at once
     nodes, messages = _messages_on_nodes(layout, devices, wraps)
-    most: dict[tuple[int, int], float] = {}  # positions that send and receive, or _AWAY both
+    most: dict[tuple[int, int], float] = {}  # by both ends' positions; between nodes, _AWAY twice
     for node in nodes:
         neighbours = [(a, b) for a, b in enumerate(node[:devices]) if b != _NOWHERE]
         neighbours += [(_AWAY, b) for b, a in enumerate(node[devices:]) if a == _AWAY]
@@ -295,7 +301,7 @@ def _lanes(
 def _group(
     links: NodeLinks, world: int, order: tuple[int, ...], dimension: RankGroup, exchange: bool
 ) -> GroupLink:
-    """Describe a mesh dimension's groups by the slowest one; exchange: include all-to-alls."""
+    """Describe a mesh dimension's groups by the slowest; exchange: whether they run all-to-alls."""
     words, stride, size = dimension
     if size == 1:
         return GroupLink(1, 1, stride, words)
@@ -317,12 +323,13 @@ def groups_on_nodes(
 ) -> set[frozenset[tuple[int, ...]]]:
     """Find all distinct arrangements of groups on a node, as the positions of their members.
 
-    stride  ranks from one member of a group to the next; rank r is at position r % devices of node
-            r // devices
+    devices  number of ranks on each node: rank r is at position r % devices of node r // devices
+    stride   ranks from one member of a group to the next
+    size     number of members of a group
     """
     ranks = np.arange(min(world, math.lcm(stride * size, devices))).reshape(-1, devices)
     group = ranks // (stride * size) * stride + ranks % stride
-    # the first position of the same group
+    # for each position, the first position on the node that is in the same group
     first = (group[:, :, None] == group[:, None, :]).argmax(axis=2)
     return {
         frozenset(
@@ -341,7 +348,7 @@ def _messages_on_nodes(
     nodes     for each kind of node and each position: the destination of the message it sends and
               the source of the message it receives, each a position on the node, _AWAY or _NOWHERE
     messages  (sending pipeline rank, its position, receiving position or _AWAY)
-    wraps     the last rank of a pipeline also sends to the first one
+    wraps     whether the last rank of a pipeline also sends to the first one
     """
     stride = layout.strides[2]
     size = layout.pipeline
@@ -350,7 +357,7 @@ def _messages_on_nodes(
     node = ranks // devices
 
     def locate(step: int, end: int) -> npt.NDArray[np.int64]:
-        """Locate the neighbours one `step` further; the `end` of the pipeline wraps around."""
+        """Locate each rank's neighbour, `step` ranks further; stage `end` wraps around."""
         neighbours = ranks + np.where(stage == end, -step * (size - 1), step)
         positions = np.where(neighbours // devices == node, neighbours % devices, _AWAY)
         return np.where((stage == end) & (not wraps), _NOWHERE, positions)

@@ -1,6 +1,6 @@
-"""Description of a machine: a node's devices and links, network, queues, published figures.
+"""Description of a machine: devices and links of a node, network, queues and figures.
 
-Each known machine has a TOML file in `clusters/`; a file of the same form describes another one.
+Each known machine has a TOML file in `clusters/`; a file of the same form describes any other.
 This module does not need torch, so it works on a login node.
 
 >>> load_cluster("frontier").link_gb_per_s(0, 1)
@@ -33,7 +33,7 @@ CLUSTERS = Path(__file__).with_name("clusters")
 # entry of a mapping whose keys are tuples.
 
 GIB = 2**30
-_MOST_BYTES = 1 << 22  # per file; the file of a measured machine has about ten thousand
+_MOST_BYTES = 1 << 22  # of a file; that of a measured machine has about ten thousand
 _MOST_COUNT = 10**7  # nodes, devices, cores
 _MOST = 1e30  # seconds, TFLOP/s, GB/s
 
@@ -54,7 +54,8 @@ def at(key: str, default: Any = MISSING) -> Any:
 class Facts:
     """Contents of a parsed file.
 
-    Raises ConfigError with the file and key for a missing or invalid value or a misspelt key.
+    Its methods raise ConfigError, with the file and the key, for a missing or invalid value and for
+    an unknown key.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +74,7 @@ class Facts:
         return value
 
     def take(self, key: str, kind: Any, default: Any = MISSING) -> Any:
-        """Return the value under `key`, converted to the annotated type `kind`."""
+        """Return the value under `key` as the type `kind`, or `default` if there is no value."""
         self._known.add(key)
         value = self.find(key)
         if value is None:
@@ -111,7 +112,7 @@ class Facts:
 
 
 class WallLimit(NamedTuple):
-    """Jobs on `nodes_from` to `nodes_to` nodes may run for up to `hours`."""
+    """Limit on wall time: jobs on `nodes_from` to `nodes_to` nodes may run for up to `hours`."""
 
     nodes_from: Count
     nodes_to: Count
@@ -138,27 +139,29 @@ class Host(NamedTuple):
 class Cluster:
     """Description of one machine. Bandwidths are in GB/s (1e9 bytes/s) in each direction.
 
+    memory_gib           memory of each device; peak_tflops: peak TFLOP/s by dtype
     links                (a, b) with a < b -> GB/s, for devices of a node with a direct link
     nics, nic_gb_per_s   names of a node's network cards, and the bandwidth of each
     nic_of_device        index in `nics` of the card that each device uses; nic_on_device: the
                          device to which each card is attached
-    cores_of_device      first and last core next to each device
-    local_order          for local rank i of a full node, the device closest to its cores
+    cores_of_device      first and last core next to each device; cpus_per_task: cores per process
+    local_order          device closest to the cores of each local rank of a full node
     device_orders        orders of a node's devices that are worth trying
     collective_gb_per_s  (stride of the group in devices, size of the group) -> published GB/s of
-                         one group's collectives while all groups of a node run them, devices in
-                         order; size 0: groups over several nodes
+                         one group's collectives while all groups of a node run them, with devices
+                         in order; size 0: groups over several nodes
     bands                lower bounds for the figures measured on a healthy node
     wall_limits          longest jobs by number of nodes; partitions[0] and qos[0] are the defaults
     host_memory_gib      host memory of a node; host_memory_gb_per_s: its bandwidth, reads and
                          writes together; host_link_gb_per_s: bandwidth between it and each device.
                          None: unknown
-    nvme_path            node-local disk; "" for none
-    sources              source of each figure: published, computed or assumed
+    nvme_path            path of the node-local disk; "" for none
+    sources              text on the source of each table and figure, by key
     device_type          "cuda" for a GPU of any make, as in torch, or "cpu"
     compute              figures for the speed of devices and links, by name (compute.py)
-    shared_cores         on a CPU machine, the cores that all processes of a node share; None if
-                         each device computes by itself
+    shared_cores         number of cores that all processes of a node share, on a CPU machine; None
+                         if each device computes by itself
+    path                 file that describes the machine; "" for none
     """
 
     name: str = at("name")
@@ -205,7 +208,7 @@ class Cluster:
         return replace(self, compute=compute)
 
     def with_bandwidths(self, factor: float) -> Cluster:
-        """Return a copy of the machine with all link, card and host bandwidths multiplied."""
+        """Return a copy of the machine with all link, card and host bandwidths times `factor`."""
         names = "host_memory_gb_per_s", "host_link_gb_per_s", "nic_gb_per_s"
         known = {name: getattr(self, name) for name in names}
         return replace(
@@ -219,7 +222,7 @@ class Cluster:
 
     @property
     def host(self) -> Host:
-        """Facts about a node's host. Raises ConfigError if the machine's file lacks any of them."""
+        """Memory and bandwidths of a node's host. Raises ConfigError if any of them is unknown."""
         facts = {name: getattr(self, f"host_{name}") for name in Host._fields}
         missing = [name for name, value in facts.items() if value is None]
         if missing:
@@ -289,7 +292,7 @@ class Cluster:
         n = self.devices_per_node
         devices = set(range(n))
         if any(a == b or not {a, b} <= devices for a, b in self.links):
-            yield "links.gb_per_s", f"has a row that is not a pair of devices from 0 to {n - 1}"
+            yield "links.gb_per_s", f"has a row without two different devices from 0 to {n - 1}"
         elif not self.reached(devices):
             yield "links.gb_per_s", "some devices of a node cannot reach each other"
         if len(self.cores_of_device) != n:
@@ -366,7 +369,7 @@ def _for_a_peak_of_one() -> dict[str, Figure]:
 
 
 def assumed_figures(peak_tflops: Mapping[str, float]) -> dict[str, Figure]:
-    """Return assumed figures for a machine of which only the peak TFLOP/s by dtype are known."""
+    """Return assumed figures for a machine of which only the peak TFLOP/s by dtype is known."""
     largest = max(peak_tflops.values(), default=100.0)
     figures = {}
     for name, figure in _for_a_peak_of_one().items():
@@ -455,7 +458,11 @@ def _key(name: str) -> str:
 
 
 def _value(value: Any) -> str:
-    """Return a value as TOML; a mapping or a NamedTuple with defaults becomes an inline table."""
+    """Return a value as TOML.
+
+    A mapping with tuples as keys becomes a list of rows. Any other mapping and a NamedTuple with
+    defaults become inline tables.
+    """
     if getattr(value, "_field_defaults", None):
         value = {name: item for name, item in value._asdict().items() if item is not None}
     if isinstance(value, Mapping):

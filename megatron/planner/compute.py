@@ -1,26 +1,26 @@
 """Figures for a machine's compute and communication speed, each with its source.
 
-A figure is one number or a set of points, whose last column is the measured value and whose other
-columns are the arguments. In a machine's file (`clusters/*.toml`) it is a table under [compute],
-with `value` or `points`, a `basis` and, if known, a `range`: the lower and upper factors of its
-uncertainty. Its source is in [sources], under `compute_` plus its name with underscores for dots,
-or under a prefix of this key. Figures missing from a file are assumed (`assumed.toml`), with rates
-as a share of the peak.
+A figure is one number or a set of points: rows whose last column is the value and whose other
+columns are its arguments. In a machine's file (`clusters/*.toml`) it is a table under [compute],
+with `value` or `points`, a `basis` and, if known, a `range`: two factors, at most 1 and at least 1,
+between which the true value may lie. Its source is in [sources], under `compute_` plus its name
+with underscores for dots, or under a prefix of this key. Figures missing from a file are assumed
+(`assumed.toml`), with rates as a share of the peak.
 
 Names of figures, columns, units:
 
     products.DTYPE             m, n, k, TFLOP/s of [m, k] x [k, n]
     attention.DTYPE.forward    sequence length, head size, TFLOP/s of causal attention, counting
                                half of all pairs
-    attention.DTYPE.backward   the same; counted as 2.5 times the forward's operations
-    memory.WORK                bytes that a kernel reads and writes, GB/s; or one number. WORK is
+    attention.DTYPE.backward   the same, counting 2.5 times the operations of the forward pass
+    memory.WORK                bytes that a kernel reads and writes, GB/s; or only GB/s. WORK is
                                copy, norm, activation, residual, loss or embedding; copy stands in
-                               for a missing one
-    kernel_s                   shortest s of a kernel
+                               for a missing figure
+    kernel_s                   s that the shortest kernel takes
     update_gb_per_s            GB/s of the optimizer's update, counting bytes read and written
     layer_overhead_s           s of host time per layer's pass that device work does not hide; also
-                               layer_forward_overhead_s and layer_backward_overhead_s if the two
-                               differ
+                               layer_forward_overhead_s and layer_backward_overhead_s if these
+                               passes differ
     instruction_overhead_s     s of host time per instruction of the pipeline's schedule; 0 if
                                missing
     step_overhead_s            s of host time per step
@@ -30,9 +30,9 @@ Names of figures, columns, units:
     collectives.KIND           ranks from one member to the next, members, nodes, bytes of the whole
                                tensor, s. KIND is all_reduce, all_gather, reduce_scatter, reduce
                                (to one member) or all_to_all
-    messages                   nodes (1 within, 2 between), bytes, s
+    messages                   1 within a node or 2 between nodes, bytes, s
 
-DTYPE is float16, bfloat16 or float32. Needs no torch.
+DTYPE is float16, bfloat16 or float32. This module does not need torch.
 """
 
 from __future__ import annotations
@@ -88,7 +88,12 @@ def is_time(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Figure:
-    """Numbers and their source; `low` and `high` are the factors of their uncertainty."""
+    """Numbers and their source.
+
+    points     rows of arguments and a value; the arguments of a single number are 1
+    basis      one of BASES
+    low, high  factors between which the true value may lie, relative to the figure
+    """
 
     name: str
     points: Points

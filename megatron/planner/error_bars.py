@@ -20,7 +20,11 @@ LINKS = "bandwidth of links"
 
 @dataclass(frozen=True)
 class Effect:
-    """Values with one figure at its slow and its fast end, and the factors for these two ends."""
+    """Predicted values with one figure at the slow and at the fast end of its range.
+
+    basis    basis of the figure
+    factors  factors on the figure at the slow and at the fast end
+    """
 
     figure: str
     basis: str
@@ -33,7 +37,8 @@ class Effect:
 class Spread:
     """Predicted value and its uncertainty.
 
-    low, high   value with all figures at the fast ends of their ranges, and at the slow ends
+    low, high   smallest and largest of three values: this one, and those with all figures at the
+                slow or at the fast ends of their ranges
     likely      half width for independent errors: root sum of squares of half the effects
     effects     effects of varying one figure at a time, strongest first
     """

@@ -3,7 +3,8 @@
 Computations run one after another on the device, messages one after another on the links of
 their group, and a `Wait` blocks the device until its message has arrived. The computations between
 a `Post` and its `Wait` therefore overlap with the message. An `Alloc` allocates a tensor's memory,
-a `Free` releases it once no reference is left. A `Sum` marks the addition of a gradient to its sum.
+and a `Free` releases it once no reference is left. A `Sum` marks the beginning or the end of an
+addition to a gradient sum.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait for the message of this number; one posted in an earlier pass has already arrived."""
+    """Wait for the message of this number; messages of earlier passes have already arrived."""
 
     number: int
 
 
 class Alloc(NamedTuple):
-    """Allocation of `bytes` bytes, before the allocator's rounding, for the trace's tensor `id`.
+    """Allocation of `bytes` bytes, before the allocator's rounding, for the tensor `id`.
 
-    category  "activations" (made in a forward pass), "temporary" or "logits" (made in a backward
-              pass)
+    category  in a trace "activations" (made in a forward pass), or "temporary" or "logits" (made in
+              a backward pass); in a dry run any of memory.CATEGORIES
     """
 
     bytes: int
@@ -89,7 +90,7 @@ class Pass:
     labels: tuple[str, ...]
 
     def computations(self, *, recompute: bool | None = None) -> Iterator[Computation]:
-        """Yield computations in order; `recompute`: only (True) or no (False) recomputation."""
+        """Yield computations in order; `recompute`: only (True) or no (False) repeated ones."""
         return (operation for _, operation in self.labelled(recompute=recompute))
 
     def labelled(self, *, recompute: bool | None = None) -> Iterator[tuple[str, Computation]]:
@@ -116,13 +117,13 @@ class Pass:
 class TracedModule:
     """Module of the model with its passes.
 
-    backward is the whole backward pass; inputs and weights are its two halves if it is split. The
-    numbers of tensors and messages are shared by all four: tensors that `forward` allocates and
-    does not free are kept for `backward`, or for `inputs`, which keeps the rest for `weights`.
+    `backward` is the whole backward pass; `inputs` and `weights` are its two halves if it is split.
+    All four passes use the same numbers for tensors and messages: tensors that `forward` allocates
+    and does not free are kept for `backward`, or for `inputs`, which keeps the rest for `weights`.
 
-    parameters  records in order of use, with partial_gradient as determined by a forward pass
+    parameters  shardings in order of use, with partial_gradient as determined by a forward pass
     hands_on    bytes of the output, which the next module keeps
-    tables      bytes that the first pass of a run allocates and all later ones use
+    tables      bytes that the first pass of a run allocates and all later passes use
     """
 
     parameters: tuple[Sharding, ...]
@@ -153,7 +154,7 @@ class Trace:
     embedding  on the first stage
     kinds      for each kind of layer (trace.kinds_of_layers): a layer, with selective recomputation
                if configured; and a layer that keeps only its input and repeats its forward pass in
-               the backward pass, or None unless recomputation is "full"
+               the backward pass, or None if recomputation is not "full"
     head       last norm, output layer and loss, on the last stage
     """
 

@@ -1,4 +1,4 @@
-"""Gradients with ZeRO stages 2 and 3 during a step: which buckets have memory in which pass.
+"""Memory of gradients in a step with ZeRO stages 2 and 3: the buckets allocated in each pass.
 
 The plan (engine/zero_plan.py) defines the instructions after each use of a gradient sum; the trace
 shows where a pass uses one (events.Sum).
@@ -14,8 +14,8 @@ from megatron.engine.zero_plan import BucketInstruction, BucketOp, Reductions, Z
 from megatron.planner.events import Sum
 
 Gradients = tuple[tuple[tuple[int, int], ...], ...]
-"""Changes in gradient memory during a backward pass or one half of it: for each module, last one
-first, (row that the change precedes, bytes allocated or, if negative, freed)."""
+"""Changes in gradient memory during a backward pass or one half of it: for each module, from the
+last to the first, (row that the change precedes, bytes allocated or, if negative, freed)."""
 
 Sums = Sequence[tuple[int, Sum]]
 """Uses of gradient sums in a pass, each with the number of the row that it precedes."""
@@ -24,10 +24,12 @@ Sums = Sequence[tuple[int, Sum]]
 class Chunk(NamedTuple):
     """Uses of gradient sums in the backward passes of a stage.
 
-    uses  by half, for each module, last one first: (row that the use precedes, bucket, whether the
-          use completes a contribution)
-    rows  number of rows of each half's last module
-    due   number of contributions to each bucket in a backward pass
+    stage  number of the stage in the rank's plan
+    uses   by half, for each module, from the last to the first: (row that the use precedes, bucket,
+           whether the use completes a contribution)
+    rows   number of rows of the module that each half runs last
+    due    number of contributions after which each bucket is complete: those of a backward pass,
+           including halves for inputs that run before the first half for weights
     """
 
     stage: int
@@ -39,6 +41,7 @@ class Chunk(NamedTuple):
 class Traffic:
     """Gradient memory of a rank during a step.
 
+    plan    the rank's plan
     chunks  one per stage of the rank
     """
 
@@ -51,7 +54,7 @@ class Traffic:
 
     @property
     def bytes(self) -> int:
-        """Return the current memory of gradients."""
+        """Return the bytes of all gradients that are allocated now."""
         elements = sum(self._plan.buckets[number].elements for number in self._allocated)
         return self._plan.zero.gradient_bytes * elements
 
@@ -69,7 +72,7 @@ class Traffic:
         return made
 
     def run(self, number: int, half: str) -> Gradients:
-        """Simulate a backward pass of a chunk or one half of it; return its changes in memory."""
+        """Simulate a backward pass of chunk `number`, or one half of it; return the changes."""
         chunk = self._chunks[number]
         of_modules = list[tuple[tuple[int, int], ...]]()
         changes = list[tuple[int, int]]()

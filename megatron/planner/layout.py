@@ -1,4 +1,4 @@
-"""Layout of a run, and its notation: tp=4,pp=16,chunks=2,mbs=1,recompute=selective."""
+"""Layout of a run, and its notation, such as tp=4,pp=16,chunks=2,mbs=1,recompute=selective."""
 
 from __future__ import annotations
 
@@ -20,16 +20,21 @@ Restrictions = Mapping[str, tuple[Any, ...]]
 
 
 class CandidateLayout(NamedTuple):
-    """Division of a model over devices, and of a batch over steps.
+    """Division of a model over devices, and of a global batch into micro-batches.
 
-    world         number of devices
-    batch         samples per step
-    micro         samples per micro-batch
-    recompute     none, selective:MODULE+MODULE, full:uniform:LAYERS or full:block:LAYERS
+    world           number of devices
+    batch           samples per step
+    tp, pp, cp, ep  tensor-, pipeline-, context- and expert-parallel size
+    chunks          chunks per pipeline rank
+    schedule        one of SCHEDULES
+    micro           samples per micro-batch
+    sp, overlap     whether --sequence-parallel and --tp-comm-overlap are on
+    zero            ZeRO stage
+    shard, states   numbers of ranks over which ZeRO shards (EngineConfig.zero_shard_size and
+                    zero_state_shard_size); 0: all
+    offload         whether the optimizer's state is in host memory
+    recompute       none, selective:MODULE+MODULE, full:uniform:LAYERS or full:block:LAYERS
     rank_order, device_order   "" and (): chosen for the machine
-    offload       whether the optimizer's state is in host memory
-    shard, states  ranks over which ZeRO shards (EngineConfig.zero_shard_size, ..._state_...); 0:
-        all
     """
 
     world: int
@@ -66,8 +71,9 @@ class CandidateLayout(NamedTuple):
         return self.gradient_ranks // self.cp
 
     def settings(self, layers: int, stages: str | None = None) -> dict[str, Any]:
-        """Return the arguments of Config.replace for a model with this many layers. `stages`: its
-        --pipeline-layout, which implies the number of chunks.
+        """Return the arguments of Config.replace for a model with this many layers.
+
+        stages  its --pipeline-layout, which implies the number of chunks; None: it has none
         """
         chunked = self.chunks > 1 and stages is None
         return {
@@ -84,6 +90,7 @@ class CandidateLayout(NamedTuple):
 
     def write(self, per_node: int) -> str:
         """Return the notation that `parse_layout` reads, for nodes with this many devices.
+
         Dimensions without effect are left out.
         """
         values = {d.name: d.value(self, per_node) for d in DIMENSIONS if self.has_choice(d.name)}
@@ -94,9 +101,7 @@ class CandidateLayout(NamedTuple):
         )
 
     def has_choice(self, name: str) -> bool:
-        """Return whether a dimension has several values for these tensor, pipeline and
-        data-parallel sizes.
-        """
+        """Return whether a dimension has an effect at this layout's sizes, as sp has if tp > 1."""
         ranks = {
             "sp": self.tp,
             "overlap": self.tp,
@@ -157,9 +162,14 @@ def kind_of_recompute(text: str) -> str:
 
 
 class Dimension(NamedTuple):
-    """One dimension of the search space: its name, its field in a layout, the setting with the same
-    value ("" for none), and `values`: fixed words and the values they stand for. `words` describes
-    the accepted words of a dimension without fixed ones; `pattern` matches them.
+    """Dimension of the search space.
+
+    name     name in the notation
+    field    field of CandidateLayout
+    setting  setting of Config with the same value; "" for none
+    values   accepted words, and the values that they stand for; empty: words match a pattern
+    words    description of the words that `pattern` matches, for messages
+    pattern  regular expression for accepted words if `values` is empty
     """
 
     name: str
@@ -260,7 +270,7 @@ def parse_layout(text: str, flag: str) -> dict[str, tuple[Value, ...]]:
                         f"{', '.join(_BY_NAME)}"
                     )
                 if name in values:
-                    raise ValueError(f"{name} is given twice: several values are {name}=A,B")
+                    raise ValueError(f"{name} is given twice: write several values as {name}=A,B")
             elif not name:
                 raise ValueError(
                     f"'{item}' is not NAME=VALUE, such as tp=4,pp=16,mbs=1,recompute=none"
@@ -272,8 +282,9 @@ def parse_layout(text: str, flag: str) -> dict[str, tuple[Value, ...]]:
 
 
 def narrowed(first: Restrictions, second: Restrictions) -> dict[str, tuple[Value, ...]]:
-    """Return the values that both restrictions allow. recompute=full stands for every value that
-    begins with it.
+    """Return the values of each dimension that both restrictions allow.
+
+    recompute=full stands for every value that begins with it.
     """
     both = {**first, **second}
     for name in first.keys() & second.keys():

@@ -3,8 +3,8 @@
 Weights, gradients and optimizer state follow from the parameters of each pipeline rank. With
 --cpu-offload a GPU holds two sets of working tensors in place of the optimizer's state; a CPU holds
 both. The runtime and the communication library, which take a gigabyte or more on a GPU before
-training begins, are not counted, nor are workspaces inside kernels or fragmentation. This module
-needs torch if a trace is not cached.
+training begins, are not counted, nor are workspaces inside kernels or fragmentation. Tracing
+may need torch (trace.py).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ HEADROOM = 0.1
 """Share of a device's memory that a job leaves free for uncounted memory: an assumption."""
 
 PROCESS_BYTES = 0.29 * 2**30
-"""Interpreter, libraries and connections of a process on a CPU."""
+"""Bytes of the interpreter, libraries and connections of a process on a CPU."""
 
 PROCESS_SHARES = (1.1, 1.3, 2.8)
 """Memory that a process on a CPU holds for its tensors, including the gaps that malloc keeps
@@ -65,7 +65,7 @@ class RankMemory:
 
     weights      in the training dtype, including embedding and output layer; under ZeRO-3 this
                  rank's shard, and the full weights of gathered layers
-    master       fp32 master weights of the optimizer, under ZeRO this rank's shard; none in fp32
+    master       fp32 master weights of the optimizer, under ZeRO this rank's shard; 0 in fp32
     moments      optimizer moments, sharded likewise; with --cpu-offload, master and moments count
                  only the part on the device
     gradients    sums in fp32 or bf16; under ZeRO-2 and 3 this rank's shard, and the buckets that
@@ -100,7 +100,7 @@ _WEIGHTS, _GRADIENTS = map(CATEGORIES.index, ("weights", "gradients"))
 
 
 def process_bytes(tensors: float, device: str, share: float = PROCESS_SHARES[0]) -> float:
-    """Return the bytes that `tensors` bytes count toward a memory limit: on a CPU, the process's.
+    """Return the bytes that a limit counts for `tensors` bytes: on a CPU, all of the process.
 
     share  one of PROCESS_SHARES; by default the minimum, which every measured run needed
     """
@@ -120,7 +120,7 @@ Shared = tuple[Zero, BucketRule]
 
 
 def changes(steps: Iterable[PassEvent], block: int, made: dict[int, Alloc]) -> Bytes:
-    """Return a row for each tensor that is allocated or freed, its size rounded up to `block`.
+    """Return a row of bytes for each allocation and release, with sizes rounded up to `block`.
 
     made  live tensors, updated in place; freeing any other tensor does not count
     """
@@ -185,7 +185,7 @@ class ChunkMemory(NamedTuple):
     retained  after the forward pass
     forward   at the peak of the forward pass
     backward  at the peak of the backward pass, or of its first half, including `retained`
-    waiting   after that half, if weight gradients are deferred
+    waiting   after the first half, if weight gradients are deferred
     weights   at the peak of the second half
     """
 
@@ -223,7 +223,7 @@ class _Chunk:
     """Rows of a stage's passes, with the weights that ZeRO gathers and frees between its modules.
 
     A module's output is freed at the end of its forward pass, and counts as the input of the next
-    module; on another stage it arrives as a message.
+    module. A module on another stage receives it as a message.
     """
 
     def __init__(self, traced: Trace, stage: StageWork, block: int, shared: Shared | None) -> None:
@@ -278,7 +278,7 @@ class _Chunk:
         return np.concatenate(rows)
 
     def _around(self, step: ModulePass, rows: Bytes, here: set[int]) -> list[Bytes]:
-        """Return a step's rows, with the weights gathered before and freed after it.
+        """Return a step's rows, with rows for the weights gathered before and freed after it.
 
         here  buckets whose weights have memory, updated in place
         """
@@ -390,7 +390,7 @@ def state_bytes(config: Config, buckets: Iterable[BucketPlan]) -> dict[str, floa
 
 
 def sized_model(config: Config) -> ModelConfig:
-    """Return the model with a vocabulary: GPT-2's if the size depends on tokenizer files."""
+    """Return the model with a vocabulary size: GPT-2's if it depends on tokenizer files."""
     model = config.model
     return (
         model
@@ -405,7 +405,7 @@ def parameters_of_rank(config: Config, rank: int, device: str = "cuda") -> int:
 
 
 def host_bytes(config: Config, rank: int, device: str) -> float:
-    """Return the bytes that --cpu-offload keeps in host memory for each device of a rank."""
+    """Return the bytes that --cpu-offload keeps on the host for a device of a pipeline rank."""
     if not config.engine.cpu_offload or device == "cpu":
         return 0.0
     states = _states(config, rank, device)
@@ -431,7 +431,7 @@ def _memory(config: Config, rank: int, device: str) -> RankMemory:
                 **master,
             }.items():
                 most[name] = max(most.get(name, 0.0), n_bytes * plan.zero.owned(bucket))
-        on_host = float(device == "cpu")  # whose memory is host memory
+        on_host = float(device == "cpu")  # a CPU's memory is host memory
         states["master"] = on_host * states["master"] + 2 * most.pop("master", 0.0)
         states["moments"] = on_host * states["moments"] + 2 * sum(most.values())
     peak = _peak_bytes(config, rank, device) + [states.get(name, 0.0) for name in CATEGORIES]
@@ -439,7 +439,7 @@ def _memory(config: Config, rank: int, device: str) -> RankMemory:
 
 
 def _peak_bytes(config: Config, rank: int, device: str) -> Bytes:
-    """Return the bytes that passes and messages need at their joint peak."""
+    """Return the bytes, by category, that passes and messages need at their joint peak."""
     parallel = config.parallel
     traced = trace(config, device)
     m = config.num_micro_batches()

@@ -1,12 +1,12 @@
 """Bandwidth of the links and network cards of a node, for the groups of ranks that use them.
 
-A bandwidth is the GB/s (1e9 bytes/s) that one rank sends while all others of its kind send too, as
+A bandwidth is the GB/s (1e9 bytes/s) that one rank sends while all similar groups communicate, as
 in AxoNN's published table. A rate is *published* if that table has exactly these groups on these
 devices. Otherwise it is *estimated*: the link width times an efficiency, the ratio of published
 rates to link widths. The efficiencies for Frontier are:
 
-    link     pairs on links of 200 GB/s reach 129, on links of 50 GB/s 50. A link of 100 GB/s is
-             interpolated linearly to 76.3; a saturating curve would give more
+    link     pairs on links of 200 GB/s reach 129, and on links of 50 GB/s 50. Linear interpolation
+             gives 76.3 for a link of 100 GB/s; a saturating curve would give more
     cut      52/100 = 0.52 of the links across the narrowest cut of a group: {0, 1, 2, 3} has 52
              over two links of 50
     detour   36/50 = 0.72 of the narrowest link on a path through other devices: pairs 4 apart reach
@@ -15,11 +15,11 @@ rates to link widths. The efficiencies for Frontier are:
              for 1, 2, 4, 8 groups per node
 
 A collective of a group on direct links is estimated in two ways, and the larger result counts. One
-ring can run around a spanning tree, there and back, because links are full duplex; it is as fast as
+ring can run along a spanning tree and back, because links are full duplex; it is as fast as
 the narrowest link of the widest spanning tree. Several rings together carry no more than the
 narrowest cut: the split of the group into two parts with the least bandwidth between them. For
 published groups that were not used to fit the efficiencies, the rules give 130 where 135 was
-published (the whole node) and 52 where 72 was (every other device): at worst a quarter too low.
+published (the whole node) and 52 where 72 was (every other device): at worst 28 % too low.
 
 The rate of {0, 1, 6, 7} is unknown. Its ring is 100 GB/s wide, the ring of {0, 1, 2, 3} only 50.
 The estimate is therefore 76 GB/s, compared with the published 52 for {0, 1, 2, 3} and 72 for {0, 2,
@@ -134,7 +134,7 @@ class NodeLinks:
         return float(np.interp(nearest, widths, rates)) * width / nearest
 
     def widest_ring(self, group: Collection[int], through: Collection[int] = ()) -> float:
-        """Return the link GB/s of a ring there and back on a spanning tree; 0 if not connected."""
+        """Return the link GB/s of a ring along a spanning tree and back; 0 if there is no tree."""
         widths = sorted(set(self.cluster.links.values()), reverse=True)
         return next((width for width in widths if self.cluster.reached(group, width, through)), 0.0)
 
@@ -175,7 +175,9 @@ class NodeLinks:
         return Rate(ring if len(group) == 2 else max(ring, cut), ESTIMATED, f"links of {shown}")
 
     def card_shares(self, crossing: Sequence[Sequence[int]]) -> list[Rate]:
-        """Return the inter-node rate of each group of a node that spans nodes, all running at once.
+        """Return the rate between nodes of each group of a node, while all of them communicate.
+
+        crossing  devices of each group on the node; all groups span several nodes
 
         A group uses the cards of all its devices on the node; groups that use the same card share
         it evenly.
@@ -193,9 +195,10 @@ class NodeLinks:
         ]
 
     def exchange(self, groups: Iterable[Sequence[int]], size: int) -> Rate:
-        """Return the rate of all-to-alls of these groups of a node, all running at once.
+        """Return the rate of all-to-alls of these groups of a node while all of them run.
 
-        size  number of members of each group; `groups` lists only the members on this node
+        groups  devices of each group's members on this node
+        size    number of members of each group on all nodes
         """
         loads = Counter[Step]()  # bytes, if each rank sends one byte to every other rank
         for group in groups:
@@ -231,7 +234,7 @@ def _rates(links: NodeLinks, family: frozenset[frozenset[int]]) -> Mapping[froze
 def path_of(
     links: NodeLinks, source: int | None, target: int | None
 ) -> tuple[frozenset[Step], float]:
-    """Return the links and cards that a message takes, and its slowdown relative to them.
+    """Return the links and cards that a message takes, and its slowdown on a detour (1.0: none).
 
     None stands for a device on another node. A message with several equal paths is counted on all
     of them.

@@ -2,7 +2,7 @@
 
 A node's ranks are numbered along `device_order`; the layout's order defines which parallel
 dimension varies fastest over the ranks. Together they give every rank its node, device and position
-in the layout. Both are chosen by the seconds of a step's messages without any overlap
+in the layout. Both are chosen to minimize the seconds of a step's messages without any overlap
 (channels.py), an upper bound. Candidates are the six orders of dimensions and the device orders in
 the machine's description. Frontier's device orders are the best of all 40,320 for the layouts in
 tests/planner.
@@ -102,6 +102,7 @@ class MessageCost(NamedTuple):
     """Cost of one kind of message in a step of the busiest rank, with basis and bottleneck.
 
     direction  name of the group in Channels.lanes, or "pipeline"
+    name       kind of message
     """
 
     direction: str
@@ -192,8 +193,8 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
 
     Ties go to the default rank order and the plain device order.
 
-    Raises ConfigError for a world size that is neither a part of a node nor whole nodes, for more
-    nodes than the machine has, and for a device order that is not a permutation of a node's
+    Raises ConfigError for a world size that neither fits on one node nor fills whole nodes, for
+    more nodes than the machine has, and for a device order that is not a permutation of a node's
     devices.
     """
     parallel = config.parallel
@@ -238,7 +239,7 @@ def placement_of(
 
 
 def over_nodes(config: Config, layout: Layout) -> Config:
-    """Return the configuration with the settings that depend on the layout's ranks per node."""
+    """Return the configuration, with the sizes that depend on ranks per node set as in `layout`."""
     each = layout.expert_node
     engine = config.engine
     if -1 in (engine.zero_shard_size, engine.zero_state_shard_size):
@@ -250,7 +251,7 @@ def over_nodes(config: Config, layout: Layout) -> Config:
 
 
 def layout_of(config: Config, order: str | None = None, devices: int = 1) -> Layout:
-    """Return the job's parallel sizes, with this rank order or the job's own.
+    """Return the job's layout, with this rank order or the job's own.
 
     devices  number of devices used on each node
     """
@@ -275,7 +276,10 @@ def plain(order: tuple[int, ...]) -> str:
 
 
 def _devices_used(config: Config, cluster: Cluster) -> int:
-    """Count the devices used per node. Raises ConfigError if several nodes are not all filled."""
+    """Count the devices used per node.
+
+    Raises ConfigError for several nodes that are not all full, or more than the machine has.
+    """
     world = config.parallel.world_size
     each = cluster.devices_per_node
     if world <= each:
@@ -331,7 +335,8 @@ def render_placement(config: Config, placement: Placement, width: int = 100) -> 
             message.direction.replace("_", " "),
             message.name,
             f"{message.bytes / 1e9:.3g}",
-            f"{'' if message.basis == PUBLISHED else '~'}{message.bytes / message.seconds / 1e9:.3g}",
+            f"{'' if message.basis == PUBLISHED else '~'}"
+            f"{message.bytes / message.seconds / 1e9:.3g}",
             f"{message.seconds:.3g}",
             naive_seconds.get(message[:2], ""),  # experts' hops may differ
             message.limit,

@@ -17,13 +17,13 @@ deviation of each point from the lines is added back near that point, with a wei
 the squared distance of the logarithms of the sides. Thus measured shapes keep their measured times.
 
 **Attention.** Rates follow the sequence length in the same way (1 / rate over 1 / length); between
-head sizes they are linear in the logarithm. Causal attention counts the operations of half of all
-pairs, and the backward pass 2.5 times the operations of the forward pass (Dao, arXiv 2307.08691,
-section 4.1). With a sliding window, attention has the rate of a full sequence in which a query sees
-as many keys on average.
+head sizes they are linear in the logarithm of the size. Causal attention counts the operations of
+half of all pairs, and the backward pass 2.5 times the operations of the forward pass (Dao, arXiv
+2307.08691, section 4.1). With a sliding window, attention has the rate of a full sequence in which
+a query sees as many keys on average.
 
-**Memory.** The time is the bytes divided by a bandwidth that is linear in the logarithm of the
-bytes between points, and at least the shortest time of a kernel.
+**Memory.** The time is the shortest time of a kernel, for each kernel, plus the bytes divided by a
+bandwidth. Between points the bandwidth is linear in the logarithm of the bytes per kernel.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class DeviceRates(FigureReader):
         return max(self._kernel_s, batch * self._product_times_law.seconds(m, n, k))
 
     def attention_s(self, work: Attention) -> float:
-        """Return the seconds of one causal flash attention pass, [batch, seq, heads, head_dim]."""
+        """Return the seconds of one pass of causal flash attention."""
         figure = self.take(f"attention.{self._dtype}.{'backward' if work.backward else 'forward'}")
         heads_known, lines = _attention_lines(figure, self._peak)
         rates = [1.0 / line.inverse(as_long_as(work.seq, work.keys)) for line in lines]
@@ -88,7 +88,7 @@ class DeviceRates(FigureReader):
         return max(self._kernel_s, attention_operations(work) / float(rate))
 
     def memory_s(self, n_bytes: float, kernels: int = 1, kind: str = "copy") -> float:
-        """Return the seconds of kernels that move `n_bytes` in all; `kind`: WORK in compute.py."""
+        """Return the seconds of kernels that together move `n_bytes`; kind: WORK in compute.py."""
         name = f"memory.{kind}"
         figure = self.take(name if name in self.figures else "memory.copy")
         sizes, rates = zip(*sorted(figure.points), strict=True)
@@ -133,7 +133,7 @@ def size_of(m: float, n: float, k: float) -> float:
 class _Line:
     """Monotone interpolation of 1 / rate over 1 / size: rates grow with the size, up to a peak.
 
-    two_parts  constrain the time to a sum of non-negative parts for arithmetic and traffic
+    non_negative  whether the time is a sum of non-negative parts for arithmetic and for traffic
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class _Line:
         self._least = 1.0 / peak
 
     def inverse(self, size: float) -> float:
-        """Return the seconds per operation."""
+        """Return the seconds per operation at this size."""
         x = 1.0 / size
         xs = self._x
         ys = self._y

@@ -2,9 +2,9 @@
 
 The modules used in training run forward and backward on tensors without data (tensors.py): the
 embedding, one layer, and the last norm with the output layer and the loss. A dispatch mode records
-every operator that does work, the post of and the wait for every message, and the allocation and
-release of every storage. Nothing in this module depends on a layer's structure. Seconds, FLOPs,
-traffic and memory are computed from the record.
+every operator that does work, every message's post and wait, and every storage's allocation and
+release. Nothing in this module depends on a layer's structure. Seconds, FLOPs, traffic and memory
+are computed from the record.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _FREE = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided detach alias _unsafe_view "
     "_reshape_alias resize_ set_ lift_fresh as_strided_".split()
 )
-"""Operators other than views that allocate a tensor without writing to it."""
+"""Operators other than views that neither read nor write data."""
 _OVERWRITE = frozenset(("copy_", "fill_", "zero_", "bernoulli_", "uniform_", "normal_", "random_"))
 _ROWS_OUT = frozenset(("embedding", "index_select", "gather", "index"))
 _ROWS_IN = {"index_add_": 3, "index_put_": 2, "_index_put_impl_": 2, "index_copy_": 3}
@@ -88,7 +88,12 @@ Calls = tuple[Computation, list[Call]]
 
 
 class _Recorder(OperatorRecorder):
-    """Recorder of passes. calls: if set, a list that collects each computation's operators."""
+    """Recorder of passes.
+
+    names  path of each module
+    calls  if set, a list that collects each computation's operators
+    last   pass that was recorded last
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,14 +104,14 @@ class _Recorder(OperatorRecorder):
         self._labels: list[str] = []
         self._label = ""
         self._modules = [""]  # stack of running modules; "" outside all modules
-        # torch's sequence numbers of graph nodes, at which the nodes of another module begin
+        # torch's sequence numbers at which the autograd nodes of a module begin, and the modules
         self._begins: list[int] = [0]
         self._owners: list[str] = [""]
         self._counted = self._recomputed = self._sent = 0
 
     @contextlib.contextmanager
     def recorded(self, category: str) -> Iterator[None]:
-        """Record a pass as `last`. category: category of the memory allocated in it."""
+        """Record a pass as `last`; `category` is that of the memory allocated in the pass."""
         self._steps = []
         self._labels = []
         self.category = category
@@ -116,7 +121,7 @@ class _Recorder(OperatorRecorder):
         self._steps = None
 
     def begin(self) -> None:
-        """Reset the numbering of storages and messages, to be the same in each recording."""
+        """Reset the numbering of storages and messages, so that recordings have equal numbers."""
         self.number = self._sent = 0
 
     def note(self, step: PassEvent, *_: object) -> None:
@@ -142,7 +147,7 @@ class _Recorder(OperatorRecorder):
         self._owners.append(self._modules[-1])
 
     def _look(self) -> None:
-        """Find the operator's module: the running one, or the graph node's in a backward pass."""
+        """Find the operator's module: the running one or, in a backward pass, the graph node's."""
         if len(self._modules) > 1 or self.category == "activations":
             self._label = self._modules[-1]
         elif (node := torch._C._current_autograd_node()) is not None:
@@ -240,7 +245,8 @@ def _rule(func: Operator) -> _Rule:
         def attention(args: Arguments, kwargs: Keywords, out: object) -> Computation:
             batch, heads, queries, head_dim = args[queries_at].shape
             keys = args[queries_at + 1].shape[2]
-            # A sliding window: a query sees its own key and as many before it as precede the block.
+            # With a sliding window, a query sees its own key and as many earlier ones as there are
+            # keys before the block.
             seen = None if keys == queries else keys - queries + 1
             return Attention(batch, heads, queries, head_dim, bool(queries_at), seen)
 
@@ -385,7 +391,7 @@ class _Piece:
         return inputs, self.recorder.last
 
     def parameters(self) -> tuple[Sharding, ...]:
-        """List the records of the parameters in order of use.
+        """List the shardings of the parameters in order of use.
 
         Call this after a forward pass, which determines which gradients are partial.
         """
@@ -431,7 +437,7 @@ def _topology(config: Config, device: str) -> Topology:
 
 
 class _Handle(torch.distributed.ProcessGroup):
-    """Process group of a kind (events.GroupMessage) that sends nothing."""
+    """Process group that sends nothing. kind: its name, as in events.GroupMessage.group."""
 
     def __init__(self, kind: str, size: int) -> None:
         # without a store, which the type stubs require
@@ -460,7 +466,7 @@ def _followed(config: Config, device: str, kind: str) -> Iterator[_Piece]:
             for group in (topology.tensor, topology.context, *topology.expert_hops)
             if group.handle is not None
         }
-        # where torch looks up the ranks of a message
+        # where torch looks up the ranks of a message's group
         stack.enter_context(unittest.mock.patch.dict(ranks, of_groups))
         piece = _Piece(config, topology, kind, recorder)
         stack.enter_context(followed(recorder))
@@ -490,9 +496,11 @@ def record(config: Config, device: str, kind: str) -> TracedModule:
 def record_update(
     config: Config, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[str, Pass], int]:
-    """Record the optimizer's work on full parameters of these shapes, by name.
+    """Record the optimizer's work on full parameters; return a pass for each parameter by name.
 
     Also return the bytes per element of the tensors that the optimizer receives.
+
+    shapes  shape of each parameter, by name
     """
     recorder = _Recorder()
     passes = dict[str, Pass]()
@@ -519,7 +527,7 @@ def record_update(
 
 
 def calls(config: Config, device: str, kind: str) -> list[Calls]:
-    """List one part's computations, forward then backward, as operators on tensors without data."""
+    """List one part's computations, forward then backward, with their operators, without data."""
     with _followed(config, device, kind) as piece:
         piece.recorder.calls = recorded = list[Calls]()
         piece.backward(piece.forward()[1])

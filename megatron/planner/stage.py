@@ -1,6 +1,6 @@
 """Work of a pipeline stage for one micro-batch, composed of a trace's parts, and ZeRO's messages.
 
-Its time is in timing/passes.py.
+The time of this work is computed in timing/passes.py.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ from megatron.planner.zero import messages_of
 class StageWork(NamedTuple):
     """Work of a global stage.
 
+    layers     number of its layers
+    first      whether it has the embedding; last: whether it has the output layer
     recomputed number of layers in each group that is fully recomputed
                (model.stages.recomputed_groups)
     split      whether the backward pass runs in two halves
@@ -227,7 +229,7 @@ def _called(
 
 
 def plan_in_passes(config: Config, traced: Trace, stage: StageWork) -> ZeroPlan | None:
-    """Return ZeRO's plan for the passes of a stage, as number 0; None if it does nothing there."""
+    """Return ZeRO's plan for a stage's passes, as stage 0; None if it does nothing in passes."""
     zero = zero_of(config)
     if not zero.divides_gradients:
         return None
@@ -235,8 +237,10 @@ def plan_in_passes(config: Config, traced: Trace, stage: StageWork) -> ZeroPlan 
 
 
 def elements_of_rank(config: Config, traced: Trace, rank: int) -> tuple[BucketPlan, ...]:
-    """Return a pipeline rank's parameters in the fewest buckets that separate experts, vectors and
-    full parameters: enough for results that depend only on element counts."""
+    """Return a pipeline rank's parameters in buckets for results that depend only on elements.
+
+    These are the fewest buckets that separate experts, vectors and full parameters.
+    """
     size = config.parallel.pipeline_model_parallel_size
     takes_full = bucket_rule(config, 1).full_parameters
     key = config.optimizer, config.pieces.optimizer
@@ -264,13 +268,14 @@ class RepeatedPass(NamedTuple):
 
 
 def stage_passes(trace: Trace, stage: StageWork) -> dict[str, list[RepeatedPass]]:
-    """List a stage's runs for one micro-batch: "forward", "backward" and "weight".
+    """List a stage's passes of modules for one micro-batch: "forward", "backward" and "weight".
 
-    If the backward pass is split, "backward" is its first half and "weight" its second. Runs are in
-    order, except that recomputation and backward passes of layers alternate.
+    If the backward pass is split, "backward" is its first half and "weight" its second. Passes are
+    in order, except that in a run recomputation and backward passes of layers alternate.
 
     In a group of layers that keeps only its input, all layers are recomputed before the first
-    backward pass. The last one stops early, as in torch: at the last tensor that is kept.
+    backward pass. The recomputation of the last layer stops early, as in torch: at the last tensor
+    that the backward pass needs.
     """
     first = int(stage.first)
     last = int(stage.last)
@@ -311,16 +316,16 @@ def _halves(stage: StageWork) -> dict[str, str]:
 def _kinds(
     trace: Trace, stage: StageWork
 ) -> Iterator[tuple[TracedModule, TracedModule, int, int, int]]:
-    """Yield each kind of a stage's layers.
+    """Yield a tuple for each kind of layer in a stage.
 
-    (layer, layer with recomputation, number of layers, number of recomputed layers, number of
-    recomputed layers that are the last of their group)
+    It is (layer, layer with recomputation, number of layers, number of recomputed layers, number of
+    recomputed layers that are the last of their group).
     """
     left = sum(stage.recomputed)
     groups = len(stage.recomputed)
     for kind in sorted(set(stage.layer_kinds)):
         recomputed = stage.layer_kinds[: sum(stage.recomputed)].count(kind)
-        # Layers of several kinds alternate: groups end with each kind in proportion.
+        # Layers of several kinds alternate: assume that groups end with each in proportion.
         alone = round(groups * recomputed / left) if left else 0
         left = left - recomputed
         groups = groups - alone
@@ -347,7 +352,7 @@ def parameters_of(trace: Trace, stage: StageWork) -> int:
 
 
 def tied_elements(config: Config, trace: Trace) -> float:
-    """Count the tied embedding's gradient elements that the end stages sum on each device."""
+    """Count the tied embedding's gradient elements that first and last stage sum per device."""
     if config.parallel.pipeline_model_parallel_size == 1:
         return 0.0
     return sum(p.elements for p in trace.head.parameters if p.tied) / zero_of(config).sizes.states
@@ -366,9 +371,9 @@ def computed(
     plan  ZeRO's plan, with the stage as number 0
     half  name of a half of the backward pass, or "backward"
 
-    The embedding's pass belongs to the last of its tables. The last layer of a recomputed group
-    repeats its forward pass within its backward pass; the second half of a split backward pass
-    repeats nothing.
+    The embedding is computed at the call of the last of its tables. The last layer of a recomputed
+    group repeats its forward pass within its backward pass; the second half of a split backward
+    pass repeats nothing.
     """
     layer = step.call - first_layer(stage, plan)
     name = half if step.kind == BACKWARD else "forward"

@@ -79,7 +79,7 @@ def gpus_here() -> int:
 
 @contextlib.contextmanager
 def process_pool(processes: int, killed: str) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Yield map(function, items), computed in order by other processes.
+    """Yield a function like map(function, items) whose results other processes compute.
 
     The first call forks the processes, so that loaded data need not be sent. No thread that they
     depend on may be running at that time.

@@ -1,6 +1,6 @@
-"""Operators on tensors without data: no values, dropped messages, memory only counted.
+"""Operators on tensors without data: messages are dropped, and memory is only counted.
 
-GPU tensors are torch's meta tensors, CPU tensors are fake ones (torch._subclasses.fake_tensor),
+GPU tensors are torch's meta tensors, and CPU tensors are fake ones (torch._subclasses.fake_tensor),
 because the code branches on the device of a tensor. The planner's recorder and the dry run build on
 this module.
 """
@@ -44,7 +44,7 @@ class OperatorRecorder(TorchDispatchMode):
     """Run operators on tensors without data, and observe their memory and messages.
 
     category    category of the memory that is allocated from now on; outside forward passes,
-                tensors whose rows have `vocabulary` numbers are "logits"
+                tensors whose rows have `vocabulary` elements are "logits"
     vocabulary  length of those rows; -1 for none
 
     Subclasses extend `allocated`, `freed`, `sent` and `arrived`.
@@ -223,7 +223,7 @@ def _fused_attention(
 
 
 def _add_in_fp32(total: Tensor, dy: Tensor, x: Tensor, _: float) -> None:
-    """Replace gradient_accumulator.add_in_fp32, which some torch builds lack without data.
+    """Replace gradient_accumulator.add_in_fp32, which some torch builds cannot run without data.
 
     A prediction assumes a GPU whose torch has it, whatever the local torch supports. The kernel
     both reads the sum and writes it in fp32.
@@ -242,7 +242,7 @@ _BLOCKS = ring.Ring.blocks
 
 
 def _first_block(self: ring.Ring, step: int, q: Tensor) -> Iterator[ring.RingBlock]:
-    """Return only the first of a step's thousands of blocks; the whole step declares its work."""
+    """Replace Ring.blocks: return only a step's first block, since steps declare all their work."""
     return itertools.islice(_BLOCKS(self, step, q), 1)
 
 
@@ -258,8 +258,8 @@ def _even(total: int, count: int) -> list[int]:
 def rows_to_ranks(tokens: int, topk: int, ranks: int, each: int) -> int:
     """Return the expected number of (token, rank) pairs, if tokens choose their experts at random.
 
-    A token goes once to each of the `ranks` ranks that holds at least one of its `topk` choices
-    among its `each` experts. The same formula applies to nodes and their experts.
+    A token goes once to each of the `ranks` ranks that has, among its own `each` experts, at least
+    one of the `topk` that the token chose. The same formula applies to nodes and their experts.
 
     >>> rows_to_ranks(1000, 8, 4, 64)
     3614
@@ -276,7 +276,7 @@ def _as_list(x: Tensor) -> object:
 def _even_numbers(
     copy: HostCopy, choices: Sequence[int], hops: Sequence[Group], each: int
 ) -> list[int]:
-    """Return equal numbers of rows for all experts, as if tokens chose at random."""
+    """Replace experts.read_numbers: return equal numbers of rows, as if tokens chose at random."""
     copy.read()
     tokens, topk = choices
     result = list[int]()
@@ -330,8 +330,8 @@ def without_data(device: str, follower: OperatorRecorder) -> Iterator[None]:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             replaced.append((torch.nn.Module, "_apply", _apply))
         else:
-            # Our layers look it up in this module at each call. A TorchFunctionMode would be
-            # inactive in backward passes.
+            # Our layers look this function up in torch.nn.functional at each call. A
+            # TorchFunctionMode would be inactive in backward passes.
             attention = torch.nn.functional, "scaled_dot_product_attention", _fused_attention
             replaced += [attention, (gradient_accumulator, "add_in_fp32", _add_in_fp32)]
         for patched in replaced:

@@ -27,7 +27,7 @@ _PASSES_AT_ONCE = 100  # per rank in one panel
 def plot_timeline(run: PipelineRun, path: Path) -> None:
     """Draw a run, whose times are in seconds, to an image file.
 
-    Raises ConfigError without matplotlib, or if the file cannot be written.
+    Raises ConfigError if matplotlib is missing or the file cannot be written.
     """
     pipeline = run.pipeline
     title = (
@@ -89,7 +89,7 @@ def draw_timeline(
 
 
 def _windows(lanes: ScheduleTimeline) -> Sequence[tuple[float, float]]:
-    """Return the whole step, or its beginning and its end."""
+    """Return (start, end) of the whole step, or of its beginning and of its end."""
     end = lanes.makespan
     window = end * _PASSES_AT_ONCE / 2 / max(map(len, lanes.ranks))
     return [(0.0, end)] if window >= end / 2 else [(0.0, window), (end - window, end)]

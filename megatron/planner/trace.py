@@ -1,8 +1,9 @@
 """Traces of a model's modules, recorded from the code (recorder.py) and cached by their inputs.
 
 They are cached in memory, and in files in $XDG_CACHE_HOME/megatron/traces (default ~/.cache), under
-a digest of the sources, so that traces of other code are never read. MEGATRON_TRACE_CACHE names
-another folder; "none" disables the files. This module needs torch if a trace is not cached.
+a digest of the sources and of torch's version, so that traces of other code are never read.
+MEGATRON_TRACE_CACHE names another folder; "none" disables the files. torch has to be installed, but
+is imported only for a trace that is not cached, and for the kernels of a CPU.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def that_counts(config: Config, kind: str) -> Config:
 
 
 class NeedsTorch(ConfigError, ImportError):
-    """torch is not installed, as on a login node."""
+    """Error raised if torch is not installed, as on a login node."""
 
 
 _modules: dict[tuple[str, Pieces], TracedModule] = {}
@@ -194,7 +195,7 @@ def _traced_module(config: Config, kind: str, device: str) -> TracedModule:
         # The sources of user-supplied pieces are unknown: keep their traces in memory only.
         folder = _folder(device) if config.pieces == PLAIN else None
         path = folder and folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-        # missing or truncated
+        # the file may be missing or truncated
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             if path is not None:
                 module = _made(json.loads(path.read_text()))
@@ -202,7 +203,7 @@ def _traced_module(config: Config, kind: str, device: str) -> TracedModule:
             from megatron.planner.recorder import record
 
             module = record(config, device, kind)
-            # with a full or read-only home, the trace is only not cached in a file
+            # a full or read-only home only means that the trace is not cached in a file
             with contextlib.suppress(OSError):
                 if path is not None:
                     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:

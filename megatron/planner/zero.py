@@ -38,8 +38,10 @@ def messages_of(plan: ZeroPlan, instructions: Iterable[BucketInstruction]) -> li
 
 @functools.lru_cache(maxsize=1 << 10)
 def messages_at_end(plan: ZeroPlan) -> tuple[tuple[GroupMessage, ...], tuple[GroupMessage, ...]]:
-    """Return the messages that reduce gradients outside the passes or in the last one, and the
-    messages that gather new weights."""
+    """Return the messages that reduce gradients at the end of a step, and that gather new weights.
+
+    The former include those that overlap with the last backward pass.
+    """
     end = list(plan.end(Reductions(plan)))
     returns = [one for one in end if one.op is BucketOp.RETURN]
     sums = [one for one in end if one.op is not BucketOp.RETURN]

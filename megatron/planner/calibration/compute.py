@@ -37,16 +37,18 @@ from megatron.planner.trace import that_counts
 MICRO_BATCHES = 1, 4
 _CACHE = 1 << 26
 _MOST_SETS = 32
-"""Bytes of the tensors that calls cycle through, and the maximum number of sets of them."""
-# as a share of the largest kernel of the same kind; smaller kernels take about `kernel_s`
+"""Total bytes of the sets of tensors that calls cycle through, and the maximum number of sets; at
+least one set is used, whatever its size."""
+# Size of the smallest kernel that is measured, as a share of the largest one of the same kind:
+# smaller kernels take about `kernel_s`.
 _LEAST_SHARE = 1 / 16
-_VALUES = 99_991  # distinct values in a tensor, since a GPU's clock rate depends on the operands
+_VALUES = 99_991  # number of distinct values, since a GPU's clock rate depends on the operands
 
 
 def compute_tasks(
     config: Config, device: torch.device, tensor_sizes: tuple[int, ...]
 ) -> list[FigureTask]:
-    """List all tasks for one device, for a model's shapes at these tensor-parallel sizes.
+    """List all tasks that measure a device with a model's shapes at these tensor-parallel sizes.
 
     Attention is also measured for other sequence lengths.
     """
@@ -70,7 +72,10 @@ def _calls(
     seq: int,
     kinds: tuple[str, ...] = ("embedding", "layer", "head"),
 ) -> list[Calls]:
-    """List a model's computations per micro-batch on one tensor rank, without recomputation."""
+    """List the computations of one micro-batch on one tensor rank, without recomputation.
+
+    kinds  parts of the model (recorder.calls)
+    """
     longest = max(seq, config.model.max_position_embeddings)
     one = replace(
         config,
@@ -91,9 +96,10 @@ def _calls(
 
 
 def _with_data(operators: Sequence[Call], device: torch.device) -> list[Call]:
-    """Return the operators on tensors with data, of the same shapes, strides and shared storages.
+    """Return the same calls, on tensors with data.
 
-    Floats are between -1 and 1, and indices lie within the matrix that they index.
+    The tensors have the same shapes and strides, and share storages in the same way. Floats are
+    between -1 and 1, and indices lie within the matrix that they index.
     """
     values = torch.empty(_VALUES, device=device).uniform_(-1, 1)
     storages = dict[int, Tensor]()
@@ -124,7 +130,7 @@ def _with_data(operators: Sequence[Call], device: torch.device) -> list[Call]:
 
 
 def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
-    """Return work that calls all operators, cycling through several sets of tensors."""
+    """Return a function that creates work: each call runs all operators on the next tensors."""
     storages = [t.untyped_storage() for t in tree_leaves(operators) if isinstance(t, Tensor)]
     n_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
     count = max(1, min(_MOST_SETS, _CACHE // max(1, n_bytes)))
@@ -147,9 +153,9 @@ def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
 
 
 def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Iterator[FigureTask]:
-    """Yield a model's tasks: one for each product and attention, one per kind of memory kernel.
+    """Yield a task per unbatched product, per attention pass and per kind of memory-bound kernel.
 
-    The kernels of a kind are measured together, at their mean size.
+    The larger kernels of a kind are measured together, as one point at their mean size.
     """
     dtype_name = config.precision.dtype_name
     kinds = dict[str, dict[tuple[Memory, object], Call]]()
@@ -184,7 +190,10 @@ def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Ite
 
 
 def _update(config: Config, device: torch.device) -> FigureTask:
-    """Return the task for gradient norm and AdamW, on the elements of a layer (2**20 to 2**24)."""
+    """Return the task that measures the gradient norm and the AdamW update.
+
+    The number of elements is about that of a layer, at least 2**20 and at most 2**24.
+    """
     elements = max(1 << 20, min(12 * config.model.hidden_size**2, 1 << 24))
     dtype_name = config.precision.dtype_name
     kernels = config.kernels

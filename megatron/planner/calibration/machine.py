@@ -1,4 +1,4 @@
-"""Calibration in each process of a job: all processes measure, the first describes the machine."""
+"""Calibration as a job: all processes measure, and the first one describes the machine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class HostSeconds(NamedTuple):
 
 
 def tiny(config: Config, layers: int) -> Config:
-    """Configure a tiny model of the same kind."""
+    """Return the configuration of a tiny model of the same kind, with this many layers."""
     kind = {name: config.explicit[name] for name in _KIND if name in config.explicit}
     return Config.create(
         num_layers=layers,
@@ -71,10 +71,10 @@ def tiny(config: Config, layers: int) -> Config:
 
 
 def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
-    """Measure the median host seconds of each part of a step.
+    """Return the median host seconds of each part of a step, measured for about `seconds`.
 
-    The parts are: forward, backward, clearing gradients, a micro-batch in the executor, and the
-    optimizer step.
+    The parts are a forward pass, a backward pass, clearing the gradients, training on one
+    micro-batch with the executor, and the optimizer step.
     """
     topology = Topology.from_layout(Layout(1, 1, 1), 0, device=device)
     chunks = build_chunks(config, topology)
@@ -110,8 +110,8 @@ def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
 
 _HOST_SHARE = 0.1
 _COMPUTE_SHARE = 0.6
-"""Share of the time for host measurements, and compute's share of the rest if there are messages.
-"""
+"""Share of the time for host measurements, and share of the rest for computations if messages are
+measured too."""
 _TIMEOUT = datetime.timedelta(minutes=5)
 _KERNEL_S = {"cpu": 1e-6, "cuda": 4e-6}
 _KERNEL = "assumed: shortest time of an operator on a CPU, or of a small kernel on a GPU"
@@ -124,7 +124,9 @@ class MachineMeasurements:
     """Measurements from all processes.
 
     points      measured points of each figure
-    host        host seconds; the other fields describe the hardware
+    host        host seconds of each part of a step
+    device      name of the GPU, or of the CPU's architecture; device_type: "cuda" or "cpu"
+    nodes       number of nodes; per_node: number of processes on each
     threads     number of threads per process
     cores       number of cores on a node that the processes may use
     memory_gib  memory of a GPU, or of a CPU node
@@ -144,7 +146,7 @@ class MachineMeasurements:
 def run(config: Config, launch: Launch, seconds: float) -> MachineMeasurements | None:
     """Measure for about `seconds`; return the results on the first rank, None on the others.
 
-    All processes must call it. Raises MegatronError.
+    All processes must call it. Raises LaunchError if a process is missing.
     """
     measuring_s = (1 - _HOST_SHARE) * seconds
     with connect(launch, _TIMEOUT, config.parallel.distributed_backend) as rendezvous:
@@ -154,8 +156,8 @@ def run(config: Config, launch: Launch, seconds: float) -> MachineMeasurements |
         points = _points(config, launch, device, measuring_s)
     if launch.rank:
         return None
-    # Measured as a job of one process, after the job of all processes has ended. On a GPU these are
-    # the times until the host can continue, not the device's times.
+    # The host is measured as a job of one process, after the job of all processes has ended. On a
+    # GPU the times are those until the host can continue, not the device's.
     os.environ.update(environment({}, 0, 1, 0))
     few, many = (
         _times(tiny(config, layers), device, (seconds - measuring_s) / 2) for layers in (FEW, MANY)
@@ -182,15 +184,16 @@ def run(config: Config, launch: Launch, seconds: float) -> MachineMeasurements |
 
 
 def _points(config: Config, launch: Launch, device: torch.device, seconds: float) -> Points:
-    """Measure all figures; return their points on the first rank.
+    """Measure all figures; return their points on the first rank, and none on the others.
 
-    Compute times are means over the processes, message times are maxima.
+    Compute times are means over the processes, and message times are maxima.
     """
     world = Group(tuple(range(launch.world_size)), launch.rank, dist.group.WORLD)
     per_node = launch.local_world_size
     cores = len(os.sched_getaffinity(0))
     on_cpu = device.type == "cpu"
-    # tensor-parallel sizes: the powers of two within a node that divide heads and MLP
+    # Tensor-parallel sizes are the powers of two within a node that divide the heads and the FFN
+    # size, and that divide the groups or are multiples of their number.
     model = config.model
     divided = math.gcd(model.num_attention_heads, model.ffn_hidden_size)
     groups = model.num_key_value_heads
@@ -231,11 +234,15 @@ def _points(config: Config, launch: Launch, device: torch.device, seconds: float
 
 
 def machine(measurements: MachineMeasurements, name: str, argv: Sequence[str]) -> Cluster:
-    """Describe the machine from measurements with the shapes of a model with the flags `argv`."""
+    """Describe the machine `name` from measurements with the shapes of a model.
+
+    argv  flags that define the model
+    """
     text = (
         f"measured on {platform.node()} on {datetime.date.today().isoformat()} by "
-        f"tools/calibrate.py, {measurements.nodes * measurements.per_node} process(es) of {measurements.threads} "
-        f"thread(s), torch {torch.__version__}, over the shapes of: {' '.join(argv)}"
+        f"tools/calibrate.py, {measurements.nodes * measurements.per_node} process(es) of "
+        f"{measurements.threads} thread(s), torch {torch.__version__}, over the shapes of: "
+        f"{' '.join(argv)}"
     )
     on_cpu = measurements.device_type == "cpu"
     devices = range(measurements.per_node)
@@ -253,7 +260,8 @@ def machine(measurements: MachineMeasurements, name: str, argv: Sequence[str]) -
     core = max(1, measurements.cores // measurements.per_node)
     return Cluster(
         name=name,
-        title=f"{platform.node()}: {measurements.nodes} node(s) of {measurements.per_node} x {measurements.device}",
+        title=f"{platform.node()}: {measurements.nodes} node(s) of {measurements.per_node} x "
+        f"{measurements.device}",
         nodes=measurements.nodes,
         device=measurements.device,
         devices_per_node=measurements.per_node,
@@ -281,9 +289,9 @@ def machine(measurements: MachineMeasurements, name: str, argv: Sequence[str]) -
 
 
 def _overheads(measurements: MachineMeasurements) -> dict[str, float]:
-    """Return the host's overheads; with a GPU, only the overhead per step.
+    """Return the host's overheads by figure; with a GPU, only the overhead per step.
 
-    The host runs ahead of a GPU, which hides the rest.
+    The host runs ahead of a GPU, which hides the other overheads.
     """
     host = measurements.host
     overheads = {"step_overhead_s": host.step}
@@ -298,7 +306,7 @@ def _overheads(measurements: MachineMeasurements) -> dict[str, float]:
 
 
 def _peaks(measurements: MachineMeasurements) -> dict[str, float]:
-    """Return peaks by dtype: published ones for a known GPU, otherwise the fastest product."""
+    """Return the peak TFLOP/s by dtype: published for a known GPU, else of the fastest product."""
     rows = {dtype: measurements.points.get(f"products.{dtype}") for dtype in DTYPES}
     return {
         dtype: peak_tflops(measurements.device, dtype) or max(row[-1] for row in points)
@@ -308,6 +316,6 @@ def _peaks(measurements: MachineMeasurements) -> dict[str, float]:
 
 
 def _gb_per_s(measurements: MachineMeasurements, nodes: int) -> float:
-    """Return the bandwidth of the largest messages within (1) or between (2) nodes; 1 if none."""
+    """Return the GB/s of the largest messages within a node (1) or between two (2); 1.0 if none."""
     rows = [row for row in measurements.points.get("messages", ()) if row[0] == nodes]
     return float(f"{rows[-1][1] / rows[-1][2] / 1e9:.4g}") if rows else 1.0

@@ -1,7 +1,7 @@
 """Calibration tasks, one for each point of a figure; their timing; tasks that measure messages.
 
-Messages run in groups like a layout's: of ranks a stride apart, and in all groups of a kind at
-once, as in a run.
+Messages are measured in groups like those of a layout, whose ranks are a stride apart. As in a run,
+all groups of a kind communicate at once.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ class FigureTask(NamedTuple):
     figure     name of the figure
     arguments  columns of the point, except the last
     make       function that allocates memory and returns the work
-    amount     amount per operation if the value is an amount per second; None: it is in seconds
+    amount     amount of work per operation, in GB for example, if the value is a rate; None: the
+               value is in seconds
     calls      timed operations in one call of the work
-    before     function that returns untimed work to run before each call, like the computations
-               before a message in a step
+    before     function that returns work to run before each call, like the computations before a
+               message in a step; the time of this work is subtracted
     """
 
     figure: str
@@ -65,9 +66,10 @@ def finish(device: torch.device) -> None:
 
 
 def _elapsed(work: Work, calls: int, device: torch.device, synchronized: bool) -> float:
-    """Time this many calls: on a GPU with events on its stream, on a CPU with the host's clock.
+    """Return the seconds of all calls: by events on a GPU's stream, or by the host's clock.
 
-    CPU times exclude this thread's waits for a core, unless processes are synchronized.
+    CPU times exclude this thread's waits for a core, unless several processes measure together
+    (`synchronized`).
     """
     if device.type == "cuda":
         start = torch.cuda.Event(enable_timing=True)
@@ -95,10 +97,11 @@ def _elapsed(work: Work, calls: int, device: torch.device, synchronized: bool) -
 def seconds_per_call(
     work: Work, device: torch.device, seconds: float, largest: Largest | None
 ) -> list[float]:
-    """Time one call, after a warm-up, in three rounds of about `seconds` in total.
+    """Return the seconds of one call in each of three rounds, which take about `seconds` in total.
 
-    A call that takes this long by itself is timed only once. largest: agrees on the number of calls
-    among the processes that take part.
+    A warm-up comes first. If one call takes `seconds` or longer, only one is timed.
+
+    largest  makes the processes that measure together agree on the number of calls
     """
     work()
     finish(device)
@@ -117,10 +120,12 @@ def measure(
     largest: Largest | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Time one operation of each task, as the median of its rounds.
+    """Return the seconds of one operation of each task: the median over its rounds.
 
-    This takes about `seconds`, or as long as one pass over all tasks if that is longer. largest:
-    synchronizes the processes that measure the same tasks together.
+    Measuring takes about `seconds`, or as long as one pass over all tasks if that is longer.
+
+    largest  synchronizes the processes that measure the same tasks together
+    clock    clock that limits the total time
     """
     rounds: list[list[float]] = [[] for _ in tasks]
     each = seconds / (max(1, len(tasks)) * PASSES)
@@ -153,7 +158,7 @@ SIZES = {
     "cpu": (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24),
     "cuda": (1 << 10, 1 << 16, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28),
 }
-"""Bytes of the whole tensor, by device type."""
+"""Sizes in bytes of a message's whole tensor, by device type."""
 _SIDE = 512
 _BYTES = 1 << 26  # total size of the tensors that calls cycle through
 _MOST = 64  # maximum number of these tensors
@@ -170,8 +175,8 @@ class GroupShape(NamedTuple):
 def kinds_of_groups(world: int, per_node: int) -> list[GroupShape]:
     """List the kinds of groups to measure.
 
-    Within a node these are all sizes and strides that are powers of two and fit; across nodes,
-    groups of neighbouring ranks and groups of ranks with the same local rank.
+    Within a node these are the groups whose sizes and strides are powers of two; across nodes, the
+    groups of neighbouring ranks and those of ranks with the same local rank.
     """
     kinds = []
     powers = [1 << i for i in range(world.bit_length())]
@@ -226,7 +231,7 @@ def _product() -> Work:
 
 
 def _in_turn(device: torch.device, size: int) -> Iterator[Tensor]:
-    """Cycle through tensors of this many bytes, most of which are outside a CPU's caches."""
+    """Cycle through tensors of `size` bytes each; on a CPU, most of them are outside its caches."""
     many = max(1, min(_MOST, _BYTES // size)) if device.type == "cpu" else 1
     return itertools.cycle([torch.ones(max(1, size // 4), device=device) for _ in range(many)])
 

@@ -71,8 +71,10 @@ class RankMessage(NamedTuple):
 class Collective(NamedTuple):
     """Collective in a group, as posted by one member.
 
-    shapes   shapes of the first tensors in torch's call
-    content  the dtype, or the value if it is not a tensor
+    call     torch's name of the collective
+    shapes   shapes of the first two tensors in the call; () for an all-to-all, where they differ
+             between ranks, and for objects
+    content  dtype of the first tensor, or the text of an object
     """
 
     call: str
@@ -128,7 +130,7 @@ def check_collectives(posted: Mapping[int, Collectives]) -> list[RankProblem]:
                     more = f", ... {group[-1]}" if len(group) > 4 else ""
                     text = (
                         f"collective {n} in the group of ranks {', '.join(map(str, group[:4]))}"
-                        f"{more} is {x or 'missing'}, on rank {b} {y or 'missing'}"
+                        f"{more} is {x or 'missing'}, but on rank {b} it is {y or 'missing'}"
                     )
                     findings.append(RankProblem("messages", a, text))
                     break
@@ -139,7 +141,7 @@ _aten = torch.ops.aten
 
 
 class RankRecorder(tensors.OperatorRecorder):
-    """Record allocations, releases and messages.
+    """Recorder of allocations, releases and messages.
 
     device       "cpu", or "meta" for a GPU
     steps        allocations and releases, in order; a change of a storage's category is recorded as
@@ -147,6 +149,10 @@ class RankRecorder(tensors.OperatorRecorder):
     shapes       shape and dtype of each storage's first tensor, by the storage's number
     alive        allocations of live storages, by number
     messages, collectives   posted, in order; collectives by group
+    flight       flight recorder for the executor, which passes its instructions on to this recorder
+    last_stage   global number of the last stage, in whose backward passes there are logits
+    vocabulary_rows         rows of the output layer on this rank
+    context      name of the context-parallel group
     """
 
     def __init__(self, device: str) -> None:
@@ -161,7 +167,7 @@ class RankRecorder(tensors.OperatorRecorder):
         self.flight = _Flight(self)
         self.last_stage = -1
         self.vocabulary_rows = -1
-        self.context = ""  # name of the context-parallel group
+        self.context = ""
         self._now = Instruction(Op.FORWARD, 0, 0)
         self._received: dict[Instruction, weakref.ref[Tensor]] = {}
         self._calls: dict[str, list[Collective]] = {}
@@ -239,7 +245,7 @@ class RankRecorder(tensors.OperatorRecorder):
     def gather_objects(
         self, results: list[object], value: object, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Replace dist.all_gather_object: take this rank's value for all, to be compared later."""
+        """Replace dist.all_gather_object: record this rank's value, and return it for all ranks."""
         self._of(group or dist.group.WORLD).append(Collective("all_gather_object", (), repr(value)))
         results[:] = [value] * len(results)
 
@@ -254,7 +260,7 @@ class RankRecorder(tensors.OperatorRecorder):
 
 
 class _Flight(FlightRecorder):
-    """Flight recorder that forwards the executor's instructions."""
+    """Flight recorder that forwards the executor's instructions to a RankRecorder."""
 
     def __init__(self, follower: RankRecorder) -> None:
         super().__init__()
@@ -276,13 +282,13 @@ def _word(dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def followed(follower: RankRecorder) -> Iterator[None]:
-    """Record operations on the follower's device, where tensors have no data in this context."""
+    """Record all operations; in this context, tensors on the follower's device have no data."""
     gather = unittest.mock.patch.object(dist, "all_gather_object", follower.gather_objects)
     with gather, tensors.without_data(follower.device, follower):
         yield
 
 
-# -- its steps -------------------------------------------------------------------------------------
+# -- a rank's steps --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -381,8 +387,8 @@ def run_rank(
 ) -> RankRun:
     """Set up `rank` of the job that `config` describes, and run two steps.
 
-    The first step is short: in it the engine counts how often each gradient is added to. The second
-    step has `micro_batches` micro-batches and sends buckets early, like all later steps.
+    The first step is short: in it the engine counts the additions to each gradient. The second step
+    has `micro_batches` micro-batches and sends buckets early, like all later steps.
 
     device  "cpu", or "meta" for a GPU
 
@@ -426,7 +432,8 @@ def run_rank(
         most, until = find_peak(changes(follower.steps[last:], block, dict(made)))
         changes(follower.steps[last : last + until], block, made)
         largest = sorted(made.values(), key=lambda step: -step.bytes)[:_LARGEST]
-        # Its messages are compared, but not its memory: with ZeRO stage 3 it gathers all weights.
+        # The messages of this call are compared, but its memory does not count: with ZeRO stage 3
+        # it gathers all weights.
         engine.wait_for_weights()
         copy_bytes = 0
         if config.checkpoint.async_save:

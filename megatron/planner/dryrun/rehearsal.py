@@ -60,13 +60,13 @@ _HELPS = {
         "a smaller --micro-batch-size; --sequence-parallel; --recompute-granularity selective or "
         "full; --attention-backend auto, which keeps no scores",
     ),
-    "logits": "a smaller --cross-entropy-chunk-tokens (0 and --enable-zbh1-pipeline make all logits "
-    "at once)",
+    "logits": "a smaller --cross-entropy-chunk-tokens (0 and --enable-zbh1-pipeline compute all "
+    "logits at once)",
 }
 """Flags that reduce the memory of each category."""
 
 
-# -- which ranks, and how long ---------------------------------------------------------------------
+# -- which ranks, and how many micro-batches -------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def members_of(config: Config) -> list[Member]:
     size = layout.pipeline
     kinds: dict[object, list[int]] = {}
     for p in range(size):
-        distinct = p if config.pieces.schedule is not None else None  # a user's schedule
+        # with a user's schedule, every pipeline rank is of a kind of its own
+        distinct = p if config.pieces.schedule is not None else None
         kinds.setdefault((stages[p::size], distinct), []).append(p)
     alike: dict[int, tuple[int, ...]] = {}
     for ranks in kinds.values():
@@ -132,7 +133,7 @@ def enough_micro_batches(config: Config) -> int:
     if config.pieces.schedule is not None:
         return m
     if config.parallel.schedule == "interleaved":
-        warm_up = -(-((v + 1) * p - 1) // (v * p))  # number of groups; fewer if they are larger
+        warm_up = -(-((v + 1) * p - 1) // (v * p))  # number of groups; fewer suffice if larger
         return sum(group_sizes(p, m)[: warm_up + 1])
     return min(m, (2 * p if config.parallel.schedule == "zb-h1" else p) + 2 + SENDS_IN_FLIGHT)
 
@@ -145,6 +146,8 @@ class Rehearsal:
     """Results for all kinds of ranks.
 
     device          "gpu" or "cpu"
+    ranks           one run for each kind of rank
+    findings        problems; none if the job runs and fits
     micro_batches   number in the simulated steps; the run may have more without needing more memory
     capacity_bytes  bytes available for a rank's tensors, excluding HEADROOM; None if unknown
     """
@@ -169,7 +172,7 @@ def rehearse(
 
     A model without a vocabulary size gets GPT-2's. Raises ConfigError for a job without a valid
     layout. Exceptions in the ranks' code become findings, including the ConfigError that is raised
-    if this process already belongs to a job.
+    if this process already has a process group.
     """
     config = settled(config, cluster)
     device = device or device_of(cluster)
@@ -200,8 +203,8 @@ def rehearse(
             f"{gib(size)} GiB {category} {what}" for size, category, what in run.largest
         )
         text = (
-            f"needs {gib(run.needed_bytes)} of {gib(capacity)} GiB for tensors. Largest tensors at "
-            f"the peak: {largest}. To reduce them: {'; '.join(helps)}"
+            f"needs {gib(run.needed_bytes)} GiB for tensors, but has {gib(capacity)} GiB. Largest "
+            f"tensors at the peak: {largest}. To reduce them: {'; '.join(helps)}"
         )
         findings.append(RankProblem("memory", run.rank, text))
     return Rehearsal(config, device, tuple(ranks), tuple(findings), count, capacity)
@@ -250,7 +253,10 @@ _CGROUPS = {"": ("", "memory.max"), "memory": ("memory", "memory.limit_in_bytes"
 def memory_limit_bytes(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Return this machine's memory, or the limit of the job or container (cgroups(7))."""
+    """Return this machine's bytes of memory, or the lower limit of a job or container.
+
+    Source: cgroups(7).
+    """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for line in membership.read_text().splitlines() if membership.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -290,7 +296,7 @@ def gib(n_bytes: float) -> str:
 
 
 def decimal(value: float) -> str:
-    """Format a number with few digits."""
+    """Format a number with two decimals or, below 0.1, with three significant digits."""
     return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3g}"
 
 
@@ -321,8 +327,8 @@ _ACROSS = 8  # kinds of ranks in one table
 def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN) -> int:
     """Print the memory that a job with these flags needs, and return the exit code.
 
-    The caller is the first of `launched` processes, the default of --world-size. Raises
-    ConfigError.
+    The caller is the first of `launched` processes; this number is the default of --world-size.
+    Raises ConfigError for invalid flags, and for a job that does not fit on the machine.
     """
     words = list(arguments)
     if launched > 1 and not any(word.split("=")[0] == "--world-size" for word in words):
@@ -426,12 +432,12 @@ def _foot(rehearsal: Rehearsal) -> Iterator[str]:
         memory = process_bytes(rehearsal.capacity_bytes, rehearsal.device) / (1.0 - HEADROOM)
         yield (
             f"Tensors of a rank may use {gib(rehearsal.capacity_bytes)} of {gib(memory)} GiB: "
-            f"{HEADROOM:.0%} are left for "
+            f"{HEADROOM:.0%} is left for "
             + (
-                "runtime, communication library and fragmentation (assumed)."
+                "the runtime, the communication library and fragmentation (assumed)."
                 if on_gpu
-                else "others (assumed), and the rest for what else a process holds. Ranks on this "
-                "machine share its memory, or the job's limit."
+                else "other processes (assumed), and the rest for what a process holds besides "
+                "tensors. Ranks on this machine share its memory, or the job's limit."
             )
         )
     if not on_gpu:
@@ -441,9 +447,9 @@ def _foot(rehearsal: Rehearsal) -> Iterator[str]:
         )
         yield (
             f"A process holds about {median} GiB, which a job's memory limit counts: tensors, gaps "
-            f"that malloc keeps between them (in runs that were measured {least} to {most} GiB in "
-            f"all), and {gib(PROCESS_BYTES)} GiB of program and libraries. Only a rank that does "
-            "not fit with the smallest gaps counts as too large."
+            f"that malloc keeps between them (measured runs range from {least} to {most} GiB in "
+            f"total), and {gib(PROCESS_BYTES)} GiB of program and libraries. Only a rank that does "
+            "not fit even with the smallest gaps counts as too large."
         )
     if copy := max((run.copy_bytes for run in rehearsal.ranks), default=0):
         yield (f"--async-save keeps a copy of up to {gib(copy)} GiB per rank in host memory.")
@@ -455,8 +461,8 @@ def _foot(rehearsal: Rehearsal) -> Iterator[str]:
         )
     if on_gpu:
         yield (
-            "assumed: fused kernels are built for the device, its torch is 2.9 or newer (with ROCm "
-            "2.10), and attention keeps no scores unless a flag says so."
+            "assumed: fused kernels are built for the device, torch is 2.9 or newer (2.10 with "
+            "ROCm), and attention keeps no scores unless a flag says so."
         )
     if config.data.reset_attention_mask or config.data.data_packing == "best-fit":
         yield "assumed: every sample is one document."
@@ -468,7 +474,7 @@ def _foot(rehearsal: Rehearsal) -> Iterator[str]:
             len(calls) for run in rehearsal.ranks for calls in run.collectives.values()
         )
         yield (
-            f"checked: set-up and two steps run; {messages} messages match their other side; "
+            f"checked: set-up and two steps run; {messages} messages match the schedule; "
             f"{collectives} collectives are the same on all compared members."
         )
         yield (

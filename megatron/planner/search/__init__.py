@@ -1,1 +1,1 @@
-"""Search for the best layout of a model on a machine. Does not need torch."""
+"""Search for the best layout of a model on a machine. Only tracing imports torch (trace.py)."""

@@ -52,7 +52,7 @@ Choice = tuple[str, Value]
 
 
 class Ranked(NamedTuple):
-    """Layout with its score: seconds per sample, by the formula or, once estimated, by the clock.
+    """Layout with its score: seconds per sample, by the formula or, once estimated, as simulated.
 
     memory  bytes on each device of the pipeline rank with the highest peak; 0 while unknown
     """
@@ -69,7 +69,9 @@ class Ranked(NamedTuple):
 class RejectedLayout(NamedTuple):
     """Layout that does not fit or is not valid.
 
-    miss  bytes that it needs if it does not fit; otherwise 0
+    reason   why it was rejected, in words that are the same for similar layouts
+    example  the problem of this layout in particular
+    miss     bytes that it needs if it does not fit; otherwise 0
     """
 
     reason: str
@@ -81,7 +83,10 @@ class RejectedLayout(NamedTuple):
 class SearchResult:
     """Result of a search.
 
-    estimated  layouts that were estimated, best first
+    estimated   layouts that were estimated, best first
+    rejections  reasons for leaving out the others
+    sizes       number of sizes that were considered
+    seconds     duration of the search
     """
 
     estimated: list[Ranked] = field(default_factory=list)
@@ -98,7 +103,7 @@ class SearchResult:
         return list(by_sizes.values())
 
     def by_value(self, per_node: int) -> dict[Choice, Ranked]:
-        """Return the best layout for each (dimension, value), ignoring recomputed layer counts."""
+        """Return the best layout for each (dimension, value), with any --recompute-num-layers."""
         return {
             value: one
             for one in reversed(self.estimated)
@@ -138,7 +143,8 @@ class LayoutSearch:
         """Rank all layouts of these sizes, which share a micro-batch size.
 
         Weights, gradients and optimizer state must fit. For each kind of recomputation, only the
-        layout with the fewest recomputed layers is ranked. If no layout fits, none is ranked.
+        layout with the smallest --recompute-num-layers is ranked. If no layout fits, none is
+        ranked.
         """
         too_big = self._too_big(sizes)
         if too_big is not None:
@@ -165,7 +171,7 @@ class LayoutSearch:
         return ranked, rejected
 
     def fit(self, ranked: Ranked) -> Ranked | RejectedLayout:
-        """Find and score the layout with the fewest recomputed layers that fits."""
+        """Find and score the layout with the smallest --recompute-num-layers that fits."""
         layout = ranked.layout
         options = (layout._replace(recompute=v) for v in self.space.recomputations(layout))
         misfits = list[RejectedLayout]()
@@ -280,7 +286,11 @@ class LayoutSearch:
         return known
 
     def _states(self, config: Config) -> tuple[float, float, int]:
-        """Return the largest rank's bytes of states on a device and on a host, and this rank."""
+        """Return the bytes of the pipeline rank with the most parameters, and this rank.
+
+        The first number is that of weights, gradients and optimizer state on a device, the second
+        that of optimizer state on a node's host.
+        """
         parallel = config.parallel
         key = (
             parallel.tensor_model_parallel_size,
@@ -307,7 +317,7 @@ class LayoutSearch:
 
 
 def _thrift(layout: CandidateLayout) -> tuple[float, ...]:
-    """Return a key for a layout's switches: the greater, the less memory they need."""
+    """Return a sort key for a layout's switches: a greater key means less memory."""
     divided = (1 / (n or layout.world) for n in (layout.shard, layout.states))
     switches = layout.sp, not layout.overlap
     return layout.offload, layout.zero, *(-share for share in divided), *switches
@@ -342,7 +352,7 @@ def _with(config: Config, layout: CandidateLayout) -> Config:
 
 
 Progress = Callable[[str, str, int, int], None]
-"""Called with the activity, the unit of work, the number of units done, and their total."""
+"""Function of the activity, the unit of work, the number of units done, and their total."""
 
 
 def search(
@@ -353,7 +363,7 @@ def search(
 ) -> SearchResult:
     """Find the best layouts in a space; the result does not depend on the number of processes.
 
-    Raises MegatronError without the extension that simulates schedules.
+    Raises MegatronError if the extension that simulates schedules is missing.
     """
     check_clock()
     result = SearchResult()
@@ -499,7 +509,7 @@ def worthwhile_placements(
 
 
 def _times(config: Config, cluster: Cluster, placement: Placement) -> tuple[float, ...]:
-    """Return the seconds of each kind and size of message; between stages, maximum and sum."""
+    """Return the seconds of each kind and size of message; between stages, the maximum and sum."""
     channels = Channels(config, cluster, placement)
     times = list[float]()
     calls = [("all_reduce", name) for name in channels.lanes]

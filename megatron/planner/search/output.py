@@ -50,7 +50,7 @@ class ChosenLayout(NamedTuple):
 def chosen_layout(
     layout_search: LayoutSearch, layout: CandidateLayout, tokens: float | None
 ) -> ChosenLayout:
-    """Estimate a layout on its placement."""
+    """Estimate a layout on its placement. tokens: length of the run; None: unknown."""
     cluster = layout_search.space.cluster
     predicted = estimate(layout_search.space.config(layout), cluster)
     each = cluster.devices_per_node
@@ -119,7 +119,7 @@ def layout_table(chosen: Sequence[ChosenLayout], tokens: float | None, *, papers
         if papers:
             row["TFLOP/s (paper)"] = _paper_tflops(predicted)
         rows.append(row)
-    return _numbered(f"layouts, with days and node-hours of {_number(tokens or 1e9)} tokens", rows)
+    return _numbered(f"layouts, with days and node-hours for {_number(tokens or 1e9)} tokens", rows)
 
 
 def _paper_tflops(predicted: Estimate) -> str:
@@ -230,7 +230,7 @@ def rejection_table(rejections: Rejections, title: str) -> Table:
 
 
 def first_problem(text: str) -> str:
-    r"""Return the first problem of a configuration on one line.
+    r"""Return the first problem in the message of a configuration error, on one line.
 
     >>> first_problem("the configuration has 2 problems:\n  1. this\n  2. that")
     'this'
@@ -245,7 +245,7 @@ def first_problem(text: str) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder. Raises ConfigError if it is not writable, or without matplotlib."""
+    """Create a folder. Raises ConfigError if it is not writable or matplotlib is missing."""
     pyplot("leave out --output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -285,7 +285,7 @@ def write_files(
         "figures": [used._asdict() for used in winner.confidence.used],
     }
     predicted = (
-        f"{_number(winner.seconds)} s a step, {record['memory_gib']:.1f} GiB on the device "
+        f"{_number(winner.seconds)} s per step, {record['memory_gib']:.1f} GiB on the device "
         "with the highest peak"
     )
     notes = [f"Predicted, not run: {predicted}.", space.write(layout)]
@@ -310,8 +310,8 @@ _RATES = (
     *((2.5e8, 6e-4), (5.5e8, 3e-4), (1e9, 2.5e-4), (2e9, 2e-4)),
     *((5e9, 1.6e-4), (1e10, 1.2e-4), (5e10, 1e-4), (math.inf, 6e-5)),
 )
-"""Largest number of parameters and its learning rate (Brown et al. 2020, arXiv 2005.14165, table
-2.1); the limits are about halfway between the models in the table.
+"""Learning rates, each after the largest number of parameters that it is for (Brown et al. 2020,
+arXiv 2005.14165, table 2.1); the limits are about halfway between the models in the table.
 """
 
 
@@ -337,7 +337,7 @@ def _site_script(
     arguments = "\n".join(f"    {line}" for line in _by_flag(flags))
     return f"""\
 #!/bin/bash
-# {model} on {nodes} node(s) of {cluster.name}, the choice of tools/plan.py. From the repository:
+# {model} on {nodes} node(s) of {cluster.name}, as chosen by tools/plan.py. In the repository:
 #     source {site} && sbatch FOLDER/job.sbatch [flags of pretrain_gpt.py, which override these]
 #     source {site} && python tools/preflight.py check FOLDER/job.sbatch
 {comments}#SBATCH -J {name}
@@ -385,8 +385,9 @@ def write_script(
     """Write job.sbatch, or command.sh if the launch scripts do not support the machine.
 
     They do not support jobs on part of a node either. If no flag gives the length of the run, it is
-    `tokens`; without these, job.sbatch uses a fixed number of tokens per parameter, which is added
-    to `notes`. Raises ConfigError if the file cannot be written.
+    `tokens`; if this is None, job.sbatch uses a fixed number of tokens per parameter. If no flag
+    gives the learning rate, job.sbatch uses GPT-3's for the model's size. Both choices are added to
+    `notes`. Raises ConfigError if the file cannot be written.
     """
     flags = [word for word in command_line_of(config) if not word.startswith("--world-size")]
     flags += ["--distributed-backend", "gloo"] if cluster.device_type == "cpu" else []
@@ -398,7 +399,7 @@ def write_script(
         tokens = _TOKENS_FOR_EACH_PARAMETER * parameters
         notes.append(
             f"--train-tokens is {_TOKENS_FOR_EACH_PARAMETER} for each parameter, since no length "
-            "was given; the tables have days and node-hours of 1e9 tokens: choose yours"
+            "was given; the tables have days and node-hours for 1e9 tokens: choose your own"
         )
     lengths = {"train_iters", "train_samples", "train_tokens"}
     if tokens is not None and not lengths & config.explicit.keys():
@@ -406,7 +407,9 @@ def write_script(
     if on_site and "lr" not in config.explicit:
         rate = next(rate for most, rate in _RATES if parameters <= most)
         flags += ["--lr", f"{rate:g}"]
-        notes.append(f"--lr {rate:g} is GPT-3's for this size, since none was given: choose yours")
+        notes.append(
+            f"--lr {rate:g} is GPT-3's for this size, since none was given: choose your own"
+        )
     if on_site:
         text = _site_script(flags, config, preset, cluster, notes)
         return write_text(folder / "job.sbatch", text, choose=_CHOOSE)

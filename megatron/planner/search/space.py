@@ -29,6 +29,8 @@ _STORES_SCORES = ("unfused", "local")
 def make_config(preset: str | None, flags: Sequence[str], batch: int) -> Config:
     """Configure a model from a preset and flags of pretrain_gpt.py, on one device.
 
+    With --pipeline-layout it is on one device per stage.
+
     Raises ConfigError for invalid flags and for flags whose values the search chooses.
     """
     settings = read_settings(with_preset(preset, flags), checkpoint=settings_to_take)
@@ -80,7 +82,7 @@ class Rejections:
 class LayoutSpace:
     """All layouts that a search considers.
 
-    base          configuration without a layout; name: name of its model
+    base          configuration without a layout; name: name of its model; cluster: machine
     worlds        numbers of devices to consider
     restrictions  allowed values by dimension, including global batches
     more          values to try in addition to the default ones
@@ -119,7 +121,7 @@ class LayoutSpace:
                 problem = f"tp={tp}, {world} devices" if tp > world else self._problem(tp)
                 if problem is not None:
                     rejections.add(
-                        "tensor-parallel size that model or devices do not allow", problem
+                        "tensor-parallel size that the model or the devices do not allow", problem
                     )
                     continue
                 for pp in self._values("pp", range(1, min(layers, world // tp) + 1)):
@@ -149,7 +151,10 @@ class LayoutSpace:
         return [(cp, ep) for cp, ep in pairs if ranks % cp == ranks % ep == 0]
 
     def _sizes(self, shape: CandidateLayout, rejections: Rejections) -> Iterator[CandidateLayout]:
-        """Yield batches, micro-batches (powers of two by default), chunks and schedules."""
+        """Yield all sizes of this shape: batches, micro-batches, chunks and schedules.
+
+        By default micro-batch sizes are powers of two.
+        """
         chunks = self._chunks(shape.pp)
         if not chunks:
             rejections.add("layers do not divide into these chunks", self.write(shape))
@@ -225,10 +230,10 @@ class LayoutSpace:
             )
 
     def _zeros(self, size: CandidateLayout) -> list[tuple[int, int, int]]:
-        """List ZeRO stages, each with the ranks that shard weights and that shard states; 0: all.
+        """List ZeRO stages, each with its numbers of ranks that shard gradients and states; 0: all.
 
-        By default stages 2 and 3 shard weights over all ranks or over the ranks of a node, and
-        states over all.
+        In stage 3 the ranks that shard gradients also shard weights. By default these are all ranks
+        or, in stages 2 and 3, the ranks of a node, and states are sharded over all ranks.
         """
         if not size.has_choice("zero"):
             return [(size.zero, size.shard, size.states)]
@@ -257,7 +262,7 @@ class LayoutSpace:
         return list(filter(fits, dict.fromkeys(triples)))
 
     def recomputations(self, size: CandidateLayout) -> Iterator[str]:
-        """Yield recomputations: none, selective by module sets, groups of layers, first layers."""
+        """Yield values of `recompute`: none, sets of modules, groups of layers, first layers."""
         stages = assign_layers(
             self.base.model.num_layers, size.pp * size.chunks, self.base.parallel.pipeline_layout
         )

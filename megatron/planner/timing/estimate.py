@@ -70,14 +70,14 @@ bubble               neither computing nor waiting for a message in flight
 pipeline messages    waiting for messages between stages whose content has been computed
 data-parallel        messages of gradients and weights that no pass hides, and the tied embedding
 optimizer            the update
-host                 host overhead for each layer's pass and for the step"""
+host                 host overhead of layers' passes, of instructions and of the step"""
 
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
     """Estimate for one step with the full global batch, in the steady state of a run.
 
-    breakdown      seconds by name, on the busiest pipeline rank
+    breakdown      seconds of each of COMPONENTS, on the busiest pipeline rank
     channels       the links, which record the figures used
     run            the schedule on its clock
     stage_seconds  by global stage
@@ -168,7 +168,7 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     """Estimate the time of a step on a placement, by default the cheapest one.
 
     Raises ConfigError for a world size that does not fit on the machine, and for a dtype for which
-    its file has no rates; MegatronError without the extension that simulates schedules.
+    its file has no rates, and MegatronError if the extension that simulates schedules is missing.
     """
     check_clock()
     placement = placement or choose_placement(config, cluster)
@@ -357,11 +357,11 @@ def _late(
     due: Sequence[float],
     hides: bool,
 ) -> float:
-    """Return by how much new weights arrive later than due, at most over all buckets.
+    """Return the largest delay in seconds of a bucket's new weights after they are due.
 
-    Messages in a group follow one another, and so do all messages that need the cores. The second
-    hop of a bucket begins once the first has arrived; the engine waits for this arrival before the
-    first pass (engine.gradients.WeightGather.start).
+    Messages in a group follow one another; without overlap all messages do. The second hop of a
+    bucket begins once the first has arrived; the engine waits for this arrival before the first
+    pass (engine.gradients.WeightGather.start).
 
     due  by bucket: when a pass first needs its weights
     """
@@ -430,7 +430,7 @@ def bytes_per_element(config: Config, device: str, full: bool = False) -> float:
     if kernel and settings.qk_clip and settings.ema_decay is not None:
         update += 4.0 / settings.ema_interval  # the average reads the clipped weights again
     update += _FULL_BYTES * full
-    if on_cpu and config.engine.cpu_offload:  # copied in and out, each read and written
+    if on_cpu and config.engine.cpu_offload:  # each copy in or out reads and writes
         update += 4.0 * streamed_bytes(config, full)
     if dtype_name == "float32":
         return norm + update
@@ -471,7 +471,10 @@ def update_seconds(config: Config, device: str, rates: DeviceRates) -> float:
 
 
 def updated_elements(config: Config, device: str) -> tuple[float, float]:
-    """Return the elements of other and of full parameters on the device that owns the most."""
+    """Return the elements of regular and of full parameters that one device owns.
+
+    The device is on the pipeline rank with the most parameters.
+    """
     traced = trace(config, device)
     zero = zero_of(config)
     ranks = range(config.parallel.pipeline_model_parallel_size)
@@ -640,7 +643,8 @@ def _exchanged(
     """Return the seconds of gradient and weight messages that the first rank's passes do not hide.
 
     Gradients overlap with its last backward passes, weights with its first forward passes. A
-    chunk's messages are sent while each earlier chunk runs one micro-batch per rank.
+    chunk's gradients are sent while each earlier chunk runs as many micro-batches as there are
+    pipeline ranks; weights overlap likewise.
     """
     engine = config.engine
     zero = zero_of(config)

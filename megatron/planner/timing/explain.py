@@ -1,4 +1,4 @@
-"""Arithmetic behind an estimate, as tables: a layer's operations, passes, step parts, memory."""
+"""Arithmetic behind an estimate, as tables of operations, passes, parts of a step and memory."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def _zero(zero: Zero) -> list[tuple[str, str, str]]:
         sizes = (
             f"{'weights and ' * (zero.stage > 2)}gradients over {zero.sizes.inner} ranks, {sizes}"
         )
-    return [("ZeRO", sizes if zero.stage else "nothing is divided", f"stage {zero.stage}")]
+    return [("ZeRO", sizes if zero.stage else "nothing is sharded", f"stage {zero.stage}")]
 
 
 def _zero_steps(plan: ZeroPlan) -> Table:

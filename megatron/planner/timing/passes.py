@@ -35,7 +35,7 @@ MessageSeconds = Callable[[str, float, str], float]
 
 @functools.lru_cache(maxsize=64)
 def rates_of(cluster: Cluster, dtype_name: str) -> DeviceRates:
-    """Return the rates for a machine and dtype: always the same object, a key of other caches."""
+    """Return the rates for a machine and dtype, always as the same object, a key of caches."""
     return DeviceRates(cluster, dtype_name)
 
 
@@ -52,7 +52,7 @@ def seconds_of(operation: Computation, rates: DeviceRates) -> float:
 
 
 def crowding(config: Config, cluster: Cluster) -> float:
-    """Count the ranks that share a core while a whole node computes; 1 for GPUs."""
+    """Return the ranks per core while a whole node computes, at least 1; 1 for GPUs."""
     if cluster.shared_cores is None:
         return 1.0
     return max(
@@ -61,7 +61,13 @@ def crowding(config: Config, cluster: Cluster) -> float:
 
 
 class PassSeconds(NamedTuple):
-    """Seconds of one pass: computation, recomputation, and waits for other and ZeRO's messages."""
+    """Seconds of one pass.
+
+    compute    computation, without recomputation
+    recompute  recomputation
+    waited     waits for messages of the layers
+    shared     waits for ZeRO's messages
+    """
 
     compute: float
     recompute: float
@@ -79,8 +85,7 @@ class _Timed(NamedTuple):
     steps     posts and waits of messages, and the seconds between them
     compute   seconds of computations, without recomputation
     recompute seconds of recomputation
-    complete  (index of a parameter, share of all these seconds after which its gradient is
-              complete)
+    complete  (index of a parameter, share of the pass after which its gradient is complete)
     """
 
     steps: tuple[float | Post | Wait, ...]
@@ -142,10 +147,11 @@ def pass_seconds(
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Seconds of one micro-batch; `backward` and `weight` are the halves of a split backward pass.
+    """Seconds of a stage's passes for one micro-batch.
 
-    overhead     host overhead for each of the three passes
-    first, last  see ZeroWaits
+    backward, weight  halves of a split backward pass; otherwise `weight` takes no time
+    overhead          host overhead for each of the three passes
+    first, last       see ZeroWaits
     """
 
     forward: PassSeconds
