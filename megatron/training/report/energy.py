@@ -5,14 +5,14 @@
   "Energy and power consumption"; Slurm's plugin acct_gather_energy/pm_counters). Where it exists,
   nothing else is read.
 - RAPL, /sys/class/powercap/intel-rapl:*/energy_uj: Intel and AMD processors and their memory, where
-  users may read it. The counter is in microjoules and wraps to 0 after max_energy_range_uj (Linux,
-  Documentation/power/powercap/powercap.rst).
+  users may read the file. The counter is in microjoules and wraps to 0 after max_energy_range_uj
+  (Linux, Documentation/power/powercap/powercap.rst).
 - GPUs, through AMD's amdsmi (amdsmi_get_energy_count: a count and its unit in microjoules) or
   NVIDIA's pynvml (nvmlDeviceGetTotalEnergyConsumption: millijoules), if the Python package is
   installed.
 
-The energy of other jobs on the node is included. If a counter wraps twice between two log lines
-(RAPL does in about half an hour), the figure is too low.
+The energy of other jobs on the node is included. If a counter wraps twice between two log lines,
+as a RAPL counter may within half an hour, the figure is too low.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Counter(NamedTuple):
 class EnergyMeter:
     """Reads the counters of this node.
 
-    reads   True on one rank of the node; the others report 0
-    root    folder of the system's files
-    load    imports a module
-    source  names of the counters; "" without any
+    reads   whether this rank reads the counters: one rank per node does; the others report 0
+    root    where sysfs is mounted
+    load    function that imports a module
+    source  names of the counters; "" if there are none
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class EnergyMeter:
         return [math.nan] * len(self._counters)
 
     def used_j(self) -> float:
-        """Return the energy since the last call, or since the beginning; NaN if unknown."""
+        """Return the joules used since the last call, or since creation; NaN if unknown."""
         before = self._before
         self._before = self._read()
         used = sum(

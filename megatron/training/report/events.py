@@ -1,6 +1,6 @@
 """Events of a run, passed on rank 0 to the log, the metrics file, trackers and callbacks.
 
-Each class lists the fields of one kind of record of metrics.jsonl.
+Each class lists the fields of one kind of record in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class StepRecord:
     """One training step, with the figures that every rank has without communication.
 
     `loss` is this rank's term in the mean loss of the global batch, a scalar still on the device;
-    None on ranks without a term (see local_loss). Counts include this step.
+    None on ranks without a term (see local_loss). consumed_samples and consumed_tokens include this
+    step.
 
-    counted  how many of this rank's micro-batches have a token in the loss, and how many there are,
-             on the device; None: all have one, or the rank has no term  # [2], fp64
+    counted  fp64 [2], on the device: how many of this rank's micro-batches have a token in the
+             loss, and how many it has in all; None: all have one, or the rank has no term
     """
 
     iteration: int
@@ -63,6 +64,7 @@ class StepRecord:
 class Event:
     """Something that happened at `time`, in seconds since 1970. Subclasses are dataclasses too.
 
+    event   kind of event, the value of "event" in the record
     shown   {field: its name in trackers}; Megatron-LM's name if it has one
     """
 
@@ -74,13 +76,13 @@ class Event:
         dataclass(frozen=True, kw_only=True)(cls)
 
     def shown_as(self) -> Mapping[str, str]:
-        """Return `shown`, which does not depend on the event by default."""
+        """Return `shown`; subclasses may return names that depend on the event."""
         return self.shown
 
     def as_record(self) -> dict[str, Any]:
         """Return the record for metrics.jsonl, unrounded.
 
-        It has every field without a default, and the other fields that differ from their defaults.
+        Fields that equal their defaults are omitted, and so are those marked _UNRECORDED.
         """
         fields = [f for f in dataclasses.fields(self) if f.metadata.get("recorded", True)]
         values = [(f, getattr(self, f.name)) for f in fields]
@@ -90,8 +92,14 @@ class Event:
 class Start(Event):
     """A run begins, or continues from `iteration`.
 
-    costs    parameters, tokens, FLOPs and node-hours of the whole run
-    differs  settings that differ from their defaults
+    config      all settings by name
+    layout      sizes of the layout; see layout_record
+    places      "node:device" of every rank
+    device      name of rank 0's device
+    parameters  number of parameters of the whole model
+    versions    of Python, the system and libraries
+    costs       tokens and FLOPs of the whole run; see RunCosts
+    differs     settings that differ from their defaults
     """
 
     event = "start"
@@ -106,7 +114,7 @@ class Start(Event):
     differs: Record | None = None
 
     def settings(self) -> dict[str, Any]:
-        """Return the configuration of the run for trackers."""
+        """Return what trackers show as the configuration; it includes device and versions."""
         about = {"parameters": self.parameters, "device": self.device, "versions": self.versions}
         return {**self.config, **about}
 
@@ -114,28 +122,29 @@ class Start(Event):
 class Iteration(Event):
     """The figures of one log line.
 
-    Times and rates are means over the interval; losses exclude skipped steps, and micro-batches
-    without a token in the loss.
-
-    lm_loss is None if every step of the interval was skipped or had no token in the loss; `empty`
-    counts the latter, whose loss is None in step_losses. mfu and hfu are fractions of the device's
-    peak, None if that is unknown. memory_bytes is the most that any rank has held since the job
-    began, not only in the interval; memory_rank is that rank. reserved_bytes is the most that the
-    allocator of any rank has reserved, None on a CPU.
+    Times and rates are means over the interval. lm_loss excludes skipped steps, and micro-batches
+    without a token in the loss; it is None if every step was skipped or had no such token. `empty`
+    counts steps without a token in the loss; in step_losses their loss is None. mfu and hfu are
+    fractions of the device's peak, None if the peak is unknown. memory_bytes is the most that any
+    rank has held since the job began, not only in the interval; memory_rank is that rank.
+    reserved_bytes is the most that the allocator of any rank has reserved, None on a CPU.
 
     phases_ms           {phase: {"min", "mean", "max"}} over the ranks, for the recorded step; None
-                        without one
+                        if no step was recorded
     stage_memory_bytes  most memory held by a rank of each pipeline stage
-    energy_j            energy of all nodes in the interval, also per token (joules_per_token) and,
-                        since this job began, in kWh (energy_kwh); None if unknown
+    energy_j            energy of all nodes in the interval; None if unknown
+    joules_per_token    the same per token
+    energy_kwh          energy of all nodes since this job began; None if unknown
     times_ms            {phase: its time on each rank}, summarized by phases_ms
     balancing           {Megatron-LM's name for a router loss: its mean over layers and tokens,
                         without its coefficient}
     experts             {layer: its balance} with --moe-per-layer-logging: `imbalance`, the largest
                         load over the mean; `entropy` of the routing, as a fraction of its maximum;
-                        `dropped`, the share of choices that were dropped; `tokens` of each expert
-    sources             {data source: its tokens and epochs so far}
-    steps               the steps of the interval, and step_losses, their losses over all ranks
+                        `dropped`, the share of choices that were dropped; `tokens`, the number for
+                        each expert
+    sources             {data source: what was taken from it so far}; see DataTaken
+    steps               the steps of the interval
+    step_losses         the loss of each of `steps` over all ranks
     """
 
     event = "iteration"
@@ -200,15 +209,15 @@ class Iteration(Event):
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), with the loss limited to 20."""
+    """Return exp(loss), with the loss capped at 20."""
     return math.exp(min(20.0, loss))
 
 
 class Validation(Event):
     """An evaluation on `samples` samples of the 'valid' or 'test' data set, or of one `corpus`.
 
-    ema_loss  the loss of the average of the weights (--eval-ema)
-    where     iteration and data, for the log
+    ema_loss  the loss with the averaged weights (--eval-ema)
+    where     the iteration and the data, for the log
     """
 
     event = "validation"
@@ -224,7 +233,7 @@ class Validation(Event):
     where: str = field(default="", metadata=_UNRECORDED)
 
     def shown_as(self) -> Mapping[str, str]:
-        """Return names that differ between data sets and corpora."""
+        """Return names that contain the kind of data and the corpus."""
         kind = "test" if self.dataset == "test" else "validation"
         name = f"lm loss {kind}" + (f" {self.corpus}" if self.corpus else "")
         return {"lm_loss": name, "perplexity": f"{name} ppl", "ema_loss": f"{name} ema"}
@@ -255,7 +264,7 @@ class TaskEvaluated(Event):
     checkpoint: str | None = None
 
     def shown_as(self) -> Mapping[str, str]:
-        """Return names that differ between tasks."""
+        """Return names that contain the name of the task."""
         kinds = ("accuracy", "accuracy_bytes", "accuracy_tokens", "log_likelihood", "perplexity")
         return {kind: f"task {self.task} {kind.replace('_', '-')}" for kind in kinds}
 
@@ -270,7 +279,7 @@ class TaskEvaluated(Event):
 
 
 class HarnessEvaluated(Event):
-    """{task: {metric: value}} of lm-evaluation-harness, by tools/evaluate.py."""
+    """Results of lm-evaluation-harness in tools/evaluate.py, as {task: {metric: value}}."""
 
     event = "lm_eval"
     iteration: int
@@ -280,7 +289,7 @@ class HarnessEvaluated(Event):
 
 
 class DataTaken(Event):
-    """{samples, tokens, epochs} of each data source so far; see Ledger.record."""
+    """Samples, tokens and epochs taken from each data source so far; see Ledger.record."""
 
     event = "data"
     iteration: int
@@ -289,7 +298,11 @@ class DataTaken(Event):
 
 
 class ComputeTimes(Event):
-    """Computing times of a step over the ranks, and the slow ranks; see summarise."""
+    """Computing times of a step over the ranks, and the slow ranks; see summarise.
+
+    slow        the slowest of the slow ranks, at most 64
+    slow_ranks  number of slow ranks
+    """
 
     event = "stragglers"
     shown: ClassVar[Mapping[str, str]] = {
@@ -306,7 +319,7 @@ class ComputeTimes(Event):
 
 
 class CheckpointSaved(Event):
-    """A checkpoint is complete; of the `elapsed_s` that it took, training waited for `stall_s`."""
+    """A checkpoint is complete. Saving took `elapsed_s`; training waited for `stall_s` of it."""
 
     event = "checkpoint"
     shown: ClassVar[Mapping[str, str]] = {"elapsed_s": "save-time", "stall_s": "save-stall-time"}
@@ -336,7 +349,11 @@ class CheckpointRejected(Event):
 
 
 class NotFinite(Event):
-    """Every step from `skipped_since` on was skipped; `first` is the first bad value."""
+    """Every step from `skipped_since` on was skipped.
+
+    iteration  the step that was run again
+    first      description of the first non-finite value in it
+    """
 
     event = "not_finite"
     iteration: int
@@ -345,10 +362,14 @@ class NotFinite(Event):
 
 
 class LossSpike(Event):
-    """A loss was too high, compared with the `median` of the steps before.
+    """A loss was not finite, or too high compared with the `median` of the steps before.
 
-    The run went back to an iteration, and leaves out these samples of the data order; these fields
-    are None if it had no checkpoint to go back to.
+    The other fields are None if the run had no checkpoint to go back to.
+
+    back_to_iteration  iteration of the checkpoint to which the run went back
+    samples            [start, stop) in the order of the data, left out because of this spike
+    left_out           all ranges [start, stop) that are left out from now on
+    sources            what was taken from each data source, as in DataTaken
     """
 
     event = "loss_spike"
@@ -365,7 +386,7 @@ class TimelineRecorded(Event):
     """Bubble of a step (fraction of the pipeline's time without computation), and its prediction.
 
     predicted_bubble   None if the extension that computes it is not built
-    file               Perfetto trace of the step, next to the metrics file; None without one
+    file               name of the Perfetto trace, next to the metrics file; None without a trace
     """
 
     event = "timeline"
@@ -392,7 +413,8 @@ class Generated(Event):
 class Evaluated(Event):
     """Loss of a checkpoint on whole files, by tools/evaluate.py.
 
-    bytes and bits_per_byte are None if the size of the text is unknown.
+    bytes and bits_per_byte are None if the size of the text is unknown. context is the number of
+    tokens in a window, stride the number between the starts of two windows.
     """
 
     event = "evaluate"
@@ -427,9 +449,9 @@ class End(Event):
 def scalars(event: Event, every: int = 1) -> dict[int, dict[str, float]]:
     """Return the scalars of an event for trackers: {iteration: {name: value}}.
 
-    Each fact is one scalar. Steps whose iteration is a multiple of `every` have a point; a skipped
-    step has no loss. Values that are unknown or not finite are omitted. Mappings and lists have a
-    scalar for each value, such as "data/web/tokens".
+    Steps whose iteration is a multiple of `every` have a point; a skipped step has no loss. Values
+    that are unknown or not finite are omitted. Mappings and lists have a scalar for each value,
+    such as "data/web/tokens".
     """
     points: dict[int, dict[str, float]] = defaultdict(dict)
     if isinstance(event, Iteration):

@@ -1,4 +1,4 @@
-"""Measurements of a run between two log lines."""
+"""Measurements of a run: figures between two log lines, losses over ranks, timers, profiles."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class FlopRates:
 
 
 def rates(config: Config, topology: Topology) -> FlopRates:
-    """Return the FLOPs of one sample by the formulas, and the peak of this rank's device."""
+    """Return the FLOPs per sample (see model.formulas), and the peak of this rank's device."""
     model = config.model
     recompute = config.recompute
     parallel = config.parallel
@@ -79,6 +79,7 @@ class Interval:
 
     No rank communicates or waits for its device before `reduce`.
 
+    steps   records of these steps
     meter   energy meter of this node; None if there is none
     used_j  energy used by all nodes up to the last log line; NaN if unknown
     """
@@ -96,13 +97,15 @@ class Interval:
         reserved_bytes: int | None,
         unfinished: Sequence[StepRecord] = (),
     ) -> tuple[list[float | None], Peak]:
-        """Return the loss over all ranks of each step of the interval, and memory and energy.
+        """Return each step's loss over all ranks, and the peak memory and energy.
 
-        The losses of the `unfinished` steps come last; see mean_of_counted. `memory_bytes` is this
-        rank's peak memory in use, `reserved_bytes` the peak reserved by its allocator.
+        The losses of the `unfinished` steps come last; a step without a token in the loss has None.
+        `memory_bytes` is this rank's peak memory in use, `reserved_bytes` the peak reserved by its
+        allocator, None on a CPU.
 
-        This is one collective over the world: each rank has its own elements for its bytes, which
-        are zero on all other ranks; the sum is exact in float64 up to 2**53. Waits for the device.
+        All ranks call this. It takes one all-reduce over the world, in which the elements for a
+        rank's bytes are zero on all other ranks; sums are exact in float64 up to 2**53. Waits for
+        the device.
         """
         steps = [*self.steps, *unfinished]
         world = self._topology.world
@@ -145,10 +148,10 @@ class Interval:
         phases: Mapping[str, Sequence[float]] | None = None,
         **measured: Any,
     ) -> Iteration:
-        """Return the figures of the interval of `elapsed_s` seconds, and begin a new one.
+        """Return the figures of the interval of `elapsed_s` seconds, and begin a new interval.
 
-        `phases` has the milliseconds of each phase of a step on each rank; `measured` has further
-        fields of Iteration.
+        `losses` and `memory` are the results of `reduce`. `phases` has the milliseconds of each
+        phase of a step on each rank; `measured` has further fields of Iteration.
         """
         steps = tuple(self.steps)
         self.steps = []
@@ -200,8 +203,8 @@ class Interval:
 class TokenWeights(Sequence[Tensor]):
     """Weights of this rank's micro-batches: each unmasked token of the global batch counts equally.
 
-    The total number of tokens is reduced in the background from the beginning, and is needed only
-    when a weight is read. All ranks of the data-parallel `group` create one.
+    Construction starts an all-reduce of the number of tokens in the background; only reading a
+    weight waits for it. All ranks of the data-parallel `group` create an instance.
     """
 
     def __init__(self, micro_batches: Sequence[MicroBatch], group: Group) -> None:
@@ -230,9 +233,9 @@ class TokenWeights(Sequence[Tensor]):
 def local_loss(losses: list[Tensor], weights: Tensor | None, topology: Topology) -> Tensor | None:
     """Return this rank's term in the mean loss of the global batch, for a sum over the world.
 
-    `losses` are the micro-batch losses on the last pipeline stage, empty on other stages; `weights`
-    [micro-batches] are their weights, equal if None. All tensor ranks of a stage have the same
-    losses: only the first one has a term.
+    Returns None on ranks without a term. `losses` are the micro-batch losses on the last pipeline
+    stage, empty on other stages; `weights` [micro-batches] are their weights, equal if None. All
+    tensor ranks of a stage have the same losses, so only the first one has a term.
     """
     if not topology.pipeline.is_last or topology.tensor.rank != 0:
         return None
@@ -245,9 +248,10 @@ def local_loss(losses: list[Tensor], weights: Tensor | None, topology: Topology)
 def counted(
     micro_batches: Sequence[MicroBatch], weights: TokenWeights | None, topology: Topology
 ) -> Tensor | None:
-    """Return StepRecord.counted for a step, on the ranks that have a term in its loss.
+    """Return StepRecord.counted for a step; None on ranks without a term in its loss.
 
-    With token weights, micro-batches without tokens have weight 0 anyway: all count, or none does.
+    With token weights, micro-batches without unmasked tokens have weight 0 anyway, so all
+    micro-batches count, or none if the global batch has no unmasked token.
     """
     if not topology.pipeline.is_last or topology.tensor.rank != 0:
         return None
@@ -267,7 +271,7 @@ def loss_share(loss: Tensor | None, counted: Tensor | None) -> Tensor:
 def mean_of_counted(loss: float, counted: float, every: float) -> float | None:
     """Return the mean loss over the `counted` micro-batches, given the mean over all `every`.
 
-    The loss of the others, which have no token in the loss, is 0. None if none is counted.
+    The other micro-batches have no token in the loss, and loss 0. Returns None if `counted` is 0.
     """
     if counted == every:
         return loss
@@ -278,15 +282,15 @@ def mean_of_counted(loss: float, counted: float, every: float) -> float | None:
 
 
 SLOW = 1.05  # a rank is slow if it takes at least this multiple of its stage's median
-_SPARSE = 10  # smallest interval of recorded steps, unless a flag sets it
+_SPARSE = 10  # smallest interval between recorded steps, unless a flag sets it
 _MEMORY_EVENTS = 100_000  # how many of the newest allocations and frees a memory snapshot keeps
 
 
 class Timers:
     """Measures the phases of some steps on this rank (timeline.Recording).
 
-    It measures one step per --timeline-interval, and the last step; with --timing-log-level or
-    --straggler-report, one step per log line. Other steps cost nothing.
+    It measures one step per --timeline-interval or, with --timing-log-level or --straggler-report,
+    one step per log line; the last step, too, unless the interval is 0. Other steps cost nothing.
 
     last       the last iteration of the run
     recording  the newest recorded step, until its consumer removes it
@@ -334,7 +338,7 @@ class Stopwatch:
 
     @contextmanager
     def paused(self, name: str = "") -> Iterator[None]:
-        """Exclude the time inside the context from the lap."""
+        """Exclude the time inside the context from the lap, and count it under `name`."""
         start = self._clock()
         yield
         pause = self._clock() - start
@@ -342,7 +346,7 @@ class Stopwatch:
         self.paused_s[name] += pause  # type: ignore[assignment]
 
     def lap(self) -> float:
-        """Return the seconds since the last lap, or since the beginning."""
+        """Return the seconds since the last lap, or since the beginning, without pauses."""
         now = self._clock()
         elapsed = now - self._start
         self._start = now
@@ -350,13 +354,13 @@ class Stopwatch:
 
 
 class Profiler:
-    """Records iterations --profile-step-start up to --profile-step-end on --profile-ranks.
+    """Profiles iterations from --profile-step-start up to, not including, --profile-step-end.
 
-    It is off without --profile. It writes one Chrome trace per rank into --trace-dir, or else next
-    to TensorBoard's files, next to the metrics file or into the current folder, and reports the
-    path through `say`. With --record-memory-history the same ranks record which code allocates
-    device memory, and write a snapshot when the run ends, even after an error. Raises ConfigError
-    if the folder cannot be created.
+    It is off without --profile. It writes one Chrome trace for each of --profile-ranks into
+    --trace-dir, or else next to TensorBoard's files, next to the metrics file or into the current
+    folder, and reports the path through `say`. With --record-memory-history the same ranks record
+    which code allocates device memory, and write a snapshot when the run ends, even after an error.
+    Raises ConfigError if the folder cannot be created.
 
     steps   the iterations of the run, counted from 0
     device  type of the device
@@ -409,7 +413,7 @@ class Profiler:
                 ) from error
 
     def step(self, iteration: int) -> None:
-        """Start or stop recording. Call this before each step, with its number."""
+        """Start or stop recording. Call this before each step, with its number from 0."""
         if iteration not in self._steps:
             self.finish()
             return
@@ -435,7 +439,7 @@ class Profiler:
         )
 
     def close(self) -> None:
-        """Write remaining data, or report that no step was profiled."""
+        """Write remaining data, and report if no step was profiled."""
         self.finish()
         if self._missing:
             self._say(f" warning: --profile records no step: {self._missing}")
@@ -453,10 +457,10 @@ class Profiler:
 def summarise(
     seconds: Sequence[float], layout: Layout, locations: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Compare the computing times [world] with those of other ranks of the same pipeline stage.
+    """Compare the computing time of each rank with the median of its pipeline stage.
 
-    `locations` has "node:device" for every rank. Returns times in ms and, for the slow ranks,
-    ratios to the median of the stage.
+    `seconds` has one time per rank, `locations` "node:device" for every rank. Returns the fields of
+    events.ComputeTimes: times in ms and, for the slow ranks, ratios to the median of the stage.
     """
     stages = [layout.coordinates(rank)[2] for rank in range(len(seconds))]
     of_stage: dict[int, list[float]] = {}

@@ -5,7 +5,7 @@ millisecond per scalar.
 
 It reads JSON lines from its standard input: the settings (Begin), then [milliseconds since 1970,
 {iteration: {name: value}}] for each event, and finally the status of the run; without a status the
-run has failed. After an error it prints the error to standard output and exits with code 1.
+run counts as failed. After an error it prints the error to standard output and exits with code 1.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from typing import Any, TypedDict
 _NICENESS = 5
 _MOST_PARAMS = 100  # per request
 _MOST_METRICS = 1000  # per request
-_MOST_TEXT = 500  # characters of a parameter
+_MOST_TEXT = 500  # characters of a parameter's value
 
 
 class Begin(TypedDict):
-    """The run to write to; fields that are None are left to MLflow.
+    """The run to write to.
 
-    id_file  file with the id of MLflow's run, written when that run starts
-    resumes  whether to continue the run with that id
-    params   settings of the training run
+    uri         tracking server or store; None: MLflow's default
+    experiment  name of the experiment
+    name        name of the run; None: MLflow chooses one
+    id_file     file with the id of MLflow's run, written when that run starts; None: no file
+    resumes     whether to continue the run with that id
+    params      settings of the training run
     """
 
     uri: str | None
@@ -41,13 +44,13 @@ class Begin(TypedDict):
 
 
 def begin(mlflow: Any, run: Begin) -> str:
-    """Start a run, or resume it if the store has it, and return its id."""
+    """Start MLflow's run, or resume the earlier one if the store has it; return the run's id."""
     file = Path(run["id_file"]) if run["id_file"] else None
     if run["uri"]:
         mlflow.set_tracking_uri(run["uri"])
     mlflow.set_experiment(run["experiment"])
     if run["resumes"] and file is not None and file.is_file():
-        with contextlib.suppress(mlflow.exceptions.MlflowException):  # a run in another store
+        with contextlib.suppress(mlflow.exceptions.MlflowException):  # the id is from another store
             return str(mlflow.start_run(run_id=file.read_text().strip()).info.run_id)
     id_ = str(mlflow.start_run(run_name=run["name"]).info.run_id)
     if file is not None:
@@ -59,7 +62,7 @@ def begin(mlflow: Any, run: Begin) -> str:
 
 
 def write(lines: Iterator[str]) -> None:
-    """Write the events in these lines."""
+    """Write the events in `lines` to MLflow, and end its run."""
     first = next(lines, None)
     if first is None:
         return
@@ -81,7 +84,7 @@ def write(lines: Iterator[str]) -> None:
 
 
 def main() -> int:
-    """Run and return the exit code."""
+    """Write the events on standard input to MLflow; return the exit code."""
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
     answer = sys.stdout

@@ -1,7 +1,7 @@
-"""Output of a run: log lines, progress line, and events for everything else.
+"""Output of a run: log lines, a progress line, and events for files, trackers and callbacks.
 
-Only rank 0 writes. Log parsers read the lines, so their fields, order and formats are those of
-Megatron-DeepSpeed.
+Only rank 0 writes. Log parsers read the iteration and validation lines, so the fields, their order
+and their formats are Megatron-DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _PLAUSIBLE_UTILISATION = 0.9
 def format_iteration(report: Iteration) -> str:
     """Return the iteration line.
 
-    `TFLOPs:` is hardware FLOP/s per device, recomputation included, as parsers expect; MFU and HFU
+    `TFLOPs:` is hardware TFLOP/s per device, recomputation included, as parsers expect; MFU and HFU
     follow if the device's peak is known. lm loss, loss scale, grad norm, num zeros and params norm
-    appear only if they exist.
+    appear only if they have values.
     """
     fields = [
         f"iteration {report.iteration:8d}/{report.total_iterations:8d}",
@@ -76,7 +76,7 @@ def format_iteration(report: Iteration) -> str:
 
 
 def format_validation(prefix: str, loss: float, ema_loss: float | None = None) -> str:
-    """Return the validation line between dashed lines; `prefix` names iteration and data."""
+    """Return the validation line between dashed lines; `prefix` names the iteration and data."""
     line = (
         f" validation loss at {prefix} | lm loss value: {loss:.6E} | lm loss PPL: "
         f"{perplexity(loss):.6E} | "
@@ -133,7 +133,7 @@ class Console:
 
     @property
     def width(self) -> int:
-        """Return the columns of the terminal; 100 without one."""
+        """Return the columns of the terminal; 100 without a terminal."""
         return shutil.get_terminal_size().columns if self._stream.isatty() else 100
 
     def say(self, text: str) -> None:
@@ -146,7 +146,7 @@ class Console:
             print(f"{text}\n", end="", file=self._stream, flush=True)
 
     def say_wrapped(self, text: str) -> None:
-        """Print a text, wrapped to the width."""
+        """Print a text, wrapped to the width of the terminal."""
         fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
         self.say(fill(text, self.width, initial_indent=" ", subsequent_indent="   "))
 
@@ -154,10 +154,10 @@ class Console:
     def doing(
         self, what: str, total: int = 0, done: int = 0, where: Callable[[], str] = str
     ) -> Iterator[None]:
-        """Show the progress of the work in the block, which may contain other work.
+        """Show the progress of the work in the block; blocks may be nested.
 
         what         the work, with the name of its units if they are counted: "evaluation: batch"
-        total, done  units; total 0: none are counted
+        total, done  number of units, in all and done already; total 0: units are not counted
         where        returns the position within a unit, shown when a unit takes long
         """
         if not self._enabled:
@@ -180,7 +180,10 @@ class Console:
                     self._live = None
 
     def advance(self, done: int | None = None, tokens: int = 0) -> None:
-        """Note that a unit of the innermost work is done: the next one, or number `done`."""
+        """Note that a unit of the innermost work is done: the next one, or number `done`.
+
+        The unit has `tokens` tokens; 0: its rate is not shown.
+        """
         for work in self._works.tasks[-1:] if self._enabled else ():
             number = work.completed + 1 if done is None else done
             seconds = self._clock() - self._moved
@@ -201,11 +204,11 @@ class Console:
             work.fields["note"] = text
 
     def tell(self, silent_s: float = 0.0) -> None:
-        """Draw the progress line on a terminal, or print it after `silent_s` of silence."""
+        """Draw the progress line on a terminal; elsewhere print it after `silent_s` of silence."""
         if self._live is not None:
             self._live.refresh()
         elif self._clock() - self._reported >= silent_s:
-            for work in self._works.tasks[-1:]:  # the thread may be late
+            for work in self._works.tasks[-1:]:  # empty if the work has just ended
                 self.say(f" {' | '.join(self._fields(work))}")
 
     def _fields(self, work: Any) -> list[str]:
@@ -270,7 +273,7 @@ class LogLines(Callback):
         self._say = console.say
 
     def on_event(self, event: Event) -> None:
-        """Print the lines of an event, and show it in the progress line."""
+        """Print the lines of an event, and show the loss in the progress line."""
         match event:
             case Iteration():
                 self._iteration(event)
@@ -297,13 +300,13 @@ class LogLines(Callback):
     def _iteration(self, report: Iteration) -> None:
         """Print the line of an interval.
 
-        The peak memory is reported after the first interval and whenever it has grown.
+        The peak memory is reported after the first interval, and again when it has grown by 5 %.
         """
         self._say(format_iteration(report))
         for layer, of in (report.experts or {}).items():
             self._say(
                 f"   experts of layer {layer}: largest load {of['imbalance']:.2f} times the mean, "
-                f"entropy {of['entropy']:.3f} of the most, {of['dropped']:.2%} dropped"
+                f"entropy {of['entropy']:.3f} of the maximum, {of['dropped']:.2%} dropped"
             )
         if report.hfu is not None and report.hfu > _PLAUSIBLE_UTILISATION:
             self._say(

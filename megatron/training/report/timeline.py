@@ -1,7 +1,7 @@
-"""Timeline of a recorded step: the activities of each rank, and its time by phase.
+"""Timeline of a recorded step: the activities of each rank, and the time of each phase.
 
-A rank's `Recording` keeps the events that its device passed in the step. At the next log line
-`Timeline` gathers the times of these events on the first rank, by its clock, and writes
+A `Recording` keeps the device events of a rank's step. At the next log line `Timeline` gathers the
+times of these events on the first rank, converts them to that rank's clock, and writes
 timeline.json next to the metrics file. Perfetto, chrome://tracing and
 `tools/show_schedule.py --timeline` can read this file.
 """
@@ -51,14 +51,14 @@ _OF_KIND = {
     "data": "data-parallel",
     "expert_data": "data-parallel",
 }
-_ALL_RANKS = 64  # the largest job whose ranks are all gathered
+_ALL_RANKS = 64  # the largest job whose timeline has all ranks
 _MOST_EVENTS = 60_000  # in the file, about 9 MB
 _ROUND_TRIPS = 5
 _EVERY_S = 60.0  # between two writes of the file, each of which may take half a second
 
 
 class Activity(NamedTuple):
-    """A pass (without the wait for its message), a call or another phase of a step, in seconds."""
+    """A pass (without the wait for its message), a call or another part of a step; in seconds."""
 
     what: Any  # an Instruction, a PendingCall, or the name of another part
     start: float
@@ -66,7 +66,7 @@ class Activity(NamedTuple):
 
     @property
     def phase(self) -> str | None:
-        """Return the phase that its time counts for; None if the enclosing activity decides."""
+        """Return the phase that the time counts toward; None: that of the enclosing activity."""
         if isinstance(self.what, Instruction):
             return "forward" if self.what.op is Op.FORWARD else "backward"
         if isinstance(self.what, PendingCall):
@@ -108,7 +108,7 @@ class Recording:
         self._flight.meter = self._before
 
     def activities(self, clock: Callable[[], float]) -> list[Activity]:
-        """Return this rank's activities in order, by its clock. Waits for the device.
+        """Return this rank's activities in order of start, timed by `clock`. Waits for the device.
 
         The list is empty if the step had more calls than can be recorded.
         """
@@ -147,9 +147,9 @@ def _named(what: object) -> Instruction | PendingCall | str:
 
 
 def phases_s(activities: Sequence[Activity]) -> dict[str, float]:
-    """Return the seconds spent in each phase, given activities in order.
+    """Return the seconds spent in each phase, given activities sorted by start.
 
-    Time counts for the innermost activity that has a phase, so phases do not overlap.
+    Time counts toward the innermost activity that has a phase, so phases do not overlap.
     """
     spent = dict.fromkeys(PHASES, 0.0)
     around: list[tuple[float, str | None]] = [(math.inf, None)]  # end and phase
@@ -169,10 +169,11 @@ def phases_s(activities: Sequence[Activity]) -> dict[str, float]:
 def bubbles(lanes: Sequence[Sequence[Activity]], executor: Executor) -> tuple[float, float | None]:
     """Return the fraction of time that ranks spend outside passes, measured and predicted.
 
-    The schedule clock predicts it, from the mean times of the measured passes for all stages and
-    with messages that take no time; None without its extension (csrc/schedule_clock.cpp).
+    The prediction is the schedule clock's, in which passes of a kind take their mean measured time
+    on all stages, and messages no time. It is None if the clock's extension
+    (csrc/schedule_clock.cpp) is not built.
 
-    `lanes` has the passes of each rank in one pipeline.
+    `lanes` has the passes of each rank of one pipeline, in order.
     """
     lengths = [(one.what.op, one.end - one.start) for lane in lanes for one in lane]
     span_s = max(lane[-1].end for lane in lanes) - min(lane[0].start for lane in lanes)
@@ -197,7 +198,7 @@ def clock_ahead(group: Group, peer: int, clock: Callable[[], float]) -> tuple[fl
     """Return (largest error, how far rank `peer`'s clock is ahead of the first rank's) in seconds.
 
     Both ranks call this; only the first gets the result. The shortest of several round trips
-    counts; the other clock is assumed to be read halfway through it (RFC 5905, section 8).
+    counts; the peer's clock is assumed to be read halfway through it (RFC 5905, section 8).
     """
     word = torch.zeros(1, dtype=torch.float64)
     best = (math.inf, 0.0)
@@ -222,10 +223,13 @@ class Timeline:
     """Gathers recorded steps on the first rank, which writes them.
 
     It covers all ranks of a job with up to 64 ranks, and the first pipeline (data- and
-    tensor-parallel rank 0) of a larger job. All ranks create one.
+    tensor-parallel rank 0) of a larger job. All ranks create a Timeline.
 
+    executor   has the schedule for which the bubble is predicted
     path       file for the trace; None to write none
+    say        prints a line
     locations  "node:device" of every rank; needed on rank 0 only
+    clock      returns seconds, by a clock that all ranks of a node share
     host       identifies ranks with the same clock: the boot id of their kernel
     """
 
@@ -257,9 +261,9 @@ class Timeline:
     ) -> tuple[dict[str, list[float]], TimelineRecorded | None]:
         """Return the milliseconds of each phase on each rank, and the event of the step.
 
-        The first rank gets them; they are {} and None on all others, and if the step had more calls
-        than can be recorded. `save_s` is this rank's time per step in the phase "save", which is
-        spent between steps.
+        Only the first rank gets them; other ranks get {} and None, and so does the first if a rank
+        had more calls in the step than can be recorded. `save_s` is this rank's time per step in
+        the phase "save", which is spent between steps.
         """
         activities = recording.activities(self.clock)
         spent = {**phases_s(activities), "save": save_s} if activities else None
@@ -284,7 +288,7 @@ class Timeline:
         )
 
     def _gather(self, activities: list[Activity]) -> dict[int, list[Activity]]:
-        """Return, on the first rank, the activities of each rank by the first rank's clock."""
+        """Return the activities of each rank, by the first rank's clock; {} on other ranks."""
         group = self._group
         ahead = dict[str, float]()
         for peer, host in enumerate(self._hosts):

@@ -1,4 +1,4 @@
-"""Metrics file and trackers of a run: callbacks on rank 0 that write its events somewhere.
+"""Metrics file and trackers of a run: callbacks on rank 0 that record its events.
 
 TensorBoard, Weights & Biases and MLflow get the same scalars under the same names (events.scalars).
 """
@@ -29,10 +29,10 @@ from megatron.training.report.events import End, Event, Start, scalars
 from megatron.untrusted import without_waiting
 
 _WAITING = 1000  # events by which a slow tracker may lag behind
-_CLOSE_S = 30.0  # how long a run that ends waits for a tracker
+_CLOSE_S = 30.0  # how long the end of a run waits for a tracker
 _FLUSH_S = 30  # seconds of TensorBoard's data that a killed run may lose
 _LOGIN_S = 30.0  # time that Weights & Biases waits for an answer on a terminal
-_MLFLOW = "mlflow-skinny sqlalchemy alembic"  # the last two for a store in a local file
+_MLFLOW = "mlflow-skinny sqlalchemy alembic"  # the last two are for a store in a local file
 
 Say = Callable[[str], object]
 
@@ -43,7 +43,7 @@ class JsonLines(Callback):
     Numbers are not rounded. Each class in megatron.training.report.events is one kind of record. A
     resumed run appends to the same file. Every record is written immediately, so a killed run loses
     nothing that it reported. NaN and infinity are written as null, because JSON has no such
-    numbers; the field `nan` counts such iterations.
+    numbers; the field `nan` counts iterations with such a loss.
 
     Raises ConfigError if the file cannot be opened; the message names `flag`, which selected it. If
     the disk fills up later, records are lost but the run continues; `warn` is called once.
@@ -81,7 +81,9 @@ class JsonLines(Callback):
             self._torn = True
             reason = error.strerror or str(error)
         if reason and self._warn is not None:
-            self._warn(f" warning: records are lost, {self.path} cannot be written: {reason}")
+            self._warn(
+                f" warning: records are lost because {self.path} cannot be written: {reason}"
+            )
             self._warn = None
 
     def close(self) -> None:
@@ -91,12 +93,12 @@ class JsonLines(Callback):
 
 @dataclass(eq=False)
 class Background(Callback):
-    """Passes events to another callback in a thread, so that it cannot stop or slow the run.
+    """Passes events to a callback in a thread, so that the callback cannot stop or slow the run.
 
-    At most `size` events wait; more are lost. An exception turns the callback off. The thread that
-    publishes the events reports each of these problems once through `say`, with the `name` of the
-    callback and the `remedy`. `finish` requests the end, and `close` waits for it with `wait`,
-    which returns whether the given event was set in time.
+    At most `size` events wait; further ones are lost. An exception turns the callback off. The
+    thread that publishes the events reports each of these problems once through `say`, with the
+    `name` of the callback and the `remedy`. `finish` requests the end, and `close` waits for it
+    with `wait`, which returns whether the given event was set in time.
     """
 
     callback: Callback
@@ -135,10 +137,10 @@ class Background(Callback):
         elif self._waiting.qsize() < self.size:
             self._waiting.put(event)
         else:
-            self._note("takes too long: some of the following events are left out")
+            self._note("takes too long: some of the following events are lost")
 
     def finish(self) -> None:
-        """Let the callback take the waiting events, and close."""
+        """Request the end: the callback takes the waiting events, and closes."""
         self._waiting.put(None)
 
     def close(self) -> None:
@@ -201,7 +203,7 @@ class TensorBoard(Callback):
             ) from error
 
     def on_event(self, event: Event) -> None:
-        """Write the scalars of an event, or the configuration."""
+        """Write the scalars of an event; at the start, write the configuration."""
         if isinstance(event, Start):
             resumed_at = event.iteration + 1 if event.iteration else None
             writer = self._writer = self._board.SummaryWriter(
@@ -226,8 +228,8 @@ class TensorBoard(Callback):
 class WandB(Callback):
     """Logs to --wandb-project. A resumed run continues the run whose id is next to metrics.jsonl.
 
-    Its steps continue, too: offline, without a server to supply the last one, they would begin
-    again, and a later upload would replace earlier entries.
+    The number of the next step is kept there, too: offline, without a server to supply it, steps
+    would begin at 0 again, and a later upload would replace earlier entries.
     """
 
     def __init__(self, config: Config) -> None:
@@ -241,7 +243,7 @@ class WandB(Callback):
         self._exit_code = 1
 
     def on_event(self, event: Event) -> None:
-        """Log the scalars of an event, over iterations; begin with the configuration."""
+        """Log the scalars of an event by iteration; at the start, log the configuration."""
         if isinstance(event, Start):
             known = _known(self._id, event)
             id_ = known or secrets.token_hex(4)
@@ -261,7 +263,7 @@ class WandB(Callback):
             )
             before = _known(self._step_file, event) if known else None
             self._step = max(run.starting_step, natural_number(before or "") or 0)
-            # Steps of Weights & Biases only increase; iterations begin again after a rollback.
+            # Steps of Weights & Biases only increase; iterations go back in a rollback.
             self._wandb.define_metric("*", step_metric="iteration")
             _remember(self._id, id_)
         if isinstance(event, End):
@@ -279,7 +281,7 @@ class WandB(Callback):
 
 
 class MLflow(Callback):
-    """Logs to --mlflow-tracking-uri through another process, as WandB does to its service."""
+    """Logs to --mlflow-tracking-uri through mlflow_writer, in a process of its own."""
 
     def __init__(self, config: Config) -> None:
         if importlib.util.find_spec("mlflow") is None:
@@ -290,10 +292,10 @@ class MLflow(Callback):
         self._writer: subprocess.Popen[str] | None = None
 
     def on_event(self, event: Event) -> None:
-        """Log the scalars of an event, over iterations; begin with the configuration."""
+        """Log the scalars of an event by iteration; at the start, log the configuration."""
         if isinstance(event, Start):
-            # A separate session: Ctrl-C is meant for the training process, which then reports its
-            # end.
+            # In a separate session, so that Ctrl-C reaches only the training process, which then
+            # reports the end of the run.
             self._writer = subprocess.Popen(
                 [sys.executable, "-P", mlflow_writer.__file__],
                 stdin=subprocess.PIPE,
@@ -323,7 +325,7 @@ class MLflow(Callback):
             self.close()
 
     def close(self) -> None:
-        """Wait until everything is written. Raises RuntimeError with the error of the writer."""
+        """Wait until everything is written. Raises RuntimeError with the writer's error."""
         if self._writer is not None and self._writer.returncode is None:
             output, _ = self._writer.communicate()
             if code := self._writer.returncode:
@@ -345,7 +347,7 @@ def _beside(config: Config, name: str) -> Path | None:
 
 
 def _known(file: Path | None, start: Start) -> str | None:
-    """Return the contents of a tracker's file if the run is resumed; None if there are none."""
+    """Return the contents of a tracker's file; None for a new run, or if there is no file."""
     return file.read_text().strip() if start.iteration and file and file.is_file() else None
 
 
