@@ -1,8 +1,8 @@
 """Bad steps: rollback after a loss spike, and the search for the first non-finite value.
 
 A run that skips too many steps in a row searches for the cause. The search runs the same
-micro-batches again and checks the inputs and outputs of every module, and the gradients. No weight
-changes, and the gradients are cleared. It takes one slow step.
+micro-batches again and checks the weights, the inputs and outputs of every module, and the
+gradients. No weight changes, and the gradients are cleared. It takes the time of a slow step.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from megatron.training.run.schedules import Progress
 from megatron.training.run.state import Run, Skips, StepInProgress
 
 MOST = 5
-"""Limit on returns to the same checkpoint. Each time the samples of one more step are
-left out; if the loss spikes again after that, the weights are the cause, and no choice of samples
-will help."""
+"""Limit on returns to the same checkpoint. Each time, the samples of one more step are left out; if
+the loss still spikes after that, the weights are the cause, and no choice of samples will help."""
 _NOTHING = (
     "none on any rank: when the step was run again, every value was finite. A value that does not "
     "recur points to faulty memory, a faulty device or a race: check the health of the nodes"
@@ -53,10 +52,10 @@ _LEAST = 10  # losses needed for a median, or the whole window if that is shorte
 class Spike:
     """A step with a loss spike.
 
-    iteration    the step, from 1
+    iteration    number of the step, from 1
     loss         mean loss of its global batch; may be infinite or NaN
     median       median loss of the steps before it; None while there were too few
-    start, stop  its samples, as consumed samples before and after it
+    start, stop  numbers of samples consumed before and after it
     """
 
     iteration: int
@@ -102,12 +101,12 @@ def find_spike(run: Run, step: StepRecord, loss: float | None) -> Spike | None:
         return None
     losses = run.progress.recent_losses
     median = statistics.median(losses) if len(losses) >= min(_LEAST, window) else None
-    if median == 0:  # older checkpoints have a loss of 0 for steps without one
+    if median == 0:  # older checkpoints have a loss of 0 for steps without a token in the loss
         median = None
     if not math.isfinite(loss) or (median is not None and loss > factor * median):
         start = step.consumed_samples - step.global_batch_size
         return Spike(step.iteration, loss, median, start, step.consumed_samples)
-    if not step.skipped:  # a skipped step moves no weight: its loss would count twice
+    if not step.skipped:  # a skipped step changes no weight: its loss would count twice
         losses.append(loss)
         del losses[:-window]
     return None
@@ -117,12 +116,12 @@ def roll_back(run: Run, spike: Spike) -> bool:
     """Restore `run` from its newest good checkpoint before the spike, without that step's samples.
 
     Weights, optimizer, counters, ledger and stream are as if a run had been resumed from that
-    checkpoint with the samples in `Progress.left_out`, which later checkpoints contain. If there is
-    no such checkpoint, only reports the spike and returns False. All ranks call this between two
-    steps, after they have agreed on `spike`.
+    checkpoint with that step's samples in `Progress.left_out`, which later checkpoints contain.
+    Returns True; if there is no such checkpoint, only reports the spike and returns False. All
+    ranks call this between two steps, after they have agreed on `spike`.
 
-    Raises TrainingError if the run has already gone back to the same checkpoint MOST times,
-    CheckpointError if none can be loaded.
+    Raises TrainingError if the run has already gone back to the same checkpoint MOST times, and
+    CheckpointError if no checkpoint can be loaded.
     """
     reporter = run.reporter
     saves = run.saves
@@ -183,7 +182,7 @@ def roll_back(run: Run, spike: Spike) -> bool:
 def _resume(run: Run, spike: Spike, progress: Progress) -> tuple[int, int]:
     """Resume from `progress` of the loaded checkpoint, without the samples of the spike.
 
-    Returns the first and last position that are left out.
+    Returns the first and the last of the positions left out.
     """
     ranges = merged(run.progress.left_out)
     first, last = around(np.array([spike.start, spike.stop - 1], np.int64), ranges).tolist()
@@ -220,7 +219,7 @@ class _Tracer:
         self._now: tuple[int, int] | None = None  # micro-batch and stage of the forward pass
 
     def check(self, x: Tensor, phase: int, micro_batch: int, position: int, text: str) -> None:
-        """Record a bad value in `x` if it precedes the one found so far."""
+        """Record the first bad value in `x` if it precedes the one recorded so far."""
         self._count += 1
         # otherwise autograd would record the check, which recomputation does not repeat
         x = x.detach()
@@ -280,7 +279,7 @@ class _Tracer:
     def _after(self, name: str, _: object, __: object, outputs: object) -> None:
         if self._now is not None:
             for x in outputs if isinstance(outputs, tuple | list) else (outputs,):
-                self.check_forward(x, *self._now, f"{name}, its output")
+                self.check_forward(x, *self._now, f"{name}'s output")
 
 
 def diagnose(
@@ -306,12 +305,12 @@ def diagnose(
     with tracer.installed(run), run.engine.local_gradients():
         losses = run.executor.train(micro_batches, loss_scale=loss_scale, loss_weights=loss_weights)
     for index, loss in enumerate(losses):
-        what = "the loss, behind the output layer"
+        what = "the loss, after the output layer"
         tracer.check_forward(loss, index, run.executor.last_stage, what)
     for stage, p in reversed(parameters):
         if not p.requires_grad:
             continue
-        # The norm is also infinite if a square exceeds the range of fp32.
+        # The norm is infinite, too, if a square exceeds the range of fp32.
         squares = run.engine.gradient(p).float().square()
         text = (
             f"gradient of {sharding_of(p).name}, summed over its micro-batches and squared in fp32"
@@ -378,7 +377,7 @@ def count_skip(run: Run, in_progress: StepInProgress, result: StepResult) -> Non
     )
     raise TrainingError(
         f"loss or gradients were not finite in {skips.consecutive} steps in a row, {first} to "
-        f"{step} (--max-consecutive-skips {limit}); no weight moved since. The first bad "
+        f"{step} (--max-consecutive-skips {limit}); no weight has changed since. The first bad "
         f"value of step {repeated.step.iteration}{of_scale}: {finding}. Go back to an earlier checkpoint "
         "with --load-tag, leave the data out, lower --lr, or take the node out of the job"
     )

@@ -1,13 +1,13 @@
-"""Detection of hangs, with a report on which rank waits in which call for which others.
+"""Detection of hangs, with a report on which rank waits in which call for which other ranks.
 
 A thread on each rank checks the rank's flight record. If nothing has been written to it for the
 time limit, the first rank to notice asks all others for their state, through the store of the
-rendezvous. Each answers with its record and its Python stacks. The first living rank on a node
-answers for those that cannot: stopped, dead, or with a blocked interpreter. From the answers,
-`judge` tells a hang from a slow rank. After a hang the report is printed once, every other rank
-prints one line, torch's flight recorders are written, processes that cannot end themselves are
-killed, and all end with exit code 75. If the store does not answer, each node reports for itself.
-An error that NCCL or RCCL reports is investigated immediately.
+rendezvous. Each answers with its record and its Python stacks. The first rank on a node that can
+answer does so for the ranks that cannot: those that are stopped or dead, or whose interpreter is
+blocked. From the answers, `judge` tells a hang from a slow rank. If the job hangs, one rank prints
+the report and every other rank one line, torch's flight recorders are written, processes that
+cannot end themselves are killed, and all end with exit code 75. If the store does not answer, each
+node reports for itself. An error that NCCL or RCCL reports is investigated immediately.
 
 This module does not need the main thread, which may be in a C call that never returns.
 """
@@ -69,13 +69,13 @@ class Watchdog:
     timeout_s  seconds without progress; greater than 0
     folder     where to write hang_report.txt; None: the report is only printed
     first_s    replaces `timeout_s` while `patient`, if it is longer
-    clock, sleep    the clock in seconds and a pause; by default the real clock, with pauses that
-                    `stop` ends
+    clock, sleep    return the time, and pause, in seconds; by default in real time, with pauses
+                    that `stop` ends
     broken     returns the error that NCCL reports, "" for none; default on a GPU: nccl_error
-    trace      returns the contents of torch's flight recorder; None without one
-    patient    whether the ranks do something for the first time, which may compile and connect and
+    trace      returns the contents of torch's flight recorder; None without a recorder
+    patient    whether the ranks do something for the first time, which may compile or connect and
                therefore take long
-    before_leaving  called on the rank that reports, before any rank ends
+    before_leaving  called on the rank that reports for all nodes, before any rank ends
 
     Start it on all ranks when they begin to work together, with `patient` set. Every write to the
     flight record is progress: instructions, collectives, steps, phases and `flight.alive()`.
@@ -118,7 +118,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching, at the end of the run, when ranks leave one after another."""
+        """Stop watching. Call this at the end of a run, where ranks leave one after another."""
         self._stopped.set()
         self.rendezvous.on_inquiry = None
         self.rendezvous.judged.set()
@@ -127,7 +127,7 @@ class Watchdog:
             self._thread.join(timeout=_LONGEST_PAUSE_S)
 
     def first_time(self, work: str) -> None:
-        """Be patient if no such `work` has begun before."""
+        """Be patient if this `work` begins for the first time."""
         self.patient |= work not in self._begun
         self._begun.add(work)
 
@@ -148,7 +148,7 @@ class Watchdog:
                 return
             now = self.clock()
             progress = self._recorder.progress()
-            # Count at most two pauses at a time: a suspended job does not hang.
+            # Count at most two pauses at a time: a job that was suspended does not hang.
             quiet_s = quiet_s + min(now - at, 2 * pause)
             at = now
             if progress != last:
@@ -163,7 +163,7 @@ class Watchdog:
                 at = self.clock()
 
     def _investigate(self) -> None:
-        """If this rank makes no progress, find out whether the job hangs, and end it if so."""
+        """Find out whether the job hangs, and if so end it. This rank makes no progress."""
         self.rendezvous.judged.clear()
         self._cleared.clear()
         sys.audit("megatron.training.inquiry")
@@ -221,7 +221,7 @@ class Watchdog:
             self._leave(number)
 
     def _answer(self, number: int) -> None:
-        """Answer an inquiry for this rank and for others that cannot; then follow the verdict."""
+        """Answer an inquiry, also for ranks of this node that cannot; then follow the verdict."""
         store = self.rendezvous.store
         rank = self.topology.rank
         self.rendezvous.judged.clear()
@@ -258,9 +258,9 @@ class Watchdog:
         self._recorder.answer(number, python_stacks(limit) + note)
 
     def _neighbours(self, number: int) -> tuple[list[FlightState], bool]:
-        """Return the records of this node, and whether this rank is the first.
+        """Return the states of this node's ranks, and whether this is the first that answered.
 
-        First gives every rank that can answer the time to do so.
+        First waits, so that every rank that can answer has the time to do so.
         """
         sys.audit("megatron.training.answered", number)
         self.sleep(_NODE_S)
@@ -284,7 +284,7 @@ class Watchdog:
     def _report_alone(self) -> None:
         """Judge by the records of this node, without the store.
 
-        The node's first rank without progress reports for all.
+        The node's first rank without progress reports for the node.
         """
         self._record_state(_ALONE)
         states, is_first = self._neighbours(_ALONE)
@@ -299,12 +299,14 @@ class Watchdog:
                 f"the store, which rank {self.rendezvous.server} serves, does not answer; the "
                 "ranks of this node "
             )
-            verdict = dataclasses.replace(verdict, conclusion=f"{text}wait for ranks elsewhere")
+            verdict = dataclasses.replace(
+                verdict, conclusion=f"{text}wait for ranks of other nodes"
+            )
         if is_first:
             self._report(report(verdict, seen, layout))
         else:
             self._write(f"the job hangs: {verdict.conclusion}")
-            self.sleep(_NODE_S)  # a launcher may end all ranks with the first one that ends
+            self.sleep(_NODE_S)  # a launcher may end all ranks as soon as one ends
         self._leave(None)
 
     def _write(self, text: str) -> None:
@@ -352,7 +354,7 @@ class Watchdog:
 
         with self._leaving:
             sys.audit("megatron.training.leaving")
-            signal_silent(_DUMP_SIGNAL)  # only after the verdict: it may crash a healthy process
+            signal_silent(_DUMP_SIGNAL)  # only after the verdict: this may crash a healthy process
             self._write_trace()
             if number is None:
                 self.sleep(_NODE_S)  # so that the others see that this rank has reported
@@ -368,8 +370,8 @@ class Watchdog:
         prefix = os.environ.get(Variables(os.environ).first(TRACE_FILE) or "")
         if self.trace is None or prefix is None:
             return
-        # torch holds the interpreter's lock while it queries the device: if the device never
-        # answers, no Python thread can end this process, but the signal can.
+        # torch holds the GIL while it queries the device: if the device never answers, no Python
+        # thread can end this process, but SIGALRM can.
         signal.setitimer(signal.ITIMER_REAL, 4 * _ANSWER_S)
         path = Path(f"{prefix}{self.topology.rank}")
         trace = self.trace
@@ -383,9 +385,9 @@ class Watchdog:
 
 
 def nccl_error(topology: Topology) -> str:
-    """Return in which of this rank's groups NCCL or RCCL has failed, and its error.
+    """Return a description of an error of NCCL or RCCL in one of this rank's groups.
 
-    Returns "" if there is none, or if torch cannot report it.
+    Returns "" if there is no error, or if torch cannot report it.
 
     torch's threads notice an error, but with TORCH_NCCL_ASYNC_ERROR_HANDLING=0 they do not act on
     it. This function does not communicate.
@@ -402,11 +404,11 @@ def nccl_error(topology: Topology) -> str:
 
 # -- which ranks wait for which --------------------------------------------------------------------
 #
-# A rank in a collective waits for the members of its group that have posted fewer collectives of
-# that kind than it has; a rank in a message waits for its neighbour. A rank that others wait for
-# and that waits for none holds up the rest: it is stopped, dead, stuck, or still busy. Without such
-# a rank, ranks wait for each other in a circle, or are in different calls with the same number: one
-# of them has left out a collective.
+# A rank in a collective waits for the members of the group that have posted fewer collectives in it
+# than the rank itself; a rank that sends or receives waits for its peer. A rank that others wait
+# for and that waits for none holds up the rest: it is stopped, dead, stuck, or still busy. Without
+# such a rank, ranks wait for each other in a cycle, or are in different calls with the same number:
+# one of them has left out a collective.
 
 
 @dataclass(frozen=True)
@@ -425,7 +427,7 @@ class HangVerdict:
 def awaited_ranks(seen: Mapping[int, FlightState], layout: Layout) -> dict[int, list[int]]:
     """Return, for each rank in a call, the ranks that it waits for.
 
-    `seen` has the state of each rank, except for silent ones.
+    `seen` has the known states by rank.
     """
     late = dict[tuple[str, int, int], list[int]]()
 
@@ -453,7 +455,8 @@ def judge(
 ) -> HangVerdict | None:
     """Return which ranks hold up the job; None if it does not hang.
 
-    `locations` has node and device of every rank, to describe those that are not in `seen`.
+    A rank is stuck after `timeout_s` without progress. `locations` has "node:device" of every rank,
+    to describe those that are not in `seen`.
     """
     awaited = awaited_ranks(seen, layout)
     roots = {r for ranks in awaited.values() for r in ranks if r not in awaited}
@@ -521,7 +524,7 @@ def _trouble(of: FlightState | None) -> str:
 def _without_root(
     seen: Mapping[int, FlightState], awaited: Mapping[int, Sequence[int]]
 ) -> HangVerdict:
-    """Return the verdict if all ranks wait for each other."""
+    """Return the verdict if every rank is in a call, and none waits for a rank outside one."""
     if circle := _circle(awaited):
         listed = "; ".join(
             f"rank {rank} waits in {seen[rank].call} for rank {other}"
@@ -541,7 +544,7 @@ def _without_root(
     return HangVerdict(
         f"no rank is late, and no call ends: {listed}: if calls of a group differ but have the "
         "same number, a rank has left out a collective or made an extra one; otherwise check "
-        "network and devices",
+        "the network and the devices",
         [rank for ranks in calls.values() for rank in ranks],
         awaited,
     )
@@ -550,7 +553,7 @@ def _without_root(
 def _circle(awaited: Mapping[int, Sequence[int]]) -> list[int]:
     """Return ranks each of which waits for the next, and the last for the first.
 
-    Returns an empty list if there is no such circle.
+    Returns an empty list if there is no such cycle.
     """
     for start in sorted(awaited):
         path: list[int] = []
@@ -570,7 +573,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 def report(verdict: HangVerdict, seen: Mapping[int, FlightState], layout: Layout) -> str:
     """Return the report: the conclusion, a line for each rank, and the stacks.
 
-    Each stack is printed once, with its ranks.
+    Each distinct stack appears once, with its ranks.
     """
     lines = [f"the job hangs: {verdict.conclusion}"]
     culprits = set(verdict.culprits)
