@@ -62,13 +62,13 @@ class Routers(Callback):
 class SameCopies(Callback):
     """Compares the copies of weights that several ranks hold.
 
-    It does this after the first step that moved the weights, at the interval that the flag sets,
-    and before a save, which writes one of the copies. If they differ, it raises TrainingError or
-    ConfigError on every rank.
+    It does this after the first step that moved the weights, at the interval of
+    --check-weight-hash-across-dp-replicas-interval, and before a save, which writes one of the
+    copies. If the copies differ, it raises TrainingError or ConfigError on every rank.
     """
 
     def __init__(self) -> None:
-        self._checked = False  # whether since this job first moved the weights
+        self._checked = False  # whether compared since this job first moved the weights
 
     def after_step(self, run: Run) -> None:
         if not self._checked:
@@ -200,7 +200,7 @@ class SlowRanks(Callback):
 def build_callbacks(
     run: Run, locations: Sequence[str], tasks: Sequence[EvaluationTask], costs: RunCosts
 ) -> Iterator[Callback]:
-    """Yield the callbacks of a run, the project's around the user's, in the order of their calls."""
+    """Yield our callbacks and the user's, in the order in which a run calls them."""
     config = run.config
     progress = run.progress
     say = run.reporter.say

@@ -109,7 +109,7 @@ class Saves:
         return 1 + int(self.in_progress) + max(due, int(self._is_time()))
 
     def save(self, iteration: int, state: dict[str, object], *, last: bool = False) -> None:
-        """Save `state`, the result of `iteration` steps.
+        """Save the model, the optimizer and `state`, the run's counters, after `iteration` steps.
 
         With --async-save this continues in the background, except for the `last` save of a run.
         Waits for an earlier save that is still being written. Does nothing if this iteration has
@@ -259,7 +259,7 @@ def checkpoint_to_load(
 ) -> Path | None:
     """Return the newest good checkpoint in the --load folder.
 
-    None without --load, with hf:FOLDER, or if the folder has no checkpoint at all.
+    Returns None without --load, with hf:FOLDER, or if the folder has no checkpoint at all.
 
     Rank 0 searches for all ranks. Broken checkpoints and a wrong tracker file are reported. Raises
     CheckpointError if all checkpoints are broken, or if --load-tag, --use-checkpoint-args or

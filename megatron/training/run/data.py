@@ -56,8 +56,9 @@ def open_stream(
 ) -> MicroBatchStream:
     """Return this rank's micro-batches of `dataset` after the first `consumed_samples`.
 
-    Positions in `left_out` are skipped. `cyclic` has the effect of --dataloader-type cyclic. The
-    micro-batches have no content if this rank reads no data. Close the stream when done.
+    `left_out` has ranges [start, stop) of positions that are skipped. `cyclic` has the effect of
+    --dataloader-type cyclic. The micro-batches have no content if this rank reads no data. Close
+    the stream when done.
     """
     data = config.data
     if not reads_data(config, topology):
@@ -123,8 +124,8 @@ def copy_to_node(prefix: str, folder: Path) -> str:
     """Copy the files of a data set into `folder`, unless a copy exists; return its prefix.
 
     The copy's name depends on the paths, sizes and modification times of the originals, so that
-    changed data is copied again. The copy appears only once it is complete. Raises OSError, also if
-    the files do not fit or change while they are copied.
+    changed data is copied again. The copy appears only once it is complete. Raises OSError if the
+    files cannot be copied, do not fit, or change while they are copied.
     """
     files = _identity(prefix)
     mark = hashlib.md5(repr(files).encode(), usedforsecurity=False).hexdigest()[:16]
@@ -165,7 +166,7 @@ def first_builds(
     *,
     check: Callable[[], None] = lambda: None,
 ) -> Callable[[int, int, int], Datasets]:
-    """Wrap `build` for all ranks to call: rank 0 builds the index files, then the others find them.
+    """Wrap `build` for all ranks to call: rank 0 builds the index files, then the others read them.
 
     An error on rank 0 becomes a DataError on all ranks. `say` gets a line about each build and each
     wait. Rank 0 calls `check` before its first build.
@@ -215,7 +216,7 @@ def _wait(store: dist.Store, key: str, topology: Topology) -> None:
     while not store.check([key]):  # polling, so that a signal can interrupt it
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"{key}: not done after {WAIT_S / 3600:g} hours: look at the file systems of the "
+                f"{key}: not done after {WAIT_S / 3600:g} hours: check the file systems of the "
                 "nodes"
             )
         time.sleep(pause_s)

@@ -1,4 +1,4 @@
-"""DeepSpeed's reports that its JSON asks for: monitors, comms logger and flops profiler."""
+"""Reports that DeepSpeed's JSON file selects: monitors, comms logger and flops profiler."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ class LoggedCalls(DeviceCalls):
             self._finish()
             call = self._entered[0]
             key = (call.kind, call.sequence)
-            calls = self._before if key in self._before else self._spent  # its start, then the wait
+            calls = (
+                self._before if key in self._before else self._spent
+            )  # a call comes twice: start and wait
             _, spent_s = calls.get(key, (call, 0.0))
             calls[key] = call, spent_s + time.perf_counter() - self._entered_s
         super().leave()
@@ -79,7 +81,7 @@ class _Operators(TorchDispatchMode):
 
 
 class DeepSpeedReports(Callback):
-    """Passes to DeepSpeed's reports the data of a run that DeepSpeed's engine does not have.
+    """Supplies DeepSpeed's reports with data of a run that DeepSpeed's engine does not have.
 
     DeepSpeed's own step writes the learning rate to its monitors.
     """

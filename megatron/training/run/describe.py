@@ -52,7 +52,7 @@ def describe_setup(
     pieces = (f"your own {name}: {where}" for name, where in config.pieces.describe().items())
     kernels = choose.report(config, topology.device)
     if config.kernels.cuda_graph_impl is not None:
-        how = "recorded as graphs" if topology.device.type == "cuda" else "rehearsed, no faster"
+        how = "recorded as graphs" if topology.device.type == "cuda" else "rehearsed (not faster)"
         after = config.kernels.cuda_graph_warmup_steps
         kernels.append(f"captured passes: {how}, after {after} eager step(s)")
     for line in (*host, *kernels, *pieces, *(f"note: {notice}" for notice in config.notices)):
@@ -149,7 +149,7 @@ def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> Non
         )
 
 
-_LOOKED_AT = 500
+_LOOKED_AT = 500  # largest number of samples of a data set that are checked
 
 
 def check_loss_masks(
@@ -162,8 +162,9 @@ def check_loss_masks(
 ) -> None:
     """Print how many samples have no token in the loss, if masks may exclude all their tokens.
 
-    The run reads the first `samples` of its three data sets. If there are many, rank 0 checks only
-    evenly spaced ones. Raises DataError on all ranks if no training sample has a token in the loss.
+    `samples` has the number that the run reads of each of its three data sets. If there are many,
+    rank 0 checks only evenly spaced ones. Raises DataError on all ranks if no training sample has a
+    token in the loss.
     """
     length = config.model.seq_length
     sets = {name: getattr(datasets, name) for name in SPLIT_NAMES} | dict(datasets.corpora)

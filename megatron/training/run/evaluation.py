@@ -25,11 +25,11 @@ from megatron.training.run.state import Run
 from megatron.training.run.step import finish_step
 from megatron.training.run.tasks import EvaluationTask, evaluate_task
 
-_ASKED = "because a signal, or the end of the job or of --exit-duration-in-mins, asks to end"
+_ASKED = "because a signal, the end of the job or --exit-duration-in-mins asks the run to end"
 
 
 class Tasks(Callback):
-    """Evaluates the tasks of --eval-tasks, until a signal or the time limit asks the run to end.
+    """Evaluates the tasks of --eval-tasks, until a signal or a time limit asks the run to end.
 
     They are not evaluated again at the end of the run if no step was taken since the last time.
     """
@@ -73,10 +73,10 @@ class Tasks(Callback):
 class Losses(Callback):
     """Measures the losses on validation data and, at the end of the run, on test data.
 
-    The evaluation before the first step and the next one use the same samples, so a run needs as
-    many samples as in Megatron. Losses measured after the last step are not measured again at the
-    end. If a signal or the time limit asks the run to end before the last evaluation, that
-    evaluation is left out: everything is saved by then.
+    The evaluation before the first step and the one after it use the same samples, so a run needs
+    as many samples as in Megatron. Validation losses measured after the last step are not measured
+    again at the end. If a signal or a time limit asks the run to end before the last evaluation,
+    that evaluation is left out: everything is saved by then.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Losses(Callback):
 
 
 def evaluate_corpora(run: Run, prefix: str) -> bool:
-    """Measure and report the loss on each named validation corpus, and their unweighted mean.
+    """Measure and report the loss on each named validation corpus, and the mean of these losses.
 
     Returns False if the evaluation was interrupted.
     """
@@ -141,9 +141,11 @@ def evaluate(
 ) -> list[float] | None:
     """Measure and report the loss on the next eval_iters global batches of 'valid' or 'test'.
 
-    A named `corpus` is evaluated on the same samples every time, each at most once, and the loss is
-    the mean over tokens. Returns the loss, and with --eval-ema the loss of the averaged weights; an
-    empty list if no token is in the loss, None if the evaluation was interrupted.
+    `prefix` names the iteration and data in the log. With `advance` the next evaluation takes the
+    samples that follow. A named `corpus` is evaluated on the same samples every time, each at most
+    once, and the loss is the mean over tokens. Returns the loss, and with --eval-ema the loss of
+    the averaged weights; an empty list if no token is in the loss, None if the evaluation was
+    interrupted.
     """
     progress = run.progress
     start = time.perf_counter()
@@ -252,7 +254,10 @@ def report_validation(
 
 
 def batches_of(run: Run, stream: MicroBatchStream, samples: int) -> Iterator[list[MicroBatch]]:
-    """Yield global batches with the next `samples` samples; the loss on further ones is masked."""
+    """Yield this rank's micro-batches of each global batch over the next `samples` samples.
+
+    Samples beyond these, which fill the last batch, are masked in the loss.
+    """
     stop = stream.consumed_samples + samples
     batches = run.batches
     while (left := stop - stream.consumed_samples) > 0:
@@ -280,15 +285,16 @@ def mean_loss(
     per_token: bool = False,
     interrupted: Callable[[], bool] = lambda: False,
 ) -> tuple[float, float] | None:
-    """Return the mean loss over `batches` and its weight.
+    """Return the mean loss over `batches`, and the sum of the weights.
 
-    `batches` has the micro-batches of this data-parallel rank, as many as on every other rank.
+    Each of `batches` has this data-parallel rank's micro-batches, as many as on every other rank.
     `forward` maps them to their losses on the last pipeline stage and to an empty list on other
     stages. All micro-batches with an unmasked token have equal weight; with `per_token` each is
     weighted by its number of unmasked tokens, so that the result is the mean over tokens. If there
     is no unmasked token at all, the weight is 0 and the loss NaN.
+
     `interrupted` is called on all ranks before each item of `batches` except the first; once it
-    returns True the result is None. All ranks call this and get the result.
+    returns True, the result is None. All ranks call this and get the result.
     """
     total = torch.zeros(2, dtype=torch.float64, device=topology.device)
     for number, micro_batches in enumerate(batches):
@@ -308,7 +314,7 @@ def mean_loss(
 
 
 def interrupted(run: Run) -> bool:
-    """Return whether, at the previous call, a signal or the time limit had asked to end.
+    """Return whether, at the previous call, a signal or a time limit asked the run to end.
 
     Called between two iterations of an evaluation.
     """
@@ -318,7 +324,7 @@ def interrupted(run: Run) -> bool:
 
 
 def evaluation_iterations(config: Config, batches: BatchSchedule, datasets: Datasets) -> int:
-    """Return the number of global batches in an evaluation, with all corpora and --eval-ema."""
+    """Return the number of global batches in an evaluation, counting corpora and --eval-ema."""
     size = batches.global_batch_size_at_end
     iterations = config.training.eval_iters
     corpora = [min(iterations, -(-len(one) // size)) for one in datasets.corpora.values()]

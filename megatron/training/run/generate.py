@@ -75,8 +75,8 @@ class Sampling:
 class Limits:
     """Limits on a prompt and its text.
 
-    stop       a text ends at any of these strings
-    end_token  token that ends a text; for the default see ends_of
+    stop       strings, any of which ends a text
+    end_token  token that ends a text; None: those of ends_of
     context    largest number of tokens in prompt and text; max_position_embeddings by default.
                Only models without learned positions may have more
     cut        whether to cut prompts on the left if they leave room for fewer than max_new_tokens
@@ -110,6 +110,7 @@ class Continuation:
 class Prompt:
     """A prompt that is ready for generation.
 
+    ids     token ids, without those cut
     cut     number of tokens cut from its left
     room    largest number of new tokens after it
     limit   reason for `room`: "max_new_tokens" or "context"
@@ -138,9 +139,11 @@ def generate(
     model            see load_model; its dropout is off during the call
     prompts          texts, or token ids
     max_new_tokens   number of tokens after which a text ends, if no end token comes first
+    sampling         how each token is chosen
     seeds            one for each prompt, instead of sampling.seed, sampling.seed + 1, ... A text
                      depends on its prompt and seed, not on the rest of the batch (except for
                      rounding, because matrix products have other sizes)
+    limits           end token, stop strings and context
     on_text          called with each piece of text as soon as it is final, in whole characters
     cached           whether to cache the keys and values of all layers. Without the cache, and with
                      your own layers or models, each token costs a pass over the whole text
@@ -186,7 +189,7 @@ def generate(
 
 
 def ends_of(model: GenerativeModel) -> frozenset[int]:
-    """Return the tokens at which a text of a model ends.
+    """Return the tokens that end a text of this model.
 
     For a Hugging Face folder they are in its generation_config.json; for a trained model they are
     the tokenizer's end-of-document token and the end tokens in files next to the tokenizer. Raises
@@ -208,8 +211,8 @@ def prepare(
     """Return the token ids of prompts, cut if requested; see generate. Raises ConfigError."""
     if (ranks := model.topology.context.size) > 1:
         raise ConfigError(
-            f"text is not generated with --context-parallel-size {ranks}: use 1, on any other "
-            "layout; the checkpoint is the same"
+            f"text cannot be generated with --context-parallel-size {ranks}: use 1, with any other "
+            "sizes of the layout; the checkpoint can stay as it is"
         )
     settings = model.config.model
     tokenizer = model.tokenizer
@@ -347,7 +350,7 @@ def forward_passes(
 ) -> Executor:
     """Return an executor of forward passes, with `more` arguments for the chunks.
 
-    last   called instead of the last stage's chunk, its first argument; returns a scalar
+    last   called instead of the last stage's chunk, with the chunk first; returns a scalar
     ranks  number of ranks over which sequences are divided
     """
     config = model.config

@@ -6,7 +6,7 @@ of which the kernel clears when it is first touched. A training step frees and a
 sizes over and over: on a CPU this costs between a few per cent and half of the step's time.
 
 Huge pages are turned off: in a heap that keeps its blocks, even the smallest block in a gap would
-hold 2 MiB. Processes grew to three to five times the size of their tensors.
+hold 2 MiB, and processes grew to three to five times the size of their tensors.
 
 mallopt(3) and prctl(2) change the settings in the running process. The user's settings take
 precedence: if a variable for malloc is set or a library is preloaded, malloc is left unchanged.
@@ -46,8 +46,8 @@ _M_MMAP_THRESHOLD = -3
 # size above half of its HEAP_MAX_SIZE, which is the second value.
 KEEP_BLOCKS_BYTES = (256 << 20, 32 << 20)
 # The free end of the heap is never returned: its blocks change in every step. A process keeps the
-# most memory that its blocks of these sizes took, which it needs again in the next step; this does
-# not add up over steps or over the processes on a node.
+# most memory that its blocks of these sizes ever took, because the next step needs it again; this
+# memory does not grow from step to step.
 _NEVER_TRIM = -1
 # While a model is set up, blocks of at least this size are mapped one by one.
 _SET_UP_BLOCK_BYTES = 1 << 20
@@ -79,7 +79,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 def reserved_memory_bytes(device: torch.device) -> int | None:
     """Return the most memory that the device's allocator has reserved, in use or not.
 
-    None on a CPU.
+    Returns None on a CPU.
     """
     return int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else None
 
@@ -93,12 +93,11 @@ def share_cores(device: torch.device, local_world_size: int) -> str:
     Otherwise every process would start a thread per core, and they would compete. All processes
     call this after they are connected. OMP_NUM_THREADS takes precedence, except for torchrun's 1.
     Processes are not bound to cores: srun and mpirun do that, and two runs on one node that both
-    bind to its first cores would leave the others idle.
+    bind to its first cores would leave the other cores idle.
     """
     if device.type != "cpu":
         return (
-            f"threads: {torch.get_num_threads()} per process, for the CPU's work besides the "
-            "device's"
+            f"threads: {torch.get_num_threads()} per process, for the work that remains on the CPU"
         )
     allowed = os.sched_getaffinity(0)
     # On every rank, even if unused: environments may differ, and all ranks have to make the call.
@@ -175,7 +174,7 @@ def mapped_blocks() -> Iterator[None]:
 
 
 def _malloc() -> tuple[ctypes.CDLL, str]:
-    """Return the C library, and why its malloc must not be changed, "" if it may."""
+    """Return the C library, and why its malloc must not be changed; "" if it may be."""
     libc = ctypes.CDLL(None)
     environ = os.environ
     if not hasattr(libc, "gnu_get_libc_version") or not hasattr(libc, "mallopt"):
@@ -203,7 +202,7 @@ def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[st
     lines = []
     if config.training.deterministic_mode:
         torch.use_deterministic_algorithms(True)
-        # filling memory costs time and changes no result
+        # filling uninitialized memory costs time and changes no result
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
     if device.type == "cpu":
         tuned = config.training.allocator_tuning

@@ -3,7 +3,7 @@
 Each rank publishes digests of them at the rendezvous, before torch connects anything, and rank 0
 compares them. A difference ends the run on every rank: if any rank had a different seed, learning
 rate, model or index file, the ranks would silently train something else. The samples of the data
-sets are known only later, and compared then.
+sets are known only later, and are compared then.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MAY_DIFFER = {
 _PACKAGE = Path(__file__).parents[2]
 # Suffixes of the files that are compared in a tokenizer's folder.
 _TOKENIZER = (".json", ".model", ".txt", ".tiktoken", ".jinja")
-# Bytes that a process reads: from all its files together, and at least and at most from one file.
+# Bytes that a process reads from all its files together, and the least and most from one file.
 _ALL_BYTES = 32 << 20
 _LEAST_BYTES = 32 << 10
 _MOST_BYTES = 4 << 20

@@ -30,10 +30,11 @@ class Trained:
     """A checkpoint's model on this rank.
 
     config     settings of the model, its tokenizer and the separation of documents
+    topology   the layout, whose ranks hold the model together
     tokenizer  None if the model was trained without one
     chunks     this rank's stages, without dropout
     loaded     the loaded checkpoint, and why it was chosen
-    publish    takes events about its use; a tool adds them to --metrics-file on rank 0
+    publish    takes events about the model's use; a tool adds them to --metrics-file on rank 0
     """
 
     config: Config
@@ -61,14 +62,14 @@ def load_model(
                  call this. By default this process alone, on its GPU if it has one. The layout may
                  differ from the one used in training
     tag          an iteration, or the name of a checkpoint's folder
-    allow_older  if the newest checkpoint is damaged, load the previous one; .loaded.rejected lists
-                 the damaged ones
-    ema          load the average of the weights (--ema-decay) instead of the weights
+    allow_older  whether to load the previous checkpoint if the newest is damaged; .loaded.rejected
+                 lists the damaged ones
+    ema          whether to load the average of the weights (--ema-decay) instead of the weights
     settings     settings that override the checkpoint's, by their names in the configuration, such
                  as bf16=True (fp32 by default) or tokenizer_model="moved.model"; None: no change
 
     Raises CheckpointError, ConfigError or DataError for invalid checkpoints, settings or tokenizer
-    files, and LaunchError if ranks read different files.
+    files, and LaunchError if ranks have different settings or read different files.
     """
     import torch
 
@@ -85,7 +86,7 @@ def load_model(
     from megatron.training.run.setup import load_tokenizer
 
     if ema and hugging_face_folder(str(folder)) is not None:
-        raise ConfigError(f"{folder} has one model and no average of its weights: leave --ema out")
+        raise ConfigError(f"{folder} has one model and no average of its weights: remove --ema")
     topology = topology or Topology.create(device=select_device(Launch()))
     config = _config(folder, topology, tag, settings)
     if topology.world.size > 1:

@@ -24,7 +24,7 @@ from megatron.training.safety.bad_steps import Spike, roll_back
 
 
 def train(run: Run) -> Stop | None:
-    """Train until the last iteration or a reason to stop; return this reason.
+    """Train until the last iteration or a reason to stop; return that reason, or None.
 
     Measures, reports and saves along the way. Raises CheckpointError at the end if the last
     checkpoint could not be written.
@@ -130,7 +130,7 @@ def between_steps(run: Run) -> Stop | None:
 
 
 def go_back(run: Run, spike: Spike) -> bool:
-    """Go back to the checkpoint before a loss spike; return whether there was one."""
+    """Go back to the checkpoint before a loss spike; return whether there was a checkpoint."""
     report(run)
     run.agreement.read()  # discarded
     with run.aside("loading"):
@@ -164,7 +164,7 @@ def report(run: Run) -> None:
 
 
 def watch_the_end(run: Run, seconds: float) -> None:
-    """Record a step's time, and the evaluations and saves that may follow before the end."""
+    """Record the time of a step, and how many evaluations and saves may follow before the end."""
     if run.wall_time is None:
         return
     iteration = run.progress.iteration
@@ -177,7 +177,7 @@ def watch_the_end(run: Run, seconds: float) -> None:
 
 
 def save(run: Run, *, last: bool = False) -> None:
-    """Save the current state, unless there is no --save folder or it has been saved already.
+    """Save the current state, unless there is no --save folder or the state has been saved.
 
     The `last` save of a run is complete when this returns; others may continue in the background.
     """
@@ -258,7 +258,7 @@ def garbage_collection(automatic: bool) -> Iterator[None]:
 
 
 def micro_batch_in_progress(run: Run) -> str:
-    """Return where this rank is in its step; "" outside the schedule."""
+    """Return this rank's position in its step as text; "" outside the schedule."""
     state = FlightState.read(run.topology.flight.buffer)
     if state is None or not state.instruction:
         return ""

@@ -41,10 +41,12 @@ class Signals:
     Only the first signal counts: Slurm and people send several. But a second SIGINT ends the
     process immediately with exit code 130; while `saving` returns True, only a third does. SIGHUP,
     which a terminal or a connection sends when it closes, and SIGINT remain ignored if they already
-    were, as under nohup or in the background of a shell script. Signals are not noted outside of
-    the main thread, since Python allows handlers only there.
+    were, as under nohup or in the background of a shell script. Nothing is noted if a thread other
+    than the main one enters the context, because Python lets only the main thread set handlers.
 
-    prints  whether this process prints the effect of SIGINT
+    received  number of the first signal; 0 before that
+    saving    returns whether a checkpoint is being written
+    prints    whether this process prints the effect of SIGINT
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Signals:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.enabled = enabled
-        self.received = 0  # number of the signal, 0 for none
+        self.received = 0
         self.saving: Callable[[], bool] = lambda: False
         self._prints = prints
         self._clock = clock
@@ -66,7 +68,8 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if self.enabled and threading.current_thread() is threading.main_thread():
-            # A thread waits for SIGINT: Python calls a handler only after a long call has returned.
+            # A thread waits for SIGINT: Python calls a handler only after the current C call, which
+            # may be long.
             read_end, self._wake = os.pipe()
             os.set_blocking(self._wake, False)
             signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
@@ -110,7 +113,7 @@ class Signals:
         if ends:
             text = "the run ends at once"
         elif self._presses == 2:
-            text = "a checkpoint is being written; at a third Ctrl-C the run ends without it"
+            text = "a checkpoint is being written; a third Ctrl-C ends the run without it"
         else:
             by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
             last = "torchrun gives it 30 s" if by_torchrun else "a second Ctrl-C ends it at once"
@@ -124,7 +127,7 @@ class Signals:
 class _Output(io.FileIO):
     """Standard output or standard error whose writes never fail.
 
-    Output that cannot be written is lost, with one note on the other of the two streams.
+    Output that cannot be written is lost; a note on the other stream says so once.
     """
 
     lost = False
@@ -132,7 +135,7 @@ class _Output(io.FileIO):
     def write(self, data: Any, /) -> int:
         """Write as much as possible; if nothing can be written, drop `data` and return its length.
 
-        Otherwise the buffer would keep it and fail again.
+        If `data` were not dropped, the buffer would keep it and fail again.
         """
         reason = "writing would block"
         try:
@@ -143,7 +146,7 @@ class _Output(io.FileIO):
         if not self.lost:
             self.lost = True
             text = (
-                f"note: {self.name} cannot be written ({reason}): its output is lost, the run "
+                f"note: {self.name} cannot be written ({reason}): its output is lost; the run "
                 "continues\n"
             )
             with contextlib.suppress(OSError):
@@ -152,7 +155,7 @@ class _Output(io.FileIO):
 
 
 def _check_terminal_size() -> None:
-    """Remove invalid variables for the terminal's size: libraries that print would fail."""
+    """Remove COLUMNS and LINES if invalid: libraries that print would fail with them."""
     for name in ("COLUMNS", "LINES"):
         value = os.environ.get(name, "")
         if not (value.isascii() and value.isdecimal() and len(value) < 6):
@@ -219,7 +222,7 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
     """Call `body` and return the exit code; error messages go to standard error.
 
     `rank` is the rank of this process, or a function that returns it if `body` may change it. A
-    MegatronError is shown without traceback: in full on rank 0, after `prefix` (default: the
+    MegatronError is shown without a traceback: in full on rank 0, after `prefix` (default: the
     error's type, which identifies the end of a run in its log), and in one line on the others. Any
     other exception is shown with its traceback and the rank. After a fatal signal, such as the bus
     error when a mapped file has been truncated, Python shows where it occurred.
@@ -298,7 +301,7 @@ def as_tool(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
 
 
 def _reader_left() -> int:
-    """Discard further output after its reader has left, as in `| head`."""
+    """Discard further output after its reader has left, as in `| head`; return the exit code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_ERROR
 

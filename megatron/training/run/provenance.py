@@ -1,4 +1,4 @@
-"""Provenance of a run: the record next to its checkpoints."""
+"""Provenance of a run: the record in its checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.kernels import choose
 from megatron.parallel.topology import Topology
 from megatron.training.run.host import device_name
 
-# Prefixes of environment variables that affect a job's results, or where it runs.
+# Prefixes of environment variables that affect a job's results, or tell where it runs.
 _KEPT = tuple(
     (
         "SLURM_JOB SLURM_NNODES SLURM_NTASKS SLURM_CLUSTER SLURM_RESTART_COUNT SLURM_ARRAY HIP_ "
@@ -44,10 +44,10 @@ _BIN_SAMPLE = 1 << 20
 
 
 class Provenance:
-    """The provenance of a checkpoint, written next to it as JSON by rank 0; empty on other ranks.
+    """The provenance that rank 0 writes into a checkpoint as JSON; empty on other ranks.
 
-    A thread collects slow parts (hashes of index files, git) while training begins; if it fails,
-    the record has the reason instead. `locations` has node and device of every rank; see
+    A thread collects slow parts (digests of data files, git) while training begins; for a part that
+    cannot be collected, the record has the reason. `locations` has "node:device" of every rank; see
     Rendezvous. `train_samples` is the number of samples of the training data set.
     """
 
@@ -151,7 +151,7 @@ def versions() -> dict[str, str | None]:
 def git_revision(folder: Path) -> dict[str, object]:
     """Return {"revision", "dirty"} of the work tree that contains `folder`.
 
-    Without a work tree "revision" is None and "reason" is why. For a copy without .git, the
+    Without a work tree, "revision" is None and "reason" says why. For a copy without .git, the
     variable MEGATRON_REVISION supplies the revision, as "<revision>" or "<revision> dirty".
     """
 

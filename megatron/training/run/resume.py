@@ -64,6 +64,7 @@ _LOOKED_AT = 2000  # number of remaining steps whose values are compared
 class Stored:
     """The settings in a checkpoint.
 
+    folder      the checkpoint's folder
     values      as stored, by name
     config      the same as a Config; settings that the checkpoint lacks come from this run
     provenance  the provenance in the checkpoint; empty if it has none
@@ -96,7 +97,10 @@ def stored_settings(folder: Path, config: Config) -> Stored:
 def _accepted(
     section: type, values: Mapping[str, object], folder: Path
 ) -> Iterator[tuple[str, object]]:
-    """Yield the settings of a section that are among `values`. Raises CheckpointError."""
+    """Yield the settings of a section that are among `values`, with their names.
+
+    Raises CheckpointError for a value that the setting does not accept.
+    """
     optional = {f.name for f in dataclasses.fields(section) if "None" in str(f.type)}
     for option in options_of(section):
         value = values.get(option.name)
@@ -113,7 +117,7 @@ def _accepted(
 
 
 def with_checkpoint_settings(config: Config, stored: Stored | None, reporter: Reporter) -> Config:
-    """Return `config`, with the stored schedules under --use-checkpoint-opt_param-scheduler."""
+    """Return `config`; under --use-checkpoint-opt_param-scheduler, with the stored schedules."""
     if stored is None or not config.checkpoint.use_checkpoint_opt_param_scheduler:
         return config
     basis = schedule_basis(stored.config)
@@ -214,9 +218,9 @@ def _other_settings(stored: Stored, config: Config) -> Iterator[str]:
 
 
 def other_values(stored: Stored, config: Config, progress: Progress, end: int) -> Iterator[str]:
-    """Yield each scheduled quantity whose values differ over the rest of the run.
+    """Yield descriptions of the scheduled quantities that differ over the rest of the run.
 
-    It is shown with its values at the first step at which they differ.
+    They give the values at the first step at which they differ.
     """
     with _checked(stored):
         before = _Course(stored.config, progress)
@@ -295,7 +299,7 @@ def describe_data(
 ) -> None:
     """Report the samples that are repeated or skipped because the order of the data has changed.
 
-    `dataset` was made for `train_samples`; the run takes its samples from `progress` to `end`.
+    `dataset` was made for `train_samples`; the run takes its samples from `progress` up to `end`.
     Raises CheckpointError if the checkpoint's settings do not determine the length of its run.
     """
     former = _FormerData(stored, config)
@@ -337,7 +341,7 @@ def describe_data(
 class _FormerData:
     """The training data of a checkpoint's run.
 
-    changed_sources   sources whose content has changed
+    changed_sources   names of the sources whose content has changed since
     """
 
     def __init__(self, stored: Stored, config: Config) -> None:
@@ -370,7 +374,7 @@ class _FormerData:
             self.changed_sources.add(MOCK)
 
     def changes(self, train_samples: int) -> list[str]:
-        """Return changes that may affect the order: in settings, length, blend and files."""
+        """Describe the changes that may affect the order: settings, length, blend, files."""
         values = self._stored.values
         differences = list[str]()
         for name in _ORDER:
@@ -401,7 +405,7 @@ class _FormerData:
             return planned_samples(former, BatchSchedule.from_config(former))[0]
 
     def build(self) -> TokenDataset:
-        """Return the former data set, if its files still exist. Raises MegatronError."""
+        """Return the former data set. Raises MegatronError if it cannot be built any more."""
         if self._custom:
             raise DataError("the data set is your own")
         former = self._stored.config
@@ -428,7 +432,10 @@ class _FormerData:
 
 
 def _same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
-    """Return whether two identities of data files agree; older ones have fewer entries."""
+    """Return whether two identities of data files agree in the entries that both have.
+
+    Those in older checkpoints have fewer.
+    """
     common = one.keys() & other.keys() - {"prefix", "digest_of"}
     return bool(common) and all(one[name] == other[name] for name in common)
 

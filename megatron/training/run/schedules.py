@@ -1,14 +1,14 @@
-"""Schedules of batch size, length, learning rate, weight decay and betas as functions of progress.
+"""Schedules of batch size, learning rate, weight decay and betas over progress; the run's length.
 
 This module is pure arithmetic, without torch. Schedules take the amounts consumed before a step
 (iterations, samples, tokens) and return the value for that step. With warm-up the very first step
-therefore has learning rate 0, as in Megatron. The unit is the one that the decay is given in
-(tokens take precedence over samples, samples over iterations); phases use the unit of the run's
-length. A warm-up given in another unit is converted with the full global batch size and the
-sequence length.
+therefore has learning rate 0, as in Megatron. The unit of a schedule is that of its decay (tokens
+take precedence over samples, samples over iterations); schedules given as phases use the unit of
+the run's length. A warm-up given in another unit is converted with the full global batch size and
+the sequence length.
 
 Every schedule is a list of pieces, whatever flags describe it. With q the consumed fraction of a
-piece, and n the total consumed, the value between its first and its last value is
+piece, and n the total consumed, the value of a piece that goes from `first` to `last` is
 
     constant             first
     warmup               first + (last - first) * q
@@ -104,11 +104,11 @@ class BatchSchedule:
         yield self.global_batch_size_at_end, sys.maxsize
 
     def num_micro_batches(self, consumed_samples: int) -> int:
-        """Return the number of micro-batches per data-parallel rank in that step."""
+        """Return the number of micro-batches per data-parallel rank in the same step."""
         return self.global_batch_size(consumed_samples) // self.replica_batch_size
 
     def samples_after(self, iterations: int, consumed_samples: int = 0) -> int:
-        """Return the samples consumed after `iterations` more steps."""
+        """Return the number of samples consumed after `iterations` more steps."""
         for size, steps in self._stretches(consumed_samples):
             counted = min(steps, iterations)
             consumed_samples += counted * size
@@ -137,7 +137,7 @@ class Progress:
     consumed_samples          training samples taken by all ranks together
     consumed_tokens           the same in tokens
     consumed_valid_samples    validation samples taken by the evaluations inside the loop
-    skipped_iterations        steps with non-finite gradients, which moved no weight
+    skipped_iterations        steps with non-finite gradients, which changed no weight
     scheduled_...             the first three without skipped steps: learning rate and weight decay
                               follow these, as in Megatron
     sources                   amounts taken from each source of training data, see
@@ -180,7 +180,7 @@ def total_iterations(
     """Return the iteration at which a run at `iteration` with `consumed_samples` will be done.
 
     --train-samples is never exceeded; --train-tokens ends with the step that reaches it; if several
-    are given, the earliest end counts.
+    are given, the earliest end counts. Raises ConfigError if none is given.
     """
     batch = config.batch
     ends = list[int]()
@@ -304,7 +304,7 @@ class _Clock:
     unit: str
 
     def convert(self, amount: float, unit: str, what: str) -> float:
-        """Convert `amount` from `unit` into this clock's unit."""
+        """Convert `amount` of `what` from `unit` into this clock's unit. Raises ConfigError."""
         if unit == self.unit or not amount:
             return amount
         batch = self.config.batch
@@ -344,10 +344,12 @@ def _run_length(config: Config) -> tuple[float, str] | None:
 
 @dataclass(frozen=True)
 class Piece:
-    """A phase of a schedule, from `begin` to `stop` in the clock's unit, with its values there.
+    """A phase of a schedule, from `begin` to `stop` in the clock's unit.
 
-    power  amplitude and exponent of the shape power, for n in the clock's unit
-    jumps  whether its first value, not the previous piece's last, holds at `begin`
+    shape        how the value changes; see the module's docstring
+    first, last  values at `begin` and `stop`; some shapes only have them as bounds
+    power        amplitude and exponent of the shape power, for n in the clock's unit
+    jumps        whether `first`, not the previous piece's last value, holds at `begin`
     """
 
     shape: str
@@ -359,7 +361,7 @@ class Piece:
     jumps: bool = False
 
     def at(self, n: float) -> float:
-        """Return the value at n, up to `stop`."""
+        """Return the value at n, or at `stop` if n is beyond it."""
         n = min(n, self.stop)
         match self.shape:
             case "constant":
@@ -495,8 +497,8 @@ def learning_rate(config: Config) -> PhaseSchedule:
         warmup = 0.0 if math.isinf(decay) else o.lr_warmup_fraction * decay
     if ends and decay <= warmup:
         raise ConfigError(
-            f"the learning rate's decay ends after {decay:g} {unit}, which is not "
-            f"after its warm-up of {warmup:g}: shorten the warm-up or lengthen the decay"
+            f"the learning rate's decay ends after {decay:g} {unit}, not later "
+            f"than its warm-up of {warmup:g}: shorten the warm-up or lengthen the decay"
         )
     pieces = [Piece("warmup", 0.0, warmup, 0.0, lr)] if warmup > 0 else []
     if style == "constant":
@@ -541,7 +543,8 @@ def weight_decay(config: Config) -> PhaseSchedule:
 class Schedules:
     """Values that may change from step to step.
 
-    named  each schedule by its name; "beta1" and "beta2" only if they change
+    settings  settings of the optimizer, for the averaged weights
+    named     each schedule by its name; "beta1" and "beta2" only if they change
     """
 
     settings: OptimizerConfig

@@ -105,7 +105,8 @@ def run_training(
     """Connect, assemble, train, disconnect. See megatron.pretrain.
 
     `signals` is already entered; `started` is the value of time.monotonic() when the program
-    started, for --walltime. `environment` has lines for the log (see
+    started, for --walltime. `renumbered` is called with the rank that the rank mapping gives to
+    this process. `environment` has lines for the log (see
     megatron.parallel.environment.job_environment). `ranks` is the placement of the ranks on a known
     machine; without it only --rank-order and --device-order have an effect.
     """
@@ -126,7 +127,7 @@ def run_training(
     run: Run | None = None
     try:
         host = set_up_host(config, rendezvous.device, launch)
-        # Only rank 0 prints the places: thousands of ranks reading the list would overload the
+        # Only rank 0 prints the locations: thousands of ranks reading the list would overload the
         # store.
         locations = rendezvous.locations if launch.rank == 0 else ()
         if launch.rank == 0:
@@ -302,7 +303,7 @@ def assemble(
 
 
 def with_tokenizer(config: Config) -> tuple[Config, Tokenizer | None]:
-    """Return the tokenizer, and `config` with the size of its vocabulary. Raises ConfigError."""
+    """Return `config` with the size of the vocabulary, and the tokenizer. Raises ConfigError."""
     tokenizer = load_tokenizer(config)
     if tokenizer is None:
         return config, None
@@ -326,7 +327,7 @@ def build_data(
     batches: BatchSchedule,
     reporter: Reporter,
 ) -> tuple[Datasets, tuple[int, int, int], Callable[[int, int, int], Datasets]]:
-    """Return the data sets, their sizes in samples, and a function that builds other sizes."""
+    """Return the data sets, their sizes in samples, and a function to build them in other sizes."""
     samples = planned_samples(config, batches)
     with reporter.console.doing("copying data to the node"):
         staged = staged_locations(config, topology, reporter.say)
@@ -358,7 +359,9 @@ def build_model(
     chunks.train()
     if frozen := engine.frozen_parameters():
         if frozen == formulas.parameters_of(config):
-            raise ConfigError(f"all {frozen:,} parameters of the model are frozen: nothing trains")
+            raise ConfigError(
+                f"all {frozen:,} parameters of the model are frozen: nothing to train"
+            )
         reporter.say(
             f" > {frozen:,} of {formulas.parameters_of(config):,} parameters are frozen: they are "
             "saved like the others, without optimizer state"
@@ -424,8 +427,9 @@ def check_export(config: Config) -> str:
             name for n in itertools.count(2) if not os.path.lexists(name := f"{folder}-{n}")
         )
         raise ConfigError(
-            f"--save-hf {folder} ({config.origin('save_hf')}) exists; if this run was there before, "
-            f"it may be its own earlier model: give --save-hf {free}, or rename or remove {folder}"
+            f"--save-hf {folder} ({config.origin('save_hf')}) exists; it may be the "
+            f"model that an earlier start of this run wrote: give --save-hf {free}, or rename "
+            f"or remove {folder}"
         )
     return companions_of(config).note
 
@@ -537,7 +541,10 @@ def build_wall_time(
 
 
 def load_tokenizer(config: Config) -> Tokenizer | None:
-    """Return the tokenizer that the flags specify; None if only a vocabulary size is given."""
+    """Return the tokenizer that the flags specify; None if only a vocabulary size is given.
+
+    Raises ConfigError if neither is given.
+    """
     if config.tokenizer.tokenizer_type is None:
         if config.model.vocab_size is None:
             raise ConfigError(
@@ -559,7 +566,7 @@ def extended(
 ) -> Datasets:
     """Return `datasets`, or longer ones if a run takes more training samples than planned.
 
-    This happens when it is resumed with another batch size.
+    This happens when a run is resumed with another batch size.
     """
     if config.training.skip_train or train_samples <= planned[0]:
         return datasets

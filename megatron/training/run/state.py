@@ -40,7 +40,7 @@ class StepInProgress:
     """A step that may still be running on the device, with the values needed to count it later.
 
     step                            its record, without the figures that have not been read yet
-    micro_batches, losses, weights  this rank's, to find out why the step was skipped
+    micro_batches, losses, weights  this rank's, to find out why the step was skipped, if it was
     """
 
     step: StepRecord
@@ -53,8 +53,9 @@ class StepInProgress:
 class Skips:
     """The current streak of skipped steps.
 
-    first, scale  the first of them that can be repeated exactly, and its loss scale: while steps
-                  are skipped the weights do not change, but the scale does
+    consecutive   number of steps in the streak
+    first, scale  the first step at the latest loss scale, and that scale. The step can be repeated
+                  exactly: while steps are skipped, only the scale changes, not the weights
     """
 
     consecutive: int = 0
@@ -66,9 +67,11 @@ class Skips:
 class LoopState:
     """Parts of a run that the loop replaces.
 
-    under_way   the last step, until its figures are read: `progress` does not yet show whether it
-                was skipped
-    went_back   how often the run went back to the checkpoint of an iteration, after loss spikes
+    train_stream  this rank's micro-batches of the training data
+    in_progress   the last step, until its figures are read: `progress` does not yet show whether it
+                  was skipped
+    skips         the current streak of skipped steps
+    went_back     {iteration: how often the run went back to its checkpoint, after loss spikes}
     """
 
     train_stream: MicroBatchStream
@@ -137,7 +140,7 @@ class Run:
             callback.on_save(self)
 
     def close(self) -> None:
-        """Close files and stop reading ahead."""
+        """Stop the watchdog, queries of Slurm and reading ahead, and close callbacks and files."""
         if self.watchdog is not None:
             self.watchdog.stop()
         for callback in self.callbacks:

@@ -32,7 +32,8 @@ _RECENT_STEPS = 100  # the next step is expected to take as long as the longest 
 _SPREAD = 1.5
 # time to end the processes; Slurm counts whole seconds and checks limits only periodically
 _MARGIN_S = 30.0
-# fraction of --exit-duration-in-mins that is its margin, if that is less: nothing kills processes
+# margin of --exit-duration-in-mins as a fraction of that duration, if less than _MARGIN_S: nothing
+# kills the processes when it is over
 _DURATION_SHARE = 0.05
 # per rank, until the first save is measured: low even for a busy file system
 _GUESSED_BYTES_PER_S = 100e6
@@ -44,9 +45,9 @@ class Agreement:
     A number may be a signal that one rank received, or a decision made by rank 0. Numbers are added
     once, in the same order on every rank. They are reduced in host memory, independently of the
     device, and no step waits for them: `post` starts the reduction after one step, and `read`
-    returns the result, the same on every rank, after the next. `number` is called when the
-    reduction starts, so its value must still be valid one step later. Nothing is communicated while
-    all numbers are off. A single rank gets its own numbers immediately.
+    returns the result, the same on every rank, after the next. The function `number` (see `add`) is
+    called when the reduction starts, so its value must still be valid one step later. Nothing is
+    communicated while all numbers are off. A single rank gets its own numbers immediately.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -85,7 +86,7 @@ class Agreement:
             self._posted = numbers, list(current), work
 
     def read(self) -> Mapping[str, int]:
-        """Return the maximum over all ranks of each number that was on in `post`.
+        """Return the maximum over all ranks of each number that was on in `post`, by name.
 
         All ranks call this.
         """
@@ -223,7 +224,7 @@ class SlurmEnd:
         self.thread.start()
 
     def left_s(self) -> float | None:
-        """Return the seconds until the job ends; None if that is unknown or never."""
+        """Return the seconds until the job ends; None if unknown or without a limit."""
         return None if self._end is None else self._end - self.clock()
 
     def close(self) -> None:
@@ -275,15 +276,15 @@ class WallTime:
 
     The time is limited by the job and by --exit-duration-in-mins.
 
-    left_s             returns the seconds until the job ends; None if that is unknown or never
+    left_s             returns the seconds until the job ends; None if unknown or without a limit
     checkpoint_bytes   bytes that one rank writes into a checkpoint, to estimate the time of the
                        first save
     eval_iters         iterations of an evaluation of all corpora, each assumed to take as long as a
-                       step until one is measured
+                       step until an evaluation is measured
     steps_ahead        steps taken before a decision can end the run: 2 if several ranks have to
                        agree on it first
     close              called at the end of the run
-    duration_s         --exit-duration-in-mins; None without it
+    duration_s         --exit-duration-in-mins in seconds; None without it
     elapsed_s          returns the seconds since the program began
     """
 
@@ -306,8 +307,8 @@ class WallTime:
     def after_step(self, seconds: float, *, evaluations: int = 0, saves_ahead: int = 1) -> None:
         """Note that a step took `seconds`.
 
-        The next `steps_ahead` include `evaluations`. `saves_ahead` is the number of saves needed
-        before the run can end: the last one, and those that are due or in progress.
+        The next `steps_ahead` steps include `evaluations` evaluations. `saves_ahead` is the number
+        of saves needed before the run can end: the last one, and those that are due or in progress.
         """
         self._steps_s.append(seconds)
         self._evaluations = evaluations
@@ -361,7 +362,7 @@ class WallTime:
         return self.duration_s - margin_s - self.elapsed_s()
 
     def must_leave(self) -> bool:
-        """Return whether a running evaluation leaves no time for a save and the end."""
+        """Return whether an evaluation must end now, to leave time for a save and the end."""
         left = self.left_s()
         left_s = min(math.inf if left is None else left - _MARGIN_S, self._duration_left_s())
         return left_s < (0.0 if self.saved else _SPREAD * self.save_s)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from megatron.training.run.generate import GenerativeModel
 
 _MOST_BYTES = 1 << 30
-_PER_STAGE = 4  # micro-batches per pass and pipeline stage: the bubble is a fifth of the time
+_PER_STAGE = 4  # micro-batches at a time, per pipeline stage: the bubble is a fifth of the time
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,7 @@ def tokens_of(tokenizer: Tokenizer, context: str, ending: str) -> tuple[list[int
 class EvaluationTask:
     """A task that is ready for evaluation.
 
+    name       name of its file, without the suffix
     requests   one for each choice or ending, example after example
     lengths    lengths of their texts in bytes
     starts     index of each example's first request, and at the end the number of requests
