@@ -2,8 +2,8 @@
 
 Both are programs in all but name: a few lines of either can run for years or fill the memory, in
 code that no signal handler interrupts. They therefore run in a child, whose limits on CPU time and
-address space grow with the size of a request. Replies are JSON and bytes, because a template that
-breaks out of its sandbox could send anything.
+address space grow with the size of a request. Replies are JSON and bytes, never pickles, because a
+template that breaks out of its sandbox could send anything.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class LimitError(DataError):
 class LimitedProcess:
     """A child that calls `target`, "module:function", with `argument` to get a handler.
 
-    The handler is called with each request, and returns bytes or a JSON value. Messages call it
-    `what`. The child starts when first needed, and ends with this object or this process.
+    The handler is called with each request, and returns bytes or a JSON value. Error messages call
+    the template or tokenizer `what`. The child starts when first needed, and ends with this object
+    or this process.
     """
 
     target: str

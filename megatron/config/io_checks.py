@@ -21,7 +21,7 @@ def _split(config: Sections) -> Problems:
         or sum(shares) <= 0
     ):
         yield (
-            f"--split '{text}' is not one to three numbers of at least 0, not all 0, such as "
+            f"--split '{text}': give one to three numbers, none negative and not all 0, such as "
             "969,30,1"
         )
 
@@ -88,8 +88,8 @@ def _packing(config: Sections) -> Problems:
         if not config.get(name):
             off = all_options()[name].written(False)
             yield (
-                f"{off} and --data-packing best-fit contradict each other: packed documents are "
-                "separated"
+                f"{off} and --data-packing best-fit contradict each other: with best-fit, "
+                "positions and attention start anew in each document"
             )
     if data.train_data_exact_num_epochs is not None:
         yield (
@@ -116,7 +116,10 @@ def _checkpoints(config: Sections) -> Problems:
                 "and resume from the --save folder without the flag"
             )
     if hugging_face_folder(load) is not None and tag is not None:
-        yield f"--load-tag {tag} names a checkpoint, but --load {load} has none"
+        yield (
+            f"--load-tag {tag} names a checkpoint, but --load {load} is a Hugging Face model: "
+            "leave --load-tag out"
+        )
 
 
 @check("profile_step_start", "profile_step_end")

@@ -68,7 +68,7 @@ def _norms(config: Sections) -> Problems:
     if parallel and position != "pre":
         yield (
             f"--parallel-residual {parallel} and --norm-position {position} contradict each other: "
-            "attention and MLP of the same input have their norms before them"
+            "parallel attention and MLP read the same input, so their norms must precede them"
         )
     for name, value in (("parallel_residual", parallel), ("norm_position", position)):
         if after and value not in (None, "pre"):
@@ -124,8 +124,8 @@ def _router(config: Sections) -> Problems:
     if experts % groups or chosen > groups or topk % chosen:
         yield (
             f"--moe-router-num-groups {groups} must divide --num-experts {experts}, and "
-            f"--moe-router-group-topk {chosen} must be at most that and divide --moe-router-topk "
-            f"{topk}"
+            f"--moe-router-group-topk {chosen} must be at most the number of groups and divide "
+            f"--moe-router-topk {topk}"
         )
     elif topk // chosen > experts // groups:
         yield (

@@ -65,7 +65,8 @@ def yielding(values: Mapping[str, object], chosen: Mapping[str, object]) -> dict
     winners = {
         other: taker
         for taker, losers in _YIELDS.items()
-        if chosen.get(taker) or (taker == "recompute_granularity" and taker in chosen)  # even none
+        # --recompute-granularity none also counts as chosen
+        if chosen.get(taker) or (taker == "recompute_granularity" and taker in chosen)
         for other in losers
     }
     for group in _ALTERNATIVES:

@@ -37,7 +37,7 @@ def _batch(config: Sections) -> Problems:
     if sizes[-1][1] != gbs:
         yield (
             f"--global-batch-size {gbs} is not the last size of --step-batch-size-schedule, "
-            f"{sizes[-1][1]}: leave it out"
+            f"{sizes[-1][1]}: leave --global-batch-size out"
         )
     named = (("size", size) for _, size in sizes)
     yield from _not_multiples(config, "--step-batch-size-schedule", named)
@@ -63,7 +63,7 @@ def _rampup(config: Sections) -> Problems:
         yield (
             f"--rampup-batch-size {start} {increment}: steps of {increment} from {start} do not "
             f"reach --global-batch-size {gbs}; use {nearest_multiples(gbs - start, increment)} as "
-            "the difference of the two sizes"
+            "the difference between the two sizes"
         )
     if batch.micro_batch_size is None or config.parallel.data_parallel_size is None:
         return
@@ -108,8 +108,8 @@ def _rate_lengths(config: Sections) -> Problems:
         decay = config.get(f"lr_decay_{unit}")
         if decay and length + (config.get(f"lr_warmup_{unit}") or 0) > decay:
             yield (
-                f"--lr-wsd-decay-{unit} {length} and the warm-up are longer than --lr-decay-{unit} "
-                f"{decay}"
+                f"--lr-wsd-decay-{unit} {length} and the warm-up together are longer than "
+                f"--lr-decay-{unit} {decay}"
             )
 
 
@@ -261,13 +261,13 @@ def _captured_passes(config: Sections) -> Problems:
         (
             config.engine.zero_stage > 1,
             "zero_stage",
-            "the memory of gradients or weights moves",
+            "a replay uses fixed addresses, but those of gradients or weights change",
             "--zero-stage 1",
         ),
         (
             parallel.context_parallel_size > 1 and parallel.cp_comm_type != "a2a",
             "cp_comm_type",
-            "the messages of a ring are not collectives",
+            "only collectives are captured, and a ring sends point-to-point messages",
             "--cp-comm-type a2a",
         ),
     ):

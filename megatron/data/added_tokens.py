@@ -31,12 +31,13 @@ def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
     added_tokens_decoder in tokenizer_config.json, by id, or else those of the older
     added_tokens.json; then the named tokens, such as eos_token, and the extra ones. Without
     added_tokens_decoder, special_tokens_map.json takes precedence over tokenizer_config.json.
-    Returns the text of each named token. Raises DataError for values of the wrong type.
+    Also applies split_special_tokens of tokenizer_config.json. Returns the text of each named
+    token. Raises DataError for values of the wrong type.
     """
     config, added, extra, named = _read(file)
     beside = next(iter(files_beside(file)), file)
     decoder = config.get("added_tokens_decoder")
-    if isinstance(extra, dict):  # then the older field may hold a list
+    if isinstance(extra, dict):  # the list is then under the older name
         extra = config.get("additional_special_tokens") or []
     extras = [
         _token(
@@ -51,7 +52,7 @@ def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
     listed = []
     if decoder is None:
         if not all(isinstance(number, int) for number in added.values()):
-            raise DataError(f"{beside}: its added tokens have ids that are not numbers")
+            raise DataError(f"{beside}: added_tokens.json has ids that are not integers")
         for name in sorted(added, key=added.__getitem__):
             listed.append(_token(beside, "added_tokens", name, special=name in special))
     elif isinstance(decoder, dict) and all(i.isdecimal() and len(i) < 20 for i in decoder):
@@ -84,7 +85,7 @@ def named_tokens(file: Path) -> dict[str, str]:
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, Any], Any, dict[str, AddedToken]]:
     """Return (settings, added_tokens.json, extra and named tokens) of the files next to `file`."""
-    # transformers writes a length of 10^30 for "no limit"
+    # transformers writes 10^30 as model_max_length for "no limit", which needs more than 64 bits
     config, older, added = (
         read_json(beside, _MOST_BYTES, error=DataError, bits=128) if beside.is_file() else {}
         for beside in map(file.with_name, FILES_BESIDE)
@@ -111,9 +112,12 @@ def _token(file: Path, name: str, value: Any, *, special: bool) -> AddedToken:
     settings = value if isinstance(value, dict) else {"content": value}
     flags = {flag: settings[flag] for flag in _FLAGS if flag in settings}
     if not isinstance(settings.get("content"), str) or not settings["content"]:
-        raise DataError(f"{file}: its {name} is {value!r:.60}, expected a non-empty string")
+        raise DataError(
+            f"{file}, or a file next to it: {name} is {value!r:.60}, expected a non-empty string"
+        )
     if not all(isinstance(flag, bool) for flag in flags.values()):
         raise DataError(
-            f"{file}: a flag of its {name} {settings['content']!r:.60} is not a boolean"
+            f"{file}, or a file next to it: a flag of {name} {settings['content']!r:.60} is not a "
+            "boolean"
         )
     return AddedToken(settings["content"], special=special, **flags)

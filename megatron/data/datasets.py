@@ -327,8 +327,8 @@ def build_datasets(
             tokens = opened(source.prefix).num_tokens
             if tokens <= config.model.seq_length:
                 raise DataError(
-                    f"--valid-data-path {name}={source.prefix}: {tokens} tokens are less than one "
-                    f"sample of {config.model.seq_length + 1}: leave it out"
+                    f"--valid-data-path {name}={source.prefix}: {tokens} tokens are fewer than one "
+                    f"sample of {config.model.seq_length + 1}: leave this corpus out"
                 )
             corpus = build(index, SplitPlan((source,), plan.split), 1)
             assert corpus is not None, "a corpus with tokens has samples"

@@ -164,7 +164,7 @@ class Dispatch:
         self.order = pairs % len(experts)
 
     def send(self, tokens: Tensor) -> tuple[Tensor, Arrival]:
-        """Start to send tokens [t, h]; return received rows, to be read after `Arrival.wait`."""
+        """Start sending tokens [t, h]; return received rows, to be read after `Arrival.wait`."""
         arrival = Arrival(self.group, self.received, self.sent)
         rows = self.operators.permute(tokens, self.order, self.positions)
         return _Send.apply(rows, arrival), arrival

@@ -112,7 +112,7 @@ class _ExpertWeights(nn.Module):
     def _make(
         self, name: str, experts: int, shape: tuple[int, ...], dim: int | None, fill: Fill
     ) -> nn.Parameter:
-        """Make a parameter, drawing each expert separately: its values depend on no layout."""
+        """Make a parameter. Each expert is drawn separately: the layout does not affect values."""
         factory = self.context.parameters
         group = shared_by(self.context).group
         cut = None if dim is None else dim + 1
@@ -255,7 +255,8 @@ class ExpertMLP(nn.Module):
         choices = (weights, experts)
         numbers = self._numbers(experts, call)
         dispatches = list[Dispatch]()
-        # This keeps the device busy while the host waits for the row counts.
+        # Without overlap the shared expert runs here, to keep the device busy while the host waits
+        # for the row counts.
         shared = None if self.hops and self.overlap else self._shared(x)
         each = self.dense_h_to_4h.weight.shape[0] * self.group.size
         at = 0

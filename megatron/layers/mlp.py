@@ -60,7 +60,7 @@ class MLP(torch.nn.Module):
             else (self.dense_h_to_4h(x, recompute_input), None)
         )
         activated = activation(up, bias, self.activation, fused)
-        # The backward pass of the activation function needs `up` anyway.
+        # `up` takes no additional memory: the activation's backward pass keeps it anyway.
         recompute = None
         if self.recompute_activation:
             recompute = partial(activation, up.detach(), bias, self.activation, fused)

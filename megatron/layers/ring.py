@@ -217,7 +217,7 @@ class Ring:
         return min(rows, -(-(self.params.window + 1) // self.ring_size))
 
     def rotate(self, x: Tensor) -> Rotation:
-        """Start to send x to the next ring rank and to receive the previous rank's."""
+        """Start sending x to the next ring rank and receiving the previous rank's."""
         ranks = self.group.ranks
         size = self.group.size
         stride = self.stride

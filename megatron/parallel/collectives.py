@@ -1,8 +1,7 @@
 """Collectives over a `Group`, which do nothing in a group of one.
 
-Only the last function supports gradients.
-The group's flight recorder gets an entry for each call, and another one for the wait if the call is
-asynchronous.
+Only `reduce_from_tensor_region` supports gradients. Each collective has an entry in the group's
+flight recorder, and an asynchronous one has another for the wait. `post` leaves this to its caller.
 """
 
 from __future__ import annotations
@@ -72,14 +71,14 @@ def start(
 def all_reduce_async(
     x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Started:
-    """Start to sum (or `op`) `x` over the group in place; call wait() before reading `x`."""
+    """Start reducing `x` over the group in place with `op`; call wait() before reading `x`."""
     if group.size == 1:
         return DONE
     return start(b"all_reduce", group, x.nbytes, dist.all_reduce, x, op=op)
 
 
 def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Sum (or `op`) `x` over the group in place and return it."""
+    """Reduce `x` over the group in place with `op`, and return it."""
     if group.size > 1:
         group.flight.enter(b"all_reduce", group.kind, x.nbytes, x.is_cpu)
         dist.all_reduce(x, op=op, group=group.handle)
@@ -215,7 +214,9 @@ def post(call: bytes, x: Tensor, group: Group, peer: int) -> dist.Work:
 
 
 def use_groups(topology: Topology, ring: bool = False) -> int:
-    """Use each group of this rank once, before anything depends on it; return the number of uses.
+    """Use each group and pair of neighbours of this rank before anything depends on it.
+
+    Returns the number of these groups and pairs.
 
     NCCL and RCCL connect a group at its first collective and two pipeline neighbours at their first
     message. They may hang without an error at that point, on the host or on the device; the host
@@ -291,7 +292,7 @@ def _use(
         ranks = f"over its {group.kind} group, ranks {compress_ranks(group.ranks)}"
         raise LaunchError(
             f"the first {name.decode()} of rank {group.ranks[group.rank]} "
-            f"{ranks if peer < 0 else f'with rank {peer} of {ranks}'} gave {read} instead of "
+            f"{ranks if peer < 0 else f'with rank {peer} {ranks}'}, gave {read} instead of "
             f"{list(right)}: NCCL, RCCL or its network plugin moves wrong data between these "
             "ranks; try other nodes, or other versions of these libraries"
         )

@@ -22,7 +22,7 @@ LINKS = "bandwidth of links"
 class Effect:
     """Predicted values with one figure at the slow and at the fast end of its range.
 
-    basis    basis of the figure
+    basis    how the figure is known, such as "measured" (compute.BASES)
     factors  factors on the figure at the slow and at the fast end
     """
 
