@@ -54,7 +54,8 @@ class CheckpointChoice:
     """Result of a search.
 
     folder     the newest good checkpoint; None if there is none
-    rejected   newer ones that are broken, newest first
+    rejected   newer ones that are broken, newest first. In front of them, the one that the tracker
+               names, if its folder is missing; if there are none at all, a damaged tracker
     notes      further information for the user, one sentence each
     """
 
@@ -165,7 +166,8 @@ def folders(directory: StrPath) -> list[Path]:
 def generations(numbered: Iterable[Path]) -> dict[Path, int]:
     """Return the generation of each checkpoint whose manifest is valid.
 
-    Damage to the others is reported when they are opened.
+    Generations number the saves in a folder in their order (files.py). Damage to the others is
+    reported when they are opened.
     """
     by_folder = {}
     for folder in numbered:

@@ -151,7 +151,9 @@ _NOTHING = torch.empty(0)
 
 @dataclass(frozen=True)
 class Separation:
-    """Separation of documents in samples that are not packed. A document ends with `eod`.
+    """How the documents of a sample, each of which ends with `eod`, are separated.
+
+    Packed samples use only eod_mask_loss, since their documents are separated anyway.
 
     eod_mask_loss         exclude positions whose input is eod from the loss: their label begins
                           another document
@@ -194,7 +196,7 @@ class MicroBatchStream:
     order             by default each sample once, in the original order
     consumed_samples  counts the samples that all ranks together have taken, without those that the
                       order leaves out
-    separation        applies if the data set does not separate pieces itself
+    separation        its resets have no effect if the data set separates pieces itself
     device            where `take` puts the micro-batches
     vocab_size        number of valid ids; `take` raises DataError for others. None: no check
     """
@@ -246,8 +248,8 @@ class MicroBatchStream:
     def close(self) -> None:
         """Stop reading ahead, and wait a moment for reads in progress.
 
-        A closed stream returns no more micro-batches. A thread that returns from C++ while the
-        interpreter ends would abort the process; a thread whose file system is dead never returns.
+        Do not call `take` afterwards. A thread that returns from C++ while the interpreter ends
+        would abort the process; a thread whose file system is dead never returns.
         """
         self._ahead.clear()
         if self._threads is not None:
@@ -262,7 +264,7 @@ class MicroBatchStream:
             self._next_read += self._chunk
 
     def _read(self, start: int) -> MicroBatch:
-        """Read the micro-batch of the chunk at `start` into host memory.
+        """Read this rank's micro-batch among the samples from `start` on into host memory.
 
         The memory is pinned if the micro-batch is for an accelerator.
         """

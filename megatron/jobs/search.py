@@ -1,4 +1,4 @@
-"""Proposals of candidates to try next, chosen from the list by Optuna or DeepHyper.
+"""Proposals: candidates to try next, which Optuna or DeepHyper chooses from a list.
 
 A proposal is a pure function of the history, the seed and the number of earlier proposals, so that
 a killed search resumes as if it had not been interrupted.
@@ -211,7 +211,7 @@ def _deephyper(history: History, chance: random.Random) -> int:
     """Choose by asynchronous Bayesian optimisation with an upper confidence bound.
 
     Failed trials also count (Dash et al. 2023, Table V). DeepHyper provides the forest, its bound
-    and the choice; the list, the prior and the cost of failures are supplied here.
+    and the choice; the candidates, the prior and the cost of failures are supplied here.
     """
     import numpy as np
     from ConfigSpace import OrdinalHyperparameter

@@ -202,7 +202,7 @@ def fastest_attention(dtype_name: str, sequence: int, windowed: bool = False) ->
     The choice is based on measurements on this CPU, or else on other CPUs: in bf16, blocks are 1.3
     to 2.8 times as fast as torch for sequences of 512 to 2048; in fp32, 1.2 times at 512 and with a
     window, but 0.9 to 0.96 times from 1024 on, where torch's own blocks are large enough for fast
-    products. In fp16 torch's batched products have no fast path on most processors.
+    matrix products. In fp16 torch's batched matrix products have no fast path on most processors.
     """
     short = dtype_name == "float32" and (sequence <= 512 or windowed)
     usual = short or dtype_name == "bfloat16"
@@ -230,10 +230,10 @@ def usual_block(dtype_name: str, length: int) -> int:
 
 
 def copies_keys(dtype_name: str) -> bool:
-    """Return whether attention copies a block of keys for a product with its transpose.
+    """Return whether attention copies a block of keys for a matrix product with its transpose.
 
-    In 16 bits, most processors reach full speed only if the transposed matrix is a tensor of its
-    own.
+    In bf16 and fp16, most processors reach full speed only if the transposed matrix is a tensor of
+    its own.
     """
     default = "in place" if dtype_name in ("float32", "float64") else "copied"
     return measured_times.find().fastest(f"keys {dtype_name}", default) == "copied"
@@ -266,15 +266,15 @@ def _returns_logarithms(device_type: str, dtype_name: str) -> bool:
 
 
 def grouped_product(device: torch.device, dtype_name: str) -> OptionalPackage:
-    """Check whether torch has a grouped kernel for the products of all experts in a layer."""
+    """Check whether torch has a kernel for the grouped matrix products of a layer's experts."""
     import torch
 
     from megatron.kernels.ops.experts import why_no_grouped_product
 
     reason = why_no_grouped_product(device, getattr(torch, dtype_name))
-    fallback = "a product for each expert"
+    fallback = "a matrix product for each expert"
     return OptionalPackage(
-        "torch's grouped product", torch.__version__, not reason, reason, fallback
+        "torch's grouped matrix product", torch.__version__, not reason, reason, fallback
     )
 
 

@@ -65,11 +65,12 @@ def operator(
     """Define `megatron::<schema>` and return it, ready to call.
 
     kernel     computes it with the compiled library: (results of `shapes`, if there are any,
-               *inputs); called only if the first input is not empty
+               *inputs). If the first input is a tensor, it is not empty; tensors of a list may be
     reference  computes it with torch's operators
     shapes     creates empty results with the right shape, dtype and device; None for an operator
                without results
-    record     makes a record from the inputs; all these functions receive it instead of the inputs
+    record     makes a record from the inputs, which kernel, reference, shapes, check and
+               gradient.save receive instead of the inputs
     check      (name, *inputs): raises KernelError for an invalid input; None for backward passes,
                whose inputs autograd and the forward pass have checked
     gradient   how to differentiate it; None: it is not differentiable
@@ -108,7 +109,8 @@ def operator(
     differentiable = None if gradient is None else _differentiable(name, run, gradient, record)
     visible = gradient.visible if gradient is not None and gradient.hidden else None
     registered = getattr(torch.ops.megatron, name).default
-    writes = shapes is None  # to its inputs, of which autograd must be told if it records
+    # An operator without results writes to its inputs: only the dispatcher lets autograd know.
+    writes = shapes is None
 
     def call(*inputs: Any) -> Any:
         records = torch.is_grad_enabled()
@@ -171,7 +173,8 @@ _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, st
 def _ordinary(x: Any, *rest: object) -> bool:
     """Return whether a call can go directly to the operator's kernel.
 
-    It can if there is no tracer, profiler, transform, forward-mode derivative or tensor subclass.
+    It can if there is no tracer, profiler, transform, forward-mode derivative or tensor subclass,
+    and if the first input is a tensor on a CPU or GPU, and the others have types of _PLAIN.
     """
     return not (
         torch.compiler.is_compiling()
@@ -310,10 +313,11 @@ def check_beside(
 
 # -- sums over rows --------------------------------------------------------------------------------
 
-# The minimum number of rows in a block: with it, the sums, 8 bytes per column, stay below 6 % of
-# the bytes that the block reads and writes.
+# A block has about this many rows, or more if there would be too many blocks. The sums, 8 bytes per
+# column and block, are then at most about 6 % of the bytes moved.
 BLOCK_ROWS = 32
-# blocks of 256 threads: more than two per slot on 110 (MI250X) or 132 (H100) compute units
+# blocks of 256 threads: about twice as many as run at once on 110 (MI250X) or 132 (H100) compute
+# units
 _BLOCKS = 2048
 HOST_ROW_BLOCKS = 64  # so that each of up to 64 threads has a block
 

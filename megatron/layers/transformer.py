@@ -198,7 +198,10 @@ class TransformerLayer(nn.Module):
         return x * self.scale, None if bias is None else wide(bias) * self.scale
 
     def _recompute_norm(self, norm: Norm | None, x: Tensor) -> RecomputeInput:
-        """Return a function that recomputes norm(x), if configured: its backward keeps x anyway."""
+        """Return a function that recomputes norm(x); None if that is not configured.
+
+        It takes no memory for x, which the norm's backward pass needs anyway.
+        """
         return partial(norm, x.detach()) if self.recomputes_norms and norm is not None else None
 
     def _add(

@@ -68,23 +68,23 @@ SETTINGS = (
     Setting(
         "TORCH_NCCL_HIGH_PRIORITY",
         lambda config: "1",
-        "messages that are ready start before products that are ready; on ROCm streams of high "
-        "priority have separate queues, so that a receive that is posted early does not spin in "
-        "front of products",
+        "messages that are ready start before matrix products that are ready; on ROCm streams of "
+        "high priority have separate queues, so that a receive that is posted early does not spin "
+        "in front of matrix products",
     ),
     Setting(
         "CUDA_DEVICE_MAX_CONNECTIONS",
         _overlaps_products,
         "kernels start in the order in which they are launched, so that a tensor-parallel message "
-        "gets its multiprocessors before the concurrent product; Blackwell does not need it, ROCm "
-        "does not read it",
+        "gets its multiprocessors before the concurrent matrix product; Blackwell does not need "
+        "it, ROCm does not read it",
         builds=_CUDA,
     ),
     Setting(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
         lambda c: "0" if c.training.hang_timeout else "3",
-        "--hang-timeout reports the rank that hangs and requeues the job; torch's threads would end "
-        "the process by SIGABRT before that (3: without --hang-timeout they do)",
+        "0: torch's threads do not end the process by SIGABRT before --hang-timeout has reported "
+        "the rank that hangs and requeued the job; 3, without --hang-timeout: they do",
         ("NCCL_ASYNC_ERROR_HANDLING",),
     ),
     Setting(
@@ -113,7 +113,7 @@ SETTINGS = (
     Setting(
         "CUBLAS_WORKSPACE_CONFIG",
         lambda c: ":4096:8" if c.training.deterministic_mode else None,
-        "products on several streams give the same bits each time; torch demands it for "
+        "matrix products on several streams give the same bits each time; torch demands it for "
         "--deterministic-mode",
         builds=_CUDA,
     ),
@@ -122,7 +122,7 @@ SETTINGS = (
     Setting(
         "PYTORCH_CUDA_ALLOC_CONF",
         lambda config: "expandable_segments:True",
-        "new blocks leave no holes if their sizes differ from those of the freed ones",
+        "blocks of different sizes do not fragment the memory",
         ("PYTORCH_ALLOC_CONF",),
         builds=_CUDA,
     ),
@@ -229,9 +229,9 @@ class Variables:
 
 
 def job_name(environ: Mapping[str, str]) -> str | None:
-    """Return the name of this process's job for Slurm's commands; None outside of a job.
+    """Return this process's job ID, as Slurm's commands take it; None outside of a job.
 
-    In a job array it combines array and task IDs: the array's ID alone would mean all its tasks.
+    In a job array it is ARRAY_TASK: the array's ID alone would mean all its tasks.
     """
     array = environ.get("SLURM_ARRAY_JOB_ID")
     task = environ.get("SLURM_ARRAY_TASK_ID")

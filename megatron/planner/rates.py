@@ -1,4 +1,4 @@
-"""Time of a device's work: products, attention, memory-bound kernels, optimizer update.
+"""Time of a device's work: matrix products, attention, memory-bound kernels, optimizer update.
 
 **Products.** The size of a product of [m, k] and [k, n] is e = 3 / (1/m + 1/n + 1/k), the side of
 the cube with the same number of operations per matrix element: 2 m n k operations on m n + m k + n

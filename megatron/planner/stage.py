@@ -1,4 +1,4 @@
-"""Work of a pipeline stage for one micro-batch, composed of a trace's parts, and ZeRO's messages.
+"""Work of a pipeline stage for one micro-batch, from a trace's modules, and ZeRO's messages.
 
 The time of this work is computed in timing/passes.py.
 """
@@ -43,7 +43,7 @@ from megatron.planner.zero import messages_of
 
 
 class StageWork(NamedTuple):
-    """Work of a global stage.
+    """Work of a global stage, which is one chunk (model.stages.assign_layers).
 
     layers     number of its layers
     first      whether it has the embedding; last: whether it has the output layer
@@ -229,7 +229,10 @@ def _called(
 
 
 def plan_in_passes(config: Config, traced: Trace, stage: StageWork) -> ZeroPlan | None:
-    """Return ZeRO's plan for a stage's passes, as stage 0; None if it does nothing in passes."""
+    """Return ZeRO's plan for a stage's passes; None below ZeRO stage 2.
+
+    In the plan the pipeline stage has number 0.
+    """
     zero = zero_of(config)
     if not zero.divides_gradients:
         return None
@@ -237,9 +240,10 @@ def plan_in_passes(config: Config, traced: Trace, stage: StageWork) -> ZeroPlan 
 
 
 def elements_of_rank(config: Config, traced: Trace, rank: int) -> tuple[BucketPlan, ...]:
-    """Return a pipeline rank's parameters in buckets for results that depend only on elements.
+    """Return a pipeline rank's parameters in as few buckets as possible.
 
-    These are the fewest buckets that separate experts, vectors and full parameters.
+    They serve for results that depend only on numbers of elements. Experts, vectors and parameters
+    that the optimizer needs in full are in separate buckets.
     """
     size = config.parallel.pipeline_model_parallel_size
     takes_full = bucket_rule(config, 1).full_parameters
@@ -271,7 +275,7 @@ def stage_passes(trace: Trace, stage: StageWork) -> dict[str, list[RepeatedPass]
     """List a stage's passes of modules for one micro-batch: "forward", "backward" and "weight".
 
     If the backward pass is split, "backward" is its first half and "weight" its second. Passes are
-    in order, except that in a run recomputation and backward passes of layers alternate.
+    in order, except that training recomputes each group of layers right before its backward passes.
 
     In a group of layers that keeps only its input, all layers are recomputed before the first
     backward pass. The recomputation of the last layer stops early, as in torch: at the last tensor
@@ -325,7 +329,8 @@ def _kinds(
     groups = len(stage.recomputed)
     for kind in sorted(set(stage.layer_kinds)):
         recomputed = stage.layer_kinds[: sum(stage.recomputed)].count(kind)
-        # Layers of several kinds alternate: assume that groups end with each in proportion.
+        # Layers of several kinds alternate: assume that the share of the groups that end with a
+        # kind is its share of the recomputed layers.
         alone = round(groups * recomputed / left) if left else 0
         left = left - recomputed
         groups = groups - alone
@@ -352,7 +357,10 @@ def parameters_of(trace: Trace, stage: StageWork) -> int:
 
 
 def tied_elements(config: Config, trace: Trace) -> float:
-    """Count the tied embedding's gradient elements that first and last stage sum per device."""
+    """Count the elements of the tied embedding's gradient that each device sums with its peer.
+
+    The devices are those of the first and the last stage.
+    """
     if config.parallel.pipeline_model_parallel_size == 1:
         return 0.0
     return sum(p.elements for p in trace.head.parameters if p.tied) / zero_of(config).sizes.states
@@ -436,7 +444,10 @@ def zero_steps(trace: Trace, stage: StageWork, plan: ZeroPlan) -> tuple[ZeroStep
 def messages_in_passes(
     trace: Trace, stage: StageWork, plan: ZeroPlan, name: str | None = None
 ) -> list[GroupMessage]:
-    """List ZeRO's messages in a micro-batch's passes, or in one of them."""
+    """List ZeRO's messages in a micro-batch's passes, or in the pass `name`.
+
+    Messages in `beside` are also in `before` of a later step, and are counted there.
+    """
     return [
         message
         for step in zero_steps(trace, stage, plan)

@@ -38,7 +38,7 @@ def messages_of(plan: ZeroPlan, instructions: Iterable[BucketInstruction]) -> li
 
 @functools.lru_cache(maxsize=1 << 10)
 def messages_at_end(plan: ZeroPlan) -> tuple[tuple[GroupMessage, ...], tuple[GroupMessage, ...]]:
-    """Return the messages that reduce gradients at the end of a step, and that gather new weights.
+    """Return (messages that reduce gradients at the end of a step, those that gather new weights).
 
     The former include those that overlap with the last backward pass.
     """

@@ -1,4 +1,4 @@
-"""Operators for expert layers: permutation of tokens to experts' rows, and grouped products.
+"""Operators for expert layers: permutation of tokens to experts' rows, and grouped matrix products.
 
 Each token has k choices. The rows of an expert are contiguous, starting with expert 0. `order` has
 the token for each row, `positions` the row for each choice; they are inverses of each other.
@@ -203,7 +203,7 @@ def unpermute(y: Tensor, positions: Tensor, weights: Tensor, padded: bool = Fals
     return _unpermuted(y.contiguous(), positions, weights.contiguous(), padded)
 
 
-# -- grouped products ------------------------------------------------------------------------------
+# -- grouped matrix products -----------------------------------------------------------------------
 
 _torch_grouped = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
@@ -221,13 +221,13 @@ class RowCounts(NamedTuple):
 
 @cache
 def why_no_grouped_product(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why torch has no kernel for products of row groups (grouped_mm); "" if it has one.
+    """Return why torch has no kernel for grouped matrix products (grouped_mm); "" if it has one.
 
     torch 2.9 to 2.13 have one in bf16 on CUDA devices of capability 9 and 10. On ROCm, gfx942 and
     gfx950 have one in builds with composable kernels, since 2.10 only with
     ROCM_ALLOW_GROUP_GEMM_CK=1 (pytorch pull request 170159). On other devices torch copies `ends`
-    to the host in each call and loops, or raises. Therefore a small product whose result is exact
-    is tried once for each device, and torch reports whether the host waited.
+    to the host in each call and loops, or raises. Therefore a small matrix product whose result is
+    exact is tried once for each device, and torch reports whether the host waited.
     """
     if device.type != "cuda":
         return f"no faster than a loop on {device.type}"

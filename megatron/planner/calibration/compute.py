@@ -1,4 +1,4 @@
-"""Tasks that measure one device: a model's products, attention, other kernels and optimizer.
+"""Tasks that measure one device: a model's matrix products, attention, other kernels and optimizer.
 
 The operators in a trace of the model (planner/recorder.py) are called as in the code, on tensors of
 the same shapes and strides. Successive calls use different tensors for inputs and outputs, as in a
@@ -153,7 +153,7 @@ def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
 
 
 def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Iterator[FigureTask]:
-    """Yield a task per unbatched product, per attention pass and per kind of memory-bound kernel.
+    """Yield a task per unbatched matrix product, attention pass and kind of memory-bound kernel.
 
     The larger kernels of a kind are measured together, as one point at their mean size.
     """

@@ -306,7 +306,7 @@ def _overheads(measurements: MachineMeasurements) -> dict[str, float]:
 
 
 def _peaks(measurements: MachineMeasurements) -> dict[str, float]:
-    """Return the peak TFLOP/s by dtype: published for a known GPU, else of the fastest product."""
+    """Return the peak TFLOP/s by dtype: published, or of the fastest measured matrix product."""
     rows = {dtype: measurements.points.get(f"products.{dtype}") for dtype in DTYPES}
     return {
         dtype: peak_tflops(measurements.device, dtype) or max(row[-1] for row in points)

@@ -67,7 +67,12 @@ def usable_bytes(headroom: str, cluster: Cluster) -> float:
 
 @dataclass
 class Rejections:
-    """Reasons for rejecting layouts or sizes, each with its count and its nearest miss."""
+    """Reasons for rejecting layouts or sizes.
+
+    counts   number of rejections for each reason
+    nearest  for each reason (miss, example) of the smallest miss: the bytes that a layout needs, if
+             it does not fit; otherwise 0
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     nearest: dict[str, tuple[float, str]] = field(default_factory=dict)
@@ -157,7 +162,9 @@ class LayoutSpace:
         """
         chunks = self._chunks(shape.pp)
         if not chunks:
-            rejections.add("layers do not divide into these chunks", self.write(shape))
+            rejections.add(
+                "layers or stages do not divide into an allowed number of chunks", self.write(shape)
+            )
         for batch in self.restrictions["gbs"]:
             each, rest = divmod(batch, shape.replicas)
             powers = [1 << k for k in range(each.bit_length())]
@@ -230,16 +237,17 @@ class LayoutSpace:
             )
 
     def _zeros(self, size: CandidateLayout) -> list[tuple[int, int, int]]:
-        """List ZeRO stages, each with its numbers of ranks that shard gradients and states; 0: all.
+        """List (ZeRO stage, ranks that shard gradients, ranks that shard optimizer state).
 
-        In stage 3 the ranks that shard gradients also shard weights. By default these are all ranks
-        or, in stages 2 and 3, the ranks of a node, and states are sharded over all ranks.
+        0 ranks means all. In stage 3 the ranks that shard gradients also shard weights. By default
+        gradients are sharded over all ranks or, in stages 2 and 3, over the ranks of a node, and
+        optimizer state over all ranks.
         """
         if not size.has_choice("zero"):
             return [(size.zero, size.shard, size.states)]
         ranks = size.gradient_ranks
         stages = (1, 0, 2) if size.pp > 1 else (1, 0, 2, 3)
-        # neighbours in the data dimension on a node, which also holds tensor-parallel ranks
+        # data-parallel neighbours on a node: each comes with its tensor-parallel ranks
         node = self.cluster.devices_per_node // size.tp
         names = "zero", "shard", "states"
         triples = [(stage, 0, 0) for stage in stages]
@@ -275,7 +283,8 @@ class LayoutSpace:
             choices += [f"selective:{'+'.join(chosen)}" for chosen in sets]
         choices += [f"full:uniform:{n}" for n in range(1, most + 1) if most % n == 0]
         choices += [f"full:block:{n}" for n in range(1, most)]
-        # A value given in full may select a recomputation that the search would not try.
+        # A requested value with all its fields, such as full:block:3, may be one that the search
+        # would not try.
         asked = (*self.restrictions.get("recompute", ()), *self.more.get("recompute", ()))
         choices += [p for p in asked if p.count(":") == (2 if p.startswith("full") else 1)]
         yield from dict.fromkeys(t for t in choices if allowed(t, "recompute", self.restrictions))

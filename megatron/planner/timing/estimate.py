@@ -106,12 +106,12 @@ class Estimate:
 
     @functools.cached_property
     def model_flops(self) -> float:
-        """FLOPs of a step's products and attention on all devices, without recomputation."""
+        """FLOPs of a step's matrix products and attention on all devices, without recomputation."""
         return self._flops(recompute=False)
 
     @functools.cached_property
     def hardware_flops(self) -> float:
-        """FLOPs of a step's products and attention on all devices, with recomputation."""
+        """FLOPs of a step's matrix products and attention on all devices, with recomputation."""
         return self._flops(recompute=None)
 
     def _flops(self, *, recompute: bool | None) -> float:

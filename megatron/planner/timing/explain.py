@@ -110,7 +110,7 @@ def _pass(predicted: Estimate, title: str, of: Pass) -> Table:
                 rest += seconds
     rows.append(("others", f"of at most {100 * _SMALL:g} % of the pass each", _time(rest), ""))
     rows.append(("computations", "sum of the above", _time(total), ""))
-    rows += _messages(predicted, of.messages(), "hidden if it overlaps with a product")
+    rows += _messages(predicted, of.messages(), "hidden if it overlaps with a matrix product")
     return Table(title, ("operation", "formula", "time", "module"), rows)
 
 
