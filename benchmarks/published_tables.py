@@ -377,7 +377,7 @@ def micro_batch_table() -> Table:
         "replicas",
         "published",
         *(f"micro-batch {b}" for b in (1, 2, 4, 8)),
-        "published if",
+        "micro-batch that explains it",
     )
     lines = []
     for model in MODELS:
@@ -407,7 +407,7 @@ def implied_table(cluster: Cluster) -> Table:
         "GCDs",
         "micro-batches",
         "step, s",
-        "turn, ms",
+        "slot, ms",
         "TFLOP of the last stage",
         "all-reduces, ms",
         "messages, ms",
@@ -454,12 +454,12 @@ def _stage_messages(model: Published, cluster: Cluster) -> tuple[float, float]:
 # published layout.
 _CHANGES: tuple[tuple[str, str], ...] = (
     (
-        "kernels apart: norms, GELU, dropout, cross entropy",
+        "unfused kernels: norms, GELU, dropout, cross entropy",
         "--no-persist-layer-norm --no-bias-gelu-fusion --no-bias-dropout-fusion "
         "--no-cross-entropy-loss-fusion",
     ),
-    ("weight gradients not added by their product", "--no-gradient-accumulation-fusion"),
-    ("all-reduces hidden by nothing", "--no-async-tensor-model-parallel-allreduce"),
+    ("weight gradients accumulated by a separate kernel", "--no-gradient-accumulation-fusion"),
+    ("all-reduces not overlapped", "--no-async-tensor-model-parallel-allreduce"),
     ("attention that stores its scores", "--attention-backend unfused"),
 )
 
@@ -482,14 +482,14 @@ def change_table(cluster: Cluster, seconds: Seconds = estimated_seconds) -> Tabl
         return (title, *(f"{100 * (each - 1):+.1f} %".replace("-0.0", "+0.0") for each in changed))
 
     lines = [
-        ("a step as published, s", *(f"{step:.1f}" for step in steps)),
+        ("predicted step of the published layout, s", *(f"{step:.1f}" for step in steps)),
         *(row(*change) for change in _CHANGES),
         row("the first three together", " ".join(flags for _, flags in _CHANGES[:3])),
         row(
             "products at 0.9 of their published rate",
             on=with_factors(cluster, {"products.float16": 0.9}),
         ),
-        row("ranks placed by the links", runs=placed),
+        row("ranks placed by link bandwidth", runs=placed),
         row("no layer recomputed", "--recompute-granularity none"),
     ]
     return Table("choices that differ", ("", *(model.name.upper() for model in MODELS)), lines)
@@ -533,12 +533,12 @@ def finding_table(cluster: Cluster, seconds: Seconds = estimated_seconds) -> Tab
                 sweep((str(m), rate("175b", 4, 16, m)) for m in (40, 80, 160, 320, 640)),
             ),
             (
-                "with a fixed batch throughput falls with the stages",
+                "with a fixed batch, throughput falls with the number of stages",
                 "175B, TP 4, 128 sequences, PP",
                 sweep((str(pp), rate("175b", 4, pp, 128)) for pp in stages),
             ),
             (
-                "with the batch scaled along it stays flat",
+                "with a batch that grows with the stages, it stays flat",
                 "175B, TP 4, 8 sequences for each stage, PP",
                 sweep((str(pp), rate("175b", 4, pp, 8 * pp)) for pp in stages),
             ),
