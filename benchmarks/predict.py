@@ -110,7 +110,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 def table(rows: Sequence[LayoutPrediction]) -> Table:
     """Return a table with a row for each layout."""
-    head = "layout, model, processes, predicted ms, measured ms, error, machine slower, error then"
+    head = "layout, model, processes, predicted ms, measured ms, error, machine slower, corrected error"
     lines = [head.split(", ")]
     for row in rows:
         milliseconds = [f"{1e3 * seconds:.0f}" for seconds in (row.predicted, row.measured)]
@@ -125,7 +125,7 @@ def summary(rows: Sequence[LayoutPrediction]) -> str:
     lines = [f"{len(rows)} layouts"]
     for name, error in (
         ("as predicted", attrgetter("error")),
-        ("at the machine's speed", attrgetter("error_at_speed")),
+        ("corrected for the machine's speed", attrgetter("error_at_speed")),
     ):
         worst = max(rows, key=lambda row: abs(error(row)))
         median = statistics.median(abs(error(row)) for row in rows)
@@ -140,8 +140,9 @@ def summary(rows: Sequence[LayoutPrediction]) -> str:
             plain = spearman([row.predicted for row in same], measured)
             at_speed = spearman([row.predicted * row.slower for row in same], measured)
             lines.append(
-                f"Spearman among the {len(same)} of {kind}: {plain:.3f}, at the machine's speed "
-                f"{at_speed:.3f} (slowest {max(measured) / min(measured):.2f} times the fastest)"
+                f"Spearman among the {len(same)} of {kind}: {plain:.3f}, corrected for the "
+                f"machine's speed {at_speed:.3f} (slowest {max(measured) / min(measured):.2f} "
+                "times the fastest)"
             )
     return "\n".join(lines)
 

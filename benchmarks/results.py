@@ -273,7 +273,7 @@ def heading(record: Record) -> list[str]:
         f"{record['date']}, revision "
         f"{git['revision'][:12]}{' with changes' if git['changed'] else ''}, "
         f"{record['seconds'] / 60:.1f} minutes, {record['rounds']} round(s) of {record['steps']} "
-        f"steps after {record['warm_up']} that do not count",
+        f"steps after {record['warm_up']} warm-up step(s)",
         f"{machine['processor']}{gpu}, {record['threads']} thread(s), {machine['memory_gib']} GiB, "
         f"{machine['system']}, {machine['libc']}, load {machine['load']} at the start",
         f"Python {machine['python']}, {versions}",

@@ -113,8 +113,8 @@ class WorkloadCase:
 
 
 AS_THEY_COME = (
-    "bf16 gradients are added up in bf16, DeepSpeed's default; GELU is a chain of "
-    "operators, transformers'"
+    "bf16 gradients are summed in bf16, DeepSpeed's default; GELU is a chain of "
+    "operators, transformers' default"
 )
 ALL_WEIGHTS = "no ZeRO: every process updates all weights"
 OURS = Side("ours")
