@@ -6,19 +6,19 @@
     python tools/convert_checkpoint.py --from hf --to megatron models/llama runs/llama
     python tools/convert_checkpoint.py --from megatron --to hf runs/llama models/trained
 
-From Megatron it reads global_stepN/ of DeepSpeed's engine (with or without pipeline, ZeRO stages 1
-and 2) and iter_NNNNNNN/ of Megatron (torch and torch_dist), of any tensor- and pipeline-parallel
-size, with the optimizer's state if they have it. The result loads on any layout:
-pretrain_gpt.py --load new/checkpoints --use-checkpoint-args.
+With --from megatron, SOURCE is global_stepN/ of DeepSpeed's engine (with or without pipeline, ZeRO
+stages 1 and 2) or iter_NNNNNNN/ of Megatron (torch or torch_dist), of any tensor- and
+pipeline-parallel size. The optimizer's state is converted if there is one. The result loads on any
+layout: pretrain_gpt.py --load new/checkpoints --use-checkpoint-args.
 
 Flags of the model (pretrain_gpt.py --help), such as --vocab-size 50257 or --num-attention-heads 16,
 add settings that the checkpoint's own arguments lack, or override them. Nothing in the checkpoint's
 files is executed.
 
-From and to Hugging Face (docs/huggingface.md) it converts tensor by tensor: to this program's
-checkpoints, and from them and those of Megatron and DeepSpeed. Started on several processes
-(torchrun, srun), they share the tensors. --bf16, --fp16 or neither choose the type of the tensors
-written for Hugging Face, by default that of the training.
+Hugging Face folders (docs/huggingface.md) are converted tensor by tensor: to this program's
+checkpoints, and from them or those of Megatron and DeepSpeed. If the tool is started on several
+processes (torchrun, srun), they share the tensors. --bf16, --fp16 or --no-bf16 choose the type of
+the tensors written for Hugging Face, by default that of the training.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ema",
         action="store_true",
-        help="write the average of the weights for Hugging Face (--ema-decay), not the weights",
+        help="with --to hf: write the average of the weights (--ema-decay) instead of the weights",
     )
     parser.add_argument("--no-optim", action="store_true", help="convert the weights only")
     parser.add_argument(
         "--checkpoint-version",
         type=real(least=0),
         metavar="V",
-        help="0, 1.0, or 2.0 and above: order of the rows of query_key_value, if the files do not "
-        "contain it",
+        help="row order of query_key_value, instead of the version in the files: 0, 1.0, or 2.0 "
+        "and above",
     )
     parser.add_argument(
         "--plain-class",
@@ -182,7 +182,7 @@ def show(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def show_progress(done: int, total: int) -> None:
-    """Show on a terminal how many parameters are written."""
+    """Show on a terminal how many parameters have been written."""
     if sys.stdout.isatty():
         end = "\n" if done == total else ""
         print(f"\r{done:,} of {total:,} parameters", end=end, flush=True)
@@ -325,10 +325,10 @@ def main(argv: Sequence[str]) -> int:
     if source is None:
         source = "hf" if is_huggingface(Path(args.source)) else "megatron"
     if args.ema and (source, args.target_format) != ("megatron", "hf"):
-        raise ConfigError("--ema is for --to hf: checkpoints of this program have both")
+        raise ConfigError("--ema is only for --to hf, from checkpoints of this program")
     if source == args.target_format == "hf":
         raise ConfigError(
-            f"{args.source} is already in Hugging Face format: with --to megatron it becomes a checkpoint"
+            f"{args.source} is already in Hugging Face format: give --to megatron to convert it"
         )
     if "hf" in (source, args.target_format):
         unused = {

@@ -46,8 +46,10 @@ _TRACKER_LIMIT_BYTES = 4096
 class Plan:
     """Plan to convert a foreign checkpoint.
 
+    source   the foreign checkpoint
+    config   configuration of the converted checkpoint
     shapes   global shape of each parameter, by our names
-    rules    layout of its tensor-parallel shards
+    rules    layout of the source's tensor-parallel shards
     notes    remarks for the user
     """
 
@@ -137,7 +139,9 @@ def read_source(
 
 
 def plan_conversion(source: SourceCheckpoint, chosen: Mapping[str, Any]) -> Plan:
-    """Check a source against the model of its arguments and the user's settings `chosen`.
+    """Return the plan, after checking the source against the model that its settings describe.
+
+    chosen   the user's settings, which take precedence over the source's arguments
 
     Raises CheckpointError for tensors that are missing, unknown or of another shape, and
     ConfigError for invalid settings.
@@ -235,11 +239,11 @@ def convert(
 ) -> Path:
     """Write the checkpoint to DIRECTORY, tensor by tensor, and return its folder.
 
-    provenance   stored beside that of the source
+    provenance   recorded in the checkpoint, together with the source's kind, folder and layout
     progress     called with (parameters written, all parameters)
 
-    Raises CheckpointError if the optimizer's masters do not match the weights, or if it cannot be
-    written.
+    Raises CheckpointError if the optimizer's masters do not match the weights, or if the checkpoint
+    cannot be written.
     """
     source = plan.source
     state = dict(source.counters)

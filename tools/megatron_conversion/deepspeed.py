@@ -9,7 +9,7 @@
         bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt
             a shard of the optimizer's state
 
-The shards are those of ZeRO stages 1 and 2. The parameters of a group are concatenated into one
+Shards of ZeRO stages 1 and 2 are supported. The parameters of a group are concatenated into one
 flat array, which is partitioned over the data-parallel ranks. Each shard maps parameters to ranges
 of its partition (param_slice_mappings); older ones only have the shapes of the parameters
 (param_shapes).
@@ -43,7 +43,7 @@ _LAYER = re.compile(r"^layer_(\d+)(?:-model_(\d+))?-model_states\.pt$")
 _SHARD = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 
 Weights = list[dict[str, tuple[torch.Tensor, str]]]
-"""Weights of each tensor rank: (weight, its name there) by our name."""
+"""Weights of each tensor rank: (weight, its name in the file) by our name."""
 
 
 def is_deepspeed(folder: Path) -> bool:
@@ -56,12 +56,12 @@ def read_deepspeed(
 ) -> SourceCheckpoint:
     """Read a folder that DeepSpeed's engine wrote.
 
-    optimizer   whether to read its state
+    optimizer   whether to read the optimizer's state
     version     checkpoint_version that overrides the one in the files
     plain       see unpickle.load_file
 
-    Raises CheckpointError with the names of files that are missing, damaged or of another
-    checkpoint.
+    Raises CheckpointError for a model with experts, and for files that are missing, damaged or from
+    another checkpoint, which it names.
     """
     listed = sorted(folder.iterdir())
     experts = [path.name for path in listed if "_expert_" in path.name]
@@ -186,7 +186,8 @@ def _shards(
 ) -> list[tuple[ZeroShards, dict[str, str]]]:
     """Return each model-parallel rank's optimizer shards, with {our name: name in them}.
 
-    Without shards the result is empty, with a note.
+    The result is empty, with a note in `source`, if there are no shards or the optimizer is not
+    Adam. Otherwise the source gets the optimizer's step, its loss scale and the data-parallel size.
     """
     files = shards_in(source.folder)
     if not files:
@@ -239,12 +240,12 @@ def _state(
     name: str,
     weight: torch.Tensor,
 ) -> Callable[[str], torch.Tensor]:
-    """Return a reader of one shard's optimizer state, from the first stage with the parameter."""
+    """Return a reader of a shard's optimizer state, from the first stage that has `name`."""
     for shards, names in stages:
         if name in names:
             return partial(shards.tensor, name=names[name], shape=tuple(weight.shape))
     raise CheckpointError(
-        f"{folder}: no optimizer shard has {name}; convert without it (--no-optim)"
+        f"{folder}: no optimizer shard has {name}; convert without the optimizer (--no-optim)"
     )
 
 
@@ -279,10 +280,11 @@ class _Slice(NamedTuple):
 class ZeroShards:
     """Optimizer shards of one model-parallel rank.
 
-    step         Adam's steps; None if the optimizer is not Adam
+    files        the shards' files, in order of data-parallel rank
+    step         Adam's step count; None if the shards have none
     is_adam      whether it has both of Adam's moments
     loss_scaler  attributes of DeepSpeed's loss scaler; empty if there is none
-    names        parameters, by their names in the module
+    names        names of the parameters in the module
     """
 
     def __init__(
@@ -337,7 +339,7 @@ class ZeroShards:
     def tensor(self, kind: str, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Return the fp32 master, exp_avg or exp_avg_sq of a parameter of a given shape.
 
-        Raises CheckpointError.
+        Raises CheckpointError if the shards do not have that number of elements of it.
         """
         slices = self._slices[name]
         numel = sum(s.numel for s in slices)
@@ -361,7 +363,7 @@ def _partition(state: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
     """Return a shard's flat tensors by group: {"master": ..., "exp_avg": ..., "exp_avg_sq": ...}."""
     masters = state["single_partition_of_fp32_groups"]
     base = state["base_optimizer_state"]
-    # A plain torch state dict, or with DeepSpeed's elastic checkpoints a list over the groups.
+    # A plain torch state dict; in DeepSpeed's elastic checkpoints, a list of the groups' states.
     each = (
         base if isinstance(base, list) else [base["state"].get(g, {}) for g in range(len(masters))]
     )
@@ -388,7 +390,7 @@ _Partition = list[dict[str, torch.Tensor]]
 def _mapped_slices(
     states: Sequence[Mapping[str, Any]], partitions: Sequence[_Partition]
 ) -> dict[str, list[_Slice]]:
-    """Locate parameters in the shards; their slices are in order of data-parallel ranks."""
+    """Return each parameter's slices, in order of data-parallel rank, from param_slice_mappings."""
     slices: dict[str, list[_Slice]] = {}
     for data, state in enumerate(states):
         for flat, mapping in zip(partitions[data], state["param_slice_mappings"], strict=True):
@@ -403,7 +405,10 @@ def _mapped_slices(
 def _concatenated_slices(
     partitions: Sequence[_Partition], param_shapes: Any
 ) -> dict[str, list[_Slice]]:
-    """Locate parameters that are concatenated in the order of `param_shapes`, a dict per group."""
+    """Return the slices of parameters that are concatenated in the order of `param_shapes`.
+
+    param_shapes   {name: shape} for each group; a single group may be without a list
+    """
     if not param_shapes:
         raise CheckpointError(
             "the ZeRO shards do not contain the positions of parameters (neither "

@@ -67,7 +67,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Incoming:
-    """A Hugging Face folder to convert to a checkpoint."""
+    """A Hugging Face folder to convert to a checkpoint.
+
+    kind        model_type in its config.json
+    config      configuration of the checkpoint
+    shapes      shape of each parameter, by our names
+    locations   where the tensors are in its files
+    dtype       type of its first tensor
+    """
 
     folder: Path
     kind: str
@@ -81,8 +88,9 @@ class Incoming:
 class Outgoing:
     """A checkpoint to convert to a Hugging Face folder.
 
+    shapes  shape of each parameter, by our names
     load    returns a parameter by its name, in fp32 or in `dtype`
-    notes   for the user
+    notes   remarks for the user
     """
 
     folder: Path
@@ -93,7 +101,7 @@ class Outgoing:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of the tensors for Hugging Face, that of the settings."""
+        """Return the type in which tensors are written: that of the settings."""
         torch_dtype: torch.dtype = getattr(torch, self.config.precision.dtype_name)
         return torch_dtype
 
@@ -101,7 +109,7 @@ class Outgoing:
 def read_folder(folder: Path, chosen: Mapping[str, Any]) -> Incoming:
     """Read a Hugging Face folder, without the tensors.
 
-    chosen   settings that the checkpoint gets in addition
+    chosen   settings to add, or to use instead of the folder's
 
     Raises CheckpointError and ConfigError.
     """
@@ -129,7 +137,8 @@ def to_checkpoint(
 
     progress   called with (parameters written by this process, all of its parameters)
 
-    All processes call it. Raises CheckpointError on all of them; nothing has changed then.
+    All processes must call it. If the checkpoint cannot be written, CheckpointError is raised on
+    all of them and nothing has changed.
     """
     beside = directory.absolute() / BESIDE
 
@@ -184,8 +193,9 @@ def _with_tokenizer(incoming: Incoming, beside: Path) -> Config:
 def _masters(
     incoming: Incoming, topology: Topology, progress: Callable[[int, int], None]
 ) -> Iterator[TensorShard]:
-    """Yield the fp32 shards of this process's share of the parameters, each valid until the next
-    but one.
+    """Yield the fp32 shards of this process's share of the parameters.
+
+    A shard's values are valid until the next but one is requested.
     """
     family = FAMILIES[incoming.kind]
     read = SafetensorsReader(incoming.folder, incoming.locations)
@@ -215,7 +225,8 @@ def read_checkpoint(
     chosen   settings to replace, such as the path of a tokenizer that was moved
     kind     MASTER: the weights; AVERAGE: their average
 
-    Raises CheckpointError, and ConfigError where no family has the model.
+    Raises CheckpointError if the checkpoint is damaged or lacks parameters, and ConfigError for
+    invalid settings.
     """
     checkpoint = open_checkpoint(find_folder(directory, tag))
     sections = ("model", "tokenizer", "precision")
@@ -248,7 +259,7 @@ def _parameter(
 
 
 def foreign_folder(directory: Path, tag: str | None) -> Path | None:
-    """Return the checkpoint of Megatron or DeepSpeed in a folder; None if it is another one."""
+    """Return the checkpoint of Megatron or DeepSpeed in a folder; None if it is not one."""
     with suppress(CheckpointError):
         folder = find_source(directory, tag)
         if reader_of(folder):
@@ -282,11 +293,13 @@ def to_huggingface(
     overwrite: bool,
     progress: Callable[[int, int], None],
 ) -> int:
-    """Write a model in the format of Hugging Face; return the bytes of its tensors.
+    """Write a model in the format of Hugging Face; return the size of its tensors in bytes.
 
+    companions  files and settings to write beside the tensors
     overwrite   replace a folder that exists
+    progress    called with (parameters loaded by this process, all parameters)
 
-    All processes call it. Errors are those of `write_model`.
+    All processes must call it. Errors are those of `write_model`.
     """
     done = 0
 
@@ -298,7 +311,7 @@ def to_huggingface(
         return beside
 
     target = decided_by_first(topology, choose_target)
-    # One process writes all of them in order.
+    # A single process writes all parameters in order, so the next one can be read ahead.
     in_order = prefetched(map(outgoing.load, outgoing.shapes)) if topology.world.size == 1 else None
 
     def load(name: str) -> torch.Tensor:

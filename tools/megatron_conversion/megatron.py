@@ -1,9 +1,9 @@
 """Reader of checkpoints of Megatron: iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt.
 
 A rank's file holds arguments, weights (`model`, or `model0`, `model1`, ... with virtual stages) and
-the optimizer. The optimizer has no names: its tensors are in the order of the parameters, those
-with weight decay before those without. They are assigned by order and shape and checked against the
-weights: a master must round to its weight.
+the optimizer's state. That state has no parameter names: its tensors are in the order of the
+parameters, those with weight decay before those without. They are assigned by order and shape, and
+checked against the weights: a master must round to its weight.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 Models = list[dict[str, torch.Tensor]]
 """Weights of a rank's virtual stages, in order."""
 State = dict[tuple[int, str], Callable[[str], torch.Tensor]]
-"""Function that returns a parameter's optimizer state, by virtual stage and name."""
+"""By virtual stage and name, the function that returns a parameter's optimizer state of a kind."""
 
 
 def is_megatron(folder: Path) -> bool:
@@ -45,7 +45,7 @@ def is_megatron(folder: Path) -> bool:
 def read_megatron(
     folder: Path, optimizer: bool, version: float | None = None, plain: Sequence[str] = ()
 ) -> SourceCheckpoint:
-    """Read a folder that Megatron wrote; arguments and errors as those of read_deepspeed."""
+    """Read a folder that Megatron wrote; arguments and errors are those of read_deepspeed."""
     files = {
         (int(match[1]), int(match[2] or 0)): path / FILE
         for path in sorted(folder.iterdir())
@@ -94,9 +94,9 @@ def _models(state: Mapping[str, Any]) -> Models:
 
 
 def _chunks(models: Sequence[Models]) -> list[tuple[int, int, dict[str, str]]]:
-    """Return (pipeline rank, virtual stage, {name there: our name}) in order of the model.
+    """Return (pipeline rank, virtual stage, {name in the file: our name}) in order of the model.
 
-    Layers are counted from 0 in every virtual stage; those of later stages follow all earlier ones.
+    Every virtual stage numbers its layers from 0; our names number them through the whole model.
     """
     if len({len(chunks) for chunks in models}) > 1:
         raise CheckpointError(
@@ -153,7 +153,7 @@ def take_loss_scale(source: SourceCheckpoint, optimizer: Any) -> None:
 
 
 def _optimizer(state: Mapping[str, Any], models: Models) -> tuple[State, int]:
-    """Return (state by parameter, Adam's steps) of one rank. Raises _Unusable."""
+    """Return (state by parameter, Adam's step count) of one rank. Raises _Unusable."""
     optimizer = state.get("optimizer")
     if not isinstance(optimizer, Mapping):
         raise _Unusable("it has no optimizer state")
@@ -166,7 +166,7 @@ def _optimizer(state: Mapping[str, Any], models: Models) -> tuple[State, int]:
     moments = base["state"]
     groups = base["param_groups"]
     masters = optimizer.get("fp32_from_fp16_params")
-    # The head's weight is a separate parameter only if the first embedding is on another rank.
+    # word_embeddings_for_head is a separate parameter only if the embedding is on another rank.
     embedding = any(
         "word_embeddings_for_head" not in n and "word_embeddings." in n for m in models for n in m
     )

@@ -1,7 +1,7 @@
 """Mapping of foreign parameter names to ours, and merging of tensor-parallel shards.
 
-The sources are Megatron, Megatron-DeepSpeed and DeepSpeed's pipeline. Our names are those of the
-parameters' Shardings, with layers counted over the whole model.
+The foreign names are those of Megatron, Megatron-DeepSpeed and DeepSpeed's pipeline. Ours are the
+names in the parameters' Shardings, which number the layers through the whole model.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _CORE = {
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return the tensors of nested dicts under joined names, in order, without other values."""
+    """Return the tensors of nested dicts, in order, by names joined with dots."""
     tensors: dict[str, torch.Tensor] = {}
     for key, value in nested.items():
         if isinstance(value, torch.Tensor):
@@ -65,7 +65,9 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tens
 
 
 def ours(name: str, first_layer: int = 0) -> str | None:
-    """Return our name of a parameter; None for other entries. Layers count from `first_layer`.
+    """Return our name for a foreign one; None if the entry is not a parameter.
+
+    first_layer   our number of layer 0 in the foreign names
 
     An unknown name is returned unchanged; `convert` rejects names that the model does not have.
 
@@ -89,7 +91,8 @@ def ours(name: str, first_layer: int = 0) -> str | None:
 class PipelineNames:
     """Names of parameters in the numbered layers of DeepSpeed's pipeline.
 
-    layers   names of the parameters in each layer's file, by number, which show what the layer is
+    layers   names of the parameters in each layer's file, by the layer's number; they show which
+             kind of layer it is
     """
 
     def __init__(self, layers: Mapping[int, Iterable[str]]) -> None:
@@ -105,11 +108,15 @@ class PipelineNames:
                 count += 1
 
     def in_file(self, number: int, name: str) -> str | None:
-        """Return our name of a parameter of a layer's file."""
+        """Return our name for a name in a layer's file; None if it is not a parameter."""
         return ours(self._prefixes[number] + name)
 
     def in_module(self, name: str) -> str | None:
-        """Return our name for a module name: 3.input_layernorm.weight, tied_modules.embed.NAME."""
+        """Return our name for one in the module, as in_file.
+
+        It is like 3.input_layernorm.weight, or tied_modules.embed.NAME. Raises CheckpointError if
+        the numbered layer has no file.
+        """
         if tied := re.match(r"^tied_modules\.[^.]+\.(.+)$", name):
             return ours(tied[1])
         numbered = re.match(r"^(\d+)\.(.+)$", name)
@@ -127,10 +134,10 @@ class PipelineNames:
 class NameRules:
     """Layout of tensor-parallel shards.
 
-    version      Megatron's checkpoint_version: the order of the rows of query_key_value
+    version      Megatron's checkpoint_version, which determines the row order of query_key_value
     head_dim     width of an attention head
-    vocab_size   entries without padding
-    swiglu       dense_h_to_4h holds gate and value
+    vocab_size   size of the vocabulary, without padding
+    swiglu       whether dense_h_to_4h holds gate and value
     """
 
     version: float
@@ -150,10 +157,12 @@ def is_replicated(name: str) -> bool:
 
 
 def merge(name: str, shards: Sequence[torch.Tensor], rules: NameRules) -> torch.Tensor:
-    """Return the global tensor of parameter `name` (ours), in our row order, from its shards.
+    """Merge the shards of parameter `name` (ours) into the full parameter, in our row order.
 
-    Shards are in order of tensor rank; of a replicated parameter, the first is used. Raises
-    CheckpointError if their shapes are inconsistent.
+    shards   in order of tensor rank; if the parameter is replicated, the first one is returned
+
+    Raises CheckpointError if their shapes are inconsistent, or if the vocabulary has more entries
+    than the embedding has rows.
     """
     try:
         if is_replicated(name):
@@ -161,7 +170,8 @@ def merge(name: str, shards: Sequence[torch.Tensor], rules: NameRules) -> torch.
         if "query_key_value." in name:
             return _joined([_ordered(shard, rules) for shard in shards], 0)
         if "dense_h_to_4h." in name and rules.swiglu:
-            # Each rank has [gate; value] of its columns; here gate and value are full matrices.
+            # Each rank holds [gate; value] of its part of the FFN size; the result has all of the
+            # gate before the value.
             row = shards[0].shape[-1:] if name.endswith(".weight") else ()
             return _joined([shard.reshape(2, -1, *row) for shard in shards], 1)
         if name not in (WORD_EMBEDDINGS, OUTPUT_LAYER):

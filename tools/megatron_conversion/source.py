@@ -1,4 +1,4 @@
-"""Foreign checkpoint, as its reader returns it, and Megatron's arguments as our settings."""
+"""A foreign checkpoint as its reader returns it, and our settings from Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -100,6 +100,7 @@ class ParameterShard:
     weight   in the model's dtype; on the meta device if `load` returns its values
     state    returns "master", "exp_avg" or "exp_avg_sq", of the weight's shape; None without
              optimizer state
+    load     returns the weight from its file; None if `weight` has its values
     """
 
     weight: torch.Tensor
@@ -112,9 +113,12 @@ class SourceCheckpoint:
     """Foreign checkpoint. Tensors stay in its files until they are read.
 
     kind             name of the program that wrote it
+    folder           folder with its files
     iteration        completed iterations
     arguments        training arguments, by Megatron's names; empty if it has none
     version          Megatron's checkpoint_version
+    tensor_size      tensor-parallel size of the job that wrote it
+    pipeline_size    pipeline-parallel size of that job
     files            all files that were read
     parameters       shards of each parameter in order of tensor rank, by our names
     counters         consumed samples and the like, by their names in our state
@@ -155,7 +159,7 @@ def source_of(
     """
     first = next(iter(states.values()))
     arguments = attributes(first.get("args"))
-    unnamed = 0 if kind == "Megatron" else None  # its releases have no iteration
+    unnamed = 0 if kind == "Megatron" else None  # Megatron's released checkpoints have no iteration
     iterations = {
         path: state.get("iteration", state.get("global_steps", unnamed))
         for path, state in states.items()
@@ -218,7 +222,10 @@ def check_ranks(
 
 
 def aligned(folder: Path, each: Sequence[Mapping[str, T]]) -> dict[str, list[T]]:
-    """Return the tensor ranks' values by parameter. Raises CheckpointError if they lack some."""
+    """Return the tensor ranks' values by parameter.
+
+    Raises CheckpointError if the ranks have different parameters.
+    """
     for t, other in enumerate(each):
         if different := sorted(each[0].keys() ^ other.keys()):
             raise CheckpointError(
@@ -256,9 +263,9 @@ def _unread(name: str, value: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our settings by flat name from Megatron's arguments, if present.
+    """Translate Megatron's arguments, as far as present, to our settings by flat name.
 
-    Raises CheckpointError naming features of the model that are not supported.
+    Raises CheckpointError that names features of the model that are not supported.
     """
     unsupported = [
         f"{name}={arguments[name]!r}"
@@ -326,7 +333,8 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def configure(settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> tuple[Config, list[str]]:
     """Return (configuration, notes) from the checkpoint's settings, overridden by `chosen`.
 
-    Raises CheckpointError that names missing settings, and ConfigError for invalid ones.
+    If only the checkpoint's settings of the training are invalid, they are dropped, with a note.
+    Raises CheckpointError that names missing settings, and ConfigError for other invalid ones.
     """
     values = {**settings, **chosen}
     needed = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")

@@ -1,7 +1,7 @@
 """Reader of Megatron's torch_dist format: iter_0000100/ with common.pt, .metadata, __R_S.distcp.
 
-Megatron core writes it with torch.distributed.checkpoint: shards of global tensors, so the layout
-of the writer does not matter. Each layer has its own tensors, or is an index into the first
+Megatron core writes it with torch.distributed.checkpoint, as shards of global tensors, so the
+layout of the writer does not matter. Each layer has its own tensors, or is an index into the first
 dimension of a tensor of all layers. .metadata, a pickle, lists the shards; its classes are read as
 Records. The tensors of an optimizer are used if they have the names and shapes of the parameters.
 """
@@ -56,12 +56,12 @@ def is_torch_dist(folder: Path) -> bool:
 def read_torch_dist(
     folder: Path, optimizer: bool, version: float | None = None, plain: Sequence[str] = ()
 ) -> SourceCheckpoint:
-    """Read a folder of torch_dist; arguments and errors as those of read_deepspeed."""
+    """Read a folder in torch_dist format; arguments and errors are those of read_deepspeed."""
     backend = read_json(folder / BACKENDS, _JSON_LIMIT_BYTES, error=CheckpointError)
     if backend.get("sharded_backend") != "torch_dist":
         raise CheckpointError(
             f"{folder} has the format {str(backend.get('sharded_backend'))[:40]!r} (--ckpt-format "
-            "of Megatron): load it there and save it as torch_dist or torch"
+            "of Megatron): load it in Megatron and save it as torch_dist or torch"
         )
     common = load_file(folder / COMMON, plain)
     arguments = attributes(common.get("args"))
@@ -125,8 +125,8 @@ def _optimizer(
         for each in state.values()
     ):
         problem = (
-            "its optimizer's state is not Adam's, or in the layout of the run that wrote it (save "
-            "it with --dist-ckpt-optim-fully-reshardable)"
+            "its optimizer's state is not Adam's, or is in the layout of the run that wrote it "
+            "(save it with --dist-ckpt-optim-fully-reshardable)"
         )
     elif len(steps) != 1:
         problem = f"the step count of its optimizer is unknown ({named(sorted(map(str, steps)))})"
@@ -248,7 +248,7 @@ def _unchecked_entries(path: Path) -> dict[str, Any]:
         tensors = {
             str(key): attributes(value)
             for key, value in metadata["state_dict_metadata"].items()
-            if "chunks" in attributes(value)  # others are bytes: states of generators and of FP8
+            if "chunks" in attributes(value)  # others are bytes: states of random generators, FP8
         }
         entries: dict[str, Any] = {}
         sizes: dict[tuple[Any, Any], Any] = {}
@@ -285,9 +285,10 @@ class _Properties(Record):
 
 
 class _Unpickler(pickle._Unpickler):
-    """Reader of .metadata. Nothing is imported: each name in it is one of these values.
+    """Reader of .metadata. It imports nothing: find_class replaces every name in the file.
 
-    pickle's reader in C would reserve memory for any index that a file names.
+    It derives from pickle's reader in Python: the one in C would allocate memory for any memo index
+    in a file.
     """
 
     def find_class(self, module: str, name: str) -> Any:

@@ -1,9 +1,9 @@
 """Reader of foreign pickles that executes nothing in them and imports no module for them.
 
 torch.load(weights_only=True) creates tensors and plain values. Foreign checkpoints also hold
-objects: the namespace of arguments, enumerations, loss scalers. Each of these classes, identified by
-a prefix of its name, is read as a `Record`, which has the object's content and no behaviour. A file
-that names any other class is refused.
+objects: the namespace of arguments, enumerations, loss scalers. Each of their classes, identified
+by its name or a prefix of it, is read as a `Record`, which has the object's content and no
+behaviour. A file that names any other class is refused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LEGACY = (
     "numpy.dtype",
     "numpy.core.multiarray._reconstruct",
 )
-"""Classes expected in files from before torch 1.6, which cannot be listed before unpickling."""
+"""Classes expected in files from before torch 1.6, where loading is the only way to list them."""
 
 
 class Record:
@@ -63,7 +63,7 @@ class Record:
         return made
 
     def __init__(self, *arguments: Any) -> None:
-        """Do nothing: some pickled objects are created only by __new__."""
+        """Do nothing: __new__ keeps the arguments, as pickles may create objects by it alone."""
 
     def __setstate__(self, state: Any) -> None:
         for values in state if isinstance(state, tuple) else (state,):
@@ -83,8 +83,8 @@ def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
 
     plain   additional classes to read as Records
 
-    Raises CheckpointError that names the file if it is missing, damaged, not a dict, or holds other
-    objects.
+    Raises CheckpointError, naming the file, if it is missing or damaged, does not hold a dict, or
+    holds objects of other classes.
     """
     with open_regular(path, error=CheckpointError) as file:
         check_torch_file(file, path, CheckpointError)

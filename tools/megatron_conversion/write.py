@@ -27,7 +27,7 @@ from megatron.parallel.topology import Topology
 
 SHARD_BYTES = 64 << 20
 """Size above which a tensor is split between rows: a loading rank reads entire shards, and may
-need little of a tensor.
+need only a small part of the tensor.
 """
 FILE_BYTES = 2 << 30
 
@@ -51,18 +51,20 @@ def write_offline(
 ) -> Path:
     """Write DIRECTORY/iter_NNNNNNN, and return its path.
 
-    It becomes the last checkpoint. One process, or several together, write it without a model,
-    shard by shard, in bounded memory.
+    The checkpoint becomes the latest one in DIRECTORY. One process or several write it without a
+    model, shard by shard, in bounded memory.
 
+    iteration    number of the checkpoint
     shards       shards of tensors, consumed one at a time; different on each process
+    config       configuration stored in the checkpoint
     state        counters of the training loop
-    scalars      those of the engine: optimizer_step, skipped_steps, loss_scale
-    optimizer    whether its state is among the shards
+    scalars      the engine's optimizer_step, skipped_steps and loss_scale
+    optimizer    whether the optimizer's state is among the shards
     provenance   provenance of the checkpoint, JSON-ready
     topology     by default that of a single process
 
-    Raises CheckpointError, on every process, when it cannot be written or `shards` raises an
-    error; then no checkpoint has appeared.
+    Raises CheckpointError on every process if the checkpoint cannot be written or `shards` raises
+    an error; no checkpoint has appeared then.
     """
     topology = topology or Topology.from_layout(Layout(), 0)
     folder = Path(directory).absolute() / folder_name(iteration)
@@ -96,7 +98,7 @@ def _write(folder: Path, topology: Topology, shards: Iterator[TensorShard]) -> E
         with ShardWriter(folder, number) as writer:
             for shard in shards:
                 writer.add(*shard)
-                del shard  # which holds a tensor while the next one is made
+                del shard  # it would keep a tensor while the next one is made
                 if writer.bytes >= FILE_BYTES:
                     break
             written.append(writer.finish())
@@ -113,7 +115,7 @@ def tensor_shards(name: str, tensor: torch.Tensor) -> Iterator[TensorShard]:
 
 
 def rows_of_shards(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yield the first row and the number of rows of the shards of an fp32 tensor."""
+    """Yield (first row, number of rows) of each shard of an fp32 tensor."""
     rows = max(1, SHARD_BYTES // max(math.prod(shape[1:]) * torch.float32.itemsize, 1))
     for first in range(0, shape[0], rows):
         yield first, min(rows, shape[0] - first)
