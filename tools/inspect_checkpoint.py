@@ -9,8 +9,8 @@
 Needs neither a GPU nor the layout that wrote the checkpoint, and reads one tensor at a time.
 Nothing in the files is executed.
 
-Exit code 0; 1 when a checkpoint is damaged, or when two differ in tensors or state (other settings
-do not count); 2 for an error, such as a path that does not exist.
+Exit code 0; 1 when a checkpoint is damaged, or when two differ in tensors or state (differences in
+settings do not count); 2 for an error, such as a path that does not exist.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ Examples:
         --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model spm.model
 
 Checks the whole index, and with --validate all tokens. Exit code 2 if a data set is damaged. If a
-data set has a loss mask, that is checked as well, and samples show which tokens are in the loss.
+data set has a loss mask, the mask is checked as well, and samples show which tokens are in the
+loss.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=integer(),
         default=128,
         metavar="N",
-        help="tokens shown of each (default: 128)",
+        help="tokens to show of each document (default: 128)",
     )
     group = parser.add_argument_group(
         "tokenizer", "decodes samples; ids are checked against its vocabulary"
@@ -102,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--tiktoken-num-special-tokens",
         type=_FEW,
         metavar="N",
-        help="ids TikTokenizer reserves for special tokens",
+        help="number of ids that TikTokenizer reserves for special tokens",
     )
     group.add_argument(
         "--tiktoken-special-tokens",
@@ -114,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def make_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
-    """Return the tokenizer of the flags. Raises ConfigError for invalid flags."""
+    """Return the tokenizer that the flags select, if any. Raises ConfigError for invalid flags."""
     options = {
         name: getattr(args, name) for name in TOKENIZER_FLAGS if getattr(args, name) is not None
     }
@@ -158,7 +159,7 @@ def rows_of(result: Inspection) -> list[tuple[str, str]]:
     scope = (
         f"{result.tokens_scanned:,} tokens"
         if result.tokens_scanned
-        else "no token; all with --validate"
+        else "no tokens (--validate checks all)"
     )
     rows.append(
         ("checked", f"the index, {scope}" if index is not None else "nothing: no usable index")

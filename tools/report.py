@@ -67,7 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--peak-tflops",
         type=real(),
         metavar="T",
-        help="peak of a device for MFU and HFU (default: of the device that the metrics file names)",
+        help="peak TFLOP/s of a device, for MFU and HFU (default: that of the device in the "
+        "metrics file)",
     )
     return parser
 

@@ -39,7 +39,7 @@ from megatron.checkpoint.tensors import MASTER
 from megatron.errors import CheckpointError
 
 CHUNK_ELEMENTS = 1 << 24  # elements that are processed together, in float64
-_PER_FILE = 3  # damaged shards of a file that are reported one by one
+_PER_FILE = 3  # damaged shards per file that are reported individually
 
 Count = Callable[[int], object]
 """Called with the number of bytes that were read since the last call."""
@@ -52,9 +52,10 @@ ABSENT = "(absent)"
 class Contents:
     """Contents of a checkpoint, without the values of its tensors.
 
+    checkpoint   its folder, manifest, state and configuration
     stored       the tensors' entries by name ("master.NAME", "exp_avg.NAME"), sorted
-    files        bytes of all files in the folder
-    provenance   provenance; empty if unknown
+    files        {name: size in bytes} of the files in the folder
+    provenance   provenance of the checkpoint; empty if unknown
     """
 
     checkpoint: Checkpoint
@@ -89,7 +90,7 @@ class Contents:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """Layout of the job that wrote it, from provenance or configuration."""
+        """Layout of the job that wrote the checkpoint, by provenance, else by configuration."""
         parallel = self.checkpoint.config.get("parallel", {})
         fields = {
             "tensor": "tensor_model_parallel_size",
@@ -118,7 +119,7 @@ def locate(path: Path, tag: str | None = None) -> Path:
 
 
 def contents(folder: Path) -> Contents:
-    """Read the small files of a checkpoint. Raises CheckpointError, naming the file, for damage."""
+    """Read the small files of a checkpoint. Raises CheckpointError that names a damaged file."""
     checkpoint = open_checkpoint(folder)
     manifest = checkpoint.manifest
     stored = read_stored(manifest)
@@ -157,7 +158,10 @@ def read_whole(contents: Contents, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TensorNorm:
-    """Norm and largest absolute value of a tensor's finite elements in float64; count of others."""
+    """Norm and largest absolute value of a tensor's finite elements, computed in float64.
+
+    not_finite   number of elements that are infinite or NaN
+    """
 
     norm: float
     largest: float
@@ -191,9 +195,9 @@ def norms(
 def verify(folder: Path, count: Count = bool) -> list[str]:
     """List the problems of a checkpoint, each with its file or tensor.
 
-    Everything is checked, even after a problem was found: the manifest, the small files, every
-    shard of the data files, stray bytes and files, and that the shards cover each tensor exactly
-    once.
+    All of these are checked, unless the list of shards cannot be read: the manifest, the small
+    files, every shard of the data files, stray bytes and files, and that the shards cover each
+    tensor exactly once.
     """
     problems: list[str] = []
     try:
@@ -272,10 +276,10 @@ class TensorDifference:
     """Difference of one tensor between two checkpoints.
 
     elements     number of elements whose bits differ
-    of           elements of the tensor
+    of           number of elements of the tensor
     largest      largest absolute difference; inf if one is not finite
-    relative     Euclidean norm of the difference over that of the first; inf if that is 0 or not
-                 finite
+    relative     Euclidean norm of the difference over that of the first tensor; inf if the latter
+                 is 0 or not finite
     """
 
     elements: int
@@ -292,7 +296,7 @@ class Difference:
     kinds                      tensors that differ in shape or dtype
     tensors                    tensors that differ in values
     equal                      number of bitwise equal tensors
-    settings, state            differences in the configuration, and in the other state of a run
+    settings, state            differences in the configuration, and in the state of the run
     """
 
     only_first: list[str]
@@ -352,7 +356,7 @@ def compare(
 
 
 def tensor_difference(a: torch.Tensor, b: torch.Tensor) -> TensorDifference | None:
-    """Compare two tensors of one shape and dtype, in float64; None if bitwise equal."""
+    """Compare two tensors of equal shape and dtype, in float64; None if they are bitwise equal."""
     elements = 0
     largest = 0.0
     squares = 0.0

@@ -39,9 +39,13 @@ _BLOCK_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class LengthCounts:
-    """Number of documents of each length: `values` int64 ascending, `counts` int64 of each.
+    """Number of documents of each length, in tokens.
 
-    It is exact, and small for any number of documents: n distinct lengths need n * n / 2 tokens.
+    The counts are exact, and small for any number of documents: n distinct lengths need at least
+    n * (n - 1) / 2 tokens.
+
+    values   int64 [n], the distinct lengths, ascending
+    counts   int64 [n], the number of documents of each
     """
 
     values: npt.NDArray[np.int64]
@@ -76,9 +80,14 @@ class LengthCounts:
 
 @dataclass(frozen=True)
 class Sample:
-    """Beginning of a document: its ids, and their text if there is a tokenizer.
+    """Beginning of a document.
 
-    runs   of tokens in the loss, "+", and of others, "-": their ids or text; None without a mask
+    document   number of the document, from 0
+    tokens     length of the whole document
+    ids        the first token ids
+    text       text of these ids; None without a tokenizer
+    runs       ("+", ids or text) of consecutive tokens in the loss, ("-", ...) of those outside it;
+               None without a mask
     """
 
     document: int
@@ -92,11 +101,17 @@ class Sample:
 class Inspection:
     """Report on a data set.
 
-    `problems` has at most PROBLEMS_PER_KIND of each kind, each with its file and byte; `counts` has
-    the number of each kind that can be frequent. `index` is None if .idx cannot be read at all,
-    `lengths` if the index is damaged. `mask` is the report on the loss mask, whose problems are
-    also those of the data set; `record` says which tokenizer wrote it; `ones` counts scanned tokens
-    of id 1.
+    prefix           path of its files without the suffix
+    index            its index; None if .idx cannot be read at all
+    file_bytes       {suffix: size in bytes} of the files that exist
+    problems         problems, each with its file and byte; at most PROBLEMS_PER_KIND of each kind
+    counts           number of all problems, by kind, for the kinds that can be frequent
+    tokens_scanned   number of tokens that were read and checked
+    lengths          lengths of its documents; None if the index is damaged
+    samples          beginnings of documents
+    mask             report on its loss mask, whose problems are in `problems`, too
+    record           the tokenizer that wrote it, if known
+    ones             number of scanned tokens with id 1
     """
 
     prefix: str
@@ -142,13 +157,17 @@ def inspect(
 ) -> Inspection:
     """Check a data set, count its lengths, and decode some documents.
 
-    Samples are the beginnings of `documents`, or of the first `num_samples`; unreadable ones are
-    omitted. The entire index is checked; with `validate` all tokens, too: ids must not be negative,
-    and must be in the vocabulary of `tokenizer`, or else below `vocab_size`, or else in the
-    vocabulary of the tokenizer that wrote the data, if that is known. A `tokenizer` must be the one
-    that wrote the data. `on_progress` gets the bytes of .bin read so far.
+    The entire index is checked; with `validate`, so are all tokens. Ids must not be negative. They
+    must be in the vocabulary of `tokenizer`; without one, below `vocab_size`; without either, in
+    the vocabulary of the tokenizer that wrote the data, if that is known.
 
-    Raises DataError if there are no files at all and ConfigError for documents that the data set
+    tokenizer       must be the one that wrote the data; it decodes the samples
+    documents       the documents to sample; if empty, the first `num_samples`. Unreadable ones are
+                    omitted
+    sample_tokens   maximum length of a sample
+    on_progress     called with the number of bytes of .bin read so far
+
+    Raises DataError if there are no files at all, and ConfigError for documents that the data set
     does not have.
     """
     name = os.fspath(prefix)
@@ -214,7 +233,7 @@ def _same_structure(inspection: Inspection, mask: Inspection) -> bool:
 
 
 def _check_sequences(inspection: Inspection, index: Index) -> None:
-    """Compare sizes and pointers, and the last ones with the length of .bin."""
+    """Compare sizes with pointers, and the end of the last sequence with the length of .bin."""
     path = idx_path(inspection.prefix)
     itemsize = index.dtype.itemsize
     count = len(index.sizes)
@@ -303,7 +322,7 @@ def _check_tokens(
             on_progress(position)
     if wrong := inspection.counts["vocabulary"]:
         text = (
-            f"{wrong} of {inspection.tokens_scanned} tokens; if most tokens are affected, the type "
+            f"{wrong} of {inspection.tokens_scanned} tokens have wrong ids; if most do, the type "
             "in .idx may be wrong"
         )
         inspection.add(path, None, text)

@@ -21,7 +21,7 @@ from megatron_report.values import head, shown
 # Okabe and Ito, Color Universal Design (2008), in an order of contrast on white; without yellow
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("solid", "dash", "dot", "dashdot")
-_FOLDED = 30  # rows of a table that is shown at once
+_FOLDED = 30  # a table of events with more rows is folded
 _SPEED = (
     "run verdict value devices layout tokens_per_s noise efficiency efficiency_interval state remarks"
 ).split()
@@ -34,8 +34,8 @@ class ReportTable:
     """Rows of values by column.
 
     across  each row is shown as a column
-    exact   values are settings: shown as they are
-    folded  shown on demand
+    exact   values are shown unformatted, as settings are
+    folded  the table is hidden until the reader opens it
     """
 
     caption: str
@@ -67,7 +67,7 @@ class Section:
 
 
 def sections(runs: Sequence[RecordedRun]) -> Iterator[Section]:
-    """Yield the sections of a report; a line lists what no run has recorded."""
+    """Yield the sections of a report; the last one lists what no run has recorded."""
     shown = runs if len(runs) < _MANY else ()
     yield Section("At a glance", [*map(_verdict, shown), _overview(runs)])
     if len(runs) > 1:
@@ -203,7 +203,7 @@ def _efficiency(series: Series) -> Iterator[Block]:
 
 
 def _curve(name: str, number: int, mode: str = "lines", **trace: Any) -> Record:
-    """Return a trace in the colour of this number; once all are used, with another dash."""
+    """Return a trace in the colour of this number; the dash changes once all colours are used."""
     color = COLORS[number % len(COLORS)]
     dash = _DASHES[number // len(COLORS) % len(_DASHES)]
     return {

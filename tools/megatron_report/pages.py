@@ -24,7 +24,7 @@ _MOST_POINTS = 4000  # of a curve: more than a screen can show
 
 
 def as_json(title: str, sections: Sequence[Section]) -> str:
-    """Return the content as JSON, without loss: the fields of Section, Table and Plot."""
+    """Return the content as JSON, without loss: the fields of Section, ReportTable and Plot."""
     return json.dumps({"title": title, "sections": sections}, indent=1, default=vars) + "\n"
 
 

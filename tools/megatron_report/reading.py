@@ -43,8 +43,8 @@ class RecordedRun:
 
     name      unique in the report
     measured  figures of its steady steps since its last start
-    records   all records; each with `tokens` and `hours` of the job, where known
-    effective those that no later one replaces, see `effective_records`
+    records   all records, each with the `tokens` and `hours` of the job so far, where known
+    effective the records that no later record replaces; see `effective_records`
     """
 
     name: str
@@ -63,7 +63,7 @@ class RecordedRun:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Return all settings as far as they are known."""
+        """Return the settings that are known."""
         return self.measured.run.settings
 
     @property
@@ -115,7 +115,7 @@ def effective_records(records: Sequence[Record]) -> list[Record]:
 
 
 def _placed(records: Sequence[Record]) -> Iterator[Record]:
-    """Add to each record its tokens, and the hours that the job had run, without its pauses."""
+    """Yield each record with the tokens and hours of the job so far, excluding pauses."""
     before = started = now = 0.0
     for record in records:
         time = record.get("time")
@@ -139,10 +139,10 @@ def axes(records: Sequence[Record]) -> dict[str, list[Any]]:
 def read_timeline(run: RecordedRun) -> tuple[list[Record], str]:
     """Return the spans of a timeline {name, row, start_ms, ms, micro_batch}, or why there are none.
 
-    Reads complete events ("ph": "X", times in microseconds) of the trace event format. There is a
-    row for each stage: the first thread of the stage that a thread's metadata or an event's
-    arguments name. The event's category is its name, unless it is "other": such events enclose
-    others.
+    Reads complete events ("ph": "X", times in microseconds) of the trace event format. Each stage
+    has a row, which shows the first thread of that stage; a thread's metadata or an event's
+    arguments name the stage. A span is named after the event's category. Events of the category
+    "other" enclose others and are left out.
     """
     path = run.measured.run.path.with_name(TIMELINE)
     if not path.exists():
@@ -177,7 +177,7 @@ def read_timeline(run: RecordedRun) -> tuple[list[Record], str]:
 
 
 def provenance(run: RecordedRun) -> tuple[Record, str]:
-    """Return the provenance of the newest good checkpoint in the run's folder, or why not."""
+    """Return (provenance of the newest valid checkpoint in the run's folder, why there is none)."""
     try:
         checkpoint = find(run.measured.run.path.parent).folder
         if checkpoint is None:
@@ -212,7 +212,7 @@ def events(run: RecordedRun) -> Iterator[Record]:
 
 
 def _describe(name: str, value: Any) -> str:
-    """Return a name and its value as text; of a list of tables, the first ones."""
+    """Return a name and its value as text, or the first dicts of a list of dicts."""
     if isinstance(value, list) and isinstance(value[0], dict):
         tables = [", ".join(f"{key} {one[key]}" for key in one) for one in value[:8]]
         return "; ".join(tables) + (f"; and {len(value) - 8} more" if len(value) > 8 else "")
