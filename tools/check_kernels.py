@@ -4,9 +4,10 @@
     python tools/check_kernels.py [--device cpu|cuda] [--list]
     python tools/check_kernels.py --measure
 
-Use it on a new machine after `python setup.py build_kernels`. Takes seconds. --measure times the
-implementations among which runs on this kind of CPU choose, and saves the times beside the
-libraries; nothing else should run at the same time. MEGATRON_KERNELS_MEASURED names another file.
+Use it on a new machine after `python setup.py build_kernels`. It takes seconds. --measure times the
+implementations from which runs on this kind of CPU choose, and saves the times beside the
+libraries, or in the file that MEGATRON_KERNELS_MEASURED names. Nothing else should run at the same
+time.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2
 
 
 def compared(operator: Operator, odd: bool) -> Check:
-    """Compare values and gradients at an eighth of the benchmark's shape.
+    """Return a check of values and gradients at an eighth of the benchmark's shape.
 
-    odd  use rows that are not a multiple of 16 bytes
+    odd  whether to use rows whose size is not a multiple of 16 bytes
     """
 
     def check(device: torch.device, dtype: torch.dtype) -> Pairs:
@@ -51,7 +52,7 @@ def compared(operator: Operator, odd: bool) -> Check:
         work = operator.prepare((*shape[:-1], shape[-1] | odd), device, dtype)
 
         def results(implementation: Callable[..., Any]) -> list[torch.Tensor]:
-            torch.manual_seed(1)  # of the gradients
+            torch.manual_seed(1)  # for the gradients of the outputs
             outputs = implementation(*work.arguments)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             if not work.leaves:
@@ -77,7 +78,9 @@ def dropout(device: torch.device, dtype: torch.dtype) -> Pairs:
     mask = bias_dropout_add(torch.ones_like(x), None, None, rate, seed) != 0
     share = (mask.float().mean() - (1 - rate)) / (5 * (rate * (1 - rate) / mask.numel()) ** 0.5)
     if abs(share) > 1:
-        raise ArithmeticError(f"{mask.float().mean():.4f} are kept, expected {1 - rate}")
+        raise ArithmeticError(
+            f"{mask.float().mean():.4f} of elements are kept, expected {1 - rate}"
+        )
     actual = bias_dropout_add(x, bias, residual, rate, seed)
     yield actual, residual.float() + (x.float() + bias.float()) * mask / (1 - rate)
 
@@ -85,8 +88,9 @@ def dropout(device: torch.device, dtype: torch.dtype) -> Pairs:
 def adamw(device: torch.device, dtype: torch.dtype, moments: torch.dtype = torch.float32) -> Pairs:
     """Compare three steps over tensors of odd sizes, with gradients and 16-bit copies in `dtype`.
 
-    The average of the weights is updated as well. With bf16 moments it is one step: a value that
-    differs by one rounding between the sides may be rounded further apart, and later steps differ.
+    The average of the weights is updated as well. With bf16 moments, only one step is compared: a
+    value that differs by one rounding between the two may be rounded further apart, so that later
+    steps differ.
     """
     settings: dict[str, Any] = {
         "lr": 1e-3,
@@ -118,7 +122,7 @@ def adamw(device: torch.device, dtype: torch.dtype, moments: torch.dtype = torch
 
 
 CHECKS: dict[str, list[Check]] = {
-    # Heads have even widths, and the scores of a causal softmax are square.
+    # Only matrices get odd rows: heads have even widths, and a causal softmax has square scores.
     name: [
         compared(operator, odd)
         for odd in ((False, True) if len(operator.host[0]) == 2 else (False,))
@@ -133,7 +137,7 @@ CHECKS: dict[str, list[Check]] = {
 
 
 def verdict(checks: Sequence[Check], device: torch.device) -> tuple[bool, str]:
-    """Return whether the kernel agrees with torch, and its largest error relative to the limit.
+    """Return whether the kernel agrees with torch, and a text with its largest error and the limit.
 
     The limit, relative to the largest entry, is sixteen roundings to its type (torch rounds after
     each of its operators), plus 2^-16 for fp32 arithmetic and sums of thousands of terms.
@@ -224,7 +228,7 @@ def measure() -> None:
 
 
 def compare(device_type: str) -> bool:
-    """Compare all kernels of a kind of device with torch, print them, return if all agree."""
+    """Compare all kernels of a kind of device with torch; print and return whether they agree."""
     kernels = library.find(device_type)
     print(f"{kernels.target} {kernels.arch} on {device_type}, compared with torch")
     failed = 0
@@ -252,7 +256,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="time the implementations of a CPU and save the times",
+        help="time the implementations for this CPU and save the times",
     )
     return parser
 

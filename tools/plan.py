@@ -54,9 +54,9 @@ A LAYOUT is a list such as tp=4,pp=16,chunks=2,mbs=1,recompute=selective. Names 
 
   nodes, gbs (global batch), tp, pp, chunks, schedule (1f1b, interleaved, zb-h1), mbs (micro-batch), sp (on, off),
   overlap (tensor-parallel messages: on, off), zero (0 to 3), shard, states (ranks over which ZeRO divides weights and
-  gradients, and states: a number, node, world), offload (optimizer's state in host memory: on, off), recompute (none,
-  selective[:MODULE+MODULE], full[:uniform|block[:LAYERS]]), order (rank order), devices (device order within a node:
-  0-1-6-7-2-3-4-5)
+  gradients, and optimizer state: a number, node, world), offload (optimizer's state in host memory: on, off),
+  recompute (none, selective[:MODULE+MODULE], full[:uniform|block[:LAYERS]]), order (rank order), devices (device order
+  within a node: 0-1-6-7-2-3-4-5)
 
 A preset gives the model, not the layout; flags of pretrain_gpt.py after -- change the model. The search chooses the
 fastest value of each name that a layout leaves out; offload stays off. --fix and --allow take several values: tp=4,8.

@@ -4,8 +4,8 @@
     python tools/preflight.py check -N 16 examples/frontier/train_175b.sbatch --train-iters 1000
     srun ... python tools/preflight.py measure --cluster frontier --out folder
 
-check     on a login node: errors in a job before it is submitted, its cost, and what was not checked
-measure   in an allocation: test every device and node, and name the nodes to exclude
+check     on a login node, before a job is submitted: show its errors, cost and unchecked parts
+measure   in an allocation: test every device and node, and list the nodes to exclude
 
 Each has its own --help.
 """

@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=_numbers,
         default=(),
         metavar="N,N",
-        help="values of what varies (default: depends on the model)",
+        help="values of the parameter that varies (default: depends on the model)",
     )
     parser.add_argument(
         "--batch",

@@ -38,9 +38,13 @@ from megatron.untrusted import without_waiting
 
 
 class RankRow(NamedTuple):
-    """Row of a rank. `chunks` are the layers of each of its chunks, in the order of the model.
+    """Row of the table for one rank.
 
-    dp      data-parallel rank; cp, ep: ranks in the context- and expert-parallel subgroups of it
+    node, device  numbers of its node and of its device within the node
+    nic           name of the device's network card
+    tp, dp, pp    tensor-, data- and pipeline-parallel rank
+    cp, ep        ranks in the context- and expert-parallel subgroups of the data-parallel group
+    chunks        layers of each of its chunks, in the order of the model
     """
 
     rank: int

@@ -38,7 +38,13 @@ _PLAIN = "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7"
 
 @dataclass(frozen=True)
 class Recipe:
-    """Preset with flags, on the nodes of its script in examples/frontier; `note` extends its name."""
+    """Preset with flags, on the nodes of its script in examples/frontier.
+
+    model   size of the model, such as 22B
+    kind    "paper" or "frontier": the paper's settings, or ours
+    flags   flags of pretrain_gpt.py, without --world-size
+    note    addition to its name
+    """
 
     model: str
     kind: str
@@ -60,7 +66,7 @@ def _paper(
 ) -> Recipe:
     """Return a recipe as run by Dash et al.
 
-    It has fp16, a vocabulary of 51,200, and ranks in plain order unless `placement` is "".
+    It uses fp16, a vocabulary padded to 51,200, and ranks in plain order unless `placement` is "".
     """
     flags = (
         f"--preset gpt-{model.lower()} --fp16 --make-vocab-size-divisible-by {vocabulary_multiple}"
@@ -117,7 +123,7 @@ def _sizes(parallel: ParallelConfig) -> str:
 def outlook_tables(configs: Mapping[str, Config], cluster: Cluster) -> list[Table]:
     """Tabulate layout, memory and time of configurations by name, on the placement of each.
 
-    Raises ConfigError for one that does not fit on the cluster.
+    Raises ConfigError for a configuration that cannot be placed on the cluster.
     """
     layouts = []
     memory = []

@@ -77,7 +77,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--timeline",
         type=Path,
         metavar="FILE.json",
-        help="draw a step that a run has recorded, instead of a schedule (default of --plot: next to it)",
+        help="draw a step that a run has recorded, instead of a schedule (by default to FILE.png)",
     )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw the schedule (needs matplotlib)"
@@ -86,13 +86,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def peak_activations(schedule: Schedule, *, until_weights: bool = True) -> tuple[int, ...]:
-    """Return for each rank the most activations (of one micro-batch in one chunk) that are alive at
-    once.
+    """Return the largest number of activations that are alive at once, for each rank.
 
-    An activation lives from its forward to its backward pass. A split backward pass frees what only
-    the input's gradient needs in its first half, and the inputs of linear layers in its second:
-    `until_weights` counts an activation until the second half (an upper bound of memory), without
-    it until the first.
+    An activation is that of one micro-batch in one chunk, and lives from the forward to the
+    backward pass. The first half of a split backward pass (the input's gradient) frees part of it;
+    the second half (the weights' gradient) frees the rest, the inputs of linear layers.
+
+    until_weights   count an activation until the second half, an upper bound of memory; otherwise
+                    until the first
     """
     frees = {Op.BACKWARD, Op.BACKWARD_WEIGHT if until_weights else Op.BACKWARD_INPUT}
     peaks = []
@@ -126,7 +127,7 @@ def peak_receives(schedule: Schedule) -> tuple[int, ...]:
 
 
 def label(instruction: Instruction, schedule: Schedule) -> str:
-    """Return the operation's letter, the micro-batch and, of several, the chunk: F3, or F3.1."""
+    """Return the operation's letter, the micro-batch and, if there are several, the chunk: F3.1."""
     chunk = f".{instruction.stage // schedule.pipeline_size}" if schedule.chunks > 1 else ""
     return f"{instruction.op.letters}{instruction.micro_batch}{chunk}"
 

@@ -43,7 +43,15 @@ ONE_PRESS_S = 1.0  # `timeout` sends a signal twice
 
 @dataclass(frozen=True)
 class Size:
-    """Size of the example."""
+    """Sizes of the example.
+
+    corpus_megabytes           size of the corpus
+    sequence                   tokens per sample
+    micro_batch, global_batch  in samples
+    eval_interval, eval_iters  iterations between evaluations, and iterations of each
+    sample_tokens              number of tokens to generate after training
+    least_drop_nats            how far the validation loss must fall
+    """
 
     corpus_megabytes: float
     vocab_size: int
@@ -67,7 +75,14 @@ QUICK = Size(0.6, 512, 4, 32, 2, 32, 1, 4, 20, 10, 2, 1e-2, 8, 0.0)
 
 @dataclass(frozen=True)
 class LocalMachine:
-    """Machine of the example: `processes` of `threads` threads, on "cuda" (or ROCm) or "cpu"."""
+    """Machine of the example.
+
+    device     "cuda" (or ROCm) or "cpu"
+    processes  number of processes
+    threads    threads of each process
+    bf16       whether to train in bf16
+    reason     description of this choice, as printed
+    """
 
     device: str
     processes: int
@@ -423,10 +438,10 @@ def run_together(
 ) -> list[int | None]:
     """Run commands at the same time and return their exit codes.
 
-    After a failure the others get time to report; the code of one that has not ended by then is
-    None. Raises Interrupted after a signal, once all have ended. Each runs in a separate session,
-    so that a terminal's Ctrl-C reaches it once, from this process: a second one would end it
-    without saving. The kernel kills them with this process.
+    After a process fails, the others get time to report; the code of a process that has not ended
+    by then is None. Raises Interrupted after a signal, once all have ended. Each runs in a separate
+    session, so that a terminal's Ctrl-C reaches it once, from this process: a second one would end
+    it without saving. The kernel kills the processes if this process dies.
     """
     processes: list[subprocess.Popen[bytes]] = []
     watch = [sys.executable, "-I", "-S", parent_watch.__file__, str(os.getpid())]
@@ -460,7 +475,7 @@ def run_together(
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[signal.Signals]]:
-    """Record signals to end; a repetition within ONE_PRESS_S counts as the same signal."""
+    """Collect SIGNALS instead of ending; a repetition within ONE_PRESS_S counts as one signal."""
     noted = list[signal.Signals]()
     last = dict[int, float]()
 
