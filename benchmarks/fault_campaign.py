@@ -11,9 +11,9 @@ slurm    a lost node, USR1 before the time limit, a time limit without a signal 
          Slurm)
 
 The run is resumed after each fault. It has to continue from a valid checkpoint, lose at most the
-steps since the last save, and be bit-identical to an undisturbed run. Prints a row for each kind
-and a line of figures; the exit code is 1 if anything failed. Kinds that cannot run here are
-reported as not proved, with the reason.
+steps since the last save, and be bit-identical to an undisturbed run. Prints a row for each case
+and a line of counts; the exit code is 1 if anything failed. Kinds that cannot run here are reported
+as not proved, with the reason.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def campaign(
 
 
 def merged(results: list[JobOutcome]) -> JobOutcome:
-    """Return many damages as one result."""
+    """Return the outcomes of damaged files as one."""
     counts = Counter(result.notes for result in results)
     notes = ", ".join(f"{count} {note}" for note, count in sorted(counts.items()))
     wrong = tuple(f"{result.what}: {fault}" for result in results for fault in result.faults)
@@ -84,7 +84,7 @@ def main() -> int:
                 continue
             start = time.monotonic()
             folder = (options.folder or Path(temporary)) / kind
-            # A seed for each kind: it does the same alone and with others.
+            # Each kind has its own seed, so that it does the same alone and with others.
             outcomes = [*campaign(kind, folder, random.Random(f"{seed} {kind}"), options)]
             print(f"  {kind}: {time.monotonic() - start:.0f} s", flush=True)
             results += [merged(outcomes)] if kind == "damage" else outcomes

@@ -1,4 +1,4 @@
-"""Kill or stop one of two training ranks, and check how fast the other one reports it and ends.
+"""Kill or stop one of two training ranks, and check how soon the other rank reports it and exits.
 
     python benchmarks/lost_rank.py [--device cpu|cuda] [--output FOLDER]
 
@@ -26,7 +26,7 @@ from tests.helpers.launching import TINY
 
 STEP = 3
 HANG_TIMEOUT_S = {"cuda": 10, "cpu": 3}
-LEEWAY_S = 60  # for questions among the ranks, and for a loaded machine
+LEEWAY_S = 60  # for the ranks to query each other, and for a loaded machine
 STRIKE = """
 import os, runpy, sys
 from tests.helpers.fault_points import strike

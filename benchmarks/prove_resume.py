@@ -9,11 +9,11 @@ resumed on the same layout and on others. Required are:
 
 same layout    bit-identical losses, gradient norms, validation losses, weights, master weights and
                moments
-other layout   the same samples by the ledger; losses within the rounding of another order of sums,
-               tensors within a multiple of what an undisturbed run on that layout differs by, with
-               the bounds derived below; bit-identical if the sums are the same
+other layout   the same samples by the ledger; losses within the rounding of another order of sums;
+               tensors within a multiple of what an undisturbed run on that layout differs by. The
+               bounds are derived below
 
-Prints a row for each resumption and a line of figures; the exit code is 1 when any of them differs.
+Prints a row for each resumption and a line of counts; the exit code is 1 if any of them fails.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from tests.helpers.fault_points import strike
 # Another layout sums the same terms in another order. fp32: an ulp is 6e-8, and Adam with an
 # epsilon of 1e-3 passes on relative differences without magnifying them, so some dozens of steps
 # stay some ulps apart; a wrong sample, mask or moment moves a loss by 1e-3 and more. bf16:
-# activations and working weights are rounded to 2^-9 = 2e-3 relative; a sum of another order may
-# fall to the neighbour, in a few places of many, which average out in the loss.
+# activations and working weights are rounded to 2^-9 = 2e-3 relative; a sum in another order may
+# round to the neighbouring value, in a few places of many, which average out in the loss.
 LOSS = {"fp32": 2e-6, "bf16": 2e-3}
-# A tensor may differ by some roundings, or by so many times what it differs by in an undisturbed run
-# on the other layout: how far rounding goes depends on the text, since the gradient of a bias can be
-# a sum of terms that nearly cancel, and on chance. A moment that was lost or counted twice, or that
-# saw another sample, differs by about 1.
+# A tensor may differ by ROUNDINGS, or by TIMES its difference in an undisturbed run on the other
+# layout, but by MOST at most. How far rounding goes depends on chance and on the text, since the
+# gradient of a bias can be a sum of terms that nearly cancel. A moment that was lost or counted
+# twice, or that saw another sample, differs by about 1.
 TIMES = 10.0
 MOST = 0.5
 ROUNDINGS = {"fp32": 1e-6, "bf16": 4e-3}
@@ -53,7 +53,7 @@ EVAL_INTERVAL = 5
 
 @dataclass(frozen=True)
 class LayoutFlags:
-    """Ranks and flags of a user."""
+    """Layout: a number of ranks, and flags of pretrain_gpt.py."""
 
     name: str
     ranks: int
@@ -100,7 +100,7 @@ class ResumeCase:
 # A mask over attention heads depends on the tensor-parallel size, so resumptions on TP keep only
 # the other masks.
 NO_HEAD_MASKS = ("--attention-dropout", "0")
-# Everything that changes from step to step, and the average of the weights.
+# Schedules of everything that can change from step to step, and the average of the weights.
 SCHEDULED = ResumeCase(
     "fp32",
     DATA,
@@ -139,7 +139,13 @@ CASES = (
 
 @dataclass(frozen=True)
 class Resumption:
-    """One resumption: what was compared and whether it held."""
+    """Outcome of one resumption.
+
+    killed_in          step after which the run was killed
+    resumed_from       iteration of the loaded checkpoint
+    loss_difference    largest relative difference of a loss from the undisturbed run
+    tensor_difference  largest relative norm of a tensor's difference from it
+    """
 
     case: ResumeCase
     resumed: LayoutFlags
@@ -198,8 +204,9 @@ def prove(
 
 
 def steps_to_kill(case: ResumeCase, iterations: int) -> range:
-    """After each of these there is a checkpoint: one in the background is complete when the next
-    one is due.
+    """Return the steps after which there is a complete checkpoint, so that the run may be killed.
+
+    An asynchronous save is complete when the next save is due.
     """
     return range(SAVE_INTERVAL * (2 if case.asynchronous else 1) + 1, iterations - 1)
 
@@ -215,17 +222,17 @@ def compare(
 ) -> Resumption:
     """Compare the undisturbed run with the one killed after `killed_in` steps and resumed.
 
-    beside  an undisturbed run on the other layout, unless nothing may differ
+    beside  an undisturbed run on the layout of the resumption; None if that is the same layout
     """
     reference = dict(history.steps(undisturbed))
     steps = history.steps(resumed)
-    # The second record of "start" is that of the resumption.
+    # The last record of "start" is that of the resumption.
     resumed_from = [record["iteration"] for record in history.records(resumed, "start")][-1]
     faults: list[str] = []
-    # An asynchronous save may still be on its way when the next one is due, and not longer.
+    # An asynchronous save may be incomplete until the next one is due, but no longer.
     if not killed_in - SAVE_INTERVAL * (2 if case.asynchronous else 1) <= resumed_from <= killed_in:
         faults.append(f"resumed from {resumed_from}, killed after {killed_in}")
-    # What the killed run did before, and at the end everything from where it was resumed.
+    # The steps before the kill, then all steps from the resumption on.
     expected = [*range(1, killed_in + 1), *range(resumed_from + 1, iterations + 1)]
     if [iteration for iteration, _ in steps] != expected:
         faults.append("steps are missing or were taken twice")
@@ -238,7 +245,7 @@ def compare(
     ends = history.newest(resumed), history.newest(undisturbed)
     tensors = history.tensor_differences(*ends)
     if layout == case.killed:
-        norms = layout == case.killed  # over other parts of the model a norm is another sum
+        norms = layout == case.killed  # on another layout a norm is another sum
         different = history.differing(steps, reference, norms) + history.differing(
             validations(resumed), dict(validations(undisturbed))
         )
@@ -265,7 +272,7 @@ def compare(
 
 
 def validations(folder: Path) -> list[tuple[int, history.Step]]:
-    """The validation losses inside the loop, as steps; that of the average as their norm."""
+    """Return the validation losses as steps, with the average's loss in place of the norm."""
     evaluations = history.records(folder, "validation")
     return [
         (r["iteration"], (r["lm_loss"], r.get("ema_loss"), r["samples"]))
@@ -278,11 +285,15 @@ def main() -> int:
     made = parser(__doc__)
     made.add_argument("--folder", type=Path, help="folder to keep the runs in; default: temporary")
     made.add_argument("--iterations", type=int, default=24, help="steps of each run")
-    made.add_argument("--seed", type=int, help="of the killed steps; printed (default: random)")
+    made.add_argument(
+        "--seed", type=int, help="random seed of the steps to kill after; printed (default: random)"
+    )
     options = made.parse_args()
     least = 2 * SAVE_INTERVAL + 3
     if options.iterations < least:
-        made.error(f"--iterations {options.iterations}: at least {least}, so that a save is first")
+        made.error(
+            f"--iterations {options.iterations}: at least {least}, so that a save precedes the kill"
+        )
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     print(
         f"seed {seed}; {options.iterations} steps, a checkpoint every {SAVE_INTERVAL}", flush=True

@@ -10,15 +10,15 @@ from benchmarks.faults.job import ROOT
 from megatron.data.indexed_writer import IndexedDatasetWriter
 
 SOURCES = {"docs": "docs/*.md", "code": "megatron/training/*/*.py"}
-_END = 256  # of a document: what NullTokenizer makes of --vocab-size
-_KILOBYTES = 40  # of each
-_OF_A_FILE = 4000  # bytes at most: a tenth of the documents is for validation
+_END = 256  # end-of-document id, as NullTokenizer derives it from --vocab-size
+_KILOBYTES = 40  # of each data set
+_OF_A_FILE = 4000  # maximum bytes: a tenth of the documents is needed for validation
 
 
 def make_corpus(folder: Path) -> list[str]:
     """Create missing data sets in `folder`; return the flags that train on a blend of them.
 
-    A token is a byte, a document a file, so no vocabulary is needed. The text is truncated so that
+    Tokens are bytes, so no vocabulary is needed; documents are files. The text is truncated so that
     a run of a few dozen steps uses both sources.
     """
     folder.mkdir(parents=True, exist_ok=True)

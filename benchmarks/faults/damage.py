@@ -35,7 +35,7 @@ def flip(file: Path, chance: random.Random) -> str:
 
 
 def cut(file: Path, chance: random.Random) -> str:
-    """Leave only the beginning of it."""
+    """Truncate the file."""
     left = chance.randrange(1, max(2, file.stat().st_size))
     file.write_bytes(file.read_bytes()[:left])
     return f"cut to {left} bytes"
@@ -52,7 +52,7 @@ def lose(file: Path, chance: random.Random) -> str:
 
 
 def zero(file: Path, chance: random.Random) -> str:
-    """Replace the content by zeros: the state in which some file systems leave a file after a crash."""
+    """Fill the file with zeros, the state in which some file systems leave it after a crash."""
     file.write_bytes(bytes(file.stat().st_size))
     return "zeroed"
 
@@ -68,7 +68,12 @@ KINDS: dict[str, Callable[[Path, random.Random], str]] = {
 
 @dataclass(frozen=True)
 class UndisturbedRun:
-    """Undisturbed run, and a folder with its checkpoints up to the point where others resume."""
+    """Undisturbed run, with which resumed runs are compared.
+
+    folder      its "before" holds the checkpoints from which other runs resume
+    reference   figures of its steps
+    ranks       number of processes
+    """
 
     folder: Path
     reference: dict[int, history.Step]
@@ -79,7 +84,7 @@ class UndisturbedRun:
 
 
 def train(folder: Path, ranks: int = 2) -> UndisturbedRun:
-    """The undisturbed run: three checkpoints, and some steps after them in a copy."""
+    """Train the undisturbed run: three checkpoints, and some steps after them in a copy."""
     trained = UndisturbedRun(folder, {}, ranks)
     last = SAVES * SAVE_INTERVAL
     for name, iterations in (("before", last), ("whole", last + MORE)):
@@ -90,7 +95,7 @@ def train(folder: Path, ranks: int = 2) -> UndisturbedRun:
 
 
 def files_of(trained: UndisturbedRun) -> list[str]:
-    """The files of the newest checkpoint, and the tracker."""
+    """Return the names of the files in the newest checkpoint, and the tracker's."""
     return [
         *sorted(path.name for path in history.newest(trained.folder / "before").iterdir()),
         TRACKER,
@@ -98,7 +103,7 @@ def files_of(trained: UndisturbedRun) -> list[str]:
 
 
 def hurt(trained: UndisturbedRun, name: str, kind: str, number: int, seed: int) -> JobOutcome:
-    """Damage a copy, resume from it, look at what the run took and computed."""
+    """Damage a copy, resume from it, and check what the run loads and computes."""
     copy = trained.folder / f"damage_{number}"
     shutil.copytree(trained.folder / "before", copy)
     newest = history.newest(copy)
@@ -127,9 +132,9 @@ def hurt(trained: UndisturbedRun, name: str, kind: str, number: int, seed: int) 
             faults.append(f"silently wrong: losses of steps {different} differ")
         # A tracker that is damaged may name an older checkpoint, which is whole, but no newer one.
         if name == TRACKER and resumed != last and str(resumed) not in file_text(output):
-            faults.append(f"took iteration {resumed} although {last} is whole")
+            faults.append(f"loaded iteration {resumed} although {last} is whole")
         if name != TRACKER and resumed != last - SAVE_INTERVAL:
-            faults.append(f"took iteration {resumed}, not {last - SAVE_INTERVAL}")
+            faults.append(f"loaded iteration {resumed}, not {last - SAVE_INTERVAL}")
     if name not in output and not says_the_same:
         faults.append(f"the log does not name {name}")
     shutil.rmtree(copy)
@@ -138,14 +143,14 @@ def hurt(trained: UndisturbedRun, name: str, kind: str, number: int, seed: int) 
 
 
 def file_text(output: str) -> str:
-    """The lines of a log that speak of checkpoints."""
+    """Return the lines of a log that mention checkpoints."""
     return "\n".join(line for line in output.splitlines() if "checkpoint" in line)
 
 
 def campaign(
     folder: Path, chance: random.Random, flips: int = 1, jobs: int = 2
 ) -> Iterator[JobOutcome]:
-    """Every kind of damage to every file, several flips each."""
+    """Yield the outcome of every kind of damage to every file, with `flips` bit flips each."""
     trained = train(folder)
     damages = [
         (name, kind)

@@ -1,4 +1,4 @@
-"""Full disk, and a folder that became read-only, during a run, which has to continue.
+"""Faults of the disk during a run, which has to continue: it is full, or becomes read-only.
 
 Both need root: the folder of the checkpoints is a small tmpfs, which is mounted, filled, remounted
 and removed here.
@@ -26,7 +26,7 @@ def missing() -> str:
     """Return why this cannot run here; empty if it can."""
     mount = shutil.which("mount")
     if mount is None:
-        return "there is no mount"
+        return "mount is not installed"
     done = subprocess.run(
         ["unshare", "--mount", mount, "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True
     )
@@ -35,7 +35,7 @@ def missing() -> str:
 
 @contextlib.contextmanager
 def tmpfs(folder: Path, size_bytes: int) -> Iterator[Path]:
-    """A file system of this size in memory."""
+    """Mount a file system of this size in memory, for the duration of a block."""
     folder.mkdir(parents=True)
     subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "none", str(folder)], check=True
@@ -52,7 +52,7 @@ def remount(folder: Path, options: str) -> None:
 
 @dataclass(frozen=True)
 class Closing:
-    """Make a folder read-only from within the run, whose lock file in it is open.
+    """Makes a folder read-only from within the run, which has a lock file open in it.
 
     A read-only mount covers the folder: a file system with files open for writing cannot become
     read-only itself.
@@ -66,14 +66,14 @@ class Closing:
 
 
 def arguments(save: Path, metrics: Path, *more: str) -> list[str]:
-    """Write metrics elsewhere: they have to be complete even if the disk is full."""
+    """Return arguments with metrics elsewhere: they must be complete even if the disk is full."""
     metrics.mkdir(parents=True, exist_ok=True)
     file = str(metrics / "metrics.jsonl")
     return training(save, ITERATIONS, SAVE_INTERVAL, "--metrics-file", file, *more)
 
 
 def campaign(folder: Path, ranks: int = 2) -> Iterator[JobOutcome]:
-    """Each fault, with synchronous and with asynchronous saves."""
+    """Yield the outcome of each fault, with synchronous and with asynchronous saves."""
     undisturbed = folder / "whole"
     run_well(ranks, arguments(undisturbed, undisturbed), folder / "logs_whole")
     reference = dict(history.steps(undisturbed))
@@ -93,7 +93,7 @@ def full(
     flags: tuple[str, ...],
     name: str,
 ) -> JobOutcome:
-    """Room for two checkpoints and a half; then, for a second start, for all."""
+    """Run with room for two and a half checkpoints, then resume with room for all."""
     faults: list[str] = []
     metrics = folder / "metrics"
     with tmpfs(folder / "disk", int(2.5 * size)) as disk:
@@ -115,7 +115,7 @@ def read_only(
     flags: tuple[str, ...],
     name: str,
 ) -> JobOutcome:
-    """The folder cannot be written any more when rank 0 is about to begin the third save."""
+    """Make the folder read-only when rank 0 is about to begin the third save; then resume."""
     faults: list[str] = []
     metrics = folder / "metrics"
     with tmpfs(folder / "disk", 50 * size) as disk:
@@ -124,7 +124,7 @@ def read_only(
         job = run_job(ranks, arguments(disk, metrics, *flags), folder / "logs", arms=arms)
         faults += after_failed_saves(job, "Read-only file system", disk, metrics)
         last = int(history.newest(disk).name.removeprefix("iter_"))
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)  # what covers it
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)  # the read-only mount
         faults += resumed(ranks, disk, metrics, flags, last, reference, folder)
     return JobOutcome(f"read-only folder, {name} saves", f"resumed from {last}", tuple(faults))
 
@@ -135,7 +135,7 @@ def after_failed_saves(job: FaultJob, reason: str, disk: Path, metrics: Path) ->
     if history.steps(metrics)[-1][0] != ITERATIONS:
         faults.append(f"training ended at step {history.steps(metrics)[-1][0]}: {job.tail()}")
     if reason not in job.output():
-        faults.append(f"the log says nothing of {reason!r}")
+        faults.append(f"the log does not mention {reason!r}")
     codes = [code or 0 for code in job.codes]
     if not all(code > 0 for code in codes):
         faults.append(f"exit codes {codes}, although the last save failed")
@@ -162,7 +162,7 @@ def resumed(
     steps = history.steps(metrics)
     faults = []
     if steps[before][0] != expected + 1:
-        faults.append(f"went on with step {steps[before][0]}, not {expected + 1}")
+        faults.append(f"continued with step {steps[before][0]}, not {expected + 1}")
     different = history.differing(steps, reference)
     if different:
         faults.append(f"losses of steps {different} are not those of the undisturbed run")

@@ -1,4 +1,4 @@
-"""Rank stopped by SIGSTOP: the others have to name it and exit, so that a scheduler restarts."""
+"""Rank stopped by SIGSTOP: the others have to name it and exit, so that the job can restart."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.helpers.fault_points import strike
 SAVE_INTERVAL = 5
 FIRST_STEPS = 30
 TIMEOUT_S = 4.0
-# The time-out, as much again for the answers of the ranks, and what a loaded machine adds.
+# The time-out, the same again for the answers of the ranks, and a margin for a loaded machine.
 SOON_S = 2 * TIMEOUT_S + 180.0
-OTHERS_LEAVE_S = 2 * SOON_S  # their --distributed-timeout-minutes: it is not what ends them
+OTHERS_LEAVE_S = 2 * SOON_S  # --distributed-timeout-minutes, too long to be what ends them
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "DP2": (2, ()),
     "PP2 zero-bubble": (2, ("--pipeline-model-parallel-size", "2", "--enable-zbh1-pipeline")),
@@ -25,7 +25,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 def stop_one(folder: Path, layout: str, victim: int, step: int) -> JobOutcome:
-    """Stop a rank after some step, read the report, resume."""
+    """Stop a rank after a step, check the report, resume, compare with an undisturbed run."""
     ranks, flags = LAYOUTS[layout]
     save = folder / "run"
     arguments = training(save, 1_000_000, SAVE_INTERVAL, *CONSTANT, *flags)
@@ -37,7 +37,8 @@ def stop_one(folder: Path, layout: str, victim: int, step: int) -> JobOutcome:
         other_ranks = [rank for rank in range(ranks) if rank != victim]
         if not job.wait_for_end(other_ranks, SOON_S):
             faults.append(
-                f"of ranks {other_ranks} some still run after {SOON_S:.0f} s: exit codes {job.codes}"
+                f"some of ranks {other_ranks} still run after {SOON_S:.0f} s, "
+                f"exit codes {job.codes}"
             )
         elif not all(job.codes[rank] for rank in other_ranks):
             faults.append(f"exit codes {job.codes}")
@@ -51,8 +52,8 @@ def stop_one(folder: Path, layout: str, victim: int, step: int) -> JobOutcome:
         faults.append("the report is printed more than once")
     reports = list(save.glob("hang_report*.txt"))
     if not reports or not re.search(rf"rank {victim}\b.*stopped", reports[0].read_text()):
-        faults.append("no hang_report.txt in the folder of the run says it")
-    # More steps than were lost, then the same number in an undisturbed run.
+        faults.append("no hang_report.txt in the folder of the run says so")
+    # Resume for more steps than were lost; then take as many in an undisturbed run.
     reached = history.steps(save)[-1][0]
     restarted = run_job(
         ranks, [*arguments, "--exit-interval", str(4 * SAVE_INTERVAL)], folder / "logs_again"
@@ -73,7 +74,7 @@ def stop_one(folder: Path, layout: str, victim: int, step: int) -> JobOutcome:
 
 
 def campaign(folder: Path, chance: random.Random) -> Iterator[JobOutcome]:
-    """Each layout with rank 0, which serves the store, and with another."""
+    """Stop rank 0, which serves the store, and the last rank, of each layout."""
     for number, layout in enumerate(LAYOUTS):
         for victim in (0, LAYOUTS[layout][0] - 1):
             step = chance.randint(SAVE_INTERVAL + 1, FIRST_STEPS)

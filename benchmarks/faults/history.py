@@ -22,7 +22,7 @@ Step = tuple[float, float | None, int]
 
 
 def records(folder: Path, event: str | None = None) -> list[dict[str, Any]]:
-    """The records of FOLDER/metrics.jsonl in order; a line that a kill cut off is left out."""
+    """Return the records of FOLDER/metrics.jsonl in order, without lines that a kill cut off."""
     records_read = []
     for line in (folder / "metrics.jsonl").read_text(errors="replace").splitlines():
         try:
@@ -77,7 +77,7 @@ def last_sources(folder: Path) -> Any:
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole: weights, masters and moments by name."""
+    """Return all full tensors of a checkpoint by name: weights, masters and moments."""
     reader = dcp.FileSystemReader(checkpoint)
     described = reader.read_metadata().state_dict_metadata
     loaded = {
@@ -86,14 +86,14 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
         if isinstance(m, TensorStorageMetadata)
     }
     with warnings.catch_warnings():
-        # torch warns that this is one process, which is what is meant
+        # torch warns that this is one process, which is intended
         warnings.simplefilter("ignore", UserWarning)
         dcp.load(loaded, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
     return loaded
 
 
 def tensors_that_differ(ours: Path, reference: Path) -> list[str]:
-    """Names of the tensors that are not the same to the bit, or are in one checkpoint only."""
+    """Return the names of tensors that are not bit-identical, or are in one checkpoint only."""
     one = tensors(ours)
     two = tensors(reference)
     return sorted(
@@ -104,12 +104,12 @@ def tensors_that_differ(ours: Path, reference: Path) -> list[str]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, so that -0.0 is not 0.0 and a NaN is itself."""
+    """Return the bytes of a tensor, so that -0.0 differs from 0.0 and a NaN equals itself."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def tensor_differences(ours: Path, reference: Path) -> dict[str, float]:
-    """Norm of each tensor's difference over the norm of that tensor; infinite where one is missing."""
+    """Return the norm of each difference over that of the reference; inf if a tensor is missing."""
     one = tensors(ours)
     two = tensors(reference)
     differences = dict.fromkeys(one.keys() ^ two.keys(), math.inf)
@@ -121,10 +121,10 @@ def tensor_differences(ours: Path, reference: Path) -> dict[str, float]:
 
 
 def state(checkpoint: Path) -> Any:
-    """The counters that a checkpoint holds."""
+    """Return the counters that a checkpoint holds."""
     return json.loads((checkpoint / "state.json").read_text())
 
 
 def newest(folder: Path) -> Path:
-    """The checkpoint that the tracker names."""
+    """Return the checkpoint that the tracker names."""
     return folder / f"iter_{int((folder / 'latest_checkpointed_iteration.txt').read_text()):07d}"

@@ -32,8 +32,8 @@ __all__ = [
 
 LIMIT_S = 400.0  # reached only by hanging jobs
 Arms = Mapping[int, Sequence[tuple[Any, ...]]]
-"""Call made in a rank's process before it starts: (function, *arguments), such as (strike, "open",
-3, "kill").
+"""Calls to make in a rank's process before its script, by rank: (function, *arguments), such as
+(strike, "open", 3, "kill").
 """
 
 TINY = (
@@ -44,7 +44,7 @@ TINY = (
     "--hidden-dropout 0.1"
 ).split()
 """A GPT whose step takes milliseconds, with every loss in the metrics file. Adam's epsilon is
-larger than the default: where a gradient is nearly zero, Adam divides rounding errors by it."""
+larger than the default, with which Adam magnifies rounding errors of gradients near zero."""
 MOCK = ["--mock-data", "--vocab-size", "100"]
 CONSTANT = ["--lr-decay-style", "constant"]
 """For runs that are compared with others of a different length."""
@@ -52,7 +52,12 @@ CONSTANT = ["--lr-decay-style", "constant"]
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """A fault, what came of it, and what was wrong with that."""
+    """Outcome of a fault.
+
+    what    the fault
+    notes   how the run went on
+    faults  problems with that; empty if there are none
+    """
 
     what: str
     notes: str
@@ -93,7 +98,8 @@ class Rank(Script):
 class FaultJob:
     """Job of N ranks of pretrain_gpt.py, or another script, with output in LOGS/rank_R.log.
 
-        with Job(2, arguments, logs, arms={1: [(strike, "megatron.run.step", 5, "kill")]}) as job:
+        arms = {1: [(strike, "megatron.run.step", 5, "kill")]}
+        with FaultJob(2, arguments, logs, arms=arms) as job:
             job.wait_for_end([1])
             codes = job.wait()
 
@@ -134,13 +140,13 @@ class FaultJob:
         trace: TracebackType | None,
     ) -> None:
         for process in self.processes:
-            process.send_signal(signal.SIGCONT)  # one that was stopped
+            process.send_signal(signal.SIGCONT)  # if it was stopped
             process.__exit__()
         self._port.close()
 
     @property
     def codes(self) -> list[int | None]:
-        """The exit codes of all ranks, negative for a signal; None for one that runs."""
+        """The exit codes of all ranks, negative for a signal; None for a rank that still runs."""
         return [process.returncode for process in self.processes]
 
     def output(self, rank: int = 0) -> str:
@@ -161,14 +167,14 @@ class FaultJob:
         self.signal(signal.SIGKILL, ranks)
 
     def wait_for_end(self, ranks: Iterable[int], timeout_s: float = LIMIT_S) -> bool:
-        """Wait until these ranks have ended; whether they have in time."""
+        """Wait until these ranks have ended; return whether they did in time."""
         end = time.monotonic() + timeout_s
         for rank in ranks:
             self.processes[rank].process.join(max(0.0, end - time.monotonic()))
         return all(self.processes[rank].returncode is not None for rank in ranks)
 
     def wait(self, timeout_s: float = LIMIT_S) -> list[int]:
-        """The exit codes of all ranks. Raises Overdue, after which nothing runs any more."""
+        """Return the exit codes of all ranks. Kills all and raises Overdue after `timeout_s`."""
         if not self.wait_for_end(range(len(self.processes)), timeout_s):
             left = [rank for rank, code in enumerate(self.codes) if code is None]
             self.__exit__(None, None, None)
@@ -178,7 +184,7 @@ class FaultJob:
         return [code for code in self.codes if code is not None]
 
     def tail(self, rank: int = 0) -> str:
-        """The last lines of a rank's output, for messages."""
+        """Return the last lines of a rank's output, for messages."""
         return "\n".join(self.output(rank).splitlines()[-25:])
 
 
@@ -194,7 +200,7 @@ def run_job(
     env: Mapping[str, str] | None = None,
     arms: Arms | None = None,
 ) -> FaultJob:
-    """A job from start to end. Raises Overdue."""
+    """Run a job to its end. Raises Overdue."""
     with FaultJob(n, arguments, logs, env, arms=arms) as job:
         job.wait()
     return job
@@ -207,7 +213,7 @@ def run_well(n: int, arguments: Sequence[str], logs: Path, arms: Arms | None = N
         raise RuntimeError(f"an undisturbed run failed:\n{job.outputs()}")
 
 
-# processes that begin together begin far apart
+# processes that start together try ports that are far apart
 _tried = itertools.count(12000 + os.getpid() * 61 % 16000)
 
 

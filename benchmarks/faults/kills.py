@@ -4,10 +4,10 @@ A chain is one training: it is started, killed at a named point, started again w
 line, and so on. Each start thus resumes from the state after the last kill, and is the next victim.
 At the end all losses from all starts are compared with those of an undisturbed run.
 
-The kill points are listed, not random: those of tests/helpers/fault_points.py that a run reaches
-that loads, trains, saves and removes old checkpoints. A seed determines their order, and the
-selection if not all are tried. Victims are all ranks at once, or one, after which the others have
-to exit by themselves.
+The kill points are listed, not random: they are those of tests/helpers/fault_points.py that a run
+reaches while it loads, trains, saves and removes old checkpoints. A seed determines their order,
+and the selection if not all are tried. The victims are all ranks at once, or a single rank, after
+which the others have to exit by themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.helpers.fault_points import record, strike, strike_at
 
 SAVE_INTERVAL = 5
 STEP = "megatron.run.step"
-# the others' --distributed-timeout-minutes: after it they miss a rank that never came
+# --distributed-timeout-minutes, after which the others give up on a rank that never connected
 OTHERS_LEAVE_S = 60.0
 
 
@@ -58,7 +58,7 @@ CHAINS = (
 
 @dataclass(frozen=True)
 class Moment:
-    """Step that a rank is about to take, and how often it took it in the run that was listed."""
+    """Kill point of a rank, and how often the rank reached it in the listing run."""
 
     rank: int
     name: str
@@ -67,10 +67,14 @@ class Moment:
 
 @dataclass
 class Kill:
-    """Kill: its point, victims, position of the run, position of the resumption, and any problem.
+    """One kill and the next resumption.
 
-    reached    iterations done; saved: the last one with a reported checkpoint
-    resumed    iteration that the next start loaded, 0 for initial weights, None until one has
+    moment     where it happened
+    victims    "all" or "one"
+    reached    number of iterations done
+    saved      last iteration with a reported checkpoint
+    faults     problems
+    resumed    iteration that the next start loaded; 0 for initial weights, None until a start has
                loaded
     """
 
@@ -84,7 +88,12 @@ class Kill:
 
 @dataclass
 class ChainOutcome:
-    """A chain from start to end; `moments` is how many there were to choose from."""
+    """Outcome of a chain.
+
+    moments         number of kill points to choose from
+    steps_compared  number of steps compared with the undisturbed run
+    faults          problems other than those of single kills
+    """
 
     chain: Chain
     moments: int = 0
@@ -94,7 +103,7 @@ class ChainOutcome:
 
     @property
     def wrong(self) -> list[str]:
-        """Everything that was not as it must be."""
+        """All problems."""
         of_kills = [
             f"kill {n} ({kill.moment}): {fault}"
             for n, kill in enumerate(self.kills)
@@ -111,7 +120,7 @@ class ChainOutcome:
 def campaign(
     folder: Path, chance: random.Random, total: int, say: Callable[[str], None]
 ) -> Iterator[JobOutcome]:
-    """Kill the same number of times on each layout; 0: at every point."""
+    """Kill `total` times, equally often on each layout; 0: at every point of each."""
     share, rest = divmod(total, len(CHAINS))
     for number, chain in enumerate(CHAINS):
         count = share + (number < rest) if total else None
@@ -134,7 +143,7 @@ def run_chain(
     chance: random.Random,
     say: Callable[[str], None] = lambda _: None,
 ) -> ChainOutcome:
-    """Kill a training at `kills` points (None: all), let it finish, compare it undisturbed."""
+    """Kill a training at `kills` points (None: all), let it finish, check its losses."""
     return _Running(chain, kills, folder, chance, say).run()
 
 
@@ -155,7 +164,7 @@ class _Running:
         self.say = say
         self.save = folder / "run"
         self.outcome = ChainOutcome(chain)
-        self.last = 5 * SAVE_INTERVAL  # of the run that is listed
+        self.last = 5 * SAVE_INTERVAL  # steps of the run that lists the points
         moments = self.listed()
         chance.shuffle(moments)
         self.outcome.moments = len(moments)
@@ -219,12 +228,12 @@ class _Running:
         return history.records(self.save) if (self.save / "metrics.jsonl").exists() else []
 
     def one(self, number: int, moment: Moment) -> None:
-        """Start, kill, and record the progress. The loss is known at the next start."""
+        """Start, kill, and record the progress; the next start shows which steps were lost."""
         ranks = self.chain.ranks
         nth = self.chance.randint(1, min(moment.times, 3))
         everybody = ranks == 1 or self.chance.random() < 0.5
         before = len(self.records())
-        # A start that does not come to the moment is killed at a later step.
+        # A start that does not reach the point is killed at a later step.
         arms = [
             (strike_at, str(self.save), nth, "kill", moment.name),
             (strike, STEP, 4 * SAVE_INTERVAL, "kill"),
@@ -254,7 +263,7 @@ class _Running:
             faults.append(f"the victim ended with exit code {codes[moment.rank]}")
         loaded = self._settle(before)
         last = self.outcome.kills[-1] if self.outcome.kills else None
-        # One that was killed before it loaded anything left things as they were.
+        # A start that was killed before it loaded anything has not changed anything.
         reached, saved = (last.reached, last.saved) if last else (0, 0)
         if loaded is not None:
             reached = saved = loaded
@@ -273,10 +282,11 @@ class _Running:
         )
 
     def _settle(self, before: int) -> int | None:
-        """Record from where a start resumed, for all kills since the last start that loaded.
+        """Record from which iteration a start resumed, and return it.
 
-        The start wrote the records from `before` on. If it was killed before it loaded, the next
-        start will record it.
+        The records from `before` on are those of this start. It is recorded for all kills since the
+        last start that loaded. If this start was killed before it loaded, None is returned, and a
+        later start will record it.
         """
         starts: list[int] = [
             record["iteration"] for record in self.records()[before:] if record["event"] == "start"
@@ -284,8 +294,7 @@ class _Running:
         if not starts:
             return None
         resumed = starts[0]
-        # An asynchronous save may be on its way for at most one interval: the next one waits for
-        # it.
+        # An asynchronous save may take at most one interval: the next save waits for it.
         most = SAVE_INTERVAL * (2 if self.chain.asynchronous else 1)
         for kill in self.outcome.kills:
             if kill.resumed is not None:

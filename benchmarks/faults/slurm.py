@@ -24,7 +24,9 @@ def submit(
 ) -> str:
     """Submit a job of one task on each of two nodes; return its number.
 
-    Its output goes to FOLDER/job.log. again: additional arguments after it was requeued.
+    Its output goes to FOLDER/job.log.
+
+    more   additional arguments of pretrain_gpt.py after the job was requeued
     """
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "job.sh"
@@ -50,7 +52,7 @@ def submit(
 def lose_a_node(testbed: Testbed, folder: Path) -> JobOutcome:
     """Lose a node during a long training; Slurm requeues the job, which resumes and ends.
 
-    It ends after more steps than it lost.
+    The requeued job takes more steps than were lost.
     """
     save = folder / "run"
     log = folder / "job.log"
@@ -79,7 +81,11 @@ def lose_a_node(testbed: Testbed, folder: Path) -> JobOutcome:
 def judge(
     folder: Path, save: Path, iterations: int, faults: list[str]
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the resumed iteration, and whether all losses equal those of an undisturbed run."""
+    """Return notes on the starts and lost steps, and the faults.
+
+    It is a fault if the job was not resumed, lost too many steps, or has other losses than an
+    undisturbed run.
+    """
     starts = [record["iteration"] for record in history.records(save, "start")]
     steps = history.steps(save)
     restarts = [n for n in range(1, len(steps)) if steps[n][0] != steps[n - 1][0] + 1]
@@ -111,9 +117,11 @@ def near_the_limit(
 ) -> JobOutcome:
     """Run a job with a limit of a minute: it has to save, exit, requeue itself and resume.
 
-    clock   whether the program monitors the remaining time
+    clock    whether the program monitors the remaining time
+    reason   pattern of the reason that the log must name
+    what     name of the fault
 
-    Then it is cancelled by SIGTERM: it has to save again, without requeueing itself.
+    Then the job is cancelled by SIGTERM: it has to save again, without requeueing itself.
     """
     save = folder / "run"
     log = folder / "job.log"
@@ -154,7 +162,10 @@ def near_the_limit(
 
 
 def usr1(testbed: Testbed, folder: Path) -> JobOutcome:
-    """Run with sbatch --signal=USR1@45, to every task; 15 to 45 s remain, as Slurm polls at 30 s."""
+    """Send every task USR1 by sbatch --signal=USR1@45.
+
+    15 to 45 s remain then, because Slurm checks every 30 s.
+    """
     what = "USR1 before the time limit, requeued by the program"
     return near_the_limit(
         testbed, folder, "--signal=USR1@45", clock=False, reason="SIGUSR1", what=what
@@ -162,7 +173,7 @@ def usr1(testbed: Testbed, folder: Path) -> JobOutcome:
 
 
 def no_signal(testbed: Testbed, folder: Path) -> JobOutcome:
-    """The program asks Slurm itself how much time is left."""
+    """Let the program ask Slurm how much time is left."""
     what = "time limit without a signal, requeued by the program"
     return near_the_limit(
         testbed, folder, clock=True, reason=r"exiting program .* left in the job", what=what
@@ -170,7 +181,7 @@ def no_signal(testbed: Testbed, folder: Path) -> JobOutcome:
 
 
 def campaign(folder: Path) -> Iterator[JobOutcome]:
-    """All of them, on one testbed."""
+    """Yield the outcome of each fault, all on one testbed."""
     with Testbed() as testbed:
         for number, fault in enumerate((lose_a_node, usr1, no_signal)):
             yield fault(testbed, folder / f"job_{number}")

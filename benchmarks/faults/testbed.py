@@ -75,8 +75,8 @@ class Testbed:
         return self._folder / "testbed.log"
 
     def control(self, *words: str) -> None:
-        """A command of slurm_testbed.sh."""
-        # Its daemons would keep a pipe open.
+        """Run a command of slurm_testbed.sh."""
+        # The daemons that it starts would keep a pipe open.
         with open(self._log, "ab") as log:
             subprocess.run(
                 ["bash", str(SCRIPT), *words],
