@@ -14,11 +14,11 @@ Sides take turns in rounds of short runs: the first round starts every side once
 and measured steps, and the next one runs them in the opposite order. A machine that becomes slower
 thus affects all sides, no side's memory restricts another one, and the spread includes differences
 between two starts of one program (such as its memory layout). Ratios are computed within a round.
-Rounds after the first take the cases that end within --minutes of the start, those of the shortest
-steps first; notes name what had fewer rounds.
+Rounds after the first run the cases that should end within --minutes of the start, those with the
+shortest steps first; notes name the cases that had fewer rounds.
 
 A JSON file and its tables as Markdown are written to --output, and the run is compared with the
-last one there of the same machine.
+last run of the same machine in that folder.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--quick", action="store_true", help="one tiny model of each workload, and one round")
     only = "workloads (W1 ... W4) to run; parts: optimizer, save, kernels"
     add("--only", nargs="+", metavar="NAME", help=only)
-    minutes = "time of the parts and all rounds (default 10; one round is always run)"
+    minutes = "time for the parts and all rounds (default 10; one round is always run)"
     add("--minutes", type=float, default=10.0, metavar="N", help=minutes)
     add("--rounds", type=int, metavar="N", help="number of rounds; overrides --minutes")
-    add("--steps", type=int, metavar="N", help="measured steps (default: 1 of W1, 2 of others)")
+    add("--steps", type=int, metavar="N", help="measured steps (default: 1 for W1, else 2)")
     add("--threads", type=int, metavar="N", help="total number of threads (default: all)")
     devices = ("cpu", "cuda")
     add("--device", choices=devices, default="cpu", help="cuda: a single GPU (CUDA or ROCm)")
     add("--output", type=Path, default=ROOT / "runs" / "bench", metavar="FOLDER")
-    beside = "set-up clone of another version: its pretrain_gpt.py replaces the peers"
+    beside = "set-up clone of another version, whose pretrain_gpt.py replaces the peers"
     add("--beside", type=Path, metavar="CLONE", help=beside)
     add("--markdown", type=Path, metavar="FILE", help="print the tables of an earlier run and exit")
     return made.parse_args(arguments)
@@ -77,13 +77,13 @@ def choose(cases: Iterable[WorkloadCase], only: Sequence[str] | None) -> list[Wo
     known = {case.workload for case in cases} | {"parts"}
     unknown = [name for name in only if name not in known]
     if unknown:
-        raise SystemExit(f"--only {' '.join(unknown)}: there is {', '.join(sorted(known))}")
+        raise SystemExit(f"--only {' '.join(unknown)}: the names are {', '.join(sorted(known))}")
     selected = set(only) | ({"W0"} if {"W2", "W3", "W4"} & set(only) else set())
     return [case for case in cases if case.workload in selected]
 
 
 def beside(case: WorkloadCase, clone: Path) -> WorkloadCase:
-    """The case with our sides alone, each followed by that of another version."""
+    """Return the case with our sides only, each followed by the same side of another version."""
     pairs = [
         (side, replace(side, name=f"{side.name}, beside", root=clone, version_of=side))
         for side in case.sides
@@ -101,7 +101,9 @@ def play(
 ) -> tuple[dict[Key, list[SideOutcome]], dict[str, list[float]]]:
     """Run rounds over the cases and sides; return the outcomes and the ceilings of each round.
 
-    `spent_s` of --minutes are over. What a round leaves out has an empty outcome in it.
+    spent_s   seconds of --minutes that have passed
+
+    A side that is left out of a round has an empty outcome for it.
     """
     outcomes: dict[Key, list[SideOutcome]] = {key: [] for key in keys}
     ceilings: dict[str, list[float]] = {}
@@ -120,7 +122,7 @@ def play(
             ceilings.setdefault(name, []).append(rate)
         ceiling_s = time.monotonic() - start
         for case, side in keys if count % 2 == 0 else reversed(keys):
-            # it is not tried again
+            # a side that has failed is not started again
             outcome = next((o for o in outcomes[case, side] if o.reason), None)
             if outcome is None and (case not in chosen or (count and side.once)):
                 outcome = SideOutcome()
@@ -139,9 +141,9 @@ def play(
 
 
 def fitting(outcomes: dict[Key, list[SideOutcome]], left_s: float) -> set[WorkloadCase]:
-    """Choose the cases of a further round, by the time that their sides took in the first one.
+    """Choose the cases for a further round of `left_s` seconds, by the times of the first round.
 
-    Those of the fewest rounds come first, and among them those of the shortest starts.
+    Cases with the fewest rounds come first, and among these the ones whose sides ran shortest.
     """
     seconds: dict[WorkloadCase, list[float]] = {}
     for (case, side), rounds in outcomes.items():
@@ -171,7 +173,7 @@ def line(count: int, case: WorkloadCase, side: Side, outcome: SideOutcome) -> st
 def measure_ceilings(
     keys: list[Key], threads: int, folder: Path, device: str, quick: bool
 ) -> dict[str, float]:
-    """GFLOP/s of matrix products by ceiling_name, for the layouts of processes that are run."""
+    """Return GFLOP/s of matrix products, by ceiling_name, for each number of processes."""
     rates: dict[str, float] = {}
     for processes in sorted({case.processes for case, _ in keys}):
         each = max(1, threads // processes)
@@ -196,8 +198,8 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Return the rows of the result.
 
-    Runs on several processes have their rate relative to W0's single process; runs on a GPU with a
-    known peak have their MFU.
+    Rows of runs on several processes also have the rate relative to W0's single process, and those
+    of runs on a GPU with a known peak have the MFU.
     """
     rows = []
     for case, side in keys:
@@ -269,7 +271,7 @@ def main() -> int:
             return 2
         cases = [beside(case, options.beside.resolve()) for case in cases]
     parts_wanted = options.device == "cpu" and (not options.only or "parts" in options.only)
-    if options.quick:  # the first of each workload has all its programs
+    if options.quick:  # the first case of each workload has all programs
         cases = [quick(case) for case in {c.workload: c for c in reversed(cases)}.values()][::-1]
     folder = options.output.resolve() / "last"
     folder.mkdir(parents=True, exist_ok=True)
@@ -305,7 +307,7 @@ def main() -> int:
         "parts": measured,
         "seconds": time.monotonic() - began,
     }
-    path = results.write(record, options.output)  # before anything of other files is read
+    path = results.write(record, options.output)  # before other files are read
     path.with_suffix(".md").write_text(results.report(record))
     earlier = results.last_of(options.output, record)
     show(record)
@@ -317,6 +319,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # an exception, so that what was started is ended
+    # an exception, so that started processes are ended
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

@@ -1,7 +1,7 @@
 """Times of the implementations from which runs on a CPU choose (megatron/kernels/measured_times.py).
 
-For each case the implementations take turns, and the shortest of their rounds counts: a disturbance
-only adds time. Shapes are GPT-2 124M's.
+The implementations of a case take turns, and the shortest time of each counts: a disturbance only
+adds time. Shapes are GPT-2 124M's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.training.run.host import tune_allocator
 
 Call = Callable[[], object]
 Case = tuple[str, dict[str, Call]]
-"""Its name and its implementations."""
+"""Name of a case, and its implementations by name."""
 
 BLOCKS = (64, 128, 256)
 # Sequence, micro-batch, heads
@@ -51,7 +51,7 @@ SMALLER: dict[str, Shape] = {
     "adamw": (16, 840_000),
     "scale_and_norm": (16, 840_000),
 }
-_ROUNDS, _CASE_S = 5, 0.3  # of a case: the most rounds, and the seconds after which none begins
+_ROUNDS, _CASE_S = 5, 0.3  # per case: maximum rounds, and seconds after which none begins
 
 
 def operators(dtype: torch.dtype) -> Iterator[Case]:
@@ -59,7 +59,7 @@ def operators(dtype: torch.dtype) -> Iterator[Case]:
     cpu = torch.device("cpu")
     for fusion, names in OF_FUSION.items():
         if fusion == "optimizer" and dtype == torch.bfloat16:
-            names = (*names, "scale_and_norm")  # in other types this pass is apart with both
+            names = (*names, "scale_and_norm")  # in other types, neither side fuses this pass
         variants: dict[str, list[Call]] = {"fused": [], "torch": []}
         for name in names:
             operator = OPERATORS[name]
@@ -73,7 +73,7 @@ def operators(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def each(runs: list[Call]) -> None:
-    """Run all of them."""
+    """Run all calls."""
     for run in runs:
         run()
 
@@ -93,7 +93,7 @@ def both_passes(
 def attention(dtype: torch.dtype) -> Iterator[Case]:
     """Yield cases of attention: torch's, and blocks of several lengths.
 
-    In fp16, whose products are slow on most processors, one small case stands for all.
+    In fp16, whose products are slow on most processors, only one small case is measured.
     """
     name = name_of(dtype)
     for shape in SEQUENCES if dtype != torch.float16 else FEW:
@@ -126,7 +126,7 @@ def projection(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
 
 
 def passes(implementation: Callable[..., Any], x: torch.Tensor) -> Call:
-    """Return the forward and the backward pass of attention."""
+    """Return a call that runs the forward and the backward pass of attention."""
     return partial(both_passes, implementation, (x,), [x])
 
 
@@ -137,12 +137,12 @@ def by_torch(x: torch.Tensor, scoring: Scoring = PLAIN) -> torch.Tensor:
 
 
 def by_blocks(x: torch.Tensor, scoring: Scoring = PLAIN) -> torch.Tensor:
-    """Return the same by products of blocks."""
+    """Return attention of such a projection by blocks."""
     return blocked_attention((x,), scoring._replace(fusions=choose.ALL))
 
 
 def chosen(case: str, variant: str, run: Call) -> Call:
-    """Return `run`, which chooses `variant` in a case."""
+    """Return a call of `run` for which `variant` counts as the fastest of a case."""
 
     def call() -> object:
         measured_times.agree(MeasuredTimes({case: {variant: 1.0}}))
@@ -157,7 +157,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def times(variants: dict[str, Call], now: Callable[[], float]) -> dict[str, float]:
-    """Return the shortest time of each variant, in seconds, after a call that does not count."""
+    """Return the shortest time of each variant, in seconds, after a warm-up call."""
     best = dict.fromkeys(variants, math.inf)
     end = 0.0
     for nth in range(_ROUNDS + 1):
@@ -174,7 +174,7 @@ def times(variants: dict[str, Call], now: Callable[[], float]) -> dict[str, floa
 
 
 def measure(now: Callable[[], float] = time.perf_counter) -> MeasuredTimes:
-    """Return the times of all cases on this machine; without a library of kernels, KernelError."""
+    """Return the times of all cases on this machine. Raises KernelError without a CPU library."""
     tune_allocator()
     torch.manual_seed(0)
     seconds = {}

@@ -3,14 +3,15 @@
     make gpu-check [BUDGET=10m] [ONLY='kernels G1'] [VENV=FOLDER]
     python benchmarks/gpu_check.py [--budget 10m] [--only STEP ...] [--fresh] [--output runs/gpu]
 
-The most valuable steps come first, and what needs several devices last if there is one. Each step
-is a separate process, whose output goes to STEP.log; REPORT.md and report.json are written after
-each. A step starts only if the remaining budget covers its expected time on one GPU, and is stopped
+The most valuable steps come first; with a single device, steps for several come last. Each step is
+a separate process, whose output goes to STEP.log; REPORT.md and report.json are written after each.
+A step starts only if the remaining budget covers its expected time on one GPU, and is stopped
 at four times that time. The same command continues: finished steps are not repeated, unless they
 failed and sources have changed; stopped steps come last and get all remaining time; on another
 device everything starts over. This program needs only Python, and lists the missing packages of
-each step; what benchmarks/gpu_kit.py has packed into .gpu-kit is used. Without a GPU it tests
-itself: small, on the CPU, with the reasons for skipped steps. Exit code 1 if a step failed.
+each step; what benchmarks/gpu_kit.py has packed into .gpu-kit is used. Without a GPU, it tests
+itself by small steps on the CPU, and gives the reasons for skipped steps. Exit code 1 if a step
+failed.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ PASSED = "passed"
 FAILED = "FAILED"
 CUT = "cut"
 NOT_DONE = "not done"
-SMALL_S = 30.0  # expected time of a step on a CPU, also a busy one
-GRACE_S = 10.0  # from a polite signal to force
-LEEWAY = 4.0  # how many times as long as foreseen a step may take before it is cut
+SMALL_S = 30.0  # expected time of a step on a CPU, even a busy one
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
+LEEWAY = 4.0  # multiple of its expected time after which a step is stopped
 _SUBREAPER = 36  # prctl(2): orphans below this process become its children
 Result = dict[str, Any]
 Play = Callable[[Sequence[Sequence[str]], Path, float], int | None]
@@ -71,6 +72,7 @@ def last_line(log: str, tables: list[Table]) -> str:
 class Step:
     """Step of the check.
 
+    what      description for the report
     seconds   expected time
     commands  arguments of python, one after the other
     cannot    reason why this machine cannot run it
@@ -88,7 +90,14 @@ class Step:
 
 
 class CheckStep:
-    """Results of all calls on one `device`, in a folder. sources: digest of the checked sources."""
+    """Runs steps, and keeps the results of all calls on one device in a folder.
+
+    budget_s   time limit of this call
+    device     description; results of another device are discarded
+    sources    digest of the sources that the steps run
+    play       runs commands, as the function of that name
+    fresh      whether to discard earlier results
+    """
 
     def __init__(
         self,
@@ -117,7 +126,7 @@ class CheckStep:
                 self.results = {result["name"]: result for result in earlier["steps"]}
 
     def run(self, steps: Sequence[Step], only: Sequence[str] = ()) -> bool:
-        """Do what is not over yet, or the steps named; whether nothing has failed."""
+        """Run the unfinished steps, or those in `only`; return whether no step has failed."""
         chosen = (
             [step for step in steps if step.name in only]
             if only
@@ -174,7 +183,7 @@ class CheckStep:
     def take(self, step: Step, code: int | None, seconds: float) -> None:
         """Record a step's exit code (None: stopped), its log, and the tables in log and folder."""
         log = (self.folder / f"{step.name}.log").read_text(errors="replace")
-        # the newest, where each run writes one
+        # only the newest, because each run of some steps writes one
         written = sorted((self.folder / step.name).glob("*.md"))[-1:]
         tables = tables_of(
             "\n".join([log, *(path.read_text(errors="replace") for path in written)])
@@ -215,7 +224,7 @@ class CheckStep:
         }
 
     def write(self, steps: Sequence[Step]) -> None:
-        """report.json and REPORT.md, of the steps in their order."""
+        """Write report.json and REPORT.md, with the steps in their order."""
         done = [self.results[step.name] for step in steps if step.name in self.results]
         record = {"device": self.device, "sources": self.sources, "steps": done}
         for name, text in (
@@ -226,7 +235,7 @@ class CheckStep:
             (self.folder / f"{name}.new").replace(self.folder / name)
 
     def report(self, done: Sequence[Result]) -> str:
-        """The report as Markdown."""
+        """Return the report as Markdown."""
         text, overview = [f"# {self.device}", ""], [["step", "verdict", "s", "figures"]]
         for result in done:
             older = "" if result["sources"] == self.sources else f" (sources {result['sources']})"
@@ -323,7 +332,7 @@ def _children() -> set[int]:
 
 
 def _end_all(but: set[int]) -> None:
-    """End what a step has left, and what that leaves."""
+    """Kill the processes that a step has left, and the orphans that appear then."""
     for _ in range(100):
         left = _children() - but
         if not left:
@@ -339,7 +348,7 @@ def _end_all(but: set[int]) -> None:
 
 
 def self_test(log: str, tables: list[Table]) -> str:
-    """Operators within the bound."""
+    """Return how many operators agree with torch's."""
     verdicts = re.findall(r"^  \w+ +(ok|FAILED)  ", log, re.MULTILINE)
     return f"{verdicts.count('ok')} of {len(verdicts)} operators as torch's"
 
@@ -411,13 +420,13 @@ TESTS = "pytest pytest_timeout hypothesis torch numpy".split()
 
 
 def lacks(*modules: str) -> str:
-    """Which of them are not here, in words."""
+    """Return which modules are not installed, as a text; "" if all are."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(missing)}" if missing else ""
 
 
 def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
-    """All steps but the first on a machine of which `facts` (benchmarks/machine.py) are known."""
+    """Return all steps but the first, for a machine with these facts (machine.accelerator)."""
     gpu = facts["device"] == "cuda"
     target = facts["target"]
     arch = facts["arch"]
@@ -430,8 +439,9 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
         cannot: str = "",
         **more: Any,
     ) -> Step:
-        """`seconds`: on a GPU. In `commands` DEVICE and OUT stand for the
-        device and a folder.
+        """Return a step that takes `seconds` on a GPU.
+
+        In `commands`, DEVICE and OUT stand for the device and the step's folder.
         """
         out = shlex.quote(str(folder / name))
         filled = [line.replace("DEVICE", facts["device"]).replace("OUT", out) for line in commands]
@@ -455,7 +465,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
     build = f"setup.py -q build_kernels --target {','.join(targets)} --arch {arch}"
     if lacks("setuptools", "pybind11"):  # which setup.py needs for its other parts
         build = f"""-c "import runpy; runpy.run_path('megatron/kernels/build.py')['make']({targets}, ['{arch}'])" """
-    # For this torch and this Python: no kit brings them.
+    # Nodes are built for this torch and this Python; no kit contains them.
     nodes = """-c "import runpy; runpy.run_path('megatron/kernels/build.py')['make_nodes']()" """
     pytest = f"-m pytest -q {'' if lacks('xdist') else '-n 0'} {either('-m gpu')}"
     marked = [
@@ -503,7 +513,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
             cannot=trains or ("needs two devices" if gpu and not two else ""),
         ),
     ]
-    # On one GPU those up to `beside` are to answer within 10 minutes, by these estimates.
+    # On one GPU, the steps up to `beside` should end within 10 minutes, by these estimates.
     return [
         step(
             "extensions",
@@ -601,7 +611,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
 
 
 def digest() -> str:
-    """Digest of what the steps run, short enough to be read."""
+    """Return a digest of the sources that the steps run, short enough to read."""
     digest_of_files = hashlib.sha256((ROOT / "setup.py").read_bytes())
     for room in ("megatron", "csrc", "benchmarks", "tests", "tools"):
         for path in sorted((ROOT / room).rglob("*")):
@@ -611,7 +621,7 @@ def digest() -> str:
 
 
 def duration(text: str) -> float:
-    """Seconds of 90s, 8m or 1h."""
+    """Return the seconds of a text such as 90s, 8m or 1h."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text}: write 90s, 8m or 1h")
@@ -642,7 +652,9 @@ def use_kit(kit: Path, root: Path) -> str:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (site, os.environ.get("PYTHONPATH"))))
     sources = runpy.run_path(str(ROOT / "megatron" / "kernels" / "build.py"))["source_hash"]()
     older = (
-        "" if label.get("kernels") == sources else "; its kernels are of other sources, not used"
+        ""
+        if label.get("kernels") == sources
+        else "; its kernels are of other sources and are not used"
     )
     return f"{kit.name}: its packages, kernels and extensions are used{older}"
 
@@ -662,9 +674,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         made.error(f"--output {folder}: {error.strerror}")
     os.chdir(ROOT)
-    # so that commands can be copied
+    # a short path, so that the commands in the report can be copied
     folder = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
-    # an exception, so that what was started is ended
+    # an exception, so that started processes are ended
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     adopt_orphans()
     if line := use_kit(KIT, ROOT):
@@ -679,7 +691,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     code = play(first.commands, folder / "device.log", options.budget)
     seconds = time.monotonic() - began
-    if code != 0:  # of which device earlier results are is not known: they stay
+    if code != 0:  # earlier results stay: they may be of this device
         print(
             (folder / "device.log").read_text(errors="replace"),
             "device: the budget ended while torch was imported"
@@ -696,7 +708,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps = [first, *steps_of(facts, folder)]
     if unknown := set(options.only) - {step.name for step in steps}:
         names = ", ".join(step.name for step in steps)
-        made.error(f"--only {' '.join(sorted(unknown))}: there is {names}")
+        made.error(f"--only {' '.join(sorted(unknown))}: the steps are {names}")
     print(device)
     good = check.run(steps, options.only)
     print(folder / "REPORT.md")

@@ -3,8 +3,8 @@
     make gpu-kit [THERE=/path/to/python3.12] [ARCH=sm_90]
     python benchmarks/gpu_kit.py [--python /path/to/python3.12] [--arch sm_90] [--output .gpu-kit]
 
-Take the checkout there, with this folder in its root: `make gpu-check` uses it. That machine needs
-Python and torch, this one PyPI and compilers. Both need the same commit.
+Copy the checkout to that machine, with this folder in its root: `make gpu-check` uses it. That
+machine needs Python and torch; this one needs PyPI and compilers. Both need the same commit.
 
     site/   packages that installations of torch lack, of the versions in constraints.txt, for the
             Python of --python (headers included, for the C++ extensions)
@@ -55,7 +55,7 @@ def pinned() -> dict[str, str]:
 
 
 def fetch(site: Path, version: str, machine: str, wheels: Path) -> None:
-    """Fetch the packages for a version of Python, and unpack them."""
+    """Fetch the packages for a version of Python into `wheels`, and unpack them into `site`."""
     pip = [sys.executable, "-m", "pip", "-q"]
     pins = pinned()
     minor = ".".join(version.split(".")[:2])
@@ -73,7 +73,7 @@ def fetch(site: Path, version: str, machine: str, wheels: Path) -> None:
 
 
 def build(built: Path, python: str, headers: bool, archs: Sequence[str], scratch: Path) -> None:
-    """Build the extensions for an interpreter, and the kernels whose compilers are here."""
+    """Build the extensions for an interpreter, and the kernels whose compilers are installed."""
     if headers:
         tools = [f"{name}=={pinned()[name]}" for name in ("setuptools", "pybind11")]
         install = [sys.executable, "-m", "pip", "-q", "install", "--no-deps", "--target"]
@@ -91,7 +91,7 @@ def build(built: Path, python: str, headers: bool, archs: Sequence[str], scratch
 
 def main(arguments: Sequence[str] | None = None) -> int:
     made = parser(__doc__)
-    python = "an interpreter of the version that is there"
+    python = "an interpreter of the GPU machine's Python version"
     made.add_argument("--python", default=sys.executable, help=python)
     gpus = "GPUs to build kernels for; several with commas"
     made.add_argument("--arch", default="sm_90", help=gpus)

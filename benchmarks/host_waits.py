@@ -3,7 +3,7 @@
 `HostWaits` detects them on tensors of any device, also without data or on the CPU, so that a test
 without a GPU finds waits that would stall one. On a GPU torch.cuda.set_sync_debug_mode detects
 more, including waits within libraries. Within backward passes torch exposes only operators, so that
-neither a list of numbers nor a tensor created from one is detected there.
+neither the reading of a list of numbers nor a tensor created from numbers is detected there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.pipeline.captured import DATA_DEPENDENT, INDEXED
 
 _LIBRARY = str(Path(__file__).resolve().parents[1] / "megatron")
 _aten = torch.ops.aten
-# In C without an operator. What makes a tensor of Python's numbers copies it to a device from
+# Functions in C that call no operator. Those of _MAKERS copy Python's numbers to a device from
 # pageable memory.
 _FUNCTIONS = {
     torch.Tensor.tolist: "tolist",
@@ -64,13 +64,13 @@ class HostWaits:
         return isinstance(x, torch.Tensor) and x.device.type == self.device
 
     def read(self, what: str) -> None:
-        """Read what is there."""
+        """Record a read of numbers, which waits unless the device has been idle since the last."""
         if not self._idle:
             self.wait(what)
         self._idle = True
 
     def wait(self, what: str) -> None:
-        """The device has to do something first."""
+        """Record a wait for the device."""
         self.recorded.append(f"{what} at {_location()}")
 
     def work(self) -> None:
@@ -84,7 +84,7 @@ class _WaitingOperators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or torch's compiler would be imported, to be kept away from here
+        return False  # otherwise torch's compiler would be imported to skip this
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -139,7 +139,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _location() -> str:
-    """The innermost line of megatron/ that is being run, and the one that called it."""
+    """Return the innermost line of megatron/ on the stack, and the one that called it."""
     frame = sys._getframe(1).f_back
     lines = list[str]()
     while frame is not None and len(lines) < 2:

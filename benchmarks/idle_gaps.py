@@ -37,7 +37,11 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True)
 class Gap:
-    """Idle time between two pieces of work, ms; `host`: its calls at the middle, outermost first."""
+    """Idle time between two pieces of work.
+
+    before, after  names of the pieces of work
+    host           calls that the host is in at the middle of the gap, outermost first
+    """
 
     ms: float
     before: str
@@ -47,9 +51,12 @@ class Gap:
 
 @dataclass(frozen=True)
 class StreamActivity:
-    """Work on a stream, ms: its sum, the time from first to last, and the gaps, longest first.
+    """Work on a stream.
 
-    launches   pieces of work
+    busy_ms    time in which it worked
+    span_ms    time from the beginning of the first to the end of the last piece of work
+    gaps       idle times, longest first
+    launches   number of pieces of work
     """
 
     name: str
@@ -105,7 +112,7 @@ def _inside(host: Sequence[Event], at: float) -> tuple[str, ...]:
 
 
 def tables(stream: StreamActivity, steps: int) -> list[Table]:
-    """Return the stream as a whole, its gaps by size, and the longest."""
+    """Return tables of the stream as a whole, its gaps by size, and the longest gaps."""
     idle = stream.span_ms - stream.busy_ms
     overview = [
         ["stream", "busy, ms a step", "idle, ms a step", "idle, share", "launches a step"],
@@ -132,7 +139,7 @@ def tables(stream: StreamActivity, steps: int) -> list[Table]:
 def record(device: str, folder: Path) -> Path:
     """Train G1, or a small model on a CPU, with a profile of STEPS steps; return its trace.
 
-    Raises ValueError.
+    Raises ValueError if the training fails.
     """
     case = cuda_cases(2**40)[0] if device == "cuda" else quick(cpu_cases()[0])
     flags = f"--profile --profile-step-start {WARM_UP} --profile-step-end {WARM_UP + STEPS}".split()

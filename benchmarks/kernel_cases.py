@@ -50,13 +50,18 @@ class CaseCost:
     torch: Implementation
     leaves: list[Tensor] = field(default_factory=list)
     peers: dict[str, Callable[[], Implementation]] = field(default_factory=dict)
-    comparable: bool = True  # the results of ours and torch's are equal to rounding
-    exact: Implementation | None = None  # what to compare ours with in place of torch's
+    comparable: bool = True  # our results and torch's are equal up to rounding
+    exact: Implementation | None = None  # what to compare ours with, instead of torch's
 
 
 @dataclass(frozen=True)
 class Operator:
-    """moved: (shape, bytes of an element) -> bytes of the forward and of the backward pass."""
+    """Fused operator.
+
+    prepare    returns its arguments and implementations for a shape, device and type
+    moved      returns the bytes that (forward, backward) must move, for a shape and element size
+    host, gpu  shapes to measure on a CPU and on a GPU
+    """
 
     fusion: str | None  # the field of megatron.kernels.choose.Fusions; None: it is in none
     prepare: Callable[[Shape, torch.device, torch.dtype], CaseCost]
@@ -70,7 +75,7 @@ def elements(shape: Shape) -> int:
 
 
 def _times(forward: float, backward: float) -> Callable[[Shape, int], tuple[float, float]]:
-    """So many times the bytes of the elements of the shape."""
+    """Return Operator.moved for passes that move so many times the elements of the shape."""
     return lambda shape, e: (forward * elements(shape) * e, backward * elements(shape) * e)
 
 
@@ -102,7 +107,7 @@ def _causal(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
 
 
 def _masked(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
-    """Return a mask of four documents per sample; a random one would cause branch mispredictions."""
+    """Mask four documents per sample; a random mask would cause branch mispredictions."""
     x = _leaf(shape, device, dtype)
     ids = torch.arange(shape[-1], device=device) * 4 // shape[-1]
     hidden = (ids[:, None] != ids).logical_or_(
@@ -115,7 +120,7 @@ def _masked(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
 
 
 def _causal_bytes(shape: Shape, e: int) -> tuple[float, float]:
-    """A row is read as far as it sees and written whole."""
+    """Return the bytes: only scores of visible keys are read, but all scores are written."""
     queries, keys = shape[-2:]
     seen = elements(shape[:-2]) * queries * (keys - (queries - 1) / 2)
     return (seen + elements(shape)) * e, (2 * seen + elements(shape)) * e
@@ -130,7 +135,7 @@ def _masked_bytes(shape: Shape, e: int) -> tuple[float, float]:
 
 
 def _weigh(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
-    """Scores become weights in their place; what is there the next time are small scores."""
+    """Overwrite scores with weights; the next call takes these, which are small, as its scores."""
     position = (None, 0, shape[2] - shape[1], None, attention.AttentionParameters(1, SCALE))
 
     def with_buffers(operator: Implementation) -> Implementation:
@@ -171,7 +176,7 @@ def _differentiate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Ca
 
 
 def _seen(shape: Shape) -> float:
-    """Scores of keys that are no later than their query."""
+    """Return the number of scores of keys that are no later than their query."""
     return elements(shape) - elements(shape[:1]) * shape[1] * (shape[1] - 1) / 2
 
 
@@ -260,7 +265,7 @@ def _activation(kind: str) -> Callable[[Shape, torch.device, torch.dtype], CaseC
         bias = _leaf((width,), device, dtype)
 
         def liger() -> Implementation:
-            """Liger's takes gate and value apart, and no bias: it moves less."""
+            """Return Liger's, which moves less: it takes gate and value apart, and no bias."""
             fused = _foreign("liger_kernel.transformers.functional", "liger_swiglu")
             return lambda x, _: fused(*x.chunk(2, dim=-1))
 
@@ -272,7 +277,7 @@ def _activation(kind: str) -> Callable[[Shape, torch.device, torch.dtype], CaseC
 
 
 def _dropout(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
-    """Use a mask from a seed, as the model does without a kernel; F.dropout is not repeatable."""
+    """Draw the mask from a seed, as the model does without a kernel; F.dropout takes no seed."""
     x = _leaf(shape, device, dtype)
     residual = _leaf(shape, device, dtype)
     bias = _leaf(shape[-1:], device, dtype)
@@ -305,7 +310,7 @@ def _dropout(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost
 
 
 def _rotate(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
-    """Queries as they lie in the fused qkv [s, b, heads, 3 d]."""
+    """Take queries as they lie in the fused qkv [s, b, heads, 3 d]."""
     s, _, _, d = shape
     x = _random((*shape[:-1], 3 * d), device, dtype)[..., :d].requires_grad_()
     angles = torch.outer(torch.arange(s), 1e4 ** (-torch.arange(0, d, 2) / d)).float().to(device)
@@ -316,7 +321,7 @@ def _rotate(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
         return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
     def flash() -> Implementation:
-        """Batch before sequence."""
+        """Return flash-attn's, which takes [b, s, heads, d]."""
         fused = _foreign("flash_attn.layers.rotary", "apply_rotary_emb")
         narrow = [t[:, 0, 0].to(dtype) for t in (cos, sin)]
         return lambda x, *_: fused(x.transpose(0, 1), *narrow).transpose(0, 1)
@@ -348,7 +353,7 @@ class _CrossEntropy(torch.autograd.Function):
 def whole_cross_entropy(
     logits: Tensor, labels: Tensor, first: int = 0, real: int | None = None
 ) -> Tensor:
-    """Losses of logits [.., v], which their gradient overwrites, for a vocabulary of one rank."""
+    """Return the losses of logits [.., v] of one rank; their gradient overwrites the logits."""
     real = logits.shape[-1] if real is None else real
     losses: Tensor = _CrossEntropy.apply(logits, labels, first, real)  # type: ignore[no-untyped-call]
     return losses
@@ -363,7 +368,7 @@ def _cross_entropy(shape: Shape, device: torch.device, dtype: torch.dtype) -> Ca
         return F.cross_entropy(logits.float(), labels, reduction="none")
 
     def liger() -> Implementation:
-        """Computes the gradient in its forward pass."""
+        """Return Liger's, which computes the gradient in its forward pass."""
         fused = _foreign("liger_kernel.transformers.functional", "liger_cross_entropy")
         return lambda logits, labels: fused(logits, labels, reduction="none")
 
@@ -379,8 +384,9 @@ def _cross_entropy(shape: Shape, device: torch.device, dtype: torch.dtype) -> Ca
 
 
 def token_rows(tokens: int, device: torch.device, frequent: float = 0.3) -> Tensor:
-    """Rows of a table of as many: a share of the tokens is one and the same, each of the others
-    occurs twice.
+    """Return the row of each token in a table of as many rows.
+
+    A share `frequent` of the tokens has the same row; every other row occurs twice.
     """
     rows = 1 + torch.arange(tokens) // 2
     rows[: round(frequent * tokens)] = 0
@@ -388,7 +394,7 @@ def token_rows(tokens: int, device: torch.device, frequent: float = 0.3) -> Tens
 
 
 def _add_rows(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
-    """Make sums in fp32, which grow from call to call."""
+    """Add to an fp32 table, whose sums grow from call to call."""
     rows = token_rows(shape[0], device)
     values = _random(shape, device, dtype)
 
@@ -412,7 +418,7 @@ def _add_rows_bytes(shape: Shape, e: int) -> tuple[float, float]:
 
 
 def _routed(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Each choice goes to any row."""
+    """Return the token of each row, and the row of each token's choices, in random order."""
     tokens, choices, _ = shape
     generator = torch.Generator().manual_seed(SEED)
     rows = torch.randperm(tokens * choices, generator=generator)
@@ -454,10 +460,11 @@ def _adamw(
     moments: torch.dtype = torch.float32,
     share: float = 0.0,
 ) -> CaseCost:
-    """fp32 masters and gradients, and a copy of `dtype` of the new weights; none where it is fp32.
+    """Update fp32 masters by fp32 gradients, and copy the new weights in `dtype` unless it is fp32.
 
-    `share`: of the new weights in their average. With bf16 moments torch's side is what a run
-    without the kernel does.
+    share   weight of the new weights in their average; 0: no average
+
+    With bf16 moments, torch's side is what a run without the kernel does.
     """
     count, size = shape
     drawn = _random((size,), device, torch.float32, 1e-3)
@@ -505,7 +512,7 @@ def _adamw(
 
 
 def _adamw_bytes(more: int = 0) -> Callable[[Shape, int], tuple[float, float]]:
-    """So many bytes for each element beyond the kernel's 28, without the copy."""
+    """Return Operator.moved for 28 + `more` bytes per element, plus the 16-bit copy."""
     return lambda shape, e: ((28 + more + (e if e < 4 else 0)) * elements(shape), 0)
 
 
@@ -515,13 +522,13 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
 
 
 def _norm_of(scales: bool) -> Callable[[Shape, torch.device, torch.dtype], CaseCost]:
-    """The norm of tensors, which are scaled first, or only read."""
+    """Return Operator.prepare for the norm of tensors, which are scaled first or only read."""
 
     def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> CaseCost:
         count, size = shape
         drawn = _random((size,), device, dtype)
         tensors = [drawn.clone() for _ in range(count)]
-        # As near to 1 as it can be without being 1, which would only read.
+        # As close to 1 as possible: with 1 the kernel would only read.
         factor = 1.0 + 2.0**-23 if scales else 1.0
 
         def sequence(*_: Any) -> Tensor:
@@ -571,7 +578,7 @@ OPERATORS: dict[str, Operator] = {
     "add_layer_norm": Operator("layer_norm", _norm(rms=False, add=True), _times(4, 4), **_NORM),
     "add_rms_norm": Operator("rms_norm", _norm(rms=True, add=True), _times(4, 4), **_NORM),
     "bias_gelu": Operator("bias_activation", _activation("gelu"), _times(2, 3), **_WIDE),
-    # In elements of the output: x has two for each.
+    # Counted in elements of the output: x has two for each.
     "bias_swiglu": Operator("bias_activation", _activation("swiglu"), _times(3, 5), **_WIDE),
     "bias_squared_relu": Operator(
         "bias_activation", _activation("squared_relu"), _times(2, 3), **_WIDE

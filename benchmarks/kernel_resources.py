@@ -2,10 +2,11 @@
 
     python benchmarks/kernel_resources.py            (or: make kernels-check)
 
-compiles csrc/kernels/ for gfx90a, gfx942 and gfx950, as far as hipcc knows them, prints registers,
-LDS and occupancy of every kernel, and fails on spills, scratch memory, registers above the budget
-declared beside a kernel, and accesses of less than 16 bytes that are not declared there. The head
-of csrc/kernels/launch.h describes these declarations. It says which GPU it could not check.
+Compiles csrc/kernels/ for gfx90a, gfx942 and gfx950, as far as hipcc knows them, and prints
+registers, LDS and occupancy of every kernel. It fails on spills, scratch memory, registers above
+the budget declared beside a kernel, and accesses of less than 16 bytes that are not declared there.
+The head of csrc/kernels/launch.h describes these declarations. The output names the GPUs that could
+not be checked.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ from megatron.kernels.build import (
 
 TUNED_FOR = "gfx90a"
 STAND_INS = {"gfx942": "gfx940"}
-"""Samples with the same registers and instructions, which older compilers know instead."""
+"""Engineering samples, which older compilers know instead: same registers and instructions."""
 REGISTERS = 512
 """Vector registers of a SIMD per lane, for all its waves together (CDNA2 ISA, section 3.6.4; the
 same in CDNA3 and CDNA4).
 """
 MOST_REGISTERS = 256
-"""What a wave can use without the accumulation half, which only matrix instructions read in
-place.
+"""Registers that a wave can use without the accumulation half, which only matrix instructions read
+in place.
 """
 WIDE = 16
 """Bytes that a lane should load or store at once."""
 UNROLLED = 4
-"""Copies that the compiler may make of a streaming kernel's loop body: there ITEMS of an
-announcement is this.
+"""Copies that the compiler may make of a streaming kernel's loop body; the value of ITEMS in the
+declarations of such kernels.
 """
 
 _BYTES = {
@@ -107,8 +108,8 @@ class ResourceRules:
     waves       WAVES of each struct: a number, "condition ? 4 : 8", or "Op::WAVES" where another
                 struct decides
     parameters  template parameters of each __global__ function
-    decides     what its MK_OCCUPANCY names: "Op::WAVES", "Name<..>::WAVES" or a number
-    allowed     announced narrow accesses, of a struct or a __global__ function
+    decides     what MK_OCCUPANCY of each function names: "Op::WAVES", "Name<..>::WAVES" or a number
+    allowed     declared narrow accesses of each struct or __global__ function
     """
 
     waves: dict[str, str] = field(default_factory=dict)
@@ -170,7 +171,7 @@ def waves_wanted(kernel: Kernel, rules: ResourceRules) -> int | None:
     for word in [named[1]] if named else kernel.words:
         value = rules.waves.get(word, "").rpartition("?")[2].replace(":", " ").split()
         if value and all(number.isdigit() for number in value):
-            # of a condition the looser; the compiler itself knows which holds
+            # the looser value of a condition: only the compiler knows which one applies
             return min(map(int, value))
     return None
 
@@ -189,9 +190,9 @@ def sizes(kernel: Kernel, rules: ResourceRules) -> dict[str, int]:
 
 
 def narrow_allowed(kernel: Kernel, rules: ResourceRules) -> int | None:
-    """Return the number of narrow loads and stores announced for a kernel; None: any number.
+    """Return the number of narrow loads and stores declared for a kernel; None: any number.
 
-    Kernels of one element a lane (V = 1) serve what is not aligned and are narrow by nature.
+    Kernels with one element per lane (V = 1) handle unaligned data, and are always narrow.
     """
     known = sizes(kernel, rules)
     owners = dict.fromkeys([kernel.function, *_structs(kernel, rules)])
@@ -217,10 +218,10 @@ def _evaluate(note: str, known: dict[str, int]) -> int:
 
 
 def check(kernel: Kernel, rules: ResourceRules, arch: str = TUNED_FOR) -> list[str]:
-    """Which rules the kernel breaks; empty when none.
+    """Return the rules that the kernel breaks.
 
-    Scalar registers that are kept in vector registers, without memory, are accepted on GPUs that
-    the kernels are not tuned for, where compilers use more of them.
+    Scalar registers that are spilled to vector registers, not to memory, are accepted on GPUs that
+    the kernels are not tuned for, where compilers use more scalar registers.
     """
     wrong = []
     waves = waves_wanted(kernel, rules)
@@ -247,7 +248,7 @@ def check(kernel: Kernel, rules: ResourceRules, arch: str = TUNED_FOR) -> list[s
 
 
 def check_all(kernels: Sequence[Kernel], rules: ResourceRules, arch: str = TUNED_FOR) -> list[str]:
-    """Yield a line for each broken rule, and for each declaration that no kernel fully uses."""
+    """Return a line for each broken rule, and for each declaration that no kernel fully uses."""
     wrong = [f"{kernel.name}: {what}" for kernel in kernels for what in check(kernel, rules, arch)]
     for owner, note in rules.allowed.items():
         of_owner = [k for k in kernels if owner in (k.function, *_structs(k, rules))]
@@ -304,12 +305,14 @@ def _number(text: str, key: str) -> int:
     """Return a value from the compiler's comment on a kernel. Raises BuildError if missing."""
     match = re.search(rf"^; {key}: (\d+)", text, re.MULTILINE)
     if match is None:
-        raise BuildError(f"hipcc's assembly does not say {key}: only that for gfx9 can be read")
+        raise BuildError(
+            f"hipcc's assembly does not contain {key}: only assembly for gfx9 can be read"
+        )
     return int(match[1])
 
 
 def demangle(names: Iterable[str]) -> list[str]:
-    """C++ names. Raises BuildError without c++filt or llvm-cxxfilt."""
+    """Return the C++ names of symbols. Raises BuildError without c++filt or llvm-cxxfilt."""
     names = list(names)
     tool = next(
         (
@@ -321,7 +324,7 @@ def demangle(names: Iterable[str]) -> list[str]:
     )
     if tool is None:
         raise BuildError(
-            "neither c++filt (binutils) nor llvm-cxxfilt is there to read the kernels' names"
+            "neither c++filt (binutils) nor llvm-cxxfilt is installed to read the kernels' names"
         )
     done = subprocess.run(
         [tool], input="\n".join(names), capture_output=True, text=True, check=True
@@ -373,7 +376,7 @@ def parse_ptxas(text: str) -> list[str]:
 
 
 def cuda_spills(arch: str = "sm_90", folder: Path = SOURCES, only: Sequence[str] = ()) -> list[str]:
-    """Return kernels that spill or have a stack frame with nvcc. Raises BuildError."""
+    """Return nvcc's lines on kernels that spill or have a stack frame. Raises BuildError."""
     tool = compiler("cuda")
     if tool is None:
         raise BuildError(no_compiler("cuda"))
@@ -406,7 +409,7 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 def _split(template: str) -> list[str]:
-    """The arguments of `<a, b<c, d>, e>...`, without those inside of others."""
+    """Return the outermost arguments of `<a, b<c, d>, e>...`: a, b<c, d> and e."""
     arguments = []
     depth = 0
     current = ""
@@ -423,7 +426,7 @@ def _split(template: str) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; 0 when all kernels keep the rules."""
+    """Run the command; return 0 if all kernels keep the rules."""
     made = parser(__doc__)
     archs = "AMD's names of GPUs (default: %(default)s)"
     made.add_argument("--arch", nargs="+", default=DEFAULT_ARCHS["hip"], help=archs)
@@ -445,7 +448,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_arch(arch: str, only: Sequence[str], jobs: int) -> int | None:
-    """Print the kernels for a GPU; return how often they break a rule, None if it is not known."""
+    """Print a GPU's kernels; return how often they break rules, None if hipcc does not know it."""
     tool = compiler("hip")
     if tool is None:
         raise BuildError(no_compiler("hip"))

@@ -50,14 +50,14 @@ PASSES = ("forward", "backward", "both")
 DTYPES = ("float32", "bfloat16", "float16")
 MI250X_BYTES_PER_S = 1.25e12  # of a copy on one GCD
 GPU_BYTES = 256e6  # of one launch, several times any L2 cache
-# The sequence rounds after every operator: a few units of the last place.
+# Tolerance: torch's sequence rounds after every operator, by a few units in the last place in all.
 ROUNDING = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 # ---- timing --------------------------------------------------------------------------------------
 
 
 class HostClock:
-    """`now`: the time of day, or the seconds that this process has worked."""
+    """Times a call by `now`, in seconds: elapsed time, or this process's CPU time."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.now = now
@@ -70,7 +70,7 @@ class HostClock:
 
 
 class GpuClock:
-    """Time a call by events, queued behind other work: the host is ahead, and the L2 is flushed."""
+    """Times a call by events, queued behind work that lets the host get ahead, and flushes L2."""
 
     def __init__(self) -> None:
         self.other = torch.empty(2**28, dtype=torch.int8, device="cuda")
@@ -99,7 +99,11 @@ def as_tuple(result: Any) -> tuple[torch.Tensor, ...]:
 
 @dataclass
 class TimedImplementation:
-    """Implementation of an operator, and its seconds of each pass in each round."""
+    """Implementation of an operator, and its times.
+
+    seconds    {pass: seconds per call, in each round}
+    gradients  gradients of its outputs, for the backward pass
+    """
 
     implementation: Implementation
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -135,7 +139,7 @@ class TimedImplementation:
 
 
 def check_results(name: str, work: CaseCost, dtype: torch.dtype) -> None:
-    """Raise SystemExit if ours and torch's results differ by more than roundings."""
+    """Raise SystemExit if our results and torch's differ by more than rounding errors."""
     if not work.comparable:
         return
     with torch.no_grad():
@@ -147,7 +151,7 @@ def check_results(name: str, work: CaseCost, dtype: torch.dtype) -> None:
 
 
 def usable(work: CaseCost, clock: Clock) -> tuple[dict[str, TimedImplementation], dict[str, str]]:
-    """Return the sides of other packages that run once, and why the others do not."""
+    """Return the sides of other packages that can run, and the reasons why the others cannot."""
     sides = {}
     missing = {}
     for name, make in work.peers.items():
@@ -155,7 +159,7 @@ def usable(work: CaseCost, clock: Clock) -> tuple[dict[str, TimedImplementation]
             side = TimedImplementation(make())
             side.run(work, clock, 1)
             sides[name] = side
-        except Exception as error:  # whatever a foreign package raises, it is left out and said so
+        except Exception as error:  # whatever a package raises, it is left out, with the reason
             missing[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return sides, missing
 
@@ -167,7 +171,10 @@ def measure(
     clock: Clock,
     budget_s: float,
 ) -> None:
-    """Run rounds of all sides in turn: at least five, or three if there is little time."""
+    """Run rounds of all sides in turn for `budget_s`.
+
+    There are at most 51 rounds, and at least five, or three if the budget is at most 0.5 s.
+    """
     nothing = CaseCost((), copy.implementation, copy.implementation)
     for _ in range(2):  # compiles, sets up, warms up
         for side in sides.values():
@@ -191,7 +198,12 @@ def measure(
 
 @dataclass
 class OperatorTimes:
-    """Figures of one operator, shape and type, by pass; `seconds` and `ratios` by side and pass."""
+    """Figures of one operator, shape and type.
+
+    moved    {pass: bytes that it must move}
+    seconds  {side: {pass: median seconds of a call}}, also for the copy
+    ratios   {side: {pass: median of its time divided by ours}}
+    """
 
     operator: str
     shape: Shape
@@ -201,7 +213,7 @@ class OperatorTimes:
     ratios: dict[str, dict[str, float]]
 
     def of_copy(self, side: str, name: str, copied_bytes: float) -> str:
-        """Return the bytes per second of the closed form over those of the copy."""
+        """Return a side's bytes/s, by the bytes that a pass must move, over the copy's."""
         if side not in self.seconds:
             return ""
         copy_s = self.seconds["copy"]["forward"] * self.moved[name] / copied_bytes
@@ -247,7 +259,7 @@ def run_operator(
 def per_call_us(
     call: Callable[[], Any], device: torch.device, calls: int, now: Callable[[], float]
 ) -> float:
-    """Return the median of seven series; on a GPU the host's time to queue a call."""
+    """Return the microseconds of a call, the median of seven series; on a GPU, to queue it."""
     series = []
     for _ in range(8):
         if device.type == "cuda":
@@ -410,7 +422,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Without the first setting a CPU spends its time on fresh pages, on every side alike.
+    # Without this allocator setting, every side would spend its time on page faults on a CPU.
     settings = {"GLIBC_TUNABLES": ALLOCATOR}
     settings |= {"OMP_NUM_THREADS": "1"} if "--busy" in sys.argv else {}
     if any(os.environ.get(name) != value for name, value in settings.items()):

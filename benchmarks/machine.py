@@ -64,7 +64,7 @@ def processor() -> str:
 
 
 def versions(names: Iterable[str], peers: Path | None = None) -> dict[str, str]:
-    """Return the versions of packages, first those of the peers' own folder."""
+    """Return the versions of packages; the peers' folder takes precedence."""
     installed = {}
     for name in names:
         paths = [*([str(peers)] if peers else []), *sys.path]
@@ -74,7 +74,7 @@ def versions(names: Iterable[str], peers: Path | None = None) -> dict[str, str]:
 
 
 def revision() -> dict[str, Any]:
-    """Git's revision, and whether tracked files differ from it."""
+    """Return git's revision, and whether tracked files differ from it."""
 
     def git(*arguments: str) -> str:
         result = subprocess.run(
@@ -89,7 +89,7 @@ def revision() -> dict[str, Any]:
 
 
 def product_rates(threads: int, device: str, n: int) -> dict[str, float]:
-    """GFLOP/s of square products in fp32 and bf16, the best of those that fit into CEILING_S."""
+    """Return GFLOP/s of n x n products by dtype, the best of those that fit into CEILING_S."""
     import torch
 
     torch.set_num_threads(threads)
@@ -107,7 +107,7 @@ def product_rates(threads: int, device: str, n: int) -> dict[str, float]:
 
 
 def seconds_of(call: Any, device: str) -> float:
-    """Seconds of a call, to the end of what it has begun on the device."""
+    """Return the seconds of a call, until the device has finished its work."""
     import torch
 
     if device == "cuda":
@@ -182,7 +182,7 @@ def accelerator() -> dict[str, Any]:
 
 
 def driver() -> str:
-    """Return the version of the GPU driver, even if torch sees no device; "" without one."""
+    """Return the version of the GPU driver, or its device file, even if torch sees no device."""
     for path in ("/sys/module/amdgpu/version", "/proc/driver/nvidia/version"):
         with contextlib.suppress(OSError):
             return Path(path).read_text().splitlines()[0].strip()
@@ -192,7 +192,7 @@ def driver() -> str:
 
 
 def _version(tool: str) -> str:
-    """The line of a compiler's --version that has one."""
+    """Return the compiler and the line of its --version output that has the number."""
     output = subprocess.run(
         [tool, "--version"], capture_output=True, text=True, errors="replace", check=False
     ).stdout
@@ -203,7 +203,7 @@ def _version(tool: str) -> str:
 
 
 def show_accelerator(path: Path | None) -> None:
-    """Print it as a table and write it as JSON."""
+    """Print the facts of the accelerator as a table; write them to `path` as JSON."""
     facts = accelerator()
     if path:
         path.write_text(json.dumps(facts, indent=1) + "\n")

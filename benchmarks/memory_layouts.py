@@ -1,4 +1,7 @@
-"""Layouts that compare the memory model with the dry run (SHAPES, drawn), and that with runs (RUNS)."""
+"""Layouts in which memory model and dry run, or dry run and runs, are compared.
+
+SHAPES and drawn are those of the first comparison; the others are runs.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def _layout(tp: Any = 1, pp: Any = 1, dp: Any = 1, **more: Any) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Shape:
-    """A configuration of a job on a kind of device."""
+    """Configuration of a job on a kind of device, "gpu" or "cpu"."""
 
     name: str
     device: str
@@ -192,10 +195,10 @@ SMALLER: Fields = dict(
     max_position_embeddings=1024,
     ffn_hidden_size=2048,
 )
-"""Large enough that the peak is one of training: below it, the start of the program would hide what
-is subtracted. And large enough that the library of matrix products holds in both what it keeps for
-itself, which is no tensor: some 10 MiB less at a hidden size of 256 than at 512 in bf16, and no
-more from there on."""
+"""Sizes of the model that is subtracted. They are large enough that its peak memory is that of
+training, not of the program's start, and that the matrix library's own buffers, which are not
+tensors, have their full size in both models: in bf16 they are some 10 MiB smaller at a hidden size
+of 256 than at 512, and grow no more from there on."""
 
 
 _SHORT: Fields = dict(seq_length=256, max_position_embeddings=256)
@@ -208,7 +211,8 @@ SHARED_SMALLER: dict[str, Any] = {**SMALLER, **_SHORT}
 class MemoryRun:
     """Run with the fields of COMMON, `large` and `fields`; the baseline has `smaller`, not `large`.
 
-    limit  of the error, as a fraction of what was measured
+    processes  number of ranks
+    limit      largest allowed error, as a fraction of the measured value
     """
 
     name: str
@@ -220,7 +224,7 @@ class MemoryRun:
 
 
 def _zero(name: str, processes: int, **fields: Any) -> MemoryRun:
-    """Return a run in fp32: a CPU without instructions for bf16 takes many times as long for it."""
+    """Return a run in fp32: a CPU without bf16 instructions would take many times as long."""
     fields["global_batch_size"] = 2 * processes
     return MemoryRun(name, processes, fields, SHARED, SHARED_SMALLER, limit=0.03)
 
@@ -253,7 +257,7 @@ DEVICE_RUNS = (
     MemoryRun("124M, bf16, full recomputation", 1, {**_B, **_WORK, **FULL}, _GPT2),
     MemoryRun("124M, fp32", 1, {**_WORK}, _GPT2),
 )
-"""On one GPU, where the peak holds tensors alone and needs no baseline."""
+"""Runs on one GPU, where the allocator's peak counts tensors alone and needs no baseline."""
 
 
 _HELD: Fields = dict(
@@ -285,4 +289,4 @@ PROCESSES = (
     MemoryRun("hidden size 512, CP 2, gated", 2, {**_WIDE, "context_parallel_size": 2}, _GATED),
     MemoryRun("one process", 1, {"global_batch_size": 4}, _HELD),
 )
-"""Ordinary runs, whose processes are compared with what a dry run says that they hold."""
+"""Ordinary runs, whose processes are compared with what the dry run predicts that they hold."""

@@ -4,15 +4,15 @@
                                       [--only NAME ...] [--markdown] [--seeds FIRST LAST]
 
 formulas  the planner's memory (megatron.planner.memory) against the allocations of the run's code
-          in a dry run (megatron.planner.dryrun), for every kind of rank of layouts that are drawn
-          at random, and of some that are not drawn: peaks within 2 %, and each category of more
-          than a twentieth of the peak within 3 %.
+          in a dry run (megatron.planner.dryrun), for every kind of rank of some fixed layouts and
+          of others drawn at random: peaks within 2 %, and each category of more than a twentieth
+          of the peak within 3 %.
 runs      the dry run against the peak anonymous memory of real processes, as the difference to a
           smaller model in the same layout, so that interpreter, libraries, connections and buffers
-          of the matrix library cancel out: within 3 % for models that ZeRO divides, others 10 %.
+          of the matrix library cancel out: within 3 % for runs of ZeRO, 10 % for others.
           malloc is set to return freed tensors (BARE).
-processes what the dry run says that a process holds against the peak resident memory that ordinary
-          runs report after 40 steps: between what the dry run names as the least and the most.
+processes the dry run's prediction of what a process holds against the peak resident memory that
+          ordinary runs report after 40 steps: between the predicted minimum and maximum.
 device    the dry run against the peak of torch's allocator on this machine's GPU: within 10 %.
 
 Exit code 1 if a limit is exceeded.
@@ -64,7 +64,7 @@ TITLES = {
 }
 TOTAL_LIMIT = 0.02
 CATEGORY_LIMIT = 0.03
-_SHARE = 0.05  # of the peak, from which on a category is looked at
+_SHARE = 0.05  # of the peak; smaller categories are not compared
 _FLAGS = "--mock-data --lr 1e-4 --eval-iters 0 --hang-timeout 0 --log-interval 1".split()
 BARE = {
     "OMP_NUM_THREADS": "1",
@@ -74,18 +74,19 @@ BARE = {
     "THP_MEM_ALLOC_ENABLE": "0",
 }
 """Settings of malloc that map every tensor of 64 KiB and more by itself and return it to the system
-when it is freed: resident memory is that of the tensors. As a run sets malloc up for speed, it
-keeps freed blocks, and holes between them. One thread: what each further one brings for itself is
-not what is to be compared."""
+when it is freed: resident memory is that of the tensors. With the settings of ordinary runs, which
+are made for speed, malloc keeps freed blocks, and holes between them. There is one thread, because
+the memory of further threads is not to be compared."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Bytes of one rank, predicted and found.
+    """Bytes of one rank, predicted and measured.
 
-    limit  of the error
-    worst  category with the largest error
-    anonymous  of a process, without the program files in memory; 0 if not looked at
+    limit        largest allowed error, as a fraction of the measured bytes
+    worst        category with the largest error; "" if categories are not compared
+    worst_error  that error
+    anonymous    measured bytes without the pages of program files; 0 if unknown
     """
 
     name: str
@@ -135,7 +136,7 @@ def compare_formula(shape: Shape) -> list[Compared]:
 
 
 def compare_run(run: MemoryRun) -> list[Compared]:
-    """Compare differences of a model and a smaller one, in dry run and real runs, by rank."""
+    """Compare dry run and real runs, by rank, in the difference of a model and a smaller one."""
     large, smaller = ({**COMMON, **sizes, **run.fields} for sizes in (run.large, run.smaller))
     measured = [peak_bytes(_command(fields), run.processes) for fields in (large, smaller)]
     configs = [Config.create(**fields, world_size=run.processes) for fields in (large, smaller)]
@@ -149,7 +150,7 @@ def compare_run(run: MemoryRun) -> list[Compared]:
 
 
 def compare_process(run: MemoryRun, steps: int = 40) -> Compared:
-    """Compare what a process is said to hold with the largest peak that a run's ranks report."""
+    """Compare what a process should hold with the largest peak that a run's ranks report."""
     fields = {**COMMON, **run.large, **run.fields}
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder, "metrics.jsonl")
@@ -179,9 +180,9 @@ def compare_device(runs: Sequence[MemoryRun]) -> list[Compared]:
 
 
 def peak_bytes(flags: Sequence[str], processes: int, malloc: Mapping[str, str] = BARE) -> list[int]:
-    """Return the peak of each rank of `pretrain_gpt.py FLAGS`, looked at every 5 ms.
+    """Return the peak of held_bytes of each rank of `pretrain_gpt.py FLAGS`, read every 5 ms.
 
-    Raises RuntimeError.
+    Raises RuntimeError if a rank fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"{rank}.log") for rank in range(processes)]
@@ -197,8 +198,8 @@ def peak_bytes(flags: Sequence[str], processes: int, malloc: Mapping[str, str] =
 def held_bytes(pid: int) -> int:
     """Return what a process holds in anonymous and shared pages; 0 once it has ended.
 
-    The peak that the system counts (ru_maxrss) has the pages of program files too, some 140 MiB
-    that the page cache gives and takes.
+    The peak that the system counts (ru_maxrss) also includes pages of program files, some 140 MiB,
+    which the page cache may keep or drop.
     """
     try:
         text = Path(f"/proc/{pid}/status").read_text()
@@ -210,7 +211,7 @@ def held_bytes(pid: int) -> int:
 def _foreseen(config: Config) -> list[float]:
     """Return the dry-run peak of every rank, before or in a step.
 
-    Each pipeline rank is run, also those that a dry run of the job represents by another one.
+    Each pipeline rank is run, even those that a dry run of the job represents by another rank.
     """
     layout = layout_of(config)
     count = enough_micro_batches(config)

@@ -1,12 +1,12 @@
-"""Prove muP: activations move alike at several widths and depths.
+"""Prove muP: activations change equally at several widths and depths.
 
     python benchmarks/mup.py coordinates [--widths 128 256 ...] [--layers 2 4 ...] [--standard]
 
-trains a few steps and prints the activations of each part of the model, and how far they have
-moved, as roots of mean squares: the coordinate check of Yang et al., arXiv 2203.03466, appendix
-D.1. With several depths only what all layers together add to the residual stream. Exit code 1 if
-the largest of any part is more than 10 % above the smallest; with --standard without muP. All runs
-are of one process on the CPU; the base model has a width of 64.
+Trains for a few steps, and prints the root mean square of each part's activations and of their
+change: the coordinate check of Yang et al., arXiv 2203.03466, appendix D.1. With several depths,
+these parts are the embedding, the last layer, the final norm and the scores. Exit code 1 if the
+largest value of any part is more than 10 % above the smallest. --standard trains without muP. All
+runs have one process on the CPU; the base model has a width of 64.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def configured(width: int, **fields: Any) -> Config:
 
 
 def synthetic_text(tokens: int = 1 << 18, kinds: int = 16) -> torch.Tensor:
-    """Return tokens of which each depends on the one before: int64 [tokens].
+    """Return tokens, each of which depends on the one before: int64 [tokens].
 
-    A token has eight possible successors, of unequal probability. muP is about widths far above the
-    number of different inputs of a layer; the first layer has one for each kind of token, and their
-    embeddings overlap by 1 / sqrt(width).
+    A token has eight possible successors, of unequal probability. There are few kinds of tokens,
+    because muP assumes widths far above the number of different inputs of a layer: the first layer
+    has one input for each kind, and their embeddings overlap by 1 / sqrt(width).
     """
     draw = torch.Generator().manual_seed(0)
     successors = torch.randint(0, kinds, (kinds, 8), generator=draw)
@@ -121,7 +121,7 @@ class MupTraining:
 def activations(model: GPTChunk, batch: MicroBatch) -> dict[str, torch.Tensor]:
     """Return the outputs of the parts of a model, and its scores, by name.
 
-    Of its layers, those in the middle and at the end, which models of any depth have.
+    Layers are represented by the middle and the last one, which models of any depth have.
     """
     outputs: dict[str, torch.Tensor] = {}
 
@@ -147,10 +147,10 @@ def activations(model: GPTChunk, batch: MicroBatch) -> dict[str, torch.Tensor]:
 def coordinates(
     config: Config, text: torch.Tensor, steps: int, samples: int = 8
 ) -> dict[str, float]:
-    """Return the activations of each part after some steps, and their change: roots of mean squares.
+    """Return the root mean square of each part's activations after some steps, and of their change.
 
-    An output layer of its own starts with zeros, as appendix D.2 recommends: the scores of random
-    weights vanish with growing width, and are noise in the first steps of the narrow models.
+    An untied output layer starts at zero, as appendix D.2 recommends: with random weights, scores
+    vanish with growing width, and are noise in the first steps of the narrow models.
     """
     training = MupTraining(config, text, samples)
     if config.model.untie_embeddings_and_output_weights:
@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made.add_argument("--layers", type=int, nargs="+", default=[2])
     made.add_argument("--seeds", type=int, default=4)
     made.add_argument("--steps", type=int, default=5)
-    made.add_argument("--standard", action="store_true", help="without muP")
+    made.add_argument("--standard", action="store_true", help="train without muP")
     options = made.parse_args(argv)
     fields = dict(lr=1e-3, weight_decay=0.0, untie_embeddings_and_output_weights=True)
     if not options.standard:

@@ -2,12 +2,12 @@
 
     python benchmarks/parity.py [--device cpu|cuda] [--ranks 1|2] [--output FOLDER]
 
-Runs have one process in fp32 and bf16, the latter also with captured passes, and two processes:
-tensor parallel, a pipeline and ZeRO-1 over RCCL or NCCL, if there are two devices. On a single
-device, which RCCL and NCCL do not allow for two ranks, tensor parallelism and ZeRO-1 use gloo; a
-pipeline is left out, because gloo cannot send its messages from a device. One training with
---deterministic-mode is resumed, to the same bits as without the interruption. On a CPU only a part
-is run, as a smoke test. Exit code 1 if a run fails or deviates.
+Runs on one process use fp32, bf16, and bf16 with captured passes. Runs on two processes use tensor
+parallelism, a pipeline or ZeRO-1, over RCCL or NCCL if there are two devices. RCCL and NCCL do not
+allow two ranks on a single device, where tensor parallelism and ZeRO-1 use gloo; the pipeline is
+left out, because gloo cannot send its messages from a device. One training with
+--deterministic-mode is resumed, and must give the same bits as without the interruption. On a CPU
+only a part is run, as a smoke test. Exit code 1 if a run fails or deviates.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ LAYOUTS = {
     "PP 2": ["--pipeline-model-parallel-size", "2"],
     "ZeRO-1": ["--zero-stage", "1"],
 }
-# A device's tensors through gloo: for this comparison alone, every byte goes by way of the host, and
-# ranks may share a device.
+# Sends a device's tensors through gloo, which copies every byte by way of the host, and lets ranks
+# share a device. It is for this comparison only.
 GLOO = """
 import runpy, sys
 import torch.distributed as dist
@@ -61,7 +61,14 @@ SHARED = ("-c", GLOO)
 
 @dataclass(frozen=True)
 class ParityCase:
-    """A training that must follow the reference; `shared`: its ranks are on one device."""
+    """Training that must follow the reference.
+
+    name       as printed
+    precision  key of PRECISION, LOSS and NORM
+    ranks      number of processes
+    flags      further flags of pretrain_gpt.py
+    shared     whether its ranks are on one device
+    """
 
     name: str
     precision: str = "fp32"
@@ -71,7 +78,7 @@ class ParityCase:
 
 
 def cases(device: str, devices: int) -> list[ParityCase]:
-    """List what this machine can run."""
+    """List the trainings that this machine can run."""
     if device == "cpu":
         return [
             ParityCase("one process", "bf16"),
@@ -97,7 +104,7 @@ def furthest(records: dict[int, Record], expected: dict[int, Record], key: str) 
 
 
 def resumed(folder: Path, device: str, here: Sequence[str], env: Mapping[str, str] | None) -> float:
-    """Return by how much losses and gradient norms after a resume are off, with deterministic sums.
+    """Return how far losses and gradient norms differ after a resume with --deterministic-mode.
 
     On a GPU the model is large enough for several blocks of an attention kernel to add to one sum.
     """

@@ -26,7 +26,7 @@ REPEAT = 3
 def row(
     name: str, side: str, values: list[float], unit: str, floor: float = SHORT_FLOOR, note: str = ""
 ) -> Record:
-    """Return the row of a time; `floor` of its spread: see results.py."""
+    """Return the row of a time, whose spread is at least `floor` (results.py)."""
     value = figure(values, floor)
     return {"name": name, "side": side, "value": value, "unit": unit, "note": note}
 
@@ -78,7 +78,7 @@ def kernels(quick: bool, threads: int, folder: Path) -> Iterator[Record]:
 
 
 def measure(case: WorkloadCase, *, quick: bool, threads: int, folder: Path) -> list[Record]:
-    """Return all rows; a failed one has the reason, and the others continue. `case`: W1 in bf16."""
+    """Return all rows, for W1 in bf16 as `case`; the row of a part that fails has the reason."""
     makers: list[tuple[str, Callable[[], Iterator[Record]]]] = [
         ("optimizer step and save", partial(optimizer_and_save, case, threads, folder)),
         ("kernels", partial(kernels, quick, threads, folder)),

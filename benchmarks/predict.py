@@ -7,8 +7,8 @@ There is one calibration for each number of processes (tools/calibrate.py: produ
 messages, host; no layout is run), over the shapes of another model than the predicted ones. Then
 each layout of predict_layouts.py is estimated before pretrain_gpt.py runs it, and the estimate is
 compared with the median of its steady steps. This takes about twelve minutes on two quiet cores.
-Reported are the median and the worst error, and the rank correlation (Spearman), over all layouts
-and among those of one model with one batch, where it tests the choice of the best layout.
+It reports the median and the worst error, and the rank correlation (Spearman) over all layouts and
+among those of one model with one batch, where it tests the choice of the best layout.
 
 The speed of a virtual machine's cores varies with the load of its host. Therefore a product of
 fixed size is timed before and after each calibration and each run. In a second column of errors,
@@ -49,7 +49,8 @@ from megatron.planner.timing import estimate
 
 WARM_UP = 3
 STEPS = 7
-"""The first step overlaps nothing and makes memory; the next ones find it."""
+"""Measured steps, after WARM_UP others: the first of those allocates memory, which is reused later.
+"""
 SETS = {
     "cpu": (CALIBRATED, LAYOUTS),
     "gpu": (GPU_CALIBRATED, GPU_LAYOUTS),
@@ -59,7 +60,13 @@ SETS = {
 
 @dataclass(frozen=True)
 class LayoutPrediction:
-    """Seconds of a step. slower: time of a fixed product at the run over that at calibration."""
+    """Prediction and measurement of a layout.
+
+    predicted, measured  seconds of a step
+    slower               time of a fixed product at the run over that at calibration
+    parts                predicted seconds by part of a step
+    steps                seconds of each steady step
+    """
 
     layout: PredictedLayout
     predicted: float
@@ -74,7 +81,7 @@ class LayoutPrediction:
 
     @property
     def error_at_speed(self) -> float:
-        """Return the error if the machine was as fast as at the time of the run."""
+        """Return the error for a machine that was as fast at calibration as at the run."""
         return self.predicted * self.slower / self.measured - 1
 
 
@@ -87,7 +94,7 @@ def calibrate(processes: int, minutes: float, path: Path, model: str = CALIBRATE
 
 
 def predict(layout: PredictedLayout, cluster: Path) -> tuple[float, dict[str, float]]:
-    """Seconds of a step and their parts."""
+    """Return the predicted seconds of a step, and of its parts."""
     config = parse_plan([*layout.arguments, "--world-size", str(layout.processes)])
     estimated = estimate(config, load_cluster(cluster))
     return estimated.seconds, dict(estimated.breakdown)
@@ -99,7 +106,7 @@ def steps_of(metrics: Path) -> list[float]:
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Correlation of the ranks."""
+    """Return the correlation of the ranks."""
 
     def ranks(values: Sequence[float]) -> list[float]:
         order = sorted(range(len(values)), key=values.__getitem__)
@@ -121,7 +128,7 @@ def table(rows: Sequence[LayoutPrediction]) -> Table:
 
 
 def summary(rows: Sequence[LayoutPrediction]) -> str:
-    """Median and worst error, and the ranking."""
+    """Return lines with the median and the worst error, and the rank correlations."""
     lines = [f"{len(rows)} layouts"]
     for name, error in (
         ("as predicted", attrgetter("error")),
@@ -171,7 +178,7 @@ def main() -> None:
     add("--only", nargs="+", type=int, metavar="I", help="layouts by their index in the list")
     sets = "set of layouts; gpu: for all GPUs here; tiny: a smoke test"
     add("--set", choices=SETS, default="cpu", help=sets)
-    keep = "reuse these from an earlier call in the folder"
+    keep = "reuse these results of an earlier call, from the folder"
     add("--keep", nargs="+", choices=("calibration", "runs"), default=[], help=keep)
     options = made.parse_args()
     folder: Path = options.folder
@@ -184,7 +191,7 @@ def main() -> None:
         raise SystemExit(f"{most} GPU(s) here: none of these layouts can run")
 
     def timed(path: Path, kind: str, action: Callable[[], object]) -> float:
-        """Do what writes a file; return the time of a product before and after."""
+        """Run what writes a file; return the mean time of a product before and after."""
         speed = path.with_suffix(".speed")
         if kind not in options.keep or not path.exists():
             before = probe(device=device)

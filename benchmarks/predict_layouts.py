@@ -12,7 +12,7 @@ CALIBRATED = (
     "--num-layers 4 --hidden-size 384 --num-attention-heads 6 --seq-length 384 "
     "--vocab-size 6143 --micro-batch-size 1"
 )
-"""The model whose shapes calibration measures: none of those that are predicted."""
+"""The model whose shapes calibration measures; it is none of the predicted ones."""
 MODELS = {
     "wide": "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 256 "
     "--vocab-size 8191 --global-batch-size 4",
@@ -40,7 +40,7 @@ class PredictedLayout:
 
     @property
     def slug(self) -> str:
-        """Return a layout as part of a file name."""
+        """Return the layout as part of a file name."""
         return "".join(
             c if c.isalnum() else "-" for c in f"{self.model}-{self.processes}-{self.name}"
         )

@@ -4,8 +4,9 @@
 
 Nothing is run or measured here: `megatron/planner/timing` predicts this code on the published
 layouts, with the figures of clusters/frontier.toml, lumi.toml and dgx-h100.toml, none of which was
-fitted to these results. Bounds have all figures at their slow or at their fast ends; "+-" assumes
-independent errors. docs/measured/published.md discusses the tables; --update replaces them there.
+fitted to these results. The bounds take all figures at the slow, or all at the fast end of their
+range; "+-" assumes independent errors. docs/measured/published.md discusses the tables; --update
+replaces them there.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def updated(text: str, tables: dict[str, Table]) -> str:
-    """The document with each table behind its mark, `<!-- published: NAME -->`."""
+    """Return the document with each table after its mark, `<!-- published: NAME -->`."""
     for name, table in tables.items():
         before, mark, after = text.partition(f"<!-- published: {name} -->\n\n")
         if not mark:

@@ -45,9 +45,9 @@ _LLAMA_405B = (
     "8192 --max-position-embeddings 8192 --vocab-size 128256 --micro-batch-size 1 "
     f"--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 {_COMMON}"
 )
-# They interleave chunks of one layer, with nothing but the embedding in the first and the output
-# layer in the last: 8 chunks on a rank. Here each chunk has a layer or more: 4 chunks of two, with
-# one layer in the first and in the last.
+# Llama 3 was trained with chunks of one layer, but only the embedding in the first and only the
+# output layer in the last: 8 chunks per rank. Here each chunk has at least a layer: 4 chunks of two
+# layers per rank, with one layer in the first chunk and in the last.
 _LLAMA_CHUNKS = "--pipeline-layout 1," + "2," * 62 + "1"
 _LLAMA_PARAMETERS = 405e9
 _LLAMA_TOKENS = 2048 * 8192
@@ -55,7 +55,14 @@ _LLAMA_TOKENS = 2048 * 8192
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """Published seconds of a step in the layout of `flags`; `unlike`: differences from the flags."""
+    """Published run.
+
+    devices   number of devices
+    flags     its model and layout, as flags of pretrain_gpt.py
+    seconds   seconds of a step
+    source    where it is published
+    unlike    differences that the flags do not express
+    """
 
     name: str
     devices: int
@@ -70,7 +77,7 @@ class PublishedRun:
 
 
 def _llama(devices: int, tflops: float) -> PublishedRun:
-    """Convert published TFLOP/s to seconds: 6 FLOPs per parameter and token, without scores."""
+    """Convert published TFLOP/s to seconds: 6 FLOPs per parameter and token, none for scores."""
     seconds = 6 * _LLAMA_PARAMETERS * _LLAMA_TOKENS / (devices * tflops * 1e12)
     return PublishedRun(
         "Llama 3 405B",
@@ -135,11 +142,12 @@ def _xmoe(
     """Return a run and its published TFLOP/s of a GCD.
 
     sizes    layers, width, width of an expert, heads, sequence length
-    experts  number, those of a token, expert-parallel size
+    experts  number of experts, experts per token, expert-parallel size
     batch    sequences of a micro-batch, and of a step
 
-    Its scripts send tokens directly to ranks. Its FLOPs are those that its log line counts:
-    attention with all pairs, chosen experts of two matrices, logits; three times the forward pass.
+    X-MoE's scripts send tokens directly to the ranks of their experts. FLOPs are counted as in its
+    log line: attention with all pairs, chosen experts of two matrices, logits; three times the
+    forward pass.
     """
     (layers, h, ffn, heads, s) = sizes
     (number, topk, size) = experts
@@ -161,7 +169,7 @@ _SMALL = 28, 2048, 1408, 16, 2048
 _LARGE = 28, 7168, 2048, 128, 4096
 _SUPER = 61, 7168, 2560, 128, 4096
 XMOE_RUNS: tuple[tuple[PublishedRun, float], ...] = (
-    # The README of the repository: 50 to 55.
+    # The README of the repository says 50 to 55.
     _xmoe("X-MoE Small, 10.1B", 8, 52.5, _SMALL, (64, 6, 8), (4, 256)),
     _xmoe("X-MoE Small, 10.1B", 256, 44.0, _SMALL, (64, 6, 8), (4, 8192)),
     _xmoe("X-MoE Medium, 55.2B", 256, 24.2, (28, 5120, 1536, 128, 4096), (128, 6, 64), (1, 1024)),
@@ -175,7 +183,7 @@ XMOE_RUNS: tuple[tuple[PublishedRun, float], ...] = (
         "--tensor-model-parallel-size 2",
         f"{_DROPS}; each tensor rank has half of the tokens",
     ),
-    # As theirs, each token is sent from one rank; without memory for the states.
+    # As in their runs, each token is sent from one rank. This layout would not fit in memory.
     _xmoe("X-MoE Large, its messages", 256, 24.1, _LARGE, (256, 8, 64), (1, 1024)),
     _xmoe(
         "X-MoE Super, 545.4B",
@@ -226,7 +234,7 @@ def _175b(nodes: int, seconds: float) -> PublishedRun:
 
 
 def _llama_2(devices: int, tokens_per_s: float) -> PublishedRun:
-    """The speed that a regression test of the machine expects, in tokens a second of a GCD."""
+    """Return a run with the tokens/s per GCD that a regression test of the machine expects."""
     flags = (
         "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 "
         "--vocab-size 32000 --swiglu --disable-bias-linear --normalization RMSNorm "

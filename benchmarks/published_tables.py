@@ -24,14 +24,21 @@ from megatron.planner.table import Table
 from megatron.planner.timing.estimate import estimate
 
 Seconds = Callable[[Sequence[str], Cluster], float]
-"""Seconds of a step of a command line on a machine."""
+"""Function that returns the seconds of a step, for a command line and a machine."""
 
 STRONG_MICRO_BATCHES = (1, 2, 4)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Published value, the command lines to predict, and its formula from their seconds."""
+    """Published value, and how to predict it.
+
+    result     name of the value
+    published  the value, in `unit`
+    runs       command lines whose seconds per step are predicted
+    value      returns the value for these seconds
+    dtype      type of the matrix products
+    """
 
     result: str
     layout: str
@@ -50,7 +57,7 @@ class PredictedComparison:
 
     @property
     def ratio(self) -> float:
-        """Predicted to published."""
+        """Predicted over published value."""
         return self.spread.value / self.comparison.published
 
 
@@ -62,7 +69,7 @@ def estimated_seconds(argv: Sequence[str], cluster: Cluster) -> float:
 
 @functools.cache
 def _placed(argv: tuple[str, ...], cluster_name: str) -> tuple[Config, Placement]:
-    """Varied machines keep the placement of the one whose name they have."""
+    """Return configuration and placement; a machine with varied figures keeps the placement."""
     config = parse_plan(argv)
     return config, choose_placement(config, load_cluster(cluster_name))
 
@@ -70,7 +77,7 @@ def _placed(argv: tuple[str, ...], cluster_name: str) -> tuple[Config, Placement
 def rows(
     comparisons: Sequence[Comparison], cluster: Cluster, seconds: Seconds = estimated_seconds
 ) -> list[PredictedComparison]:
-    """Each comparison with its prediction on this machine."""
+    """Return each comparison with its prediction on this machine."""
 
     def value_of(each: Comparison) -> Callable[[Cluster], float]:
         return lambda machine: each.value([seconds(argv, machine) for argv in each.runs])
@@ -84,9 +91,9 @@ def rows(
 def argv_of(
     model: Published, gcds: int, sequences: int, micro_batch: int = 1, *, placed: bool = False
 ) -> tuple[str, ...]:
-    """Return flags of their layout: fp16, 51,200 vocabulary entries, plain order of ranks.
+    """Return flags of a layout of Dash et al.: fp16, vocabulary of 51,200, plain order of ranks.
 
-    `placed` chooses the placement by the machine's links instead.
+    placed   whether to choose the placement by the machine's links instead
     """
     return tuple(
         f"--preset gpt-{model.name} --fp16 --make-vocab-size-divisible-by "
@@ -99,7 +106,7 @@ def argv_of(
 
 
 def frontier_comparisons() -> list[Comparison]:
-    """Throughput, weak and strong scaling of all models, in this order."""
+    """Return throughput, weak and strong scaling of all models, in this order."""
     return [
         *(_throughput(model) for model in MODELS),
         *(_weak(model, *model.weak) for model in MODELS if model.weak),
@@ -184,7 +191,7 @@ def xmoe_comparisons() -> list[Comparison]:
 
 
 def _of_run(run: PublishedRun, devices: str, unit: str, rate: float | None = None) -> Comparison:
-    """Compare the seconds of a step, or a rate."""
+    """Return the comparison of a step's seconds or, if given, of a rate in `unit`."""
     config = parse_plan(run.argv())
     parallel = config.parallel
     tensor = parallel.tensor_model_parallel_size
@@ -207,10 +214,11 @@ def _of_run(run: PublishedRun, devices: str, unit: str, rate: float | None = Non
     )
 
 
-# -- what the published results say by arithmetic alone: no model of this code, no assumed figure
-# ---------- p pipeline size, R replicas, T sequences of a step, b micro-batch size, m = T / (R b)
-# micro-batches. A pipeline of equal stages needs m + p - 1 turns for m micro-batches (Narayanan et
-# al., arXiv 2104.04473, section 2.2).
+# -- what follows from the published results by arithmetic alone, without assumed figures ----------
+#
+# p is the pipeline size, R the number of replicas, T that of the sequences of a step, b the
+# micro-batch size, and m = T / (R b) the number of micro-batches. A pipeline of equal stages needs
+# m + p - 1 turns for m micro-batches (Narayanan et al., arXiv 2104.04473, section 2.2).
 
 
 def efficiency_by_bubble(
@@ -247,14 +255,15 @@ def micro_batch_by_bubble(
 
 @dataclass(frozen=True)
 class Implied:
-    """Implications of published TFLOP/s for a GCD in one slot (forward, recompute, backward).
+    """Implications of published TFLOP/s for a GCD in one turn: forward, recomputation, backward.
 
     step_s         seconds of a step
-    turn_s         step_s / (m + p - 1)
-    last, other    FLOPs of a GCD of the last stage, which has the output layer, and of another one
-    reduces_s      of tensor-parallel all-reduces, without overlap
+    turn_s         seconds of a turn, step_s / (m + p - 1)
+    last, other    FLOPs per turn of a GCD in the last stage, which has the output layer, and in
+                   another stage
+    reduces_s      seconds of tensor-parallel all-reduces per turn, without overlap
     last_sends_s, other_sends_s
-                   of messages to and from neighbours, without overlap
+                   seconds of messages to and from neighbouring stages per turn, without overlap
     """
 
     name: str
@@ -270,12 +279,12 @@ class Implied:
 
     @property
     def overlapped_tflops(self) -> float:
-        """Rate of the other work of a slot, with messages between stages hidden."""
+        """TFLOP/s of the rest of a turn, if messages between stages are hidden."""
         return self.last / (self.turn_s - self.reduces_s) / 1e12
 
     @property
     def blocking_tflops(self) -> float:
-        """The same if they are not: of the stage that needs the higher rate to be done in time."""
+        """TFLOP/s if they are not hidden, of the stage that needs the higher rate."""
         rest = self.turn_s - self.reduces_s
         return (
             max(self.last / (rest - self.last_sends_s), self.other / (rest - self.other_sends_s))
@@ -290,7 +299,7 @@ def implied(
     last_sends_s: float = 0.0,
     other_sends_s: float = 0.0,
 ) -> Implied:
-    """Derive them from the TFLOP/s of `model`, for this many replicas and micro-batch 1."""
+    """Derive Implied from the TFLOP/s of `model`, for this many replicas and micro-batch 1."""
     h = model.hidden_size
     s = SEQ_LENGTH
     tp = model.tensor_size
@@ -301,8 +310,8 @@ def implied(
     step = total * model.per_replica / (gcds * model.tflops * 1e12)
     head = 6.0 * s * h * VOCABULARY
     other = (total - head) / model.replica_gcds
-    # Forward, again and backward have two all-reduces of [s, h] each; a ring's rank sends 2 (n-1)/n
-    # of the tensor.
+    # Forward, recomputation and backward of a layer have two all-reduces of [s, h] each; in a ring
+    # of n ranks, each one sends 2 (n-1)/n of the tensor.
     per_rank = 6 * model.num_layers // p * 2 * (tp - 1) / tp * s * h * 2  # fp16
     reduces = per_rank / (collective_gb_per_s[1, tp] * 1e9) if tp > 1 else 0.0
     return Implied(
@@ -371,7 +380,7 @@ def effect_table(row: PredictedComparison, at_most: int = 8) -> Table:
 
 
 def micro_batch_table() -> Table:
-    """Strong scaling if nothing but the bubble grew, and the micro-batch that it would take."""
+    """Tabulate strong scaling by the bubble alone, and the micro-batch size that explains it."""
     columns = (
         "model",
         "replicas",
@@ -450,7 +459,7 @@ def _stage_messages(model: Published, cluster: Cluster) -> tuple[float, float]:
     return edges[-1], max(before + after for before, after in itertools.pairwise(edges))
 
 
-# What this code does otherwise than those that ran, as flags that undo it; each beside the
+# Differences of this code from the one that ran, as flags that undo them; each is added to the
 # published layout.
 _CHANGES: tuple[tuple[str, str], ...] = (
     (
@@ -496,9 +505,9 @@ def change_table(cluster: Cluster, seconds: Seconds = estimated_seconds) -> Tabl
 
 
 def finding_table(cluster: Cluster, seconds: Seconds = estimated_seconds) -> Table:
-    """Tabulate their findings without numbers, and the time model's sweeps over one choice each.
+    """Tabulate findings of Dash et al. without numbers, each with a sweep by the time model.
 
-    Values are TFLOP/s of a GCD by their formula, on one replica with micro-batch 1; memory is not
+    Values are TFLOP/s per GCD by their formula, on one replica with micro-batch 1; memory is not
     checked.
     """
 

@@ -37,7 +37,7 @@ GIB = 2**30
 
 
 def figure(values: Sequence[float], floor: float = FLOOR) -> Figure:
-    """The figure of some values, of which there must be one.
+    """Return the figure of one or more values.
 
     >>> figure([1.0, 1.2, 1.4])["spread"] == (1.4 - 1.0) / 2 / 1.2
     True
@@ -60,7 +60,8 @@ def row_of(
 ) -> Record:
     """Return the row of a side.
 
-    rounds     its outcomes; reference: those of the case's first side in the same rounds
+    rounds     its outcomes
+    reference  outcomes in the same rounds of the side that it is compared with
     ceiling    FLOP/s of matrix products on all devices or threads of the case
 
     The ratio is the seconds of a step over those of the reference in the same round: above 1 the
@@ -112,7 +113,7 @@ def row_of(
 
 
 def write(record: Record, folder: Path) -> Path:
-    """Store a run under the time it began."""
+    """Write a run to a file named after the time at which it began; return its path."""
     path = (
         folder
         / f"{record['date'].replace(':', '').replace('-', '')}{'-quick' if record['quick'] else ''}.json"
@@ -156,7 +157,7 @@ def figures_of(record: Record) -> dict[str, tuple[Figure, bool]]:
     for row in record.get("rows", []):
         name = f"{row['workload']} {row['case']}, {row['side']}"
         for key, unit, less_is_better in _COMPARED:
-            # ours beside itself
+            # without the ratio of ours to itself
             if key in row and not (key == "ratio" and row[key]["median"] == 1.0):
                 figures[f"{name}, {unit}"] = (row[key], less_is_better)
     for row in record.get("parts", []):
@@ -166,11 +167,11 @@ def figures_of(record: Record) -> dict[str, tuple[Figure, bool]]:
 
 
 def compare(new: Record, old: Record) -> list[tuple[str, float, float, float, str]]:
-    """(name, old median, new median, change, verdict) of every figure that both runs have.
+    """Return (name, old median, new median, change, verdict) of every figure that both runs have.
 
-    The change is new / old - 1. It is "within spread" up to the larger of the two stated spreads;
-    beyond, "better" or "worse". A machine whose ceiling moved beyond its spread is another machine
-    that day: read the rest by that.
+    The change is new / old - 1. The verdict is "within spread" up to the larger of the two spreads,
+    and "better" or "worse" beyond it. If the ceiling changed beyond its spread, the machine itself
+    was faster or slower, and so the other changes say little about the code.
     """
     before = figures_of(old)
     lines = []
@@ -190,7 +191,7 @@ def compare(new: Record, old: Record) -> list[tuple[str, float, float, float, st
 
 
 def rate_table(rows: Iterable[Record]) -> Table:
-    """One line for each side of each case."""
+    """Tabulate the sides of all cases, a line for each."""
     rows = list(rows)
     used = ["MFU"] if any("mfu" in row for row in rows) else []
     table = [
@@ -235,7 +236,7 @@ def rate_table(rows: Iterable[Record]) -> Table:
 
 
 def part_table(rows: Iterable[Record]) -> Table:
-    """Optimizer step, save and kernels."""
+    """Tabulate optimizer step, save and kernels."""
     table = [["part", "side", "value", "unit", "±", "note"]]
     for row in rows:
         value = row.get("value")
@@ -247,7 +248,7 @@ def part_table(rows: Iterable[Record]) -> Table:
 
 
 def ceiling_table(ceiling: dict[str, Figure]) -> Table:
-    """Measured rates of matrix products."""
+    """Tabulate the measured rates of matrix products."""
     table = [["matrix products", "GFLOP/s", "±"]]
     for name, value in ceiling.items():
         table.append([name, f"{value['median']:,.0f}", f"{100 * value['spread']:.0f} %"])
@@ -303,7 +304,7 @@ def notes(record: Record) -> list[str]:
 
 
 def tables(record: Record) -> list[tuple[str, Table]]:
-    """The tables of a run, with their titles."""
+    """Return the tables of a run, with their titles."""
     return [
         ("ceiling", ceiling_table(record["ceiling"])),
         ("training", rate_table(record["rows"])),
@@ -312,7 +313,7 @@ def tables(record: Record) -> list[tuple[str, Table]]:
 
 
 def report(record: Record) -> str:
-    """The run as it goes into docs/measured/training.md."""
+    """Return the run as Markdown, as in docs/measured/training.md."""
     text = [*heading(record), ""]
     for title, table in tables(record):
         if len(table) > 1:

@@ -47,7 +47,7 @@ def _memory_mb(field: str) -> float:
 
 
 def measured(what: str, action: Callable[[], Any], repeat: int = 1) -> tuple[Row, Any]:
-    """The least time of `repeat` calls, and the resident memory that the first of them added."""
+    """Return (row, result): the least time of `repeat` calls, and memory that the first added."""
     before = _memory_mb("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     start = time.perf_counter()
@@ -63,7 +63,7 @@ def measured(what: str, action: Callable[[], Any], repeat: int = 1) -> tuple[Row
 
 
 def fake_groups(data: int) -> None:
-    """torch.distributed as rank in the middle of the job; collectives return at once."""
+    """Initialize torch.distributed as a rank in the middle of a job; collectives do nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -72,7 +72,7 @@ def fake_groups(data: int) -> None:
 
 
 def topology(data: int, repeat: int) -> list[Row]:
-    """Process groups and the printed layout."""
+    """Time making the process groups and printing the layout."""
     import torch.distributed as dist
 
     from megatron.parallel.layout import Layout
@@ -90,7 +90,7 @@ def topology(data: int, repeat: int) -> list[Row]:
 
 
 def schedule(data: int, repeat: int) -> list[Row]:
-    """One rank's instructions of a step."""
+    """Time building one rank's instructions of a step."""
     from megatron.pipeline.schedule import build_rank_schedule
 
     rows = []
@@ -155,7 +155,7 @@ def engine(data: int, repeat: int) -> list[Row]:
         train_iters=1,
     )
     chunks = build_chunks(config, made)
-    for p in chunks.parameters():  # no pass shows how their gradients are to be summed
+    for p in chunks.parameters():  # no pass will show how to sum their gradients
         p.sharding = replace(sharding_of(p), partial_gradient=False)  # type: ignore[attr-defined]
     first, of_stage = measured("making the engine", lambda: Engine(config, made, chunks))
 
@@ -169,7 +169,7 @@ def engine(data: int, repeat: int) -> list[Row]:
 
 
 def rendezvous(data: int, repeat: int) -> list[Row]:
-    """Rank 0 reads what every rank wrote to the store, which is in its own process."""
+    """Time rank 0 comparing what every rank wrote to the store, which is in this process."""
     from datetime import timedelta
 
     import torch
@@ -204,7 +204,7 @@ def rendezvous(data: int, repeat: int) -> list[Row]:
 def stage_parameters(
     tensor: int, stage: int
 ) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int | None, bool]]:
-    """List (name, global shape, local shape, cut dimension, weight decay) of a stage of 1T."""
+    """List (name, shape, shard's shape, sharded dimension, weight decay) of a stage of 1T."""
     h = HIDDEN
     layer: list[tuple[str, tuple[int, ...], int | None]] = [
         ("input_norm.weight", (h,), None),
@@ -237,7 +237,7 @@ def stage_parameters(
 
 
 def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any]:
-    """Return the boxes of one rank's file: ZeRO cuts each flat parameter group into equal parts."""
+    """Return the shards in one rank's file: ZeRO divides each flat parameter group equally."""
     from megatron.checkpoint.shards import Shard
     from megatron.engine.optimizer import boxes
 
@@ -276,16 +276,16 @@ def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any
 
 
 def _all_written(data: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield the boxes of each data-parallel group, in model-parallel order."""
+    """Yield the shards of each data-parallel group, in model-parallel order."""
     for stage in range(PIPELINE):
         for tensor in range(TENSOR):
             yield [written(tensor, stage, d, data) for d in range(data)]
 
 
 def checkpoint(data: int, repeat: int) -> list[Row]:
-    """Time the handling of boxes on a rank, a data group's first rank, rank 0, and a loading rank.
+    """Time handling shards: a rank, a data group's first rank, rank 0, and a loading rank.
 
-    For data sent over the network the time is that of pickling.
+    The time of data sent over the network is that of pickling.
     """
     import pickle
 
@@ -378,7 +378,9 @@ def in_own_process(item: str, data: int, repeat: int) -> list[Row]:
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--only", nargs="+", choices=ITEMS, default=[*ITEMS], help="default: all")
-    made.add_argument("--repeat", type=int, default=3, help="calls, of which the fastest counts")
+    made.add_argument(
+        "--repeat", type=int, default=3, help="number of calls, of which the fastest counts"
+    )
     sizes = "data-parallel sizes of the jobs"
     made.add_argument("--sizes", type=int, nargs="+", default=DATA, help=sizes)
     made.add_argument("--item", choices=ITEMS, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""Command lines, tables and training processes of the benchmarks. Needs no package but Python's."""
+"""Command lines, tables and training processes of the benchmarks. Only print_table needs rich."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def tables_of(text: str) -> list[Table]:
 
 
 def print_table(title: str, table: Table) -> None:
-    """Print a table for a terminal, also into a pipe."""
+    """Print a table as for a terminal, even into a pipe."""
     from rich.console import Console
     from rich.table import Table as RichTable
 
@@ -94,13 +94,13 @@ def launch(
 ) -> tuple[list[int], list[int]]:
     """Run copies of a command as the ranks of one job; return their exit codes and peaks.
 
-    logs     files of the ranks' output, which is appended
-    look     returns a size of a process, whose peaks are returned
-    every_s  seconds between two looks
-    awaited  ranks with whose end the job ends, all by default
+    logs     one file per rank, to which its output is appended
+    look     returns a number for a process ID; a process's peak is the largest one
+    every_s  seconds between two calls of `look`
+    awaited  the job ends when these ranks have ended; by default, all ranks
 
-    What has not ended then, after `limit_s` seconds, or some seconds after a failure, is killed:
-    its code is -9.
+    The job also ends after `limit_s` seconds, and AFTER_FAILURE_S after an awaited rank has failed.
+    Processes that still run then are killed: their exit code is -9.
     """
     count = len(logs)
     peaks = [0] * count
@@ -148,7 +148,7 @@ def pretrain(
     """Run pretrain_gpt.py, which writes a new metrics file; return exit codes and logs.
 
     before  arguments of python before the script, such as `-c` and a program that runs it
-    more    of launch
+    more    further arguments of launch
     """
     logs = [metrics.with_suffix(f".{rank}.log").resolve() for rank in range(ranks)]
     for path in (metrics, *logs):
@@ -164,7 +164,8 @@ def pretrain(
 def train(metrics: Path, arguments: Sequence[str], ranks: int = 1, *more: Any) -> dict[int, Record]:
     """Run pretrain_gpt.py, and return its iteration records by number.
 
-    Raises RuntimeError with the last lines of a rank that fails. `more`: of pretrain.
+    Further arguments are those of pretrain. Raises RuntimeError with the end of the log of a rank
+    that fails.
     """
     codes, logs = pretrain(metrics, arguments, ranks, *more)
     if any(codes):

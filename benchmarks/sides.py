@@ -1,9 +1,9 @@
 """Start and measure one side of a case: seconds of each step, memory, time to the first step.
 
 pretrain_gpt.py is started as a user starts it, as one process or as a launcher would start several,
-and its metrics file gives the steps. The peers (benchmarks/peers) write the same figures. Every
-side has the same environment: threads, and a glibc that keeps freed memory, which speeds up all of
-them by a factor of up to two.
+and the steps are read from its metrics file. The peers (benchmarks/peers) write the same figures.
+All sides except untouched ones have the same environment: a number of threads, and a glibc that
+keeps freed memory, which speeds up all of them by a factor of up to two.
 """
 
 from __future__ import annotations
@@ -28,18 +28,22 @@ ALLOCATOR = (
 )
 # packages that must not lie beside ours: megatron-core has our package's name
 PEERS = Path(os.environ.get("MEGATRON_CORE_FOLDER", Path(sys.prefix) / "peers"))
-LIMIT_S = 420.0  # of one start: a compiler on a slow machine, and a deadlock is told from it
+LIMIT_S = 420.0  # of one start: enough for a compiler on a slow machine; longer is a deadlock
 
 
 @dataclass
 class SideOutcome:
-    """Outcome of one start. `reason` says why there are no figures.
+    """Outcome of one start.
 
-    step_s        measured steps, without warm-up
-    start_s       time from launch to the end of the first step
-    optimizer_s   clipping and optimizer (of ours, with `save`)
+    step_s        seconds of the measured steps, without warm-up
+    optimizer_s   seconds of clipping and optimizer in these steps (for ours only with `save`)
+    start_s       seconds from launch to the end of the first step
     memory_bytes  sum of the processes' peaks: resident memory on CPUs, with the pages of libraries
                   counted in each process of all sides; allocated memory on a GPU (one per case)
+    first_loss    loss of the first step
+    wall_s        seconds of the whole start
+    reason        why there are no figures; "" if there are
+    save          "seconds" and "files_bytes" of a checkpoint, if one was saved
     """
 
     step_s: list[float] = field(default_factory=list)
@@ -54,17 +58,19 @@ class SideOutcome:
 
 SETTINGS = ("GLIBC_TUNABLES", "LD_PRELOAD", "THP_MEM_ALLOC_ENABLE")
 KINDS_OF_SETTINGS = ("GOMP_", "KMP_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_")
-"""What a shell may have set that changes speed; no side gets it."""
+"""Prefixes of variables that, like SETTINGS, change speed. A shell may have set them; no side gets
+them.
+"""
 
 
 def environment(
     threads: int, cache: Path, *, untouched: bool = False, peers: bool = False
 ) -> dict[str, str]:
-    """Return the environment of a side: this one, without a launcher's variables.
+    """Return the environment of a side: this process's, without a launcher's variables.
 
-    Threads and allocator are set unless `untouched`. For a peer its packages come first, compiled
-    code is cached in `cache` for the next run, and our own root is removed from PYTHONPATH, which
-    may have packages that cannot be installed.
+    Threads and allocator are set unless `untouched`. For a peer, its packages come first, compiled
+    code is cached in `cache` for the next run, and our root is removed from PYTHONPATH. The rest of
+    PYTHONPATH stays, because it may hold packages that cannot be installed.
     """
     env = subprocesses.environment(os.environ, 0, 1, 0)
     for name in [name for name in env if name in SETTINGS or name.startswith(KINDS_OF_SETTINGS)]:
@@ -98,7 +104,7 @@ def absent(side: Side) -> str:
 
 
 def our_arguments(case: WorkloadCase, side: Side, steps: int) -> list[str]:
-    """The command line of pretrain_gpt.py."""
+    """Return the arguments of pretrain_gpt.py."""
     words = (
         f"--num-layers {case.layers} --hidden-size {case.hidden} "
         f"--num-attention-heads {case.heads} --seq-length {case.sequence} "
@@ -113,7 +119,7 @@ def our_arguments(case: WorkloadCase, side: Side, steps: int) -> list[str]:
 
 
 def peer_task(case: WorkloadCase, side: Side, steps: int, output: Path) -> dict[str, object]:
-    """The first argument of a peer, fields of benchmarks/peers/common.Task."""
+    """Return the first argument of a peer: the fields of benchmarks/peers/common.Task."""
     return dict(
         layers=case.layers,
         hidden=case.hidden,
@@ -146,8 +152,8 @@ def run(
 ) -> SideOutcome:
     """Start a side once, for `warm_up` and `steps` measured steps, on `threads` threads in total.
 
-    With `save` a checkpoint is written after the last step (and, by pretrain_gpt.py, the times of a
-    step's parts). Files and logs go to `folder`.
+    With `save`, a checkpoint is written after the last step, and pretrain_gpt.py also measures the
+    phases of a step. Files and logs go to `folder`.
     """
     if reason := absent(side):
         return SideOutcome(reason=reason)
@@ -207,7 +213,7 @@ def peak_bytes(pid: int) -> int:
 
 
 def read(output: Path, ours: bool, warm_up: int, began_at: float) -> SideOutcome:
-    """The figures of a metrics file of pretrain_gpt.py, or of what a peer wrote."""
+    """Return the figures in a metrics file of pretrain_gpt.py or in the file of a peer."""
     if not output.exists():
         return SideOutcome(reason="it wrote no figures")
     records = [json.loads(line) for line in output.read_text().splitlines()]
@@ -232,17 +238,17 @@ def read(output: Path, ours: bool, warm_up: int, began_at: float) -> SideOutcome
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file or of all files in a folder."""
+    """Return the size in bytes of a file, or of all files in a folder."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return sum(file.stat().st_size for file in files)
 
 
 def last_words(log: Path) -> str:
-    """The last line of a log that is not empty, shortened."""
+    """Return the last non-empty line of a log, shortened."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return (lines[-1] if lines else "it printed nothing")[:200]
 
 
 def slug(text: str) -> str:
-    """A file name for a case and side."""
+    """Return a text, such as a case and side, in a form that can be a file name."""
     return "".join(c if c.isalnum() else "-" for c in text.lower()).strip("-")

@@ -2,13 +2,13 @@
 
     python benchmarks/step_waits.py [--device cpu|cuda] [--output FOLDER]
 
-pretrain_gpt.py trains as users start it, with --save. Four steps are observed after four
-others, including everything between them. On a device torch reports waiting calls
+pretrain_gpt.py trains as users start it, with --save. After four steps, the next four are observed,
+including everything between them. On a device torch reports waiting calls
 (torch.cuda.set_sync_debug_mode), except torch.cuda.synchronize and Event.synchronize, which are
 counted here. Waits for other ranks do not count. On a CPU, where nothing waits, host_waits.py
 counts the waits that tensors of a device would cause, in few and small steps, as a smoke test. Exit
-code 1 if a step waits more than once, and with experts more than once for each of their layers and
-micro-batches, apart from the report of --log-interval; or if not even that waits.
+code 1 if a step on a device waits more than once, apart from the report of --log-interval (with
+experts, once more for each of their layers and micro-batches), or if not even the report waits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from megatron.planner.subprocesses import gpus_here
 from megatron.training.run import loop
 from tests.helpers.launching import TINY
 
-STEPS = {"cuda": 4, "cpu": 1}  # that are observed, after as many others
+STEPS = {"cuda": 4, "cpu": 1}  # number of observed steps, and of steps before them
 LOOP = str(Path(loop.__file__).resolve())
 PROGRAM = (f"{ROOT / 'megatron'}/", str(ROOT / "pretrain_gpt.py"))
 Line = tuple[str, str]  # file:line, and phase
@@ -156,7 +156,7 @@ class WatchedTraining:
 
 
 def trainings(device: str, devices: int) -> list[WatchedTraining]:
-    """List what this machine can run."""
+    """List the trainings that this machine can run."""
     steps = STEPS[device]
     length = ["--train-iters", str(2 * steps), "--log-interval", str(steps)]
     if device == "cpu":
@@ -187,7 +187,7 @@ def trainings(device: str, devices: int) -> list[WatchedTraining]:
 
 
 def look_at(training: WatchedTraining, device: str, folder: Path) -> Counter[Line]:
-    """Run it; return the waits of the rank with the most waits at each line.
+    """Run a training; return, for each line, the waits of the rank with the most waits there.
 
     Raises RuntimeError if a rank fails.
     """

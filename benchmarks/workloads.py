@@ -2,8 +2,8 @@
 
 W1  GPT-2 124M, one process on all threads: bf16 and fp32, sequences of 512 and 1024
 W2  tensor parallel, W3 pipeline parallel, W4 data parallel with ZeRO-1: 6 layers of 512 on two
-    processes, which share the threads; W0 is the same model and batch on one process, the speed of
-    two processes without messages
+    processes, which share the threads; W0 is the same model and batch on one process, which has the
+    speed of two processes without messages
 
 W2 to W4 have a vocabulary of 8,192: with 50,304 the output layer costs as much as 8 layers, and a
 pipeline of two would mainly measure its last stage. All sides of a case train on the same number of
@@ -27,14 +27,18 @@ from megatron.model.formulas import model_flops_per_token, total_parameters
 
 @dataclass(frozen=True)
 class Side:
-    """Program on a case.
+    """Program that runs a case, with its settings.
 
     program     pretrain_gpt.py or a file of benchmarks/peers
+    flags       further flags of pretrain_gpt.py
+    compiled    whether a peer uses torch.compile
+    chunks      chunks per pipeline rank
     untouched   nothing is set in its environment
     defaults    its libraries use their defaults, even if these are slower
     less        work that it omits compared with the others
-    once        a variant of another side, which is started in the first round only
-    root        clone whose pretrain_gpt.py runs; version_of: the side that it is compared with
+    once        whether it is a variant of another side, started in the first round only
+    root        clone whose pretrain_gpt.py runs
+    version_of  side that it is compared with, if it is another version; None: the first of the case
     """
 
     name: str
@@ -52,9 +56,12 @@ class Side:
 
 @dataclass(frozen=True)
 class WorkloadCase:
-    """Model, batch and layout. micro_batches: of one replica in a step; the first side is ours.
+    """Model, batch and layout, with the sides that run them.
 
-    steps     measured steps of a start
+    micro_batch    samples of a micro-batch
+    micro_batches  micro-batches of one replica in a step
+    sides          programs; the first is ours
+    steps          measured steps of a start
     """
 
     workload: str
@@ -133,7 +140,7 @@ TRANSFORMERS_DEFAULTS = replace(
 )
 MEGATRON_CORE = Side("megatron-core", "megatron_core.py")
 DDP = replace(EAGER, name="torch, DDP", less=ALL_WEIGHTS)
-# Its steps take seconds each.
+# One measured step: each takes seconds.
 GPT2: dict[str, Any] = dict(
     workload="W1", layers=12, hidden=768, heads=12, vocabulary=50304, steps=1
 )
@@ -143,7 +150,7 @@ SMALL: dict[str, Any] = dict(
 
 
 def cpu_cases() -> list[WorkloadCase]:
-    """List all cases of a run on CPUs. fp32 takes one micro-batch a step: it is four times as slow."""
+    """List all cases of a run on CPUs. In fp32, four times as slow, a step is one micro-batch."""
     chunked = ("--num-layers-per-virtual-pipeline-stage", "1")
     pipelines = (
         replace(OURS, name="ours, 1F1B"),
@@ -195,7 +202,7 @@ def cpu_cases() -> list[WorkloadCase]:
 
 
 def quick(case: WorkloadCase) -> WorkloadCase:
-    """The case with a tiny model, to see that everything runs."""
+    """Return the case with a tiny model, to see that everything runs."""
     layers = min(case.layers, 6 if case.pipeline > 1 else 2)
     return replace(
         case, layers=layers, hidden=64, heads=4, vocabulary=512, sequence=case.sequence // 8
@@ -213,9 +220,9 @@ ACTIVATIONS_SHARE = 0.35  # of the device's memory that the largest model leaves
 
 
 def cuda_cases(memory_bytes: int) -> list[WorkloadCase]:
-    """Return the cases of a GPU: 124M, 1.3B, and the largest of GPT-3's proportions that fits.
+    """Return the cases of a GPU: 124M, 1.3B, and the deepest model of width 2560 that fits.
 
-    If 1.3B does not fit it is left out, and the largest is smaller.
+    A model that does not fit is left out.
     """
     room = (1 - ACTIVATIONS_SHARE) * memory_bytes
     small = WorkloadCase(

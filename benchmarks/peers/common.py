@@ -22,7 +22,14 @@ import torch
 class Task:
     """Training of a GPT-2: `steps` steps of `accumulation` micro-batches on each replica.
 
-    defaults  use the default settings of the libraries, even if they are slower or do less
+    micro_batch, sequence     samples of a micro-batch, and tokens of a sample
+    dtype                     "bf16" or "fp32"
+    output                    file for the figures
+    tensor, pipeline, chunks  tensor- and pipeline-parallel sizes; chunks per pipeline rank
+    device                    "cpu" or "cuda"
+    compiled                  whether to use torch.compile
+    defaults                  use the libraries' defaults, even if they are slower or do less
+    save                      file for a checkpoint after the last step; "": none
     """
 
     layers: int
@@ -56,7 +63,7 @@ CLIP = 1.0
 
 
 def read_task() -> Task:
-    """The task on the command line."""
+    """Return the task on the command line."""
     return Task(**json.loads(sys.argv[1]))
 
 
@@ -66,7 +73,7 @@ def world() -> tuple[int, int]:
 
 
 def micro_batch(task: Task) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets, [micro_batch, sequence] each."""
+    """Return random inputs and targets, [micro_batch, sequence] each."""
     tokens = torch.randint(
         task.vocabulary, (task.micro_batch, task.sequence + 1), device=task.device
     )
@@ -74,7 +81,7 @@ def micro_batch(task: Task) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decay_groups(parameters: Iterable[torch.Tensor]) -> list[dict[str, Any]]:
-    """Parameter groups: matrices and embeddings decay, biases and norms do not."""
+    """Return parameter groups: matrices and embeddings decay, biases and norms do not."""
     parameters = list(parameters)
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
@@ -91,7 +98,7 @@ def run_steps(
 
     `step` returns the mean loss of the step (None if this process does not know it) and the start
     time of its optimizer part, by time.perf_counter. With task.save, rank 0 then saves the result
-    of `state` with torch.save and syncs it to disk, and writes a line with the time of that.
+    of `state` with torch.save, syncs it to disk, and writes a line with the seconds that this took.
     """
     rank, _ = world()
     cuda = torch.cuda if task.device == "cuda" else None

@@ -86,7 +86,7 @@ def cuda_means_cpu() -> None:
         "manual_seed",
         "reset_peak_memory_stats",
     ):
-        # one for each name: torch.compile keeps a table of them
+        # a separate function for each name: torch.compile keeps a table of them
         setattr(cuda, name, lambda *_, **__: None)
     cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
     for name in ("Stream", "Event", "stream", "current_stream", "default_stream"):
@@ -103,7 +103,7 @@ def cuda_means_cpu() -> None:
 
 
 def build(task: Task) -> tuple[list[Any], Any]:
-    """Model chunks of this process in megatron-core's DDP, and its optimizer."""
+    """Return this process's model chunks in megatron-core's DDP, and its optimizer."""
     import megatron.core.optimizer as mcore_optimizer
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import (
@@ -206,7 +206,7 @@ def main() -> None:
 
     def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = output.float().mean()
-        return loss, {"loss": loss.detach().clone()}  # the schedule divides its own in place
+        return loss, {"loss": loss.detach().clone()}  # the schedule divides `loss` in place
 
     def forward(
         _: Iterator[None], model: torch.nn.Module, *__: Any

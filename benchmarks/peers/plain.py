@@ -1,10 +1,11 @@
-"""Plain PyTorch training loop of a short GPT-2, eager or compiled, with DDP on several processes.
+"""Plain PyTorch training loop of a GPT-2, eager or compiled, with DDP on several processes.
 
-Attention is scaled_dot_product_attention, the optimizer fused AdamW over fp32 weights, with
-gradient clipping. Eager, it has fp32 weights under autocast, as usual in small training loops.
-Compiled, it has bf16 weights with fp32 masters and gradients, like our side: autocast would cast
-all weights again in every micro-batch. On several processes torch's DistributedDataParallel sums
-the gradients; every process then updates all weights (ZeRO-1 would divide that work).
+Attention is scaled_dot_product_attention, and the optimizer is fused AdamW over fp32 weights, with
+gradient clipping. In eager mode, fp32 weights are used under autocast, as usual in small training
+loops. Compiled bf16 training on one process has bf16 weights with fp32 masters and gradients, like
+our side: autocast would cast all weights again in every micro-batch. On several processes, torch's
+DistributedDataParallel averages the gradients; every process then updates all weights (ZeRO-1 would
+divide that work).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from torch import Tensor, nn
 class PlainLayer(nn.Module):
     """Attention and MLP, each behind a LayerNorm and with a residual.
 
-    order  of the fused projection [b, s, 3, n, d] as [3, b, n, s, d]
-    back   of the result [b, n, s, d] as [b, s, n, d]
+    order  permutes the dimensions of the fused projection, [b, s, 3, n, d], to [3, b, n, s, d]
+    back   permutes those of the result, [b, n, s, d], to [b, s, n, d]
     """
 
     order = (2, 0, 3, 1, 4)
@@ -60,12 +61,12 @@ class PlainLayer(nn.Module):
         return x + self.drop(self.mlp_output(up))
 
     def drop(self, x: Tensor) -> Tensor:
-        """Return what is added to the residual; without dropout x itself."""
+        """Return what is added to the residual: without dropout, x itself."""
         return x
 
 
 class GPT(nn.Module):
-    """Mean cross entropy of the next token; the embedding is the output layer too."""
+    """GPT-2 that returns the mean cross entropy; the embedding is also the output layer."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class Masters:
             p.grad = None
 
     def give_weights(self) -> None:
-        """Round the new weights, and begin a new sum of gradients."""
+        """Copy the new weights to bf16, and begin a new sum of gradients."""
         with torch.no_grad():
             torch._foreach_copy_(self.working, self.weights)
         torch._foreach_zero_([weight.grad for weight in self.weights])

@@ -19,9 +19,9 @@ import warnings
 
 if json.loads(sys.argv[1])["device"] == "cpu":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-# DeepSpeed's import of it takes 4 s, and nothing here compiles
+# torch.compile is not used here, and DeepSpeed would spend 4 s on importing it
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-# a lock left by another run hangs
+# a lock file left by another run would block this one
 os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="torch_extensions_")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -45,7 +45,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 
 def settings(task: Task, size: int) -> dict[str, object]:
-    """DeepSpeed's JSON."""
+    """Return DeepSpeed's configuration."""
     return {
         "train_micro_batch_size_per_gpu": task.micro_batch,
         "gradient_accumulation_steps": task.accumulation,
