@@ -40,8 +40,8 @@ _START = (
     ("--complete", "With --print-config: require all settings of a run, such as its length."),
     (
         "--dry-run",
-        "Run one training step without data or devices, for any --world-size and --cluster, and "
-        "report the memory that a rank of each pipeline stage needs. Exit code 0; 3 if the step "
+        "Run two training steps without data or devices, for any --world-size and --cluster, and "
+        "report the memory that a rank of each pipeline stage needs. Exit code 0; 3 if a step "
         "fails or the model does not fit.",
     ),
     (
@@ -82,7 +82,7 @@ def render_help() -> str:
     for sentence in (
         f"Translated into settings: {', '.join((*DIRECT, *LATE))}.",
         f"Accepted without effect: {len(foreign_flags()) - refused} flags.",
-        f"Refused, with an alternative, unless the value turns the feature off: {refused} flags.",
+        f"Refused, with the reason, unless the value turns the feature off: {refused} flags.",
     ):
         lines += textwrap.wrap(
             sentence, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
@@ -143,7 +143,7 @@ def _description(option: Option) -> str:
     if option.inert:
         text += f" No effect: {option.inert}."
     default = option.derived or option.default
-    if default in (None, "") or isinstance(default, bool):
+    if default in (None, "", ()) or isinstance(default, bool):
         return text
     return f"{text} (default: {f'{default:g}' if isinstance(default, float) else _text(default)})"
 

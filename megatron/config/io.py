@@ -94,7 +94,7 @@ class DataConfig:
         metavar="[WEIGHT] PREFIX ...",
     )
     data_file_list: str | None = option(
-        None, "File with lines 'weight prefix corpus', instead of --data-path.", metavar="FILE"
+        None, "File with lines 'weight prefix [corpus]', instead of --data-path.", metavar="FILE"
     )
     split: str = option("969, 30, 1", "Proportions of the training, validation and test splits.")
     train_data_path: tuple[str, ...] | None = option(
