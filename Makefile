@@ -1,6 +1,6 @@
 # make train   set up, then train a small GPT on real text on this machine
-# make test    set up, then run all tests of a change
-# make prove   the long proofs, as named campaigns: ONLY=list names them with their minutes
+# make test    set up, then run everything that a change can break
+# make prove   run the long proofs, which are named campaigns: ONLY=list lists them with their minutes
 # make kernels compile csrc/kernels/ with every available compiler: for GPUs and this CPU
 # make bench   set up, then compare training speed with other frameworks
 # make gpu-check
@@ -11,20 +11,22 @@
 #   PYTHON       interpreter that creates the virtual environment (3.11 or newer)
 #   VENV         path of the environment; in an existing one setup installs or changes what this project
 #                needs, and names each package: to leave yours as it is, give the path of a new one
-#   TORCH        requirement of torch for pip, e.g. for ROCm
+#   TORCH        pip's requirement for torch, e.g. for ROCm
 #                  make train TORCH="torch --index-url https://download.pytorch.org/whl/rocm7.1"
 #                default: the tested version, unless the environment has a torch already
 #   SYSTEM_SITE  1: let a new environment use the system's packages, for an installed torch (modules, containers)
 #   WORKERS      processes that run tests side by side
 #   TESTS        arguments of pytest, e.g. make test TESTS=tests/parity
-#   ONLY         campaigns of make prove, e.g. make prove ONLY="kills parity"; PROVE: additional arguments for them;
-#                or steps of make gpu-check
-#   BUDGET       time of make gpu-check: 90s, 10m, 1h. It sets up nothing if it finds a torch: that of PYTHON if given,
-#                otherwise of VENV, otherwise of python3
-#   THERE, ARCH  of make gpu-kit: an interpreter of the version on the GPU machine, and the GPUs to build kernels for
+#   ONLY         campaigns of make prove, e.g. make prove ONLY="kills parity", or steps of make gpu-check
+#   PROVE        additional arguments for the campaigns of make prove
+#   BUDGET       time limit of make gpu-check: 90s, 10m, 1h. It sets up nothing if it finds a torch: that of PYTHON if
+#                given, otherwise that of VENV, otherwise that of python3
+#   THERE, ARCH  for make gpu-kit: an interpreter of the same version as the GPU machine's, and the kind of GPU to build
+#                kernels for
 #   BENCH        arguments of benchmarks/bench.py, e.g. make bench BENCH='--only W1'
 #   MEGATRON_KERNELS_TARGETS
-#                kernels to build during set-up, e.g. host,hip; none; default: host, and torch's kind of GPU
+#                targets of the kernels to build during set-up, e.g. host,hip; none: no kernels; default: host and
+#                the kind of GPU that torch was built for
 
 PYTHON      ?= python3
 VENV        ?= .venv
@@ -39,13 +41,13 @@ BUDGET      ?= 10m
 
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
-# Inputs of the environment; a change rebuilds it.
+# Inputs of the environment; after a change it is set up again.
 MADE_FROM := pyproject.toml setup.py $(filter-out requirements/bench.txt,$(wildcard requirements/*.txt)) \
              $(wildcard csrc/*.[ch]pp csrc/*/*.cpp csrc/*/*.h)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
-# Without compiled files each of the many test processes would compile the library, and pytest all tests.
+# Without .pyc files, each of the many test processes would compile the library, and pytest would compile all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup train test quick prove lint bench gpu-check gpu-kit kernels kernels-check clean
@@ -55,16 +57,16 @@ help:
 	@echo 'make train   set up, then train a small GPT on text from this machine (about 5 minutes on 2 cores)'
 	@echo 'make test    set up, then run everything that a change can break (about 6 minutes on 2 quiet cores)'
 	@echo 'make quick   the fast tests only (about a minute)'
-	@echo 'make prove   the long proofs, hours in all; ONLY=list names them, ONLY=kills runs one'
+	@echo 'make prove   the long proofs, hours in all; ONLY=list lists them, ONLY=kills runs one'
 	@echo 'make lint    ruff and mypy'
-	@echo 'make bench   set up, then measure training beside public peers (about 11 minutes on 2 quiet cores); BENCH=--quick'
+	@echo 'make bench   set up, then compare with other frameworks (about 11 minutes on 2 quiet cores); BENCH=--quick'
 	@echo 'make gpu-check'
-	@echo '             what the GPUs here can prove and measure, in runs/gpu/REPORT.md; BUDGET=10m; again: what is left'
-	@echo 'make gpu-kit what make gpu-check needs on a machine without a network: THERE=its-python ARCH=sm_90'
-	@echo 'make setup   only the virtual environment: $(VENV), with dependencies and csrc'
-	@echo 'make kernels compile csrc/kernels/, say what is there, and test it'
+	@echo '             test and measure the GPUs here, and write runs/gpu/REPORT.md; BUDGET=10m; run again to continue'
+	@echo 'make gpu-kit pack what make gpu-check needs on a machine without a network: THERE=its-python ARCH=sm_90'
+	@echo 'make setup   only set up the virtual environment, $(VENV), with dependencies and compiled csrc/'
+	@echo 'make kernels compile csrc/kernels/, list the libraries and compare each kernel with torch'
 	@echo 'make kernels-check'
-	@echo '             registers, LDS and occupancy of the kernels on AMD GPUs; fails where they break the rules (hipcc)'
+	@echo '             print registers, LDS and occupancy of AMD GPU kernels; fail if one breaks the rules; needs hipcc'
 	@echo 'make clean   remove caches and built files; the environment and runs/ stay'
 	@echo
 	@echo 'Settings: PYTHON, VENV, TORCH, SYSTEM_SITE, WORKERS, TESTS, ONLY, BENCH, BUDGET; see the head of the Makefile.'
@@ -78,7 +80,7 @@ $(STAMP): $(MADE_FROM)
 train: $(STAMP)
 	@$(PY) tools/train_example.py
 
-# Tests open pages in a browser where there is one; as root on Debian it is installed.
+# Tests open pages in Chromium if it is installed; as root on Debian it is installed first.
 BROWSER := $(VENV)/.browser
 
 $(BROWSER): | $(STAMP)
@@ -108,7 +110,7 @@ $(PEERS): requirements/bench.txt | $(STAMP)
 bench: $(STAMP) $(PEERS)
 	@$(PY) benchmarks/bench.py $(BENCH)
 
-# Any environment with torch is used; nothing is set up then.
+# An environment with torch is used as it is; otherwise one is set up.
 HAS_TORCH := import sys, importlib.util as u; sys.exit(sys.version_info < (3, 11) or not u.find_spec("torch"))
 ifneq ($(filter gpu-check,$(MAKECMDGOALS)),)
 WITH_TORCH := $(shell for py in $(if $(filter file,$(origin PYTHON)),,$(PYTHON)) $(PY) $(PYTHON); do \
