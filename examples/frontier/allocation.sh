@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# Functions of jobs that run several trainings; experiment.sh and tune.sbatch source it. Sourcing defines functions and
-# starts nothing. It needs MEGATRON_ROOT, and REQUEUE as in job.sh. Not run on Frontier yet.
+# Functions of jobs that run several trainings; experiment.sh and tune.sbatch source this file. Sourcing defines
+# functions and starts nothing. It needs MEGATRON_ROOT, and REQUEUE as in job.sh. Not run on Frontier yet.
 
-# Python for planning: the given one, the site's, this clone's, or any.
+# Print the Python for planning: PYTHON, or that of the site or of this clone, or any python3.
 planning_python() {
     local candidate
     for candidate in "${PYTHON:-}" "${SITE_VENV:-}/bin/python" "$MEGATRON_ROOT/.venv-frontier/bin/python" \
@@ -16,13 +16,14 @@ planning_python() {
     return 2
 }
 
-# Folder of all results: OUT, or that of site.env.
+# Print the folder of all results: OUT, or SITE_RUNS of site.env.
 results() { printf '%s' "${OUT:-${SITE_RUNS:-$MEGATRON_ROOT/runs}}"; }
 
-# in_allocation PROGRAM WORDS...: environment and preflight once for all trainings, then PROGRAM --hosts-file FILE WORDS...
-# with the good nodes in FILE. Exit codes 3 and 4 of PROGRAM mean that time or nodes ran out with work left: the job is
-# requeued unless it was cancelled, at most MAX_STARTS times without progress, which the caller's function `progress`
-# prints as a number. NO_KILL=1: the job was submitted with --no-kill, so that it survives the loss of nodes.
+# in_allocation PROGRAM WORDS...: prepare the environment and test the nodes once for all trainings, then run PROGRAM
+# --hosts-file FILE WORDS... with the good nodes in FILE. Exit codes 3 and 4 of PROGRAM mean that time or nodes ran out
+# with work left: the job is requeued unless it was cancelled, at most MAX_STARTS times without progress, which the
+# caller's function `progress` prints as a number. NO_KILL=1: the job was submitted with --no-kill, so that it survives
+# the loss of nodes.
 in_allocation() {
     # shellcheck source=examples/frontier/job.sh
     source "$MEGATRON_ROOT/examples/frontier/job.sh" || return 2
@@ -45,7 +46,7 @@ in_allocation() {
     return "$code"
 }
 
-# Distribute the environment, and find the good nodes. If a node dies during this, both fail.
+# Distribute the environment, and find the good nodes. If this fails because a node died, the job is requeued.
 make_ready() {
     local code=0
     prepare_environment && { [[ $PREFLIGHT != 1 ]] || run_preflight; } || code=$?
@@ -67,7 +68,7 @@ lost_nodes() {
 run_on_good_hosts() {
     local program=$1 hosts=$LOGS/hosts code=0
     shift
-    # job.sh, which each training sources again, would set these again.
+    # Each training sources job.sh again, which would otherwise set other values.
     export MEGATRON_ROOT POINT_PYTHON=$PYTHON POINT_CODE=$CODE DEVICE CPUS_PER_TASK GPU_VISIBILITY
     STOP_FILE=$LOGS/stop
     if [[ -n $GOOD_HOSTS ]]; then
@@ -84,7 +85,8 @@ run_on_good_hosts() {
     return "$code"
 }
 
-# Script of a task on another node for guard_script: $1 is the script's node, $2 the job, the other words end the job.
+# Program of guard_script's task on another node: $1 is the node of the batch script, $2 the job, and the other words are
+# the command that requeues or ends the job.
 # shellcheck disable=SC2016  # for the shell there
 GUARD='node=$1 job=$2
 shift 2
@@ -95,15 +97,15 @@ while sleep "${GUARD_S:-60}"; do
 done'
 
 # With --no-kill a job continues after its script died with its node, and all its nodes idle until its time limit. A task
-# on another node monitors the script: it then requeues the job, or ends it with REQUEUE=0 or after five refusals by
-# Slurm. If the node of that task dies, another one takes over.
+# on another node monitors the script: if the script dies, it requeues the job, or ends it with REQUEUE=0 or after five
+# refusals by Slurm. If the node of that task dies, a task on another node takes over.
 guard_script() {
     local here=${SLURMD_NODENAME:-$(hostname -s)} host pid ends=(scontrol requeue)
     [[ $REQUEUE == 1 ]] || ends=(scancel)
     trap '' USR1
     for host in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
         [[ $host != "$here" ]] || continue
-        # It outlives its srun only without output to it.
+        # The task outlives its srun only if it sends no output to it.
         srun -N 1 -n 1 --ntasks-per-node=1 -c 1 --overlap -w "$host" --job-name=guard --input=none --output=/dev/null \
             --error=/dev/null bash -c "$GUARD" guard "$here" "$JOB" "${ends[@]}" </dev/null >/dev/null 2>&1 &
         pid=$!
@@ -111,17 +113,17 @@ guard_script() {
         wait "$pid"
     done
     [[ -z ${pid:-} || $(squeue -h -j "$JOB" -o %T 2>/dev/null) != RUNNING* ]] ||
-        complain "no other node runs the guard: should $here die, the job would idle until its time is over"
+        complain "no other node runs the guard: if $here died, the job would idle until its time limit"
 }
 
-# forwarded COMMAND...: run it in the background, forwarding USR1 and TERM to its current program. STOP_FILE exists after
-# a signal.
+# forwarded COMMAND...: run it in the background, forwarding USR1 and TERM to the program that it is running. STOP_FILE
+# exists after a signal.
 forwarded() {
     local pid=
     trap 'touch "$STOP_FILE"; pkill -USR1 -P "${pid:-${!-}}" 2>/dev/null' USR1
     trap 'touch "$STOP_FILE"; pkill -TERM -P "${pid:-${!-}}" 2>/dev/null' TERM
-    # Slurm signals all processes of a script at a job's end. The shell in between would die of it, this one would take
-    # that for the end, and the program would be killed before its last output.
+    # Slurm signals all processes of a script at a job's end. The shell in between would die of the signal, this shell
+    # would take that for the end of the program, and the program would be killed before its last output.
     (trap : USR1 TERM && "$@") &
     pid=$!
     wait_through_signals "$pid"

@@ -11,8 +11,8 @@
 #
 # Settings, from the environment:
 #   MODEL        22b, 175b, 1t, or any preset           RECIPE      paper or frontier
-#   VALUES       of what varies, such as "1 2 4": replicas in weak and strong scaling
-#   BATCH        sequences: weak per replica, strong in total, pp-bubble per stage, otherwise of every point
+#   VALUES       values of the size that varies, such as "1 2 4": replicas in weak and strong scaling
+#   BATCH        global batch in sequences: per replica for weak, per stage for pp-bubble, otherwise of every point
 #   ITERATIONS   measured steps of each point           WARM_UP     steps before them
 #   OUT          folder of results, with a subfolder for each experiment
 #   SIDE_BY_SIDE 1: points share the allocation on disjoint nodes; 0: one after another
@@ -67,7 +67,8 @@ submit_one() {
     SUBMIT='' sbatch -N "$most" -t "$(longest_time "$most")" "$SCRIPT" "$@"
 }
 
-# submit_each ARGUMENTS...: a job for each point that is not done, of its own size, in a partition where it can last.
+# submit_each ARGUMENTS...: submit a job for each point that is not done, with its number of nodes, in a partition that
+# allows its time.
 submit_each() {
     local kind name nodes time partition points options
     for kind in $KINDS; do
@@ -81,12 +82,12 @@ submit_each() {
     done
 }
 
-# longest_time NODES: print TIME, or the longest job that the machine allows on NODES nodes.
+# longest_time NODES: print TIME, or the longest time that the machine allows a job on NODES nodes.
 longest_time() {
     printf '%s' "${TIME:-$(experiment "${KINDS%% *}" --print-limit "$1")}"
 }
 
-# Points that are done, of all experiments with these results.
+# Print the number of points that are done, of all experiments in the folder of results.
 progress() { grep -rls --include=result.json '"status": "done"' "$(results)" | wc -l; }
 
 main() {

@@ -1,27 +1,28 @@
 # shellcheck shell=bash
-# The body of every job here. The train_*.sbatch scripts set their recipe, source this file and call train_job with
-# their arguments; experiments call prepare_environment, run_preflight and launch_training themselves. Sourcing defines
-# functions and settings and starts nothing. Not run on Frontier yet; tests/slurm runs it unchanged under a real Slurm.
+# The body of every job of this folder. The train_*.sbatch scripts set their recipe, source this file and call train_job
+# with their arguments; experiments call prepare_environment, run_preflight and launch_training themselves. Sourcing
+# defines functions and settings and starts nothing. Not run on Frontier yet; tests/slurm runs it unchanged under a real
+# Slurm.
 #
 # A job has these steps, with their output in SITE_RUNS/RUN_NAME/logs/JOB/RESTART/:
 #   check       pretrain_gpt.py resolves the whole configuration, without torch: a wrong flag ends the job at once
 #   environment the packed Python environment and the code are copied to every node's NVMe drive
 #   preflight   every device and node is tested; slow and dead nodes are left out if there are spare ones
 #   training    on the good nodes, from the newest checkpoint
-# It ends with one of these exit codes (or that of the program, or 128 + the signal that killed a task):
+# The job ends with one of these exit codes (or that of the program, or 128 + the signal that killed a task):
 #   0 training is complete, or saved and requeued            2 error in the command or in site.env
 #   3 started too often without a new checkpoint             4 too few good nodes        75 a rank was lost
 #
 # Settings, from the environment:
-#   PRESET           another preset than the recipe's; empty: none
+#   PRESET           a preset other than the recipe's; empty: none
 #   RECIPE           frontier (ours) or paper (Dash et al., fp16, plain placement)
 #   RUN_NAME         folder in SITE_RUNS, also for checkpoints: a job with the same name resumes. Default: the job's
-#                    name, with -paper for RECIPE=paper, -mock for --mock-data, and the number of a job array's task
+#                    name, plus -paper for RECIPE=paper, -mock for --mock-data, and the number of a job array's task
 #   NODES_NEEDED     nodes to train on; the rest of the allocation are spares. Default: all
-#   PREFLIGHT        1: test the nodes first; 0: no test.  PREFLIGHT_FLAGS: more flags for tools/preflight.py measure
+#   PREFLIGHT        1: test the nodes first; 0: no test.  PREFLIGHT_FLAGS: flags for tools/preflight.py measure
 #   REQUEUE          1: requeue at the end of the job's time and after a lost rank; 0: never
 #   MAX_STARTS       number of starts from the same checkpoint after which the job is no longer requeued
-#   GPU_VISIBILITY   one: each task sees its own GCD; all: each sees all eight; none
+#   GPU_VISIBILITY   one: each task sees its own GCD; all: each sees all eight; none: srun gets no flags for GPUs
 #   DEVICE           gpu, or cpu for trials (gloo, no modules)
 #   TASKS_PER_NODE, CPUS_PER_TASK, SRUN_FLAGS, SRUN_WAIT, MASTER_PORT, DRY_RUN (1: check the
 #                    flags and the modules here, and print the commands and variables; nothing is started)
@@ -31,7 +32,7 @@
 source "${SITE_FILE:-$MEGATRON_ROOT/examples/frontier/site.env}" || exit 2
 : "${DEVICE:=gpu}" "${RECIPE:=frontier}" "${PREFLIGHT:=1}" "${REQUEUE:=1}" "${MAX_STARTS:=3}" "${DRY_RUN:=0}"
 : "${TASKS_PER_NODE:=8}" "${CPUS_PER_TASK:=7}"
-# When a rank is lost the others name it and exit; srun must not kill them earlier, only if they do not exit.
+# When a rank is lost, the others name it and exit. srun must not kill them before that, only if they do not exit.
 : "${SRUN_WAIT:=600}"
 : "${MASTER_PORT:=3442}"
 if [[ $DEVICE == cpu ]]; then
@@ -40,7 +41,7 @@ if [[ $DEVICE == cpu ]]; then
 else
     : "${GPU_VISIBILITY:=one}"
 fi
-export USER=${USER:-$(id -un)} # a part of the drive's path
+export USER=${USER:-$(id -un)} # part of the path of a node's drive
 unset "${!SQUEUE_@}" # squeue also reads filters from variables: a job that they hide would seem to have ended
 RUN_NAME_GIVEN=${RUN_NAME:-}
 : "${RUN_NAME:=${SLURM_JOB_NAME:-${MODEL:-run}}}"
@@ -49,7 +50,7 @@ export NCCL_NET_GIVEN=${NCCL_NET_GIVEN-${NCCL_NET:-}}
 # shellcheck source=examples/frontier/env.sh
 source "$MEGATRON_ROOT/examples/frontier/env.sh"
 RUN=$SITE_RUNS/$RUN_NAME
-# In an array SLURM_JOB_ID of one task is the number of the whole array, which names all tasks to Slurm's commands.
+# In a job array, SLURM_JOB_ID of one task is the number of the whole array: Slurm's commands would apply to all tasks.
 JOB=${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID:-}_$SLURM_ARRAY_TASK_ID}
 : "${JOB:=${SLURM_JOB_ID:-dry}}"
 RESTART=${SLURM_RESTART_COUNT:-0}
@@ -78,7 +79,7 @@ run() {
     [[ $DRY_RUN == 1 ]] || "$@"
 }
 
-# flag_value NAME FLAGS...: print the last value of --NAME in FLAGS; nothing without one.
+# flag_value NAME FLAGS...: print the last value of the flag NAME in FLAGS; nothing if it does not occur.
 flag_value() {
     local name=$1 found=
     shift
@@ -100,7 +101,7 @@ has_flag() {
     return 1
 }
 
-# Nodes of the allocation; for a dry run the number in the script's header.
+# Print the number of nodes of the allocation; outside a job, the number in the script's header.
 allocated_nodes() {
     local asked
     asked=$(sed -n 's/^#SBATCH *-N *\([0-9][0-9]*\).*/\1/p' "$0" 2>/dev/null | head -n 1)
@@ -132,14 +133,14 @@ task_flags() {
     FLAGS+=(${more[@]+"${more[@]}"})
 }
 
-# on_every_node COMMAND...: once on each node of the allocation.
+# on_every_node COMMAND...: run it once on each node of the allocation.
 on_every_node() {
     run srun -N "$(allocated_nodes)" -n "$(allocated_nodes)" --ntasks-per-node=1 -c 1 --kill-on-bad-exit=1 "$@"
 }
 
 # send_tar FILE NAME CHECK...: broadcast FILE, unpack it as SITE_NVME/NAME on every node, run CHECK with that folder as
-# last argument. sbcast leaves parts of files behind when it fails, and a node may be full: only what was checked gets
-# its name.
+# last argument. sbcast leaves parts of files behind when it fails, and a node may be full: the folder gets its name only
+# after the check.
 send_tar() {
     local file=$1 folder=$SITE_NVME/$2 unpack
     shift 2
@@ -150,14 +151,14 @@ send_tar() {
     on_every_node bash -c "$unpack"' && mv "$0.part" "$0" && "$@" "$0"' "$folder" "$@"
 }
 
-# What the passport of a checkpoint says of the code, whose copy on the nodes has no .git.
+# Export the revision of the code for the passport.json of checkpoints: the copy of the code on the nodes has no .git.
 export_revision() {
     MEGATRON_REVISION=$(git -C "$MEGATRON_ROOT" rev-parse HEAD 2>/dev/null) || return 0
     git -C "$MEGATRON_ROOT" diff --quiet HEAD 2>/dev/null || MEGATRON_REVISION+=" dirty"
     export MEGATRON_REVISION
 }
 
-# The variables of the network, the devices and the threads that a training gets, as one line.
+# Print the variables that a training gets for network, devices and threads, as one line.
 show_environment() {
     local name words=()
     while read -r name; do
@@ -166,7 +167,8 @@ show_environment() {
     show export ${words[@]+"${words[@]}"}
 }
 
-# For a dry run: whether this node, a login node perhaps, can load the modules, without keeping them. 2: it cannot.
+# For a dry run: test whether this node (perhaps a login node) can load the modules, without keeping them loaded.
+# Returns 2 if it cannot.
 try_modules() {
     # shellcheck disable=SC2086  # a list
     show module load $SITE_MODULES
@@ -178,8 +180,8 @@ try_modules() {
     fi
 }
 
-# Python and the code on every node's own drive, where SITE_ENV is there; else as they lie on the shared file system.
-# Sets PYTHON and CODE. 2: there is no Python.
+# Copy Python and the code to every node's own drive if SITE_ENV exists; otherwise use them from the shared file system.
+# Sets PYTHON and CODE. Returns 2 if there is no Python or a module is missing.
 prepare_environment() {
     local code=0
     [[ $DRY_RUN != 1 ]] || show_environment
@@ -193,7 +195,7 @@ prepare_environment() {
         [[ -z ${MIOPEN_USER_DB_PATH:-} ]] || on_every_node mkdir -p "$MIOPEN_USER_DB_PATH"
     fi
     local start=$SECONDS job_code=code.$JOB.$RESTART sent=0
-    # What they say is of interest only when they fail: every node would say it.
+    # Print the output of the imports only if they fail: every node would print it.
     # shellcheck disable=SC2016
     local imports='said=$("$1/bin/python" -c "import torch, deepspeed" 2>&1) || { echo "$said" >&2 && exit 1; }'
     if [[ ! -f $SITE_ENV || -z $SITE_NVME ]]; then
@@ -220,7 +222,7 @@ prepare_environment() {
     return 2
 }
 
-# Test all nodes of the allocation. Sets GOOD_HOSTS to the file of the nodes to train on. Returns 4 for too few good ones.
+# Test all nodes of the allocation. Sets GOOD_HOSTS to the file of the nodes to train on. Returns 4 if too few are good.
 run_preflight() {
     local nodes needed folder=$LOGS/preflight code=0 good=0
     nodes=$(allocated_nodes)
@@ -242,7 +244,7 @@ run_preflight() {
         say "preflight: training on $needed of $nodes node(s)$(bad_hosts_line ', without ')"
         return 0
     fi
-    ((code == 4)) || failing_tasks "$folder" # 4 is a verdict, no failure
+    ((code == 4)) || failing_tasks "$folder" # 4 is a verdict, not a failure
     ((code != 2)) || return 2
     complain "preflight: no $needed good nodes among $nodes (exit code $code, $folder)." \
         "$(bad_hosts_line 'To submit again without the bad ones: sbatch --exclude=')"
@@ -295,7 +297,7 @@ compressed() { scontrol show hostlist "$1" 2>/dev/null || printf '%s' "$1"; }
 # SIGTERM, which Slurm sends to script and tasks alike, does not end the script before the tasks have saved.
 forwarding() {
     local pid=
-    trap 'kill -USR1 "${pid:-${!-}}" 2>/dev/null' USR1  # $!: it came before pid was set
+    trap 'kill -USR1 "${pid:-${!-}}" 2>/dev/null' USR1  # $!: the signal may come before pid is set
     trap 'say "SIGTERM: waiting for the tasks to save"' TERM
     "$@" &
     pid=$!
@@ -319,9 +321,9 @@ launch_training() {
     launch "$CODE/pretrain_gpt.py" ${backend[@]+"${backend[@]}"} "$@"
 }
 
-# failing_tasks FOLDER: print the failed tasks of the launch there, according to srun, with their logs, and the last lines
-# of the first one. Signals and errors of a program (1) come before refusals (2) and lost peers (75), which they cause on
-# other ranks.
+# failing_tasks FOLDER: print the tasks of the launch in FOLDER that failed according to srun, with the names of their
+# logs, and the last lines of up to two logs. Signals and errors of a program (1) come before refusals (2) and lost peers
+# (75), which they cause on other ranks.
 failing_tasks() {
     local host tasks how file shown=0
     [[ -s $1/srun.err ]] || return 0
@@ -350,7 +352,7 @@ check_settings() {
     setting DEVICE 'gpu|cpu' "gpu or cpu" || return
     setting GPU_VISIBILITY 'one|all|none' "one, all or none" || return
     for name in MAX_STARTS TASKS_PER_NODE CPUS_PER_TASK MASTER_PORT; do
-        setting "$name" '[1-9][0-9]*' "a number from 1 on" || return
+        setting "$name" '[1-9][0-9]*' "a number of at least 1" || return
     done
     setting SRUN_WAIT '[0-9]+' "a number of seconds" || return
     nodes=$(allocated_nodes)
@@ -391,7 +393,7 @@ start_flags() {
     fi
 }
 
-# data_flags FLAGS...: add tokens and tokenizer of site.env to TRAIN_FLAGS, unless FLAGS have their own.
+# data_flags FLAGS...: add the data and the tokenizer of site.env to TRAIN_FLAGS, unless FLAGS name others.
 data_flags() {
     if has_flag "--mock-data --data-path --data-file-list --train-data-path" "$@"; then return 0; fi
     if [[ -z $SITE_DATA ]]; then
@@ -404,10 +406,10 @@ data_flags() {
     fi
 }
 
-# Iteration of the newest checkpoint in SAVE.
+# Print the iteration of the newest checkpoint in SAVE; 0 if there is none.
 reached() { cat "$SAVE/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0; }
 
-# Number of consecutive starts of this job from the current newest checkpoint.
+# Print the number of consecutive starts of this job from the current newest checkpoint.
 fruitless_starts() {
     cat "$JOB_LOGS/starts" 2>/dev/null | awk -v now="$(reached)" '{ n = $2 == now ? n + 1 : 0 } END { print n + 0 }'
 }
@@ -430,7 +432,7 @@ check_flags() {
     local python=$PYTHON world
     world=$((${NODES_NEEDED:-$(allocated_nodes)} * TASKS_PER_NODE))
     local command=("$python" "$CODE/pretrain_gpt.py" "${TRAIN_FLAGS[@]}" --complete --world-size "$world" --print-config)
-    [[ -x $python || $DRY_RUN == 1 ]] || return 0 # only the packed environment is there: the ranks will find out
+    [[ -x $python || $DRY_RUN == 1 ]] || return 0 # only the packed environment exists: the ranks check the flags
     show "${command[@]}"
     if [[ $DRY_RUN != 1 ]]; then
         "${command[@]}" >"$LOGS/config.txt"
@@ -441,9 +443,9 @@ check_flags() {
     fi
 }
 
-# cause CODE FOLDER: print the exit code of a launch there, but 1 if a task ended with an error of the program (1) and none
-# by a signal. Consequences on other ranks have higher codes, as if a rank had been lost or a setting were wrong, but
-# another start would hit the same error.
+# cause CODE FOLDER: print CODE, the exit code of the launch in FOLDER, or 1 if a task ended with an error of the program
+# (1) and none by a signal. Consequences on other ranks have higher codes, as if a rank had been lost or a setting were
+# wrong, but another start would hit the same error.
 cause() {
     local ends
     ends=$(sed -n 's/^srun: error: [^:]*: tasks\{0,1\} [0-9,-]*: //p' "$2/srun.err" 2>/dev/null)
@@ -454,7 +456,7 @@ cause() {
     fi
 }
 
-# left_to_slurm: test, and report, whether the job is already ending or requeued, other than by its time limit.
+# left_to_slurm: test, and report, whether the job is already ending or requeued for a reason other than its time limit.
 left_to_slurm() {
     local state
     state=$(squeue -h -j "$JOB" -o '%T %r' 2>/dev/null)

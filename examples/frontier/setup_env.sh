@@ -5,7 +5,7 @@
 #     source examples/frontier/site.env && bash examples/frontier/setup_env.sh [--dry-run] [--fresh] [STEP...]
 #
 #   --dry-run   print the commands of each step without running them
-#   STEP        only these of: modules venv torch deepspeed flash project deephyper check pack
+#   STEP        run only these steps, any of: modules venv torch deepspeed flash project deephyper check pack
 #
 # Settings, from the environment (defaults in brackets):
 #   TORCH_VERSION [2.10.0], TORCH_INDEX [https://download.pytorch.org/whl/rocm7.1]
@@ -15,7 +15,7 @@
 #   FLASH_ATTN_VERSION [v2.8.4.1-cktile]
 #   DEEPHYPER [1]     the paper's search, for tools/tune.py; 0: without it, Optuna searches
 #   PYTHON [python3]  of the module cray-python. It must exist on the nodes (/opt, /usr): it is not packed
-#   JOBS [4]          compilers side by side; login nodes are shared
+#   JOBS [4]          number of compilers that run at once; login nodes are shared
 set -eEuo pipefail
 
 here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
@@ -46,7 +46,7 @@ run() { # run COMMAND...: show it, and run it unless this is a dry run
     ((dry)) || "$@"
 }
 
-pip() { # without --user packages, and with the versions that were tested together
+pip() { # pip ARGUMENTS...: run pip of the environment, without --user packages
     run env PYTHONNOUSERSITE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 "$python" -m pip "$@"
 }
 
@@ -83,7 +83,7 @@ step_venv() {
 # The wheels include RCCL and hipBLASLt.
 step_torch() { pip install "torch==$TORCH_VERSION" --index-url "$TORCH_INDEX"; }
 
-# DS_BUILD_OPS=0: compile no ops, neither now nor at the start of a job; the engine does not need them.
+# DS_BUILD_OPS=0: compile none of DeepSpeed's ops. The engine needs none, so none is compiled at the start of a job either.
 step_deepspeed() {
     run env DS_BUILD_OPS=0 PYTHONNOUSERSITE=1 "$python" -m pip install --no-build-isolation -c "$constraints" \
         "deepspeed==$DEEPSPEED_VERSION"
@@ -108,7 +108,7 @@ step_project() {
     run env -C "$MEGATRON_ROOT" "$python" setup.py -q build_kernels --target host --jobs "$JOBS"
 }
 
-# Constraints: the exact versions of installed packages, otherwise those that were tested together.
+# Print constraints for pip: the exact versions of installed packages, for others those that were tested together.
 as_it_is() {
     {
         PYTHONNOUSERSITE=1 "$python" -m pip list --disable-pip-version-check --format=freeze &&
@@ -116,17 +116,17 @@ as_it_is() {
     } | awk -F== '{ name = tolower($1); gsub(/[-_.]+/, "-", name) } !seen[name]++'
 }
 
-# The paper's search. It must not change installed packages or need compilation: otherwise pip refuses before it changes
-# anything, and tools/tune.py searches with Optuna.
+# Install DeepHyper, the paper's search. It must not change installed packages or need compilation: otherwise pip refuses
+# before it changes anything, and tools/tune.py searches with Optuna.
 step_deephyper() {
     [[ $DEEPHYPER == 1 ]] || { say "DeepHyper: left out (DEEPHYPER=1 installs it)" && return 0; }
     local versions=$SITE_VENV/src/versions.txt # src is not packed
     if ! { ((dry)) || { mkdir -p "${versions%/*}" && as_it_is >"$versions"; }; } ||
         ! pip install --only-binary :all: -c "$versions" "deephyper==$(sed -n 's/^deephyper==//p' "$constraints")"; then
-        say "WARNING: DeepHyper cannot be installed, see above: left out, the tuner searches with Optuna"
+        say "WARNING: DeepHyper cannot be installed, see above: it is left out, and the tuner searches with Optuna"
     elif ! run "$python" -c 'from megatron.jobs.search import find_search; find_search("deephyper")'; then
         pip uninstall --yes deephyper
-        say "WARNING: DeepHyper does not work here, see above: taken out again, the tuner searches with Optuna"
+        say "WARNING: DeepHyper does not work here, see above: it is removed again, and the tuner searches with Optuna"
     fi
 }
 

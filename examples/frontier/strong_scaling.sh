@@ -1,6 +1,7 @@
 #!/bin/bash
-# Strong scaling: one batch for all sizes. 175B with 8000 sequences to 1024 GCDs, and with MODEL=1t 1T with 8016 to 3072,
-# as in Dash et al. experiment.sh explains how to run it, EXPERIMENTS.md the costs.
+# Strong scaling: the same global batch on any number of GCDs. As in Dash et al., 175B runs with 8000 sequences on up to
+# 1024 GCDs, and with MODEL=1t, 1T runs with 8016 on up to 3072. experiment.sh explains how to run this script, and
+# EXPERIMENTS.md gives the costs.
 #     source examples/frontier/site.env && sbatch examples/frontier/strong_scaling.sh
 #     MODEL=1t sbatch -N 384 -t 06:00:00 examples/frontier/strong_scaling.sh
 #SBATCH -J strong_scaling

@@ -1,6 +1,7 @@
 #!/bin/bash
-# Throughput against tensor-parallel size, pipeline-parallel size (at a fixed batch, and at a fixed bubble, with a batch that
-# grows, too), global batch and micro-batch. experiment.sh explains how to run it, EXPERIMENTS.md the costs.
+# Throughput as a function of tensor-parallel size, pipeline-parallel size (with a fixed batch, and with a batch that grows
+# so that the bubble is fixed), global batch and micro-batch. experiment.sh explains how to run this script, and
+# EXPERIMENTS.md gives the costs.
 #     source examples/frontier/site.env && sbatch examples/frontier/sweep_tp_pp_mbs.sh
 #     KINDS="tp pp" examples/frontier/sweep_tp_pp_mbs.sh --dry-run
 #SBATCH -J sweep_tp_pp_mbs

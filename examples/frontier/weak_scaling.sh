@@ -1,6 +1,7 @@
 #!/bin/bash
-# Weak scaling: the batch grows with the replicas. 175B to 1024 GCDs with 640 sequences a replica, and with MODEL=1t 1T to
-# 3072 with 1600, as in Dash et al. experiment.sh explains how to run it, EXPERIMENTS.md the costs.
+# Weak scaling: the global batch grows with the number of replicas. As in Dash et al., 175B runs on up to 1024 GCDs with
+# 640 sequences per replica, and with MODEL=1t, 1T runs on up to 3072 with 1600. experiment.sh explains how to run this
+# script, and EXPERIMENTS.md gives the costs.
 #     source examples/frontier/site.env && sbatch examples/frontier/weak_scaling.sh
 #     MODEL=1t sbatch -N 384 -t 04:00:00 examples/frontier/weak_scaling.sh
 #SBATCH -J weak_scaling
