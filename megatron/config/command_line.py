@@ -46,8 +46,9 @@ class Flag:
 
     settings  names of the settings that the flag may set
     option    declaration of the setting, for a flag that sets a single one
-    value     value that the flag sets if it is given without words; None: it needs words
-    weak      whether any other flag for the same setting overrides this one
+    value     value that the flag sets if it is given without words; None: it needs words, unless
+              the option has an implied value
+    weak      whether every flag for the same setting that is not weak overrides this one
     foreign   another framework's flag that has no setting here
     read      function that translates the flag's words into settings
     """
@@ -70,7 +71,7 @@ class ChosenValue(NamedTuple):
 
 @functools.cache
 def settings_flags() -> Mapping[str, Flag]:
-    """Return every spelling that sets a setting, with its meaning."""
+    """Return every spelling that sets a setting or is in META_FLAGS, with its meaning."""
     table: dict[str, Flag] = {}
 
     def add(spelling: str, flag: Flag) -> None:
@@ -141,7 +142,7 @@ def with_preset(name: str | None, flags: Sequence[str]) -> list[str]:
 
 
 def split_at_dashes(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """Split a tool's command line at the first -- into its own words and training flags.
+    """Split a tool's command line at the first --: words for the tool, and training flags.
 
     None stands for sys.argv[1:].
     """
@@ -157,7 +158,7 @@ def scan(argv: Sequence[str]) -> Scanned:
     words: list[str] | None = None  # words of the current flag; None: no flag takes them
     for index, word in enumerate(argv):
         spelling, equals, value = word.partition("=")
-        # Forks, Primus and the attribute names of Megatron-LM have underscores.
+        # Flags of forks and Primus, and names of Megatron-LM's attributes, have underscores.
         if "_" in spelling and spelling not in flag_table():
             spelling = spelling.replace("_", "-")
         if word == "--":
@@ -189,7 +190,7 @@ def parse_args(
 ) -> Config:
     """Return the configuration of a training command line.
 
-    world_size  number of processes that the launcher started; None without a launcher
+    world_size  number of processes that were started; None: --world-size, or its default, applies
     pieces      the user's own pieces
     checkpoint  function that reads the settings for --use-checkpoint-args and --load hf:FOLDER;
                 None: no checkpoint is read
@@ -233,7 +234,7 @@ def parse_plan(
     """Return the configuration of a command line for planning, before a launch.
 
     --world-size gives the number of processes. Settings that only a run needs (data, length,
-    learning rate) may be absent. Raises ConfigError.
+    learning rate) may be absent. Raises ConfigError with all problems.
     """
     return finish(read_settings(argv, pieces, checkpoint))
 
@@ -241,9 +242,10 @@ def parse_plan(
 def read_settings(
     argv: Sequence[str], pieces: Pieces = PLAIN, checkpoint: ReadCheckpoint | None = None
 ) -> Settings:
-    """Return the settings chosen by a command line, its preset and its --config file, unresolved.
+    """Return the settings chosen by a command line, its preset and its --config file.
 
-    Problems are collected in the result's `problems`.
+    They are not resolved: there are no defaults or derived values. Problems are collected in the
+    result's `problems`.
     """
     scanned = scan(argv)
     settings = Settings(problems=scanned.problems, pieces=pieces)
@@ -345,16 +347,16 @@ def _flags_of_file(
 ) -> tuple[dict[str, list[str]], dict[str, str], set[str]]:
     """Return the flags in the file named by --config, with their words, and their origins.
 
-    Also return the origins of values that were defaults in the run that wrote the file; a value
-    that is still the default does not count as chosen.
+    Also return the origins of values that were defaults in the run that wrote the file: if such a
+    value is still the default, it does not count as chosen.
 
     explicit  flags on the command line, with their words
     chosen    settings that these flags set
 
-    If a run wrote the file, even with an older version, settings for a single start are omitted.
-    If --save differs, so are the locations of that run's outputs. A notice lists what is omitted,
-    except settings that are chosen again. Flags that name code are a problem unless they are
-    overridden or --trust-config is given, since such files are shared.
+    If a run wrote the file, even with an older version, settings for a single start are omitted,
+    and if --save differs, also the locations of that run's outputs. A notice lists what is omitted,
+    except defaults and settings that are chosen again. Flags that name code are a problem unless
+    they are overridden or --trust-config is given, since such files are shared.
     """
     from megatron.config.settings_file import read_settings_file, words_of
 

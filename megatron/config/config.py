@@ -57,10 +57,11 @@ class Config(Sections):
     def create(cls, preset: str | None = None, **values: object) -> Config:
         """Create a configuration from settings by name: Config.create(num_layers=4, ...).
 
-        num_layers, hidden_size, num_attention_heads and seq_length are required. Unless given,
-        micro_batch_size is 1, lr is 1e-4, train_iters is one more than warm-up and final decay
-        take, and world_size is the smallest that the parallel sizes allow. `preset` names a preset
-        to start from. Raises ConfigError with all problems.
+        num_layers, hidden_size, num_attention_heads and seq_length are required. `preset` names a
+        preset, whose values `values` override. Of settings in neither, micro_batch_size is 1, lr is
+        1e-4, train_iters (or train_samples, if the schedule is in samples) is one more than warm-up
+        and final decay take, and world_size is the smallest that the parallel sizes allow. Raises
+        ConfigError with all problems.
         """
         settings = Settings()
         if preset is not None:
@@ -72,7 +73,7 @@ class Config(Sections):
     def replace(self, **values: object) -> Config:
         """Return a copy with some settings changed and dependent settings derived again.
 
-        None resets a setting. Raises ConfigError with all problems.
+        None resets a setting to its derived or default value. Raises ConfigError with all problems.
         """
         settings = Settings(
             explicit=dict(self.explicit),
@@ -187,7 +188,7 @@ def finish(
 
     merge_json  whether to merge the DeepSpeed JSON into `settings`
     run         whether to require the settings that only a training run needs
-    export      function that returns why --save-hf could not write a model
+    export      function that returns why --save-hf could not write the model; None: no check
 
     Raises ConfigError with all problems.
     """

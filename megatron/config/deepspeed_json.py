@@ -86,7 +86,8 @@ class _Merge:
             has = f"{key} has"
             used = (*tables["settings"], *tables["fp16_settings"])
             if isinstance(rest, dict) and any(name.startswith(f"{key}.") for name in used):
-                has = f"{', '.join(f'{key}.{inner}' for inner in rest)} have"  # the others do
+                # other entries of this object set something
+                has = f"{', '.join(f'{key}.{inner}' for inner in rest)} have"
             self.settings.notices.append(f"{self._at(key)}: {has} no effect: {why}")
         remaining = {key: value for key, value in self.content.items() if not _only_empty(value)}
         if "optimizer" in remaining:
@@ -148,7 +149,8 @@ class _Merge:
     def _set_one(self, key: str, name: str, value: object, written: object = None) -> None:
         """Set one setting.
 
-        `written` is the value in the file if that is not the setting's value, but was converted.
+        `written` is the value in the file if the setting's value was computed from it; None: both
+        are the same.
         """
         settings = self.settings
         option = all_options()[name]
@@ -226,7 +228,7 @@ class _Merge:
 
 def _power_of_two(value: Any) -> float:
     if type(value) not in (int, float) or not -1000 <= value <= 1000:
-        raise ValueError(f"expected a power of two between -1000 and 1000, got {value!r}")
+        raise ValueError(f"expected an exponent of two between -1000 and 1000, got {value!r}")
     return float(2.0**value)
 
 

@@ -11,7 +11,7 @@ def duration_s(text: str) -> int | None:
     """Return, in seconds, a duration written in one of the forms accepted by sbatch --time.
 
     The forms are D-HH:MM:SS, D-HH:MM, D-HH, HH:MM:SS, MM:SS and whole minutes. Return None for
-    anything else, such as UNLIMITED or INVALID. The first number may have up to nine digits; of the
+    anything else, such as UNLIMITED or INVALID. The first number may have up to nine digits. In the
     others, minutes and seconds must be below 60, and hours below 24.
 
     >>> duration_s("1-02:00:30"), duration_s("90:00"), duration_s("120"), duration_s("UNLIMITED")

@@ -20,7 +20,9 @@ _HOW_MANY = {"0": "no value", "1": "one value", "?": "at most one value"}
 
 @dataclass(frozen=True)
 class Foreign:
-    """One such flag; all flags of a family are handled in the same way, for the same reason.
+    """A flag of another framework.
+
+    All flags of a family are handled in the same way, for the same reason.
 
     refused   whether the flag is an error unless its value leaves the feature off; otherwise it is
               accepted without effect
@@ -37,7 +39,7 @@ class Foreign:
     harmless: tuple[str, ...]
 
     def judge(self, settings: Settings, spelling: str, words: list[str]) -> None:
-        """Add a notice to `settings` if these words have no effect, otherwise a problem."""
+        """Add a notice to `settings` if the flag has no effect with these words, else a problem."""
         written = " ".join([spelling, *words])
         reason = self.reason
         switched = len(words) == 1 and words[0].lower() in ("true", "false")
@@ -92,7 +94,7 @@ def _equal(a: str, b: str) -> bool:
 
 @functools.cache
 def foreign_flags() -> Mapping[str, Foreign]:
-    """Return every such flag by its spelling, in the order of flags_of_others.toml."""
+    """Return the flags of other frameworks by spelling, in the order of flags_of_others.toml."""
     flags: dict[str, Foreign] = {}
     for table in tomllib.loads(FILE.read_text(encoding="utf-8")).values():
         for entry in table["flags"].split():

@@ -40,9 +40,9 @@ _START = (
     ("--complete", "With --print-config: require all settings of a run, such as its length."),
     (
         "--dry-run",
-        "Run two training steps without data or devices, for any --world-size and --cluster, and "
-        "report the memory that a rank of each pipeline stage needs. Exit code 0; 3 if a step "
-        "fails or the model does not fit.",
+        "Run set-up and two training steps of one rank of each kind (for example, of each pipeline "
+        "stage) without data or devices, for any --world-size and --cluster, and report how much "
+        "memory each kind needs. Exit code 0; 3 if a step fails or the model does not fit.",
     ),
     (
         "--pieces FILE",
@@ -56,7 +56,7 @@ _START = (
     (
         "--config FILE",
         "Read settings by name from a TOML file, such as the settings.toml that a run writes. "
-        "They override a preset; flags override them.",
+        "These settings override a preset; flags override them.",
     ),
     ("--trust-config", "Accept --pieces and --callback, which run code, in the file of --config."),
 )

@@ -52,7 +52,8 @@ class TokenizerConfig:
     )
     tokenizer_model: str | None = option(
         None,
-        "SentencePiece model, Hugging Face tokenizer.json or its folder, or .tiktoken file.",
+        "SentencePiece model, Hugging Face tokenizer.json or its folder, .tiktoken file, or JSON "
+        "vocabulary of a TikTokenizer.",
         metavar="PATH",
         flags="--tokenizer-model --tokenizer-name-or-path --tokenizer-file --hf_tokenizer_path",
     )
@@ -65,22 +66,21 @@ class TokenizerConfig:
         None,
         "Pre-tokenization pattern of a TikTokenizer.",
         choices="v1 v2 gpt2 cl100k llama3 o200k",
-        derived="v2 for a JSON vocabulary; the tokenizer's own for a published .tiktoken file",
+        derived="v2 for a JSON vocabulary; the publisher's for a published .tiktoken file",
     )
     tiktoken_num_special_tokens: int | None = option(
         None,
         "Number of ids that a TikTokenizer reserves for special tokens.",
         WIDTH,
-        derived="1000 for a JSON vocabulary; for a .tiktoken file the number of names in "
-        "--tiktoken-special-tokens, else the published tokenizer's",
+        derived="1000 for a JSON vocabulary; for a .tiktoken file the number of special tokens",
     )
     tiktoken_special_tokens: tuple[str, ...] | None = option(
         None,
         "Special tokens of a TikTokenizer, in id order.",
         metavar="NAME",
         flags="--tiktoken-special-tokens --tokenizer-special-tokens",
-        derived="<unk> <s> </s> <mask> <pad> <cls> <sep> for a JSON vocabulary; <|endoftext|> for "
-        "a .tiktoken file",
+        derived="<unk> <s> </s> <mask> <pad> <cls> <sep> for a JSON vocabulary; the publisher's "
+        "for a published .tiktoken file; <|endoftext|> for another one",
     )
 
 
@@ -111,13 +111,16 @@ class DataConfig:
         None, "Test data: a prefix, or WEIGHT PREFIX pairs.", metavar="[WEIGHT] PREFIX ..."
     )
     train_data_exact_num_epochs: int | None = option(
-        None, "Train for exactly N epochs, shuffled together.", Range(1, 10**5)
+        None,
+        "Read the training data as exactly N epochs, shuffled together, even if the run is "
+        "shorter. A longer run needs --dataloader-type cyclic. Not for blends.",
+        Range(1, 10**5),
     )
     mock_data: bool = option(False, "Use synthetic data.")
     data_cache_path: str | None = option(
         None,
-        "Folder for index files, by default index-cache next to the data. Required if the data "
-        "folder is read-only.",
+        "Folder for new index files, instead of index-cache next to the data, which is still read. "
+        "Required if index-cache lacks an index and is read-only.",
         metavar="FOLDER",
     )
     stage_data_to: str | None = option(
@@ -129,8 +132,8 @@ class DataConfig:
     data_packing: str = option(
         "concat",
         "How documents are packed into samples. concat: concatenate documents and cut them. "
-        "best-fit: keep documents whole, pad samples, and separate documents, as with "
-        "--reset-position-ids and --reset-attention-mask.",
+        "best-fit: keep documents whole if they fit into a sample, pad samples, and separate "
+        "documents, as with --reset-position-ids and --reset-attention-mask.",
         choices="concat best-fit",
     )
     num_workers: int = option(
@@ -155,10 +158,14 @@ class DataConfig:
     )
     reset_attention_mask: bool = option(
         False,
-        "Restrict attention to the same document.",
+        "Restrict the attention of each token to its own document.",
         flags="--reset-attention-mask --dataloader-inter-document-masking",
     )
-    eod_mask_loss: bool = option(False, "Mask the loss on end-of-document tokens.")
+    eod_mask_loss: bool = option(
+        False,
+        "Exclude positions whose input is an end-of-document token from the loss: their labels "
+        "begin other documents.",
+    )
     loss_mask: str | None = option(
         None,
         "How to use the loss masks next to the data, which tools/preprocess_data.py --chat writes "
@@ -208,7 +215,8 @@ class CheckpointConfig:
     )
     save_hf: str | None = option(
         None,
-        "Folder for the trained model in Hugging Face's format, written at the end of training.",
+        "Folder, which must not exist yet, for the trained model in Hugging Face's format. It is "
+        "written at the end of training, but not if the run stops earlier.",
         metavar="FOLDER",
         of_folder=True,
     )
@@ -243,8 +251,8 @@ class CheckpointConfig:
     )
     use_checkpoint_args: bool = option(
         False,
-        "Take the architecture of the model from the checkpoint of --load, and also its sequence "
-        "length, dropout and tokenizer unless they are given.",
+        "Take the architecture of the model from the checkpoint of --load, and, unless they are "
+        "given, the sequence length, number of positions, dropout and tokenizer.",
         one_start=True,
     )
     exit_on_missing_checkpoint: bool = option(
@@ -314,7 +322,8 @@ class LoggingConfig:
     )
     straggler_report: bool = option(
         False,
-        "At each log interval, log each rank's own compute time and name slow ranks.",
+        "At each log line, log the minimum, median and maximum over ranks of the computing time of "
+        "a step, and name slow ranks.",
         flags="--straggler-report --log-straggler",
     )
     wandb_project: str | None = option(
@@ -339,9 +348,9 @@ class LoggingConfig:
     )
     wandb_save_dir: str | None = option(
         None,
-        "Weights & Biases folder.",
+        "Folder in which Weights & Biases keeps its files, in the folder wandb.",
         metavar="FOLDER",
-        derived="wandb in the --save folder",
+        derived="the --save folder, else the current folder",
         of_folder=True,
     )
     mlflow_tracking_uri: str | None = option(
@@ -351,7 +360,10 @@ class LoggingConfig:
         derived="variable MLFLOW_TRACKING_URI",
     )
     mlflow_experiment_name: str | None = option(
-        None, "MLflow experiment to log to.", metavar="NAME", derived="megatron"
+        None,
+        "MLflow experiment to log to. Without this flag and --mlflow-tracking-uri, MLflow is off.",
+        metavar="NAME",
+        derived="megatron",
     )
     mlflow_run_name: str | None = option(
         None,
@@ -368,13 +380,20 @@ class LoggingConfig:
     )
     profile: str | None = option(
         None,
-        "Run the torch profiler. pt-full also records shapes and stacks.",
+        "Run the torch profiler. pt-full also records shapes, stacks and memory.",
         choices="pt pt-full",
         implied="pt",
         one_start=True,
     )
-    profile_step_start: int = option(10, "First iteration to profile.", NATURAL, one_start=True)
-    profile_step_end: int = option(12, "Iteration at which profiling stops.", COUNT, one_start=True)
+    profile_step_start: int = option(
+        10, "First iteration to profile, counted from 0.", NATURAL, one_start=True
+    )
+    profile_step_end: int = option(
+        12,
+        "Iteration before which profiling stops, counted from 0.",
+        COUNT,
+        one_start=True,
+    )
     profile_ranks: tuple[int, ...] = option(
         (0,), "Ranks to profile.", Range(0, MOST_PROCESSES), metavar="RANK ...", one_start=True
     )
@@ -383,7 +402,7 @@ class LoggingConfig:
         "Folder for profiler traces.",
         metavar="FOLDER",
         flags="--trace-dir --path-for-traces",
-        derived="--tensorboard-dir, or the folder of the metrics file",
+        derived="--tensorboard-dir, else the folder of the metrics file, else the current folder",
         of_folder=True,
     )
     record_memory_history: bool = option(
@@ -400,7 +419,8 @@ class LoggingConfig:
     timeline_interval: int | None = option(
         None,
         "Number of iterations between steps whose timeline is recorded. The last step is "
-        "recorded, too. 0: none.",
+        "recorded, too. 0: none. With --timing-log-level or --straggler-report, it is always "
+        "--log-interval.",
         NATURAL,
         derived="--log-interval, at least 10",
     )

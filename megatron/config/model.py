@@ -62,7 +62,10 @@ class ModelConfig:
         128, "Pad the vocabulary to a multiple of this value times the tensor-parallel size.", WIDTH
     )
     vocab_size: int | None = option(
-        None, "Vocabulary size before padding. Needed only without a tokenizer.", COUNT
+        None,
+        "Vocabulary size before padding. Needed only without a tokenizer or with NullTokenizer, "
+        "which adds an end-of-document token.",
+        COUNT,
     )
     layernorm_epsilon: float = option(
         1e-5,
@@ -136,8 +139,8 @@ class ModelConfig:
     )
     window_size: tuple[int, ...] | None = option(
         None,
-        "Sliding-window attention: a token sees LEFT tokens before itself. The second value, "
-        "tokens after itself, must be 0.",
+        "Sliding-window attention: a token sees itself and LEFT tokens before it; -1: all of them. "
+        "The second value, the number of tokens after it, must be 0.",
         Range(-1, MOST_POSITIONS),
         metavar="LEFT[,0]",
     )
@@ -266,7 +269,8 @@ class ModelConfig:
     mup_base_head_dim: int | None = option(
         None,
         "muP: size of each attention head of the base model. The factor applied to attention "
-        "scores is sqrt(mup-base-head-dim) / kv-channels, or 1 / kv-channels without this flag.",
+        "scores is sqrt(mup-base-head-dim) / kv-channels, or 1 / kv-channels without this flag "
+        "(with the default of --mup-attn-scale-power).",
         WIDTH,
     )
     mup_base_num_attention_heads: int = option(
@@ -343,14 +347,14 @@ class ModelConfig:
     )
     moe_router_num_groups: int | None = option(
         None,
-        "Number of equal groups of experts; each token chooses experts only from some of the "
-        "groups.",
+        "Number of equally large groups of experts. Each token chooses experts from "
+        "--moe-router-group-topk of the groups.",
         WIDTH,
     )
     moe_router_group_topk: int | None = option(
         None,
         "Number of groups from which each token chooses: those with the largest sums of their best "
-        "topk / group-topk scores.",
+        "moe-router-topk / moe-router-group-topk scores.",
         WIDTH,
     )
     moe_router_load_balancing_type: tuple[str, ...] = option(
@@ -362,7 +366,7 @@ class ModelConfig:
     )
     moe_aux_loss_coeff: tuple[float, ...] = option(
         (0.0,),
-        "Coefficient of the balancing loss, or one for each type of loss.",
+        "Coefficient of the balancing loss; with several types of loss, one for each.",
         Range(0, 1e6),
         metavar="X ...",
         flags="--moe-aux-loss-coeff --moe-loss-coeff",
@@ -372,8 +376,9 @@ class ModelConfig:
     )
     moe_router_enable_expert_bias: bool = option(
         False,
-        "Balance without a loss: each expert has a bias, which is used only for choosing, and "
-        "which is lowered or raised after each step according to its load. Needs sigmoid scores.",
+        "Balance without a loss. Each expert has a bias, which is used only for choosing. After "
+        "each step it is lowered if the expert's load is above the mean, and raised if the load is "
+        "below. Needs sigmoid scores.",
     )
     moe_router_bias_update_rate: float = option(
         1e-3, "Amount by which the bias of an expert changes in a step.", Range(0, 1e3)
@@ -394,7 +399,7 @@ class ModelConfig:
     )
     moe_eval_capacity_factor: float | None = option(
         None,
-        "The same limit for evaluation, tasks and generation, whose results then depend on the "
+        "The same limit in evaluation, tasks and generation. Their results then depend on the "
         "batch.",
         FACTOR,
         derived="nothing is dropped",
@@ -408,7 +413,10 @@ class ModelConfig:
 
     @property
     def activation(self) -> str:
-        """Return '[exact_]gelu', 'openai_gelu', 'squared_relu', 'swiglu' or '[exact_]geglu'."""
+        """Return '[exact_]gelu', 'openai_gelu', 'squared_relu', 'swiglu' or '[exact_]geglu'.
+
+        'openai_gelu' is the same function as 'gelu'.
+        """
         if self.geglu:
             return "exact_geglu" if self.exact_gelu else "geglu"
         for name in ("swiglu", "squared_relu", "exact_gelu", "openai_gelu"):
@@ -448,10 +456,10 @@ class ModelConfig:
     def key_value_scale(self) -> float:
         """Return the factor for the initial weights of keys and values; 1 without muP.
 
-        If they have fewer outputs than inputs, as in multi-query attention, their weights are
-        smaller: sqrt(outputs / inputs) times the weights of a square matrix, both counted relative
-        to the base model (Yang et al., arXiv 2310.17813, section 3). Without this factor, the
-        gradients through keys and values would dominate all others.
+        If keys and values have fewer outputs than inputs, as in multi-query attention, their
+        weights are smaller: sqrt(outputs / inputs) times the weights of a square matrix. Outputs
+        and inputs are counted relative to the base model (Yang et al., arXiv 2310.17813, section
+        3). Without this factor, the gradients through keys and values would dominate all others.
         """
         if not self.use_mup:
             return 1.0
@@ -464,8 +472,8 @@ class ModelConfig:
     def router_scale(self) -> float:
         """Return the factor for the scores of routers and gates; 1 without muP.
 
-        They have many inputs and few outputs, like the output layer (Yang et al., arXiv 2203.03466,
-        table 8).
+        It is the default factor of the output layer: routers and gates are also matrices whose
+        number of outputs does not grow with the width (Yang et al., arXiv 2203.03466, table 8).
         """
         return self.mup_base_hidden_size / self.hidden_size if self.use_mup else 1.0
 

@@ -98,7 +98,8 @@ def _frequencies(config: Sections) -> Problems:
         ):
             yield (
                 f"{all_options()[name].flag} {','.join(map(str, freq))} is neither a number of at "
-                f"least 1 nor a list of {layers} entries 0 or 1, one for each layer"
+                f"least 1 nor a list of {layers} entries 0 or 1, one for each layer: give one of "
+                "them"
             )
 
 
@@ -130,7 +131,7 @@ def _router(config: Sections) -> Problems:
     elif topk // chosen > experts // groups:
         yield (
             f"--moe-router-topk {topk} needs more experts than {chosen} groups of "
-            f"{experts // groups} have"
+            f"{experts // groups} have: lower it, or raise --moe-router-group-topk"
         )
 
 
@@ -187,8 +188,8 @@ def _mup(config: Sections) -> Problems:
         yield (
             f"--mup-base-num-attention-heads is missing: {model.num_attention_heads} heads of "
             f"{model.kv_channels}, in proportion to --mup-base-hidden-size "
-            f"{model.mup_base_hidden_size}, are not a whole number of heads of {head}. Give it, or "
-            "--mup-base-head-dim"
+            f"{model.mup_base_hidden_size}, are not a whole number of heads of {head}. Give this "
+            "flag, or --mup-base-head-dim"
         )
 
 

@@ -33,8 +33,8 @@ _ARTICLE = {
 _SHOWN = 80  # characters of a bad value that a message shows
 
 # Upper limits, far above the values in any real run. Larger numbers are typos that would exhaust
-# memory, take minutes before the first step, or overflow in fp32. MOST applies to settings
-# without a separate limit: iterations, minutes, vocabulary entries.
+# memory, take minutes before the first step, or overflow in fp32. MOST is the limit of settings
+# that have no other one: iterations, minutes, vocabulary entries.
 MOST = 10**9
 MOST_LAYERS = 2**16
 MOST_WIDTH = 2**20  # a square matrix of this width has 4 TiB in fp32
@@ -167,7 +167,7 @@ class Option:
         return text
 
     def accept(self, value: object) -> object:
-        """Return the value converted to the field's type and spelling.
+        """Return the value in the field's type; a choice in the spelling of `choices`.
 
         Raises ValueError if its type is wrong, or if it is not among the choices or limits.
         """
@@ -243,7 +243,8 @@ def _unrolled(text: str) -> str:
 class Parser(argparse.ArgumentParser):
     """Parser for tools, based on argparse.
 
-    Errors raise ConfigError, abbreviations are off, and help texts keep their line breaks.
+    Errors raise ConfigError, abbreviations are off, and description and epilog keep their line
+    breaks.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -261,7 +262,7 @@ def integer(least: int = 1, most: int = MOST) -> Callable[[str], int]:
 
 
 def real(most: float = MOST, least: float | None = None) -> Callable[[str], float]:
-    """Return an argparse type for a number above 0, or of at least `least`, up to `most`."""
+    """Return an argparse type for a number: above 0, or at least `least`; at most `most`."""
     limits = Range(above=0, at_most=most) if least is None else Range(least, most)
     return functools.partial(_number, Option(kind=float, limits=limits))
 
@@ -296,8 +297,9 @@ def option(default: object, help: str, limits: Range = ANY, **attributes: object
 
     A default of None means unset (required, derived or off). `flags`, `off_flags` and `choices` are
     space-separated words; value_names and shortcuts may be NAME=VALUE words. `flags` defaults to
-    the field's name with dashes; flags="" gives a field no flag. A bool that is on by default has
-    only flags that switch it off, unless `flags` are given.
+    the field's name with dashes; flags="" gives a field no flag. A bool also has --no-NAME, unless
+    its name begins with no_. --help lists a bool that is on by default by the flag that switches it
+    off, unless `flags` are given.
     """
     metadata = {_KEY: {"help": help, "default": default, "limits": limits, **attributes}}
     if default is dict:  # a mapping, empty unless given
@@ -323,8 +325,7 @@ def _read(f: dataclasses.Field[object]) -> Option:
     flags = f"--{name}" if words is None and not attributes.get("internal") else words or ""
     off_flags = attributes.pop("off_flags", "").split()
     if kind is bool and not name.startswith("no-"):
-        # Both directions always exist, so that a flag can undo what a preset or a DeepSpeed JSON
-        # switched on.
+        # so that a flag can undo what a preset or a DeepSpeed JSON switched on
         off_flags = list(dict.fromkeys((*off_flags, f"--no-{name}")))
     if isinstance(choices := attributes.get("choices"), str):
         attributes["choices"] = tuple(choices.split())

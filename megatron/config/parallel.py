@@ -53,7 +53,7 @@ class ParallelConfig:
     expert_model_parallel_size: int = option(
         1,
         "Expert-parallel size: number of ranks over which the experts of a layer are distributed. "
-        "They are a subset of the data- and context-parallel ranks.",
+        "These ranks are a subset of the data- and context-parallel ranks.",
         PROCESSES,
         flags="--expert-model-parallel-size --moe-expert-parallel-size",
     )
@@ -63,11 +63,11 @@ class ParallelConfig:
         "node that has any of its experts, and from there to their ranks. 1: directly to their "
         "ranks.",
         PROCESSES,
-        derived="the number on the launcher's nodes, or 1 if these divide the groups unevenly",
+        derived="the number on the launcher's nodes, or 1 if nodes divide the groups unevenly",
     )
     expert_tensor_parallel_size: int = option(
         None,
-        "Ranks over which each expert is divided; must equal the tensor-parallel size.",
+        "Number of ranks over which each expert is divided; must equal the tensor-parallel size.",
         PROCESSES,
         derived="tensor-model-parallel-size",
     )
@@ -95,7 +95,8 @@ class ParallelConfig:
     enable_zbh1_pipeline: bool = option(False, "Use the zero-bubble schedule ZB-H1.")
     async_tensor_model_parallel_allreduce: bool = option(
         True,
-        "Overlap the all-reduce of input gradients with the computation of weight gradients.",
+        "Overlap the message that sums input gradients over the tensor-parallel ranks with the "
+        "computation of weight gradients.",
         off_flags="--no-async-tensor-model-parallel-allreduce "
         "--disable-async-tensor-model-parallel-allreduce",
     )
@@ -190,7 +191,10 @@ class ParallelConfig:
 
     @property
     def head_ranks(self) -> int:
-        """Return the number of context-parallel ranks that exchange sequence parts for heads."""
+        """Return the number of context-parallel ranks that exchange sequence parts for heads.
+
+        It is 1 with p2p, which exchanges none.
+        """
         if self.cp_comm_type == "a2a":
             return self.context_parallel_size
         return self.hierarchical_context_parallel_sizes[0] if self.cp_comm_type != "p2p" else 1
@@ -310,8 +314,9 @@ class EngineConfig:
     )
     zero_reduce_bucket_size: int = option(
         0,
-        "Maximum number of elements per reduction or gather message. 0: 1M per data-parallel rank, "
-        "at least 4M.",
+        "Maximum number of elements per reduction or gather message; a larger parameter has a "
+        "message of its own. 0: 1M per data-parallel rank, at least 4M. Larger values than that "
+        "have no effect.",
         Range(0, 10**12),
         flags="--zero-reduce-bucket-size --ddp-bucket-size",
     )
@@ -346,7 +351,8 @@ def layout_counts(layout: str) -> list[int] | None:
 def even_counts(number: int, stages: int) -> list[int]:
     """Return how many of `number` layers each stage gets.
 
-    Each gets the quotient; the remainder goes, one layer each, to the stages just before the last.
+    Each stage gets number // stages layers. The remaining layers go, one each, to the stages just
+    before the last.
     """
     each, left_over = divmod(number, stages)
     before_last = stages - 1

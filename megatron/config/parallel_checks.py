@@ -115,8 +115,8 @@ def _world(config: Sections) -> Problems:
     elif world % (tp * pp * ep):
         group_size = math.lcm(cp, ep)
         yield (
-            f"--expert-model-parallel-size {ep} does not divide the {world // (tp * pp)} ranks "
-            f"that share each part of the model ({world} processes, tensor {tp} x pipeline {pp}): "
+            f"--expert-model-parallel-size {ep} does not divide the {world // (tp * pp)} data- and "
+            f"context-parallel ranks ({world} processes, tensor {tp} x pipeline {pp}): "
             f"start {nearest_multiples(world, tp * pp * group_size)} processes, or change the size"
         )
 
@@ -216,12 +216,16 @@ def _context_parallel(config: Sections) -> Problems:
 
 
 def ring_limits(config: Sections, ring_size: int) -> Iterator[tuple[str, str]]:
-    """Yield limits of ring attention that a2a lacks, each with a further remedy or ''."""
+    """Yield limits of ring attention that a2a does not have.
+
+    Each comes with a remedy other than a2a, or ''.
+    """
     length = config.model.seq_length
     dropout = config.model.attention_dropout
     if config.kernels.attention_backend in ("unfused", "local"):
         yield (
-            f"--attention-backend {config.kernels.attention_backend} stores all scores",
+            f"--attention-backend {config.kernels.attention_backend} stores all scores, which "
+            "does not work on a ring",
             "--attention-backend auto",
         )
     if config.optimizer.qk_clip:

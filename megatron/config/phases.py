@@ -8,10 +8,15 @@ LENGTH is a number, optionally with a suffix K, M, B or T (thousand to trillion)
 run (--train-iters, --train-samples or --train-tokens), or a percentage of the run. Only the last
 phase may omit it: it takes the rest of the run. The names are:
 
-    from, to             value at the start (default: the last value of the previous phase) and end
+    from, to             values at the start and at the end of the phase (defaults below)
     cycles, factor       repeat the phase this many times, each from the first value and `factor`
                          times as long as the one before
     amplitude, exponent  parameters of the power shape
+
+A phase starts at the last value of the previous one; the first phase and the power shape start at
+the value of the setting (--lr, --weight-decay, ...), but a first warm-up at 0. A warm-up ends at
+the value of the setting. Other shapes end at --min-lr in --lr-schedule and need `to` elsewhere,
+except constant, which ends where it starts.
 """
 
 from __future__ import annotations

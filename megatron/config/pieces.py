@@ -46,7 +46,8 @@ class Pieces:
     def describe(self) -> dict[str, str]:
         """Return, by name, the place where each of the user's own pieces is defined.
 
-        Logs show these places, and ranks compare them.
+        Logs show these places, and ranks compare them. Of several callbacks only the last is
+        included.
         """
         return {
             name: f"{getattr(p, '__module__', '')}.{getattr(p, '__qualname__', p)}"
@@ -69,9 +70,10 @@ PLAIN = Pieces()
 
 
 def load_pieces(file: str) -> Pieces:
-    """Run the user's Python file, and return its dictionary PIECES as Pieces.
+    """Run the user's Python file, unless this process already has, and return PIECES as Pieces.
 
-    Raises ConfigError if the file or the dictionary is missing, or if a key or value is invalid.
+    PIECES is a dictionary in the file. Raises ConfigError if the file or the dictionary is missing,
+    or if a key or value is invalid; errors of the file's own code are passed on.
     """
     path = Path(file)
     # The module name under which pickle finds the functions and classes in another process.
@@ -94,7 +96,8 @@ def load_pieces(file: str) -> Pieces:
 def load_callbacks(names: Sequence[str]) -> list[object]:
     """Return an instance of each class that --callback names as MODULE:CLASS.
 
-    Raises ConfigError if one is missing or cannot be created without arguments.
+    Raises ConfigError if one is missing, cannot be created without arguments, or is not derived
+    from megatron.Callback.
     """
     made = []
     for name in names:

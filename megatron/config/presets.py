@@ -27,7 +27,8 @@ def _read() -> dict[str, dict[str, object]]:
 
 PRESETS: Mapping[str, Mapping[str, object]] = _read()
 
-# A setting chosen on top of a preset or a file -> settings there that become meaningless.
+# A setting chosen on top of a preset or a file -> settings of the preset or file that become
+# meaningless.
 _YIELDS: Mapping[str, tuple[str, ...]] = {
     "recompute_granularity": ("recompute_method", "recompute_num_layers", "recompute_modules"),
     "num_layers": ("num_layers_per_virtual_pipeline_stage",),

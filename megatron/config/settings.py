@@ -67,7 +67,8 @@ def section_of(name: str) -> str:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ', did you mean --x or --y?', or an empty string.
 
-    If up to three names begin with the word, only these are suggested; otherwise similar names.
+    If one to three names begin with the word (of at least two letters), only these are suggested;
+    otherwise up to three similar names.
     """
     names = sorted(known)
     near = [n for n in names if n.startswith(word)] if len(word.strip("-_")) >= 2 else []
@@ -154,7 +155,7 @@ class Settings:
         )
 
     def is_unset(self, *names: str) -> bool:
-        """Return whether none of these settings has a value, valid or not."""
+        """Return whether none of these settings has a value or was given an invalid one."""
         return all(self.values[n] is None and n not in self.bad for n in names)
 
     def usable(self, *names: str) -> bool:
@@ -170,7 +171,7 @@ Problems = Iterator[str]
 
 
 class Check(NamedTuple):
-    """A check that runs if all settings in `needs` have valid values."""
+    """A check that runs if all settings in `needs` are set, to valid values."""
 
     needs: tuple[str, ...]
     problems: Callable[[Sections], Problems]

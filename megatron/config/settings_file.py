@@ -1,7 +1,7 @@
 """Settings as a TOML file: the file given with --config, and the resolved settings of a run.
 
 A key is the name of a setting, or any flag, with underscores or dashes. Tables named after the
-sections of a configuration may group keys; since names are unique, a key may be in any of them.
+sections of a configuration may group keys. Since names are unique, a key may be in any table.
 This module writes TOML itself because each line includes the origin of its value, which a library
 that writes only data would drop. A run writes its settings for a single start into [start], which
 --config does not repeat.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron.config.config import Config
 
 _MOST_BYTES = 1 << 20
-_FIRST_LINE = "# Every setting of a run."  # of the files that runs write, in all versions
+_FIRST_LINE = "# Every setting of a run."  # how files that runs write begin, in all versions
 _DEFAULT = "# default"  # ends the lines of settings that nobody chose
 _START = "start"
 
@@ -37,7 +37,7 @@ def read_settings_file(path: str) -> tuple[list[Entry], bool]:
     """Return the entries in a file, and whether a run wrote the file.
 
     An entry consists of a key, its value as a flag's words, 'FILE:LINE: key', and whether a run
-    wrote it as a default. Raises ConfigError if the file cannot be read or is not TOML.
+    wrote the value as a default. Raises ConfigError if the file cannot be read or is not TOML.
     """
     content = read_toml(path, _MOST_BYTES, error=ConfigError)
     text = read_text(path, _MOST_BYTES, error=ConfigError)

@@ -85,24 +85,26 @@ class OptimizerConfig:
     )
     lr_decay_iters: int | None = option(
         None,
-        "Number of iterations over which the learning rate decays.",
+        "Number of iterations, warm-up included, after which the learning rate's decay ends.",
         COUNT,
         derived="train-iters",
     )
     lr_decay_samples: int | None = option(
         None,
-        "Number of samples over which the learning rate decays.",
+        "Number of samples, warm-up included, after which the learning rate's decay ends.",
         SAMPLES,
         derived="train-samples",
     )
     lr_decay_tokens: int | None = option(
         None,
-        "Number of tokens over which the learning rate decays.",
+        "Number of tokens, warm-up included, after which the learning rate's decay ends.",
         TOKENS,
         derived="train-tokens",
     )
     lr_warmup_fraction: float | None = option(
-        None, "Warm-up as a fraction of the decay length.", SHARE
+        None,
+        "Warm-up as a fraction of --lr-decay-iters, --lr-decay-samples or --lr-decay-tokens.",
+        SHARE,
     )
     lr_warmup_iters: int = option(0, "Number of warm-up iterations.", NATURAL)
     lr_warmup_samples: int = option(0, "Number of warm-up samples.", Range(0, MOST_SAMPLES))
@@ -152,8 +154,9 @@ class OptimizerConfig:
     clip_grad_by_kind: tuple[str, ...] | None = option(
         None,
         "Maximum norms of the gradients of some kinds of parameters: embedding (of tokens and "
-        "positions), output, hidden (matrices of layers), vector (norms and biases). These are "
-        "clipped first; --clip-grad then limits the norm of the result.",
+        "positions), output (also of routers and of shared experts' gates), hidden (other matrices "
+        "of layers), vector (norms and biases). These are clipped first; --clip-grad then limits "
+        "the norm of the result.",
         metavar="KIND=NORM ...",
     )
     adam_beta1: float = option(0.9, "Adam beta1.", SHARE)
@@ -183,7 +186,8 @@ class OptimizerConfig:
         SHARE,
     )
     ema_warmup: bool = option(
-        False, "Use the decay min(--ema-decay, (1 + n) / (10 + n)) after n steps."
+        False,
+        "Use the decay min(--ema-decay, (1 + n) / (10 + n)) after n updates of the average.",
     )
     ema_interval: int = option(
         1, "Number of steps between updates of the average of the weights.", COUNT
@@ -219,7 +223,7 @@ class OptimizerConfig:
     )
     muon_fp32_matmul_prec: str = option(
         "medium",
-        "Precision of the Newton-Schulz products and of the messages that carry updates. "
+        "Precision of the Newton-Schulz steps and of the messages that carry updates. "
         "medium: bf16. high: fp32.",
         choices="medium high",
     )
@@ -230,8 +234,9 @@ class OptimizerConfig:
     )
     qk_clip_alpha: float = option(
         0.5,
-        "Exponent of QK-clip: with eta = threshold / largest logit, queries are scaled by eta^X, "
-        "and keys by eta^(1-X).",
+        "Exponent of QK-clip: with eta = threshold / largest logit, the queries of a head are "
+        "scaled by eta^X, and its keys by eta^(1-X). In grouped-query attention, the keys take the "
+        "smallest eta of their group, and the queries the rest of their own eta.",
         Range(above=0, below=1),
     )
     qk_clip_threshold: float = option(
@@ -263,7 +268,12 @@ class PrecisionConfig:
     loss_scale_window: int = option(
         1000, "Number of steps without overflow after which the loss scale is doubled.", COUNT
     )
-    hysteresis: int = option(2, "Number of overflows after which the loss scale is halved.", COUNT)
+    hysteresis: int = option(
+        2,
+        "The loss scale is halved at the N-th overflow since the start, or since it was last "
+        "doubled, and at each later overflow.",
+        COUNT,
+    )
     fp16_lm_cross_entropy: bool = option(
         False,
         "Compute the cross entropy in fp16.",
@@ -272,7 +282,7 @@ class PrecisionConfig:
     main_grads_dtype: str = option(
         "fp32",
         "Type in which gradients are accumulated and reduced. bf16 (only with --bf16) saves 2 "
-        "bytes per parameter and half of the communication, but rounds every sum.",
+        "bytes per parameter and half of the bytes in gradient messages, but rounds every sum.",
         choices="fp32 bf16",
         value_names="float32=fp32 bfloat16=bf16",
         shortcuts="--grad-reduce-in-bf16=bf16 --accumulate-allreduce-grads-in-fp32=fp32",
@@ -298,9 +308,10 @@ class PrecisionConfig:
 class KernelConfig:
     """Fused kernels and attention implementation.
 
-    Each kernel has a plain torch equivalent that gives the same results up to rounding. A fusion is
-    used if a kernel library for the device is loaded and, on a CPU, if the kernel is faster than
-    torch. megatron.kernels.choose decides, and the log reports the decision.
+    Each kernel has a plain torch equivalent that gives the same results up to rounding, except that
+    torch draws other dropout masks. A kernel is used if a library for the device is loaded, if no
+    flag forbids it and, on a CPU, if it is faster than torch or requested by "fused".
+    megatron.kernels.choose decides, and the log reports the decision.
     """
 
     use_flash_attn: bool = option(
@@ -313,9 +324,11 @@ class KernelConfig:
     attention_backend: str = option(
         "auto",
         "Attention implementation. auto: flash-attn if it runs; else blocked if that is "
-        "faster (on a CPU without a ring: bf16, and fp32 up to 512 tokens); else torch's. "
-        "flash: flash-attn, else torch's. fused: torch's. blocked: matrix products over blocks of "
-        "queries, without storing scores. unfused, local: explicit softmax(q k^T) v.",
+        "faster (on a CPU without a ring: bf16, and fp32 with a window or up to 512 tokens, unless "
+        "measurements on this CPU differ); else torch's. flash: flash-attn, else torch's. fused: "
+        "torch's. Where torch's lacks something (soft-capping, dropout on a CPU, features of a "
+        "ring), blocked replaces it. blocked: matrix products over blocks of queries, without "
+        "storing all scores. unfused, local: explicit softmax(q k^T) v.",
         choices="auto flash fused blocked unfused local",
     )
     cuda_graph_impl: str | None = option(
@@ -323,9 +336,9 @@ class KernelConfig:
         "local: record each forward and backward pass of a micro-batch over a chunk once, as a "
         "CUDA or HIP graph, and replay it: the host launches a pass in one call. Values do not "
         "change. On a CPU, operators are recorded and called again, for tests: this is not faster. "
-        "transformer_engine, for Megatron's scripts, means local. Not supported with attention "
-        "dropout unless --attention-backend is blocked or unfused, nor with experts, separated "
-        "documents, ring attention, ZeRO 2 and 3, or your own layers or models.",
+        "transformer_engine, for Megatron's scripts, means local. Dropout needs the kernels' "
+        "masks, attention dropout also --attention-backend blocked or unfused. Not supported with "
+        "experts, separated documents, ring attention, ZeRO 2 and 3, or your own layers or models.",
         choices="local",
         value_names="transformer_engine=local",
         shortcuts="--enable-cuda-graph=local --external-cuda-graph=local",
@@ -340,15 +353,17 @@ class KernelConfig:
     )
     bias_gelu_fusion: bool = option(
         True,
-        "Fuse bias and activation (tanh GELU, SwiGLU, squared ReLU).",
+        "Fuse bias and activation (GELU in both forms, SwiGLU, GeGLU, squared ReLU).",
         shortcuts={"--bias-swiglu-fusion": True},
         off_flags="--no-bias-gelu-fusion --no-bias-swiglu-fusion",
     )
     bias_dropout_fusion: bool = option(
-        True, "Fuse bias, dropout and residual. Changes the dropout masks."
+        True, "Fuse bias, dropout and residual sum. The dropout masks differ from torch's."
     )
     gradient_accumulation_fusion: bool = option(
-        True, "Accumulate weight gradients into the fp32 sum inside the matrix product."
+        True,
+        "Add weight gradients to their accumulated sum inside the matrix product that computes "
+        "them.",
     )
     persist_layer_norm: bool = option(
         True,
@@ -370,15 +385,16 @@ class KernelConfig:
     )
     cross_entropy_chunk_tokens: int | None = option(
         None,
-        "Number of tokens whose logits are held in memory at a time. 0: a whole micro-batch.",
+        "Number of tokens whose logits are held in memory at a time. 0: a whole micro-batch, as "
+        "always with --enable-zbh1-pipeline.",
         NATURAL,
         derived="512 on a CPU, 4096 on a GPU",
     )
     norm_implementation: str = option(
         "auto",
         "Norm kernels. auto: ours if available and faster, else torch's. fused: ours if "
-        "available. apex: apex's if installed for the device. If the chosen one is not "
-        "available, the log says so.",
+        "available. apex: apex's if installed for the device. torch: torch's. If the chosen "
+        "kernels are not available, the log says so.",
         choices=_IMPLEMENTATIONS,
     )
     optimizer_implementation: str = option(
@@ -425,7 +441,10 @@ class TrainingConfig:
         flags="--eval-at-start --eval-first",
     )
     exit_interval: int | None = option(
-        None, "Exit after an iteration that is a multiple of N. 0: never.", NATURAL, one_start=True
+        None,
+        "Save and exit after an iteration that is a multiple of N. 0: never.",
+        NATURAL,
+        one_start=True,
     )
     exit_duration_in_mins: float | None = option(
         None,
@@ -437,7 +456,8 @@ class TrainingConfig:
     exit_signal_handler: bool = option(
         None,
         "On SIGTERM, SIGUSR1, SIGINT (Ctrl-C) or SIGHUP (except under nohup), save and exit with "
-        "code 0. A second SIGINT exits immediately with code 130.",
+        "code 0. A second SIGINT, or a third while a checkpoint is being written, exits "
+        "immediately with code 130.",
         derived="on with --save",
     )
     walltime: str | None = option(
@@ -445,18 +465,20 @@ class TrainingConfig:
         "Time limit from the start of the program: D-HH:MM:SS, HH:MM:SS, MM:SS or minutes. The run "
         "saves and exits before it. none: no limit.",
         metavar="TIME",
-        derived="under Slurm, the remaining time of the job",
+        derived="under Slurm with --save, the remaining time of the job",
         one_start=True,
     )
     requeue: bool = option(
         False,
-        "Requeue the Slurm job if a signal or its time limit ends it before training is done.",
+        "Requeue the Slurm job if a signal other than SIGINT, its time limit or, after a save, the "
+        "loss of a rank ends it before training is done.",
         one_start=True,
     )
     max_consecutive_skips: int = option(
         None,
         "Exit with an error after N consecutive steps with non-finite loss or gradients, or "
-        "without a token in the loss. 0: never.",
+        "without a token in the loss. 0: never. With a dynamic loss scale, gradients count only "
+        "once the scale cannot fall further.",
         NATURAL,
         derived="10, or 100 in fp16",
     )
@@ -482,7 +504,7 @@ class TrainingConfig:
         None,
         "Number of steps between checks that replicated weights are identical (data-parallel "
         "copies, weights not sharded over tensor-parallel ranks, tied embeddings). They are also "
-        "checked after the first step and before every save.",
+        "checked after the first step that changes them and before every save.",
         COUNT,
     )
     skip_train: bool = option(False, "Evaluate only.", one_start=True)

@@ -92,9 +92,9 @@ def _interpolation(words: list[str]) -> Values:
 
 
 def _profiled_steps(words: list[str]) -> Values:
-    """Return the settings that profile steps FIRST,LAST, counted from 1.
+    """Return the settings that profile steps FIRST to LAST, counted from 1.
 
-    --profile-step-end is the iteration at which profiling stops.
+    The settings count from 0, and the iteration --profile-step-end is not profiled.
     """
     first, comma, last = _TEXT.parse(words).partition(",")
     if not comma:
@@ -230,7 +230,8 @@ def translate_late(settings: Settings, flags: Flags) -> None:
         for name in LATE[NO_DROPS]:
             settings.give(name, None, NO_DROPS)
         settings.notices.append(
-            f"{NO_DROPS} means no --moe-expert-capacity-factor: all tokens count"
+            f"{NO_DROPS} means no --moe-expert-capacity-factor and no --moe-eval-capacity-factor: "
+            "no token is dropped"
         )
     try:
         _Late(settings, present).give()
@@ -382,9 +383,10 @@ class _Late:
         counts = [stage.count("t") for stage in stages.split("|")]
         if not re.fullmatch(r"Et+(\|t+)*L", stages) or len(counts) % self.pipeline:
             raise ValueError(
-                f"{LAYOUT} {layout[:80]}: the first stage begins with E, the last ends with L, "
-                f"each has layers (t) and their number is a multiple of {self.pipeline}: use "
-                "--pipeline-layout with the layers of each stage"
+                f"{LAYOUT} {layout[:80]} is not supported: the first stage must begin with E, the "
+                "last must end with L, each must have layers (t), and the number of stages must be "
+                f"a multiple of {self.pipeline}. Use --pipeline-layout with the layers of each "
+                "stage"
             )
         return counts
 

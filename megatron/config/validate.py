@@ -84,7 +84,7 @@ CHECKS = [
 ]
 
 
-# Settings without a default.
+# Settings that every configuration must give, itself or through a preset or a checkpoint.
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 DATA = ("data_path", "data_file_list", "train_data_path", "valid_data_path", "test_data_path")
 """Settings that name data files."""
