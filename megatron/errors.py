@@ -18,9 +18,10 @@ class ConfigError(MegatronError):
 
 
 class LaunchError(MegatronError):
-    """Processes that could not connect.
+    """Processes that cannot start together, or that lose each other.
 
-    The cause is a missing rank, contradictory launcher variables, or a dead peer.
+    Causes are missing or dead ranks, contradictory launcher variables, a device order that does not
+    fit the nodes, or a network that moves wrong data.
     """
 
 
@@ -36,17 +37,21 @@ class DataError(MegatronError):
 
 
 class CheckpointError(MegatronError):
-    """A checkpoint that is missing, incomplete or does not fit the model."""
+    """A checkpoint that is missing, incomplete, does not fit the model or cannot be written."""
 
 
 class KernelError(MegatronError):
-    """A fused operator with unsupported arguments, or a kernel that could not be launched."""
+    """A fused operator with unsupported arguments, or a kernel or kernel library that fails.
+
+    Also a damaged file of measured times.
+    """
 
 
 class TrainingError(MegatronError):
     """A training run that cannot continue.
 
-    Its losses or gradients are not finite, or its loss stays too high.
+    Its losses or gradients are not finite, its loss stays too high, no token is in its loss, or
+    copies of its weights differ.
     """
 
 

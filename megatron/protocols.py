@@ -1,4 +1,4 @@
-"""Signatures of the pieces that a user can replace; docs/extending.md has an example of each.
+"""Signatures of the pieces that a user can replace; docs/extending.md describes each of them.
 
 `megatron.pretrain`, `megatron.main` and `--pieces` take them by the names in
 megatron.config.pieces.Pieces.
@@ -86,12 +86,12 @@ class Optimizer(Protocol):
     `lr` is set at each step. `settings` is config.optimizer.
 
     ZeRO gives it flat shards of the weights. Its state consists of fp32 tensors as large as the
-    weights, which start as zeros and are saved, and of numbers named "step".
+    weights, which start as zeros, and of numbers named "step". Checkpoints contain both.
 
     An optimizer that needs parameters in their global shape, as Muon does for matrices, also has a
     function full_parameters(name, global_shape) -> bool. Parameters for which it is true are in
     separate groups. In a training step, the key "full_parameters" of all these groups is the same
-    megatron.engine.full_matrices.FullMatrices; in other groups it is None.
+    megatron.engine.full_matrices.FullMatrices object; in other groups it is None.
     """
 
     def __call__(self, groups: ParamsT, settings: OptimizerConfig, /) -> torch.optim.Optimizer: ...
@@ -123,7 +123,10 @@ class Callback:
     """
 
     def on_start(self, run: Run) -> None:
-        """Called before the first step, after a checkpoint has been loaded."""
+        """Called before the first step, after a checkpoint has been loaded.
+
+        Not called with --skip-train.
+        """
 
     def before_step(self, run: Run) -> None:
         """Called before a step takes its data."""
@@ -132,7 +135,7 @@ class Callback:
         """Called when `run.progress` counts a step, which the device may still be computing."""
 
     def after_step(self, run: Run) -> None:
-        """Called between two steps, before the log line, evaluation and save that may follow."""
+        """Called after each step, before the log line, evaluation and save that may follow."""
 
     def on_step(self, run: Run, step: StepRecord) -> None:
         """Called when a step's figures are known, at the latest during the next step.
@@ -148,7 +151,10 @@ class Callback:
         """Called at a log line with its figures, which include the loss over all ranks."""
 
     def on_evaluation(self, run: Run, last: bool) -> None:
-        """Called when an evaluation is due, and at the end of the run with `last`."""
+        """Called when an evaluation is due, and with `last` at the end of the run.
+
+        Not called with `last` if the run stops early.
+        """
 
     def before_save(self, run: Run) -> None:
         """Called before a checkpoint is written."""
@@ -166,7 +172,7 @@ class Callback:
         """
 
     def on_end(self, run: Run) -> None:
-        """Called after the last step and its save; not if the run failed."""
+        """Called at the end of the run, after its last save and evaluation; not if it failed."""
 
     def on_event(self, event: Event) -> None:
         """Called on rank 0 with everything that is reported, in order.
@@ -177,4 +183,7 @@ class Callback:
         """
 
     def close(self) -> None:
-        """Called after the last event, in the same thread, even if the run failed."""
+        """Called after the last event, in the thread of on_event, even if the run failed.
+
+        Only called on rank 0, and only if on_event is overridden.
+        """

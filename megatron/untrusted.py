@@ -2,7 +2,8 @@
 
 Only regular files are read, up to a size limit, because a path may name a fifo, on which a reader
 waits forever, or /dev/zero, which has no end. JSON may be nested deeper than Python's stack, or
-contain a number with millions of digits. Each problem raises the caller's own type of error.
+contain a number with millions of digits. Each problem of a file that is read raises the type of
+error that the caller chooses.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _DEPTH = 100  # levels of JSON, a tenth of Python's stack
 
 
 def open_regular(path: str | os.PathLike[str], *, error: type[MegatronError]) -> BinaryIO:
-    """Open a file for reading. Raises `error` if it is missing, unreadable or not regular."""
+    """Open a file for reading, whatever its size.
+
+    Raises `error` if it is missing, unreadable or not regular.
+    """
     try:
         # Without O_NONBLOCK, opening a fifo waits for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -48,7 +52,8 @@ def without_waiting(path: str, flags: int) -> int:
 def write_text(path: Path, text: str, *, choose: str) -> Path:
     """Write text to a UTF-8 file, creating its parent folders; return the path.
 
-    Raises ConfigError, whose message ends with `choose`, the user's alternative.
+    Raises ConfigError if the file cannot be written. The message ends with `choose`, what the user
+    can choose instead.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,8 +149,8 @@ def parse_json(
     hooks    further arguments of json.loads, such as object_pairs_hook; errors that these raise,
              other than ValueError, are passed on
 
-    Raises `error` if the text is not JSON, if the value is of another type or nested too deeply, or
-    if an integer is larger.
+    Raises `error` if the text is not JSON, if the value is of another type or nested too deeply, if
+    an integer has more bits, or if a text has a lone surrogate.
     """
     try:
         text = text if isinstance(text, str) else text.decode("utf-8-sig")
@@ -185,7 +190,7 @@ def _integer(bits: int, digits: str) -> int:
 def check_depth(value: Any, levels: int = _DEPTH) -> None:
     """Raise RecursionError if a value is nested more than `levels` deep.
 
-    Other recursive code that walks such a value might also fail.
+    Recursive code that walks such a value later could exceed Python's stack.
     """
     if isinstance(value, (dict, list)):
         if not levels:

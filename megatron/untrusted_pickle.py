@@ -20,9 +20,9 @@ from typing import Any, BinaryIO
 
 from megatron.errors import MegatronError
 
-_LARGEST_TUPLE = 4096  # values in it, including those in inner tuples
+_LARGEST_TUPLE = 4096  # values in a tuple and its inner tuples; 64 bits of a number count as one
 _GROWTH = 64  # values for each instruction of the pickle
-_FREE = 1 << 20  # and this many in addition
+_FREE = 1 << 20  # values in addition to these
 _DEPTH = 200
 _LEGACY_PICKLES = 5  # in a file from before torch 1.6; its tensors' bytes follow
 _ZIP = b"PK\x03\x04"
@@ -151,7 +151,7 @@ def check_pickle(content: bytes | BinaryIO, source: object, error: type[Megatron
             if copied > 4 * count + _FREE:
                 raise error(_refusal(source, "copies of large containers"))
         if stack and stack[-1].hashed > _LARGEST_TUPLE:
-            what = f"a tuple or number of more than {_LARGEST_TUPLE} values"
+            what = f"a tuple of more than {_LARGEST_TUPLE} values, or a number as large"
             raise error(_refusal(source, what))
 
 

@@ -44,9 +44,10 @@ _PEAKS = (
 
 
 def layer_matrices(model: ModelConfig, layer: int = 0, active: bool = False) -> int:
-    """Return the number of entries in a layer's weight matrices; a gate adds a matrix to the MLP.
+    """Return the number of entries in a layer's weight matrices, routers included.
 
-    `active`: count only the experts that a token passes through.
+    A gated MLP has three matrices, another one has two. `active`: count only the experts that a
+    token passes through.
     """
     # queries and output; keys and values
     heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads
@@ -113,8 +114,9 @@ def parameters_of(config: Config) -> int:
 def flops_per_token_of(config: Config) -> float:
     """Return model_flops_per_token of a configuration's model.
 
-    Each additional parameter of user-defined pieces counts as one product in the forward pass and
-    two in the backward pass; attention counts as in the built-in layer.
+    Each parameter of user-defined pieces beyond those of the built-in model counts as one
+    multiplication and one addition per token in the forward pass, and as two of each in the
+    backward pass. Attention counts as in the built-in layer.
     """
     more = parameters_of(config) - total_parameters(config.model)
     return model_flops_per_token(config.model) + 6.0 * more
@@ -147,7 +149,10 @@ def layer_flops(model: ModelConfig, layer: int = 0) -> float:
 
 
 def _last_product_flops(model: ModelConfig, layer: int) -> float:
-    """Return the forward FLOPs per token of a layer's last product; 0 if more than sums follow."""
+    """Return the forward FLOPs per token of a layer's last matrix product.
+
+    0 if more than additions follow it.
+    """
     if model.has_experts(layer) or "post_mlp_layernorm" in model.layer_norms:
         return 0.0
     return 2.0 * model.hidden_size * model.ffn_hidden_size
@@ -163,7 +168,7 @@ def _mean_over_layers(model: ModelConfig, flops: Callable[[ModelConfig, int], fl
 def model_flops_per_token(model: ModelConfig) -> float:
     """Return the FLOPs of one token's forward and backward pass, without recomputation.
 
-    The backward pass takes twice as many as the forward pass, in which the logits take 2 h V.
+    The backward pass takes twice as many as the forward pass. The logits take 2 h V of the latter.
     """
     head = 2.0 * model.hidden_size * _vocab(model)
     return 3.0 * (model.num_layers * _mean_over_layers(model, layer_flops) + head)
@@ -174,8 +179,8 @@ def recompute_flops_per_token(
 ) -> float:
     """Return the FLOPs per token that recomputation adds.
 
-    groups   sizes of the groups of layers that are fully recomputed. A group's last product is not
-             repeated, since no gradient needs its result
+    groups   sizes of the groups of layers that are fully recomputed, in all stages. A group's last
+             matrix product is not repeated, since no gradient needs its result
 
     With selective recomputation, attention cores and experts are counted; activation functions and
     norms are never counted.

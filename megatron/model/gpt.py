@@ -50,13 +50,15 @@ class GPTChunk(nn.Module):
     """The layers of one global pipeline stage, with the embedding (first stage) and head (last).
 
     forward(batch, hidden) -> hidden [s(/tp), b, h] for the next stage, or on the last stage the
-    scalar fp32 loss of the micro-batch: the mean over its unmasked tokens. `hidden` is None on the
-    first stage.
+    scalar fp32 loss of the micro-batch: the mean over its unmasked tokens. With context parallelism
+    each rank returns a term whose mean over the ranks is this loss. `hidden` is None on the first
+    stage.
 
     With a `cache`, which each pass extends, the batch's tokens follow the tokens of earlier passes.
 
     With late_loss=True, for an executor that needs the loss only after its backward pass, the loss
-    is NaN until then, and the full logits never exist at once (megatron.layers.vocabulary).
+    is NaN until then, and the logits are computed once instead of twice
+    (megatron.layers.vocabulary).
     """
 
     def __init__(
@@ -303,9 +305,9 @@ def build_chunks(
 
     Parameters are in fp32 on the topology's device.
 
-    Global stage g is on pipeline rank g mod pp. A tied embedding is a single parameter if the first
-    and the last stage share a process, otherwise two synchronised copies. Stages or layers may be
-    user-defined (Config.with_pieces).
+    Global stage g is on pipeline rank g % pipeline size. A tied embedding is a single parameter if
+    the first and the last stage share a process, otherwise two copies with the same values. Stages
+    or layers may be user-defined (Config.with_pieces).
     """
     context = context or layer_context(config, topology)
     stages = config.parallel.num_stages
@@ -341,7 +343,10 @@ def stages_of(
 
 
 def hidden_state(config: Config) -> tuple[tuple[int, int, int], torch.dtype]:
-    """Return the shape [s(/tp), b, h] and dtype of messages between stages; s is a rank's slice."""
+    """Return the shape [s(/tp), b, h] and dtype of messages between stages.
+
+    s is the length of a context-parallel rank's part of the sequence.
+    """
     parallel = config.parallel
     model = config.model
     shape = (
