@@ -65,7 +65,7 @@ class LimitedProcess:
         """Return the reply to a request about `size_bytes` of text.
 
         Raises the child's ConfigError or DataError, DataError for any other error in the child, and
-        LimitError if it exceeds a limit or crashes.
+        LimitError if the child exceeds a limit or crashes.
         """
         with self._lock:
             if self._child is None or self._parent != os.getpid():  # a forked process needs its own

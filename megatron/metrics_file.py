@@ -47,7 +47,7 @@ def _table_of(is_right: Check) -> Check:
 
 
 def _samples(value: object) -> bool:
-    return is_count(value) or _counts(value)  # their number in an evaluation, a list in a rollback
+    return is_count(value) or _counts(value)  # a number in an evaluation, a list in a rollback
 
 
 def _yes_or_no(value: object) -> bool:

@@ -27,8 +27,9 @@ from megatron.config.translate import DIRECT, LATE, Flags, is_off, meaning, tran
 from megatron.config.validate import DATA, REQUIRED
 from megatron.errors import CheckpointError, ConfigError
 
-# Returns the file with a checkpoint's settings, the settings that must match, and those that apply
-# unless the run gives other values. The argument holds the settings given so far, including `load`.
+# Returns the file with a checkpoint's settings, the settings that must match the checkpoint's, and
+# those that apply unless the run gives others. The argument holds the settings given so far,
+# including `load`.
 # Raises CheckpointError.
 ReadCheckpoint = Callable[
     [Mapping[str, object]], tuple[str, Mapping[str, object], Mapping[str, object]]
