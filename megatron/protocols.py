@@ -118,7 +118,7 @@ class Order(Protocol):
 class Callback:
     """Base class of callbacks.
 
-    All methods except on_event and close are called on every rank of a run. Override the methods
+    All methods except on_event are called on every rank of a run. Override the methods
     you need. Code that not all ranks execute must not communicate.
     """
 
@@ -183,7 +183,7 @@ class Callback:
         """
 
     def close(self) -> None:
-        """Called after the last event, in the thread of on_event, even if the run failed.
+        """Called once at the end of the run, even if it failed.
 
-        Only called on rank 0, and only if on_event is overridden.
+        On rank 0, if on_event is overridden, the call follows the last event, in the same thread.
         """

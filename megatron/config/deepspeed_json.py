@@ -203,8 +203,12 @@ class _Merge:
             self._problem(_STEPS, f"{_STEPS} must be a whole number of at least 1, got {written}")
             return
         explicit = self.settings.explicit
-        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-        replica = math.prod(explicit.get(name, 1) for name in sizes)
+        model_parallel = (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+        )
+        replica = math.prod(explicit.get(name, 1) for name in model_parallel)
         replicas, rest = divmod(explicit.get("world_size", replica), replica)
         if rest:
             return  # reported by the check of the world size
@@ -222,7 +226,7 @@ class _Merge:
             self.settings.problems.append(
                 f"global batch size {total} ({self.settings.origins['global_batch_size']}) is not "
                 f"a multiple of {_STEPS} {steps} ({self._at(_STEPS)}) x data-parallel size "
-                f"{replicas}"
+                f"{replicas}: change one of them"
             )
 
 

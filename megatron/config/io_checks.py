@@ -128,5 +128,5 @@ def _profile(config: Sections) -> Problems:
     if logging.profile and logging.profile_step_end <= logging.profile_step_start:
         yield (
             f"--profile-step-end {logging.profile_step_end} is not after --profile-step-start "
-            f"{logging.profile_step_start}"
+            f"{logging.profile_step_start}: give a larger one"
         )

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,13 +47,18 @@ class Pieces:
     def describe(self) -> dict[str, str]:
         """Return, by name, the place where each of the user's own pieces is defined.
 
-        Logs show these places, and ranks compare them. Of several callbacks only the last is
-        included.
+        Logs show these places, and ranks compare them. Callbacks after the first are named
+        "callback 2" and so on.
         """
-        return {
-            name: f"{getattr(p, '__module__', '')}.{getattr(p, '__qualname__', p)}"
-            for name, p in self.named()
-        }
+        counts = Counter[str]()
+        places = dict[str, str]()
+        for name, piece in self.named():
+            counts[name] += 1
+            key = name if counts[name] == 1 else f"{name} {counts[name]}"
+            places[key] = (
+                f"{getattr(piece, '__module__', '')}.{getattr(piece, '__qualname__', piece)}"
+            )
+        return places
 
     def files(self) -> list[str]:
         """Return the files that define the user's own pieces."""

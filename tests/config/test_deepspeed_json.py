@@ -173,7 +173,7 @@ def test_loss_scale_entries_of_a_switched_off_fp16_say_nothing(merge):
 
 
 def test_batch_sizes_follow_from_each_other(merge):
-    """Batch sizes follow from each other: total = micro-batch x steps x 2 replicas."""
+    """Batch sizes follow from each other: total = micro-batch x steps x replicas."""
     for content, base, sizes in (
         ({"gradient_accumulation_steps": 4}, RUN, (2, 16)),
         (
@@ -182,6 +182,7 @@ def test_batch_sizes_follow_from_each_other(merge):
             (3, 24),
         ),
         ({"train_batch_size": 24}, RUN, (2, 24)),
+        ({"gradient_accumulation_steps": 4}, [*RUN, "--context-parallel-size", "2"], (2, 8)),
     ):
         batch = merge(content, base=base)[0].batch
         assert (batch.micro_batch_size, batch.global_batch_size) == sizes

@@ -160,10 +160,15 @@ class Tell(megatron.Callback):
     def on_save(self, run):
         self.seen.append(f"save {run.saves.saved_iteration}")
     def on_end(self, run):
+        self.seen.append("end")
+    def close(self):
         print("told:", ", ".join(self.seen))
 
+class Second(megatron.Callback):
+    pass
+
 if __name__ == "__main__":
-    megatron.main(callbacks=[Tell()])
+    megatron.main(callbacks=[Tell(), Second()])
 """
 
 
@@ -177,7 +182,8 @@ def test_callbacks_of_a_script_of_ones_own_hear_of_a_run_on_every_rank(tmp_path)
     for outcome in outcomes:
         assert outcome is not None
         (events,) = [line for line in outcome.output.splitlines() if line.startswith("told:")]
-        assert events == "told: start, step 1, step 2, log 2, step 3, log 3, save 3"
+        assert events == "told: start, step 1, step 2, log 2, step 3, log 3, save 3, end"
+    assert outcomes[0] is not None and "your own callback 2: __main__.Second" in outcomes[0].output
 
 
 def test_pieces_that_cannot_serve_are_refused():

@@ -354,6 +354,10 @@ class Reporter:
         for callback in (*self._direct, *self._behind):
             callback.on_event(event)
 
+    def closes(self, callback: Callback) -> bool:
+        """Return whether `close` closes this callback, in the thread of its on_event."""
+        return any(tracker.callback is callback for tracker in self._behind)
+
     def close(self) -> None:
         """Close the files, and wait for trackers, for a limited time."""
         for tracker in self._behind:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -141,12 +141,13 @@ class Run:
 
     def close(self) -> None:
         """Stop the watchdog, queries of Slurm and reading ahead, and close callbacks and files."""
-        if self.watchdog is not None:
-            self.watchdog.stop()
-        for callback in self.callbacks:
-            if callback not in self.config.pieces.callbacks:  # the reporter closes the user's
-                callback.close()
-        if self.wall_time is not None:
-            self.wall_time.close()
-        self.loop.train_stream.close()
-        self.reporter.close()
+        with ExitStack() as stack:  # last in, first out; each of them, whatever another raises
+            stack.callback(self.reporter.close)
+            stack.callback(self.loop.train_stream.close)
+            if self.wall_time is not None:
+                stack.callback(self.wall_time.close)
+            for callback in reversed(self.callbacks):
+                if not self.reporter.closes(callback):
+                    stack.callback(callback.close)
+            if self.watchdog is not None:
+                stack.callback(self.watchdog.stop)
