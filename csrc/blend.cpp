@@ -1,4 +1,4 @@
-// Which data set of a blend each sample comes from.
+// Chooses the data set of a blend from which each sample comes.
 
 #include "index_helpers.hpp"
 
@@ -15,8 +15,8 @@
 #pragma GCC optimize("fp-contract=off")
 #endif
 
-// Where the loader can choose, the loop is also compiled for wider registers, but not for AVX-512, whose target implies
-// fused multiply-add.
+// Where the dynamic loader can choose between versions of a function, the loop is also compiled for AVX2, but not for
+// AVX-512, which would imply fused multiply-add.
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define FOR_WIDER_REGISTERS __attribute__((target_clones("avx2", "default")))
 #else
@@ -26,14 +26,15 @@
 namespace index_helpers {
 namespace {
 
-// Two registers of four numbers with AVX2; without it, compilers use two registers for each.
+// kWide: numbers in an AVX2 register (without AVX2, compilers use two registers for them). kLanes: numbers that one
+// pass of the loop reads.
 constexpr int64_t kWide = 4;
 constexpr int64_t kLanes = 2 * kWide;
 constexpr int64_t kFew = 16;
 typedef double Doubles __attribute__((vector_size(8 * kWide)));
 typedef int64_t Numbers __attribute__((vector_size(8 * kWide)));
 
-// The largest weight * drawn - taken in each lane, and its number.
+// The largest weight * drawn - taken in each lane, and the number of its data set.
 struct Lanes {
   Doubles largest;
   Numbers number;
@@ -45,7 +46,7 @@ struct Lanes {
   }
 };
 
-// Number of the largest weight[i] * drawn - taken[i], the lowest of equal ones. `count` is a multiple of kLanes.
+// Returns the i with the largest weight[i] * drawn - taken[i]; in a tie, the lowest. `count` is a multiple of kLanes.
 FOR_WIDER_REGISTERS int64_t furthest_behind(const double* weight, const double* taken, int64_t count, double drawn) {
   const auto* weights = reinterpret_cast<const Doubles*>(weight);
   const auto* takens = reinterpret_cast<const Doubles*>(taken);
@@ -69,7 +70,8 @@ FOR_WIDER_REGISTERS int64_t furthest_behind(const double* weight, const double* 
   return number[found];
 }
 
-// The same for few data sets: a vector load right after a store to one of its lanes must wait for the store.
+// The same for few data sets, without vectors: a vector load right after a store to one of its lanes must wait for the
+// store.
 int64_t furthest_behind_of_few(const double* weight, const double* taken, int64_t count, double drawn) {
   double largest = weight[0] * drawn - taken[0];
   int64_t found = 0;
@@ -81,13 +83,13 @@ int64_t furthest_behind_of_few(const double* weight, const double* taken, int64_
   return found;
 }
 
-// Doubles at an address that a register is loaded from in one piece.
+// Doubles, aligned so that registers can be loaded from them.
 struct alignas(8 * kWide) Group {
   double lane[kLanes];
 };
 
-// For each of `size` samples, the data set whose share is furthest behind its weight (ties to the lower number), and
-// how many samples that data set has given before.
+// Returns, for each of `size` samples, the data set whose share is furthest behind its weight (in a tie, the one with
+// the lowest number), and how many samples have been taken from that data set before.
 template <typename Which>
 py::tuple build_blend_index(const Array<double>& weights, int64_t size) {
   if (weights.ndim() != 1 || weights.shape(0) < 1) throw std::invalid_argument("expected a list of weights");
@@ -100,7 +102,8 @@ py::tuple build_blend_index(const Array<double>& weights, int64_t size) {
   double* weight = weight_groups.front().lane;
   double* taken = taken_groups.front().lane;
   std::copy_n(weights.data(), num_datasets, weight);
-  // Counts are whole numbers far below 2^53, which doubles hold exactly. The padding is never behind.
+  // Counts are whole numbers far below 2^53, which doubles hold exactly. Counts of padding are infinite, so that it is
+  // never chosen.
   std::fill(taken + num_datasets, taken + num_groups * kLanes, std::numeric_limits<double>::infinity());
   Array<Which> which(size);
   Array<int64_t> sample(size);

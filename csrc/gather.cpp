@@ -1,4 +1,4 @@
-// Copies many short runs of tokens out of a file into one int64 array, without work per run in Python.
+// Copies many short runs of tokens out of a file into one int64 array, without Python code for each run.
 
 #include "index_helpers.hpp"
 
@@ -9,7 +9,7 @@
 namespace index_helpers {
 namespace {
 
-// The source may start at any byte; memcpy is the load that allows it.
+// The source may start at any byte; memcpy loads elements that are not aligned.
 template <typename Token>
 void widen(const uint8_t* source, int64_t count, int64_t* out) {
   for (int64_t i = 0; i < count; ++i) {
@@ -27,7 +27,8 @@ struct Runs {
   int64_t count;
 };
 
-// The first run that is not within the bytes; -1 when all are. `total` becomes the sum of the lengths before it.
+// Returns the number of the first run that is not within the bytes; -1 if all are. `total` becomes the sum of the
+// lengths of the runs before it.
 int64_t first_outside(const Runs& runs, int64_t itemsize, int64_t& total) {
   total = 0;
   for (int64_t i = 0; i < runs.count; ++i) {
@@ -64,8 +65,9 @@ int64_t dispatch(const Runs& runs, int dtype_code, int64_t* out, int64_t out_siz
   }
 }
 
-// Run i is lengths[i] tokens from byte starts[i]; `out` is the runs joined. Returns the first run that is not within
-// `bytes`, with `out` unchanged; -1 when all were copied. Codes are those of the .idx format.
+// Copies runs of tokens to `out`, one after the other. Run i has lengths[i] tokens and begins at byte starts[i].
+// Returns -1; if a run is not within `bytes`, the number of the first such run, with `out` unchanged. dtype_code is a
+// code of the .idx format.
 int64_t gather_tokens(const Array<uint8_t>& bytes, int dtype_code, const Array<int64_t>& starts,
                       const Array<int64_t>& lengths, Array<int64_t>& out) {
   if (bytes.ndim() != 1 || starts.ndim() != 1 || lengths.ndim() != 1 || out.ndim() != 1) {
@@ -80,8 +82,8 @@ int64_t gather_tokens(const Array<uint8_t>& bytes, int dtype_code, const Array<i
     py::gil_scoped_release release;
     result = dispatch(runs, dtype_code, target, out_size);
   }
-  if (result == -2) throw std::invalid_argument("out has another size than the runs together");
-  if (result == -3) throw std::invalid_argument("not the code of an integer type");
+  if (result == -2) throw std::invalid_argument("the size of out is not the total length of the runs");
+  if (result == -3) throw std::invalid_argument("dtype_code is not the code of an integer type");
   return result;
 }
 

@@ -1,11 +1,12 @@
-// Loops over tokens, pieces and samples that are too slow in Python, one file for each. megatron/data/indexed_dataset.py
-// is their interface and has the same functions in numpy; the tests hold both to the same bytes.
+// Loops over tokens, pieces and samples that are too slow in Python, one file for each.
+// megatron/data/indexed_dataset.py is their interface; the tests compare them with the definitions, written out in
+// Python.
 
 #include "index_helpers.hpp"
 
 PYBIND11_MODULE(_index_helpers, module) {
   module.doc() = "Index loops of megatron.data in C++; megatron.data.indexed_dataset is the interface.";
-  // Counts the changes to names and arguments, so that a library from an older build is not used.
+  // Increased whenever names or arguments change, so that a library from an older build is not used.
   module.attr("interface") = 2;
   index_helpers::bind_blend(module);
   index_helpers::bind_gather(module);

@@ -1,4 +1,5 @@
-// What the parts of the extension share: array types, and the function with which each part adds itself to the module.
+// Shared by the parts of the extension: the array type, and the function with which each part adds itself to the
+// module.
 
 #pragma once
 

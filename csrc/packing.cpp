@@ -1,4 +1,4 @@
-// Packs pieces of documents into bins of one sample each: best fit, the longest pieces first.
+// Packs pieces of documents into bins of one sample each: by best fit, the longest pieces first.
 
 #include "index_helpers.hpp"
 
@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kAhead = 32;
 
 // A set of numbers below `size` that finds the smallest member from a given number on. Each number has one bit. Above
-// each level of 64-bit words is a level with one bit for each word that is not zero.
+// each level of 64-bit words is a level with one bit per word, which is set if the word is not zero.
 class SortedBits {
  public:
   explicit SortedBits(int64_t size) {
@@ -40,7 +40,7 @@ class SortedBits {
     }
   }
 
-  // The smallest member that is not less than `number`, -1 without one.
+  // Returns the smallest member that is not less than `number`, or -1 if there is none.
   int64_t at_least(int64_t number) const {
     for (size_t height = 0; height < levels_.size(); ++height) {
       const int64_t place = number >> 6;
@@ -61,7 +61,8 @@ class SortedBits {
   std::vector<std::vector<uint64_t>> levels_;
 };
 
-// Numbers of the pieces, the longest first, equal ones in order. Raises for a length outside of 1..capacity.
+// Returns the numbers of the pieces, longest first, and of pieces of equal length in order. Throws invalid_argument if
+// a length is not within 1..capacity.
 template <typename Number>
 std::vector<Number> by_falling_length(const int32_t* lengths, int64_t num_pieces, int64_t capacity) {
   std::vector<int64_t> place(capacity + 2, 0);
@@ -80,17 +81,19 @@ std::vector<Number> by_falling_length(const int32_t* lengths, int64_t num_pieces
   return order;
 }
 
-// The bins that have a certain room left are a stack, linked through `below_`, one number per bin.
+// Bins to be filled. Those with the same room left form a stack, linked through `below_`, which has one number per bin.
 template <typename Number>
 class Bins {
  public:
-  // No two bins are half empty, since the pieces of the later one would have fitted the earlier one.
+  // No two bins are half empty, since the pieces of the later one would have fitted into the earlier one: this limits
+  // how many bins there are.
   Bins(int64_t capacity, int64_t num_pieces, int64_t num_tokens)
       : capacity_(capacity), rooms_(capacity + 1), top_(capacity + 1, Number{-1}) {
     below_.reserve(std::min(num_pieces, 2 * (num_tokens / capacity) + 2));
   }
 
-  // Puts a piece where it leaves the least room; of several such bins, the one that reached that room last.
+  // Puts a piece into the bin in which it leaves the least room; of several such bins, into the one that reached its
+  // room last. Returns the number of the bin.
   Number put(int64_t length) {
     int64_t room = rooms_.at_least(length);
     Number bin;
@@ -121,7 +124,7 @@ class Bins {
   std::vector<Number> below_;
 };
 
-// The bin of each piece, and how many bins there are.
+// Returns the bin of each piece, and the number of bins.
 template <typename Number>
 py::tuple best_fit_pack(const Array<int32_t>& lengths, int64_t capacity) {
   if (lengths.ndim() != 1) throw std::invalid_argument("expected one-dimensional lengths");
@@ -152,7 +155,7 @@ py::tuple best_fit_pack(const Array<int32_t>& lengths, int64_t capacity) {
   return py::make_tuple(result, num_bins);
 }
 
-// The pieces of bin b are order[starts[b]..starts[b + 1]-1], in their order.
+// Returns (starts, order): the pieces of bin b are order[starts[b]] to order[starts[b + 1] - 1], in ascending order.
 template <typename Number>
 py::tuple group_by_bin(const Array<Number>& bins, int64_t num_bins) {
   if (bins.ndim() != 1 || num_bins < 0) throw std::invalid_argument("expected one-dimensional bins and num_bins >= 0");
@@ -171,14 +174,14 @@ py::tuple group_by_bin(const Array<Number>& bins, int64_t num_bins) {
       if (!outside) ++start[bin_of[i]];
       if (i + kAhead < num_pieces) __builtin_prefetch(start + std::clamp<int64_t>(bin_of[i + kAhead], 0, num_bins), 1);
     }
-    // From counts to ends; each end then moves down to its bin's start as the pieces are placed in reverse order.
+    // Counts become ends; each end then moves down to its bin's start as the pieces are placed in reverse order.
     for (int64_t bin = 1; bin <= num_bins; ++bin) start[bin] += start[bin - 1];
     for (int64_t i = num_pieces - 1; i >= 0 && !outside; --i) {
       numbers[--start[bin_of[i]]] = static_cast<Number>(i);
       if (i >= kAhead) __builtin_prefetch(start + bin_of[i - kAhead], 1);
     }
   }
-  if (outside) throw std::invalid_argument("a bin is not below num_bins");
+  if (outside) throw std::invalid_argument("a bin is not within 0..num_bins-1");
   return py::make_tuple(starts, order);
 }
 

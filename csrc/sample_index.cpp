@@ -1,4 +1,4 @@
-// Which document and offset each sample starts at.
+// Builds the sample index: the document, and the offset in it, at which each sample starts.
 
 #include "index_helpers.hpp"
 
@@ -11,7 +11,7 @@
 namespace index_helpers {
 namespace {
 
-// Sizes of documents in shuffled order are cache misses; they are prefetched this many documents ahead.
+// Reading the sizes of documents in shuffled order misses the cache: they are prefetched this many documents ahead.
 constexpr int64_t kAhead = 64;
 
 // The sizes as stored in an .idx file, at an address that may not be aligned for int32.
@@ -61,9 +61,9 @@ Outcome fill_rows(const Sizes& sizes, const int32_t* documents, int64_t num_docu
   return Outcome::too_few_tokens;
 }
 
-// Row i holds the position in document_index and the token offset at which sample i starts: token i * seq_length of
-// the documents joined in the order of document_index. Row num_samples is where the last sample ends. `sizes` are the
-// bytes of int32 numbers.
+// Returns [num_samples + 1, 2]. Row i holds the position in document_index and the token offset at which sample i
+// starts: token i * seq_length of the documents joined in the order of document_index. Row num_samples is where the
+// last sample ends. `sizes` holds int32 numbers as bytes.
 template <typename Index>
 Array<Index> build_sample_index(const Array<uint8_t>& sizes, const Array<int32_t>& document_index, int64_t seq_length,
                                 int64_t num_samples) {

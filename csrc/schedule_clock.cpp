@@ -1,6 +1,6 @@
 // Simulates the timing of a pipeline's training step: thousands of micro-batches on many ranks in milliseconds.
-// megatron/pipeline/schedule.py makes the lists and is the interface. tests/helpers/replay.py implements the same rules
-// in Python, and tests compare both tick by tick.
+// megatron/pipeline/schedule.py makes the ranks' lists of instructions and is the interface. tests/helpers/replay.py
+// implements the same rules in Python, and tests compare the two tick by tick.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -30,7 +30,8 @@ struct Row {
   int32_t op, stage, micro_batch;
 };
 
-// Where the results of a stage go in one direction; receiver -1: nowhere, or to the same rank.
+// Link on which a stage's results are sent in one direction. receiver is -1 if there is no next stage, or if it is on
+// the same rank.
 template <typename Ticks>
 struct Route {
   int64_t link;
@@ -48,13 +49,14 @@ struct Rank {
   int64_t next, end;
   Ticks clock = 0, message_wait = 0;
   int64_t blocked = -1;
-  bool computing = false, arriving = false;  // only where cores are shared
+  bool computing = false, arriving = false;  // used only if ranks share cores
   std::vector<int64_t> sent;
   size_t oldest = 0;
 };
 
-// Ranks share `at_once` times the cores that one of them keeps busy: if more of them compute at a time, all slow down
-// equally. Infinite: nothing is shared, and a rank runs ahead of the others until it needs a message.
+// Runs the lists of all ranks on a clock. The ranks share enough cores for `at_once` of them to compute at full speed;
+// if more compute at a time, all slow down equally. If `at_once` is infinite, nothing is shared, and a rank runs ahead
+// of the others until it needs a message.
 template <typename Ticks>
 class Step {
   using Rank = ::Rank<Ticks>;
@@ -71,7 +73,7 @@ class Step {
         routes_(2 * stages_), results_(2 * stages_ * micro_batches), free_(ranks.size() * ranks.size(), 0) {
     const int64_t size = static_cast<int64_t>(ranks.size());
     for (int64_t stage = 0; stage < stages_; ++stage) {
-      if (owner.at(stage) < 0 || owner.at(stage) >= size) throw std::invalid_argument("a stage without a rank");
+      if (owner.at(stage) < 0 || owner.at(stage) >= size) throw std::invalid_argument("owner of a stage is not a rank");
     }
     for (int64_t back = 0; back < 2; ++back) {
       for (int64_t stage = 0; stage < stages_; ++stage) {
@@ -96,7 +98,7 @@ class Step {
       }
     } while (advance());
     for (const Rank& rank : ranks_) {
-      if (rank.blocked >= 0) throw std::invalid_argument("the lists wait for each other in a circle");
+      if (rank.blocked >= 0) throw std::invalid_argument("the lists wait for each other in a cycle");
     }
   }
 
@@ -111,7 +113,7 @@ class Step {
       const Row& row = rows_[rank.next];
       if (row.op < 0 || row.op >= kOps || row.stage < 0 || row.stage >= stages_ || row.micro_batch < 0 ||
           row.micro_batch >= micro_batches_) {
-        throw std::invalid_argument("an instruction that does not exist");
+        throw std::invalid_argument("invalid instruction: no such operation, stage or micro-batch");
       }
       if (!(row.op <= kBackwardWeight ? compute(rank, number, row) : post(rank, number, row))) return;
     }
@@ -153,10 +155,10 @@ class Step {
   bool post(Rank& rank, int32_t number, const Row& row) {
     const bool back = row.op >= kSendBackward, send = row.op == kSendForward || row.op == kSendBackward;
     const int64_t stage = send ? row.stage : back ? row.stage + 1 : row.stage - 1;
-    if (stage < 0 || stage >= stages_) throw std::invalid_argument("a message from no stage");
+    if (stage < 0 || stage >= stages_) throw std::invalid_argument("a message comes from a stage that does not exist");
     const Route& route = routes_[back * stages_ + stage];
     if (route.receiver < 0 || (send ? route.sender : route.receiver) != number) {
-      throw std::invalid_argument("a message that its rank cannot have");
+      throw std::invalid_argument("a rank posts a message that it neither sends nor receives");
     }
     const int64_t message = result(back, stage, row.micro_batch);
     if (send) {
@@ -170,7 +172,7 @@ class Step {
     Ticks& posted = results_[message].posted;
     if (posted < 0) {
       posted = rank.clock;
-    } else {  // both ends post the messages of a link in one order, so the ones before it are on their way
+    } else {  // both ranks post a link's messages in the same order, so earlier ones are already on their way
       arrive(message, route, std::max(posted, rank.clock));
     }
     return true;
@@ -192,7 +194,7 @@ class Step {
     }
   }
 
-  // Advances to the next time at which a computation ends or a message arrives; false where there is none.
+  // Advances to the next time at which a computation ends or a message arrives; returns false if there is none.
   bool advance() {
     if (computing_.empty() && arrivals_.empty()) return false;
     const double slower = std::max(1.0, computing_.size() / at_once_);
@@ -245,15 +247,15 @@ class Step {
   Ticks *starts_, *ends_;
   std::vector<Route> routes_;
   std::vector<Result> results_;
-  std::vector<Ticks> free_;  // when the link of two ranks is
+  std::vector<Ticks> free_;  // time at which the link between two ranks becomes free
   std::vector<int32_t> runnable_;
 
-  // Where cores are shared:
-  using Event = std::pair<double, int32_t>;  // when, and the rank
+  // Used only if ranks share cores:
+  using Event = std::pair<double, int32_t>;  // time and rank
   using Events = std::priority_queue<Event, std::vector<Event>, std::greater<Event>>;
   double now_ = 0;
-  double work_ = 0;  // that a rank computing all the time would have done
-  Events computing_;  // when a rank is done, measured in that work
+  double work_ = 0;  // done by a rank that has computed all the time
+  Events computing_;  // values of work_ at which ranks finish their passes
   Events arrivals_;
 };
 
@@ -264,14 +266,14 @@ py::tuple run(const Array<int32_t>& rows, const Array<int64_t>& offsets, const A
   const int64_t size = offsets.size() - 1, count = rows.ndim() == 2 && rows.shape(1) == 3 ? rows.shape(0) : -1;
   if (count < 0 || size < 1 || times.size() != 5 * owner.size() || costs.size() != 4 * owner.size() ||
       micro_batches < 1 || in_flight < 1 || !(at_once > 0)) {
-    throw std::invalid_argument("arrays of other sizes were expected");
+    throw std::invalid_argument("the sizes of the arrays do not match, or a number is not positive");
   }
   std::vector<Rank<Ticks>> ranks(size);
   for (int64_t rank = 0; rank < size; ++rank) {
     ranks[rank].next = offsets.at(rank);
     ranks[rank].end = offsets.at(rank + 1);
     if (ranks[rank].next < 0 || ranks[rank].next > ranks[rank].end || ranks[rank].end > count) {
-      throw std::invalid_argument("a list that is none");
+      throw std::invalid_argument("the offset of a list is not within the rows");
     }
   }
   Array<Ticks> starts(count), ends(count), clocks(size), message_wait(size);
@@ -292,8 +294,8 @@ py::tuple run(const Array<int32_t>& rows, const Array<int64_t>& offsets, const A
 }  // namespace
 
 PYBIND11_MODULE(_schedule_clock, module) {
-  module.doc() = "A pipeline's step on a clock, in C++; megatron.pipeline.schedule is the interface.";
-  // Counts the changes to names and arguments, so that a library from an older build is not used.
+  module.doc() = "Simulates the timing of a pipeline's step in C++; megatron.pipeline.schedule is the interface.";
+  // Increased whenever names or arguments change, so that a library from an older build is not used.
   module.attr("interface") = 3;
   const auto define = [&module](const char* name, auto function) {
     module.def(name, function, py::arg("rows"), py::arg("offsets"), py::arg("owner"), py::arg("micro_batches"),

@@ -1,8 +1,8 @@
 // numpy's RandomState.shuffle, draw for draw: a Mersenne Twister (Matsumoto and Nishimura, "Mersenne Twister", ACM
 // TOMACS 8(1), 1998) chooses the partner of each element, from the last to the second.
 //
-// It is faster than one swap after the other because the partners do not depend on the array: those of a block of swaps
-// are drawn first and their cache lines prefetched, so that the memory's latency is paid once per block.
+// It is faster than swapping after each draw. Partners do not depend on the array, so those of a block of swaps are
+// drawn first and their cache lines are prefetched: the memory's latency is paid once per block.
 
 #include "index_helpers.hpp"
 
@@ -17,12 +17,13 @@ namespace {
 
 constexpr int kWords = 624;
 constexpr int kShift = 397;
-// The lines of two blocks are in flight at once; 128 of them fit into any first-level cache with the tables.
+// Swaps of a block. The cache lines of two blocks are in flight at once; with this size they fit into any L1 cache
+// along with the generator's tables.
 constexpr int kBlock = 128;
 
 class MersenneTwister {
  public:
-  // `position` is how many words of `state` were used, as in RandomState.get_state().
+  // `position` is how many words of `state` have been used, as in RandomState.get_state().
   MersenneTwister(const uint32_t* state, int position) : position_(position) {
     std::memcpy(state_, state, sizeof state_);
     temper();
@@ -36,7 +37,7 @@ class MersenneTwister {
     return words_[position_++];
   }
 
-  // The words left before the next refill; there is at least one.
+  // Returns the words left before the next refill, and sets `count` to their number, which is at least 1.
   const uint32_t* ahead(int& count) {
     if (position_ == kWords) refill();
     count = kWords - position_;
@@ -76,14 +77,14 @@ class MersenneTwister {
   int position_;
 };
 
-// The smallest 2^k - 1 that is not less than `value`.
+// Returns the smallest 2^k - 1 that is not less than `value`.
 uint64_t mask_of(uint64_t value) {
   for (int shift = 1; shift < 64; shift *= 2) value |= value >> shift;
   return value;
 }
 
-// Draws the partners of the elements last, last - 1, ... (down to 1 and `wanted` of them at most): for each the first
-// masked draw that is not greater than the element's own place. Returns how many were drawn.
+// Draws the partners of elements last, last - 1, ..., 1, but no more than `wanted`: for each element, the first masked
+// draw that does not exceed its own place. Returns how many were drawn.
 int draw_partners(MersenneTwister& random, uint64_t last, int wanted, uint64_t* partners) {
   int drawn = 0;
   while (drawn < wanted && last > static_cast<uint64_t>(drawn)) {
@@ -95,7 +96,8 @@ int draw_partners(MersenneTwister& random, uint64_t last, int wanted, uint64_t* 
       if (partner <= place) partners[drawn++] = partner;
       continue;
     }
-    // As long as the mask stays the same. A rejected draw is overwritten by the next one: no branch to predict.
+    // The mask stays the same for this many elements. A rejected draw is overwritten by the next one, so that there is
+    // no branch to predict.
     const uint64_t same_mask = place - (mask >> 1);
     int available;
     const uint32_t* words = random.ahead(available);
@@ -140,7 +142,7 @@ py::tuple state_of(const MersenneTwister& random) {
   return py::make_tuple(Array<uint32_t>(kWords, random.state()), random.position());
 }
 
-// Shuffles `elements` in place and returns the generator's state after it: (words, position).
+// Shuffles `elements` in place and returns the generator's state afterwards: (words, position).
 template <typename Element>
 py::tuple shuffle(Array<Element>& elements, const Array<uint32_t>& state, int position) {
   if (elements.ndim() != 1) throw std::invalid_argument("expected a one-dimensional array");
@@ -154,8 +156,8 @@ py::tuple shuffle(Array<Element>& elements, const Array<uint32_t>& state, int po
   return state_of(random);
 }
 
-// The partners of the elements last, last - 1, ..., as `shuffle` of more than `last` elements draws them, and the
-// state: an array of 2^32 elements, where the draws become wider, is too large for a test.
+// Returns `wanted` partners, as `shuffle` draws them for an array of last + 1 elements, and the generator's state
+// afterwards. It is for tests: beyond 2^32 elements draws become wider, and such an array would be too large.
 py::tuple shuffle_partners(uint64_t last, int wanted, const Array<uint32_t>& state, int position) {
   if (wanted < 0 || last < static_cast<uint64_t>(wanted)) throw std::invalid_argument("expected last >= wanted >= 0");
   MersenneTwister random = generator(state, position);

@@ -1,10 +1,11 @@
-// Activations of a linear layer's output, with its bias: GELU in two forms, SwiGLU, GeGLU, squared ReLU.
+// Activations of a linear layer's output, with its bias: GELU and GeGLU in two forms each, SwiGLU, squared ReLU.
 #include "api.h"
 
-// Exact in relative terms down to underflow, where 1 + e is e.
+// Its relative error stays small down to underflow, where 1 + exp(-z) rounds to exp(-z).
 FN float sigmoid(float z) { return reciprocal(1.0f + exponential(-z)); }
 
-// sigmoid(z) and sigmoid(-z), both relatively exact, as 1 - sigmoid(z) is not. e <= 1, so that no infinity meets a 0.
+// sigmoid(z) and sigmoid(-z), both with a small relative error, unlike 1 - sigmoid(z). e <= 1, so that no infinity is
+// multiplied by 0.
 struct Sigmoids {
     float of, rest;
     MEMBER explicit Sigmoids(float z) {
@@ -14,7 +15,7 @@ struct Sigmoids {
     }
 };
 
-// An activation computes one column from INPUTS columns, n apart: a, and b where there are two, bias included.
+// An activation computes one column from INPUTS columns, n apart: a, and b if there are two, with the bias added.
 
 // a * sigmoid(z), z = 2 sqrt(2 / pi) (a + 0.044715 a^3): the same as 0.5 a (1 + tanh(z / 2)), without its cancellation
 // at negative a.
@@ -22,7 +23,7 @@ struct Gelu {
     static constexpr int INPUTS = 1;
     static constexpr bool HEAVY = false;
     static constexpr float LINEAR = 1.5957691216f, CUBIC = 0.0713548163f;  // 2 sqrt(2 / pi), and that times 0.044715
-    // a^2, limited where the sigmoid has long been 0 or 1: no infinity is multiplied by its 0 where a is finite.
+    // a^2, limited where the sigmoid has long been 0 or 1, so that no infinity is multiplied by its 0 if a is finite.
     FN float square(float a) {
         const float s = a * a;
         return s > 1e4f ? 1e4f : s;
@@ -32,7 +33,7 @@ struct Gelu {
         const float aa = square(a);
         const Sigmoids s(a * (LINEAR + CUBIC * aa));
         const float share = dy * s.of;
-        da = share + share * a * (s.rest * (LINEAR + 3.0f * CUBIC * aa));  // share * a first: 0 where the sigmoid is
+        da = share + share * a * (s.rest * (LINEAR + 3.0f * CUBIC * aa));  // share * a first: it is 0 where the sigmoid is
     }
     FN void both(float a, float &y, float &slope) {
         const float aa = square(a);
@@ -54,12 +55,13 @@ struct Swiglu {
     }
 };
 
-// a Phi(a), Phi the distribution function of the normal distribution: GELU as defined, 0.5 a (1 + erf(a / sqrt(2))).
+// a Phi(a), where Phi is the normal distribution function: GELU as defined, 0.5 a (1 + erf(a / sqrt(2))).
 struct ExactGelu {
     static constexpr int INPUTS = 1;
     static constexpr bool HEAVY = false;
-    // Phi(-|a|) = exp(-a^2 / 2) r(|a|), where r = erfcx(|a| / sqrt(2)) / 2 is a polynomial in 1 / (1 + 0.3 |a|), fitted
-    // over 0 to 14.2 in the largest relative error: 1.6e-7, and 5e-7 in fp32; 1/2 at 0. No term cancels at negative a.
+    // Phi(-|a|) = exp(-a^2 / 2) r(|a|), r = erfcx(|a| / sqrt(2)) / 2. A polynomial in 1 / (1 + 0.3 |a|) approximates r;
+    // it is 1/2 at 0 and minimizes the largest relative error over 0 to 14.2, which is 1.6e-7, and 5e-7 in fp32
+    // arithmetic. No term cancels at negative a.
     struct Normal {
         float below, density;  // Phi(a) and its derivative
         MEMBER explicit Normal(float a) {
@@ -89,10 +91,10 @@ struct ExactGelu {
     }
 };
 
-// F(a) * b: a is the gate, b the value. F::both gives F(a) and its derivative.
+// F(a) * b: a is the gate, b the value. F::both computes F(a) and its derivative.
 template <class F> struct Gated {
     static constexpr int INPUTS = 2;
-    static constexpr bool HEAVY = true;  // more registers than the others
+    static constexpr bool HEAVY = true;  // needs more registers than the others
     FN float value(float a, float b) { return F::value(a, 0.0f) * b; }
     FN void gradient(float dy, float a, float b, float &da, float &db) {
         float y, slope;
@@ -117,7 +119,7 @@ template <class T, class F> struct Inputs {
     const T *x, *bias;
     int64_t n;
     MEMBER int64_t at(int64_t row, int input, int c) const { return (row * F::INPUTS + input) * n + c; }
-    // One pack, bias included.
+    // Reads one pack and adds the bias.
     template <class G> MEMBER void read(int64_t row, int input, int c, float *v) const {
         load<G>(x + at(row, input, c), v);
         if (!bias) return;
@@ -151,7 +153,7 @@ template <class T, class F> struct ActivationBackward {
     const T *dy;
     Inputs<T, F> inputs;
 
-    // da, and db where there are two inputs.
+    // Computes da, and db if there are two inputs, and stores them in dx.
     template <class G> MEMBER void gradient(int64_t row, int c, float *da, float *db) const {
         float g[G::V], unused;
         load<G>(dy + row * inputs.n + c, g);
@@ -171,7 +173,7 @@ template <class T, class F> struct ActivationBackward {
     }
 };
 
-// The same, and the sums over rows that are the bias's gradient, taken before dx is rounded.
+// The same, and the bias's gradient: the sums of dx over the rows, before it is rounded.
 template <class T, class F> struct BiasActivationBackward : ActivationBackward<T, F> {
     // The sums of two 16-bit inputs take 16 KB of LDS per block; a compute unit has room for four such blocks.
     static constexpr int SUMS = F::INPUTS, WAVES = SUMS == 2 && sizeof(T) == 2 ? 4 : 8;
@@ -203,7 +205,7 @@ static int backward(void *dx, float *dbias, float *partial, const void *dy, cons
     return code ? code : launch_part_sums(to, partial, parts, to.n, (mk_stream)stream);
 }
 
-// Calls forward or backward for the kind of this number.
+// Calls forward or backward for the activation numbered `kind`.
 #define FOR_KIND(CALL, ...)                                       \
     switch (kind) {                                               \
     case 0: {                                                     \
@@ -226,14 +228,15 @@ static int backward(void *dx, float *dbias, float *partial, const void *dy, cons
     }                                                             \
     }
 
-// kind: 0 GELU, 1 SwiGLU, 2 squared ReLU, 3 exact GELU, 4 GeGLU, 5 exact GeGLU.
+// x [rows, INPUTS * n], bias [INPUTS * n] or null, y [rows, n]. kind: 0 GELU, 1 SwiGLU, 2 squared ReLU, 3 exact GELU,
+// 4 GeGLU, 5 exact GeGLU.
 MK_API mk_bias_activation(int type, int kind, void *y, const void *x, const void *bias, int64_t rows, int64_t n,
                           void *stream) {
     FOR_KIND(forward, y, x, bias, rows, n, stream)
 }
 
-// dbias: INPUTS * n floats, to which the gradient is added if `adds` is 1; partial: parts times as many. They are not
-// touched where bias is null.
+// dbias: INPUTS * n floats, to which the gradient is added if `adds` is 1; partial: workspace of parts times as many.
+// Both are unused if bias is null.
 MK_API mk_bias_activation_backward(int type, int kind, void *dx, void *dbias, void *partial, const void *dy,
                                    const void *x, const void *bias, int64_t rows, int64_t n, int64_t parts, int adds,
                                    void *stream) {

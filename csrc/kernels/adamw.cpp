@@ -9,32 +9,33 @@ static_assert(sizeof(AdamWList) < 4096 - 64, "kernel arguments");
 
 struct NoCopy {};
 
-// Whether moments may be bf16 and an average of the weights may follow their update. Which of these are is decided at run
-// time, alike for all lanes, so that there are two kernels and not eight.
+// Whether moments may be bf16 and a running average of the weights may be updated. Which of these apply is decided at
+// run time, alike for all lanes, so that there are two kernels and not eight.
 struct Usual {
     static constexpr bool MORE = false;
 };
 struct Extended {
-    // narrow: 26 (as AdamW's: bf16 moments in packs and one by one, an average one by one)
+    // narrow: 26 (in addition to AdamW's: bf16 moments in packs and one by one, an average one by one)
     static constexpr bool MORE = true;
 };
 
-// Parameters of all elements of a group.
+// Parameters of a step, the same for all elements of an optimizer's group.
 struct AdamWStep {
     const float *gradient_scale;    // one number on the device: the host need not know it
-    float new_average, new_square;  // 1 - beta1 and 1 - beta2, rounded once: 1 - (float)beta2 would be off by 3e-5 of itself
+    float new_average, new_square;  // 1 - beta1 and 1 - beta2, rounded once: 1 - (float)beta2 has a relative error of 3e-5
     float rate;                     // lr / (1 - beta1^step)
     float root_scale;               // 1 / sqrt(1 - beta2^step)
     float eps;
     float decay;  // lr * weight decay
-    // Of Extended only:
-    int narrow;      // bits 0 and 1: whether the moments are bf16
-    uint32_t salt;   // of their rounding: it differs from step to step
-    float share;     // of the new weights in their average; 0: it stays as it is
+    // Only for Extended:
+    int narrow;      // bits 0 and 1: whether the first and the second moments are bf16
+    uint32_t salt;   // of their stochastic rounding; differs in each step
+    float share;     // of the new weights in their running average; 0: the average is not updated
 };
 
-// One of the two bf16 neighbours of x, as fp32: the upper one with the share of the way there. The random bits are a
-// hash of the number and the step, that of round_ in megatron/kernels/ops/optimizer.py.
+// Returns one of the two bf16 neighbours of x, as fp32: the one farther from 0 with a probability equal to the position
+// of x between the two. The random bits are a hash of x and the step, the same as in round_ in
+// megatron/kernels/ops/optimizer.py.
 FN float stochastic(float x, uint32_t salt) {
     const uint32_t u = as_uint(x);
     uint32_t h = u * 0x61c88647u + salt;
@@ -43,7 +44,7 @@ FN float stochastic(float x, uint32_t salt) {
     return (u & 0x7fffffffu) > 0x7f800000u ? x : as_float((u + (h >> 16)) & 0xffff0000u);  // a NaN is kept
 }
 
-// Part of a moment: fp32, or of Extended perhaps bf16.
+// A part of a moment, which is fp32 or, only with Extended, bf16.
 template <class More> struct Moment {
     void *p;
     bool narrow;
@@ -68,14 +69,15 @@ template <class More> struct Moment {
 
 // m += (1 - beta1) (g - m);  v += (1 - beta2) (g^2 - v);  w -= decay w + rate m / (sqrt(v) root_scale + eps)
 //
-// Root and quotient are rounded correctly; their time is hidden, as 28 bytes are moved per element. If the weights have
-// a 16-bit copy, its accesses are of 8 bytes, 2 of 30 bytes per element: with packs of 8 elements the lanes of a wave
-// would be 32 bytes apart in the four fp32 arrays.
+// Root and quotient are correctly rounded; their time is hidden behind the 28 bytes that are moved per element.
+// Accesses to a 16-bit copy of the weights have 8 bytes, and are 2 of 30 bytes per element: with packs of 8 elements,
+// the lanes of a wave would be 32 bytes apart in the four fp32 arrays.
 //
-// bf16 moments are rounded after the weights' update; an average is a += share (w - a), of the new weights.
+// bf16 moments are rounded after the weights have been updated. The running average follows: a += share (w - a), with
+// the new weights.
 template <class T, class C, class More> struct AdamW {
     static constexpr int WAVES = 8;
-    // narrow: 36 (tensors that are not aligned, and ends: 4 for each array in and out; gradient and copy of 16 bit)
+    // narrow: 36 (tensors that are not aligned, and tails: 4 for each array in and out; 16-bit gradient and copy)
     AdamWStep s;
     float scale;
     float *w;
@@ -115,7 +117,7 @@ template <class T, class C, class More> struct AdamW {
     }
 };
 
-// On a GPU, puts a number that all lanes share into a vector register: Extended lacks scalar ones.
+// On a GPU, puts a number that all lanes share into a vector register, because Extended runs out of scalar ones.
 FN float in_lane(float x) { return as_float((uint32_t)opaque_int((int)as_uint(x))); }
 
 template <class T, class C, class More> MEMBER void adamw_chunk(const AdamWStep &step, const AdamWList &list, int at) {
@@ -177,9 +179,10 @@ static int launch_adamw(const AdamWStep &step, void *const *pointers, const int6
         });
 }
 
-// type: of the gradients. copy_type: -1 for none, 1 fp16, 2 bf16. narrow: bits 0 and 1 for moments in bf16. pointers
-// [6][count] in host memory: weights, gradients, moments, copies, averages. gradient_scale: one number on the device;
-// where it is not finite nothing is written.
+// type: of the gradients. copy_type: of 16-bit copies of the weights: 1 fp16, 2 bf16, -1 no copies. narrow: bits 0 and 1
+// are set if the first and the second moments are bf16. pointers [6][count], in host memory: weights, gradients, first
+// moments, second moments, copies, running averages. sizes [count], in elements; chunk: elements of a block.
+// gradient_scale: one number on the device; if it is not finite, nothing is written.
 MK_API mk_adamw(int type, int copy_type, int narrow, void *const *pointers, const int64_t *sizes, int64_t count,
                 int64_t chunk, const float *gradient_scale, float new_average, float new_square, float rate,
                 float root_scale, float eps, float decay, int step_number, float share, void *stream) {

@@ -1,12 +1,12 @@
 // The plain C interface: every function takes a type number first and a stream last, and returns OK, UNKNOWN_TYPE or
-// the GPU runtime's own error number. Pointers, sizes and scalars only, so that any language can call it and no header
-// of torch is needed. Shapes, alignment and devices are checked by the caller (megatron/kernels/).
+// the GPU runtime's own error number. Arguments are only pointers, sizes and scalars, so that any language can call it
+// and no header of torch is needed. The caller (megatron/kernels/) checks shapes, types and devices.
 #pragma once
 #include "launch.h"
 
 #define MK_API extern "C" __attribute__((visibility("default"))) int
 
-// Runs the statement with T as the type of this number.
+// Returns the value of an expression, in which T is the type of this number; UNKNOWN_TYPE if there is none.
 #define FOR_TYPE(type, ...)               \
     switch (type) {                       \
     case 0: {                             \

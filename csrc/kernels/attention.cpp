@@ -1,8 +1,8 @@
-// The steps between the matrix products of causal attention in blocks: from scaled scores to softmax weights, and back
+// The steps between the matrix products of causal attention in blocks: from scores to softmax weights, and back
 // (Dao et al., arXiv 2205.14135, algorithms 1 and 4; the logarithm of the softmax's denominator is kept).
 //
 // A block holds scores of queries from `first` on and of keys from `key` on; its rows are [sample and group][position]
-// [query of the group]. Query heads of a group share their keys, so they are rows of one matrix.
+// [query head of the group]. Query heads of a group share their keys, so they are rows of one matrix.
 #include "api.h"
 #include "mask.h"
 
@@ -11,7 +11,7 @@ template <class G, class T> struct BlockRow : G::template Row<T> {};
 template <class G, class T, class R> MEMBER void leave(const G &g, R &, int i, int, T *to, const float *in) {
     store<G>(to + g.column(i), in);
 }
-// Keeps nothing: exp is computed twice, which is cheaper than the registers of a second fp32 copy.
+// Keeps nothing: exp is computed twice, which is cheaper than the registers for a second fp32 copy.
 template <class G> struct Kept {
     MEMBER bool has(int) const { return false; }
     MEMBER void put(int, const float *) {}
@@ -20,7 +20,7 @@ template <class G> struct Kept {
 template <class T, class Op> static int launch_block(const Op &op, int64_t rows, int64_t n, bool wide, mk_stream stream) {
     return launch_rows<T>(op, rows, n, wide, stream);
 }
-// Lanes are independent, hence tiles. Rows would need more registers than a GPU has.
+// Elements are independent, hence tiles. Rows would need more registers than a GPU has.
 template <class T, class Op> static int launch_gradient(const Op &op, int64_t rows, int64_t n, bool wide, mk_stream stream) {
     return launch_tiles<T>(op, rows, n, wide, stream);
 }
@@ -29,7 +29,7 @@ template <class G, class T> struct BlockRow : LooseRow<G, T> {};
 template <class G, class T, class R> MEMBER void leave(const G &g, R &row, int i, int n, T *to, const float *in) {
     row.write(g, i, n, to, in);
 }
-// The exponentials of a row, or of its first packs, in the nearest cache: they cost more than a load.
+// Keeps the exponentials of a row, or of its first packs, in the L1 cache: computing one costs more than a load.
 template <class G> struct Kept {
     static constexpr int ROOM = 4096 / G::V;
     float x[ROOM][G::V];
@@ -49,31 +49,32 @@ template <class T, class Op> static int launch_gradient(const Op &op, int64_t ro
 #endif
 
 // The position of a block, and the meaning of its scores: scale * score + slope * (key - query), where slopes are those
-// of an ALiBi bias (Press et al., arXiv 2108.12409), if any. With a cap, cap * tanh(scale * score / cap) takes the place of
+// of an ALiBi bias (Press et al., arXiv 2108.12409), if any. With a cap, cap * tanh(scale * score / cap) replaces
 // scale * score.
 struct Block {
     const float *slopes;  // [groups * share] or null
-    int rows, total;      // rows of a sample and group in the block and in all
+    int rows, total;      // rows of a sample and group: in the block, and in all
     int first_sample, first, key;
-    int window;  // keys before its own that a query sees
-    // Of the mask, whose rows are numbered over all heads of the job: that of a sample's first head and query, positions
-    // of a head. Null where nothing is dropped. A row has an element for each position, up to a whole number of packs.
+    int window;  // number of keys before its own that a query sees
+    // The dropout mask. Its rows are numbered over all heads of the job; a row has an element for each position,
+    // rounded up to a multiple of 32. origins: for each sample, the row of its first head and query; null if nothing is
+    // dropped. positions: of a head.
     const int64_t *origins;
     int positions;
-    int groups, share, n; // share: queries of a group; n: keys of the block
+    int groups, share, n; // share: query heads of a group; n: keys of the block
     float scale, cap, inside, kept_scale;  // cap: 0 for none; inside: scale / cap
     uint32_t keep;
     uint64_t seed;
     struct Row {
         int start, valid;  // the query sees the keys [start, valid) of the block
-        int64_t at;   // of all rows
-        uint64_t mask; // of its first element, from the block's first key on
+        int64_t at;   // number among all rows
+        uint64_t mask; // number of the mask's element for the block's first key
         float slope;
-        int query;    // counted from the block's first key on
-        // scale: what capped() returned
+        int query;    // position, counted from the block's first key
+        // Turns the scores v of columns c, c + 1, ... into logits, hidden ones into -infinity. scale: what capped() has returned
         template <class G> MEMBER void logits(int c, float *v, float scale) const {
 #if !MK_DEVICE
-            // Most packs: an addition less for each element, and no comparisons.
+            // For most packs: an addition less per element, and no comparisons.
             if (slope == 0.0f && c >= start && c + G::V <= valid) {
                 EACH(k) v[k] *= scale;
                 return;
@@ -83,16 +84,16 @@ struct Block {
             EACH(k) v[k] = (uint32_t)(c + k - start) < seen ? v[k] * scale + slope * (float)(c + k - query) : -MK_INFINITY;
         }
     };
-    // Limits scores to (-cap, cap) if there is a cap, and multiplies `slope`, unless it is null, by the limit's derivative.
-    // Returns the factor that is left to multiply the scores with.
+    // Limits scores to (-cap, cap) if there is a cap, and multiplies `slope`, unless it is null, by the limit's
+    // derivative. Returns the factor by which the scores have yet to be multiplied.
     template <class G> MEMBER float capped(float *v, float *slope) const {
         if (cap == 0.0f) return scale;
         EACH(k) v[k] = soft_cap(v[k], cap, inside, slope ? slope + k : nullptr);
         return 1.0f;
     }
-    // An existing pointer also says whether anything is dropped: scalar registers are scarce.
+    // A pointer that is needed anyway tells whether anything is dropped: scalar registers are scarce.
     MEMBER Mask mask() const { return Mask{seed, keep, kept_scale, origins != nullptr}; }
-    // key: the block's first
+    // Returns the description of a row of the block. key: the block's first
     MEMBER Row row(int64_t row, int key) const {
         const int nth = (int)(row / rows), i = (int)(row - (int64_t)nth * rows), sample = first_sample + nth;
         const int position = first + i / share, seen = position + 1 - key, head = sample % groups * share + i % share;
@@ -102,7 +103,7 @@ struct Block {
             mask = number * ((positions + 31) / 32 * 32) + key;
         }
         const int valid = seen < 0 ? 0 : seen < n ? seen : n, start = seen - 1 - window;
-        // In vector registers, of which there are more, though the whole block may share the row.
+        // In vector registers, of which there are more, although the whole thread block may share the row.
         return Row{opaque_int(start < valid ? start : valid), opaque_int(valid),
                    (int64_t)sample * total + (int64_t)first * share + i, mask, slopes ? slopes[head] : 0.0f,
                    opaque_int(position - key)};
@@ -113,10 +114,11 @@ struct Block {
     }
 };
 
-// scores -> softmax weights, with dropout, in place; and the logarithm of each row's sum of exponentials. Needs all
-// keys that its queries see, up to that of the last query. A row whose scores are all -infinity gets zeros, and +infinity as its logarithm.
+// Replaces scores by softmax weights, with dropout, and stores the logarithm of each row's sum of exponentials. The
+// block must have all keys that its queries see, up to that of the last query. A row whose scores are all -infinity
+// gets zeros, and +infinity as its logarithm.
 template <class T> struct AttentionWeights {
-    // One row, but so much of the mask with it that CUDA has no registers left for eight packs.
+    // HOLDS is 2: one row, and as much again of the mask, so that CUDA has no registers left for eight packs.
     static constexpr int WAVES = 4, HOLDS = 2;
     // narrow: 3 (a row's logarithm, its head's slope and its sample's place)
     T *scores;
@@ -176,7 +178,7 @@ template <class T> constexpr bool holds_eight<AttentionWeights<T>> = false;
 
 // Overwrites the scores with the weights, and the gradient of the weights with that of the scores:
 // scale * weight * (gradient - dot), where dot is the sum over the row of weight times gradient, which equals that of
-// the output times its gradient (arXiv 2205.14135, appendix B.2); with a cap, times 1 - tanh^2.
+// the output times its gradient (arXiv 2205.14135, appendix B.2); with a cap, this is multiplied by 1 - tanh^2.
 template <class T> struct AttentionGradient {
     static constexpr int WAVES = 4;
     // narrow: 4 (a row's logarithm, its dot, its head's slope and its sample's place)
@@ -184,7 +186,7 @@ template <class T> struct AttentionGradient {
     const float *logarithms, *dots;
     Block block;
 
-    // Of the pack from column c on: v from score to weight, u from the weight's gradient to the score's.
+    // Changes the pack that begins at column c: v from scores to weights, u from the weights' gradients to the scores'.
     template <class G>
     MEMBER void change(const Block::Row &here, float denominator, float dot, int c, float *v, float *u) const {
         float drop[G::V], slope[G::V];
@@ -193,7 +195,7 @@ template <class T> struct AttentionGradient {
         block.mask().template apply<G>(here.mask + c, drop);
         here.template logits<G>(c, v, block.template capped<G>(v, slope));
         EACH(k) v[k] = exponential(v[k] - denominator);
-        // Hidden elements, whose weight is 0, may have any value: they were never written.
+        // Gradients of hidden elements, whose weight is 0, may have any value: they were never written.
         EACH(k) u[k] = v[k] == 0.0f ? 0.0f : slope[k] * v[k] * (u[k] * drop[k] - dot);
         EACH(k) v[k] *= drop[k];
     }
@@ -238,7 +240,7 @@ template <class T> struct AttentionGradient {
 #endif
 };
 
-// The sum over a row of the products of two arrays.
+// Computes the dot product of each row of two arrays.
 template <class T> struct RowDots {
     static constexpr int WAVES = 4, HOLDS = 2;
     // narrow: 1 (the result)
@@ -262,7 +264,8 @@ template <class T> struct RowDots {
     }
 };
 
-// rows: of the whole block; queries: of one sample and group in it; total: in all. origins is null where nothing is dropped.
+// scores [rows, n]; logarithms fp32, of all rows. rows: of the whole block; queries: rows of one sample and group in
+// the block; total: those in all. For the other arguments see Block.
 MK_API mk_attention_weights(int type, void *scores, void *logarithms, const void *slopes, const void *origins,
                             int64_t rows, int64_t queries, int64_t total, int64_t first_sample, int64_t first, int64_t key,
                             int64_t window, int64_t positions, int64_t groups, int64_t share, int64_t n, float scale,
@@ -274,6 +277,8 @@ MK_API mk_attention_weights(int type, void *scores, void *logarithms, const void
                                    aligned(scores), (mk_stream)stream));
 }
 
+// scores and gradients [rows, n]; logarithms and dots fp32, of all rows. The other arguments are those of
+// mk_attention_weights.
 MK_API mk_attention_gradient(int type, void *scores, void *gradients, const void *logarithms, const void *dots,
                              const void *slopes, const void *origins, int64_t rows, int64_t queries, int64_t total,
                              int64_t first_sample, int64_t first, int64_t key, int64_t window, int64_t positions,
@@ -287,6 +292,7 @@ MK_API mk_attention_gradient(int type, void *scores, void *gradients, const void
                                       rows, n, aligned(scores, gradients), (mk_stream)stream));
 }
 
+// out fp32 [rows], a and b [rows, n].
 MK_API mk_row_dots(int type, void *out, const void *a, const void *b, int64_t rows, int64_t n, void *stream) {
     FOR_TYPE(type, launch_block<T>(RowDots<T>{(float *)out, (const T *)a, (const T *)b, (int)n}, rows, n, aligned(a, b),
                                    (mk_stream)stream));

@@ -1,12 +1,13 @@
 // Cross entropy over a vocabulary, or over the part of it that a rank holds: maximum, sum of exponentials and target
 // logit of each token, and then the gradient, which overwrites the logits.
 //
-// A row may be of any width. It is read once, in strips that a group holds in registers (on a CPU: in its nearest
+// A row may be of any width. It is read once, in strips that a group holds in registers (on a CPU: in the L1
 // cache), and the sum is kept relative to the largest logit so far (Milakov and Gimelshein, arXiv 1805.02867).
 #include "api.h"
 
 #if MK_DEVICE
-// The content of a 32-bit word, rounded to the type. clang would move an array of T through LDS.
+// Returns a 32-bit word of elements, one of fp32 or two of 16 bits, rounded to the type of the last argument. clang
+// would move an array of T through LDS.
 FN uint32_t word(const float *in, float) { return as_uint(in[0]); }
 template <class T> FN uint32_t word(const float *in, T) {
     uint16_t low, high;
@@ -21,7 +22,7 @@ template <class T> FN uint32_t word(const float *in, T) {
 #define MK_WORD(words, j) (words).v[j]
 #endif
 
-// A strip of a row in registers: ITEMS packs in each of LANES lanes. WHOLE: no lane's pack is past its end.
+// A strip of a row in registers: ITEMS packs in each lane.
 template <class G, class T, int VEC> struct StripRow {
     typedef typename Words<VEC * sizeof(T) / 4>::type Held;
     Held held[G::ITEMS];
@@ -38,7 +39,7 @@ template <class G, class T, int VEC> struct StripRow {
     MEMBER void write(const G &g, int i, int, T *to, const float *in) {
         Held w;
         UNROLL for (int j = 0; j < (int)(sizeof(w) / 4); ++j) MK_WORD(w, j) = word(in + j * 4 / (int)sizeof(T), T());
-        opaque(w);  // or the compiler cuts the access to share half of it with another
+        opaque(w);  // otherwise the compiler splits the access, to share half of it with another
         *reinterpret_cast<Held *>(to + g.column(i)) = w;
     }
 };
@@ -51,6 +52,7 @@ template <class G, class T> struct StripRow<G, T, 1> {
     MEMBER void write(const G &g, int i, int, T *to, const float *in) { to[g.column(i)] = Rounded<T>::of(in[0]); }
 };
 
+// The lanes that share a strip, with COUNT packs each. WHOLE: no lane's pack is past the strip's end.
 template <int LANES, int VEC, int COUNT, bool WHOLE = false> struct StripGroup : LaneGroup<LANES, VEC> {
     typedef LaneGroup<LANES, VEC> Lanes;
     static constexpr int ITEMS = COUNT, WIDTH = LANES * VEC * COUNT;
@@ -58,8 +60,8 @@ template <int LANES, int VEC, int COUNT, bool WHOLE = false> struct StripGroup :
     MEMBER StripGroup(float *lds, int lane) : Lanes{lds, lane} {}
     MEMBER constexpr int packs(int) const { return COUNT; }
     MEMBER bool has(int i, int n) const { return WHOLE || Lanes::has(i, n); }
-    // A lane past the end reads the last pack, which costs no traffic. A branch instead would make each load wait for
-    // the one before.
+    // A lane past the end reads the last pack, which causes no traffic. A branch instead would make each load wait for
+    // the previous one.
     MEMBER int readable(int i, int n) const { return has(i, n) ? Lanes::column(i) : n > 0 ? (n - 1) / VEC * VEC : 0; }
 };
 template <int LANES, int VEC, int COUNT>
@@ -67,7 +69,7 @@ MEMBER StripGroup<LANES, VEC, COUNT, true> whole(const StripGroup<LANES, VEC, CO
     return StripGroup<LANES, VEC, COUNT, true>(g.lds, g.lane);
 }
 #else
-// A strip that the nearest cache keeps.
+// A strip that stays in the L1 cache.
 struct StripGroup : HostGroup<HOST_V> {
     static constexpr int WIDTH = 4096;
     template <class T> using Row = LooseRow<StripGroup, T>;
@@ -75,12 +77,13 @@ struct StripGroup : HostGroup<HOST_V> {
 FN StripGroup whole(const StripGroup &g) { return g; }
 #endif
 
-// The index of a label among a rank's `real` entries from `first` on; -1 if it belongs to another rank or to none.
+// Returns the column of a label on a rank that holds `real` entries of the vocabulary, from `first` on; -1 if the label
+// belongs to another rank or to none.
 FN int column_of(int64_t label, int64_t first, int real) {
     return label >= first && label - first < real ? (int)(label - first) : -1;
 }
 
-// A logit, which is limited where there is a CAP.
+// Returns a logit x, limited to (-cap, cap) if there is a CAP; `slope` is multiplied by the derivative.
 template <bool CAP> struct SoftCap {
     float cap, inverse;
     MEMBER float operator()(float x, float *slope = nullptr) const {
@@ -88,8 +91,8 @@ template <bool CAP> struct SoftCap {
     }
 };
 
-// A row of n logits, of which `real` exist. Until a lane has read a number its maximum is -inf and its sum 0; from the
-// first NaN or +inf on, the sum is NaN.
+// Reads a row of n logits, of which the first `real` are not padding. Until a lane has read a number its maximum is
+// -inf and its sum 0; from the first NaN or +inf on, the sum is NaN.
 template <class T, bool CAP> struct LocalPass {
     static constexpr int WAVES = 4;
     // narrow: 5 (label and its logit; maximum, sum and target of a token)
@@ -100,7 +103,8 @@ template <class T, bool CAP> struct LocalPass {
     int n, real;
     SoftCap<CAP> capped;
 
-    // Adds `columns` logits of a strip; WHOLE: all of the strip.
+    // Adds the first `columns` logits of a strip to the maximum `top` and the sum `total`. WHOLE: these are all of the
+    // strip.
     template <bool WHOLE, class G>
     MEMBER void add(const G &g, const T *from, int columns, float &top, float &total) const {
         typename G::template Row<T> held;
@@ -129,7 +133,7 @@ template <class T, bool CAP> struct LocalPass {
         const int c = g.column(i);
         EACH(k) v[k] = c + k < columns ? v[k] : -MK_INFINITY;
     }
-    // No number so far: exp(-inf - 0) is 0, but -inf - -inf would be NaN.
+    // Returns 0 if no number has been read: exp(-inf - 0) is 0, but -inf - -inf would be NaN.
     MEMBER static float finite(float top) { return top == -MK_INFINITY ? 0.0f : top; }
 
     template <class G> MEMBER void operator()(const G &g, int64_t row) const {
@@ -150,8 +154,8 @@ template <class T, bool CAP> struct LocalPass {
     }
 };
 
-// logit <- (exp(logit - largest) / total - [it is the label's]) * gradient, 0 where the logit pads. With a CAP the
-// logit counts as capped, and the result has the factor of its slope.
+// logit <- (exp(logit - largest) / total - [it is the label's]) * gradient, and 0 for padding. With a CAP, logit is the
+// capped one, and the result is multiplied by the slope of the cap.
 template <class T, bool CAP> struct EntropyGradient {
     static constexpr int WAVES = 4;
     // narrow: 4 (label, maximum, sum and gradient of a token)
@@ -162,7 +166,8 @@ template <class T, bool CAP> struct EntropyGradient {
     int n, real;
     SoftCap<CAP> capped;
 
-    // `columns` of a strip, of which `seen` exist, from column `at` on. WHOLE: all of the strip.
+    // Writes the first `columns` of the strip that begins at column `at`; the first `seen` of them are not padding.
+    // WHOLE: these are all of the strip.
     template <bool WHOLE, class G> MEMBER void write(const G &g, int64_t row, int at, int columns, int seen) const {
         const float top = largest[row], up = gradient[row], share = up / total[row];
         const int mine = column_of(labels[row], first, real) - at;
@@ -171,7 +176,7 @@ template <class T, bool CAP> struct EntropyGradient {
         held.read(g, p, seen);
         float v[G::V], slope[G::V];
         PACKS(i, g, columns) {
-            // Otherwise the compiler makes the comparisons of all packs first, in more scalar registers than there are.
+            // Otherwise the compiler compares all packs first, and needs more scalar registers than there are.
             const int c = opaque_int(g.column(i));
             if (WHOLE || c < seen) {
                 held.get(i, v);
@@ -193,7 +198,7 @@ template <class T, bool CAP> struct EntropyGradient {
             held.write(g, i, columns, p, v);
         }
     }
-    // The strip from column `at` on.
+    // Writes the strip that begins at column `at`.
     template <class G> MEMBER void operator()(const G &g, int64_t row, int at) const {
         if (real - at >= G::WIDTH) write<true>(whole(g), row, at, G::WIDTH, G::WIDTH);
         else write<false>(g, row, at, n - at < G::WIDTH ? n - at : G::WIDTH, real - at);
@@ -201,7 +206,7 @@ template <class T, bool CAP> struct EntropyGradient {
 };
 
 #if MK_DEVICE
-// A row narrower than two strips of a wave has one wave, any other a block of 512.
+// A row of at most two of a wave's strips is processed by one wave, any other by a block of 512 lanes.
 template <class Narrow, class Broad, class Op> static int local_pass(const Op &op, int64_t rows, mk_stream stream) {
     if (op.n <= 2 * Narrow::WIDTH) return rows_with<Narrow, MK_WAVE>(op, rows, stream);
     return rows_with<Broad, 512>(op, rows, stream);
@@ -215,7 +220,7 @@ static int launch_pass(const LocalPass<T, CAP> &op, int64_t rows, bool wide, mk_
     return local_pass<StripGroup<MK_WAVE, 1, 16>, StripGroup<512, 1, 16>>(op, rows, stream);
 }
 
-// A block has a strip of a row, and of every gridDim.y-th row after it.
+// A block processes a strip of a row, and the same strip of every gridDim.y-th row after it.
 template <class Op, class G> __global__ void MK_OCCUPANCY(BLOCK, Op::WAVES) strip_kernel(Op op, int64_t rows) {
     const G g(nullptr, (int)threadIdx.x);
     for (int64_t row = blockIdx.y; row < rows; row += gridDim.y) op(g, row, (int)blockIdx.x * G::WIDTH);
@@ -257,8 +262,8 @@ static int launch_capped(int64_t rows, bool wide, float cap, mk_stream stream, F
     return launch_pass(Op<T, false>{fields..., {0.0f, 0.0f}}, rows, wide, stream);
 }
 
-// logits [rows, n], of which the first `real` columns exist, are the vocabulary's entries first, first + 1, ...; labels
-// int64 [rows]; the three results fp32 [rows]. n > 0. cap: 0 for none.
+// logits [rows, n], n > 0: the first `real` columns are entries first, first + 1, ... of the vocabulary, the others are
+// padding. labels: int64 [rows]. largest, sum and target: fp32 [rows]. cap: 0 for none.
 MK_API mk_entropy_local(int type, void *largest, void *sum, void *target, const void *logits, const void *labels,
                         int64_t rows, int64_t n, int64_t first, int64_t real, float cap, void *stream) {
     FOR_TYPE(type, (launch_capped<LocalPass, T>(rows, aligned(logits), cap, (mk_stream)stream, (float *)largest,
@@ -266,7 +271,7 @@ MK_API mk_entropy_local(int type, void *largest, void *sum, void *target, const 
                                                 (const int64_t *)labels, first, (int)n, (int)real)));
 }
 
-// largest, total and gradient are fp32 [rows].
+// largest, total and gradient are fp32 [rows], those of the whole vocabulary; the other arguments are as above.
 MK_API mk_entropy_gradient(int type, void *logits, const void *labels, const void *largest, const void *total,
                            const void *gradient, int64_t rows, int64_t n, int64_t first, int64_t real, float cap,
                            void *stream) {

@@ -1,10 +1,10 @@
-// residual + dropout(x + bias), with a mask that is a function of a seed and is never stored.
+// Computes residual + dropout(x + bias), with a mask that is a function of a seed and is never stored.
 #include "api.h"
 #include "mask.h"
 
 template <class T> struct Dropout {
     static constexpr int WAVES = 8;
-    // narrow: 1 (the samples before)
+    // narrow: 1 (the number of earlier samples)
     T *y;
     const T *x, *bias, *residual;
     int64_t n;
@@ -26,11 +26,11 @@ template <class T> struct Dropout {
     }
 };
 
-// dx, and in the second form its sums over rows, which are the bias's gradient, taken before dx is rounded. Without a
-// mask dx is dy: null, it is not written.
+// Computes dx and, in the form with `sums`, the bias's gradient: the sums of dx over the rows, before it is rounded. If
+// nothing is dropped, dx equals dy; if dx is null, it is not written.
 template <class T> struct DropoutBackward {
     static constexpr int WAVES = 8, SUMS = 1;
-    // narrow: 1 (the samples before)
+    // narrow: 1 (the number of earlier samples)
     T *dx;
     const T *dy;
     int64_t n;
@@ -72,7 +72,8 @@ static int backward(void *dx, float *dbias, float *partial, const void *dy, int6
     return code ? code : launch_part_sums(to, partial, parts, n, (mk_stream)stream);
 }
 
-// random is 0 where p is 0; keep and scale then mean nothing. samples: null, or an int64 in the device's memory.
+// x, y and residual [rows, n], bias [n]; bias and residual may be null. random is 0 if p is 0; keep and scale are then
+// unused. samples: null, or an int64 in the device's memory (see Place).
 MK_API mk_bias_dropout_add(int type, void *y, const void *x, const void *bias, const void *residual, int64_t rows,
                            int64_t n, uint64_t seed, uint32_t keep, float scale, int random, uint64_t start,
                            uint32_t period, uint64_t outer, uint64_t inner, const void *samples,
@@ -82,8 +83,8 @@ MK_API mk_bias_dropout_add(int type, void *y, const void *x, const void *bias, c
     FOR_TYPE(type, (forward<T>(y, x, bias, residual, rows, n, mask, place, stream)));
 }
 
-// dbias: n floats, to which the gradient is added if `adds` is 1; partial: parts * n floats, not touched where dbias is
-// null. dx: null to compute dbias alone, where p is 0.
+// dbias: n floats, to which the gradient is added if `adds` is 1; partial: workspace of parts * n floats, unused if
+// dbias is null. dx: null to compute only dbias, if p is 0.
 MK_API mk_bias_dropout_add_backward(int type, void *dx, void *dbias, void *partial, const void *dy, int64_t rows,
                                     int64_t n, int64_t parts, int adds, uint64_t seed, uint32_t keep, float scale, int random,
                                     uint64_t start, uint32_t period, uint64_t outer, uint64_t inner,

@@ -1,18 +1,18 @@
-// The gradient of an embedding table: rows of values, summed by the row of the table to which each belongs.
+// Computes the gradient of an embedding table: adds up the values that belong to the same row of the table.
 #include "api.h"
 
-// Values are taken in the order of their rows (a stable sort), in chunks of equal size. If all values of a row are in
-// one chunk, their sum is added to the table directly. A longer run leaves a sum for each of its chunks, which JoinSums
-// adds up in order. So the work of a chunk does not depend on how often a row occurs, and the order of additions
-// depends only on the rows. S: type of the table.
+// Values are taken in the order of their rows (a stable sort), in chunks of equal size. The values of one row form a
+// run. If a run lies within one chunk, its sum is added to the table directly. A longer run leaves a sum for each of
+// its chunks, and JoinSums adds these up in a fixed order. So the work of a chunk does not depend on how often a row
+// occurs, and the order of additions depends only on the rows. S: type of the table.
 template <class T, class S> struct ChunkSums {
     static constexpr int WAVES = 8, AHEAD = MK_DEVICE ? 2 : 1;  // values in flight together
     // narrow: 9 (rows and places of values)
     S *table;
-    float *partial;  // [chunks][the run that began before, the run that continues][n]
+    float *partial;  // [chunks][0: run that began in an earlier chunk, 1: run that continues in the next][n]
     const T *values;
     const int32_t *rows;   // sorted
-    const int64_t *order;  // which value each is
+    const int64_t *order;  // number of the value of each sorted row
     int64_t count, chunk, height;
     int n;
 
@@ -29,7 +29,7 @@ template <class T, class S> struct ChunkSums {
         int64_t left = 0, to = 0;
         int next[AHEAD + 1], row = -1;
         for (int64_t i = first; i < last; i += AHEAD) {
-            UNROLL for (int a = 0; a < AHEAD; ++a) {  // past the end, the last one again, which causes no traffic
+            UNROLL for (int a = 0; a < AHEAD; ++a) {  // past the end, reads the last one again, which causes no traffic
                 const int64_t at = i + a < last ? i + a : last - 1;
                 next[a] = rows[at];
                 held[a] = *reinterpret_cast<const P *>(values + order[at] * n + c);
@@ -58,7 +58,7 @@ template <class T, class S> struct ChunkSums {
 };
 
 #if MK_DEVICE
-// The runs of more than one chunk.
+// Adds the sums of runs of more than one chunk to the table.
 template <class S> struct JoinSums {
     static constexpr int WAVES = 8;
     S *table;
@@ -68,11 +68,11 @@ template <class S> struct JoinSums {
     int n;
 };
 
-// A run is added up by the block of the chunk in which it begins: 16 packs of columns side by side, 16 chunks at once.
+// The block of the chunk in which a run begins adds it up: 16 packs of columns side by side, 16 chunks at once.
 // narrow: 3 (rows)
 template <class S, int V>
 __global__ void MK_OCCUPANCY(BLOCK, 8) join_sums_kernel(JoinSums<S> op) {
-    MK_SHARED(float, lds, V * BLOCK);  // [element][thread]: neighbours in neighbouring banks
+    MK_SHARED(float, lds, V * BLOCK);  // [element][thread]: neighbouring threads use neighbouring banks
     typedef Lane<V> G;
     const int c = ((int)blockIdx.x * 16 + (int)(threadIdx.x % 16)) * V, share = (int)threadIdx.x / 16;
     const int64_t chunks = (op.count + op.chunk - 1) / op.chunk;
@@ -81,7 +81,7 @@ __global__ void MK_OCCUPANCY(BLOCK, 8) join_sums_kernel(JoinSums<S> op) {
         if (op.rows[(at + 1) * op.chunk - 1] != row || (at > 0 && op.rows[at * op.chunk - 1] == row)) continue;
         float sum[V], v[V];
         EACH(k) sum[k] = 0;
-        // The run's first sum is that of a run that continues, all others are those of a run that began before.
+        // In its first chunk the run is the one that continues, in all others the one that began earlier.
         for (int64_t i = at + share; i < chunks && (i == at || op.rows[i * op.chunk] == row); i += 16) {
             if (c >= op.n) break;
             load<G>(op.partial + (2 * i + (i == at)) * op.n + c, v);
@@ -99,7 +99,7 @@ __global__ void MK_OCCUPANCY(BLOCK, 8) join_sums_kernel(JoinSums<S> op) {
             }
             store<G>(to, sum);
         }
-        __syncthreads();  // all lanes have read before the next run is written
+        __syncthreads();  // all lanes must have read before the next run is written
     }
 }
 
@@ -124,7 +124,7 @@ static int add_rows(ChunkSums<T, S> op, mk_stream stream) {
     return join_sums<1>(join, chunks, stream);
 }
 #else
-// One chunk, so that sums begin with the table's values, as in torch's index_add_; threads share the columns.
+// One chunk, so that sums begin with the table's values, as in torch's index_add_; threads divide the columns.
 template <int V, class T, class S> static int add_columns(const ChunkSums<T, S> &op) {
 #pragma omp parallel for schedule(static) if (op.count * op.n > HOST_GRAIN)
     for (int c = 0; c < op.n; c += V) op(HostGroup<V>(), 0, c);
@@ -139,9 +139,9 @@ template <class T, class S> static int add_rows(ChunkSums<T, S> op, mk_stream) {
 }
 #endif
 
-// table [height, n] += values [count, n], each to its row; rows, sorted and int32, of the values numbered by `order`.
-// The table is in fp32 or, where narrow, in bf16. partial, on a GPU: fp32 [ceil(count / chunk), 2, n]. Rows outside of
-// the table are left out.
+// Adds values [count, n] to table [height, n]: value order[i] to row rows[i]. rows [count] are sorted. The table is
+// fp32, or bf16 if narrow is not 0. partial: workspace on a GPU, fp32 [ceil(count / chunk), 2, n]. Values whose row is
+// not in the table are left out.
 MK_API mk_add_rows(int type, void *table, float *partial, const void *values, const int32_t *rows, const int64_t *order,
                    int64_t count, int64_t chunk, int64_t height, int64_t n, int narrow, void *stream) {
     if (count == 0 || n == 0) return OK;

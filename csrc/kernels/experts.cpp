@@ -1,8 +1,8 @@
-// Tokens to the rows of their experts and back. A token has `choices` places, the rows of its choices; one that is not a
-// row (-1: a dropped choice) counts for nothing.
+// Copies tokens to the rows of their experts, and adds up the results. A token has `choices` places, the rows of its
+// choices; a place that is not a row (-1: a dropped choice) contributes nothing.
 #include "api.h"
 
-// rows[row] = x[order[row]]; zeros where order names no token.
+// rows[row] = x[order[row]], or zeros if order[row] is not a token.
 template <class T> struct Permute {
     static constexpr int WAVES = 8;
     // narrow: 1 (the token of a row)
@@ -57,8 +57,8 @@ template <class T> struct Unpermute {
     }
 };
 
-// dy[place] = weight * gradient[token], and the gradient of the weight, the dot product of gradient[token] and y[place],
-// for each choice of a token. Rows without a token are not written.
+// For each choice of a token: dy[place] = weight * gradient[token], and the weight's gradient is the dot product of
+// gradient[token] and y[place]. Rows without a token are not written.
 template <class T> struct UnpermuteBackward {
     static constexpr int WAVES = 4, HOLDS = 2;
     // narrow: 3 (place, weight, and its gradient)
@@ -90,7 +90,7 @@ template <class T> struct UnpermuteBackward {
                     store<G>(dy + place * n + g.column(p), u);
                 }
             }
-            const float dot = g.sum(dots.total());  // by all lanes, whatever the place is: waves meet here
+            const float dot = g.sum(dots.total());  // called by all lanes, whatever the place is: waves exchange values here
             if (g.leads()) dweights[i] = dot;
         }
     }
@@ -103,14 +103,14 @@ MK_API mk_permute(int type, void *rows, const void *x, const int64_t *order, int
                                    aligned(rows, x), (mk_stream)stream));
 }
 
-// out [tokens, n], y [rows, n], places [tokens, choices], weights the same in fp32, or null: all 1.
+// out [tokens, n], y [rows, n], places [tokens, choices], weights fp32 [tokens, choices], or null if all are 1.
 MK_API mk_unpermute(int type, void *out, const void *y, const int64_t *places, const float *weights, int64_t tokens,
                     int64_t rows, int64_t choices, int64_t n, void *stream) {
     FOR_TYPE(type, launch_tiles<T>(Unpermute<T>{(T *)out, (const T *)y, places, weights, rows, (int)n, (int)choices},
                                    tokens, n, aligned(out, y), (mk_stream)stream));
 }
 
-// dy like y [rows, n], dweights like weights [tokens, choices], gradient [tokens, n].
+// dy and y [rows, n], dweights and weights fp32 [tokens, choices], gradient [tokens, n], places [tokens, choices].
 MK_API mk_unpermute_backward(int type, void *dy, float *dweights, const void *gradient, const void *y,
                              const int64_t *places, const float *weights, int64_t tokens, int64_t rows,
                              int64_t choices, int64_t n, void *stream) {

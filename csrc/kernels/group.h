@@ -5,14 +5,14 @@
 //   g.column(i)       first column of its i-th pack
 //   g.has(i, n)       whether that pack is in the row
 //   G::Row<T>         a row as the group holds it: r.read(g, pointer, n) once, then r.get(i, floats) as often as wanted.
-//                     Held in registers in its own format on a GPU; on a CPU it stays in the cache.
-//                     r.write(g, i, pointer, floats), instead of read: the i-th pack, rounded, to memory and into r
-//   g.sum(x), g.max(x)  over all lanes, the result in every lane; g.sum2 two sums for the price of one
+//                     On a GPU it is held in registers, as elements of type T; on a CPU it stays in the cache.
+//                     r.write(g, i, pointer, floats), instead of read, writes the i-th pack, rounded, to memory and r
+//   g.sum(x), g.max(x)  over all lanes, with the result in every lane; g.sum2(a, b): two sums for the price of one
 //   g.leads()         true in one lane
 #pragma once
 #include "number.h"
 
-// The loop over one pack: unrolled on a GPU, vector instructions on a CPU.
+// The loop over one pack: unrolled on a GPU, vectorized on a CPU.
 #define EACH(k) UNROLL_PACK for (int k = 0; k < G::V; ++k)
 // The loop over a lane's packs that lie in a row of n elements.
 #define PACKS(i, g, n)                                \
@@ -32,7 +32,7 @@ template <class G, class T> MEMBER void unpack(const Pack<T, G::V> &p, float *ou
 
 template <class G, class T> MEMBER void load(const T *p, float *out) {
 #if defined(__HIP_DEVICE_COMPILE__)
-    // Kept as one value up to here: clang may cut the access of a struct into one for each member.
+    // Loaded as one value: clang may split the access to a struct into one for each member.
     if constexpr (sizeof(T) == 2 && G::V == 8) {
         typedef uint32_t Held __attribute__((ext_vector_type(4), may_alias));
         Held w = *reinterpret_cast<const Held *>(p);
@@ -82,8 +82,8 @@ template <class G, class T> struct MemoryRow {
 #define MK_MAX_WAVES (1024 / MK_WAVE)
 #define MK_LDS_FLOATS (2 * MK_MAX_WAVES)
 
-// A pack that is held, as 32-bit words. In HIP a vector: clang would cut any struct into its 16-bit numbers and give
-// each a separate register.
+// A pack that is held, as 32-bit words. In HIP they are a vector: clang would split a struct into its 16-bit numbers
+// and give each a separate register.
 template <int N> struct Words {
 #if defined(__HIP__)
     typedef uint32_t type __attribute__((ext_vector_type(N), may_alias));
@@ -100,8 +100,8 @@ template <class W> MEMBER void set_word(W &words, int w, uint32_t x) {
 #endif
 }
 
-// The same for a pack: the compiler would keep the fp32 form of the whole row in
-// registers from one pass to the next, twice what the row itself takes.
+// Hides from the compiler that a pack is unchanged: otherwise it would keep the fp32 form of the whole row in registers
+// from one pass to the next, twice what the row itself takes.
 template <class W> MEMBER void opaque(W &words) {
 #if defined(__HIP_DEVICE_COMPILE__)
     asm volatile("" : "+v"(words));
@@ -112,9 +112,9 @@ template <class W> MEMBER void opaque(W &words) {
 #endif
 }
 
-// The base of groups: the lanes of one row. LANES is a power of two; more than a wave means the whole block.
+// Base of the groups: the lanes of one row. LANES is a power of two; if it exceeds a wave, they are the whole block.
 template <int LANES, int VEC> struct LaneGroup {
-    static constexpr int V = VEC, STRIDE = LANES * VEC;  // from one of a lane's packs to its next
+    static constexpr int V = VEC, STRIDE = LANES * VEC;  // elements from one of a lane's packs to its next
     float *lds;
     int lane;
 
@@ -124,7 +124,7 @@ template <int LANES, int VEC> struct LaneGroup {
 
     template <bool MAX> MEMBER float in_wave(float x) const {
         constexpr int WIDTH = LANES < MK_WAVE ? LANES : MK_WAVE;
-        // CUDA names the lanes that take part: those of this row, as others may have left.
+        // CUDA needs a mask of the lanes that take part: those of this row, because others may have left.
         const unsigned mask = WIDTH >= 32 ? 0xffffffffu : ((1u << (WIDTH & 31)) - 1) << ((threadIdx.x & 31) / WIDTH * WIDTH);
         (void)mask;
         UNROLL for (int m = WIDTH / 2; m > 0; m /= 2) {
@@ -133,7 +133,8 @@ template <int LANES, int VEC> struct LaneGroup {
         }
         return x;
     }
-    // Waves meet in LDS: one word each, then all read all (a broadcast: no bank conflict).
+    // Waves exchange values through LDS: each writes a word per value, then all read all (a broadcast without bank
+    // conflicts).
     template <bool MAX, int COUNT> MEMBER void across(float (&x)[COUNT]) const {
         UNROLL for (int c = 0; c < COUNT; ++c) x[c] = in_wave<MAX>(x[c]);
         if (LANES > MK_WAVE) {
@@ -214,7 +215,7 @@ template <int LANES, int VEC> struct StreamingGroup : LaneGroup<LANES, VEC> {
 
 #else
 
-// One lane does the whole row.
+// One lane processes the whole row.
 template <int VEC> struct HostGroup {
     static constexpr int V = VEC, STRIDE = VEC;
     MEMBER int packs(int n) const { return (n + VEC - 1) / VEC; }
@@ -227,8 +228,8 @@ template <int VEC> struct HostGroup {
     template <class T> using Row = MemoryRow<HostGroup, T>;
 };
 
-// The same for rows of any width at any address: a pack may be incomplete, so that odd widths also use vector
-// instructions. Elements past the end read as 0.
+// A row in memory, of any width and at any address: its last pack may be incomplete, so that vector instructions are
+// used for odd widths, too. Elements past the end read as 0.
 template <class T, int VEC> struct [[gnu::may_alias]] LoosePack {
     T v[VEC];
 };
@@ -262,15 +263,15 @@ template <class G, class T> struct LooseRow {
 
 #endif
 
-// A lane's share of a sum. On a GPU two chains of additions, to save registers. On the host 32, for vector instructions
-// and because one lane has the whole row: a chain of n additions would round n times.
+// A lane's part of a sum, in several chains of additions. On a GPU there are two, to save registers; on the host 32,
+// for vector instructions and because one lane has the whole row: a single chain of n additions would round n times.
 template <class G> struct Chains {
     static constexpr int N = !MK_DEVICE ? 32 : G::V > 2 ? 2 : G::V;
     float x[N];
     MEMBER Chains() {
         for (int k = 0; k < N; ++k) x[k] = 0;
     }
-    // The chain of element k of the i-th pack.
+    // Returns the chain to which element k of the i-th pack is added.
     MEMBER float &operator()(int i, int k) {
         (void)i;
         if constexpr (N > G::V) return x[i % (N / G::V) * G::V + k];
@@ -283,7 +284,7 @@ template <class G> struct Chains {
     }
 };
 
-// Sum or maximum of what the lanes of a group hold, V values each.
+// Return the sum or the maximum of the V values that a lane holds.
 template <class G> MEMBER float fold(const float *x) {
     float s = x[0];
     UNROLL for (int k = 1; k < G::V; ++k) s += x[k];

@@ -1,31 +1,31 @@
-// Launchers: from an operation's body to a kernel over all rows, for each target.
+// Launchers: run an operation's body as a kernel over all rows, on each target.
 //
 //   launch_rows(op, rows, n)        op(group, row)                 a group of lanes has a row
 //   launch_tiles(op, rows, n)       op(G(), row, column)           a lane has a pack; rows and columns are independent
 //   launch_tile_sums(op, ...)       op(G(), row, column, sums)     the same, and sums over the rows of a strip
 //   launch_part_sums(...)           adds up the sums of the strips
 //
-// An operation is a struct whose WAVES says how many waves each SIMD of gfx90a must be able to hold: 512 / WAVES vector
-// registers are its budget. One for rows also says how many rows it HOLDS. Grids are capped and blocks loop, so no count
-// of rows is too large; there are fewer than 2^28 columns.
+// An operation is a struct whose WAVES says how many waves each SIMD of gfx90a must be able to hold: its budget is
+// 512 / WAVES vector registers. HOLDS of an operation for launch_rows is the number of rows that it keeps in registers.
+// Grids are capped and blocks loop, so that any number of rows is possible; there are fewer than 2^28 columns.
 //
-// The build check (benchmarks/kernel_resources.py, make kernels-check) reads WAVES, and expects 16 bytes of every load and
-// store of a kernel whose packs have more than one element. Exceptions are announced by a separate comment line,
+// The build check (benchmarks/kernel_resources.py, make kernels-check) reads WAVES, and expects every load and store to
+// have 16 bytes in kernels whose packs have more than one element. Exceptions are declared in a separate comment line,
 //
 //     // narrow: COUNT (what they are, and why)
 //
-// directly below WAVES, below the head of a struct that is an argument of the operation, or above the template line of a
-// __global__ function. COUNT is how many narrow load and store instructions one kernel may have: a number, or a sum of
-// products of numbers, V (elements of a pack) and ITEMS (packs that a lane holds; 4 where rows are streamed, as the
-// compiler unrolls), or `all`. At least one kernel must need the full count.
+// directly below WAVES, below the head of a struct that is an argument of the operation, or above the template line of
+// a __global__ function. COUNT is how many narrow load and store instructions one kernel may have: a number, or a sum
+// of products of numbers, V (elements of a pack) and ITEMS (packs that a lane holds; 4 where rows are streamed, because
+// the compiler unrolls), or `all`. At least one kernel must need the full count.
 #pragma once
 #include "group.h"
 
 static constexpr int OK = 0, UNKNOWN_TYPE = -1;
 
 // ---- how wide an access may be --------------------------------------------------------------------------------------
-// Packs of 16 bytes need aligned pointers and rows of a multiple of 16 bytes; otherwise elements are processed one by
-// one.
+// Packs of 16 bytes need aligned pointers, and rows whose size is a multiple of 16 bytes; otherwise elements are
+// processed one by one.
 template <class... P> static inline bool aligned(P... pointers) {
     uintptr_t bits = 0;
     ((bits |= (uintptr_t)pointers), ...);
@@ -33,8 +33,8 @@ template <class... P> static inline bool aligned(P... pointers) {
 }
 
 // ---- where the sums of columns go -----------------------------------------------------------------------------------
-// Column c of the partial sums is column c % n of array c / n. Bit i of `adds`: array i has a sum already, to which its
-// columns are added. A struct of named pointers: an array would be kept in memory, for its index.
+// Column c of the partial sums is column c % n of array c / n. Bit i of `adds` is set if the sums are added to what
+// array i holds. The pointers have names because the compiler would keep an indexed array in memory.
 struct SumsTo {
     float *first, *second, *third;
     int64_t n;
@@ -73,7 +73,7 @@ __global__ void MK_OCCUPANCY(THREADS, Op::WAVES) row_kernel(Op op, int64_t rows)
 }
 
 template <class G, int LANES, class Op> static int rows_with(const Op &op, int64_t rows, mk_stream stream) {
-    constexpr int THREADS = LANES <= MK_WAVE ? BLOCK : LANES;  // lanes that meet in LDS are the whole block
+    constexpr int THREADS = LANES <= MK_WAVE ? BLOCK : LANES;  // lanes that exchange values through LDS are the whole block
     MK_LAUNCH((row_kernel<Op, G, LANES, THREADS>), dim3(blocks_for(rows, THREADS / LANES)), dim3(THREADS), stream, op, rows);
     return MK_LAST_ERROR();
 }
@@ -81,10 +81,10 @@ template <int LANES, int V, int ITEMS, class Op> static int rows_held(const Op &
     return rows_with<HoldingGroup<LANES, V, ITEMS>, LANES>(op, rows, stream);
 }
 
-// Whether a lane may hold eight packs of an operation's row: false where the scalar registers are too few for it.
+// Whether a lane may hold eight packs of an operation's row: false if there are too few scalar registers for them.
 template <class Op> constexpr bool holds_eight = Op::HOLDS == 1 || MK_WAVE == 64;
 
-// T: the type that decides how wide a pack is. `wide`: the caller found its pointers aligned().
+// T: the type that decides how wide a pack is. `wide`: whether the caller's pointers are aligned().
 template <class T, class Op> static int launch_rows(const Op &op, int64_t rows, int64_t n, bool wide, mk_stream stream) {
     constexpr int V = Full<T>::V, W = MK_WAVE;
     if (rows == 0 || n == 0) return OK;
@@ -97,7 +97,7 @@ template <class T, class Op> static int launch_rows(const Op &op, int64_t rows, 
     if (packs <= W) return rows_held<W, V, 1>(op, rows, stream);
     if (packs <= 2 * W) return rows_held<W, V, 2>(op, rows, stream);
     if (packs <= 4 * W) return rows_held<W, V, 4>(op, rows, stream);
-    if constexpr (W == 32) {  // measured on an H200: two waves a row keep more rows in flight than a block of eight
+    if constexpr (W == 32) {  // measured on an H200: two waves per row keep more rows in flight than a block of eight waves
         if (packs <= 256) return rows_held<64, V, 4>(op, rows, stream);
         if (packs <= 512) return rows_held<64, V, 8>(op, rows, stream);
     }
@@ -115,7 +115,7 @@ template <class T, class Op> static int launch_rows(const Op &op, int64_t rows, 
 }
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
-// COLUMNS lanes side by side, 256 / COLUMNS rows at a time.
+// A block has COLUMNS lanes side by side, and processes 256 / COLUMNS rows at a time.
 template <class Op, int V, int COLUMNS>
 __global__ void MK_OCCUPANCY(BLOCK, Op::WAVES) tile_kernel(Op op, int64_t rows, int n) {
     constexpr int ROWS = BLOCK / COLUMNS;
@@ -142,11 +142,11 @@ template <class T, class Op> static int launch_tiles(const Op &op, int64_t rows,
     return tiles_of<V, 64>(op, rows, n, stream);
 }
 
-// The strip of rows blockIdx.y leaves its sums in partial[strip][Op::SUMS][n], fp32.
+// Block blockIdx.y sums over the strip of rows of the same number, into partial[strip][Op::SUMS][n], fp32.
 template <class Op, int V>
 __global__ void MK_OCCUPANCY(BLOCK, Op::WAVES) tile_sums_kernel(Op op, int64_t rows, int n, int64_t strip, float *partial) {
     constexpr int COLUMNS = 64, ROWS = BLOCK / COLUMNS;
-    MK_SHARED(float, lds, Op::SUMS * V * BLOCK);  // [sum][element][thread]: neighbours in neighbouring banks
+    MK_SHARED(float, lds, Op::SUMS * V * BLOCK);  // [sum][element][thread]: neighbouring threads use neighbouring banks
     const int c = ((int)blockIdx.x * COLUMNS + (int)(threadIdx.x % COLUMNS)) * V;
     const int64_t first = (int64_t)blockIdx.y * strip, last = first + strip < rows ? first + strip : rows;
     float sums[Op::SUMS][V];
@@ -186,13 +186,13 @@ static int launch_tile_sums(const Op &op, int64_t rows, int64_t n, int64_t parts
     return MK_LAST_ERROR();
 }
 
-// 16 columns side by side, 16 parts at a time.
+// Adds up the parts: a block has 16 columns side by side, and processes 16 parts at a time.
 template <class To> struct PartSums {
     static constexpr int WAVES = 8;
     To to;
     const float *partial;
 };
-// narrow: all (the parts are few: one column a lane)
+// narrow: all (the parts are few: one column per lane)
 template <class To>
 __global__ void MK_OCCUPANCY(BLOCK, 8) part_sums_kernel(PartSums<To> op, int64_t parts, int64_t n) {
     constexpr int COLUMNS = 16;
@@ -218,10 +218,10 @@ static int launch_part_sums(const To &to, const float *partial, int64_t parts, i
 
 #else  // host
 
-// A row is cut into packs of 32 elements, so that the compiler makes vector instructions; odd widths are processed one
-// element at a time.
+// A row is cut into packs of 32 or else of 8 elements, so that the compiler uses vector instructions; rows of other
+// widths are processed one element at a time.
 static constexpr int HOST_V = 32, HOST_SMALL_V = 8;
-static constexpr int64_t HOST_GRAIN = 1 << 14;  // elements below which a thread costs more than it does
+static constexpr int64_t HOST_GRAIN = 1 << 14;  // with fewer elements, threads cost more time than they save
 
 template <int V, class Op> static void rows_on_host(const Op &op, int64_t rows, int64_t n) {
 #pragma omp parallel for schedule(static) if (rows * n > HOST_GRAIN)

@@ -19,7 +19,7 @@
 
 extern "C" __attribute__((visibility("default"))) const char *mk_describe() { return MK_TARGET " " MK_ARCH " " MK_SOURCES; }
 
-// The meaning of an error number returned by another function.
+// Returns the meaning of an error number that another function has returned.
 extern "C" __attribute__((visibility("default"))) const char *mk_error(int code) {
     if (code == OK) return "no error";
     if (code == UNKNOWN_TYPE) return "unknown element type";

@@ -1,8 +1,8 @@
-// Dropout masks that are functions of a seed and a place.
+// Dropout masks, which are functions of a seed and an element's place.
 #pragma once
 #include "philox.h"
 
-// An element is kept where its random word is below `keep` = floor((1 - p) * 2^32), and scaled by 1 / (1 - p). A
+// An element is kept if its random word is below `keep` = floor((1 - p) * 2^32), and scaled by 1 / (1 - p). A
 // dropped NaN or infinity is multiplied by 0, which gives NaN, so it stays visible.
 struct Mask {
     uint64_t seed;
@@ -20,10 +20,11 @@ struct Mask {
     }
 };
 
-// The number of a row among those of the whole job: masks do not depend on which of them a rank holds, or in which
-// order. Numbers wrap at 2^64. A period above 1 requires fewer than 2^32 rows: GPUs are slow at 64-bit quotients.
-// `samples`, unless it is null, says how many samples of `of_sample` rows come before `start`: of a launch that is
-// replayed, memory is all that can change.
+// Numbers the rows of a launch among those of the whole job, so that masks do not depend on which rows a rank holds, or
+// in which order. Row r has the number start + r / period * outer + r % period * inner, modulo 2^64. A period above 1
+// requires fewer than 2^32 rows, because GPUs are slow at 64-bit division. `samples`, unless it is null, points to a
+// number of samples, of `of_sample` rows each, that is added to `start`: when a captured launch is replayed, only
+// memory can change.
 struct Place {
     uint64_t start, outer, inner;
     uint32_t period;

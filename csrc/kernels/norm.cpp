@@ -1,11 +1,11 @@
-// LayerNorm (Ba et al., arXiv 1607.06450) and RMSNorm (Zhang and Sennrich, arXiv 1910.07467) over rows [rows, n], each
-// with a residual added first where one is given.
+// LayerNorm (Ba et al., arXiv 1607.06450) and RMSNorm (Zhang and Sennrich, arXiv 1910.07467) over rows [rows, n]. If
+// there is a residual, it is added first.
 #include "api.h"
 #include "row_sums.h"
 
-// y = (x - mean) * rstd * (weight + plus) + bias, RMS without mean and bias. With a residual, x is the rounded sum of x,
-// shift (the bias of the layer before, if there is one) and residual, so that the backward pass, which has only the
-// rounded sum, has the same input.
+// y = (x - mean) * rstd * (weight + plus) + bias, for RMS without mean and bias. With a residual, x is the rounded sum
+// of x, shift (the bias of the previous layer, if it has one) and residual, so that the backward pass, which has only
+// the rounded sum, has the same input.
 template <class T, bool RMS> struct Norm {
     static constexpr int WAVES = 4, HOLDS = 3;  // x, the residual, and the result
     // narrow: 2 (mean and rstd of a row)
@@ -65,7 +65,7 @@ template <class T, bool RMS> struct Norm {
         }
     }
 
-    // Two passes over the row held: the mean, then the deviations from it, whose mean m1 is the rounding error of the
+    // Two passes over the held row: the mean, then the deviations from it, whose mean m1 is the rounding error of the
     // first pass (Chan, Golub and LeVeque, The American Statistician 37, 1983: the corrected two-pass algorithm).
     template <class G, class Row> MEMBER void moments(const G &g, const Row &held, float &mu, float &variance) const {
         float v[G::V];
@@ -91,18 +91,18 @@ template <class T, bool RMS> struct Norm {
     }
 };
 
-// With h = (x - mean) * rstd and g = dy * (weight + plus):
-// dx = rstd * (g - mean of g - h * mean of g * h) + dsum, where RMS has no mean of g; dweight = sum of dy * h over the
-// rows, dbias = sum of dy, and with SHIFT dshift = sum of dx, taken before dx is rounded.
+// With h = (x - mean) * rstd and g = dy * (weight + plus): dx = rstd * (g - mean of g - h * mean of g * h) + dsum, for
+// RMS without the mean of g. dweight, dbias and, with SHIFT, dshift are the sums over the rows of dy * h, of dy, and of dx
+// before it is rounded.
 template <class T, bool RMS, bool SHIFT> struct NormBackward {
     static constexpr int WAVES = 4, SUMS = (RMS ? 1 : 2) + (SHIFT ? 1 : 0);
     // narrow: 2 (mean and rstd of a row)
     T *dx;
     const T *dy, *dsum, *x, *weight;
     const float *mean, *rstd;
-    float share, plus;  // 1 / n
+    float share, plus;  // share: 1 / n
 
-    // n: of the row; 0 for a group that has none.
+    // n: elements of the row; 0 for a group that has no row.
     template <class G, class Sums> MEMBER void operator()(const G &g, int64_t row, int n, Sums &sums) const {
         const int64_t at = row * n;
         typename G::template Row<T> a, b;
@@ -149,7 +149,7 @@ template <class T, bool RMS, bool SHIFT> struct NormBackward {
     }
 };
 
-// Only the sums, for rows whose sums are not held; that of dx from its rounded elements.
+// Computes only the sums, for rows whose sums are not held in registers; dshift is summed from the rounded dx.
 template <class T, bool RMS, bool SHIFT> struct NormColumns {
     static constexpr int SUMS = NormBackward<T, RMS, SHIFT>::SUMS, WAVES = SUMS < 3 ? 8 : 6;
     // narrow: 2 (mean and rstd of a row)
@@ -182,8 +182,8 @@ static int backward(const NormBackward<T, RMS, SHIFT> &op, const SumsTo &to, flo
     return code ? code : launch_part_sums(to, partial, parts, op.SUMS * to.n, stream);
 }
 
-// residual (with sum), shift, bias may be null. plus is added to the weight. statistics: of each row rstd, and behind
-// these, unless RMS, the means.
+// residual (together with sum), shift and bias may be null. plus is added to the weight. statistics: fp32, rstd of each
+// row, followed, unless RMS, by the mean of each row.
 MK_API mk_norm(int type, void *y, void *sum, float *statistics, const void *x, const void *shift,
                const void *residual, const void *weight, const void *bias, int64_t rows, int64_t n, float eps, float plus,
                int rms, void *stream) {
@@ -194,9 +194,10 @@ MK_API mk_norm(int type, void *y, void *sum, float *statistics, const void *x, c
     FOR_TYPE(type, rms ? NORM(true) : NORM(false));
 }
 
-// dweight, dbias (null for RMS), dshift (null: none is computed), fp32 [n]: the gradients of weight, bias and shift.
-// partial, workspace [parts, number of these, n]. adds: bit i, those of weight, bias and shift, if the gradient is added
-// to what the array has. x: the input of the norm. dsum, its gradient from other uses, may be null.
+// dweight, dbias (null for RMS) and dshift (null: not computed), fp32 [n]: the gradients of weight, bias and shift.
+// partial: workspace, fp32 [parts, number of these gradients, n]. adds: bits 0, 1 and 2 are set if the gradients of
+// weight, bias and shift are added to what the arrays hold. x: the norm's input. dsum: the gradient of x from other
+// uses; may be null.
 MK_API mk_norm_backward(int type, void *dx, float *dweight, float *dbias, float *dshift, float *partial, const void *dy,
                         const void *dsum, const void *x, const void *weight, const float *statistics, int64_t rows,
                         int64_t n, int64_t parts, float plus, int rms, int adds, void *stream) {

@@ -50,8 +50,8 @@ FN float reciprocal(float x) { return __fdividef(1.0f, x); }
 FN float root(float x) { return sqrtf(x); }
 FN float logarithm(float x) { return __logf(x); }  // 2^-21 near 1, 3 ulp elsewhere
 #else
-// 2^i * 2^f with Cephes' polynomial for expf (Moshier, public domain): about 2 ulp, no branch, so it vectorises.
-// NaN passes; below -87.3 the result is 0, above 88.7 infinity.
+// 2^i * 2^f with Cephes' polynomial for expf (Moshier, public domain). The error is about 2 ulp; without a branch, it
+// vectorizes. A NaN is kept; below -87.3 the result is 0, above 88.7 infinity.
 FN float exponential(float x) {
     const float t = x < -87.3f ? -87.3f : (x > 88.7f ? 88.7f : x);
     const float shifted = t * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer is in the low bits
@@ -73,14 +73,16 @@ FN float root(float x) { return __builtin_sqrtf(x); }
 FN float logarithm(float x) { return __builtin_logf(x); }
 #endif
 
-// cap * tanh(x * inside), which is between -cap and cap; multiplies `slope`, unless it is null, by 1 - tanh^2. Both are
-// quotients of e = exp(-2 |z|). Nothing is compared: on a GPU that would need scalar registers, which are scarce.
+// Returns cap * tanh(z), z = x * inside, which is between -cap and cap; multiplies `slope`, unless it is null, by
+// 1 - tanh(z)^2. Both are quotients of terms in e = exp(-2 |z|). Nothing is compared: on a GPU that would need scalar
+// registers, which are scarce.
 FN float soft_cap(float x, float cap, float inside, float *slope) {
     const float z = x * inside, e = exponential(-2.0f * __builtin_fabsf(z)), share = reciprocal(1.0f + e);
     float t = __builtin_copysignf((1.0f - e) * share, z);  // off by 2^-21
     if (slope) *slope *= 4.0f * e * share * share;
 #if !MK_GPU
-    // Near 0, where the quotient cancels, the first terms of its series: the next one is below 2^-26 of the result.
+    // Near 0, where the quotient cancels, the first terms of its series are used: the next is below 2^-26 of the
+    // result.
     const float square = z * z;
     float p = 2.1869489e-2f;
     p = p * square - 5.3968254e-2f;

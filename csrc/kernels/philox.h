@@ -10,7 +10,8 @@
 FN uint64_t product(uint32_t a, uint32_t b) { return (uint64_t)a * b; }
 
 // Counters side by side, one in each 64-bit lane of a vector register. Processors with AVX2 multiply the lower halves
-// of such lanes directly and ignore the upper halves; g++ does not find this by itself and takes three times as long.
+// of such lanes directly and ignore the upper halves; g++ does not find this by itself, and its code takes three times
+// as long.
 #if defined(MK_PHILOX_LANES) && defined(__AVX512F__)
 typedef uint64_t Lanes __attribute__((vector_size(64)));
 static constexpr Lanes LANE = {0, 1, 2, 3, 4, 5, 6, 7};
@@ -28,7 +29,7 @@ static constexpr uint64_t LANE = 0;
 #endif
 static constexpr int LANES = sizeof(LANE) / sizeof(uint64_t);
 
-// c: the counter's four words in, four random words out.
+// Replaces the counter's four words in c by four random words.
 template <class Word> MEMBER void philox(Word (&c)[4], uint32_t key0, uint32_t key1) {
     UNROLL for (int round = 0; round < 10; ++round) {
         const auto a = product(c[0], 0xd2511f53u), b = product(c[2], 0xcd9e8d57u);
@@ -41,8 +42,8 @@ template <class Word> MEMBER void philox(Word (&c)[4], uint32_t key0, uint32_t k
     }
 }
 
-// All four words of a counter of 64 bits; the upper 64 bits are 0. The keys of ten rounds are cheaper to add up each
-// time than to keep in twenty scalar registers.
+// Computes the four random words of a 64-bit counter; the upper 64 bits of Philox's counter are 0. Adding up the keys
+// of ten rounds each time is cheaper than keeping them in twenty scalar registers.
 FN void words_of(uint64_t counter, uint64_t seed, uint32_t (&c)[4]) {
     seed = opaque_scalar(seed);
     c[0] = (uint32_t)counter;
@@ -65,14 +66,14 @@ FN void store_words(Lanes counter, uint64_t seed, uint32_t *out) {
 }
 #endif
 
-// The random words of elements i ... i + V - 1 of a tensor. Element i has word i % 4 of counter i / 4, so that it
-// depends on nothing but seed and i. V is 1, or a multiple of 4; i is a multiple of V.
+// Computes the random words of elements i ... i + V - 1 of a tensor. Element i has word i % 4 of counter i / 4, so that
+// its word depends only on the seed and i. V is 1 or a multiple of 4; i is a multiple of V.
 template <int V> MEMBER void random_words(uint64_t seed, uint64_t i, uint32_t *out) {
     const uint64_t first = i / 4;
     if constexpr (V == 1) {
         uint32_t c[4];
         words_of(first, seed, c);
-        const uint32_t low = i & 1 ? c[1] : c[0], high = i & 1 ? c[3] : c[2];  // no index: the words stay in registers
+        const uint32_t low = i & 1 ? c[1] : c[0], high = i & 1 ? c[3] : c[2];  // no indexing, so that the words stay in registers
         out[0] = i & 2 ? high : low;
     } else if constexpr (V % (4 * LANES) == 0) {
         UNROLL for (int q = 0; q < V / 4; q += LANES) store_words(first + q + LANE, seed, out + 4 * q);

@@ -1,9 +1,10 @@
 // Rotary position embedding (Su et al., arXiv 2104.09864), in halves as in GPT-NeoX: entry c of the first half of the
-// rotated dimensions pairs with entry c of the second; further entries are copied.
+// rotated dimensions pairs with entry c of the second; the other dimensions are copied.
 #include "api.h"
 
-// y[row] = (low cos - high sin, high cos + low sin, rest) for each row of x, a head of a token. A lane has a pack of
-// low and the same pack of high, or a pack of the rest. sin has a sign: -1 rotates back, which is the gradient.
+// y[row] = (low cos - high sin, high cos + low sin, rest) for each row (low, high, rest) of x, which is a head of a
+// token. A lane has a pack of low and the corresponding pack of high, or a pack of the rest. sin is multiplied by
+// `sign`: -1 rotates back, which gives the gradient.
 template <class T> struct Rotary {
     static constexpr int WAVES = 4;
     T *y;
@@ -49,7 +50,7 @@ template <class T> struct Rotary {
 static constexpr int WIDEST = 8;  // elements of a pack, at most
 template <class T> static int launch_rotary(const Rotary<T> &op, int packing, mk_stream stream) {
     constexpr int V = Full<T>::V;
-    const int columns = op.d - op.half;  // that lanes read: the low half covers both
+    const int columns = op.d - op.half;  // to which lanes are assigned: those of the low half process both halves
     if (packing % V) return tiles_of<1, 64>(op, op.rows, columns, stream);
     if (columns <= 4 * V) return tiles_of<V, 4>(op, op.rows, columns, stream);
     if (columns <= 8 * V) return tiles_of<V, 8>(op, op.rows, columns, stream);
@@ -67,14 +68,14 @@ template <class T> static int launch_rotary(const Rotary<T> &op, int packing, mk
 }
 #endif
 
-// The largest power of two up to WIDEST that divides them all.
+// Returns the largest power of two up to WIDEST that divides all sizes.
 template <class... N> static int common_pack(N... sizes) {
     const int64_t bits = (WIDEST | ... | (int64_t)sizes);
     return (int)(bits & -bits);
 }
 
-// x and y [s, samples, heads, d] with strides for all but the last dimension; cos and sin fp32 [s, 1 or samples, half],
-// contiguous; 2 half <= d.
+// x and y [s, samples, heads, d]; by_* are the strides of x and to_* those of y, in elements, for all but the last
+// dimension. cos and sin fp32 [s, 1 (shared) or samples, half], contiguous; 2 half <= d.
 MK_API mk_rotary(int type, void *y, const void *x, const void *cos, const void *sin, int64_t s, int64_t samples,
                  int64_t heads, int64_t d, int64_t half, int64_t by_position, int64_t by_sample, int64_t by_head,
                  int64_t to_position, int64_t to_sample, int64_t to_head, int shared, float sign, void *stream) {

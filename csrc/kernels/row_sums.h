@@ -1,14 +1,15 @@
-// Operations on rows that also add up over the rows, for each column: the gradients of a norm's weight and bias.
+// Operations on rows that also sum over the rows, for each column: the gradients of a norm's weight and bias.
 //
 //   launch_row_sums(op, columns, ...)   op(group, row, n, sums)      a group of lanes has a row of n elements
 //       sums.add(s, i, x)               adds x to sum s at the columns of the lane's i-th pack
 //
-// Each block takes every parts-th row and keeps the sums of its columns in registers until its last row is done; then
-// it writes them to partial[block][Op::SUMS][n], fp32, for launch_part_sums. So the rows are read once. The order of
-// the additions depends on the shape and the number of parts alone: the same inputs give the same bits.
+// There are `parts` blocks, among which the rows are divided. A block keeps the sums of its columns in registers until
+// its last row is done; then it writes them to partial[block][Op::SUMS][n], fp32, for launch_part_sums. So the rows are
+// read once. The order of the additions depends only on the shape and the number of parts: the same inputs give the
+// same bits.
 //
-// Rows that are too wide for that or not made of full packs are processed twice: by op with sums that are discarded,
-// then by `columns`, an operation for launch_tile_sums.
+// Rows that are too wide for that, or do not consist of full packs, are processed twice: by op with sums that are
+// discarded, then by `columns`, an operation for launch_tile_sums.
 #pragma once
 #include "launch.h"
 
@@ -48,7 +49,7 @@ __global__ void MK_OCCUPANCY(THREADS, Op::WAVES) row_sums_kernel(Op op, int64_t 
     const int group = (int)threadIdx.x / LANES, lane = (int)threadIdx.x % LANES;
     typedef HoldingGroup<LANES, V, ITEMS> G;
     HeldSums<Op::SUMS, ITEMS, V> sums;
-    // All lanes of the block loop equally often, because of the barriers: a group without a row left takes part with an
+    // Because of the barriers all lanes of the block loop equally often: a group without a row left takes part with an
     // empty one.
     for (int64_t first = (int64_t)blockIdx.x * ROWS; first < rows; first += (int64_t)gridDim.x * ROWS) {
         const bool has = first + group < rows;
@@ -59,7 +60,7 @@ __global__ void MK_OCCUPANCY(THREADS, Op::WAVES) row_sums_kernel(Op op, int64_t 
     UNROLL for (int s = 0; s < Op::SUMS; ++s) {
         UNROLL for (int i = 0; i < ITEMS; ++i) {
             float (&sum)[V] = sums.held[s][i];
-            if constexpr (ROWS > 1) {  // [element][thread]: neighbours in neighbouring banks
+            if constexpr (ROWS > 1) {  // [element][thread]: neighbouring threads use neighbouring banks
                 __syncthreads();
                 UNROLL for (int k = 0; k < V; ++k) lds[k * THREADS + threadIdx.x] = sum[k];
                 __syncthreads();
@@ -118,7 +119,7 @@ static int launch_row_sums(const Op &op, const Columns &columns, int64_t rows, i
     return code ? code : launch_tile_sums<T>(columns, rows, n, parts, partial, wide, stream);
 }
 
-#else  // host: each part is a strip of neighbouring rows, its sums stay in the cache
+#else  // host: each part is a strip of neighbouring rows, and its sums stay in the cache
 
 template <int V> struct MemorySums {
     float *sums;

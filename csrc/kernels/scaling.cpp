@@ -1,4 +1,4 @@
-// Scaling of many tensors and the sum of their squares, in one pass.
+// Scales many tensors and sums their squares, in one pass.
 #include "api.h"
 #include "tensor_list.h"
 
@@ -6,11 +6,12 @@ static constexpr int SCALING_MOST = 128;
 typedef TensorList<1, SCALING_MOST> ScalingList;
 static_assert(sizeof(ScalingList) < 4096 - 64, "kernel arguments");
 
-// x = factor x, and the sum of squares of the stored values. Sums are fp64, so that they are exact to 2^-45 for any
-// number of elements, and no square of a finite number overflows; a NaN or infinity makes the sum NaN or infinite.
+// Multiplies x by factor, and adds up the squares of the stored values. Sums are fp64, so that they are exact to 2^-45
+// for any number of elements, and no square of a finite number overflows; a NaN or infinity makes the sum NaN or
+// infinite.
 template <class T, bool SCALES> struct Scaling {
     static constexpr int WAVES = 8;
-    // narrow: 17 (tensors that are not aligned, and ends: 8 loads and 8 stores; the sum of a chunk)
+    // narrow: 17 (tensors that are not aligned, and tails: 8 loads and 8 stores; the sum of a chunk)
     T *x;
     float factor;
     double *sums;  // of this lane
@@ -28,7 +29,7 @@ template <class T, bool SCALES> struct Scaling {
 };
 
 #if MK_DEVICE
-// Over the block, always in the same order; lane 0 has the result.
+// Returns the sum over the block, always added up in the same order, in lane 0, and 0 in the others.
 MEMBER double block_sum(double mine, double *lds) {
     lds[threadIdx.x] = mine;
     UNROLL for (int half = BLOCK / 2; half > 0; half /= 2) {
@@ -73,7 +74,8 @@ static int run_sum(float *out, const double *partial, int64_t parts, mk_stream s
     return MK_LAST_ERROR();
 }
 #else
-// One sum per chunk, whichever thread computes it: the result does not depend on the number of threads.
+// There is one sum per chunk, whichever thread computes it, so that the result does not depend on the number of
+// threads.
 template <class T, bool SCALES> static int run_scaling(const ScalingList &list, float factor, double *partial, mk_stream) {
 #pragma omp parallel for schedule(static) if (list.chunks > 4)
     for (int at = 0; at < list.chunks; ++at) {
@@ -109,7 +111,8 @@ static int launch_scaling(float *out, double *partial, void *const *pointers, co
     return code == OK ? run_sum(out, partial, parts, stream) : code;
 }
 
-// pointers [count] in host memory; partial: one fp64 number for each chunk of each tensor.
+// out: the sum of squares, one fp32 number. partial: workspace, one fp64 number for each chunk of each tensor. pointers
+// and sizes [count], in host memory. chunk: elements of a block.
 MK_API mk_scale_and_norm(int type, void *out, void *partial, void *const *pointers, const int64_t *sizes, int64_t count,
                          int64_t chunk, float factor, void *stream) {
     FOR_TYPE(type, launch_scaling<T>((float *)out, (double *)partial, pointers, sizes, count, chunk, factor,

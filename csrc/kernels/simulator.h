@@ -1,23 +1,25 @@
 // Runs GPU kernels on the CPU with true lanes, for tests: g++ -DMK_SIMULATE=64, or 32, the width of a wave.
 //
 // Every thread of a block is a fiber with a separate stack. Lanes run one after the other from one shuffle or barrier
-// to the next, alternately forwards and backwards, so that a result does not depend on timing but does change when the
-// order matters. Misuse ends the process with a message:
+// to the next, alternately in ascending and descending order, so that a result does not depend on timing but does
+// change when the order matters. Misuse ends the process with a message:
 //
 //   shuffles   with a lane that has left, or is at another shuffle or at a barrier; with a lane outside of the mask,
 //              which belongs to another row
 //   barriers   that part of the block never reaches; lanes of a block at different barriers
-//   LDS        more than a block may have; filled with NaN before each block. If built with AddressSanitizer, also:
-//              reads of unwritten bytes, and two lanes at one byte, one of them writing, without a barrier between them
+//   LDS        more than a block may have; if built with AddressSanitizer, also reads of unwritten bytes, and accesses
+//              of two lanes to one byte, one of them a write, without a barrier in between
 //   launches   of empty or too large grids and blocks
 //
+// LDS is filled with NaN before each block.
+//
 // With -fsanitize=address and --param asan-instrumentation-with-call-threshold=0 the compiler calls a function before
-// each access to memory; here that function asks AddressSanitizer, and then looks at LDS.
+// each access to memory; the function defined here asks AddressSanitizer, and then checks accesses to LDS.
 //
 // One launch runs at a time, on the thread that called it.
 #pragma once
 #if !defined(__x86_64__)
-#error "the simulator changes stacks in x86-64 assembly; for another processor switch_stack() and prepare() must be written"
+#error "the simulator switches stacks in x86-64 assembly; other processors need their own switch_stack() and prepare()"
 #endif
 #include <math.h>
 #include <stdint.h>
@@ -50,19 +52,20 @@ typedef void *mk_stream;
 #define __syncthreads() sim::barrier(__LINE__)
 #define MK_SHUFFLE_XOR(mask, value, lanes) sim::shuffle_xor(mask, value, lanes, __LINE__)
 #define MK_SHARED(type, name, count) type *const name = (type *)sim::shared(sizeof(type) * (count))
-#define MK_MAX_BLOCKS 2  // so that blocks loop over small grids already
+#define MK_MAX_BLOCKS 2  // so that blocks loop even if there are few rows
 #define MK_LAST_ERROR() 0
 #define MK_LAUNCH(kernel, grid, block, stream, ...) \
     ((void)(stream), sim::launch(__PRETTY_FUNCTION__, grid, block, [=] { (kernel)(__VA_ARGS__); }))
 
-// For code between the lanes and at each of their accesses: no kernel code, but most of the time of a test.
+// For code that runs between lanes and at each of their accesses: it is not kernel code, but takes most of a test's
+// time.
 #define NO_CHECKS __attribute__((no_sanitize("address", "undefined"), optimize("O2")))
 
 namespace sim {
 static_assert(MK_SIMULATE == 32 || MK_SIMULATE == 64, "waves have 32 or 64 lanes");
 static constexpr int WAVE = MK_SIMULATE, MAX_THREADS = 1024;
 static constexpr size_t STACK = 256 << 10, PAGE = 4096;
-static constexpr size_t LDS = 48 << 10, REDZONE = 32;  // what CUDA gives to a static array; gfx90a has 64 KiB
+static constexpr size_t LDS = 48 << 10, REDZONE = 32;  // CUDA's limit for static arrays; gfx90a has 64 KiB
 
 enum State { READY, AT_SHUFFLE, AT_BARRIER, LEFT };
 
@@ -79,7 +82,8 @@ struct Fiber {
     size_t lds;  // bytes of the block's LDS that its arrays take so far
 };
 
-// What happened to a byte of LDS, and in which interval between barriers; intervals are numbered through all blocks.
+// The last accesses to a byte of LDS: in which interval between barriers, and by which lane. Intervals are numbered
+// through all blocks.
 struct Byte {
     uint64_t written, read;
     int writer, reader;
@@ -100,7 +104,7 @@ inline Fiber fibers[MAX_THREADS];
 alignas(16) inline char lds[LDS + REDZONE];
 inline Byte bytes[LDS];
 inline size_t lds_used;                       // by this block
-inline uint64_t interval = 1, block_start = 1;  // numbers of this interval and of this block's first
+inline uint64_t interval = 1, block_start = 1;  // numbers of the current interval, and of the first in this block
 inline void *scheduler;                       // its stack pointer while a fiber runs
 inline std::mutex running;
 
@@ -151,7 +155,7 @@ NO_CHECKS inline void pause(State state) {
 inline void begin() {}
 #endif
 
-// A fiber's whole life: one block after the other.
+// What a fiber runs, from its start to the end of the process: one block after the other.
 inline void live() {
     begin();
     for (;;) {
@@ -160,7 +164,7 @@ inline void live() {
     }
 }
 
-// Stacks for all fibers, each above a guard page.
+// Allocates the stacks of all fibers, each above a guard page.
 inline void prepare() {
     if (fibers[0].stack) return;
     const size_t each = PAGE + STACK;
@@ -184,7 +188,7 @@ inline void prepare() {
 }
 
 // ---- LDS ------------------------------------------------------------------------------------------------------------
-// An array of the block: every thread requests the same arrays in the same order and gets the same addresses.
+// Returns an array of the block: every thread requests the same arrays in the same order and gets the same addresses.
 __attribute__((noinline)) inline void *shared(size_t size) {
     char *const array = lds + self->lds;
     self->lds += (size + 15) / 16 * 16 + REDZONE;
@@ -217,7 +221,7 @@ NO_CHECKS inline void check_lds(size_t first, size_t size, bool write) {
 }
 
 // ---- what kernels call ----------------------------------------------------------------------------------------------
-// Identifies a call: by its return address or, since an optimizing compiler may duplicate calls, by its line.
+// Identifies a call by its return address or, if the compiler optimizes and may duplicate calls, by its line.
 #if defined(__OPTIMIZE__)
 #define MK_SITE(line) ((const void *)(uintptr_t)(line))
 #else
@@ -228,7 +232,8 @@ __attribute__((noinline)) inline void barrier(int line) {
     pause(AT_BARRIER);
 }
 
-// As on CUDA, mask has a bit for each lane that takes part, of the half of a wave of 64; all bits: the whole wave.
+// Returns whether a lane takes part in the shuffle of lane a. As on CUDA, mask has a bit for each of 32 lanes; in a
+// wave of 64 these are a's half. If all bits are set, the whole wave takes part.
 NO_CHECKS inline bool together(const Fiber &a, int lane) {
     return a.mask == 0xffffffffu || (a.lane / 32 == lane / 32 && (a.mask >> (lane % 32) & 1));
 }
@@ -253,16 +258,16 @@ template <class T> __attribute__((always_inline)) inline T shuffle_xor(unsigned 
 }
 
 // ---- waves, blocks, grids -------------------------------------------------------------------------------------------
-// The i-th of n in this interval's order.
+// Returns the i-th of n in the order of this interval, ascending or descending.
 NO_CHECKS inline int turn(int i, int n) { return interval % 2 ? i : n - 1 - i; }
 
-// Resumes lanes whose partners have all reached the same shuffle.
+// Lets lanes continue whose partners have all reached the same shuffle; returns whether there are any.
 NO_CHECKS inline bool shuffles_done(Fiber *wave, int lanes) {
     bool some = false;
     for (int i = 0; i < lanes; ++i) {
         self = &wave[i];
         if (self->state != AT_SHUFFLE) continue;
-        // The row of the lane before was found to be at one shuffle, and this lane is of that row.
+        // The row of the previous lane was found to be at one shuffle, and this lane belongs to that row.
         const bool row_is_seen = i > 0 && wave[i - 1].state == AT_SHUFFLE && wave[i - 1].mask == self->mask && together(*self, i - 1);
         for (int j = 0; j < WAVE && !row_is_seen; ++j) {
             if (!together(*self, j)) continue;
@@ -279,7 +284,7 @@ NO_CHECKS inline bool shuffles_done(Fiber *wave, int lanes) {
     return some;
 }
 
-// Runs until all lanes wait at a barrier or have left.
+// Runs a wave until all lanes wait at a barrier or have left.
 NO_CHECKS inline void run_wave(Fiber *wave, int lanes) {
     do {
         for (int i = 0; i < lanes; ++i) {
@@ -289,7 +294,7 @@ NO_CHECKS inline void run_wave(Fiber *wave, int lanes) {
     } while (shuffles_done(wave, lanes));
 }
 
-// Whether the block has reached a barrier, rather than its end.
+// Returns whether the block has reached a barrier, rather than its end.
 NO_CHECKS inline bool at_barrier() {
     Fiber *waiting = nullptr, *gone = nullptr;
     for (int t = 0; t < grid.threads; ++t) {
@@ -343,8 +348,8 @@ template <class F> void launch(const char *launcher, dim3 size, dim3 block, cons
 
 // ---- accesses to memory ---------------------------------------------------------------------------------------------
 #if defined(__SANITIZE_ADDRESS__)
-// Whether AddressSanitizer's shadow memory shows an access to be valid (on x86-64 Linux it has a byte for 8 of memory,
-// 0 where all 8 may be used): calling AddressSanitizer each time takes longer than the rest of a launch.
+// Returns whether AddressSanitizer's shadow memory shows an access to be valid (on x86-64 Linux it has a byte for every
+// 8 of memory, 0 if all 8 may be used). Calling AddressSanitizer each time would take longer than the rest of a launch.
 NO_CHECKS __attribute__((always_inline)) inline bool surely_allowed(uintptr_t at, size_t size) {
     const char *const shadow = (const char *)0x7fff8000;
     char any = 0;

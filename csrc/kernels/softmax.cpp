@@ -1,10 +1,10 @@
 // Scaled softmax over the last dimension of attention scores [.., sq, n], causal or with a mask.
 #include "api.h"
 
-// Probabilities over the columns a row may see; the others get exactly 0, and a row that sees nothing is all 0.
+// Computes probabilities over the columns that a row may see; others get exactly 0, and a row that sees none is all 0.
 //
-// A row is read once and held for maximum, sum and quotient. exp is computed twice rather than kept: this is cheaper
-// than the registers of a second fp32 copy.
+// A row is read once and held for maximum, sum and quotient. exp is computed twice rather than kept, which is cheaper
+// than the registers for a second fp32 copy.
 template <class T, class See> struct Softmax {
     static constexpr int WAVES = 4, HOLDS = 1;
     T *y;
@@ -52,7 +52,7 @@ template <class T, class See> struct Softmax {
     }
 };
 
-// Row r of sq rows sees columns up to n - sq + r, `window` of them before that one.
+// Row r of sq rows sees column n - sq + r and the `window` columns before it.
 struct Causal {
     int64_t sq;
     int n, window;
@@ -69,12 +69,12 @@ struct Causal {
     }
 };
 
-// mask [batch, 1, sq, n], one byte each, not 0 where hidden; shared by the heads. Besides, a row does not see columns that
-// are more than `window` before column n - sq + r.
+// mask [batch, 1, sq, n], shared by the heads: a byte per element, not 0 if it is hidden. In addition, row r does not
+// see columns that are more than `window` before column n - sq + r.
 struct Masked {
     // narrow: 3 * ITEMS (the mask, a byte for each element, read in each of three passes)
     const uint8_t *mask;
-    int64_t sq, rows_per_sample;  // heads * sq; all rows where one mask serves all samples
+    int64_t sq, rows_per_sample;  // heads * sq; the number of all rows if one mask serves all samples
     int n, window;
     struct Row {
         const uint8_t *mask;
@@ -99,7 +99,7 @@ template <class T> struct SoftmaxBackward {
     const T *dy, *y;
     int n;
     float scale;
-    int64_t sq;  // 0: no row is causal
+    int64_t sq;  // 0: the softmax was not causal
 
     template <class G> MEMBER void operator()(const G &g, int64_t row) const {
         const int limit = sq ? Causal{sq, n, 0}.row(row).limit(n, G::V) : n;
@@ -129,6 +129,7 @@ template <class T> struct SoftmaxBackward {
     }
 };
 
+// x and y [rows, n], whose rows are [.., sq].
 MK_API mk_causal_softmax(int type, void *y, const void *x, int64_t rows, int64_t sq, int64_t n, int64_t window,
                          float scale, void *stream) {
     const Causal see{sq, (int)n, (int)window};
@@ -136,6 +137,7 @@ MK_API mk_causal_softmax(int type, void *y, const void *x, int64_t rows, int64_t
                                   (mk_stream)stream));
 }
 
+// rows_per_sample: rows after which the mask of the next sample begins.
 MK_API mk_masked_softmax(int type, void *y, const void *x, const void *mask, int64_t rows, int64_t sq, int64_t rows_per_sample,
                          int64_t n, int64_t window, float scale, void *stream) {
     const Masked see{(const uint8_t *)mask, sq, rows_per_sample, (int)n, (int)window};
@@ -143,7 +145,7 @@ MK_API mk_masked_softmax(int type, void *y, const void *x, const void *mask, int
                                   aligned(x, y, mask), (mk_stream)stream));
 }
 
-// sq is 0 for a masked softmax.
+// dx, dy and y [rows, n]. sq is 0 for a masked softmax.
 MK_API mk_softmax_backward(int type, void *dx, const void *dy, const void *y, int64_t rows, int64_t sq, int64_t n, float scale,
                            void *stream) {
     FOR_TYPE(type, launch_rows<T>(SoftmaxBackward<T>{(T *)dx, (const T *)dy, (const T *)y, (int)n, scale, sq}, rows, n,

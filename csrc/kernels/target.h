@@ -22,7 +22,7 @@ typedef cudaStream_t mk_stream;
 #define MK_LAST_ERROR() ((int)cudaGetLastError())
 #elif defined(__HIP__)
 #if defined(__HIP_DEVICE_COMPILE__) && !defined(__GFX9__)
-#error "the kernels assume waves of 64 lanes: of AMD's GPUs only gfx9 (gfx90a, gfx942, gfx950) can be built for"
+#error "the kernels assume waves of 64 lanes: of AMD's GPUs, only gfx9 (gfx90a, gfx942, gfx950) is supported"
 #endif
 #include <hip/hip_fp16.h>
 #include <hip/hip_runtime.h>
@@ -56,8 +56,8 @@ typedef void *mk_stream;
 #endif
 #endif
 
-// At least this many waves on each SIMD: the compiler may use 512 / waves vector registers of gfx9, or has to spill,
-// which the build check refuses.
+// Requires room for at least this many waves on each SIMD, which leaves the compiler 512 / waves of gfx9's vector
+// registers. If it needs more it has to spill, which the build check refuses.
 #if defined(__HIP__)
 #define MK_OCCUPANCY(threads, waves) __launch_bounds__(threads) __attribute__((amdgpu_waves_per_eu(waves)))
 #else
@@ -68,12 +68,14 @@ typedef void *mk_stream;
 #define MK_LAUNCH(kernel, grid, block, stream, ...) kernel<<<grid, block, 0, stream>>>(__VA_ARGS__)
 #endif
 
-// The most blocks of a grid in one dimension, 2^31 threads (HIP counts them in 32 bits); kernels loop over the rest.
+// The most blocks in one dimension of a grid: 2^31 threads in blocks of 1,024, because HIP counts threads in 32 bits.
+// Kernels loop over the rest.
 #ifndef MK_MAX_BLOCKS
 #define MK_MAX_BLOCKS (1 << 21)
 #endif
 
-// An array that the lanes of a block share (LDS). Not a plain __shared__: the simulator counts, fills and watches it.
+// An array that the lanes of a block share (LDS). Not a plain __shared__, so that the simulator can count, fill and
+// watch it.
 #ifndef MK_SHARED
 #define MK_SHARED(type, name, count) __shared__ type name[count]
 #endif
@@ -88,7 +90,8 @@ FN int opaque_int(int x) {
 #endif
     return x;
 }
-// The same of a number that is one for all lanes, in scalar registers: gfx9 has 100 of them at eight waves on a SIMD.
+// The same for a number that all lanes share, in scalar registers: at eight waves on a SIMD, gfx9 has 100 for each
+// wave.
 FN uint64_t opaque_scalar(uint64_t x) {
 #if defined(__HIP_DEVICE_COMPILE__)
     asm volatile("" : "+s"(x));

@@ -2,14 +2,15 @@
 //
 // Pointers and sizes are passed by value in the kernel's arguments (less than the 4 KB that CUDA and HIP allow), so
 // they need no copy to the device. Every tensor is cut into chunks of the same size, one for each block; a block finds
-// its tensor by a search that is uniform over its lanes. More tensors than fit into the arguments take more launches.
+// its tensor by a search that is uniform over its lanes. Tensors that do not fit into the arguments take further
+// launches.
 //
-//   walk<V>(first, last, packed, body)    body(at) for all elements of a chunk, V of them at a time
-//   at.load(pointer, floats), at.store(pointer, floats)
+//   walk<V>(length, packed, body)    calls body(at) for all elements of a chunk, V of them at a time
+//   at.load(pointer, floats), at.store(pointer, floats)    reads and writes these V elements
 #pragma once
 #include "launch.h"
 
-// Each index has ARRAYS tensors of equal size, e.g. weights and their gradient. MOST is a power of two.
+// Up to MOST entries, a power of two; an entry has ARRAYS tensors of equal size, e.g. weights and their gradients.
 template <int ARRAYS, int MOST> struct TensorList {
     void *pointer[ARRAYS][MOST];
     int64_t size[MOST];
@@ -17,7 +18,7 @@ template <int ARRAYS, int MOST> struct TensorList {
     int chunks;
     int64_t chunk;  // elements, a multiple of 4,096
 
-    // The tensor of this chunk: the last that begins at or before it.
+    // Returns the tensor of chunk `at`: the last that begins at or before it.
     MEMBER int tensor(int at) const {
         int t = 0;
         UNROLL for (int step = MOST / 2; step > 0; step /= 2) {
@@ -29,8 +30,8 @@ template <int ARRAYS, int MOST> struct TensorList {
     MEMBER int64_t length(int64_t from, int t) const { return size[t] - from < chunk ? size[t] - from : chunk; }
 };
 
-// Fills lists with tensors until one is full or none are left, and runs `launch(list, chunks before)` on each.
-// pointers [ARRAYS][count]; empty tensors are left out.
+// Fills one list after another with tensors, and calls `launch(list, chunks in earlier lists)` for each. pointers
+// [ARRAYS][count], sizes [count]; empty tensors are left out. Returns OK or the first error.
 template <class List, int ARRAYS, int MOST, class Launch>
 static int for_lists(void *const *pointers, const int64_t *sizes, int64_t count, int64_t chunk, const Launch &launch) {
     int64_t before = 0;
@@ -86,8 +87,8 @@ template <int V> struct Packed {
     }
 };
 
-// V elements a block apart, for tensors that are not aligned to a pack and for the end of the others: as many bytes in
-// flight, and the lanes of a wave still read adjacent elements.
+// V elements, a block's threads apart, for tensors that are not aligned to a pack and for the tails of others: as many
+// bytes are in flight, and the lanes of a wave still read adjacent elements.
 template <int V> struct Scattered {
     static constexpr int WIDTH = V;
     int64_t i, last;
@@ -109,7 +110,7 @@ template <int V, class Body> MEMBER void walk(int64_t length, bool packed, Body 
 
 #else
 
-// The compiler makes vector instructions of the loops; they need no alignment.
+// The compiler vectorizes the loops, which need no alignment.
 template <int V> struct Packed {
     static constexpr int WIDTH = V;
     int64_t i;

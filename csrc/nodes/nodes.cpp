@@ -1,9 +1,11 @@
-// The fused operators and linear layers, with their messages, as nodes of autograd's graph, called from Python without torch's dispatcher.
+// The fused operators and linear layers, with their messages, as nodes of autograd's graph, called from Python without
+// torch's dispatcher.
 //
-// What torch.library and torch.autograd.Function do in Python for a call, forward and backward, takes the host several
-// times as long as launching its kernel. Here a call checks that it is a usual one, launches the kernel of the library
-// that megatron/kernels/library.py has loaded, and adds a node. A call that is not usual returns NotImplemented, and
-// Python takes its general way, which has the same numbers, and an error with a reason for what does not fit.
+// The Python code of torch.library and torch.autograd.Function for an operator, forward and backward, takes the host
+// several times as long as launching its kernel. Here a function checks that its arguments are usual ones, launches the
+// kernel in the library that megatron/kernels/library.py has loaded, and adds a node. For other arguments it returns
+// NotImplemented; Python then uses the general implementation, which computes the same numbers and raises an error with
+// a reason if they do not fit.
 //
 // The extension is compiled against one version of torch and one of Python.
 #include <Python.h>
@@ -35,8 +37,8 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 using Below = at::AutoDispatchBelowADInplaceOrView;
 
-// The pointer to a node is a shared one, or in newer versions of torch one to an object that counts its references. The
-// arguments are of any type so that only the code for this version is looked at.
+// Nodes are held by std::shared_ptr or, in newer versions of torch, by c10::intrusive_ptr. These functions are
+// templates, so that only the code for this version is instantiated.
 constexpr bool SHARED = std::is_same_v<decltype(torch::autograd::Edge::function), std::shared_ptr<torch::autograd::Node>>;
 template <class N> using Pointer = std::conditional_t<SHARED, std::shared_ptr<N>, c10::intrusive_ptr<N>>;
 template <class N> Pointer<N> make_node() {
@@ -142,7 +144,7 @@ void done(const char *name, const Tensor &x, int code) {
 
 template <class T = void> T *data(const Tensor &x) { return x.defined() ? static_cast<T *>(x.data_ptr()) : nullptr; }
 
-// Contiguous, of the type and on the device of x.
+// Returns whether y is contiguous and has the type and the device of x.
 bool beside(const Tensor &x, const Tensor &y) {
     return y.scalar_type() == x.scalar_type() && y.device() == x.device() && y.is_contiguous();
 }
@@ -158,7 +160,7 @@ Tensor floats(const Tensor &like, at::IntArrayRef sizes) { return at::empty(size
 
 // ---- gradients of parameters ----------------------------------------------------------------------------------------
 
-// Where a kernel writes the fp32 gradient of a parameter, as gradient_output and gradient_written in
+// Where a kernel writes the fp32 gradient of a parameter, like gradient_output and gradient_written in
 // megatron/parallel/gradient_accumulator.py.
 struct Output {
     Tensor out;
@@ -170,7 +172,7 @@ struct Output {
         Gil gil;
         accumulator = find(parameter);
         if (accumulator && is_true(accumulator.object, IN_FP32)) {
-            // The property waits until the memory is there; mostly it is.
+            // The property `total` waits until the memory is available; usually it is.
             const bool waits = attribute(accumulator.object, BEFORE_USE).object != Py_None;
             out = THPVariable_Unpack(attribute(accumulator.object, waits ? TOTAL : PRIVATE_TOTAL).object);
             adds = !is_true(accumulator.object, FRESH);
@@ -180,7 +182,8 @@ struct Output {
         }
     }
 
-    // The accumulator to which a layer adds.
+    // Returns the accumulator to which a layer adds the parameter's gradient; empty if it leaves the gradient to
+    // autograd.
     static Reference find(const Tensor &parameter) {
         const Reference object(THPVariable_Wrap(parameter));
         Reference accumulator(PyObject_GetAttr(object.object, GRADIENT_SINK));
@@ -192,7 +195,7 @@ struct Output {
         return accumulator;
     }
 
-    // Returns what is left to autograd.
+    // Completes the gradient after the kernel; returns what is left to autograd: the gradient, or nothing.
     Tensor written() {
         if (!accumulator) return out;
         Gil gil;
@@ -205,7 +208,7 @@ struct Output {
         return Tensor();
     }
 
-    // Adds dy^T x to the weight's sum; returns what is left to autograd.
+    // Adds dy^T x to the weight's accumulator; returns what is left to autograd: the gradient, or nothing.
     static Tensor add_product(const Tensor &weight, const Tensor &dy, const Tensor &x) {
         Output of;
         {
@@ -247,7 +250,7 @@ struct Output {
     }
 };
 
-// Without parts by torch.
+// Writes the sums of a gradient over its rows as the bias's gradient: by a kernel, or by torch if parts is 0.
 void column_sums(const Tensor &gradient, Output &bias, int64_t parts) {
     const int type = type_of(gradient);
     const Tensor dense = gradient.contiguous();
@@ -267,7 +270,7 @@ void column_sums(const Tensor &gradient, Output &bias, int64_t parts) {
 
 // ---- messages -------------------------------------------------------------------------------------------------------
 
-// A tensor-parallel group, as the linear layers of a LayerContext use it.
+// A tensor-parallel group, and how the linear layers of a LayerContext use it.
 struct Region {
     c10::intrusive_ptr<c10d::ProcessGroup> group;
     int64_t size;
@@ -275,7 +278,7 @@ struct Region {
     Reference flight, kind, defer;
 };
 
-// A collective under way. The group's flight recorder has an entry for it, and one for the wait.
+// A collective under way. The group's flight recorder gets an entry for it, and one for the wait.
 struct Message {
     const Region *region = nullptr;
     PyObject *call = nullptr;
@@ -323,7 +326,7 @@ template <class G> auto reduce_scatter_into(G &group, Tensor &to, Tensor &from) 
     else return group._reduce_scatter_base(to, from);
 }
 
-// x [s/tp, ..] of all ranks, [s, ..], once the message has arrived.
+// Starts to gather x [s/tp, ..] from all ranks; returns [s, ..], which is valid once the message has arrived.
 Tensor gather(const Region &region, const Tensor &x, Message &message) {
     Tensor from = x.contiguous();
     at::DimVector sizes(x.sizes());
@@ -352,7 +355,7 @@ Tensor product(const Tensor &x, const Tensor &matrix, const Tensor &bias) {
     return (bias.defined() ? at::addmm(bias, flat(x), matrix) : at::mm(flat(x), matrix)).view(sizes);
 }
 
-// In n chunks; x of all ranks is kept in `whole`, if there is one.
+// Gathers and multiplies x in n chunks. Unless `whole` is null, it gets the x of all ranks.
 Tensor gathered_product(const Region &region, const Tensor &x, const Tensor &matrix, const Tensor &bias, int64_t n,
                         Tensor *whole = nullptr) {
     const Below below;
@@ -392,6 +395,8 @@ void wait(Messages &messages) {
     for (Message &message : messages) message.wait();
 }
 
+// Multiplies x in n chunks, and starts to sum the products over the ranks; the result is valid once all `messages` have
+// arrived.
 Tensor summed_product(const Region &region, const Tensor &x, const Tensor &matrix, int64_t n, Messages &messages) {
     const bool scatters = region.in_sequence;
     const int64_t parts = scatters ? region.size : 1, rows = x.size(0) / parts, out = matrix.size(1);
@@ -422,7 +427,7 @@ Tensor summed_product(const Region &region, const Tensor &x, const Tensor &matri
 
 struct FusedNode : torch::autograd::Node {
     std::vector<SavedVariable> saved;
-    // Parameters of which the gradients depend, with their versions. They are not saved, since hooks on saved tensors
+    // Parameters on which the gradients depend, with their versions. They are not saved, because hooks on saved tensors
     // may copy them, and a copy has no accumulator.
     std::vector<std::pair<Tensor, uint32_t>> used;
 
@@ -453,7 +458,7 @@ struct FusedNode : torch::autograd::Node {
     std::optional<at::Device> device;
 };
 
-// Makes a node of type N if one of the inputs, in the order of its gradients, needs one.
+// Makes a node of type N if one of the inputs, which are in the order of its gradients, requires a gradient.
 template <class N, class... T> Pointer<N> record(const Tensor &x, const T &...inputs) {
     if (!torch::autograd::compute_requires_grad(x, inputs...)) return {};
     Pointer<N> node = make_node<N>();
@@ -468,7 +473,7 @@ struct NormNode : FusedNode {
     bool added, rms;
     float plus;
     int64_t parts;
-    Tensor weight, bias, shift;  // themselves: saved ones may be copies, without accumulators
+    Tensor weight, bias, shift;  // not as saved tensors, which may be copies, without accumulators
 
     std::string name() const override { return "megatron::norm"; }
     variable_list differentiate(variable_list &&gradients) override {
@@ -568,7 +573,8 @@ struct DropoutNode : FusedNode {
     }
 };
 
-// The projection [s, b, groups, queries + 2, d] as queries, keys and values: views, or rotated queries and keys.
+// Splits the projection [s, b, groups, queries + 2, d] into queries, keys and values: as views, or with rotated queries
+// and keys.
 struct HeadsNode : FusedNode {
     at::DimVector shape;
     bool turns;
@@ -578,12 +584,12 @@ struct HeadsNode : FusedNode {
 };
 
 void turn(const Tensor &to, const Tensor &from, const Tensor &cos, const Tensor &sin, float sign) {
-    // [s, b, groups, queries, d]: groups and samples have one stride, or there is one of them
+    // from and to [s, b, groups, queries, d]: samples and groups together have one stride
     const int64_t s = from.size(0), b = from.size(1), groups = from.size(2), heads = from.size(3), d = from.size(4);
     const bool shared = cos.size(1) == 1;
     TORCH_INTERNAL_ASSERT(shared || b == cos.size(1));
-    // Rows [position][sample][head] of the kernel are [s][b * groups][queries] here; of angles for each sample the
-    // first two are one.
+    // The kernel's rows [position][sample][head] are [s][b * groups][queries] here, or [s * b][groups][queries] if each
+    // sample has its own angles.
     const int64_t positions = shared ? s : s * b, samples = shared ? b * groups : groups;
     const int64_t by_position = shared ? from.stride(0) : from.stride(1), to_position = shared ? to.stride(0) : to.stride(1);
     done("mk_rotary", from,
@@ -623,19 +629,19 @@ variable_list HeadsNode::differentiate(variable_list &&gradients) {
 }
 
 struct LinearNode : FusedNode {
-    Tensor weight, bias;  // themselves, see NormNode
+    Tensor weight, bias;  // not as saved tensors, see NormNode
     Reference queue;      // of deferred weight gradients
-    Reference capsule;    // of the region
+    Reference capsule;    // owns the region
     const Region *region = nullptr;
     bool column, partial;
     int64_t chunks, parts;
 
-    // For engine/gradients.py: whether gradients of x are terms of a sum over the ranks.
+    // Tells engine/gradients.py whether gradients of x are terms of a sum over the ranks.
     std::string name() const override {
         if (!region) return "megatron::linear";
         return partial ? "megatron::linear_with_partial_gradient" : "megatron::linear_with_whole_gradient";
     }
-    // The message of x is under way during the product of dx, that of dx during the product of dW.
+    // x is gathered during the product for dx, and dx is summed during the product for dW.
     variable_list differentiate(variable_list &&gradients) override {
         if (!gradients[0].defined()) return {Tensor(), Tensor(), Tensor()};
         const bool of_x = should_compute_output(0), of_weight = should_compute_output(1);
@@ -683,10 +689,10 @@ const Tensor &tensor(PyObject *object) {
 
 PyObject *not_usual() { Py_RETURN_NOTIMPLEMENTED; }
 
-// What watched() returned when a pass ran that is now recomputed; -1 outside of recomputations.
+// What watched() returned in the forward pass that is now being recomputed; -1 outside of recomputations.
 thread_local int repeated = -1;
 
-// Whether a tracer, profiler or transform has to see operators.
+// Returns whether a tracer, profiler or transform has to see operators.
 bool watched() {
     if (repeated >= 0) return repeated == 1;
     return c10::impl::TorchDispatchModeTLS::any_modes_set() || at::impl::torch_function_mode_enabled() ||
@@ -695,8 +701,8 @@ bool watched() {
            c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Tracer);
 }
 
-// Whether nothing but the kernel has to see a call with these tensors or None: no subclass or derivative in forward
-// mode either.
+// Returns whether nothing but the kernel has to see a call with these arguments, tensors or None: no tensor is of a
+// subclass or has a forward-mode derivative, and watched() is false.
 template <class... T> bool seen_by_none(T *...objects) {
     const auto plain = [](PyObject *object) {
         return object == Py_None ||
@@ -707,7 +713,7 @@ template <class... T> bool seen_by_none(T *...objects) {
 
 PyObject *wrap(const Tensor &x) { return THPVariable_Wrap(x); }
 
-// x, shift, residual (None: there is none, nor a shift), weight, bias, eps, one_plus, rms, parts -> y or (y, total)
+// x, shift, residual (None: neither residual nor shift), weight, bias, eps, one_plus, rms, parts -> y or (y, total)
 PyObject *norm(PyObject *, PyObject *const *args, Py_ssize_t) {
     HANDLE_TH_ERRORS
     const Tensor &x = tensor(args[0]), &shift = tensor(args[1]), &residual = tensor(args[2]), &weight = tensor(args[3]),
@@ -879,7 +885,7 @@ PyObject *linear(PyObject *, PyObject *const *args, Py_ssize_t) {
     {
         NoGil no_gil;
         node = record<LinearNode>(x, weight, bias);
-        // Before the product: recomputation ends with the last tensor that is to be saved.
+        // Before the product, because recomputation stops once the last tensor has been saved.
         if (node) node->saved.emplace_back(x, false);
         const Below below;
         const Tensor matrix = weight.view({-1, weight.size(-1)}).t();
@@ -904,8 +910,9 @@ PyObject *linear(PyObject *, PyObject *const *args, Py_ssize_t) {
     END_HANDLE_TH_ERRORS
 }
 
-// name and size of a group, its flight recorder, kind, sequence parallelism, overlap, and what defers the gradient of a
-// weight whose input has to be gathered -> a region
+// name and size of a group, its flight recorder and its kind, whether there is sequence parallelism, whether messages
+// overlap with products, and the function that defers the gradient of a weight whose input has to be gathered ->
+// a region
 PyObject *region(PyObject *, PyObject *const *args, Py_ssize_t) {
     HANDLE_TH_ERRORS
     const char *const name = PyUnicode_AsUTF8(args[0]);
@@ -924,7 +931,8 @@ PyObject *region(PyObject *, PyObject *const *args, Py_ssize_t) {
     END_HANDLE_TH_ERRORS
 }
 
-// x [n, in], matrices [experts, in, out], sizes -> y [n, out]: each expert's rows times its matrix; without gradients
+// x [n, in], matrices [experts, in, out], rows of each expert -> y [n, out], each expert's rows times its matrix,
+// without gradients
 PyObject *products(PyObject *, PyObject *const *args, Py_ssize_t) {
     HANDLE_TH_ERRORS
     const Tensor &x = tensor(args[0]), &matrices = tensor(args[1]);
@@ -952,7 +960,7 @@ PyObject *products(PyObject *, PyObject *const *args, Py_ssize_t) {
     END_HANDLE_TH_ERRORS
 }
 
-// "cpu" or "cuda", and the addresses of the kernels by name: the kernels of a kind of device; none if it is empty.
+// "cpu" or "cuda", and the addresses of its kernels by name (empty: none) -> None
 PyObject *bind(PyObject *, PyObject *const *args, Py_ssize_t) {
     HANDLE_TH_ERRORS
     Kernels &kernels = PyUnicode_CompareWithASCIIString(args[0], "cpu") ? on_gpu : on_cpu;
@@ -979,14 +987,14 @@ PyObject *bind(PyObject *, PyObject *const *args, Py_ssize_t) {
 // -> watched()
 PyObject *is_watched(PyObject *, PyObject *const *, Py_ssize_t) { return PyBool_FromLong(watched()); }
 
-// A value for `repeated` -> its former one
+// a value for `repeated` -> its previous value
 PyObject *repeat(PyObject *, PyObject *const *args, Py_ssize_t) {
     const int before = repeated;
     repeated = (int)PyLong_AsLong(args[0]);
     return PyLong_FromLong(before);
 }
 
-// The class of errors, and the function that returns a device's current stream.
+// the class of errors, and the function that returns a device's current stream -> None
 PyObject *set_up(PyObject *, PyObject *const *args, Py_ssize_t) {
     kernel_error = args[0], current_stream = args[1];
     for (int i = 0; i < 2; ++i) Py_INCREF(args[i]);
