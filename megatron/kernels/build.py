@@ -122,7 +122,7 @@ def no_compiler(target: str) -> str:
     """Return which compilers were not found, and what to do."""
     variable, names, advice = _COMPILERS[target]
     tried = os.environ.get(variable) or ", ".join(names)
-    return f"no compiler for --target {target}: {tried} cannot be used; set ${variable} to one ({advice})"
+    return f"no compiler for --target {target}: {tried} cannot be used; ${variable} names one ({advice})"
 
 
 def _needed_compiler(target: str) -> str:
@@ -174,8 +174,8 @@ def known_archs(tool: str, archs: Sequence[str]) -> list[str]:
 def compile_flags(target: str, archs: Sequence[str]) -> list[str]:
     """Return the compiler's flags.
 
-    Without --offload-arch, Debian's hipcc builds for gfx803; without HIP_PLATFORM (see `build`), it
-    builds for NVIDIA.
+    Unless told otherwise, Debian's hipcc builds for NVIDIA or for gfx803: so --offload-arch is
+    always given, and `build` sets HIP_PLATFORM.
     """
     common = ["-std=c++17", "-O3"]
     if target == "hip":
@@ -336,7 +336,7 @@ def missing_bytes(path: Path) -> int:
 
 
 def nodes_name(torch_version: str) -> str:
-    """Return the name of the extension from csrc/nodes/ for this Python and a version of torch."""
+    """Return the name of the extension built from csrc/nodes/ for this Python and a torch."""
     return f"_nodes-torch-{torch_version}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
@@ -394,7 +394,7 @@ def plan(targets: Sequence[str], archs: Sequence[str]) -> list[tuple[str, list[s
     """
     for target in targets:
         if target not in TARGETS:
-            raise BuildError(f"--target {target} is unknown; the targets are {', '.join(TARGETS)}")
+            raise BuildError(f"--target {target} is unknown; there are {', '.join(TARGETS)}")
     of_target: dict[str, list[str]] = {}
     for arch in archs:
         of_target.setdefault(_target_of(arch), []).append(arch)
@@ -492,7 +492,7 @@ def install(folder: Path, *, alone: bool, say: Callable[[str], None] = print) ->
 def _target_of(arch: str) -> str:
     if re.fullmatch(r"gfx[0-9a-f]{3,4}", arch):
         if reason := without_kernels(arch):
-            raise BuildError(f"--arch {arch}: {reason}; torch's own operators are used there")
+            raise BuildError(f"--arch {arch}: {reason}; without a library torch's operators run")
         return "hip"
     if re.fullmatch(r"sm_[0-9]{2,3}", arch):
         return "cuda"

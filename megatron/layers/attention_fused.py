@@ -129,8 +129,8 @@ def _by_bounds(
 def _takes_bounds(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> bool:
     """Return whether torch's flash attention can compute all documents in one call.
 
-    Not on ROCm: its log-sum-exps are [documents, heads, longest], and some versions ignore
-    windows or return gradients in the wrong order
+    Not on ROCm: its log-sum-exps are [documents, heads, longest], some versions of torch ignore
+    windows, and others, if there is a window, return dk as dq, dv as dk and dq as dv
     (aten/src/ATen/native/transformers/hip/flash_attn/aot/mha_all_aot.hip).
     """
     if q.device.type != "cuda" or torch.version.hip is not None or q.shape[-1] % 8:
