@@ -71,7 +71,8 @@ struct Block {
         uint64_t mask; // number of the mask's element for the block's first key
         float slope;
         int query;    // position, counted from the block's first key
-        // Turns the scores v of columns c, c + 1, ... into logits, hidden ones into -infinity. scale: what capped() has returned
+        // Turns the scores v of columns c, c + 1, ... into logits, hidden ones into -infinity. scale: what capped() has
+        // returned
         template <class G> MEMBER void logits(int c, float *v, float scale) const {
 #if !MK_DEVICE
             // For most packs: an addition less per element, and no comparisons.

@@ -92,8 +92,8 @@ template <class T, bool RMS> struct Norm {
 };
 
 // With h = (x - mean) * rstd and g = dy * (weight + plus): dx = rstd * (g - mean of g - h * mean of g * h) + dsum, for
-// RMS without the mean of g. dweight, dbias and, with SHIFT, dshift are the sums over the rows of dy * h, of dy, and of dx
-// before it is rounded.
+// RMS without the mean of g. dweight, dbias and, with SHIFT, dshift are the sums over the rows of dy * h, of dy, and of
+// dx before it is rounded.
 template <class T, bool RMS, bool SHIFT> struct NormBackward {
     static constexpr int WAVES = 4, SUMS = (RMS ? 1 : 2) + (SHIFT ? 1 : 0);
     // narrow: 2 (mean and rstd of a row)
