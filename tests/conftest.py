@@ -1,4 +1,4 @@
-"""Settings for every test process: few threads, no missing device, repeatable random examples."""
+"""Settings for every test process: few threads, only devices present, repeatable examples."""
 
 import gc
 import os
@@ -42,7 +42,7 @@ for _name in [name for name in os.environ if name.startswith(_LAUNCHERS) or name
 
 CAMPAIGN_LIMIT_S = 3600
 # A worker gets whole files (--dist loadfile). Those that take longest start first, so that no
-# worker finishes alone.
+# worker is the only one still running at the end.
 LONGEST = """
     benchmarks/test_scripts.py parity/test_grid.py planner/timing/test_operations_of_a_run.py examples/test_extend.py
     benchmarks/test_published.py training/report/test_trackers.py training/run/test_loss_mask.py
@@ -58,7 +58,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--campaign",
         metavar="NAME",
-        help="run the tests of this campaign (marked campaign(NAME)) and nothing else; `make prove "
+        help="run only the tests of this campaign, marked campaign(NAME); names: `make prove "
         "ONLY=list`",
     )
 
@@ -105,7 +105,7 @@ def _own_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     yield
     torch = sys.modules.get("torch")
-    if torch and torch.get_num_threads() > 1:  # two spinning threads for each core
+    if torch and torch.get_num_threads() > 1:  # they would be two spinning threads for each core
         torch.set_num_threads(1)
 
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 
 class VirtualClock:
-    """Clock whose seconds pass only while a caller sleeps by it.
+    """Clock whose time passes only while a caller calls its `sleep`.
 
         clock = VirtualClock()
         waiter = Waiter(clock=clock, sleep=clock.sleep)
         clock.at(5.0, lambda: file.touch())     # happens when the clock gets there
         waiter.wait(timeout_s=60)               # returns at once, at 5 virtual seconds
 
-    A wait that nothing can end raises instead of continuing for ever.
+    A wait that nothing ends raises AssertionError after `limit_s` virtual seconds.
     """
 
     def __init__(self, start: float = 1000.0, limit_s: float = 1e6) -> None:
@@ -26,11 +26,11 @@ class VirtualClock:
         return self.now
 
     def at(self, seconds_from_now: float, what: Callable[[], object]) -> None:
-        """Call `what` after `seconds` virtual seconds."""
+        """Call `what` in `seconds_from_now` virtual seconds."""
         self._events.append((self.now + seconds_from_now, what))
 
     def sleep(self, seconds: float) -> None:
-        """Let `seconds` pass, with all calls that are due in them."""
+        """Let `seconds` pass, at least 1 ms, and make the calls that become due."""
         self.slept.append(seconds)
         self.advance(max(seconds, 1e-3))
 

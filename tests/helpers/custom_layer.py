@@ -1,4 +1,4 @@
-"""User-defined layer in a model, declared as a test wants it, with every kind of parameter."""
+"""User-defined layer with every kind of parameter, whose partial gradients a test declares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.parallel.sharding import attach, sharding_of
 
 
 class Heads(torch.nn.Module):
-    """Feed-forward layer of heads, each normalised by itself."""
+    """Feed-forward layer of heads, each of which is normalized separately."""
 
     def __init__(self, context: LayerContext, name: str, hidden: int, head_dim: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Heads(torch.nn.Module):
             context, f"{name}.up", (hidden, hidden), normal(0.1), bias=True
         )
         self.head_norm = Norm(context, f"{name}.head_norm", head_dim, "rmsnorm", 1e-5)
-        # None: not cut
+        # None: not sharded
         self.gain = context.parameters.create(f"{name}.gain", (head_dim,), None, constant(1.0))
         self.down = RowParallelLinear(
             context, f"{name}.down", (hidden, hidden), normal(0.1), bias=True
@@ -39,9 +39,10 @@ class Heads(torch.nn.Module):
 
 
 def put(patch: Any, where: Any, declared: Mapping[str, bool], forward: Any = None) -> None:
-    """Make `where`.build_chunks use the layer.
+    """Make `where`.build_chunks put the layer in place of the last layer of each chunk.
 
-    Parameters are declared by the end of their names, and `forward` replaces the layer's own.
+    declared  {end of a parameter's name: its partial_gradient}
+    forward   replaces the layer's own, if given
     """
     plain, layer = (
         where.build_chunks,

@@ -8,9 +8,9 @@ _PLAIN = 25
 
 
 def examples(count: int) -> settings:
-    """Run `count` examples in `make test`, 40 times as many in `make prove ONLY=hypothesis`.
+    """Return settings for `count` examples in `make test`, 40 times as many in a campaign.
 
-    Use this only for tests whose examples cost more or less than others': plain tests run 25 and
-    1,000.
+    The campaign is `make prove ONLY=hypothesis`. Use this only for tests whose examples cost more
+    or less than those of others: tests without it run 25 and 1,000.
     """
     return settings(max_examples=max(1, count * settings.default.max_examples // _PLAIN))  # type: ignore[union-attr]

@@ -2,7 +2,7 @@
 
 The points are audit events (PEP 578). Python raises its own ("open", "os.rename", ...), and the
 library raises "megatron.<subpackage>.<point>" by sys.audit where there is no such event: after a
-sync, between two phases of a rendezvous, after a step. Only tests listen to them, so that they cost
+sync, between two phases of a rendezvous, after a step. Only tests listen to them, so they cost
 nothing and need no switch.
 
     # rank 1 dies after its third step
@@ -10,8 +10,8 @@ nothing and need no switch.
 
 A moment is a point of the library or an operation on a file of a folder. Between two moments
 nothing on disk changes but the content of open files, so the moments are all the places where a
-kill can matter. `record` lists those of a run; `strike_at` strikes at one of them, by name or by
-number, without chance and without sleeping.
+kill can matter. `record` lists those of a run; `strike_at` strikes at one of them, chosen by number
+and name, so that nothing depends on chance or on sleeping.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SIGNALS = {
 def on(event: str, act: Callable[..., object], nth: int = 1, containing: str = "") -> None:
     """Call act(*arguments of the event) at the nth `event` of this process, counted from 1.
 
-    containing: only events count whose arguments, as text, contain this.
+    containing: count only events whose arguments, as text, contain this.
     """
     left = nth
 
@@ -68,8 +68,8 @@ def on(event: str, act: Callable[..., object], nth: int = 1, containing: str = "
 def strike(event: str, nth: int, what: str, containing: str = "") -> None:
     """Arm this process to fail at an event.
 
-    "kill", "stop" and "terminate" send it a signal, "fail" raises RuntimeError, "full" makes the
-    system refuse (OSError ENOSPC).
+    what: "kill", "stop", "terminate" and "interrupt" send it a signal, "fail" raises RuntimeError,
+    "full" raises the OSError of a full disk (ENOSPC). For `nth` and `containing` see `on`.
     """
     on(event, lambda *_: _act(what, event), nth, containing)
 
@@ -77,7 +77,7 @@ def strike(event: str, nth: int, what: str, containing: str = "") -> None:
 def strike_at(folder: str | os.PathLike[str], nth: int, what: str, name: str = "") -> None:
     """Strike as `strike` does, before the nth moment of this process from now on.
 
-    `name`: count only moments of that name.
+    name: count only moments of that name.
     """
     left = nth
 
@@ -92,7 +92,7 @@ def strike_at(folder: str | os.PathLike[str], nth: int, what: str, name: str = "
 
 
 def record(folder: str | os.PathLike[str], log: str | os.PathLike[str]) -> None:
-    """Write the name of every moment of this process to a file, one a line."""
+    """Write the name of every moment of this process to a file, one per line."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     _on_moments(folder, lambda moment: os.write(handle, f"{moment}\n".encode()))
 
@@ -108,9 +108,9 @@ def _on_moments(folder: str | os.PathLike[str], call: Callable[[str], object]) -
 
 
 def _moment(event: str, arguments: tuple[Any, ...], prefix: str) -> str:
-    """Return the moment's name, with # for every number in the path from `prefix` on.
+    """Return the moment's name, with # for every number and digest in the path below `prefix`.
 
-    Return "" if the event is no moment.
+    Return "" if the event is not a moment.
     """
     if event.startswith("megatron."):
         return event
@@ -126,7 +126,7 @@ def _moment(event: str, arguments: tuple[Any, ...], prefix: str) -> str:
 
 
 def _path(event: str, arguments: tuple[Any, ...]) -> str:
-    """Return the file of an event, "" if there is none."""
+    """Return the path of an event's file, "" if it has none."""
     path = arguments[0]
     try:
         if isinstance(path, int):  # just opened by os.open and passed to a Python object

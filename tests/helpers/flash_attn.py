@@ -1,8 +1,8 @@
-"""A stand-in for the low-level functions of flash-attn, with the signatures from version 2.7 on.
+"""A stand-in for the low-level functions of flash-attn, with their signatures since version 2.7.
 
 It computes the formula in float64, and rounds outputs and gradients to the type of the queries as
-the kernels do. Masks are as the package's README says: the last query is at the last key,
-and a window of -1 is none.
+the kernels do. Masks are those of the package's README: the last query is aligned with the last
+key, and a window of -1 means none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def module() -> types.ModuleType:
-    """Return what `flash_attn.flash_attn_interface` would be."""
+    """Return a stand-in for the module `flash_attn.flash_attn_interface`."""
     interface = types.ModuleType("flash_attn.flash_attn_interface")
     interface._flash_attn_forward, interface._flash_attn_backward = _forward, _backward  # type: ignore[attr-defined]
     return interface
@@ -79,7 +79,7 @@ def _backward(
 def _scores(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int], cap: float
 ) -> tuple[Tensor, Tensor]:
-    """Return scores [b, heads, rows, keys], and v per head."""
+    """Return scores [b, heads, rows, keys], and v [b, keys, heads, d]."""
     share = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(share, dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale

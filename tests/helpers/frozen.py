@@ -1,4 +1,4 @@
-"""Model of which a part does not train: all of the first of two pipeline stages, and more."""
+"""Model part of which is frozen: the first of two pipeline stages, and a norm of the second."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FROZEN = ("embedding.", "layers.0.", "layers.1.", "layers.2.input_layernorm.")
 
 
 class PartlyFrozen(GPTChunk):
-    """GPT whose first stage freezes the embedding, and leaves the last stage's copy as it is."""
+    """GPT whose first stage freezes the embedding; the last stage's copy is not frozen."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)

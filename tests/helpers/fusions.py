@@ -38,7 +38,7 @@ class Operators:
 def context(fusions: Fusions = ALL, **fields: Any) -> LayerContext:
     """Return the context of one process with these fusions.
 
-    Without a library the operators' own fallback computes.
+    Without a kernel library, the operators' own fallback computes.
     """
     return dataclasses.replace(LayerContext.single(), fusions=fusions, **fields)
 

@@ -1,4 +1,4 @@
-"""Process-side helpers: join the default group and build a topology."""
+"""Topology in a test process, which joins the default process group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def join(
     order: str = DEFAULT_ORDER,
     **sizes: int,
 ) -> Topology:
-    """Build a topology over gloo, initialised once from the environment set by run_processes."""
+    """Build a topology over gloo, which is set up once, by the environment from run_processes."""
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=timeout_s)
     if not dist.is_initialized():
@@ -26,5 +26,5 @@ def join(
     topology = Topology.create(
         timeout=timeout, sizes=LayoutSizes(tensor, pipeline, rank_order=order, **sizes)
     )
-    dist.barrier()  # a rank that ends at once takes the store from those still connecting
+    dist.barrier()  # a rank that ends before would take the store from those still connecting
     return topology

@@ -1,4 +1,4 @@
-"""Models of transformers with random weights, what they compute, and the same models here."""
+"""Models of transformers with random weights, their results, and our models of these families."""
 
 import json
 
@@ -65,8 +65,8 @@ _CASES = """{
         "num_hidden_layers": 4, "intermediate_size": 688, "max_position_embeddings": 64,
         "rope_theta": 500000.0}]
 }"""
-# With one key and value head, two tensor ranks both have it. The larger one has realistic
-# proportions: grouped queries, a vocabulary that is padded here.
+# llama31 has one key and value head, which two tensor ranks both hold. llama-larger has realistic
+# proportions: grouped queries, and a vocabulary that our models pad.
 CASES = {
     name: (
         kind,
@@ -74,12 +74,12 @@ CASES = {
     )
     for name, (kind, overrides) in json.loads(_CASES).items()
 }
-"""model_type and fields of config.json by name of a case."""
+"""{case: (model_type, fields of config.json)}"""
 
 
 def random_values(config):
     """Return a model of a configuration of transformers with random values in all parameters."""
-    from transformers import AutoModelForCausalLM  # here: collection does without
+    from transformers import AutoModelForCausalLM  # not at the top: collection does without it
 
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(5)
@@ -94,7 +94,7 @@ def random_values(config):
 
 
 def random_model(case, **sizes):
-    """Return a model of a case with random values, with those of these sizes that it has."""
+    """Return a model of a case with random values; `sizes` replace those fields that it has."""
     from transformers import AutoConfig
 
     kind, fields = CASES[case]
@@ -131,13 +131,13 @@ def computed(folder):
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs[:, 1:].flatten())
     loss.backward()
     gradients = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
-    if model.config.model_type == "gpt_neox":  # another name than in its files
+    if model.config.model_type == "gpt_neox":  # a different name than in its files
         gradients["embed_out.weight"] = gradients.pop("lm_head.weight")
     return logits.detach().numpy(), loss.item(), by_expert(model.config.model_type, gradients)
 
 
 def by_expert(kind, weights):
-    """Return tensors under their names in files, which have one for each expert."""
+    """Return tensors under their names in files, where each expert has separate ones."""
     block = "mlp"
     names = ("gate_proj", "up_proj", "down_proj")
     if kind == "mixtral":
@@ -180,7 +180,7 @@ def identical(one, other):
 
 
 def save_tokenizer(folder, entries):
-    """Save a tokenizer of single letters with so many entries."""
+    """Save a tokenizer of single letters with `entries` entries."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Split
@@ -195,7 +195,7 @@ def save_tokenizer(folder, entries):
     tokenizer.save_pretrained(folder)
 
 
-# -- models of another size, and the same here -----------------------------------------------------
+# -- models with the sizes of COMMON, and our equivalents ------------------------------------------
 
 V = 50
 S = 16
@@ -220,7 +220,7 @@ STYLES = (
 
 
 def fields_of(case):
-    """Return COMMON and the settings of a case that differ from those of GPT-2."""
+    """Return COMMON and the settings of a case that differ from our defaults."""
     kind, fields = CASES[case]
     defaults = plain(Config.create(**COMMON).model)
     settings = plain(model_of({"model_type": kind, **fields}, case)[1])
@@ -235,7 +235,7 @@ FAMILIES = {style: fields_of(style) for style in STYLES}
 
 
 def hugging_face(style, positions=S):
-    """Return a model of a family, of the sizes of COMMON; the same numbers are drawn after it."""
+    """Return a model of a family with the sizes of COMMON; also seed torch's generator."""
     torch.manual_seed(7)
     return random_model(style, vocab_size=V, max_position_embeddings=positions, n_inner=None)
 
@@ -246,7 +246,7 @@ def micro_batch():
 
 
 def fuse(q, k, v, heads, groups):
-    """Fuse rows of separate projections.
+    """Return the rows of separate projections fused into one matrix.
 
     The order is [group][queries ..., key, value][head dimension].
     """

@@ -1,8 +1,8 @@
-"""Kernels built for the simulator of GPU lanes (csrc/kernels/simulator.h), and their programs.
+"""Kernels built for the simulator of GPU lanes (csrc/kernels/simulator.h), and tests run on them.
 
 A simulator library replaces the host library, so the numerical tests need not know of it. They run
-in processes of their own: AddressSanitizer has to be loaded before Python, and misuse found by the
-simulator ends the process.
+in separate processes, because AddressSanitizer has to be loaded before Python, and misuse found by
+the simulator ends the process.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 NUMERICS = "tests/kernels/numerics"
 
 # Without optimization the compilation is about twice as fast, and sanitizers find more, because no
-# check is optimized away. AddressSanitizer finds null pointers, and pointers that leave their
-# object, where they are used. Calls instead of inline checks let the simulator see the accesses to
-# LDS.
+# check is optimized away. Undefined-behaviour checks of null pointers, and of pointers that leave
+# their object, are off, because AddressSanitizer finds these where they are used. Calls instead of
+# inline checks let the simulator see the accesses to LDS.
 PLAIN = ("-O0",)
 ADDRESS = ("-O0", "-fsanitize=address", "--param", "asan-instrumentation-with-call-threshold=0")
 SANITIZED = (
@@ -109,7 +109,7 @@ def environment(library: Path | None, flags: Sequence[str]) -> dict[str, str]:
 def run_process(
     command: Sequence[str], variables: dict[str, str], timeout_s: float = 240
 ) -> NumericsOutcome:
-    """Run a command at the root of the repository; return its output and errors in one text."""
+    """Run a command at the root of the repository; output and errors become one text."""
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -124,10 +124,10 @@ def run_process(
 
 
 # pytest that collects once and forks for each run, because starting and collecting takes longer
-# than a run. Arguments: a JSON list of [name, number, words of the tests' names, output file], then
-# pytest's. It prints the exit status of each as JSON. The last two
-# modules are imported by an operator's first call and the first random example; without freeze()
-# each run would collect garbage among all of torch's objects, several times.
+# than a run. Arguments: a JSON list of [name, number of the fault, part of the tests' node ids,
+# output file], then pytest's. It prints the exit status of each run as JSON. The last two modules
+# imported would otherwise be imported in each run, by an operator's first call and the first random
+# example. Without freeze() each run would search all of torch's objects for garbage, several times.
 _DRIVER = """
 import gc, json, os, resource, sys
 import pytest
@@ -187,10 +187,13 @@ def run_numerics(
     flags: Sequence[str],
     folder: Path,
 ) -> dict[str, NumericsOutcome]:
-    """Run numerical tests on a simulator library, once for each of `runs`.
+    """Run numerical tests on a simulator library, once for each of `runs`; return the outcomes.
 
-    Each is the number of a fault planted into the library (0: none) and words of the node ids of
-    its tests.
+    runs     {name: (number of the fault planted into the library, or 0; part of the node ids of
+             the tests to run)}
+    files    files of the tests
+    library  library that was compiled with `flags`
+    folder   for the output of each run
     """
     outputs = {name: folder / f"{i}.txt" for i, name in enumerate(runs)}
     argument = json.dumps([(name, *run, str(outputs[name])) for name, run in runs.items()])

@@ -1,4 +1,4 @@
-"""Processes of pretrain_gpt.py started as by a launcher, with each rank's output apart."""
+"""Processes of pretrain_gpt.py started as by a launcher, each rank's output in its own file."""
 
 from __future__ import annotations
 
@@ -58,8 +58,10 @@ class Script:
     ) -> None:
         """Start the script.
 
-        `arm`: a top-level function of a module, called in the process before the script, as
-        (function, *args).
+        log  file for its output and errors
+        env  variables in addition to those of this process, without a launcher's
+        arm  (function, *args): a module's top-level function, called in the process before the
+             script
         """
         base = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
         variables = {
@@ -95,13 +97,13 @@ class Script:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
-        """Wait for the end; fail the test if it does not come in time."""
+        """Wait for the script to end; fail the test if it takes longer than `timeout_s`."""
         timeout_s = timeout_s or limit_s()
         self.process.join(timeout_s)
         code = self.process.exitcode
         if code is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGUSR2)  # shows its stacks
+                os.kill(self.pid, signal.SIGUSR2)  # prints its stacks
             self.process.join(1.0)
             raise AssertionError(
                 f"{self.log.name} did not end within {timeout_s:.0f} s:\n{self.output[-6000:]}"
@@ -155,9 +157,10 @@ def launch(
     script: str = "pretrain_gpt.py",
     arm: Mapping[int, tuple[Any, ...]] | None = None,
 ) -> list[Outcome | None]:
-    """Start the ranks of a world of n and wait for them; None for a rank in `absent`.
+    """Start n ranks, wait for them and return their outcomes.
 
-    arm  {rank: (function, *args)}, called in that rank's process before the script
+    absent  ranks that are not started, whose outcomes are None
+    arm     {rank: (function, *args)}, called in that rank's process before the script
 
     A rank that outlives the time limit fails the test: nothing may hang.
     """

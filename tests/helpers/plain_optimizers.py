@@ -1,4 +1,4 @@
-"""Lion, Muon and QK-clip as their papers have them, on parameters that are not sharded."""
+"""Lion, Muon and QK-clip as in their papers, on parameters that are not sharded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ C = 2.0315
 
 
 def orthogonal(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Return five Newton-Schulz steps of a matrix in float64, by its singular values."""
+    """Return a matrix after Newton-Schulz steps in float64, computed by its singular values."""
     u, s, v = torch.linalg.svd(x.double(), full_matrices=False)
     s = s / s.square().sum().sqrt().clamp(min=1e-7)
     for _ in range(steps):
@@ -26,7 +26,7 @@ def orthogonal(x: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 class _Plain(torch.optim.Optimizer):
-    """A step of `direction` with decoupled weight decay, computed in float64."""
+    """Optimizer that steps along `direction`, with decoupled weight decay, in float64."""
 
     def __init__(self, groups: Any, config: Config) -> None:
         self.settings = config.optimizer
@@ -115,7 +115,7 @@ PLAIN = {"lion": PlainLion, "muon": PlainMuon}
 
 @torch.no_grad()
 def clip_plainly(model: torch.nn.Module, settings: Any) -> None:
-    """QK-clip of a model that is not sharded, head by head."""
+    """Apply QK-clip to a model that is not sharded, head by head."""
     clipped = 0
     for layer in [m for m in model.modules() if hasattr(m, "query_key_value")]:
         most = settings.qk_clip_threshold
@@ -133,4 +133,4 @@ def clip_plainly(model: torch.nn.Module, settings: Any) -> None:
                 for head, factor in enumerate(factors, group * (queries + 2)):
                     p[head * d : (head + 1) * d] *= factor
         layer.core.largest.zero_()
-    assert clipped, "a lower threshold, so that heads are clipped in every step"
+    assert clipped, "no head was clipped: use a lower threshold"

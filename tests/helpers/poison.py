@@ -1,4 +1,4 @@
-"""Runs with one bad value, by hooks on the model of a normal training; and flipped bits."""
+"""Runs into which hooks on the model, or flipped bits, plant one bad value."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 
 from tests.helpers.fault_points import on
 
-# 'what': weight, forward or backward; 'module': its global name; 'rank': where; 'step': the first
-# one; 'times': how often a hook strikes (0: always).
+# Keys of `poison`. 'what': where a NaN appears, in the weight, forward (output) or backward
+# (gradient) of a module; 'module': its global name; 'rank': the rank; 'step': the first step;
+# 'times': how often it happens (0: always).
 
 
 def poisoned(poison: dict[str, Any]) -> None:
@@ -70,7 +71,7 @@ def flip_bit(p: torch.Tensor) -> None:
 
 
 def flipped(name: str, step: int) -> None:
-    """Flip a bit of this process's copy of the parameter `name` after step `step` of its run."""
+    """Make `train` flip a bit of this process's copy of parameter `name` after step `step`."""
     from megatron.parallel.sharding import sharding_of
     from megatron.training.run import setup
 

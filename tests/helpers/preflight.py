@@ -19,7 +19,7 @@ def problems_of(job: CheckedJob) -> set[tuple[str, str]]:
 
 
 def cost(job: CheckedJob) -> tuple[float, float]:
-    """Return days and node-hours."""
+    """Return the days and the node-hours that a job costs."""
     match = re.match(r"([\d.,]+) days and ([\d,]+) node-hours", job.known["it costs"])
     assert match, job.known
     return float(match[1].replace(",", "")), float(match[2].replace(",", ""))
@@ -50,12 +50,9 @@ def checked(words: Sequence[str | Path], folder: Path, **environ: str) -> Checke
 
 
 def accepted(script: Path, folder: Path, *words: str) -> CheckedJob:
-    """Check a script and accept only findings about things missing here.
-
-    One example is the room for checkpoints.
-    """
+    """Check a script; fail the test for findings other than those of this machine and call."""
     job = checked([script, "--mock-data", *words], folder)
-    # Room on this disk, an environment that is not packed, and a length left to the caller.
+    # Room on this disk, an environment that is not packed, and a length that `words` may leave out.
     assert problems_of(job) <= {("error", "saving"), ("warning", "script"), ("warning", "cost")}, (
         job.findings
     )

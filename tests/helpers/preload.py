@@ -31,4 +31,4 @@ import tests.helpers.training  # noqa: E402, F401
 with contextlib.suppress(ImportError):  # DeepSpeed's initialize uses it if present
     import deepspeed.module_inject.auto_ep_layer  # noqa: F401
 
-gc.freeze()  # a collection in a forked process looks at its own objects alone
+gc.freeze()  # a collection in a forked process then looks only at its own objects

@@ -24,7 +24,7 @@ EOD = 256
 
 
 def byte_tokenizer(folder: Path) -> dict[str, Any]:
-    """Write a tokenizer.json that maps each byte of a text to itself; 256 ends a document."""
+    """Write a tokenizer whose ids are bytes, and 256 to end a document; return its settings."""
     letters = byte_letters()
     vocabulary = {**letters, "<|endoftext|>": EOD}
     byte_level = {
@@ -50,7 +50,7 @@ def byte_tokenizer(folder: Path) -> dict[str, Any]:
 
 
 def trained_pairs(lines: Sequence[str], size: int, special: list[str]) -> Fast:
-    """Train byte pairs, so many entries with these special tokens first, for transformers."""
+    """Return byte pairs trained on lines: `size` entries, of which the special tokens are first."""
     fast = Fast(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
@@ -87,7 +87,7 @@ def pack(content: bytes, suffix: str, members: int = 1) -> bytes:
 def write_input(
     path: Path, texts: Sequence[str], titles: Sequence[str] | None = None, *, members: int = 1
 ) -> Path:
-    """Write JSON lines or parquet, by the name of the file."""
+    """Write JSON lines or parquet, depending on the file's suffix; return the path."""
     if path.suffix == ".parquet":
         table = pyarrow.table({"text": list(texts), "title": list(titles or ["7 8"] * len(texts))})
         parquet.write_table(table, path, row_group_size=max(1, len(texts) // members))

@@ -26,7 +26,7 @@ SETUP_LIMIT_S = 600.0  # for a fixture's run shared by many tests
 
 
 def limit_s() -> float:
-    """Return the seconds that processes may take at this point of pytest; a guard against hangs."""
+    """Return the time limit of processes in this phase of a test; a guard against hangs."""
     return (
         SETUP_LIMIT_S if os.environ.get("PYTEST_CURRENT_TEST", "").endswith("(setup)") else LIMIT_S
     )
@@ -75,7 +75,7 @@ def _body(
     except BaseException as error:
         outcome = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
     results.send(outcome)
-    if rank == 0 and outcome[0]:  # it has the store that the others may still connect through
+    if rank == 0 and outcome[0]:  # it serves the store, to which others may still connect
         with contextlib.suppress(EOFError):
             results.recv()
     os._exit(0)  # a process whose peers died must not wait for them in a destructor
@@ -83,7 +83,7 @@ def _body(
 
 def _outcome(process: Any, pipe: Connection) -> tuple[bool, Any] | None:
     """Return (succeeded, result or error text) of a process that has reported or ended; or None."""
-    # Asked before the pipe: its last message has arrived by then.
+    # Read before the pipe: if the process has ended, its last message is in the pipe by then.
     ended = process.exitcode is not None
     try:
         if pipe.poll():
@@ -92,7 +92,7 @@ def _outcome(process: Any, pipe: Connection) -> tuple[bool, Any] | None:
         if not ended:
             return None
     except (EOFError, ConnectionError):
-        process.join(timeout=60)  # it has closed its end, and is about to end
+        process.join(timeout=60)  # it has closed its end of the pipe, and is about to exit
     return False, f"ended with exit code {process.exitcode} and no result"
 
 
@@ -153,8 +153,8 @@ def run_processes_raw(
             "MEGATRON_KERNELS_LIBRARY": os.environ.get("MEGATRON_KERNELS_LIBRARY", ""),
             **(env or {}),
         }
-        # Each has a pipe of its own: a process killed while writing to a shared one would block the
-        # others.
+        # Each process has a separate pipe: one that is killed while writing to a shared pipe would
+        # block the others.
         parent_end, child_end = fork_context.Pipe()
         process = fork_context.Process(
             target=_body, args=(child_end, rank, variables, fn, args), daemon=True

@@ -1,14 +1,14 @@
-"""Simulation of ranks that compute, post messages and wait over slow links, by pure arithmetic.
+"""Simulation of ranks that compute, post messages over slow links and wait for them.
 
 Messages behave as in a network: both sides have to post them, those of one link follow each other,
 and a rank can be blocked by its own sends. Any program can be expressed this way; `actions_of`
-expresses a pipeline schedule as the executor runs it. It is independent of csrc/schedule_clock.cpp,
-so that each checks the other.
+expresses a pipeline schedule as the executor runs it. This module and csrc/schedule_clock.cpp are
+independent implementations, so that each checks the other.
 
 Ranks may share a machine's cores (processor sharing): with n ranks computing at a time, every one of
 them runs at min(1, at_once / n) of its speed. Messages take no cores.
 
-Units are the caller's, usually seconds; whole numbers stay whole where no cores are shared.
+Units are the caller's, usually seconds; whole numbers stay whole if no cores are shared.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Action = ReplayCompute | ReplayPost | ReplayWait
 
 
 class Lane(NamedTuple):
-    """Interval of time: a computation, or a rank's waiting for a message."""
+    """Interval in which a rank computes or waits for a message."""
 
     label: Hashable
     start: float
@@ -64,15 +64,15 @@ class Lane(NamedTuple):
 
 
 class _Link:
-    """Messages of one link not yet in flight, in the order of posting by the first rank."""
+    """Messages of one link that are not yet in flight, in the order in which a rank posts them."""
 
     def __init__(self) -> None:
-        self.order: dict[Hashable, int] = {}  # and the number of missing posts
+        self.order: dict[Hashable, int] = {}  # {message: number of missing posts}
         self._begun: dict[Hashable, tuple[float, ReplayPost]] = {}
         self._free: float = 0
 
     def post(self, post: ReplayPost, time: float) -> list[tuple[Hashable, float]]:
-        """Post a message; return the messages whose arrival this determines, with the arrival."""
+        """Post a message; return the messages whose arrival this determines, with their times."""
         self.order[post.message] -= 1
         self._begun[post.message] = time, post
         known = []
@@ -85,10 +85,13 @@ class _Link:
 
 
 class Replay:
-    """Run of each rank's actions in order: its computations and waits, in order of time.
+    """Run of all ranks' actions, those of each rank in their order.
 
-    Zero waits are left out. `at_once` ranks compute at full speed; more share the cores. A deadlock
-    raises ValueError.
+    computed  intervals in which each rank computes, in order of time
+    waited    intervals longer than zero in which it waits for messages, in order of time
+    ends      time at which it is done
+
+    `at_once` ranks compute at full speed; more share the cores. Raises ValueError for a deadlock.
     """
 
     def __init__(self, ranks: Sequence[Sequence[Action]], at_once: float = math.inf) -> None:
@@ -102,13 +105,13 @@ class Replay:
         self._at_once = at_once
         self._now: float = 0
         self._work: float = 0  # work that a rank computing all the time would have done
-        # heap: that work when a rank is done, and the rank
+        # heap of (that work when a rank is done, rank)
         self._computing: list[tuple[float, int]] = []
         self._since: dict[int, float] = {}  # when ranks began to compute or to wait
         self._arriving: dict[Hashable, float] = {}
-        # for messages not yet in flight
+        # ranks that wait for messages not yet in flight
         self._waiting: dict[Hashable, list[int]] = defaultdict(list)
-        self._arrivals: list[tuple[float, int]] = []  # heap of those in flight: (when, rank)
+        self._arrivals: list[tuple[float, int]] = []  # heap of (time, waiting rank)
         self.computed: list[list[Lane]] = [[] for _ in ranks]
         self.waited: list[list[Lane]] = [[] for _ in ranks]
         self.ends: list[float] = [0] * len(ranks)
@@ -156,7 +159,7 @@ class Replay:
         self.ends[rank] = self._now
 
     def _arrived(self, rank: int, message: Hashable) -> bool:
-        """Return whether the message has arrived; if not, the rank continues when it has."""
+        """Return whether a message has arrived; if not, let the rank continue once it has."""
         arrives = self._arriving.get(message)
         if arrives is None or arrives > self._now:
             self._since.setdefault(rank, self._now)
@@ -190,12 +193,13 @@ def actions_of(
 
     ranks            instructions of each; stage g is on rank g % len(ranks)
     duration         time of a computation
-    occupies         time that a message, by its send, keeps its link busy: bytes / bandwidth
-    latency          time from leaving the link to arriving
-    posted           by the lists; without, results travel by themselves as soon as they are
-                     computed
-    duplex           the two directions of a pair of ranks are separate links; without, a pair's
-                     messages follow each other in both directions, as on one NCCL communicator
+    occupies         time for which the message of a send keeps its link busy: bytes / bandwidth
+    latency          time of the message of a send from leaving the link to arriving
+    posted           whether the lists post the messages; if not, results are sent as soon as they
+                     are computed
+    duplex           whether the two directions of a pair of ranks are separate links; if not, a
+                     pair's messages follow each other in both directions, as on one NCCL
+                     communicator
     """
     size, last = len(ranks), max(i.stage for instructions in ranks for i in instructions)
 
@@ -240,7 +244,7 @@ def simulate(
     durations: Mapping[Op, float] = NOMINAL_DURATIONS,
     latency: float = 0.0,
 ) -> ScheduleTimeline:
-    """Run the computations of all ranks on a clock. Results travel by themselves in `latency`."""
+    """Return the timeline of all computations; results arrive after `latency`, without posts."""
     done = Replay(
         actions_of(ranks, lambda i: durations[i.op], lambda _: 0.0, lambda _: latency, posted=False)
     )

@@ -43,7 +43,7 @@ class ByteTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class TextModel:
-    """What megatron.generate takes."""
+    """Model in the form that megatron.generate takes."""
 
     config: Config
     topology: Topology

@@ -47,8 +47,8 @@ BASE: dict[str, Any] = dict(
     zero_reduce_bucket_size=9000,  # a layer has 12,704 elements: several buckets for each chunk
 )
 STEPS = 3
-"""The moments of Adam are used from the second on. Each costs the processes of a layout hundreds of
-messages.
+"""Adam's moments are used from the second step on. Each step costs the processes of a layout
+hundreds of messages.
 """
 
 
@@ -100,9 +100,9 @@ def batches(
 ) -> list[MicroBatch]:
     """Return the micro-batches of one data-parallel rank.
 
-    They are items [r*mbs, (r+1)*mbs) of each chunk of mbs*dp. With `packed` the documents are
-    pieces of packed samples: full ones, ones that end in a token of padding, and ones whose last
-    document is padding.
+    Rank r has samples r * b to (r + 1) * b - 1 of every b * dp samples, where b is the micro-batch
+    size and dp the data-parallel size. With `packed` the documents are pieces of packed samples,
+    which are full, end in one token of padding, or end in a whole document of padding.
     """
     model = config.model
     batch = config.batch
@@ -111,8 +111,8 @@ def batches(
     s = model.seq_length
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(0, model.vocab_size, (b, s + 1), generator=generator)
-    # A token that is repeated at the start has, with rotary positions, the same hidden state twice:
-    # which of two an expert has no room for would depend on rounding.
+    # If the first token were repeated, both would have the same hidden state with rotary positions,
+    # and rounding would decide which of the two an expert has no room for.
     tokens[:, 1] += (tokens[:, 1] == tokens[:, 0]).long()
     tokens[:, 1] %= model.vocab_size
     mask = (torch.rand(b, s, generator=generator) > 0.2).float()
@@ -171,7 +171,7 @@ def routes() -> Iterator[dict[tuple[str, int], np.ndarray]]:
         weights, experts = forward(self, x, call)
         key = self.name, call.dropout.sample
         chosen = experts.numpy().reshape(-1, x.shape[1], experts.shape[1])
-        if (cp := self.context.context_parallel) is not None:  # other ranks know the others
+        if (cp := self.context.context_parallel) is not None:  # other ranks know the rest
             length = len(chosen) * cp.size
             full = np.full((length, *chosen.shape[1:]), _UNKNOWN)
             full[cp.positions(length, x.device).numpy()] = chosen
@@ -191,7 +191,8 @@ _SHARED = " of neighbours"
 def local_shards(parameters: Any) -> dict[str, tuple[tuple[int, ...], np.ndarray]]:
     """Return {global name: (global offset, real values)} of this rank's parameters.
 
-    Of a tensor's two parameters, the one that neighbours share has another name.
+    A tensor part of which neighbouring ranks share consists of two parameters; the shared one gets
+    a different name.
     """
     shards = {}
     for p in parameters:
@@ -203,7 +204,7 @@ def local_shards(parameters: Any) -> dict[str, tuple[tuple[int, ...], np.ndarray
 
 
 def assemble(ranks: list[dict[str, tuple[tuple[int, ...], np.ndarray]]]) -> dict[str, np.ndarray]:
-    """Assemble whole parameters from the pieces of all ranks; copies must agree exactly."""
+    """Assemble full parameters from the shards of all ranks; copies must agree exactly."""
     parameters: dict[str, np.ndarray] = {}
     for name in sorted({n.removesuffix(_SHARED) for rank in ranks for n in rank}):
         both = name, f"{name}{_SHARED}"
@@ -255,7 +256,7 @@ class TrainingJob:
         self.executor = build_executor(config, self.topology, self.chunks, self.engine)
 
     def train(self, step: int, packed: bool = False) -> float:
-        """Do the passes of a step; return the mean loss of all ranks."""
+        """Run the passes of a step; return the mean loss over all replicas."""
         micro_batches = batches(self.config, step, self.topology.replica, packed)
         losses = self.executor.train(micro_batches, loss_scale=self.engine.loss_scale)
         total = torch.zeros(1, dtype=torch.float64)
@@ -281,10 +282,14 @@ def train_in_process(
     poison: tuple[int, int] | None = None,
     packed: bool = False,
 ) -> dict[str, Any]:
-    """Run one rank over the whole stack; call through run_processes with config's world size.
+    """Train on one rank through the whole stack; call it by run_processes with the world size.
 
-    poison = (step, rank): there one element of one gradient becomes infinite before the optimizer
-    step. Processes may do several runs, one after another.
+    poison  (step, rank): in this step, an element of a gradient of this rank becomes infinite
+            before the optimizer step
+
+    Return {"history": (loss, gradient norm, whether the step was skipped, loss scale) of each step,
+    "parameters": this rank's shards, "skipped": number of skipped steps}. A process may do several
+    runs, one after another.
     """
     # A gradient is changed after the backward passes: it must not be in flight by then.
     job = TrainingJob(
@@ -327,7 +332,7 @@ def kind_of_parameter(p: torch.Tensor) -> str:
 
 
 class Unsharded:
-    """Key "full_parameters" of groups with one parameter each, in the order of these names."""
+    """Value of "full_parameters" in groups of one parameter each, in the order of `names`."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -342,7 +347,7 @@ class Unsharded:
 
 
 def scales_of_mup(config: Config, name: str, shape: tuple[int, ...]) -> tuple[float, float]:
-    """Return the factors of learning rate and epsilon, from the sizes of both models by name.
+    """Return muP's factors of a parameter's learning rate and epsilon, by name and sizes.
 
     The rate of a hidden matrix is Adam's, or Muon's with updates of norm sqrt(max(out, in)).
     """
@@ -384,7 +389,8 @@ def train_plainly(
 ) -> dict[str, Any]:
     """Run the same training in this process by torch alone, in fp32.
 
-    There is no engine, no executor and no process group.
+    There is no engine, no executor and no process group. Return {"history": (loss, gradient norm)
+    of each step, "parameters": {name: values}}.
     """
     from megatron.model.gpt import build_chunks
     from megatron.parallel.layout import Layout
