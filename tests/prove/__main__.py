@@ -1,12 +1,12 @@
 """Long proofs: named campaigns that take too long for `make test`.
 
-    make prove ONLY=list                  their names and minutes
+    make prove ONLY=list                  names and minutes of all
     make prove ONLY=kills                 one campaign; ONLY="kills parity": two
     make prove ONLY=planted-faults PROVE="--room data"
 
-Each prints its duration first and ends with a line of figures. Parts that did not run, for lack of
-Slurm, root or a compiler, are reported as not proved. Exit code: 0 proved, 1 something failed, 2
-nothing failed but something was not proved.
+Each prints its expected duration first and ends with a line of figures. Parts that did not run, for
+lack of Slurm, root or a compiler, are reported as not proved. Exit code: 0 everything proved, 1
+something failed, 2 nothing failed but something was not proved.
 """
 
 import argparse
@@ -29,11 +29,11 @@ NOT_PROVED = "NOT PROVED"
 class Campaign:
     """Campaign of long tests and programs.
 
-    what      it proves
-    minutes   on two cores, beside other work
+    what      what it proves
+    minutes   duration on two cores, beside other work
     workers   processes that run its tests, those marked campaign(its name); 0: this one; None: it
               has no tests
-    programs  other parts: arguments of python, whose last line of output are the figures
+    programs  its other parts: arguments of python; the last line of output has the figures
     """
 
     what: str
@@ -47,8 +47,8 @@ CAMPAIGNS = {
         "every layout, mixture, precision and rank order gives the training run of one process", 4
     ),
     "kills": Campaign(
-        "runs that are killed, damaged, hung or out of disk go on to the bit from the newest whole "
-        "checkpoint",
+        "runs that are killed, damaged, hung or out of disk continue bit for bit from the newest "
+        "complete checkpoint",
         14,
         programs=(
             "benchmarks/fault_campaign.py --only kills damage disk hang",
@@ -78,14 +78,14 @@ CAMPAIGNS = {
         programs=("benchmarks/fault_campaign.py --only slurm",),
     ),
     "versions": Campaign(
-        "users' command lines and the engine's tests with the oldest of everything, with "
-        "Frontier's torch and with the newest",
+        "users' command lines and the engine's tests with the oldest supported versions, with "
+        "Frontier's torch and with the newest versions",
         40,
         workers=None,
         programs=("-m tests.prove.versions",),
     ),
     "mup": Campaign(
-        "activations of muP move alike at widths of 64 to 1024 and at depths of 4 to 32",
+        "muP's activations change alike at widths of 64 to 1024 and at depths of 4 to 32",
         4,
         programs=(
             "benchmarks/mup.py coordinates --seeds 16",
@@ -93,17 +93,17 @@ CAMPAIGNS = {
         ),
     ),
     "benchmarks": Campaign(
-        "make bench --quick with all peers, and make gpu-check without a GPU, run to their ends", 12
+        "make bench --quick with all peers, and make gpu-check without a GPU, run to completion", 12
     ),
     "peers": Campaign(
-        "megatron-core from PyPI reads and writes the same data; two engines cut every character "
-        "alike",
+        "megatron-core from PyPI reads and writes the same data; tiktoken and "
+        "tokenizers encode every character alike",
         1,
         workers=0,
     ),
     "hostile": Campaign(
-        "no command line, environment or file, however hostile, ends in a traceback, a hang or "
-        "code that is run",
+        "no command line, environment or file, however hostile, causes a traceback, a hang or the "
+        "execution of code",
         20,
         workers=None,
         programs=("-m tests.prove.hostile",),
@@ -115,13 +115,13 @@ CAMPAIGNS = {
         programs=("-m tests.prove.planted_faults",),
     ),
     "steady": Campaign(
-        "`make test` answers alike ten times in random order beside a busy loop per core",
+        "`make test` has the same results ten times, in random order beside a busy loop per core",
         65,
         workers=None,
         programs=("-m tests.prove.steady",),
     ),
 }
-# Its tests are those of hypothesis, in any folder.
+# This campaign runs the tests that use hypothesis, in any folder.
 _SELECTED = {"hypothesis": "-m hypothesis --hypothesis-profile prove -o timeout=3600"}
 
 
@@ -171,9 +171,9 @@ def run_pytest(words):
 
 
 def run_program(words):
-    """Run a program, whose last line is its figures.
+    """Run a program; return (verdict, its last line, which has its figures).
 
-    It says "not proved" there for parts that it could not run.
+    The program says "not proved" there for parts that it could not run.
     """
     last = ""
     with subprocess.Popen(
@@ -190,9 +190,13 @@ def run_program(words):
 
 def main():
     parser = argparse.ArgumentParser(prog="make prove ONLY=", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="campaigns; none: all of them; list: their names")
     parser.add_argument(
-        "--args", default="", help="for the campaigns' programs; for pytest where they have none"
+        "names", nargs="*", help="campaigns (default: all); list: print their names"
+    )
+    parser.add_argument(
+        "--args",
+        default="",
+        help="arguments of the campaigns' programs, or of pytest for campaigns without programs",
     )
     options = parser.parse_args()
     if options.names == ["list"]:

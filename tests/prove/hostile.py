@@ -2,19 +2,21 @@
 
     make prove ONLY=hostile [PROVE="--minutes 60 --seed 7 --only files"]
     python -m tests.prove.hostile --seed 7 --case files:123      one case again
-flags    a command line that works, with words of a tool's own parser and of the configuration
-         added, changed, lost
-environ  a training under variables of launchers, and of other readers of the environment
-files    a command line that works, one of whose files has structural damage
-         (hostile_files.py)
-runs     accepted command lines train two steps, in one process or in two with different
-         arguments
+
+There are five kinds of cases:
+
+flags    a command line that works, with words of the tool's own parser and of the configuration
+         added, changed or lost
+environ  a training with random values of variables that launchers set or the program reads
+files    a command line that works, one of whose files has structural damage (hostile_files.py)
+runs     a training of two steps with random plausible flags, in one process, or in two whose flags
+         or variables may differ
 nodes    two processes whose folders differ in one file that decides what they train
 
-A case has to end with success or with a message; processes with different files, with a message
-(unless the file is read in the same way). A traceback, a fatal signal, more than 30 s, more
-than 4 GiB, more than 64 processes, or code run that came from a file, is a failure. A case is
-determined by seed, kind and number alone.
+A case has to end with success or with a message; one of processes with different files, with a
+message (unless the files are read in the same way). A traceback, a fatal signal, more than 30 s,
+more than 4 GiB, more than 64 processes, or the execution of code from a file, is a failure. A case
+is determined by seed, kind and number alone.
 """
 
 import argparse
@@ -54,12 +56,13 @@ FILE_BYTES = 1 << 28
 PROCESSES = 64
 LARGEST = 1 << 22
 KINDS = "files files flags nodes files runs files flags files flags files environ".split()
-"""The order in which they come, again and again."""
+"""Kinds of cases, in the order that is repeated."""
 SMALL = f"{hostile_files.SMALL} --distributed-timeout-minutes 0.1"
 MODEL = f"{SMALL} --vocab-size 128"
 MOCK = f"{MODEL} --mock-data --train-iters 2"
 TRAIN = "pretrain_gpt.py"
-# Script | words | what makes the files read (hostile_files.py). {f} is the folder of the case.
+# Script | its arguments | maker of the files that it reads (hostile_files.py). {f} is the folder of
+# the case.
 _TARGETS = """
 pretrain_gpt.py | $MOCK | nothing
 pretrain_gpt.py | $MOCK --save {f}/save --metrics-file {f}/m.jsonl --tensorboard-dir {f}/tb | nothing
@@ -176,7 +179,7 @@ WORDS = (
     *("", " ", "9" * 5000, "a" * 5000, "\udcff", "%s %d", "[" * 3000, "\n", "\x1b[31m"),
     *("$(mkdir {f}/RAN)", "; mkdir {f}/RAN", "__import__('os').mkdir('{f}/RAN')"),
 )
-# Messages between our own processes. Nothing in them ever comes from a file.
+# Modules and classes in messages between our own processes, which contain nothing from a file.
 OWN_PICKLES = tuple(
     """
     _codecs _thread collections concurrent.futures datetime functools megatron multiprocessing numpy
@@ -195,8 +198,13 @@ PRELOADED = (
 class Case:
     """Process, or several that communicate.
 
-    `made` are the files it reads, `damage` changes them and reports how. `folders` are those of the
-    processes, whose files differ, so that they must not train.
+    script   what each process runs
+    words    arguments of each process
+    environ  variables of each process
+    made     maker of the files that they read
+    damage   changes these files and returns how
+    trains   whether a training may begin, or ends before its first step
+    folders  folder of each process, if their files differ, so that they must not train
     """
 
     script: str
@@ -261,7 +269,7 @@ LAYOUTS = (
 
 
 def of_nodes(chance):
-    """Return a case of two processes in folders of which one file differs in a few bytes."""
+    """Return a case of two processes, in whose folders one file differs in a bit."""
     words, pattern = chance.choice(NODES)
     sizes = "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3"
     rest = "--eval-iters 0 --num-workers 0 --train-iters 4 --distributed-timeout-minutes 0.5"
@@ -286,7 +294,7 @@ def of_nodes(chance):
 
 @cache
 def flags_of(script):
-    """Return (spelling, "" or its argument) of the flags of a script's own parsers."""
+    """Return (spelling, "value" if it takes one, or "") of the flags of a script's own parsers."""
     if script == TRAIN:
         return []
     seen = []
@@ -309,7 +317,7 @@ def flags_of(script):
 
 @cache
 def settings():
-    """Return the same for pretrain_gpt.py."""
+    """Return the same for the flags of pretrain_gpt.py."""
     return [
         (spelling, "value" if flag.option and flag.value is None else "")
         for spelling, flag in sorted(flag_table().items())
@@ -317,13 +325,13 @@ def settings():
 
 
 def changed(script, words, chance, sane=False):
-    """Add, change or lose one to three words or flags of a command line.
+    """Return a command line in which one to three words or flags are added, changed or lost.
 
-    `sane`: use plausible values.
+    sane  only add flags, mostly with plausible values
     """
     words = list(words)
     script_flags = flags_of(script)
-    # Without them it starts real trials.
+    # Without these flags a tool would start real trials.
     retained = [word for word in words if word in ("--dry-run", "--report-only")]
     passes_on = not script_flags or "--preset" in words or "--num-layers" in words
     for _ in range(chance.randint(1, 3)):
@@ -432,7 +440,7 @@ class Bench:
         )
 
     def _lay_out(self, made):
-        """Put the files made for a case into its folder; they are made once, there."""
+        """Put a maker's files into the case's folder, where they are made once and then copied."""
         remove(self.folder)
         if made not in self._made:
             self.folder.mkdir(parents=True)
@@ -455,10 +463,7 @@ def remove(folder):
 
 
 def judge(code, text):
-    """Describe what is wrong with the end of a process, by the place where it happened.
-
-    Return "" if nothing is wrong.
-    """
+    """Return what is wrong with the end of a process and where it happened; "" if nothing is."""
     if code is None or "Timeout (0:" in text:
         frames = re.findall(r'File "([^"]+)", line \d+ in (\w+)', text.partition("Timeout (0:")[2])
         return f"HANG: {location(frames)}"
@@ -475,7 +480,7 @@ def judge(code, text):
 
 
 def location(frames):
-    """Return the innermost two frames of this project, and the innermost of all."""
+    """Return the innermost frame of all, and the innermost two of this project."""
     ours = [
         f"{file.removeprefix(f'{ROOT}/')}:{name}"
         for file, name in frames
@@ -551,7 +556,7 @@ def campaign(
 ):
     """Run cases that begin before `until` on the monotonic clock.
 
-    Return (numbers of kinds and verdicts, {signature: cases that failed}).
+    Return ({(kind, verdict): number of cases}, {signature: cases that failed}).
     """
     counts, failures, lock = Counter(), defaultdict(list), threading.Lock()
 
@@ -581,10 +586,12 @@ def campaign(
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--seed", type=int, help="of all chances; printed, default: random")
+    parser.add_argument(
+        "--seed", type=int, help="of all random choices; default: random, and printed"
+    )
     parser.add_argument("--only", nargs="+", choices=sorted(set(KINDS)), default=sorted(set(KINDS)))
     parser.add_argument(
-        "--case", metavar="KIND:NUMBER", help="this one again, with all that it says"
+        "--case", metavar="KIND:NUMBER", help="run this case again, and print all its output"
     )
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Whole files of every format that this project reads, and ways to damage them."""
+"""Intact files of every format that this project reads, and ways to damage them."""
 
 import argparse
 import base64
@@ -51,7 +51,7 @@ def tool(folder, script, words, log="made.log"):
 
 
 def legacy(folder):
-    """Forge a checkpoint: no manifest, an old format, and a pickle in place of torch's own."""
+    """Forge a checkpoint of an old format, without a manifest, and with pickles as its files."""
     from tests.checkpoint.written import make, tensors
 
     made = make(folder / "run", 5, tensors())
@@ -225,7 +225,7 @@ def torch_dist(folder):
 
 
 def by_tool(script, words, before=nothing):
-    """Return a maker that runs a program after another maker."""
+    """Return a maker that runs a program after the maker `before`."""
 
     def make(folder):
         before(folder)
@@ -258,7 +258,7 @@ def conversations(folder):
 
 
 def named_templates(folder):
-    """Make the same with the templates in a list of tokenizer_config.json."""
+    """Make the files of `conversations`, but with the templates in tokenizer_config.json."""
     conversations(folder)
     (folder / "hf" / "chat_template.jinja").unlink()
     shutil.rmtree(folder / "hf" / "additional_chat_templates")
@@ -307,7 +307,7 @@ _MAGIC = (b"\x1f\x8b", b"PK")  # gzip, zip
 
 
 class _Calls:
-    """Unpickle by a call that leaves a folder behind."""
+    """Object that is unpickled by a call of os.mkdir, which leaves a folder behind."""
 
     def __init__(self, path):
         self.path = path
@@ -316,7 +316,7 @@ class _Calls:
         return os.mkdir, (self.path,)
 
 
-# Templates without an end, with a huge text, or that no compiler takes.
+# Templates that do not end, that make a huge text, or that no compiler accepts.
 TEMPLATES = (
     "{% for i in range(99999) %}{% for j in range(99999) %}{{ i * j }}{% endfor %}{% endfor %}",
     "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}"
@@ -343,7 +343,7 @@ TEMPLATES = (
     "{{ '\ud800' }}",
     "",
 )
-# Rules of a tokenizer.json for whose result there is no room, or no time.
+# Normalizers of a tokenizer.json whose results take too much memory or time.
 NORMALIZERS = (
     {
         "type": "Sequence",
@@ -356,19 +356,19 @@ NORMALIZERS = (
 )
 
 
-# What a file's content becomes, or what is added at its end: the large ones are not made before.
+# For CONTENTS: functions change a file's content, so that large contents are made only when used.
 def _changed(**values):
-    """Return what changes members of a JSON object."""
+    """Return a function that sets members of a JSON object."""
     return lambda content: json.dumps(json.loads(content) | values).encode()
 
 
 def _begun(lines):
-    """Return what puts lines at the beginning of a settings file in place of its last table."""
+    """Return a function that prepends lines to a settings file and drops its last table."""
     return lambda content: lines + b"\n" + content.partition(b"[start]")[0]
 
 
 def _field(tag, content):
-    """Return a field of a protobuf, with the length of its content before it."""
+    """Return a field of a protobuf: its tag, the length of its content, and the content."""
     length = bytes(len(content) >> 7 * i & 127 | 128 * (i < 4) for i in range(5))
     return bytes([tag << 3 | 2]) + length + content
 
@@ -378,7 +378,8 @@ def _rank_lines(tokens):
 
 
 _DOUBLED = ["e" * 2**i for i in range(23)]
-# What no damage of a file would make: numbers, lengths, lines and levels beyond all use.
+# Contents that random damage would not produce: numbers, lengths, lines and levels far beyond any
+# use. Bytes are added at the end of a file.
 CONTENTS = {
     "vocab.json": (
         *(_changed(he=i) for i in (2**22, 2**31 - 1, 2**63, -1, 1.5)),
@@ -456,7 +457,7 @@ def payload(folder, chance=None):
 
 
 def damage(folder, chance):
-    """Damage one file of the case, occasionally two; report how."""
+    """Damage one file of the case, occasionally two; return how."""
     done = {}
     for _ in range(1 if chance.random() < 0.8 else 2):
         files = [
@@ -516,7 +517,7 @@ _SPECIAL = ("fifo", "loop", "zero", "folder", "empty")
 
 
 def special(path, what):
-    """Replace a file by something else."""
+    """Replace a file by what a word of _SPECIAL names, or by a "large" one; "gone": remove it."""
     path.unlink(missing_ok=True)
     if what == "fifo":
         os.mkfifo(path)
@@ -533,15 +534,16 @@ def special(path, what):
         path.touch()
     elif what == "large":
         path.touch()
-        os.truncate(path, MEMORY_BYTES + 1)  # a hole: too large to hold, soon read piece by piece
+        # Sparse: too large for memory, but quickly read piece by piece.
+        os.truncate(path, MEMORY_BYTES + 1)
 
 
 def _plant(path, folder, chance):
-    """Plant a pickle in place of the file, or of the pickle within a file by torch.save."""
+    """Plant a pickle in place of a file, or of the pickle within a file by torch.save."""
     try:
         with zipfile.ZipFile(path) as old:
             members = {name: old.read(name) for name in old.namelist()}
-    except zipfile.BadZipFile:  # none, or one without checksums
+    except zipfile.BadZipFile:  # not a zip file, or one with wrong checksums
         path.write_bytes(payload(folder, chance))
         return
     with zipfile.ZipFile(path, "w") as new:
@@ -620,7 +622,7 @@ def in_json(content, chance):
 
 
 def in_torch(path, chance):
-    """Do the same in a file by torch.save."""
+    """Replace, rename or drop a value in a file by torch.save."""
     import torch
 
     document = [torch.load(path, weights_only=False)]
@@ -640,7 +642,7 @@ def _change(document, chance):
 
 
 def _nodes(value):
-    """Return (container, key) of all values within, in order."""
+    """Return (container, key) of all values within a value, in a fixed order."""
     nodes = []
     open_ = [value]
     while open_:

@@ -3,11 +3,11 @@
     make prove ONLY=planted-faults [PROVE="--room data --room csrc"] [PROVE="--fault data-lock-kept"]
 
 The faults are those of tests/planted_faults/*.toml. A fault is found when tests fail that pass
-without it. Those that `found_by` names run first, then all others; all that are named run once
-without any fault before, and must pass. Faults with `topics` are found by the numerical tests
-of these kernels on the simulator of GPU lanes: all of a topic are planted into one build. A fault
-whose text is no longer in its file is out of date, which `make test` finds: rewrite it for the code
-that replaced it.
+without it. The tests that `found_by` names run first, then all others; beforehand, all named tests
+run once without any fault, and must pass. Faults with `topics` are found by the numerical tests of
+these kernels on the simulator of GPU lanes: all faults of a topic are planted into one build. A
+fault whose text is no longer in its file is out of date, which `make test` finds: rewrite it for
+the code that replaced the text.
 """
 
 import argparse
@@ -39,14 +39,14 @@ FAULTS = ROOT / "tests" / "planted_faults"
 LOOKED_FOR = "tests/prove/test_planted_faults.py"  # fails wherever a fault is planted
 LIMIT_S = 1800
 
-# A failed test, the simulator's abort, AddressSanitizer's exit code, a crash, an endless loop.
+# Exit codes of a failed test, AddressSanitizer, the simulator's abort, a crash, an endless loop.
 # Anything else (no test found, the library not loaded) is an error.
 _FAILED = {
     1,
     86,
     *(-sent for sent in (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV, signal.SIGXCPU)),
 }
-# Goes into the sources' copy, where every other file can see it.
+# Is added to target.h in the copy of the sources, which every other file includes.
 _CONDITION = """
 #include <stdlib.h>
 static const int chosen_fault = atoi(getenv("MEGATRON_PLANTED_FAULT"));
@@ -58,12 +58,14 @@ static const int chosen_fault = atoi(getenv("MEGATRON_PLANTED_FAULT"));
 class Fault:
     """Planted fault: `old`, whole lines that occur once in `file`, become `new`.
 
-    With `topics` `old` is instead an expression, or a statement, which ends in ";": the first in
-    the file that follows `after`.
+    With `topics`, `old` is instead an expression, or a statement that ends in ";": the first such
+    text in the file that follows `after`.
 
-    found_by   tests that find it: paths, or node ids, of pytest
+    name       its room, "-" and some words
+    what       description of the fault
+    found_by   tests that find it: paths or node ids for pytest
     topics     kernels whose numerical tests find it on the simulator
-    sanitized  whether they need sanitizers to find it
+    sanitized  whether these tests need sanitizers to find it
     """
 
     name: str
@@ -93,8 +95,9 @@ def faults():
 class Topic:
     """Numerical tests of some kernels, which run on the simulator.
 
-    sources  the .cpp files they need
-    wide     whether its wide rows, of blocks of 512 and 1,024 lanes, are those of
+    tests    file of the tests
+    sources  names of the .cpp files that they need
+    wide     whether wide rows, in blocks of 512 and 1,024 lanes, are tested in
              tests/kernels/test_large.py
     """
 
@@ -116,7 +119,7 @@ def simulated_position(fault, root=ROOT):
 
 
 def outdated(fault, root=ROOT):
-    """Return why a fault cannot be planted or no test named; "" when both can."""
+    """Return why a fault cannot be planted, or which named test is missing; "" if neither."""
     if gone := [test for test in fault.found_by if not (root / test.partition("::")[0]).exists()]:
         return f"{', '.join(gone)} does not exist"
     try:
@@ -129,12 +132,12 @@ def outdated(fault, root=ROOT):
     lines = text.count("\n" + fault.old)
     anywhere = text.count(fault.old)
     if lines != 1 or anywhere != 1:
-        return f"its text is {lines} times whole lines of {fault.file}, {anywhere} times in it"
+        return f"its text is {lines} times whole lines of {fault.file}, {anywhere} times in all"
     return ""
 
 
 def copy_tree(folder):
-    """Copy what git tracks, in its present state, with what was built."""
+    """Copy all files that git does not ignore, in their present state, and what was built."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -164,13 +167,13 @@ def copied_tree():
         copy_tree(folder)
         environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
         environ |= {"PYTHONPATH": str(folder), "TMPDIR": temporary}
-        # With build_ext; the host library is built separately.
+        # For build_ext; the host library is built separately.
         environ["MEGATRON_KERNELS_TARGETS"] = "none"
         yield folder, environ
 
 
 def build(fault, folder, environ):
-    """Compile the part of csrc/ that contains the fault; return the output if it failed."""
+    """Compile the part of csrc/ that contains the fault; return the error, "" if there is none."""
     command = (
         "build_kernels --target host"
         if fault.file.startswith("csrc/kernels/")
@@ -182,7 +185,7 @@ def build(fault, folder, environ):
 
 
 def run_tests(paths, folder, environ, *options):
-    """Run these tests in a copy of the tree; return those that failed, or why none could run."""
+    """Run tests in a copy of the tree; return (those that failed, why pytest could not run)."""
     words = ["-q", "--tb=no", "-p", "no:cacheprovider", f"--ignore={LOOKED_FOR}", *options, *paths]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words],
@@ -200,7 +203,7 @@ def run_tests(paths, folder, environ, *options):
 
 
 def failing_without(chosen, workers):
-    """Return which of the tests that `found_by` names fail without any fault; "": none does."""
+    """Return which of the tests that `found_by` names fail without any fault; "" if none does."""
     named = sorted({test for fault in chosen if not outdated(fault) for test in fault.found_by})
     if not named:
         return ""
@@ -233,7 +236,7 @@ def _plant(fault, suite):
 
 
 def plant_simulated(faults, folder):
-    """Write a copy of the kernels' sources to `folder`, with each fault behind its number."""
+    """Copy the kernels' sources to `folder`, with `faults`, {number: fault}, chosen by number."""
     shutil.copytree(
         SOURCES,
         folder,
@@ -244,7 +247,7 @@ def plant_simulated(faults, folder):
         assert not outdated(fault), outdated(fault)
         text = (fault.file, simulated_position(fault), fault.old)
         choices.setdefault(text, []).append((number, fault.new))
-    # From the end of each file, so that positions stay.
+    # From the end of each file, so that earlier positions stay valid.
     for (file, position, old), alternatives in sorted(choices.items(), reverse=True):
         if old.endswith(";"):
             tests = [f"if (planted({number})) {{ {new} }} else " for number, new in alternatives]
@@ -275,7 +278,9 @@ def plant_topic(name, sanitized, faults):
             {"none": (0, topic.tests), **runs}, [topic.tests], library, flags, folder
         )
     if not outcomes.pop("none").passed:
-        return [(label, "OUT OF DATE", f"{topic.tests} fails without it") for label in labels]
+        return [
+            (label, "OUT OF DATE", f"{topic.tests} fails without any fault") for label in labels
+        ]
     return [
         (label, "found" if outcome.code in _FAILED else "MISSED", reason(outcome))
         for label, outcome in outcomes.items()
@@ -292,10 +297,10 @@ def reason(outcome):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--room", action="append", help="faults of this room alone; repeatable")
-    parser.add_argument("--fault", action="append", help="this fault alone; repeatable")
+    parser.add_argument("--room", action="append", help="only faults of this room; repeatable")
+    parser.add_argument("--fault", action="append", help="only this fault; repeatable")
     parser.add_argument(
-        "--suite", default="tests", help="the tests that may find what `found_by` did not"
+        "--suite", default="tests", help="tests to run if those of `found_by` do not find a fault"
     )
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()

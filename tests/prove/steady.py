@@ -18,7 +18,7 @@ from tests.prove.__main__ import ROOT, outcomes
 
 
 def answers(seed):
-    """Return {test: passed, failed, error or skipped} of one run."""
+    """Return {test: passed, failure, error or skipped} of one run in the order of a seed."""
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         words = f"-q --tb=short -n 2 --dist loadfile --randomly-seed={seed}".split()
         words += ["-o", "addopts=--strict-markers", f"--junitxml={report.name}"]
@@ -30,7 +30,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument(
-        "--seed", type=int, default=None, help="of the first order; default: random, and printed"
+        "--seed",
+        type=int,
+        default=None,
+        help="of the first run's order; default: random, and printed",
     )
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
@@ -55,8 +58,8 @@ def main():
     for test, results in sorted(odd.items()):
         print(f"unsteady: {test}: {', '.join(results)}")
     print(
-        f"{len(seen)} tests, {options.runs} runs beside {len(busy)} busy loops: {len(odd)} did not "
-        "answer alike"
+        f"{len(seen)} tests, {options.runs} runs beside {len(busy)} busy loops: {len(odd)} had "
+        "different results"
     )
     return 1 if odd or not seen else 0
 

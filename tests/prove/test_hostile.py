@@ -9,7 +9,7 @@ from tests.prove.hostile import Bench, Case
 
 pytestmark = pytest.mark.slow
 
-# Those that start quickly and whose files are made quickly.
+# Targets that start quickly and whose files are made quickly.
 CHEAP = [
     target
     for target in hostile.TARGETS

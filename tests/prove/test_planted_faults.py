@@ -1,4 +1,4 @@
-"""The planted faults fit the code of today: `make prove ONLY=planted-faults` can plant each."""
+"""The planted faults fit the present code: `make prove ONLY=planted-faults` can plant each."""
 
 import shutil
 import sys

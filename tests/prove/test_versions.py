@@ -4,7 +4,7 @@ from tests.prove.environments import NOT_OLDEST, bounds, environments
 
 
 def test_the_oldest_of_everything_is_that_of_pyproject():
-    """`bounds` fails where two lists of pyproject.toml differ in a package."""
+    """`bounds` fails if two lists in pyproject.toml have different bounds for a package."""
     lowest, (oldest, *_) = bounds(), environments()
     exact = dict(line.split("==") for line in (oldest.torch, *oldest.others))
     assert exact == {name: lowest[name] for name in lowest.keys() - set(NOT_OLDEST)}

@@ -2,17 +2,17 @@
 
     make prove ONLY=versions [PROVE="--environment oldest --tests engine --cache FOLDER"]
 
-In each environment (tests/prove/environments.py), command lines run as they are typed: data,
-training on each layout, resumes, conversion, tools. Then the tests of the newcomer's way, all of the
-engine (for DeepSpeed), and those of what leans on other packages. Required are:
+In each environment (tests/prove/environments.py), command lines run as users type them: data,
+training on each layout, resumes, conversion, tools. Then the newcomer's test runs, all tests of the
+engine (for DeepSpeed), and those of code that depends on other packages. The requirements are:
 
-layouts       the losses of one process
-resumes       the bits of the run that went on
-Hugging Face  the logits of that environment's transformers; a model that goes there and back has the
-              same bytes
-environments  the token file, the text and the losses of the first one
+layouts       have the losses of one process
+resumes       have the losses of the uninterrupted run, bit for bit
+Hugging Face  has the same logits with the environment's transformers; a conversion there and back
+              keeps all bytes
+environments  have the token file, the text and the losses of the first one
 
-Prints a line for each part and a line of figures.
+Prints a line for each part, and a line of figures.
 """
 
 import argparse
@@ -46,7 +46,7 @@ LIMIT_S = 3600
 # Other versions and layouts sum the same terms in another order. An ulp of these losses is 5e-7 in
 # fp32, and Adam with an epsilon of 1e-3 does not magnify relative differences, nor does training at
 # a learning rate of 5e-3: at 1e-2 they grew by half in every step, to 2e-4 after 20. A wrong mask,
-# sample or moment moves a loss by 1e-3 and more.
+# sample or moment changes a loss by 1e-3 or more.
 LOSSES = 2e-5
 LOGITS = 1e-5
 
@@ -77,7 +77,7 @@ RUNS = {
     "Muon": "--optimizer muon",
 }
 LAYOUTS = ("TP", "PP", "ZeRO-3", "CP")
-"""Those of the model and optimizer of ALONE."""
+"""Runs with the model and the optimizer of ALONE."""
 TESTS = {
     "newcomer": "tests/test_newcomer.py",
     "engine": "tests/engine",
@@ -95,10 +95,12 @@ class Failed(Exception):
 class Workspace:
     """An environment, and the folder in which its commands run.
 
+    cache   folder of all environments
+    folder  in which its commands run
     python  its interpreter
     tree    its copy of the clone
-    losses  of each run and tool
-    texts   other results
+    losses  {run or tool: its losses}
+    texts   {name: another result, as text}
     """
 
     environment: Environment
@@ -120,7 +122,7 @@ class Workspace:
         return self._call(words, self.folder)
 
     def train(self, name, line):
-        """Run a command line on the processes of a run."""
+        """Run a command line of a run, in one process for ALONE and otherwise in two."""
         self.run(f"{'python' if name == ALONE else 'torchrun --nproc-per-node 2'} {line}")
 
     def test(self, paths):
@@ -149,7 +151,7 @@ class Workspace:
 
 
 def prepare_data(workspace):
-    """Make a tokenizer and token files of the clone's own pages."""
+    """Make a tokenizer and a token file from the clone's own pages; return a note."""
     pages = sorted((workspace.tree / "docs").glob("*.md"))
     paragraphs = [text for page in pages for text in page.read_text().split("\n\n")]
     lines = [json.dumps({"text": text}) + "\n" for text in paragraphs[:400]]
@@ -171,7 +173,7 @@ def losses(run):
 
 
 def largest_difference(a, b, limit):
-    assert len(a) == len(b), f"{len(a)} losses beside {len(b)}"
+    assert len(a) == len(b), f"{len(a)} losses instead of {len(b)}"
     difference = max(abs(x - y) for x, y in zip(a, b, strict=True))
     if not difference <= limit:
         raise Failed(f"losses differ by {difference:.1e}, more than {limit:.0e}")
@@ -183,17 +185,17 @@ def train(workspace, name):
     after = losses(workspace.folder / "runs" / name)
     expected = {i: 1 + (i % SAVED == 0) for i in range(1, ITERATIONS + 1)}
     if {i: len(values) for i, values in after.items()} != expected:
-        raise Failed(f"has the losses {after}")
+        raise Failed(f"the losses are {after}")
     workspace.losses[name] = [loss for values in after.values() for loss in values]
     note = f"loss {after[1][0]:.4f} to {after[ITERATIONS][0]:.4f}"
     if name in LAYOUTS:
         beside = largest_difference(workspace.losses[name], workspace.losses[ALONE], LOSSES)
-        note += f", that of one process to {beside}"
+        note += f", equal to those of one process to {beside}"
     return note
 
 
 def resume(workspace):
-    """Resume each run from the middle."""
+    """Resume each run from the middle; check that the losses are the same."""
     for name in RUNS:
         settings = f"--config runs/{name}/settings.toml --load runs/{name} --load-tag {SAVED}"
         workspace.train(name, f"pretrain_gpt.py {settings} --save resumed/{name}")
@@ -219,7 +221,7 @@ def hugging_face(workspace):
             for end in (name, f"{name}-again")
         )
         if not first or first != reconverted:
-            raise Failed(f"{name}: other bytes after a conversion there and back")
+            raise Failed(f"{name}: a conversion there and back changes bytes")
         line = f"python tests/prove/same_logits.py runs/{name} models/{name}"
         logits = json.loads(workspace.run(line).splitlines()[-1])
         if not logits["difference"] <= LOGITS < 1 < logits["largest"]:
@@ -251,7 +253,7 @@ CHECKS = {
 
 
 def compare(workspace, first):
-    """Return the largest difference of each run from that of the first environment."""
+    """Return the largest difference of each run's losses from those of the first environment."""
     for name, text in workspace.texts.items():
         if text != first.texts.get(name):
             raise Failed(f"another {name}: {text} instead of {first.texts.get(name)}")
@@ -282,10 +284,13 @@ def main():
     known = {environment.name: environment for environment in environments()}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--environment", action="append", choices=list(known), help="this one alone; repeatable"
+        "--environment",
+        action="append",
+        choices=list(known),
+        help="only this environment; repeatable",
     )
     parser.add_argument(
-        "--tests", action="append", choices=list(TESTS), help="these alone; repeatable"
+        "--tests", action="append", choices=list(TESTS), help="only these tests; repeatable"
     )
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder of the environments")
     options = parser.parse_args()
