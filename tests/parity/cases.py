@@ -1,13 +1,13 @@
 """Cases compared with one process: layouts, models, precisions.
 
-`make test` runs those of TOGETHER, a campaign all.
+`make test` runs the cases of TOGETHER, the campaign `parity` those of CAMPAIGN.
 
-Some fields of a configuration are for train() alone:
+Some fields of a case are only for train():
 
     packed=True           packed samples in place of joined ones
-    fused=True            every kernel, whatever the flags and the machine say
-    steps=5               instead of STEPS
-    poison=(step, rank)   there a gradient is not finite: the step is skipped everywhere
+    fused=True            all kernels, regardless of flags and machine
+    steps=5               number of steps, instead of STEPS
+    poison=(step, rank)   a gradient of this rank is not finite in this step, which all ranks skip
 """
 
 import contextlib
@@ -40,8 +40,8 @@ def layout(
 ):
     """Return (name, world size, fields) of one case.
 
-    Layers and micro-batches are as few as let each stage, chunk and phase of the schedule have its
-    turn: the cost of a case is messages between more processes than cores.
+    There are only as many layers and micro-batches as every stage, chunk and phase of the schedule
+    needs: most of a case's time goes into messages between more processes than cores.
     """
     layers = more.get("num_layers", 8 if pp == 4 and schedule == "interleaved" else 4)
     fields = dict(
@@ -83,8 +83,8 @@ def train(rank, runs, steps=STEPS):
     return out
 
 
-# Every shape by each of its schedules, with sequence parallelism, ZeRO stages and recomputation in
-# turn.
+# Every shape with each of its schedules; sequence parallelism, ZeRO stages and kinds of
+# recomputation take turns.
 SHAPES = [
     *[(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (2, 2, 1), (2, 1, 2)],
     *[(1, 2, 2), (1, 4, 1), (2, 2, 2), (4, 2, 1), (4, 1, 2), (2, 4, 1), (1, 4, 2)],
@@ -114,7 +114,7 @@ LLAMA = dict(
     add_bias_linear=False,
     untie_embeddings_and_output_weights=True,
 )
-# As of the families of models that they are named after.
+# Settings of the model families after which they are named.
 FAMILIES = {
     "bloom": dict(position_embedding_type="alibi", embedding_layernorm=True),
     "neox": dict(
@@ -175,7 +175,7 @@ MUP = dict(
     mup_output_mult=2.0,
 )
 
-# Newton-Schulz steps in fp32, compared with float64; a size like Adam's.
+# Newton-Schulz steps in fp32, compared with the reference's in float64; updates of Adam's size.
 MUON = dict(
     optimizer="muon",
     muon_coefficient_type="simple",
@@ -184,7 +184,7 @@ MUON = dict(
 )
 NESTEROV = {**MUON, "muon_nesterov": True}
 QK_CLIP = dict(qk_clip=True, qk_clip_threshold=0.1, qk_clip_alpha=0.3)
-# Without biases: softmax is invariant under that of the keys, whose sign is pure rounding.
+# Without biases: softmax does not depend on that of the keys, whose gradient is pure rounding.
 LION = {**LLAMA, "optimizer": "lion", "lr": 1e-3}
 
 EXPERTS = dict(
@@ -204,7 +204,7 @@ SHARED = dict(
     moe_shared_expert_gate=True,
     moe_shared_expert_overlap=True,
 )
-# As DeepSeek-V3, with a dense layer first.
+# Like DeepSeek-V3, with a dense first layer.
 BIASED = dict(
     LLAMA,
     **SHARED,
@@ -223,7 +223,7 @@ BIASED = dict(
 )
 BIASED_DROPS = {**BIASED, "moe_expert_capacity_factor": 1.0}
 TWO_NODES = dict(expert_ranks_per_node=2)
-# As of Megatron-DeepSpeed: GPT-2's MLP with biases, one expert for each token.
+# As in Megatron-DeepSpeed: GPT-2's MLP with biases, one expert for each token.
 SWITCH = dict(
     num_experts=4,
     moe_router_topk=1,
@@ -236,7 +236,7 @@ MOE_ACT = dict(recompute_granularity="selective", recompute_modules=("layernorm"
 
 
 def experts(ep, **more):
-    """Return a case with experts over `ep` ranks."""
+    """Return a case with experts divided over `ep` ranks."""
     return layout(expert_model_parallel_size=ep, **more)
 
 
@@ -251,8 +251,8 @@ EXPERT_SHAPES = [
     (2, dict(tp=2, cp=2, sp=True, packed=True, **DOCUMENTS)),
 ]
 
-# A case of every kind of parallelism, schedule, recomputation, precision, batch and kernel, with as few
-# processes as possible: those of one world size share theirs.
+# Cases of every kind of parallelism, schedule, recomputation, precision, batch and kernel, with as
+# few processes as possible: cases of the same world size share them.
 TOGETHER = [
     layout(recompute=BLOCK, micro_batch_size=2),
     layout(tp=2, recompute=FULL2, gradient_accumulation_fusion=False, **CHUNKS),
@@ -291,7 +291,7 @@ TOGETHER = [
     layout(pp=4, schedule="zb-h1", num_layers=6, pipeline_layout="2,1,2,1", global_batch_size=3),
     layout(cp=2, recompute=SELECTIVE, packed=True, micro_batch_size=2, **DOCUMENTS, **LLAMA),
     layout(cp=4, **BOTH, **FAMILIES["qwen3"], reset_attention_mask=True),
-    # The components of gpt-1t-frontier, with another order of the ranks.
+    # The components of gpt-1t-frontier, with a different rank order.
     layout(
         tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP, rank_order="dp-pp-tp"
     ),
@@ -313,7 +313,7 @@ CONTEXT = [
     layout(tp=2, pp=2, cp=2, sp=True, schedule="zb-h1", recompute=CHEAP, **FAMILIES["olmo2"]),
     layout(cp=4, fused=True, **BLOCKED, **WINDOW, **CAP, **MULTI_QUERY),
     layout(cp=2, packed=True, position_embedding_type="alibi", **DOCUMENTS),
-    # the masks of dropout, and of rows that come from both chunks of a place
+    # dropout masks, also of rows that come from both of a rank's chunks of the sequence
     layout(cp=2, recompute=SELECTIVE, **LONGER, **DROPOUT),
     layout(tp=2, cp=2, fused=True, **BLOCKED, **LONGER, **DROPOUT, **LLAMA),
     layout(
@@ -326,7 +326,7 @@ CONTEXT = [
         max_position_embeddings=36,
         hidden_dropout=0.2,
     ),
-    # heads exchanged
+    # exchange of heads
     layout(cp=2, fused=True, micro_batch_size=2, **ULYSSES, **BLOCKED, **DROPOUT),
     layout(cp=4, packed=True, **ULYSSES, **DOCUMENTS, **LLAMA),
     layout(tp=2, cp=2, sp=True, recompute=SELECTIVE, **ULYSSES, **{**LLAMA, **MULTI_QUERY}),
@@ -426,9 +426,9 @@ CAMPAIGN = [
             dict(tp=2, sp=True, recompute=CHEAP, fused=True),
             dict(tp=2, pp=2, schedule="zb-h1", recompute=FULL),
             dict(pp=2, recompute=SELECTIVE),
-            # after a third step, norms after layers are 4.5 % off in bf16, on one process, too
+            # with norms after layers, a third step in bf16 is 4.5 % off, even on one process
             dict(dp=2, fused=True, **BF16, fp32_residual_connection=True, steps=2),
-            # norms after small outputs have large gradients: a lower scale
+            # norms after small outputs have large gradients, which need a lower loss scale
             dict(tp=2, pp=2, sp=True, **{**FP16, "initial_loss_scale": 2.0**12}),
         )
     ],
@@ -460,17 +460,17 @@ CAMPAIGN = [
             (2, dict(dp=2, fused=True, micro_batch_size=2, **DROPOUT), BY_SEQUENCE),
             (2, dict(tp=2, cp=2, sp=True, recompute=MOE, rank_order="dp-pp-tp"), BIASED),
             (4, dict(pp=2, dp=4, schedule="zb-h1", **TWO_NODES), BIASED_DROPS),
-            # what went wrong elsewhere (docs/decisions.md)
+            # a silent error of Megatron Core (docs/decisions.md)
             (1, dict(tp=2), {**BIASED, "qk_layernorm": True}),
-            # optimizers and sizes
+            # optimizers, and muP
             (2, dict(cp=2, zero=0), {**SWITCH, **MUON}),
             (2, dict(tp=2, dp=2, sp=True), {**BIASED, **NESTEROV}),
             (2, dict(pp=2, dp=2, schedule="zb-h1"), {**SWITCH, **MUP}),
             (2, dict(tp=2, cp=2), {**BIASED, **MUP, **MUON}),
         )
     ],
-    # With four of eight experts for each token, bf16 soon chooses others than fp32, on one process,
-    # too: the gradient norm of its second step is 3 % off.
+    # With four of eight experts for each token, bf16 soon chooses different experts than fp32, even
+    # on one process: the gradient norm of the second step is 3 % off.
     *[
         experts(2, **shape, **kind, **precision)
         for kind, precision in (
@@ -486,7 +486,7 @@ CAMPAIGN = [
     experts(2, dp=2, poison=(1, 1), **FP16, **BIASED),
     experts(2, tp=2, dp=2, zero=0, poison=(1, 2), **EXPERTS),
     experts(2, dp=2, clip_grad_by_kind=("output=0.02", "hidden=0.1"), zero=0, **EXPERTS),
-    # micro-batches no multiple of the stages
+    # numbers of micro-batches that are not multiples of the number of stages
     layout(pp=2, schedule="interleaved", global_batch_size=5),
     layout(pp=4, schedule="interleaved", global_batch_size=3),  # fewer micro-batches than stages
     layout(pp=4, schedule="zb-h1", global_batch_size=3),

@@ -4,15 +4,15 @@ The reference trains the same model by plain torch in this process: no DeepSpeed
 process group. Clipping is active in every step, the embedding is tied, the vocabulary is padded on
 some layouts and not on others.
 
-Tolerances. Losses and norms differ by the order of fp32 sums: a few units in the last place of
-numbers near 4, and a relative 1e-5 of the norm. Parameters: Adam turns a gradient's rounding error
-into one of the learning rate (1e-2) times that error over the gradient, or over epsilon where that
-is larger. Epsilon is 1e-3, about a gradient's size after clipping, so that gradients near 0 are not
-all rounding: errors of 1e-7 in a gradient give 1e-6 in a step. A wrong reduction or scale moves
+Tolerances. The order of fp32 sums changes losses by a few units in the last place of numbers near
+4, and norms by a relative 1e-5. Adam turns an error of a gradient into an error of a parameter: the
+learning rate (1e-2) times the quotient of that error and the gradient, or epsilon if it is larger.
+Epsilon is 1e-3, about a gradient's size after clipping, so that updates by gradients near 0 are not
+pure rounding: errors of 1e-7 in a gradient give 1e-6 in a step. A wrong reduction or scale moves
 parameters by the order of the learning rate itself, a thousand times more. Tokens choose the same
-experts. bf16 has 8 bits of
-mantissa: a loss near 4 is right to a relative 2^-8, part of which remains in the mean over tokens;
-the gradient norm sums many rounding errors. fp16 has 11 bits and comes eight times closer.
+experts. bf16 has 8 bits of mantissa: a loss near 4 is right to a relative 2^-8, part of which
+remains in the mean over tokens; the gradient norm sums many rounding errors. fp16 has 11 bits and
+comes eight times closer.
 """
 
 import functools
@@ -37,7 +37,7 @@ from tests.parity.cases import (
     train,
 )
 
-# of loss and norm, relative
+# relative tolerances of loss and gradient norm
 TOLERANCES = {"fp32": (5e-6, 2e-5), "bf16": (1e-2, 4e-2), "fp16": (2e-3, 1e-2)}
 PARAMETER_TOLERANCE = 5e-6
 
@@ -56,9 +56,9 @@ def reference(key, packed, fused):
 
 
 def reference_of(fields):
-    """Return the reference, computed with torch's own attention and without kernels.
+    """Return the run of one process, without kernels and with torch's own attention.
 
-    Only the dropout masks are those of the kernels.
+    Only cases with kernels and hidden dropout keep both as they are, since masks would differ.
     """
     fused = bool(fields.get("fused")) and fields.get("hidden_dropout", 0.0) > 0
     other = {"packed", "fused", "poison"} | (set() if fused else {"attention_backend"})
@@ -71,7 +71,7 @@ def batched_results(world_size):
     try:
         cases = [fields for _, size, fields in TOGETHER if size == world_size]
         return run_processes(world_size, train, cases, timeout_s=SETUP_LIMIT_S)
-    except Exception as error:  # of all their tests, without another try
+    except Exception as error:  # for all tests of these cases, without another run
         return error
 
 
@@ -87,7 +87,7 @@ def runs_of(case):
 
 
 def check(fields, ranks):
-    """Compare losses, norms and, in fp32, parameters of a run with those of one process."""
+    """Compare losses, norms and, in fp32, routes and parameters with those of one process."""
     expected = reference_of(fields)
     precision = "bf16" if fields.get("bf16") else "fp16" if fields.get("fp16") else "fp32"
     of_loss, of_norm = TOLERANCES[precision]
@@ -99,7 +99,7 @@ def check(fields, ranks):
             assert loss == pytest.approx(loss_1, rel=of_loss)
             assert norm == pytest.approx(norm_1, rel=of_norm)
         for key, chosen in rank["routes"].items() if precision == "fp32" else ():
-            known = chosen > -2  # with context parallelism, a part
+            known = chosen > -2  # with context parallelism, each rank knows a part
             np.testing.assert_array_equal(chosen[known], expected["routes"][key][known], str(key))
     full = assemble([r["parameters"] for r in ranks])
     assert full.keys() == expected["parameters"].keys()
@@ -129,7 +129,7 @@ def parameters(cases, mark):
     "case",
     parameters(TOGETHER, pytest.mark.slow) + parameters(CAMPAIGN, pytest.mark.campaign("parity")),
 )
-@pytest.mark.timeout(SETUP_LIMIT_S)  # the first of them runs all that have as many ranks
+@pytest.mark.timeout(SETUP_LIMIT_S)  # the first test runs all cases with the same number of ranks
 def test_a_run_is_that_of_one_process(case):
     fields = case[2]
     ranks = runs_of(case)

@@ -1,4 +1,4 @@
-"""Random models on random layouts, against one process.
+"""Random models on random layouts, compared with one process.
 
 A large Adam epsilon makes the update nearly linear in the gradient, so that rounding is not
 magnified where a random model has small gradients, while a wrong scale, a missing term or a wrong
@@ -81,9 +81,9 @@ def draw_model(draw, tp):
 
 
 def draw_context(draw, ranks, model):
-    """Draw the fields of context parallelism for a job of `ranks` processes without it."""
+    """Draw the fields of context parallelism for a job that has `ranks` processes without it."""
     size = draw.choice([c for c in (1, 2, 4) if ranks * c <= 8])
-    # masks of attention need longer sequences on a ring
+    # on a ring, attention dropout needs longer sequences
     kind = "a2a" if model["attention_dropout"] else draw.choice(["p2p", "a2a"])
     return dict(context_parallel_size=size, cp_comm_type=kind)
 

@@ -1,4 +1,4 @@
-"""Conversion, and the checkpoint of ours as whole tensors by torch's own reader."""
+"""Conversions in tests, and our checkpoints as full tensors, read by torch's own reader."""
 
 import warnings
 
@@ -48,7 +48,7 @@ def whole_tensors(folder):
 
 
 def check_tensors(root, a, kinds):
-    """Check that our checkpoint has their {kind: {name: values}} bit for bit, and no other tensors."""
+    """Check that our checkpoint has exactly these tensors, {kind: {name: values}}, bit for bit."""
     tensors = whole_tensors(find_folder(root))
     expected = {
         f"{kind}.{ours(name)}": megatron_deepspeed.whole_in_our_shape(

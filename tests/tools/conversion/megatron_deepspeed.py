@@ -37,7 +37,7 @@ ARGUMENTS = {
         vocab_size=64,
         padded_vocab_size=64,
     ),
-    # All of it at once: SwiGLU and grouped queries with biases, padding, LayerNorm, rotary.
+    # A mixture: SwiGLU and grouped queries with biases, padding, LayerNorm, rotary positions.
     "mixed": dict(
         ffn_hidden_size=48,
         num_key_value_heads=2,
@@ -88,7 +88,7 @@ def arguments(style, **more):
 
 
 def push(module, x):
-    """Return x plus half the squares of all parameters: the gradient of each is itself."""
+    """Return x plus half the sum of all squared parameters, so that each is its own gradient."""
     return x + sum(p.float().square().sum() / 2 for p in module.parameters())
 
 
@@ -98,7 +98,7 @@ def norm(a):
 
 
 def turned(x):
-    """Rotate positions in halves; x [b, heads, s, d]."""
+    """Return x [b, heads, s, d] with rotary position embedding, in halves."""
     d = x.shape[-1]
     angle = torch.arange(x.shape[2])[:, None] * 10000.0 ** (-torch.arange(0, d, 2) / d)
     angle = torch.cat((angle, angle), -1)
@@ -210,7 +210,7 @@ class GPTModel(nn.Module):
 
 
 def pipeline_layers(a):
-    """Return the parameters of the same model for DeepSpeed's pipeline, and passes that only `push`.
+    """Return the layers of the same model for DeepSpeed's pipeline; the head only calls `push`.
 
     Layers are numbered as in Megatron-DeepSpeed's GPTModelPipe.
     """
@@ -235,7 +235,7 @@ def pipeline_layers(a):
 
 
 def initialise(model, seed=3):
-    """Draw every value by its name, so that no two weights, gains or biases are equal."""
+    """Draw each parameter with a seed from its name, so that no two are equal."""
     for name, p in sorted(model.named_parameters()):
         generator = torch.Generator().manual_seed(seed + sum(map(ord, name)) % 997)
         gain = 1.0 if p.dim() == 1 and "bias" not in name else 0.0
@@ -261,9 +261,9 @@ def loss_of(logits, labels):
 
 
 def shard_of(name, full, a, t, tp):
-    """Return the shard of tensor rank t of tp in Megatron.
+    """Return the shard of a parameter that tensor rank t of tp holds in Megatron.
 
-    It has its heads, its columns of gate and of value, or its tokens.
+    It has the rank's heads, its parts of gate and of value, or its tokens.
     """
     if "query_key_value" in name:
         return full.view(a.num_key_value_heads, -1, *full.shape[1:]).chunk(tp)[t].flatten(0, 1)
@@ -278,7 +278,7 @@ def shard_of(name, full, a, t, tp):
 
 
 def cut(model, a, t, tp):
-    """Reduce every parameter to the part of tensor rank t. The model can no longer compute."""
+    """Replace every parameter by the shard of tensor rank t; the model can no longer compute."""
     for name, p in list(model.named_parameters()):
         owner = model.get_submodule(name.rpartition(".")[0])
         shard = nn.Parameter(shard_of(name, p.detach(), a, t, tp).contiguous())

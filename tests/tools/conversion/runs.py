@@ -1,4 +1,4 @@
-"""Processes in which DeepSpeed trains one of its models and saves it, with its states."""
+"""Processes in which DeepSpeed trains a model and saves it; they return its state."""
 
 import functools
 from pathlib import Path
@@ -45,7 +45,7 @@ def configuration(precision, data, rows, micro=1):
 
 def start(topology, model, config, **more):
     deepspeed = import_deepspeed("cpu")
-    # always so on a CPU: torch computes fp16 there, only slower
+    # torch computes fp16 on every CPU, only more slowly
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     ensure_process_group()
     optimizer = torch.optim.AdamW(
@@ -68,7 +68,7 @@ def link_again(engine):
 def whole_state(named):
     """Return {kind: {parameter: values}} from DeepSpeed's own functions.
 
-    All data-parallel ranks call it.
+    All data-parallel ranks must call it.
     """
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -90,7 +90,7 @@ def one_step(engine, rows, seed, topology, vocab):
 
 
 def on_two(rank, root):
-    """Write the folders of these names on two ranks; return this rank's state at the time."""
+    """Write checkpoints of three models on two ranks; return {folder: results of this rank}."""
     topology = join()
     return {
         "llama": without_pipeline(topology, f"{root}/llama", "llama", "fp32"),
@@ -102,7 +102,8 @@ def on_two(rank, root):
 def without_pipeline(topology, root, style, precision):
     """Take two steps, write a checkpoint, and take a third step.
 
-    There are as many data-parallel ranks as processes.
+    There are as many data-parallel ranks as processes. Return the state at the checkpoint, and the
+    weights after the third step.
     """
     a = megatron_deepspeed.arguments(style, iteration=2)
     model = megatron_deepspeed.GPTModel(a)
@@ -123,7 +124,10 @@ def without_pipeline(topology, root, style, precision):
 
 
 def over_tensor_ranks(topology, root, style, precision):
-    """Move the parts of a model by gradients that are its weights, bf16: nothing is rounded."""
+    """Train the shards of a model on two ranks, with its weights as gradients; return the state.
+
+    Such gradients are not rounded, as the weights are bf16.
+    """
     a = megatron_deepspeed.arguments(
         style, iteration=2, tensor_model_parallel_size=2, padded_vocab_size=64
     )
@@ -146,9 +150,9 @@ def over_tensor_ranks(topology, root, style, precision):
 
 
 def of_our_own_names(rank, root):
-    """Train a stage of this program, tied and with SwiGLU, for a step by plain DeepSpeed.
+    """Train our own model, tied and with SwiGLU, for two steps by plain DeepSpeed.
 
-    There are no arguments.
+    The checkpoint has no arguments.
     """
     topology = join()
     config = Config.create(
@@ -178,7 +182,8 @@ def of_our_own_names(rank, root):
 def over_stages(rank, root, precision):
     """Train two stages of two tensor ranks by DeepSpeed's PipelineModule.
 
-    It writes files of layers.
+    It writes a file for each layer and tensor rank. Return this rank's state and the names of all
+    files.
     """
     topology = join(tensor=2, pipeline=2)
     t = topology.tensor.rank
@@ -243,13 +248,13 @@ def pipe_name(name):
 
 
 def ours_after(rank, directories):
-    """Load converted checkpoints into our own engine and return its results."""
+    """Load converted checkpoints into our own engine; return the result of `one_after` for each."""
     topology = join()
     return [one_after(topology, directory) for directory in directories]
 
 
 def one_after(topology, directory):
-    """Load a converted checkpoint; return logits for some tokens, and weights after one step."""
+    """Load a converted checkpoint; return logits, what was loaded, and weights after one step."""
     stored = open_checkpoint(find_folder(directory)).config["model"]
     training = dict(
         micro_batch_size=2,
