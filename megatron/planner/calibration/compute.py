@@ -1,8 +1,8 @@
 """Tasks that measure one device: a model's matrix products, attention, other kernels and optimizer.
 
 The operators in a trace of the model (planner/recorder.py) are called as in the code, on tensors of
-the same shapes and strides. Successive calls use different tensors for inputs and outputs, as in a
-model that is larger than the caches.
+the same shapes and strides; matrix products are all called as torch.mm. Successive calls use
+different tensors for inputs and outputs, as in a model that is larger than the caches.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _with_data(operators: Sequence[Call], device: torch.device) -> list[Call]:
     """Return the same calls, on tensors with data.
 
     The tensors have the same shapes and strides, and share storages in the same way. Floats are
-    between -1 and 1, and indices lie within the matrix that they index.
+    between -1 and 1, and integers are valid indices into every matrix of the call.
     """
     values = torch.empty(_VALUES, device=device).uniform_(-1, 1)
     storages = dict[int, Tensor]()
@@ -130,7 +130,7 @@ def _with_data(operators: Sequence[Call], device: torch.device) -> list[Call]:
 
 
 def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
-    """Return a function that creates work: each call runs all operators on the next tensors."""
+    """Return a function that creates work; a call of it runs the operators on the next tensors."""
     storages = [t.untyped_storage() for t in tree_leaves(operators) if isinstance(t, Tensor)]
     n_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
     count = max(1, min(_MOST_SETS, _CACHE // max(1, n_bytes)))

@@ -44,7 +44,7 @@ _KIND = (
 
 
 class HostSeconds(NamedTuple):
-    """Host seconds per layer (forward and backward), per micro-batch, and per step."""
+    """Host seconds per layer (forward and backward), per micro-batch excluding layers, per step."""
 
     forward: float
     backward: float
@@ -124,7 +124,7 @@ class MachineMeasurements:
     """Measurements from all processes.
 
     points      measured points of each figure
-    host        host seconds of each part of a step
+    host        host seconds per layer, micro-batch and step
     device      name of the GPU, or of the CPU's architecture; device_type: "cuda" or "cpu"
     nodes       number of nodes; per_node: number of processes on each
     threads     number of threads per process
@@ -184,7 +184,7 @@ def run(config: Config, launch: Launch, seconds: float) -> MachineMeasurements |
 
 
 def _points(config: Config, launch: Launch, device: torch.device, seconds: float) -> Points:
-    """Measure all figures; return their points on the first rank, and none on the others.
+    """Measure the device and messages; return points by figure on the first rank, none on others.
 
     Compute times are means over the processes, and message times are maxima.
     """
@@ -316,6 +316,9 @@ def _peaks(measurements: MachineMeasurements) -> dict[str, float]:
 
 
 def _gb_per_s(measurements: MachineMeasurements, nodes: int) -> float:
-    """Return the GB/s of the largest messages within a node (1) or between two (2); 1.0 if none."""
+    """Return the GB/s of the largest messages within a node (1) or between two (2).
+
+    Return 1.0 if none were measured.
+    """
     rows = [row for row in measurements.points.get("messages", ()) if row[0] == nodes]
     return float(f"{rows[-1][1] / rows[-1][2] / 1e9:.4g}") if rows else 1.0

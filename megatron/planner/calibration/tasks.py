@@ -175,8 +175,9 @@ class GroupShape(NamedTuple):
 def kinds_of_groups(world: int, per_node: int) -> list[GroupShape]:
     """List the kinds of groups to measure.
 
-    Within a node these are the groups whose sizes and strides are powers of two; across nodes, the
-    groups of neighbouring ranks and those of ranks with the same local rank.
+    Their sizes and strides are powers of two, and all ranks divide into them. Within a node these
+    are all such groups; across nodes, those of neighbouring ranks and of ranks with the same local
+    rank.
     """
     kinds = []
     powers = [1 << i for i in range(world.bit_length())]
@@ -206,9 +207,9 @@ def open_groups(kinds: list[GroupShape], world: int, rank: int) -> dict[GroupSha
 def message_tasks(groups: dict[GroupShape, Group], device: torch.device) -> Iterator[FigureTask]:
     """Yield the tasks for all of this rank's collectives and messages.
 
-    On a CPU each message follows a product, as in a step: cores are busy when it begins, ranks
-    arrive at different times, and its data is not in a cache. Without the product, messages took a
-    third of the time.
+    On a CPU each message follows a matrix product, as in a step: cores are busy when the message
+    begins, ranks arrive at different times, and its data is not in a cache. Without the product,
+    messages took a third of the time.
     """
     before = _product if device.type == "cpu" else None
     pairs = sorted((k for k in groups if k.ranks == 2), key=lambda k: k.stride)
@@ -250,7 +251,7 @@ def _collective(name: str, group: Group, size: int, device: torch.device) -> Wor
         return lambda: collectives.all_to_all(next(wholes).view(rows), group, one, one)
 
     def reduce_to_all() -> None:
-        # all at once, as the engine reduces its buckets on a CPU
+        # for all owners at once, as the engine reduces a bucket on a CPU
         reduce = partial(dist.reduce, next(wholes), group=group.handle, async_op=True)
         for work in [reduce(dst=rank) for rank in group.ranks]:
             work.wait()

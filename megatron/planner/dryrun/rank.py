@@ -1,7 +1,7 @@
 """Dry run of one rank: the stages, engine and executor of a run, without data.
 
-The rank's allocations and messages are recorded. The messages are checked against its schedule and
-against the other ranks.
+The rank's allocations, messages and collectives are recorded. Messages between pipeline ranks are
+checked against its schedule, and collectives against those of other ranks.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def check_messages(
     for n, (actual, planned) in enumerate(itertools.zip_longest(posted, expected), 1):
         if actual != planned:
             text = (
-                f"its message {n} is {actual or 'missing'}, but the other rank expects "
-                f"{planned or 'none'}"
+                f"its message {n} is {actual or 'missing'}, but in the schedule it is "
+                f"{planned or 'missing'}"
             )
             return [RankProblem("messages", rank, text)]
     return []
@@ -236,7 +236,7 @@ class RankRecorder(tensors.OperatorRecorder):
             if name == "recv":
                 self._received[self._now] = weakref.ref(posted[0])
         else:
-            # Only in an all-to-all do shapes differ between ranks.
+            # Shapes differ between ranks only in an all-to-all.
             shapes = tuple(tuple(t.shape) for t in posted[:2] if not name.startswith("alltoall"))
             self._of(group).append(
                 Collective(name, shapes, _word(posted[0].dtype) if posted else "")
@@ -432,8 +432,8 @@ def run_rank(
         most, until = find_peak(changes(follower.steps[last:], block, dict(made)))
         changes(follower.steps[last : last + until], block, made)
         largest = sorted(made.values(), key=lambda step: -step.bytes)[:_LARGEST]
-        # The messages of this call are compared, but its memory does not count: with ZeRO stage 3
-        # it gathers all weights.
+        # The collectives of this call are compared, but its memory does not count: with ZeRO stage
+        # 3 the call gathers all weights.
         engine.wait_for_weights()
         copy_bytes = 0
         if config.checkpoint.async_save:

@@ -122,8 +122,9 @@ def enough_micro_batches(config: Config) -> int:
     with one chunk, 2 (p - 1) + (v - 1) g + 1 passes with v chunks and g micro-batches in the step's
     first group (pipeline/orders.py). The result includes at least one more round. With several
     chunks it consists of the first groups of the real step, since another number of micro-batches
-    may be grouped differently. Under zb-h1, weight gradients are deferred by up to p more passes. A
-    rank also keeps the last few messages that it has sent.
+    may be grouped differently. For a user's schedule on several ranks, all are counted. Under
+    zb-h1, weight gradients are deferred by up to p more passes. A rank also keeps the last few
+    messages that it has sent.
     """
     m = config.num_micro_batches()
     p = config.parallel.pipeline_model_parallel_size
@@ -148,7 +149,7 @@ class Rehearsal:
     device          "gpu" or "cpu"
     ranks           one run for each kind of rank
     findings        problems; none if the job runs and fits
-    micro_batches   number in the simulated steps; the run may have more without needing more memory
+    micro_batches   number in the second step; the run may have more without needing more memory
     capacity_bytes  bytes available for a rank's tensors, excluding HEADROOM; None if unknown
     """
 
@@ -213,7 +214,7 @@ def rehearse(
 def settled(config: Config, cluster: Cluster | None) -> Config:
     """Fill in the vocabulary size (GPT-2's if it depends on tokenizer files) and the placement.
 
-    Raises ConfigError for a job that does not fit on the cluster.
+    Raises ConfigError for ranks that do not fit on the cluster's nodes.
     """
     config = config.replace(vocab_size=sized_model(config).vocab_size)
     if cluster is None:  # one node is assumed
@@ -328,7 +329,7 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
     """Print the memory that a job with these flags needs, and return the exit code.
 
     The caller is the first of `launched` processes; this number is the default of --world-size.
-    Raises ConfigError for invalid flags, and for a job that does not fit on the machine.
+    Raises ConfigError for invalid flags, and for ranks that do not fit on the machine's nodes.
     """
     words = list(arguments)
     if launched > 1 and not any(word.split("=")[0] == "--world-size" for word in words):
