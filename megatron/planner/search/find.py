@@ -41,7 +41,8 @@ from megatron.planner.trace import trace
 
 ESTIMATED = 50
 OF_EACH_VALUE = 8
-"""Number of layouts to estimate: among all layouts, and for each value of each dimension."""
+"""Minimum numbers of layouts to estimate, if as many fit: in all, and with each value of each
+dimension."""
 _CLOSE = 1.01
 """A placement is estimated if its folded cost is at most this multiple of the lowest one."""
 _ROUND = 64
@@ -96,7 +97,7 @@ class SearchResult:
 
     @property
     def best(self) -> list[Ranked]:
-        """Return the best layout of each size."""
+        """Return the best layout for each combination of sizes."""
         by_sizes: dict[CandidateLayout, Ranked] = {}
         for one in self.estimated:
             by_sizes.setdefault(one.layout.sizes, one)
@@ -143,8 +144,8 @@ class LayoutSearch:
         """Rank all layouts of these sizes, which share a micro-batch size.
 
         Weights, gradients and optimizer state must fit. For each kind of recomputation, only the
-        layout with the smallest --recompute-num-layers is ranked. If no layout fits, none is
-        ranked.
+        layout with the smallest --recompute-num-layers is ranked. If no layout fits (_too_big),
+        only the nearest misfit is returned.
         """
         too_big = self._too_big(sizes)
         if too_big is not None:
@@ -171,7 +172,10 @@ class LayoutSearch:
         return ranked, rejected
 
     def fit(self, ranked: Ranked) -> Ranked | RejectedLayout:
-        """Find and score the layout with the smallest --recompute-num-layers that fits."""
+        """Find and score the layout with the smallest --recompute-num-layers that fits.
+
+        If none fits, return the nearest misfit.
+        """
         layout = ranked.layout
         options = (layout._replace(recompute=v) for v in self.space.recomputations(layout))
         misfits = list[RejectedLayout]()
@@ -257,7 +261,10 @@ class LayoutSearch:
         return self.capacity * cluster.host.memory_gib / cluster.memory_gib
 
     def _folded(self, layout: CandidateLayout, config: Config) -> float:
-        """Score by the formula, on the best placement for the first variant of these sizes."""
+        """Score by the formula, on the placement that is best for the first similar variant.
+
+        Similar variants have the same sizes and the same ZeRO shards.
+        """
         key = layout.sizes._replace(shard=layout.shard, states=layout.states)
         if key not in self._known:
             alike = next(
@@ -299,7 +306,7 @@ class LayoutSearch:
             parallel.expert_model_parallel_size,
         )
         if key not in self._known:
-            # Parameters do not depend on the micro-batch size; small sizes are traced first.
+            # Parameters do not depend on the micro-batch size; a micro-batch of 1 is traced first.
             batch = replace(config.batch, micro_batch_size=1)
             plain = _with(replace(config, batch=batch), CandidateLayout(1, 1))
             ranks = range(parallel.pipeline_model_parallel_size)
@@ -363,7 +370,8 @@ def search(
 ) -> SearchResult:
     """Find the best layouts in a space; the result does not depend on the number of processes.
 
-    Raises MegatronError if the extension that simulates schedules is missing.
+    Raises MegatronError if the extension that simulates schedules is missing, or if a process of
+    the search is killed.
     """
     check_clock()
     result = SearchResult()
@@ -376,7 +384,8 @@ def search(
     enough = Counter[Choice]()
     pruned = done = 0
     with _workers(layout_search, processes) as run:
-        # sizes for which no larger micro-batch fits; tracing these would take longest
+        # sizes for which a micro-batch did not fit; larger ones, which take longest to trace, are
+        # skipped
         full = set[tuple[int, ...]]()
         for micro in sorted({size.micro for size in every}):
             # grouped by the sizes that share traces; each group goes to one process
@@ -479,9 +488,9 @@ def worthwhile_placements(
 ) -> list[Placement]:
     """List the placements with the allowed rank orders ("order") and device orders ("devices").
 
-    By default all orders are allowed. A placement is left out if another one is at least as fast in
-    every collective and over all stage boundaries; the cost of a step is not computed. Raises
-    ConfigError like check_device_orders.
+    By default all rank orders and the machine's device orders are allowed. A placement is left out
+    if another one is at least as fast in every collective and over all stage boundaries; the cost
+    of a step is not computed. Raises ConfigError like check_device_orders.
     """
     check_device_orders(restrictions, cluster)
     devices = min(config.parallel.world_size, cluster.devices_per_node)

@@ -80,7 +80,7 @@ def _percent(value: float | None) -> str:
 
 
 def _number(value: float) -> str:
-    """Format with four digits and thousands separators."""
+    """Format with four digits, and from 1000 on as a whole number with thousands separators."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
@@ -123,7 +123,10 @@ def layout_table(chosen: Sequence[ChosenLayout], tokens: float | None, *, papers
 
 
 def _paper_tflops(predicted: Estimate) -> str:
-    """Return a device's TFLOP/s by `formulas.paper_flops`, which assumes a GPT with f = 4 h."""
+    """Return a device's TFLOP/s by `formulas.paper_flops`.
+
+    This formula assumes a GPT whose FFN size is four times its hidden size.
+    """
     config = predicted.config
     model = sized_model(config)
     flops = formulas.paper_flops(
@@ -145,7 +148,7 @@ def components_table(chosen: Sequence[ChosenLayout]) -> Table:
 
 
 def bounds_table(chosen: Sequence[ChosenLayout]) -> Table:
-    """Tabulate the uncertainty of a step's seconds, and its seconds at the device's peak rate."""
+    """Tabulate the uncertainty of a step's seconds, and the seconds of its FLOPs at the peak."""
     rows = []
     for _, predicted, _ in chosen:
 
@@ -193,9 +196,9 @@ def values_table(layout_search: LayoutSearch, result: SearchResult, name: str) -
 
 
 def losses(layout_search: LayoutSearch, result: SearchResult) -> dict[str, dict[str, float]]:
-    """Return the share of throughput lost by fixing each value, with the others optimized.
+    """Return the share of throughput lost by fixing each value, with other dimensions optimized.
 
-    The dimension that matters most comes first.
+    The shares are by dimension and value; the dimension that matters most comes first.
     """
     values: dict[str, dict[str, float]] = {}
     best_of = result.by_value(layout_search.space.cluster.devices_per_node)
@@ -311,7 +314,8 @@ _RATES = (
     *((5e9, 1.6e-4), (1e10, 1.2e-4), (5e10, 1e-4), (math.inf, 6e-5)),
 )
 """Learning rates, each after the largest number of parameters that it is for (Brown et al. 2020,
-arXiv 2005.14165, table 2.1); the limits are about halfway between the models in the table.
+arXiv 2005.14165, table 2.1); the limits are between neighbouring models of the table, roughly at
+the geometric mean.
 """
 
 

@@ -211,7 +211,7 @@ class LayoutSpace:
     # -- variants ----------------------------------------------------------------------------------
 
     def variants(self, size: CandidateLayout) -> Iterator[CandidateLayout]:
-        """Yield layouts of these sizes, over SP, overlap, ZeRO stage and recomputation.
+        """Yield layouts of these sizes, over SP, overlap, ZeRO stage and shards, and recomputation.
 
         The optimizer's state is on the host only if requested.
         """

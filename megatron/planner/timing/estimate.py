@@ -167,8 +167,9 @@ class Estimate:
 def estimate(config: Config, cluster: Cluster, placement: Placement | None = None) -> Estimate:
     """Estimate the time of a step on a placement, by default the cheapest one.
 
-    Raises ConfigError for a world size that does not fit on the machine, and for a dtype for which
-    its file has no rates, and MegatronError if the extension that simulates schedules is missing.
+    Raises ConfigError for a world size that does not fit on the machine, for a dtype for which its
+    file has no rates, and for --cpu-offload if the file does not describe the host. Raises
+    MegatronError if the extension that simulates schedules is missing.
     """
     check_clock()
     placement = placement or choose_placement(config, cluster)
@@ -405,8 +406,8 @@ def seconds_of_all(channels: Channels, messages: Iterable[GroupMessage]) -> floa
 # -- the optimizer ---------------------------------------------------------------------------------
 
 _FULL_BYTES = 40.0
-"""Additional traffic in bytes per element of a full parameter: its fp32 update, read and written;
-and four copies in bf16, from its bucket into and out of a message and into the next tensor."""
+"""Additional traffic in bytes per element of a full parameter: 8 to write and read its fp32 update,
+and 8 for each of four messages in bf16, for a copy into the message and another one out of it."""
 
 
 def bytes_per_element(config: Config, device: str, full: bool = False) -> float:
@@ -491,8 +492,8 @@ def updated_elements(config: Config, device: str) -> tuple[float, float]:
 def full_matrix_seconds(config: Config, cluster: Cluster, channels: Channels) -> float:
     """Return the seconds of the optimizer's work on full parameters, including its messages.
 
-    The ranks of a stage share the parameters (engine/full_matrices.py). On a GPU the messages of
-    one round overlap with the work of another, except for the messages of a single round. An
+    The ranks of a stage divide the parameters among themselves (engine/full_matrices.py). On a GPU
+    messages overlap with the work of other rounds, except for the messages of one round. An
     all-to-all is assumed to take as long as an all-gather in which a rank sends the same amount.
     """
     device = cluster.device_type
@@ -549,9 +550,10 @@ def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> floa
     """Approximate estimate().seconds for this configuration in a hundredth of the time.
 
     The score counts the work of the slowest rank, with the passes of other ranks that its first and
-    last passes wait for; the messages between stages on the way through all of them; and the
-    gradients and weights that the last and the first micro-batch of the first rank do not hide.
-    Raises ConfigError, like estimate, for a dtype without rates.
+    last passes wait for; the messages between stages on the way through all of them; the gradients
+    and weights that the last and the first micro-batch of the first rank do not hide; the
+    optimizer; and the host overhead of a step. Raises ConfigError, like estimate, for a dtype
+    without rates.
     """
     config = over_nodes(config, channels.placement.layout)
     rates = rates_of(cluster, config.precision.dtype_name)

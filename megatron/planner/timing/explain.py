@@ -42,7 +42,10 @@ _MESSAGE_COLUMNS = ("message", "formula", "time", "overlaps with")
 
 
 def explain(predicted: Estimate) -> list[Table]:
-    """Explain an estimate in tables, beginning with the busiest rank's layer and other modules."""
+    """Explain an estimate in tables, beginning with the modules.
+
+    These are a layer of each kind, and the embedding or output layer if the busiest rank has it.
+    """
     traced = trace(predicted.config, predicted.cluster.device_type)
     rank = busiest_rank(predicted.run)
     stages = stages_of(predicted.config)
@@ -110,7 +113,7 @@ def _pass(predicted: Estimate, title: str, of: Pass) -> Table:
                 rest += seconds
     rows.append(("others", f"of at most {100 * _SMALL:g} % of the pass each", _time(rest), ""))
     rows.append(("computations", "sum of the above", _time(total), ""))
-    rows += _messages(predicted, of.messages(), "hidden if it overlaps with a matrix product")
+    rows += _messages(predicted, of.messages(), "on a GPU, hidden by computations before the wait")
     return Table(title, ("operation", "formula", "time", "module"), rows)
 
 
@@ -140,7 +143,7 @@ def _described(operation: Computation, count: int, seconds: float) -> tuple[str,
         flops = attention_operations(operation)
     else:
         m, n, k, batch, _ = operation
-        name = f"product [{m}, {k}] x [{k}, {n}]"
+        name = f"matrix product [{m}, {k}] x [{k}, {n}]"
         formula = f"2 x {m} x {n} x {k} x {batch}"
         flops = operation.flops
     return (
@@ -215,7 +218,7 @@ def _step(predicted: Estimate, rank: int) -> Table:
 
 
 def _zero(zero: Zero) -> list[tuple[str, str, str]]:
-    """Return a row with ZeRO's stage and sizes; no row without data-parallel ranks."""
+    """Return a row with ZeRO's stage and sizes; no row for a single data-parallel rank."""
     if zero.gradient_ranks == 1:
         return []
     sizes = f"states over {zero.sizes.states}"

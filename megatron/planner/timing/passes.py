@@ -52,7 +52,7 @@ def seconds_of(operation: Computation, rates: DeviceRates) -> float:
 
 
 def crowding(config: Config, cluster: Cluster) -> float:
-    """Return the ranks per core while a whole node computes, at least 1; 1 for GPUs."""
+    """Return the ranks per core while a whole node computes, at least 1; 1 without shared cores."""
     if cluster.shared_cores is None:
         return 1.0
     return max(
@@ -304,7 +304,7 @@ def zero_waits(
 
 
 def _sums(step: ZeroStep, timed: TimedPass) -> Iterator[tuple[float, Sends]]:
-    """Yield (share of the step's seconds, instructions due for buckets complete by then)."""
+    """Yield (share of the step's seconds, instructions of `step.after` that begin then)."""
     complete = {
         step.buckets[parameter]: share for parameter, share in timed.complete if step.buckets
     }
