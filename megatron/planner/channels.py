@@ -1,23 +1,24 @@
 """Time of messages and collectives on the links and network cards that they cross.
 
-The time of a collective is its start-up time, plus the latency of its steps, plus its bytes divided
-by the bandwidth of the slowest group of its kind while all such groups run. Steps are counted as
-NCCL and RCCL count them to choose an algorithm (src/graph/tuning.cc in both):
+The time of a collective is its start-up time, plus the latency of its steps, plus the bytes that a
+rank sends divided by the bandwidth of the slowest group of its kind while all such groups run.
+Steps are counted as NCCL and RCCL count them to choose an algorithm (src/graph/tuning.cc in both):
 
     ring  (ranks - 1) steps, of which (nodes - 1) are between nodes; twice that for an all-reduce
     tree  2 (ranks of a node - 1) steps within nodes and 2 log2(nodes) between them, for an
           all-reduce
 
-The faster algorithm is assumed. In an all-to-all every rank sends one slice directly to every other
-rank. Bytes for ranks on the same node are counted on the links between its devices, split evenly
-over equally short paths, and bytes for other nodes on the node's network cards. The most loaded
-link or card determines the time. Messages start eight at a time, as in NCCL
-(NCCL_MAX_DEV_WORK_P2P_PER_BATCH), and each batch has the latency of one step. A message of kind
-"ring" is one step of a ring: every rank sends to the next member and receives from the previous
-one. A message between stages occupies its link for a time proportional to its bytes, and arrives
-one latency later. Its bandwidth is that of the busiest link or card while all boundaries send in
-the same direction. If a machine's file has measured seconds (`compute.collectives`,
-`compute.messages`), these are interpolated linearly between sizes instead.
+The algorithm with the lower latency is assumed. In an all-to-all every rank sends one slice
+directly to every other rank. Bytes for ranks on the same node are counted on the links between its
+devices, split evenly over equally short paths, and bytes for other nodes on the node's network
+cards and the links to them. The most loaded link or card determines the time. Messages start eight
+at a time, as in NCCL (NCCL_MAX_DEV_WORK_P2P_PER_BATCH), and each batch has the latency of one step.
+A message of kind "ring" is one step of a ring: every rank sends to the next member and receives
+from the previous one. A message between stages occupies its link for a time proportional to its
+bytes, and arrives one latency later. Its bandwidth is that of the busiest link or card while all
+boundaries send in the same direction. If a machine's file has measured seconds for messages
+(`compute.messages`), or for a collective of as many ranks (`compute.collectives`), these are
+interpolated linearly between sizes instead.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from megatron.planner.node_links import ESTIMATED, NodeLinks, Rate, Step, node_l
 _AT_ONCE = 8  # messages of an all-to-all that start together
 _NOWHERE = -1
 _AWAY = -2
-"""Stand-ins for a position on the node at an end of a message: no message, or another node."""
+"""In place of an end's position on the node: there is no message, or the end is on another node."""
 
 
 class GroupLink(NamedTuple):
@@ -109,8 +110,8 @@ class Channels(FigureReader):
         """Return the seconds of a collective that all groups of a dimension run at once.
 
         The arguments are the fields of events.GroupMessage. A collective of kind "reduce" runs
-        along a chain of all members to one of them. On a CPU the engine sums gradients in this way,
-        for one owner after another.
+        along a chain of all members to one of them. On a CPU the engine sums gradients by a
+        "reduce" to each owner, and the seconds of these are added up.
         """
         if kind == "reduce_scatter" and self._reduces and group not in OF_PASSES:
             ranks = self.lanes[group].ranks
@@ -195,8 +196,9 @@ class Channels(FigureReader):
 def _measured(figure: Figure, group: GroupLink) -> list[tuple[float, ...]]:
     """List the measured bytes and seconds for groups like this one.
 
-    Such groups have the same number of ranks and likewise lie within one node or span several. If
-    several kinds were measured, the one nearest in number of nodes, then in stride, is used.
+    Such groups have as many ranks, and lie within one node only if this group does. If several
+    kinds were measured, the one nearest in number of nodes, then in stride, is used. Return [] if
+    none was.
     """
     like = [p for p in figure.points if p[1] == group.ranks and (p[2] > 1) == (group.nodes > 1)]
 
@@ -345,9 +347,11 @@ def _messages_on_nodes(
 ) -> tuple[set[tuple[int, ...]], set[tuple[int, int, int]]]:
     """Find the distinct kinds of nodes and of messages to the next stage, over all ranks.
 
-    nodes     for each kind of node and each position: the destination of the message it sends and
-              the source of the message it receives, each a position on the node, _AWAY or _NOWHERE
-    messages  (sending pipeline rank, its position, receiving position or _AWAY)
+    nodes     for each kind of node: the destinations of the messages that its positions send, then
+              the sources of the messages that they receive, each a position on the node, _AWAY or
+              _NOWHERE
+    messages  (sending pipeline rank, its position, receiving position); between nodes both
+              positions are _AWAY
     wraps     whether the last rank of a pipeline also sends to the first one
     """
     stride = layout.strides[2]

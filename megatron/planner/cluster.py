@@ -44,7 +44,10 @@ Positive = Annotated[float, Strict(), Field(gt=0, le=_MOST)]
 
 
 def at(key: str, default: Any = MISSING) -> Any:
-    """Declare a field stored in the file under `key` ("table.name"); required without a default."""
+    """Declare a field stored in the file under `key` ("name" or "table.name").
+
+    A field without a default is required.
+    """
     metadata = {"key": key, "default": default}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
@@ -54,8 +57,8 @@ def at(key: str, default: Any = MISSING) -> Any:
 class Facts:
     """Contents of a parsed file.
 
-    Its methods raise ConfigError, with the file and the key, for a missing or invalid value and for
-    an unknown key.
+    Raises ConfigError if the file cannot be read. `take` raises ConfigError, with the file and the
+    key, for a missing or invalid value, and `check_known` for an unknown key.
     """
 
     def __init__(self, path: Path) -> None:
@@ -120,7 +123,7 @@ class WallLimit(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """Slurm partition or quality of service; None means that the machine's limit applies."""
+    """Slurm partition or quality of service; None: it has no limit of its own."""
 
     name: str
     max_nodes: Count | None = None
@@ -199,7 +202,7 @@ class Cluster:
 
     @functools.cached_property
     def figures(self) -> Mapping[str, Figure]:
-        """Figures in `compute`, with assumed figures for all others."""
+        """Figures in `compute`, and assumed figures under other names (assumed_figures)."""
         return {**assumed_figures(self.peak_tflops), **self.compute}
 
     def with_figures(self, figures: Iterable[Figure]) -> Cluster:
@@ -208,7 +211,10 @@ class Cluster:
         return replace(self, compute=compute)
 
     def with_bandwidths(self, factor: float) -> Cluster:
-        """Return a copy of the machine with all link, card and host bandwidths times `factor`."""
+        """Return a copy of the machine with all bandwidths times `factor`.
+
+        These are the bandwidths of links, network cards, collectives and the host, not the figures.
+        """
         names = "host_memory_gb_per_s", "host_link_gb_per_s", "nic_gb_per_s"
         known = {name: getattr(self, name) for name in names}
         return replace(
@@ -257,6 +263,7 @@ class Cluster:
     ) -> float:
         """Return the longest wall time of a job of this many nodes, in hours.
 
+        The partition's limit replaces the machine's; that of the qos can only lower it.
         Raises ConfigError for an unknown partition or qos, and for more nodes than these or the
         machine allow.
         """
@@ -288,7 +295,7 @@ class Cluster:
         )
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
-        """Yield the key of each fact that contradicts another one, and the problem."""
+        """Yield the key and the problem of each list that is empty or contradicts another fact."""
         n = self.devices_per_node
         devices = set(range(n))
         if any(a == b or not {a, b} <= devices for a, b in self.links):
@@ -323,8 +330,8 @@ def known_clusters() -> tuple[str, ...]:
 def load_cluster(name_or_path: str | Path) -> Cluster:
     """Load the known machine of this name, or the machine that this TOML file describes.
 
-    Raises ConfigError for an unknown name, a file that cannot be read, and facts that are missing
-    or contradict each other.
+    Raises ConfigError for an unknown name, a file that cannot be read, and facts that are missing,
+    invalid or contradict each other.
     """
     text = str(name_or_path)
     if text.lower() in known_clusters():
@@ -332,7 +339,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     if Path(text).is_file():
         return read_cluster(Path(text).resolve())
     raise ConfigError(
-        f"--cluster {text} is neither a known machine ({', '.join(known_clusters())}) nor a file: "
+        f"cluster '{text}' is neither a known machine ({', '.join(known_clusters())}) nor a file: "
         f"copy {CLUSTERS / 'frontier.toml'} to describe another one"
     )
 
@@ -341,7 +348,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 def read_cluster(path: Path) -> Cluster:
     """Load the machine that a file describes; each path is read only once.
 
-    Raises ConfigError naming the file and the key that is wrong.
+    Raises ConfigError that names the file and, if it can be read, the key that is wrong.
     """
     facts = Facts(path)
     hints = get_type_hints(Cluster, include_extras=True)
@@ -369,7 +376,10 @@ def _for_a_peak_of_one() -> dict[str, Figure]:
 
 
 def assumed_figures(peak_tflops: Mapping[str, float]) -> dict[str, Figure]:
-    """Return assumed figures for a machine of which only the peak TFLOP/s by dtype is known."""
+    """Return assumed figures for a machine of which only the peak TFLOP/s by dtype is known.
+
+    Rates of matrix products and attention are left out for a dtype without a peak.
+    """
     largest = max(peak_tflops.values(), default=100.0)
     figures = {}
     for name, figure in _for_a_peak_of_one().items():
@@ -414,7 +424,10 @@ def _figures(facts: Facts, sources: Mapping[str, str]) -> dict[str, Figure]:
 
 
 def source_of(sources: Mapping[str, str], figure: str) -> str:
-    """Return the text of [sources] under the longest prefix of a figure's name; "" for none."""
+    """Return the text of [sources] under the longest prefix of a figure's key; "" for none.
+
+    The key is compute_NAME, with underscores for dots; a prefix consists of whole words.
+    """
     words = f"compute.{figure}".replace(".", "_").split("_")
     names = ("_".join(words[:count]) for count in range(len(words), 0, -1))
     return next((sources[known] for known in names if known in sources), "")

@@ -4,8 +4,8 @@ A figure is one number or a set of points: rows whose last column is the value a
 columns are its arguments. In a machine's file (`clusters/*.toml`) it is a table under [compute],
 with `value` or `points`, a `basis` and, if known, a `range`: two factors, at most 1 and at least 1,
 between which the true value may lie. Its source is in [sources], under `compute_` plus its name
-with underscores for dots, or under a prefix of this key. Figures missing from a file are assumed
-(`assumed.toml`), with rates as a share of the peak.
+with underscores for dots, or under a prefix of this key. Most figures that are missing from a file
+are assumed (`assumed.toml`), with rates as a share of the peak.
 
 Names of figures, columns, units:
 
@@ -25,12 +25,13 @@ Names of figures, columns, units:
                                missing
     step_overhead_s            s of host time per step
     collective_start_s         s that a collective takes to start
-    hop_within_s, hop_between_s          s of one ring step within a node and between nodes
+    hop_within_s, hop_between_s          s of one step of a collective, within or between nodes
     message_within_s, message_between_s  s from sending to arrival of an empty message
     collectives.KIND           ranks from one member to the next, members, nodes, bytes of the whole
                                tensor, s. KIND is all_reduce, all_gather, reduce_scatter, reduce
-                               (to one member) or all_to_all
-    messages                   1 within a node or 2 between nodes, bytes, s
+                               (to one member) or all_to_all. If missing, computed from the links
+    messages                   1 within a node or 2 between nodes, bytes, s. If missing, computed
+                               from the links
 
 DTYPE is float16, bfloat16 or float32. This module does not need torch.
 """

@@ -53,7 +53,8 @@ class Spread:
 def spread(value: Callable[[Cluster], float], cluster: Cluster, dtype: str) -> Spread:
     """Evaluate `value` on the machine, and with each figure varied over its range.
 
-    Only figures that have a range and that a prediction in this dtype may use are varied.
+    Besides the links' bandwidths, only figures that have a range and that a prediction in this
+    dtype may use are varied.
     """
     ends = {LINKS: ("published or estimated", LINK_RANGE)}
     for name, figure in cluster.figures.items():

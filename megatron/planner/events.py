@@ -1,4 +1,4 @@
-"""Steps of one device in a stage's pass, in order, as recorded by planner/recorder.py.
+"""Steps of one device in a module's pass, in order, as recorded by planner/recorder.py.
 
 Computations run one after another on the device, messages one after another on the links of
 their group, and a `Wait` blocks the device until its message has arrived. The computations between
@@ -107,7 +107,7 @@ class Pass:
         return (step.message for step in self.steps if isinstance(step, Post))
 
     def flops(self, *, recompute: bool | None = None) -> float:
-        """Count FLOPs of matrix products and attention."""
+        """Count FLOPs of matrix products and attention; `recompute` as in `computations`."""
         return sum(
             o.flops for o in self.computations(recompute=recompute) if not isinstance(o, Memory)
         )

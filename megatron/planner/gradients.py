@@ -1,7 +1,7 @@
 """Memory of gradients in a step with ZeRO stages 2 and 3: the buckets allocated in each pass.
 
-The plan (engine/zero_plan.py) defines the instructions after each use of a gradient sum; the trace
-shows where a pass uses one (events.Sum).
+The plan (engine/zero_plan.py) defines the instructions at each use of a gradient sum; the trace
+shows where a pass uses a sum (events.Sum).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Chunk(NamedTuple):
     uses   by half, for each module, from the last to the first: (row that the use precedes, bucket,
            whether the use completes a contribution)
     rows   number of rows of the module that each half runs last
-    due    number of contributions after which each bucket is complete: those of a backward pass,
-           including halves for inputs that run before the first half for weights
+    due    number of contributions after which each bucket is complete: those of a backward pass or,
+           if it is split, of one weight half and of all input halves before the first weight half
     """
 
     stage: int

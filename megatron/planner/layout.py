@@ -1,4 +1,4 @@
-"""Layout of a run, and its notation, such as tp=4,pp=16,chunks=2,mbs=1,recompute=selective."""
+"""Candidate layout, and its notation, such as tp=4,pp=16,chunks=2,mbs=1,recompute=selective."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CandidateLayout(NamedTuple):
     sp, overlap     whether --sequence-parallel and --tp-comm-overlap are on
     zero            ZeRO stage
     shard, states   numbers of ranks over which ZeRO shards (EngineConfig.zero_shard_size and
-                    zero_state_shard_size); 0: all
+                    zero_state_shard_size); 0: all, -1: those of a node
     offload         whether the optimizer's state is in host memory
     recompute       none, selective:MODULE+MODULE, full:uniform:LAYERS or full:block:LAYERS
     rank_order, device_order   "" and (): chosen for the machine
@@ -91,7 +91,8 @@ class CandidateLayout(NamedTuple):
     def write(self, per_node: int) -> str:
         """Return the notation that `parse_layout` reads, for nodes with this many devices.
 
-        Dimensions without effect are left out.
+        Dimensions without effect are left out, and so are orders that are not chosen, and shard,
+        states and offload at their defaults.
         """
         values = {d.name: d.value(self, per_node) for d in DIMENSIONS if self.has_choice(d.name)}
         return ",".join(
@@ -176,7 +177,7 @@ class Dimension(NamedTuple):
     field: str
     setting: str = ""
     values: Mapping[str, Value] = {}
-    words: str = "a number"
+    words: str = "a positive number"
     pattern: str = r"0*[1-9]\d{,8}"
 
     def value(self, layout: CandidateLayout, per_node: int) -> Value:
@@ -191,7 +192,9 @@ class Dimension(NamedTuple):
         if word in self.values:
             return self.values[word]
         if self.values or not re.fullmatch(self.pattern, word):
-            raise ValueError(f"{self.name} is {', '.join(self.values) or self.words}, not '{word}'")
+            raise ValueError(
+                f"{self.name} must be {' or '.join(self.values) or self.words}, not '{word}'"
+            )
         if word in ("node", "world"):
             return -1 if word == "node" else 0
         if self.field == "recompute":
@@ -207,7 +210,7 @@ def _in_order(modules: Collection[str]) -> str:
 
 _RANKS: tuple[Mapping[str, Value], str, str] = (
     {},
-    "a number, node or world",
+    "a positive number, node or world",
     r"node|world|0*[1-9]\d{,8}",
 )
 _OFF_BY_DEFAULT = ("shard", "states", "offload")
@@ -244,7 +247,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
         "device_order",
         "device_order",
         pattern=r"\d{1,4}(-\d{1,4})*",
-        words="such as 0-1-6-7-2-3-4-5",
+        words="a list of devices such as 0-1-6-7-2-3-4-5",
     ),
 )
 _BY_NAME = {dimension.name: dimension for dimension in DIMENSIONS}
@@ -254,7 +257,7 @@ def parse_layout(text: str, flag: str) -> dict[str, tuple[Value, ...]]:
     """Return the values in a text such as tp=4,pp=8,16,recompute=selective.
 
     A word without = is another value for the preceding name. Raises ConfigError, with a message
-    that begins with `flag`, for an unknown name, an invalid value or a repeated name.
+    that begins with `flag`, for a missing, unknown or repeated name and for an invalid value.
     """
     values: dict[str, tuple[Value, ...]] = {}
     name = ""

@@ -1,4 +1,4 @@
-"""Device memory of a training step: the sum of the live tensors in a trace, at its peak.
+"""Device memory of a training step: the sum of the live tensors in a trace, at the step's peak.
 
 Weights, gradients and optimizer state follow from the parameters of each pipeline rank. With
 --cpu-offload a GPU holds two sets of working tensors in place of the optimizer's state; a CPU holds
@@ -63,14 +63,14 @@ docs/measured/predictions.md."""
 class RankMemory:
     """Bytes on each device of one pipeline rank, at the peak of a step.
 
-    weights      in the training dtype, including embedding and output layer; under ZeRO-3 this
-                 rank's shard, and the full weights of gathered layers
+    weights      as passes use them, in the compute dtype or in fp32, including embedding and output
+                 layer; under ZeRO-3 this rank's shard, and the full weights of gathered layers
     master       fp32 master weights of the optimizer, under ZeRO this rank's shard; 0 in fp32
     moments      optimizer moments, sharded likewise; with --cpu-offload, master and moments count
                  only the part on the device
     gradients    sums in fp32 or bf16; under ZeRO-2 and 3 this rank's shard, and the buckets that
                  are being filled or reduced
-    activations  made by forward passes and kept for backward passes
+    activations  made by forward passes, most of them kept for backward passes
     logits       logits of a chunk of tokens, and their gradient
     buffers      messages to and from neighbouring stages, and the micro-batches
     temporary    tensors within a backward pass, including recomputed activations
@@ -93,7 +93,7 @@ class RankMemory:
 
 CATEGORIES = tuple(field.name for field in dataclasses.fields(RankMemory))[1:]
 Bytes = npt.NDArray[np.float64]
-"""Bytes by category, or one such row for each step."""
+"""Bytes by category, or one such row for each allocation and release."""
 NOTHING = np.zeros((1, len(CATEGORIES)))
 _ACTIVATIONS, _BUFFERS, _TEMPORARY = map(CATEGORIES.index, ("activations", "buffers", "temporary"))
 _WEIGHTS, _GRADIENTS = map(CATEGORIES.index, ("weights", "gradients"))
@@ -186,7 +186,7 @@ class ChunkMemory(NamedTuple):
     forward   at the peak of the forward pass
     backward  at the peak of the backward pass, or of its first half, including `retained`
     waiting   after the first half, if weight gradients are deferred
-    weights   at the peak of the second half
+    weights   at the peak of the second half, including `waiting`
     """
 
     retained: Bytes
@@ -203,7 +203,7 @@ def chunk_memory(
     """Simulate the memory of a stage.
 
     block   granularity to which a tensor's size is rounded up
-    shared  sizes and buckets of ZeRO stages 2 and 3; None under other stages
+    shared  sizes and buckets of ZeRO stages 2 and 3; None below ZeRO stage 2
     """
     chunk = _chunk(traced, stage, block, shared)
     forward = chunk.forward()
@@ -325,7 +325,7 @@ class _Chunk:
 
 
 def _gathered(step: ModulePass) -> set[int]:
-    """Return the buckets whose weights a step needs or gathers."""
+    """Return the buckets whose weights are gathered before a step or beside it."""
     return {one.bucket for one in (*step.before, *step.beside)}
 
 
@@ -362,7 +362,7 @@ def memory_of_ranks(config: Config, device: str = "cuda") -> tuple[RankMemory, .
 
 
 def peak_rank(config: Config, device: str, capacity: float) -> RankMemory:
-    """Find the pipeline rank with the highest peak; the first one if it exceeds `capacity`."""
+    """Find the pipeline rank with the highest peak; if rank 0 exceeds `capacity`, return rank 0."""
     first = _memory(config, 0, device)  # holds the most micro-batches
     if first.total > capacity:
         return first
@@ -405,7 +405,10 @@ def parameters_of_rank(config: Config, rank: int, device: str = "cuda") -> int:
 
 
 def host_bytes(config: Config, rank: int, device: str) -> float:
-    """Return the bytes that --cpu-offload keeps on the host for a device of a pipeline rank."""
+    """Return the bytes that --cpu-offload keeps on the host for a device of a pipeline rank.
+
+    Return 0 without this flag and for a CPU, whose memory includes them.
+    """
     if not config.engine.cpu_offload or device == "cpu":
         return 0.0
     states = _states(config, rank, device)

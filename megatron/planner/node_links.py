@@ -1,9 +1,9 @@
 """Bandwidth of the links and network cards of a node, for the groups of ranks that use them.
 
 A bandwidth is the GB/s (1e9 bytes/s) that one rank sends while all similar groups communicate, as
-in AxoNN's published table. A rate is *published* if that table has exactly these groups on these
-devices. Otherwise it is *estimated*: the link width times an efficiency, the ratio of published
-rates to link widths. The efficiencies for Frontier are:
+in AxoNN's published table. A rate is *published* if that table has these groups on these devices.
+Otherwise it is *estimated*: the link width times an efficiency, the ratio of published rates to
+link widths. The efficiencies for Frontier are:
 
     link     pairs on links of 200 GB/s reach 129, and on links of 50 GB/s 50. Linear interpolation
              gives 76.3 for a link of 100 GB/s; a saturating curve would give more
@@ -14,10 +14,10 @@ rates to link widths. The efficiencies for Frontier are:
     card     40/100 = 0.40 of a node's network cards: groups over several nodes have 40, 20, 10, 5
              for 1, 2, 4, 8 groups per node
 
-A collective of a group on direct links is estimated in two ways, and the larger result counts. One
-ring can run along a spanning tree and back, because links are full duplex; it is as fast as
-the narrowest link of the widest spanning tree. Several rings together carry no more than the
-narrowest cut: the split of the group into two parts with the least bandwidth between them. For
+A collective of three or more devices on direct links is estimated in two ways, and the larger
+result counts. One ring can run along a spanning tree and back, because links are full duplex; it is
+as fast as the narrowest link of the widest spanning tree. Several rings together carry no more than
+the narrowest cut: the split of the group into two parts with the least bandwidth between them. For
 published groups that were not used to fit the efficiencies, the rules give 130 where 135 was
 published (the whole node) and 52 where 72 was (every other device): at worst 28 % too low.
 

@@ -2,10 +2,10 @@
 
 A node's ranks are numbered along `device_order`; the layout's order defines which parallel
 dimension varies fastest over the ranks. Together they give every rank its node, device and position
-in the layout. Both are chosen to minimize the seconds of a step's messages without any overlap
-(channels.py), an upper bound. Candidates are the six orders of dimensions and the device orders in
-the machine's description. Frontier's device orders are the best of all 40,320 for the layouts in
-tests/planner.
+in the layout. Both are chosen to minimize the seconds of the layers' messages and then of all
+messages of a step (PlacementCost.order), without any overlap: an upper bound (channels.py).
+Candidates are the six orders of dimensions and the device orders in the machine's description.
+Frontier's device orders are the best of all 40,320 for the layouts in tests/planner.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class PlacementCost:
         """Sort key for placements: time of the layers' messages, then time of all messages.
 
         Every layer waits for messages of its tensor, context and expert groups, whereas other
-        messages overlap with computation. Times are rounded so that equal costs compare equal.
+        messages can overlap with computation. Times are rounded so that equal costs compare equal.
         """
         layers = sum(map(self.seconds_of, OF_PASSES))
         return float(f"{layers:.9g}"), float(f"{self.seconds:.9g}")
@@ -191,7 +191,9 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
 def choose_placement(config: Config, cluster: Cluster) -> Placement:
     """Find the cheapest placement (PlacementCost.order) that --rank-order and --device-order allow.
 
-    Ties go to the default rank order and the plain device order.
+    Ties go to the default rank order and the device order that the machine's description lists
+    first. On part of a node --device-order is ignored: ranks are assumed to be on the devices
+    closest to their cores.
 
     Raises ConfigError for a world size that neither fits on one node nor fills whole nodes, for
     more nodes than the machine has, and for a device order that is not a permutation of a node's
@@ -231,7 +233,11 @@ def naive_placement(config: Config, cluster: Cluster) -> Placement:
 def placement_of(
     config: Config, cluster: Cluster, rank_order: str, device_order: tuple[int, ...]
 ) -> Placement:
-    """Return the placement with these orders. Raises ConfigError like choose_placement."""
+    """Return the placement with these orders.
+
+    Raises ConfigError for a world size, like choose_placement. The caller has checked the device
+    order (check_device_order).
+    """
     devices = _devices_used(config, cluster)
     if len(device_order) != devices:
         check_device_order(device_order, cluster)
@@ -261,7 +267,7 @@ def layout_of(config: Config, order: str | None = None, devices: int = 1) -> Lay
 def check_device_order(order: tuple[int, ...], cluster: Cluster, subject: str = "") -> None:
     """Raise ConfigError for an order that is not a permutation of a node's devices.
 
-    The message begins with `subject`.
+    The message begins with `subject`, by default --device-order and the order.
     """
     if sorted(order) != list(range(cluster.devices_per_node)):
         raise ConfigError(
@@ -301,7 +307,9 @@ def _devices_used(config: Config, cluster: Cluster) -> int:
 def plan_ranks(config: Config, launch: Launch) -> RankPlan:
     """Choose the order and devices of this job's ranks on --cluster, the same in every process.
 
-    Raises ConfigError for an unknown cluster, and for orders that do not fit it.
+    For several nodes that the processes do not fill, nothing is chosen: --rank-order and
+    --device-order apply as given. Raises ConfigError for an unknown cluster, more nodes than it
+    has, and orders that do not fit it.
     """
     parallel = config.parallel
     assert parallel.cluster is not None
@@ -324,7 +332,7 @@ def plan_ranks(config: Config, launch: Launch) -> RankPlan:
 
 
 def render_placement(config: Config, placement: Placement, width: int = 100) -> str:
-    """Render both orders, and a step's message times next to the naive placement's times."""
+    """Render rank order, device order, and the times of messages next to the naive placement's."""
     layout = placement.layout
     naive = naive_placement(config, placement.cluster)
     cost = placement_cost(config, placement)

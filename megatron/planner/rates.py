@@ -1,29 +1,31 @@
 """Time of a device's work: matrix products, attention, memory-bound kernels, optimizer update.
 
-**Products.** The size of a product of [m, k] and [k, n] is e = 3 / (1/m + 1/n + 1/k), the side of
-the cube with the same number of operations per matrix element: 2 m n k operations on m n + m k + n
-k elements are 2 e / 3 per element, the arithmetic intensity of a roofline. Between points, 1 / rate
-is linear in 1 / e, so that
+**Matrix products.** The size of a product of [m, k] and [k, n] is e = 3 / (1/m + 1/n + 1/k), the
+side of the cube with the same number of operations per matrix element: 2 m n k operations on
+m n + m k + n k elements are 2 e / 3 per element, the arithmetic intensity of a roofline. Between
+points, 1 / rate is linear in 1 / e, so that
 
     seconds = a * operations + b * elements
 
 where a and b follow from the two neighbouring points: a is the time for arithmetic, b the time for
 traffic and for filling and draining the pipeline. The lines are extended beyond the outermost
-points; for large products the rate is limited to the peak. a and b are never negative: along the
-lines a product takes longer if any side grows, and has a lower rate if any side shrinks. To this
-end, points whose rate falls with e are first averaged with their neighbours (isotonic regression),
-and a rate that falls faster than e toward small sizes is taken to fall like e. The remaining
-deviation of each point from the lines is added back near that point, with a weight that falls with
-the squared distance of the logarithms of the sides. Thus measured shapes keep their measured times.
+points; beyond the largest one the rate grows at most to the peak. With a single point the rate is
+constant. a and b are never negative: along the lines a product takes longer if any side grows, and
+has no higher rate if any side shrinks. To this end, points whose rate falls with e are first
+averaged with their neighbours (isotonic regression), and a rate that falls faster than e toward
+small sizes is taken to fall like e. The remaining deviation of each point from the lines is added
+back near that point, with a weight that falls with the squared distance of the logarithms of the
+sides. Thus measured shapes keep their measured times.
 
 **Attention.** Rates follow the sequence length in the same way (1 / rate over 1 / length); between
 head sizes they are linear in the logarithm of the size. Causal attention counts the operations of
 half of all pairs, and the backward pass 2.5 times the operations of the forward pass (Dao, arXiv
 2307.08691, section 4.1). With a sliding window, attention has the rate of a full sequence in which
-a query sees as many keys on average.
+a query sees about as many keys on average.
 
-**Memory.** The time is the shortest time of a kernel, for each kernel, plus the bytes divided by a
-bandwidth. Between points the bandwidth is linear in the logarithm of the bytes per kernel.
+**Memory.** The time is that of the shortest kernel (kernel_s) for each kernel, plus the bytes
+divided by a bandwidth. Between points the bandwidth is linear in the logarithm of the bytes per
+kernel.
 """
 
 from __future__ import annotations
@@ -47,9 +49,10 @@ _NEAR = math.log(1.5) ** 2
 
 
 class DeviceRates(FigureReader):
-    """Compute times on one device, in the dtype 'float16', 'bfloat16' or 'float32'.
+    """Times of computations on one device, in the dtype 'float16', 'bfloat16' or 'float32'.
 
-    Raises ConfigError for a dtype with neither a peak nor figures in the machine's file.
+    Raises ConfigError if the machine's file has no peak for the dtype, and lacks one of its figures
+    for matrix products and attention.
     """
 
     def __init__(self, cluster: Cluster, dtype: str) -> None:
@@ -76,7 +79,7 @@ class DeviceRates(FigureReader):
         return self.take(name).value if name in self.figures else default
 
     def product_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
-        """Return the seconds of one kernel that computes `batch` products [m, k] x [k, n]."""
+        """Return the seconds of a kernel that computes `batch` matrix products [m, k] x [k, n]."""
         return max(self._kernel_s, batch * self._product_times_law.seconds(m, n, k))
 
     def attention_s(self, work: Attention) -> float:
@@ -101,7 +104,7 @@ class DeviceRates(FigureReader):
 
 
 def causal_pairs(seq: int, keys: int | None) -> float:
-    """Count the pairs of a query and a key that it sees: at most `keys` keys, or all before it.
+    """Count the pairs of a query and a key that it sees: at most `keys` keys (None: all).
 
     >>> causal_pairs(1024, None) == causal_pairs(1024, 1024) == 1024**2 / 2
     True
@@ -117,7 +120,10 @@ def attention_operations(work: Attention) -> float:
 
 
 def as_long_as(seq: int, keys: int | None) -> int:
-    """Return the length of a sequence in which causal attention sees as many keys on average."""
+    """Return the length of a sequence whose queries see about as many keys on average.
+
+    keys  the most keys that a query sees in a sequence of length `seq`; None: all before it
+    """
     return seq if keys is None else min(seq, 2 * keys)
 
 
@@ -185,7 +191,7 @@ def _monotone(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]
 
 
 class _ProductTimes:
-    """Seconds of a product as a function of its sides, fitted through the points of a figure."""
+    """Seconds of a matrix product as a function of its sides, through the points of a figure."""
 
     def __init__(self, figure: Figure, peak: float) -> None:
         points = [(size_of(m, n, k), rate * 1e12) for m, n, k, rate in figure.points]

@@ -1,4 +1,4 @@
-"""Recorder of the computations, messages and tensors in a model's parts, from the training code.
+"""Recorder of the computations, messages and tensors of a model's parts, from the training code.
 
 The modules used in training run forward and backward on tensors without data (tensors.py): the
 embedding, one layer, and the last norm with the output layer and the loss. A dispatch mode records

@@ -242,8 +242,8 @@ def plan_in_passes(config: Config, traced: Trace, stage: StageWork) -> ZeroPlan 
 def elements_of_rank(config: Config, traced: Trace, rank: int) -> tuple[BucketPlan, ...]:
     """Return a pipeline rank's parameters in as few buckets as possible.
 
-    They serve for results that depend only on numbers of elements. Experts, vectors and parameters
-    that the optimizer needs in full are in separate buckets.
+    These buckets serve for results that depend only on numbers of elements. Experts, vectors and
+    parameters that the optimizer needs in full are in separate buckets.
     """
     size = config.parallel.pipeline_model_parallel_size
     takes_full = bucket_rule(config, 1).full_parameters

@@ -28,8 +28,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def seconds_waited() -> float:
-    """Return the seconds that this thread has waited for a core used by others; 0 if Linux does not
-    report them.
+    """Return the seconds for which this thread has waited for a core that others used.
+
+    Return 0 if Linux does not report them.
 
     Source: sched-stats.rst in the kernel's documentation.
     """
@@ -53,8 +54,10 @@ def reserve_port() -> socket.socket:
 
 
 def environment(environ: Mapping[str, str], rank: int, count: int, port: int) -> dict[str, str]:
-    """Return the variables for one of `count` processes on this host, without the variables of any
-    launcher in `environ`.
+    """Return the environment of process `rank` of `count` on this host.
+
+    It is `environ` without the variables of any launcher, with this repository first in PYTHONPATH,
+    and with the log level ERROR for torch's C++ code.
     """
     env = {k: v for k, v in environ.items() if k not in LAUNCHED and not k.startswith(_LAUNCHERS)}
     env |= Launch(rank, rank, count, count, master_port=port).environment()
@@ -65,8 +68,9 @@ def environment(environ: Mapping[str, str], rank: int, count: int, port: int) ->
 
 
 def gpus_here() -> int:
-    """Return the number of this node's GPUs, counted in another process because the parent of
-    workers must not hold a GPU.
+    """Return the number of this node's GPUs; 0 if torch cannot count them.
+
+    Another process counts them, because the parent of workers must not hold a GPU.
     """
     code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -79,10 +83,10 @@ def gpus_here() -> int:
 
 @contextlib.contextmanager
 def process_pool(processes: int, killed: str) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Yield a function like map(function, items) whose results other processes compute.
+    """Yield a function like map(function, items) that computes the results in other processes.
 
-    The first call forks the processes, so that loaded data need not be sent. No thread that they
-    depend on may be running at that time.
+    Its first call forks the processes, so that loaded data need not be sent. At that time no thread
+    may be running that these processes depend on.
 
     Ctrl-C reaches every process in a terminal: only this one handles it, and ends the others. They
     also end when this process is killed. Raises MegatronError with the text `killed` if one of them

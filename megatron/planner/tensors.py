@@ -1,8 +1,8 @@
 """Operators on tensors without data: messages are dropped, and memory is only counted.
 
-GPU tensors are torch's meta tensors, and CPU tensors are fake ones (torch._subclasses.fake_tensor),
-because the code branches on the device of a tensor. The planner's recorder and the dry run build on
-this module.
+Tensors of a GPU are torch's meta tensors. Those of a CPU are fake tensors
+(torch._subclasses.fake_tensor): their device is "cpu", and the code branches on the device of a
+tensor. The planner's recorder and the dry run build on this module.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ Keywords = dict[str, Any]
 class OperatorRecorder(TorchDispatchMode):
     """Run operators on tensors without data, and observe their memory and messages.
 
-    category    category of the memory that is allocated from now on; outside forward passes,
-                tensors whose rows have `vocabulary` elements are "logits"
+    category    category of the memory that is allocated from now on; unless it is "activations",
+                tensors whose rows have `vocabulary` elements count as "logits"
     vocabulary  length of those rows; -1 for none
 
-    Subclasses extend `allocated`, `freed`, `sent` and `arrived`.
+    Subclasses override `run`, `allocated`, `freed`, `resized`, `sent` and `arrived` as needed.
     """
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ def _fused_attention(
     """Replace scaled_dot_product_attention with a GPU's fused kernel, which stores no scores.
 
     This is flash attention for 16-bit tensors without a mask, otherwise the memory-efficient
-    kernel. For meta tensors torch would choose the unfused implementation.
+    kernel. torch itself would choose the unfused implementation for meta tensors.
     """
     if attn_mask is None and q.dtype != torch.float32:
         out: Tensor = _aten._scaled_dot_product_flash_attention(
@@ -225,8 +225,8 @@ def _fused_attention(
 def _add_in_fp32(total: Tensor, dy: Tensor, x: Tensor, _: float) -> None:
     """Replace gradient_accumulator.add_in_fp32, which some torch builds cannot run without data.
 
-    A prediction assumes a GPU whose torch has it, whatever the local torch supports. The kernel
-    both reads the sum and writes it in fp32.
+    A prediction assumes a GPU whose torch has this function, whatever the local torch supports. The
+    kernel reads and writes the sum in fp32.
     """
     tokens, rows = dy.shape
     columns = x.shape[1]
@@ -311,7 +311,10 @@ def _apply(
 
 @contextlib.contextmanager
 def without_data(device: str, follower: OperatorRecorder) -> Iterator[None]:
-    """Create tensors without data on `device` ("cpu"; "meta": a GPU); `follower` runs operators."""
+    """Return a context in which tensors on `device` have no data, and `follower` runs operators.
+
+    device  "cpu", or "meta" for a GPU
+    """
     sgd = importlib.import_module("torch.optim.sgd")  # torch deletes it from its package
     replaced: list[tuple[object, str, object]] = [
         (torch.UntypedStorage, "resize_", lambda *args: follower.resize(*args)),

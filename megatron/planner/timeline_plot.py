@@ -21,7 +21,7 @@ _KINDS = {
     Op.BACKWARD_WEIGHT: ("backward, weights", "#d9a441"),
 }
 _IDLE = "#e6e6e6"
-_PASSES_AT_ONCE = 100  # per rank in one panel
+_PASSES_AT_ONCE = 100  # per rank, in all panels together
 
 
 def plot_timeline(run: PipelineRun, path: Path) -> None:

@@ -2,8 +2,9 @@
 
 They are cached in memory, and in files in $XDG_CACHE_HOME/megatron/traces (default ~/.cache), under
 a digest of the sources and of torch's version, so that traces of other code are never read.
-MEGATRON_TRACE_CACHE names another folder; "none" disables the files. torch has to be installed, but
-is imported only for a trace that is not cached, and for the kernels of a CPU.
+MEGATRON_TRACE_CACHE replaces $XDG_CACHE_HOME/megatron; "none" disables the files. The digest for a
+CPU also covers its kernels, their measured times and the number of threads. torch has to be
+installed, but is imported only for a trace that is not cached, and for that digest.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def kinds_of_layers(model: ModelConfig) -> tuple[tuple[LayerKind, ...], tuple[in
 def _layers(
     config: Config, device: str, kind: LayerKind
 ) -> tuple[TracedModule, TracedModule | None]:
-    """Trace a layer of this kind, and the same layer with full recomputation if that is on."""
+    """Trace a layer of this kind, and with full recomputation also the same layer recomputed."""
     model = dataclasses.replace(
         config.model,
         window_size=None if kind.unlimited else config.model.window_size,
@@ -155,7 +156,12 @@ def _counted() -> Callable[[Any], Any]:
 
 
 def that_counts(config: Config, kind: str) -> Config:
-    """Return the configuration with defaults for all settings that do not affect a trace."""
+    """Return the configuration with defaults for all settings that do not affect a trace.
+
+    It has one layer, and no more ranks than the tensor, context and expert groups need.
+
+    kind  part of the model to trace (recorder.record): only "layer" depends on a user's layer
+    """
     sections = {}
     for name, section in SECTIONS.items():
         reset = {
@@ -203,7 +209,7 @@ def _traced_module(config: Config, kind: str, device: str) -> TracedModule:
             from megatron.planner.recorder import record
 
             module = record(config, device, kind)
-            # a full or read-only home only means that the trace is not cached in a file
+            # a full or read-only disk only means that the trace is not cached in a file
             with contextlib.suppress(OSError):
                 if path is not None:
                     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -218,7 +224,7 @@ def _traced_module(config: Config, kind: str, device: str) -> TracedModule:
 
 @functools.cache
 def _folder(device: str) -> Path | None:
-    """Return the folder for traces of these sources; None if no files are used."""
+    """Return the folder for traces of these sources; None if traces are not kept in files."""
     chosen = os.environ.get(FOLDER)
     if chosen == "none":
         return None

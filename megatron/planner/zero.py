@@ -40,7 +40,8 @@ def messages_of(plan: ZeroPlan, instructions: Iterable[BucketInstruction]) -> li
 def messages_at_end(plan: ZeroPlan) -> tuple[tuple[GroupMessage, ...], tuple[GroupMessage, ...]]:
     """Return (messages that reduce gradients at the end of a step, those that gather new weights).
 
-    The former include those that overlap with the last backward pass.
+    The former include those that overlap with the last backward pass. With ZeRO stages 2 and 3 they
+    exclude the reductions within each backward pass, which are in stage.messages_in_passes.
     """
     end = list(plan.end(Reductions(plan)))
     returns = [one for one in end if one.op is BucketOp.RETURN]
