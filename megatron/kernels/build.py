@@ -107,7 +107,7 @@ def library_name(target: str, arch: str) -> str:
 def compiler(target: str) -> str | None:
     """Find a suitable compiler for a target; None if there is none.
 
-    $HIPCC, $NVCC or $CXX take precedence over the PATH.
+    If $HIPCC, $NVCC or $CXX is set, no other compiler is tried for its target.
     """
     variable, names, _ = _COMPILERS[target]
     named = os.environ.get(variable)
@@ -122,7 +122,10 @@ def no_compiler(target: str) -> str:
     """Return which compilers were not found, and what to do."""
     variable, names, advice = _COMPILERS[target]
     tried = os.environ.get(variable) or ", ".join(names)
-    return f"no compiler for --target {target}: {tried} cannot be used; ${variable} names one ({advice})"
+    return (
+        f"no compiler for --target {target}: {tried} cannot be used; set ${variable} to one "
+        f"({advice})"
+    )
 
 
 def _needed_compiler(target: str) -> str:
@@ -316,10 +319,10 @@ def _is_complete(path: Path, text: str) -> bool:
 
 
 def missing_bytes(path: Path) -> int:
-    """Return how many bytes a 64-bit ELF file is missing: loading a truncated one is fatal.
+    """Return how many bytes a 64-bit ELF file is missing; 0 or less if it is complete.
 
-    A mapped file that is truncated causes a bus error. Linkers write the section header table last
-    (System V ABI, chapter 4: e_shoff, e_shentsize, e_shnum).
+    Loading a truncated file ends the process by a bus error. Linkers write the section header table
+    last (System V ABI, chapter 4: e_shoff, e_shentsize, e_shnum).
     """
     with path.open("rb") as file:
         head = file.read(64)
@@ -332,7 +335,7 @@ def missing_bytes(path: Path) -> int:
     return int(at + size * count - path.stat().st_size)
 
 
-# ---- the nodes of autograd's graph -----------------------------------------------------------------
+# ---- the nodes of autograd's graph ---------------------------------------------------------------
 
 
 def nodes_name(torch_version: str) -> str:
@@ -388,9 +391,10 @@ print(torch.__version__, abi, TORCH_LIB_PATH, *include_paths(), sep="\\n")
 def plan(targets: Sequence[str], archs: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return (target, architectures) of each library to build.
 
-    Without targets: the targets that `archs` belong to, or all targets with a compiler. For hip and
-    cuda, one library holds all architectures; the host has one library per architecture. Raises
-    BuildError for unknown names and if there is no compiler at all.
+    Without targets: the targets that `archs` belong to, or without these all targets with a
+    compiler. For hip and cuda, one library holds all architectures; the host has one library per
+    architecture. Raises BuildError for unknown names, for architectures of another target than the
+    given ones, and if neither is given and there is no compiler.
     """
     for target in targets:
         if target not in TARGETS:
@@ -463,10 +467,11 @@ def make_nodes(
 def install(folder: Path, *, alone: bool, say: Callable[[str], None] = print) -> None:
     """Build the kernels for an installation.
 
-    They are built for this processor, or for the targets in MEGATRON_KERNELS_TARGETS.
+    They are built for this processor, or for the targets in MEGATRON_KERNELS_TARGETS. A failed
+    build is only a warning, since torch's own operators can replace the kernels.
 
-    A failed build is only a warning, since torch's own operators can replace the kernels. `alone`
-    removes libraries from earlier builds from `folder`, which becomes part of a wheel.
+    alone  whether to remove libraries of earlier builds from `folder`, which becomes part of a
+           wheel
     """
     if not source_hash():
         return

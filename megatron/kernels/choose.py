@@ -1,7 +1,7 @@
 """Choose, once per run, how attention is computed and which operators use fused kernels.
 
-Other operators use torch or other packages. Optional packages are imported only if they are
-requested; importing this module does not require torch.
+The other operators use torch or apex. flash-attn is imported only for 16-bit types on a GPU, apex
+only on a GPU and if it is requested. Importing this module does not require torch.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class OptionalPackage:
     """Result of the search for one optional package.
 
     version   None: not installed; "": unknown
-    usable    whether it is installed and supports the device and the requested precision
-    reason    why not; "" if usable
-    fallback  its replacement
+    usable    whether it is installed and supports what the run needs: device, precision, features
+    reason    why it is not used; "" if usable
+    fallback  what is used instead
     """
 
     package: str
@@ -68,7 +68,7 @@ class AttentionFeatures:
 
     drops     whether attention weights are dropped
     windowed  whether there is a sliding window
-    capped    whether scores have a soft cap, which torch lacks
+    capped    whether scores have a soft cap, which torch's attention lacks
     ring      whether keys and values rotate over context-parallel ranks: a kernel must then return
               the logarithms with which partial softmaxes are merged
     biased    whether there is ALiBi, or a head size that flash kernels lack; matters only for a
@@ -104,7 +104,8 @@ def flash_attention(
 ) -> OptionalPackage:
     """Check whether flash-attn is installed and runs on `device_type` in `dtype_name`.
 
-    `device_type` is "cuda" for CUDA and ROCm, or "cpu".
+    It must also support `features`. `device_type` is "cuda" for CUDA and ROCm, or another of
+    torch's types, such as "cpu".
     """
     version = _version("flash_attn", "flash-attn")
     reason = _why_no_flash(version, device_type, dtype_name, features)
@@ -168,12 +169,16 @@ def choose_attention(
     sequence: int = 0,
     features: AttentionFeatures = PLAIN,
 ) -> str:
-    """Choose the attention: "flash", "torch", "blocked" or "unfused".
+    """Choose the attention: "flash" (flash-attn), "torch", "blocked" or "unfused".
 
-    "flash" is flash-attn, and "torch" is torch's attention. `device` None means the CPU; `sequence`
-    0 means a short sequence. It is no error if flash-attn cannot be used, since torch's attention
-    gives the same result; the log reports the choice (see report). With attention dropout,
-    "blocked" is used on a CPU, where torch has no kernel and would store all scores.
+    device    None: the CPU
+    sequence  length of the sequence; 0: a short one
+
+    --attention-backend unfused, local and blocked are always followed. If flash-attn cannot be
+    used, another implementation replaces it without an error; the log reports the choice (see
+    report). Where torch's attention has no kernel, "blocked" replaces it:
+    for capped scores, for dropout on a CPU, and for a ring if torch does not return logarithms.
+    With --attention-backend auto it does so also on a CPU where it is faster.
     """
     backend = kernels.attention_backend
     device_type = device.type if device is not None else "cpu"
@@ -187,7 +192,8 @@ def choose_attention(
         return "blocked"
     if features.ring:
         # On a CPU torch's kernel takes 0.6 to 0.9 of the time of blocked attention, in all dtypes:
-        # a rectangle has no masked corner to skip, and is merged once instead of once per block.
+        # a ring's rectangle of scores has no masked corner that blocks could skip, and torch's
+        # result is merged once, not once per block.
         lacks = features.windowed or features.drops or features.biased
         returns = not lacks and _returns_logarithms(device_type, dtype_name)
         return "torch" if returns else "blocked"
@@ -199,10 +205,11 @@ def choose_attention(
 def fastest_attention(dtype_name: str, sequence: int, windowed: bool = False) -> str:
     """Return "torch" or, if blocks are faster, their length in positions.
 
-    The choice is based on measurements on this CPU, or else on other CPUs: in bf16, blocks are 1.3
-    to 2.8 times as fast as torch for sequences of 512 to 2048; in fp32, 1.2 times at 512 and with a
-    window, but 0.9 to 0.96 times from 1024 on, where torch's own blocks are large enough for fast
-    matrix products. In fp16 torch's batched matrix products have no fast path on most processors.
+    The choice is based on measurements on this CPU or, without them, on other CPUs: in bf16, blocks
+    are 1.3 to 2.8 times as fast as torch for sequences of 512 to 2048; in fp32, 1.2 times at 512
+    and with a window, but 0.9 to 0.96 times from 1024 on, where torch's own blocks are large enough
+    for fast matrix products. In fp16, "torch" is the default: on most processors the batched matrix
+    products of blocks have no fast path.
     """
     short = dtype_name == "float32" and (sequence <= 512 or windowed)
     usual = short or dtype_name == "bfloat16"
@@ -212,7 +219,7 @@ def fastest_attention(dtype_name: str, sequence: int, windowed: bool = False) ->
 
 
 def block_length(dtype_name: str, length: int) -> int:
-    """Return the number of positions per attention block: the fastest here, or usual_block."""
+    """Return the number of positions per attention block: the fastest measured, or usual_block."""
     times = measured_times.find()
     default = str(usual_block(dtype_name, length))
     case = times.nearest(_case(dtype_name, windowed=False), length)
@@ -222,8 +229,8 @@ def block_length(dtype_name: str, length: int) -> int:
 def usual_block(dtype_name: str, length: int) -> int:
     """Return the number of positions per attention block for CPUs without measurements.
 
-    Smaller blocks skip more above the diagonal; larger ones have faster products, which matters
-    more in 16 bits. The lengths are multiples of the kernels' tiles.
+    Smaller blocks skip more above the diagonal; larger ones have faster matrix products, which
+    matters more in 16 bits. The lengths are multiples of the kernels' tiles.
     """
     least = 64 if dtype_name == "float32" else 128
     return max(least, min(-(-length // 256) * TILE, 2 * least))
@@ -247,10 +254,10 @@ def _case(dtype_name: str, windowed: bool) -> str:
 def _returns_logarithms(device_type: str, dtype_name: str) -> bool:
     """Return whether torch's flash attention runs, and returns the logarithms that a ring needs.
 
-    On ROCm they were base-2 logarithms before torch 2.8 (ROCm/aotriton, pull request 108); on a CPU
-    grouped keys were not supported before 2.9. The device "meta", whose tensors have no data,
-    stands for a GPU that this machine and its torch have no information about: the kernel is
-    assumed to run there.
+    torch 2.9 is required: on ROCm the logarithms were to base 2 before 2.8 (ROCm/aotriton, pull
+    request 108), and on a CPU grouped keys were not supported before 2.9. The device "meta", whose
+    tensors have no data, stands for a GPU that this machine and its torch have no information
+    about: the kernel is assumed to run there in 16 bits.
     """
     import torch
 
@@ -279,7 +286,7 @@ def grouped_product(device: torch.device, dtype_name: str) -> OptionalPackage:
 
 
 def _loaded(device_type: str) -> bool:
-    """Return whether a kernel library is loaded for a kind of device."""
+    """Return whether there is a kernel library for a kind of device; it is loaded on first use."""
     from megatron.kernels import library
 
     return library.find(device_type).handle is not None
@@ -365,13 +372,14 @@ class Fusions:
 
     attention_block  softmax of a block of attention scores, and its gradient
     masked_softmax   scale, mask and softmax of attention scores
-    bias_activation  bias and GELU, a gated unit or squared ReLU
+    bias_activation  bias and activation: GELU, a gated unit or squared ReLU
     bias_dropout     bias, dropout and residual
     layer_norm, rms_norm  normalization, including the residual sum before it
     rotary           rotary embedding
     cross_entropy    the local passes of the vocabulary-parallel cross entropy
     permute          tokens to the rows of their experts, and back
-    optimizer        AdamW; in bf16 also the gradient norm, clipping and the 16-bit weights
+    optimizer        AdamW, including the factor that clips gradients; in bf16 also the 16-bit
+                     weights
     apex_norm        whether apex computes normalization
     """
 
@@ -413,7 +421,8 @@ HOST_FASTER = {
     # two passes and no copy of the logits, where torch needs a copy and six passes
     "cross_entropy": EVERY_TYPE,
     "permute": EVERY_TYPE,  # one pass per direction, where torch's gradient adds row by row
-    # norm, clipping, update and 16-bit weights in two passes; in other dtypes torch needs just one
+    # norm, clipping, update and 16-bit weights in two passes; in other dtypes torch's update also
+    # takes just one
     "optimizer": ("bfloat16",),
 }
 """Dtypes in which an operator's kernel is assumed to be faster than torch's on CPUs without
@@ -431,14 +440,17 @@ _SETTINGS = {
     "cross_entropy": "cross_entropy_loss_fusion",
     "permute": "moe_permute_fusion",
 }
-"""The setting that allows each operator's kernel; its flag --no-... turns the kernel off."""
+"""The setting that allows an operator's kernel; its flag --no-... turns the kernel off. The other
+operators have no such setting.
+"""
 
 
 def choose_fusions(kernels: KernelConfig, device: torch.device | None, dtype_name: str) -> Fusions:
     """Choose the operators that use kernels on `device` (None: the CPU) in `dtype_name`.
 
-    An operator uses its kernel if a library is loaded for the device, no flag forbids it, and, on a
-    CPU, the kernel is faster (faster_on_host) or `--...-implementation fused` requests it.
+    An operator uses its kernel if a library is loaded for the device, kernels support the dtype, no
+    flag forbids the kernel, apex does not replace it, and, on a CPU, the kernel is faster
+    (faster_on_host) or `--...-implementation fused` requests it.
     """
     device_type = device.type if device is not None else "cpu"
     fusions = assumed_fusions(kernels, device_type, dtype_name, _loaded(device_type))
@@ -449,7 +461,7 @@ def choose_fusions(kernels: KernelConfig, device: torch.device | None, dtype_nam
 def assumed_fusions(
     kernels: KernelConfig, device_type: str, dtype_name: str, loaded: bool = True
 ) -> Fusions:
-    """Choose the operators for a device that may be absent. Does not need torch.
+    """Choose the operators for a device that may be absent. Needs torch only for a CPU.
 
     `loaded`: whether the device has a library.
     """
@@ -462,8 +474,9 @@ def assumed_fusions(
 def report(config: Config, device: torch.device) -> list[str]:
     """Return lines for the log on kernels and optional packages.
 
-    They state the library, or why there is none; the operators that use it, and why others do not;
-    and each optional package that the configuration requests.
+    They state the library, or why there is none; if there is one, the operators that use it and why
+    others do not, and on a CPU the measurement and the attention; for experts, the grouped matrix
+    product; and the optional packages (see packages).
     """
     from megatron.kernels import library
 
@@ -489,8 +502,8 @@ def report(config: Config, device: torch.device) -> list[str]:
 def implementations(config: Config, device: torch.device) -> dict[str, str]:
     """Return the implementation of attention, and the operators that use fused kernels.
 
-    Runs in which these differ have results that differ by rounding, and different dropout masks if
-    torch draws them.
+    Between runs in which these differ, results differ by rounding; dropout masks differ where torch
+    draws them in one run and a kernel in the other.
     """
     attention, _ = _attention(config, device)
     name = _NAMES[attention]
@@ -521,9 +534,9 @@ def packages(
     attention: str,
     features: AttentionFeatures = PLAIN,
 ) -> list[str]:
-    """Return a line for each optional package that the configuration requests.
+    """Return a line for flash-attn, and for apex's norm and optimizer if they are requested.
 
-    `attention`, `features`: see choose_attention.
+    `attention` is the result of choose_attention for `features`.
     """
     flash = flash_attention(device_type, dtype_name, features)
     backend = kernels.attention_backend
@@ -544,9 +557,9 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
     model = config.model
     dtype_name = config.precision.dtype_name
     if name == "attention_block" and attention != "blocked":
-        return "only --attention-backend blocked uses it"
+        return "only blocked attention uses it"
     if name == "masked_softmax" and attention != "unfused":
-        return "only --attention-backend unfused uses it"
+        return "only unfused attention uses it"
     if name == "permute" and model.num_experts is None:
         return "no --num-experts"
     if name == "rotary" and model.position_embedding_type != "rope":
@@ -586,7 +599,7 @@ def _why_not(name: str, kernels: KernelConfig, device_type: str, dtype_name: str
     if dtype_name not in EVERY_TYPE:
         return f"kernels do not compute in {dtype_name}"
     if device_type == "cpu" and wish != "fused" and not faster_on_host(name, dtype_name):
-        return "torch's is faster on a CPU"
+        return "torch's operator is faster on a CPU"
     return ""
 
 

@@ -2,8 +2,8 @@
 
 Our operators declare their cost in their definition (operators.operator). Code that consists of
 several operators but counts as one computation is marked with `counts_as`; code that recomputes a
-value is marked with `recomputed`. The planner's recorder (planner/recorder.py) reads the marks, and
-so does the recording of a training step (training/report/timeline.py).
+value is marked with `recomputed`. The planner's recorder (planner/recorder.py) reads both marks,
+and the recording of a training step (training/report/timeline.py) reads those of recomputation.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import NamedTuple, Protocol
 
 
 class Product(NamedTuple):
-    """`batch` products [m, k] x [k, n].
+    """`batch` matrix products [m, k] x [k, n].
 
-    moved: bytes moved, in addition to those of the result, for a sum to which the product is added;
-    the kernel moves them while it multiplies.
+    moved: bytes moved in addition to those of the factors and a result in their dtype, for a sum to
+    which the product is added; the kernel moves them while it multiplies.
     """
 
     m: int
@@ -49,7 +49,11 @@ class Attention(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Count as in model/formulas.py: all pairs; a backward pass is two forward passes."""
+        """Return the FLOPs as in model/formulas.py.
+
+        Masked pairs of a query and a key count as well, unless they are outside the window; a
+        backward pass counts as two forward passes.
+        """
         pairs = 4.0 * self.batch * self.heads * self.seq * (self.keys or self.seq)
         return (2 if self.backward else 1) * pairs * self.head_dim
 
@@ -70,7 +74,7 @@ Computation = Product | Attention | Memory
 
 
 class CostRecorder(Protocol):
-    """Recorder of operators, notified when a scope begins and ends."""
+    """A recorder that is notified when a marked piece of code begins and ends."""
 
     def enter(self, scope: Scope) -> None: ...
 

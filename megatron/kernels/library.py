@@ -1,8 +1,8 @@
 """Find, load and call the compiled kernels.
 
-There is one library for each kind of device, loaded on first use. A C function is declared once,
-with the types of its arguments (`Function`), and called with a tensor that determines its device
-and stream. In each micro-batch, layers call autograd nodes written in C++ (csrc/nodes) if these
+For each kind of device one library is loaded, on first use. A C function is declared once, with
+the types of its arguments (`Function`), and called with a tensor that determines its device and
+stream. For some operators, layers call autograd nodes written in C++ (csrc/nodes) instead, if these
 were built for this torch: see `nodes_for`.
 """
 
@@ -64,7 +64,7 @@ class KernelLibrary:
     handle        the loaded library; None if there is none
     sources       hash of the sources it was built from
     functions     its functions that have been called, by name
-    no_nodes      why Python calls its functions; "" if autograd nodes (csrc/nodes) do
+    no_nodes      why autograd nodes (csrc/nodes) do not call its functions; "" if they do
     """
 
     path: Path | None = None
@@ -78,7 +78,7 @@ class KernelLibrary:
 
     @property
     def build(self) -> str:
-        """Return a text that differs between libraries that differ in speed or results."""
+        """Return target, architecture and source hash, on which speed and results depend."""
         return f"{self.target}-{self.arch}-{self.sources}"
 
     @property
@@ -94,10 +94,10 @@ class KernelLibrary:
 def find(device_type: str) -> KernelLibrary:
     """Return the library for "cuda" (CUDA and ROCm) or "cpu" tensors, or why there is none.
 
-    The search runs once. For "meta", whose tensors have no data, the result is a placeholder:
-    operators apply their shape functions, and nothing is launched. Raises KernelError only if
-    MEGATRON_KERNELS_LIBRARY names a file that cannot be used. Searching for "cpu" does not touch
-    GPUs.
+    The search runs once for each of these. For "meta", whose tensors have no data, the result is a
+    placeholder: operators apply their shape functions, and nothing is launched. Raises KernelError
+    only if MEGATRON_KERNELS_LIBRARY names a file that cannot be used. Searching for "cpu" does not
+    touch GPUs.
     """
     override = os.environ.get(OVERRIDE, "")
     if device_type == "meta":
@@ -142,8 +142,8 @@ def forget() -> None:
 def fingerprint(device_type: str) -> str:
     """Return a text that identifies the kernels for this kind of device.
 
-    Ranks with the same kernels get the same text. All x86-64 levels count as the same: they differ
-    only in speed.
+    Ranks with the same kernels get the same text. All x86-64 levels count as the same: their
+    results differ only by rounding, since those with FMA round a product and a sum together.
     """
     library = find(device_type)
     family = "x86-64" if library.arch.startswith("x86-64") else library.arch
@@ -284,7 +284,8 @@ def _bind_nodes(device_type: str, handle: Any, sources: str) -> str:
 def nodes_for(x: Tensor) -> Any:
     """Return the nodes for a call with x; None if the call must take the general path.
 
-    A node returns NotImplemented for a device for which it has no kernels.
+    A node returns NotImplemented for a call that must take it for another reason: a profiler, a
+    tensor subclass, tensors that do not fit together, a device without kernels.
     """
     if _nodes is None or torch.compiler.is_dynamo_compiling() or not x.dim():
         return None
@@ -394,7 +395,8 @@ class Function:
         """Run on the device and current stream of `like`.
 
         The element type is taken from `type_of` (default: `like`). Tensors are passed by address.
-        Raises KernelError if the launch fails.
+        Raises KernelError if there is no library, if it lacks the function, and if the function
+        returns an error.
         """
         library = library_of(like)
         try:
@@ -427,7 +429,7 @@ class Function:
         function = getattr(library.handle, self.name, None)
         if function is None:
             raise KernelError(
-                f"{self.name} is not in {library.path}: it was built from other sources"
+                f"{self.name} is not in {library.path}, which was built from other sources"
             )
         letters = (_C_TYPES[letter] for letter in self.arguments)
         function.argtypes = [ctypes.c_int, *letters, ctypes.c_void_p]

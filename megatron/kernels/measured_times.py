@@ -238,6 +238,6 @@ def write(file: Path, one: MeasuredTimes) -> None:
             partial.write_text(text)
     except OSError as error:
         raise KernelError(
-            f"cannot write {file}: {error.strerror}. Set {OVERRIDE} to another file for these times, "
-            "now and in the environment of runs"
+            f"cannot write {file}: {error.strerror}. Set {OVERRIDE} to another file for these "
+            "times, now and in the environment of runs"
         ) from error

@@ -19,7 +19,7 @@ the seed and of sample, head, query and key within the whole job, so that they d
 division into ranks, micro-batches and blocks.
 
 Bytes moved for the N unmasked scores of a block: attention_weights_ 2 N e,
-attention_gradient_ 4 N e. Masked scores are written as zeros, but not read.
+attention_gradient_ 4 N e. Masked scores are written as zeros; those of later keys are not read.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class AttentionParameters(NamedTuple):
 
 
 def first_key(first: int, window: int) -> int:
-    """Return the position of the first key that queries from `first` on see, rounded down.
+    """Return the position of the first key that queries from `first` on see.
 
-    It is a multiple of TILE.
+    It is rounded down to a multiple of TILE.
     """
     return max(0, (first - window) // TILE * TILE)
 
@@ -139,7 +139,10 @@ def _gradient_block(scores: Tensor, gradients: Tensor, *rest: Any) -> GradientBl
 
 
 def _check(name: str, block: AttentionBlock, **rows: Tensor) -> None:
-    """Check the arguments of both operators; `rows`: the tensors [all samples, all rows] by name."""
+    """Check the arguments of both operators.
+
+    `rows`: the tensors [all samples, all rows] by name.
+    """
     scores = block.scores
     slopes = block.slopes
     params = block.params
@@ -174,8 +177,8 @@ def _check(name: str, block: AttentionBlock, **rows: Tensor) -> None:
         check(
             name,
             fits and 0 <= block.sample <= x.shape[0] - count,
-            f"{what} has shape {list(x.shape)}; the block has {count} samples from {block.sample} on and "
-            f"{row_count} rows from {row} on",
+            f"{what} has shape {list(x.shape)}; the block has {count} samples from "
+            f"{block.sample} on and {row_count} rows from {row} on",
         )
     if slopes is not None:
         fits = slopes.dim() == 1 and len(slopes) > 0 and len(slopes) % share == 0
@@ -190,7 +193,7 @@ def _check(name: str, block: AttentionBlock, **rows: Tensor) -> None:
     check(
         name,
         fits and (slopes is None or len(slopes) * len(origins) == samples * share),
-        f"origins have shape {list(origins.shape)}; there must be one for the groups of each sample",
+        f"origins have shape {list(origins.shape)}; there must be one for each sample's groups",
     )
 
 
@@ -209,7 +212,8 @@ def _check_weights(name: str, block: AttentionBlock) -> None:
     check(
         name,
         0 <= key <= most and key % TILE == 0,
-        f"there are {keys} keys; queries from {block.first} to {key + keys} need {key + keys - most}",
+        f"there are {keys} keys; queries from {block.first} to {key + keys} need (besides "
+        f"whole tiles of earlier keys) {key + keys - most}",
     )
 
 
@@ -442,11 +446,11 @@ _gradient_ = operator(
 def attention_gradient_(block: GradientBlock) -> None:
     """Turn scores into weights again, and the gradients of the weights into those of the scores.
 
-    Both are overwritten and have the same shape; the weights are those after dropout. The block has
-    the queries from position `first` on and the keys from position `key` on; it may be any
-    rectangle. `dots` [all samples, all rows], fp32: for each query, the output times its gradient,
-    summed over the head (row_dots). The other inputs are the same as for attention_weights_, which
-    wrote `logarithms`.
+    `scores` and `gradients`, of the same shape, are overwritten; the new weights are those after
+    dropout. The block has the queries from position `first` on and the keys from position `key` on;
+    it may be any rectangle. `dots` [all samples, all rows], fp32: for each query, the attention's
+    output times its gradient, summed over the head (row_dots). The other inputs are the same as for
+    attention_weights_, which wrote `logarithms`.
     """
     _gradient_(
         block.scores,
@@ -590,7 +594,8 @@ def causal_softmax(scores: Tensor, scale: float = 1.0, window: int = NO_WINDOW) 
 
     scores [.., queries, keys], copied unless contiguous; query q sees key keys - queries + q and
     `window` keys before it. A query that sees nothing, or nothing above -infinity, gets all zeros.
-    Raises KernelError for types other than fp32, fp16 and bf16.
+    Raises KernelError for types other than fp32, fp16 and bf16, for scores with fewer than two
+    dimensions, and for a window outside 0 to NO_WINDOW.
     """
     return _softmax(scores.contiguous(), None, scale, window)
 

@@ -6,15 +6,16 @@ ReLU; bias-dropout-add is residual + dropout(x + bias).
 Activations: bytes moved for results of N elements of e bytes, with a bias of n elements: forward N
 e in (gated 2 N e) and N e out; backward 2 N e in and N e out (gated 3 and 2). The bias is read
 once per row, from a cache; its gradient is summed in the pass that computes dx, which adds 8 bytes
-per column for each block of rows, less than 6 % (operators.partial_sums).
+per column for each block of rows, about 5 % in 16 bits (operators.partial_sums).
 
-Dropout: the mask is computed from a seed wherever it is needed and never stored. Element i is kept
-where word i % 4 of Philox4x32-10 (Salmon et al., SC 2011), with key `seed` and counter i // 4, is
-below floor((1 - p) 2^32): p is exact to 2^-32. i counts the elements in the whole job, of which the
-tensor holds some rows (RowLayout). Thus the mask depends only on seed, position and p, not on the
-layout, the device, its wave size, the type or the number of threads. Bytes moved for N elements of
-e bytes: forward N e in for each of x and residual, N e out; backward N e in, N e out (the
-residual's gradient is dy itself), and the bias as above.
+Dropout: the kernels compute the mask from a seed wherever it is needed and never store it. Element
+i is kept if word i % 4 of Philox4x32-10 (Salmon et al., SC 2011), with key `seed` and counter
+i // 4, is below floor((1 - p) 2^32): p is exact to 2^-32. i counts the elements in the whole job,
+of which the tensor holds some rows (RowLayout). Thus the mask depends only on seed, position and p,
+not on the layout, the device, its wave size, the type or the number of threads. Without kernels
+torch draws another mask (keyed_random.dropout_mask). Bytes moved for N elements of e bytes: forward
+N e in for each of x and residual, N e out; backward N e in, N e out (the residual's gradient is dy
+itself), and the bias as above.
 """
 
 from __future__ import annotations
@@ -246,7 +247,10 @@ def bias_activation(x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
 
 
 def activation(x: Tensor, bias: Tensor | None, kind: str, fused: bool) -> Tensor:
-    """Return activation(x + bias) with the kernel; with torch activation(x), if x has the bias."""
+    """Return activation(x + bias) by the kernel; unless `fused`, activation(x) by torch.
+
+    Without the kernel x must include the bias.
+    """
     return bias_activation(x, bias, kind) if fused else activate(x, kind)
 
 
@@ -287,7 +291,7 @@ def _check_sum(
 def _drop(
     wide: Tensor, probability: float, seed: int, row_layout: Sequence[Any], samples: Tensor | None
 ) -> Tensor:
-    """Drop entries without a kernel: torch draws a mask with the same distribution."""
+    """Drop entries without a kernel: torch draws another mask with the same distribution."""
     if probability == 0.0:
         return wide
     mask = dropout_mask(wide, probability, seed, RowLayout(*row_layout)._replace(samples=samples))
@@ -400,7 +404,10 @@ def bias_row_blocks(rows: int, bias: Tensor) -> int:
 
 
 def bias_gradient(bias: Tensor, gradient: Tensor, fused: bool = True) -> Tensor | None:
-    """Sum a gradient [.., n] over its rows, in fp32, for a bias [n]; see gradient_written."""
+    """Sum a gradient [.., n] over its rows, in fp32, for a bias [n].
+
+    Return the sum, or None if the bias's accumulator got it (gradient_written).
+    """
     out, adds = gradient_output(bias)
     assert out is not None, "a bias has a gradient"
     if fused and gradient.dtype in TYPES:
@@ -453,10 +460,10 @@ def bias_dropout_add(
     x [.., n], copied unless contiguous; bias [n] or None; residual like x or None; -> [.., n]. Each
     entry is zeroed with `probability` (0 <= p < 1) and scaled by 1 / (1 - p) otherwise, as a
     function of seed (0 <= seed < 2^63) and position in the job (`row_layout`), so that the backward
-    pass and recomputation get the same mask. The gradient of the bias is summed in fp32, and not
-    rounded if the bias is in fp32 and x in 16 bits. Dropping does not hide a non-finite element:
-    the result is NaN. Raises KernelError for other probabilities, seeds and shapes, and for types
-    other than fp32, fp16 and bf16.
+    pass and recomputation get the same mask. The gradient of the bias is summed in fp32; that of an
+    fp32 bias, or for an fp32 accumulator, is not rounded to 16 bits. A dropped element that is not
+    finite becomes NaN instead of 0. Raises KernelError for other probabilities, seeds and shapes,
+    and for types other than fp32, fp16 and bf16.
     """
     if x.numel() and row_layout.samples is None and (nodes := nodes_for(x)) is not None:
         check_key("bias_dropout_add", probability, seed)
@@ -480,8 +487,8 @@ def keyed_dropout(
 ) -> Tensor:
     """Zero entries of x with `probability` and scale the others by 1 / (1 - probability).
 
-    Without a seed, return x itself. `row_layout` is the mask's layout; a list has one layout for
-    each of equal chunks of x.
+    Without a seed, or with probability 0, return x itself. `row_layout` is the mask's layout; a
+    list has one layout for each of as many equal parts of x.
     """
     if probability == 0.0 or seed is None:
         return x

@@ -37,7 +37,10 @@ _UNPERMUTE_BACKWARD = Function("mk_unpermute_backward", "ppppppllll")
 
 
 def _check_map(name: str, x: Tensor, rows: int, **maps: Tensor) -> None:
-    """Check x [.., h] and, on a CPU, that the maps hold indices of its `rows`, or -1 for none."""
+    """Check x [.., h] and maps; on a CPU also that maps hold indices below `rows`, or -1 for none.
+
+    The `rows` belong to the tensor into which the maps point.
+    """
     check_all(name, x=x)
     check(name, x.dim() == 2, f"x has {x.dim()} dimension(s); [rows, h] is needed")
     check_beside(name, x, [torch.int64], **maps)
@@ -183,8 +186,8 @@ def permute(x: Tensor, order: Tensor, positions: Tensor) -> Tensor:
 
     A token's gradient is the sum over its rows, in fp32 and in the order of its choices.
     Bytes moved for rows of N elements of e bytes: forward 2 N e, backward (1 + 1 / k) N e. Raises
-    KernelError for other types and shapes, and on a CPU for nonexistent rows and tokens; on a GPU
-    these count as -1.
+    KernelError for other types and shapes, and on a CPU for nonexistent rows and tokens; the
+    kernels on a GPU take these for -1.
     """
     return _permuted(x.contiguous(), order, positions)
 
@@ -196,9 +199,10 @@ def unpermute(y: Tensor, positions: Tensor, weights: Tensor, padded: bool = Fals
     weights    fp32  # [t, k]
     padded     whether y has rows without a choice; they get a gradient of zero
 
-    The sum is in fp32 and in the order of the choices; so is the weights' gradient, which is
-    computed in the same pass as the gradient of y. Bytes moved for rows of N elements of e bytes:
-    forward (1 + 1 / k) N e, backward (2 + 1 / k) N e. Raises KernelError like `permute`.
+    The sum is in fp32 and in the order of the choices. The weights' gradient is in fp32, too, and
+    comes from the same pass as the gradient of y. Bytes moved for rows of N elements of e bytes:
+    forward (1 + 1 / k) N e, backward (2 + 1 / k) N e. Raises KernelError like `permute`, and on a
+    CPU for rows without a choice unless they are `padded`.
     """
     return _unpermuted(y.contiguous(), positions, weights.contiguous(), padded)
 
@@ -227,7 +231,7 @@ def why_no_grouped_product(device: torch.device, dtype: torch.dtype) -> str:
     gfx950 have one in builds with composable kernels, since 2.10 only with
     ROCM_ALLOW_GROUP_GEMM_CK=1 (pytorch pull request 170159). On other devices torch copies `ends`
     to the host in each call and loops, or raises. Therefore a small matrix product whose result is
-    exact is tried once for each device, and torch reports whether the host waited.
+    exact is tried once for each device and dtype, and torch reports whether the host waited.
     """
     if device.type != "cuda":
         return f"no faster than a loop on {device.type}"
@@ -334,7 +338,8 @@ def grouped_product(
     counts  rows of each expert, in all n; may be 0
     queue   the queue for the weight's gradient if a schedule defers it
 
-    The host reads the counts for the weight's gradient; for products only if torch has no kernel
-    for them. The weight's gradient is added to its accumulator, without a second tensor of its size.
+    The host reads the counts for the weight's gradient; for the products with W it does so only if
+    torch's kernel for grouped products is missing or cannot compute them. If the weight has an
+    accumulator, its gradient is added there, without a second tensor of that size.
     """
     return _GroupedProduct.apply(x, weight, counts, queue)

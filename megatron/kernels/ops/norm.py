@@ -7,9 +7,10 @@ and in again, add at most about a twelfth (CUDA: a third) unless a compute unit 
 
 Rows that are too wide for registers or do not consist of full packs of 16 bytes move more.
 Forward: above 65,536 elements (fp32 32,768; on CUDA a quarter of either) the input of the norm is
-read up to three times. Backward: if the sums of the columns do not fit (above 16,384 elements,
-RMSNorm in 16 bits 32,768; on CUDA 16,384 and, fp32, 8,192), a second kernel reads dy and x once
-more for them.
+read up to three times. Backward: if the sums of the columns do not fit, a second kernel reads dy
+and x once more for them, and dx if the residual sum includes a shift. They fit up to 16,384
+elements (RMSNorm without shift in 16 bits 32,768; LayerNorm with shift in fp32 8,192); on CUDA up
+to 16,384 in 16 bits and 8,192 in fp32, for LayerNorm with shift half as many.
 
 On a CPU the rows stay in its cache from one reading to the next.
 """
@@ -143,12 +144,13 @@ def _row_blocks(x: Tensor, rows: int, sums: int) -> int:
 
 @functools.lru_cache(1024)
 def _count_row_blocks(rows: int, row_bytes: int, element_size: int, device: int, sums: int) -> int:
-    """Return the number of row blocks: on a GPU, one per thread block.
+    """Return the number of row blocks, each of which has separate sums.
 
-    Each block has separate sums. The number depends only on the shape and the device, so that
-    results are reproducible. There are as many blocks as the compute units hold at once, but fewer
-    (down to one per unit) if their sums would exceed a twelfth of the bytes moved. On CUDA, sums
-    may be up to a third of the bytes, and the numbers are the fastest on an H200.
+    The number depends only on the shape, the type and the device, so that results are reproducible.
+    On a GPU a thread block computes each of them. There are as many as the compute units hold at
+    once, but fewer (down to one per unit) if their sums would exceed a twelfth of the bytes moved,
+    and at most one for every 4 rows. On CUDA, sums may be up to a third of the bytes, and the
+    numbers of blocks per unit are those that were fastest on an H200.
     """
     if device < 0:  # a CPU
         return min(HOST_ROW_BLOCKS, -(-rows // BLOCK_ROWS))
@@ -345,9 +347,9 @@ def norm(
     LayerNorm is (x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., arXiv 1607.06450);
     with `rms` it is x / sqrt(mean of x^2 + eps) * weight (Zhang and Sennrich, arXiv 1910.07467).
     With `one_plus` the gain is weight + 1. Statistics are in fp32, as is all arithmetic. x [.., h],
-    copied unless contiguous; weight, bias [h]. The gradients of weight and bias are in fp32, and
-    not rounded if these are in fp32 and x in 16 bits. Raises KernelError for types other than
-    fp32, fp16 and bf16, or other shapes.
+    copied unless contiguous; weight, bias [h], in the type of x or in fp32. The gradients of weight
+    and bias are summed in fp32; those of fp32 parameters, or for fp32 accumulators, are not rounded
+    to 16 bits. Raises KernelError for types other than fp32, fp16 and bf16, or other shapes.
     """
     if (nodes := nodes_for(x)) is not None:
         row_blocks = _node_row_blocks(x, rms, False)
@@ -368,9 +370,9 @@ def add_norm(
     one_plus: bool = False,
     rms: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return (norm of total, total), where total = x + shift + residual, rounded to the type.
+    """Return (norm of total, total), where total = x + shift + residual, rounded to the type of x.
 
-    shift, the bias of the preceding layer, [h] or None; residual like x; the others as in `norm`.
+    shift: the bias of the preceding layer, [h], or None; residual like x; the others as in `norm`.
     The gradients of x and residual are one tensor; the gradient of shift comes from the same pass.
     """
     if (nodes := nodes_for(x)) is not None:
@@ -387,6 +389,6 @@ def add_norm(
 
 
 def _node_row_blocks(x: Tensor, rms: bool, shifts: bool) -> int:
-    """Return the number of row blocks in a backward pass for x."""
+    """Return the number of row blocks in the backward pass of a norm of x."""
     columns = x.shape[-1]
     return _row_blocks(x, x.numel() // columns if columns else 0, (1 if rms else 2) + shifts)

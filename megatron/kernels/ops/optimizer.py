@@ -74,8 +74,8 @@ class AdamWInputs(NamedTuple):
     exp_avgs, exp_avg_sqs  fp32 or bf16, all of one type. The step is computed in fp32, and new
                      moments in bf16 are then rounded stochastically (round_). With rounding to
                      nearest, a second moment would never fall: with beta2 = 0.999 it falls by at
-                     most 0.1 % in a step, less than half the distance between two bf16 numbers
-                     (0.2 to 0.4 %)
+                     most 0.1 % in a step, and half the distance between neighbouring bf16 numbers
+                     is 0.2 to 0.4 %
     copies           fp16 or bf16 tensors that get the new weights, rounded; empty if there are
                      none
     averages         fp32 averages of the weights, which move towards the new weights by the share
@@ -83,7 +83,7 @@ class AdamWInputs(NamedTuple):
     lr, beta1, beta2, eps, weight_decay  as for torch.optim.AdamW
     step             counts from 1: the bias correction is that of `step` steps
     gradient_scale   a number, or one fp32 number on the device; if it is not finite the step is
-                     skipped: nothing is written
+                     skipped: nothing changes
 
     Tensors at the same index of the lists have the same shape; all are contiguous and on one
     device. Empty lists and tensors are allowed.
@@ -135,17 +135,17 @@ _ODDS = 0x61C88647, 0x2545F491, 0x2C1B3C6D  # multipliers of the hash, less than
 
 
 def round_(target: Tensor, x: Tensor, step: int) -> None:
-    """Round fp32 numbers x stochastically to one of the two nearest in bf16, and write to `target`.
+    """Round fp32 values x stochastically to one of the two nearest in bf16, and write to `target`.
 
-    The probability of rounding up is the number's position in the gap between the two, from 0 to 1.
-    The 16 random bits that decide are a hash of the number and the step. Thus all ranks that hold
-    the same number round it in the same way, on any layout and after a resume, and no generator is
-    needed. Numbers that bf16 can represent are unchanged. The kernel uses the same hash
+    The probability of rounding away from 0 is the position of the value in the gap between the two,
+    from 0 to 1. The 16 random bits that decide are a hash of the value and the step. Thus all ranks
+    that hold the same value round it in the same way, on any layout and after a resume, and no
+    generator is needed. Values that bf16 can represent are unchanged. The kernel uses the same hash
     (`stochastic` in csrc/kernels/adamw.cpp).
     """
     bits = x.view(torch.int32)
     random = (bits * _ODDS[0]).add_((step * _ODDS[1] + 2**31) % 2**32 - 2**31)
-    # Without this, the bits in successive steps would be spread too evenly, and a number close to
+    # Without this, the bits in successive steps would be spread too evenly, and a value close to
     # the next bf16 number would reach it too soon.
     random.bitwise_xor_(random >> 15).mul_(_ODDS[2])
     random.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
@@ -184,7 +184,7 @@ def adamw_reference_(adamw: AdamWInputs) -> None:
     if adamw.copies:
         torch._foreach_copy_(list(adamw.copies), parameters)
     share = adamw.new_in_average * good
-    for average, p in zip(adamw.averages, parameters, strict=False):  # there may be none
+    for average, p in zip(adamw.averages, parameters, strict=False):  # averages may be empty
         average.lerp_(p, share)
 
 
@@ -231,9 +231,11 @@ def adamw_(adamw: AdamWInputs, kernel: bool = True) -> None:
 
     Loshchilov and Hutter, arXiv 1711.05101, algorithm 2, in the form of torch.optim.AdamW: the
     weight decay is multiplied by `lr`. `kernel` False: torch's operators even where there is a
-    kernel. Raises KernelError.
+    kernel. Raises KernelError for lists without parameters and, unless `kernel` is False, for other
+    types, shapes and settings.
 
-    torch.compile takes lr as a constant and would compile again for each value: call it outside.
+    torch.compile takes lr as a constant and would compile again for each value: call this function
+    outside of compiled code.
     """
     if any(adamw[:5]):
         check("adamw_", bool(adamw.parameters), "there are no parameters for the other lists")
@@ -292,7 +294,7 @@ def scale_and_norm_(tensors: Tensors, factor: float = 1.0) -> Tensor:
     The sum is taken in fp64 and in a fixed order: the same bits every time. It is returned as a
     0-dimensional fp32 tensor on the tensors' device, without a copy to the host: NaN or infinite if
     an element is, and infinite above 3.4e38. An empty list gives 0, on the CPU. With a factor of 1
-    nothing is written. Raises KernelError.
+    no tensor is written. Raises KernelError for other types, layouts and devices.
     """
     if not tensors:
         return torch.zeros(())
@@ -319,9 +321,10 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
     Each group counts its steps in `group["step"]`, on the host. A parameter without a gradient is
     left out. State: `exp_avg` and `exp_avg_sq`, fp32 unless they already exist in bf16.
 
-    copies          {parameter: 16-bit tensor of its shape}: gets the new weights in the same pass
-    average         name of an fp32 average among a parameter's state, which moves towards the new
-                    weights in the same pass, by the share `new_in_average`; "" for none
+    copies          {parameter: 16-bit tensor of its shape}; the tensor gets the new weights in the
+                    same pass
+    average         name of an fp32 average in the state of each parameter, which moves towards the
+                    new weights in the same pass, by the share `new_in_average`; "" for none
     gradients       {parameter: gradient}, instead of .grad, which has the parameter's format
     gradient_scale  factor of all gradients, e.g. for clipping: one fp32 number on their device,
                     which the host need not read. If it is not finite the step changes nothing,

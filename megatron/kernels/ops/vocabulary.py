@@ -6,11 +6,12 @@ the local pass N e in, whatever the width of a row; the gradient N e in and N e 
 is no second array of the logits' size. Padding columns are not read. Numbers per token (labels and
 fp32 results, 20 bytes each pass) are negligible.
 
-Embedding: `add_rows_` adds values to the rows that were looked up, in a fixed order. Bytes moved
-for n values of e bytes and width w, which hit d different rows of a table of t bytes per element: n
-w e in, d w t in and out. On a GPU a row that occurs in more than one chunk of values costs 8 w
-bytes more for each of these chunks: at most 25 percent, with e = 2 and 16 values per chunk. Values
-are sorted by row first, which takes 12 bytes of memory per value.
+Embedding: `add_rows_` adds values, each a vector of width w, to the rows that were looked up, in a
+fixed order. Bytes moved for n values of e bytes per element, which hit d different rows of a table
+of t bytes per element: n w e in, d w t in and out. On a GPU a row that occurs in more than one
+chunk of values costs 8 w bytes more for each of these chunks: at most 25 percent, with e = 2 and 16
+values per chunk. The numbers of the rows are sorted first, which takes 12 bytes of memory per
+value.
 """
 
 from __future__ import annotations
@@ -298,10 +299,11 @@ def add_rows_(table: Tensor, rows: Tensor, values: Tensor) -> None:
     rows    int64 or int32, each at least 0 and less than m  # [count]
     values  fp32, fp16 or bf16  # [count, n]
 
-    Sums are in fp32 and rounded to the table's format once. Their order depends on the rows alone:
-    the same bits every time on one kind of device, on a CPU the same as index_add_. Nothing waits
-    for the device, so on a GPU rows outside the table are ignored. Raises KernelError for other
-    types and shapes, and on a CPU for rows outside the table.
+    Sums are in fp32 and rounded to the table's format once. The order of additions depends on the
+    rows alone, and on a CPU it is that of index_add_: the same bits every time on one kind of
+    device. Nothing waits for the device, so the kernel on a GPU ignores rows outside the table.
+    Raises KernelError for other types and shapes, and from the kernel on a CPU for rows outside the
+    table; without a kernel torch raises its own error for these.
     """
     library = find(table.device.type)
     partial = None
