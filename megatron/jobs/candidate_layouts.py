@@ -185,7 +185,7 @@ def _common_flags(space: SearchSpace, flags: Sequence[str]) -> tuple[str, ...]:
 
 
 def trial_flags(flags: Sequence[str], steps: int, evaluation: str = "--eval-iters 0") -> list[str]:
-    """Return a trial's flags, except --metrics-file. Raises ConfigError for invalid flags."""
+    """Return a trial's flags, except --metrics-file; invalid flags are kept as they are."""
     explicit = read_settings(flags).explicit
     more = f"--train-iters {steps} {evaluation} --log-interval 1"
     words = [*flags, *more.split()]
@@ -214,7 +214,8 @@ class _Names(dict[str, Any]):
 
     Derived values are computed on demand.
 
-    Raises InvalidLayout, and ConfigError for an expression without a value.
+    Looking up a name raises InvalidLayout if the combination is invalid, and ConfigError for an
+    expression that has no value or depends on itself.
     """
 
     def __init__(
@@ -373,6 +374,7 @@ def _fit(
     """Return the planner's (peak bytes, seconds per step, flags of the best placement).
 
     Without a machine description the result is (None, None, ()); seconds are None unless `predict`.
+    The flags include --cluster if the device order matters.
 
     Raises InvalidLayout for a layout that does not fit, and ConfigError for one that the planner
     refuses.

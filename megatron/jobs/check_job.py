@@ -88,7 +88,7 @@ class CheckedJob:
     options           Slurm options by name
     environ           environment variables for its training
     nodes, tasks      numbers of nodes and processes of the training
-    cluster           machine to check against, if one is given
+    cluster           machine to check against; None: not known
     words             flags in the training command; None: no command was found
     config            settings of the training; None: there is no command, or it is invalid
     tokenizer         tokenizer of the training, if it can be read
@@ -126,7 +126,7 @@ class CheckedJob:
 
     @property
     def asked_nodes(self) -> int:
-        """Number of nodes in the allocation."""
+        """Number of nodes that the job requests."""
         return count(self.value("nodes")) or 1
 
     def is_local(self, path: str) -> bool:
@@ -141,7 +141,7 @@ def run(argv: Sequence[str]) -> int:
     The flags of the check itself precede the script or --. Raises ConfigError.
     """
     parser = Parser("preflight.py check", usage=USAGE, description=DESCRIPTION)
-    text = "machine to check against, or none (default: MEGATRON_CLUSTER, then SITE_CLUSTER)"
+    text = "machine to check against, or none (default: MEGATRON_CLUSTER, SITE_CLUSTER, the job's)"
     parser.add_argument("--cluster", metavar="NAME|FILE", help=text)
     _, at = parse_options(argv)
     at -= at > 0 and argv[at - 1] == "--"
@@ -494,7 +494,8 @@ def check_data(job: CheckedJob, config: Config) -> None:
     if not (prefixes := datasets.data_prefixes(config)):
         return
     job.unchecked.append(
-        "whether the data's indices are built (tools/build_index.py with the same flags builds them)"
+        "whether the data's indices are built (tools/build_index.py with the same flags builds "
+        "them)"
     )
     if local := [prefix for prefix in prefixes if job.is_local(prefix)]:
         job.unchecked.append(f"data {', '.join(local)}, on node-local disks")
@@ -513,7 +514,7 @@ def check_data(job: CheckedJob, config: Config) -> None:
 
 
 def check_saving(job: CheckedJob, config: Config) -> None:
-    """Check the checkpoint folder and its free space."""
+    """Check the checkpoint folder, its free space, and the flags for saving and resuming."""
     save = config.checkpoint.save
     load = config.checkpoint.load
     keep = config.checkpoint.keep_last

@@ -53,7 +53,10 @@ Results = Mapping[int, Mapping[str, Any]]
 
 
 class Process:
-    """A process in the test: its figures and errors, by step. A step may take at most `seconds`."""
+    """A process in the test: its figures and errors, by step.
+
+    A step may take at most `seconds`; the all-reduce between nodes has several rounds of that time.
+    """
 
     def __init__(self, connection: StoreConnection, seconds: float) -> None:
         self.launch = connection.launch

@@ -44,8 +44,9 @@ class ExperimentKind(NamedTuple):
 
     parameter  name of the size that varies, for reports
     varies     the size that varies: dp, tp, pp, mbs or batch; values: its default values
-    batch      global batch size in a sweep with the paper's models (pp-bubble: micro-batches per
-               stage); replicas: number of replicas in such a sweep
+    batch      global batch size in a sweep with the paper's models; pp-bubble: micro-batches per
+               stage, with any model
+    replicas   number of replicas in a sweep with the paper's models
     """
 
     parameter: str
@@ -78,7 +79,8 @@ class ExperimentRequest:
     recipe          paper: the preset as published, in fp16; frontier: its improved version
     values          values of the size that varies; empty for the kind's defaults
     batch           samples per replica (weak), micro-batches per pipeline stage (pp-bubble), or
-                    samples per step. None: the published size, or the kind's default
+                    samples per step (no effect in kind batch). None: the published size or the
+                    kind's default, or without these the global batch size of the model's flags
     iterations      measured steps with the full batch, after `warm_up` steps
     tasks_per_node  processes per node, if a point has that many
     flags           additional flags for pretrain_gpt.py; they take precedence
@@ -172,7 +174,7 @@ class Point:
 
 
 def plan(request: ExperimentRequest) -> list[Point]:
-    """Return a request's points, ordered by the varied size. Raises ConfigError."""
+    """Return a request's points, in the order of its values. Raises ConfigError."""
     base = parse_args([*request.recipe_flags, "--train-iters", "1", *request.flags], None)
     kind = KINDS[request.kind]
     known = _paper(base)
@@ -269,7 +271,8 @@ def priced(
     tflops     hardware TFLOP/s per device; None: the published value for this model
     partition  partition whose time limit applies; None: the default partition
 
-    Raises ConfigError for more nodes than the machine or the partition allows.
+    Raises ConfigError for more nodes than the machine or the partition allows, and for an unknown
+    partition.
     """
     limit = cluster.wall_limit_hours(point.nodes, partition) if cluster is not None else None
     config = point.config
@@ -508,11 +511,11 @@ def remarks(
     side_by_side: bool = True,
     partition: str | None = None,
 ) -> list[str]:
-    """List refused points, and compare the cost of one allocation with one job per point."""
+    """List points that are refused or too long; compare one allocation with one job per point."""
     lines = [f"{p.name} is refused: {p.problem}" for p in points if p.problem]
     lines += [
-        f"{p.name} needs a larger allocation, alongside others, or "
-        + (f"partition {p.queue}" if p.queue else "fewer iterations")
+        f"{p.name} takes longer than the longest job on its nodes: use a larger allocation for "
+        "several points, or " + (f"partition {p.queue}" if p.queue else "fewer iterations")
         for p in points
         if not p.fits_alone
     ]

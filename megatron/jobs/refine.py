@@ -28,7 +28,7 @@ from megatron.planner.timing import Estimate, estimate
 WARM_UP = 3
 LEAST_STEPS = 3
 """Number of steps to ignore (the first has no overlap, memory settles), and to require then."""
-_LEAST_RUNS = 4  # for two factors: with three runs, some pair of factors always fits
+_LEAST_RUNS = 4  # for two factors: with three runs, a pair that fits two has no median error
 _BETTER = 0.5  # two factors must reduce the error of one factor to less than this share
 # ratios to try of the message factor to the compute factor, 2.5 % apart
 _RATIOS = np.geomspace(0.1, 10.0, 187)

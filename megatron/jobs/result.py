@@ -49,7 +49,7 @@ _ERROR = re.compile(
 _FOLLOWS = re.compile(
     r"LostRankError|DistBackendError|DistNetworkError|ConnectionError|Connection (?:reset|closed)"
 )
-# errors that the user must also fix, but not by changing settings
+# errors with the exit code of a user error that a change of settings does not fix
 _NO_REFUSAL = re.compile(r"(?:Launch|Training|Kernel)Error")
 # After this message, srun with --wait ends the other tasks; later messages about them are
 # consequences.
@@ -154,14 +154,14 @@ def _precedence(code: int) -> tuple[int, int]:
 DONE = "done"
 FAILED = "failed"
 INVALID = "invalid"
-"""Statuses of a trial: with figures, without, or with contradictory figures, which never win."""
+"""Statuses of a trial: with valid figures; failed; complete, but without valid figures."""
 
 
 @dataclass(frozen=True)
 class Result:
     """Outcome of a trial. Figures are None unless valid.
 
-    status          DONE, FAILED or INVALID; "": unfinished
+    status          DONE, FAILED or INVALID; "": not finished, or to be repeated
     kind            kind of ending of a failed trial
     reason          why the trial failed or its figures are invalid
     step_s          median time of the steady steps; spread: (slowest - fastest) / median; steady:
@@ -227,7 +227,8 @@ def valid_losses(records: Iterable[Mapping[str, Any]]) -> list[float]:
 def read_result(metrics: Path, asked: Config, warm_up: int) -> Result:
     """Read the result of a run that has completed all its steps.
 
-    It is INVALID, with a reason, if it contradicts itself or the requested settings.
+    It is INVALID, with a reason, if the metrics file cannot be read, has no steady step or several
+    starts, or contradicts itself or the requested settings.
     """
     try:
         measured = figures(read_run(metrics), warm_up)
@@ -256,8 +257,8 @@ def _contradictions(measured: Figures, asked: Config) -> Iterator[str]:
     """Yield differences between a run and its request (scaling.py finds self-contradictions)."""
     run = measured.run
     layout = candidate_of(asked)
-    # Except paths and settings that a run changes; for example, a tokenizer sets the vocabulary
-    # size.
+    # Other settings are not compared: paths, and what a run changes, as a tokenizer changes the
+    # vocabulary size.
     names = layout.settings(1).keys() - {"rank_order", "device_order"}
     for name in sorted(names | {"seq_length", "num_layers", "hidden_size", "fp16", "bf16"}):
         ran = run.get(name)

@@ -92,8 +92,8 @@ class RunProcesses:
     step        name of the run's step under Slurm; None without Slurm
     resources   closed when the run ends: the reserved port, and the pipe by which the launcher
                 monitors this process
-    exit_codes  None until the run has ended; then the exit codes of the processes that ended before
-                others were killed
+    exit_codes  None until the run has ended; then the exit codes of its processes. If the others
+                were killed after the loss of a rank, only of those that ended before
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class RunProcesses:
             self._press(self._stopped_at)
 
     def kill(self) -> None:
-        """Kill the run and wait for its processes."""
+        """Kill the run and wait for its processes, at most 10 s for each."""
         if self.exit_codes is None:
             self._tell(signal.SIGKILL)
             self._signal(signal.SIGKILL)
@@ -222,7 +222,8 @@ def start_step(
 ) -> RunProcesses:
     """Start a job step on its hosts.
 
-    Output goes to LOG in the folder, errors to TASKS/task_N.err.
+    Output goes to LOG in the folder, the errors of task N to TASKS/task_N.err. Raises LaunchError
+    without a clone of the repository.
     """
     run = RunProcesses(step.name, clock)
     listening, alive = os.pipe()

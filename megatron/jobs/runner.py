@@ -65,7 +65,8 @@ TIME = "time is up"
 ALLOCATION = "the allocation ends"
 """Reasons why `Runner.run` ended before its source was exhausted; another is a signal's name."""
 _POLL_S = 0.2
-# a step counts as hung after this many seconds and this multiple of the longest step so far
+# a step counts as hung after this many seconds or, if that is longer, this multiple of the longest
+# step (so far, or as predicted)
 _LEAST_STALL_S = 60.0
 _SLOWER = 10.0
 _EXIT_S = 30.0  # allowed from the last record to the end of the processes
@@ -126,7 +127,8 @@ class Attempt:
     started, ended  seconds since the epoch (1970)
     stopped         why it was stopped: a limit that it exceeded, or its validation loss
     complete        whether all steps are recorded
-    why             why it failed; None if it succeeded or was interrupted
+    why             why it failed; None if it succeeded or was interrupted. A complete run counts as
+                    successful whatever this says
     interrupted     external cause of its end (a signal, a dead node, the allocation's end), after
                     which it is repeated
     inquiry         test of its nodes, if it failed inside a Slurm job
@@ -227,13 +229,13 @@ class Runner:
         self.signal = ""
 
     def room(self, nodes: int) -> bool:
-        """Return whether this many nodes are free now."""
+        """Return whether a job on this many nodes can start now."""
         if self._local:
             return not self._running
         return len(self._running) < self.target.parallel and nodes <= len(self._nodes.free)
 
     def ever(self, nodes: int) -> bool:
-        """Return whether this many nodes are usable, free or in use."""
+        """Return whether a job on this many nodes can start now or later."""
         return self._local or nodes <= self._nodes.usable
 
     def run(self, source: JobSource) -> str:
@@ -273,7 +275,7 @@ class Runner:
     # -- one run -----------------------------------------------------------------------------------
 
     def _start(self, job: Job) -> None:
-        """Start a job; its processes end with the calling thread."""
+        """Start a job; on this machine its processes end with the calling thread."""
         hosts = () if self._local else self._nodes.take(job.nodes)
         flags = [*job.flags, "--metrics-file", str(job.folder / METRICS)]
         self._turn += 1
@@ -310,12 +312,12 @@ class Runner:
             if each.why is not None and not each.complete:
                 if not self._local and not each.interrupted:
                     if each.stopped is None and _squeue("%T") not in (None, "RUNNING"):
-                        # at its end Slurm signals the steps as well as this process
+                        # at an allocation's end Slurm signals the steps as well as this process
                         self._over = True
                         each.interrupted = ALLOCATION
                     elif os.environ.get("SLURM_JOB_ID") and each.why.kind != STOPPED:
                         each.inquiry = Inquiry(each.hosts)
-                # the run may also have received the signal
+                # the run may have received the same signal as this process
                 if self.signal and each.why.kind in (CRASH, LOST_RANK):
                     each.interrupted = f"interrupted by {self.signal}"
         if each.inquiry is not None and not each.interrupted:
@@ -476,7 +478,7 @@ def time_left(
 ) -> Callable[[], float | None]:
     """Return a function that returns the seconds left, or None if both limits are unknown.
 
-    The limits are `walltime_s` from now on, and the end of the allocation less `reserve_s`; the
+    The limits are `walltime_s` from now on, and `reserve_s` before the end of the allocation; the
     earlier one counts.
     """
     begun = clock()
@@ -487,12 +489,15 @@ def time_left(
 
 
 def slurm_time_left_s() -> float | None:
-    """Return the seconds left in this Slurm job; None if squeue does not respond."""
+    """Return the seconds left in this Slurm job; None outside of a job, or if unknown."""
     return duration_s(_squeue("%L") or "")
 
 
 def _squeue(what: str) -> str | None:
-    """Return squeue's answer about this job; None if there is no job or no answer."""
+    """Return squeue's answer about this job; None if there is no job or no answer.
+
+    The answer is empty if the job has ended.
+    """
     job = job_name(os.environ)
     if not job:
         return None

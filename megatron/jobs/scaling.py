@@ -65,7 +65,7 @@ class MeasuredRun:
     start_iteration  number of steps completed before the last start
     device           name of its devices; "" if unknown
     point            description of the point if the run is part of an experiment; otherwise {}
-    failure          why there are no figures; None if there are
+    failure          why the run failed or has no figures; None otherwise
     finished         whether it ran to the end
     left_out         number of lines in its file that are not records
     """
@@ -211,7 +211,7 @@ class Figures:
 
     @property
     def valid(self) -> bool:
-        """Return whether there are figures without contradictions."""
+        """Return whether the run did not fail and has figures without contradictions."""
         return self.step_s is not None and not self.problems and self.run.failure is None
 
     @property
@@ -245,8 +245,8 @@ def figures(
     if not steady:
         why = (
             f"no steady step: of {sum(line.steps for line in run.lines)} steps {result.skipped} "
-            f"were skipped, {result.nan} had a non-finite loss, and none of the others has the full "
-            "batch after the warm-up"
+            f"were skipped, {result.nan} had a non-finite loss, and none of the others has the "
+            "full batch after the warm-up"
         )
         return replace(result, problems=() if run.failure else (why,))
     times = [line.step_time_s for line in steady]
@@ -301,7 +301,7 @@ def figures(
 
 
 def _steady(run: MeasuredRun, warm_up: int, full: int) -> list[StepTimes]:
-    """Return the lines after the warm-up whose steps have the full batch and a finite loss."""
+    """Return the lines after the warm-up: full batch, no step skipped, all losses finite."""
     return [
         line
         for line in run.lines
@@ -385,9 +385,9 @@ class Series:
     kind       weak (batch per replica is fixed), strong (batch is fixed), sweep (of `parameter`) or
                other
     parameter  what varies, for headings
-    members    in order of the parameter
-    base       reference for efficiency: the smallest valid run in weak or strong scaling, otherwise
-               the first valid run; None for a sweep
+    members    in order of the parameter; unrelated runs in the given order
+    base       reference for efficiency: the first valid run, which in weak or strong scaling is the
+               smallest; None for a sweep
     published  the paper's model, if the runs train one
     """
 
@@ -416,7 +416,10 @@ class Series:
         return rates[0] / base[2], rates[1] / base[1], rates[2] / base[0] if base[0] else math.inf
 
     def best(self) -> list[Figures]:
-        """Return the valid runs with the highest throughput per device, within the noise."""
+        """Return the valid run with the highest throughput per device, and those equal to it.
+
+        Runs count as equal if they differ only within the noise.
+        """
         rates = [(rate, m) for m in self.members if (rate := throughput(m))]
         top = max((rate for rate, _ in rates), key=lambda rate: rate[1], default=None)
         return [m for rate, m in rates if top and rate[2] >= top[0]]
@@ -452,8 +455,8 @@ def throughput(m: Figures) -> Range | None:
 def compare(measured: Sequence[Figures]) -> list[Series]:
     """Group runs into series: by experiment, or by model and replica layout.
 
-    Runs that do not belong to an experiment and show no scaling form one series, in the given
-    order.
+    If several groups belong to no experiment and show no scaling, their runs form one series, in
+    the given order.
     """
     groups: dict[str, list[Figures]] = {}
     for each in measured:

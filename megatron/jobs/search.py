@@ -1,4 +1,6 @@
-"""Proposals: candidates to try next, which Optuna or DeepHyper chooses from a list.
+"""Proposals: candidates to try next, chosen from a list.
+
+The first ones are chosen by the planner or at random, later ones by Optuna or DeepHyper.
 
 A proposal is a pure function of the history, the seed and the number of earlier proposals, so that
 a killed search resumes as if it had not been interrupted.
@@ -26,7 +28,7 @@ SEARCHES: Mapping[str, str] = {
     "optuna": "Optuna's tree-structured Parzen estimator",
 }
 """Values of --search, with descriptions."""
-_FIRST = 4  # initial trials: the planner's best, or random candidates
+_FIRST = 4  # trials chosen by the planner or at random (more while all of them fail)
 _FAILURE = 0.405  # log(1.5): a failure counts as 1.5 times the expected cost
 _NEAR = 0.223  # log(1.25)
 _RIDGE = 0.1  # (16 % / 0.5)^2: costs scatter by 16 % around a prior with a slope of 1 +- 0.5
@@ -93,7 +95,7 @@ class History:
 def find_search(name: str) -> str:
     """Return the search that a name in SEARCHES selects: "optuna" or "deephyper".
 
-    Raises ConfigError if its library is missing or has an incompatible version.
+    Raises ConfigError if the library of that search is missing or has an incompatible version.
     """
     try:
         if name == "optuna":

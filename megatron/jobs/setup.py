@@ -46,7 +46,7 @@ class Setup:
     out: Path
 
     def steps(self, candidate: Candidate) -> int:
-        """Return a trial's number of steps.
+        """Return a trial's number of steps, including the warm-up.
 
         With [trial] tokens, it is a multiple of the number of evaluations.
         """
@@ -71,7 +71,7 @@ class Setup:
         return self.search + (" with the planner's ranking" if self.prior else "")
 
     def limit_s(self, candidate: Candidate) -> float:
-        """Return the time limit for a trial."""
+        """Return the time limit for a trial, in seconds."""
         if self.args.trial_limit is not None or candidate.step_s is None:
             return float(self.args.trial_limit or _LIMIT_S)
         return START_UP_S + SLACK * candidate.step_s * self.steps(candidate)
@@ -120,8 +120,8 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
     search = args.search if shows else find_search(args.search)
     if (args.objective == LOSS) != bool(space.tokens):
         raise ConfigError(
-            f"--objective {args.objective}: {LOSS} is for spaces with tokens in their [trial], which "
-            f"allow no other objective; {space.name} has {space.tokens or 'none'}"
+            f"--objective {args.objective}: {LOSS} is for spaces with tokens in their [trial], and "
+            f"these allow no other objective; tokens of {space.name}: {space.tokens or 'none'}"
         )
     if space.tokens:
         if not DATA & read_settings((*space.flags, *flags)).explicit.keys():
@@ -175,9 +175,9 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
 def _processes(args: argparse.Namespace, space: SearchSpace, cluster: Cluster | None) -> int:
     """Return the number of local processes.
 
-    This is --processes, the number of devices of the described machine, or that of the GPUs here.
-    Without these, it is the number of cores, or the largest number that the space names if that is
-    larger. Raises ConfigError for flags of --launcher slurm.
+    This is --processes, or else the number of devices of a node of the described machine, or else
+    the number of GPUs here. Without GPUs, it is the number of cores, or the largest number of
+    processes in the space if that is larger. Raises ConfigError for flags of --launcher slurm.
     """
     for name in ("nodes", "tasks_per_node", "parallel"):
         if getattr(args, name) not in (None, 1):
@@ -191,7 +191,7 @@ def _processes(args: argparse.Namespace, space: SearchSpace, cluster: Cluster | 
 
 
 def _most(space: SearchSpace, name: str) -> int:
-    """Return the largest number of nodes or processes in a space; 0 if it has none."""
+    """Return the largest number of nodes or processes in a space; 0 if the space has none."""
     values = {parameter.name: parameter.values for parameter in space.parameters}.get(name, ())
     text = space.derived[name].text if name in space.derived else ""
     fixed = int(text) if text.isdigit() else 0
@@ -209,8 +209,9 @@ def _hosts(args: argparse.Namespace, shows: bool) -> tuple[str, ...]:
         )
     hosts = tuple(read_text(args.hosts_file, 1 << 24, error=ConfigError).split())
     if not hosts or len(set(hosts)) < len(hosts):
-        twice = next((host for host in hosts if hosts.count(host) > 1), "no node")
+        twice = next((host for host in hosts if hosts.count(host) > 1), "none")
         raise ConfigError(
-            f"--hosts-file {args.hosts_file} names {twice}: give each node once, one per line"
+            f"--hosts-file {args.hosts_file} has no node, or one more than once ({twice}): give "
+            "each node once, one per line"
         )
     return hosts

@@ -8,7 +8,7 @@
                    valid_samples, halving
 
 as well as title, source, flags and cluster. A name is a short name (planner/layout.py), processes,
-preset, or a setting.
+preset, or a setting; expressions may also use dp.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Expression:
     def value(self, values: Mapping[str, object]) -> object:
         """Evaluate with these values by name; `and`, `or` and `if` short-circuit as in Python.
 
-        Raises ValueError for unsupported syntax, and if there is no value (division by zero).
+        Raises ValueError for unsupported syntax, and if there is no value, as in a division by 0.
         """
         try:
             return _value(self.tree, values)
@@ -90,7 +90,7 @@ def parse_expression(text: str) -> Expression:
 def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
     match node:
         case ast.Constant(value=int() | float() | str()):
-            return None if node.value == "none" else node.value  # a flag that is not given
+            return None if node.value == "none" else node.value  # "none": the flag is not given
         case ast.Name():
             return _KNOWN[node.id] if node.id in _KNOWN else values[node.id]
         case ast.List() | ast.Tuple():
@@ -158,8 +158,8 @@ _ABBREVIATIONS = {
     "full:block": "full:block:1",
 }
 _NO_POSITION = (
-    "is not allowed in a search: the tuner and its trials set it (--iterations, --cluster, nodes, "
-    "processes)"
+    "is not allowed in a search: it would disturb a trial, or the tuner sets it (--iterations, "
+    "--cluster, nodes, processes)"
 )
 # Settings that the tuner or a trial sets itself, that make the step time vary, or that would slow
 # down a trial.
@@ -192,8 +192,8 @@ class SearchSpace:
     """A validated space file, created by `load_space`.
 
     name, path   name without .toml, and path, of the file
-    parameters   all parameters, including variables, in the order of the file
-    variables    names of parameters that are not flags and occur only in expressions
+    parameters   those of [parameters], then those of [variables], each in the order of the file
+    variables    names of [variables]: parameters that are not flags, only for expressions
     flags        flags for pretrain_gpt.py that all layouts share
     derived      name -> expression
     constraints  displayed reason -> expression that must hold
@@ -424,7 +424,10 @@ def _check_keys(table: Mapping[str, object], kinds: Mapping[str, type]) -> None:
 
 
 def _named(key: str, origins: dict[str, str]) -> str:
-    """Resolve a key and record its settings. Raises ConfigError if a setting is given twice."""
+    """Resolve a key and record its setting in `origins`.
+
+    Raises ConfigError for an unknown name, one that is not allowed, and a setting given twice.
+    """
     name = meaning(key)
     if name in _REFUSED:
         raise ConfigError(f"{key} {_NO_POSITION}")

@@ -21,8 +21,8 @@ OBJECTIVES = ("tokens_per_s", "node_hours", LOSS)
 CONFIRM = "confirm"
 """Name of the proposer of trials that measure a layout again."""
 # Prior standard deviation of log(cost) between trials of a layout, in addition to the scatter of
-# steps within a trial: machines and networks vary more from one trial to the next. The weight of
-# the prior is given as a number of repetitions.
+# steps within a trial: machines and networks vary more from one trial to the next. _WORTH is the
+# weight of the prior, as a number of repeated trials.
 _SCATTER = 0.02
 _WORTH = 3.0
 _LOSS_SCATTER = 0.003  # of log(validation loss) between seeds of a small model: an assumption
@@ -32,7 +32,7 @@ _FURTHEST = math.log(1.25)  # a layout further behind is not a rival, whatever t
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial of a candidate: done, running, or to be repeated.
+    """A trial of a candidate: finished, running, or to be repeated.
 
     number  counted from 1, in order of proposal; by: the proposer (planner, optuna, ..., confirm)
     """
@@ -59,7 +59,8 @@ class MeasuredCandidate:
 
     steps     seconds per step in its valid trials, or their validation losses
     failures  trials that count against the layout
-    cost      objective to minimize, from the median of `steps`; infinite if it has none (above)
+    cost      what is minimized (Candidate.cost), from the median of `steps`; infinite if the layout
+              has none, see above
     """
 
     candidate: Candidate
@@ -74,7 +75,7 @@ class MeasuredCandidate:
 
     @property
     def spread(self) -> str:
-        """Describe the number of measurements, and the range of step times over their median."""
+        """Describe the number of measurements, and the range of `steps` over their median."""
         if len(self.steps) < 2:
             return "measured once"
         apart = (max(self.steps) - min(self.steps)) / self.step_s
@@ -202,8 +203,8 @@ def ruled_out(candidates: Sequence[Candidate], trials: Sequence[Trial]) -> set[i
     """Return the indices of candidates that probably do not fit.
 
     They are predicted to need at least as much memory as a candidate that ran out of memory.
-    Predictions are not exact: a trial that ran out of memory is ignored if another trial fit even
-    though it should need as much or more.
+    Predictions are not exact: a trial that ran out of memory is ignored if another trial, predicted
+    to need as much or more, has fit.
     """
     fitted = max((t.candidate.memory_bytes or 0.0 for t in trials if t.result.step_s), default=0.0)
     full = [t.candidate.memory_bytes or math.inf for t in trials if t.result.kind == OUT_OF_MEMORY]

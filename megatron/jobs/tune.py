@@ -73,8 +73,8 @@ EXHAUSTED = "all layouts were tried"
 BUDGET = "the trial budget is used up"
 NODES = "too few nodes remain"
 _IDENTITY = "search.json"
-_MOST_BYTES = 1 << 24  # size limit for a file in the folder
-_RESERVE_S = 120.0  # reserved at an allocation's end to stop trials and write the report
+_MOST_BYTES = 1 << 24  # size limit for search.json
+_RESERVE_S = 120.0  # kept free at an allocation's end to stop trials and write the report
 _SHOWN = 10
 _KINDS: Kinds = {is_text: ("key", "by")}
 
@@ -114,8 +114,8 @@ def _say(text: str) -> None:
 
 def _search(setup: Setup, enumeration: Enumeration) -> int:
     _say(
-        f"{len(enumeration.candidates):,} layouts of {setup.space.combinations:,} combinations, searched "
-        f"by {setup.searched_by}; {setup.out}"
+        f"{len(enumeration.candidates):,} layouts of {setup.space.combinations:,} combinations, "
+        f"searched by {setup.searched_by}; {setup.out}"
     )
     search = TuningSearch(setup, enumeration, _say)
     walltime_s = duration_s(setup.args.walltime or "")
@@ -124,8 +124,8 @@ def _search(setup: Setup, enumeration: Enumeration) -> int:
     why = runner.run(search) or search.why
     goes_on = why not in (EXHAUSTED, BUDGET)
     _say(
-        f"{'interrupted by ' if runner.signal else ''}{why}: {len(search.finished)} trial(s) finished since "
-        "the start" + (f"; the same command resumes from {setup.out}" if goes_on else "")
+        f"{'interrupted by ' if runner.signal else ''}{why}: {len(search.finished)} trial(s) finished "
+        "since the start" + (f"; the same command resumes from {setup.out}" if goes_on else "")
     )
     has_best = _report(search)
     if goes_on:
@@ -205,7 +205,7 @@ class TuningSearch(JobSource):
 
     @property
     def layouts(self) -> list[MeasuredCandidate]:
-        """Return all layouts that were tried."""
+        """Return all layouts that have a finished trial."""
         return measured(self.trials.values(), self.objective)
 
     @property
@@ -215,7 +215,7 @@ class TuningSearch(JobSource):
 
     @property
     def objective(self) -> str:
-        """Name of the minimized quantity."""
+        """Return the objective, one of OBJECTIVES (trial_statistics.py)."""
         return str(self.setup.args.objective)
 
     def _read(self, folder: Path, by_key: dict[str, Candidate]) -> None:
@@ -303,8 +303,8 @@ class TuningSearch(JobSource):
         confirmed = sum(trial.by == CONFIRM and trial.number > last for trial in trials)
         runs = any(not t.result.status for t in searched)
         if not (waiting or lacking or runs) and confirmed < args.confirm:
-            # After nodes have died, too few may be left for the next layout in turn. Do not skip
-            # it: other layouts would be measured more often instead and win on more evidence.
+            # After nodes have died, too few may be left for every layout in turn. Do not go on with
+            # other layouts: they would be measured more often and win on more evidence.
             turn = in_turn(trials, self.objective)
             for candidate in turn:
                 if runner.ever(candidate.nodes):
@@ -317,7 +317,7 @@ class TuningSearch(JobSource):
         """Collect the state on which the next proposal depends."""
         candidates = self.enumeration.candidates
         trials = list(self.trials.values())
-        # Layouts whose trials only lost ranks are left out: that is not caused by the layout.
+        # Layouts whose trials only lost ranks are left out: the layout does not cause this.
         seen = {
             one.candidate.index: math.log(one.cost) if one.cost < math.inf else None
             for one in self.layouts
@@ -424,7 +424,8 @@ def _dry_run(setup: Setup, enumeration: Enumeration) -> None:
     first = sorted(candidates, key=lambda c: c.cost(c.step_s or 0.0, args.objective))
     print_table(
         Table(
-            "the first layouts; memory and time are predicted, if the machine is described",
+            "the first layouts, best predictions first; memory and time are predicted if the "
+            "machine is described",
             ("layout", "nodes", "GiB", "s/step", "value"),
             [
                 (
@@ -484,16 +485,16 @@ def summary(search: TuningSearch) -> list[str]:
     return [
         *lines,
         f"{len(layouts)} of {len(search.enumeration.candidates):,} layouts were tried, searched by "
-        f"{search.setup.searched_by}; {confirmations} trial(s) repeated leading ones. Without valid "
-        f"figures: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common()) or 'none'}.",
+        f"{search.setup.searched_by}; {confirmations} trial(s) repeated leading ones. Without "
+        f"valid figures: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common()) or 'none'}.",
     ]
 
 
 def write_report(search: TuningSearch) -> list[Path]:
     """Write a report on the search so far to its folder; return the files.
 
-    It replaces an earlier report. Without matplotlib, trials.md says why there is no
-    plot. Raises ConfigError if the folder is not writable.
+    An earlier report is replaced. Without matplotlib, trials.md says why there is no plot. Raises
+    ConfigError if the folder is not writable.
     """
     folder = search.setup.out / FOLDER
     sections = [f"# {search.setup.space.title}"]
@@ -544,7 +545,7 @@ def _table(search: TuningSearch) -> Table:
 
 
 def _picture(search: TuningSearch, path: Path) -> Path:
-    """Draw all trials in order, with the best so far."""
+    """Draw the values of all trials with figures in order, and the best value so far."""
     plot = pyplot()
     objective = search.objective
     done = [trial for trial in search.trials.values() if trial.result.figure]
