@@ -64,7 +64,8 @@ class SameCopies(Callback):
 
     It does this after the first step that moved the weights, at the interval of
     --check-weight-hash-across-dp-replicas-interval, and before a save, which writes one of the
-    copies. If the copies differ, it raises TrainingError or ConfigError on every rank.
+    copies. Raises the errors of check_copies on every rank: TrainingError if copies differ, and
+    ConfigError if gradients of the first step are not of the assumed kind.
     """
 
     def __init__(self) -> None:
@@ -200,7 +201,7 @@ class SlowRanks(Callback):
 def build_callbacks(
     run: Run, locations: Sequence[str], tasks: Sequence[EvaluationTask], costs: RunCosts
 ) -> Iterator[Callback]:
-    """Yield our callbacks and the user's, in the order in which a run calls them."""
+    """Yield the project's callbacks and the user's, in the order in which a run calls them."""
     config = run.config
     progress = run.progress
     say = run.reporter.say

@@ -57,8 +57,9 @@ class Saves:
 
     All ranks call every method. Rank 0 decides when the minutes have passed and when to try again
     after a failure; `agreement` shares this decision, and whether any rank is still writing, with
-    all ranks. `saved_iteration` is the last iteration with a checkpoint in the --save folder; None
-    if there is none. Each function in `after_save` is called with the seconds that a save took.
+    all ranks. `saved_iteration` is the iteration of the last checkpoint that this job has saved to
+    the --save folder or loaded from it; None before that. Each function in `after_save` is called
+    with the seconds that a save took.
     """
 
     config: Config
@@ -113,7 +114,7 @@ class Saves:
 
         With --async-save this continues in the background, except for the `last` save of a run.
         Waits for an earlier save that is still being written. Does nothing if this iteration has
-        been saved already.
+        been saved already. A failed save is reported, not raised; see `check`.
         """
         if self._started is not None and (last or self._started != iteration):
             self.settle()
@@ -257,13 +258,14 @@ def check_save_folder(config: Config, topology: Topology, reporter: Reporter) ->
 def checkpoint_to_load(
     config: Config, topology: Topology, reporter: Reporter | None = None
 ) -> Path | None:
-    """Return the newest good checkpoint in the --load folder.
+    """Return the newest good checkpoint in the --load folder, or the one that --load-tag names.
 
     Returns None without --load, with hf:FOLDER, or if the folder has no checkpoint at all.
 
     Rank 0 searches for all ranks. Broken checkpoints and a wrong tracker file are reported. Raises
-    CheckpointError if all checkpoints are broken, or if --load-tag, --use-checkpoint-args or
-    --exit-on-missing-checkpoint requires a missing one.
+    CheckpointError if all checkpoints are broken, if the one that --load-tag names is missing or
+    broken, or if there is none although --use-checkpoint-args or --exit-on-missing-checkpoint needs
+    one.
     """
     settings = config.checkpoint
     if not settings.load or hugging_face_folder(settings.load) is not None:
@@ -332,7 +334,7 @@ def load_checkpoint(
         f" loaded checkpoint {loaded.folder} in {time.perf_counter() - start:.2f} s"
         + ("" if loaded.optimizer else ", without optimizer state")
         + (f" ({', '.join(asked)})" if asked else "")
-        + (": each expert begins with its MLP" if loaded.dense else "")
+        + (": each expert begins as a copy of its layer's MLP" if loaded.dense else "")
     )
     if settings.finetune or settings.reset_iteration or loaded.dense:
         return Progress()
@@ -340,7 +342,7 @@ def load_checkpoint(
 
 
 def progress_from(state: Record, folder: Path) -> Progress:
-    """Return the counters that a run saved. Raises CheckpointError if they are missing."""
+    """Return a run's saved counters. Raises CheckpointError if they are missing or damaged."""
     lists = ("sources", "left_out", "recent_losses")  # older checkpoints have none
     names = {field.name for field in dataclasses.fields(Progress)} - set(lists)
     missing = sorted(name for name in names if not is_count(state.get(name)))

@@ -81,9 +81,10 @@ def staged_locations(
 ) -> dict[str, str]:
     """Copy the data to --stage-data-to, once per node; return where to read each prefix.
 
-    On each node, one process that reads the data makes the copy. The result is empty if nothing
-    is staged. All ranks call this and return when all copies are complete. Data that cannot be
-    copied is read from its original place. Raises LaunchError if any rank is not done after WAIT_S.
+    On each node, one process that reads the data makes the copy. The result is empty if nothing is
+    staged, and on ranks that read no data. All ranks call this and return when all copies are
+    complete. Data that cannot be copied is read from its original place. Raises LaunchError if any
+    rank is not done after WAIT_S.
     """
     target = config.data.stage_data_to
     prefixes = [] if target is None else data_prefixes(config)
@@ -121,7 +122,7 @@ def staged_locations(
 
 
 def copy_to_node(prefix: str, folder: Path) -> str:
-    """Copy the files of a data set into `folder`, unless a copy exists; return its prefix.
+    """Copy the files of a data set into `folder`, unless a copy exists; return the copy's prefix.
 
     The copy's name depends on the paths, sizes and modification times of the originals, so that
     changed data is copied again. The copy appears only once it is complete. Raises OSError if the
@@ -168,8 +169,9 @@ def first_builds(
 ) -> Callable[[int, int, int], Datasets]:
     """Wrap `build` for all ranks to call: rank 0 builds the index files, then the others read them.
 
-    An error on rank 0 becomes a DataError on all ranks. `say` gets a line about each build and each
-    wait. Rank 0 calls `check` before its first build.
+    If rank 0 fails, all other ranks raise a DataError with the same message. `say` gets a line
+    about each build and each wait. Rank 0 calls `check` before its first build. If the run has no
+    data files, `build` itself is returned and `check` is not called.
     """
     if not data_prefixes(config):
         return build

@@ -31,8 +31,8 @@ _OPERATIONS = {
 class LoggedCalls(DeviceCalls):
     """A meter of the flight recorder that measures how long this rank waits for each collective.
 
-    The host waits for its current stream before and after each call. It does not wait for the whole
-    device, where a message may wait for another that the host has yet to send.
+    On a GPU, the host waits for its current stream before and after each call. It does not wait for
+    the whole device, where a message may wait for another that the host has yet to send.
     """
 
     def __init__(self, new_event: Callable[[], DeviceEvent], on_host: bool = False) -> None:
@@ -70,7 +70,10 @@ class LoggedCalls(DeviceCalls):
 
 
 class _Operators(TorchDispatchMode):
-    """A mode without effect, except that our autograd nodes call torch's functions inside it."""
+    """A mode without an effect of its own: inside it, nodes in C++ leave their work to Python.
+
+    DeepSpeed's profiler counts the calls of torch's functions from Python.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -102,7 +105,7 @@ class DeepSpeedReports(Callback):
         if not hasattr(self._communication, "comms_logger"):
             raise ConfigError(
                 "comms_logger: this DeepSpeed lacks deepspeed.comm.comms_logger, which logs calls: "
-                "remove it from --deepspeed_config, and read the phases in --metrics-file"
+                "remove comms_logger from --deepspeed_config, and read the phases in --metrics-file"
             )
         on_host = run.topology.device.type == "cpu"
         # with timing enabled, because the timeline uses this meter, too

@@ -39,10 +39,9 @@ def describe_setup(
             f"{model.num_experts} experts in {model.expert_layers} layers)"
         )
     say(
-        f"model: {formulas.parameters_of(config):,} parameters{experts}: {model.num_layers} layers, "
-        f"hidden size "
-        f"{model.hidden_size}, {model.num_attention_heads} heads, sequences of {model.seq_length} "
-        f"tokens, vocabulary of {model.vocab_size}, padded to "
+        f"model: {formulas.parameters_of(config):,} parameters{experts}: {model.num_layers} "
+        f"layers, hidden size {model.hidden_size}, {model.num_attention_heads} heads, sequences of "
+        f"{model.seq_length} tokens, vocabulary of {model.vocab_size}, padded to "
         f"{model.padded_vocab_size(topology.tensor.size)}"
     )
     reporter.say(topology.describe(locations))
@@ -163,8 +162,8 @@ def check_loss_masks(
     """Print how many samples have no token in the loss, if masks may exclude all their tokens.
 
     `samples` has the number that the run reads of each of its three data sets. If there are many,
-    rank 0 checks only evenly spaced ones. Raises DataError on all ranks if no training sample has a
-    token in the loss.
+    rank 0 checks only evenly spaced ones. Raises DataError on all ranks if none of the training
+    samples that were checked has a token in the loss, or if a sample cannot be read.
     """
     length = config.model.seq_length
     sets = {name: getattr(datasets, name) for name in SPLIT_NAMES} | dict(datasets.corpora)
@@ -196,7 +195,7 @@ def check_loss_masks(
                     "nothing. Raise --seq-length, shorten the prompts, or leave out --loss-mask"
                 )
             elif without:
-                reporter.say(f"WARNING: {line}: the model learns nothing from them")
+                reporter.say(f"WARNING: {line}: they add nothing to training or evaluation")
     except DataError as error:
         problem = str(error)
     if problem := collectives.broadcast_object(problem, topology.world):

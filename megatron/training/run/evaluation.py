@@ -31,7 +31,8 @@ _ASKED = "because a signal, the end of the job or --exit-duration-in-mins asks t
 class Tasks(Callback):
     """Evaluates the tasks of --eval-tasks, until a signal or a time limit asks the run to end.
 
-    They are not evaluated again at the end of the run if no step was taken since the last time.
+    At the end of the run they are not evaluated again if no step was taken since their last
+    evaluation.
     """
 
     def __init__(self, tasks: Sequence[EvaluationTask]) -> None:
@@ -73,8 +74,8 @@ class Tasks(Callback):
 class Losses(Callback):
     """Measures the losses on validation data and, at the end of the run, on test data.
 
-    The evaluation before the first step and the one after it use the same samples, so a run needs
-    as many samples as in Megatron. Validation losses measured after the last step are not measured
+    The evaluation before the first step uses the same samples as the next one, so a run needs as
+    many samples as in Megatron. Validation losses measured after the last step are not measured
     again at the end. If a signal or a time limit asks the run to end before the last evaluation,
     that evaluation is left out: everything is saved by then.
     """
@@ -139,13 +140,14 @@ def evaluate(
     advance: bool,
     corpus: str | None = None,
 ) -> list[float] | None:
-    """Measure and report the loss on the next eval_iters global batches of 'valid' or 'test'.
+    """Measure and report the loss on eval_iters global batches of 'valid' or 'test'.
 
-    `prefix` names the iteration and data in the log. With `advance` the next evaluation takes the
-    samples that follow. A named `corpus` is evaluated on the same samples every time, each at most
-    once, and the loss is the mean over tokens. Returns the loss, and with --eval-ema the loss of
-    the averaged weights; an empty list if no token is in the loss, None if the evaluation was
-    interrupted.
+    `prefix` names the iteration and data in the log. 'valid' begins where the last evaluation with
+    `advance` ended or, if that was at this iteration, where it began. 'test' begins at its first
+    sample, and so does 'valid' if too few samples are left. A named `corpus` is evaluated on the
+    same samples every time, each at most once, and the loss is the mean over tokens. Returns the
+    loss, and with --eval-ema the loss of the averaged weights; an empty list if no token is in the
+    loss, None if the evaluation was interrupted.
     """
     progress = run.progress
     start = time.perf_counter()
@@ -191,7 +193,7 @@ def evaluate(
 def measure(
     run: Run, dataset: TokenDataset, samples: range, corpus: str | None
 ) -> list[tuple[float, float]]:
-    """Return [(loss, weight)] for these samples; an empty list if this was interrupted."""
+    """Return [(loss, weight)] for these samples; an empty list if the evaluation is interrupted."""
 
     def forward(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         losses = run.executor.evaluate(micro_batches)
@@ -256,7 +258,7 @@ def report_validation(
 def batches_of(run: Run, stream: MicroBatchStream, samples: int) -> Iterator[list[MicroBatch]]:
     """Yield this rank's micro-batches of each global batch over the next `samples` samples.
 
-    Samples beyond these, which fill the last batch, are masked in the loss.
+    Samples beyond these, which fill the last micro-batches, are masked in the loss.
     """
     stop = stream.consumed_samples + samples
     batches = run.batches
@@ -314,9 +316,10 @@ def mean_loss(
 
 
 def interrupted(run: Run) -> bool:
-    """Return whether, at the previous call, a signal or a time limit asked the run to end.
+    """Return whether a signal or a time limit asks the run to end, and post the next agreement.
 
-    Called between two iterations of an evaluation.
+    With several ranks the answer is that of the agreement posted last. Called between two global
+    batches or tasks of an evaluation.
     """
     answer = run.stop.must_leave(run.agreement.read())
     run.agreement.post()

@@ -138,7 +138,7 @@ def generate(
 
     model            see load_model; its dropout is off during the call
     prompts          texts, or token ids
-    max_new_tokens   number of tokens after which a text ends, if no end token comes first
+    max_new_tokens   number of tokens after which a text ends, if nothing else ends it before
     sampling         how each token is chosen
     seeds            one for each prompt, instead of sampling.seed, sampling.seed + 1, ... A text
                      depends on its prompt and seed, not on the rest of the batch (except for
@@ -149,8 +149,9 @@ def generate(
                      your own layers or models, each token costs a pass over the whole text
 
     All ranks call this with the same arguments, and each gets the result. Raises ConfigError for
-    prompts that are empty, too long or outside the model's vocabulary, and if scores are not
-    finite.
+    prompts that are empty, too long or outside the model's vocabulary, for other arguments that are
+    invalid or that the model or its layout does not support, and if scores are not finite. Raises
+    the CheckpointError of ends_of.
     """
     config = model.config
     tokenizer = model.tokenizer
@@ -158,7 +159,7 @@ def generate(
         raise ConfigError("prompts must be a list: put a single prompt into brackets")
     ready = prepare(model, prompts, max_new_tokens, limits)
     if tokenizer is None and (limits.stop or on_text):
-        raise ConfigError("stop strings and text need a tokenizer, but the model has none")
+        raise ConfigError("stop and on_text need a tokenizer, but the model has none: omit them")
     if "" in limits.stop:
         raise ConfigError("an empty stop string ends every text: leave it out")
     if seeds is None:
@@ -191,9 +192,10 @@ def generate(
 def ends_of(model: GenerativeModel) -> frozenset[int]:
     """Return the tokens that end a text of this model.
 
-    For a Hugging Face folder they are in its generation_config.json; for a trained model they are
-    the tokenizer's end-of-document token and the end tokens in files next to the tokenizer. Raises
-    CheckpointError.
+    For a Hugging Face folder they are in its generation_config.json or else its config.json. If the
+    model is from a checkpoint, or these files list none, they are the tokenizer's end-of-document
+    token and, if --tokenizer-model is a folder, the end tokens in its files of these names. Raises
+    CheckpointError for invalid files.
     """
     tokenizer = model.tokenizer
     files = model.config.tokenizer.tokenizer_model
@@ -208,7 +210,7 @@ def ends_of(model: GenerativeModel) -> frozenset[int]:
 def prepare(
     model: GenerativeModel, prompts: Sequence[str | Ids], max_new_tokens: int, limits: Limits
 ) -> list[Prompt]:
-    """Return the token ids of prompts, cut if requested; see generate. Raises ConfigError."""
+    """Return the prompts as token ids, cut if requested; see generate. Raises ConfigError."""
     if (ranks := model.topology.context.size) > 1:
         raise ConfigError(
             f"text cannot be generated with --context-parallel-size {ranks}: use 1, with any other "
@@ -227,8 +229,8 @@ def prepare(
     most = most if context is None else context
     if max_new_tokens < 1 or (limits.cut and max_new_tokens >= most):
         raise ConfigError(
-            f"{max_new_tokens} new tokens in a context of {most}: give 1 or more, and if prompts "
-            "are cut fewer than the context, so that some of the prompt remains"
+            f"{max_new_tokens} new tokens in a context of {most}: give 1 or more and, if prompts "
+            "are cut, fewer than the context, so that some of the prompt remains"
         )
     assert settings.vocab_size is not None, "the model was built with a vocabulary"
     ready = []
@@ -291,9 +293,9 @@ class _Sample:
 
 
 def choose(scores: Tensor, sampling: Sampling, uniform: Tensor | None = None) -> Tensor:
-    """Return one id for each row of scores [n, vocab]: int64 [n]; -1 if the largest is not finite.
+    """Return one id for each row of scores [n, vocab], int64 [n]; -1 if its maximum is not finite.
 
-    uniform   fp64 [n], in [0, 1): the same number chooses the same token
+    uniform   fp64 [n], in [0, 1): the same number chooses the same token; not used if greedy
     """
     scores = scores.float()
     best = scores.max(dim=-1)
@@ -444,7 +446,7 @@ class _Decoder:
         return torch.zeros(())
 
     def _batch(self) -> tuple[MicroBatch, Tensor]:
-        """Return the tokens of the next pass, and the position of each text's last one, int64 [b].
+        """Return the next pass's tokens, and the index of each text's last token in it, int64 [b].
 
         Texts are padded at the end, so that no real token attends to the padding.
         """

@@ -42,8 +42,8 @@ _M_MMAP_THRESHOLD = -3
 # Blocks up to this size come from the heap and stay in it: activations and the logits of a chunk of
 # tokens. Larger ones are flat buffers, allocated once; in the heap they would only leave gaps.
 # GPT-2 124M in bf16 with sequence length 512 peaks at 3,067 MiB with glibc's own rules, at 3,069 if
-# blocks up to 32 MiB are kept, and at 3,105 if blocks up to 1 GiB are. glibc before 2.35 accepts no
-# size above half of its HEAP_MAX_SIZE, which is the second value.
+# blocks up to 32 MiB are kept, and at 3,105 if blocks up to 1 GiB are. The second value is for
+# glibc before 2.35, which accepts no size above half of its HEAP_MAX_SIZE.
 KEEP_BLOCKS_BYTES = (256 << 20, 32 << 20)
 # The free end of the heap is never returned: its blocks change in every step. A process keeps the
 # most memory that its blocks of these sizes ever took, because the next step needs it again; this
@@ -88,12 +88,13 @@ def reserved_memory_bytes(device: torch.device) -> int | None:
 
 
 def share_cores(device: torch.device, local_world_size: int) -> str:
-    """Give each process of a CPU node its share of the cores; return a line for the log.
+    """Give each process that computes on the CPU its share of the node's cores.
 
-    Otherwise every process would start a thread per core, and they would compete. All processes
-    call this after they are connected. OMP_NUM_THREADS takes precedence, except for torchrun's 1.
-    Processes are not bound to cores: srun and mpirun do that, and two runs on one node that both
-    bind to its first cores would leave the other cores idle.
+    Returns a line for the log. Otherwise every process would start a thread per core, and the
+    threads would compete. All processes call this after they are connected. OMP_NUM_THREADS takes
+    precedence, except for torchrun's 1. With a GPU, nothing changes. Processes are not bound to
+    cores: srun and mpirun do that, and two runs on one node that both bind to its first cores would
+    leave the other cores idle.
     """
     if device.type != "cpu":
         return (
@@ -155,9 +156,9 @@ def mapped_blocks() -> Iterator[None]:
 
     For set-up, after tune_allocator(). Weights and flat buffers stay until the end of the run, with
     short-lived copies between them. In a heap that keeps its blocks, the copies would leave gaps
-    that a step's activations fit badly. A mapping returns to the system when it is freed. At the
-    end malloc has the settings of tune_allocator again, and free pages are returned. Does nothing
-    if malloc must not be changed.
+    into which the activations of a step do not fit well. A mapping returns to the system when it is
+    freed. At the end malloc has the settings of tune_allocator again, and free pages are returned.
+    Does nothing if malloc must not be changed.
     """
     libc, reason = _malloc()
     if reason:
@@ -220,10 +221,11 @@ def agree_on_times(topology: Topology) -> None:
 
 
 def check_kernels(config: Config, topology: Topology) -> None:
-    """Raise ConfigError on every rank unless all ranks have the same fused kernels and operators.
+    """Raise ConfigError on every rank unless all ranks use the same fused kernels.
 
-    Tensor-parallel ranks apply dropout to their copies of a tensor. The mask differs with and
-    without kernels: if one rank lacked the library, the copies would drift apart unnoticed.
+    Both the library and the choice of operators that use it are compared. Tensor-parallel ranks
+    apply dropout to their copies of a tensor. The mask differs with and without kernels: if one
+    rank lacked the library, the copies would drift apart unnoticed.
     """
     device = topology.device
     fusions = choose.choose_fusions(config.kernels, device, config.precision.dtype_name)
@@ -232,7 +234,7 @@ def check_kernels(config: Config, topology: Topology) -> None:
         lines = collectives.gather_objects(library.find(device.type).line, topology.world)
         raise ConfigError(
             "the ranks have different fused kernels, and with them different dropout masks: "
-            f"{problem}. The ranks report: {'; '.join(dict.fromkeys(lines))}. Build the library once, "
-            "on a file system that all nodes share (python setup.py build_kernels), or set "
+            f"{problem}. The ranks report: {'; '.join(dict.fromkeys(lines))}. Build the library "
+            "once, on a file system that all nodes share (python setup.py build_kernels), or set "
             f"{library.OVERRIDE}=none for all ranks"
         )

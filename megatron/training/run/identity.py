@@ -1,9 +1,9 @@
 """Comparison of the settings, code and files that all ranks of a run must share.
 
-Each rank publishes digests of them at the rendezvous, before torch connects anything, and rank 0
-compares them. A difference ends the run on every rank: if any rank had a different seed, learning
-rate, model or index file, the ranks would silently train something else. The samples of the data
-sets are known only later, and are compared then.
+Each rank publishes digests of them at the rendezvous, before torch connects anything, and the first
+process compares them. A difference ends the run on every rank: if any rank had a different seed,
+learning rate, model or index file, the ranks would silently train something else. The samples of
+the data sets are known only later, and are compared then.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SAMPLES = 16  # compared in each data set
 
 
 def identity(config: Config, placement: str = "") -> Alike:
-    """Return the settings of this process, and digests of code and files.
+    """Return the settings and library versions of this process, and digests of code and files.
 
     `placement` describes the ranks' placement on devices (RankMapping.agreed). Every process reads
     its files, not only one on each node: the same path may lead each process to a different file,
@@ -97,8 +97,8 @@ def code_digests(config: Config, package: Path = _PACKAGE) -> dict[str, str]:
 def inputs(config: Config) -> list[Path]:
     """Return the files besides code that determine a run's results.
 
-    A native checkpoint is not among them: the ranks load the one that rank 0 finds, and its
-    manifest has the digests of all its parts.
+    A checkpoint of this program is not among them: the ranks load the one that rank 0 finds, and
+    its manifest and shard lists have the digests of all its parts.
     """
     model = hugging_face_folder(config.checkpoint.load)
     paths = [] if model is None else model_files(model)
@@ -127,8 +127,8 @@ def model_files(folder: Path) -> list[Path]:
 def file_digests(paths: Sequence[Path]) -> dict[str, str]:
     """Return size and digest of each file, or why it cannot be read.
 
-    Long files are sampled: at most 32 MiB are read from all files together, or 32 KiB from each if
-    there are more than a thousand.
+    Long files are sampled: at most 4 MiB are read from each, and 32 MiB from all together, or 32
+    KiB from each if there are more than 1,024.
     """
     share = max(_ALL_BYTES // max(len(paths), 1), _LEAST_BYTES)
     with ThreadPoolExecutor(_THREADS) as pool:

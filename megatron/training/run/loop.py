@@ -26,8 +26,9 @@ from megatron.training.safety.bad_steps import Spike, roll_back
 def train(run: Run) -> Stop | None:
     """Train until the last iteration or a reason to stop; return that reason, or None.
 
-    Measures, reports and saves along the way. Raises CheckpointError at the end if the last
-    checkpoint could not be written.
+    Measures, reports and saves along the way. With --skip-train, only evaluates. Raises
+    CheckpointError at the end if the last checkpoint, or the model for --save-hf, could not be
+    written.
     """
     progress = run.progress
     stop = None
@@ -53,7 +54,7 @@ def train(run: Run) -> Stop | None:
             run.wall_time.saved = True
     if stop is None:
         evaluate(run, last=True)
-        run.agreement.read()  # discarded
+        run.agreement.read()  # ends the one in progress
     else:
         run.reporter.say(stop.reason)
     run.reporter.publish(
@@ -77,12 +78,12 @@ def train(run: Run) -> Stop | None:
 
 
 def train_steps(run: Run) -> Stop | None:
-    """Take steps up to the last iteration; return the reason if training stops earlier."""
+    """Take steps until the last iteration or a reason to stop; return that reason, or None."""
     training = run.config.training
     progress = run.progress
     for callback in run.callbacks:
         callback.on_start(run)
-    stop = run.stop.check_at_start(progress.iteration, run.agreement.now())  # signals during set-up
+    stop = run.stop.check_at_start(progress.iteration, run.agreement.now())  # a signal in set-up
     if stop is None and progress.iteration == 0 and training.eval_at_start:
         evaluate(run)  # the loss that training starts from
         stop = run.stop.check_at_start(progress.iteration, run.agreement.now())
@@ -106,7 +107,7 @@ def train_steps(run: Run) -> Stop | None:
         if interval and progress.iteration % interval == 0:
             gc.collect()
         stop = between_steps(run)
-    run.agreement.read()  # discarded
+    run.agreement.read()  # ends the one in progress
     return stop
 
 
@@ -132,7 +133,7 @@ def between_steps(run: Run) -> Stop | None:
 def go_back(run: Run, spike: Spike) -> bool:
     """Go back to the checkpoint before a loss spike; return whether there was a checkpoint."""
     report(run)
-    run.agreement.read()  # discarded
+    run.agreement.read()  # ends the one in progress
     with run.aside("loading"):
         return roll_back(run, spike)
 
@@ -144,7 +145,10 @@ def evaluate(run: Run, *, last: bool = False) -> None:
 
 
 def report(run: Run) -> None:
-    """Reduce the figures of the interval over the ranks and report them, if there are any."""
+    """Reduce the figures of the interval over the ranks and report them.
+
+    Does nothing if no step was taken since the last report.
+    """
     unfinished = [] if run.loop.in_progress is None else [run.loop.in_progress.step]
     if not unfinished and not run.interval.steps:
         return
@@ -152,7 +156,7 @@ def report(run: Run) -> None:
     losses, memory = run.interval.reduce(
         peak_memory_bytes(device), reserved_memory_bytes(device), unfinished
     )
-    finish_step(run)  # does not wait: `reduce` has already waited for the losses
+    finish_step(run)  # does not wait: `reduce` has already waited for the device
     elapsed_s = run.watch.lap()
     measured: dict[str, Any] = {}
     for callback in run.callbacks:
@@ -164,7 +168,10 @@ def report(run: Run) -> None:
 
 
 def watch_the_end(run: Run, seconds: float) -> None:
-    """Record the time of a step, and how many evaluations and saves may follow before the end."""
+    """Record the time of a step, and the numbers of evaluations and saves before the run can end.
+
+    Does nothing if the run has no time limit.
+    """
     if run.wall_time is None:
         return
     iteration = run.progress.iteration
@@ -241,8 +248,9 @@ def saving_work_in_progress(run: Run) -> Iterator[None]:
 def garbage_collection(automatic: bool) -> Iterator[None]:
     """Exclude objects made before the block from Python's garbage collections.
 
-    Collections are off inside the block unless `automatic`. A full collection over the objects that
-    torch and DeepSpeed create takes up to half a second, at a different time on each rank.
+    Automatic collections are off inside the block unless `automatic`. A full collection over the
+    objects that torch and DeepSpeed create takes up to half a second, at a different time on each
+    rank.
     """
     before = gc.isenabled()
     gc.collect()

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from megatron.errors import LostRankError, MegatronError, flush_output, print_error
 
-EXIT_ERROR = 1  # an error in the program, on this rank or a peer
+EXIT_ERROR = 1  # an error in the program, or output that could not be written
 EXIT_USER_ERROR = 2  # something the user can fix
 # a rank died or hung: nothing to fix, start the job again (EX_TEMPFAIL in sysexits.h)
 EXIT_LOST_RANK = 75
@@ -39,10 +39,11 @@ class Signals:
     """Requests to end the run: the signals in SIGNALS, noted inside the context if `enabled`.
 
     Only the first signal counts: Slurm and people send several. But a second SIGINT ends the
-    process immediately with exit code 130; while `saving` returns True, only a third does. SIGHUP,
-    which a terminal or a connection sends when it closes, and SIGINT remain ignored if they already
-    were, as under nohup or in the background of a shell script. Nothing is noted if a thread other
-    than the main one enters the context, because Python lets only the main thread set handlers.
+    process immediately with exit code 130; while `saving` returns True, only a third does. A SIGINT
+    within a second of another is not counted. SIGHUP, which a terminal or a connection sends when
+    it closes, and SIGINT remain ignored if they already were, as under nohup or in the background
+    of a shell script. Nothing is noted if a thread other than the main one enters the context,
+    because Python lets only the main thread set handlers.
 
     received  number of the first signal; 0 before that
     saving    returns whether a checkpoint is being written
@@ -223,9 +224,11 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
 
     `rank` is the rank of this process, or a function that returns it if `body` may change it. A
     MegatronError is shown without a traceback: in full on rank 0, after `prefix` (default: the
-    error's type, which identifies the end of a run in its log), and in one line on the others. Any
-    other exception is shown with its traceback and the rank. After a fatal signal, such as the bus
-    error when a mapped file has been truncated, Python shows where it occurred.
+    error's type, which identifies the end of a run in its log), and in one line on other ranks.
+    KeyboardInterrupt and a file name that is too long are shown with the rank, without a traceback;
+    SystemExit and a broken pipe are not shown. Any other exception is shown with its traceback and
+    the rank. After a fatal signal, such as the bus error when a mapped file has been truncated,
+    Python shows where it occurred.
     """
     if not faulthandler.is_enabled():
         # standard error may not be a file
@@ -244,7 +247,7 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
         return EXIT_INTERRUPTED
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-        # losing the output of --help and the like is an error: it is the result
+        # the result of --help and the like is their output: losing it is an error
         return code or (EXIT_ERROR if _output_lost() else 0)
     except BrokenPipeError:
         return _reader_left()
@@ -262,7 +265,7 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
 
 
 def _tell_torchrun(text: str) -> None:
-    """Write why this process failed into the error file that torchrun shows at its end.
+    """Write why this process failed into the error file that torchrun prints when it ends.
 
     The format is defined by torch.distributed.elastic.multiprocessing.errors.
     """
@@ -277,7 +280,8 @@ def _tell_torchrun(text: str) -> None:
 def as_tool(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     """Wrap the `main` of a tool: its argv defaults to the arguments of this process.
 
-    User and system errors end in a message and exit code 2. Characters that the encoding of the
+    A MegatronError or OSError ends in a message and exit code 2, except that a broken pipe ends in
+    exit code 1 and Ctrl-C in 130, both without a message. Characters that the encoding of the
     output lacks, for example in a file name, are shown as escapes.
     """
 

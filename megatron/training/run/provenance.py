@@ -48,7 +48,7 @@ class Provenance:
 
     A thread collects slow parts (digests of data files, git) while training begins; for a part that
     cannot be collected, the record has the reason. `locations` has "node:device" of every rank; see
-    Rendezvous. `train_samples` is the number of samples of the training data set.
+    Rendezvous. `train_samples` is the number of training samples that may be read (build_data).
     """
 
     def __init__(
@@ -151,8 +151,8 @@ def versions() -> dict[str, str | None]:
 def git_revision(folder: Path) -> dict[str, object]:
     """Return {"revision", "dirty"} of the work tree that contains `folder`.
 
-    Without a work tree, "revision" is None and "reason" says why. For a copy without .git, the
-    variable MEGATRON_REVISION supplies the revision, as "<revision>" or "<revision> dirty".
+    If git finds none, the variable MEGATRON_REVISION supplies them, as "<revision>" or "<revision>
+    dirty". Without this variable, both are None, and "reason" has git's error.
     """
 
     def git(*arguments: str) -> str:
@@ -183,7 +183,7 @@ def data_identity(prefix: str) -> dict[str, object]:
     """Return facts that distinguish a pair of data files from another pair of the same name.
 
     They are sizes in bytes, a digest of the ends of the .idx file, which holds the length of every
-    document, and a digest of samples of the .bin file.
+    document, and a digest of samples of the .bin file; or "reason" if a file cannot be read.
     """
     try:
         index_size, index_digest = ends_digest(Path(prefix + ".idx"), _INDEX_END)

@@ -57,7 +57,7 @@ _ORDER = (
     *("seed", "seq_length", "mock_data", "data_path", "data_file_list", "train_data_path", "split"),
     *("train_data_exact_num_epochs", "data_packing", "dataloader_type"),
 )
-_LOOKED_AT = 2000  # number of remaining steps whose values are compared
+_LOOKED_AT = 2000  # at least this number of remaining steps are compared; all, if there are fewer
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,10 @@ class Stored:
 
 
 def stored_settings(folder: Path, config: Config) -> Stored:
-    """Return the settings in a checkpoint. Raises CheckpointError if they are not from a run."""
+    """Return the settings in a checkpoint.
+
+    Raises CheckpointError if they are not the settings of a run, or if one has an invalid value.
+    """
     manifest = read_manifest(folder)
     stored = manifest.read_json(CONFIG)
     if not all(isinstance(stored.get(section), dict) for section in ("model", "optimizer")):
@@ -146,7 +149,7 @@ def describe_resume(
     """Report how the rest of the run differs from the checkpoint's run.
 
     The rest goes from `progress` to iteration `end`; `dataset` was made for `train_samples`
-    samples. Raises CheckpointError.
+    samples. If it is None, the order of the data is not compared. Raises CheckpointError.
     """
     batches = BatchSchedule.from_config(config)
     say = reporter.console.say_wrapped
@@ -182,7 +185,7 @@ def describe_changes(
 def describe_implementations(
     stored: Stored, config: Config, device: torch.device, say: Say
 ) -> None:
-    """Report implementations that differ from the checkpoint's run, e.g. on another CPU."""
+    """Report implementations other than those of the checkpoint's run, e.g. on another CPU."""
     before = stored.provenance.get("implementations")
     if not isinstance(before, dict):
         return
@@ -194,7 +197,7 @@ def describe_implementations(
     if differ:
         say(
             f"note: implementations differ from those of {stored.folder}, so results are not "
-            f"bitwise equal: {'; '.join(differ)}"
+            f"bitwise equal to those of an uninterrupted run: {'; '.join(differ)}"
         )
 
 
@@ -220,7 +223,8 @@ def _other_settings(stored: Stored, config: Config) -> Iterator[str]:
 def other_values(stored: Stored, config: Config, progress: Progress, end: int) -> Iterator[str]:
     """Yield descriptions of the scheduled quantities that differ over the rest of the run.
 
-    They give the values at the first step at which they differ.
+    Each description has the old and the new value at the first of the compared steps at which they
+    differ. Raises CheckpointError if the checkpoint's settings do not define a schedule.
     """
     with _checked(stored):
         before = _Course(stored.config, progress)
@@ -299,8 +303,9 @@ def describe_data(
 ) -> None:
     """Report the samples that are repeated or skipped because the order of the data has changed.
 
-    `dataset` was made for `train_samples`; the run takes its samples from `progress` up to `end`.
-    Raises CheckpointError if the checkpoint's settings do not determine the length of its run.
+    `dataset` was made for `train_samples`; the rest of the run takes the samples from
+    `progress.consumed_samples` to `end`. Raises CheckpointError if the checkpoint's settings do not
+    determine the length of its run.
     """
     former = _FormerData(stored, config)
     changes = former.changes(train_samples)
@@ -434,7 +439,7 @@ class _FormerData:
 def _same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
     """Return whether two identities of data files agree in the entries that both have.
 
-    Those in older checkpoints have fewer.
+    Identities in older checkpoints have fewer entries.
     """
     common = one.keys() & other.keys() - {"prefix", "digest_of"}
     return bool(common) and all(one[name] == other[name] for name in common)

@@ -2,10 +2,11 @@
 
 This module is pure arithmetic, without torch. Schedules take the amounts consumed before a step
 (iterations, samples, tokens) and return the value for that step. With warm-up the very first step
-therefore has learning rate 0, as in Megatron. The unit of a schedule is that of its decay (tokens
-take precedence over samples, samples over iterations); schedules given as phases use the unit of
-the run's length. A warm-up given in another unit is converted with the full global batch size and
-the sequence length.
+therefore has learning rate 0, as in Megatron. The unit of a schedule is the unit of the run's
+length (samples take precedence over iterations, iterations over tokens). Only the learning rate's
+schedule has another unit if --lr-decay-tokens, --lr-decay-samples or --lr-decay-iters is set: the
+unit of the first of these. A warm-up or WSD decay given in another unit is converted with the full
+global batch size and the sequence length.
 
 Every schedule is a list of pieces, whatever flags describe it. With q the consumed fraction of a
 piece, and n the total consumed, the value of a piece that goes from `first` to `last` is
@@ -104,7 +105,7 @@ class BatchSchedule:
         yield self.global_batch_size_at_end, sys.maxsize
 
     def num_micro_batches(self, consumed_samples: int) -> int:
-        """Return the number of micro-batches per data-parallel rank in the same step."""
+        """Return a data-parallel rank's number of micro-batches after `consumed_samples`."""
         return self.global_batch_size(consumed_samples) // self.replica_batch_size
 
     def samples_after(self, iterations: int, consumed_samples: int = 0) -> int:
@@ -138,8 +139,8 @@ class Progress:
     consumed_tokens           the same in tokens
     consumed_valid_samples    validation samples taken by the evaluations inside the loop
     skipped_iterations        steps with non-finite gradients, which changed no weight
-    scheduled_...             the first three without skipped steps: learning rate and weight decay
-                              follow these, as in Megatron
+    scheduled_...             the first three without skipped steps: all schedules but that of the
+                              batch size follow these, as in Megatron
     sources                   amounts taken from each source of training data, see
                               megatron.data.sampler; updated when a checkpoint is loaded or written
     left_out                  ranges [start, stop) of positions in the order of samples that are
@@ -166,7 +167,7 @@ class Progress:
         self.consumed_tokens += samples * seq_length
 
     def count(self, samples: int, seq_length: int, *, skipped: bool) -> None:
-        """Record whether the step over `samples` sequences was skipped or moved the weights."""
+        """Record whether the step over `samples` sequences was skipped."""
         self.skipped_iterations += int(skipped)
         if not skipped:
             self.scheduled_iterations += 1
@@ -256,9 +257,9 @@ def run_costs(
 def planned_samples(config: Config, batches: BatchSchedule) -> tuple[int, int, int]:
     """Return the training, validation and test samples of the whole run.
 
-    They are counted as in Megatron, so that both can use the same index files. The evaluation
-    before the first step needs no additional samples. Raises ConfigError for more than an index can
-    list.
+    They are counted as in Megatron, so that both programs can use the same index files. The
+    evaluation before the first step needs no additional samples. Raises ConfigError for more than
+    an index can list.
     """
     training = config.training
     end = total_iterations(config, batches)
@@ -311,8 +312,9 @@ class _Clock:
         changes = batch.rampup_batch_size or batch.step_batch_size_schedule
         if changes and "iterations" in (unit, self.unit):
             raise ConfigError(
-                f"{what} is given in {unit} but the decay in {self.unit}, and the batch size "
-                f"changes, so that one cannot be converted into the other: give both in {self.unit}"
+                f"{what} counts {unit} but the schedule {self.unit}, and the batch size changes, "
+                "so that one cannot be converted into the other: for the shape power give the "
+                f"run's length in samples, otherwise give both in {self.unit}"
             )
         per_iteration = {
             "iterations": 1.0,
@@ -330,7 +332,7 @@ class _Clock:
 def _length(
     section: BatchConfig | OptimizerConfig, prefix: str, order: Sequence[str] = tuple(_UNITS)
 ) -> tuple[float, str] | None:
-    """Return the first of PREFIX_tokens, _samples and _iters that is set, with its unit."""
+    """Return the first of PREFIX_tokens, _samples, _iters in `order` that is set, and its unit."""
     for suffix in order:
         if amount := getattr(section, f"{prefix}_{suffix}", None):
             return amount, _UNITS[suffix]
@@ -411,10 +413,10 @@ def _constant(value: float, begin: float = 0.0) -> Piece:
 
 
 def _phased(config: Config, name: str, start: float, low: float) -> PhaseSchedule:
-    """Return the schedule of phases in the setting `name`, from `start`; decays end at `low`.
+    """Return the schedule of phases in the setting `name`, from `start`.
 
-    A schedule that is not set stays at `start`. Raises ConfigError for a phase that depends on the
-    length of the run if the run has none.
+    Decays end at `low` unless they have a value `to`. A schedule that is not set stays at `start`.
+    Raises ConfigError for a phase that depends on the length of the run if the run has none.
     """
     written = getattr(config.optimizer, name)
     total, unit = _run_length(config) or (math.inf, "iterations")
@@ -430,8 +432,8 @@ def _phased(config: Config, name: str, start: float, low: float) -> PhaseSchedul
             length = phase.length * total / 100 if phase.percent else phase.length
         if math.isinf(length) and shape not in _ENDLESS:
             raise ConfigError(
-                f"--{name.replace('_', '-')} {written}: '{shape}' is relative to the run, which has "
-                "no length: set train-iters or train-samples"
+                f"--{name.replace('_', '-')} {written}: '{shape}' is relative to the run, which "
+                "has no length: set --train-iters, --train-samples or --train-tokens"
             )
         before = pieces[-1].at(math.inf) if pieces else 0.0 if shape == "warmup" else start
         first = numbers.get("from", start if shape == "power" else before)
@@ -487,8 +489,8 @@ def learning_rate(config: Config) -> PhaseSchedule:
     ends = style not in _ENDLESS
     if ends and math.isinf(decay):
         raise ConfigError(
-            f"lr-decay-style {style} needs a length: set train-iters, train-samples or "
-            "lr-decay-iters"
+            f"--lr-decay-style {style} needs a length: set --train-iters, --train-samples, "
+            "--train-tokens or --lr-decay-iters"
         )
     clock = _Clock(config, unit)
     if o.lr_warmup_fraction is None:
@@ -534,7 +536,8 @@ def weight_decay(config: Config) -> PhaseSchedule:
         start = end
     elif math.isinf(length):
         raise ConfigError(
-            f"weight-decay-incr-style {style} needs train-iters or train-samples: set one"
+            f"--weight-decay-incr-style {style} needs the length of the run: set --train-iters, "
+            "--train-samples or --train-tokens"
         )
     return PhaseSchedule((Piece(style, 0.0, length, float(start), float(end)),), unit)
 
@@ -544,7 +547,8 @@ class Schedules:
     """Values that may change from step to step.
 
     settings  settings of the optimizer, for the averaged weights
-    named     each schedule by its name; "beta1" and "beta2" only if they change
+    named     each schedule by its name; "beta1" and "beta2" only with a schedule of either or, for
+              AdamW, if the schedules follow a checkpoint
     """
 
     settings: OptimizerConfig

@@ -105,8 +105,8 @@ def run_training(
     """Connect, assemble, train, disconnect. See megatron.pretrain.
 
     `signals` is already entered; `started` is the value of time.monotonic() when the program
-    started, for --walltime. `renumbered` is called with the rank that the rank mapping gives to
-    this process. `environment` has lines for the log (see
+    started, for --walltime and --exit-duration-in-mins. `renumbered` is called with the rank that
+    the rank mapping gives to this process. `environment` has lines for the log (see
     megatron.parallel.environment.job_environment). `ranks` is the placement of the ranks on a known
     machine; without it only --rank-order and --device-order have an effect.
     """
@@ -170,10 +170,10 @@ def run_training(
 
 
 def requeue_lost(run: Run) -> None:
-    """Requeue the job after another rank is lost, if --requeue is given.
+    """Requeue the job after a rank is lost or hangs, if --requeue is given.
 
-    One rank calls this. A job that has not saved anything is not requeued: it could be requeued
-    forever.
+    One rank calls this. A job that has not saved anything is not requeued: otherwise a job that
+    always fails early would be requeued forever.
     """
     if not run.config.training.requeue:
         return
@@ -231,8 +231,8 @@ def assemble(
 ) -> Run:
     """Build this rank's parts of the run that `config` describes. Raises MegatronError.
 
-    Rank 0 prints the layout, `host` (lines about ranks and processes), arguments, kernels and
-    sizes.
+    Rank 0 prints the layout, the lines `host` about ranks and processes, settings, kernels and
+    sizes. `locations` has "node:device" of every rank; it is needed on rank 0 only.
     """
     torch.manual_seed(config.training.seed)
     reporter = Reporter(config, topology.rank)
@@ -263,7 +263,7 @@ def assemble(
     compare_samples(datasets, topology)
     costs = publish_start(config, topology, locations, progress, reporter)
     if isinstance(tokenizer, LimitedTokenizer):
-        tokenizer.rest()  # from now on only evaluations use it
+        tokenizer.rest()  # training encodes no more text; a user's callback may
     describe_length(config, batches, datasets, progress, end, reporter)
     agreement = Agreement(topology)
     saves = build_saves(config, engine, agreement, reporter, locations, train_samples)
@@ -313,9 +313,9 @@ def with_tokenizer(config: Config) -> tuple[Config, Tokenizer | None]:
     files = config.tokenizer.tokenizer_model
     if files is not None and source is not None and known is not None and size > known:
         raise ConfigError(
-            f"the tokenizer {files} has {size} ids, and the model in {source} has rows for {known}: "
-            "add rows to the model (resize_token_embeddings() of transformers), or remove the "
-            "tokens that were added to the tokenizer"
+            f"the tokenizer {files} has {size} ids, and the model in {source} has rows for "
+            f"{known}: add rows to the model (resize_token_embeddings() of transformers), or remove "
+            "the tokens that were added to the tokenizer"
         )
     return config.replace(vocab_size=size), tokenizer
 
@@ -327,7 +327,11 @@ def build_data(
     batches: BatchSchedule,
     reporter: Reporter,
 ) -> tuple[Datasets, tuple[int, int, int], Callable[[int, int, int], Datasets]]:
-    """Return the data sets, their sizes in samples, and a function to build them in other sizes."""
+    """Return the data sets, how many samples of each may be read, and a function to build others.
+
+    The function takes numbers of samples. With --dataloader-type cyclic any sample may be read: the
+    numbers returned are then sys.maxsize.
+    """
     samples = planned_samples(config, batches)
     with reporter.console.doing("copying data to the node"):
         staged = staged_locations(config, topology, reporter.say)
@@ -340,7 +344,7 @@ def build_data(
         datasets = build_in_turn(*samples)
     describe_data(config, datasets, reporter)
     if config.data.dataloader_type == "cyclic":
-        samples = (sys.maxsize,) * 3  # any sample may be read
+        samples = (sys.maxsize,) * 3
     check_loss_masks(config, topology, datasets, samples, tokenizer, reporter)
     return datasets, samples, build_in_turn
 
@@ -360,7 +364,7 @@ def build_model(
     if frozen := engine.frozen_parameters():
         if frozen == formulas.parameters_of(config):
             raise ConfigError(
-                f"all {frozen:,} parameters of the model are frozen: nothing to train"
+                f"all {frozen:,} parameters of the model are frozen: train at least one of them"
             )
         reporter.say(
             f" > {frozen:,} of {formulas.parameters_of(config):,} parameters are frozen: they are "
@@ -435,9 +439,10 @@ def check_export(config: Config) -> str:
 
 
 def record_settings(config: Config, topology: Topology, reporter: Reporter, iteration: int) -> None:
-    """Write the settings of the run, which starts at `iteration`, to its folder, for --config.
+    """On rank 0, write the settings of the run to settings.toml next to the metrics file.
 
-    `config` does not have the vocabulary size yet; the tokenizer will supply it again.
+    The file is for --config; the run starts at `iteration`. `config` is from before
+    `with_tokenizer`, because the tokenizer supplies the vocabulary size again.
     """
     metrics = config.metrics_path
     # a file such as /dev/null is not in the folder of a run
@@ -495,8 +500,8 @@ def build_wall_time(
 ) -> WallTime | None:
     """Return the limits on the run's time: the end of the job, and --exit-duration-in-mins.
 
-    The end of the job comes from --walltime or, if the run saves, from Slurm. Returns None if there
-    is no limit. Rank 0 watches the clock for all ranks.
+    The end of the job comes from --walltime or, without this flag and if the run saves, from Slurm.
+    Returns None if there is no limit. Rank 0 watches the clock for all ranks.
     """
     training = config.training
     requested = config.training.walltime
@@ -534,8 +539,8 @@ def build_wall_time(
     if saves is not None:
         saves.after_save.append(wall_time.after_save)
     reporter.say(
-        " wall time: the run saves and ends in time. Until the first save is measured, a save "
-        f"is assumed to take {wall_time.save_s:.0f} s"
+        " wall time: the run ends in time, with --save after a save. Until the first save is "
+        f"measured, a save is assumed to take {wall_time.save_s:.0f} s"
     )
     return wall_time
 

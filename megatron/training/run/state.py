@@ -71,7 +71,8 @@ class LoopState:
     in_progress   the last step, until its figures are read: `progress` does not yet show whether it
                   was skipped
     skips         the current streak of skipped steps
-    went_back     {iteration: how often the run went back to its checkpoint, after loss spikes}
+    went_back     {iteration: how often the run went back to the checkpoint of this iteration, after
+                  loss spikes}
     """
 
     train_stream: MicroBatchStream
@@ -84,6 +85,7 @@ class LoopState:
 class Run:
     """The parts of a run on this rank.
 
+    tokenizer  None if only a vocabulary size is given
     saves      None without --save
     wall_time  None if the run has no time limit
     watchdog   patient until the first step is done; None with --hang-timeout 0
@@ -135,7 +137,7 @@ class Run:
             self.watchdog.patient = False
 
     def saved(self, seconds: float) -> None:
-        """Notify the callbacks that a checkpoint is complete, after `seconds`."""
+        """Notify the callbacks that a checkpoint is complete; called as one of Saves.after_save."""
         for callback in self.callbacks:
             callback.on_save(self)
 

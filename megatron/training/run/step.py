@@ -13,9 +13,9 @@ from megatron.training.safety.bad_steps import Spike, count_skip, find_spike, lo
 def train_step(run: Run) -> Spike | None:
     """Run forward, backward and optimizer on one global batch; return its loss spike, if any.
 
-    The host does not wait for the step: `finish_step` reads its figures when they are needed, at
-    the latest before the optimizer's next step, whose learning rate depends on whether this one was
-    skipped.
+    Once a step has changed the weights, the host waits for a step only with --loss-spike-factor.
+    Otherwise `finish_step` reads the figures of the step when they are needed, at the latest before
+    the next optimizer step, whose learning rate depends on whether this step was skipped.
     """
     progress = run.progress
     batches = run.batches
@@ -67,7 +67,8 @@ def train_step(run: Run) -> Spike | None:
 def finish_step(run: Run) -> StepRecord | None:
     """Count the last step, skipped or not, add it to the interval, and return it.
 
-    Returns None if it has already been counted. All ranks call this; it waits for the device.
+    Returns None if every step has been counted already. All ranks call this; it may wait for the
+    device. Raises the TrainingError of count_skip.
     """
     in_progress = run.loop.in_progress
     run.loop.in_progress = None

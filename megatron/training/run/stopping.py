@@ -88,7 +88,8 @@ class Agreement:
     def read(self) -> Mapping[str, int]:
         """Return the maximum over all ranks of each number that was on in `post`, by name.
 
-        All ranks call this.
+        The result is empty if there was no `post` since the last call. All ranks call this. A
+        single rank gets its current numbers.
         """
         if self._topology.world.size == 1:
             return self._current()
@@ -302,7 +303,7 @@ class WallTime:
         self.task_s = dict[str, float]()  # seconds of each task's latest evaluation
         self._evaluations = 0
         self._saves_ahead = 1
-        self.saved = False  # whether the run has ended, and all of it is saved
+        self.saved = False  # whether training has ended and its last save is over
 
     def after_step(self, seconds: float, *, evaluations: int = 0, saves_ahead: int = 1) -> None:
         """Note that a step took `seconds`.

@@ -13,7 +13,8 @@ the preceding ones.
 To get the tokens of an ending, context and ending are encoded together, and the first tokens, as
 many as the context alone has, are dropped; white space at the end of the context belongs to the
 ending. An empty context stands for the tokens that the tokenizer puts before every text, or else
-for the end-of-document token. A text that is longer than the model's context is cut on the left.
+for the end-of-document token. A text that is more than one token longer than the model's context is
+cut on the left: the last token is predicted, but not read.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from megatron.training.run.generate import GenerativeModel
 
 _MOST_BYTES = 1 << 30
-_PER_STAGE = 4  # micro-batches at a time, per pipeline stage: the bubble is a fifth of the time
+_PER_STAGE = 4  # micro-batches at a time, per pipeline rank: the bubble is less than a fifth
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class Score:
-    """Sum of the log-likelihoods of a request's tokens, and whether each is the most likely one."""
+    """Sum of the log-likelihoods of the scored tokens, and whether each is the most likely one."""
 
     log_likelihood: float
     greedy: bool
@@ -70,8 +71,8 @@ def score(
     """Return the scores of requests of any length up to the model's context plus one token.
 
     All ranks call this with the same requests, and every rank gets all scores. The model's dropout
-    must be off. `on_progress` gets the number of requests that are done. Raises ConfigError for a
-    model without token_losses, the method of GPTChunk.
+    must be off. `on_progress` gets the number of requests that are done. Raises ConfigError, on the
+    ranks of the last stage, for a model without token_losses, the method of GPTChunk.
     """
     import torch
 
@@ -131,7 +132,10 @@ def score(
 def _batch(
     model: GenerativeModel, number: int, requests: Sequence[ScoreRequest], size: int, multiple: int
 ) -> MicroBatch:
-    """Return up to `size` requests as a micro-batch, right-padded to a multiple of `multiple`."""
+    """Return at most `size` requests as a micro-batch of `size` rows.
+
+    Rows are padded on the right to a number of tokens that is a multiple of `multiple`.
+    """
     import torch
 
     from megatron.data.sampler import Separation, make_micro_batch
@@ -184,7 +188,7 @@ class EvaluationTask:
 
     name       name of its file, without the suffix
     requests   one for each choice or ending, example after example
-    lengths    lengths of their texts in bytes
+    lengths    lengths of these choices or endings in bytes
     starts     index of each example's first request, and at the end the number of requests
     answers    index of the right choice in each example; None for a cloze task
     cut        number of texts that were cut on the left
@@ -203,8 +207,9 @@ def read_tasks(
 ) -> list[EvaluationTask]:
     """Read tasks, named after their files; `longest` is the context of the model in tokens.
 
-    Raises DataError, with file and line, for a file that is not a task and for endings that do not
-    fit, and ConfigError for two tasks with the same name, or without a tokenizer.
+    Raises DataError for a file that is not a task and for endings that do not fit, with the file
+    and, if one line is at fault, its number. Raises ConfigError for two tasks with the same name,
+    or without a tokenizer.
     """
     if paths and tokenizer is None:
         raise ConfigError(f"{paths[0]}: tasks are texts, but the model has no tokenizer")
@@ -212,7 +217,7 @@ def read_tasks(
     names = [task.name for task in tasks]
     for path, name in zip(paths, names, strict=True):
         if names.count(name) > 1:
-            raise ConfigError(f"{path}: {names.count(name)} tasks have the name {name}: rename it")
+            raise ConfigError(f"{path}: {names.count(name)} tasks are named {name}: rename a file")
     return tasks
 
 
@@ -276,7 +281,7 @@ def evaluate_task(
     micro_batch_size: int,
     on_progress: Callable[[int], object] = lambda done: None,
 ) -> dict[str, Any]:
-    """Return the figures of a task: the same on every rank and for every layout.
+    """Return the figures of a task: the same on every rank and, up to rounding, for every layout.
 
     All ranks call this. The figures are task (its name), examples, tokens (of the endings) and cut;
     for multiple choice also accuracy, accuracy_bytes and accuracy_tokens, the fractions of right
