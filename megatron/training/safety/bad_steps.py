@@ -89,7 +89,7 @@ def find_spike(run: Run, step: StepRecord, loss: float | None) -> Spike | None:
     """Return the spike of a step whose `loss` over all ranks is not finite or too high; else None.
 
     "Too high" means more than --loss-spike-factor times the median of the last --loss-spike-window
-    steps. A step without a token in the loss has no loss and does not count.
+    losses. Skipped steps, earlier spikes, and steps without a token in the loss do not count.
 
     The losses are kept in `Progress.recent_losses`, so that a resumed run makes the same decisions
     as an uninterrupted one.
@@ -106,7 +106,7 @@ def find_spike(run: Run, step: StepRecord, loss: float | None) -> Spike | None:
     if not math.isfinite(loss) or (median is not None and loss > factor * median):
         start = step.consumed_samples - step.global_batch_size
         return Spike(step.iteration, loss, median, start, step.consumed_samples)
-    if not step.skipped:  # a skipped step changes no weight: its loss would count twice
+    if not step.skipped:  # a skipped step changes no weight: the same weights would count twice
         losses.append(loss)
         del losses[:-window]
     return None
@@ -378,6 +378,7 @@ def count_skip(run: Run, in_progress: StepInProgress, result: StepResult) -> Non
     raise TrainingError(
         f"loss or gradients were not finite in {skips.consecutive} steps in a row, {first} to "
         f"{step} (--max-consecutive-skips {limit}); no weight has changed since. The first bad "
-        f"value of step {repeated.step.iteration}{of_scale}: {finding}. Go back to an earlier checkpoint "
-        "with --load-tag, leave the data out, lower --lr, or take the node out of the job"
+        f"value of step {repeated.step.iteration}{of_scale}: {finding}. Go back to an earlier "
+        "checkpoint with --load-tag, leave the data out, lower --lr, or take the node out of the "
+        "job"
     )

@@ -296,8 +296,8 @@ class Watchdog:
             return
         if len(seen) < layout.world_size and not set(verdict.culprits) & set(seen):
             text = (
-                f"the store, which rank {self.rendezvous.server} serves, does not answer; the "
-                "ranks of this node "
+                f"the store, which rank {self.rendezvous.server} or torchrun serves, does not "
+                "answer; the ranks of this node "
             )
             verdict = dataclasses.replace(
                 verdict, conclusion=f"{text}wait for ranks of other nodes"
