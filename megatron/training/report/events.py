@@ -1,6 +1,6 @@
 """Events of a run, passed on rank 0 to the log, the metrics file, trackers and callbacks.
 
-Each class lists the fields of one kind of record in metrics.jsonl.
+Each subclass of Event lists the fields of one kind of record in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Start(Event):
     differs: Record | None = None
 
     def settings(self) -> dict[str, Any]:
-        """Return what trackers show as the configuration; it includes device and versions."""
+        """Return what trackers show as the configuration, with parameters, device and versions."""
         about = {"parameters": self.parameters, "device": self.device, "versions": self.versions}
         return {**self.config, **about}
 
@@ -122,12 +122,14 @@ class Start(Event):
 class Iteration(Event):
     """The figures of one log line.
 
-    Times and rates are means over the interval. lm_loss excludes skipped steps, and micro-batches
-    without a token in the loss; it is None if every step was skipped or had no such token. `empty`
-    counts steps without a token in the loss; in step_losses their loss is None. mfu and hfu are
-    fractions of the device's peak, None if the peak is unknown. memory_bytes is the most that any
-    rank has held since the job began, not only in the interval; memory_rank is that rank.
-    reserved_bytes is the most that the allocator of any rank has reserved, None on a CPU.
+    Times, rates and lm_loss are means over the interval. learning_rate, global_batch_size,
+    loss_scale, grad_norm, num_zeros and params_norm are those of its last step. lm_loss excludes
+    skipped steps, and micro-batches without a token in the loss; it is None if every step was
+    skipped or had no such token. `nan` counts steps whose loss is not finite. `empty` counts steps
+    without a token in the loss; in step_losses their loss is None. mfu and hfu are fractions of the
+    device's peak, None if the peak is unknown. memory_bytes is the most that any rank has held
+    since the job began, not only in the interval; memory_rank is that rank. reserved_bytes is the
+    most that the allocator of any rank has reserved, None on a CPU.
 
     phases_ms           {phase: {"min", "mean", "max"}} over the ranks, for the recorded step; None
                         if no step was recorded
@@ -136,8 +138,8 @@ class Iteration(Event):
     joules_per_token    the same per token
     energy_kwh          energy of all nodes since this job began; None if unknown
     times_ms            {phase: its time on each rank}, summarized by phases_ms
-    balancing           {Megatron-LM's name for a router loss: its mean over layers and tokens,
-                        without its coefficient}
+    balancing           {Megatron-LM's name for a router loss: its mean over layers and
+                        micro-batches, without its coefficient}
     experts             {layer: its balance} with --moe-per-layer-logging: `imbalance`, the largest
                         load over the mean; `entropy` of the routing, as a fraction of its maximum;
                         `dropped`, the share of choices that were dropped; `tokens`, the number for
@@ -364,7 +366,7 @@ class NotFinite(Event):
 class LossSpike(Event):
     """A loss was not finite, or too high compared with the `median` of the steps before.
 
-    The other fields are None if the run had no checkpoint to go back to.
+    back_to_iteration and the fields after it are None if the run had no checkpoint to go back to.
 
     back_to_iteration  iteration of the checkpoint to which the run went back
     samples            [start, stop) in the order of the data, left out because of this spike
@@ -433,7 +435,10 @@ class Evaluated(Event):
 
 
 class End(Event):
-    """End of a run and its reason, "done" after the last iteration. Failed runs have no such event.
+    """End of a run and its reason, "done" after the last iteration.
+
+    A run that fails before its end has no such event. Background saves and --save-hf complete after
+    this event.
 
     energy_j   energy of all nodes in this job; NaN if unknown
     """

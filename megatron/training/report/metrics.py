@@ -204,7 +204,7 @@ class TokenWeights(Sequence[Tensor]):
     """Weights of this rank's micro-batches: each unmasked token of the global batch counts equally.
 
     Construction starts an all-reduce of the number of tokens in the background; only reading a
-    weight waits for it. All ranks of the data-parallel `group` create an instance.
+    weight or the total waits for it. All ranks of the data-parallel `group` create an instance.
     """
 
     def __init__(self, micro_batches: Sequence[MicroBatch], group: Group) -> None:
@@ -262,16 +262,17 @@ def counted(
 
 
 def loss_share(loss: Tensor | None, counted: Tensor | None) -> Tensor:
-    """Return a rank's terms in mean_of_counted's arguments, for a sum over the world; fp64 [3]."""
+    """Return this rank's terms of the arguments of mean_of_counted, to be summed; fp64 [3]."""
     assert loss is not None, "the rank has a term"
     none = torch.zeros(2, dtype=torch.float64, device=loss.device)
     return torch.cat([loss.double().view(1), none if counted is None else counted])
 
 
 def mean_of_counted(loss: float, counted: float, every: float) -> float | None:
-    """Return the mean loss over the `counted` micro-batches, given the mean over all `every`.
+    """Return the mean loss over `counted` micro-batches, given `loss`, the mean over all `every`.
 
-    The other micro-batches have no token in the loss, and loss 0. Returns None if `counted` is 0.
+    The other micro-batches have no token in the loss, and loss 0. Returns None if `counted` is 0,
+    and `loss` if `every` is 0, too: then no rank has counted its micro-batches.
     """
     if counted == every:
         return loss
@@ -391,7 +392,7 @@ class Profiler:
         if logging.profile:
             self._missing = f"the run ends before iteration {logging.profile_step_start}"
             if not self._steps:
-                self._missing = f"the run takes iterations {steps.start} to {steps.stop}"
+                self._missing = f"the run goes from iteration {steps.start} to {steps.stop}"
                 self.close()
             elif min(logging.profile_ranks) >= config.parallel.world_size:
                 self._steps = range(0)

@@ -3,9 +3,10 @@
 In a thread of the training process, MLflow's Python code would hold the GIL for a third of a
 millisecond per scalar.
 
-It reads JSON lines from its standard input: the settings (Begin), then [milliseconds since 1970,
-{iteration: {name: value}}] for each event, and finally the status of the run; without a status the
-run counts as failed. After an error it prints the error to standard output and exits with code 1.
+The program reads JSON lines from its standard input: the settings (Begin), then [milliseconds since
+1970, {iteration: {name: value}}] for each event with scalars, and finally the status of the run;
+without a status the run counts as failed. After an error it prints the error to standard output and
+exits with code 1.
 """
 
 from __future__ import annotations

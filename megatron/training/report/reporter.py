@@ -1,7 +1,7 @@
 """Output of a run: log lines, a progress line, and events for files, trackers and callbacks.
 
-Only rank 0 writes. Log parsers read the iteration and validation lines, so the fields, their order
-and their formats are Megatron-DeepSpeed's.
+Only rank 0 writes. Log parsers read the iteration and validation lines: their fields, the order and
+the formats are therefore Megatron-DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def format_iteration(report: Iteration) -> str:
 
     `TFLOPs:` is hardware TFLOP/s per device, recomputation included, as parsers expect; MFU and HFU
     follow if the device's peak is known. lm loss, loss scale, grad norm, num zeros and params norm
-    appear only if they have values.
+    appear only if they have values, and lm loss only if it is not 0.
     """
     fields = [
         f"iteration {report.iteration:8d}/{report.total_iterations:8d}",
@@ -317,7 +317,10 @@ class LogLines(Callback):
             self._say(format_timers(report.times_ms, self._timing_option))
         peak_bytes = report.memory_bytes
         if peak_bytes > _GROWTH * self._memory_reported:
-            most = f" most memory held by a rank: {peak_bytes / 2**30:.2f} GiB, by rank {report.memory_rank}"
+            most = (
+                f" most memory held by a rank: {peak_bytes / 2**30:.2f} GiB, by rank "
+                f"{report.memory_rank}"
+            )
             if report.reserved_bytes is not None:
                 most += f"; reserved by an allocator: {report.reserved_bytes / 2**30:.2f} GiB"
             else:

@@ -197,8 +197,9 @@ def bubbles(lanes: Sequence[Sequence[Activity]], executor: Executor) -> tuple[fl
 def clock_ahead(group: Group, peer: int, clock: Callable[[], float]) -> tuple[float, float]:
     """Return (largest error, how far rank `peer`'s clock is ahead of the first rank's) in seconds.
 
-    Both ranks call this; only the first gets the result. The shortest of several round trips
-    counts; the peer's clock is assumed to be read halfway through it (RFC 5905, section 8).
+    `peer` is a rank of `group`. Both ranks call this; only the first gets the result. The shortest
+    of several round trips counts; the peer's clock is assumed to be read halfway through it (RFC
+    5905, section 8).
     """
     word = torch.zeros(1, dtype=torch.float64)
     best = (math.inf, 0.0)
@@ -230,7 +231,7 @@ class Timeline:
     say        prints a line
     locations  "node:device" of every rank; needed on rank 0 only
     clock      returns seconds, by a clock that all ranks of a node share
-    host       identifies ranks with the same clock: the boot id of their kernel
+    host       identifies ranks with the same clock; by default the boot id of the node's kernel
     """
 
     topology: Topology

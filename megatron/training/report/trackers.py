@@ -40,10 +40,10 @@ Say = Callable[[str], object]
 class JsonLines(Callback):
     """The metrics file: one JSON object per line, {"event": ..., "time": seconds since 1970, ...}.
 
-    Numbers are not rounded. Each class in megatron.training.report.events is one kind of record. A
-    resumed run appends to the same file. Every record is written immediately, so a killed run loses
-    nothing that it reported. NaN and infinity are written as null, because JSON has no such
-    numbers; the field `nan` counts iterations with such a loss.
+    Numbers are not rounded. Each subclass of events.Event is one kind of record. A resumed run
+    appends to the same file. Every record is written immediately, so a killed run loses nothing
+    that it reported. NaN and infinity are written as null, because JSON has no such numbers; the
+    field `nan` counts iterations with such a loss.
 
     Raises ConfigError if the file cannot be opened; the message names `flag`, which selected it. If
     the disk fills up later, records are lost but the run continues; `warn` is called once.
@@ -167,7 +167,8 @@ class Background(Callback):
 def trackers(config: Config, say: Say) -> list[Background]:
     """Return the trackers that the flags select, and the user's callbacks that have an on_event.
 
-    Raises ConfigError if a package is missing or a folder cannot be created.
+    Each is in a Background. Raises ConfigError if a package is missing or a folder cannot be
+    created.
     """
     logging = config.logging
     selected = list[tuple[Callback, str, str]]()
@@ -285,7 +286,7 @@ class MLflow(Callback):
 
     def __init__(self, config: Config) -> None:
         if importlib.util.find_spec("mlflow") is None:
-            raise _missing("mlflow", "--mlflow-experiment-name", _MLFLOW)
+            raise _missing("mlflow", "--mlflow-tracking-uri or --mlflow-experiment-name", _MLFLOW)
         self._flags = config.logging
         self._name = config.logging.mlflow_run_name or _name_of(config)
         self._id = _beside(config, "mlflow_run_id")
