@@ -314,8 +314,8 @@ def with_tokenizer(config: Config) -> tuple[Config, Tokenizer | None]:
     if files is not None and source is not None and known is not None and size > known:
         raise ConfigError(
             f"the tokenizer {files} has {size} ids, and the model in {source} has rows for "
-            f"{known}: add rows to the model (resize_token_embeddings() of transformers), or remove "
-            "the tokens that were added to the tokenizer"
+            f"{known}: add rows to the model (resize_token_embeddings() of transformers), or "
+            "remove the tokens that were added to the tokenizer"
         )
     return config.replace(vocab_size=size), tokenizer
 
