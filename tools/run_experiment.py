@@ -75,8 +75,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--batch",
         type=_COUNT,
         metavar="N",
-        help="sequences per replica (weak), per stage (pp-bubble), or in total (others) "
-        "(default: as published)",
+        help="sequences per replica (weak), micro-batches per stage (pp-bubble), or sequences in "
+        "total (not for batch, which varies it) (default: as published)",
     )
     parser.add_argument(
         "--iterations", type=_COUNT, default=3, metavar="N", help="measured steps (default 3)"
@@ -186,9 +186,11 @@ def requested(
 ) -> ExperimentRequest:
     """Return the request of the command line; `flags` are those of pretrain_gpt.py."""
     tasks = args.tasks_per_node or (cluster.devices_per_node if cluster is not None else 8)
+    if args.kind == "batch" and args.batch is not None:
+        raise ConfigError("--batch: experiment batch varies the batch size: give --values instead")
     return ExperimentRequest(
         args.kind,
-        args.preset,
+        args.preset.lower(),
         args.recipe,
         args.values,
         args.batch,

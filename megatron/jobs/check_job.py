@@ -408,7 +408,8 @@ def dry_run(job: CheckedJob, content: bytes, arguments: Sequence[str]) -> None:
             elif "pretrain_gpt.py" in line:
                 read_command(job, words)
     if job.words is None or (code and not any(level == "error" for level, _, _ in job.findings)):
-        job.error("script", f"its dry run ends with exit code {code}: {' / '.join(output[-3:])}")
+        what = f"ends with exit code {code}" if code else "starts no pretrain_gpt.py"
+        job.error("script", f"its dry run {what}: {' / '.join(output[-3:])}")
 
 
 def read_command(job: CheckedJob, command: Sequence[str]) -> None:

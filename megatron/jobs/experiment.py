@@ -99,7 +99,7 @@ class ExperimentRequest:
     @property
     def of_the_paper(self) -> bool:
         """Return whether the model is one of the paper's, which have two recipes."""
-        return any(model.name == self.model.lower() for model in MODELS)
+        return any(model.name == self.model for model in MODELS)
 
     @property
     def experiment(self) -> str:

@@ -208,10 +208,14 @@ def _hosts(args: argparse.Namespace, shows: bool) -> tuple[str, ...]:
             "--dry-run shows what would run"
         )
     hosts = tuple(read_text(args.hosts_file, 1 << 24, error=ConfigError).split())
-    if not hosts or len(set(hosts)) < len(hosts):
-        twice = next((host for host in hosts if hosts.count(host) > 1), "none")
+    if not hosts:
         raise ConfigError(
-            f"--hosts-file {args.hosts_file} has no node, or one more than once ({twice}): give "
-            "each node once, one per line"
+            f"--hosts-file {args.hosts_file} is empty: give each node once, one per line"
+        )
+    if len(set(hosts)) < len(hosts):
+        twice = next(host for host in hosts if hosts.count(host) > 1)
+        raise ConfigError(
+            f"--hosts-file {args.hosts_file} has {twice} more than once: give each node once, one "
+            "per line"
         )
     return hosts

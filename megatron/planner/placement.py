@@ -208,18 +208,24 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
         check_device_order(parallel.device_order, cluster)
         device_orders = (parallel.device_order,)
     rank_orders = [parallel.rank_order] if parallel.rank_order else RANK_ORDERS
-    placements = (
-        placement_of(config, cluster, order, device_order)
-        for order in rank_orders
-        for device_order in device_orders
-    )
-    sent: dict[int, StepMessages] = {}  # by expert ranks per node, which depend on the order
+    placements = list[Placement]()
+    problems = list[ConfigError]()
+    for order in rank_orders:
+        try:
+            placements += [placement_of(config, cluster, order, each) for each in device_orders]
+        except ConfigError as error:  # --zero-shard-size node needs an order with groups in a node
+            problems.append(error)
+    if not placements:
+        raise problems[0]
+    # By the sizes within a node, which depend on the rank order.
+    sent: dict[tuple[int, int, int], StepMessages] = {}
 
     def cost(placement: Placement) -> tuple[float, float]:
-        each = placement.layout.expert_node
-        if each not in sent:
-            sent[each] = step_messages(over_nodes(config, placement.layout), cluster.device_type)
-        return _cost(config, placement, sent[each]).order
+        layout = placement.layout
+        key = layout.expert_node, layout.shard, layout.states
+        if key not in sent:
+            sent[key] = step_messages(over_nodes(config, layout), cluster.device_type)
+        return _cost(config, placement, sent[key]).order
 
     return min(placements, key=cost)
 
@@ -318,8 +324,12 @@ def plan_ranks(config: Config, launch: Launch) -> RankPlan:
     known = cluster.local_order, cluster.cores_of_device
     if launch.world_size > each and launch.world_size % each:
         order = parallel.rank_order or DEFAULT_ORDER
+        devices = "devices as launched"
+        if parallel.device_order is not None:
+            check_device_order(parallel.device_order, cluster)
+            devices = f"device order {plain(parallel.device_order)} on full nodes"
         notice = (
-            f" placement: rank order {order}; devices as launched, since {launch.world_size} "
+            f" placement: rank order {order}; {devices}, since {launch.world_size} "
             f"processes do not fill whole nodes of {each} devices ({cluster.name})"
         )
         return RankPlan(RankMapping(parallel.device_order or (), *known, order), lambda: [notice])

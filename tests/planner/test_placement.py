@@ -1,5 +1,6 @@
 """Choice of a placement: known results, the best of all device orders, rank tables, errors."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -183,6 +184,22 @@ def test_the_cheapest_order_of_directions(data, order):
     for orders in itertools.product(RANK_ORDERS, FRONTIER.device_orders):
         other = placement_cost(config, placement_of(config, FRONTIER, *orders))
         assert other.order >= placement_cost(config, chosen).order
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "data"), [(4, 4, 4), (2, 4, 8)])
+def test_weights_sharded_within_a_node(tensor, pipeline, data):
+    """--zero-shard-size node: orders without a group of replicas in a node are left out.
+
+    The sizes of the shards depend on the order, and so does its cost.
+    """
+    config = made(tensor, pipeline, data, more="--zero-stage 2 --zero-shard-size node")
+    costs = {}
+    for orders in itertools.product(RANK_ORDERS, FRONTIER.device_orders):
+        with contextlib.suppress(ConfigError):
+            costs[orders] = placement_cost(config, placement_of(config, FRONTIER, *orders)).order
+    assert costs
+    chosen = choose_placement(config, FRONTIER)
+    assert placement_cost(config, chosen).order == min(costs.values())
 
 
 def test_a_part_of_a_node_keeps_the_launchers_devices():

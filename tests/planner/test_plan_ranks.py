@@ -62,4 +62,9 @@ def test_processes_that_fill_no_whole_nodes_run_as_they_were_launched():
     assert (plan.mapping.device_order, plan.mapping.rank_order) == ((), "tp-dp-pp")
     # A process that sees all devices still takes its own.
     assert plan.mapping.local_order == (4, 5, 2, 3, 6, 7, 0, 1)
-    assert "12 processes" in plan.describe()[0]
+    assert "12 processes" in plan.describe()[0] and "as launched" in plan.describe()[0]
+    reverse = "7,6,5,4,3,2,1,0"
+    plan = plan_ranks(config(12, ON_FRONTIER, f"--device-order {reverse}"), launched(12))
+    assert plan.mapping.device_order == (7, 6, 5, 4, 3, 2, 1, 0) and reverse in plan.describe()[0]
+    with pytest.raises(ConfigError, match="--device-order 1,1"):
+        plan_ranks(config(12, ON_FRONTIER, "--device-order 1,1,2,3,4,5,6,7"), launched(12))

@@ -211,7 +211,13 @@ def _check_weights(name: str, block: AttentionBlock) -> None:
     most = first_key(block.first, block.params.window)
     check(
         name,
-        0 <= key <= most and key % TILE == 0,
+        key % TILE == 0,
+        f"there are {keys} keys up to {key + keys}; the first of them, {key}, must be a multiple of "
+        f"{TILE}",
+    )
+    check(
+        name,
+        0 <= key <= most,
         f"there are {keys} keys; queries from {block.first} to {key + keys} need (besides "
         f"whole tiles of earlier keys) {key + keys - most}",
     )

@@ -294,9 +294,9 @@ def report_choice(
     for note in choice.notes:
         say(f" note: {note}")
     for one in choice.rejected:
-        say(f"WARNING: broken checkpoint {one}\nWARNING: {choice.folder} is loaded instead")
+        instead = "no checkpoint" if choice.folder is None else str(choice.folder)
+        say(f"WARNING: broken checkpoint {one}\nWARNING: {instead} is loaded instead")
         folder = str(one.folder)
-        instead = str(choice.folder)
         publish(CheckpointRejected(folder=folder, reason=one.reason, instead=instead))
 
 

@@ -536,12 +536,14 @@ def build_wall_time(
         duration_s=None if (limit := training.exit_duration_in_mins) is None else 60 * limit,
         elapsed_s=lambda: time.monotonic() - began,
     )
+    ends = "the run ends in time"
     if saves is not None:
         saves.after_save.append(wall_time.after_save)
-    reporter.say(
-        " wall time: the run ends in time, with --save after a save. Until the first save is "
-        f"measured, a save is assumed to take {wall_time.save_s:.0f} s"
-    )
+        ends += (
+            ", after a save. Until the first save is measured, a save is assumed to take "
+            f"{wall_time.save_s:.0f} s"
+        )
+    reporter.say(f" wall time: {ends}")
     return wall_time
 
 
