@@ -295,7 +295,9 @@ class Watchdog:
             self._all_clear()
             return
         if len(seen) < layout.world_size and not set(verdict.culprits) & set(seen):
-            text = f"{self.rendezvous.store_name} does not answer; the ranks of this node "
+            text = (
+                f"the store ({self.rendezvous.store_name}) does not answer; the ranks of this node "
+            )
             verdict = dataclasses.replace(
                 verdict, conclusion=f"{text}wait for ranks of other nodes"
             )
