@@ -1,6 +1,7 @@
 """Causal self-attention with heads sharded over the tensor-parallel group.
 
-Its implementations are in attention_fused.py, attention_blocked.py and attention_unfused.py.
+Its implementations are in attention_fused.py, attention_blocked.py and attention_unfused.py, and
+for context-parallel ranks in ring.py.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class CoreAttention:
     recompute  whether to recompute attention in the backward pass
     attention  name of the implementation (choose_attention)
 
-    largest    the largest scaled product q k^T of each head in the training passes of this step,
-               for QK-clip: fp32 [heads/tp]; None: not recorded
+    largest    the largest scaled product q k^T of each head in the training passes of this step, at
+               least 0, for QK-clip: fp32 [heads/tp]; None: not recorded
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class CoreAttention:
     def __call__(self, call: CallContext, *tensors: Tensor) -> Tensor:
         """Map q [s, b, heads/tp, d], k and v [s, b, kv heads/tp, d] to [s, b, heads/tp, d].
 
-        Without a cache and context parallelism, blocked attention also accepts the fused projection
-        of all three, [s, b, groups/tp, queries + 2, d].
+        With fewer kv heads than tensor ranks, each rank has one. Without a cache or context
+        parallelism, blocked attention also accepts the fused projection of all three,
+        [s, b, groups/tp, queries + 2, d].
         """
         if call.cache is not None:
             q, k, v = tensors
@@ -88,7 +90,7 @@ class CoreAttention:
         return scoring._replace(dropout=self.dropout, seed=seed, row_layout=row_layout)
 
     def within(self, call: CallContext, heads: slice | None, *tensors: Tensor) -> Tensor:
-        """Return attention within full sequences; `tensors` are those of __call__.
+        """Return attention within full sequences; `tensors` as in __call__, for all positions.
 
         heads  which of the tensor rank's heads the tensors contain; None: all of them
         """
@@ -126,9 +128,9 @@ class SelfAttention(torch.nn.Module):
     layer, recompute, attention: see CoreAttention. summed: see RowParallelLinear.
 
     The rows of the fused weight are ordered [key-value group][queries ..., key, value][head
-    dimension], so that splitting them gives every rank whole groups (the order in Megatron
-    checkpoints since version 2.0). With fewer groups than ranks, neighbouring ranks share the
-    queries of a group, and each holds the group's key and value.
+    dimension], so that splitting them gives every rank whole groups (the order in Megatron's
+    checkpoints since checkpoint version 2.0). With fewer groups than ranks, neighbouring ranks
+    divide the queries of a group among themselves, and each holds the group's key and value.
     """
 
     def __init__(
@@ -182,7 +184,7 @@ class SelfAttention(torch.nn.Module):
         self.norms_heads = config.qk_layernorm_over == "head"
         if config.qk_layernorm:
             of_q = of_k = None
-            each = heads, groups  # heads that a norm covers, over all ranks
+            each = heads, groups  # heads that the norms of q and k cover, over all ranks
             if self.norms_heads:
                 each = 1, 1
             else:
@@ -205,7 +207,7 @@ class SelfAttention(torch.nn.Module):
     def forward(
         self, x: Tensor, call: CallContext, recompute_input: RecomputeInput = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute attention over x, which `recompute_input` recomputes in the backward pass."""
+        """Compute attention over x; `recompute_input` recomputes x in the backward pass."""
         mixed = self.query_key_value(x, recompute_input)  # [s, b, groups/tp * (queries + 2) * d]
         s, b = mixed.shape[:2]
         plain = self.rotary is None and self.q_layernorm is None and call.cache is None
@@ -220,8 +222,8 @@ class SelfAttention(torch.nn.Module):
     def _apart(self, mixed: Tensor, call: CallContext) -> tuple[Tensor, ...]:
         """Split the projection into q [s, b, heads/tp, d], k and v [s, b, groups/tp, d].
 
-        Queries and keys are normalized and then rotated, if configured; their positions determine
-        the angles of rotation.
+        If configured, queries and keys are normalized, and then rotated by angles that depend on
+        their positions.
         """
         s, b = mixed.shape[:2]
         angles = None
@@ -238,8 +240,8 @@ class SelfAttention(torch.nn.Module):
             if heads is not NotImplemented:
                 return heads
         mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
-        # The gradient of split is one concatenation; the gradient of each slice would be as large
-        # as the full tensor.
+        # The gradient of split is one concatenation; slicing would make, for each slice, a gradient
+        # as large as the full tensor.
         q, k, v = mixed.split((self.queries, 1, 1), dim=3)
         k = k.squeeze(3)
         v = v.squeeze(3)

@@ -15,8 +15,8 @@ from megatron.kernels.ops import attention as kernel
 from megatron.layers.attention_unfused import PLAIN, Scoring
 from megatron.parallel.autograd import Context, Node
 
-# Approximate number of scores stored at once: a buffer of several MiB, however many heads and
-# samples there are.
+# Approximate number of scores stored at once, however many heads and samples there are: a buffer of
+# 8 MiB in 16 bits. More are stored if all threads would otherwise not have work (cut_heads).
 _SCORES = 1 << 22
 _FEWER_KERNELS = 512
 
@@ -33,7 +33,7 @@ class Weigher(NamedTuple):
 
 
 def weigher(scoring: Scoring, q: Tensor, starts: Tensor, positions: int) -> Weigher:
-    """Return the weigher of queries q [.., b, groups, share, d]; see Scoring.params."""
+    """Return the weigher of queries q [n, b, groups, share, d]; see Scoring.params."""
     fused = scoring.fusions.attention_block and q.dtype != torch.float64
     slopes = None if scoring.alibi is None else scoring.alibi.slopes
     operators = kernel.KERNELS if fused else kernel.REFERENCES
@@ -48,7 +48,7 @@ def block_length(length: int, dtype: torch.dtype) -> int:
 def query_rows(x: Tensor) -> Tensor:
     """Reshape [s, b, groups, share, d] to [b groups, s share, d].
 
-    The result is a view if share is 1 and the strides allow it.
+    The result is a view if the strides allow it, which they seldom do unless share is 1.
     """
     return x.permute(1, 2, 0, 3, 4).reshape(x.shape[1] * x.shape[2], -1, x.shape[4])
 
@@ -61,7 +61,8 @@ def key_rows(x: Tensor) -> Tensor:
 def transposed(x: Tensor) -> Tensor:
     """Transpose [n, keys, d] to [n, d, keys], as the second matrix of a product.
 
-    x is copied first if products with a contiguous copy are faster on this CPU.
+    x is made contiguous first if copies_keys says so for its dtype. That is a rule for CPUs, but it
+    applies on a GPU, too.
     """
     copied = choose.copies_keys(str(x.dtype).removeprefix("torch."))
     return (x.contiguous() if copied else x).transpose(1, 2)
@@ -70,8 +71,7 @@ def transposed(x: Tensor) -> Tensor:
 def queries_at_once(x: Tensor) -> int:
     """Return the number of queries in a block of x [s, ..].
 
-    On a GPU blocks need not match a kernel's tiles, and smaller products would take no less time
-    than a kernel launch.
+    On a GPU smaller matrix products would take no less time than a kernel launch.
     """
     return block_length(len(x), x.dtype) if x.device.type == "cpu" else _FEWER_KERNELS
 
@@ -82,10 +82,10 @@ def _most_scores(block: int, length: int, share: int, window: int) -> int:
 
 
 def cut_heads(count: int, scores: int) -> list[slice]:
-    """Divide `count` samples times groups into batches of about _SCORES scores.
+    """Divide `count` pairs of sample and group into batches of about _SCORES scores.
 
-    `scores` is the number of scores of one sample and group. Batches are large enough to occupy all
-    threads.
+    `scores` is the number of scores of one pair. Every batch but the last has at least one pair for
+    each thread, even if that makes more scores.
     """
     size = min(count, max(_SCORES // scores, torch.get_num_threads()))
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
@@ -100,7 +100,8 @@ def put_rows(out: Tensor, rows: Tensor) -> Tensor:
 class _RowView:
     """A tensor [s, b, groups, share, d] to be written as rows.
 
-    The rows are a view of it if its strides allow, otherwise a buffer that `put` copies back.
+    The rows are a view of it if share is 1 and its strides allow one, otherwise a buffer that `put`
+    copies back.
     """
 
     def __init__(self, target: Tensor) -> None:
@@ -111,7 +112,7 @@ class _RowView:
         self.rows = query_rows(target) if merge else target.new_empty(b * groups, s * share, d)
 
     def put(self) -> None:
-        """Copy the rows into the tensor."""
+        """Copy the rows into the tensor, unless they are a view of it."""
         if self.apart:
             put_rows(self.target, self.rows)
 
@@ -119,8 +120,8 @@ class _RowView:
 def _put_product(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute out = a b.
 
-    In fp32 MKL's batched product needs contiguous results: for strided results torch multiplies one
-    matrix at a time, at two thirds of the speed, which costs more than a copy.
+    MKL's batched matrix product in fp32 needs contiguous results: for strided results torch
+    multiplies one matrix at a time, at two thirds of the speed, which costs more than a copy.
     """
     if out.is_contiguous() or out.dtype != torch.float32 or out.device.type != "cpu":
         torch.bmm(a, b, out=out)
@@ -131,7 +132,7 @@ def _put_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 def add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
     """Compute total = a b if `fresh`, otherwise total += a b.
 
-    With 16-bit factors, total is fp32 and a product is rounded before it is added.
+    With 16-bit factors, total is fp32 and the product is rounded to 16 bits before it is added.
     """
     if total.dtype == a.dtype and total.device.type != "cpu":
         torch.baddbmm(total, a, b, beta=0.0 if fresh else 1.0, out=total)
@@ -144,7 +145,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
 def _split(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Return q [.., groups, share, d], k and v [.., groups, d] from one or three tensors.
 
-    A single tensor is the projection.
+    A single tensor is the fused projection (blocked_attention).
     """
     if len(tensors) == 1:
         (mixed,) = tensors
@@ -156,7 +157,7 @@ def _split(tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
 class _Attention(Node):
     """Attention [s, b, groups, share, d] for q, k and v from _split(tensors).
 
-    The gradients have the layout of the tensors.
+    The gradients have the shapes of the tensors.
     """
 
     @staticmethod
@@ -225,8 +226,8 @@ class _Attention(Node):
             sums = (
                 q.new_empty(batches[0].stop, s * share, d, dtype=torch.float32) if narrow else None
             )
-            # Each block is used in two products, and oneDNN would copy non-contiguous inputs for
-            # each of them.
+            # Each block of queries, of their output gradients and of keys is used in two matrix
+            # products, and oneDNN would copy a non-contiguous input for each of them.
             packs = narrow and q.device.type == "cpu"
             for batch in batches:
                 n = batch.stop - batch.start
@@ -263,7 +264,7 @@ class _Attention(Node):
 
 
 def blocked_attention(tensors: tuple[Tensor, ...], scoring: Scoring = PLAIN) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v, causal and within documents: [s, b, heads, d].
+    """Return attention [s, b, heads, d], causal and within documents, as `scoring` specifies.
 
     tensors    the projection [s, b, groups, queries + 2, d] alone, in which a group's queries come
                before its key and its value; or q [s, b, heads, d], k and v [s, b, groups, d]
@@ -294,13 +295,13 @@ def update_largest(
     scoring: Scoring,
     padding: Tensor | None = None,
 ) -> None:
-    """Raise `largest` [heads] to the largest scaled product of a query and a key that it sees.
+    """Raise `largest` [heads] to the largest scaled product of a query and a key it sees.
 
     tensors  as in blocked_attention
-    padding  bool [b, s]: queries that do not count
+    padding  bool [b, s]: True for queries that do not count; None: all count
 
     The products are taken before soft cap and ALiBi, block by block: no scores [s, s] are stored,
-    whichever implementation computes attention. This is half the work of attention's forward pass.
+    whichever implementation computes attention. The cost is half that of attention's forward pass.
     """
     q, k, _ = _split(tensors)
     s, b, groups, share, _ = q.shape

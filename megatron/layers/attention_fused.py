@@ -44,7 +44,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scoring: Scori
 
 
 # Queries in a block of torch's attention in a window: larger blocks have more keys that are hidden
-# from some queries, smaller blocks make smaller products.
+# from some queries, smaller blocks have smaller and thus slower matrix products.
 _LEAST_QUERIES = 128
 _MOST_QUERIES = 512
 
@@ -100,9 +100,9 @@ def _one_sample(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
     """View each [s, b, heads, d], which may be part of a projection, as [1, s, b * heads, d].
 
     To attention, the heads of another sample are just more heads. With one sample, all of torch's
-    kernels use the layout [s, b, heads, d] of the surrounding layers for outputs and gradients;
-    with several samples, some write [b, s, heads, d], and most copy output and gradient to that
-    layout before their backward pass
+    kernels store outputs and gradients as [s, b, heads, d], like the surrounding layers. With
+    several samples, some store [b, s, heads, d], and most copy output and gradient to that order
+    before their backward pass
     (aten/src/ATen/native/transformers/cuda/attention_backward.cu).
     """
     q, k, v = (
@@ -152,14 +152,14 @@ def _without_cudnn() -> Iterator[None]:
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v, [s, b, heads, d], with torch's kernels.
+    """Return causal attention [s, b, heads, d] by torch's kernels, as `scoring` specifies.
 
     q [s, b, heads, d], k and v [s, b, kv heads, d].
 
-    If the GPU supports it, one call of torch's flash attention computes all documents. Otherwise
-    scaled_dot_product_attention is called for each batch of documents of similar length. They are
-    padded at the end, where no causal query sees the padding: no document mask is needed. ALiBi's
-    bias is as long as the longest document and is used for all. Soft caps are not supported.
+    If the GPU supports it and there is no ALiBi, one call of torch's flash attention computes all
+    documents. Otherwise scaled_dot_product_attention is called for each batch of documents of
+    similar length. They are padded at the end, where no causal query sees the padding: no document
+    mask is needed. All batches use corners of one ALiBi bias. Soft caps are not supported.
     """
     assert not scoring.cap, "torch has no soft cap: see choose_attention"
     alibi = scoring.alibi
@@ -211,11 +211,11 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v with the flash-attn package, within documents if any."""
+    """Return causal attention [s, b, heads, d] by flash-attn, as `scoring` specifies."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     slopes = None if scoring.alibi is None else scoring.alibi.slopes
-    # older versions lack some of these arguments: pass only those in use
+    # Older versions lack some arguments: pass scale, cap, determinism and window only if in use.
     more: dict[str, object] = {"dropout_p": scoring.dropout, "causal": True}
     if scoring.scale is not None:
         more["softmax_scale"] = scoring.scale

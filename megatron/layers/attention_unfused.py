@@ -27,8 +27,8 @@ class Scoring(NamedTuple):
     scale       factor of the products; None: 1 / sqrt(d)
     cap         scores x become cap tanh(x / cap); 0: no cap
     window      number of keys before its own position that a query sees
-    alibi       the bias of the scores
-    fusions     operators that use kernels; these make dropout masks in their own way
+    alibi       the bias of the scores; None: no bias
+    fusions     operators that use kernels; kernels draw other dropout masks than torch
     documents   documents within which tokens see each other; None: within a sample
     dropout     dropout probability of the weights; `seed` determines the masks
                 (megatron.parallel.keyed_random)
@@ -75,7 +75,7 @@ PLAIN = Scoring()
 
 
 def unfused_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v, [s, b, heads, d], computed explicitly.
+    """Return causal attention [s, b, heads, d] with stored scores, as `scoring` specifies.
 
     q [s, b, heads, d], k and v [s, b, kv heads, d].
 
@@ -131,11 +131,13 @@ def cached_attention(
     padding: Tensor | None,
     scoring: Scoring = PLAIN,
 ) -> Tensor:
-    """Return the attention of each sample's newest token to all its tokens: [1, b, heads, d].
+    """Return the attention of each sample's newest token to its tokens so far: [1, b, heads, d].
 
     q         [1, b, heads, d]
     k, v      [b, kv heads, n, d], the newest token last (KeyValueCache)
-    padding   fp32 [b, n], -infinity where a sample has no token, otherwise 0; None: no gaps
+    padding   fp32 [b, n], -infinity where a sample has no token, otherwise 0; None: all have tokens
+
+    With a window, only keys in the window count.
     """
     first = max(k.shape[2] - 1 - scoring.window, 0)
     if first:

@@ -15,7 +15,7 @@ class KeyValueCache:
     slot in all samples, and the same distance from each slot.
 
     lengths   number of tokens of each sample in the first pass, which pads samples at the end
-    capacity  slots for the longest sample
+    capacity  number of slots, enough for the longest sample at the end of generation
     used      slots in use before the current pass; the caller of the passes increases it
     """
 
@@ -41,7 +41,7 @@ class KeyValueCache:
 
     @property
     def padding(self) -> Tensor | None:
-        """Return the mask of the slots up to the next token; see cached_attention."""
+        """Return the mask of the slots up to the next token, or None; see cached_attention."""
         return None if self._hidden is None else self._hidden[:, : self.used + 1]
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -67,7 +67,7 @@ class KeyValueCache:
         return (keys.narrow(2, 0, end), values.narrow(2, 0, end)) if first else None
 
     def keep(self, samples: Sequence[int]) -> None:
-        """Remove all samples but these."""
+        """Remove all samples but those with these indices."""
         rows = torch.tensor(samples, device=self._starts.device)
         self._starts = self._starts[rows]
         self._hidden = None if self._hidden is None else self._hidden[rows]

@@ -54,7 +54,8 @@ def normal(std: float) -> Fill:
 def xavier_uniform() -> Fill:
     """Return a Fill that draws from U(-a, a) (Glorot and Bengio, 2010, eq. 16).
 
-    a = sqrt(6 / (fan in + fan out)), with the fans of the global matrix.
+    a = sqrt(6 / (fan in + fan out)), with the fans of the global matrix; in muP, of the base
+    model's matrix.
     """
 
     def fill(block: Tensor, generator: torch.Generator, shape: tuple[int, ...]) -> None:
@@ -71,8 +72,8 @@ def constant(value: float) -> Fill:
 def weight_fills(config: ModelConfig) -> tuple[Fill, Fill]:
     """Return the Fill of most weights, and of those whose output goes to the residual stream.
 
-    These are N(0, std^2) and N(0, std^2 / 2L) for L layers (Radford et al., GPT-2, section 2.3), or
-    Xavier's distribution for both. In muP, L is the number of layers of the base model.
+    These are N(0, std^2) and N(0, std^2 / (2 L)) for L layers (Radford et al., GPT-2, section 2.3),
+    or Xavier's distribution for both. In muP, L is the number of layers of the base model.
     """
     if config.init_method_xavier_uniform:
         return xavier_uniform(), xavier_uniform()
@@ -126,7 +127,7 @@ def draw(sharding: Sharding, fill: Fill, seed: int, device: torch.device | None 
     def put(piece: Tensor, first: int) -> None:
         low = max(first, start)
         high = min(first + len(piece), start + extent)
-        # The rows may be columns of the shard, so the device puts them in place.
+        # Rows of `target` may be columns of the shard: the strided copy is made on the device.
         target[low - start : high - start] = piece[low - first : high - first].to(
             device, non_blocking=True
         )
@@ -151,9 +152,9 @@ class ParameterFactory:
     """Factory of fp32 parameters with their Sharding, for one of `size` tensor-parallel ranks.
 
     `perform_initialization=False` leaves zeros, for a model that is loaded from a checkpoint
-    immediately. `late` leaves parameters without memory: their attribute `late` returns the values,
-    which the engine requests bucket by bucket. `base_shapes` are the global shapes of the
-    parameters of muP's base model.
+    immediately. `late` leaves parameters without memory: their attribute `late` is a function that
+    returns the values; the engine calls it bucket by bucket. `base_shapes` are the global shapes of
+    the parameters of muP's base model, by name.
     """
 
     seed: int
@@ -177,7 +178,8 @@ class ParameterFactory:
     ) -> nn.Parameter:
         """Create a parameter; `dim`, padded to `padded` entries, is sharded over the tensor ranks.
 
-        `rows` are this rank's entries of dimension 0 if the shards are uneven.
+        `dim` None: every tensor rank holds the full parameter. `rows` are this rank's entries of
+        dimension 0, instead of an equal shard.
         """
         if rows is not None:
             offset = rows.first, *[0] * (len(global_shape) - 1)
@@ -209,7 +211,7 @@ class Experts:
     """State that the layers with experts on one rank share.
 
     group       the ranks over which the experts of a layer are distributed
-    hops        the groups over which a token is sent, one after the other; by default `group`
+    hops        the groups over which a token is sent, one after the other; (): only `group`
     loss_scale  the factor on a micro-batch's balancing losses in the total loss; set before its
                 backward pass (Engine.begin)
     """
@@ -228,8 +230,8 @@ class LayerContext:
     sequence_parallel  whether each tensor rank holds a slice of the sequence between layers
     overlap            whether the input gradient of a column-parallel layer is reduced while its
                        weight gradient is computed
-    chunks             number of chunks of a product: the message of each chunk overlaps with the
-                       computation of the next
+    chunks             largest number of chunks of tokens in a matrix product: the message of each
+                       chunk overlaps with the computation of the next (linear.py)
     context_parallel   this rank's slice of each sequence; None without context parallelism
     weight_gradients   the queue of weight gradients that zero-bubble schedules defer
     fusions            which operators use the fused kernels; none by default
@@ -276,18 +278,18 @@ class LayerContext:
     def rotary(
         self, dimension: int, base: float, model: ModelConfig | None = None
     ) -> RotaryEmbedding:
-        """Return the rotary embedding for this many entries of a head: one object for all layers.
+        """Return the rotary embedding for `dimension` entries of a head: one object for all layers.
 
-        `model` determines the scaling and the order of pairs (RotaryEmbedding).
+        `model` determines how frequencies are scaled and which entries are pairs (RotaryEmbedding).
         """
         made = RotaryEmbedding(dimension, base, self.fusions.rotary, model)
         return self.rotaries.setdefault((dimension, base, model), made)
 
     @cached_property
     def region(self) -> Any:
-        """Return the tensor-parallel group for messages sent by autograd nodes of linear layers.
+        """Return the tensor-parallel group, wrapped for messages of linear layers' C++ nodes.
 
-        None for a group of one rank, NotImplemented if messages go through Python.
+        None for a group of one rank; NotImplemented if messages go through Python.
         """
         group = self.tensor
         nodes = nodes_for(torch.empty(1))
@@ -306,7 +308,7 @@ class LayerContext:
         )
 
     def alone(self) -> LayerContext:
-        """Return a context for products without messages, with the same parameter factory."""
+        """Return a context for layers that send no messages, with the same parameter factory."""
         return replace(self, tensor=Group((0,), 0), sequence_parallel=False)
 
     @classmethod
@@ -326,11 +328,12 @@ def _defer_gathered(
 class CallContext:
     """Inputs of a forward pass over a micro-batch, in addition to the hidden states.
 
-    position_ids   [b, s] when positions restart inside a sequence, else None (0 ... s-1)
-    documents      when attention must not cross documents, else None
+    position_ids   [b, s/c], this rank's, if positions restart within a sequence or do not start at
+                   0; None: they are 0 ... s-1
+    documents      documents within which tokens attend to each other; None: no limits in a sequence
     dropout        the key of this micro-batch's masks; None switches dropout off
     cache          keys and values of earlier tokens, to which attention appends this pass's own;
-                   None in training
+                   None except in generation
     padding        bool [b, s]: padding tokens in the full sequences; None: there are none
 
     numbers        row counts of each layer with experts, by layer index, for recomputation
@@ -346,10 +349,10 @@ class CallContext:
     def hidden_mask(
         self, x: Tensor, layer: int, site: Site, context: LayerContext
     ) -> tuple[int | None, RowLayout | list[RowLayout]]:
-        """Return seed and row layout of the dropout mask for the residual stream x [s(/tp), b, h].
+        """Return seed and row layout of the mask or noise for the residual stream x [s(/tp), b, h].
 
         The seed is None if dropout is off. With context parallelism there may be one row layout for
-        each half.
+        each half of x.
         """
         if self.dropout is None:
             return None, ALL_ROWS

@@ -99,7 +99,7 @@ class ContextParallel:
         return self._cached[key]
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather x [b, s] from all ranks' slices [b, s/c], without gradients."""
+        """Gather the slices x [b, s/c] of all ranks: [b, s], without gradients."""
         length = x.shape[1] * self.size
         every = collectives.gather_first(x.t().contiguous(), self.group)  # by rank, [s, b]
         order = collectives.gather_first(self.positions(length, x.device), self.group)
@@ -112,7 +112,7 @@ class ContextParallel:
     ) -> list[RowLayout]:
         """Return the row layouts of x [s/c(/tp), b, h], one of `shards` shards of this rank's rows.
 
-        A row layout of x has one head.
+        x counts as one head.
         """
         rows, samples = x.shape[:2]
         length = rows * shards * self.size
@@ -124,7 +124,7 @@ class ContextParallel:
     def rows_for_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Return all rows [h s/c, b, heads/h, d] of this rank's shard of the heads.
 
-        If there are fewer key-value heads than ranks, they are copied to all ranks that need them.
+        If h does not divide the number of key-value heads, each of them is sent to several ranks.
         """
         n = self.heads
         if (copies := n // math.gcd(n, k.shape[2])) > 1:

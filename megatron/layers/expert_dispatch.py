@@ -1,10 +1,11 @@
 """Dispatch of tokens to experts: rows sorted by expert, and messages to the experts' ranks.
 
-A token is sent once to each rank that holds experts chosen for it and passes through all of these;
-the sum of their weighted outputs is sent back. Messages have a row for each pair of token and rank,
-and follow two small messages with row counts and choices. Across several nodes, a token is sent
-once to each node, and from there to the ranks; results are summed on the node (X-MoE, arXiv
-2508.13337). The host waits for the device once in a layer's forward pass, for the row counts.
+A token is sent once to each rank that holds experts chosen for it and passes through all of these
+experts; the sum of their weighted outputs is sent back. Messages with tokens have a row for each
+pair of token and rank. Two small messages, with row counts and with choices, are sent before them.
+Across several nodes, a token is sent once to each node, and from there to the ranks; results are
+summed on the node (X-MoE, arXiv 2508.13337). In a layer's forward pass, the host waits for the
+device once, for the row counts.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def members_chosen(experts: Tensor, each: int, members: int) -> Tensor:
 def exchange_numbers(experts: Tensor, hops: Sequence[Group], each: int) -> Tensor:
     """Return all row counts that the host needs for a layer, as a tensor on the device.
 
-    They are, for each hop, the rows sent to each member and the rows received from each, then the
-    rows of each of this rank's experts. Each hop takes one message, equally long for every member.
+    They are, for each hop, the rows sent to each member and the rows received from each; then the
+    rows of each of this rank's experts. Each hop takes one all-to-all, in equal parts.
 
     experts  chosen by this rank's tokens, -1: none  # [t, k]
     hops     groups over which a token is sent, in this order
@@ -128,10 +129,12 @@ class Dispatch:
     Across several nodes, one dispatch sends tokens to nodes and the next to ranks: the group of the
     first consists of the ranks with the same local rank on each node.
 
-    experts    chosen by this rank's tokens, -1: none  # [t, k]
+    experts    chosen by this rank's tokens or, in the second dispatch, by the rows that the first
+               one received; -1: none  # [t, k]
     each       number of experts of each member; if members are nodes, of all the node's ranks
     operators  operators that move the rows
-    numbers    from index `at` on, the row counts sent to each member, then those received from it
+    numbers    from index `at` on, the numbers of rows sent to each member, then those of rows
+               received from each
     """
 
     def __init__(
@@ -180,7 +183,10 @@ class Dispatch:
         return sent, local
 
     def back(self, rows: Tensor) -> Tensor:
-        """Send results [n, h] back to their tokens' ranks; return their sums [t, h] in fp32."""
+        """Send results [n, h] back to their tokens' ranks; return their sums [t, h].
+
+        They are added in fp32, and have the dtype of the results.
+        """
         arrival = Arrival(self.group, self.sent, self.received)
         return _Sum.apply(arrival.wait(_Send.apply(rows, arrival)), self)
 
@@ -239,7 +245,7 @@ class _Arrive(Node):
 
 
 class _Sum(Node):
-    """Sum of each token's rows, whose gradient, unlike a weighted sum's, needs no rows."""
+    """Sum of each token's rows; unlike a weighted sum, its backward pass does not need the rows."""
 
     @staticmethod
     def forward(ctx: Context, rows: Tensor, dispatch: Dispatch) -> Tensor:

@@ -22,10 +22,10 @@ def routers(model: torch.nn.Module) -> list[Router]:
 
 @torch.no_grad()
 def move_biases(routers: Sequence[Router], data: Group, counts: Tensor) -> None:
-    """Sum a step's load over all tokens, and adjust the experts' biases.
+    """Sum a step's load over all tokens, adjust the experts' biases and reset the load.
 
     data    the ranks with the same routers and different tokens, which all call this
-    counts  whether the step counts: a scalar on the device. If False, its load is discarded
+    counts  whether the step counts: a bool scalar on the device. If False, its load is discarded
     """
     loads = all_reduce(torch.stack([router.load for router in routers]), data)
     for router, load in zip(routers, loads, strict=True):
@@ -49,9 +49,10 @@ LOSS_NAMES = {
 def take_figures(
     routers: Sequence[Router], model: ModelConfig, topology: Topology
 ) -> dict[str, Any]:
-    """Return the routers' statistics since the last call, in the form used by an Iteration event.
+    """Return the routers' statistics as fields of an Iteration event, and reset them.
 
-    All ranks call this with their own routers. It takes one all-reduce.
+    They cover the steps since the last call. All ranks call this with their own routers; it takes
+    one all-reduce.
     """
     kinds = zip(model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, strict=True)
     names = [LOSS_NAMES[kind] for kind, factor in kinds if factor] + ["z_loss"]

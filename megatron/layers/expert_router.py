@@ -1,4 +1,4 @@
-"""Routers: the choice of experts for each token, and the losses that balance it.
+"""Routers: the choice of experts for each token, and the losses that balance their load.
 
 Routers compute in fp32. With sequence parallelism each tensor rank scores its own tokens and
 gathers the scores from all ranks: losses and capacities apply to the full micro-batch.
@@ -99,19 +99,21 @@ def mean_over(values: Tensor, real: Tensor | None) -> Tensor:
 class Router(torch.nn.Module):
     """The choice of experts: x [s(/tp), b, h] -> weights and experts [s b, k] for all tokens.
 
-    Weights are fp32, experts int64; a dropped choice has weight 0 and expert -1. So do choices for
-    padding, which does not count toward any load, loss, capacity or statistic.
+    Weights are fp32, experts int64; a dropped choice has weight 0 and expert -1, and so have the
+    choices of padding, which does not count toward any load, loss, capacity or statistic.
 
-    load         how often each expert was chosen since the last step, before drops  # [E], fp32
+    load         how often this rank's tokens chose each expert since the last step, before drops
+                 # [E], fp32
 
     Sums since the last log line (take_figures): `passes`, the number of micro-batches; `losses`,
-    each balancing loss without its coefficient, then the z-loss; and only if `measured`:
-    `interval`, like `load`; `dropped`, the number of dropped choices; and `entropy`, of each
-    token's normalised scores.
+    each balancing loss without its coefficient, then the z-loss; and only if `measured`
+    (--moe-per-layer-logging): `interval`, like `load`; `dropped`, the number of dropped choices;
+    and `entropy`, of each token's normalised scores.
 
     expert_bias  added to the scores for the choice only; adjusted to the load after each step
                  (Wang et al., arXiv 2408.15664)  # [E], fp32; None: no bias
-    last_load    load in the last step, for the balancing loss over the global batch  # [E]
+    last_load    load of all tokens in the last step, for the balancing loss over the global batch
+                 # [E], fp32; None: no such loss
     """
 
     def __init__(
@@ -231,7 +233,7 @@ class Router(torch.nn.Module):
         return within
 
     def shares(self, logits: Tensor) -> Tensor:
-        """Return scores [.., E] that sum to one over all experts, for the losses."""
+        """Return scores [.., E] that sum to one over all experts, for losses and statistics."""
         if self.config.moe_router_score_function == "softmax":
             return logits.softmax(-1)
         scores = logits.sigmoid()
@@ -263,7 +265,7 @@ class Router(torch.nn.Module):
         if self.balancing and (
             self.expert_bias is not None or self.config.moe_router_num_groups is not None
         ):
-            # Losses use choices without bias and group limit (arXiv 2412.19437, eq. 18).
+            # Losses use choices without bias or group limit (arXiv 2412.19437, eq. 18).
             experts = shares.detach().topk(self.config.moe_router_topk, dim=-1).indices
         experts = experts.view(*logits.shape[:2], -1)
         if real is not None:

@@ -2,8 +2,8 @@
 
 A router scores all experts for each token; the token passes through the best k, and their weighted
 outputs are summed (Shazeer et al., arXiv 1701.06538). Nothing is padded: an expert processes
-exactly the rows it receives. With expert parallelism, a layer's experts are distributed over some
-of the data- and context-parallel ranks.
+exactly the rows it receives. With expert parallelism, a layer's experts are distributed over a
+group of data- and context-parallel ranks.
 
 A token's weights and choices are the same on any layout. Tensor parallelism divides the FFN size of
 each expert, as in an MLP.
@@ -155,7 +155,7 @@ class _ExpertWeights(nn.Module):
     def forward(self, rows: Tensor, counts: RowCounts) -> Tensor:
         """Multiply rows [n, in], sorted by expert, by their expert's matrix, and add its bias.
 
-        Returns [n, out]. `counts` is the number of rows of each expert.
+        Returns [n, out]. `counts`: the number of rows of each expert.
         """
         y = grouped_product(rows, self.weight, counts, self.context.weight_gradients)
         if self.bias is None:
@@ -186,7 +186,7 @@ class ExpertMLP(nn.Module):
 
     index                 index of the layer in the model
     recompute_activation  recompute the output of the activation function in the backward pass
-    recompute             recompute the whole layer, messages included
+    recompute             recompute the whole layer, messages included (but not the row counts)
     summed                see RowParallelLinear
     """
 
@@ -218,7 +218,7 @@ class ExpertMLP(nn.Module):
         hidden = config.hidden_size
         ffn = config.moe_ffn_hidden_size
         experts = config.num_experts
-        assert ffn is not None and experts is not None, "they are derived if there are experts"
+        assert ffn is not None and experts is not None, "needed by a layer with experts"
         up, of_up = ((2, ffn, hidden), 1) if config.gated else ((ffn, hidden), 0)
         of = f"{name}.experts"
         bias = config.add_bias_linear
@@ -255,8 +255,8 @@ class ExpertMLP(nn.Module):
         choices = (weights, experts)
         numbers = self._numbers(experts, call)
         dispatches = list[Dispatch]()
-        # Without overlap the shared expert runs here, to keep the device busy while the host waits
-        # for the row counts.
+        # Without overlap or messages the shared expert runs here, to keep the device busy while the
+        # host waits for the row counts.
         shared = None if self.hops and self.overlap else self._shared(x)
         each = self.dense_h_to_4h.weight.shape[0] * self.group.size
         at = 0
@@ -303,7 +303,7 @@ class ExpertMLP(nn.Module):
     def _experts(
         self, tokens: Tensor, weights: Tensor, experts: Tensor, sizes: Numbers, dropless: bool
     ) -> Tensor:
-        """Return the sum over choices [t, k] of weight times the expert's output for tokens [t, h].
+        """Return, for tokens [t, h], the sums over choices [t, k] of weight times expert output.
 
         sizes     returns the number of rows of each expert
         dropless  whether every choice is one of these experts; if so, the host need not wait for

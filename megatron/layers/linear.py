@@ -86,7 +86,7 @@ def gathered_product(
 ) -> tuple[Tensor, Tensor | None]:
     """Return all ranks' x [s(/tp), b, in] times matrix [in, out], plus bias [out]: [s, b, out].
 
-    With `keep`, also return the full x [s, b, in].
+    The second result is the full x [s, b, in]; without `keep` it may be None.
     """
     group = context.tensor
     size = context.tensor.size
@@ -104,8 +104,8 @@ def gathered_product(
         if i + 1 < len(bounds):
             following = collectives.gather_first_async(x[slice(*bounds[i + 1])], group)
         arrived.wait()
-        # One product over the rows of all ranks, then a copy that puts them in order: a product for
-        # each rank would have fewer rows, and a batched product is slower on a CPU.
+        # One matrix product over the rows of all ranks, then a copy that puts them in order: a
+        # product for each rank would have fewer rows, and a batched one is slower on a CPU.
         y[:, first:end] = product(chunk, matrix, bias).view(size, end - first, *y.shape[2:])
         if gathered is not None:
             gathered[:, first:end] = chunk.view(size, end - first, *x.shape[1:])
@@ -117,7 +117,7 @@ def summed_product(
 ) -> tuple[Tensor, list[Started]]:
     """Return the sum over the ranks of x [s, b, in] times matrix [in, out]: [s(/tp), b, out].
 
-    The result may be read after wait() on all handles.
+    The result may be read after wait() on all handles of the returned list.
     """
     group = context.tensor
     scatters = context.sequence_parallel
@@ -169,7 +169,10 @@ def _matrix(weights: Weights) -> Tensor:
 
 
 def _partial_gradient(column: bool, context: LayerContext) -> bool:
-    """Return whether the gradient of a layer's input is a term of a sum over the tensor ranks."""
+    """Return whether parameters before a layer get terms of a sum over the tensor ranks.
+
+    See engine.gradients.Terms.
+    """
     return not column or context.sequence_parallel
 
 
@@ -183,8 +186,8 @@ class _Linear(torch.autograd.Function):
     """y = x W^T + b, with its tensor-parallel messages and a weight gradient that can be deferred.
 
     Column parallel: x is gathered, and its gradient is a sum over the ranks. Row parallel: y is a
-    sum over the ranks, and its gradient is gathered. A gathered x is not kept: it is gathered again
-    in the backward pass.
+    sum over the ranks, and its gradient is gathered. Without sequence parallelism nothing is
+    gathered. A gathered x is not kept: it is gathered again in the backward pass.
     """
 
     @staticmethod
@@ -236,7 +239,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True; cheaper than once_differentiable
-            raise KernelError("linear layers have no second derivative")
+            raise KernelError(
+                "linear layers have no second derivative: call backward without create_graph=True"
+            )
         if ctx.versions != [weight._version for weight in ctx.weights]:
             raise KernelError(
                 "a weight of a linear layer was changed in place between its forward and its "
@@ -267,7 +272,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def _column(ctx: Context, x: Tensor, dy: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Gather x while dx is computed, and sum dx while dW is computed.
+        """Gather x while dx is computed and, with overlap, sum dx while dW is computed.
 
         If dW is deferred, x is gathered last.
         """
@@ -318,7 +323,7 @@ class _Linear(torch.autograd.Function):
 def _defer(
     context: LayerContext, weights: Weights, dy: Tensor, x: Tensor, gathered: Started
 ) -> None:
-    """Put the weight gradient into the queue; `gathered` is the message of dy or x."""
+    """Put the weight gradient into the queue; `gathered` is the all-gather of dy or x."""
     # A CUDA graph has to contain the wait.
     if dy.is_cuda and torch.cuda.is_current_stream_capturing():
         gathered.wait()
@@ -351,9 +356,9 @@ def linear(
     weights: Weights,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return y of _Linear, without an autograd node if no gradients are needed.
+    """Return y of _Linear, without an autograd node if gradients are disabled.
 
-    For one token, the node would take half as long as everything else.
+    For one token, such a node would take half as long as all the rest.
     """
     nodes = nodes_for(x)
     usual = recompute_input is None and len(weights) == 1 and not one_token(x)
@@ -390,9 +395,9 @@ class ColumnParallelLinear(nn.Module):
     `shape` is the global shape of the weight, [out, in] or [n, out, in] for n matrices side by side
     (a gated unit), each split in this way, giving [s, b, n * out/tp].
 
-    rows  this rank's rows of the weight if shards are uneven: those that it alone holds, then those
-          that it shares with other ranks (weight_shared, bias_shared). The entries of the result
-          are in this order
+    rows  this rank's rows of the weight if shards are uneven: those that no other rank holds, then
+          those that several ranks hold (weight_shared, bias_shared). The entries of the result are
+          in this order
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class MLP(torch.nn.Module):
     def forward(
         self, x: Tensor, recompute_input: RecomputeInput = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the MLP of x, which `recompute_input` recomputes in the backward pass."""
+        """Compute the MLP of x; `recompute_input` recomputes x in the backward pass."""
         fused = self.fused and not one_token(x)
         up, bias = (
             self.dense_h_to_4h.apart(x, recompute_input)
@@ -60,7 +60,8 @@ class MLP(torch.nn.Module):
             else (self.dense_h_to_4h(x, recompute_input), None)
         )
         activated = activation(up, bias, self.activation, fused)
-        # `up` takes no additional memory: the activation's backward pass keeps it anyway.
+        # Keeping `up` takes no additional memory: the activation function's backward pass needs it
+        # anyway.
         recompute = None
         if self.recompute_activation:
             recompute = partial(activation, up.detach(), bias, self.activation, fused)

@@ -76,7 +76,7 @@ class Norm(nn.Module):
         return self._by_torch(x)
 
     def fuses(self, x: Tensor, residual: Tensor) -> bool:
-        """Return whether the kernel can also add x and the residual (`add`)."""
+        """Return whether the kernel supports `add` for x and the residual."""
         return self.fused and x.dtype == residual.dtype == self.weight.dtype
 
     def add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,8 +94,8 @@ class Norm(nn.Module):
         bias: Tensor | None = self.bias
         if not one_token(x) or x.dtype != dtype or self.one_plus:
             gain = wide(gain)
-            # If the residual stream is fp32 and the weights bf16, normalize in the wider dtype and
-            # return the narrower.
+            # If the residual stream is fp32 and the weights are bf16, normalize in fp32 and return
+            # bf16.
             x = x.to(torch.promote_types(x.dtype, gain.dtype))
             gain = gain.to(x.dtype) + 1.0 if self.one_plus else gain.to(x.dtype)
             bias = None if bias is None else wide(bias).to(x.dtype)

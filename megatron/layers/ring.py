@@ -55,7 +55,7 @@ _KEYS = 2048
 
 
 class Rectangle(NamedTuple):
-    """Queries and keys that see each other, except for causality and the window.
+    """Queries and keys; only causality and the window hide any of these keys from a query.
 
     samples          range of the micro-batch's samples
     rows, keys       ranges of the local queries and of the step's keys
@@ -84,8 +84,8 @@ class Ring:
                               neighbours
     weigher                   turns the scores of all rectangles into weights
     flash                     kernels that compute a rectangle; None: it is computed in blocks
-    documents                 documents within which positions see each other; None: each sequence
-                              is one document
+    documents                 documents within which tokens see each other; None: each sequence is
+                              one document
     """
 
     group: Group
@@ -155,7 +155,7 @@ class Ring:
 
     @cached_property
     def _ends(self) -> list[npt.NDArray[np.int64]]:
-        """Return the ends of the documents of each sample."""
+        """Return the ends of the documents of each sample, as positions in the sample."""
         assert self.documents is not None, "there are no documents"
         ends = self.documents.lengths.cumsum()
         samples = self.documents.samples
@@ -213,7 +213,7 @@ class Ring:
         return numbered
 
     def keys_of_step(self, rows: int) -> int:
-        """Return the average number of keys that each of `rows` local queries sees at a step."""
+        """Return the average number of keys per local query and step, for cost.Attention."""
         return min(rows, -(-(self.params.window + 1) // self.ring_size))
 
     def rotate(self, x: Tensor) -> Rotation:
@@ -226,11 +226,11 @@ class Ring:
 
 
 class RingBlock(NamedTuple):
-    """One product of queries and keys.
+    """Queries and keys of one matrix product.
 
     batch        range of samples times groups
     rows, keys   ranges of the queries [.., rows * share, d] and of the keys [.., n, d]
-    first, key   positions of its first query and key, as passed to the kernels
+    first, key   positions of the first query and the first key, as passed to the kernels
     """
 
     batch: slice
@@ -339,7 +339,8 @@ class _Ring(Node):
             sums = ring.by_number(sums)
         to_queries = torch.zeros_like(queries, dtype=sums.dtype)
         work = Attention(b, groups * share, n, d, True, ring.keys_of_step(n))
-        local = following = sums  # gradients of this rank's pairs, and of the previous step's
+        # gradients of this rank's own pairs, and of those of the previous step; set in the loop
+        local = following = sums
         for step in range(ring.ring_size):
             coming = ring.rotate(pairs) if step + 1 < ring.ring_size else None
             behind = ring.rotate(following) if step > 1 else None
@@ -380,7 +381,7 @@ class _Ring(Node):
 
 
 def _of_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """Reshape rows [b groups, n share, d] to the shape of `like`, [n, b, groups, share, d]."""
+    """Return rows [b groups, n share, d] in shape and dtype of `like` [n, b, groups, share, d]."""
     return put_rows(torch.empty(like.shape, dtype=like.dtype, device=like.device), rows)
 
 

@@ -1,6 +1,6 @@
 """Attention of some queries to some keys, by kernels that also return its log-sum-exps.
 
-They are flash-attn's kernels (Dao, arXiv 2307.08691; from version 2.7 on), and the kernels behind
+They are flash-attn's kernels (Dao, arXiv 2307.08691; from version 2.7 on), and the flash kernels of
 torch's scaled_dot_product_attention. The log-sum-exps allow partial softmaxes to be merged. A
 backward pass gets the output and log-sum-exps of the full softmax, and returns the gradients of
 these queries, keys and values.
@@ -18,8 +18,8 @@ _aten = torch.ops.aten
 Mask = tuple[bool, int]
 """Mask of a call: causal or not, and the reach of its window (-1: none); both hide keys.
 
-If causal, query i and key i have the same position; otherwise all keys precede the queries. With a
-reach of n, the last query sees n keys before the last key, and each earlier query sees one more.
+If causal, query i and key i have the same position; otherwise no key is later than a query. With a
+reach of n, the last query sees the last key and n keys before it; each earlier query sees one more.
 """
 
 
@@ -29,7 +29,7 @@ class Flash(NamedTuple):
     backend            "flash" or "torch" (choose_attention)
     share, scale, cap  as in AttentionParameters
 
-    Torch's kernels have no window.
+    Torch's kernels have no window and no cap.
     """
 
     backend: str
@@ -38,9 +38,10 @@ class Flash(NamedTuple):
     cap: float = 0.0
 
     def forward(self, q: Tensor, pairs: Tensor, mask: Mask) -> tuple[Tensor, Tensor, list[Any]]:
-        """Return out [n, rows * share, d], log-sum-exps [n, rows * share], and a kernel's state.
+        """Return out [n, rows * share, d], log-sum-exps [n, rows * share], and the random state.
 
-        The state is that of dropout, which is off: any backward pass can use any state.
+        The kernel returns this state for dropout, which is off here: `backward` may be called with
+        the state of any call.
         """
         tensors = [self._by_head(q), *pairs.unsqueeze(3)]
         if self.backend == "flash":

@@ -36,7 +36,8 @@ def bias_dropout_add(
     """Return residual + dropout(x + bias), in the residual's dtype.
 
     x and residual [s(/tp), b, h], bias [h]. With `fused` the kernel is used if it supports the
-    arguments: x and the residual must have the same dtype. `row_layout`: see keyed_dropout.
+    arguments; for example, x and the residual must have the same dtype. Without a seed nothing is
+    dropped. `row_layout`: see keyed_dropout.
     """
     if seed is None:
         probability = 0.0
@@ -64,7 +65,7 @@ class TransformerLayer(nn.Module):
     """A transformer layer: [s(/tp), b, h] -> [s(/tp), b, h]; `index` counts from 0 over the model.
 
     With selective recomputation, the backward pass recomputes those of core_attn, mlp_act,
-    layernorm, moe_act and moe that the configuration lists.
+    layernorm, moe_act and moe that --recompute-modules lists.
     """
 
     def __init__(self, context: LayerContext, config: Config, index: int) -> None:
@@ -153,7 +154,7 @@ class TransformerLayer(nn.Module):
         return self._add(out, bias, residual, call, Site.MLP_OUTPUT)
 
     def _parallel(self, x: Tensor, call: CallContext) -> Tensor:
-        """Return x + attention + MLP, whose sum takes one reduction and one dropout mask."""
+        """Return x + attention + MLP; one reduction and one dropout mask serve both layers."""
         first = self.input_layernorm
         second = self.post_attention_layernorm
         normed = self._before(first, x)
@@ -173,14 +174,14 @@ class TransformerLayer(nn.Module):
     def _mlp(
         self, norm: Norm | None, x: Tensor, normed: Tensor, call: CallContext
     ) -> tuple[Tensor, Tensor | None]:
-        """Return output and bias of the MLP, or of the experts, for `normed`, which is norm(x)."""
+        """Return output and bias for `normed`, which is norm(x); with experts the bias is None."""
         if self.experts:
             return self.mlp(normed, call), None
         result: tuple[Tensor, Tensor | None] = self.mlp(normed, self._recompute_norm(norm, x))
         return result
 
     def _before(self, norm: Norm | None, x: Tensor) -> Tensor:
-        """Return norm(x), or x in the dtype of the weights."""
+        """Return norm(x); without a norm, x in the dtype of the weights."""
         return x.to(self.self_attention.dense.weight.dtype) if norm is None else norm(x)
 
     def _after(

@@ -1,17 +1,17 @@
 """Output layer and cross entropy over a vocabulary that is sharded over the tensor-parallel group.
 
 For each token a rank computes three numbers from its logits: the maximum, the sum of exponentials
-relative to it, and the label's logit. One message gives every rank the numbers of all ranks, from
-which it computes the loss and the gradient of its own logits (Shoeybi et al., arXiv 1909.08053,
-section 3).
+relative to the maximum, and the label's logit. An all-gather gives every rank the numbers of all
+ranks, from which it computes the loss and the gradient of its own logits (Shoeybi et al., arXiv
+1909.08053, section 3).
 
 Output layer and cross entropy work on chunks of tokens, so that only one chunk's logits exist at a
 time: they are overwritten by their gradient, from which the gradients of input and weight are
-computed before the next chunk uses the memory. All of this happens in the backward pass, because
-the gradient of the loss is known only then: a loss scale must be applied before 16-bit rounding,
-the weight gradient is added directly to its fp32 sum, and a schedule may defer it. With `late` the
-logits are computed only once. In exchange the loss gets its value only in the backward pass, which
-is early enough for a pipeline's executor.
+computed before the next chunk uses the memory. Only a deferred weight gradient needs all tokens at
+once. All of this happens in the backward pass, because the gradient of the loss is known only then:
+a loss scale must be applied before 16-bit rounding, the weight gradient is added directly to its
+accumulator, and a schedule may defer it. With `late` the logits are computed only once. In exchange
+the loss gets its value only in the backward pass, which is early enough for a pipeline's executor.
 
 The alternatives were to compute gradients in the forward pass for a loss gradient of 1 and to scale
 them afterwards (Liger, Hsu et al., arXiv 2410.10989, section 3.2: an fp32 [vocabulary/tp, h] tensor
@@ -41,16 +41,16 @@ from megatron.parallel.topology import Group
 
 CPU_TOKENS = 512
 GPU_TOKENS = 4096
-"""Default number of tokens in a chunk. Each chunk reads and writes the fp32 weight gradient once:
-4 / tokens bytes per FLOP of the product that computes it. At these sizes, on typical devices, this
-is a few percent of the product's time."""
+"""Default numbers of tokens in a chunk. Each chunk reads and writes the fp32 weight gradient once:
+4 / tokens bytes per FLOP of the matrix product that computes it. On typical devices this is a few
+percent of the product's time at these sizes."""
 
 
 def _combine(local: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """Return losses, maxima and sums of exponentials over the full vocabulary, [n] each.
 
-    The sums are relative to the maxima. One message is sent; all ranks add in rank order and get
-    bitwise identical results.
+    The exponentials are relative to the maxima. One message is sent; all ranks add in rank order
+    and get bitwise identical results.
     """
     if group.size == 1:
         maximum, total, target = local
@@ -95,7 +95,7 @@ class Vocabulary:
     def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return (maximum, sum of exponentials, label's logit) of a chunk: fp32 [3, n].
 
-        The logits [n, v] are this rank's.
+        The logits [n, vocab/tp] are this rank's.
         """
         fused = self.context.fusions.cross_entropy
         local = kernel.local_pass if fused else kernel.local_reference
@@ -141,7 +141,7 @@ def vocabulary_loss(
 def scores(x: Tensor, v: Vocabulary, positions: Tensor | None = None) -> Tensor:
     """Return this rank's fp32 logits [s, b, vocab/tp] of x [s(/tp), b, h].
 
-    Logits of padding rows are -infinity.
+    Logits of the vocabulary's padding are -infinity.
 
     positions int64 [b]: only the logits of one position of each sample, [1, b, vocab/tp], without
     gradients.
@@ -169,9 +169,9 @@ def _mean(losses: Tensor, mask: Tensor, count: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def token_losses(x: Tensor, labels: Tensor, v: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Return the loss of every label, fp32 [s, b], and whether no token has a higher logit.
+    """Return the loss of each label, and whether no other token has a higher logit than the label.
 
-    x [s(/tp), b, h], labels int64 [s, b]. The second result is bool [s, b]. Without gradients.
+    x [s(/tp), b, h], labels int64 [s, b] -> fp32 [s, b], bool [s, b]. Without gradients.
     """
     local = _statistics(x, labels.reshape(-1), v)
     losses, maximum, _ = _combine(local, v.context.tensor)
@@ -286,7 +286,7 @@ def _to_gradient(logits: Tensor, labels: Tensor, token_gradients: Tensor, v: Voc
 def _summed(dx: Tensor, context: LayerContext) -> tuple[Tensor, collectives.Started]:
     """Return dx summed over the tensor ranks, or this rank's shard of it, and a handle to wait for.
 
-    The message is sent while the last chunk's weight gradient is computed.
+    With overlap the message is sent while the last chunk's weight gradient is computed.
     """
     if context.sequence_parallel:
         dx, work = collectives.reduce_scatter_first_async(dx, context.tensor)
