@@ -11,9 +11,10 @@ Examples:
 Every token is predicted once, from the tokens before it: windows of --context tokens begin every
 --stride tokens, and each counts only the predictions that the previous window did not make. A
 smaller stride gives more context and takes longer. As in training, an end-of-document token (EOD)
-separates documents and is predicted as well; one also precedes the first document. Model and
-tokenizer are those of the checkpoint; the layout may differ from that of the training, and the
-result does not depend on it.
+separates documents and is predicted as well; one also precedes the first document. If the training
+left the first token of each document out of the loss (--eod-mask-loss or best-fit packing), so does
+the evaluation. Model and tokenizer are those of the checkpoint; the layout may differ from that of
+the training, and the result does not depend on it.
 
 A file of --tasks has JSON lines, {"context": "...", "choices": ["...", "..."], "answer": 0} (multiple choice) or
 {"context": "...", "ending": "..."} (cloze). The most likely choice is found in three ways: by the sum of its tokens'
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
     from megatron.data.sampler import MicroBatch
 
 _SHOWN = 4  # files in the table
-_PER_STAGE = 4  # micro-batches per step and pipeline stage: a bubble of a fifth
+_PER_STAGE = 4  # micro-batches per step and pipeline stage: a bubble of less than a fifth
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -335,7 +336,7 @@ class Input:
         self._before = self._after = (
             0,
             0,
-        )  # tokens and bytes of the input before and after the last segment
+        )  # tokens and bytes of the input up to the start and up to the end of the last segment
         self._trained, self._windows = (
             trained,
             tokens.windows(self._token_arrays(), context, self.stride),

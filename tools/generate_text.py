@@ -9,9 +9,10 @@ Examples:
         --bf16 --temperature 0 --stop "\\n\\n"
 
 Model and tokenizer are those of the checkpoint; the layout may differ from that of the training,
-and its replicas share the batches. Texts of --prompt are shown as they are generated. With
---prompts each text is a line of JSON with the keys line (in the file), prompt, cut_tokens, text,
-tokens (number of new ones), finish (end_token, stop_string, max_new_tokens or context) and seed.
+and its replicas divide the batches among themselves. Texts of --prompt are shown as they are
+generated, those of replicas other than the first when they are complete. With --prompts each text
+is a line of JSON with the keys line (in the file), prompt, cut_tokens, text, tokens (number of new
+ones), finish (end_token, stop_string, max_new_tokens or context) and seed.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=integer(1, MOST_POSITIONS),
         default=64,
         metavar="N",
-        help="maximum number of new tokens (default: 64)",
+        help="maximum number of new tokens of each text (default: 64)",
     )
     parser.add_argument(
         "--context",
@@ -140,8 +141,8 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=integer(0, _MOST_SEED),
         default=1234,
-        help="seed of the first prompt's sampling; each further prompt has the next one (default: "
-        "1234)",
+        help="seed for sampling after the first prompt; it is one higher for each further prompt, "
+        "or line of a file (default: 1234)",
     )
 
 
@@ -150,7 +151,7 @@ def main(argv: Sequence[str]) -> int:
     """Run and return the exit code."""
     args = build_parser().parse_args(argv)
     if args.output is not None and args.prompts is None:
-        raise ConfigError("--output is for the texts of --prompts")
+        raise ConfigError("--output is for the texts of --prompts: leave it out with --prompt")
     if args.output is not None and os.path.exists(args.output):
         raise ConfigError(f"--output {args.output} exists: remove it, or choose another name")
     if args.output is not None and not os.path.isdir(os.path.dirname(args.output) or "."):

@@ -42,7 +42,7 @@ from megatron_preparation.sources import FORMATS
 
 WITHOUT_EFFECT = {
     "lang": "the rule for sentences does not depend on the language",
-    "partitions": "--workers uses all cores for one output",
+    "partitions": "--workers divides the work among processes, with a single output",
     "seq_length": "documents are written whole",
     "trust_remote_code": "tokenizers never run remote code",
     "find_optimal_num_workers": "each worker is one core: the default is all of them",
@@ -150,8 +150,8 @@ def _add_input(group: argparse._ArgumentGroup) -> None:
         "--on-bad-input",
         choices=ON_BAD_INPUT,
         default="fail",
-        help="what to do with a line that is not JSON or UTF-8, or has no text under the "
-        "key: fail at the first one (default), or skip, count and list them in "
+        help="what to do with unusable input, such as a line that is not JSON or UTF-8, or has no "
+        "text under the key: fail at the first (default), or skip, count and list all of it in "
         "PREFIX_bad_input.txt",
     )
     group.add_argument(
@@ -218,7 +218,8 @@ def options_of(
 ) -> PreprocessOptions:
     """Return the options of the command line; `say` is called with the origin of the chat template.
 
-    Raises ConfigError for flags that contradict --chat, DataError for an unreadable template.
+    Raises ConfigError for flags that contradict or need --chat and for an invalid template,
+    DataError for an unreadable one.
     """
     tokenizer = {
         name: getattr(args, name)
@@ -289,7 +290,10 @@ class StopSignal:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run and return the exit code: 0, 2 after an input error, 128 + N after signal N."""
+    """Run and return the exit code: 0, 2 after an error, 128 + N after signal N.
+
+    After a second signal it is 130.
+    """
     args = build_parser().parse_args(argv)
     for name, why in WITHOUT_EFFECT.items():
         if getattr(args, name):

@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--json-key",
         default="text",
         metavar="KEY",
-        help="key of the text in a JSON line (default: text)",
+        help="key of the text in a JSON line, or column of a parquet file (default: text)",
     )
     parser.add_argument(
         "--on-bad-input",
@@ -64,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=real(),
         default=4.0,
         metavar="MB",
-        help="amount of text to train on, in randomly drawn documents (default: 4)",
+        help="largest amount of text to train on, from randomly drawn documents (default: 4)",
     )
     parser.add_argument(
         "--num-threads",
@@ -96,15 +96,15 @@ def train_vocabulary(
     on_bad_input: str = "fail",
     say: Callable[[str], None] = lambda _: None,
 ) -> int:
-    """Train byte-pair encoding on up to `sample_bytes` of documents; return its vocabulary size.
+    """Train byte-pair encoding on about `sample_bytes` of text; return the vocabulary size.
 
     The model file is for GPTSentencePieceTokenizer; </s> ends a document. The same input and
     arguments give the same model. Text is not normalised, white space is kept, and characters
     without a piece are encoded as bytes, so decode(encode(text)) is the text, except that U+2581,
     SentencePiece's mark for a space, becomes a space. With `on_bad_input` 'skip', unusable
-    documents are left out, and `say` is called with their number and the first one. Raises
-    DataError for unusable input, ConfigError for a vocabulary that is too small or that the text
-    cannot fill.
+    documents are left out, and `say` is called once, with a note of their number and the first one.
+    Raises DataError for unusable input and if the model cannot be written, ConfigError for a
+    vocabulary that is too small or that the text cannot fill.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(f"--vocab-size {vocab_size}: must be at least {MIN_VOCAB_SIZE}")
@@ -180,9 +180,9 @@ def _texts(
 
 
 def _sample_lines(documents: Sequence[str], sample_bytes: int) -> list[str]:
-    """Return lines of the first documents, up to `sample_bytes`.
+    """Return the lines of the first documents until they have `sample_bytes`.
 
-    Newlines are symbols, so no piece spans lines.
+    Documents can be cut into lines because newlines are symbols: no piece spans two lines.
     """
     lines: list[str] = []
     size = 0

@@ -156,10 +156,11 @@ def evaluate_harness(
     limit: int | None = None,
     micro_batch_size: int = 4,
 ) -> dict[str, dict[str, float]]:
-    """Evaluate tasks; return {task: {metric: value}} on the first rank, {} on the others.
+    """Evaluate tasks and return {task: {metric: value}}.
 
-    All ranks call this. `include_path` is a folder with further task files, `limit` the number of
-    examples of each task. Raises DataError for any error of the harness.
+    All ranks call this; it returns the same on each. `include_path` is a folder with further task
+    files, `limit` the largest number of examples of a task. Raises DataError for any error of the
+    harness.
     """
     lm = MegatronLM(model, micro_batch_size)
     try:

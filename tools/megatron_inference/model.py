@@ -42,8 +42,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-older",
         action="store_true",
-        help="if the newest checkpoint is damaged, load the previous one, with a warning (default: "
-        "an error)",
+        help="if the newest checkpoint is damaged, load the newest one that is not, with a warning "
+        "(default: an error)",
     )
     parser.add_argument(
         "--ema",
@@ -71,7 +71,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metrics-file",
         metavar="FILE",
-        help="append a record of the result to this JSON-lines file",
+        help="append a record of each result to this JSON-lines file",
     )
 
 

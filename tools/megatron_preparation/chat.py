@@ -1,4 +1,4 @@
-"""Renders conversations as text, and determines which part of it is in the loss.
+"""Renders conversations as text, and determines which parts of the text are in the loss.
 
 A line of JSON has either {"messages": [{"role", "content"}, ...]}, which a chat template turns into
 text, or {"prompt", "completion"}, which are concatenated. The assistant's turns and completions are
@@ -91,7 +91,10 @@ class Chat:
     tool_use: str | None = None
 
     def read(self, document: dict[str, Any]) -> Conversation:
-        """Return the conversation of a line. Raises DataError for a line in any other form."""
+        """Return the conversation of a line.
+
+        Raises DataError if the line has another form, the template fails or nothing is in the loss.
+        """
         if "messages" in document:
             text, in_loss = self._render(document["messages"], document.get("tools"))
             conversation = Conversation(text, in_loss, around=False)
@@ -110,7 +113,7 @@ class Chat:
         try:
             conversation.text.encode()
         except UnicodeEncodeError:
-            raise DataError("a lone surrogate, which is not a character") from None
+            raise DataError("the text has a lone surrogate, which is not a character") from None
         if not any(start < stop for start, stop in conversation.in_loss):
             raise DataError("no text in an assistant turn or a completion: nothing is in the loss")
         return conversation
@@ -138,7 +141,7 @@ class Chat:
         if self.max_tokens is not None and len(ids) > self.max_tokens:
             raise DataError(f"{len(ids)} tokens, more than --max-tokens {self.max_tokens}")
         if not marks.any():
-            raise DataError("the assistant's turns have no tokens: nothing is in the loss")
+            raise DataError("no token in an assistant turn or a completion: nothing is in the loss")
         return ids, marks.astype(np.uint8)
 
     def _render(self, messages: Any, tools: Any) -> tuple[str, Spans]:
@@ -147,14 +150,18 @@ class Chat:
             or not messages
             or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
         ):
-            raise DataError("'messages' must be a list of objects with 'role' and 'content'")
+            raise DataError(
+                "'messages' must be a list of one or more objects, each with a string as 'role'"
+            )
         try:
             written = json.dumps([messages, tools], ensure_ascii=False)
             size = len(written.encode(errors="replace"))
         except RecursionError:
-            raise DataError("'messages' are nested too deeply") from None
+            raise DataError("'messages' or 'tools' are nested too deeply") from None
         if any(mark in written for mark in _MARKS):
-            raise DataError("a message contains one of U+FDD0 to U+FDD4, which are not characters")
+            raise DataError(
+                "'messages' or 'tools' contain one of U+FDD0 to U+FDD4, which are not characters"
+            )
         if tools is not None and self.tool_use is not None:
             return replace(self, template=self.tool_use, tool_use=None)._render(messages, tools)
         if self.template == DEFAULT:
@@ -170,9 +177,9 @@ def _process_of(chat: Chat) -> LimitedProcess:
 
 
 def serve(about: dict[str, Any]) -> Callable[[Any], tuple[str, Spans] | None]:
-    """Return the function that the child process applies to (messages, tools).
+    """Return the function that the child process applies to (messages, tools), or to None.
 
-    Raises ConfigError for an invalid template.
+    None only checks the template. Raises ConfigError for an invalid template.
     """
     chat = Chat(**about)
     compiled(chat.template)
@@ -197,8 +204,8 @@ def rendered(chat: Chat, messages: list[dict[str, Any]], tools: Any) -> tuple[st
         stop = _text(chat, messages[: i + 1], tools)
         if not (text.startswith(stop) and stop.startswith(start)):
             raise DataError(
-                f"message {i}: the chat template writes it differently when others follow, "
-                "so its position in the text is unknown: put {% generation %} and "
+                f"message {i}: the chat template writes it or its header differently when the "
+                "text ends there, so its position is unknown: put {% generation %} and "
                 "{% endgeneration %} around the assistant's turns in the template"
             )
         spans += ((len(start), len(stop)),)
@@ -209,8 +216,8 @@ def _turns(chat: Chat, text: str, messages: list[dict[str, Any]], tools: Any) ->
     """Return the ranges of the assistant's turns in a text, from the template's loop over messages.
 
     A turn is what one iteration of the loop writes, less the header that add_generation_prompt
-    writes; text after the loop belongs to the last turn. None if no loop writes each turn exactly
-    once, or if the marks change the rendered text.
+    writes. If the last message is the assistant's, text after the loop belongs to its turn. None if
+    no loop writes each turn exactly once, or if the marks change the rendered text.
     """
     ranges = _passes(_text(chat, messages, tools, turns=True), text)
     numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -237,7 +244,10 @@ def _turns(chat: Chat, text: str, messages: list[dict[str, Any]], tools: Any) ->
 
 
 def _passes(marked: str, text: str) -> dict[int, tuple[int, int]] | None:
-    """Return the range in `text` that a loop wrote for each message; None if ambiguous."""
+    """Return the range in `text` that a loop wrote for each message.
+
+    None if a message has several ranges, or if `marked` without its marks is not `text`.
+    """
     ranges = dict[int, tuple[int, int]]()
     bare = list[str]()
     opened = list[Any]()
@@ -286,9 +296,9 @@ def _text(
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its reasoning under all names that templates read.
+    """Return a message with its reasoning also as `thinking` and `reasoning_content`.
 
-    transformers does the same.
+    Templates read either name. transformers does the same.
     """
     names = ("reasoning_content", "reasoning", "thinking")
     reasoning = next((message[name] for name in names if message.get(name) is not None), None)
@@ -312,7 +322,10 @@ class _Generation(Extension):
 
 
 class _Turns(Extension):
-    """Puts marks around what each iteration of a loop writes, with the number of its message."""
+    """Puts marks around what each iteration of a loop writes.
+
+    The first mark has the number of the message that the iteration is for, if it is for one.
+    """
 
     def around(self, tree: nodes.Template) -> nodes.Template:
         for loop in tree.find_all(nodes.For):
@@ -479,6 +492,7 @@ def _templates(folder: Path) -> tuple[dict[str, str], str]:
         for one in listed
     ):
         raise DataError(
-            f"{file}: its chat_template is neither a string nor a list of named strings"
+            f"{file}: chat_template is neither a string nor a list of objects with a name and a "
+            "template"
         )
     return {one["name"]: one["template"] for one in listed}, str(file)

@@ -50,8 +50,8 @@ class PreprocessOptions:
     append_eod       end every document with the tokenizer's eod, unless it already does
     split_sentences  one sequence per sentence, cut after . ! ? and at line ends
     keep_newlines    keep white space between sentences, at the end of the earlier one
-    input_format     'jsonl', 'text' (one document per file), 'parquet', or 'auto' (by suffix); .gz
-                     and .zst are always decompressed
+    input_format     'jsonl', 'text' (one document per file), 'parquet', or 'auto' (by suffix);
+                     .gz, .zst and .zstd are always decompressed
     chat             read JSON lines of messages, or of prompt and completion, and also write a loss
                      mask; json_keys is then the single key in the output's name
     """
@@ -70,7 +70,7 @@ class PreprocessOptions:
         return "sentence" if self.split_sentences else "document"
 
     def outputs(self, prefix: str, vocab_size: int) -> dict[str, np.dtype[Any]]:
-        """Return the prefixes of the data sets to write, and their types; the tokens come first."""
+        """Return prefix and dtype of each data set to write: first the tokens, then loss masks."""
         dtypes = {f"{prefix}_{key}_{self.level}": token_dtype(vocab_size) for key in self.json_keys}
         return dtypes | {mask_prefix(name): MASK_DTYPE for name in dtypes if self.chat is not None}
 
@@ -142,7 +142,7 @@ def encode_block(block: Block, tokenizer: Tokenizer, options: PreprocessOptions)
 
 
 def texts_of_block(block: Block, options: PreprocessOptions) -> list[list[str]]:
-    """Return a block's documents, a list per json_key.
+    """Return the texts of a block's documents, a list for each of the json_keys.
 
     Raises DataError, with file and line, for the first unusable document.
     """
@@ -156,7 +156,10 @@ def texts_of_block(block: Block, options: PreprocessOptions) -> list[list[str]]:
 def parse_block(
     block: Block, json_keys: Sequence[str], chat: Chat | None = None
 ) -> ParsedDocuments:
-    """Return the texts, or the conversations of `chat`, and the bad documents of a block."""
+    """Return the texts, or the conversations of `chat`, and the bad documents of a block.
+
+    Raises LimitError, with file and line, if the chat template exceeds its limits.
+    """
     documents = ParsedDocuments([], [[] for _ in json_keys])
     if block.problem:
         documents.bad.append((block.first, block.problem))
@@ -180,7 +183,8 @@ def parse_block(
 def _contents(block: Block) -> Iterable[tuple[int, Any]]:
     """Yield the number and content of each document.
 
-    The content is the bytes of parquet columns, otherwise str, or bytes if it is not UTF-8.
+    The content is the bytes of parquet columns, otherwise str, or bytes if a document of the block
+    is not UTF-8.
     """
     content: Any = block.content
     if block.kind != "parquet":
@@ -296,7 +300,7 @@ def _is_text_error(error: BaseException) -> bool:
 def _drop_unencodable(
     documents: ParsedDocuments, tokenizer: Tokenizer, options: PreprocessOptions
 ) -> None:
-    """Move the documents that the tokenizer rejects to the bad ones: a batch fails entirely."""
+    """Move the documents that cannot be encoded to the bad ones: one fails a whole batch."""
     accepted = []
     for i, number in enumerate(documents.numbers):
         try:

@@ -10,8 +10,8 @@ Until the output is complete, everything is in the folder PREFIX_partial:
 
 | file | content |
 |---|---|
-| job.json | the inputs and options of the run: a resumed run must have the same |
-| journal.json | valid lengths of the part files; written after they are synced, and replaced atomically |
+| job.json | inputs, options and tokenizer of the run: a resumed run must have the same |
+| journal.json | input position, lengths of part files; replaced atomically, after they are synced |
 | bad_input.txt | the documents left out so far |
 | *.part | the part files of the data sets (indexed_writer.py) |
 
@@ -79,7 +79,7 @@ class Totals:
     """Counts so far, including those of an interrupted run.
 
     documents, tokens, empty_documents: over all keys; empty ones have no tokens and are left out.
-    bad_documents: lines or rows that were skipped. largest_id: of all tokens.
+    bad_documents: documents that were skipped. largest_id: of all tokens.
     input_bytes: text after decompression. file_bytes: read from disk, of `total_file_bytes`.
     earlier_documents, earlier_bytes, earlier_file_bytes: the part done before this run.
     outputs: prefixes of the data sets. bad_input: the file that names the bad documents, if there
@@ -132,7 +132,8 @@ def preprocess(
     With `options.chat` each data set has a loss mask beside it, which gets its final name first.
     The files are the same for any number of workers, and appear only when all input has been read;
     until then, existing files of these names are kept. An unfinished run of the same inputs and
-    options is resumed; `restart` discards it. With `on_bad_input` 'skip', unusable documents are
+    options is resumed, and files of a finished one are kept; `restart` begins again in both cases.
+    With `on_bad_input` 'skip', unusable documents are
     left out and listed in `{output_prefix}_bad_input.txt`. The journal is written every
     `journal_interval_s` seconds.
 

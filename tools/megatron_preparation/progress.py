@@ -138,7 +138,7 @@ class PreprocessProgress:
         self._bytes.update(totals.file_bytes, self.describe(totals), due)
 
     def describe(self, totals: Totals) -> str:
-        """Return documents, tokens, MB of text, and MB/s of this run if it has read any."""
+        """Return documents, tokens, MB of text, bad documents if any, and MB/s of this run."""
         read = totals.input_bytes - totals.earlier_bytes
         seconds = max(self._clock() - self._started, 1e-9)
         rate = f", {read / 1e6 / seconds:.2f} MB/s" if read else ""
@@ -172,7 +172,7 @@ class PreprocessProgress:
         return lines + [f"  {output}.bin, {output}.idx" for output in totals.outputs]
 
     def bad(self, document: object) -> None:
-        """Show one of the first bad documents."""
+        """Count a bad document, and show it if it is one of the first SHOWN_BAD."""
         self._bad += 1
         if self._bad <= SHOWN_BAD:
             self.say(f"skipped: {document}")

@@ -99,8 +99,8 @@ def find_sources(
 ) -> list[InputFile]:
     """Return the files of `inputs` in order; patterns (* ? [ ], ** for folders) sorted by name.
 
-    Raises DataError for a missing file, a folder, an unsupported compression, or a pattern that
-    matches no file.
+    Raises DataError for a missing file, anything but a regular file, an unsupported compression, or
+    a pattern that matches no file.
     """
     sources = []
     for name in inputs:
@@ -154,7 +154,7 @@ def read_blocks(
     input_format: str = "auto",
     json_keys: Sequence[str] = ("text",),
 ) -> Iterator[Block]:
-    """Yield the documents of the files, in order. Raises DataError for missing or damaged files."""
+    """Yield the files' documents in blocks. Raises DataError for missing or damaged files."""
     return read_sources(find_sources(inputs, input_format), json_keys)
 
 
@@ -165,7 +165,7 @@ def read_sources(
     *,
     on_skip: Callable[[], None] = lambda: None,
 ) -> Iterator[Block]:
-    """Yield the documents from `start` on. `json_keys` are the columns of parquet files.
+    """Yield the documents from `start` on in blocks. `json_keys`: the columns of parquet files.
 
     `on_skip` is called repeatedly on the way to `start`: a compressed file has to be decompressed
     up to there. Raises DataError, with the file and the location, for missing or damaged data.
@@ -207,9 +207,10 @@ def read_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def open_source(source: InputFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """Yield the decompressed content and a function that returns the bytes of the file read so far.
+    """Yield a decompressed stream and a function that returns the bytes of the file read so far.
 
-    Reading a damaged file raises one of read_errors().
+    Reading a damaged file raises one of read_errors(). Raises DataError if the zstd program is
+    needed and missing.
     """
     if source.compression == "zstd" and _window_bytes(source.path) > _ARROWS_WINDOW_BYTES:
         with _by_program(source) as opened:
@@ -234,7 +235,7 @@ def open_source(source: InputFile) -> Iterator[tuple[BinaryIO, Callable[[], int]
 
 
 def _window_bytes(path: str) -> int:
-    """Return the window of a file's first zstd frame (RFC 8878, section 3.1.1.1); 0 if unknown."""
+    """Return the window size of a file's first zstd frame (RFC 8878, 3.1.1.1); 0 if unknown."""
     with open(path, "rb") as file:
         head = file.read(18)
     if len(head) < 18 or head[:4] != b"\x28\xb5\x2f\xfd":
