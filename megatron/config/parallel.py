@@ -237,9 +237,10 @@ class RecomputeConfig:
     recompute_modules: tuple[str, ...] = option(
         None,
         "Modules to recompute with --recompute-granularity selective: core_attn (attention "
-        "scores), mlp_act (output of the activation function), layernorm (output of the norms). "
-        "mlp_act and layernorm cost at most about 1 % of a step each. moe: whole layers of "
-        "experts, with their messages; moe_act: output of the experts' activation function.",
+        "scores), mlp_act (output of the activation function), layernorm (output of the norms, "
+        "but not of the one before experts). mlp_act and layernorm cost at most about 1 % of a "
+        "step each. moe: whole layers of experts, with their messages; moe_act: output of the "
+        "experts' activation function.",
         choices="core_attn mlp_act layernorm moe moe_act",
         metavar="MODULE ...",
         derived="core_attn",

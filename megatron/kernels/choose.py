@@ -69,6 +69,7 @@ class AttentionFeatures:
     drops     whether attention weights are dropped
     windowed  whether there is a sliding window
     capped    whether scores have a soft cap, which torch's attention lacks
+    alibi     whether positions are encoded by ALiBi
     ring      whether keys and values rotate over context-parallel ranks: a kernel must then return
               the logarithms with which partial softmaxes are merged
     biased    whether there is ALiBi, or a head size that flash kernels lack; matters only for a
@@ -78,6 +79,7 @@ class AttentionFeatures:
     drops: bool = False
     windowed: bool = False
     capped: bool = False
+    alibi: bool = False
     ring: bool = False
     biased: bool = False
 
@@ -87,6 +89,7 @@ class AttentionFeatures:
         model = config.model
         return cls(
             ring=config.parallel.ring_size > 1,
+            alibi=model.position_embedding_type == "alibi",
             biased=model.position_embedding_type == "alibi"
             or model.kv_channels % 8 > 0
             or model.kv_channels > 256,
@@ -125,9 +128,11 @@ def _why_no_flash(
         return f"does not compute in {dtype_name}"
     if reason := _import_problem("flash_attn", "flash_attn_func") or _too_old_for_flash_attention():
         return reason
-    # flash-attn's window_size and softcap were added in these versions
+    # flash-attn's window_size, alibi_slopes and softcap were added in these versions
     if features.windowed and _older(version, (2, 3)):
         return "has no windows before version 2.3"
+    if features.alibi and _older(version, (2, 4)):
+        return "has no ALiBi before version 2.4"
     if features.capped and (reason := _why_no_softcap(version, features.drops)):
         return reason
     if features.windowed and os.environ.get("FLASH_ATTENTION_TRITON_AMD_ENABLE") == "TRUE":

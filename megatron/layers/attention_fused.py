@@ -214,8 +214,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -
     """Return causal attention [s, b, heads, d] by flash-attn, as `scoring` specifies."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
-    slopes = None if scoring.alibi is None else scoring.alibi.slopes
-    # Older versions lack some arguments: pass scale, cap, determinism and window only if in use.
+    # Older versions lack some arguments: pass only those in use.
     more: dict[str, object] = {"dropout_p": scoring.dropout, "causal": True}
     if scoring.scale is not None:
         more["softmax_scale"] = scoring.scale
@@ -225,10 +224,10 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -
         more["deterministic"] = True
     if scoring.window < q.shape[0]:
         more["window_size"] = (scoring.window, 0)
+    if scoring.alibi is not None:
+        rows = 1 if scoring.documents is not None else q.shape[1]
+        more["alibi_slopes"] = scoring.alibi.slopes.repeat(rows)
     if scoring.documents is not None:
-        attend = partial(flash_attn_varlen_func, alibi_slopes=slopes, **more)
-        return _by_bounds(attend, q, k, v, scoring.documents)
-    slopes = None if slopes is None else slopes.repeat(q.shape[1])
-    one = _one_sample(q, k, v)
-    out: Tensor = flash_attn_func(*one, alibi_slopes=slopes, **more)
+        return _by_bounds(partial(flash_attn_varlen_func, **more), q, k, v, scoring.documents)
+    out: Tensor = flash_attn_func(*_one_sample(q, k, v), **more)
     return out.reshape(q.shape)

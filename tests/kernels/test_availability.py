@@ -79,6 +79,7 @@ def test_flash_attention_that_works(flash):
     [
         ("2.8.3", None, dict(windowed=True, capped=True), "flash", ""),
         ("2.2.5", None, dict(windowed=True), "torch", "2.3"),
+        ("2.3.6", None, dict(alibi=True), "torch", "2.4"),
         ("2.5.9", None, dict(capped=True), "blocked", "2.6"),
         ("2.8.3", None, dict(capped=True, drops=True), "blocked", "dropout"),
         ("2.8.3", "6.2", dict(capped=True), "blocked", "ROCm"),

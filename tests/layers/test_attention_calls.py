@@ -92,13 +92,13 @@ def test_what_flash_attention_is_told(monkeypatch, scoring):
     """
     seen, options = [], dict(softmax_scale=0.3, softcap=2.0, window_size=(7, 0))
 
-    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, dropout_p, causal, alibi_slopes, **more):
+    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, dropout_p, causal, alibi_slopes=None, **more):
         assert cu_q.dtype == cu_k.dtype == torch.int32 and type(max_q) is type(max_k) is int
         assert causal and dropout_p == 0.0
         seen.append((cu_q.tolist(), cu_k.tolist(), max_q, max_k, more))
         return by_document(q, k, v, cu_q, alibi_slopes, scoring)
 
-    def fixed_length(q, k, v, *, dropout_p, causal, alibi_slopes, **more):
+    def fixed_length(q, k, v, *, dropout_p, causal, alibi_slopes=None, **more):
         assert causal and dropout_p == 0.0
         seen.append(more)
         transposed = [x.transpose(0, 1) for x in (q, k, v)]
