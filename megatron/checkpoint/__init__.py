@@ -1,14 +1,14 @@
 """Checkpoints that can be loaded on any layout.
 
-Every rank writes the shards it holds, under global names and offsets.
+Ranks write shards of tensors under global names and offsets, each element once.
 
-    DIRECTORY/latest_checkpointed_iteration.txt   the last complete checkpoint
+    DIRECTORY/latest_checkpointed_iteration.txt   iteration of the last complete checkpoint
     DIRECTORY/iter_0000100/
-        manifest.json      size and digest of every other small file, and its own digest
+        manifest.json      size and digest of every other small file, and the manifest's own digest
         boxes.json         which pieces list each tensor's shards (shards.py)
         boxes_00017.json   a piece: which file holds which shard of which tensor, with digests
-        .metadata          the same in torch's format, for its tools; only up to 4096 ranks
-        __R_0.distcp       the shards that rank R wrote; in a converted checkpoint, tensor R
+        .metadata          all shards in torch's format, for torch's tools; only up to 4096 ranks
+        __R_0.distcp       the shards that rank R wrote; in a converted checkpoint, data file R
         state.json         counters of the training loop and of the optimizer
         config.json        the whole configuration
         passport.json      provenance: versions, layout, data and command line of the run

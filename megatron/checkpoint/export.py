@@ -46,13 +46,13 @@ def family_of(model: ModelConfig, preferred: str | None = None) -> str:
     nearest = min(order, key=lambda kind: len(differences[kind]))
     raise ConfigError(
         f"none of the Hugging Face families {', '.join(FAMILIES)} has this model; {nearest} is the "
-        "nearest, but it would have "
+        "nearest, but differs: "
         f"{'; '.join(differences[nearest])}"
     )
 
 
 def _differences(kind: str, model: ModelConfig) -> list[str]:
-    """Return the settings in which a family's nearest model differs from `model`."""
+    """Return the settings that differ after `model` is written as family `kind` and read back."""
     try:
         back = _effective(model_of(write_fields(kind, model), kind)[1])
     except CheckpointError as error:
@@ -82,8 +82,8 @@ def _effective(model: ModelConfig) -> Values:
     settings["embedding_scale"] = model.embedding_scale or 1.0
     if model.position_embedding_type == "learned_absolute":
         settings["max_position_embeddings"] = model.max_position_embeddings
-    # Settings of features that a model lacks keep their defaults (NEEDED in validate.py), except
-    # these.
+    # Settings of features that a model lacks have their defaults (NEEDED in config/validate.py),
+    # except these.
     names = ["window_attn_skip_freq", *(["ffn_hidden_size"] if all(sparse) else [])]
     if model.position_embedding_type != "rope":
         names += ["rotary_base", "rotary_percent"]
@@ -93,7 +93,10 @@ def _effective(model: ModelConfig) -> Values:
 
 
 def without_mup(model: ModelConfig) -> ModelConfig:
-    """Return settings without muP that give the same function with parameters from `take_up`."""
+    """Return settings without muP that, with parameters from `take_up`, give the same outputs.
+
+    `take_up` (huggingface_save.py) multiplies the parameters by the factors of muP.
+    """
     if not model.use_mup:
         return model
     unset: Values = dict.fromkeys(n for n in ARCHITECTURE if n.startswith("mup_"))

@@ -33,8 +33,8 @@ class HFModules:
     modules      their names; {} is the layer number
     by_head      whether their rows are all queries, then all keys, then all values; ours are
                  [group][queries, key, value] (SelfAttention)
-    transposed   their weights are [in, out]
-    by_expert    each expert has these modules; the second {} is the expert's number
+    transposed   whether their weights are [in, out]
+    by_expert    whether each expert has these modules; the second {} is then the expert's number
     """
 
     modules: tuple[str, ...]
@@ -47,8 +47,8 @@ class HFModules:
 class Family:
     """A family of models.
 
-    architecture   its class in transformers, the only supported one
-    settings       settings that all its models share, by our names
+    architecture   the family's class in transformers, the only supported one
+    settings       settings that all models of the family share, by our names
     fields         our settings, and the fields of config.json with the same value
     modules        our modules, and the Hugging Face modules for each; {} is the layer number. Each
                    has a weight, a bias, or both
@@ -58,8 +58,8 @@ class Family:
     older          names of fields, and the names that some published files use instead
     prefix         prefix of tensor names, which some published files omit
 
-    Fields that are neither listed in the family nor without effect (huggingface_config.py) are
-    refused.
+    Other fields that are not null are refused, unless ONLY has them or they have no effect
+    (huggingface_config.py).
     """
 
     architecture: str
@@ -217,7 +217,11 @@ def _llama(
     only: Fields = _SILU,
     older: Mapping[str, str] = MappingProxyType({}),
 ) -> Family:
-    """Return a family that differs from Llama in these entries; `rest` has its additional rules."""
+    """Return a family that is similar to Llama.
+
+    `settings`, `rest` and `absent` are added to the settings, rules and defaults that all these
+    families share; the other arguments replace Llama's entries.
+    """
     return Family(
         architecture,
         {**_GATED, **settings},
@@ -329,7 +333,7 @@ FAMILIES: Mapping[str, Family] = {
             """,
         ),
         _EXPERTS_ALONE,
-        # transformers also scales the experts' inputs by this noise; there is no setting for that
+        # transformers applies this noise to the inputs of the experts, too; no setting of ours does
         {**_SILU, "router_jitter_noise": 0.0},
         {"num_local_experts": "num_experts"},
     ),

@@ -129,15 +129,15 @@ def rope(base: str = "rope_theta", share: str = "") -> Rule:
     base, share   names of the fields for the base and for the rotated fraction of a head; without
                   `share`, whole heads are rotated
 
-    transformers 5 writes rope_parameters, which holds all values; older versions, whose files it
-    still reads, write separate fields and rope_scaling. If a value is in several fields, the
-    precedence is the same as in transformers 5.23.
+    transformers 5 writes rope_parameters, which holds all values; older versions, whose files
+    transformers 5 still reads, write separate fields and rope_scaling. If a value is in several
+    fields, the precedence is the same as in transformers 5.23.
     """
 
     def read(fields: Fields) -> Values:
         rope = fields["rope_scaling"] or fields["rope_parameters"] or {}
         if not isinstance(rope, dict):
-            raise ValueError(f"rope_parameters is {rope!r:.60}, expected an object")
+            raise ValueError(f"rope_scaling or rope_parameters is {rope!r:.60}, expected an object")
         rope = dict(rope)
         kind = rope.pop("rope_type", rope.get("type", "default"))
         rope.pop("type", None)
@@ -192,7 +192,7 @@ def rope(base: str = "rope_theta", share: str = "") -> Rule:
 
 
 def windows_of(model: ModelConfig) -> list[int | None]:
-    """Return ModelConfig.window for each layer."""
+    """Return the attention window of each layer, from ModelConfig.window."""
     return [model.window(layer) for layer in range(model.num_layers)]
 
 
@@ -253,9 +253,10 @@ WINDOW_OF_ALL = Rule(lambda f: _window(f["sliding_window"], [True]), _window_siz
 
 
 def _window_by_layer(windowed: Callable[[int, int], bool]) -> Rule:
-    """Return the rule for a window.
+    """Return the rule for a window in some layers.
 
-    If layer_types is null, `windowed(layer, max_window_layers)` says which layers have it.
+    If layer_types is null, `windowed(layer, max_window_layers)` says whether a layer has the
+    window.
     """
 
     def write(model: ModelConfig) -> Values:

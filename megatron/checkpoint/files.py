@@ -3,18 +3,18 @@
     {"format": 3, "generation": 17, "files": {NAME: [bytes, digest], ...}, "digest": digest of the
     rest}
 
-The manifest holds the size and digest of every file except the data files, and its own digest. The
-digests of shards in data files are in the shard lists (shards.py), which the manifest covers in
-turn. Thus a flipped bit or a truncation anywhere in a checkpoint is found when the affected part is
-read, before it is used.
+The manifest holds the size and digest of every other file except the data files, and its own
+digest. The digests of shards in data files are in the shard lists (shards.py), which the manifest
+covers in turn. Thus a flipped bit or a truncation anywhere in a checkpoint is found when the
+affected part is read, before it is used.
 
 The generation gives the order in which the checkpoints in a folder were saved. Iterations do
 not, because a run may roll back; timestamps do not, because clocks may be wrong. Each save uses the
-largest existing generation plus one; checkpoints without a generation count as older than all
-others.
+largest generation in its --save and --load folders plus one; checkpoints without a generation
+count as older than all others.
 
-Digests are 128-bit XXH3 in hex (Y. Collet, https://github.com/Cyan4973/xxHash), which runs about as
-fast as memory can be read. They detect accidental damage but are not a signature.
+Digests are 128-bit XXH3 in hex (Y. Collet, https://github.com/Cyan4973/xxHash), which takes about
+as long as reading the memory. Digests detect accidental damage but are not a signature.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def sampled_digest(path: StrPath, most_bytes: int) -> Written:
 def to_json(value: object, what: str) -> str:
     """Return JSON text.
 
-    Raises CheckpointError, naming `what`, for values that JSON cannot represent or that could not
-    be read back.
+    Raises CheckpointError, naming `what`, for values that JSON cannot represent or that
+    `parse_json` would refuse.
     """
     try:
         text = json.dumps(value, indent=1, sort_keys=True) + "\n"
@@ -163,8 +163,8 @@ def write_manifest(
 ) -> Written:
     """Write the manifest for the files `names` of a folder and return its size and digest.
 
-    known   {name: (bytes, digest)} from write_text. These files are not read again: corruption on
-            the way to the disk is found when they are loaded
+    known   {name: (bytes, digest)} of files that are already known, as from write_text. They are
+            not read again: corruption on the way to the disk is found when they are loaded
 
     Raises OSError.
     """
@@ -176,7 +176,7 @@ def write_manifest(
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a checkpoint.
 
-    Raises CheckpointError naming the file if it is missing or damaged.
+    Raises CheckpointError naming the file if it is missing, damaged or of another format.
     """
     path = folder / MANIFEST
     text = read_bytes(path, _MANIFEST_LIMIT_BYTES, error=CheckpointError)
@@ -206,9 +206,9 @@ def _checked(name: str, size: Any, value: str) -> Written:
 
 
 def _text(content: Mapping[str, object]) -> str:
-    """Return the text of a manifest.
+    """Return the text of a manifest: `content`, and the digest of its compact JSON form.
 
-    It has `content`, which determines every byte, and the digest of the content's compact form.
+    The same content always gives the same bytes.
     """
     content_digest = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
     return json.dumps({**content, "digest": content_digest}, indent=1, sort_keys=True) + "\n"

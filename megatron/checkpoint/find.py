@@ -54,8 +54,9 @@ class CheckpointChoice:
     """Result of a search.
 
     folder     the newest good checkpoint; None if there is none
-    rejected   newer ones that are broken, newest first. In front of them, the one that the tracker
-               names, if its folder is missing; if there are none at all, a damaged tracker
+    rejected   broken checkpoints newer than `folder`, newest first. Before them comes the
+               checkpoint that the tracker names, if its folder is missing. If the directory has no
+               checkpoint, a damaged tracker file is the only entry
     notes      further information for the user, one sentence each
     """
 
@@ -128,9 +129,7 @@ def read_tracker(directory: StrPath) -> Tracker:
 
 
 def iteration_of(folder: Path) -> int | None:
-    """Return the iteration in a folder's name.
-
-    None if it is not the name of a finished checkpoint.
+    """Return the iteration in a folder's name; None unless it is a finished checkpoint's name.
 
     >>> iteration_of(Path("run/iter_0000100")), iteration_of(Path("run/iter_0000100.tmp"))
     (100, None)
@@ -150,7 +149,8 @@ def folders(directory: StrPath) -> list[Path]:
     """List the folders with the name of a finished checkpoint, newest first.
 
     A checkpoint that was about to be replaced when its run was killed may exist only under a name
-    that ends in ".old" (folder.commit_folder). It counts. Raises CheckpointError.
+    that ends in ".old" (folder.commit_folder). It is listed, too. A missing directory has no
+    folders. Raises CheckpointError if the directory cannot be listed.
     """
     names = set(_names(Path(directory)))
     candidates = [
@@ -166,8 +166,8 @@ def folders(directory: StrPath) -> list[Path]:
 def generations(numbered: Iterable[Path]) -> dict[Path, int]:
     """Return the generation of each checkpoint whose manifest is valid.
 
-    Generations number the saves in a folder in their order (files.py). Damage to the others is
-    reported when they are opened.
+    Generations number the saves in a folder in their order (files.py). A damaged manifest is
+    reported when its checkpoint is opened.
     """
     by_folder = {}
     for folder in numbered:
@@ -179,17 +179,17 @@ def generations(numbered: Iterable[Path]) -> dict[Path, int]:
 def next_generation(*directories: StrPath) -> int:
     """Return a generation later than that of any checkpoint in the directories.
 
-    Raises CheckpointError.
+    Raises CheckpointError if a directory cannot be listed.
     """
     existing = itertools.chain.from_iterable(map(folders, directories))
     return 1 + max(generations(existing).values(), default=0)
 
 
 def overtaken(known: Mapping[Path, int]) -> list[Path]:
-    """Return the checkpoints that were saved before one of an earlier iteration.
+    """Return each checkpoint that was saved before another one of an earlier iteration.
 
-    `known` is {folder: generation}. The run rolled back past these checkpoints. They are not loaded
-    in place of a broken one, since they contain the cause of the rollback.
+    `known` is {folder: generation}. The run rolled back past the checkpoints that are returned.
+    They are not loaded in place of a broken one, since they contain the cause of the rollback.
     """
     passed: list[Path] = []
     latest = 0
@@ -203,7 +203,7 @@ def overtaken(known: Mapping[Path, int]) -> list[Path]:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Read and check the small files of a checkpoint.
 
-    Raises CheckpointError naming the file that is damaged.
+    Raises CheckpointError naming the file that is missing or damaged.
     """
     names = _names(folder)
     if MANIFEST not in names:
@@ -229,10 +229,11 @@ def find(
     """Find the newest good checkpoint in a directory, or the one that `tag` names.
 
     tag      an iteration or a folder's name
-    before   consider only checkpoints of earlier iterations than this one, and return no notes
+    before   consider only checkpoints of iterations before this one, and return no notes
 
     Raises CheckpointError if the checkpoint that `tag` names does not exist or is broken, and if
-    the directory cannot be listed, is itself a checkpoint, or holds only those of other programs.
+    the directory cannot be listed, is itself a checkpoint, or holds only checkpoints of other
+    programs.
     """
     root = Path(directory)
     if tag is not None:
@@ -289,7 +290,7 @@ def find(
 def required(directory: StrPath, choice: CheckpointChoice) -> Path:
     """Return the folder that a search found.
 
-    Raises CheckpointError, naming the broken checkpoints, if there is none.
+    Raises CheckpointError, naming the broken checkpoints, if the search found no good one.
     """
     if choice.folder is not None:
         return choice.folder
@@ -307,7 +308,7 @@ def required(directory: StrPath, choice: CheckpointChoice) -> Path:
 def find_folder(directory: StrPath, tag: str | int | None = None) -> Path:
     """Return the newest good checkpoint, or the one that `tag` names.
 
-    Raises CheckpointError if there is none.
+    Raises the errors of `find`, and CheckpointError if there is no good checkpoint.
     """
     return required(directory, find(directory, tag))
 
@@ -319,18 +320,19 @@ def _names(root: Path) -> list[str]:
         return []
     except OSError as error:
         raise CheckpointError(
-            f"cannot list {root}: {error.strerror or error}. Check --load"
+            f"cannot list {root}: {error.strerror or error}. Check this path and its permissions"
         ) from error
 
 
 def _skipped(candidates: list[Path], tracker: Tracker) -> list[Path]:
     """Return the checkpoints to ignore.
 
-    These are checkpoints that the run rolled back past, and checkpoints later than the tracker's
-    iteration. The latter belong to another run, or were saved before a user edited the tracker.
-    If the save was killed just before the tracker was renamed, the temporary tracker file still
-    exists and the checkpoint counts. A tracker that names a missing folder is no reason to ignore
-    others: it may be damaged, e.g. cut to fewer digits.
+    These are checkpoints that the run rolled back past, except the one that the tracker names, and
+    checkpoints later than the tracker's iteration. The latter belong to another run, or were saved
+    before a user edited the tracker. If a save was killed just before it renamed the tracker file,
+    the temporary tracker file still exists and the checkpoint counts. A tracker that names a
+    missing folder is no reason to ignore later checkpoints: the tracker may be damaged, e.g. cut to
+    fewer digits.
     """
     newest = tracker.iteration
     known = generations(candidates)
@@ -347,8 +349,8 @@ def _notes(tracker: Tracker, good: Path | None, skipped: list[Path]) -> Iterator
     if skipped:
         yield (
             f"{', '.join(folder.name for folder in skipped)} not considered: the run rolled back "
-            f"past them, or {tracker.path} names iteration {tracker.iteration}; load one with "
-            "--load-tag"
+            f"past them, or {tracker.path} names iteration {tracker.iteration}, an earlier one; "
+            "load one of them with --load-tag"
         )
     if good is None:
         return
@@ -359,6 +361,6 @@ def _notes(tracker: Tracker, good: Path | None, skipped: list[Path]) -> Iterator
         )
     elif number_of(good) > tracker.iteration:
         yield (
-            f"{tracker.path} names iteration {tracker.iteration}, but {good} is complete and was "
-            "saved after it"
+            f"{tracker.path} names iteration {tracker.iteration}, but {good} is complete and of a "
+            "later iteration"
         )

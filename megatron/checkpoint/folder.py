@@ -1,4 +1,4 @@
-"""The directory of checkpoints: their names, committing a new one, and removing old ones.
+"""The directory of checkpoints: folder names, committing a new checkpoint, and removing old ones.
 
 A folder has a temporary name until all of it is on disk, and loses its final name before anything
 in it is deleted. Thus a folder with a checkpoint's name is always complete.
@@ -51,9 +51,9 @@ def start_folder(folder: Path) -> Path:
 
 
 def new_tracker(folder: Path, generation: int) -> Path:
-    """Return the temporary name of a save's tracker file.
+    """Return the temporary path of a save's tracker file.
 
-    The file is written before the checkpoint gets its name.
+    The file is written before the checkpoint gets its final name.
     """
     return folder.with_name(f"{TRACKER}.{generation}.tmp")
 
@@ -61,9 +61,9 @@ def new_tracker(folder: Path, generation: int) -> Path:
 def commit_folder(temporary: Path, folder: Path, iteration: int, generation: int) -> None:
     """Give a complete folder its final name and write the tracker file.
 
-    After an OSError the folders and the tracker file are as before, unless only the very last sync
-    failed: then the commit is done, but a power failure could still undo it. An older checkpoint of
-    the same name is replaced. The tracker never names a checkpoint that does not exist.
+    An older checkpoint of the same name is replaced. The tracker never names a checkpoint that does
+    not exist. After an OSError the folders and the tracker file are as before, unless only the very
+    last sync failed: then the commit is done, but a power failure could still undo it.
     """
     tracker = folder.parent / TRACKER
     renewed = new_tracker(folder, generation)
@@ -115,13 +115,13 @@ def to_remove(
     """Return the iterations whose checkpoints are to be removed, oldest first.
 
     iterations    of good checkpoints. Damaged ones are neither counted nor removed
-    newest_good   iteration of this run's newest checkpoint. It is kept, and so are newer ones,
-                  which this run did not write
+    newest_good   iteration that this run has just saved. It is kept, and so are later iterations,
+                  which another run wrote, or this run before it rolled back
     keep_last     number of checkpoints to keep, including `newest_good`; None keeps all
-    keep_every    iterations that are multiples of it are also kept
+    keep_every    multiples of this number are also kept
     keep          iterations that are kept in any case
     left_behind   iterations that do not count towards `keep_last`: the run rolled back past them
-                  and has saved others since
+                  and has saved earlier iterations since
 
     >>> to_remove([100, 150, 200, 250, 300], newest_good=300, keep_last=2, keep_every=200)
     [100, 150]
@@ -134,9 +134,9 @@ def to_remove(
 
 
 def retire(directory: Path, iterations: Iterable[int]) -> list[Path]:
-    """Rename checkpoints, oldest first, so that they no longer count.
+    """Rename checkpoints, in the order given, so that they no longer count.
 
-    Return the folders to delete.
+    Return the renamed folders, which the caller deletes.
     """
     renamed = []
     for iteration in iterations:
@@ -151,9 +151,10 @@ def retire(directory: Path, iterations: Iterable[int]) -> list[Path]:
 def left_over(directory: Path, current: Path | None = None) -> list[Path]:
     """Return the leftover folders of killed saves and removals.
 
-    `current`, which is being written, is excluded. A checkpoint gets its name back if its
-    replacement was never completed. A folder that another run may still be writing is renamed
-    before anything in it is deleted: that run's save fails and leaves no partial checkpoint.
+    `current`, which is being written, is excluded. A checkpoint that was set aside gets its name
+    back if its replacement was never completed. A temporary folder, which another run may still be
+    writing, is renamed before anything in it is deleted: that run's save then fails and leaves no
+    partial checkpoint. Raises OSError.
     """
     leftovers = []
     for path in sorted(directory.iterdir()):
@@ -163,7 +164,7 @@ def left_over(directory: Path, current: Path | None = None) -> list[Path]:
         if path.suffix == ".old" and not final.exists():
             os.rename(path, final)
         elif path.suffix == ".tmp":
-            # The rename fails if it has just got its final name; otherwise the next save retries.
+            # If this fails, the folder has just got its final name, or the next save tries again.
             with contextlib.suppress(OSError):
                 leftovers.append(path.rename(path.with_suffix(".removed")))
         else:

@@ -1,8 +1,7 @@
 """Files of a Hugging Face model other than its weights.
 
-Reads and writes config.json, and reads the settings of the tokenizer.
-
-Needs no torch.
+Converts config.json to our settings and back, and reads the settings of the tokenizer and the ids
+that end a text. Needs no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _CONFIG_LIMIT_BYTES = 1 << 24
 _MAY_BE_NULL = "num_key_value_heads n_inner attn_logit_softcapping final_logit_softcapping".split()
 
 _WITHOUT_EFFECT = frozenset(
-    # names, versions and formats; token ids, which are read with the tokenizer
+    # names, versions and formats; token ids, which belong to the tokenizer
     """
     _name_or_path name_or_path architectures model_type auto_map transformers_version torch_dtype
     dtype quantization_config tokenizer_class bos_token_id eos_token_id pad_token_id unk_token_id
@@ -60,7 +59,9 @@ _WITHOUT_EFFECT = frozenset(
     repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
     """.split()
 )
-"""Fields that no family reads and that do not change the model's results."""
+"""Fields that no family reads, since they do not change the results of the trained model; but
+`model_of` refuses a quantization_config.
+"""
 
 
 def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
@@ -90,8 +91,8 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
                 raise ValueError(f"{old} is null")
             if None not in (fields.get(new), fields.get(old)) and fields[new] != fields[old]:
                 raise ValueError(
-                    f"{old} {fields[old]!r:.60} and {new} {fields[new]!r:.60} name the "
-                    "same field, but differ"
+                    f"{old} {fields[old]!r:.60} and {new} {fields[new]!r:.60} are names of "
+                    "the same field, but differ"
                 )
         for name, value in {**ONLY, **family.only}.items():
             if (known[name] or None) != (value or None):
@@ -101,8 +102,8 @@ def model_of(fields: Fields, where: str) -> tuple[str, ModelConfig]:
         unknown = fields.keys() - read - _WITHOUT_EFFECT
         if unknown := {name for name in unknown if fields[name] is not None}:
             raise ValueError(
-                f"unknown fields for {kind}: {', '.join(sorted(unknown)[:8]):.200}. Remove those "
-                "that do not change the model from the file"
+                f"unknown fields for {kind}: {', '.join(sorted(unknown)[:8]):.200}. Remove from "
+                "the file those that do not change the model"
             )
         for setting, hf_name in family.fields.items():
             settings[setting] = known[hf_name]
@@ -167,8 +168,9 @@ def read_model(folder: Path) -> tuple[str, ModelConfig]:
 
 
 def end_tokens(folder: Path) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a text, as transformers reads them; possibly none.
+    """Return the ids of the tokens that end a text; possibly none.
 
+    Like transformers, it reads generation_config.json, and config.json only without that file.
     Raises CheckpointError for invalid files or fields.
     """
     for name in (GENERATION, CONFIG):
@@ -188,9 +190,9 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
 def tokenizer_settings(folder: Path, at: Path | None = None) -> Values:
     """Return our settings for the tokenizer in a Hugging Face folder; empty if it has none.
 
-    at   folder that will hold its files; `folder` by default
+    at   folder that the settings name, which will hold copies of the files; `folder` by default
 
-    Raises CheckpointError for a damaged file.
+    Raises CheckpointError for a damaged tokenizer_config.json.
     """
     at = folder if at is None else at
     if (folder / "tokenizer.json").is_file():

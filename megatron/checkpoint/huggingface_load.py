@@ -41,7 +41,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _INDEX_LIMIT_BYTES = 1 << 28
 Shapes = Mapping[str, Index]
 """Global shapes of tensors, by name."""
-# Constants that old files contain in addition to the parameters.
+# Names of constants that old files contain in addition to the parameters.
 _NO_PARAMETERS = re.compile(
     r"\.(rotary_emb\.inv_freq|attn\.(masked_)?bias|attention\.(masked_)?bias)$"
 )
@@ -49,7 +49,9 @@ _NO_PARAMETERS = re.compile(
 
 @functools.cache
 def rows_by_head(heads: int, groups: int, width: int) -> torch.Tensor:
-    """Return the row of [queries; keys; values] for each row [group][queries, key, value][width].
+    """Return, for each row of [group][queries, key, value][width], its number in Hugging Face.
+
+    There, the rows are [queries; keys; values].
 
     >>> rows_by_head(4, 2, 1).tolist()
     [0, 1, 4, 6, 2, 3, 5, 7]
@@ -62,13 +64,13 @@ def rows_by_head(heads: int, groups: int, width: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One of our parameters, whose rows are the rows of Hugging Face tensors in another order.
+    """One of our parameters, whose rows are those of Hugging Face tensors, perhaps reordered.
 
-    shape        of our parameter
+    shape        shape of our parameter
     counts       number of rows of each Hugging Face tensor, by name
-    columns      number of columns; None for a vector
-    order        Hugging Face row for each of our rows; None: the same
-    transposed   the Hugging Face tensors are [columns, rows]
+    columns      number of columns; None for vectors
+    order        number of the Hugging Face row for each of our rows; None: the same number
+    transposed   whether the Hugging Face tensors are [columns, rows]
     """
 
     shape: Index
@@ -87,7 +89,7 @@ class Matrix:
         }
 
     def rows(self, offset: Index, sizes: Index) -> torch.Tensor:
-        """Return the Hugging Face rows that make up a shard of our parameter, in our order."""
+        """Return the numbers of the Hugging Face rows that make up a shard, in our order."""
         leading = slice(None) if self.columns is None else slice(-1)
         index = torch.zeros(1, dtype=torch.int64)
         for start, size, extent in zip(
@@ -106,7 +108,10 @@ class Matrix:
 
 
 def matrix_of(family: Family, model: ModelConfig, name: str, shape: Index) -> Matrix:
-    """Return how a model of this family stores one of our parameters. Raises CheckpointError."""
+    """Return how a model of this family stores one of our parameters.
+
+    Raises CheckpointError if the family has no such parameter.
+    """
     hf_modules, names = family.hf_tensors(name, shape[0])
     vector = len(shape) == 1 or name.endswith(".bias")
     columns = None if vector else shape[-1]
@@ -153,8 +158,9 @@ def find_tensors(folder: Path, family: Family, shapes: Shapes) -> TensorLocation
 
     shapes   shapes of the model's tensors, by their names in transformers
 
-    Raises CheckpointError for files that are missing or damaged, and for tensors that are missing,
-    unknown, or of another shape or type.
+    Raises CheckpointError for files that are missing or damaged, for tensors that are missing,
+    unknown, stored twice, or of another shape or type, and for a tied output layer that is stored
+    but differs from the embedding.
     """
     locations: dict[str, tuple[str, str]] = {}
     unknown = []
@@ -196,8 +202,8 @@ def find_tensors(folder: Path, family: Family, shapes: Shapes) -> TensorLocation
         if stored[0].dtype != stored[1].dtype or not torch.equal(*stored):
             raise CheckpointError(
                 f"{folder}: its {CONFIG} has tie_word_embeddings, but {head} and {embedding} are "
-                "not equal, and transformers treats such a model as untied: set it to false, or "
-                f"remove {head} from its files"
+                "not equal, and transformers treats such a model as untied: set "
+                f"tie_word_embeddings to false, or remove {head} from its files"
             )
         del locations[head]
     return locations
@@ -232,7 +238,7 @@ def _files(folder: Path) -> list[str]:
 
 
 class SafetensorsReader:
-    """Reader of a folder's tensors, by their names in transformers, as views of the mapped file."""
+    """Reader of a folder's tensors, by their names in transformers, as views of a mapped file."""
 
     def __init__(self, folder: Path, locations: TensorLocations) -> None:
         self._folder = folder
@@ -255,7 +261,10 @@ class SafetensorsReader:
         return tensor
 
     def fill(self, target: torch.Tensor, offset: Index, matrix: Matrix) -> None:
-        """Fill `target`, the shard at `offset` of one of our parameters. Raises CheckpointError."""
+        """Fill `target`, the shard at `offset` of one of our parameters.
+
+        Raises CheckpointError if a tensor cannot be read or a value is not finite.
+        """
         index = matrix.rows(offset, tuple(target.shape))
         start = 0
         out = None
@@ -291,7 +300,7 @@ class SafetensorsReader:
 
 
 def check_finite(values: torch.Tensor, what: str) -> None:
-    """Raise CheckpointError if values are not finite."""
+    """Raise CheckpointError, naming `what`, if some of the values are not finite."""
     # The extremes are not finite if any value is not; counting would need copies of the tensor.
     if values.numel() and not all(map(math.isfinite, map(float, torch.aminmax(values)))):
         bad = values.numel() - int(torch.isfinite(values).sum())
@@ -313,8 +322,10 @@ def fill_shards(
 ) -> None:
     """Fill the views of `tensors` (megatron.checkpoint.tensors), by name, from a folder.
 
-    All ranks call it; `alive` is called after every tensor. Raises CheckpointError on every rank;
-    views filled before keep their values.
+    Tensors of kind KEPT, which a Hugging Face model does not have, stay as they are. All ranks call
+    it; `alive` is called after every tensor that is filled. Raises CheckpointError on every rank if
+    the model differs, or if a file or tensor is missing or damaged; views filled before keep their
+    new values.
     """
 
     def describe() -> tuple[str, TensorLocations]:
@@ -341,7 +352,9 @@ def load_engine(
 ) -> None:
     """Load the weights in a Hugging Face folder into an engine of any layout and precision.
 
-    The optimizer is unchanged. All ranks call it. Raises the errors of `fill_shards`.
+    The optimizer's moments are unchanged; an average of the weights begins with the loaded ones. A
+    dense model fills the experts if moe_use_upcycling is set. All ranks call it. Raises the errors
+    of `fill_shards`.
     """
     clear_padding(engine, False)
     tensors = tensors_to_load(engine, False, False)

@@ -1,8 +1,8 @@
 """Writes models in Hugging Face's format.
 
-    FOLDER/config.json, generation_config.json     the model
-           model.safetensors                       its tensors; for a large model
-           model-00001-of-00007.safetensors ...    several files, and
+    FOLDER/config.json, generation_config.json     settings of the model and of generation
+           model.safetensors                       all tensors; or, for a large model,
+           model-00001-of-00007.safetensors ...    several files with its tensors, and
            model.safetensors.index.json            the file of each tensor
            tokenizer.json ...                      files of the tokenizer
 
@@ -62,7 +62,7 @@ from megatron.parallel.topology import Topology
 from megatron.untrusted import read_bytes
 
 FILE_BYTES = 2 << 30
-"""Largest size of a tensor file, unless a single parameter needs more."""
+"""Largest size of the tensors in a file, unless a single parameter needs more."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     TOKENIZER_CONFIG,
@@ -82,10 +82,12 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def take_up(model: ModelConfig, name: str, values: torch.Tensor) -> torch.Tensor:
     """Return a full parameter of a muP model with the model's factors folded in.
 
-    The embedding factor goes into the embedding tables, or into the norm of the word embeddings;
-    the factor on output scores into the final norm, which does not change a tied table; the factor
-    on a residual branch into its last matrix or norm; the attention factor into the queries or
-    their norm; factors on routers and gates into their weights.
+    The embedding factor goes into the embedding tables, or, for word embeddings that have a norm,
+    into this norm. The factor on output scores goes into the final norm, since the output layer may
+    be a tied table; the final norm is also divided by the embedding factor if a tied table holds
+    it. The factor on a residual branch goes into the last matrix or the norm of the branch, the
+    attention factor into the queries or their norm, and the factors on routers and gates into
+    their weights.
     """
     embed = model.mup_embedding_mult
     scores = model.mup_output_mult
@@ -125,10 +127,10 @@ def take_up(model: ModelConfig, name: str, values: torch.Tensor) -> torch.Tensor
 class Companions:
     """Files and fields that accompany the tensors of a model.
 
-    files   tokenizer files and generation_config.json, by name
+    files   contents of tokenizer files and of generation_config.json, by name
     ids     fields of config.json with the ids of special tokens
-    kind    model_type of the folder they come from
-    note    parts that the folder will lack; "" if none
+    kind    model_type of the Hugging Face folder they come from; None if they come from elsewhere
+    note    what the folder will lack, and why results may differ; "" if there is nothing to say
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -164,7 +166,8 @@ def lacking(model: ModelConfig) -> list[str]:
 def companions_of(config: Config) -> Companions:
     """Return the tokenizer files and the special ids for `config`, as transformers reads them.
 
-    Raises DataError or CheckpointError for files that cannot be read.
+    Raises DataError or CheckpointError for files that cannot be read, and the errors of
+    `build_tokenizer`.
     """
     tokenizer = config.tokenizer
     kind = tokenizer.tokenizer_type
@@ -197,7 +200,10 @@ def companions_of(config: Config) -> Companions:
 
 
 def _of_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> tuple[dict[str, bytes], Values]:
-    """Return the tokenizer files for transformers, and the special ids already known from them."""
+    """Return the tokenizer files for transformers, and the special ids as fields of config.json.
+
+    The ids are {} if only a built tokenizer knows them.
+    """
     kind = tokenizer.tokenizer_type
     model = Path(tokenizer.tokenizer_model or "")
     if kind == "HFTokenizer":
@@ -259,11 +265,11 @@ class Parameters:
     """Parameters of this rank's pipeline stages.
 
     shapes   their global shapes, by name
-    full     returns a full parameter on the first rank of its tensor- and expert-parallel groups,
-             and None on the others; all of these ranks call it, for the same names in the same
-             order
-    passes   called in place of `full` for parameters that other data-parallel ranks write, if
-             gathering a parameter needs all data-parallel ranks
+    full     returns a full parameter on the rank that is the first in both its tensor- and its
+             expert-parallel group, and None on the other ranks of these groups; all of them call
+             it, for the same names in the same order
+    passes   called in place of `full` for parameters that other data-parallel ranks write; None if
+             `full` does not need all data-parallel ranks
     """
 
     shapes: Shapes
@@ -285,7 +291,7 @@ def _distribute(
 ) -> list[_OutputFile]:
     """Distribute parameters over files, in order.
 
-    The format of their headers is described at https://github.com/huggingface/safetensors.
+    https://github.com/huggingface/safetensors describes the format of a file's header.
     """
     groups: list[dict[str, Matrix]] = []
     filled = FILE_BYTES
@@ -322,9 +328,11 @@ def _write_file(
     values: Iterator[torch.Tensor | None],
     dtype: torch.dtype,
 ) -> Exception | None:
-    """Write a file, or only join its collectives if `path` is None; return the error, if any.
+    """Write a file, or only take part in its collectives if `path` is None.
 
-    values   the parameters of the file, in order; None on ranks that do not write
+    values   the full parameters of the file, in order; None on ranks that do not write
+
+    Returns the OSError or CheckpointError that occurred, or None.
     """
     failure: Exception | None = None
     try:
@@ -358,12 +366,13 @@ def write_model(
 ) -> int:
     """Write a model in Hugging Face's format; return the size of its tensors in bytes.
 
-    parameters   those of this rank's pipeline stages
-    dtype        of the tensors in the files
-    companions   by default the companions for `config`
+    parameters   parameters of this rank's pipeline stages
+    dtype        type of the tensors in the files
+    companions   by default those from `companions_of`
     alive        called after every parameter
 
-    All ranks call it. Raises CheckpointError on every rank; the folder is then unchanged.
+    All ranks call it. Raises CheckpointError on every rank, for example if `folder` exists or no
+    family describes the model. No new folder has appeared then, unless only the last sync failed.
     """
 
     def prepare() -> tuple[Companions, Values]:
@@ -469,11 +478,11 @@ def export(
 ) -> int:
     """Write a run's model in its training precision; return the size of its tensors in bytes.
 
-    `arriving` yields parameters when their values are available (Engine.arriving). With `on_all`,
-    all data-parallel ranks must call `arriving` for the same parameters.
+    arriving   yields parameters when their values are available (Engine.arriving)
+    on_all     whether all data-parallel ranks must call `arriving` for the same parameters
 
-    All ranks call it. In addition to the model, a rank needs memory for one parameter that it
-    gathers from its tensor- and expert-parallel groups. Raises the errors of `write_model`.
+    All ranks call it. In addition to the model, a rank needs memory for one full parameter, which
+    it gathers from its tensor- and expert-parallel groups. Raises the errors of `write_model`.
     """
     owned: dict[str, list[torch.nn.Parameter]] = {}
     for p in unique_parameters(chunks):
@@ -495,10 +504,10 @@ def export(
 
 
 def _gathered(parameters: Iterable[torch.Tensor], topology: Topology) -> torch.Tensor | None:
-    """Return a full parameter in host memory on the first rank of its groups, None on the others.
+    """Return the full parameter of which `parameters` are this rank's shards, in host memory.
 
-    The groups are the tensor- and expert-parallel ones. A rank may hold several shards of the
-    parameter.
+    Only the rank that is the first in both its tensor- and its expert-parallel group gets it; the
+    other ranks get None.
     """
     tensor = topology.tensor
     expert = topology.expert

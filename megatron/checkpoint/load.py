@@ -1,12 +1,12 @@
 """Loads a checkpoint on the layout that wrote it or on any other.
 
 A damaged checkpoint is handled differently from one that does not fit. If bytes are missing or
-differ from those written, the previous checkpoint is loaded, and the result reports this. A good
-checkpoint that does not fit the model is an error: an older one from the same run would not fit
-either.
+differ from those written, the previous checkpoint is loaded, and the result reports this; if
+--load-tag names the damaged checkpoint, an error is raised. A good checkpoint that does not fit the
+model is always an error: an older one from the same run would not fit either.
 
 Every shard is compared with its digest before it is used. Shards are stored in the format of
-torch.save, from which torch.load(weights_only=True) loads only tensors.
+torch.save; torch.load(weights_only=True) executes nothing in them.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class LoadedState:
     """State from which training resumes.
 
     iteration   completed iterations; 0 when fine-tuning
-    state       the caller's saved state; empty when fine-tuning
+    state       counters that the caller gave when saving; empty when fine-tuning
     optimizer   whether the optimizer's state was loaded
     folder      the checkpoint that was loaded
-    rejected    newer checkpoints that are broken, newest first
+    rejected    newer checkpoints that are broken or missing, as in CheckpointChoice
     dense       whether experts were made from the checkpoint's MLPs; iteration and state are then
                 the same as when fine-tuning
-    notes       further information about the choice for the user, one sentence each
+    notes       further information for the user, one sentence each
     """
 
     iteration: int
@@ -108,12 +108,12 @@ def load(
     config   .checkpoint.load_tag names a checkpoint, which must be good; without it the newest good
              one is loaded. .checkpoint.no_load_optim and .finetune leave the optimizer as it is.
              .model is compared with the checkpoint's model, which may be dense if
-             .moe_use_upcycling is set
-    folder   the newest good checkpoint, if `find` has been called before
+             .model.moe_use_upcycling is set
+    folder   the checkpoint to load, if `find` has been called before
     alive    called after every shard that is read
 
-    Raises CheckpointError on every rank if there is no checkpoint, if it does not fit, or if none
-    can be read. After an error while reading, the engine's weights are undefined.
+    Raises CheckpointError on every rank if there is no checkpoint, if the newest good one does not
+    fit, or if none can be read. After an error while reading, the engine's weights are undefined.
     """
     settings = config.checkpoint
     optimizer = not (settings.no_load_optim or settings.finetune)
@@ -151,7 +151,8 @@ def load(
                 engine.load_scalars(checkpoint.state["engine"])
             except Exception as error:  # a forged file can cause any exception
                 raise _Damage(
-                    f"{checkpoint.folder / STATE} has no optimizer counters ({describe(error)})"
+                    f"{checkpoint.folder / STATE} has no valid optimizer counters "
+                    f"({describe(error)})"
                 ) from error
 
     loaded = _newest_that_loads(directory, topology, settings.load_tag, folder, attempt)
@@ -183,14 +184,14 @@ def load_weights(
     allow_older: bool = True,
     kind: str = MASTER,
 ) -> LoadedState:
-    """Load only the weights, into parameters of any dtype, without an Engine.
+    """Load weights and persistent tensors into a model without an engine, with any dtype.
 
     For evaluation and text generation.
 
     chunks       the model of this rank; each parameter carries a Sharding
     tag          iteration or folder name of the checkpoint to load, instead of the newest good one
-    allow_older  whether to load the previous checkpoint if the newest is broken, instead of raising
-    kind         AVERAGE loads the average of the weights instead of the weights
+    allow_older  if the newest checkpoint is broken: load the previous one instead of raising
+    kind         MASTER loads the weights, AVERAGE their average (--ema-decay)
 
     All ranks of the topology call it. Raises CheckpointError like `load`.
     """
@@ -213,7 +214,10 @@ def has_kind(checkpoint: Checkpoint, kind: str) -> bool:
 
 
 def require_kind(checkpoint: Checkpoint, kind: str) -> None:
-    """Raise CheckpointError if a checkpoint lacks weights of this kind, MASTER or AVERAGE."""
+    """Raise CheckpointError if `kind` is AVERAGE, but a checkpoint has no average of the weights.
+
+    Every checkpoint has the weights themselves.
+    """
     if kind == AVERAGE and not has_kind(checkpoint, kind):
         raise CheckpointError(
             f"{checkpoint.folder} has no average of the weights: it was saved without --ema-decay, "
@@ -231,12 +235,14 @@ def _newest_that_loads(
 ) -> LoadedState:
     """Pass checkpoints to `attempt`, newest first, until one is not damaged.
 
-    Return the loaded state.
+    Return the LoadedState, in which `optimizer` is still False.
 
+    folder    the checkpoint to try first; None: search `directory`
     attempt   loads a checkpoint; raises the same _Damage on all ranks if it is damaged
 
     All ranks call it and get the same result. Raises CheckpointError if none is left, and for
-    the first damaged one if `tag` names it or `allow_older` is False.
+    the first damaged one if `tag` names it or `allow_older` is False. Other errors of `attempt` are
+    passed on.
     """
     choice = CheckpointChoice(folder)
     if folder is None:
@@ -285,11 +291,12 @@ def _read(
 ) -> list[str]:
     """Fill `tensors`, by name, on all ranks; each rank reads only the shards it needs.
 
-    Return, on rank 0, the frozen parameters for which the checkpoint has optimizer state.
+    Return on rank 0 the names of frozen parameters for which the checkpoint has optimizer state;
+    other ranks get [].
 
     source   maps a parameter's name to its name in the checkpoint; to None if it has none there
 
-    Raises _Damage, or CheckpointError if the tensors do not fit the model.
+    Raises on every rank _Damage, or CheckpointError if the tensors do not fit the model.
     """
     folder = checkpoint.folder
     with errors_on_all_ranks(topology, f"reading the lists of {folder}", _Damage):
@@ -298,7 +305,7 @@ def _read(
             raise CheckpointError(f"the shard lists have errors: {named(problems)}")
         names = read_index(checkpoint.manifest) if topology.world.is_first else {}
     tensors = [(n, t) for n, t in tensors if n in stored or n.partition(".")[0] != KEPT]
-    # The ranks of one pipeline hold every parameter.
+    # The ranks of one pipeline together hold every parameter.
     one_pipeline = topology.tensor.is_first and topology.data.is_first
     local = {source(sharding_of(p).name): p.requires_grad for p in unique_parameters(chunks)}
     listed = gather_objects(local, topology.pipeline, everywhere=False) if one_pipeline else []
@@ -409,7 +416,9 @@ def read_tensor(
     row: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return a full tensor, or only row `row` of its first dimension, by default in its own dtype.
+    """Return a full tensor, or only element `row` of its first dimension.
+
+    dtype   type of the result; by default the stored one
 
     Raises CheckpointError naming the file that is damaged.
     """
@@ -454,10 +463,10 @@ class _Stream(io.RawIOBase):
 
 
 def _tensor_in(data: torch.Tensor, path: Path, name: str, shard: Shard, dtype: str) -> torch.Tensor:
-    """Return the tensor that torch.save wrote into the bytes of a shard.
+    """Return the tensor that torch.save wrote into `data`, the bytes of a shard.
 
-    It is a view of these bytes if it is contiguous and starts at the beginning of its storage.
-    Raises CheckpointError if the bytes are not a tensor of the shard's sizes and of `dtype`.
+    It is a view of `data` if it is contiguous and starts at the beginning of its storage. Raises
+    CheckpointError if `data` is not a tensor of the shard's sizes and of `dtype`.
     """
     stream: Any = _Stream(data.numpy().data)
     check_torch_file(stream, f"{path}, where {name} is,", CheckpointError)

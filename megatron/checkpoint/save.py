@@ -1,4 +1,4 @@
-"""Saves checkpoints while training waits or continues."""
+"""Saves checkpoints, in the foreground or in the background of training."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ from megatron.parallel.collectives import gather_objects
 from megatron.parallel.topology import Topology
 
 METADATA_MAX_RANKS = 4096
-"""Largest number of ranks with which a job writes .metadata. With about 10 shards per rank, the
-file takes 5 MB, and writing it takes rank 0 a second.
+"""Largest number of ranks with which a job writes .metadata. With that many ranks and about 10
+shards per rank, the file takes 5 MB, and writing it takes rank 0 a second.
 """
 _POLL_S = 0.1  # interval at which a rank that waits for a thread checks its progress
 
@@ -75,8 +75,8 @@ class Saved:
     """A complete checkpoint; the same on every rank except for the times.
 
     bytes       size of all its files
-    elapsed_s   time from the start of the save to the end of its commit
-    stall_s     part of that time during which training waited on this rank
+    elapsed_s   time from the start of the save to the end of its commit, on this rank
+    stall_s     part of that time during which training on this rank waited for the save
     """
 
     folder: Path
@@ -88,9 +88,9 @@ class Saved:
 
 @dataclass
 class _Pending:
-    """A save between its start and its commit.
+    """This rank's part of a save between its start and its commit.
 
-    It writes this rank's part, in the calling thread or in another one.
+    The calling thread or another one writes the shards.
 
     folder      the checkpoint's final path
     iteration   completed iterations
@@ -101,7 +101,7 @@ class _Pending:
     future      result of the thread; None if the calling thread writes
     progress    number of shards that the thread has written
     begun       time.perf_counter() at the start
-    stall_s     time in `Saver.start`, during which training waited
+    stall_s     time spent in `Saver.start`, during which training waited
     """
 
     folder: Path
@@ -153,10 +153,11 @@ class Saver:
              select the older checkpoints to keep; the one that .load_tag names is never removed
     alive    called on the calling thread whenever more has been written
 
-    A checkpoint gets its name only when all ranks have written and synced their files and together
-    they hold every element once; the tracker file follows. If any rank fails, CheckpointError is
-    raised on all: no checkpoint has appeared, temporary files are gone, older checkpoints and the
-    tracker are unchanged, and the next save may start.
+    A checkpoint gets its final name only when all ranks have written and synced their files and
+    their shards have as many elements as the model; the tracker file follows. If any rank fails,
+    CheckpointError is raised on all: no checkpoint has appeared (unless only the last sync failed,
+    see `commit_folder`), temporary files are gone, older checkpoints and the tracker are unchanged,
+    and the next save may start.
     """
 
     def __init__(
@@ -193,8 +194,9 @@ class Saver:
     def prepare(self, engine: Engine) -> str:
         """Allocate and pin the host memory for saves in the background.
 
-        This takes seconds. Returns a note if the memory could not be pinned on this rank, otherwise
-        "". Raises CheckpointError on every rank if any rank lacks the memory.
+        This takes seconds. Returns a note if the memory on this rank could not be pinned, otherwise
+        "". Without a GPU nothing is pinned. Raises CheckpointError on every rank if any rank lacks
+        the memory.
         """
         with errors_on_all_ranks(self._topology, "getting host memory for --async-save"):
             self._snapshot.reserve(tensors_to_save(engine, self._topology, self._optimizer))
@@ -301,7 +303,7 @@ class Saver:
                 raise CheckpointError(f"{pending.what} failed: {describe(error)}") from error
             tag = settings.load_tag
             keep = set() if tag is None else {iteration_of(Path(tagged_name(tag)))}
-            # The checkpoint is complete: files that cannot be removed now are removed after the
+            # The checkpoint is complete: old ones that cannot be removed now are removed after the
             # next save.
             with contextlib.suppress(OSError, CheckpointError):
                 good = generations(folders(self._directory))
@@ -329,8 +331,9 @@ class Saver:
 
 
 _GroupShards = tuple[tuple[str, Written], Totals, int, Entries]
-"""Data that a data-parallel group sends to rank 0: name, size and digest of its piece, its totals
-for each tensor, the size of its shards in bytes, and their entries if .metadata is written.
+"""Data that a data-parallel group sends to rank 0: name, size and digest of the group's piece, its
+totals for each tensor, the size of its shards in bytes, and the entries of the shards if .metadata
+is written.
 """
 
 
@@ -342,7 +345,10 @@ def small_files(
     optimizer: bool,
     provenance: Mapping[str, object] | None,
 ) -> dict[str, str]:
-    """Return the small files that are known when a save starts, by name. Raises CheckpointError."""
+    """Return the texts of the small files that are known when a save starts, by name.
+
+    Raises CheckpointError for a value that JSON cannot represent.
+    """
     contents = {
         "format": FORMAT,
         "iteration": iteration,
@@ -372,12 +378,12 @@ def write_small_files(
     with_metadata: bool,
     generation: int,
 ) -> int:
-    """Check that all elements are present and write the small files.
+    """Check that no elements are missing or written twice, and write the other small files.
 
     Return the size of the checkpoint in bytes.
 
-    groups          the data that each data-parallel group sent
-    texts           the files from `small_files`
+    groups          result of `write_shard_list` for each data-parallel group, in order
+    texts           texts from `small_files`
     with_metadata   whether to write .metadata
     """
     check_complete(group[1] for group in groups)

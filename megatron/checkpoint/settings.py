@@ -1,6 +1,7 @@
 """The configuration in a checkpoint, its comparison with the run's, and a checkpoint's size.
 
-This module needs no torch.
+This module needs no torch, except for the size with an optimizer that needs full parameters or is
+the user's own.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ EXPERTS = [name for name in ARCHITECTURE if name.startswith(("num_experts", "moe
 """Settings of the architecture that a model without experts does not have."""
 
 
-# Megatron-LM's --use-checkpoint-args takes these, too.
+# Settings beyond the architecture that --use-checkpoint-args takes, as in Megatron-LM.
 _INHERITED = ("seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout")
 
 
@@ -58,8 +59,8 @@ def settings_to_take(
 
     Returns the file, the settings that must equal the checkpoint's, and the settings that apply
     unless `explicit` has others. Every rank reads the file itself, and opens no other checkpoint if
-    the one that the tracker names can be read. `load` later checks the architecture of the
-    checkpoint that rank 0 chooses. Raises CheckpointError.
+    the one that --load-tag or the tracker names can be read. `load` later checks the architecture
+    of the checkpoint that rank 0 chooses. Raises CheckpointError.
     """
     source = hugging_face_folder(explicit["load"])
     if source is None:
@@ -85,8 +86,8 @@ def settings_to_take(
         defaults |= {o.name: tokenizer.get(o.name) for o in options_of(TokenizerConfig)}
     if kind == "NullTokenizer" and isinstance(fixed.get("vocab_size"), int):
         fixed["vocab_size"] -= 1  # NullTokenizer adds one id
-    elif kind not in (None, "HFTokenizer"):  # its models often have more rows than it has ids
-        fixed.pop("vocab_size", None)  # given by the tokenizer
+    elif kind not in (None, "HFTokenizer"):  # models with one often have more rows than it has ids
+        fixed.pop("vocab_size", None)  # the tokenizer determines it
     return str(file), fixed, defaults
 
 
@@ -157,7 +158,7 @@ def check_optimizer(stored: dict[str, Any], config: Config, where: str) -> None:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the size of a checkpoint in bytes.
+    """Return the size of a checkpoint's tensors in bytes.
 
     A checkpoint has 4 bytes for each weight and, without --no-save-optim, the optimizer's state.
     """

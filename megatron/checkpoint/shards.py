@@ -2,8 +2,9 @@
 
 The lists are collected from the ranks, written, and read back. A shard is a rectangular part of a
 tensor. A large job has hundreds of thousands of shards. A single list would cost the rank that
-writes it, and each rank that reads it, minutes and gigabytes. Therefore lists are collected in two
-steps, from the ranks of a data-parallel group on its first rank, and from these ranks on rank 0:
+writes it, and each rank that reads it, minutes and gigabytes. Therefore the first rank of each
+data-parallel group collects and writes the list of its group, and rank 0 only an index of these
+lists:
 
     boxes.json           the pieces in which each tensor's shards are listed
     boxes_00017.json     a piece: the shards written by the data-parallel group of model-parallel
@@ -11,8 +12,8 @@ steps, from the ranks of a data-parallel group on its first rank, and from these
     .metadata            all shards in torch's own format, for its tools; only up to
                          save.METADATA_MAX_RANKS ranks
 
-A loading rank reads only the pieces of the tensors that it holds. .metadata, a pickle, is never
-read.
+A loading rank parses only the pieces of the tensors that it holds; only rank 0 compares all pieces
+with the manifest. .metadata, a pickle, is never unpickled.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _OVERHEAD_BYTES = 1 << 16  # upper bound for the bytes that torch.save adds to a
 _NAMED = 8
 
 Stored = dict[str, Any]
-"""A tensor's entry: {"shape": [...], "dtype": "float32", "boxes": [Shard, ...]}, of plain values
+"""A tensor's entry: {"shape": (...), "dtype": "float32", "boxes": [Shard, ...]}, of plain values
 that JSON can represent.
 """
 Entries = Mapping[str, Stored]
@@ -51,8 +52,8 @@ Totals = dict[str, tuple[Index, int]]
 class Shard(NamedTuple):
     """A rectangular part of a tensor: global offset and sizes.
 
-    It takes `length` bytes of `file`, from byte `start` on, and they have a digest unless another
-    program wrote them.
+    It takes `length` bytes of `file`, from byte `start` on. `digest` is None only in a checkpoint
+    of another program.
     """
 
     offset: Index
@@ -102,7 +103,7 @@ def check_complete(groups: Iterable[Totals]) -> None:
 
 
 def incomplete(stored: Entries) -> list[str]:
-    """Return a message for each tensor whose shards omit elements, overlap or exceed it."""
+    """Return a message for each tensor whose shards omit elements, overlap or exceed its shape."""
     problems = []
     for name, entry in stored.items():
         shape = tuple(entry["shape"])
@@ -169,7 +170,10 @@ def _write(folder: Path, name: str, content: Mapping[str, object]) -> tuple[str,
 
 
 def write_index(folder: Path, groups: list[Totals]) -> tuple[str, Written]:
-    """Write the index of the pieces that list each tensor; `groups` has each piece's totals."""
+    """Write the index of the pieces that list each tensor; return its name, size and digest.
+
+    groups   totals of each piece, in the order of the pieces' numbers
+    """
     pieces: dict[str, list[int]] = {}
     for number, group in enumerate(groups):
         for name in group:
@@ -241,9 +245,9 @@ def read_stored(manifest: Manifest, names: Iterable[str] | None = None) -> Entri
 
 
 def checked_entry(stored: Any) -> Stored:
-    """Return a tensor's entry from a file, with tuples where `Stored` has them.
+    """Return a tensor's entry from a file, with the types that `Stored` describes.
 
-    Raises KeyError, TypeError or ValueError if it is malformed.
+    Raises KeyError, TypeError or ValueError if the entry is malformed.
     """
     shape = tuple(stored["shape"])
     dtype = stored["dtype"]

@@ -21,7 +21,7 @@ _SHOWN = 4
 
 
 def describe(error: BaseException) -> str:
-    """Return an error as one line."""
+    """Return an error's message, after its type if it is not one of this program's errors."""
     return str(error) if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}"
 
 
@@ -29,12 +29,13 @@ def describe(error: BaseException) -> str:
 def errors_on_all_ranks(
     topology: Topology, what: str, damage: type[CheckpointError] = CheckpointError
 ) -> Iterator[None]:
-    """Run the body on all ranks; if it fails on any, raise an error on all.
+    """Run the body on all ranks; if it fails on any rank, raise an error on all.
 
     The error names ranks and reasons.
 
     what     the task of the body, for the message
-    damage   type of the error if only CheckpointErrors occurred; otherwise it is CheckpointError
+    damage   type of the error if the body raised only CheckpointErrors; after any other exception,
+             a CheckpointError is raised
 
     Every rank must enter the context. The body may make collective calls only if these raise their
     errors on all ranks themselves.
@@ -74,8 +75,9 @@ def decided_by_first(
 ) -> T:
     """Return on all ranks the result of `decide` on rank 0.
 
-    Its errors are raised on all, as with `errors_on_all_ranks`. Nodes may see a file system
-    differently for a moment: only one rank looks, so that all load the same checkpoint.
+    If `decide` raises a CheckpointError, all ranks raise `damage` with its message; after any other
+    exception, they raise CheckpointError. Nodes may see a file system differently for a moment:
+    only one rank looks, so that all load the same checkpoint.
     """
     result: Any = None
     failure: CheckpointError | None = None

@@ -1,8 +1,9 @@
 """Tensors of a checkpoint, the shards that a rank holds, and a copy of the shards in host memory.
 
 master.NAME       fp32 weights
-exp_avg.NAME, exp_avg_sq.NAME or momentum_buffer.NAME      optimizer state of trained parameters
-kept.NAME         tensors other than the weights (persistent_tensors); may be missing
+exp_avg.NAME, exp_avg_sq.NAME, momentum_buffer.NAME   optimizer state of trained parameters;
+                  an optimizer of the user's own may have tensors of other names
+kept.NAME         tensors other than the weights (persistent_tensors); a checkpoint may lack them
 ema.NAME          the average of the weights; saved with the optimizer's state
 """
 
@@ -48,7 +49,7 @@ Tensors = dict[str, LocalShards]
 
 
 def _flats(fragment: Fragment, optimizer: bool) -> dict[str, torch.Tensor]:
-    """Return a fragment's tensors by kind: the weights and, if wanted, the optimizer's state."""
+    """Return a fragment's tensors by kind: weights and, with `optimizer`, the optimizer's state."""
     return {MASTER: fragment.master, **(fragment.moments if optimizer else {})}
 
 
@@ -56,8 +57,8 @@ def tensors_to_save(engine: Engine, topology: Topology, optimizer: bool) -> Tens
     """Return the shards that this rank writes, by name.
 
     Exactly one rank writes each element of the model. Padding is omitted, and so are copies that
-    another model-parallel rank writes. If all data-parallel ranks hold the same values (ZeRO stage
-    0), each writes a part.
+    another model-parallel rank writes. Data-parallel ranks that hold the same values (all of them
+    at ZeRO stage 0) write a part each.
     """
     out: Tensors = {}
     for f in engine.fragments():
@@ -88,16 +89,21 @@ def _add(
     sharding: Sharding,
     views: Iterable[tuple[Index, torch.Tensor]],
 ) -> None:
-    """Add views to a tensor's entry: a rank may hold several parameters that are parts of it."""
+    """Add views to a tensor's entry.
+
+    A rank may hold several parameters that are parts of the same tensor.
+    """
     name = f"{kind}.{sharding.name}"
     known = out[name].views if name in out else {}
     out[name] = LocalShards(sharding.global_shape, {**known, **dict(views)})
 
 
 def tensors_to_load(engine: Engine, optimizer: bool, averaged: bool) -> Tensors:
-    """Return views of this rank's masters, moments and average, to be filled from a checkpoint.
+    """Return views of this rank's tensors, to be filled from a checkpoint.
 
-    Includes copies, which `tensors_to_save` omits.
+    These are the master weights and the persistent tensors, with `optimizer` also the moments of
+    trained parameters, and with `optimizer` and `averaged` also the average of their weights.
+    Copies, which `tensors_to_save` omits, are included.
     """
     out: Tensors = {}
     for f in engine.fragments():
@@ -108,7 +114,10 @@ def tensors_to_load(engine: Engine, optimizer: bool, averaged: bool) -> Tensors:
 
 
 def clear_padding(engine: Engine, optimizer: bool) -> None:
-    """Zero the fragments of padded parameters: a checkpoint has no values for padding."""
+    """Zero this rank's fragments of padded parameters; with `optimizer`, also their state.
+
+    A checkpoint has no values for padding.
+    """
     for f in engine.fragments():
         if tuple(f.parameter.shape) != f.sharding.extent:
             for flat in _flats(f, optimizer).values():
@@ -116,9 +125,10 @@ def clear_padding(engine: Engine, optimizer: bool) -> None:
 
 
 def weights_to_load(model: torch.nn.Module, kind: str = MASTER) -> Tensors:
-    """Return views of the parameters themselves, without padding, for a model without an engine.
+    """Return views to be filled from a checkpoint, for a model without an engine.
 
-    They are to be filled from the checkpoint's tensors of `kind`.
+    These are views of the parameters, without padding, for the checkpoint's tensors of `kind`
+    (MASTER or AVERAGE), and the persistent tensors.
     """
     out = _beside_weights(persistent_tensors(model))
     for p in unique_parameters(model):
@@ -130,8 +140,8 @@ def weights_to_load(model: torch.nn.Module, kind: str = MASTER) -> Tensors:
 class Snapshot:
     """Host memory for a copy of the shards that a rank writes, reused by later saves.
 
-    Its size is that of this rank's part of the state; torch's allocator for pinned memory would
-    round it up to a power of two. If the state is on a GPU, the CUDA or HIP driver pins the memory
+    It is as large as this rank's part of the state; torch's allocator for pinned memory would round
+    the size up to a power of two. If the state is on a GPU, the CUDA or HIP driver pins the memory
     once, in `reserve`, so that copies run at the speed of the bus.
 
     cudart   object with cudaHostRegister and cudaHostUnregister; by default torch's, if tensors are
@@ -153,7 +163,7 @@ class Snapshot:
     def reserve(self, tensors: Tensors) -> None:
         """Allocate memory for a copy of `tensors`, unless enough is already held.
 
-        Raises OSError if there is not enough.
+        Raises OSError if the host has too little.
         """
         needed = snapshot_bytes(tensors)
         if needed <= self.bytes:
@@ -164,7 +174,7 @@ class Snapshot:
         self._memory = torch.empty(0, dtype=torch.uint8)
         mapping = mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError, AttributeError):  # a kernel may have no huge pages
-            # Otherwise writes after a fork could go to pages that the device does not see.
+            # Without this, writes after a fork could go to pages that the device does not see.
             mapping.madvise(mmap.MADV_DONTFORK)
             mapping.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to pin
         self._memory = torch.frombuffer(mapping, dtype=torch.uint8)

@@ -1,9 +1,10 @@
 """Makes experts from the MLPs of a dense checkpoint (--moe-use-upcycling).
 
-He et al., arXiv 2410.07524: each expert begins as its layer's MLP or, if experts are G times
-narrower, as one of the MLP's G slices. G consecutive experts begin with the same row of the
-router's matrix (Router), so that a token chooses all slices. The model then computes the same
-results as the dense one if the weights of the chosen experts add up to a constant (scale_outputs).
+He et al., arXiv 2410.07524: each expert begins as the MLP of its layer or, if experts are G times
+narrower, as one of G slices of the MLP. G consecutive experts begin with the same row of the
+router's matrix (expert_router.py), so that a token chooses all slices. The model then computes the
+same results as the dense one if the weights of the chosen experts add up to a constant
+(scale_outputs).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def dense_name(name: str) -> str | None:
 
 
 def from_dense(tensors: Tensors, model: ModelConfig) -> Pairs:
-    """Return the tensors of the dense model that fill `tensors`; routers stay as they are."""
+    """Return the tensors of the dense model that fill `tensors`; routers are not filled."""
     pairs: Pairs = []
     granularity = model.upcycling_granularity
     for name, shards in tensors.items():
@@ -64,8 +65,8 @@ def from_dense(tensors: Tensors, model: ModelConfig) -> Pairs:
 def scale_outputs(tensors: Tensors, model: ModelConfig) -> None:
     """Scale the experts' output matrices and biases so that their outputs add up to the MLP's.
 
-    The weights of a token's experts add up to moe_router_topk_scaling_factor or, for a softmax over
-    all experts, to about that setting times the fraction of experts that are chosen.
+    The weights of a token's experts add up to moe_router_topk_scaling_factor (1 if unset) or, for a
+    softmax over all experts, to about this factor times the fraction of experts that are chosen.
     """
     assert model.num_experts is not None, "the model has experts"
     total = model.moe_router_topk_scaling_factor or 1.0

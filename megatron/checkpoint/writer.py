@@ -73,7 +73,7 @@ class SyncedFile:
         sys.audit("megatron.checkpoint.synced", str(self.path))
 
     def close(self) -> None:
-        """Close the file. `finish` has synced it before, unless an error is being raised."""
+        """Close the file; after an error not all of it may be on disk, see `finish`."""
         self._thread.shutdown()
         with contextlib.suppress(OSError):
             self._file.close()
