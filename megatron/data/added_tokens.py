@@ -27,8 +27,8 @@ def files_beside(file: Path) -> list[Path]:
 def add_tokens(tokenizer: Any, file: Path) -> dict[str, str]:
     """Add the tokens that files next to a tokenizer.json define to its `tokenizers.Tokenizer`.
 
-    Their ids follow those of the file, in transformers' order: first the tokens of
-    added_tokens_decoder in tokenizer_config.json, by id, or else those of the older
+    The ids of new tokens follow those of the tokenizer.json, in transformers' order: first the
+    tokens of added_tokens_decoder in tokenizer_config.json, by id, or else those of the older
     added_tokens.json; then the named tokens, such as eos_token, and the extra ones. Without
     added_tokens_decoder, special_tokens_map.json takes precedence over tokenizer_config.json.
     Also applies split_special_tokens of tokenizer_config.json. Returns the text of each named

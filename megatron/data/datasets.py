@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from megatron.data.tokenizer_adapters import Tokenizer
 
 SPLIT_NAMES = ("train", "valid", "test")
-# Used instead of --split in the description of an index over a whole data set (--train-data-path
-# and its siblings): its documents differ from those of the split that the run may also name.
+# Stands for --split in the description of an index over a whole data set (--train-data-path and its
+# siblings), so that a cached index of a split of the same data set is not taken for it.
 UNSPLIT = "whole"
 _MOST_BYTES = 1 << 24  # of a --data-file-list
 _MOST_EPOCHS = 16
@@ -41,9 +41,9 @@ _MOST_EPOCHS = 16
 
 @dataclass(frozen=True)
 class Datasets:
-    """The three data sets of a run; None for one without data or without samples.
+    """The three data sets of a run; None for one without data, or of which 0 samples are requested.
 
-    corpora   named validation sets, each for one epoch; they replace `valid`
+    corpora   named validation sets, each of one epoch; they replace `valid`
     """
 
     train: TokenDataset | None = None
@@ -68,8 +68,8 @@ class SplitPlan:
     """The data sets of one split, and the part of each that the split takes.
 
     blend   the data sets and their weights
-    split   a --split text; UNSPLIT: the split takes the whole of each data set
-    names   names of the data sets, if they are separate instead of a blend
+    split   value of --split; UNSPLIT: the split takes the whole of each data set
+    names   names of the data sets, if they are separate corpora instead of a blend
     """
 
     blend: Blend
@@ -87,8 +87,8 @@ class Reading:
 
     locations  {prefix: the copy to read} (--stage-data-to)
     pad_id     token id that fills the rest of packed samples
-    verify     read all of an existing index and compare it with its digests; one rank of a job does
-               this for all
+    verify     read all of an existing index and compare it with its digests; in a job, one rank
+               does this for all ranks
     workers    number of a blend's indices that are built at the same time
     """
 
@@ -102,8 +102,8 @@ def split_bounds(split: str, num_sequences: int) -> tuple[tuple[int, int], ...]:
     """Return (first, past the last) of the sequences for training, validation and test.
 
     `split` is up to three numbers, separated by commas or slashes, which the configuration has
-    checked. Rounding is Megatron's: each cut adds round(share * N), and the surplus is subtracted
-    from every cut after the first.
+    checked. Rounding is Megatron's: each split ends round(share * N) sequences after the previous
+    one, and the surplus of the last end over N is subtracted from all ends.
 
     >>> split_bounds("969, 30, 1", 1000)
     ((0, 969), (969, 999), (999, 1000))
@@ -132,8 +132,8 @@ def parse_data_path(values: Sequence[str]) -> Blend:
 def read_data_file_list(path: str) -> Blend:
     """Read a blend from a file with lines `weight prefix [corpus]`.
 
-    Empty lines and lines that begin with # are skipped. Raises DataError if the file cannot be read
-    and ConfigError, with file and line, for a malformed line.
+    Empty lines and lines that begin with # are skipped. Raises DataError if the file cannot be
+    read, and ConfigError for a malformed line, with its number, or if no weight is positive.
     """
     lines = read_text(path, _MOST_BYTES, error=DataError).splitlines()
     pairs = []
@@ -173,8 +173,8 @@ def samples_of_component(num_samples: int, weight: float) -> int:
 def plan_splits(data: DataConfig) -> list[SplitPlan | None]:
     """Return the data that the flags give for each split; None if they give none.
 
-    The splits are training, validation and test. Raises ConfigError if no split has data, DataError
-    for a --data-file-list that cannot be read.
+    The splits are training, validation and test. Raises ConfigError if no split has data, and the
+    errors of `read_data_file_list`.
     """
     if data.data_path or data.data_file_list:
         blend = (
@@ -186,7 +186,7 @@ def plan_splits(data: DataConfig) -> list[SplitPlan | None]:
     if not (data.train_data_path or data.valid_data_path or data.test_data_path):
         raise ConfigError(
             "no data: give --data-path (or --train-data-path, --data-file-list), or --mock-data "
-            "for a trial"
+            "for generated data"
         )
     named = [pair for word in data.valid_data_path or () if (pair := named_corpus(word))]
     blends = (data.train_data_path, None if named else data.valid_data_path, data.test_data_path)
@@ -235,8 +235,9 @@ def check_data(
 ) -> tuple[dict[str, float], list[str]]:
     """Compare all data with the run's tokenizer; return the epochs of training data, and notices.
 
-    The epochs are given for each prefix, in a run of `samples` samples; with --data-packing they
-    are upper bounds. Raises the errors of `check_tokenizer`, `open_data` and `plan_splits`.
+    The epochs are given for each prefix, in a run of `samples` samples. They do not take into
+    account the padding of --data-packing best-fit, with which they are usually too large. Raises
+    the errors of `check_tokenizer`, `open_data` and `plan_splits`.
     """
     opened = {
         prefix: open_data(prefix, config.data, (locations or {}).get(prefix))
@@ -291,9 +292,12 @@ def build_datasets(
 ) -> Datasets:
     """Return the data sets of a run, with at least as many samples as requested; 0 requests none.
 
-    If several processes call it, one builds each index and the others wait for its files. `plans`
-    replaces the data that the flags give. Raises DataError for files that are missing or damaged,
-    and for training without data; ConfigError for contradictory data flags.
+    With --dataloader-type cyclic, which repeats samples, the user's own data sets and
+    --train-data-exact-num-epochs may give fewer; the user's own validation and test data always
+    may. A named corpus has one epoch. If several processes call this function, one builds each
+    index and the others wait for its files. `plans` replaces the data that the flags give. Raises
+    DataError for files that are missing or damaged, and for training data that is missing or too
+    short; ConfigError for contradictory data flags.
     """
     counts = (train_samples, valid_samples, test_samples)
     if config.pieces.datasets is not None:
@@ -344,7 +348,7 @@ def build_datasets(
 def _user_datasets(config: Config, counts: tuple[int, int, int]) -> Datasets:
     """Return the user's own data sets in the form that a run reads.
 
-    Raises DataError if they have too few samples.
+    Raises DataError if there are not three, or if the training data has too few samples.
     """
     assert config.pieces.datasets is not None, "the user gave a function for data sets"
     made = list(config.pieces.datasets(config, *counts))
@@ -377,7 +381,7 @@ def _build_split(
 ) -> TokenDataset | None:
     """Build split number `index` (train, valid, test) from `opened` files; None if it has no data.
 
-    A data set too small for this split is omitted, and the weights of the others grow in
+    A data set of which this split has no tokens is omitted, and the weights of the others grow in
     proportion.
     """
     data = config.data
@@ -437,7 +441,8 @@ def _samples_of_exact_epochs(
     """Return the number of samples in --train-data-exact-num-epochs epochs.
 
     It does not depend on the length of the run. `tokens` has the number of tokens in each data set.
-    Raises ConfigError for a blend, and for a run that needs more samples.
+    Raises ConfigError for a blend, and for a run that needs more samples, unless
+    --dataloader-type cyclic repeats them.
     """
     epochs = data.train_data_exact_num_epochs
     assert epochs is not None, "the flag was given"

@@ -1,10 +1,10 @@
 """Locks between processes that share a file system, and files that appear complete or not at all.
 
-The lock is the kernel's `flock`, through the package `filelock`: it ends with the process that
-holds it, however that process ends. It works between nodes on NFS, and on Lustre if mounted with
-`-o flock` (with `-o localflock` only within a node). On a file system without flock, `filelock`
-uses the existence of the file as the lock: the file is removed if its holder has ended on this
-host; if the holder was on another host, the user must remove it.
+The lock is the kernel's `flock`, through the package `filelock`: the lock ends with the process
+that holds it, however that process ends. It works between nodes on NFS, and on Lustre if mounted
+with `-o flock` (with `-o localflock` only within a node). On a file system without flock,
+`filelock` uses the existence of the file as the lock: a file whose holder has ended on this host is
+removed; if the holder was on another host, the user must remove the file.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _MOST_CHARACTERS = 1000
 
 
 class FileLock:
-    """A lock that only one process can hold at a time. Every method may raise OSError.
+    """A lock that only one process can hold at a time.
 
-    The file `path` exists while the lock is held; its folder must exist.
+    The file `path` exists while the lock is held; its folder must exist. Taking and releasing the
+    lock may raise OSError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,7 +79,7 @@ class FileLock:
             return None
 
     def describe(self) -> str:
-        """Return the name of the holder, for messages."""
+        """Return which process holds the lock and on which host, for messages."""
         holder = self.holder()
         return "an unknown process" if holder is None else f"process {holder[0]} on {holder[1]}"
 
@@ -86,8 +87,8 @@ class FileLock:
         """Release the lock and remove its file. Harmless if the lock is not held."""
         if self._lock.is_locked:
             if not self._is_soft:
-                # Before the release: a waiter that has the old file open detects this and tries
-                # again.
+                # Before the release: a process that waits with the old file open detects the
+                # removal and tries again.
                 self.path.unlink(missing_ok=True)
             self._lock.release()
 
@@ -98,8 +99,8 @@ class FolderClaim:
 
     It prevents two runs of a script that was submitted twice from both writing to the folder.
 
-    folder  created if missing
-    what    its name in messages, such as "--save FOLDER"
+    folder  the folder, which `take` creates if it is missing
+    what    name of the folder in messages, such as "--save FOLDER"
     wait_s  seconds to wait for a program on another host, whose node may have died unnoticed
     """
 
@@ -140,7 +141,7 @@ class FolderClaim:
 def renamed_into(path: Path) -> Iterator[BinaryIO]:
     """Yield a binary file with a temporary name, which is synced and renamed to `path` at the end.
 
-    After an error the file is removed.
+    After an error the temporary file is removed, and `path` is as before. Raises OSError.
     """
     temporary = temporary_name(path)
     try:

@@ -88,15 +88,18 @@ class TokenDataset(ABC):
 
     @abstractmethod
     def where(self, index: int, token: int = 0, /) -> str:
-        """Return file, document and byte of a token of sample `index`, for messages."""
+        """Return where a token of sample `index` is, for messages.
+
+        For data files these are file, document and byte.
+        """
 
 
 class SourceDataset(TokenDataset):
     """A data set whose samples come from one source: a pair of files, the user or a generator.
 
     It may be part of a blend, and it is the unit whose consumption is counted. `name` is the prefix
-    of its files, `description` identifies the index in the cache, and `tokens_per_epoch` counts the
-    tokens of an epoch.
+    of its files, or another name if it has no files. `description` identifies the index in the
+    cache. `tokens_per_epoch` counts the tokens that are trained on in an epoch.
     """
 
     name: str
@@ -121,7 +124,7 @@ class SourceDataset(TokenDataset):
         return len(indices) * self.seq_length
 
     def spans(self, indices: Int64Array, /) -> Spans:
-        """Return the tokens that these samples train on, each once, as positions in the data.
+        """Return the spans of tokens that these samples train on, each token once.
 
         By default, each sample is one span, as if it were a separate sequence.
         """
@@ -132,9 +135,10 @@ class SourceDataset(TokenDataset):
 class IndexRequest:
     """Parameters that determine an index.
 
-    `start` and `stop` bound the sequences of the split, and `tokens_per_epoch` counts their tokens.
-    `num_samples` is the least number of samples. `prefix`, `name` and `split` are part of the
-    description, as the user gave them. `sizes` has the tokens of each sequence of the whole data.
+    `start` and `stop` bound the sequences of the split, and `tokens_per_epoch` counts the tokens in
+    them. `num_samples` is the least number of samples. `prefix`, `name` (train, valid or test) and
+    `split` (the value of --split, or datasets.UNSPLIT) are part of the description. `sizes` has the
+    number of tokens of each sequence of the whole data.
     """
 
     prefix: str
@@ -188,7 +192,7 @@ class IndexRequest:
     def description(self) -> str:
         """Return the text whose md5 names the cache files.
 
-        It is Megatron-DeepSpeed's, so that its caches are found.
+        The text is the same as in Megatron-DeepSpeed, so that caches written by it are found.
         """
         return (
             f"GPT Dataset\n\nData prefix {self.prefix}\nDataset name {self.name}\nNumber of "
@@ -217,7 +221,7 @@ def build_index(request: IndexRequest) -> Arrays:
     i is the row in sample_idx of sample i.
 
     The arrays need 4 bytes per sequence and epoch, and 12 per sample (8 more if doc_idx has 2^31
-    entries, 4 more if shuffle_idx is int64). At first, 4 more bytes per sequence are needed
+    entries or more, 4 more if shuffle_idx is int64). At first, 4 more bytes per sequence are needed
     temporarily.
     """
     random = np.random.RandomState(request.seed)
@@ -242,10 +246,10 @@ def build_index(request: IndexRequest) -> Arrays:
 class FileDataset(SourceDataset):
     """Samples concatenated from pieces of the sequences in `request`.
 
-    `description` identifies the index in the cache. It is looked up in `index-cache` next to the
-    data, then in `data_cache_path`, and built if it is missing. `pad_id` fills the rest of a sample
-    whose pieces are too short. Raises DataError for an .idx file with impossible sizes, and the
-    errors of load_or_build.
+    `description` identifies the index in the cache. The index is looked up in `index-cache` next to
+    the data, then in `data_cache_path`, and built in the latter, if it is given, or else in the
+    former. `pad_id` fills the rest of a sample whose pieces are too short. Raises DataError for an
+    .idx file with impossible sizes, and the errors of load_or_build.
     """
 
     def __init__(
@@ -284,8 +288,8 @@ class FileDataset(SourceDataset):
         """Pass arrays from the cache to `take`, or build them from checked sizes.
 
         `take` keeps arrays for reading and returns whether they belong to this data. The description
-        does not cover the content of the data files, so a cache may be older than the data, if they
-        were preprocessed again under the same name.
+        does not cover the content of the data files, so a cache may be older than data that were
+        preprocessed again under the same name.
         """
 
         def build_checked() -> Arrays:
@@ -377,7 +381,7 @@ class GPTDataset(FileDataset):
         return len(self._shuffle)
 
     def spans(self, indices: Int64Array, /) -> Spans:
-        """Return the pieces of these samples, without the last token of each, which is a label."""
+        """Return the pieces of these samples, without the label that ends each sample."""
         rows = self._shuffle[indices].astype(np.int64)
         first, offset = self._rows[rows].astype(np.int64).T
         last, end = self._rows[rows + 1].astype(np.int64).T
@@ -423,7 +427,7 @@ def spread(count: int) -> list[int]:
 class BlendedDataset(TokenDataset):
     """A blend of several data sets, with `size` samples.
 
-    Their order keeps every data set's share of the samples as close as possible to its weight
+    The order of the samples keeps the share of every data set close to its weight throughout
     (build_blend_index). Each data set must have as many samples as it gives to the blend. The index
     is kept in memory, or in `data_cache_path` if that is given, where all processes on a machine
     share it.
@@ -501,9 +505,10 @@ class BlendedDataset(TokenDataset):
 class UserDataset(SourceDataset):
     """A user's data set, with defaults for the members of SourceDataset that it lacks.
 
-    `dataset` needs a length and numbered samples. Members of SourceDataset that it defines are
-    used; by default, a sample is one text, and an epoch is all samples. Raises DataError for a
-    sample of the wrong shape or type.
+    `dataset` needs a length and numbered samples. If it defines name, description,
+    tokens_per_epoch, segments, loss_tokens, where, tokens_in or spans, they are used; by default, a
+    sample is one text, and an epoch is all samples. Raises DataError for a sample of the wrong
+    shape or type.
     """
 
     def __init__(self, dataset: Dataset, name: str, seq_length: int) -> None:
@@ -536,8 +541,8 @@ class UserDataset(SourceDataset):
 class MockDataset(SourceDataset):
     """Generated samples for runs without data: the same for the same arguments, and learnable.
 
-    A sample is a sequence of short documents. Each is a run of ids with a fixed step, ended by the
-    id vocab_size - 1.
+    A sample is a sequence of short documents. In each, ids rise by a fixed step, modulo
+    vocab_size - 1, and the id vocab_size - 1 is the last.
     """
 
     def __init__(

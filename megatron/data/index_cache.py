@@ -8,9 +8,9 @@ Files are renamed into place after they are synced, so a reader sees a whole fil
 `{md5}.lock` (file_lock.py) only saves work: two processes that build the same entry rename the same
 bytes into place.
 
-`verify` compares arrays with their digests and has to read all of them: gigabytes, of which each
-process of a job needs only a few pages. One process does this for all. Entries written by
-Megatron-DeepSpeed have no digests.
+`verify` compares arrays with their digests and has to read them completely: gigabytes, of which
+each process of a job needs only a few pages. Therefore one process of a job does this for all.
+Entries written by Megatron-DeepSpeed have no digests and are not compared.
 
 Entries found, built or waited for are logged at level INFO.
 """
@@ -48,7 +48,7 @@ class CacheEntry:
     names: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return the first lines of the description and its path, for messages."""
+        """Return the first lines of the description and the path of its file, for messages."""
         lines = [line for line in self.description.split("\n")[:4] if line]
         return f"{', '.join(lines)}: {self.description_path}"
 
@@ -67,7 +67,7 @@ class CacheEntry:
         return self.directory / f"{self.key}_{name}.npy"
 
     def load(self) -> Arrays | None:
-        """Return the mapped arrays; None if one is missing or damaged."""
+        """Return the mapped arrays; None if a file is missing or its header is damaged."""
         paths = {name: self.array_path(name) for name in self.names}
         try:
             if not all(path.is_file() for path in paths.values()):  # opening a pipe would block
@@ -78,7 +78,7 @@ class CacheEntry:
 
     def verify(self, arrays: Arrays) -> None:
         """Raise DataError for arrays that differ from those stored, if there are digests."""
-        # the process that stored the entry was killed before it wrote this last file
+        # the process that stored the entry was killed before it wrote this file, the last one
         if not os.path.lexists(self.description_path):
             return
         content = read_bytes(self.description_path, 1 << 24, error=DataError)
@@ -95,7 +95,7 @@ class CacheEntry:
 
         The caller holds the entry's lock. Raises OSError.
         """
-        for left in self.directory.glob(f".{self.key}*.tmp"):  # of a process that was killed here
+        for left in self.directory.glob(f".{self.key}*.tmp"):  # from a process that was killed here
             left.unlink(missing_ok=True)
         # arrays of two builds, from different data, must never appear together
         for path in (*map(self.array_path, self.names), self.description_path):
@@ -131,9 +131,9 @@ def load_or_build(
     A new entry is written to the last directory. `fits` rejects arrays built from other data under
     the same description; the entry is then built again. With `verify` an existing entry is read
     completely and must match its digests. Waits up to WAIT_S seconds for another process that is
-    building it. Raises DataError if the entry does not match its digests, the directory cannot be
-    written, the build fails for lack of memory or because of a file, or the wait times out (the
-    message names the lock and its holder).
+    building the entry. Raises DataError if the entry does not match its digests, if the directory
+    cannot be written, if the build fails for lack of memory or because of a file, if the new entry
+    reads back differently, or if the wait times out (the message names the lock and its holder).
     """
     entries = [CacheEntry(Path(directory), description, tuple(names)) for directory in directories]
     target = entries[-1]

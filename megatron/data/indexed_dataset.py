@@ -113,14 +113,15 @@ class IndexedDataset:
     `mmap=False` reads .bin by position instead of mapping it, for file systems where mapped reads
     are slow; .idx is always mapped. `location` is the prefix of a copy to read; `prefix` remains
     the name of the data. Opening takes the same time for any size. Raises DataError, naming the
-    file, if one is missing, truncated or in another format, or if the two do not belong together.
-    Damage that only a full scan would find is reported, with file and byte, when it is read.
+    file, if one of the two is missing, truncated or in another format, or if they do not belong
+    together. Damage that only a full scan would find is reported, with file and byte, when the
+    damaged part is read.
 
     sizes: int32 [N], tokens of each sequence.
     pointers: int64 [N], byte offset of each sequence.
     document_indices: int64 [D], sequence at which each document starts, and N.
-    modes: int8 [N], mode of each sequence, or None.
-    mask: the loss mask, if `open_mask` has opened it.
+    modes: int8 [N], mode of each sequence; None if the .idx file has no modes.
+    mask: the loss mask; None unless `open_mask` has opened it.
     """
 
     mask: IndexedDataset | None = None
@@ -182,8 +183,9 @@ class IndexedDataset:
     def open_mask(self) -> None:
         """Open the loss mask next to the data.
 
-        Raises DataError if one of its files is missing or damaged, or if it belongs to other data;
-        the lengths of some sequences are compared.
+        Raises DataError if one of its files is missing or damaged, or if the mask belongs to other
+        data: type and numbers of documents and tokens are compared, and the lengths of some
+        sequences.
         """
         location = mask_prefix(self.location)
         for path in (idx_path(location), bin_path(location)):
@@ -228,7 +230,8 @@ class IndexedDataset:
     def tokens_between(self, start: int, stop: int) -> int:
         """Return the number of tokens in the sequences start..stop-1.
 
-        It follows from where they begin and end, since sequences are contiguous.
+        The number is computed from the start of the first sequence and the end of the last, since
+        sequences are contiguous.
         """
         if start >= stop:
             return 0
@@ -245,8 +248,8 @@ class IndexedDataset:
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> IntArray:
         """Return tokens offset..offset+length-1 of a sequence, in the file's type.
 
-        A length of None reads to the end of the sequence. Raises IndexError outside of the data set
-        and DataError, with file and byte offset, if it is damaged.
+        A length of None reads to the end of the sequence. Raises IndexError for a sequence or
+        tokens that do not exist, and DataError, with file and byte offset, for damaged data.
         """
         if length is None:
             length = (int(self.sizes[sequence]) if 0 <= sequence < len(self) else 0) - offset
@@ -257,7 +260,7 @@ class IndexedDataset:
         return self.read(sequence)
 
     def gather(self, slices: SequenceSlices, out: Int64Array) -> None:
-        """Read many slices, concatenated in this order, into `out`, which has exactly their length.
+        """Read many slices, one after another, into `out`, which has exactly their total length.
 
         Raises the errors of `read`, and DataError for tokens that are not integers.
         """
@@ -311,7 +314,7 @@ class IndexedDataset:
     def _byte_starts(self, slices: SequenceSlices) -> tuple[Int64Array, Int64Array]:
         """Return the byte of .bin at which each slice starts, and the lengths of the slices.
 
-        Raises IndexError for a slice that is not within its sequence.
+        Raises IndexError for a slice that is not within its sequence, and the errors of `_entries`.
         """
         sequences, first, count = (np.ascontiguousarray(array, np.int64) for array in slices)
         if not len(sequences):
@@ -333,8 +336,9 @@ class IndexedDataset:
     def _entries(self, sequences: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return sizes and pointers of sequences.
 
-        Raises DataError for the first damaged one. Sequences are contiguous, so a size, its pointer
-        and the next pointer have to agree: most damage is found when it is read.
+        Raises DataError for the first sequence whose entry is damaged. Sequences are contiguous, so
+        the size and pointer of a sequence and the pointer of the next one have to agree: most
+        damage is found when an entry is read.
         """
         itemsize = self.dtype.itemsize
         sizes = self.sizes[sequences].astype(np.int64)
@@ -349,13 +353,13 @@ class IndexedDataset:
         return sizes, pointers
 
     def _damaged(self, sequence: int) -> DataError:
-        """Return the error for an impossible size or pointer."""
+        """Return the error for a sequence with an impossible size or pointer."""
         end = self.pointers[sequence + 1] if sequence + 1 < len(self) else self._bin_bytes
         return DataError(
             f"{self._idx_path}: byte {HEADER.size + 4 * sequence}: sequence {sequence} has "
-            f"{self.sizes[sequence]} tokens of {self.dtype.itemsize} bytes, and byte "
+            f"{self.sizes[sequence]} tokens of {self.dtype.itemsize} bytes; byte "
             f"{HEADER.size + 4 * len(self) + 8 * sequence}: it starts at {self.pointers[sequence]} "
-            f"in a .bin of {self._bin_bytes} bytes, where it should end at {end}: the index "
+            f"in a .bin of {self._bin_bytes} bytes and should end at {end}: the index "
             "is damaged; copy it again, or find further damage with tools/inspect_dataset.py "
             "--validate"
         )
@@ -396,7 +400,8 @@ class Index(NamedTuple):
 def map_index(path: Path) -> Index:
     """Map the arrays of an .idx file.
 
-    Raises DataError if the header is wrong; nothing else is checked.
+    Raises DataError if the header is wrong or does not fit the size of the file; nothing else is
+    checked. Raises OSError if the file cannot be read.
     """
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
@@ -485,9 +490,10 @@ def build_sample_index(
     """Return the start of each sample: [num_samples + 1, 2] of (document, token offset).
 
     The document is a position in document_index. Sample i starts at token i * seq_length of the
-    documents `sizes[document_index]` concatenated in this order; it ends with the first token of
-    sample i+1, which belongs to both. int32, or int64 if document_index has more entries than int32
-    can hold. `sizes` need not be aligned, and nothing is copied: only the result takes memory.
+    concatenated documents, whose sizes are `sizes[document_index]`; it ends with the first token of
+    sample i + 1, which belongs to both samples. The type is int32, or int64 if document_index has
+    more entries than int32 can count. `sizes` need not be aligned and is not copied: only the
+    result takes memory.
     Raises ValueError if the documents have fewer than num_samples * seq_length + 1 tokens.
     """
     sizes = np.ascontiguousarray(sizes, np.int32)  # sizes in an index file are unaligned: no copy
@@ -532,7 +538,7 @@ def best_fit_pack(lengths: Int32Array, capacity: int) -> tuple[IntArray, int]:
     section 3): the longest piece first, equal ones in order, each into the bin in which it leaves
     the least room; among bins with equal room into the one that has had this room for the shortest
     time; into a new bin if none has room. Bins are numbered in the order they are opened: int32, or
-    int64 for more pieces than int32 can hold. Raises ValueError for a length outside of
+    int64 for more pieces than int32 can count. Raises ValueError for a length outside of
     1..capacity.
 
     It takes O(n) time for n pieces (a counting sort, and a bitmap of the room left in bins), and 8

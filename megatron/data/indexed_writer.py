@@ -54,13 +54,14 @@ class IndexedDatasetWriter:
     """Writer of a pair of files under temporary names; `close` renames them, .idx last.
 
     Part files are in the folder PREFIX_parts, which belongs to this writer: leftovers of a killed
-    writer are removed. As a context manager it leaves nothing behind after an exception, and
-    existing files stay. With `directory`, part files are in that folder and stay after an
-    exception, so that a later writer can `resume` from a saved `position()`; `directory` must be on
-    the prefix's file system.
+    writer are removed. As a context manager the writer leaves no part files after an exception, and
+    an existing data set of this prefix is unchanged. With `directory`, part files are in that
+    folder and stay after an exception, so that a later writer can `resume` from a saved
+    `position()`; `directory` must be on the file system of the data set.
 
-    Raises DataError for files that cannot be written, for parts shorter than `resume`, and while
-    another process writes the same data set.
+    Raises DataError for a type that the format does not have, for files that cannot be written, for
+    parts shorter than `resume`, and, without `directory`, while another process writes the same
+    data set.
 
     >>> import tempfile
     >>> from megatron.data.indexed_dataset import IndexedDataset
@@ -124,7 +125,8 @@ class IndexedDatasetWriter:
         """Append whole documents.
 
         They are given as concatenated tokens, tokens per sequence, and sequences per document.
-        Raises DataError for ids that the type cannot represent.
+        Raises DataError for ids that the type cannot represent, for a sequence of 2^31 tokens or
+        more, and if a file cannot be written.
         """
         assert self._ended == self.num_sequences, "the previous document was not ended"
         self.append_tokens(tokens)
@@ -139,7 +141,7 @@ class IndexedDatasetWriter:
         """Append to .bin only.
 
         Use it with append_sequences and append_document_ends for pieces of data that do not end
-        where a sequence ends; `seal` checks that all agree.
+        where a sequence ends; `seal` checks that the numbers of tokens agree.
         """
         written = np.ascontiguousarray(tokens)
         if tokens.dtype != self.dtype:
@@ -165,7 +167,10 @@ class IndexedDatasetWriter:
         self.num_sequences += len(values)
 
     def append_document_ends(self, ends: Integers) -> None:
-        """Append documents that end before these sequences, counted from the start of the data."""
+        """Append documents.
+
+        ends   for each, the number of sequences from the start of the data to the document's end
+        """
         values = np.asarray(ends, np.int64)
         if len(values):
             assert self._ended <= values[0] and values[-1] <= self.num_sequences, (
@@ -191,7 +196,10 @@ class IndexedDatasetWriter:
         return WriterPosition(self.num_tokens, self.num_sequences, self.num_documents)
 
     def seal(self) -> None:
-        """Sync the parts in their final form. Afterwards nothing can be added."""
+        """Join the small parts into the .idx part, and sync all. Afterwards nothing can be added.
+
+        Raises DataError if .bin does not have the tokens of the sequences.
+        """
         self.position()
         self._close_files()
         expected = self.num_tokens * self.dtype.itemsize
@@ -224,7 +232,7 @@ class IndexedDatasetWriter:
             flush_directory(self._folder)
 
     def close(self) -> None:
-        """Seal and publish. The last document must have ended."""
+        """Seal and publish the data set. The last document must have ended."""
         self.seal()
         self.publish(self.prefix, self._folder)
         self.discard()
@@ -233,7 +241,8 @@ class IndexedDatasetWriter:
     def publish(prefix: StrPath, directory: StrPath) -> None:
         """Rename the files sealed in `directory`. Can be repeated after an interruption.
 
-        Raises DataError if there is nothing to publish or the files cannot be renamed.
+        Raises DataError if the data set was neither sealed nor published before, or if the files
+        cannot be renamed.
         """
         part_bin, part_idx = (_part_path(Path(directory), prefix, name) for name in ("bin", "idx"))
         target_bin = bin_path(prefix)
@@ -268,9 +277,9 @@ class IndexedDatasetWriter:
             self._lock.release()
 
     def leave(self) -> None:
-        """Stop writing and leave the parts.
+        """Stop writing and leave the part files.
 
-        Only the part counted by `position()` is certain to be on disk.
+        Only what the last `position()` counted is certain to be on disk.
         """
         self._close_files()
         if self._lock is not None:
@@ -314,7 +323,7 @@ class IndexedDatasetWriter:
 
 
 def open_at(path: Path, length: int, buffering: int = -1) -> BinaryIO:
-    """Open a file for writing at byte `length`, where it is truncated.
+    """Open a file for appending, after it is truncated to `length` bytes.
 
     Raises DataError if the file is shorter, and OSError if it cannot be opened.
     """

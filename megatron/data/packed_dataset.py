@@ -1,12 +1,13 @@
 """Samples packed from whole documents.
 
-A bin is a sample of seq_length + 1 tokens. A document that fits is one piece; a longer one is cut
-into pieces of seq_length + 1 tokens that overlap by one, so that each of its predictions (of a
-token from the preceding ones) is in exactly one piece. Pieces are assigned to bins by best fit, the
-longest first (indexed_dataset.best_fit_pack); unused space is padding. Every epoch reads every bin
-once, in a different order, so every prediction within a document counts exactly once per epoch. The
-batch excludes predictions across pieces, using the lengths that `segments` returns. A document of
-one token is dropped, because it has no prediction.
+A document is here a sequence of the data files. A bin is a sample of seq_length + 1 tokens. A
+document that fits is one piece; a longer one is cut into pieces of seq_length + 1 tokens (the last
+may be shorter) that overlap by one, so that each of its predictions (of a token from the preceding
+ones) is in exactly one piece. Pieces are assigned to bins by best fit, the longest first
+(indexed_dataset.best_fit_pack); unused space is padding. Every epoch reads every bin once, in a
+different order, so every prediction within a document counts exactly once per epoch.
+`make_micro_batch` excludes predictions across pieces, using the lengths that `segments` returns. A
+document of one token is dropped, because it has no prediction.
 
 The share of padding depends on the lengths. With enough documents to fill the last bins, most of
 them much shorter than a sample (web text, mean 300 to 700 tokens, sequence length 2048), it is
@@ -35,9 +36,9 @@ def build_packing(request: IndexRequest) -> Arrays:
     """Return the three arrays of `BIN_PARTS`.
 
     pieces int32 [pieces, 2], (sequence, first token) of each piece, grouped by bin; the length of a
-    piece follows from that of its sequence. bin_starts int64 [bins + 1], where the pieces of each
-    bin start. counts int64 [3]: tokens of the split, predictions (which an epoch trains on), and a
-    checksum of some sizes.
+    piece follows from the length of its sequence. bin_starts int64 [bins + 1], where the pieces of
+    each bin start. counts int64 [3]: tokens of the split, predictions (which an epoch trains on),
+    and a checksum of the sizes of some sequences.
 
     Building takes 24 bytes per piece, 8 bytes per bin and about 40 MB; the arrays themselves take
     8 bytes per piece and per bin. Raises DataError if no sequence has two tokens.
@@ -161,7 +162,7 @@ class PackedDataset(FileDataset):
         return int(self.spans(indices)[1].sum())
 
     def spans(self, indices: Int64Array, /) -> Spans:
-        """Return the pieces of these samples, without the last token of each, which is a label."""
+        """Return the pieces of these samples, without the label that ends each piece."""
         bins = self._order[indices].astype(np.int64)
         first = self._starts[bins]
         count = self._starts[bins + 1] - self._starts[bins]
@@ -173,7 +174,11 @@ class PackedDataset(FileDataset):
         return self._bin(int(self._order[index]))
 
     def _bin(self, number: int) -> SequenceSlices | None:
-        """Return the pieces of a bin; None if empty, overfull or with pieces outside the split."""
+        """Return the pieces of a bin.
+
+        None if there are none, if they are too long for a bin, or if one is outside of the split or
+        has fewer than two tokens.
+        """
         if not 0 <= number < self.num_bins:
             return None
         first, stop = self._starts[number : number + 2].tolist()

@@ -1,8 +1,8 @@
 """Samples that are repeated or skipped when a run continues with its data in another order.
 
-A run counts the samples that it has consumed and continues after them. In another order (with more
-samples, another seed or another blend) the samples before that position are not those that were
-consumed: some of the consumed samples are repeated, and others are never used.
+A run counts the samples that it has consumed and continues at that position. In another order (with
+more samples, another seed or another blend) the samples before the position are not those that were
+consumed: some consumed samples are repeated, and some samples are never used.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Ordered:
 class Reordered:
     """Numbers of samples of one source that are affected by a change of order.
 
-    repeated  still to come, though consumed before
-    skipped   not consumed, and not to come: the new order counts them as consumed
+    repeated  samples still to come, though consumed before
+    skipped   samples neither consumed nor to come: the new order counts them as consumed
     exact     whether all samples were compared
     """
 
@@ -49,8 +49,8 @@ def reordered(
 ) -> dict[str, Reordered]:
     """Return how each source is affected if `after` continues from `consumed` to `end` samples.
 
-    `consumed` samples were taken in the order `before`; None if it is unknown. `changed` names the
-    sources in `before` whose content has changed under the same name.
+    `consumed` samples were taken in the order `before`, which is None if it is unknown. `changed`
+    names the sources in `before` whose content has changed under the same name.
     """
     share = min(1.0, _MOST / max(1, 2 * consumed + end))
     old = {} if before is None else _collect(before, 0, consumed, share)
@@ -75,7 +75,7 @@ class _Consumption:
 
     spans      tokens to compare
     compared   number of these tokens
-    samples    number of the samples, compared or not
+    samples    number of samples in the range, compared or not
     """
 
     spans: list[Spans] = field(default_factory=list)

@@ -175,7 +175,7 @@ class Separation:
 
 @dataclass(frozen=True)
 class Share:
-    """Positions r*mbs .. (r+1)*mbs of each block of mbs * `size`: the micro-batches of rank r."""
+    """Positions r*mbs .. (r+1)*mbs - 1 of each block of mbs * `size`: a micro-batch of rank r."""
 
     micro_batch_size: int
     rank: int = 0
@@ -232,7 +232,8 @@ class MicroBatchStream:
         """Return the next n micro-batches of this rank, on the device.
 
         All ranks together take n * share.micro_batch_size * share.size samples. Raises DataError
-        past the end of the data set (dataloader type 'single') and for unreadable data.
+        past the end of the data set (--dataloader-type single), for data that cannot be read, and
+        for ids outside of the vocabulary.
         """
         batches = []
         for _ in range(n):
@@ -264,9 +265,9 @@ class MicroBatchStream:
             self._next_read += self._chunk
 
     def _read(self, start: int) -> MicroBatch:
-        """Read this rank's micro-batch among the samples from `start` on into host memory.
+        """Return this rank's micro-batch of the block of samples that begins at `start`.
 
-        The memory is pinned if the micro-batch is for an accelerator.
+        It is in host memory, which is pinned if the micro-batch is for an accelerator.
         """
         first = start + self._share.rank * self._share.micro_batch_size
         if self._dataset is None:
@@ -482,8 +483,8 @@ class Consumed:
 class Ledger:
     """Counter of the samples, tokens and epochs consumed from each source.
 
-    A source is identified by the prefix of its files. The counts depend only on the samples
-    consumed: nothing is counted twice, and a resumed run continues from the counts of its
+    A source is identified by its name: for data files, their prefix. The counts depend only on the
+    samples consumed: nothing is counted twice, and a resumed run continues from the counts of its
     checkpoint, even if the blend has changed.
 
     `carried` is the record of a checkpoint at `consumed_samples`; without one, earlier samples are
@@ -509,7 +510,7 @@ class Ledger:
     def advance(self, consumed_samples: int) -> list[tuple[str, int]]:
         """Count up to `consumed_samples`.
 
-        Returns the sources that began a second or later epoch, with its number.
+        Returns (short name, number of the epoch) of each source that began a second or later epoch.
         """
         before = {name: max(count.epoch, 1) for name, count in self.counts.items()}
         while self._position < consumed_samples:
@@ -557,7 +558,7 @@ class Ledger:
     def record(self) -> dict[str, dict[str, Any]]:
         """Return {source: {samples, tokens, epochs}} for the checkpoint and the metrics file.
 
-        left_out is included if it is not 0.
+        Sources of which samples were left out also have left_out.
         """
         records = {name: dataclasses.asdict(count) for name, count in self.counts.items()}
         for record in records.values():
@@ -571,10 +572,10 @@ class Ledger:
         return {short[name]: record for name, record in self.record().items()}
 
     def line(self) -> str:
-        """Return a log line with the tokens and the epochs of each source.
+        """Return a log line with all tokens consumed, and the epochs of each source.
 
-        The sources with the most epochs are listed, in descending order; of the others, only their
-        number and range.
+        The sources with the most epochs are listed, in descending order; for the others, the line
+        has only how many they are and the range of their epochs.
         """
         epochs_of = {name: record["epochs"] for name, record in self.by_short_name().items()}
         listed = sorted(epochs_of.items(), key=lambda item: -item[1])
@@ -601,6 +602,6 @@ def is_consumed(record: object) -> bool:
 
 
 def short_names(prefixes: Iterable[str]) -> dict[str, str]:
-    """Return the base name of each prefix, or the whole prefixes if two have the same base name."""
+    """Return {prefix: its base name}, or {prefix: prefix} if two have the same base name."""
     names = {prefix: os.path.basename(prefix) for prefix in prefixes}
     return names if len(set(names.values())) == len(names) else {prefix: prefix for prefix in names}

@@ -1,9 +1,9 @@
 """TikTokenizer: OpenAI's .tiktoken rank files, and Megatron-LM's JSON vocabularies of this kind.
 
-A JSON vocabulary is numbered as in Megatron-LM: ids 0 to N - 1 are special tokens (<unk>, <s>,
-</s>, <mask>, <pad>, <cls>, <sep> and <SPECIAL_7>, ...), rank r has id N + r, and </s> ends a
-document. N is --tiktoken-num-special-tokens, by default 1000. The vocabulary is cut at
---vocab-size, or at 131072.
+A JSON vocabulary is numbered as in Megatron-LM: ids 0 to N - 1 are special tokens (by default
+<unk>, <s>, </s>, <mask>, <pad>, <cls>, <sep> and <SPECIAL_7>, ..., of which </s> ends a document),
+and rank r has id N + r. N is --tiktoken-num-special-tokens, by default 1000. The vocabulary is cut
+at --vocab-size, or at 131072.
 
 In a rank file ids are ranks, and special tokens follow them. Published files are recognised by
 their number of ranks:
@@ -16,8 +16,10 @@ their number of ranks:
 | 128000 | Llama 3's tokenizer.model | llama3 | <|end_of_text|> 128001 | 128256 |
 | 199998 | o200k_base | o200k | <|endoftext|> 199999 | 200019 |
 
-Other files need --tiktoken-pattern, and <|endoftext|> follows the last rank. With any file, the
-special tokens given by --tiktoken-special-tokens replace these and follow the last rank.
+Other rank files need --tiktoken-pattern, and <|endoftext|> follows the last rank.
+
+--tiktoken-special-tokens names the special tokens of either kind of file. With this flag or
+--tiktoken-num-special-tokens, the special tokens of any rank file follow the last rank.
 """
 
 from __future__ import annotations
@@ -100,7 +102,8 @@ def _special_tokens(
     """Return the special tokens and the index of the one that ends a document.
 
     `names` and `count` are used if the flags are absent; a `count` of None is the number of names.
-    Tokens without a name get Megatron-LM's names. Raises ConfigError for contradictory flags.
+    Tokens without a name are called <SPECIAL_i>, as in Megatron-LM. Raises ConfigError for
+    contradictory flags.
     """
     if settings.tiktoken_special_tokens is not None:
         names = settings.tiktoken_special_tokens

@@ -11,9 +11,10 @@
 | NullTokenizer | --vocab-size N | N + 1, as in Megatron | N |
 
 A text that spells out a special token is encoded as text, except in HFTokenizer, which follows its
-file: it recognises special tokens and adds those of its template to a text (for Llama, <s> before
-it). GPTSentencePieceTokenizer and SentencePieceTokenizer encode in the same way and differ in eod
-and size, as in Megatron: do not train with one on data written with the other.
+file: it recognises special tokens, except with split_special_tokens, and adds those of its template
+to a text (for Llama, <s> before it). GPTSentencePieceTokenizer and SentencePieceTokenizer encode in
+the same way and differ in eod and size, as in Megatron: do not train with one on data written with
+the other.
 """
 
 from __future__ import annotations
@@ -79,12 +80,11 @@ def build_tokenizer(
 
     `vocab_extra_ids` appends <extra_id_0>, ... to a SentencePieceTokenizer. `num_threads` is for
     Hugging Face's library (the others use one thread): it sets TOKENIZERS_PARALLELISM and
-    RAYON_NUM_THREADS for the whole process (the latter has no effect once the library has started
-    its threads).
+    RAYON_NUM_THREADS in the environment of this process, which the tokenizer's process inherits.
 
     Raises ConfigError for an unknown type, a missing flag or a vocab_size that is not the
     tokenizer's (for HFTokenizer it may be larger, as in many published models), and DataError, with
-    path and flag, for a file that is missing or of the wrong kind.
+    the path, for a file that is missing or of the wrong kind.
     """
     settings = settings_of(tokenizer_type, vocab_size=vocab_size, **flags)
     kind = settings.tokenizer_type
@@ -113,9 +113,9 @@ def build_tokenizer(
 def adapter_of(
     settings: TokenizerConfig, vocab_size: int | None = None
 ) -> tuple[Callable[[], Tokenizer], list[Path]]:
-    """Return a function that makes the tokenizer in this process, and the files that it reads.
+    """Return a function that makes the tokenizer in the calling process, and the files it reads.
 
-    Raises ConfigError for a missing flag, DataError for a missing file.
+    `settings` are those from `settings_of`. Raises DataError for a missing file.
     """
     kind = settings.tokenizer_type or ""
     files = []
@@ -141,7 +141,7 @@ def adapter_of(
 def with_vocabulary(config: Config) -> tuple[Config, Tokenizer | None, str]:
     """Return the configuration with the size of its tokenizer's vocabulary, and the tokenizer.
 
-    Also return why the size is unknown ("" if it is known).
+    Also return why the size is unknown or the tokenizer cannot be read, otherwise "".
     """
     known = config.model.vocab_size
     if config.tokenizer.tokenizer_type is None:
@@ -154,10 +154,10 @@ def with_vocabulary(config: Config) -> tuple[Config, Tokenizer | None, str]:
 
 
 class LimitedTokenizer(Tokenizer):
-    """The tokenizer that `build` returns, run in a process with limits on time and memory.
+    """The tokenizer that `build` returns, run in a child process with limits on time and memory.
 
     `build` reads `files`. Rules in a tokenizer.json can double a text again and again, and a
-    damaged model can crash the process that reads it.
+    damaged model can crash the process that reads it. Raises the errors of `LimitedProcess.ask`.
     """
 
     def __init__(self, build: Callable[[], Tokenizer], files: Sequence[Path]) -> None:
@@ -177,7 +177,7 @@ class LimitedTokenizer(Tokenizer):
         self.special = frozenset(about["special"])
 
     def rest(self) -> None:
-        """End the process; it is started again when it is needed."""
+        """End the child process; another one starts when it is needed."""
         self._process.close()
 
     def texts_of(self, count: int) -> list[str]:

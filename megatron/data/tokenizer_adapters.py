@@ -58,8 +58,8 @@ class Tokenizer(ABC):
     implements `_encode` and `_decode`. `names` has the texts of ids that the library lacks.
 
     behind    number of tokens that the tokenizer puts after every text
-    bos       id of the beginning-of-text token, if the tokenizer's files name one
-    special   ids that stand for no text
+    bos       id of the beginning-of-text token of an HFTokenizer whose files name it, else None
+    special   ids of special tokens, without those in a SentencePiece model
     """
 
     behind = 0
@@ -76,9 +76,9 @@ class Tokenizer(ABC):
         """Return the ids of each text from the library."""
 
     def _encode_with_offsets(self, text: str, special: bool) -> Placed:
-        """Return ids and ranges of characters for one text, see encode_with_offsets.
+        """Return the ids of one text and the range of characters of each, see encode_with_offsets.
 
-        Only conversations and the digest of a tokenizer need it.
+        Only conversations and the digest of a tokenizer need this.
         """
         raise NotImplementedError
 
@@ -87,7 +87,7 @@ class Tokenizer(ABC):
         """Return the text of ids that the library knows."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without eod."""
+        """Return the ids of a text, without eod unless the tokenizer puts it after every text."""
         return self.encode_batch([text])[0]
 
     def encode_beginning(self, text: str) -> list[int]:
@@ -110,8 +110,8 @@ class Tokenizer(ABC):
     ) -> tuple[IntArray, Int32Array]:
         """Return the concatenated ids of all texts in `dtype`, and the number of ids of each text.
 
-        The numbers are int32 [len(texts)]. Preprocessing calls this: the ids are those of
-        encode_batch, at a lower cost per text.
+        The numbers are int32 [len(texts)]. Preprocessing calls this: it returns the ids of
+        encode_batch at a lower cost per text. Raises the errors of encode_batch.
         """
         limit = np.iinfo(dtype).max
         assert self.vocab_size - 1 <= limit, (
@@ -145,9 +145,9 @@ class Tokenizer(ABC):
         return [self.decode([i]) for i in range(min(count, self.vocab_size))]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids; special ids give their name or nothing.
+        """Return the text of ids; a special id gives the name of its token or nothing.
 
-        Raises DataError for an unknown id.
+        Raises DataError for an id outside of 0..vocab_size-1.
         """
         texts = list[str]()
         run = list[int]()
@@ -371,8 +371,9 @@ def gpt2(vocab_file: Path, merge_file: Path) -> Tokenizer:
 def hugging_face(file: Path) -> Tokenizer:
     """Return the HFTokenizer for a tokenizer.json.
 
-    eod is the eos_token in the files next to it, see `add_tokens`, or one of USUAL_ENDS. Raises
-    DataError if the file is missing or invalid, or if it has no such token.
+    eod is the eos_token in the files next to it, see `add_tokens`; without one, it is the first of
+    USUAL_ENDS in the vocabulary. Raises DataError if the file is missing or invalid, or if there is
+    no such token.
     """
     if not file.is_file():
         raise DataError(
@@ -408,7 +409,7 @@ def hugging_face(file: Path) -> Tokenizer:
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model, with the names that Megatron appends if `appended` is given.
 
-    add_bos: put the model's beginning-of-sentence id before every text.
+    add_bos   put the model's beginning-of-sentence id before every text
     """
 
     def __init__(
@@ -447,8 +448,8 @@ class SentencePieceTokenizer(Tokenizer):
 def sentence_piece(tokenizer_type: str, path: Path, vocab_extra_ids: int) -> Tokenizer:
     """Return one of Megatron's three SentencePiece tokenizers.
 
-    Only SentencePieceTokenizer uses `vocab_extra_ids`. Raises DataError for an invalid model, or if
-    it lacks a piece that the tokenizer needs.
+    Only SentencePieceTokenizer uses `vocab_extra_ids`. Raises DataError for an invalid model, or
+    for one without a piece that the tokenizer needs.
     """
     processor = _processor(path)
     if tokenizer_type == "SentencePieceTokenizer":
@@ -471,11 +472,11 @@ def sentence_piece(tokenizer_type: str, path: Path, vocab_extra_ids: int) -> Tok
 
 
 def sentence_piece_facts(path: Path) -> Callable[[Any], dict[str, Any]]:
-    """Return a function that returns facts about a model.
+    """Return a function that returns facts about a SentencePiece model, for a LimitedProcess.
 
-    names    its pieces, by id
-    ids      ids of bos, unk and pad; -1 for one that it lacks
-    prefix   whether it puts a space before a text
+    names    pieces of the model, by id
+    ids      ids of bos, unk and pad; -1 for one that the model lacks
+    prefix   whether the model puts a space before a text
     """
     processor = _processor(path)
     facts = {
@@ -512,7 +513,10 @@ def _megatrons_names(processor: Any, vocab_extra_ids: int) -> list[str]:
 
 @contextlib.contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """Convert every error that a library raises for an invalid file to a DataError."""
+    """Convert every error that a library raises for an invalid file to a DataError.
+
+    `what` says what the file should be. A ConfigError or DataError is passed on.
+    """
     try:
         yield
     except (ConfigError, DataError):

@@ -2,8 +2,9 @@
 
 The file holds the tokenizer's type, vocabulary size, end-of-document id and digest, the largest id
 in the data, and a digest of the job that wrote the data ("" if it is unknown). The tokenizer's
-digest covers the meaning of ids: the ids of a sample text, and the texts of the ids. Thus another
-file with the same tokenizer, or with the same tokenizer and added tokens, has the same digest.
+digest covers the meaning of ids: the ids of a sample text, and the texts of the ids up to the
+vocabulary size in the record. Thus another file with the same tokenizer, or with the same tokenizer
+and added tokens, gives the same digest.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ def digest(tokenizer: Tokenizer, size: int) -> str:
 
 
 def read_record(prefix: StrPath) -> TokenizerRecord | None:
-    """Return a data set's record; None if it has none. Raises DataError if it is damaged."""
+    """Return the record of a data set; None if it has none.
+
+    Raises DataError if the record is damaged.
+    """
     path = record_path(prefix)
     if not path.exists():
         return None
@@ -110,7 +114,7 @@ def check_tokenizer(
     """Compare data with the tokenizer and the vocabulary of a run; return notices.
 
     `kind` is the run's --tokenizer-type. Raises DataError for data written with another tokenizer,
-    and for an id beyond the vocabulary.
+    for an id beyond the vocabulary, and for a damaged record.
     """
     unknown = list[str]()
     other = list[str]()
@@ -157,7 +161,7 @@ def check_tokenizer(
             ends.append(f"{dataset.prefix} ({record.eod})")
     notices = {
         "do not name their tokenizer: only their largest ids were compared": unknown,
-        f"are not compared with --tokenizer-type {kind}: only one of them encodes text": other,
+        f"are not compared with --tokenizer-type {kind}: one of the two encodes no text": other,
         f"end documents with another id than this run's tokenizer ({texts and texts.eod})": ends,
     }
     return [
