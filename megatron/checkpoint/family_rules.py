@@ -51,7 +51,8 @@ def _number(fields: Fields, name: str, kind: type = float) -> Any:
     kinds = int if kind is int else (int, float)
     most = MOST_POSITIONS if kind is int else 1e30
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < most:
-        raise ValueError(f"{name} is {value!r:.60}, expected a number of at least 0, below {most}")
+        what = "an integer" if kind is int else "a number"
+        raise ValueError(f"{name} is {value!r:.60}, expected {what} of at least 0, below {most}")
     return value
 
 

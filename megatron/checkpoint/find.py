@@ -347,10 +347,12 @@ def _skipped(candidates: list[Path], tracker: Tracker) -> list[Path]:
 
 def _notes(tracker: Tracker, good: Path | None, skipped: list[Path]) -> Iterator[str]:
     if skipped:
+        earlier = ""
+        if tracker.iteration is not None:
+            earlier = f", or {tracker.path} names iteration {tracker.iteration}, an earlier one"
         yield (
             f"{', '.join(folder.name for folder in skipped)} not considered: the run rolled back "
-            f"past them, or {tracker.path} names iteration {tracker.iteration}, an earlier one; "
-            "load one of them with --load-tag"
+            f"past them{earlier}; load one of them with --load-tag"
         )
     if good is None:
         return

@@ -364,7 +364,7 @@ def _user_datasets(config: Config, counts: tuple[int, int, int]) -> Datasets:
         if name == "train" and size < needed:
             raise DataError(
                 f"your data set has {size} training samples but the run takes {count}: provide "
-                "enough, or give --dataloader-type cyclic"
+                + ("enough, or give --dataloader-type cyclic" if size else "some")
             )
         used = dataset is not None and count
         datasets.append(UserDataset(dataset, name, config.model.seq_length) if used else None)

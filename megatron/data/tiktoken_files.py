@@ -130,10 +130,11 @@ def _from_json(path: Path, settings: TokenizerConfig, vocab_size: int | None) ->
     names, eod = _special_tokens(settings, MEGATRON_SPECIAL_TOKENS, MEGATRON_NUM_SPECIAL_TOKENS)
     count = len(names)
     ranks = _ranks(_json_entries(path))
-    room = (MEGATRON_VOCAB_SIZE if vocab_size is None else vocab_size) - count
+    size = MEGATRON_VOCAB_SIZE if vocab_size is None else vocab_size
+    room = size - count
     if room < 256:
         raise ConfigError(
-            f"--vocab-size {vocab_size} leaves {max(room, 0)} ids beside {count} special tokens "
+            f"--vocab-size {size} leaves {max(room, 0)} ids beside {count} special tokens "
             "(--tiktoken-num-special-tokens), but the single bytes alone need 256"
         )
     if vocab_size is not None and room > len(ranks):
@@ -216,9 +217,9 @@ def _ranks(entries: Entries) -> dict[bytes, int]:
             token = base64.b64decode(word, validate=True)
         except binascii.Error as error:
             raise DataError(f"{where}: {word!r:.60} is not base64: {error}") from None
-        if not token or token in ranks:
-            raise DataError(
-                f"{where}: the token {token!r:.60} is empty or repeats rank {ranks.get(token)}"
-            )
+        if not token:
+            raise DataError(f"{where}: the token is empty")
+        if token in ranks:
+            raise DataError(f"{where}: the token {token!r:.60} repeats that of rank {ranks[token]}")
         ranks[token] = rank
     return ranks
