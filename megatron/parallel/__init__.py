@@ -1,1 +1,1 @@
-"""Launch, topology, collectives with gradients, random streams and parameter sharding."""
+"""Launch, rendezvous, topology, collectives, keyed random numbers and parameter sharding."""

@@ -1,7 +1,8 @@
-"""Collectives over a `Group`, which do nothing in a group of one.
+"""Collectives over a `Group`; in a group of one they send nothing.
 
-Only `reduce_from_tensor_region` supports gradients. Each collective has an entry in the group's
-flight recorder, and an asynchronous one has another for the wait. `post` leaves this to its caller.
+`start` and `reduce_scatter_into_async` need a group of several ranks. Only
+`reduce_from_tensor_region` supports gradients. Collectives, and waits for asynchronous ones, are
+written to the group's flight recorder; the caller of `post` does this itself.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ def start(
     *args: Any,
     **kwargs: Any,
 ) -> Started:
-    """Start the collective `call` over `group` with torch's `function`; return the work handle."""
+    """Start the collective `call` over `group` with torch's `function`; return the work handle.
+
+    The group has more than one rank.
+    """
     flight = group.flight
     enter = partial(flight.enter, call, group.kind, size_bytes, x.is_cpu)
     sequence = enter()
@@ -71,7 +75,10 @@ def start(
 def all_reduce_async(
     x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Started:
-    """Start reducing `x` over the group in place with `op`; call wait() before reading `x`."""
+    """Start reducing `x` over the group in place with `op`; return the work handle.
+
+    Call its wait() before reading `x`.
+    """
     if group.size == 1:
         return DONE
     return start(b"all_reduce", group, x.nbytes, dist.all_reduce, x, op=op)
@@ -133,7 +140,7 @@ def reduce_scatter_first(x: Tensor, group: Group) -> Tensor:
 def all_to_all_async(
     x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
 ) -> tuple[Tensor, Started]:
-    """Send consecutive slices of x [n, ...], of `sent[r]` rows, to each rank r of the group.
+    """Send the next `sent[r]` rows of x [n, ...] to each rank r of the group, in order.
 
     Returns the `received[r]` rows from each rank r, and the work handle. Nothing is padded.
     """
@@ -204,8 +211,8 @@ def post(call: bytes, x: Tensor, group: Group, peer: int) -> dist.Work:
         posted = operation(x, peer, group=handle)
         assert posted is not None, "this rank is in the group"
         return posted
-    # A batch uses the communicator of the pair's group. Without it torch would create a separate
-    # communicator in the middle of a step, with a warning.
+    # A batch uses the communicator of the pair's group. Without a batch, torch would create a
+    # separate communicator in the middle of a step, with a warning.
     (work,) = dist.batch_isend_irecv([dist.P2POp(operation, x, peer, handle)])
     return work
 
@@ -214,18 +221,18 @@ def post(call: bytes, x: Tensor, group: Group, peer: int) -> dist.Work:
 
 
 def use_groups(topology: Topology, ring: bool = False) -> int:
-    """Use each group and pair of neighbours of this rank before anything depends on it.
+    """Use the groups of this rank, and its pairs of pipeline neighbours, before training does.
 
-    Returns the number of these groups and pairs.
+    Returns the number of groups and pairs that were used.
 
     NCCL and RCCL connect a group at its first collective and two pipeline neighbours at their first
     message. They may hang without an error at that point, on the host or on the device; the host
     therefore waits for the device. Each rank sums one number over every group (over the pipeline
-    only if that is also its model or embedding group), sends one to each rank with other experts,
-    and exchanges one with each neighbour. The order is the same on all ranks, so that groups do not
-    wait for each other in a cycle. The world comes last: no rank continues before all groups work.
-    All ranks call this. With `ring`, the last pipeline rank also exchanges messages with the first.
-    Raises LaunchError if a result is wrong.
+    group only if that is also its model or embedding group), sends one to each rank of the groups
+    over which tokens go to experts, and exchanges one with each neighbour. The order is the same on
+    all ranks, so that groups do not wait for each other in a cycle. The world comes last: no rank
+    continues before all groups work. All ranks call this. With `ring`, the last pipeline rank also
+    exchanges messages with the first. Raises LaunchError if a result is wrong.
     """
     device = topology.device
     world = topology.world
@@ -293,7 +300,7 @@ def _use(
         raise LaunchError(
             f"the first {name.decode()} of rank {group.ranks[group.rank]} "
             f"{ranks if peer < 0 else f'with rank {peer} {ranks}'}, gave {read} instead of "
-            f"{list(right)}: NCCL, RCCL or its network plugin moves wrong data between these "
+            f"{list(right)}: NCCL, RCCL or a network plugin moved wrong data between these "
             "ranks; try other nodes, or other versions of these libraries"
         )
 
@@ -305,7 +312,9 @@ class _SumOverRanks(Node):
     @staticmethod
     def forward(ctx: Context, x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
         ctx.group = group if sequence_parallel else None
-        ctx.partial_gradient = True  # for engine/gradients.py: the ranks' inputs differ
+        # For engine/gradients.py: the ranks' inputs differ, so that the gradients which `backward`
+        # returns belong to different terms of a sum.
+        ctx.partial_gradient = True
         if sequence_parallel:
             return reduce_scatter_first(x, group)
         return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
@@ -316,7 +325,7 @@ class _SumOverRanks(Node):
 
 
 def reduce_from_tensor_region(x: Tensor, group: Group, sequence_parallel: bool = False) -> Tensor:
-    """Sum the partial results [s, b, h] of the tensor ranks, with gradients.
+    """Sum the partial results [s, b, h] of the tensor ranks; autograd can differentiate the sum.
 
     Returns [s, b, h] on every rank, or with sequence parallelism this rank's [s/tp, b, h]. The
     backward passes follow Shoeybi et al. (arXiv 1909.08053, section 3, g) and Korthikanti et al.

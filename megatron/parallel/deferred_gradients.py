@@ -17,8 +17,8 @@ class WeightGradients:
 
     Used by the split backward pass of zero-bubble schedules (Qi et al., arXiv 2401.10241, sec. 2):
     in a BACKWARD_INPUT instruction the linear layers compute only the gradient of their input and
-    put the weight gradient into this queue as a callable; the BACKWARD_WEIGHT instruction of the
-    same micro-batch runs it later.
+    put a function that computes the weight gradient into this queue; the BACKWARD_WEIGHT
+    instruction of the same stage and micro-batch calls it later.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class WeightGradients:
         x: Tensor,
         gathered: Started | None = None,
     ) -> None:
-        """Defer the gradient dy^T x of one or several weights: dy [.., out], x [.., in].
+        """Defer the gradient dy^T x of one or several weights: see `weight_gradients`.
 
         gathered  the all-gather of dy or x, to wait for before computing; None: both are complete
         """
@@ -50,7 +50,7 @@ class WeightGradients:
         self.add(partial(_deferred, weights, dy, x.detach(), gathered))
 
     def take(self) -> list[Callable[[], None]]:
-        """Stop deferring and return the deferred gradients in order."""
+        """Stop deferring; return the functions that compute the deferred gradients, in order."""
         waiting = self._waiting
         self._waiting = []
         self.deferring = False
@@ -58,10 +58,10 @@ class WeightGradients:
 
 
 def weight_gradients(weights: tuple[Tensor, ...], dy: Tensor, x: Tensor) -> list[Tensor | None]:
-    """Compute dW [out, in], the sum over tokens of dy [.., out] times x [.., in], for each weight.
+    """Compute the gradient of each weight from dy [.., out] and x [.., in], summed over tokens.
 
-    dW has the rows of all weights, one weight after another. Each gradient has its weight's shape;
-    it is None if the weight has an accumulator, to which it was added.
+    The last dimension of dy has the rows of all weights, one weight after another. Each gradient
+    has its weight's shape; it is None if it was added to the weight's accumulator instead.
     """
     x = x.flatten(0, -2)
     rows = [weight.numel() // weight.shape[-1] for weight in weights]

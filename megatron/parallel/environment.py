@@ -28,9 +28,10 @@ and in newer versions of torch.
 class Setting(NamedTuple):
     """An environment variable for a job on GPUs.
 
-    name         its name, which every supported torch reads; other_names: further names for it
+    name         its name in every supported version of torch, or in HIP or CUDA
     value        returns its value for a job; None if the job does not need it
     reason       why it is set, for the log
+    other_names  its names in only older or only newer versions of torch
     builds       builds of torch for which it is set
     """
 
@@ -60,7 +61,7 @@ SETTINGS = (
     Setting(
         "GPU_MAX_HW_QUEUES",
         lambda config: "8",
-        "HIP maps the streams of each priority onto 4 queues, and streams in one queue wait for "
+        "HIP maps the streams of each priority onto 4 queues, and streams on one queue wait for "
         "each other: with 8 the seven communicators of a rank (world, tensor, data, model, "
         "embedding, two neighbours) have one each",
         builds=_ROCM,
@@ -117,8 +118,9 @@ SETTINGS = (
         "--deterministic-mode",
         builds=_CUDA,
     ),
-    # Not on ROCm: older torch and ROCm before 7 do not support it, and with ROCm 7 it hangs or
-    # leaks file descriptors (github.com/pytorch/pytorch/issues/192259 and pull/192814).
+    # Not on ROCm: older torch and ROCm before 7 do not support expandable segments, and with ROCm 7
+    # torch hangs or leaks file descriptors (github.com/pytorch/pytorch/issues/192259 and
+    # pull/192814).
     Setting(
         "PYTORCH_CUDA_ALLOC_CONF",
         lambda config: "expandable_segments:True",
@@ -130,9 +132,10 @@ SETTINGS = (
 
 
 def torch_build() -> str | None:
-    """Return the kind of device the installed torch was built for: "cuda", "rocm" or None (CPU).
+    """Return the kind of device the installed torch was built for: "cuda", "rocm" or None.
 
-    Does not import torch, because HIP may read its variables on import.
+    None means a build for CPUs, or no torch. Does not import torch, because HIP may read its
+    variables on import.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -170,9 +173,10 @@ def job_environment(
     """Set the variables of SETTINGS around a job, before torch is imported.
 
     Variables that the user has set are not changed. `environ` defaults to this process's
-    environment and is restored afterwards; `build` is torch's build (default: the installed one's).
-    Nothing is set for a job on CPUs. Yields log lines about variables that were set, and about user
-    values that differ from the recommended ones.
+    environment and is restored afterwards; `build` is torch's (default: torch_build()). Nothing is
+    set with the gloo backend, or if torch was built for CPUs. Yields log lines about variables that
+    were set, about user values that differ from the recommended ones, and about a torch that was
+    imported too early.
     """
     environ = os.environ if environ is None else environ
     build = torch_build() if build is None else build
@@ -231,7 +235,8 @@ class Variables:
 def job_name(environ: Mapping[str, str]) -> str | None:
     """Return this process's job ID, as Slurm's commands take it; None outside of a job.
 
-    In a job array it is ARRAY_TASK: the array's ID alone would mean all its tasks.
+    In a job array it is the array's ID, "_" and the task's: the array's ID alone would mean all of
+    its tasks.
     """
     array = environ.get("SLURM_ARRAY_JOB_ID")
     task = environ.get("SLURM_ARRAY_TASK_ID")
@@ -239,7 +244,7 @@ def job_name(environ: Mapping[str, str]) -> str | None:
 
 
 def ask_slurm(*command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands and return its output.
+    """Run one of Slurm's commands; return the completed process, whatever its exit status.
 
     Raises OSError if it cannot be run, and SubprocessError if it takes more than `timeout_s`.
     """

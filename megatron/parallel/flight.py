@@ -1,13 +1,14 @@
 """Flight records: each rank's current activity, which others can read even if it cannot answer.
 
-Each rank has a record of fixed size, one page of a file that all ranks of its node map into memory:
-step and phase, the last instruction of the schedule, the last collective or message that it entered
+Each rank has a record of fixed size, one page of a file that all ranks of its node share: step and
+phase, the current instruction of the schedule, the last collective or message that the rank entered
 and whether it has left that call, and the number of collectives it has posted in each kind of
-group. Writing makes no system call and takes no lock. Thus other ranks on the node can describe a
+group. The rank's own page is mapped into its memory, so that writing makes no system call and takes
+no lock. Thus other ranks on the node can describe a
 rank that is stopped, stuck in a kernel or dead (megatron.training.safety.watchdog). If a host is
 far ahead of its device, `DeviceCalls` measures which call the device has reached.
 
-This module needs no torch.
+Only `DeviceCalls.of` imports torch, and only for a GPU.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class FlightRecorder:
     memory  RECORD_BYTES of writable memory; by default private memory, which no other process reads
     meter   measures calls and computations on the device; None: not measured
 
-    Only the training thread calls these methods, except `alive`, `answer` and `device_is`, which
-    any thread may call.
+    Other threads than the training thread may call `alive`, `progress`, `answer` and `device_is`
+    and read `buffer`, but call no other method.
     """
 
     def __init__(self, memory: Any = None) -> None:
@@ -121,8 +122,8 @@ class FlightRecorder:
     def alive(self) -> None:
         """Record progress.
 
-        Every write below also does this; call it during long work without collectives, such as
-        reading, writing or building.
+        All methods that write this rank's activity do this, too. Call it during long work without
+        collectives, such as reading, writing or building.
         """
         self._writes += 1
         self._record.moved_at = _clock()
@@ -157,12 +158,12 @@ class FlightRecorder:
             self.meter.begin(operation, stage, micro_batch)
 
     def computed(self) -> None:
-        """End the last instruction, which was a computation."""
+        """Note that the last instruction was a computation and has ended on the host."""
         if self.meter is not None:
             self.meter.end()
 
     def schedule_ends(self) -> None:
-        """Leave the schedule: the rank is not in any instruction."""
+        """Note that the rank is no longer in any instruction."""
         self._record.operation = b""
         self.alive()
 
@@ -182,12 +183,12 @@ class FlightRecorder:
 
         A call is a collective or a message, or the wait for one.
 
-        by_host   whether only the host takes part in it
+        by_host   whether only the host takes part in the call
         peer      the global rank to or from which a message goes; -1: a collective
         sequence  the number of a collective that was already posted; 0: it is posted now
 
-        Returns a collective's number among all collectives in its kind of group; it is the same on
-        all ranks of the group.
+        Returns a collective's number among all collectives in its kind of group, which is the same
+        on all ranks of the group; 0 for a message.
         """
         call = self._call
         number = _NUMBER_OF[kind]
@@ -213,7 +214,10 @@ class FlightRecorder:
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:
-        """Neither count nor time calls inside the block: replays of a pass make none."""
+        """Neither count nor time calls inside the block, which records a pass for replays.
+
+        Its replays count no calls either.
+        """
         meter = self.meter
         posted = list(self.posted)
         self.meter = None
@@ -226,7 +230,7 @@ class FlightRecorder:
     # -- for the watchdog ------------------------------------------------------------------------
 
     def progress(self) -> int:
-        """Return a number that changes with every write except an answer."""
+        """Return a number that changes whenever progress is recorded (see `alive`)."""
         return self._writes
 
     def answer(self, inquiry: int, text: str = "") -> None:
@@ -246,7 +250,7 @@ class FlightRecorder:
 
     @property
     def buffer(self) -> bytes:
-        """The current record."""
+        """A copy of the current record."""
         return bytes(self._record)
 
 
@@ -278,15 +282,17 @@ class PendingCall(NamedTuple):
 
 @dataclass(frozen=True)
 class FlightState:
-    """The content of a record, read by another process.
+    """The content of a record.
 
-    process        the system's state of the process (megatron.parallel.host_processes)
-    instruction    "" outside of a schedule; call: None outside of collectives and messages
-    quiet_s        seconds since its last progress
-    posted         collectives posted, by kind of group; `posted` and `call` describe the device if
-                   its state is known
+    step           iterations that were complete when the current step began
+    instruction    "" outside of a schedule
+    call           the call that the host is in, or else the device, if known; None: no call
+    quiet_s        seconds since the rank's last progress
+    posted         collectives that the device has reached, if known, or else that the host has
+                   posted, by kind of group
     inquiry        the number of the last inquiry that the rank has answered; 0: none
     stack          its answer: Python stacks from megatron.parallel.host_processes.python_stacks
+    process        the system's state of the process (host_processes.process_state)
     """
 
     rank: int
@@ -311,16 +317,16 @@ class FlightState:
 
     @property
     def lost(self) -> bool:
-        """True when the process is stopped, dead or gone."""
+        """True when the process is stopped (other than by a debugger), dead or gone."""
         return self.process in (STOPPED, DEAD, GONE)
 
     def posted_in(self, kind: str) -> int:
-        """Return the number of collectives posted in this rank's group of this kind."""
+        """Return the entry of `posted` for this kind of group."""
         return self.posted[_NUMBER_OF[kind]]
 
     @classmethod
     def read(cls, page: bytes) -> FlightState | None:
-        """Read a record of this host; None if none has been written."""
+        """Read a record of a rank on this host; None if none has been written."""
         record = _Record.from_buffer_copy(page)
         if record.magic != _MAGIC:
             return None
@@ -360,10 +366,7 @@ class FlightState:
 
 
 def file_name(launch: Launch) -> str:
-    """Return a name that only the ranks of this job on this node share.
-
-    No other job of this user on this host has it.
-    """
+    """Return a file name that the ranks of this job on this node share with no other job."""
     digest = hashlib.sha256(os.fsencode(f"{launch.master_port}-{launch.job}-{launch.node}"))
     return f"megatron-{os.getuid()}-{digest.hexdigest()[:32]}.flight"
 
@@ -373,7 +376,7 @@ class FlightFile:
 
     It is in /dev/shm, which is memory, or else in the folder for temporary files. Once all ranks of
     the node have opened it, its name is removed: the file disappears with the last process, however
-    that process ends. If no file can be created, each rank sees only its own page.
+    that process ends. A rank that cannot open or enlarge the file sees only its own page.
     """
 
     def __init__(self, launch: Launch, folder: Path | None = None) -> None:
@@ -398,16 +401,16 @@ class FlightFile:
         self._named = True
 
     def unlink(self) -> None:
-        """Remove the file's name once all ranks of the node have opened the file.
+        """Remove the file's name. Harmless when called twice.
 
-        Harmless when called twice.
+        Call this only once all ranks of the node have opened the file.
         """
         if self._named:
             self._named = False
             self._path.unlink(missing_ok=True)
 
     def states(self) -> list[FlightState]:
-        """Return the records of all ranks on this node, in order of local rank."""
+        """Return the records that ranks on this node have written, in order of local rank."""
         live = []
         for start in range(0, os.fstat(self._fd).st_size, _PAGE):
             page = os.pread(self._fd, RECORD_BYTES, start)
@@ -439,11 +442,11 @@ class HostEvent:
         self._at = _clock()
 
     def query(self) -> bool:
-        """Return whether it has happened."""
+        """Return whether the event has happened: always True."""
         return True
 
     def synchronize(self) -> None:
-        """Wait until it has happened."""
+        """Wait until the event has happened: return at once."""
 
     def elapsed_time(self, later: HostEvent) -> float:
         """Return the milliseconds from this event to a later one."""
@@ -469,16 +472,16 @@ MOST_MARKS = 1 << 17
 class DeviceCalls:
     """The meter of a flight recorder: when calls and computations ran on the device.
 
-    Events are recorded into the device's stream around every collective and every wait for one and,
-    while `marks` are kept, around every compute instruction. Events that have not happened yet show
-    where a device hangs. No method waits for the device. On a CPU, events happen when they are
+    Events are recorded into the device's stream around every collective, message and wait for one
+    and, while `marks` are kept, around every compute instruction. Events that have not happened yet
+    show where a device hangs. No method waits for the device. On a CPU, events happen when they are
     recorded.
 
     new_event   makes an event such as torch.cuda.Event
     on_host     also measure calls in which only the host takes part
-    marks       while it is a list, calls, computations and parts of a step are added to it, with
-                the events before and after each. If it is None, events have no timing, which costs
-                the device less
+    marks       while this is a list, calls, computations and parts of a step are added to it, with
+                the events before and after each. If it is None, events on a GPU have no timing,
+                which costs the device less
     """
 
     def __init__(self, new_event: Callable[[], DeviceEvent], on_host: bool = False) -> None:
@@ -507,7 +510,10 @@ class DeviceCalls:
         return event
 
     def add(self, what: object, begun: DeviceEvent, ended: DeviceEvent | None = None) -> None:
-        """Add `what`, which ran between two events, to the marks if kept; `ended` None: now."""
+        """Add `what`, which ran between two events, to the marks, if they are kept.
+
+        ended  None: record the second event now
+        """
         if self.marks is not None and len(self.marks) < MOST_MARKS:
             self.marks.append((what, begun, ended or self.mark()))
 
@@ -538,9 +544,7 @@ class DeviceCalls:
     def where(self, posted: list[int]) -> tuple[CallRecord | None, list[int]]:
         """Return the device's current call, or None, and how many collectives it has reached.
 
-        Collectives are counted by kind.
-
-        posted  number of collectives of each kind that the host has posted
+        posted  number of collectives that the host has posted, by kind of group, like the result
 
         Another thread calls this while the recording thread is blocked.
         """

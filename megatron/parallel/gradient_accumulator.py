@@ -1,10 +1,10 @@
 """Gradient sums of parameters, to which layers add directly.
 
-An optimizer that keeps the sums attaches a `GradientAccumulator` to each parameter. A layer that
-computes a weight gradient itself adds it to the accumulator and returns None to autograd: no second
-tensor of the weight's size is needed, and no loop over all parameters after a backward pass. A
+The engine attaches a `GradientAccumulator` to each parameter that trains. A layer that computes a
+weight gradient itself adds it to the accumulator and returns None to autograd: no second tensor of
+the weight's size is needed, and no loop over all parameters after a backward pass. A
 parameter without an accumulator, or with one that is not `direct`, gets its gradient from autograd
-as usual; in the latter case the accumulator's owner takes it from `.grad`.
+as usual; in the latter case a hook of the engine moves it from `.grad` to the accumulator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.parallel.autograd import Context, Node
 
-_BLOCK = 1 << 20  # elements on a CPU: 2 MiB in 16 bit
+_BLOCK = 1 << 20  # elements on a CPU: 2 MiB in 16 bits
 _GPU_BYTES = 1 << 27
 
 
@@ -25,7 +25,7 @@ _GPU_BYTES = 1 << 27
 def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch can add a product of 16-bit matrices to an fp32 matrix without rounding.
 
-    CUDA can since torch 2.8, ROCm since 2.10, a CPU cannot. Builds that lack it raise an error, and
+    CUDA can since torch 2.8, ROCm since 2.10, a CPU cannot. Builds that cannot raise an error, and
     some returned wrong sums (pytorch issue 154086). Therefore a small product whose exact sum is
     known is tried once for each device and dtype.
     """
@@ -48,12 +48,12 @@ def add_in_fp32(total: Tensor, dy: Tensor, x: Tensor, keep: float) -> None:
 
 
 def rows_at_once(device_type: str, rows: int, columns: int, element_bytes: int) -> int:
-    """Return how many rows of a weight [rows, columns] one product computes through a buffer.
+    """Return how many rows of a weight [rows, columns] one matrix product writes to a buffer.
 
-    On a CPU the buffer stays in the cache: a product as large as an embedding table would be
+    On a CPU the buffer stays in the cache: a result as large as an embedding table would be
     written to memory and read back, in new pages if the allocator has no such block (464 ms instead
     of 323 ms for [50304, 1024] times [1024, 768] in bf16 on one core). A GPU needs large
-    products: all rows, in equal blocks if they exceed 128 MiB.
+    matrix products: all rows, in about equal blocks if they exceed 128 MiB.
     """
     if device_type == "cpu":
         return min(rows, max(_BLOCK // columns, 256))
@@ -64,8 +64,8 @@ def rows_at_once(device_type: str, rows: int, columns: int, element_bytes: int) 
 class GradientAccumulator:
     """The gradient sum of one parameter.
 
-    total   fp32 or bf16, in the parameter's shape; a view of the tensor that the optimizer reduces
-            and reads
+    total   fp32 or bf16, in the parameter's shape; a view of the tensor that the engine reduces
+            over ranks
     added   called with the parameter after each complete contribution, e.g. to count a bucket's
             contributions
     direct  whether layers may add to it themselves; False leaves this to autograd
@@ -94,7 +94,7 @@ class GradientAccumulator:
         self.in_fp32 = total.dtype == torch.float32
         self.before_use: Callable[[], None] | None = None
         self.fresh = True
-        self.widens = False  # whether torch adds 16-bit products to the fp32 sum: unknown so far
+        self.widens = False  # whether torch has added a 16-bit product to the fp32 sum
 
     @property
     def total(self) -> Tensor:
@@ -115,7 +115,10 @@ class GradientAccumulator:
         return self.total
 
     def add(self, gradient: Tensor) -> None:
-        """Add a gradient in the parameter's shape, in any floating dtype, without autograd."""
+        """Add a gradient in the parameter's shape, in any floating dtype.
+
+        Call it where autograd does not record, as in a backward function.
+        """
         if self.fresh:
             self.total.copy_(gradient)
         else:
@@ -129,12 +132,13 @@ class GradientAccumulator:
         last: bool = True,
         counts: Sequence[int] | None = None,
     ) -> None:
-        """Add dy^T x, without autograd: dy [tokens, out], x [tokens, in], both of the same dtype.
+        """Add dy^T x, for dy [tokens, out] and x [tokens, in] of the same dtype.
 
-        The last dimension of the weight is `in`.
+        The weight has `out` rows of `in` elements. Call it where autograd does not record.
 
-        `last` False: more products of this pass's contribution follow. `counts`: the weight has a
-        matrix for each entry, to which the product of that many consecutive tokens is added.
+        last    False: more products of this pass's contribution follow
+        counts  the weight has a matrix [out, in] for each entry, to which the product of that many
+                consecutive tokens is added
         """
         if counts is None:
             self._add_one(self.total.view(dy.shape[-1], x.shape[-1]), dy, x)
@@ -157,7 +161,7 @@ class GradientAccumulator:
             self._add_by_rows(total, dy, x)
 
     def _add_by_rows(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
-        """Add through a buffer, in blocks of rows of the weight."""
+        """Add dy^T x through a buffer, in blocks of rows of the weight."""
         rows = rows_at_once(dy.device.type, len(total), total.shape[1], dy.element_size())
         product = dy.new_empty(rows, total.shape[1])
         for block, dy_block in zip(total.split(rows), dy.split(rows, dim=1), strict=True):
@@ -182,9 +186,10 @@ def _any_accumulator(parameter: Tensor) -> GradientAccumulator | None:
 
 
 def accumulator_of(parameter: Tensor) -> GradientAccumulator | None:
-    """Return the accumulator to which a layer adds; None if it leaves its gradient to autograd.
+    """Return the accumulator to which a layer adds; None if it leaves the gradient to autograd.
 
-    A parameter that was frozen after it got an accumulator has none: autograd drops its gradient.
+    The result is also None for a parameter that was frozen after it got an accumulator: autograd
+    drops its gradient.
     """
     accumulator = _any_accumulator(parameter)
     return (
@@ -197,8 +202,8 @@ def accumulator_of(parameter: Tensor) -> GradientAccumulator | None:
 def gradient_output(parameter: Tensor | None) -> tuple[Tensor | None, bool]:
     """Return the tensor for a kernel's fp32 gradient of a parameter, and whether to add to it.
 
-    It is the parameter's sum if this is in fp32. Call `gradient_written` afterwards. Without a
-    parameter there is no gradient: None.
+    The tensor is the accumulator's, if the layer adds to one in fp32, or else a new one. Call
+    `gradient_written` afterwards. Without a parameter there is no gradient: None.
     """
     if parameter is None:
         return None, False
@@ -210,7 +215,10 @@ def gradient_output(parameter: Tensor | None) -> tuple[Tensor | None, bool]:
 
 
 def gradient_written(parameter: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """Complete the contribution of `gradient_output`; return the gradient if autograd adds it."""
+    """Complete the contribution that `gradient_output` began.
+
+    Returns the gradient for autograd; None if the accumulator has it, or there is none.
+    """
     if parameter is None or gradient is None:
         return None
     accumulator = accumulator_of(parameter)

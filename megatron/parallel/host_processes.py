@@ -74,8 +74,8 @@ def python_stacks(limit: int) -> str:
     """Return the Python stacks of this process in at most about `limit` characters.
 
     The main thread comes first, one frame per line, innermost last; then, after an empty line, one
-    line for each other thread. If the text is too long, other threads are left out first, then
-    outer frames.
+    line for each other thread, without those of this library. If the text is too long, other
+    threads are left out first, then outer frames.
     """
 
     def shown(frame: FrameType, line: int) -> str:
@@ -138,7 +138,8 @@ def process_start(pid: int) -> int:
 def process_state(pid: int, start: int = 0) -> str:
     """Return "running", "sleeping", "stopped" or another state of a process.
 
-    The state is "gone" if the process has ended, even if its PID has been reused.
+    The state is "dead" if the process has ended but its parent has not collected it yet, and "gone"
+    after that. With `start`, it is also "gone" if another process has the PID now.
     """
     state, started = _stat(pid)
     if not state or (start and started != start):

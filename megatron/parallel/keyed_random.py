@@ -28,7 +28,7 @@ _Bits = TypeVar("_Bits", int, npt.NDArray[Any])
 
 
 def scramble(bits: _Bits) -> _Bits:
-    """Apply SplitMix64's finalizer to 64 bits or an array of them (Steele et al., OOPSLA 2014)."""
+    """Apply SplitMix64's finalizer (Steele et al., OOPSLA 2014) to a number of 64 bits, or many."""
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & _MASK
     bits ^= bits >> 31
@@ -49,7 +49,7 @@ def name_key(name: str) -> int:
 
 
 class Site(enum.IntEnum):
-    """The points in a layer where a mask is used."""
+    """The points of the model at which a mask or, for ROUTER, noise is drawn."""
 
     EMBEDDING = 0
     ATTENTION = 1
@@ -59,10 +59,10 @@ class Site(enum.IntEnum):
 
 
 class RowLayout(NamedTuple):
-    """The position of a tensor's rows among the rows [samples, heads, positions] of the full job.
+    """The position of a tensor's rows among the job's rows [samples, heads, positions].
 
     Row r has the number start + r // period * outer + r % period * inner in the job; a head has
-    `positions` rows. By default the tensor is the full tensor and is drawn as a whole.
+    `positions` rows. By default the tensor is the job's full tensor and is drawn as a whole.
 
     of_sample  number of rows in a sample
     samples    number of samples by which `start` is advanced, int64 [1] on the device, so that a
@@ -83,7 +83,7 @@ class RowLayout(NamedTuple):
         return numbers if self.samples is None else numbers + self.samples * self.of_sample
 
     def first(self) -> int:
-        """Return the number of the first row; the host waits for it if it is on the device."""
+        """Return the number of the first row; with `samples`, the host waits for the device."""
         return self.start + (0 if self.samples is None else int(self.samples) * self.of_sample)
 
 
@@ -92,8 +92,10 @@ ALL_ROWS = RowLayout()
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """The source of a micro-batch's masks: the run's seed and the index of its first sample.
+    """The source of a micro-batch's masks.
 
+    seed     the run's seed
+    sample   the index of the micro-batch's first sample
     samples  added to that index on the device; see RowLayout
     """
 
@@ -102,7 +104,7 @@ class DropoutKey:
     samples: Tensor | None = None
 
     def at(self, layer: int, site: Site) -> int:
-        """Return the seed of the masks of one site."""
+        """Return the seed of a layer's masks at one site."""
         return mix(self.seed, layer, int(site))
 
     def hidden(self, x: Tensor, rank: int = 0, ranks: int = 1) -> RowLayout:
@@ -115,7 +117,7 @@ class DropoutKey:
     def weights(self, positions: int, heads: int, rank: int = 0, ranks: int = 1) -> RowLayout:
         """Return the layout of attention weights [b, heads, positions, keys].
 
-        They are shard `rank` of `ranks` of the heads.
+        The tensor is shard `rank` of `ranks` of the heads.
         """
         start = (self.sample * ranks + rank) * heads * positions
         of_sample = ranks * heads * positions
@@ -127,7 +129,8 @@ def dropout_mask(
 ) -> Tensor:
     """Return a boolean mask of `like`'s shape, True with probability 1 - `probability`.
 
-    Each head of each sample has a separate mask, of which this is a slice.
+    Each head of each sample is drawn separately and in full; the result has the rows that `layout`
+    gives. With ALL_ROWS the mask is drawn as a whole.
     """
     keep = torch.empty(like.shape, dtype=torch.bool, device=like.device)
     return _draw(
@@ -139,7 +142,7 @@ def dropout_mask(
 
 
 def placed_noise(like: Tensor, most: float, seed: int, layout: RowLayout) -> Tensor:
-    """Return samples from U(1 - most, 1 + most) in `like`'s shape and dtype, placed by `layout`."""
+    """Return samples from U(1 - most, 1 + most) in `like`'s shape and dtype; see dropout_mask."""
     noise = torch.empty_like(like, memory_format=torch.contiguous_format)
     return _draw(
         noise,
@@ -155,7 +158,10 @@ def _draw(
     layout: RowLayout,
     fill: Callable[[Tensor, torch.Generator], object],
 ) -> Tensor:
-    """Fill `out` with a generator for each head of each sample, and return it."""
+    """Fill `out` and return it; each head of each sample has a generator of its own.
+
+    Without `layout.positions` there is one generator for all.
+    """
     if out.is_meta:  # no data, nothing to draw
         return out
     generator = torch.Generator(device=out.device)

@@ -1,8 +1,8 @@
 """The launch of this process: its rank, from the variables of torchrun, srun or mpirun.
 
 Without these variables, the process is the only one. No ssh, host file or mpi4py is used: the
-launcher gives every process its rank, and the ranks meet at a store that the first of them serves
-(rendezvous.py).
+launcher gives every process its rank, and the ranks meet at a store that the first of them, or
+torchrun, serves (rendezvous.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FIRST_PORT = 20000
 _PORTS = 12000
 # Slurm numbers its own steps (batch script, interactive shell) from here; srun's steps are below.
 _FIRST_SPECIAL_STEP = 4294967280
-_ONE_VARIABLE = "HIP_VISIBLE_DEVICES counts within ROCR_VISIBLE_DEVICES; set only the latter"
+_ONE_VARIABLE = "on ROCm, HIP_VISIBLE_DEVICES counts within ROCR_VISIBLE_DEVICES: set only one"
 _TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 # Launcher, and its variables for rank, size, local rank and local size; "mpi" is Open MPI, then
 # MPICH's Hydra and Cray's PALS.
@@ -63,17 +63,19 @@ _MOST = 1 << 20  # maximum number of processes in a job: a larger number is a mi
 class Launch:
     """A process's position among all processes of the job.
 
-    rank          its number in the job; `task` is the launcher's own number for it, which differs
-                  if ranks are placed on devices (rank_mapping.py)
-    launcher      the launcher whose variables were read: "none", "torchrun", "slurm" or "mpi"
-    master_addr   host where the first process serves the store; master_port its port (0: any free
-                  port, for one process)
-    node          the launcher's name for this host
-    job           distinguishes this run from others on the same host; the same on all its ranks
-    store_served  whether the launcher serves a store at master_addr:master_port (torchrun does)
-    notices       differences between the launch and the variables, for the log
-    token         MEGATRON_JOB_TOKEN: a random string that only this job's processes have, part of
-                  the store's keys
+    rank              the process's number in the job
+    local_world_size  number of processes on this host; if unknown, local rank + 1
+    master_addr       host where the first process or the launcher serves the store
+    master_port       the store's port (0: any free port, for one process)
+    launcher          the launcher whose variables were read: "none", "torchrun", "slurm" or "mpi"
+    node              this host's name in Slurm, or else its host name
+    job               distinguishes this run from others on the same host; the same on all its ranks
+    store_served      whether the launcher serves a store at master_addr:master_port; torchrun may
+    task              the launcher's number for the process, which may differ from the rank once
+                      ranks are placed on devices (rank_mapping.py); -1: the rank
+    notices           for the log: why MASTER_ADDR was not used as it is set
+    token             MEGATRON_JOB_TOKEN: a random string that only this job's processes have; the
+                      store's keys contain its digest
     """
 
     rank: int = 0
@@ -103,15 +105,15 @@ class Launch:
     def store_host(self) -> str:
         """The host of the store.
 
-        If all processes are on this host, it is the loopback address, which no other host can
-        reach.
+        If all processes are on this host and the launcher serves no store, it is the loopback
+        address, which no other host can reach.
         """
         return "127.0.0.1" if self.on_one_node and not self.store_served else self.master_addr
 
     def store_prefix(self) -> str:
-        """Return the prefix of this job's keys.
+        """Return the prefix of this job's keys in the store.
 
-        A process that does not have the job's token cannot guess such a key.
+        If the job has a token, processes that do not have it cannot guess such a key.
         """
         secret = hashlib.sha256(os.fsencode(self.token)).hexdigest()[:32] if self.token else ""
         return f"megatron/{secret}/{self.job}/{self.world_size}"
@@ -156,10 +158,10 @@ def variables_with_flags(
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
     """Read the launcher's variables from `environ` (default: this process's).
 
-    torchrun's variables take precedence, then MPI's, then an srun task's. A plain `python` inside a
-    batch script or an interactive allocation is one process, although Slurm's variables for the job
-    are set. Raises LaunchError for variables that are missing, are not numbers, or contradict each
-    other.
+    torchrun's variables take precedence, then MPI's (unless srun set them), then an srun task's. A
+    plain `python` inside a batch script or an interactive allocation is one process, although
+    Slurm's variables for the job are set. Raises LaunchError for variables that are missing, are
+    not numbers, are out of range, or contradict each other.
     """
     env = Variables(os.environ if environ is None else environ)
     launch = _find(env)
@@ -219,7 +221,7 @@ def _find(env: Variables) -> Launch:
         if launcher != "slurm" and srun and env.number(env.first(_TASKS) or "", 0) == world:
             same = env.number("SLURM_PROCID") == rank
             if launcher == "mpi" and same:
-                continue  # srun also provides PMI: its own variables contain more
+                continue  # srun also provides PMI: Slurm's own variables say more
             if launcher == "torchrun" and not elastic and not same:
                 raise LaunchError(
                     f"RANK={rank} contradicts SLURM_PROCID={env.text('SLURM_PROCID')}: RANK was "
@@ -281,7 +283,7 @@ def _is_srun_task(env: Variables) -> bool:
 def _master(
     env: Variables, world_size: int, local_world_size: int | None
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the host of rank 0 and notices about a different MASTER_ADDR.
+    """Return the host of the store, and notices if that is not MASTER_ADDR as it is set.
 
     `local_world_size` is None if it is unknown.
     """
@@ -323,8 +325,8 @@ def _master(
 def _first_of_layout(env: Variables, optional: bool) -> str:
     """Return the node of rank 0, which with --distribution=arbitrary may be any node in the step.
 
-    No variable names it: Slurm sorts its node lists. If the node is unknown, return "" if it is
-    `optional`, otherwise raise LaunchError.
+    No variable names that node: Slurm sorts its node lists. If sattach does not report it, return
+    "" if `optional` is True, otherwise raise LaunchError.
     """
     step = f"{env.text('SLURM_JOB_ID')}.{env.text(env.first(_STEP_VARIABLES) or '')}"
     try:
@@ -393,10 +395,10 @@ def select_device(
 ) -> torch.device:
     """Return the device on which this process computes.
 
-    If the launcher gives each process one device, it is the only visible one. If all devices of a
-    node are visible, it is the device next to this local rank's cores according to `mapping`, or
-    else the device with the local rank's number. It is the CPU if the backend is "gloo", or if none
-    is given and there is no device. Raises LaunchError if this process has no device.
+    If one device is visible, it is that one. If several are, it is the device next to this local
+    rank's cores according to `mapping`, or else the one with the local rank's number. It is the CPU
+    if the backend is "gloo", or if no backend is given, there is no device, and no variable hides
+    devices. Raises LaunchError for an unknown backend, or if there is no device for this process.
     """
     import torch
 

@@ -37,11 +37,14 @@ def line_of(rank: int, stride: int, size: int) -> range:
 
 @dataclass(frozen=True)
 class LayoutSizes:
-    """Sizes that a job chooses for its layout; the fields have the settings' names.
+    """Sizes that a job chooses for its layout; all fields but the last have the settings' names.
 
     expert_ranks_per_node  number of an expert group's ranks on each node. None: derived from
-                           `ranks_per_node`; 1 if groups would be divided unevenly
+                           `ranks_per_node`. If it does not divide the group, groups are not divided
+    zero_shard_size, zero_state_shard_size
+                           0: all data-parallel ranks; -1: those on a node
     rank_order             None: DEFAULT_ORDER
+    ranks_per_node         number of consecutive ranks on each node
     """
 
     tensor_model_parallel_size: int = 1
@@ -58,7 +61,7 @@ class LayoutSizes:
     def of(
         cls, config: Config, rank_order: str | None = None, ranks_per_node: int = 1
     ) -> LayoutSizes:
-        """Return the sizes of a configuration, with this rank order or its own."""
+        """Return the sizes of a configuration; `rank_order` None: the configuration's."""
         settings = [field.name for field in fields(cls) if field.name != "ranks_per_node"]
         sizes = cls(**{name: config.get(name) for name in settings}, ranks_per_node=ranks_per_node)
         return replace(sizes, rank_order=rank_order or sizes.rank_order)
@@ -73,20 +76,20 @@ class Layout:
     >>> list(Layout(tensor=2, pipeline=2, data=2).ranks("data", 7))
     [5, 7]
 
-    Gradients are reduced over the data dimension. Its members m are divided further: into replicas
-    of `context` neighbours that share the replica's sequences (m = replica * context + context
-    rank), and into groups of `expert` neighbours that hold different experts. Members with the same
-    m % expert hold the same experts.
+    Gradients are reduced over the data dimension. Its members m are divided in two ways: into
+    replicas of `context` neighbours that share the replica's sequences (m = replica * context +
+    context rank), and into groups of `expert` neighbours that hold different experts. Members with
+    the same m % expert hold the same experts.
 
     >>> Layout(data=8, context=2, expert=4).replicas
     4
     >>> list(Layout(data=8, context=2, expert=4).ranks("expert_data", 5))
     [1, 5]
 
-    ZeRO shards gradients, and with stage 3 weights, over `shard` neighbours of the data dimension,
-    and the optimizer's state over `states` of them; 0 means all.
-    Expert groups across several nodes, with `expert_node` neighbours on each, are divided into
-    these neighbours and into groups between the nodes; 1: they are not divided (for_world).
+    ZeRO shards gradients, and with stage 3 weights, over `shard` neighbours in the data dimension,
+    and the optimizer's state over `states` neighbours; 0 means all.
+    An expert group on several nodes, with `expert_node` neighbours on each, is divided into groups
+    within the nodes and groups between them. If `expert_node` is 1, it is not divided.
 
     >>> layout = Layout(data=8, expert=8, expert_node=4)
     >>> list(layout.ranks("expert_within", 6)), list(layout.ranks("expert_between", 6))
@@ -118,7 +121,8 @@ class Layout:
             if self.data % getattr(self, name):
                 raise ConfigError(
                     f"{name}-parallel size {getattr(self, name)} does not divide the {self.data} "
-                    "ranks that share each part of the model: start more processes, or change it"
+                    "ranks that share each part of the model: change that size, or the number of "
+                    "processes"
                 )
         shard, states = self.shard_sizes
         if states % shard or self.data % states or (shard % self.expert and self.expert % shard):
@@ -126,14 +130,15 @@ class Layout:
             raise ConfigError(
                 f"ZeRO over {shard} ranks, with optimizer states over {states}, does not divide "
                 f"the {self.data} ranks that share each part of the model{experts}: change "
-                "--zero-shard-size or --zero-state-shard-size"
+                "--zero-shard-size or --zero-state-shard-size, so that each size divides the next"
             )
 
     @classmethod
     def for_world(cls, world_size: int, sizes: LayoutSizes) -> Layout:
-        """Return the layout of `world_size` processes; the data dimension gets the remaining ones.
+        """Return the layout of `world_size` processes, which determine the data dimension's size.
 
-        Raises ConfigError if the processes do not divide into whole replicas.
+        Raises ConfigError if the processes do not divide into whole replicas, if another size does
+        not divide the data dimension, or if ZeRO shards per node (-1) are impossible.
         """
         tensor = sizes.tensor_model_parallel_size
         pipeline = sizes.pipeline_model_parallel_size
@@ -154,7 +159,7 @@ class Layout:
         if -1 in zero and not each:
             raise ConfigError(
                 f"no node has neighbouring data-parallel ranks to itself in rank order "
-                f"{order}: give --zero-shard-size and --zero-state-shard-size as numbers"
+                f"{order}: give --zero-shard-size and --zero-state-shard-size as numbers, not node"
             )
         shard, states = (each if size == -1 else size for size in zero)
         layout = replace(layout, shard=shard, states=states)
@@ -165,7 +170,7 @@ class Layout:
 
     @property
     def shard_sizes(self) -> tuple[int, int]:
-        """Return the numbers of ranks over which ZeRO shards gradients or weights, and states."""
+        """Return the numbers of ranks over which ZeRO shards gradients, and optimizer state."""
         return self.shard or self.data, self.states or self.data
 
     @property
@@ -212,7 +217,7 @@ class Layout:
 
     @functools.cached_property
     def lines(self) -> dict[str, RankGroup]:
-        """Groups of ranks that communicate, by name; for ZeRO's groups see ShardGroups."""
+        """Groups of ranks that communicate, by kind; for ZeRO's groups see ShardGroups."""
         tensor, data, pipeline = self.strides
         each = self.expert_node
         nodes = self.expert // self.expert_node
@@ -255,4 +260,6 @@ class Layout:
 
 
 KINDS = (*Layout().lines, "model", "embedding")
-"""Kinds of groups: mesh dimensions, a replica of the model, and the ends of a pipeline."""
+"""Kinds of groups: those of `Layout.lines`, "model" (the tensor-parallel ranks of all stages) and
+"embedding" (the first and the last pipeline rank).
+"""

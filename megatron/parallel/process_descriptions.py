@@ -25,15 +25,15 @@ from megatron.parallel.topology import Group, compress_ranks
 
 Alike = Mapping[str, Mapping[str, Any]]
 """Values that must be equal on all ranks, by kind and name; JSON-serializable. A rank that lacks a
-kind is left out of its comparison.
+kind is left out of the comparison of that kind.
 """
 
 _SHOWN = 8  # at most this many groups of ranks, and names, are described
-_LONGEST = 200  # maximum length of a value in a description, in characters
+_LONGEST = 200  # maximum length of a value, or of a list of ranks, in characters
 
 
 def bus_address(device: torch.device) -> tuple[int, ...]:
-    """Return a device's PCI domain, bus and device number; () for the CPU or if torch has none."""
+    """Return a device's PCI domain, bus and device number; () on a CPU or if unknown to torch."""
     if device.type == "cpu":
         return ()
     properties = torch.cuda.get_device_properties(device)
@@ -44,7 +44,7 @@ def bus_address(device: torch.device) -> tuple[int, ...]:
 
 
 def device_identity(device: torch.device) -> str:
-    """Return an identifier of this device on its node; "" for the CPU or if torch has none."""
+    """Return an identifier of this device on its node; "" on a CPU or if unknown to torch."""
     if device.type == "cpu":
         return ""
     if not torch.version.hip:
@@ -90,7 +90,7 @@ def conflict(tasks: Sequence[LaunchedProcess]) -> str:
         if other != rank:
             return (
                 f"ranks {other} and {rank} both have device {process.device} of node "
-                f"{process.node}: start as many processes as there are devices"
+                f"{process.node}: start one process for each device"
             )
     return ""
 

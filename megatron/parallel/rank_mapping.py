@@ -49,7 +49,7 @@ class RankMapping:
 
     @property
     def agreed(self) -> str:
-        """The part that must be the same in all processes of a job."""
+        """The part that must be the same in all processes of a job, as text."""
         return (
             f"rank order {self.rank_order}, device order "
             f"{_listed(self.device_order) or 'as launched'}"
@@ -105,7 +105,7 @@ class Assignment:
 
     ranks    rank of each task
     devices  number of each task's device on its node; None if it is not known
-    notices  deviations from what is expected
+    notices  for the log: nodes whose ranks stay as launched, and processes far from their devices
     """
 
     ranks: list[int]
@@ -122,8 +122,9 @@ def visible_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
 
     None if nothing limits them, or if they are not given as numbers (but as "GPU-...", say). ROCm
     filters twice: HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES, which HIP also reads) indexes the
-    list in ROCR_VISIBLE_DEVICES, up to the first index beyond its end. If a launcher writes the
-    same list into all variables, the list means devices of the node.
+    list in ROCR_VISIBLE_DEVICES, up to the first index beyond its end. If already the first index
+    is beyond it and both lists are equal, as some launchers write them, they mean devices of the
+    node.
     """
     rocr, hip, cuda = (environ.get(name, "").strip() for name in VISIBLE)
     outer = _numbers(rocr)
@@ -140,7 +141,10 @@ def visible_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
 
 
 def _numbers(text: str) -> tuple[int, ...] | None:
-    """Return the numbers in a list such as '4' or '0,1,2'; None for any other text."""
+    """Return the numbers in a list such as '4' or '0,1,2'.
+
+    None for any other text, or if a number is repeated.
+    """
     words = text.split(",")
     numbers = tuple(
         number for word in words if (number := natural_number(word.strip())) is not None
@@ -151,10 +155,13 @@ def _numbers(text: str) -> tuple[int, ...] | None:
 def near_index(
     mapping: RankMapping | None, local_rank: int, visible: int, shown: tuple[int, ...] | None
 ) -> int | None:
-    """Return the index of the `visible` device next to this local rank's cores.
+    """Return the index, among the visible devices, of the one next to this local rank's cores.
 
-    None if the machine is unknown, or if this process sees only some of its devices. `shown` are
-    the devices' numbers; see visible_devices.
+    None if the machine is unknown, if this process does not see all devices of its node, or if
+    there are too few for this local rank.
+
+    visible  number of visible devices
+    shown    their numbers on the node; see visible_devices
     """
     order = () if mapping is None else mapping.local_order
     if len(order) != visible or local_rank >= visible:
@@ -174,7 +181,7 @@ def device_number(
 
     None if it is not known.
 
-    index  None: the process uses no device; the result is for the one that it would use
+    index  None: the process uses no device; the result is the one that its local rank would use
     """
     if shown is not None and len(shown) == 1:
         return shown[0]
@@ -278,7 +285,7 @@ def _devices(
 
 
 def check_devices(mapping: RankMapping) -> RankMapping:
-    """Return `mapping`. Raises LaunchError unless its device order names each device once."""
+    """Return `mapping`. Raises LaunchError if its device order omits or repeats devices."""
     order = mapping.device_order
     devices = len(mapping.local_order) or len(order)
     if order and sorted(order) != list(range(devices)):

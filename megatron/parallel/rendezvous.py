@@ -6,9 +6,10 @@ gives each process its rank (rank_mapping.py) and publishes a verdict: the ranks
 names processes that are missing, conflict or differ.
 
 After that a daemon thread on each rank checks the store for calls. Every rank answers a roll call:
-a rank that does not answer is dead, and the others can name it. All ranks get the findings at the
-same time. Thus a rank that sees the failure late, when the store is gone, names the rank that died,
-not the rank that it was waiting for. Calls are numbered, so a watchdog may make any number of them.
+a rank that does not answer is dead, and the others can name it. The threads then fetch the findings
+as soon as they are in the store. Thus a rank that sees the failure late, when the store is gone,
+names the rank that died, not the rank that it was waiting for. Calls are numbered, so a watchdog
+may make any number of them.
 
 A rank has two connections to the store, because a connection on which a thread waits for a key does
 not serve other threads: torch uses one exclusively, and this module never waits on the other.
@@ -75,8 +76,8 @@ _LINGER_S = 5.0  # how long the rank that serves the store stays for others at t
 # connects on demand, it waits forever for a rank that died before the first message: the launcher
 # has to end the job (srun --kill-on-bad-exit).
 _FULL_MESH = 1024
-_ROLL = "roll"  # a call of all ranks
-_INQUIRY = "inquiry"  # a call of a watchdog
+_ROLL = "roll"  # a roll call, made by a rank that has failed or looks for the cause of a failure
+_INQUIRY = "inquiry"  # a call made by a watchdog
 _NOBODY = -1  # in place of the failed rank's number, if no rank reported why it failed
 _OPEN = (
     "any process that connects to the ranks' store can guess its keys and end this job: export "
@@ -89,7 +90,8 @@ class Rendezvous(StoreConnection):
 
     It is a context manager.
 
-    launch, device       this process, with its final rank; all must arrive within `timeout`
+    launch, device       this process; after `join`, `launch` has its final rank
+    timeout              time limit for all processes to arrive, and for each collective later
     mapping              the ranks that the processes on a node take; by default the launcher's
     alike                values that must be equal on all ranks
     notices              lines for the log about launch and placement; the same on all ranks
@@ -97,7 +99,8 @@ class Rendezvous(StoreConnection):
     flight, flight_file  this rank's flight recorder, and the file of its node's flight records
     on_inquiry           called in a separate thread with the number of an inquiry
     judged               cleared while a watchdog finds out whether the job hangs
-    acts_on_failure      whether this rank acts on the findings of `explain`
+    acts_on_failure      whether this rank, rather than another, acts on the findings of `explain`
+                         by requeuing the job
     """
 
     acts_on_failure = False
@@ -137,9 +140,9 @@ class Rendezvous(StoreConnection):
         self._torch_store: dist.Store  # torch's own connection to the store
         self._answer_s = ANSWER_S + self.pause_s  # time for a rank to receive and answer a call
         self._listener: threading.Thread | None = None
-        self._variables = contextlib.ExitStack()  # set until the end
+        self._variables = contextlib.ExitStack()  # variables set until the end
         self._explained: LaunchError | None = None
-        self._alarm: Future[None] = Future()  # done when another rank failed or the store is gone
+        self._alarm: Future[None] = Future()  # done after a roll call, or if the store is gone
 
     @property
     def _myself(self) -> str:
@@ -155,8 +158,9 @@ class Rendezvous(StoreConnection):
     def join(self) -> Self:
         """Meet all other ranks, take the rank that `mapping` gives and start torch.distributed.
 
-        Raises LaunchError within `timeout` if ranks are missing (it names them and the locations of
-        the others), if they differ in a value of `alike`, or if the store cannot be reached.
+        Raises LaunchError within `timeout` and a few seconds if ranks are missing (it names them
+        and locations of the others), if two of them conflict or differ in a value of `alike`, if
+        the store cannot be reached, or if torch.distributed does not start or is running already.
         Exports the launcher-independent variables (RANK, ...) until close().
         """
         if dist.is_initialized():
@@ -213,7 +217,7 @@ class Rendezvous(StoreConnection):
         description = describe_process(self.launch, self.device, self.backend, self.mapping)
         alike = digests(self.alike)
         for digest, text in alike.values():
-            # among thousands of processes with the same digest, only the first writes its text
+            # of thousands of processes with the same digest, few need to write the text
             if not store.check([f"alike/{digest}"]):
                 store.set(f"alike/{digest}", text)
         description = description._replace(
@@ -287,8 +291,8 @@ class Rendezvous(StoreConnection):
     def _judge(self, deadline: float) -> dict[str, Any]:
         """Wait, in the first process, for all descriptions and return the verdict.
 
-        Writes the rank of each process, and the location of each rank. Returns {} if another
-        process has already given the verdict.
+        Writes the rank of each process, and the location and the task of each rank. Returns {} if
+        another process has already given the verdict.
         """
         keys = [f"participant/{task}" for task in range(self.launch.world_size)]
         if not self.poll(keys, deadline, unless="verdict"):
@@ -326,8 +330,8 @@ class Rendezvous(StoreConnection):
             variables["GLOO_SOCKET_IFNAME"] = "lo"
         raise_file_limit()  # gloo connects each rank with all others of a group
         if on_device and launch.world_size > _FULL_MESH:
-            # With NCCL, gloo carries only Python objects, to and from rank 0. (torch >= 2.8 reads
-            # this variable.)
+            # With NCCL, gloo carries only Python objects and single numbers, which need few of the
+            # connections. (torch >= 2.8 reads this variable.)
             variables["TORCH_GLOO_LAZY_INIT"] = "1"
             # torch's monitor of NCCL also queries the store, every second on every rank.
             variables["TORCH_NCCL_COORD_CHECK_MILSEC"] = str(int(1000 * max(1.0, self.pause_s)))
@@ -355,11 +359,11 @@ class Rendezvous(StoreConnection):
         self.unless_failed(start, seconds, "torch.distributed did not start")
 
     def unless_failed(self, function: Callable[[], T], seconds: float, failure: str) -> T:
-        """Call `bounded`, but end immediately if another rank fails."""
+        """Call `function` like `bounded`; raise LaunchError at once if another rank fails."""
         return bounded(function, seconds, failure, self._alarm)
 
     def _try(self, function: Callable[[], T], seconds: float) -> T | None:
-        """Return the function's result, or None if the store is gone or does not answer."""
+        """Return the function's result; None if the store is gone or does not answer in time."""
         if not self._store_lost:
             try:
                 return bounded(function, seconds)
@@ -375,15 +379,15 @@ class Rendezvous(StoreConnection):
         finding = json.dumps([self.launch.rank, f"{self._myself} failed: {message}"])
 
         def write() -> None:
-            # The first failure is the cause. The other ranks learn of it before this process, and
-            # perhaps the store with it, ends.
+            # Only the first failure is the cause. The other ranks must learn of it before this
+            # process ends, and perhaps the store with it.
             if self.store.compare_set("findings", "", finding).decode() == finding:
                 self._call_all(_ROLL)
 
         self._try(write, ANSWER_S)
 
     def explain(self, error: BaseException) -> LaunchError:
-        """Return the cause of a failed or timed-out collective.
+        """Return an error that gives the cause of `error`, a failed or timed-out collective.
 
         It names the ranks that failed or died, as far as they are known. This takes a few seconds.
         The result is a LostRankError, unless a rank reported why it failed. Raise it from `error`.
@@ -398,7 +402,7 @@ class Rendezvous(StoreConnection):
                 lambda: self._diagnose(seen), 4 * self._answer_s
             )
             text = text or self._roll_findings or self._store_gone()
-            if self._store_lost:  # and with it the rank that served the store
+            if self._store_lost:  # and the rank that served it
                 self.acts_on_failure = self.launch.task == 1
             kind = LaunchError if self._reported else LostRankError
             self._explained = kind(f"{self._myself}: {text}. Seen here as {seen}")
@@ -570,7 +574,7 @@ class Rendezvous(StoreConnection):
 
 
 def _list_locations(ranks: Sequence[int], locations: Sequence[str]) -> str:
-    """Return the first sixteen ranks with their locations."""
+    """Return the first sixteen ranks with their locations, and the number of others, as text."""
     shown = "; ".join(
         f"rank {rank} on {location}"
         for rank, location in zip(ranks[:16], locations[:16], strict=True)
@@ -589,9 +593,9 @@ def connect(
 
     The rendezvous is a context manager. If `backend` is None, nccl (which is RCCL on ROCm) is used
     if there is a device, otherwise gloo. `timeout` applies to the rendezvous and to every
-    collective after it. `mapping` determines which ranks the processes of a node take: from then on
-    use the rendezvous's `launch`. `alike` contains the values that must be equal on all ranks.
-    Raises a LaunchError that names the missing ranks, or the differing ranks and their values.
+    collective after it. `mapping` determines which ranks the processes of a node take: afterwards
+    use the rendezvous's `launch`, not the one passed here. `alike` contains the values that must be
+    equal on all ranks. Raises LaunchError: see select_device, check_devices and Rendezvous.join.
     """
     device = select_device(launch, backend, check_devices(mapping))
     return Rendezvous(launch, device, timeout, mapping, alike=alike).join()

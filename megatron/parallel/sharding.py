@@ -125,8 +125,8 @@ def shard(
 ) -> Sharding:
     """Return the shard of tensor rank `rank` of `size`; dimension `dim` is split into equal parts.
 
-    `properties` are further fields of the Sharding. `padded` is the padded length of `dim`, a
-    multiple of `size`; entries beyond the global shape are not real.
+    If `dim` is None, the shard is the full tensor. `padded` is the padded length of `dim`, a
+    multiple of `size`. `properties` are further fields of the Sharding.
 
     >>> shard("w", (6, 4), 0, 1, 2).offset
     (3, 0)
@@ -152,7 +152,7 @@ def shard(
 def attach(
     parameter: torch.nn.Parameter, sharding: Sharding, tensor_size: int
 ) -> torch.nn.Parameter:
-    """Set a parameter's `sharding`, and the attributes that mark a shard for DeepSpeed."""
+    """Set a parameter's `sharding`, and the attribute that marks a shard for DeepSpeed."""
     parameter.sharding = sharding  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = sharding.dim is not None and tensor_size > 1  # type: ignore[attr-defined]
     return parameter

@@ -26,7 +26,7 @@ from megatron.parallel.launch import Launch
 T = TypeVar("T")
 
 ANSWER_S = 5.0  # how long the store, or a rank, may take to answer
-_BATCH = 1024  # keys in one request; its time grows faster than the number of keys
+_BATCH = 1024  # keys in one request: a request's time grows faster than the number of keys
 _PATIENCE_S = 3.0  # how long torch may look for a store that has not started yet
 _FOREVER = timedelta(days=20)  # longer times do not fit into torch's 31 bits of milliseconds
 # requests per second, from all ranks together, for a key that they wait for; serving them takes
@@ -40,7 +40,7 @@ class StoreConnection:
 
     launch        this process
     timeout       time limit for the store to start, and for torch's requests
-    clock, sleep  measure and spend the time between requests for a key that is awaited
+    clock, sleep  functions that measure, and spend, the time between requests for an awaited key
     server        the rank that serves the store
     """
 
@@ -59,7 +59,7 @@ class StoreConnection:
 
     @property
     def pause_s(self) -> float:
-        """Seconds between a rank's requests for a key that it waits for; grows with the ranks."""
+        """Seconds between a rank's requests for an awaited key; more if there are many ranks."""
         return max(0.2, self.launch.world_size / _ASKED)
 
     @property
@@ -71,7 +71,8 @@ class StoreConnection:
     def open(self) -> None:
         """Connect to the store, which may take `timeout` to start, or serve it.
 
-        Raises LaunchError if the store cannot be served or reached.
+        A single process, unless its launcher serves a store, has one in its own memory. Raises
+        LaunchError if the store cannot be served or reached.
         """
         if self.launch.world_size == 1 and not self.launch.store_served:
             self.store = dist.HashStore()
@@ -216,7 +217,7 @@ def batches(keys: Sequence[T]) -> Iterator[list[T]]:
 
 
 def raise_file_limit() -> None:
-    """Raise the open-file limit to this user's hard limit: the store has one socket per rank."""
+    """Raise the open-file limit to the hard limit: the store and gloo need sockets per rank."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -239,9 +240,9 @@ def host_name_is_local() -> bool:
 def without_dns() -> Iterator[None]:
     """Let this process look up host names in /etc/hosts only (with glibc; otherwise no effect).
 
-    For the process that serves the store: torch looks up the name of every address that connects,
-    in the store's only thread and only for its log. If each lookup takes 50 ms, the lookups for
-    75,264 ranks take an hour.
+    This is for the process that serves the store: torch looks up the name of every address that
+    connects, in the store's only thread and only for its log. If each lookup takes 50 ms, the
+    lookups for 75,264 ranks take an hour.
     """
     configure = getattr(
         ctypes.CDLL(None), "__nss_configure_lookup", lambda database, services: None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     GroupFactory = Callable[[Sequence[int]], ProcessGroup]
 
-_LATE_S = 5.0  # how late torch's own, more detailed error may come
+_LATE_S = 5.0  # how long after the time limit torch's own, more detailed error may come
 
 
 def compress_ranks(ranks: Iterable[int]) -> str:
@@ -37,7 +37,10 @@ def compress_ranks(ranks: Iterable[int]) -> str:
 
 
 def neighbours(size: int) -> list[list[tuple[int, int]]]:
-    """Return the pairs of neighbours in a ring of `size`, in rounds with one pair per member.
+    """Return the pairs of neighbours in a ring of `size`, in rounds.
+
+    In a round each member is in at most one pair. The last member and the first are neighbours if
+    there are more than two.
 
     >>> neighbours(4)
     [[(0, 1), (2, 3)], [(1, 2)], [(3, 0)]]
@@ -52,10 +55,10 @@ def neighbours(size: int) -> list[list[tuple[int, int]]]:
 class Group:
     """Some ranks that communicate, seen from one of them.
 
-    `handle` is the torch process group; None for a group of one, which never communicates.
-    Communication over the group is recorded in `flight`, under the group's `kind` (one of
-    flight.KINDS). `pairs` contains groups of two for messages (collectives.post), by the global
-    rank of the other member.
+    `handle` is the torch process group; None if the group never communicates: if it has one member,
+    or in planning. Communication over the group is recorded in `flight`, under the group's `kind`
+    (one of flight.KINDS). `pairs` contains groups of two for messages (collectives.post), by the
+    global rank of the other member.
     """
 
     ranks: Sequence[int]
@@ -83,7 +86,8 @@ class ShardGroups:
     """The groups over which ZeRO shards the state that every data-parallel rank would hold.
 
     inner   neighbours that together hold one copy of the gradients and, with stage 3, the weights
-    outer   ranks with the same shard of these, each with a different part of its optimizer state
+    outer   ranks with the same shard of these, each with a different part of the shard's optimizer
+            state
     states  the ranks that together hold one copy of the optimizer's state: inner times outer
     copies  ranks with the same shard of the optimizer's state
     """
@@ -141,13 +145,13 @@ class _Groups:
         return Group(ranks, ranks.index(self.rank), handle, kind, self.flight)
 
     def pair(self, group: Group) -> None:
-        """Create a group for each pair of neighbours, which carries only messages."""
+        """Create a group for each pair of neighbours of this rank, which carries only messages."""
         if self.new_group is None:
             return
         for pairs in neighbours(group.size):
             ends = next((each for each in pairs if group.rank in each), (group.rank,))
             ranks = sorted(group.ranks[member] for member in ends)
-            handle = self.new_group(ranks)  # even for this rank alone; see tied_embeddings below
+            handle = self.new_group(ranks)  # even for this rank alone; see from_layout
             for peer in set(ranks) - {self.rank}:
                 group.pairs[peer] = self._group(ranks, handle, group.kind)
 
@@ -165,9 +169,9 @@ class Topology:
 
     `data` is the full group over which gradients are summed and ZeRO shards: all replicas, and all
     context ranks of each. `context` and the expert groups are subgroups of it (Layout). `shards`
-    divides it for ZeRO, `expert_shards` the ranks with the same experts.
-    `embedding` joins the first and last pipeline stages if both hold a tied embedding; otherwise it
-    is None.
+    divides it for ZeRO; `expert_shards` divides `expert_data`, the ranks with the same experts.
+    `embedding` joins the first and the last pipeline rank if both hold a tied embedding; it is None
+    otherwise, and on the ranks between them.
     """
 
     layout: Layout
@@ -195,7 +199,7 @@ class Topology:
 
     @property
     def groups(self) -> list[Group]:
-        """The groups of more than this rank, each once, in the same order on all ranks."""
+        """The groups with other ranks, each once, in the same order on all ranks; without pairs."""
         groups: dict[int, Group] = {}
         for each in fields(self):
             value = getattr(self, each.name)
@@ -207,7 +211,7 @@ class Topology:
 
     @property
     def flight(self) -> FlightRecorder:
-        """The recorder of this rank's current activity, for others to read when it hangs."""
+        """The recorder of this rank's current activity, which others read when the rank hangs."""
         return self.world.flight
 
     @property
@@ -234,8 +238,8 @@ class Topology:
         (Rendezvous.flight); by default nobody reads the record. `sizes`, the same on all ranks,
         replaces the first two arguments.
 
-        Raises ConfigError if the processes do not divide into whole replicas, and LaunchError if
-        ranks do not form a group in time.
+        Raises the ConfigError of Layout.for_world, and LaunchError if ranks do not form a group in
+        time.
         """
         import torch
         import torch.distributed as dist
@@ -287,7 +291,7 @@ class Topology:
         """Return the topology of `rank` on `layout`.
 
         Without `new_group` nothing communicates: for planning and tests. `all_ranks` is the handle
-        of the world, if there is one; `new_group` makes the others.
+        of the world, if there is one; `new_group` makes the handles of the other groups.
         """
         import torch
 
@@ -323,9 +327,11 @@ class Topology:
         )
 
     def describe(self, locations: Sequence[str] = ()) -> str:
-        """Return the layout in a few lines; `locations` are node and device of each rank.
+        """Return the layout and the first group of each dimension, in a few lines.
 
-        A single rank has no groups to show.
+        locations  node and device of each rank
+
+        For a single rank the groups are left out.
         """
 
         def show(ranks: Sequence[int]) -> str:
